@@ -1,0 +1,31 @@
+"""Native Sparse Attention: what it means, its backends, a small model, and the workbook that measures them.
+
+The names below are imported when first used, so `import nsa` loads neither torch nor a backend.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "NSAConfig": "nsa.config",
+    "nsa_attention": "nsa.attention.api",
+    "ModelConfig": "nsa.model.config",
+    "LanguageModel": "nsa.model.llama",
+    "NSAAttention": "nsa.model.layer",
+    "preset": "nsa.model.presets",
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'nsa' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

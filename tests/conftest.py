@@ -1,0 +1,53 @@
+"""What every test runs under: fixed seeds, poisoned memory, and no device work without a device.
+
+Imports torch and pytest only: a machine with a GPU may have nothing else (`pytest -m gpu -o addopts=""`).
+nsa is not imported here, or jaxtyping's hook would come too late for its modules.
+"""
+
+import os
+
+import pytest
+import torch
+
+DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+os.environ["NSA_HEADLESS"] = "1"
+if not DEVICES:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when @triton.jit decorates, so before any kernel
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for mark, needed in (("gpu", 1), ("gpus2", 2)):
+            if item.get_closest_marker(mark) and needed > DEVICES:
+                reason = f"needs {needed} CUDA device(s), found {DEVICES}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in every test, whichever ran before it."""
+    torch.manual_seed(1337)
+
+
+def poisoned(make):
+    """`make`, with NaN in every float it returns, so that an element nobody wrote shows in the result."""
+
+    def made(*args, **kwargs):
+        out = make(*args, **kwargs)
+        wide = out.is_floating_point() and out.element_size() > 1  # no float8 type can be filled everywhere
+        if wide and out.layout is torch.strided and not torch.compiler.is_compiling():
+            with torch.no_grad():
+                out.fill_(float("nan"))
+        return out
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
