@@ -1,4 +1,4 @@
-"""Native Sparse Attention: what it means, its backends, a small model, and the workbook that measures them.
+"""Native Sparse Attention: its definition, its backends, a small model, a workbook to measure them.
 
 The names below are imported when first used, so `import nsa` loads neither torch nor a backend.
 """
@@ -16,7 +16,7 @@ _HOME = {
     "preset": "nsa.model.presets",
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str):

@@ -1,7 +1,7 @@
 """What every test runs under: fixed seeds, poisoned memory, and no device work without a device.
 
-Imports torch and pytest only: a machine with a GPU may have nothing else (`pytest -m gpu -o addopts=""`).
-nsa is not imported here, or jaxtyping's hook would come too late for its modules.
+Imports torch and pytest only: a machine with a GPU may have nothing else to test with
+(`pytest -m gpu -o addopts=""`). nsa is not imported here, or jaxtyping's hook would come too late for its modules.
 """
 
 import os
@@ -32,11 +32,11 @@ def seeded():
 
 
 def poisoned(make):
-    """`make`, with NaN in every float it returns, so that an element nobody wrote shows in the result."""
+    """`make` with NaN in every float it returns, so that an element nobody wrote shows."""
 
     def made(*args, **kwargs):
         out = make(*args, **kwargs)
-        wide = out.is_floating_point() and out.element_size() > 1  # no float8 type can be filled everywhere
+        wide = out.is_floating_point() and out.element_size() > 1  # float8 cannot always be filled
         if wide and out.layout is torch.strided and not torch.compiler.is_compiling():
             with torch.no_grad():
                 out.fill_(float("nan"))

@@ -1,0 +1,169 @@
+"""What the model reads: seeded random tokens, or real text as bytes.
+
+A batch is a function of (seed, step) and of nothing else: no state moves from step to step, so a
+trial that starts at step 5 sees what a trial that ran through sees. Tokens are drawn on the CPU, so
+every device gets the same ones.
+"""
+
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+MAX_BYTES = 64 * 2**20
+_NOT_TEXT = {"__pycache__", "site-packages", "dist-packages"}
+
+Batch = tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Independent uniform tokens: nothing to learn below a loss of log(vocab)."""
+
+    seed: int
+    vocab: int
+
+    @property
+    def name(self) -> str:
+        return f"uniform random tokens, vocabulary {self.vocab}"
+
+    def batch(
+        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
+    ) -> Batch:
+        """`batch` rows of `tokens` tokens, and each token's successor as its target."""
+        _check_sizes(step, batch, tokens)
+        drawn = torch.randint(
+            self.vocab, (batch, tokens + 1), generator=_generator(self.seed, step)
+        )
+        return _split(drawn, device)
+
+    def record(self) -> dict:
+        return {"name": self.name, "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Files as one row of bytes (vocabulary 256), read when first asked for."""
+
+    name: str
+    files: tuple[Path, ...]
+    seed: int
+    max_bytes: int = MAX_BYTES
+
+    @cached_property
+    def data(self) -> UInt8[Tensor, " N"]:
+        """At most `max_bytes` bytes of the files in order. Files that cannot be read are left out.
+
+        ValueError when no byte is left.
+        """
+        joined = bytearray()
+        refused: list[str] = []
+        for file in self.files:
+            try:
+                with file.open("rb") as stream:
+                    joined += stream.read(self.max_bytes - len(joined))
+            except OSError as error:
+                refused.append(f"{file.name}: {error.strerror or error}")
+            if len(joined) >= self.max_bytes:
+                break
+        if not joined:
+            why = f" ({'; '.join(refused[:3])})" if refused else ""
+            raise ValueError(
+                f"{self.name}: got 0 bytes from {len(self.files)} file(s){why}; "
+                "name a readable file, or a folder with one, that is not empty"
+            )
+        return torch.frombuffer(joined, dtype=torch.uint8)
+
+    def batch(
+        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
+    ) -> Batch:
+        """`batch` passages of `tokens` bytes, and each byte's successor as its target.
+
+        ValueError when the text has fewer than tokens + 1 bytes.
+        """
+        _check_sizes(step, batch, tokens)
+        if len(self.data) <= tokens:
+            raise ValueError(
+                f"{self.name}: got {len(self.data)} bytes, but {tokens} tokens and the last one's "
+                f"target need {tokens + 1}; name a larger file or folder, or take at most "
+                f"{len(self.data) - 1} tokens"
+            )
+        starts = torch.randint(
+            len(self.data) - tokens, (batch, 1), generator=_generator(self.seed, step)
+        )
+        return _split(self.data[starts + torch.arange(tokens + 1)].long(), device)
+
+    def record(self) -> dict:
+        """What a run keeps of its text: it tells whether another machine read the same bytes."""
+        digest = hashlib.sha256(self.data.numpy()).hexdigest()
+        return {"name": self.name, "seed": self.seed, "bytes": len(self.data), "sha256": digest}
+
+
+def synthetic(seed: int = 1337, vocab: int = 256) -> Synthetic:
+    """Seeded uniform tokens in [0, vocab)."""
+    if vocab < 2:
+        raise ValueError(f"vocab={vocab}: a token needs at least 2 values to choose from")
+    return Synthetic(seed, vocab)
+
+
+def text(
+    path: str | os.PathLike | None = None, seed: int = 1337, max_bytes: int = MAX_BYTES
+) -> Text:
+    """Real text as bytes: the file, or every file below the folder, that `path` names.
+
+    Without a path it is the Python standard library's own sources, which every machine has; their
+    bytes differ between Python versions. A folder's files come sorted by name, then its folders;
+    what is beyond `max_bytes` is left out. Nothing is read before the first batch.
+    ValueError when there is no such file.
+    """
+    if max_bytes < 2:
+        raise ValueError(f"max_bytes={max_bytes}: a token and its target need at least 2")
+    if path is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        files = tuple(file for file in _files_below(folder) if file.suffix == ".py")
+        name = f"the standard library of Python {platform.python_version()}"
+        remedy = "this Python has no sources; name a file or folder of your own: text(path=...)"
+    else:
+        named = Path(path).expanduser()
+        if not named.exists():
+            raise ValueError(f"{named}: got 0 bytes, there is no such file or folder; name one")
+        files = (named,) if named.is_file() else tuple(_files_below(named))
+        name = str(path)
+        remedy = "name a regular file, or a folder with at least one"
+    if not files:
+        raise ValueError(f"{name}: got 0 bytes, no file was found there; {remedy}")
+    return Text(name, files, seed, max_bytes)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Regular files in one order on every machine. Reading a pipe would wait for ever."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - _NOT_TEXT)
+        yield from (file for name in sorted(names) if (file := Path(where, name)).is_file())
+
+
+def _check_sizes(step: int, batch: int, tokens: int) -> None:
+    if step < 0 or batch < 1 or tokens < 1:
+        raise ValueError(
+            f"step={step}, batch={batch}, tokens={tokens}: "
+            "a batch needs step >= 0, batch >= 1 and tokens >= 1"
+        )
+
+
+def _generator(seed: int, step: int) -> torch.Generator:
+    # A hash, because seed + step would give seed 1 at step 1 the tokens of seed 2 at step 0.
+    mixed = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
+
+
+def _split(drawn: Tensor, device: str | torch.device) -> Batch:
+    drawn = drawn.to(device)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
