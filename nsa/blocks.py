@@ -1,0 +1,55 @@
+"""Block arithmetic that two or more layers use unchanged. Plain integers, no tensors.
+
+Positions are 0-based within one sequence. A compressed block i covers the tokens
+[i d, i d + l) and a selectable block j covers [j l', (j + 1) l').
+"""
+
+from nsa.config import NSAConfig
+
+
+def count_compressed(tokens: int, config: NSAConfig) -> int:
+    """C: compressed keys of a sequence; 0 while it is shorter than one compressed block."""
+    if tokens < config.compress_block:
+        return 0
+    return (tokens - config.compress_block) // config.compress_stride + 1
+
+
+def count_selectable(tokens: int, config: NSAConfig) -> int:
+    """NB: selectable blocks of a sequence, the last one perhaps not full."""
+    return -(-tokens // config.select_block)
+
+
+def compressed_seen(position: int, config: NSAConfig) -> int:
+    """How many compressed keys the query at `position` sees: those whose last token is not later.
+
+    They are the first so many, because blocks end in the order in which they start.
+    """
+    return count_compressed(position + 1, config)
+
+
+def window_start(position: int, config: NSAConfig) -> int:
+    """The oldest token in the window of the query at `position`."""
+    return max(0, position - config.window + 1)
+
+
+def overlap(compressed: int, selectable: int, config: NSAConfig) -> int:
+    """Strides of d tokens that compressed block `compressed` and block `selectable` share (Eq. 9)."""
+    per_compressed = config.compress_block // config.compress_stride
+    per_selectable = config.select_block // config.compress_stride
+    first = max(compressed, selectable * per_selectable)
+    last = min(compressed + per_compressed, (selectable + 1) * per_selectable)
+    return max(0, last - first)
+
+
+def overlap_band(config: NSAConfig) -> tuple[int, list[int]]:
+    """Eq. 9 as a band: (offset, weights) with p_slc[j] = sum_m weights[m] p_cmp[j l'/d + offset + m].
+
+    The same for every j; l=32, d=16, l'=64 give (-1, [1, 2, 2, 2, 1]).
+    """
+    per_compressed = config.compress_block // config.compress_stride
+    per_selectable = config.select_block // config.compress_stride
+    # j is far enough from 0 for the band not to be cut off at the start of the sequence.
+    j = per_compressed
+    start = j * per_selectable - per_compressed + 1
+    weights = [overlap(i, j, config) for i in range(start, (j + 1) * per_selectable)]
+    return 1 - per_compressed, weights

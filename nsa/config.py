@@ -1,0 +1,62 @@
+"""The sizes of Native Sparse Attention (arXiv 2502.11089), validated."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class NSAConfig:
+    """How many keys each branch sees. The defaults are the paper's (section 4.1).
+
+    Raises:
+        TypeError: a size that is not an int.
+        ValueError: sizes that do not fit together; the message names the nearest that do.
+    """
+
+    compress_block: int = 32  # l: tokens under one compressed key
+    compress_stride: int = 16  # d: tokens between the starts of two compressed blocks
+    select_block: int = 64  # l': tokens in one selectable block
+    select_count: int = 16  # n: blocks a query attends to, forced ones included
+    select_initial: int = 1  # forced: the first blocks of the sequence
+    select_local: int = 2  # forced: the query's own block and those just before it
+    window: int = 512  # w: newest tokens a query sees, its own included
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{field.name}={value!r} is not an int")
+        for name in ("compress_block", "compress_stride", "select_block", "select_count", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.select_initial < 0:
+            raise ValueError(f"select_initial={self.select_initial} must be at least 0")
+        if self.select_local < 1:
+            raise ValueError(
+                f"select_local={self.select_local} must be at least 1: "
+                "a query's own block is always selected"
+            )
+        for name in ("compress_block", "select_block"):
+            _check_multiple(name, getattr(self, name), self.compress_stride)
+        if self.compress_block > self.select_block:
+            raise ValueError(
+                f"compress_block={self.compress_block} is larger than "
+                f"select_block={self.select_block}; make select_block at least "
+                f"{self.compress_block} or compress_block at most {self.select_block}"
+            )
+        forced = self.select_initial + self.select_local
+        if self.select_count < forced:
+            raise ValueError(
+                f"select_count={self.select_count} has no room for select_initial="
+                f"{self.select_initial} and select_local={self.select_local}; it must be "
+                f"at least {forced}"
+            )
+
+
+def _check_multiple(name: str, value: int, stride: int) -> None:
+    if value % stride:
+        below = value // stride * stride
+        legal = f"{below} and {below + stride}" if below else f"{stride} and {2 * stride}"
+        raise ValueError(
+            f"{name}={value} is not a multiple of compress_stride={stride}; "
+            f"nearest that are: {legal}"
+        )

@@ -1,0 +1,131 @@
+"""Native Sparse Attention, whole: three branches and their gated sum. Read this file first.
+
+Source: arXiv 2502.11089v2, Eq. 3-12. Everything is an explicit mask over all keys, so memory
+grows with T squared; that is what makes it easy to believe. In float64 it is the project's oracle.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.reference.attend import attend, attention_probs
+from nsa.reference.compress import Phi, compress_keys, compress_values
+from nsa.reference.select import importance, select, selected_tokens
+
+BRANCHES = ("cmp", "slc", "win")
+
+
+@dataclass
+class Result:
+    """What one call computed. `branches` and `lse` hold an entry for each branch that was asked for."""
+
+    o: Tensor  # [B, T, HQ, DV]
+    branches: dict[str, Tensor]  # each [B, T, HQ, DV], before the gates
+    lse: dict[str, Tensor]  # each [B, T, HQ], natural log, at least fp32
+    blocks: Tensor | None = None  # [B, T, HKV, N] int32, indices within each sequence
+    importance: Tensor | None = None  # [B, T, HKV, NB]; None for packed sequences
+
+
+def nsa(
+    q: Float[Tensor, "B T HQ D"],
+    k: Mapping[str, Tensor],
+    v: Mapping[str, Tensor],
+    gates: Float[Tensor, "B T HQ 3"],
+    config: NSAConfig,
+    *,
+    phi: Phi | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    blocks: Int[Tensor, "B T HKV N"] | None = None,
+    branches: Sequence[str] = BRANCHES,
+    scale: float | None = None,
+) -> Result:
+    """Eq. 5: o = g_cmp o_cmp + g_slc o_slc + g_win o_win.
+
+    k[branch] is [B, T, HKV, D] and v[branch] [B, T, HKV, DV]; "slc" also needs k["cmp"] to score
+    blocks, unless `blocks` hands the selection in. `scale` defaults to D ** -0.5. With
+    `cu_seqlens` [N + 1] (B = 1) each sequence is a world of its own. Any floating dtype; fp64 is
+    exact. No gradient flows through the selection.
+    """
+    phi = phi or Phi()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cu_seqlens is not None:
+        return _packed(q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale)
+
+    positions = torch.arange(q.shape[1], device=q.device)
+    outputs, lse, scores = {}, {}, None
+    k_cmp = compress_keys(k["cmp"], phi, config) if "cmp" in k else None
+
+    if "cmp" in branches:
+        v_cmp = compress_values(v["cmp"], phi, config)
+        visible = compressed_visible(positions, k_cmp.shape[1], config)
+        outputs["cmp"], lse["cmp"] = attend(q, k_cmp, v_cmp, visible, scale)
+    if "slc" in branches:
+        if blocks is None:
+            with torch.no_grad():
+                visible = compressed_visible(positions, k_cmp.shape[1], config)
+                p_cmp, _ = attention_probs(q, k_cmp, visible, scale)
+                scores = importance(p_cmp, config)
+                blocks = select(scores, config)
+        causal = positions <= positions[:, None]
+        visible = selected_tokens(blocks, q.shape[1], config) & causal
+        outputs["slc"], lse["slc"] = attend(q, k["slc"], v["slc"], visible, scale)
+    if "win" in branches:
+        visible = window_visible(positions, config)
+        outputs["win"], lse["win"] = attend(q, k["win"], v["win"], visible, scale)
+
+    return Result(combine(gates, outputs), outputs, lse, blocks, scores)
+
+
+def combine(
+    gates: Float[Tensor, "B T HQ 3"], branches: Mapping[str, Float[Tensor, "B T HQ DV"]]
+) -> Float[Tensor, "B T HQ DV"]:
+    """Eq. 5, over the branches that were computed; a branch that was not counts as 0."""
+    weights = dict(zip(BRANCHES, gates[..., None, :].unbind(-1), strict=True))
+    return sum(weights[name] * o for name, o in branches.items())
+
+
+def compressed_visible(
+    positions: Int[Tensor, " T"], compressed: int, config: NSAConfig
+) -> Bool[Tensor, "1 1 T C"]:
+    """Position t sees compressed block i when its last token i d + l - 1 is not later than t."""
+    starts = torch.arange(compressed, device=positions.device) * config.compress_stride
+    last_tokens = starts + config.compress_block - 1
+    return (last_tokens <= positions[:, None])[None, None]
+
+
+def window_visible(positions: Int[Tensor, " T"], config: NSAConfig) -> Bool[Tensor, "1 1 T S"]:
+    """Position t sees the keys s with t - w < s <= t."""
+    distance = positions[:, None] - positions
+    return ((distance >= 0) & (distance < config.window))[None, None]
+
+
+def _packed(q, k, v, gates, config, phi, cu_seqlens, blocks, branches, scale) -> Result:
+    """Each sequence run alone, the results laid end to end."""
+    parts = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        if start == end:
+            continue
+        rows = slice(start, end)
+        parts.append(
+            nsa(
+                q[:, rows],
+                {name: x[:, rows] for name, x in k.items()},
+                {name: x[:, rows] for name, x in v.items()},
+                gates[:, rows],
+                config,
+                phi=phi,
+                blocks=None if blocks is None else blocks[:, rows],
+                branches=branches,
+                scale=scale,
+            )
+        )
+    return Result(
+        o=torch.cat([part.o for part in parts], dim=1),
+        branches={b: torch.cat([part.branches[b] for part in parts], dim=1) for b in branches},
+        lse={b: torch.cat([part.lse[b] for part in parts], dim=1) for b in branches},
+        blocks=torch.cat([p.blocks for p in parts], dim=1) if "slc" in branches else None,
+    )
