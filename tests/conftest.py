@@ -1,7 +1,8 @@
 """What every test runs under: fixed seeds, poisoned memory, and no device work without a device.
 
 Imports torch and pytest only: a machine with a GPU may have nothing else to test with
-(`pytest -m gpu -o addopts=""`). nsa is not imported here, or jaxtyping's hook would come too late for its modules.
+(`pytest -m gpu -o addopts=""`). nsa is not imported here, or jaxtyping's hook would come too late
+for its modules.
 """
 
 import os
@@ -49,5 +50,14 @@ def poisoned(make):
 def poisoned_memory(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    for name in ("new_empty", "new_empty_strided"):
-        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self, *size, dtype=None, device=None, **options):
+        if type(self) not in (torch.Tensor, torch.nn.Parameter):
+            return plain(self, *size, dtype=dtype, device=device, **options)
+        # torch.compile cannot trace the method it knows once that is replaced, but it can this call.
+        return torch.empty(
+            *size, dtype=dtype or self.dtype, device=device or self.device, **options
+        )
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
