@@ -1,0 +1,1 @@
+"""Running notebooks, keeping what they found, and showing it."""

@@ -1,0 +1,207 @@
+"""Where a run was made: versions, devices, source state, settings. Never a host, a user or a path."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+
+PREFIXES = (
+    "TORCH",
+    "PYTORCH",
+    "CUDA",
+    "CUBLAS",
+    "CUDNN",
+    "NCCL",
+    "TRITON",
+    "NSA_",
+    "OMP_",
+    "MKL_",
+    "SLURM_JOB",
+)
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+SECRET = re.compile(r"token|secret|passw|credential|api_?key|auth", re.IGNORECASE)
+IDENTITY = re.compile(
+    r"user|account|nodelist|node_?name|host|partition|group|uid|gid|cluster", re.I
+)
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def snapshot(seed: int | None = None) -> dict:
+    """Everything needed to say where numbers came from, JSON-able.
+
+    GPUs carry `name`, `memory_gib`, `compute_capability`, `driver`; none give an empty list.
+    `git` is None outside a repository. Nothing here imports torch or starts CUDA.
+    """
+    return {
+        "date": utc_now(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu_cores": os.cpu_count(),
+        "gpus": gpus(),
+        **versions(),
+        "git": git_state(),
+        "seed": seed,
+        "allocator": {name: os.environ[name] for name in ALLOCATOR if name in os.environ},
+        "variables": relevant_variables(dict(os.environ)),
+    }
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict:
+    """Versions of the packages that decide the numbers; None where one is not installed."""
+    return {
+        "nsa": _version("nsa") or _own_version(),
+        "torch": _version("torch"),
+        "cuda": _cuda_of_torch(),
+        "triton": _version("triton"),
+        # flash-attn 2 and 4 are two distributions that may stand side by side
+        "flash_attn": _version("flash-attn"),
+        "flash_attn_4": _version("flash-attn-4"),
+    }
+
+
+def provenance(environment: dict) -> dict:
+    """The columns of a metrics row that come from the environment: gpu, torch, triton, commit."""
+    names = [gpu["name"] for gpu in environment.get("gpus") or []]
+    git = environment.get("git") or {}
+    commit = (git.get("commit") or "")[:12]
+    return {
+        "gpu": names[0] if names else "cpu",
+        "torch": environment.get("torch") or "",
+        "triton": environment.get("triton") or "",
+        "commit": commit + ("+dirty" if commit and git.get("dirty") else ""),
+    }
+
+
+def relevant_variables(variables: dict[str, str]) -> dict[str, str]:
+    """Those that change what runs, without secrets, identities or paths of this machine."""
+    return {
+        name: _without_paths(value)
+        for name, value in sorted(variables.items())
+        if name.startswith(PREFIXES) and not SECRET.search(name) and not IDENTITY.search(name)
+        if name != "NSA_RUN"
+    }
+
+
+def _without_paths(value: str) -> str:
+    """`/a/b/c` becomes `c`; a value that holds paths among other things says `<path>` for each."""
+    if re.fullmatch(r"/[^:;,=\s]*", value):
+        return Path(value).name or "<path>"
+    return re.sub(r"(?<![\w.])~?/[^:;,=\s]*", "<path>", value)
+
+
+@lru_cache(maxsize=1)
+def gpus() -> list[dict]:
+    """The GPUs that this process may use, as nvidia-smi names them."""
+    fields = "index,uuid,name,memory.total,compute_cap,driver_version"
+    text = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    return visible_gpus(text or "", os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus(text: str, visible: str | None) -> list[dict]:
+    """Parse nvidia-smi's lines and keep those that CUDA_VISIBLE_DEVICES lets through."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 6:
+            continue
+        index, uuid, name, memory_mib, capability, driver = cells
+        memory_gib = round(float(memory_mib) / 1024, 1) if memory_mib.isdigit() else None
+        gpu = {
+            "name": name,
+            "memory_gib": memory_gib,
+            "compute_capability": capability,
+            "driver": driver,
+        }
+        found.append((index, uuid, gpu))
+    if visible is None:
+        return [gpu for _, _, gpu in found]
+    wanted = [name.strip() for name in visible.split(",") if name.strip()]
+    return [
+        gpu
+        for name in wanted
+        for index, uuid, gpu in found
+        if name == index or (not name.isdigit() and uuid.startswith(name))
+    ]
+
+
+def git_state(folder: Path | None = None) -> dict | None:
+    """`commit`, `dirty`, `dirty_hash` (sha256 of the diff and the untracked files), or None.
+
+    Files under runs/ and figures/ are results, not source: they make nothing dirty.
+    """
+    folder = Path(folder or PACKAGE.parent)
+    top = _output(["git", "-C", str(folder), "rev-parse", "--show-toplevel"])
+    if not top:
+        return None
+    top = top.strip()
+    outside = ["--", ".", ":(exclude)runs", ":(exclude)figures"]
+    commit = (_output(["git", "-C", top, "rev-parse", "--verify", "HEAD"]) or "").strip() or None
+    difference = _output(["git", "-C", top, "diff", "HEAD", *outside]) or "" if commit else ""
+    listed = ["git", "-C", top, "ls-files", "-z", "--others", "--exclude-standard", *outside]
+    untracked = sorted(name for name in (_output(listed) or "").split("\0") if name)
+    if not difference and not untracked:
+        return {"commit": commit, "dirty": False, "dirty_hash": None}
+    digest = hashlib.sha256(difference.encode(errors="surrogateescape"))
+    for name in untracked:
+        path = Path(top, name)
+        digest.update(name.encode(errors="surrogateescape") + b"\0")
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return {"commit": commit, "dirty": True, "dirty_hash": digest.hexdigest()}
+
+
+def _output(command: list[str]) -> str | None:
+    """What a command printed, or None when it is missing, fails or does not answer."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _own_version() -> str | None:
+    import nsa
+
+    return getattr(nsa, "__version__", None)
+
+
+def _cuda_of_torch() -> str | None:
+    """The CUDA version torch was built for, read from its version file: torch stays unimported."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        file = Path(folder, "version.py")
+        found = (
+            re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", file.read_text(), re.M)
+            if file.is_file()
+            else None
+        )
+        if found:
+            return found.group(1)
+    return None

@@ -1,0 +1,57 @@
+"""Writing files so that a reader sees the old one or the new one, never half of one."""
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: str | Path, content: str | bytes) -> Path:
+    """Write beside the target, then rename over it."""
+    path = Path(path)
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp gives 0600, which colleagues cannot read
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write_json(path: str | Path, content: Any) -> Path:
+    """Strict JSON, indented: a NaN becomes null, as JSON has none."""
+    text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
+    return write_atomically(path, text + "\n")
+
+
+def read_json(path: str | Path, default: Any = None) -> Any:
+    """The content, or `default` when there is no such file or it is not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return default
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars, paths and tuples as what JSON has."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return str(value)

@@ -1,0 +1,78 @@
+"""Which notebook is meant, what it asks, and the id that makes a rerun a cache hit."""
+
+import difflib
+import hashlib
+import json
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
+    """A notebook by path, name, number or part of its name (`01`, `memory_scaling`).
+
+    ValueError names the nearest when none or several fit.
+    """
+    path = Path(name)
+    if path.suffix == ".ipynb" and path.is_file():
+        return path
+    found = {p.stem: p for p in notebooks(folder)}
+    if not found:
+        raise ValueError(f"no notebooks in {folder}; name one by its path")
+    name = path.stem if path.suffix == ".ipynb" else str(name)
+    without_number = {re.sub(r"^\d+_", "", stem): stem for stem in found}
+    if name in found or name in without_number:
+        return found[without_number.get(name, name)]
+    fits = [s for s in found if s.startswith(name) or re.sub(r"^\d+_", "", s).startswith(name)]
+    if len(fits) == 1:
+        return found[fits[0]]
+    if fits:
+        raise ValueError(f"{name!r} fits {', '.join(fits)}; give more of one")
+    near = difflib.get_close_matches(name, [*found, *without_number], n=1, cutoff=0.0)[0]
+    near = without_number.get(near, near)
+    raise ValueError(f"no notebook {name!r} in {folder}; the nearest is {near!r}")
+
+
+def notebooks(folder: str | Path = "notebooks") -> list[Path]:
+    return sorted(Path(folder).glob("*.ipynb"))
+
+
+def question(notebook: str | Path) -> str:
+    """The notebook's question: the text cell's part after the word Question, else its title."""
+    cells = _cells(notebook)
+    texts = ["".join(c["source"]) for c in cells if c.get("cell_type") == "markdown"]
+    for text in texts[:3]:
+        found = re.search(r"^\W*question\W*\s+(.+?)(?:\n\s*\n|\n#|\Z)", text, re.I | re.S | re.M)
+        if found:
+            return re.sub(r"[*_`]{1,2}", "", " ".join(found.group(1).split()))
+    title = re.search(r"^#\s+(.+)$", texts[0], re.M) if texts else None
+    return title.group(1).strip() if title else ""
+
+
+def run_id(notebook: str | Path, parameters: dict, environment: dict) -> str:
+    """8 hex digits of hash(spec + source + environment).
+
+    spec: notebook and every parameter; source: what its cells say (not their outputs) and all of
+    the package; environment: versions and GPUs, not dates or variables.
+    """
+    digest = hashlib.sha256()
+    spec = {"notebook": Path(notebook).stem, "parameters": parameters}
+    digest.update(json.dumps(spec, sort_keys=True, default=str).encode())
+    for cell in _cells(notebook):
+        tags = sorted(cell.get("metadata", {}).get("tags", []))
+        digest.update(json.dumps([cell.get("cell_type"), "".join(cell["source"]), tags]).encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    keys = ("python", "torch", "cuda", "triton", "flash_attn", "flash_attn_4")
+    facts = {key: environment.get(key) for key in keys}
+    facts["gpus"] = [gpu.get("name") for gpu in environment.get("gpus") or []]
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    return digest.hexdigest()[:8]
+
+
+def _cells(notebook: str | Path) -> list[dict]:
+    try:
+        return json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{notebook} is not a notebook; open and save it in JupyterLab") from None

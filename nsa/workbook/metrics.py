@@ -1,0 +1,86 @@
+"""metrics.csv: one long table, the same columns for every notebook, so any script reads any run."""
+
+import difflib
+import json
+from pathlib import Path
+
+COLUMNS = (
+    "operation",
+    "backend",
+    "mode",
+    "metric",
+    "unit",
+    "x_name",
+    "x_value",
+    "median",
+    "q20",
+    "q80",
+    "config",
+    "gpu",
+    "torch",
+    "triton",
+    "commit",
+    "date",
+)
+NUMBERS = ("x_value", "median", "q20", "q80")
+
+
+def row(given: dict, facts: dict) -> dict:
+    """A complete row: `config` as JSON, missing texts empty, missing numbers NaN, `facts` filled in.
+
+    ValueError names a column that does not exist, a row without operation or metric, or a number
+    that is none.
+    """
+    for name in given:
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(str(name), COLUMNS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"metrics have no column {name!r}; the nearest is {near!r}")
+    for name in ("operation", "metric"):
+        if not given.get(name):
+            raise ValueError(f"a metrics row needs {name!r}; got only {sorted(given)}")
+    full = {name: _cell(name, given.get(name)) for name in COLUMNS}
+    return full | {name: value for name, value in facts.items() if not full[name]}
+
+
+def _cell(name: str, value) -> str | float:
+    if name in NUMBERS:
+        try:
+            return float("nan" if value is None else value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} must be a number, got {value!r}") from None
+    if name == "config" and not isinstance(value, str):
+        return json.dumps(value or {}, sort_keys=True, default=str)
+    # a table read with pandas says NaN where it means nothing
+    return "" if value is None or value != value else str(value)
+
+
+def table(rows: list[dict]):
+    """Rows as a DataFrame with exactly COLUMNS."""
+    import pandas
+
+    return pandas.DataFrame(rows, columns=list(COLUMNS))
+
+
+def read(path: str | Path):
+    """A metrics.csv as a DataFrame: numbers as float, everything else as text; no file, no rows."""
+    import pandas
+
+    if not Path(path).is_file():
+        return table([])
+    texts = {column: str for column in COLUMNS if column not in NUMBERS}
+    found = pandas.read_csv(
+        path, dtype=texts, keep_default_na=False, na_values={name: [""] for name in NUMBERS}
+    )
+    return found.astype(dict.fromkeys(NUMBERS, float))
+
+
+def configs(frame):
+    """The config column as a list of dicts; what is no JSON object is an empty one."""
+    found = []
+    for text in frame["config"]:
+        try:
+            value = json.loads(text) if isinstance(text, str) and text else text
+        except ValueError:
+            value = {}
+        found.append(value if isinstance(value, dict) else {})
+    return found

@@ -1,0 +1,206 @@
+"""A notebook's parameters: what it declares, and whether what was given fits, before anything runs.
+
+papermill checks nothing: an unknown name is a warning and `-p N ten` runs with a string.
+"""
+
+import ast
+import difflib
+import math
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+EXAMPLES = {
+    "int": "4",
+    "float": "0.5",
+    "str": "cpu",
+    "bool": "true",
+    "list[int]": "128,256",
+    "list[float]": "0.5,1.0",
+    "list[str]": "gather,sdpa",
+}
+RANGE = re.compile(r"\(\s*(-?[\d.]+?)\s*\.\.\s*(-?\d[\d.]*)?\s*\)")
+CHOICES = re.compile(r"one of:?\s+([^;()]+)")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One line of the cell tagged `parameters`: `layers: int = 2  # how many (1..64)`.
+
+    A range `(low..high)` or `(low..)` and `one of: a, b` in the comment are rules, also for the
+    members of a list.
+    """
+
+    name: str
+    type: str
+    default: Any
+    help: str
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        found = RANGE.search(self.help)
+        if not found:
+            return None
+        return float(found.group(1)), float(found.group(2)) if found.group(2) else math.inf
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        found = CHOICES.search(self.help)
+        if not found:
+            return ()
+        return tuple(word.strip(" .'\"`") for word in found.group(1).split(",") if word.strip())
+
+
+def declared(notebook: str | Path) -> dict[str, Parameter]:
+    """The parameters a notebook declares, by name.
+
+    ValueError when there is no cell tagged `parameters`, or a line of it has no annotation of a
+    known type, no literal default or no comment.
+    """
+    import nbformat
+    import papermill
+
+    cells = nbformat.read(str(notebook), as_version=4).cells
+    tagged = [c.source for c in cells if "parameters" in c.metadata.get("tags", [])]
+    name = Path(notebook).name
+    if len(tagged) != 1:
+        raise ValueError(
+            f"{name} has {len(tagged)} cells tagged 'parameters'; it needs exactly one"
+        )
+    found = papermill.inspect_notebook(str(notebook))
+    for line in ast.parse(tagged[0]).body:
+        target = getattr(line, "target", None) or (getattr(line, "targets", None) or [None])[0]
+        if not isinstance(line, ast.AnnAssign) or getattr(target, "id", None) not in found:
+            raise ValueError(
+                f"{name}: cannot read the parameter line {ast.unparse(line)!r}; write it as "
+                "`layers: int = 2  # how many`, with no second '=' in the line"
+            )
+    return {key: _parameter(name, entry) for key, entry in found.items()}
+
+
+def _parameter(notebook: str, entry: dict) -> Parameter:
+    name, kind = entry["name"], str(entry["inferred_type_name"]).replace(" ", "")
+    if kind not in EXAMPLES:
+        raise ValueError(f"{notebook}: {name} has type {kind}; known are {', '.join(EXAMPLES)}")
+    if not entry["help"].strip():
+        raise ValueError(f"{notebook}: {name} has no comment; say what it means after a '#'")
+    try:
+        default = ast.literal_eval(entry["default"])
+    except (ValueError, SyntaxError):
+        raise ValueError(
+            f"{notebook}: the default of {name} is {entry['default']}; it must be a literal"
+        ) from None
+    parameter = Parameter(name, kind, default, entry["help"].strip())
+    return Parameter(name, kind, _checked(parameter, default), parameter.help)
+
+
+def parse(text: str, kind: str) -> Any:
+    """One `-p name=text` of the command line as a value of type `kind`.
+
+    Lists are `128,256` or `[128, 256]`. What does not parse comes back as the text itself, for
+    `check` to refuse with the parameter's name.
+    """
+    text = text.strip()
+    if kind.startswith("list["):
+        body = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        inner = kind[5:-1]
+        return [parse(part, inner) for part in body.split(",") if part.strip()]
+    if kind == "bool":
+        return {"true": True, "yes": True, "false": False, "no": False}.get(text.lower(), text)
+    if kind == "str":
+        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+        return text[1:-1] if quoted else text
+    try:
+        return {"int": int, "float": float}[kind](text)
+    except ValueError:
+        return text
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """A YAML file of `name: value` lines. ValueError names the file and the line that is wrong."""
+    import yaml
+
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the parameter file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file, so not YAML") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "unreadable"
+        raise ValueError(f"{path}{where} is not YAML: {problem}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ValueError(
+            f"{path} line 1 holds a {type(content).__name__}, not a mapping; "
+            "write one `name: value` a line"
+        )
+    return content
+
+
+def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
+    """`given` with every value of the declared type. Raises ValueError for the first that is not."""
+    return {name: _checked(_find(declared, name), value) for name, value in given.items()}
+
+
+def _find(declared: dict[str, Parameter], name: str) -> Parameter:
+    if name in declared:
+        return declared[name]
+    near = difflib.get_close_matches(name, declared, n=1, cutoff=0.4)
+    hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(declared)}"
+    raise ValueError(f"unknown parameter {name!r}; {hint}")
+
+
+def _checked(parameter: Parameter, value: Any) -> Any:
+    kind = parameter.type
+    if kind.startswith("list["):
+        if not isinstance(value, list | tuple):
+            raise _wrong(parameter, value)
+        return [_one(parameter, kind[5:-1], item) for item in value]
+    return _one(parameter, kind, value)
+
+
+def _one(parameter: Parameter, kind: str, value: Any) -> Any:
+    # True is an int for Python, and never what a caller of `layers=` meant
+    if isinstance(value, bool) and kind != "bool":
+        raise _wrong(parameter, value)
+    if kind == "float" and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, TYPES[kind]):
+        raise _wrong(parameter, value)
+    limits, choices = parameter.range, parameter.choices
+    if limits and kind in ("int", "float") and not limits[0] <= value <= limits[1]:
+        low, high = (f"{limit:g}" for limit in limits)
+        raise ValueError(f"{parameter.name}={value} is outside {low}..{high}")
+    if choices and str(value) not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        raise ValueError(f"{parameter.name}={value!r} is not one of {', '.join(choices)}{hint}")
+    return value
+
+
+def _wrong(parameter: Parameter, value: Any) -> ValueError:
+    kind = parameter.type
+    return ValueError(
+        f"{parameter.name} wants {kind}, got {value!r} ({type(value).__name__}); "
+        f"for example {parameter.name}={EXAMPLES[kind]}"
+    )
+
+
+def table(parameters: dict[str, Parameter]) -> str:
+    """One line a parameter: name, type, default, help."""
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for p in parameters.values():
+        default = ",".join(map(str, p.default)) if isinstance(p.default, list) else p.default
+        head = f"    {p.name}: {p.type} = {default}"
+        both = f"{head:<44}  {p.help}"
+        lines.append(both if len(both) <= max(width, 80) else f"{head}\n        {p.help}")
+    return "\n".join(lines)

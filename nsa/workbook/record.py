@@ -1,0 +1,125 @@
+"""record.json: the manifest of a run, kept true while it runs and after."""
+
+import hashlib
+import os
+import platform
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from nsa.workbook.environment import utc_now
+from nsa.workbook.files import read_json, write_json
+
+SCHEMA = 1
+STATUSES = ("running", "ok", "failed", "timeout", "killed", "interrupted", "lost")
+STATUS_OF = {
+    "ok": "ok",
+    "error": "failed",
+    "timeout": "timeout",
+    "kernel_died": "killed",
+    "terminated": "killed",
+    "interrupted": "interrupted",
+}
+LOST_AFTER_S = 120.0
+
+
+class Record:
+    """Written as `running` when made, its heartbeat renewed by a thread until `close`."""
+
+    def __init__(self, folder: Path, notebook: str, question: str, beat_s: float = 15.0):
+        self.path = Path(folder) / "record.json"
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._began = time.monotonic()
+        self.content = {
+            "schema": SCHEMA,
+            "run_id": Path(folder).name,
+            "notebook": notebook,
+            "question": question,
+            "status": "running",
+            "stop_reason": None,
+            "started": utc_now(),
+            "ended": None,
+            "seconds": None,
+            "heartbeat": utc_now(),
+            "pid": os.getpid(),
+            "pid_started": process_start(os.getpid()),
+            "machine": machine(),
+        }
+        self._write()
+        self._thread = threading.Thread(target=self._beat, args=(beat_s,), daemon=True)
+        self._thread.start()
+
+    def close(self, stop_reason: str, message: str = "") -> dict:
+        """The last word: status from the stop reason, the end and the duration."""
+        self._done.set()
+        self._thread.join()
+        self.content.update(
+            status=STATUS_OF[stop_reason],
+            stop_reason=stop_reason,
+            ended=utc_now(),
+            heartbeat=utc_now(),
+            seconds=round(time.monotonic() - self._began, 2),
+        )
+        if message:
+            self.content["message"] = message
+        self._write()
+        return self.content
+
+    def _beat(self, beat_s: float) -> None:
+        while not self._done.wait(beat_s):
+            self.content["heartbeat"] = utc_now()
+            try:
+                self._write()
+            except OSError:  # a full disk must not end the run; the next beat tries again
+                continue
+
+    def _write(self) -> None:
+        with self._lock:
+            write_json(self.path, self.content)
+
+
+def status_now(record: dict, lost_after_s: float = LOST_AFTER_S) -> str:
+    """The stored status, but `lost` for a run whose runner is gone.
+
+    A live runner on this machine is never lost, however old its heartbeat (a suspended laptop).
+    """
+    status = record.get("status", "lost")
+    if status != "running":
+        return status
+    try:
+        beat = datetime.fromisoformat(record["heartbeat"])
+        age_s = (datetime.now(UTC) - beat).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        age_s = float("inf")
+    return "lost" if age_s > lost_after_s and not _runner_lives(record) else "running"
+
+
+def _runner_lives(record: dict) -> bool:
+    if record.get("machine") != machine():
+        return False
+    started = process_start(record.get("pid") or -1)
+    # the system gives numbers of ended processes to new ones
+    return started is not None and started == record.get("pid_started")
+
+
+def process_start(pid: int) -> float | None:
+    """When a process began, seconds since the epoch; None when there is none."""
+    import psutil
+
+    try:
+        return round(psutil.Process(pid).create_time(), 1)
+    except (psutil.Error, ValueError):
+        return None
+
+
+def machine() -> str:
+    """Tells machines and boots apart without naming any."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    what = boot.read_text().strip() if boot.is_file() else ""
+    return hashlib.sha256(f"{platform.node()} {what}".encode()).hexdigest()[:12]
+
+
+def load(folder: Path) -> dict:
+    return read_json(Path(folder) / "record.json", {})

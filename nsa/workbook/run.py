@@ -1,0 +1,242 @@
+"""Run one notebook into a dated folder that tells the truth, however it ends."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa.workbook import environment, identity, parameters, store
+from nsa.workbook.files import read_json, write_atomically, write_json
+from nsa.workbook.record import Record, load
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. `status`: ok, failed, timeout, killed or interrupted; `message`: why."""
+
+    folder: Path
+    status: str
+    stop_reason: str
+    seconds: float
+    cached: bool = False
+    verdicts: list[dict] = field(default_factory=list)
+    report: Path | None = None
+    message: str = ""
+
+    @property
+    def run_id(self) -> str:
+        return self.folder.name
+
+    @property
+    def good(self) -> bool:
+        """It ran to its end, and no verdict is FAIL."""
+        return self.status == "ok" and store.overall(self.verdicts) != "FAIL"
+
+
+def run_notebook(
+    name_or_path: str | Path,
+    given: dict[str, Any] | None = None,
+    *,
+    root: str | Path = "runs",
+    timeout_s: float | None = None,
+    cell_timeout_s: float | None = None,
+    again: bool = False,
+    progress: bool = True,
+    notebooks: str | Path = "notebooks",
+    figures: str | Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> RunResult:
+    """Execute a notebook with `given` parameters into a new folder below `root`.
+
+    A finished good run of the same id is returned instead, unless `again`. `figures` (default:
+    beside `root`) receives a good run's figures. Wrong names, parameters, deadlines and an
+    unwritable `root` raise ValueError before anything starts; later failures are the result.
+    """
+    notebook = identity.find_notebook(name_or_path, notebooks)
+    declared = parameters.declared(notebook)
+    given = parameters.check(declared, given or {})
+    full = {name: p.default for name, p in declared.items()} | given
+    for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
+        if limit_s is not None and not limit_s > 0:
+            raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
+    snapshot = environment.snapshot(full.get("seed"))
+    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
+    if not again and (earlier := _finished(Path(root), name)):
+        say(f"this run exists: {earlier} (run it again with --again)")
+        return _cached(earlier)
+    folder = store.create_folder(root, name)
+    write_atomically(folder / "parameters.yaml", _yaml(full))
+    write_json(folder / "environment.json", snapshot)
+    record = Record(folder, notebook.stem, identity.question(notebook))
+    say(f"running {notebook.stem} into {folder}")
+    stop_reason, message = "error", ""
+    try:
+        with _termination_is_an_exception():
+            stop_reason, message = _execute(
+                notebook, folder, given, timeout_s, cell_timeout_s, progress
+            )
+    except Terminated:
+        stop_reason, message = "terminated", "the runner was asked to end (SIGTERM)"
+    except KeyboardInterrupt:
+        stop_reason, message = "interrupted", "the run was interrupted (Ctrl-C)"
+    except Exception as error:  # a run that cannot even start is recorded like any other
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        content = record.close(stop_reason, message)
+    if content["status"] == "ok":
+        publish_figures(folder, Path(root), Path(figures or Path(root).parent / "figures"))
+    return RunResult(
+        folder=folder,
+        status=content["status"],
+        stop_reason=stop_reason,
+        seconds=content["seconds"],
+        verdicts=store.Run(folder).verdicts(),
+        report=_report(folder, say),
+        message=message,
+    )
+
+
+def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tuple[str, str]:
+    """papermill with our engine; returns the stop reason and the failure in one line."""
+    import nbformat
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    from nsa.workbook import engine
+
+    kernel_environment = {
+        **os.environ,
+        "NSA_HEADLESS": "1",
+        "NSA_RUN": str(folder.resolve()),
+    }
+    output = folder / "notebook.ipynb"
+    message = ""
+    with contextlib.ExitStack() as files:
+        logs = {
+            key: files.enter_context((folder / f"{key}.log").open("w", encoding="utf-8"))
+            for key in ("stdout", "stderr", "kernel")
+        }
+        try:
+            papermill.execute_notebook(
+                str(notebook),
+                str(output),
+                given,
+                engine_name=engine.register(),
+                kernel_name="python3",
+                language="python",
+                progress_bar={"file": sys.stderr, "desc": notebook.stem} if progress else False,
+                stdout_file=logs["stdout"],
+                stderr_file=logs["stderr"],
+                kernel_log=logs["kernel"],
+                kernel_cwd=str(notebook.resolve().parent),
+                environment=kernel_environment,
+                timeout_s=timeout_s,
+                cell_timeout_s=cell_timeout_s,
+            )
+        except PapermillExecutionError as error:
+            message = f"{error.ename}: {error.evalue}"
+    executed = nbformat.read(output, as_version=4)
+    details = executed.metadata.papermill
+    # where the files lay is this machine's affair
+    details.update(input_path=f"{notebook.name}", output_path=output.name)
+    write_atomically(output, nbformat.writes(executed) + "\n")
+    stop_reason = details["stop_reason"]
+    if stop_reason in ("timeout", "kernel_died", "terminated", "interrupted"):
+        errors = [
+            o for c in executed.cells for o in c.get("outputs", []) if o.output_type == "error"
+        ]
+        message = errors[-1].evalue if errors else message
+    return stop_reason, message
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM outside the time when the engine itself listens."""
+
+
+@contextlib.contextmanager
+def _termination_is_an_exception():
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def raise_it(_number, _frame):
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _finished(root: Path, name: str) -> Path | None:
+    """The newest good run of this id, also one whose folder had to be called `<name>-2`."""
+    found = [
+        path.parent
+        for pattern in (f"*/{name}/record.json", f"*/{name}-*/record.json")
+        for path in root.glob(pattern)
+        if load(path.parent).get("status") == "ok"
+    ]
+    return max(found, key=lambda folder: str(load(folder).get("started")), default=None)
+
+
+def _cached(folder: Path) -> RunResult:
+    record = load(folder)
+    report = folder / "report.html"
+    return RunResult(
+        folder=folder,
+        status="ok",
+        stop_reason="ok",
+        seconds=record["seconds"],
+        cached=True,
+        verdicts=store.Run(folder).verdicts(),
+        report=report if report.is_file() else None,
+    )
+
+
+def publish_figures(folder: Path, root: Path, figures: Path) -> list[Path]:
+    """Copy a run's PNG and SVG figures to `figures`, each beside a JSON that names the run."""
+    sources = sorted(p for p in (folder / "figures").glob("*") if p.suffix in (".png", ".svg"))
+    if not sources:
+        return []
+    facts = environment.provenance(read_json(folder / "environment.json", {}))
+    record = load(folder)
+    figures.mkdir(parents=True, exist_ok=True)
+    copies = []
+    for source in sources:
+        copies.append(figures / f"{record['notebook']}--{source.name}")
+        temporary = copies[-1].with_name(f".{copies[-1].name}.{os.getpid()}")
+        shutil.copyfile(source, temporary)
+        os.replace(temporary, copies[-1])
+        origin = {
+            "figure": source.stem,
+            "notebook": record["notebook"],
+            "run": folder.relative_to(root).as_posix(),
+            "date": record["started"],
+            **facts,
+        }
+        write_json(copies[-1].with_suffix(".json"), origin)
+    return copies
+
+
+def _report(folder: Path, say) -> Path | None:
+    """A report that cannot be drawn is said, and costs the run nothing."""
+    from nsa.workbook import report
+
+    try:
+        return report.render(folder)
+    except Exception as error:
+        say(f"no report: {type(error).__name__}: {error}")
+        return None
+
+
+def _yaml(content: dict) -> str:
+    import yaml
+
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
