@@ -1,0 +1,115 @@
+"""The operation: checks its inputs once, asks a backend for the branches, mixes them by the gates."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nsa.attention import registry, witness
+from nsa.attention.inputs import Inputs, check_blocks, checked
+from nsa.config import NSAConfig
+from nsa.reference.compress import Phi
+from nsa.reference.nsa import BRANCHES, combine
+
+
+def nsa_attention(
+    q: Tensor,
+    k: Tensor | Mapping[str, Tensor],
+    v: Tensor | Mapping[str, Tensor],
+    gates: Tensor,
+    config: NSAConfig,
+    *,
+    phi: Phi | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    blocks: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
+    scale: float | None = None,
+    strict: bool = False,
+) -> Tensor:
+    """Native Sparse Attention (arXiv 2502.11089, Eq. 5): o [B, T, HQ, DV] in the dtype of q.
+
+    Args:
+        q: [B, T, HQ, D] in fp32, bf16, fp16 or fp64.
+        k, v: [B, T, HKV, D] and [B, T, HKV, DV], HKV a divisor of HQ; one tensor shared by the
+            branches or a mapping with an entry for "cmp", "slc" and "win".
+        gates: [B, T, HQ, 3], in the order cmp, slc, win.
+        phi: how compressed keys and values are made; the mean of a block by default.
+        cu_seqlens: [N + 1] int32 with B = 1: packed sequences, each a world of its own.
+        backend: a name out of `registry.names()`, which runs or raises, or "auto".
+        blocks: [B, T, HKV, N], ascending, -1 last: a selection to use instead of scoring one.
+        branches: those that are computed; no work is done for the others, and they count as 0.
+        scale: of the scores; D ** -0.5 by default.
+        strict: raise at the first non-finite branch output, and check `blocks`. Costs a device
+            sync a branch. Otherwise such outputs are counted by the witness and warned of once.
+
+    Raises:
+        ValueError: inputs that do not fit together, or that the named backend does not take.
+        FloatingPointError: in strict mode, naming branch, layer and step.
+    """
+    inputs = checked(
+        q, k, v, gates, config, phi=phi, cu_seqlens=cu_seqlens, blocks=blocks,
+        branches=branches, scale=scale,
+    )  # fmt: skip
+    if strict and blocks is not None:
+        check_blocks(inputs)
+    chosen = _backend(backend, inputs)
+    notes: list[tuple[str, str]] = []
+    # Autocast would round the fp32 scores that softmax needs.
+    with torch.autocast(q.device.type, enabled=False):
+        outputs = _run(chosen, inputs, lambda *note: notes.append(note))
+        witness.saw_call(chosen.name, notes)
+        if strict:
+            _check_finite(outputs, chosen.name)
+        o = combine(gates, outputs).to(q.dtype)
+        if not strict:
+            witness.saw_output(o)
+    return o
+
+
+def explain(
+    q: Tensor,
+    k: Tensor | Mapping[str, Tensor],
+    v: Tensor | Mapping[str, Tensor],
+    gates: Tensor,
+    config: NSAConfig,
+    *,
+    phi: Phi | None = None,
+    cu_seqlens: Tensor | None = None,
+    blocks: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
+) -> str:
+    """What `auto` would take for these inputs, and why each backend before it declined."""
+    inputs = checked(
+        q, k, v, gates, config, phi=phi, cu_seqlens=cu_seqlens, blocks=blocks,
+        branches=branches, scale=None,
+    )  # fmt: skip
+    return str(registry.choose(inputs))
+
+
+def _backend(name: str, inputs: Inputs) -> registry.Backend:
+    registry.check_name(name)
+    if name == "auto":
+        return registry.choose(inputs).backend
+    backend = registry.get(name)
+    reasons = backend.why_not(inputs)
+    if reasons:
+        raise ValueError(f"backend {name!r} does not take these inputs: {'; '.join(reasons)}")
+    return backend
+
+
+def _run(backend: registry.Backend, inputs: Inputs, note: registry.Note) -> dict[str, Tensor]:
+    if inputs.cu_seqlens is None:
+        return backend.run(inputs, note)
+    parts = [backend.run(sequence, note) for sequence in inputs.sequences()]
+    return {b: torch.cat([part[b] for part in parts], dim=1) for b in inputs.branches}
+
+
+def _check_finite(outputs: Mapping[str, Tensor], backend: str) -> None:
+    for branch, o in outputs.items():
+        bad = int((~o.isfinite()).sum())
+        if bad:
+            raise FloatingPointError(
+                f"branch {branch!r} at {witness.place()}: {bad} of {o.numel()} output values are "
+                f"not finite (backend {backend})"
+            )

@@ -1,0 +1,135 @@
+"""gather: each query's own keys, gathered from its blocks; the other branches in runs of keys.
+
+Memory beyond inputs and outputs is bounded by the size of a chunk of queries: nothing T x T.
+Gradients of keys and values are added up in fp32 (by atomics on a GPU, so not bit-repeatable
+there unless torch.use_deterministic_algorithms is on).
+"""
+
+import torch
+from torch import Tensor
+
+from nsa.attention.inputs import Inputs
+from nsa.attention.products import dot, probs_from, wide
+from nsa.attention.registry import Backend, Note
+from nsa.attention.runs import run_with_selected
+
+# Gathered key and value elements held at once; the more, the fewer and larger the launches.
+ELEMENTS = 1 << 24
+
+
+def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch."""
+    return run_with_selected(inputs, note, _selected)
+
+
+def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+    note("slc", "gather-chunks")
+    q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
+    return _GatherAttention.apply(q, k, v, blocks, inputs.config.select_block, inputs.scale)
+
+
+class _GatherAttention(torch.autograd.Function):
+    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, blocks, size, scale):
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(*q.shape[:3], dtype=wide(q.dtype))
+        for rows in _chunks(k, v, blocks, size):
+            queries = _rows_by_kv_head(q[:, rows], k.shape[2])
+            index, hidden = _tokens(blocks[:, rows], size, rows.start, k.shape[1])
+            scores = _scores(queries, _take(k, index), hidden, scale)  # [M', G, S]
+            lse_rows = torch.logsumexp(scores, dim=-1)
+            probs = probs_from(scores, lse_rows).to(v.dtype)
+            o[:, rows] = _as_rows(dot(probs, _take(v, index)), o[:, rows])
+            lse[:, rows] = _as_rows(lse_rows, lse[:, rows])
+        ctx.save_for_backward(q, k, v, blocks, o, lse)
+        ctx.size, ctx.scale = size, scale
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, blocks, o, lse = ctx.saved_tensors
+        accumulate, kv_heads = wide(q.dtype), k.shape[2]
+        dq = torch.empty_like(q)
+        dk = torch.zeros(k.shape, dtype=accumulate, device=k.device)
+        dv = torch.zeros(v.shape, dtype=accumulate, device=v.device)
+        for rows in _chunks(k, v, blocks, ctx.size):
+            queries = _rows_by_kv_head(q[:, rows], kv_heads)
+            do_rows = _rows_by_kv_head(do[:, rows], kv_heads)
+            o_rows = _rows_by_kv_head(o[:, rows], kv_heads)
+            lse_rows = lse[:, rows].reshape(queries.shape[:2])
+            index, hidden = _tokens(blocks[:, rows], ctx.size, rows.start, k.shape[1])
+            keys = _take(k, index)
+            probs = probs_from(_scores(queries, keys, hidden, ctx.scale), lse_rows)
+            dprobs = dot(do_rows, _take(v, index).transpose(1, 2))
+            delta = (do_rows.to(accumulate) * o_rows).sum(-1, keepdim=True)
+            dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
+            dq[:, rows] = _as_rows(dot(dscores, keys), dq[:, rows])
+            _add(dk, index, dot(dscores.transpose(1, 2), queries))
+            _add(dv, index, dot(probs.to(v.dtype).transpose(1, 2), do_rows))
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _chunks(k: Tensor, v: Tensor, blocks: Tensor, size: int):
+    """Slices of query rows whose gathered keys and values fill about ELEMENTS elements."""
+    batch, tokens, kv_heads, slots = blocks.shape
+    per_row = batch * kv_heads * slots * size * (k.shape[3] + v.shape[3])
+    rows = max(1, ELEMENTS // per_row)
+    for start in range(0, tokens, rows):
+        yield slice(start, min(start + rows, tokens))
+
+
+def _tokens(blocks: Tensor, size: int, first: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """(index, hidden), both [M', S]: rows of k.flatten(0, 2) to gather, and which are not seen.
+
+    M' counts (sequence, query, KV head). A repeated block counts once; ascending order lets the
+    second one be seen.
+    """
+    batch, rows, kv_heads, _ = blocks.shape
+    device = blocks.device
+    token = blocks.long()[..., None] * size + torch.arange(size, device=device)
+    position = torch.arange(first, first + rows, device=device)[:, None, None, None]
+    repeated = torch.zeros_like(blocks, dtype=torch.bool)
+    repeated[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
+    hidden = (token < 0) | (token > position) | repeated[..., None]
+    token = token.clamp(0, tokens - 1)
+    sequence = torch.arange(batch, device=device)[:, None, None, None, None]
+    head = torch.arange(kv_heads, device=device)[:, None, None]
+    index = (sequence * tokens + token) * kv_heads + head  # [B, M, HKV, N, size]
+    return index.flatten(3).flatten(0, 2), hidden.flatten(3).flatten(0, 2)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """[B, T, HKV, D] by index [M', S] -> [M', S, D]."""
+    return x.reshape(-1, x.shape[-1])[index]
+
+
+def _add(total: Tensor, index: Tensor, x: Tensor) -> None:
+    """The way back from `_take`: adds x [M', S, D] up into total [B, T, HKV, D]."""
+    total.view(-1, total.shape[-1]).index_add_(0, index.flatten(), x.flatten(0, 1))
+
+
+def _scores(queries: Tensor, keys: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """[M', G, S] in the wide dtype, -inf where hidden."""
+    scores = dot(queries, keys.transpose(1, 2)) * scale
+    return scores.masked_fill(hidden[:, None], float("-inf"))
+
+
+def _rows_by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, M, HQ, D] -> [M', G, D]."""
+    return x.unflatten(2, (kv_heads, -1)).flatten(0, 2)
+
+
+def _as_rows(x: Tensor, like: Tensor) -> Tensor:
+    """The way back from `_rows_by_kv_head`, to the shape of `like`."""
+    return x.reshape(like.shape)
+
+
+BACKEND = Backend(
+    "gather",
+    run,
+    why_not=lambda inputs: [],
+    summary="gathers each query's blocks, a chunk of queries at a time; linear memory",
+    quadratic=False,
+)

@@ -1,0 +1,30 @@
+"""masked: one dense matmul a branch with a boolean mask.
+
+Holds T x T scores and probabilities for every head and branch (T x T/d for the compressed one),
+in fp32, for the backward pass: the simplest code and the steepest memory.
+"""
+
+from torch import Tensor
+
+from nsa.attention.inputs import Inputs
+from nsa.attention.masks import visible_by_branch
+from nsa.attention.registry import Backend, Note
+from nsa.reference.attend import attend
+
+
+def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch."""
+    outputs = {}
+    for branch, k, v, visible in visible_by_branch(inputs, note):
+        outputs[branch], _ = attend(inputs.q, k, v, visible, inputs.scale)
+        note(branch, "dense-mask-matmul")
+    return outputs
+
+
+BACKEND = Backend(
+    "masked",
+    run,
+    why_not=lambda inputs: [],
+    summary="one dense matmul a branch under a mask; T x T a head",
+    quadratic=True,
+)

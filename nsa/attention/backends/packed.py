@@ -1,0 +1,193 @@
+"""packed: queries that share a block, packed into tiles, so that a block is read once a tile.
+
+The selection is inverted (which queries chose block j?) and cut into tiles of ROWS queries
+against one block; partial results meet through their log-sum-exp. Memory beyond inputs and
+outputs is T x n log-sum-exps a head and a bounded number of tiles: nothing T x T. No size depends
+on data, so nothing waits for the GPU. Sums over tiles are atomics there, so not bit-repeatable
+unless torch.use_deterministic_algorithms is on.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.attention.inputs import Inputs
+from nsa.attention.products import dot, probs_from, wide
+from nsa.attention.registry import Backend, Note
+from nsa.attention.runs import run_with_selected
+from nsa.blocks import count_selectable
+from nsa.config import NSAConfig
+
+ROWS = 64  # queries in a tile
+ELEMENTS = 1 << 23  # query, key and score elements of the tiles that are held at once
+
+
+def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch."""
+    return run_with_selected(inputs, note, _selected)
+
+
+def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+    note("slc", "packed-tiles")
+    q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
+    return _PackedAttention.apply(q, k, v, blocks, inputs.config, inputs.scale)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """A chunk of tiles. Rows are (sequence, query, KV head) of one (sequence, KV head, block)."""
+
+    pair: Tensor  # [N, ROWS]: index into blocks.flatten(), or its length for a row left over
+    row: Tensor  # [N, ROWS]: index into q as [B*T*HKV, G, D]
+    token: Tensor  # [N, size]: index into k as [B*T*HKV, D]
+    hidden: Tensor  # [N, ROWS, size]: the query does not see the key
+
+
+class _PackedAttention(torch.autograd.Function):
+    """q [B, T, HQ, D], k and v [B, T, HKV, *], blocks [B, T, HKV, N] -> o [B, T, HQ, DV]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, blocks, config, scale):
+        group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
+        queries, keys, values = _flat(q, group), _flat(k), _flat(v)
+        plan = _invert(blocks, k.shape[1], config)
+        # First every tile's log-sum-exp, so that each partial result is final when it is added.
+        parts = q.new_full((blocks.numel() + 1, group), float("-inf"), dtype=accumulate)
+        for tiles in _chunks(plan, blocks, q, k, v, config):
+            scores = _scores(queries, keys, tiles, scale)
+            parts[tiles.pair] = torch.logsumexp(scores, dim=-1)
+        parts = parts[:-1].view(-1, blocks.shape[-1], group)
+        lse = torch.logsumexp(parts, dim=1)  # [B*T*HKV, G]
+        o = torch.zeros(queries.shape[0], group, v.shape[3], dtype=accumulate, device=q.device)
+        for tiles in _chunks(plan, blocks, q, k, v, config):
+            probs = probs_from(_scores(queries, keys, tiles, scale), lse[tiles.row])
+            part = dot(probs.to(v.dtype).flatten(1, 2), values[tiles.token])
+            o.index_add_(0, tiles.row.flatten(), part.view(-1, *o.shape[1:]))
+        o = o.to(q.dtype).view(*q.shape[:3], v.shape[3])
+        ctx.save_for_backward(q, k, v, blocks, o, lse)
+        ctx.config, ctx.scale = config, scale
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, blocks, o, lse = ctx.saved_tensors
+        group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
+        queries, keys, values = _flat(q, group), _flat(k), _flat(v)
+        outputs, douts = _flat(o, group), _flat(do, group)
+        delta = (douts.to(accumulate) * outputs).sum(-1)  # [B*T*HKV, G]
+        dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate, device=x.device)
+                      for x in (queries, keys, values))  # fmt: skip
+        plan = _invert(blocks, k.shape[1], ctx.config)
+        for tiles in _chunks(plan, blocks, q, k, v, ctx.config):
+            probs = probs_from(_scores(queries, keys, tiles, ctx.scale), lse[tiles.row])
+            probs = probs.flatten(1, 2)  # [N, ROWS*G, size]
+            do_rows = douts[tiles.row].flatten(1, 2)
+            dprobs = dot(do_rows, values[tiles.token].transpose(1, 2))
+            dscores = probs * (dprobs - delta[tiles.row].flatten(1)[..., None]) * ctx.scale
+            dscores = dscores.to(q.dtype)
+            token = tiles.token.flatten()
+            dq_rows = dot(dscores, keys[tiles.token]).view(-1, *dq.shape[1:])
+            dk_rows = dot(dscores.transpose(1, 2), queries[tiles.row].flatten(1, 2))
+            dv_rows = dot(probs.to(v.dtype).transpose(1, 2), do_rows)
+            dq.index_add_(0, tiles.row.flatten(), dq_rows)
+            dk.index_add_(0, token, dk_rows.flatten(0, 1))
+            dv.index_add_(0, token, dv_rows.flatten(0, 1))
+        return (
+            dq.to(q.dtype).view(q.shape),
+            dk.to(k.dtype).view(k.shape),
+            dv.to(v.dtype).view(v.shape),
+            None, None, None,
+        )  # fmt: skip
+
+
+def _flat(x: Tensor, group: int | None = None) -> Tensor:
+    """[B, T, H, D] -> [B*T*H, D], or [B*T*HKV, G, D] for query heads in groups."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if group is None else flat.view(-1, group, x.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The selection inverted: pairs (query, slot) in the order of their (sequence, head, block)."""
+
+    order: Tensor  # [P]: pairs sorted by key; those without a block come last
+    start: Tensor  # [K + 1]: where each key's pairs begin in `order`
+    first_tile: Tensor  # [K + 1]: number of tiles of all keys before it
+
+
+def _invert(blocks: Tensor, tokens: int, config: NSAConfig) -> _Plan:
+    batch, _, kv_heads, _ = blocks.shape
+    count = count_selectable(tokens, config)
+    device = blocks.device
+    owner = torch.arange(batch, device=device)[:, None, None, None] * kv_heads
+    owner = owner + torch.arange(kv_heads, device=device)[:, None]
+    none = batch * kv_heads * count  # a key of its own for empty and repeated slots
+    repeated = torch.zeros_like(blocks, dtype=torch.bool)
+    repeated[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
+    key = torch.where((blocks < 0) | repeated, none, owner * count + blocks.long()).flatten()
+    sizes = torch.zeros(none + 1, dtype=torch.long, device=device)
+    sizes = sizes.scatter_add(0, key, torch.ones_like(key))[:none]
+    zero = sizes.new_zeros(1)
+    return _Plan(
+        order=key.argsort(stable=True),
+        start=torch.cat([zero, sizes.cumsum(0)]),
+        first_tile=torch.cat([zero, ((sizes + ROWS - 1) // ROWS).cumsum(0)]),
+    )
+
+
+def _chunks(plan: _Plan, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig):
+    """Chunks of tiles. Their number is the most there can be, so that it needs no look at data."""
+    group, size = q.shape[2] // k.shape[2], config.select_block
+    keys = plan.start.numel() - 1
+    most = -(-blocks.numel() // ROWS) + keys
+    wide_row = k.shape[3] + v.shape[3]
+    per_tile = ROWS * group * (wide_row + size) + size * wide_row
+    step = max(1, ELEMENTS // per_tile)
+    for first in range(0, most, step):
+        index = torch.arange(first, min(first + step, most), device=blocks.device)
+        yield _tiles(index, plan, blocks, k.shape[1], size)
+
+
+def _tiles(index: Tensor, plan: _Plan, blocks: Tensor, tokens: int, size: int) -> _Tiles:
+    kv_heads, slots = blocks.shape[2], blocks.shape[3]
+    keys = plan.start.numel() - 1
+    key = torch.searchsorted(plan.first_tile, index, right=True) - 1
+    real = key < keys
+    key = key.clamp(max=keys - 1)
+    ordinal = plan.start[key] + (index - plan.first_tile[key]) * ROWS
+    ordinal = ordinal[:, None] + torch.arange(ROWS, device=index.device)  # [N, ROWS]
+    filled = (ordinal < plan.start[key + 1][:, None]) & real[:, None]
+    pair = plan.order[ordinal.clamp(max=plan.order.numel() - 1)]
+    row = torch.where(filled, pair // slots, 0)
+    # (sequence, KV head, block) of each tile, and the tokens of that block.
+    count = keys // (blocks.shape[0] * kv_heads)
+    owner, block = key // count, key % count
+    token = block[:, None] * size + torch.arange(size, device=index.device)  # [N, size]
+    position = row // kv_heads % tokens
+    hidden = (token[:, None] > position[..., None]) | ~filled[..., None]
+    token = token.clamp(max=tokens - 1)
+    sequence, head = owner[:, None] // kv_heads, owner[:, None] % kv_heads
+    return _Tiles(
+        pair=torch.where(filled, pair, blocks.numel()),
+        row=row,
+        token=(sequence * tokens + token) * kv_heads + head,
+        hidden=hidden,
+    )
+
+
+def _scores(queries: Tensor, keys: Tensor, tiles: _Tiles, scale: float) -> Tensor:
+    """[N, ROWS, G, size] in the wide dtype, -inf where hidden."""
+    rows = queries[tiles.row]  # [N, ROWS, G, D]
+    scores = dot(rows.flatten(1, 2), keys[tiles.token].transpose(1, 2)) * scale
+    scores = scores.view(*rows.shape[:3], -1)
+    return scores.masked_fill(tiles.hidden[:, :, None], float("-inf"))
+
+
+BACKEND = Backend(
+    "packed",
+    run,
+    why_not=lambda inputs: [],
+    summary="packs the queries that share a block into tiles; linear memory",
+    quadratic=False,
+)

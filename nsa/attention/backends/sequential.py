@@ -1,0 +1,97 @@
+"""sequential: one token at a time, in a Python loop. An exhibit, not for use.
+
+It has the shape of the case study's slow path (hundreds of small operations a token, and for
+each token a copy of the keys and values it sees, kept for the backward pass) but none of its
+mistakes. The copies add up to T x (w + n l' + T / d) rows a head: it holds T x T tensors in all
+but name while T <= w + n l', and its time is the number of operations it dispatches.
+"""
+
+import torch
+from torch import Tensor
+
+from nsa.attention.inputs import Inputs
+from nsa.attention.registry import Backend, Note
+from nsa.attention.scoring import pool
+from nsa.blocks import compressed_seen, count_selectable, window_start
+from nsa.reference.compress import compress_keys, compress_values
+
+
+def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch."""
+    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
+    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
+    v_cmp = compress_values(v["cmp"], inputs.phi, config) if "cmp" in inputs.branches else None
+    rows: dict[str, list[Tensor]] = {branch: [] for branch in inputs.branches}
+    for t in range(q.shape[1]):
+        q_t = q[:, t].unflatten(1, (inputs.kv_heads, -1))  # [B, HKV, G, D]
+        if "cmp" in rows:
+            ended = slice(0, compressed_seen(t, config))
+            rows["cmp"].append(_attend(q_t, k_cmp[:, ended], v_cmp[:, ended], inputs.scale))
+            note("cmp", "one-token")
+        if "slc" in rows:
+            if inputs.blocks is None:
+                blocks = _select(q_t, k_cmp, t, inputs)
+                note("score", "one-token")
+            else:
+                blocks = inputs.blocks[:, t]
+            rows["slc"].append(_attend_blocks(q_t, blocks, t, inputs))
+            note("slc", "one-token")
+        if "win" in rows:
+            newest = slice(window_start(t, config), t + 1)
+            rows["win"].append(_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale))
+            note("win", "one-token")
+    return {branch: torch.stack(o, dim=1).flatten(2, 3) for branch, o in rows.items()}
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One query a head, q [B, HKV, G, D], against every one of k, v [B, S, HKV, *]."""
+    if k.shape[1] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+    return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale).to(v.dtype), v)
+
+
+def _probs(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("bhgd,bshd->bhgs", q.to(wide), k.to(wide)) * scale
+    return scores.softmax(-1)
+
+
+@torch.no_grad()
+def _select(q: Tensor, k_cmp: Tensor, t: int, inputs: Inputs) -> Tensor:
+    """Eq. 9-11 for one token: blocks [B, HKV, N], fewer than n while fewer are legal."""
+    config = inputs.config
+    legal = count_selectable(t + 1, config)
+    seen = k_cmp[:, : compressed_seen(t, config)]
+    scores = pool(_probs(q, seen, inputs.scale).sum(2), legal, config)
+    scores[..., : config.select_initial] = torch.inf
+    scores[..., max(0, legal - config.select_local) :] = torch.inf
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return order[..., : config.select_count].sort(dim=-1).values
+
+
+def _attend_blocks(q: Tensor, blocks: Tensor, t: int, inputs: Inputs) -> Tensor:
+    """The selected branch at token t: each sequence and KV head has keys of its own to stack."""
+    k, v, size = inputs.k["slc"], inputs.v["slc"], inputs.config.select_block
+    rows = []
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            starts = [j * size for j in blocks[b, h].tolist() if 0 <= j * size <= t]
+            if not starts:
+                rows.append(q.new_zeros(q.shape[2], v.shape[3]))
+                continue
+            keys = torch.cat([k[b, s : min(s + size, t + 1), h] for s in starts])
+            values = torch.cat([v[b, s : min(s + size, t + 1), h] for s in starts])
+            o = _attend(q[b : b + 1, h : h + 1], keys[None, :, None], values[None, :, None],
+                        inputs.scale)  # fmt: skip
+            rows.append(o[0, 0])
+    return torch.stack(rows).unflatten(0, q.shape[:2])
+
+
+BACKEND = Backend(
+    "sequential",
+    run,
+    why_not=lambda inputs: [],
+    summary="one token at a time, as the case study ran; an exhibit",
+    quadratic=True,
+    exhibit=True,
+)

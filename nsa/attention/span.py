@@ -1,0 +1,123 @@
+"""Attention in which each query sees one unbroken run of keys: the compressed and the window branch.
+
+Key s stands for the tokens [s stride, s stride + length); the query at position t sees the keys
+that have ended by t, the newest `lookback` of them. A token is a block of length and stride 1.
+Queries are taken ROWS at a time, so memory beyond inputs and outputs is ROWS x run, not T x T.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.attention.products import by_kv_head, by_query, dot, probs_from, wide
+from nsa.config import NSAConfig
+
+ROWS = 128
+
+
+@dataclass(frozen=True)
+class Span:
+    """The run of keys that a query sees; lookback None means all that have ended."""
+
+    length: int = 1
+    stride: int = 1
+    lookback: int | None = None
+
+    def seen(self, position: int) -> tuple[int, int]:
+        """[low, high): the keys that the query at `position` sees."""
+        high = max(0, (position + 1 - self.length) // self.stride + 1)
+        return (0 if self.lookback is None else max(0, high - self.lookback)), high
+
+
+def compressed_span(config: NSAConfig) -> Span:
+    """Every compressed block that has ended."""
+    return Span(length=config.compress_block, stride=config.compress_stride)
+
+
+def window_span(config: NSAConfig) -> Span:
+    """The newest w tokens, the query's own included."""
+    return Span(lookback=config.window)
+
+
+def span_attention(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float) -> Tensor:
+    """o [B, T, HQ, DV] for q [B, T, HQ, D], k [B, S, HKV, D], v [B, S, HKV, DV]."""
+    return _SpanAttention.apply(q, k, v, span, scale)
+
+
+def span_scores(q: Tensor, k: Tensor, span: Span, scale: float, first: int) -> Tensor:
+    """Masked scores of the queries at positions first.. against keys [0, S) or a slice of them.
+
+    q is [B, M, HQ, D] and k holds exactly the keys [low, high) that any of the M queries sees.
+    Returns [B*HKV, G, M, high - low] in the wide dtype, -inf where a query does not see a key.
+    """
+    batch, rows, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    low, _ = span.seen(first)
+    scores = dot(by_kv_head(q, kv_heads), by_kv_head(k, kv_heads).transpose(1, 2)) * scale
+    scores = scores.view(batch * kv_heads, heads // kv_heads, rows, k.shape[1])
+    t = torch.arange(first, first + rows, device=q.device)[:, None]
+    s = torch.arange(low, low + k.shape[1], device=q.device)
+    ended = t + 1 - span.length - s * span.stride  # >= 0 once the key's last token is at or before t
+    hidden = ended < 0
+    if span.lookback is not None:
+        hidden |= ended >= span.lookback * span.stride
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+class _SpanAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, span, scale):
+        batch, tokens, heads, _ = q.shape
+        kv_heads = k.shape[2]
+        o = q.new_empty(batch, tokens, heads, v.shape[3])
+        lse = q.new_empty(batch * kv_heads, heads // kv_heads, tokens, dtype=wide(q.dtype))
+        for rows, keys in _chunks(tokens, span):
+            scores = span_scores(q[:, rows], k[:, keys], span, scale, rows.start)
+            lse[..., rows] = torch.logsumexp(scores, dim=-1)
+            probs = probs_from(scores, lse[..., rows]).to(v.dtype).flatten(1, 2)
+            values = dot(probs, by_kv_head(v[:, keys], kv_heads))
+            o[:, rows] = by_query(values, batch, kv_heads, rows.stop - rows.start)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.span, ctx.scale = span, scale
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        batch, kv_heads = q.shape[0], k.shape[2]
+        accumulate = wide(q.dtype)
+        dq = torch.empty_like(q)
+        dk = torch.zeros(_flat_shape(k), dtype=accumulate, device=k.device)
+        dv = torch.zeros(_flat_shape(v), dtype=accumulate, device=v.device)
+        for rows, keys in _chunks(q.shape[1], ctx.span):
+            count = rows.stop - rows.start
+            scores = span_scores(q[:, rows], k[:, keys], ctx.span, ctx.scale, rows.start)
+            probs = probs_from(scores, lse[..., rows]).flatten(1, 2)
+            do_rows = by_kv_head(do[:, rows], kv_heads)
+            o_rows = by_kv_head(o[:, rows], kv_heads)
+            dprobs = dot(do_rows, by_kv_head(v[:, keys], kv_heads).transpose(1, 2))
+            delta = (do_rows.to(accumulate) * o_rows).sum(-1, keepdim=True)
+            dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
+            dq_rows = dot(dscores, by_kv_head(k[:, keys], kv_heads))
+            dq[:, rows] = by_query(dq_rows, batch, kv_heads, count)
+            dk[:, keys] += dot(dscores.transpose(1, 2), by_kv_head(q[:, rows], kv_heads))
+            dv[:, keys] += dot(probs.to(v.dtype).transpose(1, 2), do_rows)
+        return dq, _unflat(dk, k), _unflat(dv, v), None, None
+
+
+def _chunks(tokens: int, span: Span):
+    """(rows, keys): ROWS queries at a time and the keys that any of them sees; none if none does."""
+    for start in range(0, tokens, ROWS):
+        stop = min(start + ROWS, tokens)
+        yield slice(start, stop), slice(span.seen(start)[0], span.seen(stop - 1)[1])
+
+
+def _flat_shape(x: Tensor) -> tuple[int, int, int]:
+    return x.shape[0] * x.shape[2], x.shape[1], x.shape[3]
+
+
+def _unflat(x: Tensor, like: Tensor) -> Tensor:
+    """[B*HKV, S, D] -> [B, S, HKV, D] in the dtype of `like`."""
+    batch, keys, kv_heads, dim = like.shape
+    return x.view(batch, kv_heads, keys, dim).transpose(1, 2).to(like.dtype)

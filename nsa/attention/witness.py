@@ -1,0 +1,130 @@
+"""The path witness: which implementation served each branch, how often, and was it finite.
+
+An A/B test whose arms have equal witnesses compared a program with itself. Counting is
+process-wide, because autograd recomputes checkpointed blocks in threads of its own.
+"""
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_lock = threading.RLock()
+_place: dict[str, int] = {}
+
+
+class Witness:
+    """What every call of `nsa_attention` inside one recording did.
+
+    `paths` counts (branch, implementation); `backends` counts calls by backend. A block that
+    gradient checkpointing runs twice counts twice, because it did run twice.
+    """
+
+    def __init__(self) -> None:
+        self.paths: Counter[tuple[str, str]] = Counter()
+        self.backends: Counter[str] = Counter()
+        self._non_finite: dict[str, Tensor] = {}
+        self._warned = False
+
+    def saw(self, branch: str, implementation: str) -> None:
+        """Counts one use of `implementation` for `branch` ("score" for the selection's scores)."""
+        self.paths[branch, implementation] += 1
+
+    def saw_output(self, o: Tensor) -> None:
+        """Counts an output that holds a non-finite value, without a sync on a GPU.
+
+        There the warning waits until `record` is called; on a CPU it comes at once.
+        """
+        # An infinity norm lets NaN and inf through and needs no temporary of o's size.
+        bad = ~torch.linalg.vector_norm(o.detach(), ord=float("inf")).isfinite()
+        here = place()
+        before = self._non_finite.get(here)
+        self._non_finite[here] = bad.int() if before is None else before + bad
+        if o.device.type == "cpu" and bad:
+            self._warn(here)
+
+    def non_finite(self) -> dict[str, int]:
+        """Calls whose output held a non-finite value, by place. Waits for the GPU."""
+        counts = {here: int(count) for here, count in self._non_finite.items()}
+        found = {here: count for here, count in counts.items() if count}
+        if found:
+            self._warn(next(iter(found)))
+        return found
+
+    def record(self) -> dict:
+        """All of it as JSON-able values: {"backends", "paths": {branch: {implementation: n}}, ...}."""
+        paths: dict[str, dict[str, int]] = {}
+        for (branch, implementation), count in sorted(self.paths.items()):
+            paths.setdefault(branch, {})[implementation] = count
+        return {
+            "backends": dict(self.backends),
+            "paths": paths,
+            "non_finite": self.non_finite(),
+        }
+
+    def _warn(self, here: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"attention output is not finite ({here}); further ones are only counted. "
+                "strict=True stops at the first and names the branch.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
+_witnesses: list[Witness] = [Witness()]
+
+
+def process() -> Witness:
+    """The witness of the whole process: every call counts here, recorded or not."""
+    return _witnesses[0]
+
+
+@contextmanager
+def recording() -> Iterator[Witness]:
+    """Counts every call made while it is open. Recordings nest; each counts on its own."""
+    witness = Witness()
+    with _lock:
+        _witnesses.append(witness)
+    try:
+        yield witness
+    finally:
+        with _lock:
+            _witnesses.remove(witness)
+
+
+def saw_call(backend: str, notes: list[tuple[str, str]]) -> None:
+    """Tells every open witness that `backend` served a call through `notes`."""
+    with _lock:
+        for witness in _witnesses:
+            witness.backends[backend] += 1
+            for branch, implementation in notes:
+                witness.saw(branch, implementation)
+
+
+def saw_output(o: Tensor) -> None:
+    """Tells the innermost open witness of an output, so that it is checked once."""
+    with _lock:
+        _witnesses[-1].saw_output(o)
+
+
+@contextmanager
+def where(**place: int) -> Iterator[None]:
+    """Names the place of the calls inside, e.g. where(layer=3) or where(step=5); they nest."""
+    before = dict(_place)
+    _place.update(place)
+    try:
+        yield
+    finally:
+        _place.clear()
+        _place.update(before)
+
+
+def place() -> str:
+    """The place in words, e.g. "layer 3, step 5"."""
+    return ", ".join(f"{name} {_place[name]}" for name in sorted(_place)) or "no place named"
