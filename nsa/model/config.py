@@ -1,0 +1,162 @@
+"""Everything that decides what a model computes, as one frozen value that is stored with a run."""
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from nsa.config import NSAConfig
+from nsa.reference.compress import PHI_KINDS
+from nsa.reference.gate import GATE_KINDS
+from nsa.reference.nsa import BRANCHES
+
+COMPRESS_ROPE = ("before", "after")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A small Llama whose attention is NSA.
+
+    The backend's name is checked where a layer is built, because only the registry knows the names.
+
+    Raises:
+        TypeError: a size that is not an int, a switch that is not a bool.
+        ValueError: values that are unknown or do not fit; the message says what would do.
+    """
+
+    name: str
+    layers: int
+    dim: int
+    heads: int  # HQ
+    kv_heads: int  # HKV
+    head_dim: int  # D
+    value_dim: int | None = None  # DV; None: head_dim
+    vocab: int = 256
+    mlp_hidden: int | None = None  # None: see `mlp_size`
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+    phi: str = "mean"
+    gate: str = "sigmoid"
+    compress_rope: str = "before"  # rotate keys before phi, or compressed keys after it
+    shared_kv: bool = False  # one K/V projection for all three branches
+    force_branch: str | None = None  # this branch alone, with gate 1
+    stopgrad_gates: bool = False
+    backend: str = "auto"
+    strict: bool = False  # raise on the first non-finite value
+    checkpoint: str = ""  # layers to recompute in the backward: "", "all" or "start:end"
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    max_tokens: int | None = None  # longer inputs are refused; None: any length
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "vocab"):
+            _check_size(name, getattr(self, name))
+        for name in ("value_dim", "mlp_hidden", "max_tokens"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
+        for name in ("shared_kv", "stopgrad_gates", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} is not a bool")
+        if not isinstance(self.nsa, NSAConfig):
+            raise TypeError(f"nsa={self.nsa!r} is not an NSAConfig")
+        if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
+                f"kv_heads may be {', '.join(map(str, divisors))}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd and rotary turns pairs; nearest that do: "
+                f"{self.head_dim - 1 or 2} and {self.head_dim + 1}"
+            )
+        _check_choice("phi", self.phi, PHI_KINDS)
+        _check_choice("gate", self.gate, GATE_KINDS)
+        _check_choice("compress_rope", self.compress_rope, COMPRESS_ROPE)
+        if self.force_branch is not None:
+            _check_choice("force_branch", self.force_branch, BRANCHES, also="None")
+        if not isinstance(self.backend, str) or not self.backend:
+            raise ValueError(
+                f"backend={self.backend!r} is not a backend's name; 'auto' chooses one"
+            )
+        for name in ("rope_base", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
+        layer_range(self.checkpoint, self.layers)
+
+    @property
+    def value_size(self) -> int:
+        """DV: `value_dim`, or head_dim where that is None."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def mlp_size(self) -> int:
+        """Hidden width of SwiGLU: `mlp_hidden`, or 8/3 dim to the nearest multiple of 16.
+
+        So SwiGLU's three matrices weigh what the case study's two of 4 dim did.
+        """
+        return self.mlp_hidden or max(16, round(8 * self.dim / 3 / 16) * 16)
+
+    def with_(self, **changes: Any) -> "ModelConfig":
+        """A copy with some fields changed; `nsa={"window": 64}` changes fields of the NSAConfig."""
+        _check_names(type(self), changes)
+        if isinstance(changes.get("nsa"), dict):
+            _check_names(NSAConfig, changes["nsa"], prefix="nsa.")
+            changes["nsa"] = replace(self.nsa, **changes["nsa"])
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON; `from_dict` brings the same config back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """The config that `to_dict` described. Raises ValueError for a name it does not know."""
+        _check_names(cls, values)
+        nested = values.get("nsa", {})
+        if isinstance(nested, dict):
+            _check_names(NSAConfig, nested, prefix="nsa.")
+            nested = NSAConfig(**nested)
+        return cls(**{**values, "nsa": nested})
+
+
+def layer_range(text: str, layers: int) -> range:
+    """The layers that "", "all", "start:end", ":end" or "start:" names; the end is not included.
+
+    Raises ValueError for anything else and for a range outside 0:layers, which is not clamped:
+    "0:12" of a 6-layer model is a misunderstanding rather than a wish for six.
+    """
+    legal = f"'', 'all' or 'start:end' with 0 <= start < end <= {layers}"
+    if text == "":
+        return range(0)
+    if text == "all":
+        return range(layers)
+    if not isinstance(text, str) or text.count(":") != 1:
+        raise ValueError(f"checkpoint={text!r} is not a layer range; legal are {legal}")
+    start, end = text.split(":")
+    if not all(part == "" or (part.isascii() and part.isdigit()) for part in (start, end)):
+        raise ValueError(f"checkpoint={text!r} is not a layer range; legal are {legal}")
+    chosen = range(int(start or 0), int(end or layers))
+    if not 0 <= chosen.start < chosen.stop <= layers:
+        raise ValueError(f"checkpoint={text!r} does not fit {layers} layers; legal are {legal}")
+    return chosen
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not an int")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+
+
+def _check_choice(name: str, value: Any, known: tuple[str, ...], also: str = "") -> None:
+    if value not in known:
+        choices = ", ".join([*map(repr, known), *([also] if also else [])])
+        raise ValueError(f"{name}={value!r} is unknown; known are {choices}")
+
+
+def _check_names(owner: type, given: dict[str, Any], prefix: str = "") -> None:
+    known = [f.name for f in fields(owner)]
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ValueError(f"{owner.__name__} has no field {prefix}{name}; {hint}")

@@ -1,0 +1,168 @@
+"""NSA as a layer: projections per branch, rotary, phi, gates, and the attention behind them."""
+
+from functools import cache
+from math import sqrt
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nsa.attention import registry
+from nsa.attention.api import nsa_attention
+from nsa.model.config import ModelConfig
+from nsa.model.phi import LEARNED_PHI
+from nsa.model.rotary import Rotary, rotary_for
+from nsa.reference.compress import Phi
+from nsa.reference.gate import sigmoid_gates, softmax_gates
+from nsa.reference.nsa import BRANCHES
+
+
+class NSAAttention(nn.Module):
+    """Hidden states to hidden states through the three gated branches; projections have no bias.
+
+    Each branch has its own k and v projection (section 3.3.3), or all share one (`shared_kv`).
+    Queries are rotated, and keys too, but for k_cmp with compress_rope="after". The gate is an MLP
+    whose hidden width is head_dim // 2, of the hidden state ("sigmoid") or of the rotated mean
+    query of each group ("softmax").
+
+    Parameters that rightly have no gradient: the gate's with `force_branch` (it is the constant 1)
+    or `stopgrad_gates`; with `force_branch` also the other branches' projections and phi, which are
+    not applied. For "slc" k_cmp and phi still score the blocks, and scoring has no gradient.
+
+    Raises ValueError for a backend that the registry does not know.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        registry.check_name(config.backend)
+        self.config = config
+        dim, heads, kv_heads = config.dim, config.heads, config.kv_heads
+        self.q_proj = nn.Linear(dim, heads * config.head_dim, bias=False)
+        sources = ("shared",) if config.shared_kv else BRANCHES
+        self.k_proj = nn.ModuleDict(
+            {name: nn.Linear(dim, kv_heads * config.head_dim, bias=False) for name in sources}
+        )
+        self.v_proj = nn.ModuleDict(
+            {name: nn.Linear(dim, kv_heads * config.value_size, bias=False) for name in sources}
+        )
+        self.out_proj = nn.Linear(heads * config.value_size, dim, bias=False)
+        per_group = config.gate == "softmax"
+        self.gate1 = nn.Linear(config.head_dim if per_group else dim, config.head_dim // 2)
+        self.gate2 = nn.Linear(config.head_dim // 2, 3 if per_group else 3 * heads)
+        if config.phi in LEARNED_PHI:
+            make, block = LEARNED_PHI[config.phi], config.nsa.compress_block
+            self.phi_key = make(kv_heads, block, config.head_dim)
+            self.phi_value = make(kv_heads, block, config.value_size)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Projections from a normal of 0.02, the output one divided by sqrt(2 layers) as in GPT-2.
+
+        The gate's first matrix is Xavier-uniform, its last one with gain 0.1 and its biases zero,
+        so that all gates start near sigmoid(0) = 1/2 or near 1/3.
+        """
+        for linear in (self.q_proj, *self.k_proj.values(), *self.v_proj.values()):
+            nn.init.normal_(linear.weight, std=0.02, generator=generator)
+        std = 0.02 / sqrt(2 * self.config.layers)
+        nn.init.normal_(self.out_proj.weight, std=std, generator=generator)
+        nn.init.xavier_uniform_(self.gate1.weight, generator=generator)
+        nn.init.xavier_uniform_(self.gate2.weight, gain=0.1, generator=generator)
+        nn.init.zeros_(self.gate1.bias)
+        nn.init.zeros_(self.gate2.bias)
+        if self.config.phi in LEARNED_PHI:
+            self.phi_key.reset_parameters(generator)
+            self.phi_value.reset_parameters(generator)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T E"],
+        rotary: Rotary | None = None,
+        cu_seqlens: Int[Tensor, " N1"] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
+
+        `rotary` spares a model to make the tables in every layer; by default they are made here.
+        """
+        config = self.config
+        rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
+        branches = (config.force_branch,) if config.force_branch else BRANCHES
+        q = rotary(self.q_proj(x).unflatten(-1, (config.heads, config.head_dim)))
+        k = self.keys(x, rotary, branches)
+        v = self.values(x, branches)
+        if config.force_branch == "slc":
+            with torch.no_grad():
+                k |= self.keys(x, rotary, ("cmp",))
+                phi = self.phi(q.dtype, rotary)
+        else:
+            phi = None if config.force_branch == "win" else self.phi(q.dtype, rotary)
+        o = nsa_attention(
+            q,
+            k,
+            v,
+            self.gates(x, q),
+            config.nsa,
+            phi=phi,
+            cu_seqlens=cu_seqlens,
+            backend=config.backend,
+            branches=branches,
+            strict=config.strict,
+        )
+        return self.out_proj(o.flatten(2))
+
+    def keys(
+        self, x: Float[Tensor, "B T E"], rotary: Rotary, branches: tuple[str, ...]
+    ) -> dict[str, Float[Tensor, "B T HKV D"]]:
+        """The keys of these branches; what branches share is projected and rotated once."""
+        config = self.config
+
+        @cache
+        def plain(source: str) -> Tensor:
+            return self.k_proj[source](x).unflatten(-1, (config.kv_heads, config.head_dim))
+
+        @cache
+        def rotated(source: str) -> Tensor:
+            return rotary(plain(source))
+
+        after = config.compress_rope == "after"
+        source = {name: "shared" if config.shared_kv else name for name in branches}
+        return {
+            name: plain(source[name]) if name == "cmp" and after else rotated(source[name])
+            for name in branches
+        }
+
+    def values(
+        self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]
+    ) -> dict[str, Float[Tensor, "B T HKV DV"]]:
+        """The values of these branches."""
+        shape = (self.config.kv_heads, self.config.value_size)
+        if self.config.shared_kv:
+            return dict.fromkeys(branches, self.v_proj["shared"](x).unflatten(-1, shape))
+        return {name: self.v_proj[name](x).unflatten(-1, shape) for name in branches}
+
+    def phi(self, dtype: torch.dtype, rotary: Rotary) -> Phi:
+        """How compressed keys and values are made, with this layer's parameters."""
+        after = self.config.compress_rope == "after"
+        tables = (rotary.cos, rotary.sin) if after else None
+        if self.config.phi == "mean":
+            return Phi(rotary=tables)
+        return Phi(
+            self.config.phi,
+            key=self.phi_key.weights(dtype),
+            value=self.phi_value.weights(dtype),
+            rotary=tables,
+        )
+
+    def gates(
+        self, x: Float[Tensor, "B T E"], q: Float[Tensor, "B T HQ D"]
+    ) -> Float[Tensor, "B T HQ 3"]:
+        """g_cmp, g_slc, g_win of each token and query head (Eq. 5)."""
+        config = self.config
+        if config.force_branch:
+            index = torch.arange(len(BRANCHES), device=q.device)
+            one_hot = (index == BRANCHES.index(config.force_branch)).to(q.dtype)
+            return one_hot.expand(*q.shape[:-1], 3)
+        weights = (self.gate1.weight, self.gate1.bias, self.gate2.weight, self.gate2.bias)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not config.stopgrad_gates):
+            if config.gate == "softmax":
+                return softmax_gates(q, config.kv_heads, *weights).to(q.dtype)
+            return sigmoid_gates(x, *weights).to(q.dtype)

@@ -1,0 +1,138 @@
+"""A small Llama that reads bytes: RMSNorm, NSA, SwiGLU, residuals, untied head."""
+
+from math import sqrt
+
+import torch
+from jaxtyping import Float, Int64, Integer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nsa.attention.witness import where
+from nsa.model import checkpoint
+from nsa.model.config import ModelConfig
+from nsa.model.layer import NSAAttention
+from nsa.model.rotary import Rotary, rotary_for
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), without biases (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layers = config.layers
+        self.gate = nn.Linear(config.dim, config.mlp_size, bias=False)
+        self.up = nn.Linear(config.dim, config.mlp_size, bias=False)
+        self.down = nn.Linear(config.mlp_size, config.dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """From a normal of 0.02, the output divided by sqrt(2 layers)."""
+        nn.init.normal_(self.gate.weight, std=0.02, generator=generator)
+        nn.init.normal_(self.up.weight, std=0.02, generator=generator)
+        nn.init.normal_(self.down.weight, std=0.02 / sqrt(2 * self.layers), generator=generator)
+
+    def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer; `index` is its place in the model, which errors and records name."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm1 = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = NSAAttention(config)
+        self.norm2 = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T E"],
+        rotary: Rotary,
+        cu_seqlens: Integer[Tensor, " N1"] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        # Named here rather than by the model's loop, so that a recomputation is named too.
+        with where(layer=self.index):
+            x = x + self.attention(in_autocast_dtype(self.norm1(x)), rotary, cu_seqlens)
+            return x + self.mlp(in_autocast_dtype(self.norm2(x)))
+
+
+class LanguageModel(nn.Module):
+    """Next-byte prediction. Weights come from torch's global generator; see `reset_parameters`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
+        checkpoint.apply(self, config.checkpoint)
+
+    def reset_parameters(self, seed: int) -> None:
+        """Draw all weights anew from a generator of this seed on the weights' own device."""
+        generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
+        nn.init.normal_(self.embed.weight, std=0.02, generator=generator)
+        for block in self.blocks:
+            block.attention.reset_parameters(generator)
+            block.mlp.reset_parameters(generator)
+            block.norm1.reset_parameters()
+            block.norm2.reset_parameters()
+        self.norm.reset_parameters()
+        nn.init.normal_(self.head.weight, std=0.02, generator=generator)
+
+    def forward(
+        self,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"] | None = None,
+        cu_seqlens: Integer[Tensor, " N1"] | None = None,
+    ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, ""] | None]:
+        """(logits, mean cross entropy in nats, fp32); the loss is None without targets.
+
+        `targets` are the tokens one later. With `cu_seqlens` (B = 1) the sequences do not see each
+        other. Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens.
+        """
+        self._check(tokens, targets)
+        rotary = rotary_for(self.config, tokens.shape[1], tokens.device, cu_seqlens)
+        x = self.run_blocks(self.blocks, self.embed(tokens), rotary, cu_seqlens)
+        logits = self.head(in_autocast_dtype(self.norm(x)))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
+        if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.numel() == 0:
+            raise ValueError(
+                f"tokens are {list(tokens.shape)} {tokens.dtype}; needed is [B, T] torch.int64 "
+                "with at least one token"
+            )
+        if targets is not None and (targets.shape != tokens.shape or targets.dtype != tokens.dtype):
+            raise ValueError(
+                f"targets are {list(targets.shape)} {targets.dtype}, tokens {list(tokens.shape)} "
+                f"{tokens.dtype}; both must be alike"
+            )
+        limit = self.config.max_tokens
+        if limit is not None and tokens.shape[1] > limit:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens are more than max_tokens={limit}; cut the input or "
+                "raise max_tokens"
+            )
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """x in the dtype in which autocast will compute.
+
+    Autocast alone would cast it once for each projection that reads it, and keep each copy for the
+    backward.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Trainable numbers in the model."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,81 @@
+"""The models that the workbook measures, as functions that return a config.
+
+Sizes are the case study's, with three changes: SwiGLU instead of a SiLU MLP of the same weight, the
+paper's sigmoid gate instead of a softmax one, and keys and scores that are right. With
+`gate="softmax"` the production model has exactly the case study's 78,295,332 parameters.
+"""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from nsa.config import NSAConfig
+from nsa.model.config import ModelConfig
+
+
+def repro(layers: int = 5) -> ModelConfig:
+    """The case study's memory table: T = 128 to 2048. 1,005,024 parameters with 5 layers."""
+    return ModelConfig(
+        name="repro",
+        layers=layers,
+        dim=128,
+        heads=8,
+        kv_heads=2,
+        head_dim=16,
+        nsa=NSAConfig(
+            compress_block=16, compress_stride=8, select_block=32, select_count=8, window=64
+        ),
+    )
+
+
+def cpu_test() -> ModelConfig:
+    """Two layers of `repro`, for T = 512 on a CPU. 441,408 parameters."""
+    return repro(layers=2).with_(name="cpu_test")
+
+
+def smoke(layers: int = 6) -> ModelConfig:
+    """The case study's RTX 3090 smoke run: T = 1024. 4,708,080 parameters."""
+    return ModelConfig(
+        name="smoke",
+        layers=layers,
+        dim=256,
+        heads=8,
+        kv_heads=2,
+        head_dim=32,
+        nsa=NSAConfig(
+            compress_block=16, compress_stride=8, select_block=32, select_count=8, window=256
+        ),
+    )
+
+
+def step5() -> ModelConfig:
+    """One layer of `smoke`, on which the case study looked for its step-5 hang: T = 1024.
+
+    894,120 parameters.
+    """
+    return smoke(layers=1).with_(name="step5")
+
+
+def production(layers: int = 12) -> ModelConfig:
+    """The case study's "125M" model, with the paper's block sizes: T = 2048.
+
+    78,578,736 parameters with 12 layers: a byte vocabulary, not a large one, makes it so small.
+    """
+    return ModelConfig(name="production", layers=layers, dim=768, heads=12, kv_heads=2, head_dim=64)
+
+
+PRESETS: dict[str, Callable[..., ModelConfig]] = {
+    make.__name__: make for make in (repro, step5, smoke, cpu_test, production)
+}
+
+
+def preset(name: str, **changes: Any) -> ModelConfig:
+    """The preset of that name with some fields changed, `nsa={...}` included.
+
+    Raises ValueError for an unknown preset or field, naming the nearest.
+    """
+    if name not in PRESETS:
+        near = get_close_matches(str(name), PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"no preset {name!r}; {hint}there are {', '.join(PRESETS)}")
+    return PRESETS[name]().with_(**changes)

@@ -1,0 +1,40 @@
+"""Where the tokens of a batch stand, and how queries and keys are turned accordingly."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nsa.model.config import ModelConfig
+from nsa.reference.rotary import rotary_tables, rotate
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables of angles, made once for all layers of a forward; calling it turns q or k."""
+
+    cos: Tensor  # [T, D/2] fp32
+    sin: Tensor  # [T, D/2] fp32
+    positions: Tensor | None = None  # [T] int64 within each sequence; None: 0 .. T-1
+
+    def __call__(self, x: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
+        return rotate(x, self.cos, self.sin, positions=self.positions)
+
+
+def rotary_for(
+    config: ModelConfig,
+    tokens: int,
+    device: torch.device,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+) -> Rotary:
+    """The angles of `tokens` tokens; with `cu_seqlens` positions restart at 0 in each sequence."""
+    cos, sin = rotary_tables(tokens, config.head_dim, config.rope_base, device=device)
+    if cu_seqlens is None:
+        return Rotary(cos, sin)
+    index = torch.arange(tokens, device=device)
+    borders = cu_seqlens.to(index)
+    sequence = torch.searchsorted(borders, index, right=True) - 1
+    start = borders[sequence.clamp(0, len(borders) - 1)]
+    # Clamped, so that illegal borders reach the attention's own check and its message.
+    return Rotary(cos, sin, (index - start).clamp(0, tokens - 1))
