@@ -55,7 +55,7 @@ def poisoned_memory(monkeypatch):
     def new_empty(self, *size, dtype=None, device=None, **options):
         if type(self) not in (torch.Tensor, torch.nn.Parameter):
             return plain(self, *size, dtype=dtype, device=device, **options)
-        # torch.compile cannot trace the method it knows once that is replaced, but it can this call.
+        # torch.compile cannot trace the method it knows once that is replaced; it can this call.
         return torch.empty(
             *size, dtype=dtype or self.dtype, device=device or self.device, **options
         )

@@ -1,0 +1,58 @@
+# Everything happens in .venv, which is made and filled when it is missing or out of date.
+
+PYTHON ?= python3
+NOTEBOOK ?= memory_scaling
+EXTRAS ?= notebooks,dev
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/installed
+NOTEBOOKS = $(wildcard notebooks/*.ipynb)
+# The project's own pytest options belong to tests/: shape checks stay out of the notebooks' kernels.
+NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=240 \
+	--nbval-sanitize-with tests/nbval.cfg -p no:cacheprovider -o addopts=""
+
+export NSA_HEADLESS := 1
+export JUPYTER_PLATFORM_DIRS := 1
+export JUPYTER_PREFER_ENV_PATH := 1
+
+.PHONY: help run test lab lint refresh clean
+
+help:
+	@echo "make run      execute the $(NOTEBOOK) notebook into runs/ and print where its report is"
+	@echo "make test     pytest, then every notebook against its committed outputs"
+	@echo "make lab      JupyterLab on the notebooks"
+	@echo "make lint     ruff, and notebooks free of volatile metadata"
+	@echo "make refresh  execute the notebooks in place with their defaults"
+	@echo "make clean    remove .venv and caches; runs/ and figures/ stay"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, but $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % sys.version_info[:2])'
+	@echo "installing .[$(EXTRAS)] into $(VENV), at the versions of constraints.txt (a minute or two)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+run: $(READY)
+	@$(BIN)/nsa run $(NOTEBOOK)
+
+test: $(READY)
+	@begin=$$(date +%s) && $(BIN)/python -m pytest -q \
+	&& middle=$$(date +%s) && $(BIN)/python -m pytest -q $(NBVAL) notebooks/ \
+	&& echo "make test: pytest took $$((middle - begin)) s," \
+		"$(words $(NOTEBOOKS)) notebook(s) by nbval $$(($$(date +%s) - middle)) s; all passed"
+
+lab: $(READY)
+	@NSA_HEADLESS=0 $(BIN)/jupyter lab notebooks/
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m nsa.workbook.refresh --check $(NOTEBOOKS)
+
+refresh: $(READY)
+	@$(BIN)/python -m nsa.workbook.refresh $(NOTEBOOKS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
+	find nsa tests notebooks -depth \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +

@@ -1,0 +1,84 @@
+"""Execute notebooks in place with their defaults, and keep them free of volatile metadata.
+
+    python -m nsa.workbook.refresh notebooks/*.ipynb            execute and clean
+    python -m nsa.workbook.refresh --clean notebooks/*.ipynb    clean only
+    python -m nsa.workbook.refresh --check notebooks/*.ipynb    fail if one is not clean
+
+Outputs and execution counts stay: nbval compares no cell without a count.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CELL_TIMEOUT_S = 600
+VOLATILE = (
+    "metadata.language_info.version",
+    "metadata.papermill",
+    "metadata.widgets",
+    "cell.metadata.ExecuteTime",
+    "cell.metadata.collapsed",
+    "cell.metadata.execution",
+    "cell.metadata.papermill",
+    "cell.metadata.scrolled",
+)
+# The kernel of whichever Python opens the notebook.
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+
+
+def clean(paths: list[Path], check: bool = False) -> int:
+    """Strip `VOLATILE` keys and random cell ids. With `check`, only return 1 if there are any."""
+    if not paths:
+        return 0
+    command = [sys.executable, "-m", "nbstripout", "--keep-output", "--keep-count"]
+    command += ["--extra-keys", " ".join(VOLATILE), *(["--verify"] if check else [])]
+    return subprocess.run([*command, *map(str, paths)], check=False).returncode
+
+
+def execute(path: Path) -> None:
+    """Run every cell in a fresh kernel of this interpreter; replace the file once all passed.
+
+    nbclient.exceptions.CellExecutionError when a cell fails; the file is then as it was.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata.kernelspec = dict(KERNEL)
+    NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name=KERNEL["name"],
+        record_timing=False,
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()
+    written = path.with_name(f".{path.name}.part")
+    nbformat.write(notebook, written)
+    written.replace(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa.workbook.refresh", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("notebooks", nargs="*", type=Path)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--check", action="store_true", help="only fail if one is not clean")
+    how.add_argument("--clean", action="store_true", help="clean without executing")
+    given = parser.parse_args(arguments)
+    missing = [str(path) for path in given.notebooks if not path.is_file()]
+    if missing:
+        parser.error(f"no such notebook: {', '.join(missing)}")
+    if not (given.check or given.clean):
+        os.environ.setdefault("NSA_HEADLESS", "1")
+        os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")  # before a user's own python3 kernel
+        for path in given.notebooks:
+            print(f"executing {path}", flush=True)
+            execute(path)
+    return clean(given.notebooks, check=given.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
