@@ -1,0 +1,167 @@
+"""flex: torch's flex_attention, each branch a block-sparse mask.
+
+Compiled on a GPU, it holds no T x T tensor: a block mask of (T / 128) x (T / 128) entries and,
+for the selected branch, one bit for each query and selectable block. flex_attention has no
+backward on a CPU and computes T x T scores there, so the CPU takes it forward only.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nsa.attention.inputs import Inputs
+from nsa.attention.registry import Backend, Note
+from nsa.attention.runs import chosen_blocks
+from nsa.attention.span import Span, compressed_span, window_span
+from nsa.blocks import count_selectable
+from nsa.reference.compress import compress_keys, compress_values
+
+TILE = 128  # queries and keys under one entry of the block mask
+WORD = 63  # blocks in one int64 of the selection's bits; the sign bit stays free
+
+
+def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch."""
+    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
+    implementation = "flex-compiled" if q.is_cuda else "flex-uncompiled"
+    outputs = {}
+    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
+    if "cmp" in inputs.branches:
+        v_cmp = compress_values(v["cmp"], inputs.phi, config)
+        outputs["cmp"] = _attend_span(inputs, k_cmp, v_cmp, compressed_span(config))
+        note("cmp", implementation)
+    if "slc" in inputs.branches:
+        blocks = chosen_blocks(inputs, k_cmp, note)
+        outputs["slc"] = _attend_selected(inputs, blocks)
+        note("slc", implementation)
+    if "win" in inputs.branches:
+        outputs["win"] = _attend_span(inputs, k["win"], v["win"], window_span(config))
+        note("win", implementation)
+    return outputs
+
+
+def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> Tensor:
+    q = inputs.q
+    if k.shape[1] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+    length, stride = span.length, span.stride
+    # Any number past the last key's stands for "no limit".
+    reach = (span.lookback or k.shape[1] + 1) * stride
+
+    def visible(b, h, t, s):
+        ended = t + 1 - length - s * stride
+        return (ended >= 0) & (ended < reach)
+
+    tokens, keys = q.shape[1], k.shape[1]
+    tiles = torch.zeros(-(-tokens // TILE), -(-keys // TILE), dtype=torch.bool)
+    for i in range(tiles.shape[0]):
+        low, _ = span.seen(i * TILE)
+        _, high = span.seen(min((i + 1) * TILE, tokens) - 1)
+        tiles[i, low // TILE : -(-high // TILE)] = True
+    return _flex(inputs, k, v, visible, tiles[None, None].to(q.device))
+
+
+def _attend_selected(inputs: Inputs, blocks: Tensor) -> Tensor:
+    k, v, size, group = inputs.k["slc"], inputs.v["slc"], inputs.config.select_block, inputs.group
+    bits = selection_bits(blocks, count_selectable(k.shape[1], inputs.config))
+
+    def visible(b, h, t, s):
+        j = s // size
+        chosen = (bits[b, t, h // group, j // WORD] >> (j % WORD)) & 1
+        return (chosen == 1) & (s <= t)
+
+    tiles = selection_tiles(blocks, k.shape[1], size).repeat_interleave(group, dim=1)
+    return _flex(inputs, k, v, visible, tiles)
+
+
+def selection_bits(blocks: Tensor, count: int) -> Tensor:
+    """[B, T, HKV, ceil(count / WORD)] int64: bit j % WORD of word j // WORD says "block j chosen"."""
+    words = torch.zeros(*blocks.shape[:3], count // WORD + 1, dtype=torch.long, device=blocks.device)
+    wanted = blocks >= 0
+    wanted[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # a repeated block sets its bit once
+    j = blocks.long().clamp(min=0)
+    return words.scatter_add(-1, j // WORD, torch.where(wanted, 1 << (j % WORD), 0))
+
+
+def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
+    """[B, HKV, T / TILE, keys / TILE]: does any query of the tile choose a block that touches it?"""
+    batch, tokens, kv_heads, slots = blocks.shape
+    rows, columns = -(-tokens // TILE), -(-keys // TILE)
+    padded = torch.nn.functional.pad(blocks, (0, 0, 0, 0, 0, rows * TILE - tokens), value=-1)
+    chosen = padded.long().transpose(1, 2).reshape(batch, kv_heads, rows, TILE * slots)
+    tiles = torch.zeros(
+        batch, kv_heads, rows, columns + 1, dtype=torch.bool, device=blocks.device
+    )
+    first, last = chosen * size // TILE, ((chosen + 1) * size - 1) // TILE
+    for offset in range((size - 1) // TILE + 2):
+        column = torch.minimum(first + offset, last).clamp(max=columns - 1)
+        tiles = tiles.scatter(-1, torch.where(chosen < 0, columns, column), True)
+    # A tile behind its last query is all future.
+    row_end = torch.arange(1, rows + 1, device=blocks.device)[:, None] * TILE
+    return tiles[..., :columns] & (torch.arange(columns, device=blocks.device) * TILE < row_end)
+
+
+def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    q = inputs.q
+    order = tiles.int().argsort(dim=-1, descending=True, stable=True).int()
+    mask = BlockMask.from_kv_blocks(
+        tiles.sum(-1, dtype=torch.int32),
+        order,
+        BLOCK_SIZE=TILE,
+        mask_mod=visible,
+        seq_lengths=(q.shape[1], k.shape[1]),
+    )
+    # The default of 8 shapes is few for a process that sweeps them; a miss raises, never degrades.
+    with torch._dynamo.config.patch(recompile_limit=256), warnings.catch_warnings():
+        # The docstring and the path witness say "uncompiled" where torch would warn of it.
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        o = _flex_attention(q.is_cuda)(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            block_mask=mask,
+            scale=inputs.scale,
+            enable_gqa=inputs.group > 1,
+        )
+    return o.transpose(1, 2)
+
+
+@cache
+def _flex_attention(compiled: bool) -> Callable:
+    from torch.nn.attention import flex_attention as module
+
+    if compiled:
+        return torch.compile(module.flex_attention, fullgraph=True)
+    return module.flex_attention
+
+
+def why_not(inputs: Inputs) -> list[str]:
+    """Reasons for which flex_attention does not take the inputs."""
+    q, reasons = inputs.q, []
+    tensors = [q, *inputs.k.values(), *inputs.v.values()]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if q.is_cuda:
+        if q.dtype == torch.float64:
+            reasons.append("needs fp32, bf16 or fp16 on a GPU, got torch.float64")
+        if min(q.shape[3], inputs.value_dim) < 16:
+            reasons.append(f"needs D and DV of at least 16, got {q.shape[3]}, {inputs.value_dim}")
+    elif needs_grad:
+        reasons.append(
+            f"flex_attention has no backward on {q.device.type}; "
+            "use a GPU, torch.no_grad() or another backend"
+        )
+    return reasons
+
+
+BACKEND = Backend(
+    "flex",
+    run,
+    why_not,
+    summary="flex_attention with block-sparse masks; linear memory on a GPU, forward only on a CPU",
+    quadratic=False,
+)
