@@ -1,4 +1,4 @@
-"""Where a run was made: versions, devices, source state, settings. Never a host, a user or a path."""
+"""Where a run was made: versions, devices, source, settings. Never a host, a user or a path."""
 
 import hashlib
 import importlib.metadata

@@ -28,7 +28,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> Path:
 
 def write_json(path: str | Path, content: Any) -> Path:
     """Strict JSON, indented: a NaN becomes null, as JSON has none."""
-    text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
     return write_atomically(path, text + "\n")
 
 
@@ -40,12 +40,12 @@ def read_json(path: str | Path, default: Any = None) -> Any:
         return default
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """numpy scalars, paths and tuples as what JSON has."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -53,5 +53,5 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return str(value)

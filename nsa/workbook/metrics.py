@@ -26,7 +26,7 @@ NUMBERS = ("x_value", "median", "q20", "q80")
 
 
 def row(given: dict, facts: dict) -> dict:
-    """A complete row: `config` as JSON, missing texts empty, missing numbers NaN, `facts` filled in.
+    """A complete row: `config` as JSON, missing texts empty, missing numbers NaN, `facts` added.
 
     ValueError names a column that does not exist, a row without operation or metric, or a number
     that is none.

@@ -146,7 +146,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` with every value of the declared type. Raises ValueError for the first that is not."""
+    """`given` with every value of the declared type; ValueError for the first that is not."""
     return {name: _checked(_find(declared, name), value) for name, value in given.items()}
 
 

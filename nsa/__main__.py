@@ -1,0 +1,8 @@
+"""`python -m nsa` is `nsa`."""
+
+import sys
+
+from nsa.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

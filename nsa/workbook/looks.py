@@ -1,0 +1,69 @@
+"""One look for every figure: style, and one colour and marker a backend in every plot."""
+
+# Okabe and Ito's palette, told apart by colour-blind readers; its yellow, too pale for a line on
+# white, is a grey here. The markers say the same in black and white.
+LOOKS = {
+    "sequential": ("#7f7f7f", "s"),
+    "masked": ("#E69F00", "^"),
+    "gather": ("#0072B2", "o"),
+    "packed": ("#009E73", "D"),
+    "sdpa": ("#D55E00", "v"),
+    "flex": ("#CC79A7", "P"),
+    "flash": ("#56B4E9", "X"),
+    "triton": ("#000000", "*"),
+}
+OTHERS = ("#8C564B", "<"), ("#4B4B8C", ">"), ("#6B6B00", "h")
+STYLE = {
+    "figure.dpi": 120,
+    "savefig.dpi": 120,
+    "font.size": 10,
+    "axes.grid": True,
+    "axes.grid.which": "both",
+    "grid.alpha": 0.25,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5.5,
+    "figure.constrained_layout.use": True,
+    "svg.hashsalt": "nsa",  # the same plot gives the same file
+}
+
+
+def look(backend: str) -> tuple[str, str]:
+    """Colour and marker of a backend; an unknown name always gets the same of a few others."""
+    return LOOKS.get(backend) or OTHERS[sum(map(ord, backend)) % len(OTHERS)]
+
+
+def panels(count: int, height: float):
+    import matplotlib.pyplot as plt
+
+    columns = min(count, 2)
+    rows = -(-count // columns)
+    width = 6.4 if count == 1 else 10.5
+    fig, grid = plt.subplots(rows, columns, figsize=(width, height * rows + 0.5), squeeze=False)
+    panels = list(grid.flat)
+    for spare in panels[count:]:
+        spare.set_visible(False)
+    return fig, panels[:count]
+
+
+def legend(fig, axes_list) -> None:
+    """One legend below all panels, each name once."""
+    found = {}
+    for axes in axes_list:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 6))
+
+
+def plain_ticks(axes, tokens) -> None:
+    values = sorted(set(tokens))
+    axes.set_xticks(values, [f"{value:.0f}" for value in values])
+    axes.minorticks_off()
+
+
+def style():
+    import matplotlib
+
+    return matplotlib.rc_context(STYLE)

@@ -1,0 +1,237 @@
+"""The only writer of figures: what is drawn. How it looks is in `nsa.workbook.looks`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nsa.workbook import looks, metrics, scaling
+
+MIB_PER_GIB = 1024
+
+
+def save(fig, run, name: str) -> list:
+    """Write `name`.png and `name`.svg into the run's figures, each naming the run inside."""
+    label = f"run {run.id}"
+    png, svg = run.figure(f"{name}.png"), run.figure(f"{name}.svg")
+    with looks.style():
+        fig.savefig(png, dpi=120, metadata={"Title": name, "Description": label})
+        fig.savefig(svg, metadata={"Title": name, "Description": label, "Date": None})
+    return [png, svg]
+
+
+def memory_scaling(
+    df,
+    prediction: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    case_study: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    *,
+    mode: str = "step",
+):
+    """Peak memory against tokens, log-log: one panel a model, one line a backend.
+
+    df: rows of metrics.csv with x_name tokens, metric peak_memory, unit MiB. A failed point (no
+    median) is a cross at the top, its outcome beside it. `prediction` (dashed) and `case_study`
+    (dotted grey) map a label to (tokens, MiB). Returns the figure; ValueError without rows.
+    """
+    models = _models(_peaks(df, mode))
+    with looks.style():
+        fig, panels = looks.panels(len(models), 3.9)
+        for axes, (model, frame) in zip(panels, models.items(), strict=True):
+            unit, scale = _unit(frame)
+            for backend, line in _backends(frame):
+                colour, marker = looks.look(backend)
+                good = line[line["median"].notna()]
+                values = good["median"] / scale
+                axes.plot(
+                    good["x_value"], values, color=colour, marker=marker, label=backend, zorder=3
+                )
+                _band(axes, good, scale, colour)
+            for label, (tokens, mib) in (prediction or {}).items():
+                axes.plot(
+                    tokens,
+                    np.asarray(mib, float) / scale,
+                    "--",
+                    color=looks.look(label)[0],
+                    lw=1.1,
+                    label=f"predicted: {label}",
+                )
+            for number, (label, (tokens, mib)) in enumerate((case_study or {}).items()):
+                axes.plot(
+                    tokens,
+                    np.asarray(mib, float) / scale,
+                    ":",
+                    color="#9a9a9a",
+                    lw=1.2,
+                    marker="1234+x"[number % 6],
+                    label=label,
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            _mark_failures(axes, frame)
+            axes.set(title=model, xlabel="T (tokens)", ylabel=f"peak memory ({unit})")
+            looks.plain_ticks(axes, frame["x_value"])
+        looks.legend(fig, panels)
+    return fig
+
+
+def local_exponents(df, *, mode: str = "step"):
+    """The exponent between neighbouring T, drawn between them: 1 is linear, 2 is quadratic."""
+    models = _models(_peaks(df, mode))
+    with looks.style():
+        fig, panels = looks.panels(len(models), 3.2)
+        for axes, (model, frame) in zip(panels, models.items(), strict=True):
+            for backend, line in _backends(frame):
+                line = line[line["median"].notna()]
+                if len(line) < 2:
+                    continue
+                tokens = line["x_value"].to_numpy()
+                exponents = scaling.local_exponents(tokens, line["median"])
+                colour, marker = looks.look(backend)
+                middle = np.sqrt(tokens[1:] * tokens[:-1])
+                axes.plot(middle, exponents, color=colour, marker=marker, label=backend)
+            for level, name in ((1, "linear"), (2, "quadratic")):
+                axes.axhline(level, color="#9a9a9a", lw=0.9, ls="--", zorder=0)
+                axes.annotate(
+                    name,
+                    (1, level),
+                    xycoords=("axes fraction", "data"),
+                    ha="right",
+                    va="bottom",
+                    fontsize=8,
+                    color="#777777",
+                )
+            axes.set_xscale("log", base=2)
+            axes.set(title=model, xlabel="T (tokens)", ylabel="local exponent of peak memory")
+            axes.set_ylim(min(-0.1, axes.get_ylim()[0]), max(2.3, axes.get_ylim()[1]))
+            looks.plain_ticks(axes, frame["x_value"])
+        looks.legend(fig, panels)
+    return fig
+
+
+def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
+    """What the peak holds, stacked a backend, one panel a model, at `tokens` (default: the largest
+    T that every backend finished). df: rows whose config has `category`."""
+    rows = _tokens(df)
+    rows = rows[[("category" in config) for config in metrics.configs(rows)]]
+    rows = rows[(rows["mode"] == mode) & rows["median"].notna()]
+    if not len(rows):
+        raise ValueError(f"no rows of mode {mode!r} name a category in their config")
+    rows = rows.assign(category=[config["category"] for config in metrics.configs(rows)])
+    models = _models(rows)
+    with looks.style():
+        fig, panels = looks.panels(len(models), 3.4)
+        colours: dict[str, Any] = {}
+        palette = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999"]
+        for axes, (model, frame) in zip(panels, models.items(), strict=True):
+            at = tokens if tokens is not None else _largest_common(frame)
+            frame = frame[frame["x_value"] == at]
+            if not len(frame):
+                raise ValueError(
+                    f"no categories at T = {at}; there are {sorted(set(rows.x_value))}"
+                )
+            unit, scale = _unit(frame)
+            table = frame.pivot_table(
+                index="backend", columns="category", values="median", aggfunc="last", sort=False
+            ).fillna(0.0)
+            table = table.loc[[backend for backend, _ in _backends(frame)]] / scale
+            below = np.zeros(len(table))
+            for category in table.columns:
+                colour = colours.setdefault(category, palette[len(colours) % len(palette)])
+                axes.bar(table.index, table[category], bottom=below, color=colour, label=category)
+                below += table[category].to_numpy()
+            axes.set(title=f"{model}  T = {at:.0f}".strip(), ylabel=f"memory at the peak ({unit})")
+            axes.grid(False, axis="x")
+            axes.tick_params(axis="x", rotation=20)
+        looks.legend(fig, panels)
+    return fig
+
+
+def _tokens(df):
+    rows = df[(df["x_name"] == "tokens") & (df["unit"] == "MiB")]
+    return rows.assign(median=rows["median"].astype(float), x_value=rows["x_value"].astype(float))
+
+
+def _peaks(df, mode: str):
+    rows = _tokens(df)
+    rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == mode)]
+    rows = rows[[("category" not in config) for config in metrics.configs(rows)]]
+    if not len(rows):
+        modes = sorted(set(df["mode"]))
+        raise ValueError(f"no peak_memory rows over tokens in MiB of mode {mode!r}; modes: {modes}")
+    return rows
+
+
+def _models(rows) -> dict:
+    """Rows by model, in order of appearance, each sorted by T."""
+    names = []
+    for config in metrics.configs(rows):
+        name = str(config.get("preset") or config.get("model") or "")
+        layers = config.get("layers")
+        names.append(f"{name}, {layers} layers".strip(", ") if layers else name)
+    rows = rows.assign(model=names)
+    return {
+        name: frame.sort_values("x_value", kind="stable")
+        for name, frame in rows.groupby("model", sort=False)
+    }
+
+
+def _backends(frame):
+    order = list(looks.LOOKS)
+    present = list(dict.fromkeys(frame["backend"]))
+    present.sort(key=lambda name: order.index(name) if name in order else len(order))
+    return [(name, frame[frame["backend"] == name]) for name in present]
+
+
+def _largest_common(frame) -> float:
+    sets = [set(line["x_value"]) for _, line in _backends(frame)]
+    return max(set.intersection(*sets) or set.union(*sets))
+
+
+def _unit(frame) -> tuple[str, float]:
+    return ("GiB", MIB_PER_GIB) if frame["median"].max() >= 2 * MIB_PER_GIB else ("MiB", 1.0)
+
+
+def _band(axes, good, scale: float, colour: str) -> None:
+    low, high = good["q20"].astype(float), good["q80"].astype(float)
+    if low.notna().all() and high.notna().all():
+        axes.fill_between(
+            good["x_value"], low / scale, high / scale, color=colour, alpha=0.18, lw=0
+        )
+
+
+def _mark_failures(axes, frame) -> None:
+    """Crosses along the top edge, side by side where several backends failed at one T."""
+    failed = frame[frame["median"].isna()]
+    taken: dict[float, int] = {}
+    for (_, row), config in zip(failed.iterrows(), metrics.configs(failed), strict=True):
+        level = taken[row["x_value"]] = taken.get(row["x_value"], -1) + 1
+        colour = looks.look(row["backend"])[0]
+        height = 0.97 - 0.055 * level
+        where = axes.get_xaxis_transform()
+        axes.plot(
+            row["x_value"],
+            height,
+            marker="x",
+            ms=8,
+            mew=2,
+            color=colour,
+            ls="none",
+            transform=where,
+            clip_on=False,
+            zorder=4,
+        )
+        axes.annotate(
+            f"{row['backend']}: {config.get('outcome', 'failed')}",
+            (row["x_value"], height),
+            xycoords=where,
+            xytext=(-7, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=7.5,
+            color=colour,
+        )
+    if taken and frame["median"].notna().any():
+        # room for the crosses above the highest curve
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** (0.1 + 0.06 * max(taken.values())))

@@ -1,0 +1,171 @@
+"""A run as one HTML file that needs nothing from the network, and a page that lists all runs."""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import quote
+
+from nsa.workbook import store
+from nsa.workbook.files import read_json, write_atomically
+from nsa.workbook.record import load, status_now
+
+TEMPLATES = Path(__file__).with_name("templates")
+REMOTE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
+
+
+def render(source: str | Path) -> Path:
+    """Write `report.html` into a run folder, or `<name>.html` beside a notebook; returns its path.
+
+    Code is folded, images are inside, links to the network are turned into plain text.
+    ValueError when there is no notebook to show.
+    """
+    import nbformat
+
+    source = Path(source)
+    folder = source if source.is_dir() else source.parent
+    notebook = source / "notebook.ipynb" if source.is_dir() else source
+    target = folder / "report.html" if source.is_dir() else source.with_suffix(".html")
+    if not notebook.is_file():
+        raise ValueError(f"{source} holds no notebook.ipynb; give a run's folder or a notebook")
+    content = nbformat.read(notebook, as_version=4)
+    marked = "papermill-error-cell-tag"  # the header and the open cell say it already
+    content.cells = [c for c in content.cells if marked not in c.metadata.get("tags", [])]
+    exporter = _exporter()
+    html, _ = exporter.from_notebook_node(content, {"report": _header(folder, notebook)})
+    return write_atomically(target, _closed(html, notebook.parent))
+
+
+def index(root: str | Path) -> Path:
+    """Write `<root>/index.html`, newest run first."""
+    import jinja2
+
+    root = Path(root)
+    rows = []
+    for folder in reversed(store.open_store(root).folders()):
+        row = {k: "" if v is None else v for k, v in store.summary(folder, root).items()}
+        row["link"] = (
+            quote(f"{row['run']}/report.html") if (folder / "report.html").is_file() else ""
+        )
+        rows.append(row)
+    template = jinja2.Template((TEMPLATES / "index.html.j2").read_text(encoding="utf-8"))
+    root.mkdir(parents=True, exist_ok=True)
+    return write_atomically(root / "index.html", template.render(runs=rows, style=style()))
+
+
+@lru_cache(maxsize=1)
+def style() -> str:
+    """Our style sheet, and the colours of highlighted code for light and for dark."""
+    from pygments.formatters import HtmlFormatter
+
+    own = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    light = HtmlFormatter(style="friendly").get_style_defs(".highlight")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
+    plain = ".highlight, .highlight pre { background: var(--panel); }"
+    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{plain}\n{own}"
+
+
+def _exporter():
+    from nbconvert.exporters import HTMLExporter
+
+    exporter = HTMLExporter(
+        template_file="report.html.j2",
+        extra_template_paths=[str(TEMPLATES)],
+        exclude_anchor_links=True,
+    )
+    # widgets are left out; the state they saved would only make the file large
+    exporter.exclude_output_prompt = exporter.exclude_input_prompt = True
+    return exporter
+
+
+def _header(folder: Path, notebook: Path) -> dict:
+    record = load(folder)
+    environment = read_json(folder / "environment.json", {})
+    run = record.get("run_id") or notebook.stem
+    return {
+        "title": f"{record.get('notebook') or notebook.stem} · {record.get('started') or ''}".strip(
+            " ·"
+        ),
+        "crumb": " · ".join(filter(None, [run, record.get("started"), _duration(record)])),
+        "status": status_now(record) if record else "notebook",
+        "message": record.get("message", ""),
+        "verdicts": read_json(folder / "verdicts.json", []) if record else [],
+        "tables": [
+            {"name": "Parameters", "rows": _parameters(folder), "open": False},
+            {"name": "Environment", "rows": _environment(environment), "open": False},
+        ]
+        if record
+        else [],
+        "style": style(),
+        "footer": f"{run}. The numbers are in metrics.csv beside this file." if record else run,
+    }
+
+
+def _duration(record: dict) -> str:
+    seconds = record.get("seconds")
+    return (
+        ""
+        if seconds is None
+        else f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.1f} min"
+    )
+
+
+def _parameters(folder: Path) -> list[tuple[str, str]]:
+    import yaml
+
+    file = folder / "parameters.yaml"
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return [(name, str(value)) for name, value in (content or {}).items()]
+
+
+def _environment(facts: dict) -> list[tuple[str, str]]:
+    gpus = [
+        "{name}, {memory_gib} GiB, compute {compute_capability}, driver {driver}".format(**g)
+        for g in facts.get("gpus") or []
+    ]
+    git = facts.get("git") or {}
+    commit = git.get("commit") or "not in a git repository"
+    names = ("python", "platform", "cpu_cores", "nsa", "torch", "cuda", "triton")
+    names += ("flash_attn", "flash_attn_4", "seed", "date")
+    rows = [("gpu", "; ".join(gpus) or "none")]
+    rows += [(name, str(facts[name])) for name in names if facts.get(name) is not None]
+    rows.append(
+        ("commit", commit + (f" and changes {git['dirty_hash'][:12]}" if git.get("dirty") else ""))
+    )
+    rows += list({**facts.get("allocator", {}), **facts.get("variables", {})}.items())
+    return rows
+
+
+def _closed(html: str, folder: Path) -> str:
+    """No script, no frame, nothing fetched: pictures come in, links to the network become text."""
+    import base64
+    import mimetypes
+
+    from bs4 import BeautifulSoup
+
+    page = BeautifulSoup(html, "html.parser")
+    for tag in page.find_all(["script", "iframe", "object", "embed", "link", "base"]):
+        tag.decompose()
+    for tag in page.find_all("a", href=True):
+        if not tag["href"].startswith("#"):
+            address = re.sub(r"^(https?:)?//", "", tag["href"])
+            tag.name, shown = "span", tag.get_text()
+            tag.attrs = {}
+            if address.strip("/") not in shown and not address.startswith("mailto:"):
+                tag.append(f" ({address})")
+    for tag in page.find_all(src=True):
+        source = tag["src"]
+        if source.startswith("data:"):
+            continue
+        file = folder / source
+        kind = mimetypes.guess_type(source)[0] or ""
+        if not REMOTE.match(source) and kind.startswith("image/") and file.is_file():
+            data = base64.b64encode(file.read_bytes()).decode()
+            tag["src"] = f"data:{kind};base64,{data}"
+        else:
+            tag.replace_with(f"[picture left out: {re.sub(r'^(https?:)?//', '', source)}]")
+    for tag in page.find_all(True):
+        for name in [n for n in tag.attrs if n.startswith("on") or n == "srcset"]:
+            del tag[name]
+    return str(page)
