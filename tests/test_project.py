@@ -81,6 +81,22 @@ def test_the_commands_of_the_readme_are_in_the_makefile():
     assert named <= targets
 
 
+def test_the_example_of_the_readme_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["o"].shape == names["q"].shape
+    assert names["q"].grad.isfinite().all()
+    assert "slc" in capsys.readouterr().out
+
+
+def test_the_readme_lists_every_backend_in_the_order_of_preference():
+    from nsa.attention.registry import backends
+
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert rows == [(b.name, "yes" if b.quadratic else "no") for b in backends()]
+
+
 def test_ci_runs_what_the_readme_tells():
     assert re.search(r"^make .*\btest$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
