@@ -1,7 +1,7 @@
 """The training loop: AdamW, clipping, autocast, and phases that observers may watch."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from nsa.attention import witness
 PRECISIONS = ("fp32", "bf16")
 
 
+@runtime_checkable
 class Data(Protocol):
     """Seeded and stateless in `step`, so that a run can be repeated from anywhere."""
 
@@ -71,7 +72,7 @@ class Trainer:
         """Trains on batch number `step`; returns the loss, fp32, without waiting for the device."""
         with witness.where(step=step):
             self._enter("data", step)
-            tokens, targets = self.data.batch(step, self.batch, self.tokens, device=self.device)
+            tokens, targets = self._batch(step)
             self._enter("forward", step)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                 _, loss = self.model(tokens, targets)
@@ -103,6 +104,16 @@ class Trainer:
             self.steps_done = step + 1
         witness.process().non_finite()
         return torch.stack(losses).tolist() if losses else []
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = self.data.batch(step, self.batch, self.tokens)
+        if self.device.type != "cuda":
+            return tokens.to(self.device), targets.to(self.device)
+        # From memory that is not pinned, the copy would wait for the step before to end.
+        return (
+            tokens.pin_memory().to(self.device, non_blocking=True),
+            targets.pin_memory().to(self.device, non_blocking=True),
+        )
 
     def _enter(self, phase: str, step: int) -> None:
         for observer in self.observers:

@@ -1,0 +1,269 @@
+import pytest
+import torch
+from tiny_models import TOKENS, gradients, hidden, tiny
+
+from nsa.attention.witness import recording
+from nsa.model.layer import NSAAttention
+from nsa.model.llama import LanguageModel
+from nsa.reference.compress import compress
+
+BRANCHES = ("cmp", "slc", "win")
+
+
+def run(layer, x, **kwargs):
+    with torch.no_grad():
+        return layer(x, **kwargs)
+
+
+def branch_outputs(layer, x):
+    """What each branch alone makes with the layer's weights."""
+    seen = {}
+    forced = {name: NSAAttention(layer.config.with_(force_branch=name)) for name in BRANCHES}
+    for name, module in forced.items():
+        module.load_state_dict(layer.state_dict())
+        seen[name] = run(module, x)
+    return seen
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("side", ["k_proj", "v_proj"])
+def test_each_branch_has_projections_of_its_own(side, name):
+    config = tiny()
+    layer = NSAAttention(config)
+    x = hidden(config)
+    before = branch_outputs(layer, x)
+    with torch.no_grad():
+        getattr(layer, side)[name].weight.mul_(-3.0)
+    after = branch_outputs(layer, x)
+    changed = {branch for branch in BRANCHES if not torch.equal(before[branch], after[branch])}
+    # The compressed keys also score the blocks that slc reads.
+    assert changed == ({"cmp", "slc"} if (side, name) == ("k_proj", "cmp") else {name})
+
+
+def test_a_shared_projection_feeds_all_three_branches():
+    config = tiny(shared_kv=True)
+    layer = NSAAttention(config)
+    assert list(layer.k_proj) == list(layer.v_proj) == ["shared"]
+    x = hidden(config)
+    before = branch_outputs(layer, x)
+    with torch.no_grad():
+        layer.v_proj["shared"].weight.mul_(2.0)
+    after = branch_outputs(layer, x)
+    for name in BRANCHES:
+        torch.testing.assert_close(after[name], 2 * before[name])
+
+
+def test_shared_and_separate_projections_agree_when_their_weights_do():
+    for rope in ("before", "after"):
+        shared = NSAAttention(tiny(shared_kv=True, compress_rope=rope))
+        separate = NSAAttention(tiny(compress_rope=rope))
+        state = {}
+        for name, value in shared.state_dict().items():
+            for branch in BRANCHES:
+                state[name.replace("shared", branch)] = value
+        separate.load_state_dict(state)
+        x = hidden(shared.config)
+        assert torch.equal(run(shared, x), run(separate, x))
+
+
+# Keys of one head that all move by one vector leave a softmax over them as it was.
+ROUNDING_ONLY = {("linear", "before"): "phi_key.position", ("mlp", "before"): "phi_key.bias2"}
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("rope", ["before", "after"])
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+def test_every_parameter_gets_a_finite_nonzero_gradient_at_the_first_step(phi, rope, gate):
+    model = LanguageModel(tiny(phi=phi, compress_rope=rope, gate=gate))
+    found = gradients(model)
+    rounding = ROUNDING_ONLY.get((phi, rope), "none is")
+    # Float32 leaves about 1e-7 of the terms whose sum is zero; a real gradient is far above that.
+    scale = max(g.abs().max() for name, g in found.items() if "attention" in name)
+    for name, gradient in found.items():
+        assert gradient is not None, name
+        assert gradient.isfinite().all(), name
+        largest = gradient.abs().max()
+        if name.endswith(rounding):
+            assert largest < 1e-6 * scale, (name, largest)
+        else:
+            assert largest > 1e-6 * scale, (name, largest)
+
+
+@pytest.mark.parametrize("force_branch", BRANCHES)
+@pytest.mark.parametrize("phi", ["mean", "linear"])
+def test_a_forced_branch_leaves_the_others_and_the_gate_without_gradient(force_branch, phi):
+    model = LanguageModel(tiny(force_branch=force_branch, phi=phi))
+    without = {
+        name.partition("attention.")[2]
+        for name, gradient in gradients(model).items()
+        if gradient is None
+    }
+    gate = {f"gate{n}.{p}" for n in (1, 2) for p in ("weight", "bias")}
+    others = {
+        f"{side}_proj.{name}.weight" for side in "kv" for name in BRANCHES if name != force_branch
+    }
+    learned = {f"phi_{side}.{p}" for side in ("key", "value") for p in ("position", "weight1")}
+    unused = learned if phi == "linear" and force_branch != "cmp" else set()
+    assert without == gate | others | unused
+
+
+@pytest.mark.parametrize("force_branch", BRANCHES)
+def test_a_forced_branch_skips_the_others_work(force_branch):
+    config = tiny(force_branch=force_branch)
+    layer, full = NSAAttention(config), NSAAttention(tiny())
+    applied = []
+    for side in ("k_proj", "v_proj"):
+        for name, projection in getattr(layer, side).items():
+            projection.register_forward_hook(lambda *_, at=f"{side}.{name}": applied.append(at))
+    x = hidden(config)
+    with recording() as forced_paths:
+        forced_nodes = autograd_nodes(layer(x))
+    with recording() as full_paths:
+        full_nodes = autograd_nodes(full(x))
+
+    scoring = ["k_proj.cmp"] if force_branch == "slc" else []
+    assert sorted(applied) == sorted([f"k_proj.{force_branch}", f"v_proj.{force_branch}", *scoring])
+    served = {branch for branch, _ in forced_paths.paths} & set(BRANCHES)
+    assert served == {force_branch}
+    assert {branch for branch, _ in full_paths.paths} >= set(BRANCHES)
+    assert forced_nodes < 0.6 * full_nodes
+
+
+def autograd_nodes(output):
+    """How many nodes the backward of this output would visit."""
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [parent for parent, _ in node.next_functions]
+    return len(seen)
+
+
+@pytest.mark.parametrize("force_branch", BRANCHES)
+def test_a_forced_branch_is_that_branch_with_gate_one(force_branch):
+    config = tiny(gate="softmax")
+    layer = NSAAttention(config)
+    with torch.no_grad():
+        layer.gate2.bias[BRANCHES.index(force_branch)] = 200.0  # softmax gives exactly 1, 0, 0
+    forced = NSAAttention(config.with_(force_branch=force_branch))
+    forced.load_state_dict(layer.state_dict())
+    x = hidden(config)
+    torch.testing.assert_close(run(forced, x), run(layer, x))
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_stopped_gates_cost_exactly_the_gate_parameters_their_gradient(gate):
+    def without_gradient(stopped):
+        torch.manual_seed(0)
+        model = LanguageModel(tiny(gate=gate, stopgrad_gates=stopped))
+        return {name for name, gradient in gradients(model).items() if gradient is None}
+
+    assert without_gradient(False) == set()
+    assert without_gradient(True) == {
+        f"blocks.{layer}.attention.gate{n}.{p}"
+        for layer in (0, 1)
+        for n in (1, 2)
+        for p in ("weight", "bias")
+    }
+
+
+def test_stopped_gates_do_not_change_the_output():
+    layer, stopped = NSAAttention(tiny()), NSAAttention(tiny(stopgrad_gates=True))
+    stopped.load_state_dict(layer.state_dict())
+    x = hidden(layer.config)
+    assert torch.equal(run(layer, x), run(stopped, x))
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_gates_start_near_their_middle_with_a_tenth_of_xaviers_spread(gate):
+    config = tiny(dim=256, heads=16, kv_heads=2, head_dim=64, gate=gate)
+    layer = NSAAttention(config)
+    out, hidden_size = layer.gate2.weight.shape
+    xavier = (2 / (out + hidden_size)) ** 0.5
+    assert layer.gate2.weight.std().item() == pytest.approx(0.1 * xavier, rel=0.15)
+    assert layer.gate2.weight.abs().max() <= 0.1 * 3**0.5 * xavier
+    assert not layer.gate1.bias.any()
+    assert not layer.gate2.bias.any()
+    x = hidden(config)
+    gates = layer.gates(x, torch.randn(1, TOKENS, 16, 64))
+    middle = 1 / 2 if gate == "sigmoid" else 1 / 3
+    assert gates.std() > 0
+    assert (gates - middle).abs().max() < 0.15
+
+
+def test_the_softmax_gate_is_one_triple_per_group():
+    config = tiny(gate="softmax")
+    layer = NSAAttention(config)
+    gates = layer.gates(hidden(config), torch.randn(1, TOKENS, 4, 8))
+    torch.testing.assert_close(gates.sum(-1), torch.ones(1, TOKENS, 4))
+    assert torch.equal(gates[:, :, 0], gates[:, :, 1])
+    assert not torch.equal(gates[:, :, 1], gates[:, :, 2])
+
+
+def test_a_learned_linear_phi_starts_as_the_mean():
+    layer = NSAAttention(tiny(phi="linear"))
+    x = torch.randn(2, TOKENS, 2, 8)
+    started = compress(x, "linear", layer.phi_key.weights(x.dtype), layer.config.nsa)
+    torch.testing.assert_close(started, compress(x, "mean", None, layer.config.nsa))
+
+
+def test_rotating_compressed_keys_after_phi_is_another_model():
+    before, after = NSAAttention(tiny()), NSAAttention(tiny(compress_rope="after"))
+    after.load_state_dict(before.state_dict())
+    x = hidden(before.config)
+    assert not torch.equal(run(before, x), run(after, x))
+
+
+@pytest.mark.parametrize("changes", [{}, {"phi": "mlp", "compress_rope": "after", "value_dim": 6}])
+def test_packed_sequences_run_as_if_alone(changes):
+    config = tiny(**changes)
+    layer = NSAAttention(config)
+    lengths = [20, 1, 27]
+    x = hidden(config, count=sum(lengths))
+    borders = torch.tensor([0, 20, 21, 48], dtype=torch.int32)
+    packed = run(layer, x, cu_seqlens=borders)
+    alone = torch.cat([run(layer, part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_illegal_borders_are_refused_by_the_attention_itself():
+    layer = NSAAttention(tiny())
+    x = hidden(layer.config)
+    for borders in ([0, 30, 20, TOKENS], [0, 20], [5, TOKENS], [0, 99]):
+        with pytest.raises(ValueError, match=r"cu_seqlens=.* must rise from 0 to T=48"):
+            layer(x, cu_seqlens=torch.tensor(borders, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("backend", ["gather", "sdpa", "masked"])
+def test_the_backend_named_is_the_backend_that_runs(backend):
+    layer = NSAAttention(tiny(backend=backend))
+    with recording() as witness:
+        run(layer, hidden(layer.config))
+    assert dict(witness.backends) == {backend: 1}
+
+
+def test_an_unknown_backend_is_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="backend 'gathr' is unknown.*did you mean 'gather'"):
+        NSAAttention(tiny(backend="gathr"))
+
+
+def test_strict_mode_reaches_the_attention():
+    layer = NSAAttention(tiny(strict=True))
+    with torch.no_grad():
+        layer.v_proj["win"].weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="'win'"):
+        run(layer, hidden(layer.config))
+
+
+def test_values_may_have_a_width_of_their_own():
+    config = tiny(value_dim=6)
+    layer = NSAAttention(config)
+    assert layer.out_proj.in_features == config.heads * 6
+    assert run(layer, hidden(config)).shape == (1, TOKENS, config.dim)
+
+
+def test_projections_have_no_bias():
+    layer = NSAAttention(tiny())
+    biased = {name for name, _ in layer.named_parameters() if name.endswith("bias")}
+    assert biased == {"gate1.bias", "gate2.bias"}

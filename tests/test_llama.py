@@ -1,0 +1,164 @@
+import copy
+import math
+
+import pytest
+import torch
+from tiny_models import TOKENS, gradients, tiny, tokens
+
+from nsa.attention import witness
+from nsa.model.llama import Block, LanguageModel
+from nsa.model.presets import preset
+
+
+@pytest.mark.parametrize("name", ["repro", "step5", "smoke", "cpu_test"])
+def test_the_first_loss_is_that_of_a_guess_among_256_bytes(name):
+    model = LanguageModel(preset(name, backend="sdpa"))
+    with torch.no_grad():
+        _, loss = model(tokens(1, 128), tokens(1, 128, seed=1))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.15)
+
+
+def test_no_logit_reads_a_later_token():
+    model = LanguageModel(tiny())
+    read = tokens()
+    with torch.no_grad():
+        logits, _ = model(read)
+        for last in (0, 7, 8, 23, TOKENS - 2):
+            changed = read.clone()
+            changed[:, last + 1 :] = (changed[:, last + 1 :] + 1) % 256
+            after, _ = model(changed)
+            assert torch.equal(after[:, : last + 1], logits[:, : last + 1]), last
+            assert not torch.equal(after[:, last + 1 :], logits[:, last + 1 :])
+
+
+def test_packed_sequences_are_read_as_if_alone():
+    model = LanguageModel(tiny())
+    lengths = [5, 1, 42]
+    read = tokens()
+    borders = torch.tensor([0, 5, 6, 48], dtype=torch.int32)
+    with torch.no_grad():
+        packed, _ = model(read, cu_seqlens=borders)
+        alone = torch.cat([model(part)[0] for part in read.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_targets():
+    model = LanguageModel(tiny())
+    read, targets = tokens(2), tokens(2, seed=1)
+    logits, loss = model(read, targets)
+    chosen = logits.log_softmax(-1).gather(-1, targets[..., None])
+    torch.testing.assert_close(loss, -chosen.mean())
+    assert model(read)[1] is None
+
+
+def test_one_seed_gives_one_model_whatever_was_drawn_before():
+    first = LanguageModel(tiny(phi="mlp"))
+    torch.randn(7)
+    second = LanguageModel(tiny(phi="mlp"))
+    assert not torch.equal(first.head.weight, second.head.weight)
+    first.reset_parameters(3)
+    second.reset_parameters(3)
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    second.reset_parameters(4)
+    same = {n for n, p in first.named_parameters() if torch.equal(p, second.get_parameter(n))}
+    constant = {n for n in same if "norm" in n or n.endswith(("bias", "bias1", "bias2"))}
+    assert same == constant
+
+
+@pytest.mark.parametrize("phi", ["linear", "mlp"])
+def test_drawing_anew_leaves_no_trace_of_the_weights_before(phi):
+    model, other = LanguageModel(tiny(phi=phi)), LanguageModel(tiny(phi=phi))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(5.0)
+    model.reset_parameters(3)
+    other.reset_parameters(3)
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_output_projections_start_smaller_by_the_root_of_twice_the_depth():
+    config = tiny(layers=8, dim=64, head_dim=16)
+    block = LanguageModel(config).blocks[0]
+    for matrix in (block.attention.out_proj.weight, block.mlp.down.weight):
+        assert matrix.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    assert block.attention.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_each_layer_is_named_to_the_attention(monkeypatch):
+    places = []
+    forward = torch.nn.Linear.forward
+
+    def noting(linear, x):
+        places.append(witness.place())
+        return forward(linear, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", noting)
+    with torch.no_grad():
+        LanguageModel(tiny(layers=3))(tokens())
+    assert list(dict.fromkeys(places)) == ["layer 0", "layer 1", "layer 2", "no place named"]
+
+
+def test_a_value_that_is_not_finite_is_named_by_branch_and_layer():
+    model = LanguageModel(tiny(strict=True))
+    with torch.no_grad():
+        model.blocks[1].attention.v_proj["slc"].weight[0, 0] = float("inf")
+    with pytest.raises(FloatingPointError, match=r"branch 'slc' at layer 1"):
+        model(tokens())
+
+
+def test_a_copied_model_computes_with_its_own_weights():
+    model = LanguageModel(tiny(checkpoint="all"))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+        assert model(tokens())[0].any()
+        assert not twin(tokens())[0].any()
+
+
+def test_autocast_feeds_all_projections_of_a_layer_from_one_copy():
+    model = LanguageModel(tiny())
+    seen = []
+    attention = model.blocks[0].attention
+    for projection in (*attention.k_proj.values(), *attention.v_proj.values(), attention.q_proj):
+        projection.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(tokens(), tokens(seed=1))
+    assert {x.data_ptr() for x in seen} == {seen[0].data_ptr()}
+    assert {x.dtype for x in seen} == {torch.bfloat16}
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_may_be_of_one_other_dtype_throughout(dtype):
+    model = LanguageModel(tiny(phi="mlp", compress_rope="after")).to(dtype)
+    found = gradients(model)
+    assert {g.dtype for g in found.values()} == {dtype}
+    assert all(g.isfinite().all() for g in found.values())
+
+
+def test_one_token_is_enough():
+    _, loss = LanguageModel(tiny())(tokens(1, 1), tokens(1, 1, seed=1))
+    loss.backward()
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.int64), r"tokens are \[1, 0\] torch.int64.*at least one"),
+        (torch.zeros(0, 4, dtype=torch.int64), r"tokens are \[0, 4\]"),
+        (torch.zeros(1, 25, dtype=torch.int64), r"25 tokens are more than max_tokens=24"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModel(tiny(max_tokens=24))(wrong)
+
+
+def test_a_block_is_llamas():
+    names = [name for name, _ in Block(tiny(), 0).named_children()]
+    assert names == ["norm1", "attention", "norm2", "mlp"]

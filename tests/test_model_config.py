@@ -1,0 +1,89 @@
+import json
+
+import pytest
+from tiny_models import tiny
+
+from nsa.model.config import ModelConfig, layer_range
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3; kv_heads may be 1, 2, 4"),
+        ({"head_dim": 9}, "head_dim=9 is odd .*8 and 10"),
+        ({"head_dim": 1}, "head_dim=1 is odd .*2 and 2"),
+        ({"phi": "max"}, "phi='max' is unknown; known are 'mean', 'linear', 'mlp'"),
+        ({"gate": "tanh"}, "gate='tanh' is unknown; known are 'sigmoid', 'softmax'"),
+        ({"compress_rope": "never"}, "compress_rope='never' .* 'before', 'after'"),
+        ({"force_branch": "sel"}, "force_branch='sel' .* 'cmp', 'slc', 'win', None"),
+        ({"backend": ""}, "'auto'"),
+        ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"value_dim": 0}, "value_dim=0 must be at least 1"),
+        ({"rope_base": 0.0}, "rope_base=0.0 must be greater than 0"),
+        ({"checkpoint": "0:3"}, "checkpoint='0:3' does not fit 2 layers; .*end <= 2"),
+        ({"headdim": 8}, "ModelConfig has no field headdim; did you mean head_dim?"),
+        ({"nsa": {"windows": 8}}, "NSAConfig has no field nsa.windows; did you mean nsa.window?"),
+        ({"nsa": {"compress_stride": 3}}, "compress_block=4 is not a multiple"),
+    ],
+)
+def test_an_illegal_field_is_refused_with_what_would_do(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dim": 32.0}, {"layers": True}, {"strict": 1}, {"nsa": 512}, {"max_tokens": "512"}]
+)
+def test_a_field_of_the_wrong_type_is_refused(changes):
+    # Under jaxtyping's hook its own TypeError comes first; both name the field.
+    with pytest.raises(TypeError, match=next(iter(changes))):
+        tiny(**changes)
+
+
+def test_a_config_survives_json():
+    config = tiny(phi="mlp", checkpoint="1:", force_branch="win", value_dim=6, nsa={"window": 4})
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_an_unknown_name_in_a_stored_config_is_refused():
+    with pytest.raises(ValueError, match="no field dims; did you mean dim"):
+        ModelConfig.from_dict({**tiny().to_dict(), "dims": 4})
+    with pytest.raises(ValueError, match=r"no field nsa\.stride"):
+        ModelConfig.from_dict({**tiny().to_dict(), "nsa": {"stride": 4}})
+
+
+def test_nested_changes_leave_the_other_sizes_alone():
+    changed = tiny(nsa={"window": 4}).nsa
+    assert changed.window == 4
+    assert changed.select_block == tiny().nsa.select_block
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("", []),
+        ("all", [0, 1, 2, 3]),
+        ("1:3", [1, 2]),
+        (":2", [0, 1]),
+        ("2:", [2, 3]),
+        ("0:4", [0, 1, 2, 3]),
+        (":", [0, 1, 2, 3]),
+    ],
+)
+def test_a_layer_range_names_its_layers(text, chosen):
+    assert list(layer_range(text, 4)) == chosen
+
+
+@pytest.mark.parametrize("text", ["0:5", "4:", "3:3", "3:1", "-1:2", "1", "a:b", "0:2:1", "none"])
+def test_a_range_that_is_not_one_of_the_model_is_refused_with_the_legal_ones(text):
+    with pytest.raises(ValueError, match=r"legal are '', 'all' or 'start:end' .* end <= 4"):
+        layer_range(text, 4)
+
+
+def test_swiglu_weighs_what_two_matrices_of_four_times_the_width_did():
+    for dim in (128, 256, 768):
+        config = tiny(dim=dim)
+        assert config.mlp_size % 16 == 0
+        assert 3 * dim * config.mlp_size == pytest.approx(2 * dim * 4 * dim, rel=0.02)
+    assert tiny(dim=768).mlp_size == 2048
+    assert tiny(mlp_hidden=40).mlp_size == 40

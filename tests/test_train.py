@@ -1,0 +1,215 @@
+import math
+
+import pytest
+import torch
+from tiny_models import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.attention import witness
+from nsa.model.data import synthetic, text
+from nsa.model.llama import LanguageModel
+from nsa.model.train import Trainer, parameter_groups
+
+
+def trainer(data=None, config=None, **kwargs):
+    kwargs = {"batch": 2, "tokens": 32, "seed": 0, **kwargs}
+    return Trainer(LanguageModel(config or tiny()), data or synthetic(seed=0), **kwargs)
+
+
+class Diary:
+    """An observer that writes down what it is told."""
+
+    def __init__(self):
+        self.phases, self.losses, self.gradients, self.places = [], [], {}, []
+        self.model = None
+
+    def on_phase(self, name, step):
+        self.phases.append((step, name))
+        self.places.append(witness.place())
+        if self.model is not None:
+            self.gradients[name] = self.model.head.weight.grad is not None
+
+    def on_step(self, step, loss):
+        self.losses.append((step, loss))
+
+
+class SyncWatch(TorchDispatchMode):
+    """Notes operations whose result the host waits for, but in the optimizer.
+
+    AdamW reads its step counters there, which live on the host on every device.
+    """
+
+    WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique2")
+
+    def __init__(self):
+        super().__init__()
+        self.phase, self.waits = "before", []
+
+    def on_phase(self, name, step):
+        self.phase = name
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in self.WAITING and self.phase != "optimizer":
+            self.waits.append((self.phase, name))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_on_real_text_falls(precision):
+    losses = trainer(text(max_bytes=2**20), lr=1e-2, precision=precision).run(12)
+    assert losses[0] == pytest.approx(math.log(256), abs=0.15)
+    assert losses[-1] < losses[0] - 1.0
+    assert all(map(math.isfinite, losses))
+
+
+def test_the_loss_on_random_tokens_stays_that_of_a_guess():
+    losses = trainer(synthetic(seed=0), batch=4, lr=1e-3).run(12)
+    assert sum(losses[-4:]) / 4 == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_one_seed_gives_the_same_losses_to_the_last_bit():
+    first = trainer(seed=5).run(3)
+    torch.randn(11)
+    assert trainer(seed=5).run(3) == first
+    assert trainer(seed=6).run(3) != first
+
+
+def test_without_a_seed_the_weights_stay_as_they_came():
+    model = LanguageModel(tiny())
+    before = model.head.weight.clone()
+    Trainer(model, synthetic(seed=0), batch=1, tokens=16)
+    assert torch.equal(model.head.weight, before)
+
+
+def test_a_run_in_two_parts_is_the_run_in_one():
+    whole = trainer().run(4)
+    halves = trainer()
+    assert halves.run(2) + halves.run(2) == whole
+    assert halves.steps_done == 4
+    assert halves.run(0) == []
+
+
+def test_checkpointing_and_observers_leave_the_losses_as_they_are():
+    plain = trainer().run(3)
+    assert trainer(config=tiny(checkpoint="all")).run(3) == plain
+    assert trainer(observers=[Diary(), object()]).run(3) == plain
+
+
+def test_observers_are_told_each_phase_at_its_start():
+    diary = Diary()
+    watched = trainer(observers=[diary])
+    diary.model = watched.model
+    losses = watched.run(2)
+    names = ["data", "forward", "backward", "optimizer", "end"]
+    assert diary.phases == [(step, name) for step in (0, 1) for name in names]
+    assert diary.places == ["step 0"] * 5 + ["step 1"] * 5
+    assert [(step, loss.item()) for step, loss in diary.losses] == list(enumerate(losses))
+    assert not any(loss.requires_grad for _, loss in diary.losses)
+    assert {name for name, there in diary.gradients.items() if there} == {"optimizer"}
+
+
+def test_a_step_does_not_make_the_host_wait():
+    with SyncWatch() as watch:
+        trainer(observers=[watch]).step(0)
+    # The witness looks at each layer's output at once on a CPU, where nothing is waited for.
+    assert watch.waits == [("forward", "_local_scalar_dense")] * tiny().layers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_does_not_wait_for_the_gpu(precision):
+    watched = trainer(precision=precision, device="cuda")
+    watched.step(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        watched.step(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_learning_rate_warms_up_and_then_stays():
+    watched = trainer(lr=0.5e-3, warmup_steps=4)
+    rates = []
+    for step in range(6):
+        watched.step(step)
+        rates.append([group["lr"] for group in watched.optimizer.param_groups])
+    expected = [1.25e-4, 2.5e-4, 3.75e-4, 5e-4, 5e-4, 5e-4]
+    assert rates == [[pytest.approx(rate)] * 2 for rate in expected]
+
+
+def test_gradients_are_clipped_to_norm_one():
+    class Norms:
+        def __init__(self):
+            self.model, self.seen = None, []
+
+        def on_phase(self, name, step):
+            if name == "optimizer":
+                for parameter in self.model.parameters():
+                    parameter.grad.mul_(1e3)
+
+    norms = Norms()
+    watched = trainer(observers=[norms])
+    norms.model = watched.model
+    step = watched.optimizer.step
+
+    def noting():
+        squares = [p.grad.square().sum() for p in watched.model.parameters()]
+        norms.seen.append(torch.stack(squares).sum().sqrt().item())
+        step()
+
+    watched.optimizer.step = noting
+    watched.step(0)
+    assert norms.seen == [pytest.approx(1.0, rel=1e-4)]
+
+
+def test_only_matrices_decay():
+    model = LanguageModel(tiny(phi="mlp"))
+    decayed, plain = parameter_groups(model)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    names = {p: name for name, p in model.named_parameters()}
+    assert {names[p].rpartition(".")[2] for p in plain["params"]} == {"weight", "bias"}
+    assert all("norm" in names[p] or "bias" in names[p] for p in plain["params"])
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
+
+
+def test_bf16_keeps_weights_and_optimizer_states_in_fp32():
+    trained = trainer(precision="bf16")
+    trained.step(0)
+    states = trained.optimizer.state.values()
+    kept = [*trained.model.parameters(), *(s["exp_avg"] for s in states)]
+    assert {x.dtype for x in kept} == {torch.float32}
+
+
+@pytest.mark.parametrize("force_branch", ["cmp", "slc", "win"])
+def test_a_forced_branch_trains(force_branch):
+    losses = trainer(text(max_bytes=2**20), config=tiny(force_branch=force_branch), lr=1e-2).run(8)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_value_that_is_not_finite_is_named_by_layer_and_step():
+    broken = trainer(config=tiny(strict=True))
+    broken.run(1)
+    with torch.no_grad():
+        broken.model.blocks[1].attention.v_proj["win"].weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="'win' at layer 1, step 1"):
+        broken.run(1)
+
+
+def test_fp16_is_refused_with_the_reason_and_what_would_do():
+    with pytest.raises(ValueError, match="fp16.*eps.*precision='bf16' would do"):
+        trainer(precision="fp16")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8' is unknown; known are fp32, bf16"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
+        ({"tokens": 0}, "tokens=0 must be at least 1"),
+        ({"warmup_steps": 0}, "warmup_steps=0 must be at least 1"),
+    ],
+)
+def test_arguments_that_cannot_train_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(**wrong)
