@@ -1,4 +1,4 @@
-"""The project's own files agree with one another, and tell nothing of the machine they come from."""
+"""The project's own files agree with one another, and tell nothing of where they were made."""
 
 import importlib
 import re
