@@ -68,13 +68,14 @@ def marked_sleepers(mark: str) -> list[psutil.Process]:
 
 
 def sleeper(mark: str) -> str:
-    """Code of a cell that leaves a process behind, in a session of its own and away from its
-    parent: the second of two forks, as a launcher of workers does it."""
+    """Code of a cell that leaves two processes behind: a child in a session of its own, and one
+    whose parent is gone (started by a process that ended), as launchers of workers leave them."""
     code = f"import time; time.sleep(600)  # {mark}"
     inner = f"import subprocess; subprocess.Popen([{sys.executable!r}, '-c', {code!r}, {mark!r}])"
     return (
         "import subprocess, sys\n"
-        f"subprocess.Popen(['sleep', '600', '--', {mark!r}][:2], start_new_session=True)\n"
+        f"line = [sys.executable, '-c', {code!r}, {mark!r}]\n"
+        "child = subprocess.Popen(line, start_new_session=True)\n"
         f"subprocess.run([sys.executable, '-c', {inner!r}], start_new_session=True)\n"
         "print('started')"
     )

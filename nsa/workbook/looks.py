@@ -18,6 +18,7 @@ STYLE = {
     "savefig.dpi": 120,
     "font.size": 10,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.grid.which": "both",
     "grid.alpha": 0.25,
     "axes.spines.top": False,
@@ -64,6 +65,11 @@ def plain_ticks(axes, tokens) -> None:
 
 
 def style():
+    """The rc context of every figure."""
     import matplotlib
+    import matplotlib.pyplot as plt
 
+    # Loads Jupyter's backend now: loaded inside the context, what it sets would be undone at the
+    # end, and only the first figure of a notebook would be shown.
+    plt.draw_if_interactive()
     return matplotlib.rc_context(STYLE)

@@ -8,36 +8,38 @@ import numpy as np
 from nsa.workbook import looks, metrics, scaling
 
 MIB_PER_GIB = 1024
+Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
+Curves = Mapping[str, Line | Mapping[str, Line]]
 
 
-def save(fig, run, name: str) -> list:
+def save(fig, run, name: str) -> None:
     """Write `name`.png and `name`.svg into the run's figures, each naming the run inside."""
     label = f"run {run.id}"
     png, svg = run.figure(f"{name}.png"), run.figure(f"{name}.svg")
     with looks.style():
         fig.savefig(png, dpi=120, metadata={"Title": name, "Description": label})
         fig.savefig(svg, metadata={"Title": name, "Description": label, "Date": None})
-    return [png, svg]
 
 
 def memory_scaling(
     df,
-    prediction: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
-    case_study: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    prediction: Curves | None = None,
+    case_study: Curves | None = None,
     *,
     mode: str = "step",
 ):
     """Peak memory against tokens, log-log: one panel a model, one line a backend.
 
     df: rows of metrics.csv with x_name tokens, metric peak_memory, unit MiB. A failed point (no
-    median) is a cross at the top, its outcome beside it. `prediction` (dashed) and `case_study`
-    (dotted grey) map a label to (tokens, MiB). Returns the figure; ValueError without rows.
+    median) is a cross at the top, its outcome beside it. `prediction` (dashed, in the colour of
+    the backend it names) and `case_study` (dotted grey) map a label to (tokens, MiB), or a panel's
+    title (`repro, 5 layers`) to such a mapping. Returns the figure; ValueError without rows.
     """
     models = _models(_peaks(df, mode))
     with looks.style():
         fig, panels = looks.panels(len(models), 3.9)
+        unit, scale = _unit(df, "peak_memory")
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
-            unit, scale = _unit(frame)
             for backend, line in _backends(frame):
                 colour, marker = looks.look(backend)
                 good = line[line["median"].notna()]
@@ -46,7 +48,7 @@ def memory_scaling(
                     good["x_value"], values, color=colour, marker=marker, label=backend, zorder=3
                 )
                 _band(axes, good, scale, colour)
-            for label, (tokens, mib) in (prediction or {}).items():
+            for label, (tokens, mib) in _curves(prediction, model):
                 axes.plot(
                     tokens,
                     np.asarray(mib, float) / scale,
@@ -55,7 +57,7 @@ def memory_scaling(
                     lw=1.1,
                     label=f"predicted: {label}",
                 )
-            for number, (label, (tokens, mib)) in enumerate((case_study or {}).items()):
+            for number, (label, (tokens, mib)) in enumerate(_curves(case_study, model)):
                 axes.plot(
                     tokens,
                     np.asarray(mib, float) / scale,
@@ -120,6 +122,7 @@ def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
     models = _models(rows)
     with looks.style():
         fig, panels = looks.panels(len(models), 3.4)
+        unit, scale = _unit(df, "peak_memory")
         colours: dict[str, Any] = {}
         palette = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999"]
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
@@ -129,7 +132,6 @@ def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
                 raise ValueError(
                     f"no categories at T = {at}; there are {sorted(set(rows.x_value))}"
                 )
-            unit, scale = _unit(frame)
             table = frame.pivot_table(
                 index="backend", columns="category", values="median", aggfunc="last", sort=False
             ).fillna(0.0)
@@ -187,8 +189,21 @@ def _largest_common(frame) -> float:
     return max(set.intersection(*sets) or set.union(*sets))
 
 
-def _unit(frame) -> tuple[str, float]:
-    return ("GiB", MIB_PER_GIB) if frame["median"].max() >= 2 * MIB_PER_GIB else ("MiB", 1.0)
+def _unit(df, metric: str) -> tuple[str, float]:
+    """One unit for all panels: GiB as soon as a peak has several."""
+    highest = df.loc[df["metric"] == metric, "median"].astype(float).max()
+    return ("GiB", MIB_PER_GIB) if highest >= 2 * MIB_PER_GIB else ("MiB", 1.0)
+
+
+def _curves(curves: Mapping | None, model: str) -> list:
+    """Those for every panel, and those given under this panel's title."""
+    found = []
+    for name, curve in (curves or {}).items():
+        if not isinstance(curve, Mapping):
+            found.append((name, curve))
+        elif name == model:
+            found += curve.items()
+    return found
 
 
 def _band(axes, good, scale: float, colour: str) -> None:
@@ -200,17 +215,17 @@ def _band(axes, good, scale: float, colour: str) -> None:
 
 
 def _mark_failures(axes, frame) -> None:
-    """Crosses along the top edge, side by side where several backends failed at one T."""
+    """Crosses along the top edge, one row a backend, its outcomes written before the first."""
     failed = frame[frame["median"].isna()]
-    taken: dict[float, int] = {}
-    for (_, row), config in zip(failed.iterrows(), metrics.configs(failed), strict=True):
-        level = taken[row["x_value"]] = taken.get(row["x_value"], -1) + 1
-        colour = looks.look(row["backend"])[0]
-        height = 0.97 - 0.055 * level
-        where = axes.get_xaxis_transform()
+    if not len(failed):
+        return
+    where = axes.get_xaxis_transform()
+    failing = _backends(failed)
+    for level, (backend, line) in enumerate(failing):
+        height, colour = 0.97 - 0.06 * level, looks.look(backend)[0]
         axes.plot(
-            row["x_value"],
-            height,
+            line["x_value"],
+            [height] * len(line),
             marker="x",
             ms=8,
             mew=2,
@@ -220,9 +235,10 @@ def _mark_failures(axes, frame) -> None:
             clip_on=False,
             zorder=4,
         )
+        outcomes = dict.fromkeys(str(c.get("outcome", "failed")) for c in metrics.configs(line))
         axes.annotate(
-            f"{row['backend']}: {config.get('outcome', 'failed')}",
-            (row["x_value"], height),
+            f"{backend}: {', '.join(outcomes)}",
+            (line["x_value"].min(), height),
             xycoords=where,
             xytext=(-7, 0),
             textcoords="offset points",
@@ -231,7 +247,7 @@ def _mark_failures(axes, frame) -> None:
             fontsize=7.5,
             color=colour,
         )
-    if taken and frame["median"].notna().any():
+    if frame["median"].notna().any():
         # room for the crosses above the highest curve
         low, high = axes.get_ylim()
-        axes.set_ylim(low, high * (high / low) ** (0.1 + 0.06 * max(taken.values())))
+        axes.set_ylim(low, high * (high / low) ** (0.08 + 0.07 * len(failing)))

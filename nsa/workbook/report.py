@@ -82,10 +82,8 @@ def _header(folder: Path, notebook: Path) -> dict:
     environment = read_json(folder / "environment.json", {})
     run = record.get("run_id") or notebook.stem
     return {
-        "title": f"{record.get('notebook') or notebook.stem} · {record.get('started') or ''}".strip(
-            " ·"
-        ),
-        "crumb": " · ".join(filter(None, [run, record.get("started"), _duration(record)])),
+        "title": f"{record.get('notebook') or notebook.stem} · {_when(record)}".strip(" ·"),
+        "crumb": " · ".join(filter(None, [run, _when(record), _duration(record)])),
         "status": status_now(record) if record else "notebook",
         "message": record.get("message", ""),
         "verdicts": read_json(folder / "verdicts.json", []) if record else [],
@@ -98,6 +96,10 @@ def _header(folder: Path, notebook: Path) -> dict:
         "style": style(),
         "footer": f"{run}. The numbers are in metrics.csv beside this file." if record else run,
     }
+
+
+def _when(record: dict) -> str:
+    return (record.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
 
 
 def _duration(record: dict) -> str:

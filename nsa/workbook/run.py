@@ -97,7 +97,7 @@ def run_notebook(
         stop_reason=stop_reason,
         seconds=content["seconds"],
         verdicts=store.Run(folder).verdicts(),
-        report=_report(folder, say),
+        report=_report(folder, Path(root), say),
         message=message,
     )
 
@@ -136,6 +136,7 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
                 kernel_log=logs["kernel"],
                 kernel_cwd=str(notebook.resolve().parent),
                 environment=kernel_environment,
+                on_output=_relay if progress else None,
                 timeout_s=timeout_s,
                 cell_timeout_s=cell_timeout_s,
             )
@@ -153,6 +154,14 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
         ]
         message = errors[-1].evalue if errors else message
     return stop_reason, message
+
+
+def _relay(output) -> None:
+    """What the notebook prints, above the bar; its own bars (stderr) stay in stderr.log."""
+    from tqdm import tqdm
+
+    if output.output_type == "stream" and output.name == "stdout":
+        tqdm.write("".join(output.text), file=sys.stderr, end="")
 
 
 class Terminated(KeyboardInterrupt):
@@ -225,12 +234,14 @@ def publish_figures(folder: Path, root: Path, figures: Path) -> list[Path]:
     return copies
 
 
-def _report(folder: Path, say) -> Path | None:
+def _report(folder: Path, root: Path, say) -> Path | None:
     """A report that cannot be drawn is said, and costs the run nothing."""
     from nsa.workbook import report
 
     try:
-        return report.render(folder)
+        made = report.render(folder)
+        report.index(root)
+        return made
     except Exception as error:
         say(f"no report: {type(error).__name__}: {error}")
         return None

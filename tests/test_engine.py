@@ -1,0 +1,320 @@
+"""Every way a notebook can end, and that the saved notebook says so."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import nbformat
+import papermill
+import psutil
+import pytest
+from papermill.exceptions import PapermillExecutionError
+from sample_notebooks import (
+    code_cells,
+    environment_with_package,
+    errors_of,
+    marked_sleepers,
+    sleeper,
+    statuses,
+    text_of,
+    write_notebook,
+)
+
+from nsa.workbook import engine, processes
+
+# a second lock of a plain mutex waits for ever inside libc; PyDLL keeps the GIL meanwhile, so the
+# kernel can neither answer nor be interrupted
+GIL_HANG = """\
+import ctypes
+print('going in', flush=True)
+lib, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+import time; time.sleep(0.5)
+lib.pthread_mutex_lock(mutex); lib.pthread_mutex_lock(mutex)"""
+HANG = "import time\nprint('going in')\ntime.sleep(600)"
+
+
+def execute(tmp_path, *cells, parameters=None, **options) -> Path:
+    """Run the cells with the engine; the error papermill raises for a failed one is expected."""
+    notebook = write_notebook(tmp_path / "in.ipynb", *cells, parameters=parameters)
+    output = tmp_path / "out.ipynb"
+    kernel_log = (tmp_path / "kernel.log").open("w")
+    with kernel_log:
+        try:
+            papermill.execute_notebook(
+                str(notebook),
+                str(output),
+                engine_name=engine.register(),
+                kernel_name="python3",
+                language="python",
+                progress_bar=False,
+                kernel_log=kernel_log,
+                **options,
+            )
+        except PapermillExecutionError:
+            assert reason(output) != "ok"
+        else:
+            assert reason(output) == "ok"
+    return output
+
+
+def reason(path: Path) -> str:
+    return nbformat.read(path, as_version=4).metadata.papermill.stop_reason
+
+
+def assert_nothing_left(mark: str) -> None:
+    assert marked_sleepers(mark) == []
+    kernels = [p for p in psutil.Process().children(recursive=True) if "kernel.py" in str(_line(p))]
+    assert kernels == []
+
+
+def _line(process):
+    try:
+        return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture
+def mark():
+    """A word in the command line of what a notebook starts; whatever is left is ended after."""
+    word = f"mark-{uuid.uuid4().hex}"
+    yield word
+    for process in marked_sleepers(word):
+        process.kill()
+
+
+def test_a_good_notebook_completes_and_ends_what_it_started(tmp_path, mark):
+    out = execute(tmp_path, sleeper(mark), "print('two')")
+    assert reason(out) == "ok"
+    assert statuses(out) == ["completed", "completed"]
+    assert text_of(code_cells(out)[1]) == "two\n"
+    assert [cell.execution_count for cell in code_cells(out)] == [1, 2]
+    assert_nothing_left(mark)
+
+
+def test_the_helper_that_looks_for_processes_sees_one(mark):
+    code = "import time; time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code, mark])
+    try:
+        assert [p.pid for p in marked_sleepers(mark)] == [process.pid]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_exception_fails_its_cell_and_leaves_the_later_ones_pending(tmp_path, mark):
+    out = execute(tmp_path, sleeper(mark), "print('before')\n1 / 0", "print('never')")
+    assert reason(out) == "error"
+    assert statuses(out) == ["completed", "failed", "pending"]
+    failed, never = code_cells(out)[1:]
+    assert text_of(failed) == "before\n" and errors_of(failed) == ["ZeroDivisionError"]
+    assert never.outputs == [] and never.execution_count is None
+    assert_nothing_left(mark)
+
+
+def test_a_hang_ends_at_its_deadline_and_shows_where_it_was(tmp_path, mark):
+    began = time.monotonic()
+    out = execute(tmp_path, sleeper(mark), HANG, "print('never')", cell_timeout_s=2)
+    assert time.monotonic() - began < 30
+    assert reason(out) == "timeout"
+    assert statuses(out) == ["completed", "failed", "pending"]
+    failed = code_cells(out)[1]
+    assert text_of(failed) == "going in\n"
+    assert errors_of(failed) == ["KeyboardInterrupt", "CellTimeoutError"]
+    traceback = "".join(failed.outputs[1].traceback)
+    assert "sleep" in traceback
+    assert failed.outputs[-1].evalue == "the cell ran longer than its 2 s"
+    assert_nothing_left(mark)
+
+
+def test_a_hang_in_c_that_holds_the_gil_is_killed(tmp_path, mark):
+    out = execute(tmp_path, sleeper(mark), GIL_HANG, "print('never')", cell_timeout_s=3)
+    assert reason(out) == "timeout"
+    assert statuses(out) == ["completed", "failed", "pending"]
+    failed = code_cells(out)[1]
+    assert text_of(failed) == "going in\n" and errors_of(failed) == ["CellTimeoutError"]
+    assert_nothing_left(mark)
+
+
+def test_the_whole_notebook_has_a_deadline_besides_that_of_a_cell(tmp_path, mark):
+    cell = "import time; time.sleep(1.5)"
+    out = execute(tmp_path, sleeper(mark), *[cell] * 6, timeout_s=4, cell_timeout_s=60)
+    assert reason(out) == "timeout"
+    states = statuses(out)
+    assert states[0] == "completed" and states[-1] == "pending" and states.count("failed") == 1
+    failed = code_cells(out)[states.index("failed")]
+    assert failed.outputs[-1].evalue == "the notebook ran longer than its 4 s"
+    assert_nothing_left(mark)
+
+
+def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
+    out = execute(tmp_path, "print('never')", timeout_s=0.01)
+    assert reason(out) == "timeout" and statuses(out) == ["failed"]
+    assert code_cells(out)[0].execution_count is None
+
+
+def test_a_killed_kernel_is_told_from_a_timeout(tmp_path, mark):
+    kill = """\
+import os, time
+print('last words', flush=True)
+time.sleep(0.5)
+os.kill(os.getpid(), 9)"""
+    out = execute(tmp_path, sleeper(mark), kill, "print('never')", cell_timeout_s=60)
+    assert reason(out) == "kernel_died"
+    assert statuses(out) == ["completed", "failed", "pending"]
+    failed = code_cells(out)[1]
+    assert text_of(failed) == "last words\n"
+    assert failed.outputs[-1].evalue == "the kernel died of SIGKILL"
+    assert_nothing_left(mark)
+
+
+RUNNER = """\
+import sys, papermill
+from nsa.workbook import engine
+try:
+    papermill.execute_notebook(sys.argv[1], sys.argv[2], engine_name=engine.register(),
+        kernel_name="python3", language="python", progress_bar=False)
+except papermill.PapermillExecutionError as error:
+    sys.exit(7)
+"""
+
+
+def start_runner(tmp_path, mark, cell):
+    """A runner in a process of its own, once its notebook has entered `cell`."""
+    ready = tmp_path / "ready"
+    touch = f"open({str(ready)!r}, 'w').close()\n"
+    notebook = write_notebook(
+        tmp_path / "in.ipynb", sleeper(mark), touch + cell, "print('never')", parameters=None
+    )
+    runner = subprocess.Popen(
+        [sys.executable, "-c", RUNNER, str(notebook), str(tmp_path / "out.ipynb")],
+        env=environment_with_package(),
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not ready.exists():
+        assert runner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.0)
+    assert len(marked_sleepers(mark)) == 2
+    return runner, tmp_path / "out.ipynb"
+
+
+@pytest.mark.parametrize(
+    ("number", "cell", "expected", "ename"),
+    [
+        (signal.SIGTERM, GIL_HANG, "terminated", "Terminated"),
+        (signal.SIGINT, HANG, "interrupted", "KeyboardInterrupt"),
+    ],
+    ids=["SIGTERM, stuck in C", "Ctrl-C"],
+)
+def test_a_stopped_runner_leaves_a_true_notebook_and_no_process(
+    tmp_path, mark, number, cell, expected, ename
+):
+    runner, out = start_runner(tmp_path, mark, cell)
+    os.kill(runner.pid, number)
+    assert runner.wait(timeout=30) == 7
+    assert reason(out) == expected
+    assert statuses(out) == ["completed", "failed", "pending"]
+    failed = code_cells(out)[1]
+    assert text_of(failed) == "going in\n" and errors_of(failed) == [ename]
+    assert_nothing_left(mark)
+
+
+def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark):
+    runner, out = start_runner(tmp_path, mark, GIL_HANG)
+    kernels = [p for p in psutil.Process(runner.pid).children() if "kernel.py" in str(p.cmdline())]
+    assert len(kernels) == 1
+    runner.kill()
+    runner.wait()
+    psutil.wait_procs(kernels, timeout=10)
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in kernels)
+    # the autosave kept what was printed, and nothing claims to have completed
+    assert statuses(out) == ["completed", "running", "pending"]
+
+
+def test_the_signal_handlers_come_back_and_other_threads_get_none(tmp_path):
+    before = [signal.getsignal(number) for number in engine.SIGNALS]
+    execute(tmp_path, "1")
+    assert [signal.getsignal(number) for number in engine.SIGNALS] == before
+    failures = []
+
+    def elsewhere():
+        try:
+            assert statuses(execute(tmp_path, "1")) == ["completed"]
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert failures == []
+
+
+def test_it_runs_from_inside_a_running_event_loop(tmp_path):
+    async def inside():
+        return execute(tmp_path, "print('in')")
+
+    assert statuses(asyncio.run(inside())) == ["completed"]
+
+
+def test_outputs_are_logged_as_they_arrive(tmp_path):
+    times = []
+    cell = "import time\nprint('a', flush=True)\ntime.sleep(1)\nprint('b', flush=True)"
+    with (tmp_path / "stdout.log").open("w") as log:
+        execute(
+            tmp_path,
+            cell,
+            stdout_file=log,
+            on_output=lambda output: times.append((time.monotonic(), output.text)),
+        )
+    assert (tmp_path / "stdout.log").read_text() == "a\nb\n"
+    assert [text for _, text in times] == ["a\n", "b\n"]
+    assert times[1][0] - times[0][0] > 0.5
+
+
+def test_the_kernel_is_the_interpreter_that_runs_us_with_the_package_of_the_runner(tmp_path):
+    import nsa
+
+    cell = "import sys, nsa\nprint(sys.executable, nsa.__file__, sys.path[0] != '', sep='\\n')"
+    executable, package, _ = text_of(code_cells(execute(tmp_path, cell))[0]).split()
+    assert executable == sys.executable and package == nsa.__file__
+
+
+def test_the_names_of_the_workbooks_files_shadow_no_module_in_the_kernel(tmp_path):
+    out = execute(tmp_path, "import sys\nprint([p for p in sys.path if p.endswith('workbook')])")
+    assert text_of(code_cells(out)[0]) == "[]\n"
+
+
+@pytest.mark.registered
+def test_papermill_finds_the_engine_by_its_entry_point():
+    from importlib.metadata import PackageNotFoundError, distribution, entry_points
+
+    try:
+        distribution("nsa")
+    except PackageNotFoundError:
+        pytest.skip("the package is not installed here")
+    found = {point.name: point.load() for point in entry_points(group="papermill.engine")}
+    assert found["truthful"] is engine.TruthfulEngine
+
+
+def test_a_family_is_found_by_its_cookie_and_ended():
+    cookie = uuid.uuid4().hex
+    # two forks and a new session: no longer a child of anything we know
+    inner = "import subprocess; subprocess.Popen(['sleep', '60'])"
+    subprocess.run(
+        [sys.executable, "-c", inner],
+        env={**os.environ, processes.COOKIE: cookie},
+        start_new_session=True,
+        check=True,
+    )
+    assert len(processes.family(cookie)) == 1
+    assert processes.family(uuid.uuid4().hex) == []
+    assert processes.end_family(cookie) == 0
+    assert processes.family(cookie) == []

@@ -1,0 +1,148 @@
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+from sample_notebooks import environment_with_package
+
+from nsa.workbook import environment
+
+
+def git(folder, *words):
+    name = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", folder, *name, *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a.py").write_text("one\n")
+    git(tmp_path, "add", "a.py")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def test_a_snapshot_is_json_and_names_the_installed_versions():
+    found = json.loads(json.dumps(environment.snapshot(seed=7)))
+    assert found["torch"] == importlib.metadata.version("torch")
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["seed"] == 7 and found["cpu_cores"] >= 1
+    assert found["date"].endswith("+00:00")
+    expected = {"gpus", "cuda", "triton", "flash_attn", "flash_attn_4", "git", "allocator"}
+    assert expected <= set(found)
+
+
+def test_a_snapshot_imports_no_torch():
+    code = (
+        "import sys; from nsa.workbook.environment import snapshot; snapshot(); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment_with_package())
+
+
+def test_a_snapshot_holds_no_host_user_or_path(monkeypatch):
+    import platform
+
+    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda-12.8")
+    monkeypatch.setenv("TORCH_LIST", "a=/home/someone/x:/opt/y")
+    monkeypatch.setenv("SLURM_JOB_USER", "someone")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node17")
+    monkeypatch.setenv("TORCH_HUB_TOKEN", "hush")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    found = environment.snapshot()
+    assert found["variables"]["CUDA_HOME"] == "cuda-12.8"
+    assert found["variables"]["TORCH_LIST"] == "a=<path>:<path>"
+    assert found["variables"]["SLURM_JOB_ID"] == "42"
+    text = json.dumps(found)
+    for secret in ("someone", "node17", "hush", "/usr/", "/opt/", platform.node()):
+        assert secret not in text
+
+
+def test_only_variables_that_change_the_run_are_kept(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("EDITOR", "vi")
+    found = environment.snapshot()
+    assert found["variables"]["OMP_NUM_THREADS"] == "2" and "EDITOR" not in found["variables"]
+    assert found["allocator"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+SMI = "0, GPU-aa, NVIDIA H200, 143771, 9.0, 570.1\n1, GPU-bb, NVIDIA A100, 81920, 8.0, 570.1\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["NVIDIA H200", "NVIDIA A100"]),
+        ("1", ["NVIDIA A100"]),
+        ("1,0", ["NVIDIA A100", "NVIDIA H200"]),
+        ("GPU-aa", ["NVIDIA H200"]),
+        ("", []),
+    ],
+)
+def test_gpus_are_those_that_the_process_may_use(visible, names):
+    assert [gpu["name"] for gpu in environment.visible_gpus(SMI, visible)] == names
+
+
+def test_a_gpu_is_described():
+    gpu = environment.visible_gpus(SMI, None)[0]
+    assert gpu == {
+        "name": "NVIDIA H200",
+        "memory_gib": 140.4,
+        "compute_capability": "9.0",
+        "driver": "570.1",
+    }
+
+
+def test_no_gpu_is_an_empty_list(monkeypatch):
+    assert environment.visible_gpus("", None) == []
+    monkeypatch.setenv("PATH", "/nonexistent")
+    environment.gpus.cache_clear()
+    try:
+        assert environment.gpus() == []
+    finally:
+        environment.gpus.cache_clear()
+
+
+def test_a_clean_repository_has_a_commit_and_no_dirty_hash(repository):
+    found = environment.git_state(repository)
+    assert len(found["commit"]) == 40
+    assert found["dirty"] is False and found["dirty_hash"] is None
+
+
+def test_each_change_of_the_source_has_its_own_dirty_hash(repository):
+    hashes = set()
+    for name, content in (("a.py", "two\n"), ("a.py", "three\n"), ("b.py", "x"), ("b.py", "y")):
+        (repository / name).write_text(content)
+        found = environment.git_state(repository)
+        assert found["dirty"]
+        hashes.add(found["dirty_hash"])
+    assert len(hashes) == 4
+
+
+def test_results_make_nothing_dirty(repository):
+    for name in ("runs/x/record.json", "figures/a.png"):
+        (repository / name).parent.mkdir(parents=True)
+        (repository / name).write_text("1")
+    assert environment.git_state(repository)["dirty"] is False
+
+
+def test_outside_a_repository_git_is_null(tmp_path):
+    assert environment.git_state(tmp_path) is None
+
+
+def test_a_row_of_metrics_names_gpu_versions_and_a_dirty_commit():
+    facts = {
+        "gpus": [{"name": "NVIDIA H200"}],
+        "torch": "2.13.0",
+        "triton": None,
+        "git": {"commit": "0123456789abcdef", "dirty": True},
+    }
+    assert environment.provenance(facts) == {
+        "gpu": "NVIDIA H200",
+        "torch": "2.13.0",
+        "triton": "",
+        "commit": "0123456789ab+dirty",
+    }
+    assert environment.provenance({})["gpu"] == "cpu"

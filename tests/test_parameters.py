@@ -1,0 +1,155 @@
+import pytest
+from sample_notebooks import write_notebook
+
+from nsa.workbook.parameters import check, declared, parse, read_file, table
+
+
+@pytest.fixture
+def known(tmp_path):
+    return declared(write_notebook(tmp_path / "tiny.ipynb", "1"))
+
+
+def test_types_defaults_and_help_come_from_the_parameters_cell(known):
+    assert known["layers"].type == "int" and known["layers"].default == 2
+    assert known["lengths"].type == "list[int]" and known["lengths"].default == [128, 256]
+    assert known["precision"].default == "fp32" and known["deep"].default is False
+    assert known["rate"].help == "learning rate"
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("layers = 2  # no type", "cannot read the parameter line"),
+        ("layers: int = 2", "has no comment"),
+        ("layers: complex = 2  # odd", "type complex"),
+        ("layers: int = len('a')  # computed", "must be a literal"),
+        ("layers: int = 2  # with x=1 inside", "second '='"),
+        ("layers: int = 'two'  # wrong default", "wants int"),
+        ("layers: int = 90  # how many (1..64)", "outside 1..64"),
+    ],
+)
+def test_a_parameters_cell_that_cannot_be_checked_is_refused(tmp_path, cell, message):
+    notebook = write_notebook(tmp_path / "bad.ipynb", parameters=cell)
+    with pytest.raises(ValueError, match=message):
+        declared(notebook)
+
+
+def test_a_notebook_without_parameters_cell_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="0 cells tagged"):
+        declared(write_notebook(tmp_path / "none.ipynb", "1", parameters=None))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("4", "int", 4),
+        (" -4 ", "int", -4),
+        ("1e3", "float", 1000.0),
+        ("true", "bool", True),
+        ("False", "bool", False),
+        ("cpu", "str", "cpu"),
+        ("'a b'", "str", "a b"),
+        ("128,256", "list[int]", [128, 256]),
+        ("[128, 256]", "list[int]", [128, 256]),
+        ("512", "list[int]", [512]),
+        ("[]", "list[int]", []),
+        ("gather, sdpa", "list[str]", ["gather", "sdpa"]),
+        ("0.5,1", "list[float]", [0.5, 1.0]),
+    ],
+)
+def test_command_line_text_becomes_a_value(text, kind, value):
+    found = parse(text, kind)
+    assert found == value and type(found) is type(value)
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest_name(known):
+    with pytest.raises(ValueError, match="unknown parameter 'layer'; the nearest is 'layers'"):
+        check(known, {"layer": 3})
+
+
+def test_a_parameter_like_none_is_refused_with_all_names(known):
+    with pytest.raises(ValueError, match="known are layers, rate"):
+        check(known, {"zzzzzz": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("layers", "ten", "'ten' \\(str\\); for example layers=4"),
+        ("layers", True, "True \\(bool\\)"),
+        ("layers", 2.0, "2.0 \\(float\\)"),
+        ("rate", True, "True \\(bool\\)"),
+        ("rate", "x", "'x'"),
+        ("deep", 1, "1 \\(int\\); for example deep=true"),
+        ("lengths", 128, "128 \\(int\\); for example lengths=128,256"),
+        ("lengths", [128, "x"], "'x' \\(str\\)"),
+        ("lengths", "128", "'128'"),
+        ("names", [1], "1 \\(int\\)"),
+        ("precision", None, "None"),
+    ],
+)
+def test_a_wrong_type_is_refused_with_what_it_got_and_an_example(known, name, value, got):
+    with pytest.raises(ValueError, match=f"{name} wants .*got .*{got}"):
+        check(known, {name: value})
+
+
+def test_an_int_serves_as_a_float_and_arrives_as_one(known):
+    found = check(known, {"rate": 1})["rate"]
+    assert found == 1.0 and isinstance(found, float)
+
+
+@pytest.mark.parametrize("value", [0, 65])
+def test_a_number_outside_its_range_is_refused(known, value):
+    with pytest.raises(ValueError, match=f"layers={value} is outside 1..64"):
+        check(known, {"layers": value})
+
+
+def test_the_ends_of_a_range_belong_to_it(known):
+    assert check(known, {"layers": 64}) == {"layers": 64}
+    assert check(known, {"layers": 1}) == {"layers": 1}
+
+
+def test_the_range_of_a_list_holds_for_each_member(known):
+    with pytest.raises(ValueError, match=r"lengths=8 is outside 16\.\.inf"):
+        check(known, {"lengths": [128, 8]})
+
+
+def test_a_word_that_is_no_choice_is_refused_with_the_nearest(known):
+    with pytest.raises(ValueError, match="not one of fp32, bf16; the nearest is 'bf16'"):
+        check(known, {"precision": "bf61"})
+
+
+def test_a_parameter_file_is_a_mapping_of_names(tmp_path):
+    file = tmp_path / "p.yaml"
+    file.write_text("layers: 4\nlengths: [128, 256]\n")
+    assert read_file(file) == {"layers": 4, "lengths": [128, 256]}
+    file.write_text("# nothing yet\n")
+    assert read_file(file) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"layers: 4\nlengths: [128, 256\nrate: 1\n", "line 3 is not YAML"),
+        (b"layers: 4\n\trate: 1\n", "line 2 is not YAML"),
+        (b"- layers\n- rate\n", "holds a list, not a mapping"),
+        (b"just words\n", "holds a str, not a mapping"),
+        (b"1: 2\n", "not a mapping"),
+        (b"\x89PNG\xff\xfe\x00", "not a text file"),
+    ],
+)
+def test_a_file_that_is_no_yaml_mapping_is_refused(tmp_path, content, message):
+    file = tmp_path / "p.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_file(file)
+
+
+def test_a_missing_parameter_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read .*gone\.yaml"):
+        read_file(tmp_path / "gone.yaml")
+
+
+def test_the_table_shows_name_type_default_and_help(known):
+    assert "lengths: list[int] = 128,256" in table(known)
+    assert "learning rate" in table(known)

@@ -1,0 +1,159 @@
+import matplotlib
+import numpy as np
+import pytest
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+from nsa.workbook import looks, metrics, plots, store
+
+TOKENS = (128, 256, 512, 1024)
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def row(backend, tokens, mib, **config):
+    given = {
+        "operation": "train",
+        "backend": backend,
+        "mode": "step",
+        "metric": "peak_memory",
+        "unit": "MiB",
+        "x_name": "tokens",
+        "x_value": tokens,
+        "median": mib,
+        "config": {"preset": "repro", "layers": 5, **config},
+    }
+    return metrics.row(given, {})
+
+
+def frame(*extra):
+    rows = [row("gather", t, 0.5 * t) for t in TOKENS]
+    rows += [row("masked", t, 0.001 * t**2) for t in TOKENS[:-1]]
+    rows += [row("masked", TOKENS[-1], None, outcome="oom")]
+    return metrics.table([*rows, *extra])
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_each_backend_is_one_line_with_its_values_on_two_log_axes():
+    (axes,) = plots.memory_scaling(frame()).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    np.testing.assert_allclose(lines(axes)["gather"].get_xdata(), TOKENS)
+    np.testing.assert_allclose(lines(axes)["gather"].get_ydata(), [0.5 * t for t in TOKENS])
+    assert axes.get_title() == "repro, 5 layers" and "MiB" in axes.get_ylabel()
+
+
+def test_large_memory_is_drawn_in_gib():
+    (axes,) = plots.memory_scaling(frame(row("gather", 2048, 4096.0))).axes
+    assert lines(axes)["gather"].get_ydata()[-1] == pytest.approx(4.0)
+    assert "GiB" in axes.get_ylabel()
+
+
+def test_a_failed_point_is_a_cross_at_the_top_with_its_outcome():
+    (axes,) = plots.memory_scaling(frame()).axes
+    crosses = [line for line in axes.get_lines() if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in crosses] == [[1024]]
+    assert crosses[0].get_ydata()[0] > 0.9 and crosses[0].get_color() == looks.look("masked")[0]
+    assert "masked: oom" in [text.get_text() for text in axes.texts]
+
+
+def test_a_model_on_which_everything_failed_has_its_crosses():
+    rows = [row("sdpa", t, None, outcome="timeout") for t in TOKENS]
+    (axes,) = plots.memory_scaling(metrics.table(rows)).axes
+    assert [len(x.get_xdata()) for x in axes.get_lines() if x.get_marker() == "x"] == [4]
+
+
+def test_each_model_has_a_panel():
+    fig = plots.memory_scaling(frame(*[row("gather", t, 1.5 * t, layers=12) for t in TOKENS]))
+    shown = [axes.get_title() for axes in fig.axes if axes.get_visible()]
+    assert shown == ["repro, 5 layers", "repro, 12 layers"]
+
+
+def test_other_modes_metrics_and_categories_stay_out():
+    others = [
+        row("flex", 128, 7.0) | {"mode": "forward"},
+        row("flex", 128, 7.0) | {"metric": "latency"},
+        row("flex", 128, 7.0, category="parameters"),
+    ]
+    assert "flex" not in lines(plots.memory_scaling(frame(*others)).axes[0])
+
+
+def test_prediction_and_case_study_are_drawn_in_every_panel_or_in_the_named_one():
+    fig = plots.memory_scaling(
+        frame(*[row("gather", t, 1.5 * t, layers=12) for t in TOKENS]),
+        prediction={"gather": (TOKENS, [0.4 * t for t in TOKENS])},
+        case_study={"repro, 12 layers": {"case study": ([128, 1024], [100, 900])}},
+    )
+    first, second = (lines(axes) for axes in fig.axes)
+    assert first["predicted: gather"].get_linestyle() == "--"
+    assert first["predicted: gather"].get_color() == looks.look("gather")[0]
+    assert "case study" not in first and list(second["case study"].get_ydata()) == [100, 900]
+
+
+def test_a_backend_looks_the_same_in_every_plot_and_none_like_another():
+    names = ("sequential", "masked", "gather", "packed", "sdpa", "flex", "flash", "triton")
+    assert set(looks.LOOKS) == set(names)
+    assert len({colour for colour, _ in looks.LOOKS.values()}) == len(names)
+    assert len({marker for _, marker in looks.LOOKS.values()}) == len(names)
+    assert looks.look("something new") == looks.look("something new")
+
+
+def test_local_exponents_are_drawn_between_neighbours():
+    (axes,) = plots.local_exponents(frame()).axes
+    gather, masked = lines(axes)["gather"], lines(axes)["masked"]
+    np.testing.assert_allclose(gather.get_ydata(), 1.0)
+    np.testing.assert_allclose(masked.get_ydata(), 2.0)
+    np.testing.assert_allclose(gather.get_xdata(), [128 * 2**0.5 * 2**i for i in range(3)])
+
+
+def test_categories_stack_to_the_sum():
+    parts = {"parameters": 20.0, "activations": 50.0, "optimizer": 30.0}
+    rows = [row("gather", t, mib, category=name) for t in TOKENS for name, mib in parts.items()]
+    (axes,) = plots.memory_by_category(frame(*rows), tokens=512).axes
+    tops = [bars[0].get_y() + bars[0].get_height() for bars in axes.containers]
+    assert tops == [20.0, 70.0, 100.0]
+    assert [bars.get_label() for bars in axes.containers] == list(parts)
+
+
+def test_categories_are_shown_at_the_largest_length_that_all_finished():
+    rows = [row("gather", t, 5.0, category="all") for t in TOKENS]
+    rows += [row("masked", t, 5.0, category="all") for t in TOKENS[:2]]
+    assert "T = 256" in plots.memory_by_category(metrics.table(rows)).axes[0].get_title()
+
+
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(ValueError, match="mode 'backward'"):
+        plots.memory_scaling(frame(), mode="backward")
+    with pytest.raises(ValueError, match="category"):
+        plots.memory_by_category(frame())
+    with pytest.raises(ValueError, match="no categories at T = 7"):
+        plots.memory_by_category(frame(row("gather", 128, 1.0, category="a")), tokens=7)
+
+
+def test_a_saved_figure_is_png_and_svg_and_both_name_the_run(tmp_path):
+    from PIL import Image
+
+    run = store.Run(tmp_path, "01_tiny")
+    fig = plots.memory_scaling(frame())
+    plots.save(fig, run, "memory")
+    png = Image.open(tmp_path / "figures" / "memory.png")
+    with png:
+        assert png.info["Description"] == "run 01_tiny"
+        assert round(png.info["dpi"][0]) == 120
+    svg = (tmp_path / "figures" / "memory.svg").read_text()
+    assert "run 01_tiny" in svg
+    plots.save(fig, run, "memory")
+    assert (tmp_path / "figures" / "memory.svg").read_text() == svg
+
+
+def test_drawing_leaves_the_users_style_alone():
+    before = dict(matplotlib.rcParams)
+    plots.memory_scaling(frame())
+    assert dict(matplotlib.rcParams) == before

@@ -1,0 +1,84 @@
+import math
+
+import numpy as np
+import pytest
+
+from nsa.workbook.scaling import Fit, fit_exponent, local_exponents
+
+
+def test_local_exponents_of_a_power_are_that_power():
+    x = [128, 256, 1024, 2048]
+    assert local_exponents(x, [3 * t**1.56 for t in x]) == pytest.approx([1.56] * 3)
+
+
+def test_local_exponents_of_a_sum_rise_from_the_low_power_to_the_high_one():
+    x = 2.0 ** np.arange(4, 16)
+    found = local_exponents(x, 1e4 * x + x**2)
+    assert found[0] == pytest.approx(1, abs=0.01) and found[-1] > 1.6
+    assert (np.diff(found) > 0).all()
+
+
+def test_a_failed_point_leaves_a_gap_beside_it_only():
+    found = local_exponents([1, 2, 4, 8], [1, 2, math.nan, 8])
+    assert found[0] == pytest.approx(1) and np.isnan(found[1:]).all()
+
+
+def test_the_fit_of_an_exact_power_has_no_width():
+    x = [128, 256, 512, 1024]
+    fit = fit_exponent(x, [0.1 * t**1.22 for t in x])
+    assert (fit.exponent, fit.low, fit.high) == pytest.approx((1.22, 1.22, 1.22))
+    assert fit.n == 4
+
+
+def test_the_fit_agrees_with_a_case_worked_by_hand():
+    # u = -1, 0, 1 and v = 0, 1, 1 in units of ln 10: slope 1/2, residual sum 1/6, t(1) = 12.706
+    fit = fit_exponent([0.1, 1, 10], [1, 10, 10])
+    half = 12.7062 * math.sqrt((1 / 6) / 1 / 2)
+    assert fit.exponent == pytest.approx(0.5)
+    assert (fit.low, fit.high) == pytest.approx((0.5 - half, 0.5 + half))
+
+
+def test_the_interval_holds_the_truth_in_95_of_100_fits():
+    noise = np.random.default_rng(1337)
+    x = 2.0 ** np.arange(7, 12)
+    hits = 0
+    for _ in range(1000):
+        fit = fit_exponent(x, x**1.3 * np.exp(0.1 * noise.standard_normal(len(x))))
+        hits += fit.low <= 1.3 <= fit.high
+    assert 925 <= hits <= 972
+
+
+def test_many_points_use_a_quantile_close_to_the_table_and_to_the_normal_one():
+    from nsa.workbook.scaling import _student_975
+
+    assert _student_975(31) == pytest.approx(2.0395, abs=2e-4)
+    assert _student_975(120) == pytest.approx(1.9799, abs=2e-4)
+
+
+def test_two_points_have_a_slope_and_no_interval():
+    fit = fit_exponent([1, 2, 4], [1, 4, math.nan])
+    assert fit.exponent == pytest.approx(2) and fit.n == 2
+    assert math.isnan(fit.low) and math.isnan(fit.high)
+    assert str(fit) == "2.00 (2 points, no interval)"
+
+
+def test_one_point_has_no_slope():
+    assert math.isnan(fit_exponent([4], [7]).exponent)
+
+
+def test_a_fit_prints_its_interval():
+    assert str(Fit(1.234, 1.1, 1.4, 5)) == "1.23 [1.10, 1.40]"
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        ([1, 2], [1], "one length"),
+        ([2, 1], [1, 2], "growing"),
+        ([0, 1], [1, 2], "positive"),
+        ([1, 2], [1, 0], "y must be positive"),
+    ],
+)
+def test_points_that_have_no_logarithm_or_order_are_refused(x, y, message):
+    with pytest.raises(ValueError, match=message):
+        fit_exponent(x, y)

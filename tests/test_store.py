@@ -1,0 +1,351 @@
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pandas
+import pytest
+from sample_notebooks import environment_with_package
+
+from nsa.workbook import metrics, store
+from nsa.workbook.files import plain, read_json, write_atomically, write_json
+from nsa.workbook.record import Record, machine, process_start, status_now
+
+ROW = {
+    "operation": "train",
+    "backend": "gather",
+    "mode": "step",
+    "metric": "peak_memory",
+    "unit": "MiB",
+    "x_name": "tokens",
+    "x_value": 128,
+    "median": 12.5,
+    "config": {"preset": "repro", "layers": 5},
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The run of a notebook that `nsa run` started."""
+    write_json(
+        tmp_path / "environment.json",
+        {
+            "gpus": [{"name": "NVIDIA H200"}],
+            "torch": "2.13.0",
+            "triton": "3.9.0",
+            "git": {"commit": "a" * 40, "dirty": False},
+        },
+    )
+    monkeypatch.setenv("NSA_RUN", str(tmp_path))
+    return store.current({"layers": 2}, notebook="01_tiny")
+
+
+def make_run(root, name, day="2026-11-21", **changes):
+    """A finished run's folder, with a record."""
+    folder = store.create_folder(root, name, day)
+    record = {
+        "run_id": folder.name,
+        "notebook": name.rsplit("-", 1)[0],
+        "status": "ok",
+        "stop_reason": "ok",
+        "started": f"{day}T10:00:00+00:00",
+        "seconds": 3.0,
+        **changes,
+    }
+    write_json(folder / "record.json", record)
+    return folder
+
+
+def test_metrics_have_exactly_the_agreed_columns(run):
+    run.add_rows([ROW])
+    header = (run.folder / "metrics.csv").read_text().splitlines()[0]
+    assert header == (
+        "operation,backend,mode,metric,unit,x_name,x_value,median,q20,q80,config,"
+        "gpu,torch,triton,commit,date"
+    )
+    assert list(run.metrics().columns) == header.split(",")
+
+
+def test_rows_are_filled_with_where_they_come_from(run):
+    run.add_rows([ROW])
+    row = run.metrics().iloc[0]
+    assert (row.gpu, row.torch, row.triton) == ("NVIDIA H200", "2.13.0", "3.9.0")
+    assert row.commit == "a" * 12
+    assert datetime.fromisoformat(row.date).tzinfo is not None
+    assert row.x_value == 128.0 and row["median"] == 12.5 and math.isnan(row.q20)
+    assert json.loads(row.config) == {"preset": "repro", "layers": 5}
+
+
+def test_rows_are_appended_from_mappings_and_tables(run):
+    run.add_rows([ROW])
+    run.add_rows(pandas.DataFrame([ROW, {**ROW, "backend": "sdpa", "median": None}]))
+    run.add_rows([])
+    found = run.metrics()
+    assert list(found["backend"]) == ["gather", "gather", "sdpa"]
+    assert found["median"].isna().tolist() == [False, False, True]
+
+
+def test_a_failed_point_keeps_its_outcome(run):
+    run.add_rows([{**ROW, "median": None, "config": {"outcome": "oom"}}])
+    assert metrics.configs(run.metrics()) == [{"outcome": "oom"}]
+    assert math.isnan(run.metrics()["median"][0])
+
+
+def test_words_that_pandas_takes_for_nothing_survive(run):
+    run.add_rows([{**ROW, "backend": "NA", "mode": "null", "triton": ""}])
+    assert run.metrics().iloc[0][["backend", "mode"]].tolist() == ["NA", "null"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"medain": 1}, "no column 'medain'; the nearest is 'median'"),
+        ({"metric": ""}, "needs 'metric'"),
+        ({"median": "fast"}, "median must be a number, got 'fast'"),
+    ],
+)
+def test_a_wrong_row_is_refused_and_nothing_is_written(run, change, message):
+    with pytest.raises(ValueError, match=message):
+        run.add_rows([ROW, {**ROW, **change}])
+    assert len(run.metrics()) == 0
+
+
+def test_a_run_without_measurements_has_an_empty_table(run):
+    assert list(run.metrics().columns) == list(metrics.COLUMNS) and len(run.metrics()) == 0
+
+
+def test_verdicts_are_kept_in_order_and_a_claim_has_one(run):
+    run.verdict("it is linear", "PASS", {"exponent": 1.02})
+    run.verdict("it is fast", "INCONCLUSIVE", ["trial 3"])
+    run.verdict("it is linear", "FAIL", {"exponent": float("nan")})
+    assert read_json(run.folder / "verdicts.json") == [
+        {"claim": "it is fast", "verdict": "INCONCLUSIVE", "evidence": ["trial 3"]},
+        {"claim": "it is linear", "verdict": "FAIL", "evidence": {"exponent": None}},
+    ]
+
+
+def test_a_verdict_of_another_name_is_refused(run):
+    with pytest.raises(ValueError, match="'OK' is not one of PASS, FAIL, INCONCLUSIVE"):
+        run.verdict("it works", "OK", None)
+
+
+def test_one_failed_claim_fails_the_run():
+    assert store.overall([{"verdict": "PASS"}, {"verdict": "FAIL"}]) == "FAIL"
+    assert store.overall([{"verdict": "PASS"}, {"verdict": "INCONCLUSIVE"}]) == "INCONCLUSIVE"
+    assert store.overall([]) == ""
+
+
+def test_witnesses_trials_and_figures_lie_in_the_run(run):
+    run.witness({"paths": {"cmp/gather": 3}})
+    run.witness({"paths": {}})
+    assert read_json(run.folder / "witness.json")[0] == {"paths": {"cmp/gather": 3}}
+    assert run.trial_folder("t1").is_dir() and run.trial_folder("t1").parent.name == "trials"
+    assert run.figure("a.png") == run.folder / "figures" / "a.png"
+    assert run.figure("a.png").parent.is_dir()
+
+
+def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it():
+    code = (
+        "from nsa.workbook import store\n"
+        "run = store.current({}, notebook='01_tiny')\n"
+        "run.add_rows([{'operation': 'o', 'metric': 'm', 'median': 1}])\n"
+        "assert len(run.metrics()) == 1 and run.folder.is_dir()\n"
+        "print(repr(run), run.folder)"
+    )
+    environment = environment_with_package()
+    environment.pop("NSA_RUN", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    shown, folder = done.stdout.split()
+    assert shown == "Run(01_tiny)"
+    assert not os.path.exists(folder)
+
+
+def test_a_run_folder_that_is_none_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("NSA_RUN", str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match="NSA_RUN names"):
+        store.current({})
+
+
+def _create(root, barrier, results):
+    barrier.wait()
+    results.put([store.create_folder(root, "tiny-12345678").name for _ in range(20)])
+
+
+def test_processes_that_create_the_same_folder_at_once_each_get_their_own(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [
+        context.Process(target=_create, args=(tmp_path, barrier, results)) for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    names = [name for _ in processes for name in results.get(timeout=60)]
+    for process in processes:
+        process.join()
+    expected = {"tiny-12345678", *(f"tiny-12345678-{n}" for n in range(2, 41))}
+    assert len(names) == 40 and set(names) == expected
+
+
+def test_an_unwritable_root_is_said_with_what_would_do(tmp_path):
+    (tmp_path / "runs").write_text("a file in its place")
+    with pytest.raises(ValueError, match=r"cannot write runs to .*--runs"):
+        store.create_folder(tmp_path / "runs", "tiny-1")
+    with pytest.raises(ValueError, match="cannot write runs to /proc/nsa"):
+        store.create_folder("/proc/nsa", "tiny-1")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    target = write_atomically(tmp_path / "a.json", "old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(target, "new")
+    assert target.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_written_file_can_be_read_by_others(tmp_path):
+    assert write_atomically(tmp_path / "a", "x").stat().st_mode & 0o777 == 0o644
+
+
+def test_json_takes_numpy_and_has_no_nan():
+    import numpy
+
+    given = {"a": numpy.float32(0.5), "b": float("inf"), "c": numpy.arange(2), "d": (1, None)}
+    assert plain(given) == {"a": 0.5, "b": None, "c": [0, 1], "d": [1, None]}
+
+
+def test_the_table_of_runs_is_derived_from_the_folders(tmp_path):
+    first = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")
+    second = make_run(tmp_path, "02_speed-bbbbbbbb", status="failed", stop_reason="error")
+    write_json(first / "verdicts.json", [{"claim": "c", "verdict": "PASS", "evidence": None}])
+    table = store.open_store(tmp_path).runs()
+    assert table["run"].tolist() == [
+        "2026-11-20/01_memory-aaaaaaaa",
+        "2026-11-21/02_speed-bbbbbbbb",
+    ]
+    assert table["status"].tolist() == ["ok", "failed"]
+    assert table["verdict"].tolist() == ["PASS", ""]
+    assert table["folder"].tolist() == [str(first), str(second)]
+
+
+def test_no_runs_are_an_empty_table(tmp_path):
+    assert len(store.open_store(tmp_path / "none").runs()) == 0
+    assert len(store.open_store(tmp_path / "none").metrics()) == 0
+
+
+def test_a_broken_record_does_not_hide_the_other_runs(tmp_path):
+    make_run(tmp_path, "01_memory-aaaaaaaa")
+    broken = make_run(tmp_path, "01_memory-bbbbbbbb")
+    (broken / "record.json").write_text('{"status": "o')
+    table = store.open_store(tmp_path).runs()
+    assert sorted(table["status"]) == ["lost", "ok"]
+
+
+def test_all_metrics_are_one_table_that_names_the_run(tmp_path):
+    for name in ("01_memory-aaaaaaaa", "01_memory-bbbbbbbb"):
+        folder = make_run(tmp_path, name)
+        write_json(folder / "environment.json", {"torch": "2.13.0"})
+        store.Run(folder).add_rows([ROW, ROW])
+    make_run(tmp_path, "02_nothing-cccccccc")
+    table = store.open_store(tmp_path).metrics()
+    assert list(table.columns) == ["run", *metrics.COLUMNS]
+    assert table["run"].value_counts().tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "01_memory-aaaaaaaa",
+        "01_mem",
+        "aaaa",
+        "2026-11-20/01_memory-aaaaaaaa",
+        "2026-11-20",
+    ],
+)
+def test_a_run_is_found_by_any_part_that_fits_one(tmp_path, name):
+    wanted = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")
+    make_run(tmp_path, "02_speed-bbbbbbbb")
+    assert store.open_store(tmp_path).find(name) == wanted
+
+
+def test_a_run_is_found_by_its_path_and_as_the_latest(tmp_path):
+    first = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")
+    last = make_run(tmp_path, "01_memory-bbbbbbbb", "2026-11-21")
+    found = store.open_store(tmp_path)
+    assert found.find(first) == first and found.find(str(first)) == first
+    assert found.find("latest") == last
+
+
+def test_a_whole_name_wins_over_longer_ones_that_begin_with_it(tmp_path):
+    wanted = make_run(tmp_path, "01_memory-aaaaaaaa")
+    make_run(tmp_path, "01_memory-aaaaaaaa")
+    assert store.open_store(tmp_path).find("01_memory-aaaaaaaa") == wanted
+    assert store.open_store(tmp_path).find("aaaaaaaa-2").name == "01_memory-aaaaaaaa-2"
+
+
+def test_a_name_that_fits_several_runs_is_refused_with_all_of_them(tmp_path):
+    make_run(tmp_path, "01_memory-aaaaaaaa")
+    make_run(tmp_path, "01_memory-abbbbbbb")
+    with pytest.raises(ValueError, match=r"fits 2 runs: .*aaaaaaaa, .*abbbbbbb"):
+        store.open_store(tmp_path).find("01_memory-a")
+
+
+def test_an_unknown_run_is_refused_with_the_nearest(tmp_path):
+    make_run(tmp_path, "01_memory-aaaaaaaa")
+    with pytest.raises(ValueError, match=r"no run .*; the nearest is .01_memory-aaaaaaaa"):
+        store.open_store(tmp_path).find("01_memroy-aaaaaaaa")
+    with pytest.raises(ValueError, match="there are no runs"):
+        store.open_store(tmp_path / "none").find("x")
+
+
+def running(age_s: float, **changes) -> dict:
+    beat = datetime.now(UTC) - timedelta(seconds=age_s)
+    return {"status": "running", "heartbeat": beat.isoformat(), "machine": "another", **changes}
+
+
+def test_a_running_record_with_an_old_heartbeat_is_lost():
+    assert status_now(running(300)) == "lost"
+    assert status_now(running(30)) == "running"
+    assert status_now({"status": "running"}) == "lost"
+
+
+def test_an_ended_runner_on_this_machine_is_lost_and_a_live_one_is_not():
+    mine = {"machine": machine(), "pid": os.getpid(), "pid_started": process_start(os.getpid())}
+    assert status_now(running(300, **mine)) == "running"
+    # the same number, given to another process since
+    assert status_now(running(300, **{**mine, "pid_started": 5.0})) == "lost"
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    began = process_start(child.pid)
+    child.wait()
+    ended = {"machine": machine(), "pid": child.pid, "pid_started": began}
+    assert status_now(running(300, **ended)) == "lost"
+
+
+def test_a_record_beats_while_it_runs_and_ends_with_the_truth(tmp_path):
+    import time
+
+    record = Record(tmp_path, "01_tiny", "why?", beat_s=0.05)
+    try:
+        first = read_json(tmp_path / "record.json")
+        assert first["status"] == "running" and first["question"] == "why?"
+        deadline = time.monotonic() + 20
+        while read_json(tmp_path / "record.json")["heartbeat"] == first["heartbeat"]:
+            assert time.monotonic() < deadline, "the heartbeat stands still"
+            time.sleep(0.05)
+    finally:
+        record.close("kernel_died", "it died")
+    last = read_json(tmp_path / "record.json")
+    assert (last["status"], last["stop_reason"], last["message"]) == (
+        "killed",
+        "kernel_died",
+        "it died",
+    )
+    assert last["ended"] and last["seconds"] > 0
