@@ -14,7 +14,6 @@ NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=240 \
 
 export NSA_HEADLESS := 1
 export JUPYTER_PLATFORM_DIRS := 1
-export JUPYTER_PREFER_ENV_PATH := 1
 
 .PHONY: help run test lab lint refresh clean
 

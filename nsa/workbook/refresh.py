@@ -43,17 +43,25 @@ def execute(path: Path) -> None:
     nbclient.exceptions.CellExecutionError when a cell fails; the file is then as it was.
     """
     import nbformat
+    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
+
+    from nsa.workbook.client import OwnInterpreter
+
+    class Client(NotebookClient):
+        def create_kernel_manager(self):
+            self.km = AsyncKernelManager(kernel_spec_manager=OwnInterpreter(), config=self.config)
+            return self.km
 
     notebook = nbformat.read(path, as_version=4)
     notebook.metadata.kernelspec = dict(KERNEL)
-    NotebookClient(
+    client = Client(
         notebook,
         timeout=CELL_TIMEOUT_S,
-        kernel_name=KERNEL["name"],
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
-    ).execute()
+    )
+    client.execute(env={**os.environ, "NSA_HEADLESS": "1", "NSA_RUNNER_PID": str(os.getpid())})
     written = path.with_name(f".{path.name}.part")
     nbformat.write(notebook, written)
     written.replace(path)
@@ -72,8 +80,6 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         parser.error(f"no such notebook: {', '.join(missing)}")
     if not (given.check or given.clean):
-        os.environ.setdefault("NSA_HEADLESS", "1")
-        os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")  # before a user's own python3 kernel
         for path in given.notebooks:
             print(f"executing {path}", flush=True)
             execute(path)

@@ -1,0 +1,74 @@
+"""Refreshing executes a notebook here, keeps what nbval compares, and spoils nothing."""
+
+import json
+import sys
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("papermill")
+
+from nsa.workbook.refresh import main  # noqa: E402
+
+
+def written(path, *sources):
+    v4 = nbformat.v4
+    cells = [v4.new_code_cell(source, metadata={"collapsed": True}) for source in sources]
+    nbformat.write(v4.new_notebook(cells=cells, metadata={"widgets": {}}), path)
+    return path
+
+
+@pytest.fixture
+def foreign_kernel(tmp_path, monkeypatch):
+    """A user's own `python3` kernel that would win over ours, were it asked for by name."""
+    folder = tmp_path / "jupyter" / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    spec = {"argv": ["/bin/false"], "display_name": "broken", "language": "python"}
+    (folder / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+
+
+def test_a_refreshed_notebook_ran_on_this_interpreter_and_is_clean(tmp_path, foreign_kernel):
+    path = written(tmp_path / "n.ipynb", "import sys; sys.executable", "import os; os.getcwd()")
+    assert main(["--check", str(path)]) == 1
+    assert main([str(path)]) == 0
+    assert main(["--check", str(path)]) == 0
+    notebook = nbformat.read(path, as_version=4)
+    assert [cell.execution_count for cell in notebook.cells] == [1, 2]
+    shown = [cell.outputs[0].data["text/plain"] for cell in notebook.cells]
+    assert shown == [repr(sys.executable), repr(str(tmp_path))]
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert "widgets" not in notebook.metadata
+    assert "version" not in notebook.metadata.language_info
+
+
+def test_refreshing_twice_changes_nothing(tmp_path):
+    path = written(tmp_path / "n.ipynb", "1 + 1")
+    main([str(path)])
+    once = path.read_bytes()
+    main([str(path)])
+    assert path.read_bytes() == once
+
+
+def test_a_failing_cell_leaves_the_notebook_as_it_was(tmp_path):
+    from nbclient.exceptions import CellExecutionError
+
+    path = written(tmp_path / "n.ipynb", "1 + 1", "1 / 0")
+    before = path.read_bytes()
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        main([str(path)])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_cleaning_executes_nothing(tmp_path):
+    path = written(tmp_path / "n.ipynb", "1 + 1")
+    assert main(["--clean", str(path)]) == 0
+    assert nbformat.read(path, as_version=4).cells[0].execution_count is None
+    assert main(["--check", str(path)]) == 0
+
+
+def test_a_missing_notebook_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none.ipynb")])
+    assert "none.ipynb" in capsys.readouterr().err
