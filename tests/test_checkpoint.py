@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import gradients, tiny, tokens
+from tiny_models import gradients, one_thread, tiny, tokens
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -17,6 +17,12 @@ RANGES = {
     4: ["all", "0:1", "1:3", "3:4", ":2", "2:"],
 }
 CASES = [(layers, text) for layers, texts in RANGES.items() for text in texts]
+
+
+@pytest.fixture(autouse=True)
+def small_tensors():
+    with one_thread():
+        yield
 
 
 def model_of(layers, **changes):

@@ -2,13 +2,19 @@ import math
 
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import one_thread, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.attention import witness
 from nsa.model.data import synthetic, text
 from nsa.model.llama import LanguageModel
 from nsa.model.train import Trainer, parameter_groups
+
+
+@pytest.fixture(autouse=True)
+def small_tensors():
+    with one_thread():
+        yield
 
 
 def trainer(data=None, config=None, **kwargs):
@@ -197,7 +203,7 @@ def test_a_value_that_is_not_finite_is_named_by_layer_and_step():
 
 
 def test_fp16_is_refused_with_the_reason_and_what_would_do():
-    with pytest.raises(ValueError, match="fp16.*eps.*precision='bf16' would do"):
+    with pytest.raises(ValueError, match=r"fp16.*eps.*precision='bf16' would do"):
         trainer(precision="fp16")
 
 

@@ -1,0 +1,105 @@
+"""30 steps on the standard library's text, by every backend, in fp32 and bf16 autocast."""
+
+import csv
+from functools import cache
+
+import pytest
+import torch
+from tiny_models import one_thread, tiny
+
+from nsa.attention import registry
+from nsa.attention.witness import recording
+from nsa.model.data import text
+from nsa.model.llama import LanguageModel
+from nsa.model.train import Trainer
+
+STEPS = 30
+PRECISIONS = ("fp32", "bf16")
+# flex_attention has no backward on a CPU.
+BACKENDS = {
+    "cpu": [name for name in registry.names() if name != "flex"],
+    "cuda": registry.names(),
+}
+MARKS = {"cpu": (), "cuda": pytest.mark.gpu}
+DEVICES = [pytest.param(device, marks=MARKS[device]) for device in BACKENDS]
+RUNS = [
+    pytest.param(backend, device, marks=MARKS[device])
+    for device, backends in BACKENDS.items()
+    for backend in backends
+]
+# Nats. The fp32 rule on a GPU allows for sums of atomics, whose order Adam's steps amplify.
+ALLOWED = {
+    ("cpu", "fp32"): 1e-5,
+    ("cuda", "fp32"): 1e-3,
+    ("cpu", "bf16"): 0.01,
+    ("cuda", "bf16"): 0.02,
+}
+
+
+@cache
+def curve(backend, precision, device, window=16):
+    """The losses in nats of one model on one text; two curves differ in the arguments alone."""
+    config = tiny(dim=64, head_dim=16, nsa={"window": window}, backend=backend)
+    trainer = Trainer(
+        LanguageModel(config),
+        text(max_bytes=2**20),
+        batch=2,
+        tokens=64,
+        lr=3e-3,
+        precision=precision,
+        device=device,
+        seed=0,
+    )
+    with one_thread(), recording() as witness:
+        losses = trainer.run(STEPS)
+    # A comparison of a backend with itself would pass all that follows.
+    assert dict(witness.backends) == {backend: STEPS * config.layers}
+    return losses
+
+
+def distance(one, other):
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("backend", "device"), RUNS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_loss_falls_by_the_same_amount_with_every_backend(backend, device, precision):
+    losses = curve(backend, precision, device)
+    assert losses[0] - losses[-1] > 1.0
+    assert distance(losses, curve("masked", precision, device)) < ALLOWED[device, precision]
+
+
+@pytest.mark.parametrize(("backend", "device"), RUNS)
+def test_bf16_falls_as_fp32_does(backend, device):
+    assert distance(curve(backend, "bf16", device), curve(backend, "fp32", device)) < 0.03
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_fp32_bound_tells_a_window_that_is_one_token_short(device):
+    right, short = (curve("masked", "fp32", device, window) for window in (16, 15))
+    assert distance(right, short) > 5 * ALLOWED[device, "fp32"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_curves_are_kept_as_a_table(device, tmp_path, record_property):
+    path = tmp_path / "loss_curves.csv"
+    with path.open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(["backend", "precision", "device", "step", "loss_nats"])
+        for backend in BACKENDS[device]:
+            for precision in PRECISIONS:
+                for step, loss in enumerate(curve(backend, precision, device)):
+                    table.writerow([backend, precision, device, step, loss])
+    record_property("loss_curves", str(path))
+    rows = len(path.read_text().splitlines()) - 1
+    assert rows == len(BACKENDS[device]) * len(PRECISIONS) * STEPS
+
+
+def test_flex_says_that_it_cannot_train_on_a_cpu():
+    with pytest.raises(ValueError, match="no backward on cpu"):
+        curve("flex", "fp32", "cpu")
+
+
+def test_a_curve_starts_at_the_loss_of_a_guess():
+    start = torch.tensor(256.0).log().item()
+    assert curve("masked", "fp32", "cpu")[0] == pytest.approx(start, abs=0.15)
