@@ -14,6 +14,7 @@ import nbformat
 import papermill
 import psutil
 import pytest
+from jupyter_client.kernelspec import KernelSpec
 from papermill.exceptions import PapermillExecutionError
 from sample_notebooks import (
     code_cells,
@@ -26,7 +27,7 @@ from sample_notebooks import (
     write_notebook,
 )
 
-from nsa.workbook import engine, processes
+from nsa.workbook import client, engine, processes
 
 # a second lock of a plain mutex waits for ever inside libc; PyDLL keeps the GIL meanwhile, so the
 # kernel can neither answer nor be interrupted
@@ -157,6 +158,25 @@ def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
     out = execute(tmp_path, "print('never')", timeout_s=0.01)
     assert reason(out) == "timeout" and statuses(out) == ["failed"]
     assert code_cells(out)[0].execution_count is None
+
+
+def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
+    broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
+    monkeypatch.setattr(client.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
+    out = execute(tmp_path, "print('never')", "print('never')")
+    assert reason(out) == "error" and statuses(out) == ["failed", "pending"]
+    assert "the kernel did not start" in code_cells(out)[0].outputs[0].evalue
+
+
+@pytest.mark.parametrize(("stop_reason", "left"), [("timeout", "pending"), ("ok", "completed")])
+def test_what_never_ran_is_called_complete_only_after_a_good_end(stop_reason, left):
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("text")])
+    book.metadata.papermill = {}
+    manager = client.TruthfulManager(book, progress_bar=False)
+    manager.notebook_start()
+    book.metadata.papermill["stop_reason"] = stop_reason
+    manager.notebook_complete()
+    assert book.cells[0].metadata.papermill["status"] == left
 
 
 def test_a_killed_kernel_is_told_from_a_timeout(tmp_path, mark):

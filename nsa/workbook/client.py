@@ -101,9 +101,11 @@ class TruthfulClient(PapermillNotebookClient):
         deadline = None if self.timeout_s is None else self._loop.time() + self.timeout_s
         saver = asyncio.ensure_future(self._save_now_and_then())
         try:
-            stopped = await self._race(
-                self._start(environment, cwd, kernel_log), None, deadline, "starting the kernel"
-            )
+            work = self._start(environment, cwd, kernel_log)
+            try:
+                stopped = await self._race(work, None, deadline, "starting the kernel")
+            except (RuntimeError, OSError) as error:
+                stopped = Stop("error", "KernelStartError", f"the kernel did not start: {error}")
             if isinstance(stopped, Stop):
                 self._fail_before_cells(stopped)
                 return stopped.reason
