@@ -33,7 +33,7 @@ def window_start(position: int, config: NSAConfig) -> int:
 
 
 def overlap(compressed: int, selectable: int, config: NSAConfig) -> int:
-    """Strides of d tokens that compressed block `compressed` and block `selectable` share (Eq. 9)."""
+    """Strides of d tokens that a compressed and a selectable block share (Eq. 9)."""
     per_compressed = config.compress_block // config.compress_stride
     per_selectable = config.select_block // config.compress_stride
     first = max(compressed, selectable * per_selectable)
@@ -42,9 +42,9 @@ def overlap(compressed: int, selectable: int, config: NSAConfig) -> int:
 
 
 def overlap_band(config: NSAConfig) -> tuple[int, list[int]]:
-    """Eq. 9 as a band: (offset, weights) with p_slc[j] = sum_m weights[m] p_cmp[j l'/d + offset + m].
+    """Eq. 9 as a band: p_slc[j] = sum_m weights[m] p_cmp[j l'/d + offset + m].
 
-    The same for every j; l=32, d=16, l'=64 give (-1, [1, 2, 2, 2, 1]).
+    Returns (offset, weights), the same for every j; l=32, d=16, l'=64 give (-1, [1, 2, 2, 2, 1]).
     """
     per_compressed = config.compress_block // config.compress_stride
     per_selectable = config.select_block // config.compress_stride

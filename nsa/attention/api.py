@@ -1,4 +1,4 @@
-"""The operation: checks its inputs once, asks a backend for the branches, mixes them by the gates."""
+"""The operation: checks its inputs once, asks a backend for the branches, mixes by the gates."""
 
 from collections.abc import Mapping, Sequence
 

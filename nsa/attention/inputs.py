@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ class Inputs:
         return next(iter(self.v.values())).shape[3]
 
     def sequences(self) -> Iterator["Inputs"]:
-        """Each packed sequence as inputs of its own, none of them packed; empty ones are left out."""
+        """Each packed sequence as inputs of its own, not packed; empty ones are left out."""
         bounds = self.cu_seqlens.tolist()
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, end in pairwise(bounds):
             if start == end:
                 continue
             rows = slice(start, end)
@@ -148,7 +149,11 @@ def _by_branch(name, x, needed) -> dict[str, Tensor]:
 def _heads(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None) -> None:
     first = next(iter(tensors.values()))
     for branch, x in tensors.items():
-        wanted = (*q.shape[:2], first.shape[2] if first.ndim == 4 else "HKV", dim or first.shape[-1])
+        wanted = (
+            *q.shape[:2],
+            first.shape[2] if first.ndim == 4 else "HKV",
+            dim or first.shape[-1],
+        )
         if x.ndim != 4 or tuple(x.shape) != wanted or 0 in x.shape:
             raise ValueError(
                 f"{name}[{branch!r}] has shape {tuple(x.shape)}, wanted {wanted} "
@@ -161,7 +166,9 @@ def _heads(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None)
 
 def _device(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; put them on one device")
+        raise ValueError(
+            f"{name} is on {tensor.device} and q on {q.device}; put them on one device"
+        )
 
 
 def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
@@ -182,7 +189,7 @@ def _cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
             f"{tuple(cu_seqlens.shape)}"
         )
     bounds = cu_seqlens.tolist()
-    rising = all(a <= b for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    rising = all(a <= b for a, b in pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != q.shape[1] or not rising:
         raise ValueError(
             f"cu_seqlens={bounds} must rise from 0 to T={q.shape[1]}, "

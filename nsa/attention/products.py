@@ -10,7 +10,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """[N, M, K] @ [N, K, P] in the wide dtype: low-precision operands, fp32 accumulation and result."""
+    """[N, M, K] @ [N, K, P] with the sums and the result in the wide dtype."""
     if a.dtype == wide(a.dtype):
         return torch.bmm(a, b)
     if a.is_cuda:
@@ -21,7 +21,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     """[B, M, HQ, D] -> [B*HKV, G*M, D]: the rows of a group one below the other, head by head."""
     batch, rows, heads, dim = x.shape
-    grouped = x.view(batch, rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+    grouped = x.reshape(batch, rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     return grouped.reshape(batch * kv_heads, -1, dim)
 
 

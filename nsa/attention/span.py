@@ -1,4 +1,4 @@
-"""Attention in which each query sees one unbroken run of keys: the compressed and the window branch.
+"""Attention in which a query sees one unbroken run of keys: the compressed and window branches.
 
 Key s stands for the tokens [s stride, s stride + length); the query at position t sees the keys
 that have ended by t, the newest `lookback` of them. A token is a block of length and stride 1.
@@ -58,7 +58,9 @@ def span_scores(q: Tensor, k: Tensor, span: Span, scale: float, first: int) -> T
     scores = scores.view(batch * kv_heads, heads // kv_heads, rows, k.shape[1])
     t = torch.arange(first, first + rows, device=q.device)[:, None]
     s = torch.arange(low, low + k.shape[1], device=q.device)
-    ended = t + 1 - span.length - s * span.stride  # >= 0 once the key's last token is at or before t
+    ended = (
+        t + 1 - span.length - s * span.stride
+    )  # >= 0 once the key's last token is at or before t
     hidden = ended < 0
     if span.lookback is not None:
         hidden |= ended >= span.lookback * span.stride
@@ -78,13 +80,13 @@ class _SpanAttention(torch.autograd.Function):
             probs = probs_from(scores, lse[..., rows]).to(v.dtype).flatten(1, 2)
             values = dot(probs, by_kv_head(v[:, keys], kv_heads))
             o[:, rows] = by_query(values, batch, kv_heads, rows.stop - rows.start)
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, lse)
         ctx.span, ctx.scale = span, scale
         return o
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, lse = ctx.saved_tensors
         batch, kv_heads = q.shape[0], k.shape[2]
         accumulate = wide(q.dtype)
         dq = torch.empty_like(q)
@@ -95,9 +97,9 @@ class _SpanAttention(torch.autograd.Function):
             scores = span_scores(q[:, rows], k[:, keys], ctx.span, ctx.scale, rows.start)
             probs = probs_from(scores, lse[..., rows]).flatten(1, 2)
             do_rows = by_kv_head(do[:, rows], kv_heads)
-            o_rows = by_kv_head(o[:, rows], kv_heads)
             dprobs = dot(do_rows, by_kv_head(v[:, keys], kv_heads).transpose(1, 2))
-            delta = (do_rows.to(accumulate) * o_rows).sum(-1, keepdim=True)
+            # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
+            delta = (probs * dprobs).sum(-1, keepdim=True)
             dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
             dq_rows = dot(dscores, by_kv_head(k[:, keys], kv_heads))
             dq[:, rows] = by_query(dq_rows, batch, kv_heads, count)
@@ -107,7 +109,7 @@ class _SpanAttention(torch.autograd.Function):
 
 
 def _chunks(tokens: int, span: Span):
-    """(rows, keys): ROWS queries at a time and the keys that any of them sees; none if none does."""
+    """(rows, keys): ROWS queries at a time and the keys that any of them sees."""
     for start in range(0, tokens, ROWS):
         stop = min(start + ROWS, tokens)
         yield slice(start, stop), slice(span.seen(start)[0], span.seen(stop - 1)[1])

@@ -56,7 +56,7 @@ class Witness:
         return found
 
     def record(self) -> dict:
-        """All of it as JSON-able values: {"backends", "paths": {branch: {implementation: n}}, ...}."""
+        """All of it, JSON-able: {"backends", "paths": {branch: {implementation: n}}, ...}."""
         paths: dict[str, dict[str, int]] = {}
         for (branch, implementation), count in sorted(self.paths.items()):
             paths.setdefault(branch, {})[implementation] = count

@@ -12,7 +12,7 @@ def attend(
     visible: Bool[Tensor, "#B #HKV T S"],
     scale: float,
 ) -> tuple[Float[Tensor, "B T HQ DV"], Float[Tensor, "B T HQ"]]:
-    """Attention over the visible keys: (o, natural-log lse). A query that sees none yields 0 and -inf.
+    """Attention over the visible keys: (o, natural-log lse). Seeing none yields 0 and -inf.
 
     Probabilities and lse are fp32, or fp64 for fp64 inputs. Query head h uses KV head h // G.
     """
@@ -27,10 +27,10 @@ def attention_probs(
     visible: Bool[Tensor, "#B #HKV T S"],
     scale: float,
 ) -> tuple[Float[Tensor, "B HKV G T S"], Float[Tensor, "B HKV G T"]]:
-    """Softmax over the visible keys of each query, by KV head and head of the group, and its lse."""
+    """Softmax over the visible keys, by KV head and head of the group, and its lse."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.unflatten(2, (k.shape[2], -1))  # [B, T, HKV, G, D]
-    scores = torch.einsum("bthgd,bshd->bhgts", grouped.to(wide), k.to(wide)) * scale
+    scores = torch.einsum("bthgd,bshd->bhgts", grouped, k).to(wide) * scale
     visible = visible[:, :, None]  # the same for every head of a group
     seen = visible.any(-1)
     # A row that sees nothing keeps finite scores, so that neither it nor its gradient is NaN.

@@ -35,7 +35,7 @@ def softmax_gates(
     weight2: Tensor,
     bias2: Tensor,
 ) -> Float[Tensor, "B T HQ 3"]:
-    """The case study's gates: a softmax of an MLP of each group's mean query, shared by its heads."""
+    """The case study's gates: softmax of an MLP of a group's mean query, shared by its heads."""
     group = q.shape[2] // kv_heads
     mean_query = q.unflatten(2, (kv_heads, group)).mean(3)  # [B, T, HKV, D]
     gates = torch.softmax(gate_logits(mean_query, weight1, bias1, weight2, bias2), dim=-1)

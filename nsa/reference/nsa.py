@@ -21,7 +21,7 @@ BRANCHES = ("cmp", "slc", "win")
 
 @dataclass
 class Result:
-    """What one call computed. `branches` and `lse` hold an entry for each branch that was asked for."""
+    """What one call computed; `branches` and `lse` have an entry for each branch asked for."""
 
     o: Tensor  # [B, T, HQ, DV]
     branches: dict[str, Tensor]  # each [B, T, HQ, DV], before the gates

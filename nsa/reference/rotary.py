@@ -12,7 +12,7 @@ def rotary_tables(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [positions, head_dim / 2]: the angle of pair i at position t is t base^(-2i/D).
+    """(cos, sin), each [positions, head_dim / 2]: pair i at position t turns by t base^(-2i/D).
 
     Raises ValueError for an odd head_dim.
     """
@@ -30,7 +30,7 @@ def rotate(
     sin: Float[Tensor, "P HALF"],
     positions: Int[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "B T H D"]:
-    """x turned by its position; token t of x stands at positions[t], or at t. Dtype in, dtype out."""
+    """x turned by its position: token t stands at positions[t], or at t. Dtype in, dtype out."""
     if positions is None:
         cos, sin = cos[: x.shape[1]], sin[: x.shape[1]]
     else:

@@ -78,8 +78,10 @@ def _attend_selected(inputs: Inputs, blocks: Tensor) -> Tensor:
 
 
 def selection_bits(blocks: Tensor, count: int) -> Tensor:
-    """[B, T, HKV, ceil(count / WORD)] int64: bit j % WORD of word j // WORD says "block j chosen"."""
-    words = torch.zeros(*blocks.shape[:3], count // WORD + 1, dtype=torch.long, device=blocks.device)
+    """[B, T, HKV, words] int64: bit j % WORD of word j // WORD says "block j chosen"."""
+    words = torch.zeros(
+        *blocks.shape[:3], count // WORD + 1, dtype=torch.long, device=blocks.device
+    )
     wanted = blocks >= 0
     wanted[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # a repeated block sets its bit once
     j = blocks.long().clamp(min=0)
@@ -87,14 +89,12 @@ def selection_bits(blocks: Tensor, count: int) -> Tensor:
 
 
 def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
-    """[B, HKV, T / TILE, keys / TILE]: does any query of the tile choose a block that touches it?"""
+    """[B, HKV, T / TILE, keys / TILE]: does a query of the tile choose a block that touches it?"""
     batch, tokens, kv_heads, slots = blocks.shape
     rows, columns = -(-tokens // TILE), -(-keys // TILE)
     padded = torch.nn.functional.pad(blocks, (0, 0, 0, 0, 0, rows * TILE - tokens), value=-1)
     chosen = padded.long().transpose(1, 2).reshape(batch, kv_heads, rows, TILE * slots)
-    tiles = torch.zeros(
-        batch, kv_heads, rows, columns + 1, dtype=torch.bool, device=blocks.device
-    )
+    tiles = torch.zeros(batch, kv_heads, rows, columns + 1, dtype=torch.bool, device=blocks.device)
     first, last = chosen * size // TILE, ((chosen + 1) * size - 1) // TILE
     for offset in range((size - 1) // TILE + 2):
         column = torch.minimum(first + offset, last).clamp(max=columns - 1)
@@ -108,6 +108,9 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
     from torch.nn.attention.flex_attention import BlockMask
 
     q = inputs.q
+    if not q.is_cuda:
+        # Without gradients by `why_not`; flex_attention refuses leaves that could take one.
+        q, k, v = q.detach(), k.detach(), v.detach()
     order = tiles.int().argsort(dim=-1, descending=True, stable=True).int()
     mask = BlockMask.from_kv_blocks(
         tiles.sum(-1, dtype=torch.int32),

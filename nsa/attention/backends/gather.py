@@ -43,13 +43,13 @@ class _GatherAttention(torch.autograd.Function):
             probs = probs_from(scores, lse_rows).to(v.dtype)
             o[:, rows] = _as_rows(dot(probs, _take(v, index)), o[:, rows])
             lse[:, rows] = _as_rows(lse_rows, lse[:, rows])
-        ctx.save_for_backward(q, k, v, blocks, o, lse)
+        ctx.save_for_backward(q, k, v, blocks, lse)
         ctx.size, ctx.scale = size, scale
         return o
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, blocks, o, lse = ctx.saved_tensors
+        q, k, v, blocks, lse = ctx.saved_tensors
         accumulate, kv_heads = wide(q.dtype), k.shape[2]
         dq = torch.empty_like(q)
         dk = torch.zeros(k.shape, dtype=accumulate, device=k.device)
@@ -57,13 +57,13 @@ class _GatherAttention(torch.autograd.Function):
         for rows in _chunks(k, v, blocks, ctx.size):
             queries = _rows_by_kv_head(q[:, rows], kv_heads)
             do_rows = _rows_by_kv_head(do[:, rows], kv_heads)
-            o_rows = _rows_by_kv_head(o[:, rows], kv_heads)
             lse_rows = lse[:, rows].reshape(queries.shape[:2])
             index, hidden = _tokens(blocks[:, rows], ctx.size, rows.start, k.shape[1])
             keys = _take(k, index)
             probs = probs_from(_scores(queries, keys, hidden, ctx.scale), lse_rows)
             dprobs = dot(do_rows, _take(v, index).transpose(1, 2))
-            delta = (do_rows.to(accumulate) * o_rows).sum(-1, keepdim=True)
+            # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
+            delta = (probs * dprobs).sum(-1, keepdim=True)
             dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
             dq[:, rows] = _as_rows(dot(dscores, keys), dq[:, rows])
             _add(dk, index, dot(dscores.transpose(1, 2), queries))

@@ -64,18 +64,18 @@ class _PackedAttention(torch.autograd.Function):
             probs = probs_from(_scores(queries, keys, tiles, scale), lse[tiles.row])
             part = dot(probs.to(v.dtype).flatten(1, 2), values[tiles.token])
             o.index_add_(0, tiles.row.flatten(), part.view(-1, *o.shape[1:]))
-        o = o.to(q.dtype).view(*q.shape[:3], v.shape[3])
+        # The backward takes its row sums from o before it is rounded.
         ctx.save_for_backward(q, k, v, blocks, o, lse)
         ctx.config, ctx.scale = config, scale
-        return o
+        return o.to(q.dtype).view(*q.shape[:3], v.shape[3])
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, blocks, o, lse = ctx.saved_tensors
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
-        outputs, douts = _flat(o, group), _flat(do, group)
-        delta = (douts.to(accumulate) * outputs).sum(-1)  # [B*T*HKV, G]
+        douts = _flat(do, group)
+        delta = (douts.to(accumulate) * o).sum(-1)  # [B*T*HKV, G]
         dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate, device=x.device)
                       for x in (queries, keys, values))  # fmt: skip
         plan = _invert(blocks, k.shape[1], ctx.config)

@@ -1,7 +1,8 @@
 """sdpa: torch's scaled_dot_product_attention with an explicit mask.
 
-Holds a T x T boolean mask for every branch (one a KV head for the selected branch); on kernels
-that take no mask, torch itself holds T x T scores for every head as well.
+Holds a T x T boolean mask for every head of a group and every branch (times the KV heads for the
+selected branch); where no fused kernel takes a mask, torch itself holds T x T scores for every
+head as well.
 """
 
 import torch
@@ -23,26 +24,22 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
 
 
 def _attend(inputs: Inputs, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    q = inputs.q
+    q, group = inputs.q, inputs.group
+    batch, tokens, heads, _ = q.shape
     if k.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3])
-    seen = visible.any(-1)  # [B or 1, HKV or 1, T]
+    seen = visible.any(-1, keepdim=True)  # [B or 1, HKV or 1, T, 1]
     # A row without keys attends to all of them, which is finite, and is then set to 0.
-    mask = visible | ~seen[..., None]
-    mask, seen = (_by_head(x, inputs) for x in (mask, seen))
+    mask = (visible | ~seen).repeat(1, 1, group, 1)
+    # The heads of a group as further rows of one head: K and V are not repeated, their gradients
+    # not rounded head by head, and torch's memory-efficient kernel takes the mask.
+    rows = q.reshape(batch, tokens, -1, group, q.shape[3]).permute(0, 2, 3, 1, 4).flatten(2, 3)
     o = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        scale=inputs.scale,
-        enable_gqa=inputs.group > 1,
+        rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=inputs.scale
     )
-    return torch.where(seen[..., None], o, 0.0).transpose(1, 2)
-
-
-def _by_head(x: Tensor, inputs: Inputs) -> Tensor:
-    return x if x.shape[1] == 1 else x.repeat_interleave(inputs.group, dim=1)
+    o = torch.where(seen.repeat(1, 1, group, 1), o, 0.0)
+    o = o.unflatten(2, (group, tokens)).permute(0, 3, 1, 2, 4)  # [B, T, HKV, G, DV]
+    return o.reshape(batch, tokens, heads, -1)
 
 
 BACKEND = Backend(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.attention.inputs import Inputs
+from nsa.attention.products import wide
 from nsa.attention.registry import Backend, Note
 from nsa.attention.scoring import pool
 from nsa.blocks import compressed_seen, count_selectable, window_start
@@ -18,9 +19,12 @@ from nsa.reference.compress import compress_keys, compress_values
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
-    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
-    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
-    v_cmp = compress_values(v["cmp"], inputs.phi, config) if "cmp" in inputs.branches else None
+    config, dtype = inputs.config, inputs.q.dtype
+    k_cmp = compress_keys(inputs.k["cmp"], inputs.phi, config) if "cmp" in inputs.k else None
+    v_cmp = compress_values(inputs.v["cmp"], inputs.phi, config) if "cmp" in inputs.v else None
+    # A key's gradient is the sum of one small part a token: in bf16 that sum would lose them.
+    q, k_cmp, v_cmp = (x if x is None else x.to(wide(dtype)) for x in (inputs.q, k_cmp, v_cmp))
+    k, v = ({b: x[b].to(wide(dtype)) for b in inputs.branches} for x in (inputs.k, inputs.v))
     rows: dict[str, list[Tensor]] = {branch: [] for branch in inputs.branches}
     for t in range(q.shape[1]):
         q_t = q[:, t].unflatten(1, (inputs.kv_heads, -1))  # [B, HKV, G, D]
@@ -34,26 +38,24 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
                 note("score", "one-token")
             else:
                 blocks = inputs.blocks[:, t]
-            rows["slc"].append(_attend_blocks(q_t, blocks, t, inputs))
+            rows["slc"].append(_attend_blocks(q_t, k["slc"], v["slc"], blocks, t, inputs))
             note("slc", "one-token")
         if "win" in rows:
             newest = slice(window_start(t, config), t + 1)
             rows["win"].append(_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale))
             note("win", "one-token")
-    return {branch: torch.stack(o, dim=1).flatten(2, 3) for branch, o in rows.items()}
+    return {b: torch.stack(o, dim=1).flatten(2, 3).to(dtype) for b, o in rows.items()}
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """One query a head, q [B, HKV, G, D], against every one of k, v [B, S, HKV, *]."""
     if k.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3])
-    return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale).to(v.dtype), v)
+    return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v)
 
 
 def _probs(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("bhgd,bshd->bhgs", q.to(wide), k.to(wide)) * scale
-    return scores.softmax(-1)
+    return (torch.einsum("bhgd,bshd->bhgs", q, k) * scale).softmax(-1)
 
 
 @torch.no_grad()
@@ -69,13 +71,15 @@ def _select(q: Tensor, k_cmp: Tensor, t: int, inputs: Inputs) -> Tensor:
     return order[..., : config.select_count].sort(dim=-1).values
 
 
-def _attend_blocks(q: Tensor, blocks: Tensor, t: int, inputs: Inputs) -> Tensor:
+def _attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, t: int, inputs: Inputs
+) -> Tensor:
     """The selected branch at token t: each sequence and KV head has keys of its own to stack."""
-    k, v, size = inputs.k["slc"], inputs.v["slc"], inputs.config.select_block
+    size = inputs.config.select_block
     rows = []
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            starts = [j * size for j in blocks[b, h].tolist() if 0 <= j * size <= t]
+            starts = [j * size for j in sorted({*blocks[b, h].tolist()}) if 0 <= j * size <= t]
             if not starts:
                 rows.append(q.new_zeros(q.shape[2], v.shape[3]))
                 continue

@@ -1,0 +1,141 @@
+"""The shapes that every backend is tested on, and how their tensors are drawn."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.reference.compress import Phi, PhiWeights
+from nsa.reference.nsa import BRANCHES
+
+TINY = NSAConfig(compress_block=4, compress_stride=2, select_block=8, select_count=4, window=6)
+SMALL = NSAConfig(compress_block=16, compress_stride=8, select_block=32, select_count=4, window=24)
+EVEN = NSAConfig(
+    compress_block=8, compress_stride=8, select_block=8, select_count=3, select_local=1, window=1
+)
+ODD = NSAConfig(
+    compress_block=12, compress_stride=4, select_block=20, select_count=5, select_initial=2,
+    window=300,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. `packed` holds the lengths of packed sequences, which then add up to `tokens`."""
+
+    tokens: int
+    kv_heads: int = 2
+    group: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    batch: int = 1
+    config: NSAConfig = TINY
+    phi: str = "mean"
+    shared: bool = False
+    packed: tuple[int, ...] = ()
+    compress_rope: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"T{self.tokens}", f"HKV{self.kv_heads}", f"G{self.group}", f"D{self.dim}"]
+        parts += [f"DV{self.value_dim}", f"B{self.batch}", self.phi]
+        parts += ["shared"] * self.shared + ["packed"] * bool(self.packed)
+        return "-".join(parts + ["rope-after"] * self.compress_rope)
+
+
+# Odd lengths, groups and head dims, each value at least twice, with D = DV and D != DV.
+CASES = [
+    Case(1, group=1, dim=16, value_dim=48, batch=2),
+    Case(1, kv_heads=1, group=3, dim=64, value_dim=64, config=ODD, phi="mlp"),
+    Case(2, group=6, kv_heads=1, dim=48, value_dim=48, config=EVEN),
+    Case(2, group=2, dim=128, value_dim=64, shared=True, phi="linear"),
+    Case(15, group=3, dim=16, value_dim=16, batch=2, phi="linear"),
+    Case(15, group=16, kv_heads=1, dim=64, value_dim=48, config=SMALL),
+    Case(63, group=2, dim=48, value_dim=64, batch=2, config=EVEN, phi="mlp"),
+    Case(63, group=1, kv_heads=3, dim=128, value_dim=128, config=ODD),
+    Case(100, group=6, kv_heads=1, dim=16, value_dim=16, config=SMALL, shared=True),
+    Case(100, group=16, kv_heads=1, dim=48, value_dim=16, phi="linear"),
+    Case(257, group=3, dim=64, value_dim=64, config=SMALL, compress_rope=True),
+    Case(257, group=2, kv_heads=1, dim=128, value_dim=48, config=ODD, phi="mlp", shared=True),
+    Case(100, group=2, dim=16, value_dim=48, packed=(1, 36, 63)),
+    Case(257, group=3, kv_heads=1, dim=48, value_dim=48, config=SMALL, packed=(15, 1, 241)),
+]
+
+
+@dataclass
+class Drawn:
+    """The tensors of a case, named, so that gradients can be asked for by name."""
+
+    case: Case
+    leaves: dict[str, Tensor]
+    cu_seqlens: Tensor | None = None
+    blocks: Tensor | None = field(default=None)
+
+    def to(self, dtype: torch.dtype) -> "Drawn":
+        """The same values in another dtype, as new leaves."""
+        leaves = {
+            n: x.detach().to(dtype, copy=True).requires_grad_() for n, x in self.leaves.items()
+        }
+        return Drawn(self.case, leaves, self.cu_seqlens, self.blocks)
+
+    def arguments(self) -> tuple[tuple, dict]:
+        """(args, kwargs) for the reference as well as for `nsa_attention`."""
+        x, case = self.leaves, self.case
+        k = {b: x["k" if case.shared else f"k_{b}"] for b in BRANCHES}
+        v = {b: x["v" if case.shared else f"v_{b}"] for b in BRANCHES}
+        args = (x["q"], k, v, x["gates"], case.config)
+        return args, {"phi": self._phi(), "cu_seqlens": self.cu_seqlens, "blocks": self.blocks}
+
+    def _phi(self) -> Phi:
+        rotary = None
+        if self.case.compress_rope:
+            angles = torch.outer(
+                torch.arange(self.case.tokens, dtype=torch.float64),
+                1e4 ** -torch.linspace(0, 1, self.case.dim // 2, dtype=torch.float64),
+            ).to(self.leaves["q"].device)
+            dtype = torch.promote_types(self.leaves["q"].dtype, torch.float32)
+            rotary = (angles.cos().to(dtype), angles.sin().to(dtype))
+        weights = {}
+        for side in ("key", "value"):
+            named = {n.removeprefix(f"phi_{side}_"): x for n, x in self.leaves.items()
+                     if n.startswith(f"phi_{side}_")}  # fmt: skip
+            weights[side] = PhiWeights(**named) if named else None
+        return Phi(self.case.phi, weights["key"], weights["value"], rotary)
+
+
+def draw(case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Drawn:
+    """Standard normal tensors (gates uniform), rounded to `dtype` first and fp64 never finer."""
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        x = torch.randn(*shape, dtype=torch.float64) * scale
+        return x.to(device, dtype).requires_grad_()
+
+    heads = case.kv_heads * case.group
+    leaves = {"q": normal(case.batch, case.tokens, heads, case.dim)}
+    for branch in ("",) if case.shared else tuple(f"_{b}" for b in BRANCHES):
+        leaves[f"k{branch}"] = normal(case.batch, case.tokens, case.kv_heads, case.dim)
+        leaves[f"v{branch}"] = normal(case.batch, case.tokens, case.kv_heads, case.value_dim)
+    gates = torch.rand(case.batch, case.tokens, heads, 3, dtype=torch.float64)
+    leaves["gates"] = gates.to(device, dtype).requires_grad_()
+    for side, dim in (("key", case.dim), ("value", case.value_dim)):
+        for name, shape in _phi_shapes(case, dim).items():
+            fan_in = shape[1] if len(shape) == 3 else 1
+            leaves[f"phi_{side}_{name}"] = normal(*shape, scale=fan_in**-0.5)
+    bounds = torch.tensor([0, *case.packed], dtype=torch.int32, device=device)
+    cu_seqlens = bounds.cumsum(0, dtype=torch.int32) if case.packed else None
+    return Drawn(case, leaves, cu_seqlens)
+
+
+def _phi_shapes(case: Case, dim: int) -> dict[str, tuple[int, ...]]:
+    length, hidden = case.config.compress_block, 24
+    position = {"position": (case.kv_heads, length, dim)}
+    if case.phi == "linear":
+        return position | {"weight1": (case.kv_heads, length * dim, dim)}
+    if case.phi == "mlp":
+        return position | {
+            "weight1": (case.kv_heads, length * dim, hidden),
+            "bias1": (case.kv_heads, hidden),
+            "weight2": (case.kv_heads, hidden, dim),
+            "bias2": (case.kv_heads, dim),
+        }
+    return {}

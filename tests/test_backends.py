@@ -1,0 +1,298 @@
+"""Every backend against the reference in float64, and the facts that hold for each of them."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from accuracy import assert_as_accurate
+from cases import CASES, ODD, SMALL, TINY, Case, draw
+
+from nsa.attention import registry, witness
+from nsa.attention.api import explain, nsa_attention
+from nsa.attention.backends.flex import selection_tiles
+from nsa.attention.scoring import select_blocks
+from nsa.config import NSAConfig
+from nsa.reference.compress import compress_keys
+from nsa.reference.nsa import BRANCHES, nsa
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORWARD_ONLY = {"flex"} if DEVICE == "cpu" else set()
+WITH_GRADIENT = [name for name in registry.names() if name not in FORWARD_ONLY]
+FAST = [name for name in WITH_GRADIENT if name != "sequential"]
+
+
+def attend(drawn, backend, **changes):
+    args, kwargs = drawn.arguments()
+    return nsa_attention(*args, **(kwargs | changes), backend=backend)
+
+
+def outcome(function, drawn, do=None):
+    """(o, gradients by leaf) of `function`; a leaf that it does not reach has gradient 0."""
+    o = function(drawn)
+    if do is None:
+        return o, {}
+    leaves = list(drawn.leaves.values())
+    grads = torch.autograd.grad(o, leaves, do.to(o.dtype), allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    return o, dict(zip(drawn.leaves, grads, strict=True))
+
+
+def reference(drawn):
+    args, kwargs = drawn.arguments()
+    return nsa(*args, **kwargs).o
+
+
+@cache
+def measured(case: Case, dtype: torch.dtype):
+    """Inputs in `dtype` with the exact selection handed in, dO, both results of the reference."""
+    drawn = draw(case, dtype, DEVICE)
+    args, kwargs = drawn.to(torch.float64).arguments()
+    drawn.blocks = nsa(*args, **kwargs).blocks
+    exact_inputs = drawn.to(torch.float64)
+    do = torch.randn_like(reference(exact_inputs)).to(dtype)
+    exact = outcome(reference, exact_inputs, do)
+    same_dtype = outcome(reference, drawn.to(dtype), do)
+    return drawn, do, exact, same_dtype
+
+
+def check(backend, case, dtype, with_gradient):
+    drawn, do, exact, same_dtype = measured(case, dtype)
+    if with_gradient:
+        got = outcome(lambda x: attend(x, backend), drawn.to(dtype), do)
+    else:
+        with torch.no_grad():
+            got = outcome(lambda x: attend(x, backend), drawn.to(dtype))
+    assert got[0].dtype == dtype
+    assert_as_accurate("o", got[0], same_dtype[0], exact[0])
+    largest = max((float(x.abs().max()) for x in exact[1].values()), default=0.0)
+    for name in got[1]:
+        assert_as_accurate(
+            f"d_{name}", got[1][name], same_dtype[1][name], exact[1][name], magnitude=largest
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_backend_agrees_with_the_reference_forward_and_backward(backend, case, dtype):
+    check(backend, case, dtype, with_gradient=True)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="flex has a backward on a GPU, and is tested with it")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_flex_agrees_with_the_reference_forward(case, dtype):
+    check("flex", case, dtype, with_gradient=False)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_backend_agrees_in_fp16(backend):
+    check(backend, CASES[6], torch.float16, with_gradient=True)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_gradcheck(backend, phi):
+    config = NSAConfig(4, 2, 4, 2, select_initial=0, window=3)
+    drawn = draw(Case(11, kv_heads=1, group=2, dim=2, value_dim=3, config=config, phi=phi))
+    names = list(drawn.leaves)
+
+    def f(*leaves):
+        drawn.leaves = dict(zip(names, leaves, strict=True))
+        return attend(drawn, backend)
+
+    assert torch.autograd.gradcheck(f, tuple(drawn.leaves.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", [TINY, SMALL, ODD], ids=["tiny", "small", "odd"])
+def test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one(config, dtype):
+    drawn = draw(Case(300, group=3, config=config), dtype, DEVICE)
+    args, kwargs = drawn.to(torch.float64).arguments()
+    exact = nsa(*args, **kwargs)
+    (q, k, _, _, _), kwargs = drawn.arguments()
+    blocks = select_blocks(q, compress_keys(k["cmp"], kwargs["phi"], config), config, 16**-0.5)
+    assert blocks.dtype == torch.int32 and blocks.shape == exact.blocks.shape
+
+    def kept(chosen):
+        weight = exact.importance.gather(-1, chosen.long().clamp(min=0))
+        return weight.masked_fill(chosen < 0, 0.0).sum(-1)
+
+    assert torch.equal((blocks < 0).sum(-1), (exact.blocks < 0).sum(-1))
+    loss = kept(exact.blocks) - kept(blocks)
+    assert loss.abs().max() <= 3 * torch.finfo(dtype).eps * exact.importance.sum(-1).max()
+
+
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_no_query_sees_the_future_also_when_the_window_is_shorter_than_the_sequence(backend):
+    drawn = draw(Case(40, kv_heads=1, group=2), torch.float32, DEVICE)
+    before = attend(drawn, backend)
+    for t in (0, 5, 15, 30, 38):
+        later = drawn.to(torch.float32)
+        with torch.no_grad():
+            for name, leaf in later.leaves.items():
+                if name[0] in "qkv":
+                    leaf[:, t + 1 :] = torch.randn_like(leaf[:, t + 1 :])
+        after = attend(later, backend)
+        torch.testing.assert_close(before[:, : t + 1], after[:, : t + 1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backend):
+    """One-key attention and a truncated window both pass tests that only look for leaks."""
+    drawn = draw(Case(40, kv_heads=1, group=1, config=NSAConfig(4, 2, 8, 5, window=40)))
+    drawn = drawn.to(torch.float32)
+    o = attend(drawn, backend)
+    for branch in BRANCHES:
+        k, v = torch.autograd.grad(
+            o[0, 39].sum(), [drawn.leaves[f"k_{branch}"], drawn.leaves[f"v_{branch}"]],
+            retain_graph=True,
+        )  # fmt: skip
+        assert (v[0].abs().sum((1, 2)) > 0).all(), f"{branch}: some token has no weight"
+        assert k.abs().max() > 1e-6, f"{branch}: keys get no gradient"
+
+
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_rows_without_a_key_give_zero_and_zero_gradient(backend):
+    """ "Safe packing": here a property of every backend, with nothing to switch on."""
+    drawn = draw(Case(30, config=ODD), torch.float32, DEVICE)
+    drawn.blocks = torch.full((1, 30, 2, 5), -1, dtype=torch.int32, device=DEVICE)
+    drawn.blocks[:, 20:, :, 0] = 0  # rows 0..19 select nothing
+    o = attend(drawn, backend, branches=("cmp", "slc"))
+    assert torch.count_nonzero(o[:, :11]) == 0  # l = 12: they see no compressed key either
+    assert torch.count_nonzero(o[:, 20:]) == o[:, 20:].numel()
+    names = [n for n in drawn.leaves if not n.endswith("_win")]
+    grads = torch.autograd.grad(o.square().sum(), [drawn.leaves[n] for n in names])
+    grads = dict(zip(names, grads, strict=True))
+    assert all(g.isfinite().all() for g in grads.values())
+    assert torch.count_nonzero(grads["q"][:, :11]) == 0
+    assert torch.count_nonzero(grads["gates"][:, :11]) == 0
+    assert torch.count_nonzero(grads["v_slc"][:, 20:]) == 0  # behind block 0
+
+
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_nothing_that_autograd_saved_is_changed_in_place(backend):
+    """The case study suspected in-place selection; here the version counters are looked at."""
+    drawn = draw(Case(60, phi="linear"), torch.float32, DEVICE)
+    saved = []
+
+    def pack(x):
+        saved.append((x, x._version, x.clone()))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        o = attend(drawn, backend)
+    first = torch.autograd.grad(o.sum(), list(drawn.leaves.values()), retain_graph=True)
+    second = torch.autograd.grad(o.sum(), list(drawn.leaves.values()))
+    assert saved
+    for x, version, value in saved:
+        assert x._version == version
+        assert torch.equal(x, value) or not value.isfinite().all()
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_a_repeated_block_counts_once(backend):
+    drawn = draw(Case(40), torch.float32, DEVICE)
+    once = torch.tensor([0, 2, 3, -1], dtype=torch.int32, device=DEVICE).expand(1, 40, 2, 4)
+    twice = torch.tensor([0, 2, 2, 3], dtype=torch.int32, device=DEVICE).expand(1, 40, 2, 4)
+    with torch.no_grad():
+        want = attend(drawn, backend, blocks=once.contiguous(), branches=("slc",))
+        got = attend(drawn, backend, blocks=twice.contiguous(), branches=("slc",))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("backend", registry.names())
+def test_a_branch_that_is_not_asked_for_costs_nothing(backend, branch):
+    drawn = draw(Case(40), torch.float32, DEVICE)
+    with torch.no_grad(), witness.recording() as seen:
+        o = attend(drawn, backend, branches=(branch,))
+        full = attend(drawn, backend)
+    assert o.shape == full.shape
+    with torch.no_grad(), witness.recording() as alone:
+        attend(drawn, backend, branches=(branch,))
+    assert {b for b, _ in alone.paths} <= {branch, "score"}
+    assert {b for b, _ in seen.paths} == {*BRANCHES, "score"}
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_non_contiguous_and_expanded_inputs_work(backend):
+    drawn = draw(Case(50, kv_heads=2, group=2), torch.float32, DEVICE)
+    (q, k, v, gates, config), _ = drawn.arguments()
+    want = nsa_attention(q, k["win"][:, :, :1].expand(-1, -1, 2, -1).contiguous(), v["win"], gates,
+                         config, backend=backend)  # fmt: skip
+    q2 = q.transpose(1, 2).contiguous().transpose(1, 2)
+    got = nsa_attention(q2, k["win"][:, :, :1].expand(-1, -1, 2, -1), v["win"], gates, config,
+                        backend=backend)  # fmt: skip
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
+    """Small chunks on a small shape take the same path as real ones on a long sequence."""
+    monkeypatch.setattr("nsa.attention.backends.gather.ELEMENTS", 1)
+    monkeypatch.setattr("nsa.attention.backends.packed.ELEMENTS", 1)
+    monkeypatch.setattr("nsa.attention.span.ROWS", 7)
+    monkeypatch.setattr("nsa.attention.scoring.ROWS", 7)
+    check(backend, replace(CASES[8], batch=2), torch.float32, with_gradient=True)
+
+
+@pytest.mark.parametrize("config", [TINY, SMALL, NSAConfig(16, 8, 200, 3, window=9)])
+def test_flex_visits_every_tile_that_holds_a_selected_key(config):
+    drawn = draw(Case(700, config=config))
+    args, kwargs = drawn.arguments()
+    blocks = nsa(*args, **kwargs).blocks
+    tiles = selection_tiles(blocks, 700, config.select_block)
+    for t in range(0, 700, 13):
+        for h in range(2):
+            for j in blocks[0, t, h].tolist():
+                if j >= 0:
+                    last = min((j + 1) * config.select_block - 1, t)
+                    for key in (j * config.select_block, last):
+                        assert tiles[0, h, t // 128, key // 128]
+    columns = torch.arange(tiles.shape[-1])
+    assert not tiles[..., columns > torch.arange(tiles.shape[-2])[:, None]].any()
+
+
+def test_auto_takes_the_first_that_can_and_says_why_the_others_declined():
+    drawn = draw(Case(30), torch.float32)
+    args, kwargs = drawn.arguments()
+    with witness.recording() as seen:
+        nsa_attention(*args, **kwargs)
+    assert list(seen.backends) == ["gather"]
+    assert explain(*args).startswith("auto takes gather:")
+
+
+def test_auto_never_takes_the_exhibit(monkeypatch):
+    only = tuple(replace(b, why_not=lambda x: ["busy"]) if b.name != "sequential" else b
+                 for b in registry.backends())  # fmt: skip
+    monkeypatch.setattr(registry, "backends", lambda: only)
+    args, kwargs = draw(Case(5), torch.float32).arguments()
+    with pytest.raises(ValueError, match=r"(?s)no backend takes.*gather: busy.*an exhibit"):
+        nsa_attention(*args, **kwargs)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="says what flex declines on a CPU")
+def test_a_named_backend_runs_or_raises_with_its_reason():
+    args, kwargs = draw(Case(5), torch.float32).arguments()
+    with pytest.raises(
+        ValueError, match=r"'flex' does not take these inputs: .* no backward on cpu"
+    ):
+        nsa_attention(*args, **kwargs, backend="flex")
+
+
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_the_witness_tells_backends_apart(backend):
+    args, kwargs = draw(Case(20), torch.float32, DEVICE).arguments()
+    with witness.recording() as seen:
+        nsa_attention(*args, **kwargs, backend=backend)
+    others = []
+    for name in set(WITH_GRADIENT) - {backend}:
+        with witness.recording() as other:
+            nsa_attention(*args, **kwargs, backend=name)
+        others.append(other.record()["paths"])
+    assert seen.record()["paths"] not in others
