@@ -82,6 +82,21 @@ def test_figures_of_a_good_run_are_published_with_the_name_of_the_run(place):
     assert {"date", "gpu", "torch", "triton", "commit"} <= set(origin)
 
 
+def test_every_figure_of_a_notebook_is_shown_not_only_the_first(place):
+    draw = """
+from nsa.workbook import plots
+row = {"operation": "o", "backend": "gather", "mode": "step", "metric": "peak_memory",
+       "unit": "MiB", "x_name": "tokens"}
+run.add_rows([{**row, "x_value": t, "median": t} for t in (128, 256, 512)])
+fig = plots.memory_scaling(run.metrics()); plots.save(fig, run, "memory")"""
+    again = "fig = plots.local_exponents(run.metrics()); plots.save(fig, run, 'exponents')"
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, draw, again)
+    result = start(place)
+    for cell in code_cells(result.folder / "notebook.ipynb")[-2:]:
+        assert ["image/png" in output.data for output in cell.outputs] == [True]
+    assert (place / "figures" / "01_tiny--exponents.svg").is_file()
+
+
 def test_nothing_stored_names_a_place_of_this_machine(place):
     folder = start(place).folder
     names = ("notebook.ipynb", "record.json", "environment.json", "parameters.yaml", "report.html")

@@ -43,6 +43,7 @@ def index(root: str | Path) -> Path:
     rows = []
     for folder in reversed(store.open_store(root).folders()):
         row = {k: "" if v is None else v for k, v in store.summary(folder, root).items()}
+        row["started"] = _when(row)
         row["link"] = (
             quote(f"{row['run']}/report.html") if (folder / "report.html").is_file() else ""
         )
