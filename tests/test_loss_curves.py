@@ -13,6 +13,10 @@ from nsa.model.data import text
 from nsa.model.llama import LanguageModel
 from nsa.model.train import Trainer
 
+# torch.compile, which flex runs under, reads .grad of every input and hides the warning only from
+# the console.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 STEPS = 30
 PRECISIONS = ("fp32", "bf16")
 # flex_attention has no backward on a CPU.

@@ -123,12 +123,13 @@ def test_a_step_does_not_make_the_host_wait():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_does_not_wait_for_the_gpu(precision):
     watched = trainer(precision=precision, device="cuda")
     watched.step(0)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         watched.step(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
