@@ -17,6 +17,7 @@ from nsa.reference.compress import compress_keys
 from nsa.reference.nsa import BRANCHES, nsa
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 FORWARD_ONLY = {"flex"} if DEVICE == "cpu" else set()
 WITH_GRADIENT = [name for name in registry.names() if name not in FORWARD_ONLY]
 FAST = [name for name in WITH_GRADIENT if name != "sequential"]

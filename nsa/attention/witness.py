@@ -41,11 +41,11 @@ class Witness:
         """
         # An infinity norm lets NaN and inf through and needs no temporary of o's size.
         bad = ~torch.linalg.vector_norm(o.detach(), ord=float("inf")).isfinite()
-        here = place()
+        here = place(without="step")  # or a long run would hold a tensor a step
         before = self._non_finite.get(here)
         self._non_finite[here] = bad.int() if before is None else before + bad
         if o.device.type == "cpu" and bad:
-            self._warn(here)
+            self._warn(place())
 
     def non_finite(self) -> dict[str, int]:
         """Calls whose output held a non-finite value, by place. Waits for the GPU."""
@@ -125,6 +125,7 @@ def where(**place: int) -> Iterator[None]:
         _place.update(before)
 
 
-def place() -> str:
-    """The place in words, e.g. "layer 3, step 5"."""
-    return ", ".join(f"{name} {_place[name]}" for name in sorted(_place)) or "no place named"
+def place(without: str = "") -> str:
+    """The place in words, e.g. "layer 3, step 5"; `without` leaves one of its names out."""
+    named = [f"{name} {_place[name]}" for name in sorted(_place) if name != without]
+    return ", ".join(named) or "no place named"

@@ -1,0 +1,103 @@
+"""The path witness and the look-out for non-finite values."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from cases import Case, draw
+
+from nsa.attention import witness
+from nsa.attention.api import nsa_attention
+
+
+def call(poison=(), value=float("nan"), **options):
+    torch.manual_seed(7)
+    drawn = draw(Case(24), torch.float32)
+    with torch.no_grad():
+        for name in poison:
+            drawn.leaves[name][0, 5, 0, 0] = value
+    args, kwargs = drawn.arguments()
+    return nsa_attention(*args, **kwargs, **({"backend": "gather"} | options))
+
+
+def test_every_call_is_counted_by_branch_and_implementation():
+    with witness.recording() as seen:
+        for _ in range(3):
+            call()
+        call(backend="masked", branches=("win",))
+    assert seen.record() == {
+        "backends": {"gather": 3, "masked": 1},
+        "paths": {
+            "cmp": {"span-chunks": 3},
+            "score": {"score-chunks": 3},
+            "slc": {"gather-chunks": 3},
+            "win": {"dense-mask-matmul": 1, "span-chunks": 3},
+        },
+        "non_finite": {},
+    }
+    assert json.loads(json.dumps(seen.record())) == seen.record()
+
+
+def test_recordings_nest_and_close():
+    with witness.recording() as outer:
+        call()
+        with witness.recording() as inner:
+            call()
+    call()
+    assert inner.backends["gather"] == 1 and outer.backends["gather"] == 2
+
+
+def test_calls_outside_a_recording_are_counted_too():
+    before = witness.process().backends["packed"]
+    call(backend="packed")
+    assert witness.process().backends["packed"] == before + 1
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_strict_mode_names_branch_layer_and_step(branch, value):
+    with (
+        witness.where(step=5),
+        witness.where(layer=3),
+        pytest.raises(FloatingPointError, match=rf"branch '{branch}' at layer 3, step 5: \d+ of"),
+    ):
+        call(poison=(f"v_{branch}",), value=value, strict=True)
+
+
+def test_strict_mode_lets_finite_values_through():
+    assert torch.equal(call(strict=True), call())
+
+
+def test_a_non_finite_output_warns_once_and_is_counted():
+    with witness.recording() as seen, witness.where(layer=2, step=7):
+        with pytest.warns(RuntimeWarning, match=r"not finite \(layer 2, step 7\).*strict=True"):
+            call(poison=("v_win",))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(poison=("v_win",))
+            call()
+    assert seen.record()["non_finite"] == {"layer 2": 2}
+
+
+def test_a_gate_of_zero_does_not_hide_a_nan():
+    drawn = draw(Case(24), torch.float32)
+    with torch.no_grad():
+        drawn.leaves["gates"].zero_()
+        drawn.leaves["v_win"][0, 5, 0, 0] = float("nan")
+    args, kwargs = drawn.arguments()
+    with witness.recording() as seen, pytest.warns(RuntimeWarning):
+        nsa_attention(*args, **kwargs)
+    assert seen.non_finite() == {"no place named": 1}
+
+
+def test_places_end_with_their_block_also_after_an_error():
+    with pytest.raises(KeyError), witness.where(layer=1):
+        raise KeyError
+    assert witness.place() == "no place named"
+
+
+def test_autocast_does_not_reach_the_scores():
+    plain = call()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call(), plain)
