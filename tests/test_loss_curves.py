@@ -31,13 +31,9 @@ RUNS = [
     for device, backends in BACKENDS.items()
     for backend in backends
 ]
-# Nats. The fp32 rule on a GPU allows for sums of atomics, whose order Adam's steps amplify.
-ALLOWED = {
-    ("cpu", "fp32"): 1e-5,
-    ("cuda", "fp32"): 1e-3,
-    ("cpu", "bf16"): 0.01,
-    ("cuda", "bf16"): 0.02,
-}
+# Nats, of about 1.9 by which the loss falls. Rounding alone stays below 1e-6 in fp32, until it
+# decides a near-tie between two blocks and a query reads another one.
+ALLOWED = {"fp32": 3e-4, "bf16": 0.03}
 
 
 @cache
@@ -70,18 +66,20 @@ def distance(one, other):
 def test_the_loss_falls_by_the_same_amount_with_every_backend(backend, device, precision):
     losses = curve(backend, precision, device)
     assert losses[0] - losses[-1] > 1.0
-    assert distance(losses, curve("masked", precision, device)) < ALLOWED[device, precision]
+    assert distance(losses, curve("masked", precision, device)) < ALLOWED[precision]
 
 
 @pytest.mark.parametrize(("backend", "device"), RUNS)
 def test_bf16_falls_as_fp32_does(backend, device):
-    assert distance(curve(backend, "bf16", device), curve(backend, "fp32", device)) < 0.03
+    assert (
+        distance(curve(backend, "bf16", device), curve(backend, "fp32", device)) < ALLOWED["bf16"]
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_fp32_bound_tells_a_window_that_is_one_token_short(device):
     right, short = (curve("masked", "fp32", device, window) for window in (16, 15))
-    assert distance(right, short) > 5 * ALLOWED[device, "fp32"]
+    assert distance(right, short) > 5 * ALLOWED["fp32"]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -68,21 +68,25 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
-        nn.init.normal_(self.embed.weight, std=0.02)
-        nn.init.normal_(self.head.weight, std=0.02)
+        self._reset_ends()
         checkpoint.apply(self, config.checkpoint)
 
     def reset_parameters(self, seed: int) -> None:
         """Draw all weights anew from a generator of this seed on the weights' own device."""
         generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
-        nn.init.normal_(self.embed.weight, std=0.02, generator=generator)
+        self._reset_ends(generator)
         for block in self.blocks:
             block.attention.reset_parameters(generator)
             block.mlp.reset_parameters(generator)
             block.norm1.reset_parameters()
             block.norm2.reset_parameters()
         self.norm.reset_parameters()
-        nn.init.normal_(self.head.weight, std=0.02, generator=generator)
+
+    def _reset_ends(self, generator: torch.Generator | None = None) -> None:
+        nn.init.normal_(self.embed.weight, std=0.02, generator=generator)
+        # Logits of standard deviation 1/4 at any width: the first loss is ln(vocab) + 1/32.
+        std = 0.25 / sqrt(self.config.dim)
+        nn.init.normal_(self.head.weight, std=std, generator=generator)
 
     def forward(
         self,
