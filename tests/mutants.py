@@ -84,8 +84,8 @@ MUTANTS = (
         "chunked-scores-see-the-future",
         "the same in the chunked scorer: each query scored as if it were the last",
         "nsa/attention/scoring.py",
-        "span_scores(q[:, start:stop], seen, span, scale, start)",
-        "span_scores(q[:, start:stop], seen, span, scale, tokens)",
+        "span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)",
+        "span_scores(q[:, rows], k_cmp[:, keys], span, scale, q.shape[1])",
         (BACKENDS + "test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one",),
     ),
     Mutant(

@@ -237,8 +237,7 @@ def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
     """Small chunks on a small shape take the same path as real ones on a long sequence."""
     monkeypatch.setattr("nsa.attention.backends.gather.ELEMENTS", 1)
     monkeypatch.setattr("nsa.attention.backends.packed.ELEMENTS", 1)
-    monkeypatch.setattr("nsa.attention.span.ROWS", 7)
-    monkeypatch.setattr("nsa.attention.scoring.ROWS", 7)
+    monkeypatch.setattr("nsa.attention.span.ELEMENTS", 3000)
     check(backend, replace(CASES[8], batch=2), torch.float32, with_gradient=True)
 
 

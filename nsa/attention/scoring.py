@@ -1,11 +1,11 @@
-"""Selection without a T x C or T x NB tensor: scores, Eq. 9-11, ROWS queries at a time."""
+"""Selection without a T x C or T x NB tensor: scores, Eq. 9-11, a chunk of queries at a time."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.products import probs_from
-from nsa.attention.span import ROWS, compressed_span, span_scores
+from nsa.attention.span import compressed_span, span_chunks, span_scores
 from nsa.blocks import count_selectable, overlap_band
 from nsa.config import NSAConfig
 from nsa.reference.select import select
@@ -17,17 +17,16 @@ def select_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float) -> 
 
     q is [B, T, HQ, D] and k_cmp [B, C, HKV, D]. No gradient flows through the selection.
     """
-    tokens = q.shape[1]
     span = compressed_span(config)
     chunks = []
-    for start in range(0, tokens, ROWS):
-        stop = min(start + ROWS, tokens)
-        seen = k_cmp[:, : span.seen(stop - 1)[1]]
-        scores = span_scores(q[:, start:stop], seen, span, scale, start)  # [B*HKV, G, M, S]
+    for rows, keys in span_chunks(q, span):
+        scores = span_scores(
+            q[:, rows], k_cmp[:, keys], span, scale, rows.start
+        )  # [B*HKV, G, M, S]
         p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
-        importance = pool(p_cmp, count_selectable(stop, config), config)
+        importance = pool(p_cmp, count_selectable(rows.stop, config), config)
         importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-        chunks.append(select(importance, config, first_position=start))
+        chunks.append(select(importance, config, first_position=rows.start))
     return torch.cat(chunks, dim=1)
 
 

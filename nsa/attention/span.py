@@ -2,9 +2,11 @@
 
 Key s stands for the tokens [s stride, s stride + length); the query at position t sees the keys
 that have ended by t, the newest `lookback` of them. A token is a block of length and stride 1.
-Queries are taken ROWS at a time, so memory beyond inputs and outputs is ROWS x run, not T x T.
+Queries are taken so many at a time that their scores fill about ELEMENTS elements, so memory beyond
+inputs and outputs is bounded, not T x T.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from nsa.attention.products import by_kv_head, by_query, dot, probs_from, wide
 from nsa.config import NSAConfig
 
-ROWS = 128
+ELEMENTS = 1 << 22  # scores held at once; the more, the fewer and larger the launches
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class _SpanAttention(torch.autograd.Function):
         kv_heads = k.shape[2]
         o = q.new_empty(batch, tokens, heads, v.shape[3])
         lse = q.new_empty(batch * kv_heads, heads // kv_heads, tokens, dtype=wide(q.dtype))
-        for rows, keys in _chunks(tokens, span):
+        for rows, keys in span_chunks(q, span):
             scores = span_scores(q[:, rows], k[:, keys], span, scale, rows.start)
             lse[..., rows] = torch.logsumexp(scores, dim=-1)
             probs = probs_from(scores, lse[..., rows]).to(v.dtype).flatten(1, 2)
@@ -92,7 +94,7 @@ class _SpanAttention(torch.autograd.Function):
         dq = torch.empty_like(q)
         dk = torch.zeros(_flat_shape(k), dtype=accumulate, device=k.device)
         dv = torch.zeros(_flat_shape(v), dtype=accumulate, device=v.device)
-        for rows, keys in _chunks(q.shape[1], ctx.span):
+        for rows, keys in span_chunks(q, ctx.span):
             count = rows.stop - rows.start
             scores = span_scores(q[:, rows], k[:, keys], ctx.span, ctx.scale, rows.start)
             probs = probs_from(scores, lse[..., rows]).flatten(1, 2)
@@ -108,10 +110,18 @@ class _SpanAttention(torch.autograd.Function):
         return dq, _unflat(dk, k), _unflat(dv, v), None, None
 
 
-def _chunks(tokens: int, span: Span):
-    """(rows, keys): ROWS queries at a time and the keys that any of them sees."""
-    for start in range(0, tokens, ROWS):
-        stop = min(start + ROWS, tokens)
+def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
+    """(rows, keys): as many queries as ELEMENTS allows and the keys that any of them sees."""
+    batch, tokens, heads, _ = q.shape
+    longest = span.seen(tokens - 1)[1]
+    most = tokens
+    if span.lookback is not None and span.lookback < longest:
+        # Rows see lookback keys each and lookback + rows together: more rows would mask the most.
+        most = max(span.lookback, 128)
+        longest = span.lookback + most
+    step = max(1, min(most, ELEMENTS // (batch * heads * max(longest, 1))))
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
         yield slice(start, stop), slice(span.seen(start)[0], span.seen(stop - 1)[1])
 
 

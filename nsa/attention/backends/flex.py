@@ -139,7 +139,8 @@ def _flex_attention(compiled: bool) -> Callable:
     from torch.nn.attention import flex_attention as module
 
     if compiled:
-        return torch.compile(module.flex_attention, fullgraph=True)
+        # Each shape by itself: kernels for any T asked for more shared memory than an H200 has.
+        return torch.compile(module.flex_attention, fullgraph=True, dynamic=False)
     return module.flex_attention
 
 

@@ -14,7 +14,7 @@ from nsa.attention.registry import Backend, Note
 from nsa.attention.runs import run_with_selected
 
 # Gathered key and value elements held at once; the more, the fewer and larger the launches.
-ELEMENTS = 1 << 24
+ELEMENTS = 1 << 25
 
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
