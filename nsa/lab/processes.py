@@ -1,0 +1,51 @@
+"""Find and end every process that a trial started, however far it went from it. Linux only.
+
+A worker may live in a session of its own, or outlive its parent and be adopted by init, so neither
+process groups nor the tree of parents is enough. Each inherits the trial's environment, though: a
+cookie in it finds them, and whoever dropped the environment is found below one that did not.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+COOKIE = "NSA_TRIAL_COOKIE"
+
+
+def family(cookie: str, root: int | None = None) -> set[int]:
+    """Live processes that carry `cookie`, `root`, and all their descendants."""
+    mark = f"{COOKIE}={cookie}".encode()
+    parents: dict[int, int] = {}
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        # It may end, or belong to somebody else, between any two of these reads.
+        with contextlib.suppress(OSError, IndexError):
+            # after "pid (name) ", where the name may hold anything: state, parent, ...
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state in "ZX":
+                continue
+            pid = int(folder.name)
+            parents[pid] = int(parent)
+            if pid == root or mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    grew = True
+    while grew:
+        below = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= below
+        grew = bool(below)
+    return found - {os.getpid()}
+
+
+def end_family(cookie: str, root: int | None = None, within_s: float = 5.0) -> set[int]:
+    """SIGKILL all of them, again until none is left; returns those left after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while left := family(cookie, root):
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return left

@@ -1,0 +1,211 @@
+"""Runs one function in a child process and tells how that ended, whatever happened in there."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa.lab import child, processes
+from nsa.lab.out_of_memory import kernel_kills
+
+STATUSES = ("ok", "oom", "timeout", "crash", "error")
+_POLL_S = 0.02
+_STACK_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
+_TERM_S = 2.0
+_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended.
+
+    status: "ok"; "oom", out of device or host memory; "timeout", still running at its deadline
+    (which does not say why); "crash", ended by a signal; "error", an exception or an early exit.
+    result: what the function returned, for "ok" only. message: one line, empty for "ok".
+    evidence: the traceback's tail, the stacks at the deadline, or the tail of stderr.
+    """
+
+    status: str
+    result: dict | None
+    seconds: float
+    message: str
+    returncode: int | None
+    evidence: str = ""
+
+
+class Stopped(Exception):
+    """The caller asked for the trial to end; it has, with all it started."""
+
+
+def run_child(
+    entry: str,
+    spec: dict,
+    *,
+    deadline_s: float,
+    folder: str | Path | None = None,
+    env: dict[str, str] | None = None,
+    stop: threading.Event | None = None,
+) -> Outcome:
+    """Calls `entry` ("package.module:function") with `spec` in a new Python process.
+
+    The child finds the modules that this process finds, lives in a session of its own, and is ended
+    with everything it started when it returns, when `deadline_s` (start-up included) has passed,
+    when this process dies, or when `stop` is set. `env` is added to this process's environment;
+    `folder` keeps spec.json, result.json, stdout.txt and stderr.txt (None: nothing is kept).
+
+    Raises ValueError for an entry that does not exist, a spec that is no JSON, or a deadline that
+    is not positive; Stopped after `stop`; nothing for how the child ended.
+    """
+    _check_entry(entry)
+    if not deadline_s > 0:
+        raise ValueError(f"deadline_s={deadline_s} must be greater than 0 seconds")
+    try:
+        text = json.dumps(spec, indent=1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the spec of {entry} must fit JSON: {error}") from None
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="nsa-trial-") as temporary:
+            return _run(entry, text, deadline_s, Path(temporary), env or {}, stop)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return _run(entry, text, deadline_s, Path(folder).resolve(), env or {}, stop)
+
+
+def _run(
+    entry: str,
+    spec: str,
+    deadline_s: float,
+    folder: Path,
+    env: dict[str, str],
+    stop: threading.Event | None,
+) -> Outcome:
+    (folder / "spec.json").write_text(spec, encoding="utf-8")
+    (folder / "result.json").unlink(missing_ok=True)
+    cookie = uuid.uuid4().hex
+    kills_before = kernel_kills()
+    started = time.monotonic()
+    with open(folder / "stdout.txt", "wb") as out, open(folder / "stderr.txt", "wb") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", "nsa.lab.child", entry]
+            + [str(folder / "spec.json"), str(folder / "result.json")],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            env=_environment(env, cookie),
+        )
+    stacks = None
+    try:
+        while process.poll() is None:
+            if stop is not None and stop.is_set():
+                raise Stopped(f"{entry} was stopped")
+            if time.monotonic() - started > deadline_s:
+                stacks = _stacks(process, folder / "stderr.txt")
+                _terminate(process)
+                break
+            time.sleep(_POLL_S)
+    finally:
+        seconds = time.monotonic() - started
+        processes.end_family(cookie, process.pid if process.returncode is None else None)
+        process.wait()
+    if stacks is not None:
+        message = f"still running after {deadline_s:g} s"
+        return Outcome("timeout", None, seconds, message, process.returncode, stacks)
+    return _judge(entry, process.returncode, folder, seconds, kills_before)
+
+
+def _judge(
+    entry: str, returncode: int, folder: Path, seconds: float, kills_before: int | None
+) -> Outcome:
+    try:
+        left = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        left = {}
+    if left.get("status") == "bad entry":
+        raise ValueError(f"{entry!r} cannot be run: {left['message']}")
+    if returncode < 0:
+        name = _signal_name(-returncode)
+        evidence = _tail(folder / "stderr.txt")
+        killed = returncode == -signal.SIGKILL and (kernel_kills() or 0) > (kills_before or 0)
+        if killed:
+            message = "killed by the kernel: the host's memory, or this group's, was used up"
+            return Outcome("oom", None, seconds, message, returncode, evidence)
+        return Outcome("crash", None, seconds, f"ended by {name}", returncode, evidence)
+    if not left:
+        message = f"exited with {returncode} before it had a result"
+        return Outcome("error", None, seconds, message, returncode, _tail(folder / "stderr.txt"))
+    if left["status"] == "ok":
+        return Outcome("ok", left["result"], seconds, "", returncode)
+    return Outcome(left["status"], None, seconds, left["message"], returncode, left["traceback"])
+
+
+def _environment(env: dict[str, str], cookie: str) -> dict[str, str]:
+    import nsa
+
+    home = str(Path(nsa.__file__).parents[1])
+    given = {**os.environ, **env}
+    paths = [home, *filter(None, given.get("PYTHONPATH", "").split(os.pathsep))]
+    return given | {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        child.PATH: json.dumps([os.path.abspath(place) for place in sys.path]),
+        child.PARENT: str(os.getpid()),
+        processes.COOKIE: cookie,
+    }
+
+
+def _stacks(process: subprocess.Popen, stderr: Path) -> str:
+    """Every thread's Python stack, which faulthandler writes even while the GIL is held."""
+    before = stderr.stat().st_size
+    with contextlib.suppress(OSError):
+        process.send_signal(signal.SIGUSR1)
+    seen = before
+    for _ in range(round(_STACK_S / 0.05)):
+        time.sleep(0.05)
+        now = stderr.stat().st_size
+        if now > before and now == seen:
+            break
+        seen = now
+    with open(stderr, "rb") as file:
+        file.seek(before)
+        return file.read(4 * _TAIL_BYTES).decode(errors="replace")
+
+
+def _terminate(process: subprocess.Popen) -> None:
+    with contextlib.suppress(OSError):
+        process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_TERM_S)
+
+
+def _check_entry(entry: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", entry):
+        raise ValueError(f"entry={entry!r} is not of the form 'package.module:function'")
+    module = entry.partition(":")[0]
+    try:
+        found = module in sys.modules or importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ValueError(f"entry={entry!r}: there is no module {module}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _tail(file: Path) -> str:
+    with open(file, "rb") as stream:
+        stream.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        return stream.read().decode(errors="replace")
