@@ -17,7 +17,8 @@ def assert_as_accurate(
     same_dtype: the reference in got's dtype, on the same inputs; its error is the measuring stick.
     exact: the reference in float64. A quarter of the dtype's epsilon, relative to the largest (or
     mean) exact value, is granted on top, for results that plain torch happens to get exactly right;
-    and four fp32 epsilons of `magnitude`, the size of terms that cancel on the way to this result.
+    and four fp32 epsilons of the largest value or of `magnitude`, the size of terms that cancel on
+    the way to this result: statistics are fp32 in every dtype.
     A result that is exactly 0 because its terms cancel is held to the dtype's epsilon of them.
     """
     assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(exact.shape)}"
@@ -27,7 +28,7 @@ def assert_as_accurate(
     size = exact.abs()
     cancels = size.max() < 1e-9 * magnitude
     statistics = torch.promote_types(same_dtype.dtype, torch.float32)
-    noise = magnitude * (4 * grain if cancels else 4 * torch.finfo(statistics).eps)
+    noise = 4 * (grain if cancels else torch.finfo(statistics).eps) * max(magnitude, size.max())
     for kind, error, stick, scale in (
         ("worst", ours.max(), torchs.max(), size.max()),
         ("mean", ours.mean(), torchs.mean(), size.mean()),

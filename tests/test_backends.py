@@ -68,9 +68,11 @@ def check(backend, case, dtype, with_gradient):
     assert_as_accurate("o", got[0], same_dtype[0], exact[0])
     largest = max((float(x.abs().max()) for x in exact[1].values()), default=0.0)
     for name in got[1]:
-        assert_as_accurate(
-            f"d_{name}", got[1][name], same_dtype[1][name], exact[1][name], magnitude=largest
-        )
+        # Softmax does not see a shift of all keys: what shifts them has a gradient that is the
+        # small difference of large terms, and twice of next to nothing is no measure for it.
+        slack = 4.0 if name in ("phi_key_position", "phi_key_bias2") else 2.0
+        results = (got[1][name], same_dtype[1][name], exact[1][name])
+        assert_as_accurate(f"d_{name}", *results, slack=slack, magnitude=largest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -143,8 +145,8 @@ def test_no_query_sees_the_future_also_when_the_window_is_shorter_than_the_seque
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
 def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backend):
     """One-key attention and a truncated window both pass tests that only look for leaks."""
-    drawn = draw(Case(40, kv_heads=1, group=1, config=NSAConfig(4, 2, 8, 5, window=40)))
-    drawn = drawn.to(torch.float32)
+    config = NSAConfig(4, 2, 8, 5, window=40)
+    drawn = draw(Case(40, kv_heads=1, group=1, config=config), torch.float32, DEVICE)
     o = attend(drawn, backend)
     for branch in BRANCHES:
         k, v = torch.autograd.grad(
@@ -259,12 +261,23 @@ def test_flex_visits_every_tile_that_holds_a_selected_key(config):
 
 
 def test_auto_takes_the_first_that_can_and_says_why_the_others_declined():
-    drawn = draw(Case(30), torch.float32)
-    args, kwargs = drawn.arguments()
+    args, kwargs = draw(Case(30), torch.float32).arguments()
     with witness.recording() as seen:
         nsa_attention(*args, **kwargs)
-    assert list(seen.backends) == ["gather"]
-    assert explain(*args).startswith("auto takes gather:")
+    assert list(seen.backends) == ["packed"]
+    why = explain(*args)
+    assert why.startswith("auto takes packed:") and "flex declined: flex_attention has no" in why
+    with torch.no_grad():
+        assert "flex declined: computes T x T scores on a CPU" in explain(*args)
+
+
+@pytest.mark.parametrize("backend", ["gather", "packed"])
+def test_a_backward_under_autocast_keeps_its_dtypes(backend):
+    drawn = draw(Case(30), torch.float32, DEVICE)
+    plain = torch.autograd.grad(attend(drawn, backend).sum(), drawn.leaves["q"])[0]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        again = torch.autograd.grad(attend(drawn, backend).sum(), drawn.leaves["q"])[0]
+    torch.testing.assert_close(again, plain)
 
 
 def test_auto_never_takes_the_exhibit(monkeypatch):

@@ -1,7 +1,21 @@
 """Matrix products and softmax statistics that the blockwise backends share. No autograd here."""
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 from torch import Tensor
+
+
+def without_autocast(backward: Callable) -> Callable:
+    """A Function's backward that keeps its own dtypes when loss.backward() runs under autocast."""
+
+    @wraps(backward)
+    def run(ctx, do):
+        with torch.autocast(do.device.type, enabled=False):
+            return backward(ctx, do)
+
+    return run
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -25,11 +25,12 @@ class Backend:
     why_not: Callable[[Inputs], list[str]]
     summary: str
     quadratic: bool  # holds a T x T tensor per head
-    exhibit: bool = False  # kept to be looked at: `auto` never takes it
+    # Reasons for which `auto` passes over it although it would run.
+    not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
 
 
 # The order in which `auto` prefers them.
-_MODULES = ("gather", "packed", "flex", "sdpa", "masked", "sequential")
+_MODULES = ("flex", "packed", "gather", "sdpa", "masked", "sequential")
 
 
 def backends() -> tuple[Backend, ...]:
@@ -77,7 +78,7 @@ def choose(inputs: Inputs) -> Choice:
     """The first backend in order of preference that takes the inputs, with the others' reasons."""
     declined: dict[str, list[str]] = {}
     for backend in backends():
-        reasons = ["an exhibit, only by name"] if backend.exhibit else backend.why_not(inputs)
+        reasons = [*backend.why_not(inputs), *backend.not_for_auto(inputs)]
         if not reasons:
             return Choice(backend, declined)
         declined[backend.name] = reasons

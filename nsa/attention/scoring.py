@@ -20,9 +20,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float) -> 
     span = compressed_span(config)
     chunks = []
     for rows, keys in span_chunks(q, span):
-        scores = span_scores(
-            q[:, rows], k_cmp[:, keys], span, scale, rows.start
-        )  # [B*HKV, G, M, S]
+        # [B*HKV, G, M, S], then [B*HKV, M, S]
+        scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)
         p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
         importance = pool(p_cmp, count_selectable(rows.stop, config), config)
         importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)

@@ -123,6 +123,8 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
     with torch._dynamo.config.patch(recompile_limit=256), warnings.catch_warnings():
         # The docstring and the path witness say "uncompiled" where torch would warn of it.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        # Dynamo looks at inputs that are no leaves, and hides this from the console only.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         o = _flex_attention(q.is_cuda)(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -166,6 +168,7 @@ BACKEND = Backend(
     "flex",
     run,
     why_not,
+    not_for_auto=lambda inputs: [] if inputs.q.is_cuda else ["computes T x T scores on a CPU"],
     summary="flex_attention with block-sparse masks; linear memory on a GPU, forward only on a CPU",
     quadratic=False,
 )

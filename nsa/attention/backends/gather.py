@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import dot, probs_from, wide
+from nsa.attention.products import dot, probs_from, wide, without_autocast
 from nsa.attention.registry import Backend, Note
 from nsa.attention.runs import run_with_selected
 
 # Gathered key and value elements held at once; the more, the fewer and larger the launches.
-ELEMENTS = 1 << 25
+ELEMENTS = 1 << 24
 
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
@@ -48,6 +48,7 @@ class _GatherAttention(torch.autograd.Function):
         return o
 
     @staticmethod
+    @without_autocast
     def backward(ctx, do):
         q, k, v, blocks, lse = ctx.saved_tensors
         accumulate, kv_heads = wide(q.dtype), k.shape[2]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import dot, probs_from, wide
+from nsa.attention.products import dot, probs_from, wide, without_autocast
 from nsa.attention.registry import Backend, Note
 from nsa.attention.runs import run_with_selected
 from nsa.blocks import count_selectable
@@ -70,6 +70,7 @@ class _PackedAttention(torch.autograd.Function):
         return o.to(q.dtype).view(*q.shape[:3], v.shape[3])
 
     @staticmethod
+    @without_autocast
     def backward(ctx, do):
         q, k, v, blocks, o, lse = ctx.saved_tensors
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)

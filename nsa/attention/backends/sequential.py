@@ -97,5 +97,5 @@ BACKEND = Backend(
     why_not=lambda inputs: [],
     summary="one token at a time, as the case study ran; an exhibit",
     quadratic=True,
-    exhibit=True,
+    not_for_auto=lambda inputs: ["an exhibit, only by name"],
 )
