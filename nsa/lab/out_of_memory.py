@@ -1,4 +1,4 @@
-"""Recognising a process that ran out of memory, from what it said or from what the kernel counted."""
+"""Did a process run out of memory? From what it said, and from what the kernel counted."""
 
 import errno
 from pathlib import Path

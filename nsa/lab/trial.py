@@ -95,8 +95,10 @@ def _run(
     started = time.monotonic()
     with open(folder / "stdout.txt", "wb") as out, open(folder / "stderr.txt", "wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "nsa.lab.child", entry]
-            + [str(folder / "spec.json"), str(folder / "result.json")],
+            [
+                *(sys.executable, "-X", "faulthandler", "-m", "nsa.lab.child"),
+                *(entry, str(folder / "spec.json"), str(folder / "result.json")),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

@@ -1,0 +1,173 @@
+"""From a stream of allocations and frees to peaks by phase and by category. No device, no torch.
+
+Addresses are reused all the time, so a stream is first turned into blocks, each with a size, a
+birth and a death; categories belong to blocks.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "inputs",  # allocated while the data came, alive when that ended
+    "activations",  # allocated during the forward, alive when it ended
+    "temporaries",  # the rest of what was allocated
+    "resident",  # alive before, and none of the first three: caches, workspaces
+)
+_KEPT = {"data": "inputs", "forward": "activations"}
+_FREE = -1
+
+
+class Stream:
+    """What an allocator did, in order, with marks where a phase starts and tags for known blocks.
+
+    16 bytes an event. Everything before the first mark is there when the recording starts.
+    """
+
+    def __init__(self) -> None:
+        self.addresses = array("q")
+        self.sizes = array("q")  # bytes; a free has -1
+        self.marks: list[tuple[int, str]] = []
+        self.tags: list[tuple[int, str, frozenset[int]]] = []
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def alloc(self, address: int, size: int) -> None:
+        self.addresses.append(address)
+        self.sizes.append(size)
+
+    def free(self, address: int) -> None:
+        self.alloc(address, _FREE)
+
+    def mark(self, phase: str) -> None:
+        """The phase starts here; "end" belongs to none. A phase may come more than once."""
+        self.marks.append((len(self), phase))
+
+    def tag(self, category: str, addresses: Iterable[int]) -> None:
+        """The blocks that now live at these addresses are of that category, from their birth on."""
+        if category not in CATEGORIES:
+            raise ValueError(f"no category {category!r}; there are {', '.join(CATEGORIES)}")
+        self.tags.append((len(self), category, frozenset(addresses)))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes alive at one moment, and whose they were then; they sum to `bytes`."""
+
+    bytes: int
+    by_category: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """`peak` over all phases, `phases` each on its own, and `held`: the most of each category.
+
+    `unknown_frees` were of addresses never allocated; `lost_bytes` are of blocks whose free had to
+    be inferred from their address being given out again. Both are 0 for a stream that is whole.
+    """
+
+    peak: Peak
+    phases: dict[str, Peak]
+    held: dict[str, int]
+    unknown_frees: int
+    lost_bytes: int
+
+
+def replay(stream: Stream) -> Replay:
+    """Runs through the stream. A phase's peak includes what was alive when it started.
+
+    ValueError for a stream without a phase.
+    """
+    spans = _spans(stream)
+    if not spans:
+        raise ValueError("the stream marks no phase; call mark(phase) where each one starts")
+    sizes, born, died, tagged, unknown, lost = _blocks(stream)
+    categories = _categories(born, died, tagged, spans, stream.marks[0][0])
+
+    def level(chosen) -> np.ndarray:
+        """Bytes alive in the chosen blocks after 0, 1, ... events."""
+        deltas = np.zeros(len(stream) + 1, dtype=np.int64)
+        np.add.at(deltas, born[chosen] + 1, sizes[chosen])
+        freed = chosen & (died <= len(stream))
+        np.subtract.at(deltas, died[freed], sizes[freed])
+        return np.cumsum(deltas)
+
+    total = level(np.full(len(sizes), True))
+
+    def peak(start: int, end: int) -> Peak:
+        at = start + int(np.argmax(total[start : end + 1]))
+        alive = (born < at) & (died > at)
+        by_category = {
+            name: int(sizes[alive & (categories == i)].sum()) for i, name in enumerate(CATEGORIES)
+        }
+        return Peak(int(total[at]), by_category)
+
+    phases: dict[str, Peak] = {}
+    for phase, start, end in spans:
+        found = peak(start, end)
+        if phase not in phases or found.bytes > phases[phase].bytes:
+            phases[phase] = found
+    held = {}
+    for i, name in enumerate(CATEGORIES):  # one at a time: a stream may have 10^7 events
+        bytes_held = level(categories == i)
+        held[name] = max(int(bytes_held[start : end + 1].max()) for _, start, end in spans)
+    return Replay(max(phases.values(), key=lambda p: p.bytes), phases, held, unknown, lost)
+
+
+def _spans(stream: Stream) -> list[tuple[str, int, int]]:
+    ends = [position for position, _ in stream.marks[1:]] + [len(stream)]
+    marks = zip(stream.marks, ends, strict=False)
+    return [(phase, start, end) for (start, phase), end in marks if phase != "end"]
+
+
+def _blocks(stream: Stream):
+    """Sizes [N], births and deaths [N] as event counts (len + 1: never), tags [N] (-1: none)."""
+    sizes, born, died, tagged = array("q"), array("q"), array("q"), array("b")
+    live: dict[int, int] = {}
+    unknown = lost = 0
+    never = len(stream) + 1
+    events = zip(stream.addresses, stream.sizes, strict=True)
+    position = 0
+
+    def apply(until: int) -> None:
+        nonlocal position, unknown, lost
+        while position < until:
+            address, size = next(events)
+            block = live.pop(address, None)
+            if size == _FREE:
+                unknown += block is None
+            else:
+                lost += sizes[block] if block is not None else 0
+                live[address] = len(sizes)
+                sizes.append(size)
+                born.append(position)
+                died.append(never)
+                tagged.append(-1)
+            position += 1
+            if block is not None:
+                died[block] = position
+
+    for where, category, addresses in stream.tags:
+        apply(where)
+        for address in addresses:
+            if address in live:
+                tagged[live[address]] = CATEGORIES.index(category)
+    apply(len(stream))
+    arrays = (np.array(x, dtype=np.int64) for x in (sizes, born, died, tagged))
+    return (*arrays, unknown, lost)
+
+
+def _categories(born, died, tagged, spans, start):
+    found = np.full(len(born), CATEGORIES.index("temporaries"))
+    for phase, begin, end in spans:
+        if phase in _KEPT:
+            kept = (born >= begin) & (born < end) & (died > end)
+            found[kept] = CATEGORIES.index(_KEPT[phase])
+    found[born < start] = CATEGORIES.index("resident")
+    return np.where(tagged >= 0, tagged, found)
