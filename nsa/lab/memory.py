@@ -16,16 +16,9 @@ from nsa.lab.trial import Outcome, Stopped, run_child
 
 ENTRY = "nsa.lab.training_step:measure_cell"
 PHASES = ("data", "forward", "backward", "optimizer")
-_NUMBERS = (
-    "step_ms",
-    "parameters",
-    "peak_mib",
-    "reserved_mib",
-    "first_step_peak_mib",
-    "recorded_s",
-)
+_SIZES = ("peak_mib", "reserved_mib", "first_step_peak_mib", *(f"{phase}_mib" for phase in PHASES))
 _EMPTY = {
-    **dict.fromkeys((*_NUMBERS, *(f"{phase}_mib" for phase in PHASES)), math.nan),
+    **dict.fromkeys(("parameters", "step_ms", "recorded_s", *_SIZES), math.nan),
     **{name: {} for name in ("by_category_mib", "by_phase_category_mib", "held_mib")},
     **{"cross_check": {}, "losses": [], "step_ms_each": [], "witness": None, "model": None},
     **{"device_name": "", "torch": "", "threads": None},
@@ -46,9 +39,9 @@ def measure(
 
     A row has the cell's fields, `outcome` (of trial.STATUSES), `message`, `evidence`, `seconds`,
     `alone` (nobody ran beside it), and the measured values of `training_step.measure_cell`, NaN or
-    empty where the outcome is not "ok". `timing` is "absolute" on a GPU and "ratio" on a CPU, whose
-    times may only be compared with each other. A cell that ran out of memory beside others is run
-    again alone before that counts.
+    empty where the outcome is not "ok". `timing` is "absolute" on a GPU, "ratio" on a CPU, whose
+    times may only be compared with each other, and "contended" where others ran beside it. A cell
+    that ran out of memory beside others is run again alone before that counts.
 
     threads: torch's CPU threads in each child (None: torch's own choice). folder: keeps each
     trial's files in a folder of its own. progress: one line a cell on stderr, and a bar below them
@@ -84,6 +77,7 @@ class _Sweep:
         self.stop = threading.Event()
 
     def run(self, numbers: list[int], workers: int, say) -> None:
+        alone = min(workers, len(numbers)) == 1
         with ThreadPoolExecutor(workers) as pool:
             jobs = {pool.submit(self._trial, number): number for number in numbers}
             try:
@@ -92,9 +86,7 @@ class _Sweep:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     for job in done:
                         number = jobs[job]
-                        self.rows[number] = row_of(
-                            self.cells[number], job.result(), alone=workers == 1
-                        )
+                        self.rows[number] = row_of(self.cells[number], job.result(), alone)
                         say(line_of(self.cells[number], self.rows[number]), number)
             except BaseException:
                 self.stop.set()
@@ -123,7 +115,7 @@ def row_of(cell: Cell, outcome: Outcome, alone: bool = True) -> dict:
         "evidence": outcome.evidence,
         "seconds": outcome.seconds,
         "alone": alone,
-        "timing": "absolute" if cell.device == "cuda" else "ratio",
+        "timing": "contended" if not alone else "absolute" if cell.device == "cuda" else "ratio",
         **_EMPTY,
         **(outcome.result or {}),
     }
@@ -150,18 +142,10 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
 def _metrics(row: dict) -> Iterator[dict]:
     from nsa.lab.allocations import CATEGORIES
 
-    named = [f for f in Cell.__dataclass_fields__ if f not in ("tokens", "backend")]
-    also = (
-        "outcome",
-        "message",
-        "alone",
-        "timing",
-        "parameters",
-        "cross_check",
-        "witness",
-        "model",
-    )
-    config = {name: row[name] for name in (*named, *also)}
+    fields = [name for name in Cell.__dataclass_fields__ if name not in ("tokens", "backend")]
+    fields += ["outcome", "message", "alone", "timing"]
+    fields += ["parameters", "cross_check", "witness", "model"]
+    config = {name: row[name] for name in fields}
     values = {("peak_memory", "MiB", "step"): row["peak_mib"]}
     values |= {("peak_memory", "MiB", phase): row[f"{phase}_mib"] for phase in PHASES[1:]}
     values |= {

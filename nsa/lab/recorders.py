@@ -1,4 +1,4 @@
-"""What a step allocates, recorded: on a CPU from torch's allocator, on a GPU from the driver's side.
+"""What a step allocates, recorded from torch's own allocators, on a CPU or a CUDA device.
 
 A recorder is an observer of any loop that announces its phases through on_phase(name, step):
 
@@ -93,7 +93,7 @@ class Recorder:
 
 
 class CpuRecorder(Recorder):
-    """Allocator events through torch.profiler, about 7 us each. Not the process's resident memory.
+    """Allocator events through torch.profiler, about 8 us each. Not the process's resident memory.
 
     Only memory events are recorded: with operations, one event would cost three times as much.
     What a library allocates behind torch's back (oneDNN's scratch, Python's objects) is not seen.

@@ -31,10 +31,7 @@ def measure_cell(spec: dict) -> dict:
         torch.set_num_threads(spec["threads"])
     config = cell.config()
     model = LanguageModel(config)
-    if cell.data == "text":
-        data = text(seed=cell.seed)
-    else:
-        data = synthetic(cell.seed, config.vocab)
+    data = text(seed=cell.seed) if cell.data == "text" else synthetic(cell.seed, config.vocab)
     progress = _Progress()
     trainer = Trainer(
         model,
