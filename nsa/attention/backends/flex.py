@@ -20,7 +20,7 @@ from nsa.blocks import count_selectable
 from nsa.reference.compress import compress_keys, compress_values
 
 TILE = 128  # queries and keys under one entry of the block mask
-WORD = 63  # blocks in one int64 of the selection's bits; the sign bit stays free
+WORD = 8  # blocks in one byte of the selection's bits; wider words overflow shared memory
 
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def _attend_selected(inputs: Inputs, blocks: Tensor) -> Tensor:
 
     def visible(b, h, t, s):
         j = s // size
-        chosen = (bits[b, t, h // group, j // WORD] >> (j % WORD)) & 1
+        chosen = (bits[b, t, h // group, j // WORD].to(torch.int32) >> (j % WORD)) & 1
         return (chosen == 1) & (s <= t)
 
     tiles = selection_tiles(blocks, k.shape[1], size).repeat_interleave(group, dim=1)
@@ -78,14 +78,14 @@ def _attend_selected(inputs: Inputs, blocks: Tensor) -> Tensor:
 
 
 def selection_bits(blocks: Tensor, count: int) -> Tensor:
-    """[B, T, HKV, words] int64: bit j % WORD of word j // WORD says "block j chosen"."""
-    words = torch.zeros(
-        *blocks.shape[:3], count // WORD + 1, dtype=torch.long, device=blocks.device
-    )
+    """[B, T, HKV, words] uint8: bit j % WORD of word j // WORD says "block j chosen"."""
+    shape = (*blocks.shape[:3], -(-count // WORD))
+    words = torch.zeros(shape, dtype=torch.uint8, device=blocks.device)
     wanted = blocks >= 0
     wanted[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # a repeated block sets its bit once
     j = blocks.long().clamp(min=0)
-    return words.scatter_add(-1, j // WORD, torch.where(wanted, 1 << (j % WORD), 0))
+    bits = torch.where(wanted, 1 << (j % WORD), 0).to(torch.uint8)
+    return words.scatter_add(-1, j // WORD, bits)
 
 
 def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
@@ -132,6 +132,8 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
             block_mask=mask,
             scale=inputs.scale,
             enable_gqa=inputs.group > 1,
+            # The decoding kernel that "AUTO" takes for short T has no choice for some groups.
+            kernel_options={"BACKEND": "TRITON"},
         )
     return o.transpose(1, 2)
 
