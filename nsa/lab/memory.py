@@ -83,7 +83,8 @@ class _Sweep:
             try:
                 waiting: set[Future] = set(jobs)
                 while waiting:
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    # Woken now and then, because an interrupt may reach another thread than this.
+                    done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                     for job in done:
                         number = jobs[job]
                         self.rows[number] = row_of(self.cells[number], job.result(), alone)
