@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -90,9 +91,10 @@ def test_a_cell_that_lacked_memory_only_beside_others_counts_alone(tmp_path, mon
     assert len((tmp_path / "log").read_text().splitlines()) == 2
 
 
-def test_a_cell_that_ran_alone_is_not_run_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_cell_that_ran_alone_is_not_run_again(tmp_path, monkeypatch, workers):
     monkeypatch.setenv("NSA_TEST_LOG", str(tmp_path / "log"))
-    rows = measure([cell(seed=5)], deadline_s=30, entry=FAKE, progress=False)
+    rows = measure([cell(seed=5)], deadline_s=30, workers=workers, entry=FAKE, progress=False)
     assert rows[0]["outcome"] == "oom"
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
@@ -106,6 +108,18 @@ def test_an_interrupt_ends_the_children_and_keeps_the_rows(capsys):
     assert time.monotonic() - started < 20
     assert [row["outcome"] for row in rows] == ["ok"]
     assert "interrupted: 1 of 3 cells are measured" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_a_bar_unless_headless(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    measure([cell(seed=0)], deadline_s=30, entry=FAKE)
+    assert capsys.readouterr().err.startswith("[1/1] cpu_test gather T=64 fp32 cpu: 7.0 MiB")
+    monkeypatch.delenv("NSA_HEADLESS")
+    measure([cell(seed=0)], deadline_s=30, entry=FAKE)
+    shown = capsys.readouterr().err
+    assert "cpu_test gather T=64 fp32 cpu: 7.0 MiB" in shown and "1/1 [" in shown
+    measure([cell(seed=0)], deadline_s=30, entry=FAKE, progress=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_error_says_in_which_step_and_phase_it_came():

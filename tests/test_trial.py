@@ -1,6 +1,8 @@
 """Every way a trial can end, planted; and nobody is left behind."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -95,9 +97,18 @@ def test_a_trial_that_returns_leaves_nobody_behind(tmp_path):
 
 def test_a_trial_does_not_outlive_its_parent(tmp_path):
     pids = tmp_path / "pids"
-    outcome = run("a_parent_that_dies", {"pids": str(pids)})
-    assert outcome.status == "crash"
+    code = f"import trial_entries; trial_entries.a_parent_that_dies({{'pids': {str(pids)!r}}})"
+    paths = os.pathsep.join([str(Path(trial.__file__).parents[2]), str(Path(__file__).parent)])
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths})
+    assert ended.returncode == -9
     assert wait_until_gone([int(pids.read_text())]) == []
+
+
+def test_a_trial_inside_a_trial_ends_with_the_outer_one(tmp_path):
+    inner = {"entry": "trial_entries:lasting_grandchild", "pids": str(tmp_path / "pids")}
+    assert run("a_trial_of_its_own", inner, deadline_s=2).status == "timeout"
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2 and wait_until_gone(pids) == []
 
 
 def test_a_segfault_is_a_crash_with_its_stack():

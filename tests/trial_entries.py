@@ -95,6 +95,13 @@ def a_parent_that_dies(spec):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def a_trial_of_its_own(spec):
+    from nsa.lab.trial import run_child
+
+    run_child(spec["entry"], spec, deadline_s=60)
+    return {}
+
+
 def sleep_and_tell(spec):
     with open(spec["pids"] + ".new", "w") as file:
         file.write(str(os.getpid()))

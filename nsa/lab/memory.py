@@ -59,8 +59,8 @@ def measure(
     with _lines(len(checked), progress) as say:
         try:
             sweep.run(list(range(len(checked))), workers, say)
-            if workers > 1:
-                sweep.run([n for n, row in sweep.rows.items() if row["outcome"] == "oom"], 1, say)
+            crowded = [n for n, r in sweep.rows.items() if r["outcome"] == "oom" and not r["alone"]]
+            sweep.run(crowded, 1, say)
         except KeyboardInterrupt:
             say(f"interrupted: {len(sweep.rows)} of {len(checked)} cells are measured", None)
     return [sweep.rows[number] for number in sorted(sweep.rows)]

@@ -9,14 +9,20 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from pathlib import Path
 
 COOKIE = "NSA_TRIAL_COOKIE"
 
 
+def new_cookie() -> str:
+    """A cookie of its own that still belongs to the trial around this process, if there is one."""
+    return f"{os.environ.get(COOKIE, '')}/{uuid.uuid4().hex}"
+
+
 def family(cookie: str, root: int | None = None) -> set[int]:
-    """Live processes that carry `cookie`, `root`, and all their descendants."""
-    mark = f"{COOKIE}={cookie}".encode()
+    """Live processes that carry `cookie` or one made below it, `root`, and all descendants."""
+    mark = f"{COOKIE}={cookie}/".encode()
     parents: dict[int, int] = {}
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -28,7 +34,8 @@ def family(cookie: str, root: int | None = None) -> set[int]:
                 continue
             pid = int(folder.name)
             parents[pid] = int(parent)
-            if pid == root or mark in (folder / "environ").read_bytes().split(b"\0"):
+            entries = (folder / "environ").read_bytes().split(b"\0")
+            if pid == root or any((entry + b"/").startswith(mark) for entry in entries):
                 found.add(pid)
     grew = True
     while grew:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +89,7 @@ def _run(
 ) -> Outcome:
     (folder / "spec.json").write_text(spec, encoding="utf-8")
     (folder / "result.json").unlink(missing_ok=True)
-    cookie = uuid.uuid4().hex
+    cookie = processes.new_cookie()
     kills_before = kernel_kills()
     started = time.monotonic()
     with open(folder / "stdout.txt", "wb") as out, open(folder / "stderr.txt", "wb") as err:
