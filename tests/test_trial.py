@@ -88,6 +88,12 @@ def test_a_timeout_leaves_nobody_behind_not_even_who_ignores_sigterm(tmp_path):
     assert wait_until_gone(pids) == []
 
 
+def test_a_timeout_finds_who_dropped_the_environment(tmp_path):
+    spec = {"pids": str(tmp_path / "pids"), "environment": {}}
+    assert run("sleeping_grandchild", spec, deadline_s=1.5).status == "timeout"
+    assert wait_until_gone([int((tmp_path / "pids").read_text())]) == []
+
+
 def test_a_trial_that_returns_leaves_nobody_behind(tmp_path):
     outcome = run("lasting_grandchild", {"pids": str(tmp_path / "pids"), "seconds": 0})
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

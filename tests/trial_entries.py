@@ -33,6 +33,15 @@ def lasting_grandchild(spec):
     return {}
 
 
+def sleeping_grandchild(spec):
+    """Starts a process in a session of its own that does not inherit the environment."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    grandchild = subprocess.Popen(sleep, start_new_session=True, env=spec["environment"])
+    with open(spec["pids"], "w") as file:
+        file.write(str(grandchild.pid))
+    time.sleep(60)
+
+
 def segfault(spec):
     import ctypes
 

@@ -2,7 +2,8 @@
 
 A worker may live in a session of its own, or outlive its parent and be adopted by init, so neither
 process groups nor the tree of parents is enough. Each inherits the trial's environment, though: a
-cookie in it finds them, and whoever dropped the environment is found below one that did not.
+cookie in it finds them, and whoever dropped the environment is found below one that did not, as
+long as that one lives.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 COOKIE = "NSA_TRIAL_COOKIE"
@@ -20,8 +22,8 @@ def new_cookie() -> str:
     return f"{os.environ.get(COOKIE, '')}/{uuid.uuid4().hex}"
 
 
-def family(cookie: str, root: int | None = None) -> set[int]:
-    """Live processes that carry `cookie` or one made below it, `root`, and all descendants."""
+def family(cookie: str, roots: Iterable[int] = ()) -> set[int]:
+    """Live processes that carry `cookie` or one made below it, `roots`, and all descendants."""
     mark = f"{COOKIE}={cookie}/".encode()
     parents: dict[int, int] = {}
     found = set()
@@ -35,7 +37,7 @@ def family(cookie: str, root: int | None = None) -> set[int]:
             pid = int(folder.name)
             parents[pid] = int(parent)
             entries = (folder / "environ").read_bytes().split(b"\0")
-            if pid == root or any((entry + b"/").startswith(mark) for entry in entries):
+            if pid in roots or any((entry + b"/").startswith(mark) for entry in entries):
                 found.add(pid)
     grew = True
     while grew:
@@ -45,10 +47,10 @@ def family(cookie: str, root: int | None = None) -> set[int]:
     return found - {os.getpid()}
 
 
-def end_family(cookie: str, root: int | None = None, within_s: float = 5.0) -> set[int]:
+def end_family(cookie: str, roots: Iterable[int] = (), within_s: float = 5.0) -> set[int]:
     """SIGKILL all of them, again until none is left; returns those left after `within_s`."""
     deadline = time.monotonic() + within_s
-    while left := family(cookie, root):
+    while left := family(cookie, roots):
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -105,18 +105,22 @@ def _run(
             env=_environment(env, cookie),
         )
     stacks = None
+    roots = {process.pid}
     try:
         while process.poll() is None:
             if stop is not None and stop.is_set():
                 raise Stopped(f"{entry} was stopped")
             if time.monotonic() - started > deadline_s:
                 stacks = _stacks(process, folder / "stderr.txt")
+                roots = processes.family(cookie, roots)  # while it still leads to all of them
                 _terminate(process)
                 break
             time.sleep(_POLL_S)
     finally:
         seconds = time.monotonic() - started
-        processes.end_family(cookie, process.pid if process.returncode is None else None)
+        if process.returncode is not None:
+            roots = roots - {process.pid}  # reaped, so the number may be somebody else's by now
+        processes.end_family(cookie, roots)
         process.wait()
     if stacks is not None:
         message = f"still running after {deadline_s:g} s"
