@@ -132,6 +132,12 @@ def test_outside_a_repository_git_is_null(tmp_path):
     assert environment.git_state(tmp_path) is None
 
 
+def test_files_without_a_repository_may_be_told_their_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSA_COMMIT", "abc123")
+    found = environment.git_state(tmp_path)
+    assert found == {"commit": "abc123", "dirty": None, "dirty_hash": None}
+
+
 def test_a_row_of_metrics_names_gpu_versions_and_a_dirty_commit():
     facts = {
         "gpus": [{"name": "NVIDIA H200"}],

@@ -123,9 +123,14 @@ def test_a_terminal_gets_a_bar_unless_headless(monkeypatch, capsys):
 
 
 def test_an_error_says_in_which_step_and_phase_it_came():
-    illegal = cell(backend="flex", data="synthetic")
-    row = measure([illegal], deadline_s=60, threads=1, progress=False)[0]
-    assert row["outcome"] == "error" and "in step 0, phase forward" in row["message"]
+    row = measure([cell(tokens=10**9)], deadline_s=60, threads=1, progress=False)[0]
+    assert row["outcome"] == "error" and "in step 0, phase data" in row["message"]
+
+
+def test_a_backend_that_declines_is_a_row_with_its_reason():
+    row = measure([cell(backend="flex")], deadline_s=60, threads=1, progress=False)[0]
+    assert row["outcome"] == "declined" and "no backward on cpu" in row["message"]
+    assert math.isnan(row["peak_mib"])
 
 
 def test_metrics_are_the_long_table(measured):

@@ -80,7 +80,7 @@ def test_other_modes_metrics_and_categories_stay_out():
     others = [
         row("flex", 128, 7.0) | {"mode": "forward"},
         row("flex", 128, 7.0) | {"metric": "latency"},
-        row("flex", 128, 7.0, category="parameters"),
+        row("flex", 128, 7.0) | {"metric": "memory_parameters"},
     ]
     assert "flex" not in lines(plots.memory_scaling(frame(*others)).axes[0])
 
@@ -113,9 +113,13 @@ def test_local_exponents_are_drawn_between_neighbours():
     np.testing.assert_allclose(gather.get_xdata(), [128 * 2**0.5 * 2**i for i in range(3)])
 
 
+def held(backend, tokens, mib, category):
+    return row(backend, tokens, mib) | {"metric": f"memory_{category}"}
+
+
 def test_categories_stack_to_the_sum():
     parts = {"parameters": 20.0, "activations": 50.0, "optimizer": 30.0}
-    rows = [row("gather", t, mib, category=name) for t in TOKENS for name, mib in parts.items()]
+    rows = [held("gather", t, mib, name) for t in TOKENS for name, mib in parts.items()]
     (axes,) = plots.memory_by_category(frame(*rows), tokens=512).axes
     tops = [bars[0].get_y() + bars[0].get_height() for bars in axes.containers]
     assert tops == [20.0, 70.0, 100.0]
@@ -123,8 +127,8 @@ def test_categories_stack_to_the_sum():
 
 
 def test_categories_are_shown_at_the_largest_length_that_all_finished():
-    rows = [row("gather", t, 5.0, category="all") for t in TOKENS]
-    rows += [row("masked", t, 5.0, category="all") for t in TOKENS[:2]]
+    rows = [held("gather", t, 5.0, "all") for t in TOKENS]
+    rows += [held("masked", t, 5.0, "all") for t in TOKENS[:2]]
     assert "T = 256" in plots.memory_by_category(metrics.table(rows)).axes[0].get_title()
 
 
@@ -134,7 +138,7 @@ def test_nothing_to_draw_is_refused():
     with pytest.raises(ValueError, match="category"):
         plots.memory_by_category(frame())
     with pytest.raises(ValueError, match="no categories at T = 7"):
-        plots.memory_by_category(frame(row("gather", 128, 1.0, category="a")), tokens=7)
+        plots.memory_by_category(frame(held("gather", 128, 1.0, "a")), tokens=7)
 
 
 def test_a_saved_figure_is_png_and_svg_and_both_name_the_run(tmp_path):

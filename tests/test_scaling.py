@@ -48,13 +48,6 @@ def test_the_interval_holds_the_truth_in_95_of_100_fits():
     assert 925 <= hits <= 972
 
 
-def test_many_points_use_a_quantile_close_to_the_table_and_to_the_normal_one():
-    from nsa.workbook.scaling import _student_975
-
-    assert _student_975(31) == pytest.approx(2.0395, abs=2e-4)
-    assert _student_975(120) == pytest.approx(1.9799, abs=2e-4)
-
-
 def test_two_points_have_a_slope_and_no_interval():
     fit = fit_exponent([1, 2, 4], [1, 4, math.nan])
     assert fit.exponent == pytest.approx(2) and fit.n == 2

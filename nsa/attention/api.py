@@ -44,7 +44,7 @@ def nsa_attention(
             sync a branch. Otherwise such outputs are counted by the witness and warned of once.
 
     Raises:
-        ValueError: inputs that do not fit together, or that the named backend does not take.
+        ValueError: inputs that do not fit together; as Declined, that the backend does not take.
         FloatingPointError: in strict mode, naming branch, layer and step.
     """
     inputs = checked(
@@ -94,7 +94,9 @@ def _backend(name: str, inputs: Inputs) -> registry.Backend:
     backend = registry.get(name)
     reasons = backend.why_not(inputs)
     if reasons:
-        raise ValueError(f"backend {name!r} does not take these inputs: {'; '.join(reasons)}")
+        raise registry.Declined(
+            f"backend {name!r} does not take these inputs: {'; '.join(reasons)}"
+        )
     return backend
 
 

@@ -12,6 +12,10 @@ from nsa.attention.inputs import Inputs
 Note = Callable[[str, str], None]  # (branch, implementation): what served it
 
 
+class Declined(ValueError):
+    """The backend that was named does not take these inputs; the message says why."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the three branches.

@@ -37,11 +37,12 @@ def measure(
 ) -> list[dict]:
     """One row a cell, in the cells' order, with `workers` child processes at once.
 
-    A row has the cell's fields, `outcome` (of trial.STATUSES), `message`, `evidence`, `seconds`,
-    `alone` (nobody ran beside it), and the measured values of `training_step.measure_cell`, NaN or
-    empty where the outcome is not "ok". `timing` is "absolute" on a GPU, "ratio" on a CPU, whose
-    times may only be compared with each other, and "contended" where others ran beside it. A cell
-    that ran out of memory beside others is run again alone before that counts.
+    A row has the cell's fields, `outcome` (of trial.STATUSES, or "declined" by the backend),
+    `message`, `evidence`, `seconds`, `alone` (nobody ran beside it), and the measured values of
+    `training_step.measure_cell`, NaN or empty where the outcome is not "ok". `timing` is "absolute"
+    on a GPU, "ratio" on a CPU, whose times may only be compared with each other, and "contended"
+    where others ran beside it. A cell that ran out of memory beside others is run again alone
+    before that counts.
 
     threads: torch's CPU threads in each child (None: torch's own choice). folder: keeps each
     trial's files in a folder of its own. progress: one line a cell on stderr, and a bar below them
@@ -109,16 +110,18 @@ class _Sweep:
 
 def row_of(cell: Cell, outcome: Outcome, alone: bool = True) -> dict:
     """A cell, how its trial ended and what it measured, as one flat row; see `measure`."""
+    measured = dict(outcome.result or {})
+    declined = measured.pop("declined", None)
     return {
         **cell.to_dict(),
-        "outcome": outcome.status,
-        "message": outcome.message,
+        "outcome": outcome.status if declined is None else "declined",
+        "message": outcome.message if declined is None else declined,
         "evidence": outcome.evidence,
         "seconds": outcome.seconds,
         "alone": alone,
         "timing": "contended" if not alone else "absolute" if cell.device == "cuda" else "ratio",
         **_EMPTY,
-        **(outcome.result or {}),
+        **measured,
     }
 
 
@@ -134,8 +137,8 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
     """The rows in the long format of a run's metrics.csv; values that failed are NaN.
 
     Metrics: "peak_memory" (mode "step", "forward", "backward", "optimizer"), "memory_<category>" at
-    the overall peak (mode "step") and "step_time". `config` is JSON of the cell, the outcome, the
-    model and the witness.
+    the overall peak (mode "step") and "step_time". `config` is JSON of the cell and how it ended;
+    the model, the witness and the cross-check stay in the trial's own folder.
     """
     return [metric for row in rows for metric in _metrics(row)]
 
@@ -144,8 +147,7 @@ def _metrics(row: dict) -> Iterator[dict]:
     from nsa.lab.allocations import CATEGORIES
 
     fields = [name for name in Cell.__dataclass_fields__ if name not in ("tokens", "backend")]
-    fields += ["outcome", "message", "alone", "timing"]
-    fields += ["parameters", "cross_check", "witness", "model"]
+    fields += ["outcome", "message", "alone", "timing", "parameters"]
     config = {name: row[name] for name in fields}
     values = {("peak_memory", "MiB", "step"): row["peak_mib"]}
     values |= {("peak_memory", "MiB", phase): row[f"{phase}_mib"] for phase in PHASES[1:]}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nsa.attention import witness
+from nsa.attention.registry import Declined
 from nsa.lab.cell import Cell
 from nsa.lab.recorders import MIB, recorder_for, training_tensors
 from nsa.model.data import synthetic, text
@@ -23,7 +24,8 @@ def measure_cell(spec: dict) -> dict:
 
     Step 0 warms up: kernels are compiled, the optimizer's state is made. Step 1 is recorded.
     `step_ms` is the median of up to three further steps that nobody observes, NaN if there was no
-    time for one. An error says in which step and phase it came.
+    time for one. An error says in which step and phase it came. Where the backend does not take
+    the model, the row is {"declined": why}.
     """
     started = time.monotonic()
     cell = Cell.from_dict(spec["cell"])
@@ -45,7 +47,10 @@ def measure_cell(spec: dict) -> dict:
     )
     model.train()
     with progress.noted():
-        losses = [float(trainer.step(0))]
+        try:
+            losses = [float(trainer.step(0))]
+        except Declined as refusal:
+            return {"declined": str(refusal)}
         row = _record(trainer, progress, cell)
         losses.append(row.pop("loss"))
         left = spec["deadline_s"] - (time.monotonic() - started)

@@ -137,12 +137,15 @@ def visible_gpus(text: str, visible: str | None) -> list[dict]:
 def git_state(folder: Path | None = None) -> dict | None:
     """`commit`, `dirty`, `dirty_hash` (sha256 of the diff and the untracked files), or None.
 
-    Files under runs/ and figures/ are results, not source: they make nothing dirty.
+    Files under runs/ and figures/ are results, not source: they make nothing dirty. A node that got
+    the files without their repository is told the commit by NSA_COMMIT; whether they are changed
+    is then unknown (None).
     """
     folder = Path(folder or PACKAGE.parent)
     top = _output(["git", "-C", str(folder), "rev-parse", "--show-toplevel"])
     if not top:
-        return None
+        told = os.environ.get("NSA_COMMIT")
+        return {"commit": told, "dirty": None, "dirty_hash": None} if told else None
     top = top.strip()
     outside = ["--", ".", ":(exclude)runs", ":(exclude)figures"]
     commit = (_output(["git", "-C", top, "rev-parse", "--verify", "HEAD"]) or "").strip() or None

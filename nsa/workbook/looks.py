@@ -55,7 +55,9 @@ def legend(fig, axes_list) -> None:
     for axes in axes_list:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 6))
+    # About two inches a name, or the legend is cut off at both sides of the figure.
+    columns = max(1, min(len(found), int(fig.get_figwidth() / 2.1)))
+    fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
 
 
 def plain_ticks(axes, tokens) -> None:

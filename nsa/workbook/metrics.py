@@ -84,3 +84,11 @@ def configs(frame):
             value = {}
         found.append(value if isinstance(value, dict) else {})
     return found
+
+
+def model_name(config: dict) -> str:
+    """A model's name as every table and plot shows it, e.g. "repro, 5 layers"."""
+    name, layers = str(config.get("preset") or config.get("model") or ""), config.get("layers")
+    if not layers:
+        return name
+    return f"{name}, {layers} layer{'s' if layers != 1 else ''}".strip(", ")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from nsa.workbook import looks, metrics, scaling
+from nsa.workbook.metrics import model_name
 
 MIB_PER_GIB = 1024
 Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
@@ -112,13 +113,13 @@ def local_exponents(df, *, mode: str = "step"):
 
 def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
     """What the peak holds, stacked a backend, one panel a model, at `tokens` (default: the largest
-    T that every backend finished). df: rows whose config has `category`."""
+    T that every backend finished). df: rows whose metric is `memory_<category>`."""
     rows = _tokens(df)
-    rows = rows[[("category" in config) for config in metrics.configs(rows)]]
+    rows = rows[rows["metric"].str.startswith("memory_")]
     rows = rows[(rows["mode"] == mode) & rows["median"].notna()]
     if not len(rows):
-        raise ValueError(f"no rows of mode {mode!r} name a category in their config")
-    rows = rows.assign(category=[config["category"] for config in metrics.configs(rows)])
+        raise ValueError(f"no rows of mode {mode!r} whose metric is memory_<category>")
+    rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
     models = _models(rows)
     with looks.style():
         fig, panels = looks.panels(len(models), 3.4)
@@ -139,9 +140,15 @@ def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
             below = np.zeros(len(table))
             for category in table.columns:
                 colour = colours.setdefault(category, palette[len(colours) % len(palette)])
-                axes.bar(table.index, table[category], bottom=below, color=colour, label=category)
+                axes.bar(
+                    table.index,
+                    table[category],
+                    bottom=below,
+                    color=colour,
+                    label=category.replace("_", " "),
+                )
                 below += table[category].to_numpy()
-            axes.set(title=f"{model}  T = {at:.0f}".strip(), ylabel=f"memory at the peak ({unit})")
+            axes.set(title=f"{model}, T = {at:.0f}".strip(", "), ylabel=f"at the peak ({unit})")
             axes.grid(False, axis="x")
             axes.tick_params(axis="x", rotation=20)
         looks.legend(fig, panels)
@@ -156,7 +163,6 @@ def _tokens(df):
 def _peaks(df, mode: str):
     rows = _tokens(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == mode)]
-    rows = rows[[("category" not in config) for config in metrics.configs(rows)]]
     if not len(rows):
         modes = sorted(set(df["mode"]))
         raise ValueError(f"no peak_memory rows over tokens in MiB of mode {mode!r}; modes: {modes}")
@@ -165,11 +171,7 @@ def _peaks(df, mode: str):
 
 def _models(rows) -> dict:
     """Rows by model, in order of appearance, each sorted by T."""
-    names = []
-    for config in metrics.configs(rows):
-        name = str(config.get("preset") or config.get("model") or "")
-        layers = config.get("layers")
-        names.append(f"{name}, {layers} layers".strip(", ") if layers else name)
+    names = [model_name(config) for config in metrics.configs(rows)]
     rows = rows.assign(model=names)
     return {
         name: frame.sort_values("x_value", kind="stable")
@@ -236,13 +238,16 @@ def _mark_failures(axes, frame) -> None:
             zorder=4,
         )
         outcomes = dict.fromkeys(str(c.get("outcome", "failed")) for c in metrics.configs(line))
+        # Beside the first cross, on the side where there is room.
+        first, left = line["x_value"].min(), frame["x_value"].min()
+        right = first == left
         axes.annotate(
             f"{backend}: {', '.join(outcomes)}",
-            (line["x_value"].min(), height),
+            (line["x_value"].max() if right else first, height),
             xycoords=where,
-            xytext=(-7, 0),
+            xytext=(7 if right else -7, 0),
             textcoords="offset points",
-            ha="right",
+            ha="left" if right else "right",
             va="center",
             fontsize=7.5,
             color=colour,

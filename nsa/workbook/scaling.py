@@ -5,13 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-# Student's t, 97.5 %, for 1 to 30 degrees of freedom (tables; beyond, the expansion below serves)
-STUDENT_975 = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
-    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
-    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
-)
+from scipy.stats import linregress
+from scipy.stats import t as student
 
 
 @dataclass(frozen=True)
@@ -50,22 +45,9 @@ def fit_exponent(x: Sequence[float], y: Sequence[float]) -> Fit:
     n = len(u)
     if n < 2:
         return Fit(math.nan, math.nan, math.nan, n)
-    u_centred = u - u.mean()
-    spread = float(u_centred @ u_centred)
-    slope = float(u_centred @ (v - v.mean())) / spread
-    if n < 3:
-        return Fit(slope, math.nan, math.nan, n)
-    residual = (v - v.mean()) - slope * u_centred
-    error = math.sqrt(float(residual @ residual) / (n - 2) / spread)
-    half = _student_975(n - 2) * error
-    return Fit(slope, slope - half, slope + half, n)
-
-
-def _student_975(freedom: int) -> float:
-    if freedom <= len(STUDENT_975):
-        return STUDENT_975[freedom - 1]
-    z = 1.959964  # Cornish-Fisher expansion about the normal quantile, Abramowitz and Stegun 26.7.5
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    line = linregress(u, v)
+    half = student.ppf(0.975, n - 2) * line.stderr if n > 2 else math.nan
+    return Fit(line.slope, line.slope - half, line.slope + half, n)
 
 
 def _pairs(x, y) -> tuple[np.ndarray, np.ndarray]:

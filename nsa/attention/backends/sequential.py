@@ -1,9 +1,10 @@
 """sequential: one token at a time, in a Python loop. An exhibit, not for use.
 
 It has the shape of the case study's slow path (hundreds of small operations a token, and for
-each token a copy of the keys and values it sees, kept for the backward pass) but none of its
-mistakes. The copies add up to T x (w + n l' + T / d) rows a head: it holds T x T tensors in all
-but name while T <= w + n l', and its time is the number of operations it dispatches.
+each token a copy of the keys and values in its blocks, kept for the backward pass) but none of its
+mistakes. The copies add up to T x n l' rows a KV head and the probabilities to
+T x (w + n l' + T / d) a head: it holds T x T tensors in all but name while T <= n l'. Its time is
+the number of operations that it dispatches.
 """
 
 import torch
