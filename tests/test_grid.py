@@ -25,30 +25,30 @@ def test_no_layers_mean_each_presets_own_number():
 
 def test_a_backend_can_be_kept_out_of_long_sequences():
     cells = memory_grid(["repro"], [1], ["sequential", "gather"], [64, 128, 256],
-                        longest=["sequential=128"])  # fmt: skip
+                        longest=["sequential:128"])  # fmt: skip
     assert [(c.backend, c.tokens) for c in cells] == [
         ("sequential", 64), ("sequential", 128), ("gather", 64), ("gather", 128), ("gather", 256),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "text", ["sequential", "sequential=", "sequential=-5", "sequential=0", "="]
+    "text", ["sequential", "sequential:", "sequential:-5", "sequential:0", ":"]
 )
 def test_a_limit_of_another_form_is_refused(text):
-    with pytest.raises(ValueError, match="must read backend=T"):
+    with pytest.raises(ValueError, match="must read backend:T"):
         limits([text])
 
 
 def test_a_limit_on_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="did you mean 'gather'"):
-        limits(["gathr=3"])
+        limits(["gathr:3"])
 
 
 def test_a_grid_without_cells_is_refused():
     with pytest.raises(ValueError, match="no cell to measure"):
         memory_grid(["repro"], [1], [], [64])
     with pytest.raises(ValueError, match="no cell to measure"):
-        memory_grid(["repro"], [1], ["gather"], [64], longest=["gather=32"])
+        memory_grid(["repro"], [1], ["gather"], [64], longest=["gather:32"])
 
 
 def test_an_illegal_cell_is_refused_before_anything_runs():

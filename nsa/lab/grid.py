@@ -9,12 +9,12 @@ from nsa.lab.cell import Cell
 
 
 def limits(longest: Sequence[str]) -> dict[str, int]:
-    """["sequential=256"] as {"sequential": 256}; ValueError for anything else."""
+    """["sequential:256"] as {"sequential": 256}; ValueError for anything else."""
     found = {}
     for text in longest:
-        name, _, tokens = text.partition("=")
+        name, _, tokens = text.partition(":")
         if not (tokens.isascii() and tokens.isdigit()) or int(tokens) < 1:
-            raise ValueError(f"longest={text!r} must read backend=T, as in sequential=256")
+            raise ValueError(f"longest={text!r} must read backend:T, as in sequential:256")
         found[check_name(name)] = int(tokens)
     return found
 

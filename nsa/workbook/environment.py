@@ -138,14 +138,16 @@ def git_state(folder: Path | None = None) -> dict | None:
     """`commit`, `dirty`, `dirty_hash` (sha256 of the diff and the untracked files), or None.
 
     Files under runs/ and figures/ are results, not source: they make nothing dirty. A node that got
-    the files without their repository is told the commit by NSA_COMMIT; whether they are changed
+    the files without their history is told the commit by NSA_COMMIT; whether they are changed
     is then unknown (None).
     """
     folder = Path(folder or PACKAGE.parent)
     top = _output(["git", "-C", str(folder), "rev-parse", "--show-toplevel"])
+    told = os.environ.get("NSA_COMMIT")
+    if told and not _output(["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"]):
+        return {"commit": told, "dirty": None, "dirty_hash": None}
     if not top:
-        told = os.environ.get("NSA_COMMIT")
-        return {"commit": told, "dirty": None, "dirty_hash": None} if told else None
+        return None
     top = top.strip()
     outside = ["--", ".", ":(exclude)runs", ":(exclude)figures"]
     commit = (_output(["git", "-C", top, "rev-parse", "--verify", "HEAD"]) or "").strip() or None
