@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,14 +14,17 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; a wrong request prints one line to stderr."""
     arguments = parser().parse_args(argv)
     try:
-        return arguments.command(arguments)
+        code = arguments.command(arguments)
+        sys.stdout.flush()  # here, where a reader that is gone can still be caught
+        return code
     except (ValueError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError):
             error = f"{error.name} is not installed; pip install 'nsa[notebooks]' brings it"
         print(f"nsa: {error}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:  # `nsa runs | head`
-        sys.stderr.close()
+        # what is still buffered would fail once more when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
     except KeyboardInterrupt:
         print("nsa: interrupted", file=sys.stderr)
@@ -162,7 +166,9 @@ def show(arguments) -> int:
     record = load(found.folder)
     status = status_now(record)
     _print_run(found, status, record.get("message", ""))
-    print(f"  started  {record.get('started')}, {record.get('seconds')} s")
+    seconds = record.get("seconds")
+    lasted = "" if seconds is None else f", {seconds} s"
+    print(f"  started  {record.get('started')}{lasted}")
     print(f"  rows     {len(found.metrics())} in metrics.csv")
     parameters = found.folder / "parameters.yaml"
     if parameters.is_file():

@@ -56,6 +56,17 @@ def test_a_run_prints_how_it_ended_and_can_be_looked_at(place, capsys):
         assert os.path.isfile(path)
 
 
+def test_a_reader_that_goes_early_is_no_failure(place):
+    command = [sys.executable, "-m", "nsa", "notebooks"]
+    environment = environment_with_package()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 0
+
+
 def test_notebooks_are_listed_with_question_and_parameters(place, capsys):
     assert cli.main(["notebooks"]) == 0
     printed = capsys.readouterr().out

@@ -27,7 +27,7 @@ from sample_notebooks import (
     write_notebook,
 )
 
-from nsa.workbook import client, engine, processes
+from nsa.workbook import engine, interpreter, manager
 
 # a second lock of a plain mutex waits for ever inside libc; PyDLL keeps the GIL meanwhile, so the
 # kernel can neither answer nor be interrupted
@@ -99,6 +99,18 @@ def test_a_good_notebook_completes_and_ends_what_it_started(tmp_path, mark):
     assert_nothing_left(mark)
 
 
+def test_a_child_that_dropped_the_environment_is_ended_too(tmp_path, mark):
+    cell = (
+        "import subprocess, sys\n"
+        f"line = [sys.executable, '-c', 'import time; time.sleep(600)', {mark!r}]\n"
+        "subprocess.Popen(line, env={}, start_new_session=True)\n"
+        "print('started')"
+    )
+    out = execute(tmp_path, cell)
+    assert reason(out) == "ok" and text_of(code_cells(out)[0]) == "started\n"
+    assert_nothing_left(mark)
+
+
 def test_the_helper_that_looks_for_processes_sees_one(mark):
     code = "import time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code, mark])
@@ -162,7 +174,7 @@ def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
 
 def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
     broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
-    monkeypatch.setattr(client.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
+    monkeypatch.setattr(interpreter.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
     out = execute(tmp_path, "print('never')", "print('never')")
     assert reason(out) == "error" and statuses(out) == ["failed", "pending"]
     assert "the kernel did not start" in code_cells(out)[0].outputs[0].evalue
@@ -172,10 +184,10 @@ def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch
 def test_what_never_ran_is_called_complete_only_after_a_good_end(stop_reason, left):
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("text")])
     book.metadata.papermill = {}
-    manager = client.TruthfulManager(book, progress_bar=False)
-    manager.notebook_start()
+    seen = manager.TruthfulManager(book, progress_bar=False)
+    seen.notebook_start()
     book.metadata.papermill["stop_reason"] = stop_reason
-    manager.notebook_complete()
+    seen.notebook_complete()
     assert book.cells[0].metadata.papermill["status"] == left
 
 
@@ -322,19 +334,3 @@ def test_papermill_finds_the_engine_by_its_entry_point():
         pytest.skip("the package is not installed here")
     found = {point.name: point.load() for point in entry_points(group="papermill.engine")}
     assert found["truthful"] is engine.TruthfulEngine
-
-
-def test_a_family_is_found_by_its_cookie_and_ended():
-    cookie = uuid.uuid4().hex
-    # two forks and a new session: no longer a child of anything we know
-    inner = "import subprocess; subprocess.Popen(['sleep', '60'])"
-    subprocess.run(
-        [sys.executable, "-c", inner],
-        env={**os.environ, processes.COOKIE: cookie},
-        start_new_session=True,
-        check=True,
-    )
-    assert len(processes.family(cookie)) == 1
-    assert processes.family(uuid.uuid4().hex) == []
-    assert processes.end_family(cookie) == 0
-    assert processes.family(cookie) == []

@@ -63,7 +63,12 @@ def test_only_variables_that_change_the_run_are_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("EDITOR", "vi")
+    monkeypatch.setenv("NSA_COMMIT", "0123abcd")
+    for name in environment.OWN:
+        monkeypatch.setenv(name, "of this process alone")
     found = environment.snapshot()
+    assert found["variables"]["NSA_COMMIT"] == "0123abcd"
+    assert "of this process alone" not in found["variables"].values()
     assert found["variables"]["OMP_NUM_THREADS"] == "2" and "EDITOR" not in found["variables"]
     assert found["allocator"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 

@@ -67,6 +67,22 @@ def test_linear_means_an_exponent_of_at_most_1_1(growth, verdict):
     assert claim.verdict == verdict, claim
 
 
+def test_a_longest_length_without_neighbours_decides_nothing():
+    lone = rows_of("gather", lambda t: 0.1 * t, tokens=(128, 4096))
+    claim = memory_claims.linear_backend_is_linear(frame(lone), "gather")
+    assert claim.verdict == "INCONCLUSIVE" and claim.evidence == {}
+    known = rows_of("gather", lambda t: 0.1 * t, preset="production", layers=12)
+    for groups in ((lone, known), (known, lone)):
+        claim = memory_claims.linear_backend_is_linear(frame(*groups), "gather")
+        assert claim.verdict == "PASS" and list(claim.evidence) == ["production, 12 layers"]
+
+
+def test_a_cell_measured_twice_counts_once_and_as_the_last_time():
+    first, second = rows_of("gather", lambda t: 9.0 * t), rows_of("gather", lambda t: 0.5 * t)
+    table = memory_table.growing(frame(first, second))
+    assert table.loc[("repro, 5 layers", "gather")].tolist() == [0.5 * t for t in TOKENS]
+
+
 def test_a_large_constant_part_does_not_hide_quadratic_growth():
     df = frame(rows_of("gather", lambda t: 1e-4 * t**2, constant=1e6))
     assert memory_claims.linear_backend_is_linear(df, "gather").verdict == "FAIL"
@@ -140,6 +156,12 @@ def test_the_production_step_is_judged_by_its_best_backend():
     assert good.verdict == "PASS" and good.claim.endswith("1.95 GiB with gather")
     assert memory_claims.production_fits(df(7000.0)).verdict == "FAIL"
     assert memory_claims.production_fits(frame(rows_of("gather", float))).verdict == "INCONCLUSIVE"
+
+
+def test_a_production_step_of_another_batch_is_another_step():
+    rows = rows_of("gather", lambda t: 2000.0, preset="production", layers=12, batch=4)
+    claim = memory_claims.production_fits(frame(rows))
+    assert claim.verdict == "INCONCLUSIVE" and "not measured" in claim.claim
 
 
 def test_tables_show_failures_by_name_and_keep_every_length():

@@ -50,6 +50,14 @@ def test_each_backend_is_one_line_with_its_values_on_two_log_axes():
     assert axes.get_title() == "repro, 5 layers" and "MiB" in axes.get_ylabel()
 
 
+def test_a_point_measured_twice_is_drawn_once_and_as_the_last_time():
+    df = frame(row("gather", 512, 300.0))
+    (axes,) = plots.memory_scaling(df).axes
+    np.testing.assert_allclose(lines(axes)["gather"].get_xdata(), TOKENS)
+    np.testing.assert_allclose(lines(axes)["gather"].get_ydata(), [64, 128, 300, 512])
+    assert len(plots.local_exponents(df).axes) == 1
+
+
 def test_large_memory_is_drawn_in_gib():
     (axes,) = plots.memory_scaling(frame(row("gather", 2048, 4096.0))).axes
     assert lines(axes)["gather"].get_ydata()[-1] == pytest.approx(4.0)

@@ -82,6 +82,14 @@ def test_figures_of_a_good_run_are_published_with_the_name_of_the_run(place):
     assert {"date", "gpu", "torch", "triton", "commit"} <= set(origin)
 
 
+def test_figures_that_cannot_be_copied_are_said_and_cost_the_run_nothing(place):
+    (place / "figures").write_text("a file in its place")
+    said = []
+    result = start(place, say=said.append)
+    assert result.good and result.report.is_file()
+    assert said[-1] == f"no figures in {place / 'figures'}: File exists"
+
+
 def test_every_figure_of_a_notebook_is_shown_not_only_the_first(place):
     draw = """
 from nsa.workbook import plots
@@ -202,6 +210,11 @@ def test_a_notebook_is_found_by_name_number_or_beginning(place, name):
 def test_a_notebook_is_found_by_its_path(place):
     path = place / "notebooks" / "01_tiny.ipynb"
     assert identity.find_notebook(path, "nowhere") == path
+
+
+def test_a_path_that_leads_nowhere_runs_no_other_notebook_of_that_name(place):
+    with pytest.raises(ValueError, match=r"there is no file other/01_tiny\.ipynb"):
+        identity.find_notebook("other/01_tiny.ipynb", place / "notebooks")
 
 
 def test_an_unknown_or_unclear_notebook_is_refused_with_the_nearest(place):

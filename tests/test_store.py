@@ -6,6 +6,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 
+import numpy
 import pandas
 import pytest
 from sample_notebooks import environment_with_package
@@ -92,6 +93,13 @@ def test_a_failed_point_keeps_its_outcome(run):
     run.add_rows([{**ROW, "median": None, "config": {"outcome": "oom"}}])
     assert metrics.configs(run.metrics()) == [{"outcome": "oom"}]
     assert math.isnan(run.metrics()["median"][0])
+
+
+def test_what_was_varied_keeps_its_types_as_strict_json(run):
+    given = {"layers": numpy.int64(5), "rate": math.nan, "lengths": (1, 2)}
+    run.add_rows([{**ROW, "config": given}])
+    assert "NaN" not in run.metrics()["config"][0]
+    assert metrics.configs(run.metrics()) == [{"layers": 5, "rate": None, "lengths": [1, 2]}]
 
 
 def test_words_that_pandas_takes_for_nothing_survive(run):

@@ -157,6 +157,7 @@ def test_stop_ends_a_trial():
     [
         ("trial_entries", {}, 1, "package.module:function"),
         ("trial_entries:", {}, 1, "package.module:function"),
+        ("__main__:f", {}, 1, "put the function into a module"),
         ("no_such_module_:f", {}, 1, "no module no_such_module_"),
         ("trial_entries:no_such", {}, 60, "trial_entries has no 'no_such'"),
         ("trial_entries:echo", {"a": {1}}, 1, "must fit JSON"),

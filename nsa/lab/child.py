@@ -6,7 +6,6 @@ and the traceback's tail. RESULT appears whole or not at all. Imports as little 
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -16,16 +15,15 @@ import sys
 import traceback
 
 from nsa.lab.out_of_memory import is_out_of_memory
+from nsa.lab.processes import die_with_parent
 
-PARENT = "NSA_TRIAL_PARENT"
 PATH = "NSA_TRIAL_PATH"
 TAIL_LINES = 30
-_PR_SET_PDEATHSIG = 1
 
 
 def main(entry: str, spec_file: str, result_file: str) -> int:
     """Runs the trial; 0 if `entry` returned, else 1."""
-    _die_with_parent()
+    die_with_parent()
     _volunteer_for_the_oom_killer()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a late trial stands
     known = set(sys.path)
@@ -67,15 +65,6 @@ def _failure(status: str, error: BaseException) -> dict:
         "message": f"{type(error).__name__}: {error}{notes}",
         "traceback": "\n".join(lines[-TAIL_LINES:]),
     }
-
-
-def _die_with_parent() -> None:
-    # The kernel sends the signal when the thread that started this process ends.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = os.environ.get(PARENT)
-    if parent is not None and os.getppid() != int(parent):  # it ended before the line above
-        os._exit(1)
 
 
 def _volunteer_for_the_oom_killer() -> None:

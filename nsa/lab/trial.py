@@ -138,7 +138,7 @@ def _judge(
     if left.get("status") == "bad entry":
         raise ValueError(f"{entry!r} cannot be run: {left['message']}")
     if returncode < 0:
-        name = _signal_name(-returncode)
+        name = processes.signal_name(-returncode)
         evidence = _tail(folder / "stderr.txt")
         killed = returncode == -signal.SIGKILL and (kernel_kills() or 0) > (kills_before or 0)
         if killed:
@@ -154,17 +154,8 @@ def _judge(
 
 
 def _environment(env: dict[str, str], cookie: str) -> dict[str, str]:
-    import nsa
-
-    home = str(Path(nsa.__file__).parents[1])
-    given = {**os.environ, **env}
-    paths = [home, *filter(None, given.get("PYTHONPATH", "").split(os.pathsep))]
-    return given | {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        child.PATH: json.dumps([os.path.abspath(place) for place in sys.path]),
-        child.PARENT: str(os.getpid()),
-        processes.COOKIE: cookie,
-    }
+    given = processes.environment({**os.environ, **env}, cookie)
+    return given | {child.PATH: json.dumps([os.path.abspath(place) for place in sys.path])}
 
 
 def _stacks(process: subprocess.Popen, stderr: Path) -> str:
@@ -195,19 +186,17 @@ def _check_entry(entry: str) -> None:
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", entry):
         raise ValueError(f"entry={entry!r} is not of the form 'package.module:function'")
     module = entry.partition(":")[0]
+    if module == "__main__":
+        raise ValueError(
+            f"entry={entry!r}: a new process does not have what a notebook or script defines; "
+            "put the function into a module and name that"
+        )
     try:
         found = module in sys.modules or importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         found = False
     if not found:
         raise ValueError(f"entry={entry!r}: there is no module {module}")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _tail(file: Path) -> str:

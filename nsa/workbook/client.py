@@ -1,54 +1,15 @@
-"""A notebook client that can be stopped at any moment, and a manager that hides no failure."""
+"""A notebook client that can be stopped at any moment and leaves no process behind."""
 
 import asyncio
 import contextlib
-import os
-import signal
-import sys
-import uuid
-from pathlib import Path
 
 import nbformat
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbclient.util import ensure_async
 from papermill.clientwrap import PapermillNotebookClient
-from papermill.engines import NotebookExecutionManager
 
-from nsa.workbook import processes
-from nsa.workbook.files import write_atomically
-
-PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-
-
-class TruthfulManager(NotebookExecutionManager):
-    """Saves atomically, and leaves a cell that never ran pending."""
-
-    def save(self, **kwargs):
-        if self.output_path:
-            text = nbformat.writes(self.nb)
-            write_atomically(self.output_path, text if text.endswith("\n") else text + "\n")
-        self.last_save_time = self.now()
-
-    def notebook_complete(self, **kwargs):
-        stopped = self.nb.metadata.papermill.get("stop_reason") != "ok"
-        before = [cell.metadata.papermill["status"] for cell in self.nb.cells]
-        super().notebook_complete(**kwargs)
-        if stopped:
-            for cell, status in zip(self.nb.cells, before, strict=True):
-                cell.metadata.papermill["status"] = status
-            self.nb.metadata.papermill["exception"] = True
-            self.save()
-
-
-class OwnInterpreter(KernelSpecManager):
-    """Every kernel runs on the interpreter that runs us, whatever kernel specs are installed."""
-
-    def get_kernel_spec(self, kernel_name):
-        script = str(Path(__file__).with_name("kernel.py"))
-        argv = [sys.executable, "-Xfrozen_modules=off", script, "-f", "{connection_file}"]
-        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+from nsa.lab import processes
+from nsa.workbook.interpreter import kernel_manager
 
 
 class Stop(Exception):
@@ -66,15 +27,9 @@ class TruthfulClient(PapermillNotebookClient):
     """
 
     def __init__(self, nb_man, *, cell_timeout_s=None, timeout_s=None, on_output=None, **options):
-        manager = AsyncKernelManager(
-            kernel_name="python3",
-            kernel_spec_manager=OwnInterpreter(),
-            config=options.get("config"),
-        )
-        super().__init__(nb_man, km=manager, **options)
+        super().__init__(nb_man, km=kernel_manager(options.get("config")), **options)
         self.cell_timeout_s, self.timeout_s, self.on_output = cell_timeout_s, timeout_s, on_output
-        self.cookie = uuid.uuid4().hex
-        self.kernel_pid = None
+        self.cookie = processes.new_cookie()
         self.unsaved = False
         self._outside: asyncio.Future | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,19 +70,12 @@ class TruthfulClient(PapermillNotebookClient):
             await self._end_kernel()
 
     async def _start(self, environment, cwd, kernel_log) -> None:
-        environment = {
-            **environment,
-            processes.COOKIE: self.cookie,
-            "NSA_RUNNER_PID": str(os.getpid()),
-            # the notebook must import the very package that runs it
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [PACKAGE_PARENT, environment.get("PYTHONPATH")])
-            ),
-        }
         await self.async_start_new_kernel(
-            env=environment, cwd=cwd, stdout=kernel_log, stderr=kernel_log
+            env=processes.environment(environment, self.cookie),
+            cwd=cwd,
+            stdout=kernel_log,
+            stderr=kernel_log,
         )
-        self.kernel_pid = self.km.provisioner.pid
         await self.async_start_new_kernel_client()
         info = await self.async_wait_for_reply(self.kc.kernel_info())
         self.nb.metadata["language_info"] = info["content"]["language_info"]
@@ -183,17 +131,21 @@ class TruthfulClient(PapermillNotebookClient):
 
     async def _show_where_it_hangs(self, task) -> None:
         """Interrupt a kernel past its deadline: if it can still answer, its traceback is kept."""
-        if self.kernel_pid is not None and self.kc is not None:
+        if self.kc is not None:
             with contextlib.suppress(Exception):
                 await ensure_async(self.km.interrupt_kernel())
             await asyncio.wait({task}, timeout=1.5)
 
     def _how_it_ended(self) -> str:
-        process = getattr(getattr(self.km, "provisioner", None), "process", None)
+        process = self._process()
         code = process.poll() if process is not None else None
         if code is None:
             return ""
-        return f" of {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+        return f" of {processes.signal_name(-code)}" if code < 0 else f" with exit code {code}"
+
+    def _process(self):
+        """The kernel's Popen, or None before there is one."""
+        return getattr(getattr(self.km, "provisioner", None), "process", None)
 
     def _mark(self, cell, stopped: Stop) -> None:
         if cell.cell_type == "code":
@@ -213,13 +165,16 @@ class TruthfulClient(PapermillNotebookClient):
                 return
 
     async def _end_kernel(self) -> None:
+        # Before the shutdown, which reaps the kernel: as long as it is there it leads to children
+        # that dropped the environment, and its number is nobody else's.
+        process = self._process()
+        roots = {process.pid} if process is not None and process.returncode is None else set()
+        left = await asyncio.to_thread(processes.end_family, self.cookie, roots)
+        if left:
+            self.log.error(f"{len(left)} processes of the notebook could not be killed")
         with contextlib.suppress(Exception):
             if self.km is not None and self.km.has_kernel:
                 await ensure_async(self.km.shutdown_kernel(now=True))
-        # also when the shutdown went well: what the notebook started may still run
-        left = await asyncio.to_thread(processes.end_family, self.cookie, self.kernel_pid)
-        if left:
-            self.log.error(f"{left} processes of the notebook could not be killed")
         with contextlib.suppress(Exception):
             if self.km is not None:
                 await ensure_async(self.km.cleanup_resources())

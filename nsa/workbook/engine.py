@@ -14,7 +14,8 @@ import threading
 from papermill.engines import Engine, papermill_engines
 from papermill.log import logger
 
-from nsa.workbook.client import Stop, TruthfulClient, TruthfulManager
+from nsa.workbook.client import Stop, TruthfulClient
+from nsa.workbook.manager import TruthfulManager
 
 NAME = "truthful"
 STOP_REASONS = ("ok", "error", "timeout", "kernel_died", "terminated", "interrupted")

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
+from nsa.lab import child, processes
+
 PREFIXES = (
     "TORCH",
     "PYTORCH",
@@ -24,6 +26,8 @@ PREFIXES = (
     "MKL_",
     "SLURM_JOB",
 )
+# how a run's processes find each other: different every time, and no setting
+OWN = ("NSA_RUN", processes.COOKIE, processes.PARENT, child.PATH)
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SECRET = re.compile(r"token|secret|passw|credential|api_?key|auth", re.IGNORECASE)
 IDENTITY = re.compile(
@@ -88,7 +92,7 @@ def relevant_variables(variables: dict[str, str]) -> dict[str, str]:
         name: _without_paths(value)
         for name, value in sorted(variables.items())
         if name.startswith(PREFIXES) and not SECRET.search(name) and not IDENTITY.search(name)
-        if name != "NSA_RUN"
+        if name not in OWN
     }
 
 
@@ -202,11 +206,7 @@ def _cuda_of_torch() -> str | None:
         return None
     for folder in (spec.submodule_search_locations or []) if spec else []:
         file = Path(folder, "version.py")
-        found = (
-            re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", file.read_text(), re.M)
-            if file.is_file()
-            else None
-        )
-        if found:
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if found := re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", text, re.M):
             return found.group(1)
     return None

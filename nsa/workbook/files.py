@@ -32,6 +32,13 @@ def write_json(path: str | Path, content: Any) -> Path:
     return write_atomically(path, text + "\n")
 
 
+def write_notebook(path: str | Path, notebook: Any) -> Path:
+    """A notebook (nbformat's node), ending with a newline as editors leave it."""
+    import nbformat
+
+    return write_atomically(path, nbformat.writes(notebook).rstrip("\n") + "\n")
+
+
 def read_json(path: str | Path, default: Any = None) -> Any:
     """The content, or `default` when there is no such file or it is not JSON."""
     try:

@@ -12,11 +12,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
     """A notebook by path, name, number or part of its name (`01`, `memory_scaling`).
 
-    ValueError names the nearest when none or several fit.
+    ValueError when the path leads nowhere; when no name or several fit, it names the nearest.
     """
     path = Path(name)
     if path.suffix == ".ipynb" and path.is_file():
         return path
+    if path.suffix == ".ipynb" and path.name != str(name):
+        # one of the same name elsewhere is not what was asked for
+        raise ValueError(f"there is no file {name}; name a notebook of {folder}, or a right path")
     found = {p.stem: p for p in notebooks(folder)}
     if not found:
         raise ValueError(f"no notebooks in {folder}; name one by its path")

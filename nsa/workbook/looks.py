@@ -37,16 +37,17 @@ def look(backend: str) -> tuple[str, str]:
 
 
 def panels(count: int, height: float):
+    """A figure and `count` axes of that height in inches, two a row."""
     import matplotlib.pyplot as plt
 
     columns = min(count, 2)
     rows = -(-count // columns)
     width = 6.4 if count == 1 else 10.5
     fig, grid = plt.subplots(rows, columns, figsize=(width, height * rows + 0.5), squeeze=False)
-    panels = list(grid.flat)
-    for spare in panels[count:]:
+    axes_list = list(grid.flat)
+    for spare in axes_list[count:]:
         spare.set_visible(False)
-    return fig, panels[:count]
+    return fig, axes_list[:count]
 
 
 def legend(fig, axes_list) -> None:
@@ -61,6 +62,7 @@ def legend(fig, axes_list) -> None:
 
 
 def plain_ticks(axes, tokens) -> None:
+    """A tick at each T that was measured, written out."""
     values = sorted(set(tokens))
     axes.set_xticks(values, [f"{value:.0f}" for value in values])
     axes.minorticks_off()

@@ -41,12 +41,14 @@ def peaks(df: pandas.DataFrame) -> pandas.DataFrame:
 def growing(df: pandas.DataFrame) -> pandas.DataFrame:
     """MiB at the peak that are neither weights, gradients nor optimizer state; NaN where it failed.
 
-    One row a model and backend, one column a T. A total hides its growth behind the constant part.
+    One row a model and backend, one column a T; of a cell measured twice the last counts. A total
+    hides its growth behind the constant part.
     """
     rows = labelled(df)
     rows = rows[rows["metric"].str.startswith("memory_") & (rows["mode"] == "step")]
     rows = rows[~rows["metric"].str.removeprefix("memory_").isin(CONSTANT)]
     keys = ["model", "backend", "x_value"]
+    rows = rows.drop_duplicates([*keys, "metric"], keep="last")
     total = rows.groupby(keys, sort=False)["median"].sum(min_count=1).reset_index()
     return _wide(total, "median").astype(float)
 

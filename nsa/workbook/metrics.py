@@ -4,6 +4,8 @@ import difflib
 import json
 from pathlib import Path
 
+from nsa.workbook.files import plain
+
 COLUMNS = (
     "operation",
     "backend",
@@ -49,7 +51,7 @@ def _cell(name: str, value) -> str | float:
         except (TypeError, ValueError):
             raise ValueError(f"{name} must be a number, got {value!r}") from None
     if name == "config" and not isinstance(value, str):
-        return json.dumps(value or {}, sort_keys=True, default=str)
+        return json.dumps(plain({} if value is None else value), sort_keys=True)
     # a table read with pandas says NaN where it means nothing
     return "" if value is None or value != value else str(value)
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa.workbook import looks, metrics, scaling
-from nsa.workbook.metrics import model_name
+from nsa.workbook import looks, metrics, panel_rows, scaling
 
 MIB_PER_GIB = 1024
 Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
@@ -36,12 +35,12 @@ def memory_scaling(
     the backend it names) and `case_study` (dotted grey) map a label to (tokens, MiB), or a panel's
     title (`repro, 5 layers`) to such a mapping. Returns the figure; ValueError without rows.
     """
-    models = _models(_peaks(df, mode))
+    models = panel_rows.models(panel_rows.peaks(df, mode))
     with looks.style():
         fig, panels = looks.panels(len(models), 3.9)
         unit, scale = _unit(df, "peak_memory")
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
-            for backend, line in _backends(frame):
+            for backend, line in panel_rows.backends(frame):
                 colour, marker = looks.look(backend)
                 good = line[line["median"].notna()]
                 values = good["median"] / scale
@@ -79,11 +78,11 @@ def memory_scaling(
 
 def local_exponents(df, *, mode: str = "step"):
     """The exponent between neighbouring T, drawn between them: 1 is linear, 2 is quadratic."""
-    models = _models(_peaks(df, mode))
+    models = panel_rows.models(panel_rows.peaks(df, mode))
     with looks.style():
         fig, panels = looks.panels(len(models), 3.2)
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
-            for backend, line in _backends(frame):
+            for backend, line in panel_rows.backends(frame):
                 line = line[line["median"].notna()]
                 if len(line) < 2:
                     continue
@@ -114,20 +113,20 @@ def local_exponents(df, *, mode: str = "step"):
 def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
     """What the peak holds, stacked a backend, one panel a model, at `tokens` (default: the largest
     T that every backend finished). df: rows whose metric is `memory_<category>`."""
-    rows = _tokens(df)
+    rows = panel_rows.over_tokens(df)
     rows = rows[rows["metric"].str.startswith("memory_")]
     rows = rows[(rows["mode"] == mode) & rows["median"].notna()]
     if not len(rows):
         raise ValueError(f"no rows of mode {mode!r} whose metric is memory_<category>")
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
-    models = _models(rows)
+    models = panel_rows.models(rows)
     with looks.style():
         fig, panels = looks.panels(len(models), 3.4)
         unit, scale = _unit(df, "peak_memory")
         colours: dict[str, Any] = {}
         palette = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999"]
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
-            at = tokens if tokens is not None else _largest_common(frame)
+            at = tokens if tokens is not None else panel_rows.largest_common(frame)
             frame = frame[frame["x_value"] == at]
             if not len(frame):
                 raise ValueError(
@@ -136,7 +135,7 @@ def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
             table = frame.pivot_table(
                 index="backend", columns="category", values="median", aggfunc="last", sort=False
             ).fillna(0.0)
-            table = table.loc[[backend for backend, _ in _backends(frame)]] / scale
+            table = table.loc[[backend for backend, _ in panel_rows.backends(frame)]] / scale
             below = np.zeros(len(table))
             for category in table.columns:
                 colour = colours.setdefault(category, palette[len(colours) % len(palette)])
@@ -153,42 +152,6 @@ def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
             axes.tick_params(axis="x", rotation=20)
         looks.legend(fig, panels)
     return fig
-
-
-def _tokens(df):
-    rows = df[(df["x_name"] == "tokens") & (df["unit"] == "MiB")]
-    return rows.assign(median=rows["median"].astype(float), x_value=rows["x_value"].astype(float))
-
-
-def _peaks(df, mode: str):
-    rows = _tokens(df)
-    rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == mode)]
-    if not len(rows):
-        modes = sorted(set(df["mode"]))
-        raise ValueError(f"no peak_memory rows over tokens in MiB of mode {mode!r}; modes: {modes}")
-    return rows
-
-
-def _models(rows) -> dict:
-    """Rows by model, in order of appearance, each sorted by T."""
-    names = [model_name(config) for config in metrics.configs(rows)]
-    rows = rows.assign(model=names)
-    return {
-        name: frame.sort_values("x_value", kind="stable")
-        for name, frame in rows.groupby("model", sort=False)
-    }
-
-
-def _backends(frame):
-    order = list(looks.LOOKS)
-    present = list(dict.fromkeys(frame["backend"]))
-    present.sort(key=lambda name: order.index(name) if name in order else len(order))
-    return [(name, frame[frame["backend"] == name]) for name in present]
-
-
-def _largest_common(frame) -> float:
-    sets = [set(line["x_value"]) for _, line in _backends(frame)]
-    return max(set.intersection(*sets) or set.union(*sets))
 
 
 def _unit(df, metric: str) -> tuple[str, float]:
@@ -222,7 +185,7 @@ def _mark_failures(axes, frame) -> None:
     if not len(failed):
         return
     where = axes.get_xaxis_transform()
-    failing = _backends(failed)
+    failing = panel_rows.backends(failed)
     for level, (backend, line) in enumerate(failing):
         height, colour = 0.97 - 0.06 * level, looks.look(backend)[0]
         axes.plot(

@@ -13,6 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nsa.lab import processes
+from nsa.workbook.files import write_notebook
+
 CELL_TIMEOUT_S = 600
 VOLATILE = (
     "metadata.language_info.version",
@@ -43,14 +46,13 @@ def execute(path: Path) -> None:
     nbclient.exceptions.CellExecutionError when a cell fails; the file is then as it was.
     """
     import nbformat
-    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
-    from nsa.workbook.client import OwnInterpreter
+    from nsa.workbook.interpreter import kernel_manager
 
     class Client(NotebookClient):
         def create_kernel_manager(self):
-            self.km = AsyncKernelManager(kernel_spec_manager=OwnInterpreter(), config=self.config)
+            self.km = kernel_manager(self.config)
             return self.km
 
     notebook = nbformat.read(path, as_version=4)
@@ -61,10 +63,12 @@ def execute(path: Path) -> None:
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     )
-    client.execute(env={**os.environ, "NSA_HEADLESS": "1", "NSA_RUNNER_PID": str(os.getpid())})
-    written = path.with_name(f".{path.name}.part")
-    nbformat.write(notebook, written)
-    written.replace(path)
+    cookie = processes.new_cookie()
+    try:
+        client.execute(env=processes.environment({**os.environ, "NSA_HEADLESS": "1"}, cookie))
+    finally:
+        processes.end_family(cookie)
+    write_notebook(path, notebook)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -105,13 +105,9 @@ def _when(record: dict) -> str:
 
 def _duration(record: dict) -> str:
     seconds = record.get("seconds")
-    return (
-        ""
-        if seconds is None
-        else f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.1f} min"
-    )
+    if seconds is None:
+        return ""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
 def _parameters(folder: Path) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.workbook import environment, identity, parameters, store
-from nsa.workbook.files import read_json, write_atomically, write_json
+from nsa.workbook.files import write_atomically, write_json, write_notebook
+from nsa.workbook.publish import publish_figures
 from nsa.workbook.record import Record, load
 
 
@@ -54,9 +54,10 @@ def run_notebook(
 ) -> RunResult:
     """Execute a notebook with `given` parameters into a new folder below `root`.
 
-    A finished good run of the same id is returned instead, unless `again`. `figures` (default:
-    beside `root`) receives a good run's figures. Wrong names, parameters, deadlines and an
-    unwritable `root` raise ValueError before anything starts; later failures are the result.
+    A run of the same id that reached its end is returned instead, whatever its verdicts, unless
+    `again`. `figures` (default: beside `root`) receives the figures of a run that reached its end.
+    Wrong names, parameters, deadlines and an unwritable `root` raise ValueError before anything
+    starts; later failures are the result.
     """
     notebook = identity.find_notebook(name_or_path, notebooks)
     declared = parameters.declared(notebook)
@@ -90,7 +91,7 @@ def run_notebook(
     finally:
         content = record.close(stop_reason, message)
     if content["status"] == "ok":
-        publish_figures(folder, Path(root), Path(figures or Path(root).parent / "figures"))
+        _publish(folder, Path(root), Path(figures or Path(root).parent / "figures"), say)
     return RunResult(
         folder=folder,
         status=content["status"],
@@ -145,8 +146,8 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
     executed = nbformat.read(output, as_version=4)
     details = executed.metadata.papermill
     # where the files lay is this machine's affair
-    details.update(input_path=f"{notebook.name}", output_path=output.name)
-    write_atomically(output, nbformat.writes(executed) + "\n")
+    details.update(input_path=notebook.name, output_path=output.name)
+    write_notebook(output, executed)
     stop_reason = details["stop_reason"]
     if stop_reason in ("timeout", "kernel_died", "terminated", "interrupted"):
         errors = [
@@ -185,7 +186,7 @@ def _termination_is_an_exception():
 
 
 def _finished(root: Path, name: str) -> Path | None:
-    """The newest good run of this id, also one whose folder had to be called `<name>-2`."""
+    """The newest run of this id that reached its end, also one that had to be called `<name>-2`."""
     found = [
         path.parent
         for pattern in (f"*/{name}/record.json", f"*/{name}-*/record.json")
@@ -209,29 +210,12 @@ def _cached(folder: Path) -> RunResult:
     )
 
 
-def publish_figures(folder: Path, root: Path, figures: Path) -> list[Path]:
-    """Copy a run's PNG and SVG figures to `figures`, each beside a JSON that names the run."""
-    sources = sorted(p for p in (folder / "figures").glob("*") if p.suffix in (".png", ".svg"))
-    if not sources:
-        return []
-    facts = environment.provenance(read_json(folder / "environment.json", {}))
-    record = load(folder)
-    figures.mkdir(parents=True, exist_ok=True)
-    copies = []
-    for source in sources:
-        copies.append(figures / f"{record['notebook']}--{source.name}")
-        temporary = copies[-1].with_name(f".{copies[-1].name}.{os.getpid()}")
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, copies[-1])
-        origin = {
-            "figure": source.stem,
-            "notebook": record["notebook"],
-            "run": folder.relative_to(root).as_posix(),
-            "date": record["started"],
-            **facts,
-        }
-        write_json(copies[-1].with_suffix(".json"), origin)
-    return copies
+def _publish(folder: Path, root: Path, figures: Path, say) -> None:
+    """Figures that cannot be copied are said, and cost the run nothing."""
+    try:
+        publish_figures(folder, root, figures)
+    except OSError as error:
+        say(f"no figures in {figures}: {error.strerror}")
 
 
 def _report(folder: Path, root: Path, say) -> Path | None:
