@@ -67,24 +67,19 @@ def nsa_attention(
     return o
 
 
-def explain(
-    q: Tensor,
-    k: Tensor | Mapping[str, Tensor],
-    v: Tensor | Mapping[str, Tensor],
-    gates: Tensor,
-    config: NSAConfig,
-    *,
-    phi: Phi | None = None,
-    cu_seqlens: Tensor | None = None,
-    blocks: Tensor | None = None,
-    branches: Sequence[str] = BRANCHES,
-) -> str:
-    """What `auto` would take for these inputs, and why each backend before it declined."""
-    inputs = checked(
-        q, k, v, gates, config, phi=phi, cu_seqlens=cu_seqlens, blocks=blocks,
-        branches=branches, scale=None,
-    )  # fmt: skip
-    return str(registry.choose(inputs))
+def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
+    """What `auto` would take for a call of `nsa_attention`, and why those before it declined.
+
+    `options` are phi, cu_seqlens, blocks, branches and scale, as there.
+    """
+    defaults = {
+        "phi": None,
+        "cu_seqlens": None,
+        "blocks": None,
+        "branches": BRANCHES,
+        "scale": None,
+    }
+    return str(registry.choose(checked(q, k, v, gates, config, **(defaults | options))))
 
 
 def _backend(name: str, inputs: Inputs) -> registry.Backend:

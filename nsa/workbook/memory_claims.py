@@ -16,7 +16,7 @@ from nsa.workbook.scaling import local_exponents
 
 LIMIT = 1.1  # the largest exponent that still counts as linear
 PRODUCTION_LIMIT_GIB = 6.0
-PREDICTION_LIMIT = 0.15
+PREDICTION_LIMIT = 0.2
 
 
 @dataclass(frozen=True)
