@@ -1,5 +1,6 @@
 """The sizes of Native Sparse Attention (arXiv 2502.11089), validated."""
 
+import math
 from dataclasses import dataclass, fields
 
 
@@ -35,8 +36,10 @@ class NSAConfig:
                 f"select_local={self.select_local} must be at least 1: "
                 "a query's own block is always selected"
             )
-        for name in ("compress_block", "select_block"):
-            _check_multiple(name, getattr(self, name), self.compress_stride)
+        _check_multiple("select_block", self.select_block, self.compress_stride)
+        _check_multiple(
+            "compress_block", self.compress_block, self.compress_stride, most=self.select_block
+        )
         if self.compress_block > self.select_block:
             raise ValueError(
                 f"compress_block={self.compress_block} is larger than "
@@ -52,11 +55,9 @@ class NSAConfig:
             )
 
 
-def _check_multiple(name: str, value: int, stride: int) -> None:
+def _check_multiple(name: str, value: int, stride: int, most: float = math.inf) -> None:
     if value % stride:
         below = value // stride * stride
-        legal = f"{below} and {below + stride}" if below else f"{stride} and {2 * stride}"
-        raise ValueError(
-            f"{name}={value} is not a multiple of compress_stride={stride}; "
-            f"nearest that are: {legal}"
-        )
+        legal = [str(n) for n in (below, below + stride) if 0 < n <= most]
+        hint = f"nearest that are: {' and '.join(legal)}" if legal else f"{stride} would do"
+        raise ValueError(f"{name}={value} is not a multiple of compress_stride={stride}; {hint}")

@@ -89,6 +89,14 @@ MUTANTS = (
         (BACKENDS + "test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one",),
     ),
     Mutant(
+        "chunked-positions-restart",
+        "every chunk of queries is scored as if it stood at the start of the sequence",
+        "nsa/attention/scoring.py",
+        "first_position=rows.start",
+        "first_position=0",
+        (BACKENDS + "test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one",),
+    ),
+    Mutant(
         "late-binding-checkpoint",
         "a closure over the loop's variable: every layer recomputes the last one",
         "nsa/model/checkpoint.py",

@@ -10,8 +10,9 @@ from cases import CASES, ODD, SMALL, TINY, Case, draw
 
 from nsa.attention import registry, witness
 from nsa.attention.api import explain, nsa_attention
-from nsa.attention.backends.flex import selection_tiles
+from nsa.attention.backends.flex import selection_tiles, span_tiles
 from nsa.attention.scoring import select_blocks
+from nsa.attention.span import Span
 from nsa.config import NSAConfig
 from nsa.reference.compress import compress_keys
 from nsa.reference.nsa import BRANCHES, nsa
@@ -111,8 +112,12 @@ def test_gradcheck(backend, phi):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("config", [TINY, SMALL, ODD], ids=["tiny", "small", "odd"])
-def test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one(config, dtype):
-    drawn = draw(Case(300, group=3, config=config), dtype, DEVICE)
+@pytest.mark.parametrize("elements", [1 << 22, 20_000], ids=["one-chunk", "many-chunks"])
+def test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one(
+    config, dtype, elements, monkeypatch
+):
+    monkeypatch.setattr("nsa.attention.span.ELEMENTS", elements)
+    drawn = draw(Case(300, group=3, batch=2, config=config), dtype, DEVICE)
     args, kwargs = drawn.to(torch.float64).arguments()
     exact = nsa(*args, **kwargs)
     (q, k, _, _, _), kwargs = drawn.arguments()
@@ -195,6 +200,100 @@ def test_nothing_that_autograd_saved_is_changed_in_place(backend):
         assert torch.equal(x, value) or not value.isfinite().all()
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
+
+
+WHOLE = [
+    Case(70, batch=3, group=3, dim=8, value_dim=6),
+    Case(70, group=2, phi="mlp", packed=(1, 40, 29), compress_rope=True),
+    Case(90, kv_heads=1, group=4, config=ODD, phi="linear", shared=True, batch=2),
+]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+@pytest.mark.parametrize("backend", registry.names())
+def test_backend_selects_and_attends_as_the_reference_from_end_to_end(backend, case):
+    drawn = draw(case)
+    args, kwargs = drawn.arguments()
+    want = nsa(*args, **kwargs, scale=0.3).o
+    with torch.no_grad():
+        got = nsa_attention(*args, **kwargs, scale=0.3, backend=backend)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_the_output_has_the_dtype_of_q_whatever_the_gates_have(backend):
+    args, kwargs = draw(Case(20), torch.bfloat16, DEVICE).arguments()
+    with torch.no_grad():
+        o = nsa_attention(*args[:3], args[3].float(), args[4], **kwargs, backend=backend)
+    assert o.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("backend", ["gather", "packed"])
+def test_a_second_derivative_is_refused_rather_than_wrong(backend, branch):
+    drawn = draw(Case(20), torch.float32, DEVICE)
+    o = attend(drawn, backend, branches=(branch,))
+    with pytest.raises(RuntimeError, match=r"no second derivative .*'masked'"):
+        torch.autograd.grad(o.square().sum(), drawn.leaves["q"], create_graph=True)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
+def test_masked_and_sequential_have_the_same_second_derivative():
+    second = []
+    for backend in ("masked", "sequential"):
+        torch.manual_seed(3)
+        drawn = draw(Case(20))
+        q = drawn.leaves["q"]
+        o = attend(drawn, backend)
+        (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+        second.append(torch.autograd.grad(grad.square().sum(), q)[0])
+    torch.testing.assert_close(*second)
+
+
+def odd_selections():
+    """(blocks of one row, the same selection well-formed): what a caller may hand in unchecked."""
+    return {
+        "beyond-the-last": ([0, 3, 5, -1], [0, -1, -1, -1]),
+        "more-slots-than-blocks": ([0, 0, 1, 1], [0, 1, -1, -1]),
+        "empty-slots-first": ([-1, -1, 0, 1], [0, 1, -1, -1]),
+    }
+
+
+@pytest.mark.parametrize("name", odd_selections())
+@pytest.mark.parametrize("backend", registry.names())
+def test_slots_that_name_no_block_are_empty_in_every_backend(backend, name):
+    given, meant = (
+        torch.tensor(row, dtype=torch.int32, device=DEVICE).expand(1, 20, 2, 4).contiguous()
+        for row in odd_selections()[name]
+    )
+    drawn = draw(Case(20), torch.float32, DEVICE)
+    with torch.no_grad():
+        want = attend(drawn, backend, blocks=meant, branches=("slc",))
+        got = attend(drawn, backend, blocks=given, branches=("slc",))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("lookback", [None, 40, 200])
+@pytest.mark.parametrize("length, stride", [(1, 1), (16, 8)])
+def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookback):
+    span = Span(length, stride, lookback)
+    keys = (700 - length) // stride + 1
+    tiles = span_tiles(span, 700, keys)
+    for t in range(700):
+        low, high = span.seen(t)
+        seen = {s // 128 for s in (low, high - 1) if low < high}
+        assert all(tiles[t // 128, column] for column in seen)
+    assert tiles.sum() <= 21 + 5  # no more than the causal half
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="says what flex declines on a CPU")
+def test_flex_declines_where_only_phi_would_learn():
+    drawn = draw(Case(30, phi="linear"), torch.float32)
+    for name, leaf in drawn.leaves.items():
+        leaf.requires_grad_(name.startswith("phi_"))
+    with pytest.raises(registry.Declined, match="no backward on cpu"):
+        attend(drawn, "flex")
 
 
 @pytest.mark.parametrize("backend", registry.names())

@@ -35,7 +35,8 @@ def test_the_good_call_is_good(call):
         ({"compress_block": 40}, "compress_block=40 is not a multiple of compress_stride=16; "
                                  "nearest that are: 32 and 48"),
         ({"select_block": 72}, "select_block=72 is not a multiple .* 64 and 80"),
-        ({"compress_block": 8, "compress_stride": 16}, "nearest that are: 16 and 32"),
+        ({"compress_block": 8, "compress_stride": 16}, "nearest that are: 16$"),
+        ({"compress_block": 72}, "nearest that are: 64$"),
         ({"compress_block": 128}, "compress_block=128 is larger than select_block=64"),
         ({"select_count": 2}, "select_count=2 has no room .* at least 3"),
         ({"window": 0}, "window=0 must be at least 1"),
@@ -57,7 +58,9 @@ def test_a_size_that_is_not_an_int_is_refused(value):
 
 def test_query_heads_must_be_a_multiple_of_kv_heads(call):
     q = torch.randn(1, 20, 5, 16)
-    with pytest.raises(ValueError, match="HQ=5 query heads are not a multiple of HKV=2"):
+    with pytest.raises(
+        ValueError, match=r"HQ=5 .* not a multiple of HKV=2; nearest that are: 4 and 6"
+    ):
         call(q=q, gates=torch.rand(1, 20, 5, 3))
 
 
@@ -134,7 +137,7 @@ def test_cu_seqlens_that_do_not_rise_from_0_to_t_are_refused(call, bounds, messa
 
 
 def test_cu_seqlens_of_another_kind_are_refused(call):
-    with pytest.raises(ValueError, match=r"one-dimensional int32, got torch.float32"):
+    with pytest.raises(ValueError, match=r"one-dimensional int32 or int64, got torch.float32"):
         call(cu_seqlens=torch.tensor([0.0, 20.0]))
     args, _ = draw(Case(20, batch=2), torch.float32).arguments()
     with pytest.raises(ValueError, match="packed sequences need B=1, got B=2"):
@@ -172,3 +175,54 @@ def test_strict_mode_lets_a_good_selection_through(call):
 def test_a_config_cannot_be_changed_into_an_illegal_one():
     with pytest.raises(ValueError, match="no room"):
         replace(TINY, select_count=1)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"q": torch.randn(1, 20, 4, 0)}, "head and dimension"),
+        ({"q": torch.randn(1, 20, 0, 16), "gates": torch.rand(1, 20, 0, 3)}, "head and dimension"),
+        ({"scale": float("nan")}, "scale=nan must be finite"),
+        ({"cu_seqlens": [0, 20]}, "must be an int32 tensor, got a list"),
+    ],
+)
+def test_what_would_end_in_somebody_elses_error_is_refused(call, changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_branches_may_come_from_anywhere(call):
+    assert call(branches=(b for b in ("win",))).shape == (1, 20, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("position", torch.randn(2, 1, 16), r"phi.key.position must be \(2, 4, 16\) for mlp"),
+        ("weight1", torch.randn(1, 64, 24), r"phi.key.weight1 must be \(2, 64, 24\)"),
+        ("bias1", None, "phi.key.bias1 must be .* got None"),
+        ("weight2", torch.randn(2, 24, 8), "phi.key.weight2 must be"),
+        ("bias2", torch.randn(2, 16, dtype=torch.float64), "phi.key.bias2 is torch.float64"),
+    ],
+)
+def test_weights_of_phi_that_do_not_fit_are_refused(name, value, message):
+    args, kwargs = draw(Case(20, phi="mlp"), torch.float32).arguments()
+    phi = replace(kwargs["phi"], key=replace(kwargs["phi"].key, **{name: value}))
+    with pytest.raises(ValueError, match=message):
+        nsa_attention(*args, phi=phi)
+
+
+def test_rotary_tables_that_are_too_short_or_too_narrow_are_refused():
+    args, kwargs = draw(Case(20, compress_rope=True), torch.float32).arguments()
+    cos, sin = kwargs["phi"].rotary
+    with pytest.raises(ValueError, match=r"at least 17 positions x 8, got \(16, 8\)"):
+        nsa_attention(*args, phi=replace(kwargs["phi"], rotary=(cos[:16], sin[:16])))
+    with pytest.raises(ValueError, match=r"got \(20, 1\)"):
+        nsa_attention(*args, phi=replace(kwargs["phi"], rotary=(cos[:, :1], sin[:, :1])))
+
+
+def test_strict_mode_checks_a_selection_sequence_by_sequence(call):
+    bounds = torch.tensor([0, 10, 20], dtype=torch.int32)
+    blocks = torch.tensor([0, 2, -1, -1], dtype=torch.int32).expand(1, 20, 2, 4)
+    with pytest.raises(ValueError, match=r"from -1 to 2; legal are 0\.\.1"):
+        call(blocks=blocks, cu_seqlens=bounds, strict=True)

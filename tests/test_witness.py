@@ -101,3 +101,38 @@ def test_autocast_does_not_reach_the_scores():
     plain = call()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(call(), plain)
+
+
+def test_every_open_recording_hears_of_a_non_finite_output():
+    with witness.recording() as outer:
+        with witness.recording() as inner, pytest.warns(RuntimeWarning):
+            call(poison=("v_win",))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert outer.non_finite() == inner.non_finite() == {"no place named": 1}
+
+
+def test_strict_mode_sees_a_gate_that_is_not_finite():
+    with pytest.raises(FloatingPointError, match="the gates at no place named: 1 of 288"):
+        call(poison=("gates",), strict=True)
+
+
+def test_strict_mode_sees_a_sum_that_overflows():
+    drawn = draw(Case(24), torch.float16)
+    with torch.no_grad():
+        for name, leaf in drawn.leaves.items():
+            if name[0] == "v":
+                leaf.fill_(40000)
+        drawn.leaves["gates"].fill_(1)
+    args, kwargs = drawn.arguments()
+    with pytest.raises(FloatingPointError, match="the gated sum"):
+        nsa_attention(*args, **kwargs, strict=True)
+
+
+def test_a_nan_among_the_compressed_keys_does_not_cost_a_query_its_own_block():
+    from nsa.reference.select import select
+
+    scores = torch.zeros(1, 64, 1, 8)
+    scores[..., 1:6] = float("nan")
+    blocks = select(scores, Case(1).config)[0, 63, 0].tolist()
+    assert {0, 6, 7} <= set(blocks)

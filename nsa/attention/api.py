@@ -40,8 +40,9 @@ def nsa_attention(
         blocks: [B, T, HKV, N], ascending, -1 last: a selection to use instead of scoring one.
         branches: those that are computed; no work is done for the others, and they count as 0.
         scale: of the scores; D ** -0.5 by default.
-        strict: raise at the first non-finite branch output, and check `blocks`. Costs a device
-            sync a branch. Otherwise such outputs are counted by the witness and warned of once.
+        strict: raise at the first non-finite branch output, gate or sum, and check `blocks`. Costs
+            a device sync for each. Otherwise such outputs are counted by the witness and warned of
+            once.
 
     Raises:
         ValueError: inputs that do not fit together; as Declined, that the backend does not take.
@@ -52,7 +53,8 @@ def nsa_attention(
         branches=branches, scale=scale,
     )  # fmt: skip
     if strict and blocks is not None:
-        check_blocks(inputs)
+        for sequence in [inputs] if cu_seqlens is None else inputs.sequences():
+            check_blocks(sequence)
     chosen = _backend(backend, inputs)
     notes: list[tuple[str, str]] = []
     # Autocast would round the fp32 scores that softmax needs.
@@ -60,9 +62,11 @@ def nsa_attention(
         outputs = _run(chosen, inputs, lambda *note: notes.append(note))
         witness.saw_call(chosen.name, notes)
         if strict:
-            _check_finite(outputs, chosen.name)
+            _check_finite({f"branch {b!r}": x for b, x in outputs.items()}, chosen.name)
         o = combine(gates, outputs).to(q.dtype)
-        if not strict:
+        if strict:
+            _check_finite({"the gates": gates, "the gated sum": o}, chosen.name)
+        else:
             witness.saw_output(o)
     return o
 
@@ -102,11 +106,11 @@ def _run(backend: registry.Backend, inputs: Inputs, note: registry.Note) -> dict
     return {b: torch.cat([part[b] for part in parts], dim=1) for b in inputs.branches}
 
 
-def _check_finite(outputs: Mapping[str, Tensor], backend: str) -> None:
-    for branch, o in outputs.items():
-        bad = int((~o.isfinite()).sum())
+def _check_finite(values: Mapping[str, Tensor], backend: str) -> None:
+    for name, x in values.items():
+        bad = int((~x.isfinite()).sum())
         if bad:
             raise FloatingPointError(
-                f"branch {branch!r} at {witness.place()}: {bad} of {o.numel()} output values are "
-                f"not finite (backend {backend})"
+                f"{name} at {witness.place()}: {bad} of {x.numel()} values are not finite "
+                f"(backend {backend})"
             )

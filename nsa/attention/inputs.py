@@ -1,5 +1,6 @@
 """What one attention call takes, checked once, so that no backend checks it again."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -7,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nsa.blocks import count_selectable
+from nsa.blocks import count_compressed, count_selectable
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi
 from nsa.reference.nsa import BRANCHES
@@ -27,8 +28,9 @@ class Inputs:
     phi: Phi
     branches: tuple[str, ...]
     scale: float
-    blocks: Tensor | None = None  # [B, T, HKV, N] int32: a selection made by the caller
-    cu_seqlens: Tensor | None = None  # [N + 1] int32, B = 1
+    blocks: Tensor | None = None  # [B, T, HKV, N] int32 or int64: a selection made by the caller
+    cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64, B = 1
+    bounds: tuple[int, ...] = ()  # cu_seqlens as the host knows it
 
     @property
     def group(self) -> int:
@@ -45,8 +47,7 @@ class Inputs:
 
     def sequences(self) -> Iterator["Inputs"]:
         """Each packed sequence as inputs of its own, not packed; empty ones are left out."""
-        bounds = self.cu_seqlens.tolist()
-        for start, end in pairwise(bounds):
+        for start, end in pairwise(self.bounds):
             if start == end:
                 continue
             rows = slice(start, end)
@@ -58,6 +59,7 @@ class Inputs:
                 gates=self.gates[:, rows],
                 blocks=None if self.blocks is None else self.blocks[:, rows],
                 cu_seqlens=None,
+                bounds=(),
             )
 
 
@@ -80,8 +82,11 @@ def checked(
         raise ValueError(f"q must be [B, T, HQ, D], got shape {tuple(q.shape)}")
     if q.dtype not in DTYPES:
         raise ValueError(f"q has dtype {q.dtype}; these would do: {', '.join(map(str, DTYPES))}")
-    if q.shape[0] < 1 or q.shape[1] < 1:
-        raise ValueError(f"q has shape {tuple(q.shape)}: needs at least one sequence and one token")
+    if 0 in q.shape:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}: needs at least one sequence and one token, head and "
+            "dimension"
+        )
     scoring = "slc" in branches and blocks is None
     needs_k = [b for b in BRANCHES if b in branches or (b == "cmp" and scoring)]
     k = _by_branch("k", k, needs_k)
@@ -95,22 +100,29 @@ def checked(
             "they must be the same"
         )
     if q.shape[2] % kv_heads:
-        raise ValueError(f"HQ={q.shape[2]} query heads are not a multiple of HKV={kv_heads}")
+        below = q.shape[2] // kv_heads * kv_heads
+        nearest = f"{below} and {below + kv_heads}" if below else f"{kv_heads}"
+        raise ValueError(
+            f"HQ={q.shape[2]} query heads are not a multiple of HKV={kv_heads}; "
+            f"nearest that are: {nearest}"
+        )
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
             f"gates must be [B, T, HQ, 3] = {(*q.shape[:3], 3)}, got {tuple(gates.shape)}"
         )
     if not gates.is_floating_point():
         raise ValueError(f"gates must be floating point, got {gates.dtype}")
+    _device("gates", gates, q)
     phi = phi or Phi()
-    for name, tensor in [("gates", gates), *(("phi", t) for t in phi.tensors())]:
-        _device(name, tensor, q)
+    if "cmp" in k:
+        _phi(phi, q, kv_heads, v["cmp"].shape[3] if "cmp" in v else None, config)
     if blocks is not None:
         _blocks(blocks, q, kv_heads)
-    if cu_seqlens is not None:
-        _cu_seqlens(cu_seqlens, q)
+    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, q)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return Inputs(q, k, v, gates, config, phi, branches, scale, blocks, cu_seqlens)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
+    return Inputs(q, k, v, gates, config, phi, branches, scale, blocks, cu_seqlens, bounds)
 
 
 def check_blocks(inputs: Inputs) -> None:
@@ -129,11 +141,10 @@ def check_blocks(inputs: Inputs) -> None:
 
 
 def _branches(branches: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(branches, str):
-        branches = (branches,)
+    branches = (branches,) if isinstance(branches, str) else tuple(branches)
     unknown = [b for b in branches if b not in BRANCHES]
     if unknown or not branches:
-        raise ValueError(f"branches={tuple(branches)!r}; choose at least one of {BRANCHES}")
+        raise ValueError(f"branches={branches!r}; choose at least one of {BRANCHES}")
     return tuple(b for b in BRANCHES if b in branches)
 
 
@@ -180,12 +191,14 @@ def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
     _device("blocks", blocks, q)
 
 
-def _cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+def _bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences need B=1, got B={q.shape[0]}: lay them end to end")
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens must be an int32 tensor, got a {type(cu_seqlens).__name__}")
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens must be one-dimensional int32, got {cu_seqlens.dtype} of shape "
+            f"cu_seqlens must be one-dimensional int32 or int64, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)}"
         )
     bounds = cu_seqlens.tolist()
@@ -195,3 +208,37 @@ def _cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
             f"cu_seqlens={bounds} must rise from 0 to T={q.shape[1]}, "
             "one entry more than there are sequences"
         )
+    return tuple(bounds)
+
+
+def _phi(phi: Phi, q: Tensor, kv_heads: int, value_dim: int | None, config: NSAConfig) -> None:
+    """Shapes, dtypes and devices of phi's tensors; a wrong one could broadcast without a word."""
+    length, dim = config.compress_block, q.shape[3]
+    for side, weights, size in (("key", phi.key, dim), ("value", phi.value, value_dim)):
+        if phi.kind == "mean" or size is None:
+            continue
+        hidden = weights.weight1.shape[-1] if phi.kind == "mlp" else size
+        wanted = {
+            "position": (kv_heads, length, size),
+            "weight1": (kv_heads, length * size, hidden),
+        }
+        if phi.kind == "mlp":
+            wanted["bias1"] = (kv_heads, hidden)
+            wanted["weight2"] = (kv_heads, hidden, size)
+            wanted["bias2"] = (kv_heads, size)
+        for name, shape in wanted.items():
+            x = getattr(weights, name)
+            if x is None or tuple(x.shape) != shape:
+                got = None if x is None else tuple(x.shape)
+                raise ValueError(f"phi.{side}.{name} must be {shape} for {phi.kind}, got {got}")
+            if x.dtype != q.dtype:
+                raise ValueError(f"phi.{side}.{name} is {x.dtype} and q is {q.dtype}")
+            _device(f"phi.{side}.{name}", x, q)
+    for table in phi.rotary or ():
+        last = max(0, count_compressed(q.shape[1], config) - 1) * config.compress_stride
+        if table.ndim != 2 or table.shape[0] <= last or table.shape[1] != dim // 2:
+            raise ValueError(
+                f"phi.rotary needs tables of at least {last + 1} positions x {dim // 2}, "
+                f"got {tuple(table.shape)}"
+            )
+        _device("phi.rotary", table, q)

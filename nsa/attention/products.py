@@ -7,11 +7,19 @@ import torch
 from torch import Tensor
 
 
-def without_autocast(backward: Callable) -> Callable:
-    """A Function's backward that keeps its own dtypes when loss.backward() runs under autocast."""
+def plain_backward(backward: Callable) -> Callable:
+    """A Function's backward that keeps its own dtypes under autocast and refuses create_graph.
+
+    What it saved beside its inputs has no graph: a second derivative would be wrong in silence.
+    """
 
     @wraps(backward)
     def run(ctx, do):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "this backend has no second derivative (create_graph=True); "
+                "backend='masked' and 'sequential' have one"
+            )
         with torch.autocast(do.device.type, enabled=False):
             return backward(ctx, do)
 

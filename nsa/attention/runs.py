@@ -33,9 +33,9 @@ def run_with_selected(inputs: Inputs, note: Note, selected: Selected) -> dict[st
 
 
 def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
-    """The caller's selection or a scored one, without slots that no query of the call can fill."""
-    blocks = inputs.blocks
-    if blocks is None:
-        blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
-        note("score", "score-chunks")
+    """The caller's selection, or a scored one without slots that no query of the call can fill."""
+    if inputs.blocks is not None:
+        return inputs.blocks
+    note("score", "score-chunks")
+    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
     return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]

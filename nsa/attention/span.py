@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa.attention.products import by_kv_head, by_query, dot, probs_from, wide, without_autocast
+from nsa.attention.products import by_kv_head, by_query, dot, plain_backward, probs_from, wide
 from nsa.config import NSAConfig
 
 ELEMENTS = 1 << 22  # scores held at once; the more, the fewer and larger the launches
@@ -87,7 +87,7 @@ class _SpanAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @without_autocast
+    @plain_backward
     def backward(ctx, do):
         q, k, v, lse = ctx.saved_tensors
         batch, kv_heads = q.shape[0], k.shape[2]

@@ -1,7 +1,8 @@
 """The path witness: which implementation served each branch, how often, and was it finite.
 
 An A/B test whose arms have equal witnesses compared a program with itself. Counting is
-process-wide, because autograd recomputes checkpointed blocks in threads of its own.
+process-wide, because autograd recomputes checkpointed blocks in threads of its own; so is the
+place (layer, step) of a call: one training loop a process.
 """
 
 import threading
@@ -28,31 +29,24 @@ class Witness:
         self.paths: Counter[tuple[str, str]] = Counter()
         self.backends: Counter[str] = Counter()
         self._non_finite: dict[str, Tensor] = {}
-        self._warned = False
+        self.warned = False
 
     def saw(self, branch: str, implementation: str) -> None:
         """Counts one use of `implementation` for `branch` ("score" for the selection's scores)."""
         self.paths[branch, implementation] += 1
 
-    def saw_output(self, o: Tensor) -> None:
-        """Counts an output that holds a non-finite value, without a sync on a GPU.
-
-        There the warning waits until `record` is called; on a CPU it comes at once.
-        """
-        # An infinity norm lets NaN and inf through and needs no temporary of o's size.
-        bad = ~torch.linalg.vector_norm(o.detach(), ord=float("inf")).isfinite()
+    def saw_output(self, bad: Tensor) -> None:
+        """Counts an output whose flag `bad` is set, without a sync on a GPU."""
         here = place(without="step")  # or a long run would hold a tensor a step
         before = self._non_finite.get(here)
         self._non_finite[here] = bad.int() if before is None else before + bad
-        if o.device.type == "cpu" and bad:
-            self._warn(place())
 
     def non_finite(self) -> dict[str, int]:
         """Calls whose output held a non-finite value, by place. Waits for the GPU."""
         counts = {here: int(count) for here, count in self._non_finite.items()}
         found = {here: count for here, count in counts.items() if count}
         if found:
-            self._warn(next(iter(found)))
+            self.warn(next(iter(found)))
         return found
 
     def record(self) -> dict:
@@ -66,9 +60,10 @@ class Witness:
             "non_finite": self.non_finite(),
         }
 
-    def _warn(self, here: str) -> None:
-        if not self._warned:
-            self._warned = True
+    def warn(self, here: str) -> None:
+        """Warns of a non-finite output, the first time only."""
+        if not self.warned:
+            self.warned = True
             warnings.warn(
                 f"attention output is not finite ({here}); further ones are only counted. "
                 "strict=True stops at the first and names the branch.",
@@ -108,9 +103,19 @@ def saw_call(backend: str, notes: list[tuple[str, str]]) -> None:
 
 
 def saw_output(o: Tensor) -> None:
-    """Tells the innermost open witness of an output, so that it is checked once."""
+    """Tells every open witness whether an output holds a non-finite value, without a sync on a GPU.
+
+    There the warning waits until a witness is read; on a CPU it comes at once.
+    """
+    # An infinity norm lets NaN and inf through and needs no temporary of o's size.
+    bad = ~torch.linalg.vector_norm(o.detach(), ord=float("inf")).isfinite()
     with _lock:
-        _witnesses[-1].saw_output(o)
+        for witness in _witnesses:
+            witness.saw_output(bad)
+        if o.device.type == "cpu" and bad:
+            _witnesses[-1].warn(place())
+            for witness in _witnesses:
+                witness.warned = True
 
 
 @contextmanager

@@ -27,7 +27,10 @@ def attention_probs(
     visible: Bool[Tensor, "#B #HKV T S"],
     scale: float,
 ) -> tuple[Float[Tensor, "B HKV G T S"], Float[Tensor, "B HKV G T"]]:
-    """Softmax over the visible keys, by KV head and head of the group, and its lse."""
+    """Softmax over the visible keys, by KV head and head of the group, and its lse.
+
+    The product q k is plain torch's in the inputs' dtype; what follows is fp32 or wider.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.unflatten(2, (k.shape[2], -1))  # [B, T, HKV, G, D]
     scores = torch.einsum("bthgd,bshd->bhgts", grouped, k).to(wide) * scale

@@ -49,7 +49,7 @@ class Phi:
             raise ValueError(f"phi kind {self.kind!r} needs weights for key and for value")
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that takes part, for checks of device and dtype and for gradients."""
+        """Every tensor that takes part."""
         weights = [w for w in (self.key, self.value) if w is not None]
         found = [t for w in weights for t in vars(w).values() if t is not None]
         return found + list(self.rotary or ())

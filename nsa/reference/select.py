@@ -31,6 +31,8 @@ def select(
     own = (position // config.select_block)[:, None, None]
     j = torch.arange(blocks, device=scores.device)
     legal = j <= own  # [T, 1, NB]: the block starts at or before the query
+    # NaN would rank above the forced blocks.
+    scores = torch.where(scores.isnan(), -1.0, scores)
     forced = (j < config.select_initial) | (j > own - config.select_local)
     ranked = scores.masked_fill(forced, float("inf")).masked_fill(~legal, float("-inf"))
     best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : config.select_count]
@@ -44,9 +46,12 @@ def select(
 def selected_tokens(
     blocks: Int[Tensor, "B T HKV N"], keys: int, config: NSAConfig
 ) -> Bool[Tensor, "B HKV T S"]:
-    """Which of `keys` tokens lie in a query's blocks. Says nothing about the future."""
+    """Which of `keys` tokens lie in a query's blocks. Says nothing about the future.
+
+    An index outside 0..NB-1 is an empty slot.
+    """
     count = count_selectable(keys, config)
     table = torch.zeros(*blocks.shape[:3], count + 1, dtype=torch.bool, device=blocks.device)
-    slots = torch.where(blocks < 0, count, blocks).long()
+    slots = torch.where((blocks < 0) | (blocks > count), count, blocks).long()
     table = table.scatter(-1, slots, True)[..., :count]
     return table.repeat_interleave(config.select_block, dim=-1)[..., :keys].transpose(1, 2)

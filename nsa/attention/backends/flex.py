@@ -1,8 +1,9 @@
 """flex: torch's flex_attention, each branch a block-sparse mask.
 
-Compiled on a GPU, it holds no T x T tensor: a block mask of (T / 128) x (T / 128) entries and,
-for the selected branch, one bit for each query and selectable block. flex_attention has no
-backward on a CPU and computes T x T scores there, so the CPU takes it forward only.
+Compiled on a GPU, it holds no T x T tensor a head: for the selected branch a block mask of
+HQ T^2 / 2048 bytes and a bit for each query, KV head and selectable block, HKV T^2 / (8 l') bytes.
+flex_attention has no backward on a CPU and computes T x T scores there, so the CPU takes it
+forward only.
 """
 
 import warnings
@@ -55,12 +56,7 @@ def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> Tensor:
         ended = t + 1 - length - s * stride
         return (ended >= 0) & (ended < reach)
 
-    tokens, keys = q.shape[1], k.shape[1]
-    tiles = torch.zeros(-(-tokens // TILE), -(-keys // TILE), dtype=torch.bool)
-    for i in range(tiles.shape[0]):
-        low, _ = span.seen(i * TILE)
-        _, high = span.seen(min((i + 1) * TILE, tokens) - 1)
-        tiles[i, low // TILE : -(-high // TILE)] = True
+    tiles = span_tiles(span, q.shape[1], k.shape[1])
     return _flex(inputs, k, v, visible, tiles[None, None].to(q.device))
 
 
@@ -81,9 +77,9 @@ def selection_bits(blocks: Tensor, count: int) -> Tensor:
     """[B, T, HKV, words] uint8: bit j % WORD of word j // WORD says "block j chosen"."""
     shape = (*blocks.shape[:3], -(-count // WORD))
     words = torch.zeros(shape, dtype=torch.uint8, device=blocks.device)
-    wanted = blocks >= 0
+    wanted = (blocks >= 0) & (blocks < count)
     wanted[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # a repeated block sets its bit once
-    j = blocks.long().clamp(min=0)
+    j = torch.where(wanted, blocks, 0).long()
     bits = torch.where(wanted, 1 << (j % WORD), 0).to(torch.uint8)
     return words.scatter_add(-1, j // WORD, bits)
 
@@ -96,12 +92,23 @@ def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
     chosen = padded.long().transpose(1, 2).reshape(batch, kv_heads, rows, TILE * slots)
     tiles = torch.zeros(batch, kv_heads, rows, columns + 1, dtype=torch.bool, device=blocks.device)
     first, last = chosen * size // TILE, ((chosen + 1) * size - 1) // TILE
+    absent = (chosen < 0) | (chosen * size >= keys)
     for offset in range((size - 1) // TILE + 2):
         column = torch.minimum(first + offset, last).clamp(max=columns - 1)
-        tiles = tiles.scatter(-1, torch.where(chosen < 0, columns, column), True)
+        tiles = tiles.scatter(-1, torch.where(absent, columns, column), True)
     # A tile behind its last query is all future.
     row_end = torch.arange(1, rows + 1, device=blocks.device)[:, None] * TILE
     return tiles[..., :columns] & (torch.arange(columns, device=blocks.device) * TILE < row_end)
+
+
+def span_tiles(span: Span, tokens: int, keys: int) -> Tensor:
+    """[T / TILE, keys / TILE]: does a query of the tile see a key of it?"""
+    tiles = torch.zeros(-(-tokens // TILE), -(-keys // TILE), dtype=torch.bool)
+    for i in range(tiles.shape[0]):
+        low, _ = span.seen(i * TILE)
+        _, high = span.seen(min((i + 1) * TILE, tokens) - 1)
+        tiles[i, low // TILE : -(-high // TILE)] = True
+    return tiles
 
 
 def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor) -> Tensor:
@@ -151,7 +158,7 @@ def _flex_attention(compiled: bool) -> Callable:
 def why_not(inputs: Inputs) -> list[str]:
     """Reasons for which flex_attention does not take the inputs."""
     q, reasons = inputs.q, []
-    tensors = [q, *inputs.k.values(), *inputs.v.values()]
+    tensors = [q, *inputs.k.values(), *inputs.v.values(), *inputs.phi.tensors()]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if q.is_cuda:
         if q.dtype == torch.float64:
@@ -166,11 +173,19 @@ def why_not(inputs: Inputs) -> list[str]:
     return reasons
 
 
+def not_for_auto(inputs: Inputs) -> list[str]:
+    """Where it runs but another serves better."""
+    reasons = [] if inputs.q.is_cuda else ["computes T x T scores on a CPU"]
+    if inputs.cu_seqlens is not None:
+        reasons.append("compiles anew for each length of a packed sequence")
+    return reasons
+
+
 BACKEND = Backend(
     "flex",
     run,
     why_not,
-    not_for_auto=lambda inputs: [] if inputs.q.is_cuda else ["computes T x T scores on a CPU"],
+    not_for_auto=not_for_auto,
     summary="flex_attention with block-sparse masks; linear memory on a GPU, forward only on a CPU",
     quadratic=False,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import dot, probs_from, wide, without_autocast
+from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
 from nsa.attention.runs import run_with_selected
 
@@ -48,7 +48,7 @@ class _GatherAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @without_autocast
+    @plain_backward
     def backward(ctx, do):
         q, k, v, blocks, lse = ctx.saved_tensors
         accumulate, kv_heads = wide(q.dtype), k.shape[2]

@@ -1,7 +1,8 @@
 """masked: one dense matmul a branch with a boolean mask.
 
 Holds T x T scores and probabilities for every head and branch (T x T/d for the compressed one),
-in fp32, for the backward pass: the simplest code and the steepest memory.
+in fp32, for the backward pass: the simplest code and the steepest memory. The product q k is plain
+torch's, so in fp16 it overflows beyond 65504 before the scale is applied.
 """
 
 from torch import Tensor

@@ -2,9 +2,10 @@
 
 The selection is inverted (which queries chose block j?) and cut into tiles of ROWS queries
 against one block; partial results meet through their log-sum-exp. Memory beyond inputs and
-outputs is T x n log-sum-exps a head and a bounded number of tiles: nothing T x T. No size depends
-on data, so nothing waits for the GPU. Sums over tiles are atomics there, so not bit-repeatable
-unless torch.use_deterministic_algorithms is on.
+outputs: an fp32 output kept for the backward; while it works, T x n log-sum-exps a head, the
+inverted selection (8 n bytes a query and KV head, a few times over) and a bounded number of tiles;
+nothing T x T. No size depends on data, so nothing waits for the GPU. Sums over tiles are atomics
+there, so not bit-repeatable unless torch.use_deterministic_algorithms is on.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import dot, probs_from, wide, without_autocast
+from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
 from nsa.attention.runs import run_with_selected
 from nsa.blocks import count_selectable
@@ -70,7 +71,7 @@ class _PackedAttention(torch.autograd.Function):
         return o.to(q.dtype).view(*q.shape[:3], v.shape[3])
 
     @staticmethod
-    @without_autocast
+    @plain_backward
     def backward(ctx, do):
         q, k, v, blocks, o, lse = ctx.saved_tensors
         group, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
@@ -126,7 +127,8 @@ def _invert(blocks: Tensor, tokens: int, config: NSAConfig) -> _Plan:
     none = batch * kv_heads * count  # a key of its own for empty and repeated slots
     repeated = torch.zeros_like(blocks, dtype=torch.bool)
     repeated[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
-    key = torch.where((blocks < 0) | repeated, none, owner * count + blocks.long()).flatten()
+    absent = (blocks < 0) | (blocks >= count) | repeated
+    key = torch.where(absent, none, owner * count + blocks.long()).flatten()
     sizes = torch.zeros(none + 1, dtype=torch.long, device=device)
     sizes = sizes.scatter_add(0, key, torch.ones_like(key))[:none]
     zero = sizes.new_zeros(1)
