@@ -107,7 +107,9 @@ class CpuRecorder(Recorder):
 
     def _open(self) -> None:
         self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            profile_memory=True,
+            acc_events=True,  # or torch 2.11 warns that there might be further cycles
         )
         self._profile.start()
         torch.autograd._enable_record_function(False)
