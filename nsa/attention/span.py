@@ -60,9 +60,8 @@ def span_scores(q: Tensor, k: Tensor, span: Span, scale: float, first: int) -> T
     scores = scores.view(batch * kv_heads, heads // kv_heads, rows, k.shape[1])
     t = torch.arange(first, first + rows, device=q.device)[:, None]
     s = torch.arange(low, low + k.shape[1], device=q.device)
-    ended = (
-        t + 1 - span.length - s * span.stride
-    )  # >= 0 once the key's last token is at or before t
+    # Tokens since the key's last one: not negative once that is at or before t.
+    ended = t + 1 - span.length - s * span.stride
     hidden = ended < 0
     if span.lookback is not None:
         hidden |= ended >= span.lookback * span.stride
