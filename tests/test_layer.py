@@ -1,3 +1,5 @@
+import inspect
+
 import pytest
 import torch
 from tiny_models import TOKENS, gradients, hidden, tiny
@@ -5,7 +7,9 @@ from tiny_models import TOKENS, gradients, hidden, tiny
 from nsa.attention.witness import recording
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
+from nsa.model.rotary import rotary_for
 from nsa.reference.compress import compress
+from nsa.reference.rotary import rotary_tables
 
 BRANCHES = ("cmp", "slc", "win")
 
@@ -107,14 +111,40 @@ def test_a_forced_branch_leaves_the_others_and_the_gate_without_gradient(force_b
     assert without == gate | others | unused
 
 
-@pytest.mark.parametrize("force_branch", BRANCHES)
-def test_a_forced_branch_skips_the_others_work(force_branch):
-    config = tiny(force_branch=force_branch)
-    layer, full = NSAAttention(config), NSAAttention(tiny())
+def applied_projections(layer):
+    """A list to which each application of a key or value projection adds its name."""
     applied = []
     for side in ("k_proj", "v_proj"):
         for name, projection in getattr(layer, side).items():
             projection.register_forward_hook(lambda *_, at=f"{side}.{name}": applied.append(at))
+    return applied
+
+
+@pytest.mark.parametrize("rope", ["before", "after"])
+@pytest.mark.parametrize("force_branch", [None, *BRANCHES])
+def test_a_shared_projection_is_applied_once(force_branch, rope):
+    config = tiny(force_branch=force_branch, shared_kv=True, compress_rope=rope)
+    layer = NSAAttention(config)
+    applied = applied_projections(layer)
+    run(layer, hidden(config))
+    assert sorted(applied) == ["k_proj.shared", "v_proj.shared"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rope", ["before", "after"])
+def test_keys_that_only_score_blocks_keep_nothing_for_a_backward(rope, shared):
+    config = tiny(force_branch="slc", shared_kv=shared, compress_rope=rope)
+    layer = NSAAttention(config)
+    rotary = rotary_for(config, TOKENS, torch.device("cpu"))
+    keys = layer.keys(hidden(config), rotary, ("slc",))
+    assert {name: k.requires_grad for name, k in keys.items()} == {"slc": True, "cmp": False}
+
+
+@pytest.mark.parametrize("force_branch", BRANCHES)
+def test_a_forced_branch_skips_the_others_work(force_branch):
+    config = tiny(force_branch=force_branch)
+    layer, full = NSAAttention(config), NSAAttention(tiny())
+    applied = applied_projections(layer)
     x = hidden(config)
     with recording() as forced_paths:
         forced_nodes = autograd_nodes(layer(x))
@@ -233,6 +263,24 @@ def test_illegal_borders_are_refused_by_the_attention_itself():
     for borders in ([0, 30, 20, TOKENS], [0, 20], [5, TOKENS], [0, 99]):
         with pytest.raises(ValueError, match=r"cu_seqlens=.* must rise from 0 to T=48"):
             layer(x, cu_seqlens=torch.tensor(borders, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("borders", [[], [[0, TOKENS]]])
+def test_borders_of_the_wrong_shape_are_refused_with_what_would_do(borders):
+    layer = NSAAttention(tiny())
+    borders = torch.tensor(borders, dtype=torch.int32)
+    # Under jaxtyping's hook its own TypeError comes first for two dimensions.
+    with pytest.raises((ValueError, TypeError), match=r"needed is \[N \+ 1\] int32|cu_seqlens"):
+        layer(hidden(layer.config), cu_seqlens=borders)
+    bare = inspect.unwrap(rotary_for)
+    with pytest.raises(ValueError, match=r"needed is \[N \+ 1\] int32, rising from 0 to T=48"):
+        bare(layer.config, TOKENS, "cpu", borders)
+
+
+def test_the_models_angles_have_its_base():
+    rotary = rotary_for(tiny(rope_base=100.0), TOKENS, torch.device("cpu"))
+    for mine, want in zip((rotary.cos, rotary.sin), rotary_tables(TOKENS, 8, 100.0), strict=True):
+        torch.testing.assert_close(mine, want)
 
 
 @pytest.mark.parametrize("backend", ["gather", "sdpa", "masked"])

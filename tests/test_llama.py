@@ -162,3 +162,41 @@ def test_tokens_that_do_not_fit_are_refused(wrong, message):
 def test_a_block_is_llamas():
     names = [name for name, _ in Block(tiny(), 0).named_children()]
     assert names == ["norm1", "attention", "norm2", "mlp"]
+
+
+def test_the_model_around_its_attention_is_llama_written_out():
+    eps = 0.5
+    model = LanguageModel(tiny(layers=1, norm_eps=eps)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    weight = dict(model.named_parameters())
+    attention = model.blocks[0].attention
+
+    def normed(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight[f"{name}.weight"]
+
+    def mlp(x):
+        gate, up, down = (weight[f"blocks.0.mlp.{n}.weight"] for n in ("gate", "up", "down"))
+        opened = x @ gate.T
+        return (opened / (1 + torch.exp(-opened)) * (x @ up.T)) @ down.T
+
+    with torch.no_grad():
+        x = weight["embed.weight"][tokens()]
+        x = x + attention(normed(x, "blocks.0.norm1"))
+        x = x + mlp(normed(x, "blocks.0.norm2"))
+        want = normed(x, "norm") @ weight["head.weight"].T
+        torch.testing.assert_close(model(tokens())[0], want)
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_the_legal_ones():
+    model = LanguageModel(tiny(vocab=100))
+    legal = torch.tensor([[3, 99]])
+    for wrong in ([[3, 100]], [[-1, 99]]):
+        wrong = torch.tensor(wrong)
+        held = f"ids from {int(wrong.min())} to {int(wrong.max())}; vocab=100 has 0 to 99"
+        with pytest.raises(ValueError, match=f"tokens hold {held}"):
+            model(wrong)
+        with pytest.raises(ValueError, match=f"targets hold {held}"):
+            model(legal, wrong)
+    assert model(legal, legal)[1].isfinite()

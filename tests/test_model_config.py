@@ -19,11 +19,13 @@ from nsa.model.config import ModelConfig, layer_range
         ({"backend": ""}, "'auto'"),
         ({"layers": 0}, "layers=0 must be at least 1"),
         ({"value_dim": 0}, "value_dim=0 must be at least 1"),
-        ({"rope_base": 0.0}, "rope_base=0.0 must be greater than 0"),
+        ({"rope_base": 0.0}, "rope_base=0.0 must be finite and greater than 0"),
+        ({"rope_base": float("inf")}, "rope_base=inf must be finite and greater than 0"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan must be finite and greater than 0"),
         ({"checkpoint": "0:3"}, "checkpoint='0:3' does not fit 2 layers; .*end <= 2"),
         ({"headdim": 8}, "ModelConfig has no field headdim; did you mean head_dim?"),
         ({"nsa": {"windows": 8}}, "NSAConfig has no field nsa.windows; did you mean nsa.window?"),
-        ({"nsa": {"compress_stride": 3}}, "compress_block=4 is not a multiple"),
+        ({"nsa": {"compress_stride": 3}}, "is not a multiple of compress_stride=3"),
     ],
 )
 def test_an_illegal_field_is_refused_with_what_would_do(changes, message):
@@ -32,12 +34,27 @@ def test_an_illegal_field_is_refused_with_what_would_do(changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dim": 32.0}, {"layers": True}, {"strict": 1}, {"nsa": 512}, {"max_tokens": "512"}]
+    "changes",
+    [
+        {"name": None},
+        {"dim": 32.0},
+        {"layers": True},
+        {"strict": 1},
+        {"nsa": 512},
+        {"max_tokens": "512"},
+        {"rope_base": "1e4"},
+        {"norm_eps": True},
+    ],
 )
 def test_a_field_of_the_wrong_type_is_refused(changes):
+    ((name, value),) = changes.items()
     # Under jaxtyping's hook its own TypeError comes first; both name the field.
-    with pytest.raises(TypeError, match=next(iter(changes))):
+    with pytest.raises(TypeError, match=name):
         tiny(**changes)
+    config = tiny()
+    object.__setattr__(config, name, value)
+    with pytest.raises(TypeError, match=f"{name}={value!r} is not a"):
+        config.__post_init__()
 
 
 def test_a_config_survives_json():
@@ -50,6 +67,15 @@ def test_an_unknown_name_in_a_stored_config_is_refused():
         ModelConfig.from_dict({**tiny().to_dict(), "dims": 4})
     with pytest.raises(ValueError, match=r"no field nsa\.stride"):
         ModelConfig.from_dict({**tiny().to_dict(), "nsa": {"stride": 4}})
+
+
+def test_a_stored_config_that_lacks_fields_is_refused_with_their_names():
+    values = tiny().to_dict()
+    del values["dim"], values["heads"], values["vocab"]  # vocab has a default
+    with pytest.raises(ValueError, match=r"ModelConfig needs dim, heads as well; it got name, "):
+        ModelConfig.from_dict(values)
+    with pytest.raises(ValueError, match=r"needs name, layers, .*, head_dim as well; .* nothing"):
+        ModelConfig.from_dict({})
 
 
 def test_nested_changes_leave_the_other_sizes_alone():

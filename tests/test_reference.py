@@ -1,5 +1,7 @@
 """The facts of the definition, each a sentence. Agreement of the backends is tested elsewhere."""
 
+import math
+
 import brute
 import pytest
 import torch
@@ -250,9 +252,18 @@ def test_gradcheck(phi, shared):
 
 def test_no_gradient_flows_through_the_selection():
     drawn = draw(Case(60))
-    o = run(drawn, branches=("slc",)).o
-    grad = torch.autograd.grad(o.sum(), [drawn.leaves["k_cmp"]], allow_unused=True)[0]
-    assert grad is None or torch.count_nonzero(grad) == 0
+    result = run(drawn, branches=("slc",))
+    assert not result.importance.requires_grad
+    # Nor beside it, as a block weighed by its own importance would let it.
+    names = ("q", "k_cmp", "k_slc", "v_slc")
+    leaves = [drawn.leaves[name] for name in names]
+    given = run(drawn, branches=("slc",), blocks=result.blocks)
+    got, want = (
+        torch.autograd.grad(r.o.square().sum(), leaves, allow_unused=True) for r in (result, given)
+    )
+    assert got[1] is None
+    for name, g, w in zip(names, got, want, strict=True):
+        assert g is w or torch.equal(g, w), name
 
 
 def test_the_papers_sizes_weigh_a_blocks_compressed_keys_1_2_2_2_1():
@@ -325,6 +336,24 @@ def test_linear_compression_flattens_a_block_token_by_token_per_head():
             torch.testing.assert_close(got[0, i, h], flat @ weights.weight1[h])
 
 
+def test_mlp_compression_is_two_layers_with_a_gelu_between_per_head():
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64)
+
+    x = normal(1, 10, 2, 3)
+    weights = PhiWeights(
+        normal(2, 4, 3), normal(2, 12, 5), normal(2, 5), normal(2, 5, 3), normal(2, 3)
+    )
+    got = compress(x, "mlp", weights, TINY)
+    assert got.shape == (1, 4, 2, 3)
+    for i in range(4):
+        for h in range(2):
+            flat = torch.cat([x[0, 2 * i + s, h] + weights.position[h, s] for s in range(4)])
+            inner = flat @ weights.weight1[h] + weights.bias1[h]
+            inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2
+            torch.testing.assert_close(got[0, i, h], inner @ weights.weight2[h] + weights.bias2[h])
+
+
 def test_an_unknown_phi_and_missing_weights_are_refused():
     with pytest.raises(ValueError, match="'conv' is unknown; known are mean, linear, mlp"):
         Phi("conv")
@@ -359,6 +388,24 @@ def test_rotated_products_depend_on_the_distance_alone():
 
     torch.testing.assert_close(product(7, 3), product(64, 60))
     assert not torch.isclose(product(7, 3), product(7, 4))
+
+
+@pytest.mark.parametrize("base", [10000.0, 50.0])
+def test_pair_i_at_position_t_turns_by_t_over_a_power_of_the_base(base):
+    cos, sin = rotary_tables(40, 6, base, dtype=torch.float64)
+    assert cos.shape == sin.shape == (40, 3)
+    for t in range(40):
+        for i in range(3):
+            angle = t / base ** (2 * i / 6)
+            assert cos[t, i].item() == pytest.approx(math.cos(angle), abs=1e-12)
+            assert sin[t, i].item() == pytest.approx(math.sin(angle), abs=1e-12)
+
+
+def test_rotary_turns_by_a_base_of_10000_in_fp32_unless_told():
+    cos, sin = rotary_tables(40, 6)
+    assert cos.dtype == sin.dtype == torch.float32
+    want = rotary_tables(40, 6, 1e4, dtype=torch.float64)
+    torch.testing.assert_close((cos.double(), sin.double()), want, rtol=0, atol=1e-5)
 
 
 def test_rotary_refuses_an_odd_head_dim():

@@ -1,4 +1,6 @@
 import math
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -143,6 +145,47 @@ def test_the_learning_rate_warms_up_and_then_stays():
         rates.append([group["lr"] for group in watched.optimizer.param_groups])
     expected = [1.25e-4, 2.5e-4, 3.75e-4, 5e-4, 5e-4, 5e-4]
     assert rates == [[pytest.approx(rate)] * 2 for rate in expected]
+
+
+def test_the_optimizer_is_adamw_with_the_settings_that_are_documented():
+    optimizer = trainer(lr=3e-4).optimizer
+    assert type(optimizer) is torch.optim.AdamW
+    for group in optimizer.param_groups:
+        assert group["betas"] == (0.9, 0.95)
+        assert (group["lr"], group["eps"], group["amsgrad"]) == (3e-4, 1e-8, False)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_left_from_before_do_not_enter_the_first_step(frozen):
+    def losses(soiled):
+        model = LanguageModel(tiny())
+        model.norm.weight.requires_grad_(not frozen)  # a frozen one would still count in clipping
+        if soiled:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 3.0)
+        return Trainer(model, synthetic(seed=0), batch=2, tokens=32, seed=0).run(3)
+
+    assert losses(soiled=True) == losses(soiled=False)
+
+
+def test_each_run_warns_of_its_own_non_finite_outputs_once():
+    broken = trainer()
+    broken.run(1)
+    weight = broken.model.blocks[1].attention.v_proj["win"].weight
+    for outside in (nullcontext, nullcontext, witness.recording):
+        broken.model.reset_parameters(0)
+        with torch.no_grad():
+            weight[0, 0] = float("nan")
+        with outside() as outer, pytest.warns(RuntimeWarning) as warned:
+            broken.run(2)
+        assert len(warned) == 1
+        assert f"layer 1, step {broken.steps_done - 2}" in str(warned[0].message)
+    assert outer.non_finite()["layer 1"] == 2
+    broken.model.reset_parameters(0)
+    with warnings.catch_warnings(), witness.recording() as outer:
+        warnings.simplefilter("error")
+        broken.run(1)
+    assert outer.non_finite() == {}
 
 
 def test_gradients_are_clipped_to_norm_one():

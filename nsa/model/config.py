@@ -1,7 +1,8 @@
 """Everything that decides what a model computes, as one frozen value that is stored with a run."""
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 from nsa.config import NSAConfig
@@ -19,7 +20,7 @@ class ModelConfig:
     The backend's name is checked where a layer is built, because only the registry knows the names.
 
     Raises:
-        TypeError: a size that is not an int, a switch that is not a bool.
+        TypeError: a size that is not an int, a switch that is not a bool, a name that is not text.
         ValueError: values that are unknown or do not fit; the message says what would do.
     """
 
@@ -47,6 +48,8 @@ class ModelConfig:
     max_tokens: int | None = None  # longer inputs are refused; None: any length
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={self.name!r} is not a str")
         for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "vocab"):
             _check_size(name, getattr(self, name))
         for name in ("value_dim", "mlp_hidden", "max_tokens"):
@@ -78,8 +81,7 @@ class ModelConfig:
                 f"backend={self.backend!r} is not a backend's name; 'auto' chooses one"
             )
         for name in ("rope_base", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
+            _check_positive(name, getattr(self, name))
         layer_range(self.checkpoint, self.layers)
 
     @property
@@ -109,8 +111,15 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """The config that `to_dict` described. Raises ValueError for a name it does not know."""
+        """The config that `to_dict` described. Raises ValueError for names unknown or missing."""
         _check_names(cls, values)
+        needed = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
+        missing = [name for name in needed if name not in values]
+        if missing:
+            raise ValueError(
+                f"{cls.__name__} needs {', '.join(missing)} as well; it got "
+                f"{', '.join(values) or 'nothing'}"
+            )
         nested = values.get("nsa", {})
         if isinstance(nested, dict):
             _check_names(NSAConfig, nested, prefix="nsa.")
@@ -145,6 +154,14 @@ def _check_size(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} is not an int")
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        hint = "; YAML reads 1e4 as text and 1.0e+4 as a number" if isinstance(value, str) else ""
+        raise TypeError(f"{name}={value!r} is not a number{hint}")
+    if not (value > 0 and isfinite(value)):
+        raise ValueError(f"{name}={value} must be finite and greater than 0")
 
 
 def _check_choice(name: str, value: Any, known: tuple[str, ...], also: str = "") -> None:

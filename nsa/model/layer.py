@@ -89,11 +89,7 @@ class NSAAttention(nn.Module):
         q = rotary(self.q_proj(x).unflatten(-1, (config.heads, config.head_dim)))
         k = self.keys(x, rotary, branches)
         v = self.values(x, branches)
-        if config.force_branch == "slc":
-            with torch.no_grad():
-                k |= self.keys(x, rotary, ("cmp",))
-                phi = self.phi(q.dtype, rotary)
-        else:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and config.force_branch != "slc"):
             phi = None if config.force_branch == "win" else self.phi(q.dtype, rotary)
         o = nsa_attention(
             q,
@@ -112,7 +108,10 @@ class NSAAttention(nn.Module):
     def keys(
         self, x: Float[Tensor, "B T E"], rotary: Rotary, branches: tuple[str, ...]
     ) -> dict[str, Float[Tensor, "B T HKV D"]]:
-        """The keys of these branches; what branches share is projected and rotated once."""
+        """The keys of these branches; what branches share is projected and rotated once.
+
+        For "slc" alone also those of "cmp", which score its blocks, without gradient.
+        """
         config = self.config
 
         @cache
@@ -123,12 +122,16 @@ class NSAAttention(nn.Module):
         def rotated(source: str) -> Tensor:
             return rotary(plain(source))
 
-        after = config.compress_rope == "after"
-        source = {name: "shared" if config.shared_kv else name for name in branches}
-        return {
-            name: plain(source[name]) if name == "cmp" and after else rotated(source[name])
-            for name in branches
-        }
+        def key(name: str) -> Tensor:
+            source = "shared" if config.shared_kv else name
+            after = name == "cmp" and config.compress_rope == "after"
+            return plain(source) if after else rotated(source)
+
+        found = {name: key(name) for name in branches}
+        if branches == ("slc",):
+            with torch.no_grad():
+                found["cmp"] = key("cmp").detach()
+        return found
 
     def values(
         self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]

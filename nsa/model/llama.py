@@ -1,5 +1,7 @@
 """A small Llama that reads bytes: RMSNorm, NSA, SwiGLU, residuals, untied head."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import sqrt
 
 import torch
@@ -97,15 +99,34 @@ class LanguageModel(nn.Module):
         """(logits, mean cross entropy in nats, fp32); the loss is None without targets.
 
         `targets` are the tokens one later. With `cu_seqlens` (B = 1) the sequences do not see each
-        other. Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens.
+        other.
+
+        Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens, and on a
+        CPU for ids outside the vocabulary. On a GPU such ids end in a device-side assertion, for
+        looking at them first would make the host wait.
         """
         self._check(tokens, targets)
         rotary = rotary_for(self.config, tokens.shape[1], tokens.device, cu_seqlens)
-        x = self.run_blocks(self.blocks, self.embed(tokens), rotary, cu_seqlens)
+        with self._naming_strangers("tokens", tokens):
+            x = self.embed(tokens)
+        x = self.run_blocks(self.blocks, x, rotary, cu_seqlens)
         logits = self.head(in_autocast_dtype(self.norm(x)))
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        with self._naming_strangers("targets", targets):
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return logits, loss
+
+    @contextmanager
+    def _naming_strangers(self, name: str, ids: Tensor) -> Iterator[None]:
+        try:
+            yield
+        except IndexError as error:
+            vocab = self.config.vocab
+            raise ValueError(
+                f"{name} hold ids from {int(ids.min())} to {int(ids.max())}; vocab={vocab} has "
+                f"0 to {vocab - 1}"
+            ) from error
 
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.numel() == 0:

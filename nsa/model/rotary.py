@@ -28,13 +28,22 @@ def rotary_for(
     device: torch.device,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
 ) -> Rotary:
-    """The angles of `tokens` tokens; with `cu_seqlens` positions restart at 0 in each sequence."""
+    """The angles of `tokens` tokens; with `cu_seqlens` positions restart at 0 in each sequence.
+
+    Raises ValueError for `cu_seqlens` that are empty or not one-dimensional; the attention checks
+    the borders themselves.
+    """
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) == 0):
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)}; needed is [N + 1] int32, rising from "
+            f"0 to T={tokens}, one entry more than there are sequences"
+        )
     cos, sin = rotary_tables(tokens, config.head_dim, config.rope_base, device=device)
     if cu_seqlens is None:
         return Rotary(cos, sin)
     index = torch.arange(tokens, device=device)
     borders = cu_seqlens.to(index)
     sequence = torch.searchsorted(borders, index, right=True) - 1
-    start = borders[sequence.clamp(0, len(borders) - 1)]
+    start = borders[sequence.clamp(min=0)]
     # Clamped, so that illegal borders reach the attention's own check and its message.
     return Rotary(cos, sin, (index - start).clamp(0, tokens - 1))

@@ -70,6 +70,8 @@ class Trainer:
 
     def step(self, step: int) -> Tensor:
         """Trains on batch number `step`; returns the loss, fp32, without waiting for the device."""
+        # Left over from before the first step, they would be added to its own.
+        self.model.zero_grad(set_to_none=True)
         with witness.where(step=step):
             self._enter("data", step)
             tokens, targets = self._batch(step)
@@ -94,15 +96,16 @@ class Trainer:
     def run(self, steps: int) -> list[float]:
         """Trains the next `steps` steps; returns their losses in nats. Waits for the device once.
 
-        An attention output that was not finite is then warned of (RuntimeWarning), unless a
-        `witness.recording()` is open, which keeps that count itself.
+        If attention outputs were not finite, one RuntimeWarning names the place of the first: at
+        once on a CPU, at the end on a GPU. An open `witness.recording()` counts them as well.
         """
         self.model.train()
         losses = []
-        for step in range(self.steps_done, self.steps_done + steps):
-            losses.append(self.step(step))
-            self.steps_done = step + 1
-        witness.process().non_finite()
+        with witness.recording() as seen:
+            for step in range(self.steps_done, self.steps_done + steps):
+                losses.append(self.step(step))
+                self.steps_done = step + 1
+            seen.non_finite()  # warns
         return torch.stack(losses).tolist() if losses else []
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
