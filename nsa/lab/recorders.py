@@ -10,6 +10,7 @@ much larger, form.
 """
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -107,11 +108,12 @@ class CpuRecorder(Recorder):
 
     def _open(self) -> None:
         self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU],
-            profile_memory=True,
-            acc_events=True,  # or torch 2.11 warns that there might be further cycles
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         )
-        self._profile.start()
+        with warnings.catch_warnings():
+            # torch 2.11 warns of further cycles, of which there are none.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self._profile.start()
         torch.autograd._enable_record_function(False)
 
     def _close(self, phase: str) -> None:
