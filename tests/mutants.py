@@ -32,6 +32,7 @@ class Mutant:
 
 
 BACKENDS = "tests/test_backends.py::"
+FACTS = "tests/test_backend_facts.py::"
 REFERENCE = "tests/test_reference.py::"
 SEQUENTIAL = "nsa/attention/backends/sequential.py"
 
@@ -44,7 +45,7 @@ MUTANTS = (
         "return torch.nn.functional.scaled_dot_product_attention(q[..., None, :], "
         "*(x.transpose(1, 2)[:, :, None].expand(-1, -1, q.shape[2], -1, -1) for x in (k, v)), "
         "is_causal=True, scale=scale).squeeze(-2)",
-        (BACKENDS + "test_an_earlier_token_outside_block_0_and_window_is_still_attended_to",),
+        (FACTS + "test_an_earlier_token_outside_block_0_and_window_is_still_attended_to",),
     ),
     Mutant(
         "heads-as-time",
@@ -53,7 +54,7 @@ MUTANTS = (
         'return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v)',
         "return torch.nn.functional.scaled_dot_product_attention(q, k.transpose(1, 2), "
         "v.transpose(1, 2), is_causal=True, scale=scale)",
-        (BACKENDS + "test_an_earlier_token_outside_block_0_and_window_is_still_attended_to",),
+        (FACTS + "test_an_earlier_token_outside_block_0_and_window_is_still_attended_to",),
     ),
     Mutant(
         "current-block-dropped",
@@ -70,7 +71,7 @@ MUTANTS = (
         '_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale)',
         '_attend(q_t, k["win"][:, -config.window :][:, newest], '
         'v["win"][:, -config.window :][:, newest], inputs.scale)',
-        (BACKENDS + "test_no_query_sees_the_future_also_when_the_window_is_shorter",),
+        (FACTS + "test_no_query_sees_the_future_also_when_the_window_is_shorter",),
     ),
     Mutant(
         "scores-see-the-future",
@@ -110,7 +111,7 @@ MUTANTS = (
         "nsa/attention/backends/sdpa.py",
         "mask = (visible | ~seen)",
         "mask = (~visible | ~seen)",
-        (BACKENDS + "test_no_query_sees_the_future_also_when_the_window_is_shorter",),
+        (FACTS + "test_no_query_sees_the_future_also_when_the_window_is_shorter",),
     ),
     Mutant(
         "equation-9-wrong-sign",

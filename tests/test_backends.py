@@ -1,79 +1,20 @@
-"""Every backend against the reference in float64, and the facts that hold for each of them."""
+"""Every backend against the reference in float64, on the shapes that all are tested on."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
-from accuracy import assert_as_accurate
+from backend_calls import DEVICE, FAST, WITH_GRADIENT, attend, check
 from cases import CASES, ODD, SMALL, TINY, Case, draw
 
-from nsa.attention import registry, witness
-from nsa.attention.api import explain, nsa_attention
-from nsa.attention.backends.flex import selection_tiles, span_tiles
+from nsa.attention import registry
+from nsa.attention.api import nsa_attention
 from nsa.attention.scoring import select_blocks
-from nsa.attention.span import Span
 from nsa.config import NSAConfig
 from nsa.reference.compress import compress_keys
-from nsa.reference.nsa import BRANCHES, nsa
+from nsa.reference.nsa import nsa
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-FORWARD_ONLY = {"flex"} if DEVICE == "cpu" else set()
-WITH_GRADIENT = [name for name in registry.names() if name not in FORWARD_ONLY]
-FAST = [name for name in WITH_GRADIENT if name != "sequential"]
-
-
-def attend(drawn, backend, **changes):
-    args, kwargs = drawn.arguments()
-    return nsa_attention(*args, **(kwargs | changes), backend=backend)
-
-
-def outcome(function, drawn, do=None):
-    """(o, gradients by leaf) of `function`; a leaf that it does not reach has gradient 0."""
-    o = function(drawn)
-    if do is None:
-        return o, {}
-    leaves = list(drawn.leaves.values())
-    grads = torch.autograd.grad(o, leaves, do.to(o.dtype), allow_unused=True)
-    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
-    return o, dict(zip(drawn.leaves, grads, strict=True))
-
-
-def reference(drawn):
-    args, kwargs = drawn.arguments()
-    return nsa(*args, **kwargs).o
-
-
-@cache
-def measured(case: Case, dtype: torch.dtype):
-    """Inputs in `dtype` with the exact selection handed in, dO, both results of the reference."""
-    drawn = draw(case, dtype, DEVICE)
-    args, kwargs = drawn.to(torch.float64).arguments()
-    drawn.blocks = nsa(*args, **kwargs).blocks
-    exact_inputs = drawn.to(torch.float64)
-    do = torch.randn_like(reference(exact_inputs)).to(dtype)
-    exact = outcome(reference, exact_inputs, do)
-    same_dtype = outcome(reference, drawn.to(dtype), do)
-    return drawn, do, exact, same_dtype
-
-
-def check(backend, case, dtype, with_gradient):
-    drawn, do, exact, same_dtype = measured(case, dtype)
-    if with_gradient:
-        got = outcome(lambda x: attend(x, backend), drawn.to(dtype), do)
-    else:
-        with torch.no_grad():
-            got = outcome(lambda x: attend(x, backend), drawn.to(dtype))
-    assert got[0].dtype == dtype
-    assert_as_accurate("o", got[0], same_dtype[0], exact[0])
-    largest = max((float(x.abs().max()) for x in exact[1].values()), default=0.0)
-    for name in got[1]:
-        # Softmax does not see a shift of all keys: what shifts them has a gradient that is the
-        # small difference of large terms, and twice of next to nothing is no measure for it.
-        slack = 4.0 if name.startswith("phi_key_") else 2.0
-        results = (got[1][name], same_dtype[1][name], exact[1][name])
-        assert_as_accurate(f"d_{name}", *results, slack=slack, magnitude=largest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -133,75 +74,6 @@ def test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one(
     assert loss.abs().max() <= 3 * torch.finfo(dtype).eps * exact.importance.sum(-1).max()
 
 
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
-def test_no_query_sees_the_future_also_when_the_window_is_shorter_than_the_sequence(backend):
-    drawn = draw(Case(40, kv_heads=1, group=2), torch.float32, DEVICE)
-    before = attend(drawn, backend)
-    for t in (0, 5, 15, 30, 38):
-        later = drawn.to(torch.float32)
-        with torch.no_grad():
-            for name, leaf in later.leaves.items():
-                if name[0] in "qkv":
-                    leaf[:, t + 1 :] = torch.randn_like(leaf[:, t + 1 :])
-        after = attend(later, backend)
-        torch.testing.assert_close(before[:, : t + 1], after[:, : t + 1], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
-def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backend):
-    """One-key attention and a truncated window both pass tests that only look for leaks."""
-    config = NSAConfig(4, 2, 8, 5, window=40)
-    drawn = draw(Case(40, kv_heads=1, group=1, config=config), torch.float32, DEVICE)
-    o = attend(drawn, backend)
-    for branch in BRANCHES:
-        k, v = torch.autograd.grad(
-            o[0, 39].sum(), [drawn.leaves[f"k_{branch}"], drawn.leaves[f"v_{branch}"]],
-            retain_graph=True,
-        )  # fmt: skip
-        assert (v[0].abs().sum((1, 2)) > 0).all(), f"{branch}: some token has no weight"
-        assert k.abs().max() > 1e-6, f"{branch}: keys get no gradient"
-
-
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
-def test_rows_without_a_key_give_zero_and_zero_gradient(backend):
-    """ "Safe packing": here a property of every backend, with nothing to switch on."""
-    drawn = draw(Case(30, config=ODD), torch.float32, DEVICE)
-    drawn.blocks = torch.full((1, 30, 2, 5), -1, dtype=torch.int32, device=DEVICE)
-    drawn.blocks[:, 20:, :, 0] = 0  # rows 0..19 select nothing
-    o = attend(drawn, backend, branches=("cmp", "slc"))
-    assert torch.count_nonzero(o[:, :11]) == 0  # l = 12: they see no compressed key either
-    assert torch.count_nonzero(o[:, 20:]) == o[:, 20:].numel()
-    names = [n for n in drawn.leaves if not n.endswith("_win")]
-    grads = torch.autograd.grad(o.square().sum(), [drawn.leaves[n] for n in names])
-    grads = dict(zip(names, grads, strict=True))
-    assert all(g.isfinite().all() for g in grads.values())
-    assert torch.count_nonzero(grads["q"][:, :11]) == 0
-    assert torch.count_nonzero(grads["gates"][:, :11]) == 0
-    assert torch.count_nonzero(grads["v_slc"][:, 20:]) == 0  # behind block 0
-
-
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
-def test_nothing_that_autograd_saved_is_changed_in_place(backend):
-    """The case study suspected in-place selection; here the version counters are looked at."""
-    drawn = draw(Case(60, phi="linear"), torch.float32, DEVICE)
-    saved = []
-
-    def pack(x):
-        saved.append((x, x._version, x.clone()))
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        o = attend(drawn, backend)
-    first = torch.autograd.grad(o.sum(), list(drawn.leaves.values()), retain_graph=True)
-    second = torch.autograd.grad(o.sum(), list(drawn.leaves.values()))
-    assert saved
-    for x, version, value in saved:
-        assert x._version == version
-        assert torch.equal(x, value) or not value.isfinite().all()
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 WHOLE = [
     Case(70, batch=3, group=3, dim=8, value_dim=6),
     Case(70, group=2, phi="mlp", packed=(1, 40, 29), compress_rope=True),
@@ -221,190 +93,10 @@ def test_backend_selects_and_attends_as_the_reference_from_end_to_end(backend, c
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("backend", registry.names())
-def test_the_output_has_the_dtype_of_q_whatever_the_gates_have(backend):
-    args, kwargs = draw(Case(20), torch.bfloat16, DEVICE).arguments()
-    with torch.no_grad():
-        o = nsa_attention(*args[:3], args[3].float(), args[4], **kwargs, backend=backend)
-    assert o.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("backend", ["gather", "packed"])
-def test_a_second_derivative_is_refused_rather_than_wrong(backend, branch):
-    drawn = draw(Case(20), torch.float32, DEVICE)
-    o = attend(drawn, backend, branches=(branch,))
-    with pytest.raises(RuntimeError, match=r"no second derivative .*'masked'"):
-        torch.autograd.grad(o.square().sum(), drawn.leaves["q"], create_graph=True)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
-def test_masked_and_sequential_have_the_same_second_derivative():
-    second = []
-    for backend in ("masked", "sequential"):
-        torch.manual_seed(3)
-        drawn = draw(Case(20))
-        q = drawn.leaves["q"]
-        o = attend(drawn, backend)
-        (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-        second.append(torch.autograd.grad(grad.square().sum(), q)[0])
-    torch.testing.assert_close(*second)
-
-
-def odd_selections():
-    """(blocks of one row, the same selection well-formed): what a caller may hand in unchecked."""
-    return {
-        "beyond-the-last": ([0, 3, 5, -1], [0, -1, -1, -1]),
-        "more-slots-than-blocks": ([0, 0, 1, 1], [0, 1, -1, -1]),
-        "empty-slots-first": ([-1, -1, 0, 1], [0, 1, -1, -1]),
-    }
-
-
-@pytest.mark.parametrize("name", odd_selections())
-@pytest.mark.parametrize("backend", registry.names())
-def test_slots_that_name_no_block_are_empty_in_every_backend(backend, name):
-    given, meant = (
-        torch.tensor(row, dtype=torch.int32, device=DEVICE).expand(1, 20, 2, 4).contiguous()
-        for row in odd_selections()[name]
-    )
-    drawn = draw(Case(20), torch.float32, DEVICE)
-    with torch.no_grad():
-        want = attend(drawn, backend, blocks=meant, branches=("slc",))
-        got = attend(drawn, backend, blocks=given, branches=("slc",))
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("lookback", [None, 40, 200])
-@pytest.mark.parametrize("length, stride", [(1, 1), (16, 8)])
-def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookback):
-    span = Span(length, stride, lookback)
-    keys = (700 - length) // stride + 1
-    tiles = span_tiles(span, 700, keys)
-    for t in range(700):
-        low, high = span.seen(t)
-        seen = {s // 128 for s in (low, high - 1) if low < high}
-        assert all(tiles[t // 128, column] for column in seen)
-    assert tiles.sum() <= 21 + 5  # no more than the causal half
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="says what flex declines on a CPU")
-def test_flex_declines_where_only_phi_would_learn():
-    drawn = draw(Case(30, phi="linear"), torch.float32)
-    for name, leaf in drawn.leaves.items():
-        leaf.requires_grad_(name.startswith("phi_"))
-    with pytest.raises(registry.Declined, match="no backward on cpu"):
-        attend(drawn, "flex")
-
-
-@pytest.mark.parametrize("backend", registry.names())
-def test_a_repeated_block_counts_once(backend):
-    drawn = draw(Case(40), torch.float32, DEVICE)
-    once = torch.tensor([0, 2, 3, -1], dtype=torch.int32, device=DEVICE).expand(1, 40, 2, 4)
-    twice = torch.tensor([0, 2, 2, 3], dtype=torch.int32, device=DEVICE).expand(1, 40, 2, 4)
-    with torch.no_grad():
-        want = attend(drawn, backend, blocks=once.contiguous(), branches=("slc",))
-        got = attend(drawn, backend, blocks=twice.contiguous(), branches=("slc",))
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("backend", registry.names())
-def test_a_branch_that_is_not_asked_for_costs_nothing(backend, branch):
-    drawn = draw(Case(40), torch.float32, DEVICE)
-    with torch.no_grad(), witness.recording() as seen:
-        o = attend(drawn, backend, branches=(branch,))
-        full = attend(drawn, backend)
-    assert o.shape == full.shape
-    with torch.no_grad(), witness.recording() as alone:
-        attend(drawn, backend, branches=(branch,))
-    assert {b for b, _ in alone.paths} <= {branch, "score"}
-    assert {b for b, _ in seen.paths} == {*BRANCHES, "score"}
-
-
-@pytest.mark.parametrize("backend", FAST)
-def test_non_contiguous_and_expanded_inputs_work(backend):
-    drawn = draw(Case(50, kv_heads=2, group=2), torch.float32, DEVICE)
-    (q, k, v, gates, config), _ = drawn.arguments()
-    want = nsa_attention(q, k["win"][:, :, :1].expand(-1, -1, 2, -1).contiguous(), v["win"], gates,
-                         config, backend=backend)  # fmt: skip
-    q2 = q.transpose(1, 2).contiguous().transpose(1, 2)
-    got = nsa_attention(q2, k["win"][:, :, :1].expand(-1, -1, 2, -1), v["win"], gates, config,
-                        backend=backend)  # fmt: skip
-    torch.testing.assert_close(got, want)
-
-
 @pytest.mark.parametrize("backend", FAST)
 def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
     """Small chunks on a small shape take the same path as real ones on a long sequence."""
     monkeypatch.setattr("nsa.attention.backends.gather.ELEMENTS", 1)
     monkeypatch.setattr("nsa.attention.backends.packed.ELEMENTS", 1)
-    monkeypatch.setattr("nsa.attention.span.ELEMENTS", 3000)
+    monkeypatch.setattr("nsa.attention.span.ELEMENTS", 20_000)
     check(backend, replace(CASES[8], batch=2), torch.float32, with_gradient=True)
-
-
-@pytest.mark.parametrize("config", [TINY, SMALL, NSAConfig(16, 8, 200, 3, window=9)])
-def test_flex_visits_every_tile_that_holds_a_selected_key(config):
-    drawn = draw(Case(700, config=config))
-    args, kwargs = drawn.arguments()
-    blocks = nsa(*args, **kwargs).blocks
-    tiles = selection_tiles(blocks, 700, config.select_block)
-    for t in range(0, 700, 13):
-        for h in range(2):
-            for j in blocks[0, t, h].tolist():
-                if j >= 0:
-                    last = min((j + 1) * config.select_block - 1, t)
-                    for key in (j * config.select_block, last):
-                        assert tiles[0, h, t // 128, key // 128]
-    columns = torch.arange(tiles.shape[-1])
-    assert not tiles[..., columns > torch.arange(tiles.shape[-2])[:, None]].any()
-
-
-def test_auto_takes_the_first_that_can_and_says_why_the_others_declined():
-    args, kwargs = draw(Case(30), torch.float32).arguments()
-    with witness.recording() as seen:
-        nsa_attention(*args, **kwargs)
-    assert list(seen.backends) == ["packed"]
-    why = explain(*args)
-    assert why.startswith("auto takes packed:") and "flex declined: flex_attention has no" in why
-    with torch.no_grad():
-        assert "flex declined: computes T x T scores on a CPU" in explain(*args)
-
-
-@pytest.mark.parametrize("backend", ["gather", "packed"])
-def test_a_backward_under_autocast_keeps_its_dtypes(backend):
-    drawn = draw(Case(30), torch.float32, DEVICE)
-    plain = torch.autograd.grad(attend(drawn, backend).sum(), drawn.leaves["q"])[0]
-    with torch.autocast(DEVICE, torch.bfloat16):
-        again = torch.autograd.grad(attend(drawn, backend).sum(), drawn.leaves["q"])[0]
-    torch.testing.assert_close(again, plain)
-
-
-def test_auto_never_takes_the_exhibit(monkeypatch):
-    only = tuple(replace(b, why_not=lambda x: ["busy"]) if b.name != "sequential" else b
-                 for b in registry.backends())  # fmt: skip
-    monkeypatch.setattr(registry, "backends", lambda: only)
-    args, kwargs = draw(Case(5), torch.float32).arguments()
-    with pytest.raises(ValueError, match=r"(?s)no backend takes.*gather: busy.*an exhibit"):
-        nsa_attention(*args, **kwargs)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="says what flex declines on a CPU")
-def test_a_named_backend_runs_or_raises_with_its_reason():
-    args, kwargs = draw(Case(5), torch.float32).arguments()
-    with pytest.raises(
-        ValueError, match=r"'flex' does not take these inputs: .* no backward on cpu"
-    ):
-        nsa_attention(*args, **kwargs, backend="flex")
-
-
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
-def test_the_witness_tells_backends_apart(backend):
-    args, kwargs = draw(Case(20), torch.float32, DEVICE).arguments()
-    with witness.recording() as seen:
-        nsa_attention(*args, **kwargs, backend=backend)
-    others = []
-    for name in set(WITH_GRADIENT) - {backend}:
-        with witness.recording() as other:
-            nsa_attention(*args, **kwargs, backend=name)
-        others.append(other.record()["paths"])
-    assert seen.record()["paths"] not in others

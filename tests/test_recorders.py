@@ -1,5 +1,7 @@
 """What the recorders see of steps whose bytes can be worked out by hand."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -61,7 +63,14 @@ class Stack:
         return x.sum()
 
 
+def held_by_others() -> int:
+    """Bytes of tensors that earlier tests left alive: to a recorder they are resident too."""
+    gc.collect()
+    return sum(live_cpu_storages().values())
+
+
 def test_a_linear_stack_has_the_bytes_worked_out_by_hand():
+    others = held_by_others()
     stack = Stack(rows=50, width=64, layers=3)
     weight, row = 4 * 64 * 64, 4 * 50 * 64
     found = recorded(stack, [layer.weight for layer in stack.layers])
@@ -76,7 +85,7 @@ def test_a_linear_stack_has_the_bytes_worked_out_by_hand():
     assert found["by_phase_category"]["optimizer"]["gradients"] == 3 * weight
     assert found["held"]["activations"] == 3 * row + 4  # and the loss
     assert found["phases"]["forward"] == 3 * weight + adam + 5 * row + forward["resident"]
-    assert forward["resident"] <= 64
+    assert forward["resident"] <= others + 64
     assert found["cross_check"]["agrees"] and found["cross_check"]["unknown_frees"] == 0
     assert found["peak"] == max(found["phases"].values())
 
@@ -134,6 +143,7 @@ def test_a_buffer_made_in_the_backward_is_temporary():
 
 
 def test_memory_that_was_there_before_is_resident_unless_it_was_borrowed():
+    others = held_by_others()
     cache = torch.zeros(1_000_000)
     borrowed = torch.frombuffer(bytearray(3_000_000), dtype=torch.uint8)
     storages = live_cpu_storages()
@@ -141,7 +151,7 @@ def test_memory_that_was_there_before_is_resident_unless_it_was_borrowed():
     assert borrowed.data_ptr() not in storages
     quadratic = Quadratic(8)
     resident = recorded(quadratic, [quadratic.weight])["by_category"]["resident"]
-    assert 4_000_000 <= resident < 5_000_000
+    assert 4_000_000 <= resident - others < 5_000_000
 
 
 def test_recording_leaves_the_profiler_off_and_function_events_on():

@@ -1,0 +1,71 @@
+"""How the tests of the backends call them, and hold one to the accuracy rule."""
+
+from functools import cache
+
+import torch
+from accuracy import assert_as_accurate
+from cases import Case, draw
+
+from nsa.attention import registry
+from nsa.attention.api import nsa_attention
+from nsa.reference.nsa import nsa
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+FORWARD_ONLY = {"flex"} if DEVICE == "cpu" else set()
+
+WITH_GRADIENT = [name for name in registry.names() if name not in FORWARD_ONLY]
+
+FAST = [name for name in WITH_GRADIENT if name != "sequential"]
+
+
+def attend(drawn, backend, **changes):
+    args, kwargs = drawn.arguments()
+    return nsa_attention(*args, **(kwargs | changes), backend=backend)
+
+
+def outcome(function, drawn, do=None):
+    """(o, gradients by leaf) of `function`; a leaf that it does not reach has gradient 0."""
+    o = function(drawn)
+    if do is None:
+        return o, {}
+    leaves = list(drawn.leaves.values())
+    grads = torch.autograd.grad(o, leaves, do.to(o.dtype), allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    return o, dict(zip(drawn.leaves, grads, strict=True))
+
+
+def reference(drawn):
+    args, kwargs = drawn.arguments()
+    return nsa(*args, **kwargs).o
+
+
+@cache
+def measured(case: Case, dtype: torch.dtype):
+    """Inputs in `dtype` with the exact selection handed in, dO, both results of the reference."""
+    drawn = draw(case, dtype, DEVICE)
+    args, kwargs = drawn.to(torch.float64).arguments()
+    drawn.blocks = nsa(*args, **kwargs).blocks
+    exact_inputs = drawn.to(torch.float64)
+    do = torch.randn_like(reference(exact_inputs)).to(dtype)
+    exact = outcome(reference, exact_inputs, do)
+    same_dtype = outcome(reference, drawn.to(dtype), do)
+    return drawn, do, exact, same_dtype
+
+
+def check(backend, case, dtype, with_gradient):
+    drawn, do, exact, same_dtype = measured(case, dtype)
+    if with_gradient:
+        got = outcome(lambda x: attend(x, backend), drawn.to(dtype), do)
+    else:
+        with torch.no_grad():
+            got = outcome(lambda x: attend(x, backend), drawn.to(dtype))
+    assert got[0].dtype == dtype
+    assert_as_accurate("o", got[0], same_dtype[0], exact[0])
+    largest = max((float(x.abs().max()) for x in exact[1].values()), default=0.0)
+    for name in got[1]:
+        # Softmax does not see a shift of all keys: what shifts them has a gradient that is the
+        # small difference of large terms, and twice of next to nothing is no measure for it.
+        slack = 4.0 if name.startswith("phi_key_") else 2.0
+        results = (got[1][name], same_dtype[1][name], exact[1][name])
+        assert_as_accurate(f"d_{name}", *results, slack=slack, magnitude=largest)
