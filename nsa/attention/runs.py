@@ -32,6 +32,16 @@ def run_with_selected(inputs: Inputs, note: Note, selected: Selected) -> dict[st
     return outputs
 
 
+def empty_slots(blocks: Tensor, count: int) -> Tensor:
+    """Slots of blocks [..., N] that select nothing: outside 0..count-1, or a block named before.
+
+    Indices ascend, so equal ones are neighbours.
+    """
+    empty = (blocks < 0) | (blocks >= count)
+    empty[..., 1:] |= blocks[..., 1:] == blocks[..., :-1]
+    return empty
+
+
 def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
     """The caller's selection, or a scored one without slots that no query of the call can fill."""
     if inputs.blocks is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Note
-from nsa.attention.runs import chosen_blocks
+from nsa.attention.runs import chosen_blocks, empty_slots
 from nsa.attention.span import Span, compressed_span, window_span
 from nsa.blocks import count_selectable
 from nsa.reference.compress import compress_keys, compress_values
@@ -77,8 +77,7 @@ def selection_bits(blocks: Tensor, count: int) -> Tensor:
     """[B, T, HKV, words] uint8: bit j % WORD of word j // WORD says "block j chosen"."""
     shape = (*blocks.shape[:3], -(-count // WORD))
     words = torch.zeros(shape, dtype=torch.uint8, device=blocks.device)
-    wanted = (blocks >= 0) & (blocks < count)
-    wanted[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]  # a repeated block sets its bit once
+    wanted = ~empty_slots(blocks, count)  # a repeated block sets its bit once
     j = torch.where(wanted, blocks, 0).long()
     bits = torch.where(wanted, 1 << (j % WORD), 0).to(torch.uint8)
     return words.scatter_add(-1, j // WORD, bits)

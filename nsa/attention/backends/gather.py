@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa.attention.inputs import Inputs
 from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
-from nsa.attention.runs import run_with_selected
+from nsa.attention.runs import empty_slots, run_with_selected
 
 # Gathered key and value elements held at once; the more, the fewer and larger the launches.
 ELEMENTS = 1 << 24
@@ -91,9 +91,7 @@ def _tokens(blocks: Tensor, size: int, first: int, tokens: int) -> tuple[Tensor,
     device = blocks.device
     token = blocks.long()[..., None] * size + torch.arange(size, device=device)
     position = torch.arange(first, first + rows, device=device)[:, None, None, None]
-    repeated = torch.zeros_like(blocks, dtype=torch.bool)
-    repeated[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
-    hidden = (token < 0) | (token > position) | repeated[..., None]
+    hidden = empty_slots(blocks, -(-tokens // size))[..., None] | (token > position)
     token = token.clamp(0, tokens - 1)
     sequence = torch.arange(batch, device=device)[:, None, None, None, None]
     head = torch.arange(kv_heads, device=device)[:, None, None]

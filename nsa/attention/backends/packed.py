@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.attention.inputs import Inputs
 from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
-from nsa.attention.runs import run_with_selected
+from nsa.attention.runs import empty_slots, run_with_selected
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
 
@@ -125,10 +125,7 @@ def _invert(blocks: Tensor, tokens: int, config: NSAConfig) -> _Plan:
     owner = torch.arange(batch, device=device)[:, None, None, None] * kv_heads
     owner = owner + torch.arange(kv_heads, device=device)[:, None]
     none = batch * kv_heads * count  # a key of its own for empty and repeated slots
-    repeated = torch.zeros_like(blocks, dtype=torch.bool)
-    repeated[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
-    absent = (blocks < 0) | (blocks >= count) | repeated
-    key = torch.where(absent, none, owner * count + blocks.long()).flatten()
+    key = torch.where(empty_slots(blocks, count), none, owner * count + blocks.long()).flatten()
     sizes = torch.zeros(none + 1, dtype=torch.long, device=device)
     sizes = sizes.scatter_add(0, key, torch.ones_like(key))[:none]
     zero = sizes.new_zeros(1)
