@@ -4,7 +4,38 @@ Positions are 0-based within one sequence. A compressed block i covers the token
 [i d, i d + l) and a selectable block j covers [j l', (j + 1) l').
 """
 
+from dataclasses import dataclass
+
 from nsa.config import NSAConfig
+
+
+@dataclass(frozen=True)
+class Span:
+    """One unbroken run of keys that a query sees: the compressed and the window branch.
+
+    Key s stands for the tokens [s stride, s stride + length); the query at position t sees the keys
+    that have ended by t, the newest `lookback` of them; None means all. A token is a block of
+    length and stride 1.
+    """
+
+    length: int = 1
+    stride: int = 1
+    lookback: int | None = None
+
+    def seen(self, position: int) -> tuple[int, int]:
+        """[low, high): the keys that the query at `position` sees."""
+        high = max(0, (position + 1 - self.length) // self.stride + 1)
+        return (0 if self.lookback is None else max(0, high - self.lookback)), high
+
+
+def compressed_span(config: NSAConfig) -> Span:
+    """Every compressed block that has ended."""
+    return Span(length=config.compress_block, stride=config.compress_stride)
+
+
+def window_span(config: NSAConfig) -> Span:
+    """The newest w tokens, the query's own included."""
+    return Span(lookback=config.window)
 
 
 def count_compressed(tokens: int, config: NSAConfig) -> int:
@@ -17,19 +48,6 @@ def count_compressed(tokens: int, config: NSAConfig) -> int:
 def count_selectable(tokens: int, config: NSAConfig) -> int:
     """NB: selectable blocks of a sequence, the last one perhaps not full."""
     return -(-tokens // config.select_block)
-
-
-def compressed_seen(position: int, config: NSAConfig) -> int:
-    """How many compressed keys the query at `position` sees: those whose last token is not later.
-
-    They are the first so many, because blocks end in the order in which they start.
-    """
-    return count_compressed(position + 1, config)
-
-
-def window_start(position: int, config: NSAConfig) -> int:
-    """The oldest token in the window of the query at `position`."""
-    return max(0, position - config.window + 1)
 
 
 def overlap(compressed: int, selectable: int, config: NSAConfig) -> int:

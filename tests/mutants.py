@@ -150,8 +150,8 @@ MUTANTS = (
         "sequential-window-off-by-one",
         "the same one token at a time",
         "nsa/blocks.py",
-        "position - config.window + 1",
-        "position - config.window",
+        "max(0, high - self.lookback)",
+        "max(0, high - self.lookback - 1)",
         (BACKENDS + "test_backend_agrees_with_the_reference_forward_and_backward",),
     ),
     Mutant(

@@ -10,7 +10,7 @@ from cases import ODD, SMALL, TINY, Case, draw
 from nsa.attention import registry, witness
 from nsa.attention.api import explain, nsa_attention
 from nsa.attention.backends.flex import selection_tiles, span_tiles
-from nsa.attention.span import Span
+from nsa.blocks import Span
 from nsa.config import NSAConfig
 from nsa.reference.nsa import BRANCHES, nsa
 

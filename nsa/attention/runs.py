@@ -7,8 +7,8 @@ from torch import Tensor
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Note
 from nsa.attention.scoring import select_blocks
-from nsa.attention.span import compressed_span, span_attention, window_span
-from nsa.blocks import count_selectable
+from nsa.attention.span import span_attention
+from nsa.blocks import compressed_span, count_selectable, window_span
 from nsa.reference.compress import compress_keys, compress_values
 
 Selected = Callable[[Inputs, Tensor, Note], Tensor]  # (inputs, blocks, note) -> o

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.products import probs_from
-from nsa.attention.span import compressed_span, span_chunks, span_scores
-from nsa.blocks import count_selectable, overlap_band
+from nsa.attention.span import span_chunks, span_scores
+from nsa.blocks import compressed_span, count_selectable, overlap_band
 from nsa.config import NSAConfig
 from nsa.reference.select import select
 

@@ -1,45 +1,18 @@
 """Attention in which a query sees one unbroken run of keys: the compressed and window branches.
 
-Key s stands for the tokens [s stride, s stride + length); the query at position t sees the keys
-that have ended by t, the newest `lookback` of them. A token is a block of length and stride 1.
 Queries are taken so many at a time that their scores fill about ELEMENTS elements, so memory beyond
 inputs and outputs is bounded, not T x T.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nsa.attention.products import by_kv_head, by_query, dot, plain_backward, probs_from, wide
-from nsa.config import NSAConfig
+from nsa.blocks import Span
 
 ELEMENTS = 1 << 22  # scores held at once; the more, the fewer and larger the launches
-
-
-@dataclass(frozen=True)
-class Span:
-    """The run of keys that a query sees; lookback None means all that have ended."""
-
-    length: int = 1
-    stride: int = 1
-    lookback: int | None = None
-
-    def seen(self, position: int) -> tuple[int, int]:
-        """[low, high): the keys that the query at `position` sees."""
-        high = max(0, (position + 1 - self.length) // self.stride + 1)
-        return (0 if self.lookback is None else max(0, high - self.lookback)), high
-
-
-def compressed_span(config: NSAConfig) -> Span:
-    """Every compressed block that has ended."""
-    return Span(length=config.compress_block, stride=config.compress_stride)
-
-
-def window_span(config: NSAConfig) -> Span:
-    """The newest w tokens, the query's own included."""
-    return Span(lookback=config.window)
 
 
 def span_attention(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float) -> Tensor:

@@ -16,8 +16,7 @@ from torch import Tensor
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Note
 from nsa.attention.runs import chosen_blocks, empty_slots
-from nsa.attention.span import Span, compressed_span, window_span
-from nsa.blocks import count_selectable
+from nsa.blocks import Span, compressed_span, count_selectable, window_span
 from nsa.reference.compress import compress_keys, compress_values
 
 TILE = 128  # queries and keys under one entry of the block mask

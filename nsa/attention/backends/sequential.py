@@ -14,7 +14,7 @@ from nsa.attention.inputs import Inputs
 from nsa.attention.products import wide
 from nsa.attention.registry import Backend, Note
 from nsa.attention.scoring import pool
-from nsa.blocks import compressed_seen, count_selectable, window_start
+from nsa.blocks import compressed_span, count_selectable, window_span
 from nsa.reference.compress import compress_keys, compress_values
 
 
@@ -30,7 +30,7 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     for t in range(q.shape[1]):
         q_t = q[:, t].unflatten(1, (inputs.kv_heads, -1))  # [B, HKV, G, D]
         if "cmp" in rows:
-            ended = slice(0, compressed_seen(t, config))
+            ended = slice(*compressed_span(config).seen(t))
             rows["cmp"].append(_attend(q_t, k_cmp[:, ended], v_cmp[:, ended], inputs.scale))
             note("cmp", "one-token")
         if "slc" in rows:
@@ -42,7 +42,7 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
             rows["slc"].append(_attend_blocks(q_t, k["slc"], v["slc"], blocks, t, inputs))
             note("slc", "one-token")
         if "win" in rows:
-            newest = slice(window_start(t, config), t + 1)
+            newest = slice(*window_span(config).seen(t))
             rows["win"].append(_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale))
             note("win", "one-token")
     return {b: torch.stack(o, dim=1).flatten(2, 3).to(dtype) for b, o in rows.items()}
@@ -64,7 +64,7 @@ def _select(q: Tensor, k_cmp: Tensor, t: int, inputs: Inputs) -> Tensor:
     """Eq. 9-11 for one token: blocks [B, HKV, N], fewer than n while fewer are legal."""
     config = inputs.config
     legal = count_selectable(t + 1, config)
-    seen = k_cmp[:, : compressed_seen(t, config)]
+    seen = k_cmp[:, slice(*compressed_span(config).seen(t))]
     scores = pool(_probs(q, seen, inputs.scale).sum(2), legal, config)
     scores[..., : config.select_initial] = torch.inf
     scores[..., max(0, legal - config.select_local) :] = torch.inf

@@ -1,0 +1,93 @@
+"""What the kernels share: where a tile lies, online softmax, gates, and the sizes of tiles.
+
+Every kernel works on flat axes: q [tokens, HQ, D], k [keys, HKV, D], v [keys, HKV, DV], with the
+sequences end to end (see `sequences`). The last dimension is contiguous, the others are not
+assumed to be. Scores are in base 2: `scale2` is scale * log2(e), and lse2 is a log2.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.kernels.sequences import Axis
+
+LOG2E = math.log2(math.e)
+
+
+@triton.jit
+def locate(tile, table, bounds, length, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """(sequence, first row, rows, first row of the tile in its sequence) of tile number `tile`.
+
+    A tile that starts at or past its sequence's end has nothing to do.
+    """
+    if PACKED:
+        sequence = tl.load(table + 2 * tile)
+        number = tl.load(table + 2 * tile + 1)
+        start = tl.load(bounds + sequence).to(tl.int64)
+        rows = (tl.load(bounds + sequence + 1) - start).to(tl.int32)
+    else:
+        per_sequence = tl.cdiv(length, SIZE)
+        sequence = tile // per_sequence
+        number = tile % per_sequence
+        start = sequence.to(tl.int64) * length
+        rows = length
+    return sequence, start, rows, number * SIZE
+
+
+@triton.jit
+def extent(sequence, bounds, length, PACKED: tl.constexpr):
+    """(first row, rows) of a sequence on an axis."""
+    if PACKED:
+        start = tl.load(bounds + sequence).to(tl.int64)
+        rows = (tl.load(bounds + sequence + 1) - start).to(tl.int32)
+    else:
+        start = sequence.to(tl.int64) * length
+        rows = length
+    return start, rows
+
+
+@triton.jit
+def absorb(s, m, total, acc):
+    """Online softmax over one more tile of base-2 scores s [M, N]: (p, m, total, acc rescaled).
+
+    m is the running maximum, total the running sum, acc [M, DV]. A row that saw only -inf so far
+    stays at m = -inf, total = 0 and acc = 0.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # exp2(-inf - -inf) is NaN
+    p = tl.exp2(s - shift[:, None])
+    rescale = tl.exp2(m - shift)
+    return p, m_new, total * rescale + tl.sum(p, 1), acc * rescale[:, None]
+
+
+@triton.jit
+def finish(m, total, acc):
+    """(o, lse2) of an online softmax; 0 and -inf in rows that saw no key."""
+    empty = m == float("-inf")
+    o = acc / tl.where(empty, 1.0, total)[:, None]
+    return o, tl.where(empty, float("-inf"), m + tl.log2(total))
+
+
+@triton.jit
+def probs_from(s, lse2):
+    """exp2(s - lse2) with 0 where lse2 = -inf, for s [M, N] and lse2 that broadcasts against it."""
+    return tl.exp2(s - tl.where(lse2 == float("-inf"), float("inf"), lse2))
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n and that tl.dot takes, i.e. at least 16."""
+    return max(16, triton.next_power_of_2(n))
+
+
+def precision(x: Tensor) -> str:
+    """tl.dot's input_precision: tf32, Triton's default, would round fp32 inputs to 11 bits."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def axis_arguments(axis: Axis, size: int) -> tuple[tuple, int]:
+    """((table, bounds, length), count): what `locate` takes for tiles of `size`, and how many."""
+    table, count = axis.tiles(size)
+    return (table, axis.bounds, axis.length), count

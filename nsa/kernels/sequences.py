@@ -1,0 +1,87 @@
+"""Where sequences lie on the flat token axis that every kernel works on, without asking the GPU."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nsa.blocks import count_compressed, count_selectable
+from nsa.config import NSAConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Sequences end to end on one axis: of tokens, or of their compressed keys.
+
+    Dense: `count` sequences of `length` rows each and no `bounds`. Packed: row `bounds[i]` is the
+    first of sequence i, and `length` is what no sequence exceeds.
+    """
+
+    count: int
+    length: int
+    bounds: Tensor | None = None  # [count + 1] int32
+
+    @property
+    def packed(self) -> bool:
+        return self.bounds is not None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the flat axis; packed, an upper bound."""
+        return self.length if self.packed else self.count * self.length
+
+    def tiles(self, size: int) -> tuple[Tensor | None, int]:
+        """(table, count) of the tiles of `size` rows, none of which spans two sequences.
+
+        Packed, `table` [count, 2] int32 holds each tile's sequence and its number there; the count
+        bounds what any lengths can need, and the tiles beyond start past their sequence's end.
+        """
+        if not self.packed:
+            return None, self.count * -(-self.length // size)
+        needed = (self.bounds.diff() + size - 1) // size
+        ends = needed.cumsum(0)
+        tile = torch.arange(self.rows // size + self.count, device=ends.device)
+        sequence = torch.searchsorted(ends, tile, right=True).clamp(max=self.count - 1)
+        number = tile - (ends - needed)[sequence]
+        return torch.stack([sequence, number], dim=1).int(), tile.shape[0]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of one call and the axes that follow from them."""
+
+    tokens: Axis
+    config: NSAConfig
+
+    @cached_property
+    def compressed(self) -> Axis:
+        """The axis of compressed keys."""
+        tokens, config = self.tokens, self.config
+        if not tokens.packed:
+            return Axis(tokens.count, count_compressed(tokens.length, config))
+        overhang = config.compress_block - config.compress_stride
+        counts = (tokens.bounds.diff() - overhang).clamp(min=0) // config.compress_stride
+        bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        # A sequence of n tokens has at most n / stride keys, so together they have no more.
+        return Axis(tokens.count, tokens.length // config.compress_stride, bounds)
+
+    @cached_property
+    def selectable(self) -> Axis:
+        """The axis of selectable blocks."""
+        tokens, config = self.tokens, self.config
+        if not tokens.packed:
+            return Axis(tokens.count, count_selectable(tokens.length, config))
+        counts = (tokens.bounds.diff() + config.select_block - 1) // config.select_block
+        bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        return Axis(tokens.count, tokens.length // config.select_block + tokens.count, bounds)
+
+
+def dense(batch: int, tokens: int, config: NSAConfig) -> Sequences:
+    """`batch` sequences of `tokens` tokens each."""
+    return Sequences(Axis(batch, tokens), config)
+
+
+def packed(cu_seqlens: Tensor, tokens: int, config: NSAConfig) -> Sequences:
+    """Sequences with the bounds cu_seqlens [N + 1] on an axis of `tokens` tokens."""
+    return Sequences(Axis(cu_seqlens.shape[0] - 1, tokens, cu_seqlens.int()), config)
