@@ -30,7 +30,7 @@ class Inputs:
     scale: float
     blocks: Tensor | None = None  # [B, T, HKV, N] int32 or int64: a selection made by the caller
     cu_seqlens: Tensor | None = None  # [N + 1] int32 or int64, B = 1
-    bounds: tuple[int, ...] = ()  # cu_seqlens as the host knows it
+    bounds: tuple[int, ...] = ()  # cu_seqlens as the host knows it; empty where it could not look
 
     @property
     def group(self) -> int:
@@ -47,6 +47,11 @@ class Inputs:
 
     def sequences(self) -> Iterator["Inputs"]:
         """Each packed sequence as inputs of its own, not packed; empty ones are left out."""
+        if not self.bounds:
+            raise ValueError(
+                "this backend takes packed sequences one by one and needs their lengths on the "
+                "host, which a CUDA graph or torch.compile cannot give; backend 'triton' does not"
+            )
         for start, end in pairwise(self.bounds):
             if start == end:
                 continue
@@ -201,6 +206,8 @@ def _bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
             f"cu_seqlens must be one-dimensional int32 or int64, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)}"
         )
+    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return ()  # the values are on the GPU, and neither may wait for it
     bounds = cu_seqlens.tolist()
     rising = all(a <= b for a, b in pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != q.shape[1] or not rising:

@@ -21,7 +21,8 @@ class Backend:
     """One implementation of the three branches.
 
     `run(inputs, note)` returns {branch: o [B, T, HQ, DV]} for the branches asked for, never packed;
-    `why_not(inputs)` lists the reasons it can't take them, empty when it can.
+    `why_not(inputs)` lists the reasons it can't take them, empty when it can. `fused(inputs, note)`
+    returns their gated sum, packed or not, for a backend that can do without the branches' outputs.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Backend:
     quadratic: bool  # holds a T x T tensor per head
     # Reasons for which `auto` passes over it although it would run.
     not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
+    fused: Callable[[Inputs, Note], Tensor] | None = None
 
 
 # The order in which `auto` prefers them.

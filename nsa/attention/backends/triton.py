@@ -1,0 +1,177 @@
+"""triton: our own kernels, forward and backward; memory linear in T, and bit-repeatable.
+
+Packed sequences run in one launch, the gated sum is formed inside the kernels, and nothing waits
+for the GPU. Without one, Triton's interpreter runs the same kernels for tests (TRITON_INTERPRET=1).
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nsa.attention import compression
+from nsa.attention.inputs import Inputs
+from nsa.attention.registry import Backend, Note
+from nsa.reference.nsa import BRANCHES
+from nsa.reference.rotary import rotate
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SMALLEST, LARGEST = 16, 256  # head dims
+GRAIN = 8  # head dims are padded to a multiple: 16 bytes in 16-bit types
+
+
+def fused(inputs: Inputs, note: Note) -> Tensor:
+    """The gated sum o [B, T, HQ, DV], packed sequences included."""
+    for branch in inputs.branches:
+        note(branch, "triton")
+    return _attend(inputs, inputs.branches, inputs.gates.flatten(0, 1), _compressed(inputs), note)
+
+
+def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch."""
+    outputs, compressed = {}, _compressed(inputs)
+    for branch in inputs.branches:
+        outputs[branch] = _attend(inputs, (branch,), None, compressed, note)
+        note(branch, "triton")
+    return outputs
+
+
+def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
+    """The blocks that each query selects: [B, T, HKV, n] int32, scored against k_cmp [B, C, *]."""
+    from nsa.kernels import ops
+
+    q, k_cmp = _flat(_padded(inputs.q)), _flat(_padded(k_cmp))
+    sizes = ops.sizes_of(inputs.config)
+    blocks = ops.select(q, k_cmp, inputs.cu_seqlens, inputs.q.shape[0], sizes, inputs.scale)
+    return blocks.unflatten(0, inputs.q.shape[:2])
+
+
+def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+    """o [B, T, HQ, DV] of the selected branch for blocks [B, T, HKV, N]."""
+    note("slc", "triton")
+    return _attend(inputs, ("slc",), None, (None, None), lambda *_: None, blocks)
+
+
+def _attend(
+    inputs: Inputs,
+    branches: tuple[str, ...],
+    gates: Tensor | None,
+    compressed: tuple[Tensor | None, Tensor | None],
+    note: Note,
+    blocks: Tensor | None = None,
+) -> Tensor:
+    from nsa.kernels import ops
+
+    q, config = inputs.q, inputs.config
+    blocks = inputs.blocks if blocks is None else blocks
+    if "slc" in branches and blocks is None:
+        note("score", "triton")
+    k = {b: inputs.k[b] for b in branches if b != "cmp"}
+    v = {b: inputs.v[b] for b in branches if b != "cmp"}
+    if "cmp" in branches or ("slc" in branches and blocks is None):
+        k["cmp"] = compressed[0]
+    if "cmp" in branches:
+        v["cmp"] = compressed[1]
+    tensors = [x for pair in ((k.get(b), v.get(b)) for b in BRANCHES) for x in pair]
+    tensors = [x if x is None else _flat(_padded(x)) for x in (q, *tensors)]
+    if blocks is not None:
+        blocks = blocks.flatten(0, 1).int().contiguous() if "slc" in branches else None
+    keep = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tensors, gates)
+    )
+    o = ops.attend(
+        *tensors, gates, blocks, inputs.cu_seqlens, q.shape[0], ops.sizes_of(config),
+        inputs.scale, keep,
+    )[0]  # fmt: skip
+    return o[..., : inputs.value_dim].unflatten(0, q.shape[:2])
+
+
+def _compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """(k_cmp, v_cmp) [B, C, HKV, *], packed ones end to end; None for what nobody asked for."""
+    k, v, phi = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi
+    if k is None:
+        return None, None
+    if phi.kind == "mean" and phi.rotary is None:
+        return _means(inputs)
+    if inputs.cu_seqlens is not None:
+        parts = [_of_one_length(x) for x in inputs.sequences()]
+        k_cmp, v_cmp = zip(*parts, strict=True)
+        return torch.cat(k_cmp, 1), None if v is None else torch.cat(v_cmp, 1)
+    return _of_one_length(inputs)
+
+
+def _of_one_length(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    k, v, phi, config = inputs.k["cmp"], inputs.v.get("cmp"), inputs.phi, inputs.config
+    if phi.kind == "mean":
+        k_cmp, v_cmp = _means(inputs)
+    else:
+        k_cmp = compression.compress(k, phi.kind, phi.key, config)
+        v_cmp = None if v is None else compression.compress(v, phi.kind, phi.value, config)
+    if phi.rotary is not None:
+        starts = torch.arange(k_cmp.shape[1], device=k.device) * config.compress_stride
+        k_cmp = rotate(k_cmp, *phi.rotary, positions=starts)
+    return k_cmp, v_cmp
+
+
+def _means(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    from nsa.kernels import ops
+
+    k, v, batch = inputs.k["cmp"], inputs.v.get("cmp"), inputs.q.shape[0]
+    k_cmp, v_cmp = ops.compress_mean(
+        _flat(k), None if v is None else _flat(v), inputs.cu_seqlens, batch,
+        ops.sizes_of(inputs.config),
+    )  # fmt: skip
+    rows = batch, k_cmp.shape[0] // batch
+    return k_cmp.unflatten(0, rows), None if v is None else v_cmp.unflatten(0, rows)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[B, T, H, D] -> [B*T, H, D], a view where the strides allow it; D is contiguous."""
+    x = x.flatten(0, 1)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros up to a multiple of GRAIN in the last dimension: they add nothing to any product."""
+    missing = -x.shape[-1] % GRAIN
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def why_not(inputs: Inputs) -> list[str]:
+    """Reasons for which the kernels do not take the inputs."""
+    q, reasons = inputs.q, []
+    if importlib.util.find_spec("triton") is None:
+        return ["Triton is not installed; pip install 'nsa[triton]'"]
+    if q.dtype not in DTYPES:
+        reasons.append(f"needs bf16, fp16 or fp32, got {q.dtype}")
+    dims = q.shape[3], inputs.value_dim
+    if min(dims) < SMALLEST or max(dims) > LARGEST:
+        reasons.append(f"needs D and DV in {SMALLEST}..{LARGEST}, got {dims[0]} and {dims[1]}")
+    if q.is_cuda:
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability < (8, 0):
+            name = torch.cuda.get_device_name(q.device)
+            reasons.append(
+                f"needs compute capability 8.0 (Ampere) or newer, {name} has {capability}"
+            )
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        reasons.append(f"needs a GPU, got {q.device}; for tests TRITON_INTERPRET=1 runs it there")
+    return reasons
+
+
+def not_for_auto(inputs: Inputs) -> list[str]:
+    """Where it runs but another serves better."""
+    return [] if inputs.q.is_cuda else ["interpreted without a GPU, thousands of times slower"]
+
+
+BACKEND = Backend(
+    "triton",
+    run,
+    why_not,
+    not_for_auto=not_for_auto,
+    fused=fused,
+    summary="our Triton kernels, forward and backward; linear memory, packed sequences in one go",
+    quadratic=False,
+)

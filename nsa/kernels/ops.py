@@ -1,0 +1,324 @@
+"""The kernels as torch operators: what autograd, torch.compile, FakeTensor and export see.
+
+Launchers run inside; here is only what to save, what to launch and in which order. A forward keeps
+o of the compressed branch, a log-sum-exp for each branch and the selection: the other branches'
+<do, o> follow from the probabilities that their backward computes anyway, so their outputs exist
+only inside the gated sum. All sums are in a fixed order: the same inputs give the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+
+import torch
+from torch import Tensor
+
+from nsa.blocks import compressed_span, window_span
+from nsa.config import NSAConfig
+from nsa.kernels import combine, compress, selected_bwd, selected_fwd, span_bwd, span_fwd, topk
+from nsa.kernels.sequences import Sequences, dense, packed
+
+CMP, SLC, WIN = range(3)  # where a branch's gate stands
+
+
+def sizes_of(config: NSAConfig) -> list[int]:
+    """The config as an operator takes it."""
+    return list(astuple(config))
+
+
+def _sequences(
+    tokens: int, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
+) -> Sequences:
+    config = NSAConfig(*sizes)
+    if cu_seqlens is not None:
+        return packed(cu_seqlens, tokens, config)
+    return dense(batch, tokens // batch, config)
+
+
+@torch.library.custom_op("nsa::compress_mean", mutates_args=())
+def compress_mean(
+    k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Mean-compressed keys and values [C rows, HKV, *] of k, v [tokens, HKV, *] (Eq. 7).
+
+    Without v the second result is empty.
+    """
+    sequences = _sequences(k.shape[0], cu_seqlens, batch, sizes)
+    k_cmp, v_cmp = compress.compress_mean(k, v, sequences)
+    return k_cmp, k.new_empty(0) if v_cmp is None else v_cmp
+
+
+@compress_mean.register_fake
+def _(k, v, cu_seqlens, batch, sizes):
+    rows = _sequences(k.shape[0], cu_seqlens, batch, sizes).compressed.rows
+    k_cmp = k.new_empty(rows, *k.shape[1:])
+    return k_cmp, k.new_empty(0) if v is None else v.new_empty(rows, *v.shape[1:])
+
+
+@torch.library.custom_op("nsa::compress_mean_backward", mutates_args=())
+def compress_mean_backward(
+    dk_cmp: Tensor,
+    dv_cmp: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tokens: int,
+    batch: int,
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v of `compress_mean`."""
+    sequences = _sequences(tokens, cu_seqlens, batch, sizes)
+    dk, dv = compress.compress_mean_backward(dk_cmp, dv_cmp, sequences)
+    return dk, dk.new_empty(0) if dv is None else dv
+
+
+@compress_mean_backward.register_fake
+def _(dk_cmp, dv_cmp, cu_seqlens, tokens, batch, sizes):
+    dk = dk_cmp.new_empty(tokens, *dk_cmp.shape[1:])
+    return dk, dk.new_empty(0) if dv_cmp is None else dv_cmp.new_empty(tokens, *dv_cmp.shape[1:])
+
+
+def _save_compress(ctx, inputs, output):
+    k, v, cu_seqlens, ctx.batch, ctx.sizes = inputs
+    ctx.set_materialize_grads(False)
+    ctx.tokens, ctx.has_v = k.shape[0], v is not None
+    ctx.save_for_backward(cu_seqlens, *output)
+
+
+def _backward_compress(ctx, dk_cmp, dv_cmp):
+    cu_seqlens, k_cmp, v_cmp = ctx.saved_tensors
+    dk_cmp = torch.zeros_like(k_cmp) if dk_cmp is None else dk_cmp
+    if not ctx.has_v:
+        dv_cmp = None
+    elif dv_cmp is None:
+        dv_cmp = torch.zeros_like(v_cmp)
+    dk, dv = torch.ops.nsa.compress_mean_backward(
+        dk_cmp, dv_cmp, cu_seqlens, ctx.tokens, ctx.batch, ctx.sizes
+    )
+    return dk, dv if ctx.has_v else None, None, None, None
+
+
+compress_mean.register_autograd(_backward_compress, setup_context=_save_compress)
+
+
+@torch.library.custom_op("nsa::select", mutates_args=())
+def select(
+    q: Tensor,
+    k_cmp: Tensor,
+    cu_seqlens: Tensor | None,
+    batch: int,
+    sizes: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """blocks [tokens, HKV, n] int32 (Eq. 8-11); no gradient flows through it."""
+    sequences = _sequences(q.shape[0], cu_seqlens, batch, sizes)
+    return topk.select_blocks(q, k_cmp, _lse(q, k_cmp, sequences, scale), sequences, scale)
+
+
+@select.register_fake
+def _(q, k_cmp, cu_seqlens, batch, sizes, scale):
+    slots = q.shape[0], k_cmp.shape[1], NSAConfig(*sizes).select_count
+    return q.new_empty(slots, dtype=torch.int32)
+
+
+def _lse(q: Tensor, k_cmp: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """lse2 of the compressed branch where nobody asked for its output."""
+    span = compressed_span(sequences.config)
+    axes = sequences.tokens, sequences.compressed
+    return span_fwd.span_forward(q, k_cmp, k_cmp, span, *axes, scale)[1]
+
+
+@torch.library.custom_op("nsa::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_slc: Tensor | None,
+    v_slc: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor | None,
+    blocks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    batch: int,
+    sizes: Sequence[int],
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gated sum (Eq. 5) of the branches whose values are given, and what its backward needs.
+
+    Args:
+        q: [tokens, HQ, D].
+        k_cmp, v_cmp: [C rows, HKV, *]; k_slc, v_slc, k_win, v_win: [tokens, HKV, *].
+        gates: [tokens, HQ, 3], or None for one branch alone, not gated.
+        blocks: [tokens, HKV, N], a selection made by the caller; else scored against k_cmp.
+        cu_seqlens: [N + 1] for packed sequences; else `batch` sequences of one length.
+        sizes: of the config, see `sizes_of`.
+        keep: whether a backward may follow.
+
+    Returns (o [tokens, HQ, DV], o of the compressed branch, lse2 [HQ, tokens] of the compressed and
+    of the window branch, lse2 [tokens, HQ] of the selected one, blocks); what is not kept is empty.
+    """
+    sequences = _sequences(q.shape[0], cu_seqlens, batch, sizes)
+    config, tokens = sequences.config, sequences.tokens
+    kept = {name: q.new_empty(0) for name in ("o_cmp", "lse_cmp", "lse_win", "lse_slc")}
+    kept["blocks"] = q.new_empty(0, dtype=torch.int32)
+    o, lse_cmp, mix = None, None, {}
+    if v_cmp is not None:
+        span = compressed_span(config)
+        o, lse_cmp = span_fwd.span_forward(
+            q, k_cmp, v_cmp, span, tokens, sequences.compressed, scale
+        )
+        if keep:
+            kept |= {"o_cmp": o, "lse_cmp": lse_cmp}
+        mix = {"base": o, "base_branch": CMP, "out": None if keep else o}
+    if v_win is not None:
+        o, lse_win = span_fwd.span_forward(
+            q, k_win, v_win, window_span(config), tokens, tokens, scale,
+            gates=gates, branch=WIN, **mix,
+        )  # fmt: skip
+        mix = {"base": o, "out": o}
+        if keep:
+            kept["lse_win"] = lse_win
+    if v_slc is not None:
+        if blocks is None:
+            lse = _lse(q, k_cmp, sequences, scale) if lse_cmp is None else lse_cmp
+            blocks = topk.select_blocks(q, k_cmp, lse, sequences, scale)
+            if keep:
+                kept["blocks"] = blocks
+        plan = selected_fwd.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
+        o, lse_slc = selected_fwd.selected_forward(
+            q, k_slc, v_slc, plan, sequences, scale, gates=gates, branch=SLC, **mix
+        )
+        if keep:
+            kept["lse_slc"] = lse_slc
+    if v_win is None and v_slc is None:
+        if gates is not None:
+            o = (o * gates[..., CMP, None]).to(q.dtype)
+        elif keep:
+            o = o.clone()  # an operator's results must not share memory
+    return o, *kept.values()
+
+
+@attend.register_fake
+def _(
+    q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win,
+    gates, blocks, cu_seqlens, batch, sizes, scale, keep,
+):  # fmt: skip
+    v = next(x for x in (v_cmp, v_slc, v_win) if x is not None)
+    tokens, heads = q.shape[:2]
+    o = q.new_empty(tokens, heads, v.shape[2])
+
+    def kept(wanted, *shape, dtype=torch.float32):
+        return q.new_empty(shape if keep and wanted else (0,), dtype=dtype)
+
+    slots = tokens, v.shape[1], NSAConfig(*sizes).select_count
+    return (
+        o,
+        kept(v_cmp is not None, *o.shape, dtype=q.dtype),
+        kept(v_cmp is not None, heads, tokens),
+        kept(v_win is not None, heads, tokens),
+        kept(v_slc is not None, tokens, heads),
+        kept(v_slc is not None and blocks is None, *slots, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("nsa::attend_backward", mutates_args=())
+def attend_backward(
+    do: Tensor,
+    q: Tensor,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_slc: Tensor | None,
+    v_slc: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    gates: Tensor | None,
+    blocks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o_cmp: Tensor,
+    lse_cmp: Tensor,
+    lse_win: Tensor,
+    lse_slc: Tensor,
+    batch: int,
+    sizes: Sequence[int],
+    scale: float,
+    keys: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates) of `attend`.
+
+    What was not given has an empty gradient, and so have keys and values unless `keys`.
+    """
+    sequences = _sequences(q.shape[0], cu_seqlens, batch, sizes)
+    config, tokens = sequences.config, sequences.tokens
+    dgates = None
+    if gates is not None:
+        whole = None not in (v_cmp, v_slc, v_win)
+        make = torch.empty if whole else torch.zeros
+        dgates = make(gates.shape, dtype=gates.dtype, device=gates.device)
+    dq = None
+    grads = [q.new_empty(0) for _ in range(6)]
+    if v_cmp is not None:
+        span = compressed_span(config), tokens, sequences.compressed, scale
+        delta = combine.delta_of(do, o_cmp, dgates, CMP)
+        given = q, k_cmp, v_cmp, do, lse_cmp
+        dq, _ = span_bwd.span_dq(*given, gates, CMP, *span, delta=delta)
+        if keys:
+            grads[0:2] = span_bwd.span_dkdv(*given, delta, gates, CMP, *span)
+    if v_win is not None:
+        span = window_span(config), tokens, tokens, scale
+        given = q, k_win, v_win, do, lse_win
+        dq, delta = span_bwd.span_dq(*given, gates, WIN, *span, dgates=dgates, dq=dq)
+        if keys:
+            grads[4:6] = span_bwd.span_dkdv(*given, delta, gates, WIN, *span)
+    if v_slc is not None:
+        plan = selected_fwd.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
+        given = q, k_slc, v_slc, do, lse_slc
+        dq, delta = selected_bwd.selected_dq(
+            *given, gates, SLC, plan, sequences, scale, dgates=dgates, dq=dq
+        )
+        if keys:
+            grads[2:4] = selected_bwd.selected_dkdv(
+                *given, delta, gates, SLC, blocks, sequences, scale
+            )
+    return dq, *grads, q.new_empty(0) if dgates is None else dgates
+
+
+@attend_backward.register_fake
+def _(
+    do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens,
+    o_cmp, lse_cmp, lse_win, lse_slc, batch, sizes, scale, keys,
+):  # fmt: skip
+    def like(x, value):
+        return q.new_empty(x.shape if keys and value is not None else (0,))
+
+    values = v_cmp, v_cmp, v_slc, v_slc, v_win, v_win
+    given = k_cmp, v_cmp, k_slc, v_slc, k_win, v_win
+    grads = [like(x, value) for x, value in zip(given, values, strict=True)]
+    dgates = q.new_empty(0) if gates is None else gates.new_empty(gates.shape)
+    return q.new_empty(q.shape), *grads, dgates
+
+
+def _save_attend(ctx, inputs, output):
+    *tensors, blocks, cu_seqlens, ctx.batch, ctx.sizes, ctx.scale, _ = inputs
+    _, *kept, scored = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept, scored)
+    blocks = scored if blocks is None else blocks
+    ctx.save_for_backward(*tensors, blocks, cu_seqlens, *kept)
+
+
+def _backward_attend(ctx, do, *_):
+    none = (None,) * 14
+    if do is None:
+        return none
+    saved = ctx.saved_tensors
+    gates, keys = saved[7], any(ctx.needs_input_grad[1:7])
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    dq, *grads, dgates = torch.ops.nsa.attend_backward(
+        do, *saved, ctx.batch, ctx.sizes, ctx.scale, keys
+    )
+    # Keys that were scored but not attended to have no gradient: their branch has no values.
+    values = saved[2], saved[2], saved[4], saved[4], saved[6], saved[6]
+    used = [x if keys and v is not None else None for x, v in zip(grads, values, strict=True)]
+    return dq, *used, None if gates is None else dgates, *none[8:]
+
+
+attend.register_autograd(_backward_attend, setup_context=_save_attend)
