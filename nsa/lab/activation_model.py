@@ -74,16 +74,18 @@ def _block(config: ModelConfig, size: int) -> int:
 
 
 def _attention(config: ModelConfig, backend: str, size: int) -> int:
-    """Bytes a token: q, three k and v, three o and their sum, gates and statistics."""
+    """Bytes a token: q, three k and v, each branch's o and their sum, gates and statistics."""
     queries = config.heads * config.head_dim
     outputs = config.heads * config.value_size
     projections = 1 if config.shared_kv else 3
     keys = projections * config.kv_heads * (config.head_dim + config.value_size)
-    kept = size * (queries + keys + 4 * outputs + 3 * config.heads)
+    # The kernels form the gated sum and keep only the compressed branch's o beside it.
+    branches = 1 if backend == "triton" else 3
+    kept = size * (queries + keys + (branches + 1) * outputs + 3 * config.heads)
     statistics = FP32 * 3 * config.heads
     if backend == "packed":
         kept += FP32 * outputs  # the selected branch's o before it is rounded
-    if backend in ("gather", "packed"):
+    if backend in ("gather", "packed", "triton"):
         kept += 4 * config.nsa.select_count * config.kv_heads  # the selection
     return kept + statistics
 
