@@ -1,0 +1,207 @@
+"""Selected attention, backward, the keys' side: dK and dV, by the tokens that selected a block."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.kernels.common import axis_arguments, extent, locate, power_of_two, precision, probs_from
+from nsa.kernels.inverse import inverse
+from nsa.kernels.selected import MOST_ROWS, default_tile, load_keys, load_rows, scale_base2
+from nsa.kernels.sequences import Sequences
+from nsa.kernels.tiles import Tile
+
+TASK = 1024  # tokens that one program takes; a block chosen by more is summed from parts
+
+
+def selected_dkdv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    gates: Tensor | None,
+    branch: int,
+    blocks: Tensor,
+    sequences: Sequences,
+    scale: float,
+    *,
+    tile: Tile | None = None,
+    task: int = TASK,
+) -> tuple[Tensor, Tensor]:
+    """(dk like k, dv like v), contiguous; every sum is in a fixed order.
+
+    blocks is [tokens, HKV, N] int32; lse2 and delta [tokens, HQ] fp32 are the forward's and dQ's,
+    gates None weighs 1. `tile.rows` is how many rows of queries are taken at a time, `task` the
+    most tokens of one program. Memory: fp32 sums of the blocks that more than `task` tokens chose,
+    at most 2 * tokens * HKV * N / task of them.
+    """
+    dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), v.new_empty(v.shape)
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    select_block = sequences.config.select_block
+    tile = tile or default_tile("dkdv", MOST_ROWS, q, v, select_block)
+    heads = min(group, tile.rows)
+    parts = triton.cdiv(select_block, tile.keys)
+    lookup = inverse(blocks, sequences, task)
+    width = k.shape[2] + v.shape[2]
+    partial = torch.empty(
+        lookup.partials, parts * tile.keys, width, dtype=torch.float32, device=q.device
+    )
+    axis, _ = axis_arguments(sequences.selectable, 1)
+    strides = tuple((0, 0, 0) if x is None else x.stride() for x in (q, k, v, do, gates))
+    tables = lookup.tokens, lookup.starts, lookup.ends, lookup.task_list, lookup.partial_ends
+    tokens = sequences.tokens.bounds, sequences.tokens.length
+    lists = lookup.ends.shape[0]
+    sizes = lists // kv_heads, kv_heads, group, select_block
+    constants = dict(
+        TASK=task, KEYS=tile.keys, PARTS=parts, D=k.shape[2], DV=v.shape[2],
+        BLOCK_D=power_of_two(k.shape[2]), BLOCK_DV=power_of_two(v.shape[2]),
+        PACKED=sequences.tokens.packed,
+    )  # fmt: skip
+    if lists:
+        _selected_dkdv[(lookup.task_list.shape[0] * parts,)](
+            q, k, v, do, lse2, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
+            scale, scale_base2(scale), BRANCH=branch, TOKENS=tile.rows // heads, HEADS=heads,
+            ROWS=tile.rows, PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
+            **constants,
+        )  # fmt: skip
+    if lookup.partials:
+        _sum_partials[(lists * parts,)](dk, dv, partial, tables, axis, tokens, sizes, **constants)
+    return dk, dv
+
+
+@triton.jit
+def _selected_dkdv(
+    q, k, v, do, lse, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
+    scale, scale2,
+    BRANCH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: what up to TASK of the tokens that selected a block add to KEYS of its keys.
+
+    Stores dk and dv where there are no other such tokens, partial sums elsewhere.
+    """
+    task = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    number = tl.load(tables[3] + task)
+    if number >= sizes[0] * sizes[1]:
+        return
+    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, KEYS, PACKED)
+    if left <= 0:
+        return
+    begin = tl.load(tables[1] + number)
+    end = tl.load(tables[1] + number + 1)
+    count = tl.cdiv(end - begin, TASK)
+    which = task - (tl.load(tables[2] + number).to(tl.int32) - tl.maximum(count, 1))
+    low = begin + which * TASK
+    high = tl.minimum(low + TASK, end)
+
+    row = start + first_key
+    keys = load_keys(
+        k + kv_head.to(tl.int64) * strides[1][1], row, left, strides[1], KEYS, D, BLOCK_D
+    )
+    values = load_keys(
+        v + kv_head.to(tl.int64) * strides[2][1], row, left, strides[2], KEYS, DV, BLOCK_DV
+    )
+    r = tl.arange(0, ROWS)
+    dk_sum = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    dv_sum = tl.zeros([KEYS, BLOCK_DV], tl.float32)
+    chunks = tl.cdiv(sizes[2], HEADS)
+    for i in range(tl.cdiv(high - low, TOKENS) * chunks):
+        place = low + i // chunks * TOKENS + r // HEADS
+        in_group = i % chunks * HEADS + r % HEADS
+        valid = (place < high) & (r < TOKENS * HEADS) & (in_group < sizes[2])
+        token = tl.load(tables[0] + place, mask=valid, other=0)
+        # A token that names the block twice stands behind itself.
+        twin = tl.load(tables[0] + place - 1, mask=valid & (place > begin), other=-1)
+        valid &= token != twin
+        head = kv_head * sizes[2] + in_group
+        queries = load_rows(q, token, head, valid, strides[0], D, BLOCK_D)
+        dos = load_rows(do, token, head, valid, strides[3], DV, BLOCK_DV)
+        flat = token.to(tl.int64) * (sizes[1] * sizes[2]) + head
+        lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
+        deltas = tl.load(delta + flat, mask=valid, other=0.0)
+
+        s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale2  # [KEYS, ROWS]
+        last = tl.minimum((token - start).to(tl.int32) - first_key, left - 1)
+        seen = tl.arange(0, KEYS)[:, None] <= last[None, :]
+        p = probs_from(tl.where(seen, s, float("-inf")), lse2[None, :])
+        if gates is not None:
+            at = token.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
+            gate = tl.load(gates + at + BRANCH * strides[4][2], mask=valid, other=0.0)
+            p *= gate.to(tl.float32)[None, :]
+        dv_sum = tl.dot(p.to(do.dtype.element_ty), dos, dv_sum, input_precision=PRECISION)
+        dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
+        ds = p * (dp - deltas[None, :])
+        dk_sum = tl.dot(ds.to(q.dtype.element_ty), queries, dk_sum, input_precision=PRECISION)
+
+    dk_sum *= scale
+    if count > 1:
+        last_partial = tl.load(tables[4] + number)
+        at = ((last_partial - count + which) * PARTS + part) * (KEYS * (D + DV))
+        _store(partial + at, dk_sum, D + DV, KEYS, KEYS, D, BLOCK_D)
+        _store(partial + at + D, dv_sum, D + DV, KEYS, KEYS, DV, BLOCK_DV)
+    else:
+        out = row * sizes[1] + kv_head
+        _store(dk + out * D, dk_sum, sizes[1] * D, left, KEYS, D, BLOCK_D)
+        _store(dv + out * DV, dv_sum, sizes[1] * DV, left, KEYS, DV, BLOCK_DV)
+
+
+@triton.jit
+def _sum_partials(
+    dk, dv, partial, tables, axis, tokens, sizes,
+    TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: dk and dv of KEYS keys of a block from its tasks' partial sums, in order."""
+    number = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    count = tl.cdiv(tl.load(tables[1] + number + 1) - tl.load(tables[1] + number), TASK)
+    if count <= 1:
+        return
+    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, KEYS, PACKED)
+    if left <= 0:
+        return
+    at = tl.load(tables[4] + number) - count
+    n = tl.arange(0, KEYS)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_DV)
+    dk_sum = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    dv_sum = tl.zeros([KEYS, BLOCK_DV], tl.float32)
+    for i in range(count):
+        source = partial + ((at + i) * PARTS + part) * (KEYS * (D + DV)) + n[:, None] * (D + DV)
+        dk_sum += tl.load(source + d[None, :], mask=(d < D)[None, :], other=0.0)
+        dv_sum += tl.load(source + D + e[None, :], mask=(e < DV)[None, :], other=0.0)
+    out = (start + first_key) * sizes[1] + kv_head
+    _store(dk + out * D, dk_sum, sizes[1] * D, left, KEYS, D, BLOCK_D)
+    _store(dv + out * DV, dv_sum, sizes[1] * DV, left, KEYS, DV, BLOCK_DV)
+
+
+@triton.jit
+def _block(number, part, axis, tokens, sizes, KEYS: tl.constexpr, PACKED: tl.constexpr):
+    """Keys of part `part` of the block of list `number`.
+
+    Returns (first row of the sequence, first key in it, keys up to its or the block's end, KV
+    head); none are left of a block beyond the last one of a packed batch.
+    """
+    sequence, _, blocks, block = locate(number % sizes[0], axis[0], axis[1], axis[2], 1, PACKED)
+    start, rows = extent(sequence, tokens[0], tokens[1], PACKED)
+    first_key = block * sizes[3] + part * KEYS
+    left = tl.minimum(tl.minimum(rows, (block + 1) * sizes[3]) - first_key, KEYS)
+    return start, first_key, tl.where(block < blocks, left, 0), number // sizes[0]
+
+
+@triton.jit
+def _store(x, values, stride, left, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes the first `left` rows of values [KEYS, BLOCK_D] to x, `stride` apart."""
+    n = tl.arange(0, KEYS)
+    d = tl.arange(0, BLOCK_D)
+    mask = (n < left)[:, None]
+    if D < BLOCK_D:
+        mask = mask & (d < D)[None, :]
+    x += n.to(tl.int64)[:, None] * stride + d[None, :]
+    tl.store(x, values.to(x.dtype.element_ty), mask=mask)

@@ -1,0 +1,127 @@
+"""Selected attention, backward, the queries' side: dQ and delta."""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.kernels.common import probs_from
+from nsa.kernels.selected import (
+    Plan,
+    block_scores,
+    launches,
+    load_keys,
+    load_rows,
+    place,
+    scale_base2,
+    store_rows,
+    tile_rows,
+)
+from nsa.kernels.sequences import Sequences
+from nsa.kernels.tiles import Tile
+
+
+def selected_dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse2: Tensor,
+    gates: Tensor | None,
+    branch: int,
+    plan: Plan,
+    sequences: Sequences,
+    scale: float,
+    *,
+    dgates: Tensor | None = None,
+    dq: Tensor | None = None,
+    tile: Mapping[str, Tile] | None = None,
+    force: str | None = None,
+    cost: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(dq [tokens, HQ, D], delta [tokens, HQ] fp32) for do [tokens, HQ, DV] of the gated sum.
+
+    lse2 [tokens, HQ] is the forward's; gates None weighs 1. delta = <do, o> of the branch without
+    its gate, which is the gate's gradient and goes to dgates[..., branch] too. A given dq of any
+    float dtype is added to; otherwise it is new, in q's dtype. The rest is as in the forward.
+    """
+    add = dq is not None
+    dq = q.new_empty(q.shape) if dq is None else dq
+    delta = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    strides = tuple(
+        (0, 0, 0) if x is None else x.stride() for x in (q, k, v, do, gates, dq, dgates)
+    )
+    for launch in launches("dq", q, v, plan, sequences, force, cost, tile):
+        _selected_dq[launch.grid](
+            q, k, v, do, lse2, gates, dq, delta, dgates, strides,
+            launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale_base2(scale),
+            BRANCH=branch, ADD=add, **launch.constants,
+        )  # fmt: skip
+    return dq, delta
+
+
+@triton.jit
+def _selected_dq(
+    q, k, v, do, lse, gates, dq, delta, dgates, strides, union, rivals, axis, sizes, scale, scale2,
+    BRANCH: tl.constexpr, ADD: tl.constexpr,
+    TOKENS: tl.constexpr, PIECES: tl.constexpr, RATIO: tl.constexpr,
+    DECIDE: tl.constexpr, LARGE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: dq and delta of one tile's rows over the union of their blocks.
+
+    delta is only known at the end, so with A = sum of (P dP) K and R = sum of P K,
+    dq = scale * gate * (A - delta R).
+    """
+    start, rows, first, kv_head, head, blocks, members, count = place(
+        axis, union, rivals, sizes, TOKENS, PIECES, RATIO, DECIDE, LARGE, HEADS, SLOTS, PACKED
+    )
+    if (count < 0) | (first >= rows):
+        return
+    token, position, row, heads, valid = tile_rows(
+        start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
+    )
+    queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
+    dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
+    flat = row * (sizes[1] * sizes[2]) + heads
+    lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
+    k += start * strides[1][0] + kv_head.to(tl.int64) * strides[1][1]
+    v += start * strides[2][0] + kv_head.to(tl.int64) * strides[2][1]
+
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for i in range(count * PARTS):
+        part = i % PARTS * KEYS
+        width = tl.minimum(sizes[3] - part, KEYS)
+        first_key = tl.load(blocks + i // PARTS) * sizes[3] + part
+        member = tl.load(members + i // PARTS)
+        left = tl.minimum(rows - first_key, width)
+        keys = load_keys(k, first_key.to(tl.int64), left, strides[1], KEYS, D, BLOCK_D)
+        values = load_keys(v, first_key.to(tl.int64), left, strides[2], KEYS, DV, BLOCK_DV)
+        s = block_scores(
+            queries, keys, token, position, member, first_key, width, scale2, KEYS, PRECISION
+        )
+        p = probs_from(s, lse2[:, None])
+        dp = p * tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
+        total += tl.sum(dp, 1)
+        plain = tl.dot(p.to(k.dtype.element_ty), keys, plain, input_precision=PRECISION)
+        weighted = tl.dot(dp.to(k.dtype.element_ty), keys, weighted, input_precision=PRECISION)
+
+    tl.store(delta + flat, total, mask=valid)
+    grad = weighted - total[:, None] * plain
+    factor = tl.zeros([ROWS], tl.float32) + scale
+    if gates is not None:
+        at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1] + BRANCH * strides[4][2]
+        factor *= tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+    if dgates is not None:
+        at = row * strides[6][0] + heads.to(tl.int64) * strides[6][1] + BRANCH * strides[6][2]
+        tl.store(dgates + at, total.to(dgates.dtype.element_ty), mask=valid)
+    grad *= factor[:, None]
+    if ADD:
+        grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
+    store_rows(dq, grad, row, heads, valid, strides[5], D, BLOCK_D)

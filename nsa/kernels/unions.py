@@ -1,0 +1,127 @@
+"""The distinct blocks that a tile of neighbouring tokens selects, and which token selects which.
+
+Neighbours select mostly the same blocks, so a tile that walks their union loads each block once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.kernels.common import axis_arguments, locate
+from nsa.kernels.sequences import Sequences
+
+CHUNK = 32  # slots that every entry is compared with at a time
+
+
+@dataclass(frozen=True)
+class Unions:
+    """Tile i of a call's tiles, KV head h: blocks[i, h, : counts[i, h]] and who selects them.
+
+    Bit b of members[i, h, e] is set when the tile's token number b selects blocks[i, h, e].
+    What lies past the count is not written.
+    """
+
+    tokens_per_tile: int
+    blocks: Tensor  # [tiles, HKV, slots] int32
+    members: Tensor  # [tiles, HKV, slots] int32
+    counts: Tensor  # [tiles, HKV] int32
+
+    def tensors(self) -> list[Tensor]:
+        return [self.blocks, self.members, self.counts]
+
+
+def unions(
+    blocks: Tensor, sequences: Sequences, tokens_per_tile: int, pieces: int = 1
+) -> Unions:
+    """Unions of blocks [tokens, HKV, N] int32 over tiles of neighbouring tokens of one sequence.
+
+    A slot counts when its block starts at or before its token and is not negative; a block that
+    a token names twice counts once. Blocks come in the order in which the tile's tokens, one after
+    the other, first name them: what later tokens select never moves an earlier token's blocks.
+    With `pieces` P, tiles of P * tokens_per_tile tokens are cut in P, tile number i P + p being
+    piece p of tile i.
+    """
+    if not 1 <= tokens_per_tile <= 32:
+        raise ValueError(f"a tile of a union holds 1 to 32 tokens, got {tokens_per_tile}")
+    _, kv_heads, slots = blocks.shape
+    axis, count = axis_arguments(sequences.tokens, tokens_per_tile * pieces)
+    entries = tokens_per_tile * slots
+    shape = (count * pieces, kv_heads)
+    out = [blocks.new_empty(*shape, entries, dtype=torch.int32) for _ in range(2)]
+    counts = blocks.new_empty(shape, dtype=torch.int32)
+    padded = triton.next_power_of_2(entries)
+    if count * kv_heads:
+        _unions[(count * kv_heads,)](
+            blocks, *out, counts, axis, blocks.stride(), count, kv_heads, slots,
+            sequences.config.select_block,
+            TOKENS=tokens_per_tile, PIECES=pieces, ENTRIES=padded,
+            CHUNK=min(CHUNK, triton.next_power_of_2(slots)), PACKED=sequences.tokens.packed,
+            num_warps=1 if padded <= 64 else 4,
+        )  # fmt: skip
+    return Unions(tokens_per_tile, *out, counts)
+
+
+@triton.jit
+def _unions(
+    blocks, union_blocks, members, counts, axis, strides, tiles, kv_heads, slots, select_block,
+    TOKENS: tl.constexpr, PIECES: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: the unions of one tile's pieces for one KV head."""
+    program = tl.program_id(0)
+    tile = program % tiles
+    kv_head = program // tiles
+    _, start, rows, first = locate(tile, axis[0], axis[1], axis[2], TOKENS * PIECES, PACKED)
+    source = blocks + kv_head.to(tl.int64) * strides[1]
+    for piece in tl.static_range(PIECES):
+        at = (tile.to(tl.int64) * PIECES + piece) * kv_heads + kv_head
+        count = _union(
+            source, start, rows, first + piece * TOKENS, strides, slots, select_block,
+            union_blocks + at * (TOKENS * slots), members + at * (TOKENS * slots),
+            TOKENS, ENTRIES, CHUNK,
+        )  # fmt: skip
+        tl.store(counts + at, count)
+
+
+@triton.jit
+def _slots(source, start, rows, token, slot, valid, strides, select_block):
+    """Blocks in the given slots of the given tokens, -1 for what does not count."""
+    valid &= token < rows
+    row = start + token
+    block = tl.load(source + row * strides[0] + slot * strides[2], mask=valid, other=-1)
+    return tl.where(valid & (block >= 0) & (block <= token // select_block), block, -1)
+
+
+@triton.jit
+def _union(
+    source, start, rows, first, strides, slots, select_block, union_blocks, members,
+    TOKENS: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Writes the union over TOKENS tokens from `first` on; returns its size."""
+    entry = tl.arange(0, ENTRIES)
+    inside = entry < TOKENS * slots
+    mine = _slots(
+        source, start, rows, first + entry // slots, entry % slots, inside, strides, select_block
+    )
+    new = mine >= 0
+    bits = tl.zeros([ENTRIES], tl.int32)
+    for token in tl.static_range(TOKENS):
+        chosen = tl.zeros([ENTRIES], tl.int32)
+        for low in range(0, slots, CHUNK):
+            slot = low + tl.arange(0, CHUNK)
+            theirs = _slots(
+                source, start, rows, first + token + tl.zeros_like(slot), slot, slot < slots,
+                strides, select_block,
+            )
+            same = mine[:, None] == theirs[None, :]  # [ENTRIES, CHUNK]
+            earlier = same & ((token * slots + slot)[None, :] < entry[:, None])
+            new &= tl.max(earlier.to(tl.int32), 1) == 0
+            chosen |= tl.max(same.to(tl.int32), 1)
+        bits |= chosen << token
+    place = tl.cumsum(new.to(tl.int32), 0) - 1
+    tl.store(union_blocks + place, mine, mask=new)
+    tl.store(members + place, bits, mask=new)
+    return tl.sum(new.to(tl.int32), 0)
