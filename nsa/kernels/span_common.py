@@ -1,0 +1,106 @@
+"""What the span kernels share: which keys a query sees, tiles of rows, gates, and tile sizes."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.blocks import Span
+from nsa.kernels.common import power_of_two
+from nsa.kernels.sequences import Axis
+from nsa.kernels.tiles import Tile, architecture
+
+
+@triton.jit
+def seen_end(t, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
+    """Keys that have ended by position t: the query there sees none from this one on."""
+    # triton's // rounds to zero, so its numerator must not be negative
+    return tl.maximum(t + 1 - LENGTH + STRIDE, 0) // STRIDE
+
+
+@triton.jit
+def seen_start(t, LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr):
+    """The first key that the query at position t sees, if it sees any."""
+    start = t * 0
+    if LOOKBACK is not None:
+        start = tl.maximum(seen_end(t, LENGTH, STRIDE) - LOOKBACK, 0)
+    return start
+
+
+@triton.jit
+def sees(t, s, LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr):
+    """Whether position t sees key s; the two broadcast against each other."""
+    end = seen_end(t, LENGTH, STRIDE)
+    seen = s < end
+    if LOOKBACK is not None:
+        seen = seen & (s >= end - LOOKBACK)
+    return seen
+
+
+@triton.jit
+def at(x, strides, row, head):
+    """x[row, head], with offsets in int64."""
+    return x + row.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def load_rows(x, stride, rows, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK, BLOCK_D] from x on; 0 from row `rows` and from column D on."""
+    i = tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = i < rows
+    if D != BLOCK_D:
+        mask = mask & (d < D)
+    return tl.load(x + i * stride + d, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    x, stride, rows, values, ADD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes values [BLOCK, BLOCK_D] to the rows before `rows`, or adds them to what is there."""
+    i = tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = i < rows
+    if D != BLOCK_D:
+        mask = mask & (d < D)
+    if ADD:
+        values += tl.load(x + i * stride + d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x + i * stride + d, values.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_gate(gates, strides, row, head, rows, BRANCH: tl.constexpr, BLOCK: tl.constexpr):
+    """gates[row : row + BLOCK, head, BRANCH] in fp32 [BLOCK], 0 from row `rows` of them on."""
+    i = tl.arange(0, BLOCK)
+    x = at(gates, strides, row, head) + BRANCH * strides[2]
+    return tl.load(x + i * strides[0], mask=i < rows, other=0.0).to(tl.float32)
+
+
+def default_tile(kernel: str, dim: int, value_dim: int, span: Span, like: Tensor) -> Tile:
+    """The tile of "forward", "dq" or "dkdv" for head dims that need not be equal."""
+    wide = max(power_of_two(dim), power_of_two(value_dim))
+    hopper = architecture(like.device) >= 90
+    if like.dtype == torch.float32:
+        side = {"forward": 64, "dq": 32, "dkdv": 32}[kernel] if wide <= 64 else 32
+        return Tile(side, 32, 4, 1 if wide > 128 else 2)
+    if kernel == "forward":
+        if wide <= 128:
+            return Tile(128, 128, 8, 2) if hopper else Tile(128, 64, 8 if wide > 64 else 4, 3)
+        return Tile(128, 64, 8, 2) if hopper else Tile(64, 32, 4, 2)
+    if kernel == "dq":
+        # Without a delta to start from (the window), a second accumulator takes the registers.
+        keys = 64 if span.lookback is None else 32
+        if wide <= 128:
+            return Tile(128, keys, 8, 3) if hopper else Tile(64, keys, 4, 2)
+        return Tile(64, 32, 4, 2)
+    if wide <= 128:
+        return Tile(64, 128, 8, 2) if hopper else Tile(32, 64, 4, 2)
+    return Tile(32, 64, 8, 2) if hopper else Tile(32, 32, 4, 1)
+
+
+def lookback_of(span: Span, keys: Axis) -> int | None:
+    """The span's lookback, or None where no query of these sequences can feel it."""
+    far = span.lookback is None or span.lookback >= keys.length
+    return None if far else span.lookback

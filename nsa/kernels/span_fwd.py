@@ -1,0 +1,153 @@
+"""Forward of the compressed and the window branch: a query sees one unbroken run of keys."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.blocks import Span
+from nsa.kernels.common import LOG2E, axis_arguments, extent, locate, power_of_two, precision
+from nsa.kernels.sequences import Axis
+from nsa.kernels.span_common import (
+    at,
+    default_tile,
+    load_gate,
+    load_rows,
+    lookback_of,
+    seen_end,
+    seen_start,
+    sees,
+    store_rows,
+)
+from nsa.kernels.tiles import Tile
+
+
+@triton.jit
+def _span_forward(
+    q, k, v, o, lse2, gates, base,
+    q_strides, k_strides, v_strides, o_strides, gate_strides, base_strides,
+    tokens, keys, tiles, total, scale2,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
+    BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M neighbouring tokens of one query head, over every key that they see.
+
+    tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'.
+    Late tiles, which see the most keys when there is no lookback, start first.
+    """
+    tile = tiles - 1 - tl.program_id(0) // HQ
+    head = tl.program_id(0) % HQ
+    sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
+    if first >= rows:
+        return
+    key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
+    left = rows - first
+    last = tl.minimum(first + BLOCK_M, rows) - 1
+    begin = seen_start(first, LENGTH, STRIDE, LOOKBACK)
+    end = tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows)
+    # Every row sees the keys in [whole_begin, whole_end).
+    whole_begin = seen_start(last, LENGTH, STRIDE, LOOKBACK)
+    whole_end = tl.minimum(seen_end(first, LENGTH, STRIDE), key_rows)
+
+    t = first + tl.arange(0, BLOCK_M)
+    q_tile = load_rows(
+        at(q, q_strides, start + first, head), q_strides[0], left, BLOCK_M, D, BLOCK_D
+    )
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for n in range(begin, end, BLOCK_N):
+        k_tile = load_rows(
+            at(k, k_strides, key_start + n, head // G), k_strides[0], key_rows - n,
+            BLOCK_N, D, BLOCK_D,
+        )  # fmt: skip
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+        if (n < whole_begin) | (n + BLOCK_N > whole_end):
+            seen = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
+            s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale2)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # exp2(-inf - -inf) is NaN
+        p = tl.exp2(s * scale2 - shift[:, None])
+        rescale = tl.exp2(m - shift)
+        m = m_new
+        sums = sums * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        v_tile = load_rows(
+            at(v, v_strides, key_start + n, head // G), v_strides[0], key_rows - n,
+            BLOCK_N, DV, BLOCK_DV,
+        )  # fmt: skip
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+
+    sums = tl.where(m == float("-inf"), 1.0, sums)  # rows that saw no key: 0 and -inf
+    acc = acc / sums[:, None]
+    tl.store(lse2 + head.to(tl.int64) * total + start + t, m + tl.log2(sums), mask=t < rows)
+    if gates is not None:
+        gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
+        acc *= gate[:, None]
+        if base is not None:
+            other = load_rows(
+                at(base, base_strides, start + first, head), base_strides[0], left,
+                BLOCK_M, DV, BLOCK_DV,
+            ).to(tl.float32)  # fmt: skip
+            if BASE_BRANCH is not None:
+                gate = load_gate(
+                    gates, gate_strides, start + first, head, left, BASE_BRANCH, BLOCK_M
+                )
+                other *= gate[:, None]
+            acc += other
+    store_rows(
+        at(o, o_strides, start + first, head), o_strides[0], left, acc, False, DV, BLOCK_M, BLOCK_DV
+    )
+
+
+def span_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Span,
+    tokens: Axis,
+    keys: Axis,
+    scale: float,
+    *,
+    gates: Tensor | None = None,
+    branch: int = 2,
+    base: Tensor | None = None,
+    base_branch: int | None = None,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o [tokens, HQ, DV] in q's dtype, lse2 [HQ, tokens] fp32) over the run of keys of each query.
+
+    q [tokens, HQ, D]; k [keys, HKV, D], v [keys, HKV, DV], on the axis of tokens or on that of
+    compressed keys. scale must be positive. A query that sees no key has o = 0 and lse2 = -inf.
+
+    With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
+    + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
+    given; it may be `base`. tile: default_tile's if None.
+    """
+    if not scale > 0:
+        raise ValueError(f"scale={scale}: the softmax takes a positive scale; negate q instead")
+    total, heads, dim = q.shape
+    value_dim = v.shape[2]
+    o = torch.empty(total, heads, value_dim, dtype=q.dtype, device=q.device) if out is None else out
+    lse2 = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    tile = tile or default_tile("forward", dim, value_dim, span, q)
+    place, count = axis_arguments(tokens, tile.rows)
+    if count:
+        _span_forward[(count * heads,)](
+            q, k, v, o, lse2, gates, base if gates is not None else None,
+            q.stride()[:2], k.stride()[:2], v.stride()[:2], o.stride()[:2],
+            None if gates is None else gates.stride(),
+            None if base is None else base.stride()[:2],
+            place, (keys.bounds, keys.length), count, total, scale * LOG2E,
+            HQ=heads, G=heads // k.shape[1], D=dim, DV=value_dim,
+            LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
+            BRANCH=branch, BASE_BRANCH=base_branch, PACKED=tokens.packed,
+            BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+            BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
+            PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return o, lse2

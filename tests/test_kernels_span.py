@@ -1,0 +1,260 @@
+"""The compressed and window kernels against attention over the mask written out."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from accuracy import assert_as_accurate
+from torch import Tensor
+from triton.runtime import interpreter
+
+from nsa.blocks import Span, compressed_span, window_span
+from nsa.config import NSAConfig
+from nsa.kernels.sequences import Sequences, dense, packed
+from nsa.kernels.span_bwd import span_dkdv, span_dq
+from nsa.kernels.span_fwd import span_forward
+from nsa.kernels.tiles import Tile
+from nsa.reference.attend import attend
+
+CONFIG = NSAConfig(
+    compress_block=8, compress_stride=4, select_block=8, select_count=4, window=20
+)  # fmt: skip
+COMPRESSED, WINDOW = compressed_span(CONFIG), window_span(CONFIG)
+TILE = Tile(16, 16, 4, 2)
+BRANCH, BASE_BRANCH = 2, 0
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch):
+    """Interpreted, a bfloat16 tensor is held as uint16, and tl.dot would multiply those."""
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        wide = (x.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return plain(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@dataclass
+class Case:
+    """Sequences of the given lengths, packed unless all have the same."""
+
+    lengths: tuple[int, ...]
+    span: Span
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    tile: Tile | None = TILE
+
+    def sequences(self) -> Sequences:
+        bounds = [0, *np.cumsum(self.lengths).tolist()]
+        if len(set(self.lengths)) > 1:
+            return packed(torch.tensor(bounds), bounds[-1], CONFIG)
+        return dense(len(self.lengths), self.lengths[0], CONFIG)
+
+    def keys_of(self, tokens: int) -> int:
+        return self.span.seen(tokens - 1)[1] if tokens else 0
+
+
+class Problem:
+    """A case's tensors, what the kernels make of them, and what plain torch does."""
+
+    def __init__(self, case: Case):
+        self.case, self.span, self.tile = case, case.span, case.tile
+        self.sequences = case.sequences()
+        tokens = self.sequences.tokens
+        self.keys = tokens if case.span == WINDOW else self.sequences.compressed
+        self.scale = case.dim**-0.5
+
+        def draw(*shape):
+            return torch.randn(*shape).to(case.dtype)
+
+        self.q = draw(tokens.rows, case.heads, case.dim)
+        self.k = draw(self.keys.rows, case.kv_heads, case.dim)
+        self.v = draw(self.keys.rows, case.kv_heads, case.value_dim)
+        self.do = draw(tokens.rows, case.heads, case.value_dim)
+        self.base = draw(tokens.rows, case.heads, case.value_dim)
+        self.gates = torch.rand(tokens.rows, case.heads, 3).to(case.dtype)
+
+    def forward(self, **options):
+        mixed = {"gates": self.gates, "base": self.base, "base_branch": BASE_BRANCH}
+        return span_forward(
+            self.q, self.k, self.v, self.span, self.sequences.tokens, self.keys, self.scale,
+            branch=BRANCH, tile=self.tile, **{**mixed, **options},
+        )  # fmt: skip
+
+    def _saved(self, lse2, gated=True):
+        gates = self.gates if gated else None
+        return self.q, self.k, self.v, self.do, lse2, gates
+
+    def dq(self, lse2, gated=True, **options):
+        q, k, v, do, lse2, gates = self._saved(lse2, gated)
+        return span_dq(
+            q, k, v, do, lse2, gates, BRANCH, self.span, self.sequences.tokens, self.keys,
+            self.scale, tile=self.tile, **options,
+        )  # fmt: skip
+
+    def dkdv(self, lse2, delta, gated=True, **options):
+        q, k, v, do, lse2, gates = self._saved(lse2, gated)
+        return span_dkdv(
+            q, k, v, do, lse2, delta, gates, BRANCH, self.span, self.sequences.tokens, self.keys,
+            self.scale, **{"tile": self.tile, **options},
+        )  # fmt: skip
+
+    def reference(self, dtype, gated=True) -> dict[str, Tensor]:
+        """Plain torch's output and gradients, each sequence on its own."""
+        names = ("q", "k", "v", "gates")
+        leaves = {x: getattr(self, x).to(dtype).detach().requires_grad_() for x in names}
+        outputs, token, key = [], 0, 0
+        for length in self.case.lengths:
+            count = self.case.keys_of(length)
+            rows, keys = slice(token, token + length), slice(key, key + count)
+            token, key = token + length, key + count
+            if not length:
+                continue
+            s = torch.arange(count)
+            seen = [self.span.seen(t) for t in range(length)]
+            visible = torch.stack([(s >= low) & (s < high) for low, high in seen])
+            o, _ = attend(
+                leaves["q"][None, rows], leaves["k"][None, keys], leaves["v"][None, keys],
+                visible[None, None], self.scale,
+            )  # fmt: skip
+            outputs.append(o[0])
+        o = torch.cat(outputs)
+        if gated:
+            gates = leaves["gates"]
+            base = gates[..., BASE_BRANCH, None] * self.base.to(dtype)
+            o = gates[..., BRANCH, None] * o + base
+        used = names if gated else names[:3]
+        grads = torch.autograd.grad(o, [leaves[x] for x in used], self.do.to(dtype))
+        found = {"o": o.detach(), **{f"d{x}": g for x, g in zip(used, grads, strict=True)}}
+        if gated:
+            found["dgates"] = found["dgates"][..., BRANCH]
+        return found
+
+    def kernels(self, gated=True) -> dict[str, Tensor]:
+        o, lse2 = self.forward() if gated else self.forward(gates=None)
+        dgates = torch.zeros(self.gates.shape) if gated else None
+        dq, delta = self.dq(lse2, gated, dgates=dgates)
+        dk, dv = self.dkdv(lse2, delta, gated)
+        found = {"o": o, "dq": dq, "dk": dk, "dv": dv}
+        return {**found, "dgates": dgates[..., BRANCH]} if gated else found
+
+
+def check(case: Case, gated=True) -> None:
+    problem = Problem(case)
+    got = problem.kernels(gated)
+    same, exact = problem.reference(case.dtype, gated), problem.reference(torch.float64, gated)
+    magnitude = float(case.dim)
+    for name, value in got.items():
+        if value.numel():
+            assert_as_accurate(f"{name} of {case}", value, same[name], exact[name],
+                               magnitude=magnitude)  # fmt: skip
+
+
+SHAPES = [
+    ((70,), 4, 2, 16, 32, Tile(16, 16, 4, 2)),
+    ((33, 33), 3, 1, 48, 16, Tile(32, 16, 4, 2)),
+    ((5, 0, 40, 19), 2, 2, 16, 16, Tile(16, 32, 4, 2)),
+    ((1, 50), 6, 1, 24, 40, Tile(64, 16, 4, 1)),
+    ((3,), 2, 2, 16, 16, Tile(16, 32, 4, 2)),
+    ((1,), 16, 1, 16, 16, None),
+]
+
+
+@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda x: "-".join(map(str, x[0])))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_outputs_and_gradients_are_as_accurate_as_plain_torch(span, shape, dtype):
+    lengths, heads, kv_heads, dim, value_dim, tile = shape
+    check(Case(lengths, span, heads, kv_heads, dim, value_dim, dtype, tile))
+
+
+@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+def test_without_gates_the_weight_is_one(span):
+    check(Case((40,), span), gated=False)
+
+
+@pytest.mark.parametrize("span", [Span(4, 2, 5), Span(8, 8), Span(lookback=1), Span(lookback=99)])
+def test_any_run_of_keys_is_followed(span):
+    case = Case((37,), span)
+    problem = Problem(case)
+    problem.keys = type(problem.keys)(1, case.keys_of(37))
+    problem.k, problem.v = (torch.randn(problem.keys.rows, 1, 16) for _ in range(2))
+    got, exact = problem.kernels(), problem.reference(torch.float64)
+    for name, value in got.items():
+        torch.testing.assert_close(value.double(), exact[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(3,), (2, 7, 1)])
+def test_a_query_that_sees_no_key_yields_zero_and_minus_infinity(lengths):
+    problem = Problem(Case(lengths, COMPRESSED))
+    o, lse2 = problem.forward(base=None)
+    dq, delta = problem.dq(lse2)
+    assert (o == 0).all() and (lse2 == float("-inf")).all()
+    assert (dq == 0).all() and (delta == 0).all()
+    assert all((x == 0).all() for x in problem.dkdv(lse2, delta))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, for tl.max
+@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+def test_non_finite_rows_stay_in_their_sequence(span):
+    problem = Problem(Case((20, 23, 37), span))
+    clean = problem.kernels()
+    before = problem.case.keys_of(20)
+    token, key = slice(20, 43), slice(before, before + problem.case.keys_of(23))
+    for x, rows in (("q", token), ("do", token), ("base", token), ("k", key), ("v", key)):
+        getattr(problem, x)[rows] = float("nan")
+    got = problem.kernels()
+    for name, value in got.items():
+        rows = key if name in ("dk", "dv") else token
+        for part in (slice(0, rows.start), slice(rows.stop, None)):
+            assert torch.equal(value[part], clean[name][part]), name
+
+
+def test_the_sum_may_replace_its_base_and_a_gradient_may_be_added_to():
+    problem = Problem(Case((40,), WINDOW))
+    want, lse2 = problem.forward()
+    base = problem.base.clone()
+    got, _ = problem.forward(base=base, out=base)
+    assert got is base and torch.equal(got, want)
+    alone, delta = problem.dq(lse2)
+    into = torch.randn(alone.shape)
+    before = into.clone()
+    added, _ = problem.dq(lse2, dq=into)
+    assert added is into
+    torch.testing.assert_close(into, before + alone)
+    given, same = problem.dq(lse2, delta=delta)
+    assert same is delta
+    torch.testing.assert_close(given, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+def test_strides_of_tokens_and_heads_are_the_callers(span):
+    problem = Problem(Case((40,), span, heads=4, kv_heads=2))
+    want = problem.kernels()
+    for name in ("q", "k", "v", "do", "base"):
+        x = getattr(problem, name)
+        wide = torch.full((x.shape[1], x.shape[0], x.shape[2] + 5), float("nan"))
+        wide[..., : x.shape[2]] = x.transpose(0, 1)
+        setattr(problem, name, wide[..., : x.shape[2]].transpose(0, 1))
+    problem.gates = problem.gates.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    got = problem.kernels()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_scale_that_is_not_positive_is_refused():
+    problem = Problem(Case((5,), WINDOW))
+    problem.scale = 0.0
+    with pytest.raises(ValueError, match="positive"):
+        problem.forward()
