@@ -15,9 +15,8 @@ from nsa.kernels.sequences import Sequences
 class Inverse:
     """For list number i = h NB + j, of KV head h and block j of all sequences' blocks:
 
-    tokens[starts[i] : starts[i + 1]] are the rows of the token axis that selected it, ascending (a
-    token that names a block twice is there twice in a row). Tasks are numbered list by list, each
-    list having at least one; ends[i] is the first task after those of list i. `task_list` holds each
+    tokens[starts[i] : starts[i + 1]] are the rows of the token axis that selected it, ascending,
+    each once. Tasks are numbered list by list, each list having at least one; ends[i] is the first task after those of list i. `task_list` holds each
     task's list, and the number of lists for the tasks beyond the last. Lists of more than one task
     own partial sums; partial_ends[i] is the first one after those of list i.
     """
@@ -34,7 +33,8 @@ class Inverse:
 def inverse(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
     """The inverse of blocks [tokens, HKV, N] int32, in the same order on every call.
 
-    A slot counts when its block starts at or before its token and is not negative.
+    A slot counts when its block starts at or before its token and is not negative, the first time
+    that the token names it.
     """
     tokens, kv_heads, slots = blocks.shape
     lists = kv_heads * sequences.selectable.rows
@@ -96,6 +96,10 @@ def _list_numbers(
     at = (row * strides[0])[:, None] + (kv_head * strides[1] + entry % slots * strides[2])[None, :]
     block = tl.load(blocks + at, mask=valid, other=-1)
     valid &= (block >= 0) & (block <= (position // select_block)[:, None])
+    for slot in range(slots - 1):
+        later = valid & (slot < entry % slots)[None, :]
+        other = (row * strides[0])[:, None] + (kv_head * strides[1] + slot * strides[2])[None, :]
+        valid &= tl.load(blocks + other, mask=later, other=-1) != block
     if PACKED:
         before = tl.load(selectable[0] + sequence)
     else:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import axis_arguments, extent, locate, power_of_two, precision, probs_from
+from nsa.kernels.common import axis_arguments, extent, locate, power_of_two, precision
 from nsa.kernels.inverse import inverse
 from nsa.kernels.selected import MOST_ROWS, default_tile, load_keys, load_rows, scale_base2
 from nsa.kernels.sequences import Sequences
@@ -49,7 +49,11 @@ def selected_dkdv(
         lookup.partials, parts * tile.keys, width, dtype=torch.float32, device=q.device
     )
     axis, _ = axis_arguments(sequences.selectable, 1)
-    strides = tuple((0, 0, 0) if x is None else x.stride() for x in (q, k, v, do, gates))
+    strides = tuple(x.stride() for x in (q, k, v, do))
+    # Contiguous and fp32 for the copies to be asynchronous.
+    weights = None if gates is None else gates[..., branch].float().contiguous()
+    # A token names a block once, so that no more of them lie inside the keys of a part.
+    inside = triton.next_power_of_2(select_block)
     tables = lookup.tokens, lookup.starts, lookup.ends, lookup.task_list, lookup.partial_ends
     tokens = sequences.tokens.bounds, sequences.tokens.length
     lists = lookup.ends.shape[0]
@@ -61,9 +65,9 @@ def selected_dkdv(
     )  # fmt: skip
     if lists:
         _selected_dkdv[(lookup.task_list.shape[0] * parts,)](
-            q, k, v, do, lse2, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
-            scale, scale_base2(scale), BRANCH=branch, TOKENS=tile.rows // heads, HEADS=heads,
-            ROWS=tile.rows, PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
+            q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens, sizes,
+            scale, scale_base2(scale), MOST_INSIDE=inside, TOKENS=tile.rows // heads,
+            HEADS=heads, CHUNKS=triton.cdiv(group, heads), ROWS=tile.rows, PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
             **constants,
         )  # fmt: skip
     if lookup.partials:
@@ -75,7 +79,7 @@ def selected_dkdv(
 def _selected_dkdv(
     q, k, v, do, lse, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
     scale, scale2,
-    BRANCH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    MOST_INSIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
     TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -106,38 +110,22 @@ def _selected_dkdv(
     values = load_keys(
         v + kv_head.to(tl.int64) * strides[2][1], row, left, strides[2], KEYS, DV, BLOCK_DV
     )
-    r = tl.arange(0, ROWS)
     dk_sum = tl.zeros([KEYS, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([KEYS, BLOCK_DV], tl.float32)
-    chunks = tl.cdiv(sizes[2], HEADS)
-    for i in range(tl.cdiv(high - low, TOKENS) * chunks):
-        place = low + i // chunks * TOKENS + r // HEADS
-        in_group = i % chunks * HEADS + r % HEADS
-        valid = (place < high) & (r < TOKENS * HEADS) & (in_group < sizes[2])
-        token = tl.load(tables[0] + place, mask=valid, other=0)
-        # A token that names the block twice stands behind itself.
-        twin = tl.load(tables[0] + place - 1, mask=valid & (place > begin), other=-1)
-        valid &= token != twin
-        head = kv_head * sizes[2] + in_group
-        queries = load_rows(q, token, head, valid, strides[0], D, BLOCK_D)
-        dos = load_rows(do, token, head, valid, strides[3], DV, BLOCK_DV)
-        flat = token.to(tl.int64) * (sizes[1] * sizes[2]) + head
-        lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
-        deltas = tl.load(delta + flat, mask=valid, other=0.0)
-
-        s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale2  # [KEYS, ROWS]
-        last = tl.minimum((token - start).to(tl.int32) - first_key, left - 1)
-        seen = tl.arange(0, KEYS)[:, None] <= last[None, :]
-        p = probs_from(tl.where(seen, s, float("-inf")), lse2[None, :])
-        if gates is not None:
-            at = token.to(tl.int64) * strides[4][0] + head.to(tl.int64) * strides[4][1]
-            gate = tl.load(gates + at + BRANCH * strides[4][2], mask=valid, other=0.0)
-            p *= gate.to(tl.float32)[None, :]
-        dv_sum = tl.dot(p.to(do.dtype.element_ty), dos, dv_sum, input_precision=PRECISION)
-        dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
-        ds = p * (dp - deltas[None, :])
-        dk_sum = tl.dot(ds.to(q.dtype.element_ty), queries, dk_sum, input_precision=PRECISION)
-
+    # Tokens ascend: those inside the block come first, and only they must not see all of it.
+    ahead = low + tl.arange(0, MOST_INSIDE)
+    token = tl.load(tables[0] + ahead, mask=ahead < high, other=0x7FFFFFFF)
+    inside = low + tl.sum((token < row + KEYS).to(tl.int32), 0)
+    dk_sum, dv_sum = _absorb(
+        dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], low, inside, row,
+        kv_head, strides, sizes, scale2,
+        True, TOKENS, HEADS, CHUNKS, ROWS, KEYS, D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+    )  # fmt: skip
+    dk_sum, dv_sum = _absorb(
+        dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], inside, high, row,
+        kv_head, strides, sizes, scale2,
+        False, TOKENS, HEADS, CHUNKS, ROWS, KEYS, D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+    )  # fmt: skip
     dk_sum *= scale
     if count > 1:
         last_partial = tl.load(tables[4] + number)
@@ -148,6 +136,47 @@ def _selected_dkdv(
         out = row * sizes[1] + kv_head
         _store(dk + out * D, dk_sum, sizes[1] * D, left, KEYS, D, BLOCK_D)
         _store(dv + out * DV, dv_sum, sizes[1] * DV, left, KEYS, DV, BLOCK_DV)
+
+
+@triton.jit
+def _absorb(
+    dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tokens, low, high, first_row,
+    kv_head, strides, sizes, scale2,
+    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk_sum / scale and dv_sum with what the tokens in tokens[low:high] add.
+
+    first_row is the row of keys[0]. Keys that are none, past the end of block or sequence, get
+    sums of no meaning, which nobody stores.
+    """
+    r = tl.arange(0, ROWS)
+    for i in range(tl.cdiv(high - low, TOKENS) * CHUNKS):
+        place = low + i // CHUNKS * TOKENS + r // HEADS
+        in_group = i % CHUNKS * HEADS + r % HEADS
+        valid = (place < high) & (r < TOKENS * HEADS) & (in_group < sizes[2])
+        token = tl.load(tokens + place, mask=valid, other=0)
+        head = kv_head * sizes[2] + in_group
+        queries = load_rows(q, token, head, valid, strides[0], D, BLOCK_D)
+        dos = load_rows(do, token, head, valid, strides[3], DV, BLOCK_DV)
+        flat = token.to(tl.int64) * (sizes[1] * sizes[2]) + head
+        # 0 in all that belongs to rows that are none: their terms are 0.
+        lse2 = tl.load(lse + flat, mask=valid, other=0.0)
+        deltas = tl.load(delta + flat, mask=valid, other=0.0)
+
+        s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale2  # [KEYS, ROWS]
+        if CAUSAL:
+            last = (token - first_row).to(tl.int32)
+            s = tl.where(tl.arange(0, KEYS)[:, None] <= last[None, :], s, float("-inf"))
+        p = tl.exp2(s - lse2[None, :])  # finite: the token sees at least the block's first key
+        if gates is not None:
+            p *= tl.load(gates + flat, mask=valid, other=0.0)[None, :]
+        dv_sum = tl.dot(p.to(do.dtype.element_ty), dos, dv_sum, input_precision=PRECISION)
+        dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
+        ds = p * (dp - deltas[None, :])
+        dk_sum = tl.dot(ds.to(q.dtype.element_ty), queries, dk_sum, input_precision=PRECISION)
+    return dk_sum, dv_sum
 
 
 @triton.jit
