@@ -12,8 +12,9 @@ from triton.runtime import interpreter
 
 from nsa.blocks import Span, compressed_span, window_span
 from nsa.config import NSAConfig
-from nsa.kernels.sequences import Sequences, dense, packed
+from nsa.kernels.sequences import Axis, Sequences, dense, packed
 from nsa.kernels.span_bwd import span_dkdv, span_dq
+from nsa.kernels.span_common import descriptors_fit
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile
 from nsa.reference.attend import attend
@@ -251,6 +252,32 @@ def test_strides_of_tokens_and_heads_are_the_callers(span):
     problem.gates = problem.gates.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     got = problem.kernels()
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@pytest.mark.parametrize("lengths", [(45,), (33, 33)], ids=["one", "batch"])
+def test_descriptors_fetch_what_pointers_do(span, lengths):
+    problem = Problem(Case(lengths, span, heads=3, dim=24, value_dim=40, dtype=torch.bfloat16))
+    both = []
+    for descriptors in (False, True):
+        o, lse2 = problem.forward(descriptors=descriptors)
+        dq, delta = problem.dq(lse2, descriptors=descriptors)
+        given, _ = problem.dq(lse2, delta=delta, descriptors=descriptors)
+        both.append(
+            (o, lse2, dq, delta, given, *problem.dkdv(lse2, delta, descriptors=descriptors))
+        )
+    assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
+
+
+def test_descriptors_are_left_where_they_cannot_fetch():
+    plain, axis = torch.zeros(40, 2, 16, dtype=torch.bfloat16), Axis(1, 40)
+    bounds = torch.tensor([0, 40])
+    assert descriptors_fit(axis, axis, plain, plain)
+    assert not descriptors_fit(axis, axis, plain, plain.float())
+    assert not descriptors_fit(axis, axis, plain, plain[:, :1].expand(-1, 2, -1))
+    assert not descriptors_fit(axis, axis, plain, torch.zeros(40, 2, 20).bfloat16()[..., 4:])
+    assert not descriptors_fit(axis, Axis(1, 0), plain, plain[:0])
+    assert not descriptors_fit(Axis(1, 40, bounds), Axis(1, 40, bounds), plain)
 
 
 def test_a_scale_that_is_not_positive_is_refused():

@@ -23,9 +23,11 @@ from nsa.kernels.sequences import Axis
 from nsa.kernels.span_common import (
     at,
     default_tile,
+    descriptors_fit,
     load_gate,
-    load_rows,
+    load_tile,
     lookback_of,
+    operand,
     seen_end,
     seen_start,
     sees,
@@ -43,7 +45,7 @@ def _span_dq(
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
     BRANCH: tl.constexpr, MAKE_DELTA: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of BLOCK_M neighbouring tokens of one query head.
 
@@ -51,10 +53,12 @@ def _span_dq(
     """
     tile = tiles - 1 - tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
+    kv_head = head // G
     sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
     if first >= rows:
         return
     key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
+    token_place, key_place = (sequence, start, rows), (sequence, key_start, key_rows)
     left = rows - first
     last = tl.minimum(first + BLOCK_M, rows) - 1
     begin = seen_start(first, LENGTH, STRIDE, LOOKBACK)
@@ -64,11 +68,9 @@ def _span_dq(
 
     t = first + tl.arange(0, BLOCK_M)
     statistics = head.to(tl.int64) * total + start + t
-    q_tile = load_rows(
-        at(q, q_strides, start + first, head), q_strides[0], left, BLOCK_M, D, BLOCK_D
-    )
-    do_tile = load_rows(
-        at(do, do_strides, start + first, head), do_strides[0], left, BLOCK_M, DV, BLOCK_DV
+    q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    do_tile = load_tile(
+        do, do_strides, token_place, first, head, DV, BLOCK_M, BLOCK_DV, DESCRIPTORS
     )
     lse2_rows = tl.load(lse2 + statistics, mask=t < rows, other=float("-inf"))
     lse2_rows = tl.where(lse2_rows == float("-inf"), float("inf"), lse2_rows)
@@ -82,14 +84,8 @@ def _span_dq(
         delta_rows = tl.load(delta + statistics, mask=t < rows, other=0.0)
 
     for n in range(begin, end, BLOCK_N):
-        k_tile = load_rows(
-            at(k, k_strides, key_start + n, head // G), k_strides[0], key_rows - n,
-            BLOCK_N, D, BLOCK_D,
-        )  # fmt: skip
-        v_tile = load_rows(
-            at(v, v_strides, key_start + n, head // G), v_strides[0], key_rows - n,
-            BLOCK_N, DV, BLOCK_DV,
-        )  # fmt: skip
+        k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        v_tile = load_tile(v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         if (n < whole_begin) | (n + BLOCK_N > whole_end):
@@ -128,7 +124,7 @@ def _span_dkdv(
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
     EACH: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dk and dv of BLOCK_N keys, from EACH query heads of the group that shares them.
 
@@ -145,6 +141,7 @@ def _span_dkdv(
     if first >= rows:
         return
     token_start, token_rows = extent(sequence, tokens[0], tokens[1], PACKED)
+    token_place, key_place = (sequence, token_start, token_rows), (sequence, start, rows)
     left = rows - first
     last = tl.minimum(first + BLOCK_N, rows) - 1
     # Key s is seen from position s STRIDE + LENGTH - 1 on, for LOOKBACK STRIDE tokens.
@@ -159,12 +156,8 @@ def _span_dkdv(
 
     s_keys = first + tl.arange(0, BLOCK_N)
     i = tl.arange(0, BLOCK_M)
-    k_tile = load_rows(
-        at(k, k_strides, start + first, kv_head), k_strides[0], left, BLOCK_N, D, BLOCK_D
-    )
-    v_tile = load_rows(
-        at(v, v_strides, start + first, kv_head), v_strides[0], left, BLOCK_N, DV, BLOCK_DV
-    )
+    k_tile = load_tile(k, k_strides, key_place, first, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    v_tile = load_tile(v, v_strides, key_place, first, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for step in range(0, tiles * EACH):
@@ -174,16 +167,9 @@ def _span_dkdv(
             head += step // tiles
             row = begin + step % tiles * BLOCK_M
         behind = token_rows - row
-        q_tile = load_rows(
-            at(q, q_strides, token_start + row, head), q_strides[0], behind, BLOCK_M, D, BLOCK_D
-        )
-        do_tile = load_rows(
-            at(do, do_strides, token_start + row, head),
-            do_strides[0],
-            behind,
-            BLOCK_M,
-            DV,
-            BLOCK_DV,
+        q_tile = load_tile(q, q_strides, token_place, row, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+        do_tile = load_tile(
+            do, do_strides, token_place, row, head, DV, BLOCK_M, BLOCK_DV, DESCRIPTORS
         )
         statistics = head.to(tl.int64) * total + token_start + row
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
@@ -246,11 +232,13 @@ def span_dq(
     dgates: Tensor | None = None,
     dq: Tensor | None = None,
     tile: Tile | None = None,
+    descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dq [tokens, HQ, D], delta [HQ, tokens] fp32) for do [tokens, HQ, DV] of the gated output.
 
     delta None: it is computed here, and written to dgates[..., branch] if given; that costs one
     product more. dq given: added to, in fp32; otherwise allocated in q's dtype. gates None: 1.
+    tile, descriptors: as span_forward takes them.
     """
     total, heads, dim = q.shape
     value_dim = v.shape[2]
@@ -261,10 +249,14 @@ def span_dq(
     if not add:
         dq = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
     tile = tile or default_tile("dq", dim, value_dim, span, q)
+    if descriptors is None:
+        descriptors = descriptors_fit(tokens, keys, q, k, v, do)
     place, count = axis_arguments(tokens, tile.rows)
     if count:
         _span_dq[(count * heads,)](
-            q, k, v, do, lse2, delta, gates, dgates, dq,
+            operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
+            operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
+            lse2, delta, gates, dgates, dq,
             q.stride()[:2], k.stride()[:2], v.stride()[:2], do.stride()[:2],
             None if gates is None else gates.stride(),
             None if dgates is None else dgates.stride(), dq.stride()[:2],
@@ -274,7 +266,8 @@ def span_dq(
             BRANCH=branch, MAKE_DELTA=make_delta, ADD=add, PACKED=tokens.packed,
             BLOCK_M=tile.rows, BLOCK_N=tile.keys,
             BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
-            PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
+            DESCRIPTORS=descriptors, PRECISION=precision(q),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return dq, delta
 
@@ -294,11 +287,13 @@ def span_dkdv(
     scale: float,
     *,
     tile: Tile | None = None,
+    descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dk [keys, HKV, D], dv [keys, HKV, DV]), contiguous, in the dtypes of k and v.
 
     With a lookback one program sums over the heads of the group; without, few keys are seen by
     many queries, so each head writes fp32 parts, which are then summed in order. delta: span_dq's.
+    tile, descriptors: as span_forward takes them.
     """
     total, heads, dim = q.shape
     rows, kv_heads, value_dim = v.shape
@@ -313,6 +308,8 @@ def span_dkdv(
         dk_parts = torch.empty(parts, *dk.shape, dtype=torch.float32, device=k.device)
         dv_parts = torch.empty(parts, *dv.shape, dtype=torch.float32, device=v.device)
     tile = tile or default_tile("dkdv", dim, value_dim, span, q)
+    if descriptors is None:
+        descriptors = descriptors_fit(tokens, keys, q, k, v, do)
     place, count = axis_arguments(keys, tile.keys)
     if not count:
         return dk, dv
@@ -320,7 +317,9 @@ def span_dkdv(
     if gates is not None:  # like lse2: a tile's gates are then neighbours, which cp.async can fetch
         gate = torch.empty_like(delta).copy_(gates[..., branch].t())
     _span_dkdv[(count * heads // each,)](
-        q, k, v, do, lse2, delta, gate, dk_parts, dv_parts,
+        operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
+        operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
+        lse2, delta, gate, dk_parts, dv_parts,
         q.stride()[:2], k.stride()[:2], v.stride()[:2], do.stride()[:2],
         (*dk.stride()[:2], dk_parts.stride(0)), (*dv.stride()[:2], dv_parts.stride(0)),
         (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
@@ -329,7 +328,8 @@ def span_dkdv(
         EACH=each, PACKED=keys.packed,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
-        PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
+        DESCRIPTORS=descriptors, PRECISION=precision(q),
+            num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if dk_parts.data_ptr() != dk.data_ptr():
         sums, block = max(dk.numel(), dv.numel()), 1024

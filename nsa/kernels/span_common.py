@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.blocks import Span
 from nsa.kernels.common import power_of_two
@@ -55,6 +56,23 @@ def load_rows(x, stride, rows, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
+def load_tile(
+    x, strides, place, row, head, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK, BLOCK_D]: rows row.. of a sequence of x, which is from `operand`; 0 past its end.
+
+    place: (sequence, its first row, its rows) on x's axis.
+    """
+    if DESCRIPTORS:
+        tile = x.load([place[0], head, row, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        first = at(x, strides, place[1] + row, head)
+        tile = load_rows(first, strides[0], place[2] - row, BLOCK, D, BLOCK_D)
+    return tile
+
+
+@triton.jit
 def store_rows(
     x, stride, rows, values, ADD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,6 +94,34 @@ def load_gate(gates, strides, row, head, rows, BRANCH: tl.constexpr, BLOCK: tl.c
     i = tl.arange(0, BLOCK)
     x = at(gates, strides, row, head) + BRANCH * strides[2]
     return tl.load(x + i * strides[0], mask=i < rows, other=0.0).to(tl.float32)
+
+
+def descriptors_fit(tokens: Axis, keys: Axis, *tensors: Tensor) -> bool:
+    """Whether TMA can fetch tiles of these: Hopper, 16-bit, 16-byte strides, and not packed.
+
+    It writes 0 past a tensor's end, which of packed sequences only the last one reaches.
+    """
+    if tokens.packed or keys.packed or not keys.rows or architecture(tensors[0].device) < 90:
+        return False
+    return all(
+        x.element_size() == 2
+        and x.data_ptr() % 16 == 0
+        and all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:2])
+        for x in tensors
+    )
+
+
+def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | TensorDescriptor:
+    """What `load_tile` takes for tiles of `rows` rows of x [axis, heads, D]."""
+    if not descriptors:
+        return x
+    by_row, by_head, _ = x.stride()
+    return TensorDescriptor(
+        x,
+        shape=[axis.count, x.shape[1], axis.length, x.shape[2]],
+        strides=[axis.length * by_row, by_head, by_row, 1],
+        block_shape=[1, 1, rows, power_of_two(x.shape[2])],
+    )
 
 
 def default_tile(kernel: str, dim: int, value_dim: int, span: Span, like: Tensor) -> Tile:

@@ -11,9 +11,12 @@ from nsa.kernels.sequences import Axis
 from nsa.kernels.span_common import (
     at,
     default_tile,
+    descriptors_fit,
     load_gate,
     load_rows,
+    load_tile,
     lookback_of,
+    operand,
     seen_end,
     seen_start,
     sees,
@@ -31,7 +34,7 @@ def _span_forward(
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
     BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M neighbouring tokens of one query head, over every key that they see.
 
@@ -40,10 +43,12 @@ def _span_forward(
     """
     tile = tiles - 1 - tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
+    kv_head = head // G
     sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
     if first >= rows:
         return
     key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
+    token_place, key_place = (sequence, start, rows), (sequence, key_start, key_rows)
     left = rows - first
     last = tl.minimum(first + BLOCK_M, rows) - 1
     begin = seen_start(first, LENGTH, STRIDE, LOOKBACK)
@@ -53,17 +58,12 @@ def _span_forward(
     whole_end = tl.minimum(seen_end(first, LENGTH, STRIDE), key_rows)
 
     t = first + tl.arange(0, BLOCK_M)
-    q_tile = load_rows(
-        at(q, q_strides, start + first, head), q_strides[0], left, BLOCK_M, D, BLOCK_D
-    )
+    q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for n in range(begin, end, BLOCK_N):
-        k_tile = load_rows(
-            at(k, k_strides, key_start + n, head // G), k_strides[0], key_rows - n,
-            BLOCK_N, D, BLOCK_D,
-        )  # fmt: skip
+        k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if (n < whole_begin) | (n + BLOCK_N > whole_end):
             seen = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
@@ -75,10 +75,7 @@ def _span_forward(
         m = m_new
         sums = sums * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
-        v_tile = load_rows(
-            at(v, v_strides, key_start + n, head // G), v_strides[0], key_rows - n,
-            BLOCK_N, DV, BLOCK_DV,
-        )  # fmt: skip
+        v_tile = load_tile(v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
     sums = tl.where(m == float("-inf"), 1.0, sums)  # rows that saw no key: 0 and -inf
@@ -118,6 +115,7 @@ def span_forward(
     base_branch: int | None = None,
     out: Tensor | None = None,
     tile: Tile | None = None,
+    descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o [tokens, HQ, DV] in q's dtype, lse2 [HQ, tokens] fp32) over the run of keys of each query.
 
@@ -126,7 +124,8 @@ def span_forward(
 
     With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
     + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
-    given; it may be `base`. tile: default_tile's if None.
+    given; it may be `base`. tile: default_tile's if None. descriptors: whether TMA fetches the
+    tiles; None: where it can.
     """
     if not scale > 0:
         raise ValueError(f"scale={scale}: the softmax takes a positive scale; negate q instead")
@@ -135,10 +134,14 @@ def span_forward(
     o = torch.empty(total, heads, value_dim, dtype=q.dtype, device=q.device) if out is None else out
     lse2 = torch.empty(heads, total, dtype=torch.float32, device=q.device)
     tile = tile or default_tile("forward", dim, value_dim, span, q)
+    if descriptors is None:
+        descriptors = descriptors_fit(tokens, keys, q, k, v)
     place, count = axis_arguments(tokens, tile.rows)
     if count:
         _span_forward[(count * heads,)](
-            q, k, v, o, lse2, gates, base if gates is not None else None,
+            operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
+            operand(v, keys, tile.keys, descriptors), o, lse2, gates,
+            base if gates is not None else None,
             q.stride()[:2], k.stride()[:2], v.stride()[:2], o.stride()[:2],
             None if gates is None else gates.stride(),
             None if base is None else base.stride()[:2],
@@ -148,6 +151,7 @@ def span_forward(
             BRANCH=branch, BASE_BRANCH=base_branch, PACKED=tokens.packed,
             BLOCK_M=tile.rows, BLOCK_N=tile.keys,
             BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
-            PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
+            DESCRIPTORS=descriptors, PRECISION=precision(q),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return o, lse2
