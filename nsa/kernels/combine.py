@@ -1,0 +1,54 @@
+"""What the backward needs of a branch whose output was kept."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.kernels.common import power_of_two
+
+TOKENS = 8  # by 8 heads: rows of delta and of dgates are then written whole sectors at a time
+HEADS = 8
+
+
+@triton.jit
+def _delta(
+    do, o, delta, dgates, do_strides, o_strides, gate_strides, tokens, heads,
+    BRANCH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One program: TOKENS neighbouring tokens of HEADS neighbouring heads."""
+    tiles = tl.cdiv(heads, HEADS)
+    i = tl.arange(0, TOKENS * HEADS)
+    t = (tl.program_id(0) // tiles * TOKENS + i % TOKENS).to(tl.int64)
+    head = (tl.program_id(0) % tiles * HEADS + i // TOKENS).to(tl.int64)
+    d = tl.arange(0, BLOCK_DV)[None, :]
+    valid = (t < tokens) & (head < heads)
+    mask = valid[:, None] & (d < DV)
+    do_at = do + (t * do_strides[0] + head * do_strides[1])[:, None] + d
+    o_at = o + (t * o_strides[0] + head * o_strides[1])[:, None] + d
+    do_tile = tl.load(do_at, mask=mask, other=0.0).to(tl.float32)
+    o_tile = tl.load(o_at, mask=mask, other=0.0).to(tl.float32)
+    sums = tl.sum(do_tile * o_tile, 1)
+    tl.store(delta + head * tokens + t, sums, mask=valid)
+    if dgates is not None:
+        at = dgates + t * gate_strides[0] + head * gate_strides[1] + BRANCH * gate_strides[2]
+        tl.store(at, sums.to(dgates.dtype.element_ty), mask=valid)
+
+
+def delta_of(do: Tensor, o: Tensor, dgates: Tensor | None, branch: int) -> Tensor:
+    """<do, o> in fp32, [HQ, tokens], for do and o [tokens, HQ, DV]; the softmax backward's delta.
+
+    It is also the gradient of the branch's gate and written to dgates[..., branch], if dgates
+    [tokens, HQ, 3] is given.
+    """
+    tokens, heads, value_dim = o.shape
+    delta = torch.empty(heads, tokens, dtype=torch.float32, device=o.device)
+    if tokens:
+        _delta[(triton.cdiv(tokens, TOKENS) * triton.cdiv(heads, HEADS),)](
+            do, o, delta, dgates, do.stride()[:2], o.stride()[:2],
+            None if dgates is None else dgates.stride(), tokens, heads,
+            BRANCH=branch, TOKENS=TOKENS, HEADS=HEADS,
+            DV=value_dim, BLOCK_DV=power_of_two(value_dim), num_warps=4,
+        )  # fmt: skip
+    return delta

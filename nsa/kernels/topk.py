@@ -1,0 +1,272 @@
+"""Selection: scores of compressed keys, pooled to blocks, and a running top n, in one kernel.
+
+Nothing of size T x C or T x NB exists outside registers. A candidate is one sortable integer,
+(importance, index), so that a lower index wins a tie and sorting moves one word.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.kernels.common import LOG2E, axis_arguments, extent, locate, power_of_two, precision
+from nsa.kernels.sequences import Sequences
+from nsa.kernels.span_common import at, load_rows, seen_end
+from nsa.kernels.tiles import Tile, architecture
+
+ILLEGAL = tl.constexpr(-(2**31) + 1)  # below every candidate
+FORCED = tl.constexpr(2**31 - 1)  # above the bits of every float
+NONE = tl.constexpr(2**31 - 1)  # sorts behind every index
+
+
+@triton.jit
+def _probabilities(
+    q, k_tile, lse2, stride, head_stride, total, left, first_key, t, ends, scale2,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum over a group's heads of the probabilities of a tile of keys, [M, N] fp32; 0 if unseen.
+
+    q and lse2 point to the tile's first row in the group's first head.
+    """
+    p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    row = tl.arange(0, BLOCK_M)
+    for _ in range(G):
+        lse = tl.load(lse2 + row, mask=row < left, other=0.0)
+        q_tile = load_rows(q, stride, left, BLOCK_M, D, BLOCK_D)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        p += tl.exp2(s * scale2 - lse[:, None])
+        q += head_stride
+        lse2 += total
+    if first_key + BLOCK_N > tl.min(ends, 0):
+        key = first_key + tl.arange(0, BLOCK_N)
+        p = tl.where(key[None, :] < ends[:, None], p, 0.0)
+    return p
+
+
+@triton.jit
+def _pool(
+    p, left_over, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Eq. 9 where a tile of keys is a whole number of blocks: (importance [M, BLOCKS], left_over).
+
+    A key counts in the block where it begins, and what reaches into the next one there;
+    left_over [M] is what reaches into the next tile.
+    """
+    place = (tl.arange(0, BLOCK_N) % PER_SELECTABLE)[None, :]
+    own = p * tl.minimum(PER_COMPRESSED, PER_SELECTABLE - place).to(tl.float32)
+    own = tl.sum(tl.reshape(own, [BLOCK_M, BLOCKS, PER_SELECTABLE]), 2)
+    if PER_COMPRESSED > 1:
+        reach = (place + PER_COMPRESSED - PER_SELECTABLE).to(tl.float32)
+        reach = tl.where(reach > 0, p * reach, 0.0)
+        reach = tl.sum(tl.reshape(reach, [BLOCK_M, BLOCKS, PER_SELECTABLE]), 2)
+        column = tl.zeros([BLOCK_M, 1], tl.int32) + tl.arange(0, BLOCKS)[None, :]
+        before = tl.gather(reach, tl.maximum(column - 1, 0), 1)
+        own += tl.where(column == 0, left_over[:, None], before)
+        left_over = tl.sum(tl.where(column == BLOCKS - 1, reach, 0.0), 1)
+    return own, left_over
+
+
+@triton.jit
+def _band(
+    first_key, first_block, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Strides that keys and blocks share, [N, BLOCKS] fp32 (`nsa.blocks.overlap`)."""
+    key = (first_key + tl.arange(0, BLOCK_N))[:, None]
+    start = ((first_block + tl.arange(0, BLOCKS)) * PER_SELECTABLE)[None, :]
+    low = tl.maximum(key, start)
+    high = tl.minimum(key + PER_COMPRESSED, start + PER_SELECTABLE)
+    return tl.maximum(high - low, 0).to(tl.float32)
+
+
+@triton.jit
+def _candidates(
+    importance, first_block, own, index_mask, WIDE: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """(importance, index) of the blocks from first_block on, as one integer each [M, BLOCKS].
+
+    From the top: forced, by importance, NaN, illegal; a lower index first.
+    """
+    j = (first_block + tl.arange(0, BLOCKS))[None, :]
+    own = own[:, None]
+    forced = (j < INITIAL) | (j > own - LOCAL)
+    bits = tl.where(forced, FORCED, importance.to(tl.int32, bitcast=True))
+    if WIDE:
+        key = (bits.to(tl.int64) << 32) | (index_mask - j)
+    else:
+        key = (bits & ~index_mask) | (index_mask - j)
+    key = tl.where((importance == importance) | forced, key, ~j)
+    return tl.where(j <= own, key, ILLEGAL)
+
+
+@triton.jit
+def _merge(best, candidates, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
+    """The largest SLOTS, ascending, of best [M, SLOTS], ascending, and candidates [M, BLOCKS]."""
+    if BLOCKS > SLOTS:
+        candidates = tl.topk(candidates, SLOTS)
+    else:
+        if BLOCKS < SLOTS:
+            spare = tl.full([best.shape[0], BLOCKS, SLOTS // BLOCKS], ILLEGAL, best.dtype)
+            first = tl.arange(0, SLOTS // BLOCKS)[None, None, :] == 0
+            candidates = tl.where(first, candidates[:, :, None], spare)
+            candidates = tl.reshape(candidates, [best.shape[0], SLOTS])
+        candidates = tl.sort(candidates, descending=True)
+    # One ascends and the other descends: the larger of each pair are the largest of all.
+    return tl.bitonic_merge(tl.maximum(best, candidates))
+
+
+@triton.jit
+def _indices(keys, index_mask):
+    """The blocks' indices in keys; NONE for what is not legal."""
+    index = tl.where(keys < 0, ~keys, index_mask - (keys & index_mask)).to(tl.int32)
+    return tl.where(keys == ILLEGAL, NONE, index)
+
+
+@triton.jit
+def _select_blocks(
+    q, k_cmp, lse2, blocks, q_strides, k_strides, tokens, keys, tiles, total, scale2, index_mask,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, COUNT: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr, POOLING: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M neighbouring queries of one sequence and the heads of one KV head.
+
+    tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'.
+    Late tiles, which see the most keys, start first.
+    """
+    PER_COMPRESSED: tl.constexpr = LENGTH // STRIDE
+    PER_SELECTABLE: tl.constexpr = SELECT // STRIDE
+    tile = tiles - 1 - tl.program_id(0) // HKV
+    kv_head = tl.program_id(0) % HKV
+    sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
+    if first >= rows:
+        return
+    key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
+    left = rows - first
+    last = tl.minimum(first + BLOCK_M, rows) - 1
+    t = first + tl.arange(0, BLOCK_M)
+    own = t // SELECT
+    slot = tl.arange(0, SLOTS)[None, :]
+    legal = last // SELECT + 1
+    if legal <= COUNT:
+        chosen = tl.where(slot <= own[:, None], slot, NONE)
+    else:
+        ends = seen_end(t, LENGTH, STRIDE)
+        end = tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows)
+        head = kv_head * G
+        q_tile = at(q, q_strides, start + first, head)
+        lse2_tile = lse2 + head.to(tl.int64) * total + start + first
+        best = tl.full([BLOCK_M, SLOTS], ILLEGAL, tl.int64 if WIDE else tl.int32)
+        left_over = tl.zeros([BLOCK_M], tl.float32)
+        for block in range(0, legal, BLOCKS):
+            n = block * PER_SELECTABLE
+            if ALIGNED:
+                k_tile = load_rows(
+                    at(k_cmp, k_strides, key_start + n, kv_head), k_strides[0], key_rows - n,
+                    BLOCK_N, D, BLOCK_D,
+                )  # fmt: skip
+                p = _probabilities(
+                    q_tile, k_tile, lse2_tile, q_strides[0], q_strides[1], total, left, n, t, ends,
+                    scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+                )  # fmt: skip
+                importance, left_over = _pool(
+                    p, left_over, PER_COMPRESSED, PER_SELECTABLE, BLOCK_M, BLOCK_N, BLOCKS
+                )
+            else:
+                importance = tl.zeros([BLOCK_M, BLOCKS], tl.float32)
+                low = tl.maximum(n - PER_COMPRESSED + 1, 0)
+                for m in range(low, tl.minimum(n + BLOCKS * PER_SELECTABLE, end), BLOCK_N):
+                    k_tile = load_rows(
+                        at(k_cmp, k_strides, key_start + m, kv_head), k_strides[0], key_rows - m,
+                        BLOCK_N, D, BLOCK_D,
+                    )  # fmt: skip
+                    p = _probabilities(
+                        q_tile, k_tile, lse2_tile, q_strides[0], q_strides[1], total, left, m, t,
+                        ends, scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+                    )  # fmt: skip
+                    band = _band(m, block, PER_COMPRESSED, PER_SELECTABLE, BLOCK_N, BLOCKS)
+                    importance = tl.dot(p, band, importance, input_precision=POOLING)
+            candidates = _candidates(
+                importance, block, own, index_mask, WIDE, INITIAL, LOCAL, BLOCKS
+            )
+            best = _merge(best, candidates, BLOCKS, SLOTS)
+        chosen = tl.where(slot >= SLOTS - COUNT, _indices(best, index_mask), NONE)
+        chosen = tl.sort(chosen)
+    chosen = tl.where(chosen == NONE, -1, chosen)
+    to = blocks + ((start + t).to(tl.int64) * HKV + kv_head)[:, None] * COUNT + slot
+    tl.store(to, chosen, mask=(t < rows)[:, None] & (slot < COUNT))
+
+
+def default_tile(dim: int, like: Tensor) -> Tile:
+    """The tile of `select_blocks`; many keys, as q is read again for every tile of keys."""
+    wide = power_of_two(dim)
+    hopper = architecture(like.device) >= 90
+    if like.dtype == torch.float32:
+        return Tile(32, 64 if wide <= 64 else 32, 4, 1 if wide > 128 else 2)
+    if wide <= 128:
+        return Tile(64, 256, 8, 3 if hopper else 2)
+    return Tile(64, 128, 8, 2) if hopper else Tile(64, 64, 4, 2)
+
+
+def _pooling(keys: int, config: NSAConfig) -> tuple[bool, int]:
+    """(aligned, blocks): how many blocks a step scores, and whether `keys` keys are just those."""
+    per_compressed = config.compress_block // config.compress_stride
+    per_selectable = config.select_block // config.compress_stride
+    if per_selectable & (per_selectable - 1) == 0 and keys >= 4 * per_selectable:
+        return True, keys // per_selectable
+
+    def wasted(blocks: int) -> float:
+        needed = blocks * per_selectable
+        return -(-(needed + per_compressed - 1) // keys) * keys / needed
+
+    return False, min((64, 32, 16), key=wasted)
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse2: Tensor,
+    sequences: Sequences,
+    scale: float,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """The blocks that each query selects (Eq. 8-11): [tokens, HKV, n] int32, ascending, -1 last.
+
+    q [tokens, HQ, D]; k_cmp [C rows, HKV, D]; lse2 [HQ, tokens] fp32 of the compressed branch, as
+    span_forward returns it. tile: default_tile's if None.
+    """
+    total, heads, dim = q.shape
+    kv_heads, config = k_cmp.shape[1], sequences.config
+    count = config.select_count
+    blocks = torch.empty(total, kv_heads, count, dtype=torch.int32, device=q.device)
+    tile = tile or default_tile(dim, q)
+    place, tiles = axis_arguments(sequences.tokens, tile.rows)
+    if not tiles:
+        return blocks
+    bits = max(1, (triton.cdiv(sequences.tokens.length, config.select_block) - 1).bit_length())
+    # An index of 13 bits leaves the importance 10 bits of mantissa in 32.
+    wide = q.dtype == torch.float32 or bits > 13
+    aligned, step = _pooling(tile.keys, config)
+    keys = sequences.compressed
+    _select_blocks[(tiles * kv_heads,)](
+        q, k_cmp, lse2, blocks, q.stride()[:2], k_cmp.stride()[:2],
+        place, (keys.bounds, keys.length), tiles, total, scale * LOG2E,
+        2**31 - 1 if wide else 2**bits - 1,
+        HKV=kv_heads, G=heads // kv_heads, D=dim,
+        LENGTH=config.compress_block, STRIDE=config.compress_stride,
+        SELECT=config.select_block, COUNT=count,
+        INITIAL=config.select_initial, LOCAL=config.select_local,
+        PACKED=sequences.tokens.packed, ALIGNED=aligned, WIDE=wide,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=power_of_two(dim),
+        BLOCKS=step, SLOTS=max(2, triton.next_power_of_2(count)), PRECISION=precision(q),
+        POOLING="ieee" if q.dtype == torch.float32 else "tf32x3",
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return blocks

@@ -1,0 +1,32 @@
+"""What Triton's interpreter does otherwise than a GPU, put right for tests."""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def true_bfloat16(monkeypatch) -> None:
+    """Rounds to bfloat16 as a GPU does, and multiplies values in tl.dot.
+
+    Interpreted, a bfloat16 tensor is held as uint16: tl.dot would multiply those, and a cast from
+    fp32 would drop the bits that do not fit.
+    """
+    plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return plain_dot(self, widened(a), widened(b), *rest)
+
+    def cast_impl(self, x, kind):
+        if (x.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return plain_cast(self, x, kind)
+        rounded = torch.tensor(x.data).to(torch.bfloat16).view(torch.uint16)
+        return TensorHandle(rounded.numpy(), tl.bfloat16)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
