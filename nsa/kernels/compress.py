@@ -73,10 +73,7 @@ def _compress(
     head = tl.program_id(0) % HKV
     sequence, first = _place(row, compressed[0], compressed[1], count, steps, PACKED)
     valid = (row < rows) & (sequence < count)
-    if PACKED:
-        start = tl.load(tokens[0] + sequence)
-    else:
-        start = sequence * tokens[1]
+    start = tl.load(tokens[0] + sequence) if PACKED else sequence * tokens[1]
     token = start + (row - first) * STRIDE
     if tl.program_id(1) == 0:
         _mean(k, k_cmp, k_strides, row, rows, head, token, valid, HKV, LENGTH, ROWS, D, BLOCK_D)

@@ -32,10 +32,11 @@ def _probabilities(
     """
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     row = tl.arange(0, BLOCK_M)
+    k_tile = tl.trans(k_tile)  # out here, or it would be put into shared memory for every head
     for _ in range(G):
         lse = tl.load(lse2 + row, mask=row < left, other=0.0)
         q_tile = load_rows(q, stride, left, BLOCK_M, D, BLOCK_D)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = tl.dot(q_tile, k_tile, input_precision=PRECISION)
         p += tl.exp2(s * scale2 - lse[:, None])
         q += head_stride
         lse2 += total
@@ -95,10 +96,8 @@ def _candidates(
     own = own[:, None]
     forced = (j < INITIAL) | (j > own - LOCAL)
     bits = tl.where(forced, FORCED, importance.to(tl.int32, bitcast=True))
-    if WIDE:
-        key = (bits.to(tl.int64) << 32) | (index_mask - j)
-    else:
-        key = (bits & ~index_mask) | (index_mask - j)
+    high = bits.to(tl.int64) << 32 if WIDE else bits & ~index_mask
+    key = high | (index_mask - j)
     key = tl.where((importance == importance) | forced, key, ~j)
     return tl.where(j <= own, key, ILLEGAL)
 
