@@ -16,9 +16,10 @@ class Inverse:
     """For list number i = h NB + j, of KV head h and block j of all sequences' blocks:
 
     tokens[starts[i] : starts[i + 1]] are the rows of the token axis that selected it, ascending,
-    each once. Tasks are numbered list by list, each list having at least one; ends[i] is the first task after those of list i. `task_list` holds each
-    task's list, and the number of lists for the tasks beyond the last. Lists of more than one task
-    own partial sums; partial_ends[i] is the first one after those of list i.
+    each once. Tasks are numbered list by list, each list having at least one; ends[i] is the first
+    task after those of list i. `task_list` holds each task's list, and the number of lists for the
+    tasks beyond the last. Lists of more than one task own partial sums; partial_ends[i] is the
+    first one after those of list i.
     """
 
     task: int  # tokens of a task
@@ -36,7 +37,7 @@ def inverse(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
     A slot counts when its block starts at or before its token and is not negative, the first time
     that the token names it.
     """
-    tokens, kv_heads, slots = blocks.shape
+    _, kv_heads, slots = blocks.shape
     lists = kv_heads * sequences.selectable.rows
     keys = _keys(blocks, sequences, lists)
     # Stable, and slots lie token after token: a list's tokens stay ascending.
@@ -100,10 +101,7 @@ def _list_numbers(
         later = valid & (slot < entry % slots)[None, :]
         other = (row * strides[0])[:, None] + (kv_head * strides[1] + slot * strides[2])[None, :]
         valid &= tl.load(blocks + other, mask=later, other=-1) != block
-    if PACKED:
-        before = tl.load(selectable[0] + sequence)
-    else:
-        before = sequence * selectable[1]
+    before = tl.load(selectable[0] + sequence) if PACKED else sequence * selectable[1]
     number = kv_head[None, :] * all_blocks + before + block
     out = (row * kv_heads * slots)[:, None] + entry[None, :]
     tl.store(keys + out, number.to(keys.dtype.element_ty), mask=valid)

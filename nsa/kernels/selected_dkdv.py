@@ -5,9 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import axis_arguments, extent, locate, power_of_two, precision
+from nsa.kernels.common import LOG2E, axis_arguments, extent, locate, power_of_two, precision
 from nsa.kernels.inverse import inverse
-from nsa.kernels.selected import MOST_ROWS, default_tile, load_keys, load_rows, scale_base2
+from nsa.kernels.selected import load_keys, load_rows
+from nsa.kernels.selected_plan import MOST_ROWS
+from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.tiles import Tile
 
@@ -58,17 +60,17 @@ def selected_dkdv(
     tokens = sequences.tokens.bounds, sequences.tokens.length
     lists = lookup.ends.shape[0]
     sizes = lists // kv_heads, kv_heads, group, select_block
-    constants = dict(
-        TASK=task, KEYS=tile.keys, PARTS=parts, D=k.shape[2], DV=v.shape[2],
-        BLOCK_D=power_of_two(k.shape[2]), BLOCK_DV=power_of_two(v.shape[2]),
-        PACKED=sequences.tokens.packed,
-    )  # fmt: skip
+    constants = {
+        "TASK": task, "KEYS": tile.keys, "PARTS": parts, "D": k.shape[2], "DV": v.shape[2],
+        "BLOCK_D": power_of_two(k.shape[2]), "BLOCK_DV": power_of_two(v.shape[2]),
+        "PACKED": sequences.tokens.packed,
+    }  # fmt: skip
     if lists:
         _selected_dkdv[(lookup.task_list.shape[0] * parts,)](
-            q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens, sizes,
-            scale, scale_base2(scale), MOST_INSIDE=inside, TOKENS=tile.rows // heads,
-            HEADS=heads, CHUNKS=triton.cdiv(group, heads), ROWS=tile.rows, PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
-            **constants,
+            q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens,
+            sizes, scale, scale * LOG2E, MOST_INSIDE=inside, TOKENS=tile.rows // heads,
+            HEADS=heads, CHUNKS=triton.cdiv(group, heads), ROWS=tile.rows, PRECISION=precision(q),
+            num_warps=tile.warps, num_stages=tile.stages, **constants,
         )  # fmt: skip
     if lookup.partials:
         _sum_partials[(lists * parts,)](dk, dv, partial, tables, axis, tokens, sizes, **constants)
@@ -79,8 +81,8 @@ def selected_dkdv(
 def _selected_dkdv(
     q, k, v, do, lse, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
     scale, scale2,
-    MOST_INSIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
-    TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    MOST_INSIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -142,9 +144,9 @@ def _selected_dkdv(
 def _absorb(
     dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tokens, low, high, first_row,
     kv_head, strides, sizes, scale2,
-    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk_sum / scale and dv_sum with what the tokens in tokens[low:high] add.
 

@@ -7,18 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import probs_from
+from nsa.kernels.common import LOG2E, probs_from
 from nsa.kernels.selected import (
-    Plan,
     block_scores,
-    launches,
     load_keys,
     load_rows,
     place,
-    scale_base2,
     store_rows,
     tile_rows,
 )
+from nsa.kernels.selected_plan import Plan, launches
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.tiles import Tile
 
@@ -56,7 +54,7 @@ def selected_dq(
     for launch in launches("dq", q, v, plan, sequences, force, cost, tile):
         _selected_dq[launch.grid](
             q, k, v, do, lse2, gates, dq, delta, dgates, strides,
-            launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale_base2(scale),
+            launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale * LOG2E,
             BRANCH=branch, ADD=add, **launch.constants,
         )  # fmt: skip
     return dq, delta

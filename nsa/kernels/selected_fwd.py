@@ -7,19 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import absorb, finish
+from nsa.kernels.common import LOG2E, absorb, finish
 from nsa.kernels.selected import (
-    Plan,
     block_scores,
-    launches,
     load_keys,
     load_rows,
     place,
-    plan,
-    scale_base2,
     store_rows,
     tile_rows,
 )
+from nsa.kernels.selected_plan import Plan, launches, plan
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.tiles import Tile
 
@@ -53,13 +50,11 @@ def selected_forward(
     """
     o = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    strides = tuple(
-        (0, 0, 0) if x is None else x.stride() for x in (q, k, v, o, gates, base)
-    )
+    strides = tuple((0, 0, 0) if x is None else x.stride() for x in (q, k, v, o, gates, base))
     for launch in launches("forward", q, v, plan, sequences, force, cost, tile):
         _selected_forward[launch.grid](
             q, k, v, o, lse, gates, base, strides,
-            launch.union, launch.rivals, launch.axis, launch.sizes, scale_base2(scale),
+            launch.union, launch.rivals, launch.axis, launch.sizes, scale * LOG2E,
             BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch,
             **launch.constants,
         )  # fmt: skip

@@ -33,9 +33,7 @@ class Unions:
         return [self.blocks, self.members, self.counts]
 
 
-def unions(
-    blocks: Tensor, sequences: Sequences, tokens_per_tile: int, pieces: int = 1
-) -> Unions:
+def unions(blocks: Tensor, sequences: Sequences, tokens_per_tile: int, pieces: int = 1) -> Unions:
     """Unions of blocks [tokens, HKV, N] int32 over tiles of neighbouring tokens of one sequence.
 
     A slot counts when its block starts at or before its token and is not negative; a block that
@@ -113,8 +111,14 @@ def _union(
         for low in range(0, slots, CHUNK):
             slot = low + tl.arange(0, CHUNK)
             theirs = _slots(
-                source, start, rows, first + token + tl.zeros_like(slot), slot, slot < slots,
-                strides, select_block,
+                source,
+                start,
+                rows,
+                first + token + tl.zeros_like(slot),
+                slot,
+                slot < slots,
+                strides,
+                select_block,
             )
             same = mine[:, None] == theirs[None, :]  # [ENTRIES, CHUNK]
             earlier = same & ((token * slots + slot)[None, :] < entry[:, None])

@@ -1,0 +1,47 @@
+"""Tile sizes of the selected kernels."""
+
+from torch import Tensor
+
+from nsa.kernels.common import power_of_two
+from nsa.kernels.tiles import Tile, architecture
+
+# KiB of shared memory by architecture, for as many programs on an SM as their registers allow.
+SHARED = {80: 81, 86: 98, 87: 81, 89: 98, 90: 112, 100: 112, 103: 112, 120: 98, 121: 98}
+ACCUMULATED = 16384  # elements of the sums that 4 warps hold in registers
+
+
+def default_tile(kernel: str, rows: int, q: Tensor, v: Tensor, select_block: int) -> Tile:
+    """The tile of "forward", "dq" or "dkdv" for tiles of `rows` rows of queries.
+
+    Small tiles wait for memory more than they compute: theirs is a deeper pipeline.
+    """
+    shared = SHARED.get(architecture(q.device), min(SHARED.values())) * 1024
+    dims = power_of_two(q.shape[2]), power_of_two(v.shape[2])
+    width = sum(dims)
+    # A product of fp32 is unrolled in full.
+    keys = min(power_of_two(select_block), 64 if q.element_size() < 4 else 32)
+    stages = 3 if rows < 64 else 2
+    while shared_bytes(kernel, rows, keys, stages, q, v) > shared:
+        if stages > 2:
+            stages -= 1
+        elif kernel == "dkdv" and rows > 16 and rows >= keys:
+            rows //= 2
+        elif keys > 16:
+            keys //= 2
+        elif stages > 1:
+            stages -= 1
+        else:
+            break
+    sums = {"forward": rows * dims[1], "dq": rows * 2 * dims[0], "dkdv": keys * width}[kernel]
+    return Tile(rows, keys, 4 if sums <= ACCUMULATED else 8, stages)
+
+
+def shared_bytes(kernel: str, rows: int, keys: int, stages: int, q: Tensor, v: Tensor) -> int:
+    """Bytes of shared memory that a tile takes, statistics and scratch aside."""
+    dims = power_of_two(q.shape[2]), power_of_two(v.shape[2])
+    held, streamed = {
+        "forward": (rows * dims[0], keys * sum(dims)),
+        "dq": (rows * sum(dims), keys * sum(dims)),
+        "dkdv": (keys * sum(dims), rows * sum(dims)),
+    }[kernel]
+    return (held + stages * streamed) * q.element_size()
