@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_calls import DEVICE, FAST, WITH_GRADIENT, attend
+from backend_calls import DEVICE, FAST, NAMES, WITH_GRADIENT, attend
 from cases import ODD, SMALL, TINY, Case, draw
 
 from nsa.attention import registry, witness
@@ -86,7 +86,7 @@ def test_nothing_that_autograd_saved_is_changed_in_place(backend):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", NAMES)
 def test_the_output_has_the_dtype_of_q_whatever_the_gates_have(backend):
     args, kwargs = draw(Case(20), torch.bfloat16, DEVICE).arguments()
     with torch.no_grad():
@@ -126,7 +126,7 @@ def odd_selections():
 
 
 @pytest.mark.parametrize("name", odd_selections())
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", NAMES)
 def test_slots_that_name_no_block_are_empty_in_every_backend(backend, name):
     given, meant = (
         torch.tensor(row, dtype=torch.int32, device=DEVICE).expand(1, 20, 2, 4).contiguous()
@@ -161,7 +161,7 @@ def test_flex_declines_where_only_phi_would_learn():
         attend(drawn, "flex")
 
 
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", NAMES)
 def test_a_repeated_block_counts_once(backend):
     drawn = draw(Case(40), torch.float32, DEVICE)
     once = torch.tensor([0, 2, 3, -1], dtype=torch.int32, device=DEVICE).expand(1, 40, 2, 4)
@@ -173,7 +173,7 @@ def test_a_repeated_block_counts_once(backend):
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", NAMES)
 def test_a_branch_that_is_not_asked_for_costs_nothing(backend, branch):
     drawn = draw(Case(40), torch.float32, DEVICE)
     with torch.no_grad(), witness.recording() as seen:

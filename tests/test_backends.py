@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_calls import DEVICE, FAST, WITH_GRADIENT, attend, check
+from backend_calls import DEVICE, FAST, NAMES, WITH_GRADIENT, attend, check
 from cases import CASES, ODD, SMALL, TINY, Case, draw
 
-from nsa.attention import registry
 from nsa.attention.api import nsa_attention
 from nsa.attention.scoring import select_blocks
 from nsa.config import NSAConfig
@@ -83,7 +82,7 @@ WHOLE = [
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
 @pytest.mark.parametrize("case", WHOLE, ids=str)
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", NAMES)
 def test_backend_selects_and_attends_as_the_reference_from_end_to_end(backend, case):
     drawn = draw(case)
     args, kwargs = drawn.arguments()

@@ -36,7 +36,7 @@ class Backend:
 
 
 # The order in which `auto` prefers them.
-_MODULES = ("flex", "packed", "gather", "sdpa", "masked", "sequential")
+_MODULES = ("flash", "flex", "packed", "gather", "sdpa", "masked", "sequential")
 
 
 def backends() -> tuple[Backend, ...]:

@@ -26,10 +26,11 @@ ELEMENTS = 1 << 23  # query, key and score elements of the tiles that are held a
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
-    return run_with_selected(inputs, note, _selected)
+    return run_with_selected(inputs, note, selected)
 
 
-def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+    """o [B, T, HQ, DV] of the selected branch for blocks [B, T, HKV, N]."""
     note("slc", "packed-tiles")
     q, k, v = inputs.q, inputs.k["slc"], inputs.v["slc"]
     return _PackedAttention.apply(q, k, v, blocks, inputs.config, inputs.scale)

@@ -1,0 +1,139 @@
+"""flash: flash-attn for the window and, regrouped, for the compressed branch.
+
+The d queries at l-1 + a d .. l-1 + a d + d-1 see the same compressed keys, 0..a. Taken as d times
+as many heads of one query at position a, they make of the compressed branch plain causal attention
+over C positions, at flash-attn's speed, for one copy of q and of o. Scores and the selected branch
+come from our Triton kernels where those run, else from `packed`. Memory is linear in T: it holds
+nothing T x T.
+"""
+
+import torch
+from torch import Tensor
+
+from nsa.attention import dense
+from nsa.attention.dense import dense_attention
+from nsa.attention.inputs import Inputs
+from nsa.attention.products import plain_backward
+from nsa.attention.registry import Backend, Note
+from nsa.attention.runs import chosen_blocks
+from nsa.config import NSAConfig
+from nsa.reference.compress import compress_keys, compress_values
+
+
+def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch."""
+    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
+    outputs = {}
+    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
+    if "cmp" in inputs.branches:
+        v_cmp = compress_values(v["cmp"], inputs.phi, config)
+        outputs["cmp"] = _compressed(q, k_cmp, v_cmp, config, inputs.scale, note)
+    if "slc" in inputs.branches:
+        outputs["slc"] = _selected(inputs, k_cmp, note)
+    if "win" in inputs.branches:
+        outputs["win"], library = dense_attention(
+            q, k["win"], v["win"], scale=inputs.scale, window=config.window
+        )
+        note("win", library)
+    return outputs
+
+
+def _compressed(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, config: NSAConfig, scale: float, note: Note
+) -> Tensor:
+    count, kv_heads = k_cmp.shape[1:3]
+    if count == 0:
+        note("cmp", "no-keys")
+        return q.new_zeros(*q.shape[:3], v_cmp.shape[3])
+    grouped = _Regroup.apply(q, config, count, kv_heads)
+    o, library = dense_attention(grouped, k_cmp, v_cmp, scale=scale)
+    note("cmp", f"{library}-regrouped")
+    return _Ungroup.apply(o, config, q.shape[1], kv_heads)
+
+
+def _selected(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
+    from nsa.attention.backends import packed, triton
+
+    if triton.why_not(inputs):
+        return packed.selected(inputs, chosen_blocks(inputs, k_cmp, note), note)
+    blocks = inputs.blocks
+    if blocks is None:
+        note("score", "triton")
+        with torch.no_grad():
+            blocks = triton.select_blocks(inputs, k_cmp)
+    return triton.selected(inputs, blocks, note)
+
+
+def regroup(x: Tensor, config: NSAConfig, count: int, kv_heads: int) -> Tensor:
+    """[B, T, H, D] -> [B, count, HKV * d * G, D]: the tokens from l-1 on, d under one position.
+
+    Heads stay in the order of their KV head; what the last position lacks is 0.
+    """
+    batch, tokens, heads, dim = x.shape
+    first, stride = config.compress_block - 1, config.compress_stride
+    whole, rest = divmod(tokens - first, stride)
+    grouped = x.new_empty(batch, count, kv_heads, stride, heads // kv_heads, dim)
+    by_token = grouped.transpose(2, 3)  # [B, count, d, HKV, G, D]
+    x = x[:, first:].unflatten(2, (kv_heads, -1))
+    by_token[:, :whole] = x[:, : whole * stride].unflatten(1, (whole, stride))
+    if rest:
+        by_token[:, whole, :rest] = x[:, whole * stride :]
+        by_token[:, whole, rest:] = 0.0
+    return grouped.flatten(2, 4)
+
+
+def ungroup(x: Tensor, config: NSAConfig, tokens: int, kv_heads: int) -> Tensor:
+    """The way back from `regroup`; the tokens before l-1 are 0."""
+    batch, _, heads, dim = x.shape
+    first, stride = config.compress_block - 1, config.compress_stride
+    whole, rest = divmod(tokens - first, stride)
+    by_token = x.unflatten(2, (kv_heads, stride, -1)).transpose(2, 3)  # [B, count, d, HKV, G, D]
+    flat = x.new_empty(batch, tokens, heads // stride, dim)
+    flat[:, :first] = 0.0
+    tail = flat[:, first:].unflatten(2, (kv_heads, -1))
+    tail[:, : whole * stride].unflatten(1, (whole, stride)).copy_(by_token[:, :whole])
+    if rest:
+        tail[:, whole * stride :] = by_token[:, whole, :rest]
+    return flat
+
+
+class _Regroup(torch.autograd.Function):
+    """`regroup`, whose transpose is `ungroup`: one copy each way."""
+
+    @staticmethod
+    def forward(ctx, x, config, count, kv_heads):
+        ctx.way_back = config, x.shape[1], kv_heads
+        return regroup(x, config, count, kv_heads)
+
+    @staticmethod
+    @plain_backward
+    def backward(ctx, dx):
+        return ungroup(dx, *ctx.way_back), None, None, None
+
+
+class _Ungroup(torch.autograd.Function):
+    """`ungroup`, whose transpose is `regroup`."""
+
+    @staticmethod
+    def forward(ctx, x, config, tokens, kv_heads):
+        ctx.way_back = config, x.shape[1], kv_heads
+        return ungroup(x, config, tokens, kv_heads)
+
+    @staticmethod
+    @plain_backward
+    def backward(ctx, dx):
+        return regroup(dx, *ctx.way_back), None, None, None
+
+
+def why_not(inputs: Inputs) -> list[str]:
+    """Reasons for which flash-attn does not take the inputs."""
+    return dense.why_not(inputs.q, inputs.value_dim, inputs.scale)
+
+
+BACKEND = Backend(
+    "flash",
+    run,
+    why_not,
+    summary="flash-attn for window and compressed; our kernels or packed for selected",
+    quadratic=False,
+)
