@@ -67,8 +67,8 @@ def absorb(s, m, total, acc):
 def finish(m, total, acc):
     """(o, lse2) of an online softmax; 0 and -inf in rows that saw no key."""
     empty = m == float("-inf")
-    o = acc / tl.where(empty, 1.0, total)[:, None]
-    return o, tl.where(empty, float("-inf"), m + tl.log2(total))
+    total = tl.where(empty, 1.0, total)
+    return acc / total[:, None], m + tl.log2(total)
 
 
 @triton.jit

@@ -1,0 +1,312 @@
+"""The selected kernels against attention over the mask written out."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from accuracy import assert_as_accurate
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.kernels.selected_bwd import selected_dkdv, selected_dq
+from nsa.kernels.selected_fwd import Plan, plan, selected_forward
+from nsa.kernels.selected_plan import tile_tokens
+from nsa.kernels.sequences import Sequences, dense, packed
+from nsa.kernels.tiles import Tile
+from nsa.kernels.unions import unions
+from nsa.reference.attend import attend
+from nsa.reference.select import selected_tokens
+
+BRANCH, BASE_BRANCH = 1, 0
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass
+class Case:
+    """Sequences of the given lengths, packed unless all have the same; N slots a query."""
+
+    lengths: tuple[int, ...]
+    group: int = 2
+    kv_heads: int = 1
+    dim: int = 16
+    value_dim: int = 16
+    select_block: int = 8
+    slots: int = 3
+    dtype: str = "fp32"
+    gated: bool = True
+
+    def sequences(self) -> Sequences:
+        config = NSAConfig(
+            compress_block=4, compress_stride=4, select_block=self.select_block, select_count=3
+        )
+        if len(set(self.lengths)) == 1:
+            return dense(len(self.lengths), self.lengths[0], config)
+        ends = torch.tensor([0, *self.lengths]).cumsum(0)
+        return packed(ends, sum(self.lengths), config)
+
+    def draw(self) -> dict[str, Tensor]:
+        tokens, heads = sum(self.lengths), self.kv_heads * self.group
+        shapes = {
+            "q": (heads, self.dim),
+            "k": (self.kv_heads, self.dim),
+            "v": (self.kv_heads, self.value_dim),
+            "do": (heads, self.value_dim),
+        }
+        drawn = {n: torch.randn(tokens, *s).to(DTYPES[self.dtype]) for n, s in shapes.items()}
+        most = -(-max(self.lengths) // self.select_block)
+        # Out of range in both directions, in the future, and named twice.
+        drawn["blocks"] = torch.randint(-2, most + 2, (tokens, self.kv_heads, self.slots)).int()
+        if self.gated:
+            drawn["gates"] = torch.rand(tokens, heads, 3).to(DTYPES[self.dtype])
+        return drawn
+
+
+def ours(case: Case, given: dict[str, Tensor], task: int = 1024, **options) -> dict[str, Tensor]:
+    """Everything that the kernels compute for a case."""
+    sequences, scale = case.sequences(), case.dim**-0.5
+    q, k, v, do, blocks = (given[n] for n in ("q", "k", "v", "do", "blocks"))
+    gates = given.get("gates")
+    planned = plan(blocks, sequences, case.group)
+    o, lse2 = selected_forward(
+        q, k, v, planned, sequences, scale, gates=gates, branch=BRANCH, **options
+    )
+    backward = q, k, v, do, lse2
+    dq, delta = selected_dq(*backward, gates, BRANCH, planned, sequences, scale, **options)
+    dk, dv = selected_dkdv(*backward, delta, gates, BRANCH, blocks, sequences, scale, task=task)
+    return {"o": o, "lse2": lse2, "dq": dq, "delta": delta, "dk": dk, "dv": dv}
+
+
+def written_out(case: Case, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same by autograd through the reference, sequence by sequence, in `dtype`."""
+    q, k, v, do = (given[n].detach().to(dtype).requires_grad_() for n in ("q", "k", "v", "do"))
+    gates = given["gates"].to(dtype) if case.gated else torch.ones(*q.shape[:2], 3, dtype=dtype)
+    weights = gates[..., BRANCH].clone().requires_grad_()
+    config, outputs, lses, start = case.sequences().config, [], [], 0
+    for length in case.lengths:
+        rows = slice(start, start + length)
+        start += length
+        position = torch.arange(length)
+        visible = selected_tokens(given["blocks"][None, rows], length, config)
+        visible = visible & (position <= position[:, None])
+        o, lse = attend(q[None, rows], k[None, rows], v[None, rows], visible, case.dim**-0.5)
+        outputs.append(o[0])
+        lses.append(lse[0])
+    o = torch.cat(outputs) * weights[..., None]
+    o.backward(do.detach())
+    lse2 = torch.cat(lses).detach() / torch.tensor(2.0, dtype=torch.float64).log().item()
+    grads = {"dq": q.grad, "dk": k.grad, "dv": v.grad, "delta": weights.grad}
+    return {"o": o.detach(), "lse2": lse2, **grads}
+
+
+def assert_right(case: Case, given: dict[str, Tensor], got: dict[str, Tensor]) -> None:
+    exact = written_out(case, given, torch.float64)
+    plain = written_out(case, given, DTYPES[case.dtype])
+    empty = exact["lse2"] == float("-inf")
+    assert torch.equal(got["lse2"] == float("-inf"), empty)
+    for results in (got, exact, plain):
+        results["lse2"] = results["lse2"].masked_fill(empty, 0.0)
+    for name, value in got.items():
+        assert_as_accurate(name, value, plain[name], exact[name], magnitude=10.0)
+
+
+CASES = [
+    Case((1,), group=1),
+    Case((37,), group=1, kv_heads=2, slots=1),
+    Case((50,), group=3, kv_heads=2, dim=24, value_dim=40, slots=4),
+    Case((21, 21), group=16, dim=32, dtype="fp16"),
+    Case((70,), group=6, slots=5, dtype="fp16", gated=False),
+    Case((9,), group=70),
+    Case((45,), group=2, select_block=20),
+    Case((150,), group=16, select_block=100, slots=1),
+    Case((5, 0, 1, 30), group=4, kv_heads=2),
+    Case((0, 33, 16, 0), group=16, select_block=20, gated=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_gradients_are_as_accurate_as_torch(case):
+    given = case.draw()
+    assert_right(case, given, ours(case, given))
+
+
+@pytest.mark.parametrize("force", ["small", "large"])
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_each_size_of_tile_alone_is_right(group, force):
+    case = Case((19, 30), group=group, dim=16, value_dim=32)
+    given = case.draw()
+    assert_right(case, given, ours(case, given, force=force))
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(32, 32, 4, 2)])
+def test_the_tile_changes_nothing_but_rounding(tile):
+    case = Case((40,), group=4, select_block=32)
+    given = case.draw()
+    got = ours(case, given, tile={"small": tile, "large": tile})
+    sums = got["lse2"], got["delta"], given["gates"], BRANCH, given["blocks"]
+    keys = selected_dkdv(
+        *(given[n] for n in ("q", "k", "v", "do")), *sums, case.sequences(), 0.25, tile=tile
+    )
+    assert_right(case, given, got | {"dk": keys[0], "dv": keys[1]})
+
+
+@pytest.mark.parametrize("lengths", [(37,), (7, 7), (5, 0, 14, 18)])
+@pytest.mark.parametrize(("tokens", "pieces"), [(1, 1), (4, 1), (1, 4), (3, 2)])
+def test_a_union_holds_each_block_once_in_the_order_of_its_tokens(lengths, tokens, pieces):
+    case = Case(lengths, kv_heads=2, slots=4)
+    blocks = case.draw()["blocks"]
+    got = unions(blocks, case.sequences(), tokens, pieces)
+    wanted, start = [], 0
+    for length in lengths:
+        for first in range(0, -(-length // (tokens * pieces)) * tokens * pieces, tokens):
+            tile: list[dict[int, int]] = [{}, {}]
+            for t in range(first, min(first + tokens, length)):
+                for head, members in enumerate(tile):
+                    for block in blocks[start + t, head].tolist():
+                        if 0 <= block <= t // case.select_block:
+                            members[block] = members.get(block, 0) | 1 << (t - first)
+            wanted.append(tile)
+        start += length
+    for i, tile in enumerate(wanted):
+        for head, members in enumerate(tile):
+            count = int(got.counts[i, head])
+            assert got.blocks[i, head, :count].tolist() == list(members)
+            assert got.members[i, head, :count].tolist() == list(members.values())
+    assert not got.counts[len(wanted) :].any()
+
+
+def test_no_output_depends_on_what_later_tokens_select_or_hold():
+    case = Case((52,), group=16)
+    given = case.draw()
+    given["blocks"][:31] %= 2  # neighbours agree, then they do not: tiles of both sizes
+    before = ours(case, given)
+    for cut in (17, 35):
+        changed = {n: x.clone() for n, x in given.items()}
+        for name in ("q", "k", "v", "gates"):
+            changed[name][cut:] = torch.rand_like(changed[name][cut:])
+        changed["blocks"][cut:] = torch.randint(0, 8, changed["blocks"][cut:].shape).int()
+        after = ours(case, changed)
+        for name in ("o", "lse2", "dq", "delta"):
+            assert torch.equal(after[name][:cut], before[name][:cut]), (name, cut)
+
+
+def test_what_a_token_gets_does_not_hinge_on_the_price_of_a_large_tile():
+    case = Case((64,), group=16)
+    given = case.draw()
+    for cost in (0.01, 1.0, 100.0):
+        assert_right(case, given, ours(case, given, cost=cost))
+
+
+def test_the_output_is_mixed_with_a_base_in_place():
+    case = Case((40,), group=3)
+    given = case.draw()
+    sequences = case.sequences()
+    planned = plan(given["blocks"], sequences, case.group)
+    arguments = given["q"], given["k"], given["v"], planned, sequences, 0.25
+    plain, _ = selected_forward(*arguments)
+    base = torch.randn_like(plain)
+    gates = given["gates"]
+    mixed = plain * gates[..., BRANCH, None] + base
+    weighted = plain * gates[..., BRANCH, None] + base * gates[..., BASE_BRANCH, None]
+    got, _ = selected_forward(*arguments, gates=gates, branch=BRANCH, base=base)
+    torch.testing.assert_close(got, mixed)
+    got, _ = selected_forward(
+        *arguments, gates=gates, branch=BRANCH, base=base, base_branch=BASE_BRANCH, out=base
+    )
+    assert got is base
+    torch.testing.assert_close(base, weighted)
+
+
+def test_dq_is_added_to_and_the_gates_gradient_written_where_asked():
+    case = Case((40,), group=3)
+    given = case.draw()
+    sequences = case.sequences()
+    planned = plan(given["blocks"], sequences, case.group)
+    q, k, v, do, gates = (given[n] for n in ("q", "k", "v", "do", "gates"))
+    _, lse2 = selected_forward(q, k, v, planned, sequences, 0.25)
+    arguments = q, k, v, do, lse2, gates, BRANCH, planned, sequences, 0.25
+    alone, delta = selected_dq(*arguments)
+    dgates = torch.full(gates.shape, 7.0)
+    before = torch.randn_like(q)
+    total, _ = selected_dq(*arguments, dgates=dgates, dq=before.clone())
+    torch.testing.assert_close(total, before + alone)
+    assert torch.equal(dgates[..., BRANCH], delta)
+    assert (dgates[..., [0, 2]] == 7.0).all()
+
+
+def test_a_block_of_many_tokens_is_summed_from_parts_alike_every_time():
+    case = Case((61,), group=4, kv_heads=2)
+    given = case.draw()
+    given["blocks"][..., 0] = 0
+    got = ours(case, given, task=7)
+    again = ours(case, given, task=7)
+    assert_right(case, given, dict(got))
+    assert torch.equal(got["dk"], again["dk"])
+    assert torch.equal(got["dv"], again["dv"])
+
+
+def test_blocks_that_nobody_selects_get_a_gradient_of_zero():
+    case = Case((60,), group=2)
+    given = case.draw()
+    given["blocks"][...] = torch.tensor([1, 4, 1])
+    got = ours(case, given)
+    unselected = torch.tensor([i // 8 not in (1, 4) for i in range(60)])
+    for name in ("dk", "dv"):
+        assert not got[name][unselected].any()
+        assert got[name][~unselected].any()
+    for name in ("o", "dq", "delta"):
+        assert not got[name][:8].any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, for NaN
+def test_not_a_number_stays_within_its_sequence():
+    case = Case((13, 18, 9), group=3)
+    given = case.draw()
+    clean = ours(case, given)
+    for name in ("q", "k", "v", "do", "gates"):
+        given[name][13:31] = float("nan")
+    dirty = ours(case, given)
+    others = torch.cat([torch.arange(13), torch.arange(31, 40)])
+    for name, value in dirty.items():
+        assert torch.equal(value[others], clean[name][others]), name
+
+
+def test_strided_and_expanded_inputs_are_read_where_they_lie():
+    case = Case((40,), group=2, kv_heads=2, slots=2)
+    given = case.draw()
+    plain = ours(case, given)
+    strided = {
+        n: x.transpose(0, 1).contiguous().transpose(0, 1) if n != "blocks" else x
+        for n, x in given.items()
+    }
+    strided["blocks"] = torch.stack([given["blocks"]] * 2, dim=-1)[..., 0]
+    strided["gates"] = given["gates"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    for name, value in ours(case, strided).items():
+        assert torch.equal(value, plain[name]), name
+    one = {n: x[:, :1].expand_as(x) if n in ("k", "v") else x for n, x in given.items()}
+    copied = {n: x.contiguous() for n, x in one.items()}
+    for (name, value), other in zip(
+        ours(case, one).items(), ours(case, copied).values(), strict=True
+    ):
+        assert torch.equal(value, other), name
+
+
+@pytest.mark.parametrize("group", [1, 16, 70])
+def test_a_plan_comes_back_from_its_tensors(group):
+    case = Case((40,), group=group)
+    made = plan(case.draw()["blocks"], case.sequences(), group)
+    again = Plan.from_tensors(made.tensors(), group)
+    assert (again.pieces, again.heads, again.group) == (made.pieces, made.heads, group)
+    assert all(a is b for a, b in zip(again.tensors(), made.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 12, 16, 24, 64, 100])
+def test_a_large_tile_is_a_whole_number_of_small_ones(group):
+    heads, small, large = tile_tokens(group)
+    assert large % small == 0
+    assert heads * large <= 64
+
+
+def test_a_size_of_tile_that_there_is_not_is_refused():
+    case = Case((8,))
+    with pytest.raises(ValueError, match="force='huge' is neither None nor one of small, large"):
+        ours(case, case.draw(), force="huge")
