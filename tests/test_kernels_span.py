@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 from nsa.blocks import Span, compressed_span, window_span
 from nsa.config import NSAConfig
 from nsa.kernels.sequences import Axis, Sequences, dense, packed
-from nsa.kernels.span_bwd import span_dkdv, span_dq
+from nsa.kernels.span_bwd import span_dkdv, span_dkdv_dq, span_dq
 from nsa.kernels.span_common import descriptors_fit
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile
@@ -94,19 +94,19 @@ class Problem:
             branch=BRANCH, tile=self.tile, **{**mixed, **options},
         )  # fmt: skip
 
-    def _saved(self, lse2, gated=True):
+    def saved(self, lse2, gated=True):
         gates = self.gates if gated else None
         return self.q, self.k, self.v, self.do, lse2, gates
 
     def dq(self, lse2, gated=True, **options):
-        q, k, v, do, lse2, gates = self._saved(lse2, gated)
+        q, k, v, do, lse2, gates = self.saved(lse2, gated)
         return span_dq(
             q, k, v, do, lse2, gates, BRANCH, self.span, self.sequences.tokens, self.keys,
             self.scale, tile=self.tile, **options,
         )  # fmt: skip
 
     def dkdv(self, lse2, delta, gated=True, **options):
-        q, k, v, do, lse2, gates = self._saved(lse2, gated)
+        q, k, v, do, lse2, gates = self.saved(lse2, gated)
         return span_dkdv(
             q, k, v, do, lse2, delta, gates, BRANCH, self.span, self.sequences.tokens, self.keys,
             self.scale, **{"tile": self.tile, **options},
@@ -267,6 +267,24 @@ def test_descriptors_fetch_what_pointers_do(span, lengths):
             (o, lse2, dq, delta, given, *problem.dkdv(lse2, delta, descriptors=descriptors))
         )
     assert all(torch.equal(x, y) for x, y in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+def test_gradients_of_one_pass_are_those_of_two(span, descriptors):
+    shape = {"heads": 4, "kv_heads": 2, "dim": 24, "value_dim": 40, "dtype": torch.bfloat16}
+    problem = Problem(Case((33, 33), span, **shape))
+    _, lse2 = problem.forward()
+    dq, delta = problem.dq(lse2, descriptors=descriptors)
+    want = problem.dkdv(lse2, delta, descriptors=descriptors)
+    q, k, v, do, lse2, gates = problem.saved(lse2)
+    dk, dv, summed = span_dkdv_dq(
+        q, k, v, do, lse2, delta, gates, BRANCH, span, problem.sequences.tokens, problem.keys,
+        problem.scale, tile=problem.tile, descriptors=descriptors,
+    )  # fmt: skip
+    assert torch.equal(dk, want[0]) and torch.equal(dv, want[1])
+    assert summed.dtype == torch.float32
+    torch.testing.assert_close(summed, dq.float(), rtol=2e-2, atol=2e-2)
 
 
 def test_descriptors_are_left_where_they_cannot_fetch():

@@ -1,218 +1,21 @@
-"""Backward of the compressed and the window branch, with the gate folded in; no atomics.
-
-With P = softmax(scale * q k), gp = g * P and dP = <do, v>: delta = sum_s P dP, which is also the
-gate's gradient, dS = gp (dP - delta), dq = scale * dS k, dk = scale * dS^T q and dv = gp^T do.
-"""
+"""Backward of the compressed and the window branch, with the gate folded in."""
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from nsa.blocks import Span
-from nsa.kernels.common import (
-    LOG2E,
-    axis_arguments,
-    extent,
-    locate,
-    power_of_two,
-    precision,
-    probs_from,
-)
+from nsa.kernels.common import LOG2E, axis_arguments, power_of_two, precision
 from nsa.kernels.sequences import Axis
+from nsa.kernels.span_bwd_kernels import dkdv_kernel, dq_kernel, sum_parts
 from nsa.kernels.span_common import (
-    at,
     default_tile,
     descriptors_fit,
-    load_gate,
-    load_tile,
     lookback_of,
     operand,
-    seen_end,
-    seen_start,
-    sees,
-    store_rows,
+    reduction_fits,
 )
 from nsa.kernels.tiles import Tile
-
-
-@triton.jit
-def _span_dq(
-    q, k, v, do, lse2, delta, gates, dgates, dq,
-    q_strides, k_strides, v_strides, do_strides, gate_strides, dgate_strides, dq_strides,
-    tokens, keys, tiles, total, scale, scale2,
-    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
-    BRANCH: tl.constexpr, MAKE_DELTA: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program: dq of BLOCK_M neighbouring tokens of one query head.
-
-    MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k.
-    """
-    tile = tiles - 1 - tl.program_id(0) // HQ
-    head = tl.program_id(0) % HQ
-    kv_head = head // G
-    sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
-    if first >= rows:
-        return
-    key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
-    token_place, key_place = (sequence, start, rows), (sequence, key_start, key_rows)
-    left = rows - first
-    last = tl.minimum(first + BLOCK_M, rows) - 1
-    begin = seen_start(first, LENGTH, STRIDE, LOOKBACK)
-    end = tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows)
-    whole_begin = seen_start(last, LENGTH, STRIDE, LOOKBACK)
-    whole_end = tl.minimum(seen_end(first, LENGTH, STRIDE), key_rows)
-
-    t = first + tl.arange(0, BLOCK_M)
-    statistics = head.to(tl.int64) * total + start + t
-    q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-    do_tile = load_tile(
-        do, do_strides, token_place, first, head, DV, BLOCK_M, BLOCK_DV, DESCRIPTORS
-    )
-    lse2_rows = tl.load(lse2 + statistics, mask=t < rows, other=float("-inf"))
-    lse2_rows = tl.where(lse2_rows == float("-inf"), float("inf"), lse2_rows)
-    if gates is not None:
-        gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if MAKE_DELTA:
-        delta_rows = tl.zeros([BLOCK_M], tl.float32)
-        acc_plain = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # sum P k
-    else:
-        delta_rows = tl.load(delta + statistics, mask=t < rows, other=0.0)
-
-    for n in range(begin, end, BLOCK_N):
-        k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        v_tile = load_tile(v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
-        if (n < whole_begin) | (n + BLOCK_N > whole_end):
-            seen = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
-            s = tl.where(seen, s, float("-inf"))
-        p = tl.exp2(s * scale2 - lse2_rows[:, None])
-        if MAKE_DELTA:
-            ds = p * dp
-            delta_rows += tl.sum(ds, 1)
-            acc_plain = tl.dot(p.to(k_tile.dtype), k_tile, acc_plain, input_precision=PRECISION)
-        else:
-            ds = p * (dp - delta_rows[:, None])
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
-
-    if MAKE_DELTA:
-        acc -= delta_rows[:, None] * acc_plain
-        tl.store(delta + statistics, delta_rows, mask=t < rows)
-        if dgates is not None:
-            dgates_at = at(dgates, dgate_strides, start + first, head) + BRANCH * dgate_strides[2]
-            dgates_at += tl.arange(0, BLOCK_M) * dgate_strides[0]
-            tl.store(dgates_at, delta_rows.to(dgates.dtype.element_ty), mask=t < rows)
-    acc *= scale
-    if gates is not None:
-        acc *= gate[:, None]
-    store_rows(
-        at(dq, dq_strides, start + first, head), dq_strides[0], left, acc, ADD, D, BLOCK_M, BLOCK_D
-    )
-
-
-@triton.jit
-def _span_dkdv(
-    q, k, v, do, lse2, delta, gate, dk, dv,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    tokens, keys, total, scale, scale2,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
-    EACH: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys, from EACH query heads of the group that shares them.
-
-    tokens: (bounds, length); keys: (table, bounds, length). Scores are transposed, [keys, tokens],
-    so that P^T and dS^T go from the registers of one product into the next. Program (tile, head)
-    writes dk[part, ...] with part = which EACH of the group's heads; early tiles, which the most
-    tokens see, start first.
-    """
-    programs: tl.constexpr = HEADS // EACH
-    tile = tl.program_id(0) // programs
-    part = tl.program_id(0) % programs
-    kv_head = part * EACH // G
-    sequence, start, rows, first = locate(tile, keys[0], keys[1], keys[2], BLOCK_N, PACKED)
-    if first >= rows:
-        return
-    token_start, token_rows = extent(sequence, tokens[0], tokens[1], PACKED)
-    token_place, key_place = (sequence, token_start, token_rows), (sequence, start, rows)
-    left = rows - first
-    last = tl.minimum(first + BLOCK_N, rows) - 1
-    # Key s is seen from position s STRIDE + LENGTH - 1 on, for LOOKBACK STRIDE tokens.
-    begin = first * STRIDE + LENGTH - 1
-    end = token_rows
-    whole_begin = last * STRIDE + LENGTH - 1
-    whole_end = token_rows
-    if LOOKBACK is not None:
-        end = tl.minimum(end, whole_begin + LOOKBACK * STRIDE)
-        whole_end = tl.minimum(whole_end, begin + LOOKBACK * STRIDE)
-    tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
-
-    s_keys = first + tl.arange(0, BLOCK_N)
-    i = tl.arange(0, BLOCK_M)
-    k_tile = load_tile(k, k_strides, key_place, first, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-    v_tile = load_tile(v, v_strides, key_place, first, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for step in range(0, tiles * EACH):
-        head = part * EACH
-        row = begin + step * BLOCK_M
-        if EACH > 1:
-            head += step // tiles
-            row = begin + step % tiles * BLOCK_M
-        behind = token_rows - row
-        q_tile = load_tile(q, q_strides, token_place, row, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-        do_tile = load_tile(
-            do, do_strides, token_place, row, head, DV, BLOCK_M, BLOCK_DV, DESCRIPTORS
-        )
-        statistics = head.to(tl.int64) * total + token_start + row
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
-        if (row < whole_begin) | (row + BLOCK_M > whole_end):
-            seen = sees((row + i)[None, :], s_keys[:, None], LENGTH, STRIDE, LOOKBACK)
-            s = tl.where(seen & (i < behind)[None, :], s, float("-inf"))
-        lse2_rows = tl.load(lse2 + statistics + i, mask=i < behind, other=float("-inf"))
-        p = probs_from(s * scale2, lse2_rows[None, :])
-        if gate is not None:
-            p *= tl.load(gate + statistics + i, mask=i < behind, other=0.0)[None, :]
-        dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)  # [N, M]
-        ds = p * (dp - tl.load(delta + statistics + i, mask=i < behind, other=0.0)[None, :])
-        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
-
-    member = (part * EACH % G) // EACH
-    dk_at = at(dk, dk_strides, start + first, kv_head) + member.to(tl.int64) * dk_strides[2]
-    dv_at = at(dv, dv_strides, start + first, kv_head) + member.to(tl.int64) * dv_strides[2]
-    store_rows(dk_at, dk_strides[0], left, dk_acc * scale, False, D, BLOCK_N, BLOCK_D)
-    store_rows(dv_at, dv_strides[0], left, dv_acc, False, DV, BLOCK_N, BLOCK_DV)
-
-
-@triton.jit
-def _sum_parts(dk_parts, dv_parts, dk, dv, bounds, sequences, dk_row, dv_row, dk_size, dv_size,
-               PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One program: BLOCK elements of dk (axis 1: 0) or of dv (1) summed over the parts in order."""
-    if tl.program_id(1) == 0:
-        _sum_block(dk_parts, dk, bounds, sequences, dk_row, dk_size, PARTS, BLOCK)
-    else:
-        _sum_block(dv_parts, dv, bounds, sequences, dv_row, dv_size, PARTS, BLOCK)
-
-
-@triton.jit
-def _sum_block(parts, out, bounds, sequences, row, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    at_element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at_element < size
-    written = mask
-    if bounds is not None:  # rows past the last sequence's end belong to nobody and are 0
-        written = at_element < tl.load(bounds + sequences).to(tl.int64) * row
-    acc = tl.zeros([BLOCK], tl.float32)
-    for part in range(PARTS):
-        acc += tl.load(parts + part * size + at_element, mask=written, other=0.0)
-    tl.store(out + at_element, acc.to(out.dtype.element_ty), mask=mask)
 
 
 def span_dq(
@@ -253,7 +56,7 @@ def span_dq(
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
     place, count = axis_arguments(tokens, tile.rows)
     if count:
-        _span_dq[(count * heads,)](
+        dq_kernel[(count * heads,)](
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
             operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
             lse2, delta, gates, dgates, dq,
@@ -295,6 +98,44 @@ def span_dkdv(
     many queries, so each head writes fp32 parts, which are then summed in order. delta: span_dq's.
     tile, descriptors: as span_forward takes them.
     """
+    return _dkdv(
+        q, k, v, do, lse2, delta, gates, branch, span, tokens, keys, scale, None, tile, descriptors
+    )
+
+
+def span_dkdv_dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    gates: Tensor | None,
+    branch: int,
+    span: Span,
+    tokens: Axis,
+    keys: Axis,
+    scale: float,
+    *,
+    tile: Tile | None = None,
+    descriptors: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dk, dv) as span_dkdv and dq [tokens, HQ, D] fp32, from the same scores.
+
+    Five products a pair rather than seven; but dq is summed by atomics in no fixed order, so two
+    runs may differ in its last bits.
+    """
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dk, dv = _dkdv(
+        q, k, v, do, lse2, delta, gates, branch, span, tokens, keys, scale, dq, tile, descriptors
+    )
+    return dk, dv, dq
+
+
+def _dkdv(
+    q, k, v, do, lse2, delta, gates, branch, span, tokens, keys, scale, dq, tile, descriptors
+):
+    """span_dkdv; its share of dq is added to `dq` [tokens, HQ, D] fp32 unless that is None."""
     total, heads, dim = q.shape
     rows, kv_heads, value_dim = v.shape
     group = heads // kv_heads
@@ -307,33 +148,36 @@ def span_dkdv(
     if parts > 1 or past_end:
         dk_parts = torch.empty(parts, *dk.shape, dtype=torch.float32, device=k.device)
         dv_parts = torch.empty(parts, *dv.shape, dtype=torch.float32, device=v.device)
-    tile = tile or default_tile("dkdv", dim, value_dim, span, q)
+    tile = tile or default_tile("dkdv" if dq is None else "dkdv_dq", dim, value_dim, span, q)
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
+    reduce = descriptors and dq is not None and reduction_fits(dq)
     place, count = axis_arguments(keys, tile.keys)
     if not count:
         return dk, dv
     gate = None
     if gates is not None:  # like lse2: a tile's gates are then neighbours, which cp.async can fetch
         gate = torch.empty_like(delta).copy_(gates[..., branch].t())
-    _span_dkdv[(count * heads // each,)](
+    dkdv_kernel[(count * heads // each,)](
         operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
         operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
         lse2, delta, gate, dk_parts, dv_parts,
+        None if dq is None else operand(dq, tokens, tile.rows, reduce),
         q.stride()[:2], k.stride()[:2], v.stride()[:2], do.stride()[:2],
         (*dk.stride()[:2], dk_parts.stride(0)), (*dv.stride()[:2], dv_parts.stride(0)),
+        None if dq is None else dq.stride()[:2],
         (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
         HEADS=heads, G=group, D=dim, DV=value_dim,
         LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
         EACH=each, PACKED=keys.packed,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
-        DESCRIPTORS=descriptors, PRECISION=precision(q),
+        DESCRIPTORS=descriptors, REDUCE=reduce, PRECISION=precision(q),
             num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if dk_parts.data_ptr() != dk.data_ptr():
         sums, block = max(dk.numel(), dv.numel()), 1024
-        _sum_parts[(triton.cdiv(sums, block), 2)](
+        sum_parts[(triton.cdiv(sums, block), 2)](
             dk_parts, dv_parts, dk, dv, keys.bounds, keys.count, kv_heads * dim,
             kv_heads * value_dim, dk.numel(), dv.numel(), PARTS=parts, BLOCK=block,
         )  # fmt: skip

@@ -1,5 +1,7 @@
 """What the span kernels share: which keys a query sees, tiles of rows, gates, and tile sizes."""
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -89,6 +91,22 @@ def store_rows(
 
 
 @triton.jit
+def add_tile(
+    x, strides, place, row, head, values, D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """Adds values [BLOCK, BLOCK_D] atomically to the rows that `load_tile` would load."""
+    if DESCRIPTOR:
+        x.atomic_add([place[0], head, row, 0], values.reshape(1, 1, BLOCK, BLOCK_D))
+    else:
+        i = tl.arange(0, BLOCK)[:, None]
+        d = tl.arange(0, BLOCK_D)[None, :]
+        first = at(x, strides, place[1] + row, head)
+        mask = (i < place[2] - row) & (d < D)
+        tl.atomic_add(first + i * strides[0] + d, values, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def load_gate(gates, strides, row, head, rows, BRANCH: tl.constexpr, BLOCK: tl.constexpr):
     """gates[row : row + BLOCK, head, BRANCH] in fp32 [BLOCK], 0 from row `rows` of them on."""
     i = tl.arange(0, BLOCK)
@@ -111,6 +129,11 @@ def descriptors_fit(tokens: Axis, keys: Axis, *tensors: Tensor) -> bool:
     )
 
 
+def reduction_fits(x: Tensor) -> bool:
+    """Whether TMA may add to x; Triton's interpreter lacks that."""
+    return x.is_cuda
+
+
 def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | TensorDescriptor:
     """What `load_tile` takes for tiles of `rows` rows of x [axis, heads, D]."""
     if not descriptors:
@@ -125,25 +148,37 @@ def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | Ten
 
 
 def default_tile(kernel: str, dim: int, value_dim: int, span: Span, like: Tensor) -> Tile:
-    """The tile of "forward", "dq" or "dkdv" for head dims that need not be equal."""
+    """The tile of "forward", "dq", "dkdv" or "dkdv_dq" for head dims that need not be equal."""
     wide = max(power_of_two(dim), power_of_two(value_dim))
-    hopper = architecture(like.device) >= 90
+    chip = architecture(like.device)
     if like.dtype == torch.float32:
-        side = {"forward": 64, "dq": 32, "dkdv": 32}[kernel] if wide <= 64 else 32
-        return Tile(side, 32, 4, 1 if wide > 128 else 2)
-    if kernel == "forward":
-        if wide <= 128:
-            return Tile(128, 128, 8, 2) if hopper else Tile(128, 64, 8 if wide > 64 else 4, 3)
-        return Tile(128, 64, 8, 2) if hopper else Tile(64, 32, 4, 2)
-    if kernel == "dq":
-        # Without a delta to start from (the window), a second accumulator takes the registers.
+        return _wide_tile(kernel, wide)
+    if chip >= 90:
+        tiles = {
+            "forward": (Tile(128, 128, 8, 3), Tile(128, 64, 8, 2)),
+            "dq": (Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
+            "dkdv": (Tile(64, 128, 8, 3), Tile(32, 64, 8, 2)),
+            "dkdv_dq": (Tile(64, 128, 8, 2), Tile(32, 64, 8, 1)),
+        }
+    else:
+        # Without a delta to start from (the window), dq's second accumulator takes the registers.
         keys = 64 if span.lookback is None else 32
-        if wide <= 128:
-            return Tile(128, keys, 8, 3) if hopper else Tile(64, keys, 4, 2)
+        tiles = {
+            "forward": (Tile(128, 64, 8 if wide > 64 else 4, 3), Tile(64, 32, 4, 2)),
+            "dq": (Tile(64, keys, 4, 2), Tile(64, 32, 8, 2)),
+            "dkdv": (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
+            "dkdv_dq": (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
+        }
+    tile = tiles[kernel][wide > 128]
+    # Consumer chips have 99 KB of shared memory a block, 64 KB less than an A100.
+    return replace(tile, stages=max(1, tile.stages - 1)) if 80 < chip < 90 else tile
+
+
+def _wide_tile(kernel: str, wide: int) -> Tile:
+    """Of fp32, whose exact products use no tensor cores."""
+    if kernel == "forward" and wide <= 64:
         return Tile(64, 32, 4, 2)
-    if wide <= 128:
-        return Tile(64, 128, 8, 2) if hopper else Tile(32, 64, 4, 2)
-    return Tile(32, 64, 8, 2) if hopper else Tile(32, 32, 4, 1)
+    return Tile(32, 32, 8, 2 if wide <= 64 else 1) if wide <= 128 else Tile(16, 16, 4, 1)
 
 
 def lookback_of(span: Span, keys: Axis) -> int | None:
