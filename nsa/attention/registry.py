@@ -7,6 +7,7 @@ from importlib import import_module
 
 from torch import Tensor
 
+from nsa.attention import measured
 from nsa.attention.inputs import Inputs
 
 Note = Callable[[str, str], None]  # (branch, implementation): what served it
@@ -35,13 +36,13 @@ class Backend:
     fused: Callable[[Inputs, Note], Tensor] | None = None
 
 
-# The order in which `auto` prefers them.
+# The order in which `auto` prefers them where nothing was measured.
 _MODULES = ("flash", "flex", "packed", "gather", "sdpa", "masked", "sequential")
 
 
 def backends() -> tuple[Backend, ...]:
     """Every backend, in the order in which `auto` prefers them."""
-    return tuple(import_module(f"nsa.attention.backends.{m}").BACKEND for m in _MODULES)
+    return tuple(_load(name) for name in _MODULES)
 
 
 def names() -> list[str]:
@@ -64,29 +65,47 @@ def get(name: str) -> Backend:
     check_name(name)
     if name == "auto":
         raise ValueError("'auto' is a choice between backends; use choose(inputs)")
-    return import_module(f"nsa.attention.backends.{name}").BACKEND
+    return _load(name)
+
+
+_loaded: dict[str, Backend] = {}
+
+
+def _load(name: str) -> Backend:
+    if name not in _loaded:
+        _loaded[name] = import_module(f"nsa.attention.backends.{name}").BACKEND
+    return _loaded[name]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` took and why it passed over those it prefers."""
+    """What `auto` took, why it passed over those it prefers, and the measurement it went by."""
 
     backend: Backend
     declined: dict[str, list[str]]
+    ranking: measured.Ranking | None = None
 
     def __str__(self) -> str:
         lines = [f"auto takes {self.backend.name}: {self.backend.summary}"]
+        lines += [f"  {self.ranking}"] if self.ranking else []
         lines += [f"  {name} declined: {'; '.join(why)}" for name, why in self.declined.items()]
         return "\n".join(lines)
 
 
 def choose(inputs: Inputs) -> Choice:
-    """The first backend in order of preference that takes the inputs, with the others' reasons."""
+    """The first backend in order of preference that takes the inputs, with the others' reasons.
+
+    Where a shape near this one was measured on such a GPU, those measured change places by speed.
+    """
     declined: dict[str, list[str]] = {}
-    for backend in backends():
+    preferred, ranking = backends(), measured.ranking(inputs)
+    if ranking is not None:
+        by_name = {backend.name: backend for backend in preferred}
+        preferred = [by_name[name] for name in ranking.order(list(by_name))]
+    for backend in preferred:
         reasons = [*backend.why_not(inputs), *backend.not_for_auto(inputs)]
         if not reasons:
-            return Choice(backend, declined)
+            return Choice(backend, declined, ranking)
         declined[backend.name] = reasons
     listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in declined.items())
     raise ValueError(f"no backend takes these inputs:\n{listed}")

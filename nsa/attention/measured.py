@@ -1,0 +1,138 @@
+"""What was measured faster at a shape, so that `auto` need not guess: a table shipped beside this.
+
+measured.json holds medians of whole calls by every backend, one process a run; each names the run
+that it comes from (`nsa.workbook.measured_table` writes it). Nothing is measured here, and the
+table is read once a process.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import log2
+from pathlib import Path
+
+import torch
+
+from nsa.attention.inputs import Inputs
+from nsa.config import NSAConfig
+from nsa.reference.nsa import BRANCHES
+
+TABLE = Path(__file__).with_suffix(".json")
+# How far from a measured shape its order still counts: factors of two, all sizes together.
+REACH = 2.0
+DIRECTIONS = ("forward", "backward")
+SIZES = ("tokens", "batch", "heads", "kv_heads", "dim", "value_dim")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Median latencies of backends at one measured shape, and where they come from."""
+
+    latency_ms: dict[str, float]
+    where: str  # in words: GPU, run, shape, direction
+
+    def __str__(self) -> str:
+        times = sorted(self.latency_ms.items(), key=lambda item: item[1])
+        return f"measured on {self.where}: " + ", ".join(f"{n} {ms:.3g} ms" for n, ms in times)
+
+    def order(self, names: list[str]) -> list[str]:
+        """`names` with those that were measured fastest first, in the places they held together.
+
+        The others keep their places: what was not measured is not judged.
+        """
+        faster = iter(sorted((n for n in names if n in self.latency_ms), key=self.latency_ms.get))
+        return [next(faster) if name in self.latency_ms else name for name in names]
+
+
+def ranking(inputs: Inputs) -> Ranking | None:
+    """The measurement nearest to the inputs on a GPU of this architecture; None if none is near.
+
+    A call that will be differentiated is ranked by forward and backward together.
+    """
+    q = inputs.q
+    # torch.compile traces no cache; what it compiles has the order that registry gives.
+    if torch.compiler.is_compiling() or not q.is_cuda:
+        return None
+    # Whole calls on one length were measured: neither parts of one nor packed sequences.
+    if len(inputs.branches) < len(BRANCHES) or inputs.cu_seqlens is not None:
+        return None
+    tensors = (q, *inputs.k.values(), *inputs.v.values(), inputs.gates)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    sizes = (q.shape[1], q.shape[0], q.shape[2], inputs.kv_heads, q.shape[3], inputs.value_dim)
+    return nearest(*_gpu(q.device), str(q.dtype), sizes, inputs.config, training)
+
+
+@lru_cache(maxsize=4096)
+def nearest(
+    gpu: str,
+    capability: tuple[int, int],
+    dtype: str,
+    sizes: tuple[int, ...],
+    config: NSAConfig,
+    training: bool,
+) -> Ranking | None:
+    """As `ranking`; `sizes` in the order of SIZES, `dtype` as torch spells it."""
+    here = _coordinates(dict(zip(SIZES, sizes, strict=True)), config)
+    best, least = None, REACH
+    for row in rows():
+        latency = _latency(row, training)
+        same = row["compute_capability"] == f"{capability[0]}.{capability[1]}"
+        if len(latency) < 2 or not same or _width(row["dtype"]) != _width(dtype):
+            continue
+        there = _coordinates(row, NSAConfig(**row["config"]))
+        # Another chip of the architecture is a little further away than the same one.
+        distance = sum(abs(a - b) for a, b in zip(here, there, strict=True))
+        distance += 0.0 if row["gpu"] == gpu else 0.25
+        if distance <= least:
+            best, least = Ranking(latency, _where(row, training)), distance
+    return best
+
+
+@cache
+def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+
+
+@cache
+def rows() -> list[dict]:
+    """The table, each row with the facts of its run."""
+    table = json.loads(TABLE.read_text())
+    return [{**table["runs"][row["run"]], **row} for row in table["rows"]]
+
+
+def _coordinates(sizes: dict, config: NSAConfig) -> list[float]:
+    """Where a shape lies: what work depends on, in factors of two."""
+    return [
+        log2(x)
+        for x in (
+            sizes["tokens"],
+            sizes["batch"] * sizes["heads"],
+            sizes["heads"] / sizes["kv_heads"],
+            sizes["dim"] + sizes["value_dim"],
+            config.compress_block,
+            config.compress_stride,
+            config.select_block * config.select_count,
+            config.window,
+        )
+    ]
+
+
+def _latency(row: dict, training: bool) -> dict[str, float]:
+    forward, backward = (row["latency_ms"].get(d, {}) for d in DIRECTIONS)
+    if not training:
+        return forward
+    return {name: ms + backward[name] for name, ms in forward.items() if name in backward}
+
+
+def _width(dtype: str) -> str:
+    """bf16 and fp16 are alike to a GPU."""
+    return dtype.removeprefix("torch.").replace("bfloat16", "float16")
+
+
+def _where(row: dict, training: bool) -> str:
+    batch = f"B {row['batch']}, " if row["batch"] > 1 else ""
+    dims = f"{row['dim']}" if row["dim"] == row["value_dim"] else f"{row['dim']}/{row['value_dim']}"
+    return (
+        f"{row['gpu']} (run {row['run']}) at {batch}T {row['tokens']}, HQ {row['heads']}, "
+        f"HKV {row['kv_heads']}, D {dims}, {'forward and backward' if training else 'forward'}"
+    )
