@@ -1,6 +1,7 @@
 """The operation: checks its inputs once, asks a backend for the branches, mixes by the gates."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from nsa.attention.inputs import Inputs, check_blocks, checked
 from nsa.config import NSAConfig
 from nsa.reference.compress import Phi
 from nsa.reference.nsa import BRANCHES, combine
+
+registry.backends()  # loaded now, because torch.compile cannot trace an import
 
 
 def nsa_attention(
@@ -57,8 +60,7 @@ def nsa_attention(
             check_blocks(sequence)
     chosen = _backend(backend, inputs)
     notes: list[tuple[str, str]] = []
-    # Autocast would round the fp32 scores that softmax needs.
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         if chosen.fused is None or strict:
             outputs = _run(chosen, inputs, lambda *note: notes.append(note))
             if strict:
@@ -88,6 +90,13 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
         "scale": None,
     }
     return str(registry.choose(checked(q, k, v, gates, config, **(defaults | options))))
+
+
+def _without_autocast(device: str):
+    """Autocast would round the fp32 scores that softmax needs."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _backend(name: str, inputs: Inputs) -> registry.Backend:

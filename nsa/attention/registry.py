@@ -37,7 +37,7 @@ class Backend:
 
 
 # The order in which `auto` prefers them where nothing was measured.
-_MODULES = ("flash", "flex", "packed", "gather", "sdpa", "masked", "sequential")
+_MODULES = ("triton", "flash", "flex", "packed", "gather", "sdpa", "masked", "sequential")
 
 
 def backends() -> tuple[Backend, ...]:

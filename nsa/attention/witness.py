@@ -105,8 +105,11 @@ def saw_call(backend: str, notes: list[tuple[str, str]]) -> None:
 def saw_output(o: Tensor) -> None:
     """Tells every open witness whether an output holds a non-finite value, without a sync on a GPU.
 
-    There the warning waits until a witness is read; on a CPU it comes at once.
+    There the warning waits until a witness is read; on a CPU it comes at once. A subclass of Tensor
+    (FakeTensor, say) may have no values to look at.
     """
+    if type(o) is not Tensor:
+        return
     # An infinity norm lets NaN and inf through and needs no temporary of o's size; such a norm less
     # itself is NaN. Every operation here is a launch that a small call feels.
     norm = torch.linalg.vector_norm(o.detach(), ord=float("inf"))

@@ -142,7 +142,7 @@ def _padded(x: Tensor) -> Tensor:
 def why_not(inputs: Inputs) -> list[str]:
     """Reasons for which the kernels do not take the inputs."""
     q, reasons = inputs.q, []
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return ["Triton is not installed; pip install 'nsa[triton]'"]
     if q.dtype not in DTYPES:
         reasons.append(f"needs bf16, fp16 or fp32, got {q.dtype}")
@@ -156,9 +156,19 @@ def why_not(inputs: Inputs) -> list[str]:
             reasons.append(
                 f"needs compute capability 8.0 (Ampere) or newer, {name} has {capability}"
             )
-    elif os.environ.get("TRITON_INTERPRET") != "1":
+    elif not _interpreted():
         reasons.append(f"needs a GPU, got {q.device}; for tests TRITON_INTERPRET=1 runs it there")
     return reasons
+
+
+@torch.compiler.assume_constant_result
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@torch.compiler.assume_constant_result
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def not_for_auto(inputs: Inputs) -> list[str]:

@@ -1,0 +1,168 @@
+"""The operators as torch sees them: schemas, fake kernels, compilation, checkpoints, export."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from backend_calls import DEVICE, attend
+from cases import SMALL, Case, draw
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from nsa.attention.api import nsa_attention
+from nsa.kernels import ops
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+CASE = Case(40, kv_heads=1, group=2, dim=16, value_dim=16)
+PACKED = replace(CASE, packed=(17, 1, 22))
+
+
+def arguments(case=CASE, gates=True, blocks=False, keep=True):
+    """Flat arguments of `ops.attend` for a case without a learned phi."""
+    drawn = draw(case, torch.float32, DEVICE)
+    (q, k, v, g, config), kwargs = drawn.arguments()
+    cu = kwargs["cu_seqlens"]
+    sizes = ops.sizes_of(config)
+    flat = {name: x.flatten(0, 1) for name, x in k.items()}
+    values = {name: x.flatten(0, 1) for name, x in v.items()}
+    k_cmp, v_cmp = ops.compress_mean(flat["cmp"], values["cmp"], cu, q.shape[0], sizes)
+    chosen = torch.zeros(q.shape[1], k_cmp.shape[1], 2, dtype=torch.int32, device=DEVICE)
+    chosen[..., 1] = -1
+    return (
+        q.flatten(0, 1), k_cmp, v_cmp, flat["slc"], values["slc"], flat["win"], values["win"],
+        g.flatten(0, 1) if gates else None, chosen if blocks else None, cu, q.shape[0], sizes,
+        0.25, keep,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["scored", "handed-in"])
+def test_attend_is_a_sound_operator(case, blocks):
+    args = [
+        x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, blocks=blocks)
+    ]
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(torch.ops.nsa.attend.default, tuple(args), test_utils=checks)
+
+
+@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+def test_compress_and_select_are_sound_operators(case):
+    q, k_cmp, _, k, v, *_, cu, batch, sizes, scale, _ = arguments(case)
+    q, k_cmp, k, v = (x.detach() for x in (q, k_cmp, k, v))
+    checks = "test_schema", "test_faketensor"
+    for values in (v, None):
+        torch.library.opcheck(
+            torch.ops.nsa.compress_mean.default, (k, values, cu, batch, sizes), test_utils=checks
+        )
+    torch.library.opcheck(
+        torch.ops.nsa.select.default, (q, k_cmp, cu, batch, sizes, scale), test_utils=checks
+    )
+
+
+def test_the_backward_has_the_shapes_that_its_fake_promises():
+    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments()]
+    o, *kept, blocks = torch.ops.nsa.attend(*args)
+    tensors, (_, cu, batch, sizes, scale, _) = args[:8], args[8:]
+    for keys in (True, False):
+        torch.library.opcheck(
+            torch.ops.nsa.attend_backward.default,
+            (torch.randn_like(o), *tensors, blocks, cu, *kept, batch, sizes, scale, keys),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def results(case, call):
+    torch.manual_seed(0)
+    drawn = draw(case, torch.float32, DEVICE)
+    leaves = list(drawn.leaves.values())
+    o = call(drawn)
+    return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+def test_a_whole_graph_compiles_and_gives_the_same_bits(case):
+    def whole(*args, **kwargs):
+        return nsa_attention(*args, **kwargs, backend="triton")
+
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+
+    def call(function):
+        return lambda drawn: function(*drawn.arguments()[0], **drawn.arguments()[1])
+
+    for name, eager, graph in zip(
+        ["o", *draw(case).leaves], results(case, call(whole)), results(case, call(compiled)),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(eager, graph), name
+
+
+def test_a_checkpointed_call_gives_the_same_bits():
+    plain = results(CASE, lambda x: attend(x, "triton"))
+    again = results(CASE, lambda x: checkpoint(attend, x, "triton", use_reentrant=False))
+    for a, b in zip(plain, again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fake_tensors_pass_through_without_a_launch():
+    with FakeTensorMode():
+        drawn = draw(replace(CASE, tokens=5000, config=SMALL), torch.float32, DEVICE)
+        o = attend(drawn, "triton")
+    assert o.shape == (1, 5000, 2, 16)
+
+
+def test_export_keeps_the_operators():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, gates):
+            return nsa_attention(q, k, v, gates, CASE.config, backend="triton")
+
+    (q, k, v, gates, _), _ = draw(CASE, torch.float32, DEVICE).arguments()
+    tensors = tuple(x.detach() for x in (q, k["win"], v["win"], gates))
+    program = torch.export.export(Attention(), tensors)
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {"nsa.attend.default", "nsa.compress_mean.default"} <= called
+    want = Attention()(*tensors)
+    assert torch.equal(program.module()(*tensors), want)
+
+
+def test_a_second_derivative_is_refused():
+    drawn = draw(CASE, torch.float32, DEVICE)
+    (grad,) = torch.autograd.grad(
+        attend(drawn, "triton").square().sum(), drawn.leaves["q"], create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(grad.sum(), drawn.leaves["q"])
+
+
+def test_frozen_keys_cost_no_key_gradients(monkeypatch):
+    from nsa.kernels import selected_bwd, span_bwd
+
+    def never(*args, **kwargs):
+        raise AssertionError("gradients of frozen keys were computed")
+
+    monkeypatch.setattr(span_bwd, "span_dkdv", never)
+    monkeypatch.setattr(selected_bwd, "selected_dkdv", never)
+    drawn = draw(CASE, torch.float32, DEVICE)
+    for name, leaf in drawn.leaves.items():
+        leaf.requires_grad_(name in ("q", "gates"))
+    grads = torch.autograd.grad(attend(drawn, "triton").sum(), [drawn.leaves["q"]])
+    assert grads[0].isfinite().all()
+
+
+@pytest.mark.parametrize("missing", ["cmp", "slc", "win"])
+def test_an_operator_without_one_branch_is_the_sum_of_the_others(missing):
+    branches = [b for b in ("cmp", "slc", "win") if b != missing]
+    both = results_of(branches, "triton")
+    want = results_of(branches, "gather")
+    for name, a, b in zip(["o", *both[1]], [both[0], *both[1].values()],
+                          [want[0], *want[1].values()], strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def results_of(branches, backend):
+    torch.manual_seed(0)
+    drawn = draw(CASE, torch.float32, DEVICE)
+    o = attend(drawn, backend, branches=branches)
+    names = [n for n in drawn.leaves if "_" not in n or n[-3:] in branches]
+    grads = torch.autograd.grad(o.square().sum(), [drawn.leaves[n] for n in names])
+    return o, dict(zip(names, grads, strict=True))
