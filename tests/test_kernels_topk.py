@@ -1,0 +1,205 @@
+"""The fused selection: the exact facts of Eq. 8-11, and no less importance kept than exactly."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from backend_calls import DEVICE
+from cases import EVEN, ODD, SMALL, TINY
+from interpreted import true_bfloat16
+
+from nsa.blocks import compressed_span
+from nsa.config import NSAConfig
+from nsa.kernels.sequences import dense, packed
+from nsa.kernels.span_fwd import span_forward
+from nsa.kernels.tiles import Tile
+from nsa.kernels.topk import select_blocks
+from nsa.reference.attend import attention_probs
+from nsa.reference.compress import compress
+from nsa.reference.nsa import compressed_visible
+from nsa.reference.select import importance, select
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+SPAN_TILE, TILE = Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# One token a stride; a selectable block is longer than a tile of keys; one block a token.
+FINE = NSAConfig(3, 1, 6, 4, window=6)
+LONG = NSAConfig(4, 1, 64, 3, window=6)
+MANY = NSAConfig(2, 2, 4, 16, select_initial=2, select_local=3, window=6)
+SMALLEST = NSAConfig(1, 1, 1, 1, select_initial=0, select_local=1, window=1)
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_as_on_a_gpu(monkeypatch):
+    true_bfloat16(monkeypatch)
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def compressed(k, lengths, config):
+    parts = [k[a:b] for a, b in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
+    return torch.cat([compress(part[None], "mean", None, config)[0] for part in parts])
+
+
+def sequences_of(lengths, config):
+    if len(set(lengths)) == 1:
+        return dense(len(lengths), lengths[0], config)
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    return packed(bounds, sum(lengths), config)
+
+
+def chosen(q, k_cmp, lengths, config, scale=0.25, tile=TILE):
+    """The kernel's blocks for sequences of the given lengths."""
+    sequences = sequences_of(lengths, config)
+    spare = sequences.compressed.rows - len(k_cmp)
+    k_cmp = torch.nn.functional.pad(k_cmp, (0, 0, 0, 0, 0, spare), value=float("nan"))
+    axes = sequences.tokens, sequences.compressed
+    span = compressed_span(config)
+    _, lse2 = span_forward(q, k_cmp, k_cmp, span, *axes, scale, tile=SPAN_TILE)
+    return select_blocks(q, k_cmp, lse2, sequences, scale, tile=tile)
+
+
+def scores(q, k_cmp, config, scale=0.25):
+    """Exact importance [T, HKV, NB] of one sequence."""
+    positions = torch.arange(len(q), device=q.device)
+    visible = compressed_visible(positions, len(k_cmp), config)
+    probs, _ = attention_probs(q[None].double(), k_cmp[None].double(), visible, scale)
+    return importance(probs, config)[0]
+
+
+def check(lengths, config, group, dtype, kv_heads=1, dim=16, tile=TILE):
+    q = normal(sum(lengths), kv_heads * group, dim, dtype=dtype)
+    k = normal(sum(lengths), kv_heads, dim, dtype=dtype)
+    k_cmp = compressed(k, lengths, config)
+    got = chosen(q, k_cmp, lengths, config, tile=tile)
+    assert got.dtype == torch.int32 and got.shape == (len(q), kv_heads, config.select_count)
+    token = key = 0
+    for length in filter(None, lengths):
+        keys = max(0, (length - config.compress_block) // config.compress_stride + 1)
+        rows = slice(token, token + length)
+        exact = scores(q[rows], k_cmp[key : key + keys], config)
+        assert_selects_as_well(got[rows], exact, config, dtype)
+        token, key = token + length, key + keys
+
+
+def assert_selects_as_well(got, exact, config, dtype):
+    best = select(exact[None], config)[0]
+    assert torch.equal(got < 0, best < 0), "a legal block is missing, or a slot is not at the end"
+    order = torch.where(got < 0, exact.shape[-1], got)
+    assert (order.diff(dim=-1) > 0)[got[..., 1:] >= 0].all(), "not ascending"
+    own = torch.arange(len(got), device=got.device)[:, None] // config.select_block
+    assert (got <= own[..., None]).all(), "a block begins after its query"
+    for forced in [*range(config.select_initial), *(own - i for i in range(config.select_local))]:
+        forced = torch.as_tensor(forced, device=got.device).expand(own.shape)[..., None]
+        there = (got == forced).any(-1, keepdim=True)
+        assert (there | (forced < 0) | (forced > own[..., None])).all(), "a forced block is missing"
+
+    def kept(blocks):
+        weight = exact.gather(-1, blocks.long().clamp(min=0)).masked_fill(blocks < 0, 0.0)
+        return weight.sum(-1)
+
+    if exact.numel():
+        loss = kept(best) - kept(got)
+        assert loss.abs().max() <= 3 * torch.finfo(dtype).eps * exact.sum(-1).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [(TINY, 70), (SMALL, 220), (ODD, 130), (EVEN, 50), (FINE, 50), (LONG, 280), (MANY, 80)],
+    ids=["tiny", "small", "odd", "even", "fine", "long", "many"],
+)
+def test_keeps_as_much_importance_as_the_exact_selection(config, tokens, dtype):
+    check((tokens,), config, 3, dtype)
+
+
+@pytest.mark.parametrize("group", [1, 6, 16])
+def test_any_group_selects_together(group):
+    check((70,), TINY, group, torch.float32)
+
+
+@pytest.mark.parametrize("dim", [24, 40])
+def test_any_head_dim_and_batch(dim):
+    check((50, 50), TINY, 2, torch.float32, kv_heads=2, dim=dim)
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(32, 64, 4, 1), Tile(64, 128, 4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_any_tile(tile, dtype):
+    check((90,), TINY, 2, dtype, tile=tile)
+
+
+def test_a_query_with_one_slot_selects_its_own_block():
+    check((40,), SMALLEST, 2, torch.float32)
+
+
+@pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
+def test_packed_sequences_select_as_if_alone(config):
+    lengths = (61, 1, 0, 3, 75, 0)
+    check(lengths, config, 2, torch.float32)
+    q, k = normal(sum(lengths), 2, 16), normal(sum(lengths), 1, 16)
+    together = chosen(q, compressed(k, lengths, config), lengths, config)
+    start = 0
+    for length in (n for n in lengths if n):
+        rows = slice(start, start + length)
+        alone = chosen(q[rows], compressed(k[rows], (length,), config), (length,), config)
+        assert torch.equal(together[rows], alone)
+        start += length
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_sequence_without_compressed_keys_selects_its_legal_blocks(tokens):
+    check((tokens, tokens), TINY, 2, torch.float32)
+
+
+def test_enough_slots_for_all_blocks_select_all_that_are_legal():
+    config = NSAConfig(4, 2, 8, 9, window=6)
+    got = chosen(normal(70, 2, 16), normal(34, 1, 16), (70,), config)
+    slots = torch.arange(9, dtype=torch.int32, device=DEVICE)
+    own = torch.arange(70, device=DEVICE)[:, None, None] // 8
+    assert torch.equal(got, torch.where(slots <= own, slots, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("config", [TINY, ODD, MANY], ids=["tiny", "odd", "many"])
+def test_ties_go_to_the_lower_index(config, dtype):
+    """Queries of 0 and an lse of 0 give every visible key probability 1: importance is counts."""
+    tokens, group = 130, 3
+    sequences = sequences_of((tokens,), config)
+    q = torch.zeros(tokens, group, 16, dtype=dtype, device=DEVICE)
+    k_cmp = normal(sequences.compressed.rows, 1, 16, dtype=dtype)
+    lse2 = torch.zeros(group, tokens, device=DEVICE)
+    got = select_blocks(q, k_cmp, lse2, sequences, 0.25, tile=TILE)
+    visible = compressed_visible(torch.arange(tokens), len(k_cmp), config).to(DEVICE, torch.double)
+    exact = importance(visible.expand(1, 1, group, -1, -1), config)
+    assert torch.equal(got, select(exact, config)[0])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, when interpreted
+def test_forced_blocks_and_legal_ones_hold_when_scores_are_not_finite():
+    config = NSAConfig(4, 2, 8, 5, window=6)
+    q, k_cmp = normal(120, 2, 16), normal(59, 1, 16)
+    q[50:60] = float("nan")
+    q[60:70] = float("inf")
+    k_cmp[40] = float("nan")
+    got = chosen(q, k_cmp, (120,), config)
+    own = torch.arange(120, device=DEVICE) // 8
+    for t in range(120):
+        row, legal = got[t, 0].tolist(), int(own[t]) + 1
+        assert row == sorted(set(row) - {-1}) + [-1] * row.count(-1)
+        assert sum(j >= 0 for j in row) == min(5, legal) and max(row) <= own[t]
+        assert {0, int(own[t]), max(0, int(own[t]) - 1)} <= set(row)
+    # NaN in every score: the lowest indices follow the forced ones.
+    assert got[58, 0].tolist() == [0, 1, 2, 6, 7]
+    before = chosen(q[:50], k_cmp[:24], (50,), config)
+    assert torch.equal(got[:50], before)
+
+
+def test_strided_queries_are_read_where_they_are():
+    q = normal(3, 50, 24)[..., :16].transpose(0, 1)
+    k_cmp = normal(2, 24, 16).transpose(0, 1)[:, :1]
+    got = chosen(q, k_cmp, (50,), TINY)
+    assert torch.equal(got, chosen(q.contiguous(), k_cmp.contiguous(), (50,), TINY))
