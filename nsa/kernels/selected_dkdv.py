@@ -59,7 +59,7 @@ def selected_dkdv(
     tables = lookup.tokens, lookup.starts, lookup.ends, lookup.task_list, lookup.partial_ends
     tokens = sequences.tokens.bounds, sequences.tokens.length
     lists = lookup.ends.shape[0]
-    sizes = lists // kv_heads, kv_heads, group, select_block
+    sizes = lists // kv_heads, kv_heads, select_block
     constants = {
         "TASK": task, "KEYS": tile.keys, "PARTS": parts, "D": k.shape[2], "DV": v.shape[2],
         "BLOCK_D": power_of_two(k.shape[2]), "BLOCK_DV": power_of_two(v.shape[2]),
@@ -68,8 +68,9 @@ def selected_dkdv(
     if lists:
         _selected_dkdv[(lookup.task_list.shape[0] * parts,)](
             q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens,
-            sizes, scale, scale * LOG2E, MOST_INSIDE=inside, TOKENS=tile.rows // heads,
-            HEADS=heads, CHUNKS=triton.cdiv(group, heads), ROWS=tile.rows, PRECISION=precision(q),
+            sizes, scale, scale * LOG2E, MOST_INSIDE=inside,
+            ALIKE=q.stride() == do.stride(), GROUP=group, TOKENS=tile.rows // heads, HEADS=heads,
+            CHUNKS=triton.cdiv(group, heads), ROWS=tile.rows, PRECISION=precision(q),
             num_warps=tile.warps, num_stages=tile.stages, **constants,
         )  # fmt: skip
     if lookup.partials:
@@ -81,8 +82,9 @@ def selected_dkdv(
 def _selected_dkdv(
     q, k, v, do, lse, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
     scale, scale2,
-    MOST_INSIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr, TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    MOST_INSIDE: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, TASK: tl.constexpr,
+    KEYS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -120,13 +122,13 @@ def _selected_dkdv(
     inside = low + tl.sum((token < row + KEYS).to(tl.int32), 0)
     dk_sum, dv_sum = _absorb(
         dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], low, inside, row,
-        kv_head, strides, sizes, scale2,
-        True, TOKENS, HEADS, CHUNKS, ROWS, KEYS, D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+        kv_head, sizes[1], strides, scale2, True, ALIKE, GROUP, TOKENS, HEADS, CHUNKS, ROWS, KEYS,
+        D, DV, BLOCK_D, BLOCK_DV, PRECISION,
     )  # fmt: skip
     dk_sum, dv_sum = _absorb(
         dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], inside, high, row,
-        kv_head, strides, sizes, scale2,
-        False, TOKENS, HEADS, CHUNKS, ROWS, KEYS, D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+        kv_head, sizes[1], strides, scale2, False, ALIKE, GROUP, TOKENS, HEADS, CHUNKS, ROWS, KEYS,
+        D, DV, BLOCK_D, BLOCK_DV, PRECISION,
     )  # fmt: skip
     dk_sum *= scale
     if count > 1:
@@ -143,26 +145,27 @@ def _selected_dkdv(
 @triton.jit
 def _absorb(
     dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tokens, low, high, first_row,
-    kv_head, strides, sizes, scale2,
-    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    kv_head, kv_heads, strides, scale2,
+    CAUSAL: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk_sum / scale and dv_sum with what the tokens in tokens[low:high] add.
 
-    first_row is the row of keys[0]. Keys that are none, past the end of block or sequence, get
-    sums of no meaning, which nobody stores.
+    first_row is the row of keys[0]; ALIKE says that q and do share their strides. Keys that are
+    none, past the end of block or sequence, get sums of no meaning, which nobody stores.
     """
     r = tl.arange(0, ROWS)
     for i in range(tl.cdiv(high - low, TOKENS) * CHUNKS):
         place = low + i // CHUNKS * TOKENS + r // HEADS
         in_group = i % CHUNKS * HEADS + r % HEADS
-        valid = (place < high) & (r < TOKENS * HEADS) & (in_group < sizes[2])
+        valid = (place < high) & (r < TOKENS * HEADS) & (in_group < GROUP)
         token = tl.load(tokens + place, mask=valid, other=0)
-        head = kv_head * sizes[2] + in_group
+        head = kv_head * GROUP + in_group
         queries = load_rows(q, token, head, valid, strides[0], D, BLOCK_D)
-        dos = load_rows(do, token, head, valid, strides[3], DV, BLOCK_DV)
-        flat = token.to(tl.int64) * (sizes[1] * sizes[2]) + head
+        dos = load_rows(do, token, head, valid, strides[0 if ALIKE else 3], DV, BLOCK_DV)
+        flat = token.to(tl.int64) * (kv_heads * GROUP) + head
         # 0 in all that belongs to rows that are none: their terms are 0.
         lse2 = tl.load(lse + flat, mask=valid, other=0.0)
         deltas = tl.load(delta + flat, mask=valid, other=0.0)
@@ -221,8 +224,8 @@ def _block(number, part, axis, tokens, sizes, KEYS: tl.constexpr, PACKED: tl.con
     """
     sequence, _, blocks, block = locate(number % sizes[0], axis[0], axis[1], axis[2], 1, PACKED)
     start, rows = extent(sequence, tokens[0], tokens[1], PACKED)
-    first_key = block * sizes[3] + part * KEYS
-    left = tl.minimum(tl.minimum(rows, (block + 1) * sizes[3]) - first_key, KEYS)
+    first_key = block * sizes[2] + part * KEYS
+    left = tl.minimum(tl.minimum(rows, (block + 1) * sizes[2]) - first_key, KEYS)
     return start, first_key, tl.where(block < blocks, left, 0), number // sizes[0]
 
 

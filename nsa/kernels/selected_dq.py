@@ -55,7 +55,7 @@ def selected_dq(
         _selected_dq[launch.grid](
             q, k, v, do, lse2, gates, dq, delta, dgates, strides,
             launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale * LOG2E,
-            BRANCH=branch, ADD=add, **launch.constants,
+            BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), **launch.constants,
         )  # fmt: skip
     return dq, delta
 
@@ -64,7 +64,7 @@ def selected_dq(
 def _selected_dq(
     q, k, v, do, lse, gates, dq, delta, dgates, strides, union, rivals, axis, sizes, scale, scale2,
     BRANCH: tl.constexpr, ADD: tl.constexpr,
-    TOKENS: tl.constexpr, PIECES: tl.constexpr, RATIO: tl.constexpr,
+    ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr, RATIO: tl.constexpr,
     DECIDE: tl.constexpr, LARGE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -88,6 +88,7 @@ def _selected_dq(
     flat = row * (sizes[1] * sizes[2]) + heads
     lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
     k += start * strides[1][0] + kv_head.to(tl.int64) * strides[1][1]
+    v_strides = strides[1 if ALIKE else 2]  # one set of offsets for both
     v += start * strides[2][0] + kv_head.to(tl.int64) * strides[2][1]
 
     total = tl.zeros([ROWS], tl.float32)
@@ -100,7 +101,7 @@ def _selected_dq(
         member = tl.load(members + i // PARTS)
         left = tl.minimum(rows - first_key, width)
         keys = load_keys(k, first_key.to(tl.int64), left, strides[1], KEYS, D, BLOCK_D)
-        values = load_keys(v, first_key.to(tl.int64), left, strides[2], KEYS, DV, BLOCK_DV)
+        values = load_keys(v, first_key.to(tl.int64), left, v_strides, KEYS, DV, BLOCK_DV)
         s = block_scores(
             queries, keys, token, position, member, first_key, width, scale2, KEYS, PRECISION
         )

@@ -56,7 +56,7 @@ def selected_forward(
             q, k, v, o, lse, gates, base, strides,
             launch.union, launch.rivals, launch.axis, launch.sizes, scale * LOG2E,
             BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch,
-            **launch.constants,
+            ALIKE=k.stride() == v.stride(), **launch.constants,
         )  # fmt: skip
     return o, lse
 
@@ -65,7 +65,7 @@ def selected_forward(
 def _selected_forward(
     q, k, v, o, lse, gates, base, strides, union, rivals, axis, sizes, scale2,
     BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr,
-    TOKENS: tl.constexpr, PIECES: tl.constexpr, RATIO: tl.constexpr,
+    ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr, RATIO: tl.constexpr,
     DECIDE: tl.constexpr, LARGE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -82,6 +82,7 @@ def _selected_forward(
     )
     queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
     k += start * strides[1][0] + kv_head.to(tl.int64) * strides[1][1]
+    v_strides = strides[1 if ALIKE else 2]  # one set of offsets for both
     v += start * strides[2][0] + kv_head.to(tl.int64) * strides[2][1]
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -98,7 +99,7 @@ def _selected_forward(
             queries, keys, token, position, member, first_key, width, scale2, KEYS, PRECISION
         )
         p, m, total, acc = absorb(s, m, total, acc)
-        values = load_keys(v, first_key.to(tl.int64), left, strides[2], KEYS, DV, BLOCK_DV)
+        values = load_keys(v, first_key.to(tl.int64), left, v_strides, KEYS, DV, BLOCK_DV)
         acc = tl.dot(p.to(v.dtype.element_ty), values, acc, input_precision=PRECISION)
 
     acc, lse2 = finish(m, total, acc)
