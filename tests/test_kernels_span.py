@@ -12,6 +12,7 @@ from triton.runtime import interpreter
 
 from nsa.blocks import Span, compressed_span, window_span
 from nsa.config import NSAConfig
+from nsa.kernels import span_bwd
 from nsa.kernels.sequences import Axis, Sequences, dense, packed
 from nsa.kernels.span_bwd import span_dkdv, span_dkdv_dq, span_dq
 from nsa.kernels.span_common import descriptors_fit
@@ -285,6 +286,37 @@ def test_gradients_of_one_pass_are_those_of_two(span, descriptors):
     assert torch.equal(dk, want[0]) and torch.equal(dv, want[1])
     assert summed.dtype == torch.float32
     torch.testing.assert_close(summed, dq.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@pytest.mark.parametrize("wanted", [6, 1000])
+def test_idle_processors_are_given_shares_of_heads_and_tokens(span, wanted, monkeypatch):
+    problem = Problem(Case((90, 7), span, heads=12, kv_heads=2))
+    _, lse2 = problem.forward()
+    _, delta = problem.dq(lse2)
+    whole = problem.dkdv(lse2, delta)
+    monkeypatch.setattr(span_bwd, "processors", lambda device: wanted)
+    monkeypatch.setattr(span_bwd, "LEAST_STEPS", 1)
+    launches = []
+    monkeypatch.setattr(span_bwd, "sum_parts", Recorded(span_bwd.sum_parts, launches))
+    shared = problem.dkdv(lse2, delta)
+    torch.testing.assert_close(shared, whole, rtol=1e-5, atol=1e-5)
+    most = max((options["PARTS"] for options in launches), default=1)
+    assert most > 6 if wanted == 1000 else most == (6 if span == COMPRESSED else 1)
+
+
+class Recorded:
+    """A kernel whose launches' keyword arguments are kept."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.launches.append(options)
+            return self.kernel[grid](*args, **options)
+
+        return launch
 
 
 def test_descriptors_are_left_where_they_cannot_fetch():

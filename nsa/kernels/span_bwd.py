@@ -13,9 +13,12 @@ from nsa.kernels.span_common import (
     descriptors_fit,
     lookback_of,
     operand,
+    processors,
     reduction_fits,
 )
 from nsa.kernels.tiles import Tile
+
+LEAST_STEPS = 8  # tiles of queries that a program takes before its start and its part's sum pay
 
 
 def span_dq(
@@ -95,7 +98,8 @@ def span_dkdv(
     """(dk [keys, HKV, D], dv [keys, HKV, DV]), contiguous, in the dtypes of k and v.
 
     With a lookback one program sums over the heads of the group; without, few keys are seen by
-    many queries, so each head writes fp32 parts, which are then summed in order. delta: span_dq's.
+    many queries, so each head writes fp32 parts, which are then summed in order; and so where
+    there are fewer tiles than processors. delta: span_dq's.
     tile, descriptors: as span_forward takes them.
     """
     return _dkdv(
@@ -132,6 +136,25 @@ def span_dkdv_dq(
     return dk, dv, dq
 
 
+def _shares(
+    span: Span, tokens: Axis, programs: int, group: int, tile: Tile, device: torch.device
+) -> tuple[int, int]:
+    """(each, splits): query heads a program takes of a group, and shares of their tokens.
+
+    Many heads to a program need no parts and no sum; few programs leave the GPU idle.
+    """
+    wanted = processors(device)
+    seen_by = tokens.length
+    each = 1
+    if span.lookback is not None:
+        seen_by = min(seen_by, span.lookback * span.stride + tile.keys * span.stride)
+        divisors = [n for n in range(1, group + 1) if group % n == 0]
+        each = max((n for n in divisors if programs * (group // n) >= wanted), default=1)
+    programs = max(1, programs * (group // each))
+    steps = seen_by * each // tile.rows
+    return each, max(1, min(-(-wanted // programs), steps // LEAST_STEPS))
+
+
 def _dkdv(
     q, k, v, do, lse2, delta, gates, branch, span, tokens, keys, scale, dq, tile, descriptors
 ):
@@ -139,8 +162,10 @@ def _dkdv(
     total, heads, dim = q.shape
     rows, kv_heads, value_dim = v.shape
     group = heads // kv_heads
-    each = group if span.lookback is not None or group == 1 else 1
-    parts = group // each
+    tile = tile or default_tile("dkdv" if dq is None else "dkdv_dq", dim, value_dim, span, q)
+    place, count = axis_arguments(keys, tile.keys)
+    each, splits = _shares(span, tokens, count * kv_heads, group, tile, q.device)
+    parts = group // each * splits
     dk = torch.empty(rows, kv_heads, dim, dtype=k.dtype, device=k.device)
     dv = torch.empty(rows, kv_heads, value_dim, dtype=v.dtype, device=v.device)
     dk_parts, dv_parts = dk[None], dv[None]
@@ -148,17 +173,15 @@ def _dkdv(
     if parts > 1 or past_end:
         dk_parts = torch.empty(parts, *dk.shape, dtype=torch.float32, device=k.device)
         dv_parts = torch.empty(parts, *dv.shape, dtype=torch.float32, device=v.device)
-    tile = tile or default_tile("dkdv" if dq is None else "dkdv_dq", dim, value_dim, span, q)
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
     reduce = descriptors and dq is not None and reduction_fits(dq)
-    place, count = axis_arguments(keys, tile.keys)
     if not count:
         return dk, dv
     gate = None
     if gates is not None:  # like lse2: a tile's gates are then neighbours, which cp.async can fetch
         gate = torch.empty_like(delta).copy_(gates[..., branch].t())
-    dkdv_kernel[(count * heads // each,)](
+    dkdv_kernel[(count * kv_heads * parts,)](
         operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
         operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
         lse2, delta, gate, dk_parts, dv_parts,
@@ -169,7 +192,7 @@ def _dkdv(
         (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
         HEADS=heads, G=group, D=dim, DV=value_dim,
         LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
-        EACH=each, PACKED=keys.packed,
+        EACH=each, SPLITS=splits, PACKED=keys.packed,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
         DESCRIPTORS=descriptors, REDUCE=reduce, PRECISION=precision(q),

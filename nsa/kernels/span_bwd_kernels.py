@@ -106,22 +106,23 @@ def dkdv_kernel(
     tokens, keys, total, scale, scale2,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
-    EACH: tl.constexpr, PACKED: tl.constexpr,
+    EACH: tl.constexpr, SPLITS: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DESCRIPTORS: tl.constexpr, REDUCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys, from EACH query heads of the group that shares them.
+    """One program: dk and dv of BLOCK_N keys, from one of SPLITS shares of the tokens that see them
+    and EACH query heads of the group that shares them.
 
     tokens: (bounds, length); keys: (table, bounds, length). Scores are transposed, [keys, tokens],
-    so that P^T and dS^T go from the registers of one product into the next. Program (tile, head)
-    writes dk[part, ...] with part = which EACH of the group's heads; early tiles, which the most
-    tokens see, start first. dq, if given, receives this tile's share by atomics, with
-    REDUCE those of TMA.
+    so that P^T and dS^T go from the registers of one product into the next. dk and dv have an axis
+    of parts, G / EACH * SPLITS of them, last in their strides. Early tiles, which the most tokens
+    see, start first. dq, if given, is added to by atomics, with REDUCE by those of TMA.
     """
-    programs: tl.constexpr = HEADS // EACH
+    programs: tl.constexpr = HEADS // EACH * SPLITS
     tile = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
-    kv_head = part * EACH // G
+    first_head = part // SPLITS * EACH
+    kv_head = first_head // G
     sequence, start, rows, first = locate(tile, keys[0], keys[1], keys[2], BLOCK_N, PACKED)
     if first >= rows:
         return
@@ -145,8 +146,10 @@ def dkdv_kernel(
     v_tile = load_tile(v, v_strides, key_place, first, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for step in range(0, tiles * EACH):
-        head = part * EACH
+    share = tl.cdiv(tiles * EACH, SPLITS)
+    step_begin = part % SPLITS * share
+    for step in range(step_begin, tl.minimum(step_begin + share, tiles * EACH)):
+        head = first_head
         row = begin + step * BLOCK_M
         if EACH > 1:
             head += step // tiles
@@ -171,12 +174,12 @@ def dkdv_kernel(
         ds = ds.to(q_tile.dtype)
         dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=PRECISION)
         if dq is not None:
-            share = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale  # [M, D]
-            add_tile(dq, dq_strides, token_place, row, head, share, D, BLOCK_M, BLOCK_D, REDUCE)
+            dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale  # [M, D]
+            add_tile(dq, dq_strides, token_place, row, head, dq_tile, D, BLOCK_M, BLOCK_D, REDUCE)
 
-    member = (part * EACH % G) // EACH
-    dk_at = at(dk, dk_strides, start + first, kv_head) + member.to(tl.int64) * dk_strides[2]
-    dv_at = at(dv, dv_strides, start + first, kv_head) + member.to(tl.int64) * dv_strides[2]
+    part = (part % (G // EACH * SPLITS)).to(tl.int64)  # of this KV head
+    dk_at = at(dk, dk_strides, start + first, kv_head) + part * dk_strides[2]
+    dv_at = at(dv, dv_strides, start + first, kv_head) + part * dv_strides[2]
     store_rows(dk_at, dk_strides[0], left, dk_acc * scale, False, D, BLOCK_N, BLOCK_D)
     store_rows(dv_at, dv_strides[0], left, dv_acc, False, DV, BLOCK_N, BLOCK_DV)
 
@@ -199,6 +202,8 @@ def _sum_block(parts, out, bounds, sequences, row, size, PARTS: tl.constexpr, BL
     if bounds is not None:  # rows past the last sequence's end belong to nobody and are 0
         written = at_element < tl.load(bounds + sequences).to(tl.int64) * row
     acc = tl.zeros([BLOCK], tl.float32)
-    for part in range(PARTS):
-        acc += tl.load(parts + part * size + at_element, mask=written, other=0.0)
+    source = at_element
+    for _ in range(PARTS):
+        acc += tl.load(parts + source, mask=written, other=0.0)
+        source += size
     tl.store(out + at_element, acc.to(out.dtype.element_ty), mask=mask)

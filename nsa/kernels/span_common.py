@@ -129,6 +129,13 @@ def descriptors_fit(tokens: Axis, keys: Axis, *tensors: Tensor) -> bool:
     )
 
 
+def processors(device: torch.device) -> int:
+    """Programs that run at once if each fills a processor; 1 for a CPU, one after the other."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def reduction_fits(x: Tensor) -> bool:
     """Whether TMA may add to x; Triton's interpreter lacks that."""
     return x.is_cuda
