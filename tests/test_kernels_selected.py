@@ -1,6 +1,7 @@
 """The selected kernels against attention over the mask written out."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from nsa.kernels.selected_fwd import Plan, plan, selected_forward
 from nsa.kernels.selected_plan import tile_tokens
 from nsa.kernels.sequences import Sequences, dense, packed
 from nsa.kernels.tiles import Tile
-from nsa.kernels.unions import unions
+from nsa.kernels.unions import nested_unions, unions
 from nsa.reference.attend import attend
 from nsa.reference.select import selected_tokens
 
@@ -154,24 +155,38 @@ def test_the_tile_changes_nothing_but_rounding(tile):
 def test_a_union_holds_each_block_once_in_the_order_of_its_tokens(lengths, tokens, pieces):
     case = Case(lengths, kv_heads=2, slots=4)
     blocks = case.draw()["blocks"]
-    got = unions(blocks, case.sequences(), tokens, pieces)
+    small, large = nested_unions(blocks, case.sequences(), tokens, pieces)
+    assert (large is None) == (pieces == 1)
+    for got, step in ((small, tokens), (large, tokens * pieces)):
+        if got is not None:
+            wanted = unions_written_out(case, blocks, step, tokens * pieces)
+            for i, head in product(range(len(wanted)), range(2)):
+                count = int(got.counts[i, head])
+                assert got.blocks[i, head, :count].tolist() == list(wanted[i][head])
+                assert got.members[i, head, :count].tolist() == list(wanted[i][head].values())
+            assert not got.counts[len(wanted) :].any()
+
+
+def unions_written_out(case: Case, blocks: Tensor, step: int, whole: int) -> list:
+    """For tiles of `step` tokens, up to a multiple of `whole`, and 2 heads: {block: members}."""
     wanted, start = [], 0
-    for length in lengths:
-        for first in range(0, -(-length // (tokens * pieces)) * tokens * pieces, tokens):
+    for length in case.lengths:
+        for first in range(0, -(-length // whole) * whole, step):
             tile: list[dict[int, int]] = [{}, {}]
-            for t in range(first, min(first + tokens, length)):
+            for t in range(first, min(first + step, length)):
                 for head, members in enumerate(tile):
                     for block in blocks[start + t, head].tolist():
                         if 0 <= block <= t // case.select_block:
                             members[block] = members.get(block, 0) | 1 << (t - first)
             wanted.append(tile)
         start += length
-    for i, tile in enumerate(wanted):
-        for head, members in enumerate(tile):
-            count = int(got.counts[i, head])
-            assert got.blocks[i, head, :count].tolist() == list(members)
-            assert got.members[i, head, :count].tolist() == list(members.values())
-    assert not got.counts[len(wanted) :].any()
+    return wanted
+
+
+def test_a_union_of_more_tokens_than_bits_is_refused():
+    case = Case((40,))
+    with pytest.raises(ValueError, match="a tile of a union holds 1 to 32 tokens, got 33"):
+        unions(case.draw()["blocks"], case.sequences(), 33)
 
 
 def test_no_output_depends_on_what_later_tokens_select_or_hold():

@@ -10,6 +10,8 @@ from torch import Tensor
 from nsa.kernels.common import axis_arguments, locate
 from nsa.kernels.sequences import Sequences
 
+CHUNK = 1024  # lists or slots that a program takes at a time
+
 
 @dataclass(frozen=True)
 class Inverse:
@@ -17,25 +19,23 @@ class Inverse:
 
     tokens[starts[i] : starts[i + 1]] are the rows of the token axis that selected it, ascending,
     each once. Tasks are numbered list by list, each list having at least one; ends[i] is the first
-    task after those of list i. `task_list` holds each task's list, and the number of lists for the
-    tasks beyond the last. Lists of more than one task own partial sums; partial_ends[i] is the
-    first one after those of list i.
+    task after those of list i, and task_list[t] the list of task t. Lists of more than one task own
+    partial sums; partial_ends[i] is the first one after those of list i.
     """
 
-    task: int  # tokens of a task
     tokens: Tensor  # [tokens * HKV * N] int32
     starts: Tensor  # [lists + 1] int32
-    ends: Tensor  # [lists]
-    task_list: Tensor  # [bound on tasks] int32
-    partial_ends: Tensor  # [lists]
-    partials: int  # a bound, whatever the selection
+    ends: Tensor  # [lists] int32
+    partial_ends: Tensor  # [lists] int32
+    task_list: Tensor  # [bound on tasks] int32; not written past the last task
+    partials: int  # a bound on partial sums, whatever the selection
 
 
 def inverse(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
-    """The inverse of blocks [tokens, HKV, N] int32, in the same order on every call.
+    """The inverse of blocks [tokens, HKV, N] int32 in tasks of up to `task` tokens.
 
     A slot counts when its block starts at or before its token and is not negative, the first time
-    that the token names it.
+    that the token names it. The same on every call.
     """
     _, kv_heads, slots = blocks.shape
     lists = kv_heads * sequences.selectable.rows
@@ -44,21 +44,48 @@ def inverse(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
     keys, order = torch.sort(keys.view(-1), stable=True)
     bounds = torch.arange(lists + 1, device=keys.device, dtype=keys.dtype)
     starts = torch.searchsorted(keys, bounds, out_int32=True)
-    counts = (starts.diff() + (task - 1)) // task
-    ends = counts.clamp(min=1).cumsum(0)
-    partial_ends = (counts * (counts > 1)).cumsum(0)
-    bound = lists + keys.numel() // task
-    numbers = torch.arange(bound, device=keys.device)
-    return Inverse(
-        task,
-        (order // (kv_heads * slots)).int(),
-        starts,
-        ends,
-        torch.searchsorted(ends, numbers, right=True, out_int32=True),
-        partial_ends,
-        # A list of several tasks has more than `task` tokens, and at most one task is not full.
-        min(bound, 2 * (keys.numel() // task)),
-    )
+    full_tasks = keys.numel() // task
+    shapes = keys.numel(), lists, lists, lists + full_tasks
+    tokens, ends, partial_ends, task_list = (starts.new_empty(shape) for shape in shapes)
+    if lists:
+        _tasks[(1 + triton.cdiv(keys.numel(), CHUNK),)](
+            order, starts, tokens, ends, partial_ends, task_list, keys.numel(), lists, task,
+            kv_heads * slots, CHUNK=CHUNK,
+        )  # fmt: skip
+    # A list of several tasks has more than `task` tokens, and at most one of its tasks is not full.
+    partials = min(lists + full_tasks, 2 * full_tasks)
+    return Inverse(tokens, starts, ends, partial_ends, task_list, partials)
+
+
+@triton.jit
+def _tasks(
+    order, starts, tokens, ends, partial_ends, task_list, entries, lists, task, slots,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The first program: the tasks of all lists. Each other: the tokens of CHUNK sorted slots."""
+    program = tl.program_id(0)
+    if program > 0:
+        entry = (program - 1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+        inside = entry < entries
+        token = tl.load(order + entry, mask=inside, other=0) // slots
+        tl.store(tokens + entry, token.to(tl.int32), mask=inside)
+    else:
+        done = tl.zeros([], tl.int32)
+        partials = tl.zeros([], tl.int32)
+        for low in range(0, lists, CHUNK):
+            number = low + tl.arange(0, CHUNK)
+            inside = number < lists
+            start = tl.load(starts + number, mask=inside, other=0)
+            count = tl.cdiv(tl.load(starts + number + 1, mask=inside, other=0) - start, task)
+            several = tl.where(count > 1, count, 0)
+            tl.store(partial_ends + number, partials + tl.cumsum(several, 0), mask=inside)
+            partials += tl.sum(several, 0)
+            count = tl.where(inside, tl.maximum(count, 1), 0)
+            end = done + tl.cumsum(count, 0)
+            tl.store(ends + number, end, mask=inside)
+            done += tl.sum(count, 0)
+            for i in range(tl.max(count, 0)):
+                tl.store(task_list + end - 1 - i, number, mask=i < count)
 
 
 def _keys(blocks: Tensor, sequences: Sequences, lists: int) -> Tensor:

@@ -14,6 +14,7 @@ from nsa.kernels.sequences import Sequences
 from nsa.kernels.tiles import Tile
 
 TASK = 1024  # tokens that one program takes; a block chosen by more is summed from parts
+SUMMED = 16  # keys whose parts one program sums
 
 
 def selected_dkdv(
@@ -74,7 +75,9 @@ def selected_dkdv(
             num_warps=tile.warps, num_stages=tile.stages, **constants,
         )  # fmt: skip
     if lookup.partials:
-        _sum_partials[(lists * parts,)](dk, dv, partial, tables, axis, tokens, sizes, **constants)
+        _sum_partials[(lists * parts * (tile.keys // SUMMED),)](
+            dk, dv, partial, tables, axis, tokens, sizes, SUMMED=SUMMED, **constants
+        )
     return dk, dv
 
 
@@ -94,16 +97,16 @@ def _selected_dkdv(
     """
     task = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
-    number = tl.load(tables[3] + task)
-    if number >= sizes[0] * sizes[1]:
+    if task >= tl.load(tables[2] + sizes[0] * sizes[1] - 1):
         return
+    number = tl.load(tables[3] + task)
     start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, KEYS, PACKED)
     if left <= 0:
         return
     begin = tl.load(tables[1] + number)
     end = tl.load(tables[1] + number + 1)
     count = tl.cdiv(end - begin, TASK)
-    which = task - (tl.load(tables[2] + number).to(tl.int32) - tl.maximum(count, 1))
+    which = task - (tl.load(tables[2] + number) - tl.maximum(count, 1))
     low = begin + which * TASK
     high = tl.minimum(low + TASK, end)
 
@@ -133,7 +136,7 @@ def _selected_dkdv(
     dk_sum *= scale
     if count > 1:
         last_partial = tl.load(tables[4] + number)
-        at = ((last_partial - count + which) * PARTS + part) * (KEYS * (D + DV))
+        at = ((last_partial - count + which).to(tl.int64) * PARTS + part) * (KEYS * (D + DV))
         _store(partial + at, dk_sum, D + DV, KEYS, KEYS, D, BLOCK_D)
         _store(partial + at + D, dv_sum, D + DV, KEYS, KEYS, DV, BLOCK_DV)
     else:
@@ -187,32 +190,35 @@ def _absorb(
 @triton.jit
 def _sum_partials(
     dk, dv, partial, tables, axis, tokens, sizes,
-    TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    SUMMED: tl.constexpr, TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of KEYS keys of a block from its tasks' partial sums, in order."""
-    number = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    """One program: dk and dv of SUMMED keys of a block from its tasks' partial sums, in order."""
+    ROWS: tl.constexpr = PARTS * KEYS
+    first = tl.program_id(0) * SUMMED
+    number = first // ROWS
     count = tl.cdiv(tl.load(tables[1] + number + 1) - tl.load(tables[1] + number), TASK)
     if count <= 1:
         return
-    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, KEYS, PACKED)
+    part = first % ROWS // SUMMED
+    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, SUMMED, PACKED)
     if left <= 0:
         return
-    at = tl.load(tables[4] + number) - count
-    n = tl.arange(0, KEYS)
+    n = first % ROWS + tl.arange(0, SUMMED)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_DV)
-    dk_sum = tl.zeros([KEYS, BLOCK_D], tl.float32)
-    dv_sum = tl.zeros([KEYS, BLOCK_DV], tl.float32)
-    for i in range(count):
-        source = partial + ((at + i) * PARTS + part) * (KEYS * (D + DV)) + n[:, None] * (D + DV)
+    dk_sum = tl.zeros([SUMMED, BLOCK_D], tl.float32)
+    dv_sum = tl.zeros([SUMMED, BLOCK_DV], tl.float32)
+    at = tl.load(tables[4] + number) - count
+    source = partial + at.to(tl.int64) * (ROWS * (D + DV)) + (n * (D + DV))[:, None]
+    for _ in tl.range(count, num_stages=4):
         dk_sum += tl.load(source + d[None, :], mask=(d < D)[None, :], other=0.0)
         dv_sum += tl.load(source + D + e[None, :], mask=(e < DV)[None, :], other=0.0)
+        source += ROWS * (D + DV)
     out = (start + first_key) * sizes[1] + kv_head
-    _store(dk + out * D, dk_sum, sizes[1] * D, left, KEYS, D, BLOCK_D)
-    _store(dv + out * DV, dv_sum, sizes[1] * DV, left, KEYS, DV, BLOCK_DV)
+    _store(dk + out * D, dk_sum, sizes[1] * D, left, SUMMED, D, BLOCK_D)
+    _store(dv + out * DV, dv_sum, sizes[1] * DV, left, SUMMED, DV, BLOCK_DV)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from nsa.kernels.common import axis_arguments, power_of_two, precision
 from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.tiles import Tile
-from nsa.kernels.unions import Unions, unions
+from nsa.kernels.unions import Unions, nested_unions
 
 MOST_ROWS = 64  # of a large tile: what one wgmma takes
 COST = 1.6  # time of a block in a large tile over its time in a small one
@@ -64,13 +64,7 @@ def tile_tokens(group: int, most_rows: int = MOST_ROWS) -> tuple[int, int, int]:
 def plan(blocks: Tensor, sequences: Sequences, group: int, *, most_rows: int = MOST_ROWS) -> Plan:
     """Tiles for blocks [tokens, HKV, N] int32 and `group` query heads a KV head."""
     heads, small, large = tile_tokens(group, most_rows)
-    pieces = large // small
-    return Plan(
-        group,
-        heads,
-        unions(blocks, sequences, small, pieces),
-        unions(blocks, sequences, large) if pieces > 1 else None,
-    )
+    return Plan(group, heads, *nested_unions(blocks, sequences, small, large // small))
 
 
 class Launch(NamedTuple):

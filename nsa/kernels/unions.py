@@ -33,42 +33,58 @@ class Unions:
         return [self.blocks, self.members, self.counts]
 
 
-def unions(blocks: Tensor, sequences: Sequences, tokens_per_tile: int, pieces: int = 1) -> Unions:
+def unions(blocks: Tensor, sequences: Sequences, tokens_per_tile: int) -> Unions:
     """Unions of blocks [tokens, HKV, N] int32 over tiles of neighbouring tokens of one sequence.
 
     A slot counts when its block starts at or before its token and is not negative; a block that
     a token names twice counts once. Blocks come in the order in which the tile's tokens, one after
     the other, first name them: what later tokens select never moves an earlier token's blocks.
-    With `pieces` P, tiles of P * tokens_per_tile tokens are cut in P, tile number i P + p being
-    piece p of tile i.
     """
-    if not 1 <= tokens_per_tile <= 32:
-        raise ValueError(f"a tile of a union holds 1 to 32 tokens, got {tokens_per_tile}")
+    return nested_unions(blocks, sequences, tokens_per_tile, 1)[0]
+
+
+def nested_unions(
+    blocks: Tensor, sequences: Sequences, tokens_per_tile: int, pieces: int
+) -> tuple[Unions, Unions | None]:
+    """The unions over small tiles and over large ones of `pieces` of them, in one launch.
+
+    Small tile number i * pieces + p is piece p of large tile i. None where they are the same.
+    """
+    whole = tokens_per_tile * pieces
+    if not 1 <= whole <= 32:
+        raise ValueError(f"a tile of a union holds 1 to 32 tokens, got {whole}")
     _, kv_heads, slots = blocks.shape
-    axis, count = axis_arguments(sequences.tokens, tokens_per_tile * pieces)
-    entries = tokens_per_tile * slots
-    shape = (count * pieces, kv_heads)
-    out = [blocks.new_empty(*shape, entries, dtype=torch.int32) for _ in range(2)]
-    counts = blocks.new_empty(shape, dtype=torch.int32)
-    padded = triton.next_power_of_2(entries)
+    axis, count = axis_arguments(sequences.tokens, whole)
+
+    def allocate(tokens: int, tiles: int) -> Unions:
+        out = [
+            blocks.new_empty((tiles, kv_heads, *entries), dtype=torch.int32)
+            for entries in ((tokens * slots,), (tokens * slots,), ())
+        ]
+        return Unions(tokens, *out)
+
+    small = allocate(tokens_per_tile, count * pieces)
+    large = allocate(whole, count) if pieces > 1 else None
+    padded = triton.next_power_of_2(whole * slots)
     if count * kv_heads:
         _unions[(count * kv_heads,)](
-            blocks, *out, counts, axis, blocks.stride(), count, kv_heads, slots,
-            sequences.config.select_block,
-            TOKENS=tokens_per_tile, PIECES=pieces, ENTRIES=padded,
+            blocks, tuple(small.tensors()), tuple((large or small).tensors()), axis,
+            blocks.stride(), count, kv_heads, slots, sequences.config.select_block,
+            TOKENS=tokens_per_tile, PIECES=pieces,
+            ENTRIES=triton.next_power_of_2(tokens_per_tile * slots), WHOLE_ENTRIES=padded,
             CHUNK=min(CHUNK, triton.next_power_of_2(slots)), PACKED=sequences.tokens.packed,
             num_warps=1 if padded <= 64 else 4,
         )  # fmt: skip
-    return Unions(tokens_per_tile, *out, counts)
+    return small, large
 
 
 @triton.jit
 def _unions(
-    blocks, union_blocks, members, counts, axis, strides, tiles, kv_heads, slots, select_block,
-    TOKENS: tl.constexpr, PIECES: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
-    PACKED: tl.constexpr,
+    blocks, small, large, axis, strides, tiles, kv_heads, slots, select_block,
+    TOKENS: tl.constexpr, PIECES: tl.constexpr, ENTRIES: tl.constexpr,
+    WHOLE_ENTRIES: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: the unions of one tile's pieces for one KV head."""
+    """One program: the unions of one large tile and of its pieces for one KV head."""
     program = tl.program_id(0)
     tile = program % tiles
     kv_head = program // tiles
@@ -76,12 +92,16 @@ def _unions(
     source = blocks + kv_head.to(tl.int64) * strides[1]
     for piece in tl.static_range(PIECES):
         at = (tile.to(tl.int64) * PIECES + piece) * kv_heads + kv_head
-        count = _union(
-            source, start, rows, first + piece * TOKENS, strides, slots, select_block,
-            union_blocks + at * (TOKENS * slots), members + at * (TOKENS * slots),
+        _union(
+            source, start, rows, first + piece * TOKENS, strides, slots, select_block, small, at,
             TOKENS, ENTRIES, CHUNK,
         )  # fmt: skip
-        tl.store(counts + at, count)
+    if PIECES > 1:
+        at = tile.to(tl.int64) * kv_heads + kv_head
+        _union(
+            source, start, rows, first, strides, slots, select_block, large, at,
+            TOKENS * PIECES, WHOLE_ENTRIES, CHUNK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -95,10 +115,10 @@ def _slots(source, start, rows, token, slot, valid, strides, select_block):
 
 @triton.jit
 def _union(
-    source, start, rows, first, strides, slots, select_block, union_blocks, members,
+    source, start, rows, first, strides, slots, select_block, out, at,
     TOKENS: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the union over TOKENS tokens from `first` on; returns its size."""
+    """Writes the union over TOKENS tokens from `first` on to place `at` of out."""
     entry = tl.arange(0, ENTRIES)
     inside = entry < TOKENS * slots
     mine = _slots(
@@ -126,6 +146,7 @@ def _union(
             chosen |= tl.max(same.to(tl.int32), 1)
         bits |= chosen << token
     place = tl.cumsum(new.to(tl.int32), 0) - 1
-    tl.store(union_blocks + place, mine, mask=new)
-    tl.store(members + place, bits, mask=new)
-    return tl.sum(new.to(tl.int32), 0)
+    place += at * (TOKENS * slots)
+    tl.store(out[0] + place, mine, mask=new)
+    tl.store(out[1] + place, bits, mask=new)
+    tl.store(out[2] + at, tl.sum(new.to(tl.int32), 0))
