@@ -175,10 +175,12 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda x: "-".join(map(str, x[0])))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_outputs_and_gradients_are_as_accurate_as_plain_torch(span, shape, dtype):
-    lengths, heads, kv_heads, dim, value_dim, tile = shape
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_and_gradients_are_as_accurate_as_plain_torch(span, number, dtype):
+    if dtype == torch.bfloat16 and number % 2:
+        dtype = torch.float16
+    lengths, heads, kv_heads, dim, value_dim, tile = SHAPES[number]
     check(Case(lengths, span, heads, kv_heads, dim, value_dim, dtype, tile))
 
 

@@ -54,7 +54,7 @@ def span_dq(
     add = dq is not None
     if not add:
         dq = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
-    tile = tile or default_tile("dq", dim, value_dim, span, q)
+    tile = tile or default_tile("dq", value_dim, span, q)
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
     place, count = axis_arguments(tokens, tile.rows)
@@ -162,7 +162,7 @@ def _dkdv(
     total, heads, dim = q.shape
     rows, kv_heads, value_dim = v.shape
     group = heads // kv_heads
-    tile = tile or default_tile("dkdv" if dq is None else "dkdv_dq", dim, value_dim, span, q)
+    tile = tile or default_tile("dkdv" if dq is None else "dkdv_dq", value_dim, span, q)
     place, count = axis_arguments(keys, tile.keys)
     each, splits = _shares(span, tokens, count * kv_heads, group, tile, q.device)
     parts = group // each * splits

@@ -154,13 +154,18 @@ def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | Ten
     )
 
 
-def default_tile(kernel: str, dim: int, value_dim: int, span: Span, like: Tensor) -> Tile:
-    """The tile of "forward", "dq", "dkdv" or "dkdv_dq" for head dims that need not be equal."""
+def default_tile(kernel: str, value_dim: int, span: Span, q: Tensor) -> Tile:
+    """The tile of "forward", "dq", "dkdv" or "dkdv_dq" for q [tokens, HQ, D]."""
+    total, heads, dim = q.shape
     wide = max(power_of_two(dim), power_of_two(value_dim))
-    chip = architecture(like.device)
-    if like.dtype == torch.float32:
+    chip = architecture(q.device)
+    if q.dtype == torch.float32:
         return _wide_tile(kernel, wide)
     if chip >= 90:
+        # Short of two rounds of large tiles, small ones, two to a processor, spread more evenly.
+        few = total * heads < 2 * 128 * processors(q.device)
+        if few and wide <= 128 and kernel in ("forward", "dq"):
+            return Tile(64, 64, 4, 3 if kernel == "forward" else 2)
         tiles = {
             "forward": (Tile(128, 128, 8, 3), Tile(128, 64, 8, 2)),
             "dq": (Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),

@@ -133,7 +133,7 @@ def span_forward(
     value_dim = v.shape[2]
     o = torch.empty(total, heads, value_dim, dtype=q.dtype, device=q.device) if out is None else out
     lse2 = torch.empty(heads, total, dtype=torch.float32, device=q.device)
-    tile = tile or default_tile("forward", dim, value_dim, span, q)
+    tile = tile or default_tile("forward", value_dim, span, q)
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k, v)
     place, count = axis_arguments(tokens, tile.rows)
