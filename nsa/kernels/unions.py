@@ -90,7 +90,7 @@ def _unions(
     kv_head = program // tiles
     _, start, rows, first = locate(tile, axis[0], axis[1], axis[2], TOKENS * PIECES, PACKED)
     source = blocks + kv_head.to(tl.int64) * strides[1]
-    for piece in tl.static_range(PIECES):
+    for piece in range(PIECES):
         at = (tile.to(tl.int64) * PIECES + piece) * kv_heads + kv_head
         _union(
             source, start, rows, first + piece * TOKENS, strides, slots, select_block, small, at,
@@ -126,7 +126,7 @@ def _union(
     )
     new = mine >= 0
     bits = tl.zeros([ENTRIES], tl.int32)
-    for token in tl.static_range(TOKENS):
+    for token in range(TOKENS):
         chosen = tl.zeros([ENTRIES], tl.int32)
         for low in range(0, slots, CHUNK):
             slot = low + tl.arange(0, CHUNK)
