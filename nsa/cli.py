@@ -92,6 +92,39 @@ def parser() -> argparse.ArgumentParser:
     made = command("env", env, "Show what a run would record about this machine.")
     made.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
+    made = command("bench", bench, "Time every attention backend; accuracy is checked first.")
+    made.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="SHAPE",
+        help="main, small, g4, tiny, or sizes as tokens=4k,heads=32,kv_heads=8,dim=128; "
+        "main on a GPU, tiny without",
+    )
+    made.add_argument("--tokens", type=words, default=[], metavar="T,T", help="8k,32k: other T")
+    made.add_argument(
+        "--backends", type=words, metavar="NAME,NAME", help="ours to run; all by default"
+    )
+    made.add_argument(
+        "--queries",
+        type=words,
+        default=["random", "correlated"],
+        metavar="KIND",
+        help="random (white), correlated (neighbours alike), or both: the default",
+    )
+    made.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="import.path:function, called as f(q, k, v, gates, config) -> o [B, T, HQ, DV]",
+    )
+    made.add_argument("--no-dense", action="store_true", help="without dense attention")
+    made.add_argument(
+        "--budget", type=duration, metavar="TIME", help="what does not fit says so: 5m"
+    )
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
+    made.add_argument("--json", metavar="FILE", help="write the rows, as in metrics.csv, there")
+
     made = command("report", report, "Write a run's HTML report again, and the page of all runs.")
     made.add_argument("run", metavar="RUN", help="id, its beginning, a path, or latest")
     runs_option(made)
@@ -192,6 +225,47 @@ def env(arguments) -> int:
     return GOOD
 
 
+def bench(arguments) -> int:
+    import torch
+
+    gpu = torch.cuda.is_available() if arguments.device == "auto" else arguments.device == "cuda"
+    if gpu and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU; --device cpu runs a tiny shape")
+    if not gpu:
+        # Triton reads it when it is imported: its interpreter, for numbers and not for speed.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+    from nsa.lab import bench_table, shapes
+    from nsa.lab.bench import bench as run_bench
+
+    chosen = shapes.shapes_from(
+        arguments.shapes or (["main"] if gpu else ["tiny"]),
+        tokens=[shapes.count(text) for text in arguments.tokens],
+        queries=arguments.queries,
+    )
+    cells = run_bench(
+        chosen,
+        backends=arguments.backends,
+        peers=arguments.peer,
+        with_dense=not arguments.no_dense,
+        device="cuda" if gpu else "cpu",
+        budget_s=arguments.budget,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(bench_table.text(cells))
+    if arguments.json:
+        from nsa.workbook import environment, metrics
+        from nsa.workbook.files import plain, write_json
+
+        facts = environment.provenance(environment.snapshot()) | {"date": environment.utc_now()}
+        rows = [metrics.row(row, facts) for row in bench_table.rows(cells)]
+        write_json(arguments.json, plain(rows))
+    red = bench_table.red(cells)
+    for line in red:
+        print(f"NOT ACCURATE: {line}", file=sys.stderr)
+    return FAILED if red else GOOD
+
+
 def report(arguments) -> int:
     from nsa.workbook.report import index, render
     from nsa.workbook.store import open_store
@@ -199,6 +273,11 @@ def report(arguments) -> int:
     print(render(open_store(arguments.runs).find(arguments.run)))
     print(index(arguments.runs))
     return GOOD
+
+
+def words(text: str) -> list[str]:
+    """`a,b` as ["a", "b"]."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def duration(text: str) -> float:

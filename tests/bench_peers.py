@@ -1,0 +1,85 @@
+"""Implementations for the benchmark's tests, right and wrong ones, called by their import path."""
+
+import torch
+
+from nsa.attention.api import nsa_attention
+from nsa.attention.backends import masked
+
+
+def right(q, k, v, gates, config):
+    return nsa_attention(q, k, v, gates, config, backend="gather")
+
+
+def zeros(q, k, v, gates, config):
+    return right(q, k, v, gates, config) * 0
+
+
+def scaled(q, k, v, gates, config):
+    return right(q, k, v, gates, config) * 1.01
+
+
+def no_window(q, k, v, gates, config):
+    gates = gates * torch.tensor([1.0, 1.0, 0.0], dtype=gates.dtype)
+    return right(q, k, v, gates, config)
+
+
+def newest_blocks(q, k, v, gates, config):
+    """Selects the newest blocks and the first, whatever the scores say."""
+    batch, tokens, kv_heads, _ = k.shape
+    own = torch.arange(tokens)[:, None] // config.select_block
+    slots = torch.arange(config.select_count)
+    blocks = (own - config.select_count + 1).clamp(min=0) + slots
+    blocks[:, 0] = 0
+    blocks = torch.where(blocks <= own, blocks, -1)[None, :, None]
+    blocks = blocks.expand(batch, -1, kv_heads, -1).int()
+    return nsa_attention(q, k, v, gates, config, backend="gather", blocks=blocks)
+
+
+def too_many_blocks(q, k, v, gates, config):
+    more = {**vars(config), "select_count": config.select_count + 1}
+    return right(q, k, v, gates, type(config)(**more))
+
+
+class _Leaky(torch.autograd.Function):
+    """The identity, whose gradient is wrong by `wrong`."""
+
+    @staticmethod
+    def forward(ctx, x, wrong):
+        ctx.wrong = wrong
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.wrong(grad), None
+
+
+def wrong_dk(q, k, v, gates, config):
+    return right(q, _Leaky.apply(k, lambda g: g * 1.02), v, gates, config)
+
+
+def stray_dq(q, k, v, gates, config):
+    return right(_Leaky.apply(q, lambda g: g + 1e-30), k, v, gates, config)
+
+
+def not_a_number(q, k, v, gates, config):
+    o = right(q, k, v, gates, config)
+    return o.masked_fill(torch.arange(o.shape[1])[:, None, None] == 3, float("nan"))
+
+
+def wrong_shape(q, k, v, gates, config):
+    return right(q, k, v, gates, config).transpose(1, 2)
+
+
+def wrong_dtype(q, k, v, gates, config):
+    return right(q, k, v, gates, config).double()
+
+
+def out_of_memory(q, k, v, gates, config):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 TiB")
+
+
+def four_arguments(q, k, v, gates):
+    return q
+
+
+NOT_CALLABLE = masked.BACKEND
