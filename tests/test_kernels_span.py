@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from accuracy import assert_as_accurate
+from interpreted import true_bfloat16
 from torch import Tensor
-from triton.runtime import interpreter
 
 from nsa.blocks import Span, compressed_span, window_span
 from nsa.config import NSAConfig
@@ -29,20 +28,8 @@ BRANCH, BASE_BRANCH = 2, 0
 
 
 @pytest.fixture(autouse=True)
-def bfloat16_products(monkeypatch):
-    """Interpreted, a bfloat16 tensor is held as uint16, and tl.dot would multiply those."""
-    plain = interpreter.InterpreterBuilder.create_dot
-
-    def widened(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        wide = (x.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(wide, tl.float32)
-
-    def create_dot(self, a, b, *rest):
-        return plain(self, widened(a), widened(b), *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+def as_on_a_gpu(monkeypatch):
+    true_bfloat16(monkeypatch)
 
 
 @dataclass
