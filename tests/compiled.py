@@ -1,0 +1,151 @@
+"""Compiles what the launchers launch, for a GPU that need not be there: a program of its own.
+
+Interpreted kernels cannot be compiled, so this runs apart from the tests. It stands in for Triton's
+driver and stops every launch once it is compiled; the launchers themselves run on CPU tensors.
+"""
+
+import ast
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from nsa.blocks import compressed_span
+from nsa.config import NSAConfig
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Head dims, dtype, group: the aims' shape and such as take other paths.
+SHAPES = {
+    "main": (128, 128, torch.bfloat16, 16),
+    "fp32": (64, 64, torch.float32, 4),
+    "wide": (192, 128, torch.float16, 16),
+}
+DOT = r"tt\.dot .*: tensor<(\d+)x"  # the rows of a product
+TOKENS = 2048  # beyond the window, and more blocks than a query selects
+
+
+class Absent:
+    """A driver for a GPU of the given architecture that is not there."""
+
+    def __init__(self, architecture: int):
+        self.target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def record(architecture: int) -> dict:
+    """Makes launches compile and no more; returns what fills with (kernel name, binary)."""
+    from nsa.kernels import tiles
+
+    # Before a launcher's module takes over the names.
+    tiles.architecture = lambda device: architecture
+    from nsa.kernels import span_common
+
+    span_common.reduction_fits = lambda x: True
+    driver.set_active(Absent(architecture))
+    plain, found = JITFunction.run, {}
+
+    def run(self, *args, grid, warmup, **kwargs):
+        kernel = plain(self, *args, grid=grid, warmup=True, **kwargs)
+        found[kernel.hash] = f"{self.__module__}.{self.__name__}", kernel
+        return kernel
+
+    JITFunction.run = run
+    # Nothing is launched, so nothing is written: torch must not index with what memory held.
+    torch.empty = torch.zeros
+    torch.empty_like = torch.zeros_like
+    Tensor.new_empty = Tensor.new_zeros
+    return found
+
+
+def reach(name: str, packed: bool) -> None:
+    """Launches every kernel that a forward and a backward of the shape need."""
+    from nsa.kernels import ops, span_bwd
+    from nsa.kernels.sequences import dense
+
+    (dim, value_dim, dtype, group), kv_heads, config = SHAPES[name], 2, NSAConfig()
+    sizes, scale = ops.sizes_of(config), dim**-0.5
+    cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32) if packed else None
+
+    def tensor(heads: int, width: int) -> Tensor:
+        return torch.zeros(TOKENS, heads, width, dtype=dtype)
+
+    q, k, v = tensor(kv_heads * group, dim), tensor(kv_heads, dim), tensor(kv_heads, value_dim)
+    gates = tensor(kv_heads * group, 3)
+    where = cu_seqlens, 1, sizes
+    k_cmp, v_cmp = ops.compress_mean(k, v, *where)
+    ops.compress_mean_backward(k_cmp, v_cmp, cu_seqlens, TOKENS, 1, sizes)
+    ops.select(q, k_cmp, *where, scale)
+    given = q, k_cmp, v_cmp, k, v, k, v, gates
+    o, *kept, blocks = ops.attend(*given, None, *where, scale, True)
+    ops.attend_backward(o, *given, blocks, cu_seqlens, *kept, 1, sizes, scale, True)
+    if not packed:
+        sequences = dense(1, TOKENS, config)
+        axes = compressed_span(config), sequences.tokens, sequences.compressed
+        lse2 = kept[1]
+        span_bwd.span_dkdv_dq(q, k_cmp, v_cmp, o, lse2, lse2, gates, 0, *axes, scale)
+
+
+def kernels() -> list[str]:
+    """Every kernel of nsa.kernels: the compiled functions that no other one calls."""
+    import nsa.kernels
+
+    names, called = [], set()
+    for module in pkgutil.iter_modules(nsa.kernels.__path__, "nsa.kernels."):
+        for name, x in vars(importlib.import_module(module.name)).items():
+            if isinstance(x, JITFunction) and x.__module__ == module.name:
+                names.append(f"{module.name}.{name}")
+                calls = [n.func for n in ast.walk(ast.parse(x.src)) if isinstance(n, ast.Call)]
+                found = (x.fn.__globals__.get(f.id) for f in calls if isinstance(f, ast.Name))
+                jitted = [f for f in found if isinstance(f, JITFunction)]
+                called |= {f"{f.__module__}.{f.__name__}" for f in jitted}
+    return [name for name in names if name not in called]
+
+
+def facts(name: str, kernel) -> dict:
+    """What one binary takes: bytes of shared memory, registers of a thread, bytes of them spilled.
+
+    `rows` are those of its largest product; `wgmma` says whether it uses Hopper's.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [BIN / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "kernel": name,
+        "shared": kernel.metadata.shared,
+        "registers": numbers["REG"],
+        "spilled": numbers["STACK"] + numbers["LOCAL"],
+        "warps": kernel.metadata.num_warps,
+        "rows": max((int(m) for m in re.findall(DOT, kernel.asm["ttir"])), default=0),
+        "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
+    }
+
+
+if __name__ == "__main__":
+    target, shape, kind = sys.argv[1:]
+    torch.set_num_threads(1)
+    binaries = record(int(target))
+    reach(shape, kind == "packed")
+    compiled = [facts(*found) for found in binaries.values()]
+    print(json.dumps({"compiled": compiled, "kernels": kernels()}))
