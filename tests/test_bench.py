@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa import cli
-from nsa.lab import bench, bench_table, implementations, peers, timing
+from nsa.lab import bench, bench_cell, bench_table, clock, implementations, peers, timing
 from nsa.lab.shapes import TINY_CONFIG, Shape
 from nsa.workbook import metrics
 
@@ -95,7 +95,7 @@ def test_a_share_that_ends_in_between_keeps_what_was_measured(monkeypatch):
 
     def late(call, device):
         found = plain(call, device)
-        monkeypatch.setattr(bench.time, "monotonic", lambda: 1e12)
+        monkeypatch.setattr(clock.time, "monotonic", lambda: 1e12)
         return found
 
     monkeypatch.setattr(timing, "latency", late)
@@ -105,13 +105,13 @@ def test_a_share_that_ends_in_between_keeps_what_was_measured(monkeypatch):
 
 
 def test_a_broken_device_ends_the_run_with_its_reason(monkeypatch):
-    plain = bench._Bench.release
+    plain = bench_cell.Runner.release
 
     def release(self):
         plain(self)
         self.broken = "CUDA error: an illegal memory access"
 
-    monkeypatch.setattr(bench._Bench, "release", release)
+    monkeypatch.setattr(bench_cell.Runner, "release", release)
     cells = list(run(backends=["gather", "masked"]).values())
     assert cells[0]["message"] != cells[-1]["message"]
     assert all(c["outcome"] == "not run" for c in cells[1:])

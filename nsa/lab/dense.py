@@ -58,10 +58,7 @@ def _fa4(drawn: Drawn, blocks: Tensor | None) -> Tensor:
 
 
 def _why_not_flash(drawn: Drawn) -> list[str]:
-    reasons = _half_on_a_gpu(drawn) if drawn.q.is_cuda else []
-    if drawn.shape.dim != drawn.shape.value_dim:
-        reasons.append(f"needs D = DV, got {drawn.shape.dim} and {drawn.shape.value_dim}")
-    return reasons
+    return (_half_on_a_gpu(drawn) if drawn.q.is_cuda else []) + _one_dim(drawn)
 
 
 def _why_not_cudnn(drawn: Drawn) -> list[str]:
@@ -81,7 +78,12 @@ def _why_not_fa4(drawn: Drawn) -> list[str]:
     capability = torch.cuda.get_device_capability(drawn.q.device)
     if capability < (9, 0):
         reasons.append(f"needs compute capability 9.0 (Hopper) or newer, got {capability}")
-    return reasons
+    return reasons + _one_dim(drawn)  # grouped heads have no backward otherwise
+
+
+def _one_dim(drawn: Drawn) -> list[str]:
+    dim, value_dim = drawn.shape.dim, drawn.shape.value_dim
+    return [] if dim == value_dim else [f"needs D = DV, got {dim} and {value_dim}"]
 
 
 def _half_on_a_gpu(drawn: Drawn) -> list[str]:
