@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.kernels.common import LOG2E, axis_arguments, extent, locate, power_of_two, precision
 from nsa.kernels.sequences import Sequences
-from nsa.kernels.span_common import at, load_rows, seen_end
+from nsa.kernels.span_common import descriptors_fit, load_tile, operand, seen_end
 from nsa.kernels.tiles import Tile, architecture
 
 ILLEGAL = tl.constexpr(-(2**31) + 1)  # below every candidate
@@ -22,23 +22,24 @@ NONE = tl.constexpr(2**31 - 1)  # sorts behind every index
 
 @triton.jit
 def _probabilities(
-    q, k_tile, lse2, stride, head_stride, total, left, first_key, t, ends, scale2,
+    q, q_strides, token_place, first, head, k_tile, lse2, total, first_key, ends, scale2,
     G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum over a group's heads of the probabilities of a tile of keys, [M, N] fp32; 0 if unseen.
 
-    q and lse2 point to the tile's first row in the group's first head.
+    head: the group's first; lse2 [M] points to its statistics of the tile's rows.
     """
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    row = tl.arange(0, BLOCK_M)
+    valid = first + tl.arange(0, BLOCK_M) < token_place[2]
     k_tile = tl.trans(k_tile)  # out here, or it would be put into shared memory for every head
-    for _ in range(G):
-        lse = tl.load(lse2 + row, mask=row < left, other=0.0)
-        q_tile = load_rows(q, stride, left, BLOCK_M, D, BLOCK_D)
+    for g in range(G):
+        lse = tl.load(lse2, mask=valid, other=0.0)
+        q_tile = load_tile(
+            q, q_strides, token_place, first, head + g, D, BLOCK_M, BLOCK_D, DESCRIPTORS
+        )
         s = tl.dot(q_tile, k_tile, input_precision=PRECISION)
         p += tl.exp2(s * scale2 - lse[:, None])
-        q += head_stride
         lse2 += total
     if first_key + BLOCK_N > tl.min(ends, 0):
         key = first_key + tl.arange(0, BLOCK_N)
@@ -132,7 +133,8 @@ def _select_blocks(
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, COUNT: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCKS: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr, POOLING: tl.constexpr,
+    BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr, POOLING: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M neighbouring queries of one sequence and the heads of one KV head.
 
@@ -147,7 +149,7 @@ def _select_blocks(
     if first >= rows:
         return
     key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
-    left = rows - first
+    token_place, key_place = (sequence, start, rows), (sequence, key_start, key_rows)
     last = tl.minimum(first + BLOCK_M, rows) - 1
     t = first + tl.arange(0, BLOCK_M)
     own = t // SELECT
@@ -159,20 +161,18 @@ def _select_blocks(
         ends = seen_end(t, LENGTH, STRIDE)
         end = tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows)
         head = kv_head * G
-        q_tile = at(q, q_strides, start + first, head)
-        lse2_tile = lse2 + head.to(tl.int64) * total + start + first
+        lse2_at = lse2 + head.to(tl.int64) * total + start + t
         best = tl.full([BLOCK_M, SLOTS], ILLEGAL, tl.int64 if WIDE else tl.int32)
         left_over = tl.zeros([BLOCK_M], tl.float32)
         for block in range(0, legal, BLOCKS):
             n = block * PER_SELECTABLE
             if ALIGNED:
-                k_tile = load_rows(
-                    at(k_cmp, k_strides, key_start + n, kv_head), k_strides[0], key_rows - n,
-                    BLOCK_N, D, BLOCK_D,
-                )  # fmt: skip
+                k_tile = load_tile(
+                    k_cmp, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS
+                )
                 p = _probabilities(
-                    q_tile, k_tile, lse2_tile, q_strides[0], q_strides[1], total, left, n, t, ends,
-                    scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+                    q, q_strides, token_place, first, head, k_tile, lse2_at, total, n, ends, scale2,
+                    G, D, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
                 )  # fmt: skip
                 importance, left_over = _pool(
                     p, left_over, PER_COMPRESSED, PER_SELECTABLE, BLOCK_M, BLOCK_N, BLOCKS
@@ -181,13 +181,12 @@ def _select_blocks(
                 importance = tl.zeros([BLOCK_M, BLOCKS], tl.float32)
                 low = tl.maximum(n - PER_COMPRESSED + 1, 0)
                 for m in range(low, tl.minimum(n + BLOCKS * PER_SELECTABLE, end), BLOCK_N):
-                    k_tile = load_rows(
-                        at(k_cmp, k_strides, key_start + m, kv_head), k_strides[0], key_rows - m,
-                        BLOCK_N, D, BLOCK_D,
-                    )  # fmt: skip
+                    k_tile = load_tile(
+                        k_cmp, k_strides, key_place, m, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS
+                    )
                     p = _probabilities(
-                        q_tile, k_tile, lse2_tile, q_strides[0], q_strides[1], total, left, m, t,
-                        ends, scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
+                        q, q_strides, token_place, first, head, k_tile, lse2_at, total, m, ends,
+                        scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
                     )  # fmt: skip
                     band = _band(m, block, PER_COMPRESSED, PER_SELECTABLE, BLOCK_N, BLOCKS)
                     importance = tl.dot(p, band, importance, input_precision=POOLING)
@@ -235,11 +234,13 @@ def select_blocks(
     scale: float,
     *,
     tile: Tile | None = None,
+    descriptors: bool | None = None,
 ) -> Tensor:
     """The blocks that each query selects (Eq. 8-11): [tokens, HKV, n] int32, ascending, -1 last.
 
     q [tokens, HQ, D]; k_cmp [C rows, HKV, D]; lse2 [HQ, tokens] fp32 of the compressed branch, as
-    span_forward returns it. tile: default_tile's if None.
+    span_forward returns it. tile: default_tile's if None. descriptors: whether TMA fetches the
+    tiles; None: where it can.
     """
     total, heads, dim = q.shape
     kv_heads, config = k_cmp.shape[1], sequences.config
@@ -253,19 +254,23 @@ def select_blocks(
     # An index of 13 bits leaves the importance 10 bits of mantissa in 32.
     wide = q.dtype == torch.float32 or bits > 13
     aligned, step = _pooling(tile.keys, config)
-    keys = sequences.compressed
+    tokens, keys = sequences.tokens, sequences.compressed
+    if descriptors is None:
+        descriptors = descriptors_fit(tokens, keys, q, k_cmp)
     _select_blocks[(tiles * kv_heads,)](
-        q, k_cmp, lse2, blocks, q.stride()[:2], k_cmp.stride()[:2],
+        operand(q, tokens, tile.rows, descriptors),
+        operand(k_cmp, keys, tile.keys, descriptors),
+        lse2, blocks, q.stride()[:2], k_cmp.stride()[:2],
         place, (keys.bounds, keys.length), tiles, total, scale * LOG2E,
         2**31 - 1 if wide else 2**bits - 1,
         HKV=kv_heads, G=heads // kv_heads, D=dim,
         LENGTH=config.compress_block, STRIDE=config.compress_stride,
         SELECT=config.select_block, COUNT=count,
         INITIAL=config.select_initial, LOCAL=config.select_local,
-        PACKED=sequences.tokens.packed, ALIGNED=aligned, WIDE=wide,
+        PACKED=tokens.packed, ALIGNED=aligned, WIDE=wide,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=power_of_two(dim),
-        BLOCKS=step, SLOTS=max(2, triton.next_power_of_2(count)), PRECISION=precision(q),
-        POOLING="ieee" if q.dtype == torch.float32 else "tf32x3",
+        BLOCKS=step, SLOTS=max(2, triton.next_power_of_2(count)), DESCRIPTORS=descriptors,
+        PRECISION=precision(q), POOLING="ieee" if q.dtype == torch.float32 else "tf32x3",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return blocks
