@@ -202,8 +202,8 @@ class Runner:
 
     def release(self) -> None:
         """Gives back what a failed call held, and sees whether the device still answers."""
-        gc.collect()
         if self.device.type == "cuda" and not self.broken:
+            gc.collect()
             try:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()
