@@ -8,6 +8,7 @@ only inside the gated sum. All sums are in a fixed order: the same inputs give t
 
 from collections.abc import Sequence
 from dataclasses import astuple
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -18,6 +19,19 @@ from nsa.kernels import combine, compress, selected_bwd, selected_fwd, span_bwd,
 from nsa.kernels.sequences import Sequences, dense, packed
 
 CMP, SLC, WIN = range(3)  # where a branch's gate stands
+
+
+def _on_its_device(function):
+    """`function` with its first tensor's GPU as the current one: that is where Triton launches."""
+
+    @wraps(function)
+    def guarded(x, *args):
+        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return function(x, *args)
+        with torch.cuda.device(x.device):
+            return function(x, *args)
+
+    return guarded
 
 
 def sizes_of(config: NSAConfig) -> list[int]:
@@ -35,6 +49,7 @@ def _sequences(
 
 
 @torch.library.custom_op("nsa::compress_mean", mutates_args=())
+@_on_its_device
 def compress_mean(
     k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -55,6 +70,7 @@ def _(k, v, cu_seqlens, batch, sizes):
 
 
 @torch.library.custom_op("nsa::compress_mean_backward", mutates_args=())
+@_on_its_device
 def compress_mean_backward(
     dk_cmp: Tensor,
     dv_cmp: Tensor | None,
@@ -99,6 +115,7 @@ compress_mean.register_autograd(_backward_compress, setup_context=_save_compress
 
 
 @torch.library.custom_op("nsa::select", mutates_args=())
+@_on_its_device
 def select(
     q: Tensor,
     k_cmp: Tensor,
@@ -126,6 +143,7 @@ def _lse(q: Tensor, k_cmp: Tensor, sequences: Sequences, scale: float) -> Tensor
 
 
 @torch.library.custom_op("nsa::attend", mutates_args=())
+@_on_its_device
 def attend(
     q: Tensor,
     k_cmp: Tensor | None,
@@ -221,6 +239,7 @@ def _(
 
 
 @torch.library.custom_op("nsa::attend_backward", mutates_args=())
+@_on_its_device
 def attend_backward(
     do: Tensor,
     q: Tensor,

@@ -42,9 +42,10 @@ def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
     """The blocks that each query selects: [B, T, HKV, n] int32, scored against k_cmp [B, C, *]."""
     from nsa.kernels import ops
 
-    q, k_cmp = _flat(_padded(inputs.q)), _flat(_padded(k_cmp))
+    q, scale = _positive(inputs.q, inputs.scale)
+    q, k_cmp = _flat(_padded(q)), _flat(_padded(k_cmp))
     sizes = ops.sizes_of(inputs.config)
-    blocks = ops.select(q, k_cmp, inputs.cu_seqlens, inputs.q.shape[0], sizes, inputs.scale)
+    blocks = ops.select(q, k_cmp, inputs.cu_seqlens, inputs.q.shape[0], sizes, scale)
     return blocks.unflatten(0, inputs.q.shape[:2])
 
 
@@ -75,6 +76,7 @@ def _attend(
     if "cmp" in branches:
         v["cmp"] = compressed[1]
     tensors = [x for pair in ((k.get(b), v.get(b)) for b in BRANCHES) for x in pair]
+    q, scale = _positive(q, inputs.scale)
     tensors = [x if x is None else _flat(_padded(x)) for x in (q, *tensors)]
     if blocks is not None:
         blocks = blocks.flatten(0, 1).int().contiguous() if "slc" in branches else None
@@ -82,8 +84,7 @@ def _attend(
         x is not None and x.requires_grad for x in (*tensors, gates)
     )
     o = ops.attend(
-        *tensors, gates, blocks, inputs.cu_seqlens, q.shape[0], ops.sizes_of(config),
-        inputs.scale, keep,
+        *tensors, gates, blocks, inputs.cu_seqlens, q.shape[0], ops.sizes_of(config), scale, keep,
     )[0]  # fmt: skip
     return o[..., : inputs.value_dim].unflatten(0, q.shape[:2])
 
@@ -133,6 +134,13 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """(q, scale) of the same scores with a positive scale, under which a maximum stays one."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
 def _padded(x: Tensor) -> Tensor:
     """Zeros up to a multiple of GRAIN in the last dimension: they add nothing to any product."""
     missing = -x.shape[-1] % GRAIN
@@ -158,6 +166,8 @@ def why_not(inputs: Inputs) -> list[str]:
             )
     elif not _interpreted():
         reasons.append(f"needs a GPU, got {q.device}; for tests TRITON_INTERPRET=1 runs it there")
+    elif q.dtype == torch.bfloat16:
+        reasons.append("Triton's interpreter multiplies the bits of bf16; fp32 and fp16 would do")
     return reasons
 
 
