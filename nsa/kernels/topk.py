@@ -1,7 +1,6 @@
 """Selection: scores of compressed keys, pooled to blocks, and a running top n, in one kernel.
 
-Nothing of size T x C or T x NB exists outside registers. A candidate is one sortable integer,
-(importance, index), so that a lower index wins a tie and sorting moves one word.
+Nothing of size T x C or T x NB exists outside registers.
 """
 
 import torch
@@ -11,119 +10,38 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.kernels.common import LOG2E, axis_arguments, extent, locate, power_of_two, precision
+from nsa.kernels.ranking import ILLEGAL, NONE, band, candidates, indices, merge, pool
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import descriptors_fit, load_tile, operand, seen_end
 from nsa.kernels.tiles import Tile, architecture
 
-ILLEGAL = tl.constexpr(-(2**31) + 1)  # below every candidate
-FORCED = tl.constexpr(2**31 - 1)  # above the bits of every float
-NONE = tl.constexpr(2**31 - 1)  # sorts behind every index
-
 
 @triton.jit
 def _probabilities(
-    q, q_strides, token_place, first, head, k_tile, lse2, total, first_key, ends, scale2,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, q_strides, token_place, first, head, k_tile, lse2, total, first_key, ends, back,
+    scale2, G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum over a group's heads of the probabilities of a tile of keys, [M, N] fp32; 0 if unseen.
 
-    head: the group's first; lse2 [M] points to its statistics of the tile's rows.
+    head: the group's first; lse2 [M] points to its statistics of the tile's rows. back: 1 to take
+    the heads from the last to the first, 0 otherwise.
     """
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     valid = first + tl.arange(0, BLOCK_M) < token_place[2]
     k_tile = tl.trans(k_tile)  # out here, or it would be put into shared memory for every head
-    for g in range(G):
-        lse = tl.load(lse2, mask=valid, other=0.0)
+    for i in range(G):
+        g = i + back * (G - 1 - 2 * i)
+        lse = tl.load(lse2 + g.to(tl.int64) * total, mask=valid, other=0.0)
         q_tile = load_tile(
             q, q_strides, token_place, first, head + g, D, BLOCK_M, BLOCK_D, DESCRIPTORS
         )
         s = tl.dot(q_tile, k_tile, input_precision=PRECISION)
         p += tl.exp2(s * scale2 - lse[:, None])
-        lse2 += total
     if first_key + BLOCK_N > tl.min(ends, 0):
         key = first_key + tl.arange(0, BLOCK_N)
         p = tl.where(key[None, :] < ends[:, None], p, 0.0)
     return p
-
-
-@triton.jit
-def _pool(
-    p, left_over, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Eq. 9 where a tile of keys is a whole number of blocks: (importance [M, BLOCKS], left_over).
-
-    A key counts in the block where it begins, and what reaches into the next one there;
-    left_over [M] is what reaches into the next tile.
-    """
-    place = (tl.arange(0, BLOCK_N) % PER_SELECTABLE)[None, :]
-    own = p * tl.minimum(PER_COMPRESSED, PER_SELECTABLE - place).to(tl.float32)
-    own = tl.sum(tl.reshape(own, [BLOCK_M, BLOCKS, PER_SELECTABLE]), 2)
-    if PER_COMPRESSED > 1:
-        reach = (place + PER_COMPRESSED - PER_SELECTABLE).to(tl.float32)
-        reach = tl.where(reach > 0, p * reach, 0.0)
-        reach = tl.sum(tl.reshape(reach, [BLOCK_M, BLOCKS, PER_SELECTABLE]), 2)
-        column = tl.zeros([BLOCK_M, 1], tl.int32) + tl.arange(0, BLOCKS)[None, :]
-        before = tl.gather(reach, tl.maximum(column - 1, 0), 1)
-        own += tl.where(column == 0, left_over[:, None], before)
-        left_over = tl.sum(tl.where(column == BLOCKS - 1, reach, 0.0), 1)
-    return own, left_over
-
-
-@triton.jit
-def _band(
-    first_key, first_block, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Strides that keys and blocks share, [N, BLOCKS] fp32 (`nsa.blocks.overlap`)."""
-    key = (first_key + tl.arange(0, BLOCK_N))[:, None]
-    start = ((first_block + tl.arange(0, BLOCKS)) * PER_SELECTABLE)[None, :]
-    low = tl.maximum(key, start)
-    high = tl.minimum(key + PER_COMPRESSED, start + PER_SELECTABLE)
-    return tl.maximum(high - low, 0).to(tl.float32)
-
-
-@triton.jit
-def _candidates(
-    importance, first_block, own, index_mask, WIDE: tl.constexpr, INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """(importance, index) of the blocks from first_block on, as one integer each [M, BLOCKS].
-
-    From the top: forced, by importance, NaN, illegal; a lower index first.
-    """
-    j = (first_block + tl.arange(0, BLOCKS))[None, :]
-    own = own[:, None]
-    forced = (j < INITIAL) | (j > own - LOCAL)
-    bits = tl.where(forced, FORCED, importance.to(tl.int32, bitcast=True))
-    high = bits.to(tl.int64) << 32 if WIDE else bits & ~index_mask
-    key = high | (index_mask - j)
-    key = tl.where((importance == importance) | forced, key, ~j)
-    return tl.where(j <= own, key, ILLEGAL)
-
-
-@triton.jit
-def _merge(best, candidates, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
-    """The largest SLOTS, ascending, of best [M, SLOTS], ascending, and candidates [M, BLOCKS]."""
-    if BLOCKS > SLOTS:
-        candidates = tl.topk(candidates, SLOTS)
-    else:
-        if BLOCKS < SLOTS:
-            spare = tl.full([best.shape[0], BLOCKS, SLOTS // BLOCKS], ILLEGAL, best.dtype)
-            first = tl.arange(0, SLOTS // BLOCKS)[None, None, :] == 0
-            candidates = tl.where(first, candidates[:, :, None], spare)
-            candidates = tl.reshape(candidates, [best.shape[0], SLOTS])
-        candidates = tl.sort(candidates, descending=True)
-    # One ascends and the other descends: the larger of each pair are the largest of all.
-    return tl.bitonic_merge(tl.maximum(best, candidates))
-
-
-@triton.jit
-def _indices(keys, index_mask):
-    """The blocks' indices in keys; NONE for what is not legal."""
-    index = tl.where(keys < 0, ~keys, index_mask - (keys & index_mask)).to(tl.int32)
-    return tl.where(keys == ILLEGAL, NONE, index)
 
 
 @triton.jit
@@ -166,15 +84,18 @@ def _select_blocks(
         left_over = tl.zeros([BLOCK_M], tl.float32)
         for block in range(0, legal, BLOCKS):
             n = block * PER_SELECTABLE
+            # What L2 still holds of q is what was read last. Sums in one order tie where keys do,
+            # which 16-bit inputs do not need: their importance is rounded.
+            back = 0 if WIDE else block // BLOCKS % 2
             if ALIGNED:
                 k_tile = load_tile(
                     k_cmp, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS
                 )
                 p = _probabilities(
-                    q, q_strides, token_place, first, head, k_tile, lse2_at, total, n, ends, scale2,
-                    G, D, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+                    q, q_strides, token_place, first, head, k_tile, lse2_at, total, n, ends, back,
+                    scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
                 )  # fmt: skip
-                importance, left_over = _pool(
+                importance, left_over = pool(
                     p, left_over, PER_COMPRESSED, PER_SELECTABLE, BLOCK_M, BLOCK_N, BLOCKS
                 )
             else:
@@ -186,15 +107,13 @@ def _select_blocks(
                     )
                     p = _probabilities(
                         q, q_strides, token_place, first, head, k_tile, lse2_at, total, m, ends,
-                        scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+                        back, scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
                     )  # fmt: skip
-                    band = _band(m, block, PER_COMPRESSED, PER_SELECTABLE, BLOCK_N, BLOCKS)
-                    importance = tl.dot(p, band, importance, input_precision=POOLING)
-            candidates = _candidates(
-                importance, block, own, index_mask, WIDE, INITIAL, LOCAL, BLOCKS
-            )
-            best = _merge(best, candidates, BLOCKS, SLOTS)
-        chosen = tl.where(slot >= SLOTS - COUNT, _indices(best, index_mask), NONE)
+                    shared = band(m, block, PER_COMPRESSED, PER_SELECTABLE, BLOCK_N, BLOCKS)
+                    importance = tl.dot(p, shared, importance, input_precision=POOLING)
+            found = candidates(importance, block, own, index_mask, WIDE, INITIAL, LOCAL, BLOCKS)
+            best = merge(best, found, SLOTS)
+        chosen = tl.where(slot >= SLOTS - COUNT, indices(best, index_mask), NONE)
         chosen = tl.sort(chosen)
     chosen = tl.where(chosen == NONE, -1, chosen)
     to = blocks + ((start + t).to(tl.int64) * HKV + kv_head)[:, None] * COUNT + slot
@@ -202,13 +121,13 @@ def _select_blocks(
 
 
 def default_tile(dim: int, like: Tensor) -> Tile:
-    """The tile of `select_blocks`; many keys, as q is read again for every tile of keys."""
+    """The tile of `select_blocks`: two programs to an SM, one multiplies while one takes exp2."""
     wide = power_of_two(dim)
     hopper = architecture(like.device) >= 90
     if like.dtype == torch.float32:
         return Tile(32, 64 if wide <= 64 else 32, 4, 1 if wide > 128 else 2)
     if wide <= 128:
-        return Tile(64, 256, 8, 3 if hopper else 2)
+        return Tile(64, 128, 8, 3 if hopper else 2)
     return Tile(64, 128, 8, 2) if hopper else Tile(64, 64, 4, 2)
 
 
@@ -257,6 +176,8 @@ def select_blocks(
     tokens, keys = sequences.tokens, sequences.compressed
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k_cmp)
+    # Scores and probabilities of such a tile leave room for two programs of 8 warps on an SM.
+    small = q.element_size() == 2 and tile.rows * tile.keys <= 64 * 128 and dim <= 128
     _select_blocks[(tiles * kv_heads,)](
         operand(q, tokens, tile.rows, descriptors),
         operand(k_cmp, keys, tile.keys, descriptors),
@@ -272,5 +193,6 @@ def select_blocks(
         BLOCKS=step, SLOTS=max(2, triton.next_power_of_2(count)), DESCRIPTORS=descriptors,
         PRECISION=precision(q), POOLING="ieee" if q.dtype == torch.float32 else "tf32x3",
         num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=128 if small and tile.warps == 8 else None,
     )  # fmt: skip
     return blocks
