@@ -31,7 +31,7 @@ def test_a_right_implementation_has_times_errors_and_its_paths():
     good, flash = cell["gather"], cell["dense-flash"]
     for found in (good, flash):
         assert found["outcome"] == "ok" and found["timing"] == "not meaningful"
-        assert set(found["latency_ms"]) == {"forward", "backward", "step"}
+        assert set(found["latency_ms"]) == {"forward", "backward"}  # on a GPU "step", too
         assert all(0 < q20 <= m <= q80 for m, q20, q80 in found["latency_ms"].values())
         assert set(found["errors"]) == {"forward", "backward"}
     assert good["paths"]["slc"] == ["gather-chunks"] and flash["operation"] == "dense_attention"

@@ -107,6 +107,7 @@ def test_prediction_and_case_study_are_drawn_in_every_panel_or_in_the_named_one(
 
 def test_a_backend_looks_the_same_in_every_plot_and_none_like_another():
     names = ("sequential", "masked", "gather", "packed", "sdpa", "flex", "flash", "triton")
+    names += ("dense-flash", "dense-cudnn", "dense-fa4", "fla")
     assert set(looks.LOOKS) == set(names)
     assert len({colour for colour, _ in looks.LOOKS.values()}) == len(names)
     assert len({marker for _, marker in looks.LOOKS.values()}) == len(names)

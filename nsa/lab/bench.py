@@ -50,8 +50,8 @@ def bench(
     A cell has `shape` (Shape.to_dict), `name`, `operation`, `outcome`, `message`, `checked`,
     `errors` {mode: [worst, limit]}, `latency_ms` {mode: [median, q20, q80]}, `limit_ms` {mode},
     `memory_mib` {mode}, `paths` (the witness), `union` {neighbours: blocks}, `ceilings` and
-    `timing`: "absolute" on a GPU, "not meaningful" on a CPU. Modes: forward, backward, step,
-    graph_forward, graph_backward.
+    `timing`: "absolute" on a GPU, "not meaningful" on a CPU. Modes: forward and backward, on a GPU
+    step, and for short T graph_forward and graph_backward.
 
     `cpu_memory`: record memory on a CPU, too, by torch's profiler,
     some builds of which write to stderr. ValueError for an unknown backend, before anything runs.

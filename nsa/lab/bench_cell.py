@@ -116,7 +116,7 @@ class Runner:
         with recording() as witness:
             self._check(cell, implementation, drawn, backward)
             cell["paths"] = {b: sorted(p) for b, p in witness.record()["paths"].items()}
-        self.clock.start()  # kernels are compiled now
+        self.clock.start()  # and the backward's
         self._time(cell, implementation, drawn, backward)
 
     def _check(self, cell, implementation, drawn, backward) -> None:
@@ -131,18 +131,22 @@ class Runner:
         if key not in self.small:
             first = draw(small, self.device)
             checked = row_check.check(implementation, first, backward=backward)
-            with torch.no_grad():
-                ms = timing.once_ms(lambda: implementation.call(first, None), self.device)
+            ms = 0.0
+            if shape != small:
+                with torch.no_grad():
+                    ms = timing.once_ms(lambda: implementation.call(first, None), self.device)
+            self.clock.start()  # some of its kernels are compiled now
             self.small[key] = (f"T={small.tokens}: {checked.what}", ms / 1e3)
             _note(cell, checked)
         cell["checked"], small_s = self.small[key]
         # A first guess: linear in T, which scores and masks exceed.
         guess_s = small_s * shape.batch * shape.tokens / (small.batch * small.tokens)
         self.clock.check(6 * guess_s if guess_s > 1 else 0.0, "this T")
-        if shape.tokens == small.tokens and shape.heads == small.heads:
+        if shape == small:
             return
         with torch.no_grad():
             implementation.call(drawn, None)
+            self.clock.start()  # and those for this T
             forward_s = timing.once_ms(lambda: implementation.call(drawn, None), self.device) / 1e3
         self.clock.check(5 * forward_s, "the accuracy check at this T")
         passes = -(-count_selectable(shape.tokens, shape.config) // shape.value_dim)
@@ -169,11 +173,14 @@ class Runner:
             taken = timing.latency(call, device)
             found[mode] = [taken.median, taken.q20, taken.q80]
 
-        forward()
+        warm = device.type == "cuda"  # on a CPU the check has run it before, and time means little
+        if warm:
+            forward()
         record("forward", forward)
         if backward:
             o = forward()
-            timing.gradients(o, leaves, do, keep=True)
+            if warm:
+                timing.gradients(o, leaves, do, keep=True)
             self.clock.check(0.004 * found["forward"][0], "backward")
             record("backward", lambda: timing.gradients(o, leaves, do, keep=True))
             del o
@@ -184,7 +191,7 @@ class Runner:
             gc.collect()
             memory = timing.extra_memory(forward, leaves, do, backward)
             cell["memory_mib"] = {m: v for m, v in asdict(memory).items() if v is not None}
-        if backward:
+        if backward and warm:
             self.clock.check(3 * both_s, "step")
             record("step", lambda: timing.gradients(forward(), leaves, do))
         short = drawn.shape.tokens <= GRAPH_TOKENS and found["forward"][0] <= GRAPH_MS

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from nsa.lab import bench, limits
 from nsa.lab.bench_cell import empty
+from nsa.lab.clock import CAP_S
 from nsa.lab.limits import Ceilings
 from nsa.lab.shapes import Shape
 from nsa.lab.trial import run_child
@@ -21,6 +23,8 @@ def compare(
     shapes: Sequence[Shape],
     *,
     deadline_s: float,
+    budget_s: float = float("inf"),
+    share_s: float = CAP_S,
     device: str = "cpu",
     workers: int = 1,
     backends: Sequence[str] | None = None,
@@ -34,9 +38,10 @@ def compare(
     """The cells of `nsa.lab.bench.bench`, each shape measured in a process of its own.
 
     Within a shape all implementations share one process and its inputs. deadline_s: for each shape;
-    a budget somewhat below it lets the child say what did not fit. workers: shapes at once, always
-    1 on a GPU. On a CPU Triton's kernels run interpreted. A child that gives no result leaves a
-    cell for each implementation, `outcome` "oom", "error" or "not run", and the reason.
+    a budget somewhat below it lets the child say what did not fit. budget_s: for all; a shape whose
+    turn comes later is not run. share_s: for each implementation, see `bench`. workers: shapes at
+    once, always 1 on a GPU. On a CPU Triton's kernels run interpreted. A child that gives no result
+    leaves a cell for each implementation, `outcome` "oom", "error" or "not run", and the reason.
     """
     every = bench.all_implementations(backends, peers, with_dense)
     spec = {
@@ -46,19 +51,24 @@ def compare(
         "device": device,
         "threads": threads,
         "cpu_memory": True,
-        "budget_s": max(deadline_s - MARGIN_S, 0.7 * deadline_s),
+        "cap_s": share_s,
     }
-    done = 0
+    end, done = time.monotonic() + budget_s, 0
 
     def one(shape: Shape) -> list[dict]:
         nonlocal done
         place = None
         if folder is not None:
             place = Path(folder) / re.sub("[^A-Za-z0-9.=]+", "-", str(shape))
+        mine_s = min(deadline_s, end - time.monotonic())
+        if mine_s <= 0:
+            why = f"the budget of {budget_s:g} s was used up"
+            return [_lost(shape, i, "not run", why, device) for i in every]
+        within = {"shapes": [shape.to_dict()], "budget_s": max(mine_s - MARGIN_S, 0.7 * mine_s)}
         outcome = run_child(
             entry,
-            {**spec, "shapes": [shape.to_dict()]},
-            deadline_s=deadline_s,
+            spec | within,
+            deadline_s=mine_s,
             folder=place,
             env={"TRITON_INTERPRET": "1"} if device == "cpu" else None,
         )

@@ -12,7 +12,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 QUERIES = ("random", "correlated")
 SIZES = ("tokens", "heads", "kv_heads", "dim", "value_dim", "batch")
 TINY_CONFIG = NSAConfig(
-    compress_block=8, compress_stride=4, select_block=16, select_count=4, window=24
+    compress_block=8, compress_stride=4, select_block=8, select_count=4, window=16
 )
 
 
@@ -75,7 +75,7 @@ NAMED = {
     "main": [Shape(t) for t in (8192, 32768, 65536, 131072)],
     "small": [Shape(2048, heads=12, dim=d, value_dim=d) for d in (64, 128)],
     "g4": [Shape(32768, kv_heads=16)],
-    "tiny": [Shape(t, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG) for t in (64, 128)],
+    "tiny": [Shape(t, 4, 1, 16, 16, dtype="fp32", config=TINY_CONFIG) for t in (32, 64)],
 }
 
 

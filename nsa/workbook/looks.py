@@ -11,8 +11,12 @@ LOOKS = {
     "flex": ("#CC79A7", "P"),
     "flash": ("#56B4E9", "X"),
     "triton": ("#000000", "*"),
+    "dense-flash": ("#8C564B", "<"),
+    "dense-cudnn": ("#4B4B8C", ">"),
+    "dense-fa4": ("#6B6B00", "h"),
+    "fla": ("#9467BD", "p"),
 }
-OTHERS = ("#8C564B", "<"), ("#4B4B8C", ">"), ("#6B6B00", "h")
+OTHERS = ("#C44E52", "d"), ("#1B7837", "H"), ("#4D4D4D", "8")
 STYLE = {
     "figure.dpi": 120,
     "savefig.dpi": 120,

@@ -1,0 +1,201 @@
+"""Questions put to the benchmark rows of a metrics table, answered as tables. Draws nothing."""
+
+import math
+
+import numpy as np
+import pandas
+
+from nsa.workbook import metrics
+
+NSA, DENSE = "nsa_attention", "dense_attention"
+LIMITS = {NSA: "limit", DENSE: "dense limit"}
+
+
+def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
+    """The benchmark's rows over T, with `shape` ("HQ 64, HKV 4, D 128, bf16"), `queries` and
+    `outcome`; of a point measured twice the last."""
+    rows = df[df["operation"].isin([NSA, DENSE]) & (df["x_name"] == "tokens")].copy()
+    configs = metrics.configs(rows)
+    rows["shape"] = [shape_name(config) for config in configs]
+    rows["queries"] = [config.get("queries", "") for config in configs]
+    rows["outcome"] = [config.get("outcome", "ok") for config in configs]
+    rows["x_value"] = rows["x_value"].astype(int)
+    rows["median"] = rows["median"].astype(float)
+    point = ["shape", "queries", "operation", "backend", "mode", "metric", "x_value"]
+    return rows.drop_duplicates(point, keep="last")
+
+
+def shape_name(config: dict) -> str:
+    """What all T of a curve have in common, queries aside."""
+    dims = [config.get("dim"), config.get("value_dim")]
+    dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
+    batch = f", B {config['batch']}" if config.get("batch", 1) != 1 else ""
+    return f"HQ {config.get('heads')}, HKV {config.get('kv_heads')}, D {dim}{batch}, " + str(
+        config.get("dtype", "")
+    )
+
+
+def wide(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
+    """One row a shape, kind of queries and implementation, one column a T; NaN where it failed."""
+    rows = labelled(df)
+    rows = rows[(rows["metric"] == metric) & (rows["mode"] == mode)]
+    return _pivot(rows, "median").astype(float)
+
+
+def shown(df: pandas.DataFrame, metric: str, mode: str, digits: int = 3) -> pandas.DataFrame:
+    """`wide`, for a reader: rounded, and a failure by its name."""
+    rows = labelled(df)
+    rows = rows[(rows["metric"] == metric) & (rows["mode"] == mode)]
+    texts = [
+        _figures(value, digits) if np.isfinite(value) else outcome
+        for value, outcome in zip(rows["median"], rows["outcome"], strict=True)
+    ]
+    return _pivot(rows.assign(text=texts), "text").fillna("")
+
+
+def _figures(value: float, digits: int) -> str:
+    if value == 0 or abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def _pivot(rows: pandas.DataFrame, values: str) -> pandas.DataFrame:
+    index = ["shape", "queries", "backend"]
+    table = rows.pivot_table(
+        index=index, columns="x_value", values=values, aggfunc="last", sort=False, dropna=False
+    )
+    return table[sorted(table.columns)].rename_axis(columns="T").dropna(how="all")
+
+
+def notes(df: pandas.DataFrame) -> pandas.DataFrame:
+    """What did not run, or not whole, and why: one row an implementation, reason and its T."""
+    rows = labelled(df)
+    rows = rows[(rows["metric"] == "latency") & (rows["mode"] == "forward")]
+    messages = [config.get("message", "") for config in metrics.configs(rows)]
+    rows = rows.assign(why=messages)
+    rows = rows[rows["why"] != ""]
+    if not len(rows):
+        return pandas.DataFrame(columns=["outcome", "T", "why"])
+    grouped = rows.groupby(["backend", "outcome", "why"], sort=False)["x_value"]
+    found = grouped.agg(lambda t: ", ".join(map(str, sorted(set(t))))).rename("T").reset_index()
+    return found[["backend", "outcome", "T", "why"]].set_index("backend")
+
+
+def accuracy(df: pandas.DataFrame) -> pandas.DataFrame:
+    """Each implementation's largest error as a share of what the rule allows, and what was checked.
+
+    1 is the limit; it is twice what plain torch strays in the same dtype.
+    """
+    rows = labelled(df)
+    rows = rows[rows["metric"] == "error"]
+    configs = metrics.configs(rows)
+    rows = rows.assign(
+        share=[m / c["allowed"] for m, c in zip(rows["median"], configs, strict=True)],
+        checked=[c.get("checked", "") for c in configs],
+    )
+    share = rows.pivot_table(
+        index="backend", columns="mode", values="share", aggfunc="max", sort=False
+    )
+    share = share.reindex(columns=[m for m in ("forward", "backward") if m in share]).round(2)
+    return share.assign(checked=rows.groupby("backend", sort=False)["checked"].last())
+
+
+def paths(cells: list[dict]) -> dict[str, tuple]:
+    """{backend: what served each branch}, from the witnesses of cells."""
+    return {
+        cell["name"]: tuple((b, ", ".join(p)) for b, p in sorted(cell["paths"].items()))
+        for cell in cells
+        if cell["paths"] and not cell["name"].startswith("peer ")
+    }
+
+
+def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
+    """Where each backend wins: for every shape, T and mode the fastest NSA and dense, and by how
+    much. `NSA of limit` is the share of the physical limit that the winner reaches."""
+    rows = labelled(df)
+    rows = rows[(rows["metric"] == "latency") & rows["median"].notna()]
+    rows = rows[rows["mode"].isin(["forward", "backward", "step"])]
+    found = []
+    keys = ["shape", "queries", "x_value", "mode"]
+    for key, group in rows.groupby(keys, sort=False):
+        line: dict = dict(zip(("shape", "queries", "T", "mode"), key, strict=True))
+        for operation, label in ((NSA, "NSA"), (DENSE, "dense")):
+            mine = group[group["operation"] == operation]
+            limit = mine[mine["backend"] == LIMITS[operation]]["median"]
+            raced = mine[mine["backend"] != LIMITS[operation]]
+            if len(raced):
+                best = raced.loc[raced["median"].idxmin()]
+                line[label], line[f"{label} ms"] = best["backend"], best["median"]
+                if label == "NSA" and len(limit):
+                    line["NSA of limit"] = limit.iloc[-1] / best["median"]
+        if "NSA" in line:
+            line["dense / NSA"] = line.get("dense ms", math.nan) / line["NSA ms"]
+            found.append(line)
+    columns = [
+        "shape", "queries", "T", "mode", "NSA", "NSA ms", "NSA of limit", "dense", "dense ms",
+        "dense / NSA",
+    ]  # fmt: skip
+    return pandas.DataFrame(found, columns=columns).set_index(["shape", "queries", "T", "mode"])
+
+
+def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
+    """The T from which each NSA implementation beats the fastest dense one, by mode.
+
+    Interpolated between measured T, straight in log-log; "below T" where it wins from the first T
+    on, "beyond T" where it does not win up to the last.
+    """
+    found: dict[tuple, dict[str, str]] = {}
+    for mode in ("forward", "backward", "step"):
+        rows = labelled(df)
+        rows = rows[(rows["metric"] == "latency") & (rows["mode"] == mode)]
+        rows = rows[rows["median"].notna() & ~rows["backend"].isin(LIMITS.values())]
+        for (shape, queries), group in rows.groupby(["shape", "queries"], sort=False):
+            dense = group[group["operation"] == DENSE].groupby("x_value")["median"].min()
+            ours = group[group["operation"] == NSA]
+            for backend, line in ours.groupby("backend", sort=False):
+                both = line.set_index("x_value")["median"].to_frame("ours").join(
+                    dense.rename("dense"), how="inner"
+                ).sort_index()  # fmt: skip
+                if len(both):
+                    text = crossing(list(both.index), list(both["ours"]), list(both["dense"]))
+                    found.setdefault((shape, queries, backend), {})[mode] = text
+    index = pandas.MultiIndex.from_tuples(found, names=["shape", "queries", "backend"])
+    return pandas.DataFrame(list(found.values()), index=index).fillna("")
+
+
+def crossing(tokens: list[int], ours: list[float], dense: list[float]) -> str:
+    """From which T on ours stays below dense, in words; see `break_even`."""
+    gap = np.log(np.asarray(ours, float)) - np.log(np.asarray(dense, float))
+    losing = np.flatnonzero(gap >= 0)
+    if not len(losing):
+        return f"below {tokens[0]}"
+    last = int(losing[-1])
+    if last == len(tokens) - 1:
+        return f"beyond {tokens[-1]}"
+    x = np.log(np.asarray(tokens, float))
+    share = gap[last] / (gap[last] - gap[last + 1])
+    return f"{math.exp(x[last] + share * (x[last + 1] - x[last])):.0f}"
+
+
+def unions(df: pandas.DataFrame) -> pandas.DataFrame:
+    """Mean distinct blocks that 4 and 8 neighbouring queries select, by kind of queries and T."""
+    rows = labelled(df)
+    rows = rows[rows["metric"].str.startswith("mean_union_of_")]
+    rows = rows.assign(neighbours=rows["metric"].str.rpartition("_")[2].astype(int))
+    table = rows.pivot_table(
+        index=["shape", "queries", "neighbours"], columns="x_value", values="median",
+        aggfunc="last", sort=False,
+    )  # fmt: skip
+    return table.rename_axis(columns="T").round(1)
+
+
+def outcomes(cells: list[dict]) -> dict[str, str]:
+    """{implementation: "ok x2, declined x1"}, in the order of the cells."""
+    found: dict[str, dict[str, int]] = {}
+    for cell in cells:
+        counts = found.setdefault(cell["name"], {})
+        counts[cell["outcome"]] = counts.get(cell["outcome"], 0) + 1
+    return {
+        name: ", ".join(f"{outcome} x{count}" for outcome, count in counts.items())
+        for name, counts in found.items()
+    }
