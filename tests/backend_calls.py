@@ -19,6 +19,17 @@ NAMES = [name for name in registry.names() if name != "flash"]
 
 WITH_GRADIENT = [name for name in NAMES if name not in FORWARD_ONLY]
 
+# Triton's interpreter multiplies the bits of bf16, and tl.dot takes no fp64.
+TRITON_TAKES = {torch.float32, torch.float16} | ({torch.bfloat16} if DEVICE == "cuda" else set())
+
+
+def takes(backend: str, dtype: torch.dtype) -> bool:
+    """Whether the backend runs in this dtype on this machine."""
+    return backend != "triton" or dtype in TRITON_TAKES
+
+
+DOUBLE = [name for name in WITH_GRADIENT if takes(name, torch.float64)]
+
 FAST = [name for name in WITH_GRADIENT if name != "sequential"]
 
 

@@ -88,10 +88,23 @@ def test_nothing_that_autograd_saved_is_changed_in_place(backend):
 
 @pytest.mark.parametrize("backend", NAMES)
 def test_the_output_has_the_dtype_of_q_whatever_the_gates_have(backend):
-    args, kwargs = draw(Case(20), torch.bfloat16, DEVICE).arguments()
+    args, kwargs = draw(Case(20), torch.float16, DEVICE).arguments()
     with torch.no_grad():
         o = nsa_attention(*args[:3], args[3].float(), args[4], **kwargs, backend=backend)
-    assert o.dtype == torch.bfloat16
+    assert o.dtype == torch.float16
+
+
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 2.5])
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_the_scale_may_have_any_sign(backend, scale):
+    drawn = draw(Case(30, kv_heads=1), torch.float32, DEVICE)
+    args, kwargs = drawn.arguments()
+    want = nsa(*args, **kwargs, scale=scale).o
+    got = attend(drawn, backend, scale=scale)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    if scale <= 0:
+        ours, truth = (torch.autograd.grad(o.sum(), drawn.leaves["q"])[0] for o in (got, want))
+        torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_calls import DEVICE, FAST, NAMES, WITH_GRADIENT, attend, check
+from backend_calls import DEVICE, DOUBLE, FAST, NAMES, WITH_GRADIENT, attend, check, takes
 from cases import CASES, ODD, SMALL, TINY, Case, draw
 
 from nsa.attention.api import nsa_attention
@@ -16,9 +16,23 @@ from nsa.reference.nsa import nsa
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
+def each(backends, cases, dtypes):
+    """Every combination that runs here; interpreted kernels take minutes for the long ones."""
+    for backend in backends:
+        for dtype, name in dtypes.items():
+            for case in cases:
+                long = backend == "triton" and DEVICE == "cpu" and case.tokens > 200
+                if takes(backend, dtype):
+                    marks = [pytest.mark.slow] if long else []
+                    yield pytest.param(
+                        backend, case, dtype, id=f"{backend}-{case}-{name}", marks=marks
+                    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "dtype"),
+    each(WITH_GRADIENT, CASES, {torch.float32: "fp32", torch.bfloat16: "bf16"}),
+)
 def test_backend_agrees_with_the_reference_forward_and_backward(backend, case, dtype):
     check(backend, case, dtype, with_gradient=True)
 
@@ -37,7 +51,7 @@ def test_backend_agrees_in_fp16(backend):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
+@pytest.mark.parametrize("backend", DOUBLE)
 def test_gradcheck(backend, phi):
     config = NSAConfig(4, 2, 4, 2, select_initial=0, window=3)
     drawn = draw(Case(11, kv_heads=1, group=2, dim=2, value_dim=3, config=config, phi=phi))
@@ -82,7 +96,7 @@ WHOLE = [
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
 @pytest.mark.parametrize("case", WHOLE, ids=str)
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", [name for name in NAMES if takes(name, torch.float64)])
 def test_backend_selects_and_attends_as_the_reference_from_end_to_end(backend, case):
     drawn = draw(case)
     args, kwargs = drawn.arguments()

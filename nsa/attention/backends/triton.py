@@ -1,7 +1,7 @@
-"""triton: our own kernels, forward and backward; memory linear in T, and bit-repeatable.
+"""triton: our own kernels, forward and backward, bit-repeatable; holds nothing T x T.
 
 Packed sequences run in one launch, the gated sum is formed inside the kernels, and nothing waits
-for the GPU. Without one, Triton's interpreter runs the same kernels for tests (TRITON_INTERPRET=1).
+for the GPU. Without a GPU Triton's interpreter runs the same kernels for tests (TRITON_INTERPRET=1).
 """
 
 import importlib.util
