@@ -31,7 +31,7 @@ def each(backends, cases, dtypes):
 
 @pytest.mark.parametrize(
     ("backend", "case", "dtype"),
-    each(WITH_GRADIENT, CASES, {torch.float32: "fp32", torch.bfloat16: "bf16"}),
+    list(each(WITH_GRADIENT, CASES, {torch.float32: "fp32", torch.bfloat16: "bf16"})),
 )
 def test_backend_agrees_with_the_reference_forward_and_backward(backend, case, dtype):
     check(backend, case, dtype, with_gradient=True)
