@@ -78,6 +78,13 @@ def out_of_memory(q, k, v, gates, config):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 TiB")
 
 
+def hoard(q, k, v, gates, config):
+    """Takes GPU memory until there is none."""
+    held = []
+    while True:
+        held.append(torch.empty(1 << 32, dtype=torch.uint8, device=q.device))
+
+
 def four_arguments(q, k, v, gates):
     return q
 

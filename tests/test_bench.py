@@ -137,7 +137,11 @@ def test_rows_fit_the_workbooks_table():
     assert math.isnan(by_name["peer bench_peers:scaled"])
     assert {"fraction_of_limit", "error", "mean_union_of_8"} <= set(table["metric"])
     config = json.loads(forward.iloc[-1]["config"])
-    assert config["queries"] == "random" and config["window"] == 24 and config["outcome"]
+    assert (
+        config["queries"] == "random"
+        and config["window"] == TINY_CONFIG.window
+        and config["outcome"]
+    )
 
 
 def test_the_printed_table_names_all_and_says_that_cpu_times_mean_nothing():
@@ -204,3 +208,28 @@ def test_a_wrong_request_is_one_line(words, message, capsys):
 def test_a_gpu_that_is_not_there_is_refused(capsys):
     assert cli.main(["bench", "--device", "cuda"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_times_memory_graphs_and_ceilings_are_measured():
+    shape = Shape(1024, heads=32, kv_heads=2, dim=128, value_dim=128)
+    cells = run(shape=shape, backends=["triton", "gather"], with_dense=True, device="cuda")
+    for name in ("triton", "dense-flash"):
+        found = cells[name]
+        assert found["outcome"] == "ok", found["message"]
+        assert found["timing"] == "absolute" and found["memory_mib"]["backward"] > 0
+        modes = {"forward", "backward", "step", "graph_forward", "graph_backward"}
+        assert set(found["latency_ms"]) == modes, found["message"]
+        assert found["limit_ms"]["forward"] < found["latency_ms"]["forward"][0]
+    assert (
+        cells["gather"]["outcome"] == "ok" and "graph_forward" not in cells["gather"]["latency_ms"]
+    )
+    assert cells["triton"]["ceilings"]["matmul_tflops"] > 50
+
+
+@pytest.mark.gpu
+def test_memory_that_runs_out_on_a_gpu_is_a_row_and_is_given_back():
+    cells = run("hoard", shape=replace(SHAPE, tokens=64), device="cuda")
+    assert cells["hoard"]["outcome"] == "oom"
+    assert cells["gather"]["outcome"] == "ok"
+    assert torch.cuda.memory_allocated() < 1 << 30

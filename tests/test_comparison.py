@@ -88,6 +88,9 @@ def test_tables_show_values_and_failures_by_name_and_the_reasons_beside():
     shown = comparison_table.shown(df, "latency", "forward")
     column = shown[8192].droplevel(["shape", "queries"])
     assert (column["triton"], column["masked"], column["limit"]) == ("2", "oom", "0.819")
+    forward_only = cell("flex", latency_ms={"forward": [1.0, 1.0, 1.0]})
+    backward = comparison_table.shown(frame(forward_only), "latency", "backward")[8192]
+    assert backward.droplevel(["shape", "queries"])["flex"] == "none"
     notes = comparison_table.notes(df)
     assert notes.loc["masked", "why"] == "OutOfMemoryError" and notes.loc["masked", "T"] == "8192"
     assert comparison_table.accuracy(df).loc["triton", "forward"] == 0.25

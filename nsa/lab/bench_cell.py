@@ -195,7 +195,7 @@ class Runner:
             self.clock.check(3 * both_s, "step")
             record("step", lambda: timing.gradients(forward(), leaves, do))
         short = drawn.shape.tokens <= GRAPH_TOKENS and found["forward"][0] <= GRAPH_MS
-        if device.type == "cuda" and backward and short:
+        if device.type == "cuda" and backward and short and implementation.graph:
             self._graph(cell, forward, leaves, do)
 
     def _graph(self, cell, forward, leaves, do) -> None:

@@ -13,9 +13,9 @@ from nsa.lab.implementations import DENSE, Implementation
 def providers() -> list[Implementation]:
     """dense-flash (torch's FlashAttention-2), dense-cudnn, and dense-fa4 (flash-attn-4)."""
     return [
-        Implementation("dense-flash", DENSE, _flash, _why_not_flash, _reaches),
-        Implementation("dense-cudnn", DENSE, _cudnn, _why_not_cudnn, _reaches),
-        Implementation("dense-fa4", DENSE, _fa4, _why_not_fa4, _reaches),
+        Implementation("dense-flash", DENSE, _flash, _why_not_flash, _reaches, graph=True),
+        Implementation("dense-cudnn", DENSE, _cudnn, _why_not_cudnn, _reaches, graph=True),
+        Implementation("dense-fa4", DENSE, _fa4, _why_not_fa4, _reaches, graph=True),
     ]
 
 

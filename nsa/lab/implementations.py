@@ -24,7 +24,8 @@ class Implementation:
     o [B, T, HQ, DV]; blocks [B, T, HKV, n] is None unless `takes_blocks`. `why_not(drawn)` lists
     reasons, empty when it runs. `reaches(drawn)` names the leaves that o depends on. `other` says
     in which way it computes another function, so that its accuracy is not compared.
-    `held_bytes(shape)`: T x T tensors it holds, 0 for linear memory.
+    `held_bytes(shape)`: T x T tensors it holds, 0 for linear memory. `graph`: a CUDA graph can
+    capture it; a capture that fails may leave the allocator unfit for what comes after.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Implementation:
     takes_blocks: bool = False
     other: str = ""
     held_bytes: Callable[[Shape], int] = lambda shape: 0
+    graph: bool = False
 
 
 def backends(names: Sequence[str] | None = None) -> list[Implementation]:
@@ -67,6 +69,7 @@ def _backend(backend: registry.Backend) -> Implementation:
         why_not=lambda drawn: backend.why_not(inputs_of(drawn)),
         takes_blocks=True,
         held_bytes=lambda shape: _held_bytes(backend.name, shape),
+        graph=backend.name == "triton",
     )
 
 

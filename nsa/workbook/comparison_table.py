@@ -43,11 +43,11 @@ def wide(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
 
 
 def shown(df: pandas.DataFrame, metric: str, mode: str, digits: int = 3) -> pandas.DataFrame:
-    """`wide`, for a reader: rounded, and a failure by its name."""
+    """`wide`, for a reader: rounded, a failure by its name, "none" where there is no such mode."""
     rows = labelled(df)
     rows = rows[(rows["metric"] == metric) & (rows["mode"] == mode)]
     texts = [
-        _figures(value, digits) if np.isfinite(value) else outcome
+        _figures(value, digits) if np.isfinite(value) else outcome if outcome != "ok" else "none"
         for value, outcome in zip(rows["median"], rows["outcome"], strict=True)
     ]
     return _pivot(rows.assign(text=texts), "text").fillna("")
