@@ -14,7 +14,7 @@ from nsa.workbook.store import Run
 GPU = {"name": "NVIDIA H200", "memory_gib": 140.4, "compute_capability": "9.0", "driver": "580"}
 SHAPE = {
     "batch": 1, "heads": 64, "kv_heads": 4, "dim": 128, "value_dim": 128, "dtype": "bf16",
-    "queries": "random", "config": {"window": 256},
+    "queries": "random", "shared_kv": True, "window": 256, "outcome": "ok",
 }  # fmt: skip
 
 
@@ -102,3 +102,24 @@ def test_a_run_without_a_gpu_or_without_latencies_is_refused(run, tmp_path):
         with pytest.raises(ValueError, match=f"{folder.name} has no latencies of backends"):
             measured_table.write([folder], tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
+
+
+def test_what_a_benchmark_writes_is_taken(run, tmp_path):
+    from nsa.lab import bench_table
+    from nsa.lab.shapes import Shape
+
+    shape = Shape(4096, heads=8, kv_heads=2, config=NSAConfig(select_count=8)).to_dict()
+    cells = [
+        {
+            "name": name, "operation": "nsa_attention", "shape": shape, "outcome": "ok",
+            "message": "", "checked": True, "timing": "absolute", "ceilings": {}, "union": {},
+            "latency_ms": {"forward": (ms, ms, ms), "graph_forward": (0.1, 0.1, 0.1)},
+            "limit_ms": {"forward": 0.1, "backward": 0.2, "step": 0.3},
+            "memory_mib": {}, "errors": {},
+        }
+        for name, ms in (("triton", 2.0), ("flash", 3.0))
+    ]  # fmt: skip
+    (row,) = measured_table.write([run(*bench_table.rows(cells))], tmp_path / "out.json")["rows"]
+    assert (row["tokens"], row["heads"], row["dtype"]) == (4096, 8, "bfloat16")
+    assert row["config"]["select_count"] == 8
+    assert row["latency_ms"] == {"forward": {"triton": 2.0, "flash": 3.0}}

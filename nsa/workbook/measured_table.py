@@ -21,9 +21,10 @@ def write(folders: Iterable[str | Path], path: str | Path = measured.TABLE) -> d
     """Writes and returns the table of the runs in `folders`, nothing else kept.
 
     Taken are rows of operation "nsa_attention", metric "latency" in ms, mode forward or backward,
-    of a backend in the registry, from a run on a GPU; their config holds the sizes of the shape and
-    of NSA, flat or under "config". A backend's median counts as the mean over the kinds of queries
-    that every backend of the shape was measured with. ValueError for a run without any such row.
+    of a backend in the registry, from a run on a GPU, as `nsa.lab.bench_table` makes them. A
+    backend's median counts as the mean over the kinds of inputs (queries, shared_kv) that some
+    backend was measured with at the shape; who lacks one of them is left out. ValueError for a run
+    without any such row.
     """
     table: dict = {"runs": {}, "rows": []}
     for folder in map(Path, folders):
@@ -43,7 +44,7 @@ def write(folders: Iterable[str | Path], path: str | Path = measured.TABLE) -> d
 
 def _rows(folder: Path) -> Iterable[dict]:
     """Rows of the table, in the order in which a run measured its shapes."""
-    # shape -> direction -> backend -> kind of queries -> ms
+    # shape -> direction -> backend -> kind of inputs -> ms
     shapes: dict[str, dict] = {}
     if not _environment(folder).get("gpus"):
         return
@@ -54,7 +55,8 @@ def _rows(folder: Path) -> Iterable[dict]:
             continue
         name = json.dumps(shape, sort_keys=True)
         directions = shapes.setdefault(name, {d: defaultdict(dict) for d in measured.DIRECTIONS})
-        directions[row["mode"]][row["backend"]][config.get("queries", "")] = row["median"]
+        kind = config.get("queries"), config.get("shared_kv")
+        directions[row["mode"]][row["backend"]][kind] = row["median"]
     for name, directions in shapes.items():
         latency = {direction: _means(found) for direction, found in directions.items()}
         yield json.loads(name) | {"latency_ms": {d: x for d, x in latency.items() if x}}
@@ -70,16 +72,15 @@ def _shape(row: dict, config: dict) -> dict | None:
         config = {"tokens": int(row["x_value"]), **config}
     if any(name not in config for name in (*measured.SIZES, "dtype")):
         return None
-    nested = config["config"] if isinstance(config.get("config"), dict) else config
-    sizes = {f.name: nested[f.name] for f in fields(NSAConfig) if f.name in nested}
+    sizes = {f.name: config[f.name] for f in fields(NSAConfig) if f.name in config}
     shape = {name: int(config[name]) for name in measured.SIZES}
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     shape["dtype"] = dtype.get(config["dtype"], config["dtype"])
     return shape | {"config": asdict(NSAConfig(**sizes))}
 
 
-def _means(by_backend: dict[str, dict[str, float]]) -> dict[str, float]:
-    """{backend: ms}, each over the same kinds of queries; who lacks one of them is left out."""
+def _means(by_backend: dict[str, dict[tuple, float]]) -> dict[str, float]:
+    """{backend: ms}, each over the same kinds of inputs; who lacks one of them is left out."""
     kinds = {kind for found in by_backend.values() for kind in found}
     whole = {name: found for name, found in by_backend.items() if set(found) == kinds}
     return {name: round(mean(found.values()), 4) for name, found in whole.items()}
