@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nsa.attention.products import wide
 from nsa.blocks import count_compressed
 from nsa.config import NSAConfig
 from nsa.reference.compress import PhiWeights
@@ -29,10 +30,11 @@ def compress(x: Tensor, kind: str, weights: PhiWeights, config: NSAConfig) -> Te
     hidden = weights.position.flatten(1)[:, None] @ weights.weight1  # [HKV, 1, HIDDEN]
     if kind == "mlp":
         hidden = hidden + weights.bias1[:, None]
-    hidden = hidden[:, None]
+    hidden = hidden[:, None].to(wide(x.dtype))  # many strides are added up before one rounding
     for part in range(parts):
         product = torch.bmm(rows, slabs[:, part]).unflatten(1, (batch, strides))
         hidden = hidden + product[:, :, part : part + count]
+    hidden = hidden.to(x.dtype)
     if kind == "mlp":
         hidden = F.gelu(hidden) @ weights.weight2[:, None] + weights.bias2[:, None, None]
     return hidden.permute(1, 2, 0, 3)

@@ -33,7 +33,7 @@ def _place(row, bounds, length, count, steps, PACKED: tl.constexpr):
 def _rows(x, strides, row, head, valid, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """x[row, head] in fp32 [ROWS, BLOCK_D], 0 where not valid."""
     d = tl.arange(0, BLOCK_D)[None, :]
-    at = x + row.to(tl.int64)[:, None] * strides[0] + head * strides[1] + d
+    at = x + row.to(tl.int64)[:, None] * strides[0] + head.to(tl.int64) * strides[1] + d
     return tl.load(at, mask=valid[:, None] & (d < D), other=0.0).to(tl.float32)
 
 

@@ -48,6 +48,11 @@ def _sequences(
     return dense(batch, tokens // batch, config)
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension, which is what kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 @torch.library.custom_op("nsa::compress_mean", mutates_args=())
 @_on_its_device
 def compress_mean(
@@ -105,6 +110,7 @@ def _backward_compress(ctx, dk_cmp, dv_cmp):
         dv_cmp = None
     elif dv_cmp is None:
         dv_cmp = torch.zeros_like(v_cmp)
+    dk_cmp, dv_cmp = (None if x is None else _contiguous(x) for x in (dk_cmp, dv_cmp))
     dk, dv = torch.ops.nsa.compress_mean_backward(
         dk_cmp, dv_cmp, cu_seqlens, ctx.tokens, ctx.batch, ctx.sizes
     )
@@ -330,7 +336,7 @@ def _backward_attend(ctx, do, *_):
         return none
     saved = ctx.saved_tensors
     gates, keys = saved[7], any(ctx.needs_input_grad[1:7])
-    do = do if do.stride(-1) == 1 else do.contiguous()
+    do = _contiguous(do)
     dq, *grads, dgates = torch.ops.nsa.attend_backward(
         do, *saved, ctx.batch, ctx.sizes, ctx.scale, keys
     )

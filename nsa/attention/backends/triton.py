@@ -1,7 +1,7 @@
 """triton: our own kernels, forward and backward, bit-repeatable; holds nothing T x T.
 
 Packed sequences run in one launch, the gated sum is formed inside the kernels, and nothing waits
-for the GPU. Without a GPU Triton's interpreter runs the same kernels for tests (TRITON_INTERPRET=1).
+for the GPU. For tests without one, Triton's interpreter runs the same kernels (TRITON_INTERPRET=1).
 """
 
 import importlib.util
@@ -19,6 +19,9 @@ from nsa.reference.rotary import rotate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SMALLEST, LARGEST = 16, 256  # head dims
+# Read once: torch.compile can trace neither question.
+INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GRAIN = 8  # head dims are padded to a multiple: 16 bytes in 16-bit types
 
 
@@ -150,7 +153,7 @@ def _padded(x: Tensor) -> Tensor:
 def why_not(inputs: Inputs) -> list[str]:
     """Reasons for which the kernels do not take the inputs."""
     q, reasons = inputs.q, []
-    if not _installed():
+    if not INSTALLED:
         return ["Triton is not installed; pip install 'nsa[triton]'"]
     if q.dtype not in DTYPES:
         reasons.append(f"needs bf16, fp16 or fp32, got {q.dtype}")
@@ -164,21 +167,11 @@ def why_not(inputs: Inputs) -> list[str]:
             reasons.append(
                 f"needs compute capability 8.0 (Ampere) or newer, {name} has {capability}"
             )
-    elif not _interpreted():
+    elif not INTERPRETED:
         reasons.append(f"needs a GPU, got {q.device}; for tests TRITON_INTERPRET=1 runs it there")
     elif q.dtype == torch.bfloat16:
         reasons.append("Triton's interpreter multiplies the bits of bf16; fp32 and fp16 would do")
     return reasons
-
-
-@torch.compiler.assume_constant_result
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@torch.compiler.assume_constant_result
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def not_for_auto(inputs: Inputs) -> list[str]:
