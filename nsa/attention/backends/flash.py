@@ -24,9 +24,8 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
     q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
     outputs = {}
-    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
+    k_cmp, v_cmp = _means(inputs)
     if "cmp" in inputs.branches:
-        v_cmp = compress_values(v["cmp"], inputs.phi, config)
         outputs["cmp"] = _compressed(q, k_cmp, v_cmp, config, inputs.scale, note)
     if "slc" in inputs.branches:
         outputs["slc"] = _selected(inputs, k_cmp, note)
@@ -36,6 +35,19 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
         )
         note("win", library)
     return outputs
+
+
+def _means(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """Compressed keys and values, by our kernels where they run."""
+    from nsa.attention.backends import triton
+
+    if not triton.why_not(inputs):
+        return triton.compressed(inputs)
+    k, v = inputs.k.get("cmp"), inputs.v.get("cmp")
+    return (
+        None if k is None else compress_keys(k, inputs.phi, inputs.config),
+        None if v is None else compress_values(v, inputs.phi, inputs.config),
+    )
 
 
 def _compressed(

@@ -29,14 +29,14 @@ def fused(inputs: Inputs, note: Note) -> Tensor:
     """The gated sum o [B, T, HQ, DV], packed sequences included."""
     for branch in inputs.branches:
         note(branch, "triton")
-    return _attend(inputs, inputs.branches, inputs.gates.flatten(0, 1), _compressed(inputs), note)
+    return _attend(inputs, inputs.branches, inputs.gates.flatten(0, 1), compressed(inputs), note)
 
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
-    outputs, compressed = {}, _compressed(inputs)
+    outputs, given = {}, compressed(inputs)
     for branch in inputs.branches:
-        outputs[branch] = _attend(inputs, (branch,), None, compressed, note)
+        outputs[branch] = _attend(inputs, (branch,), None, given, note)
         note(branch, "triton")
     return outputs
 
@@ -62,7 +62,7 @@ def _attend(
     inputs: Inputs,
     branches: tuple[str, ...],
     gates: Tensor | None,
-    compressed: tuple[Tensor | None, Tensor | None],
+    given: tuple[Tensor | None, Tensor | None],
     note: Note,
     blocks: Tensor | None = None,
 ) -> Tensor:
@@ -75,9 +75,9 @@ def _attend(
     k = {b: inputs.k[b] for b in branches if b != "cmp"}
     v = {b: inputs.v[b] for b in branches if b != "cmp"}
     if "cmp" in branches or ("slc" in branches and blocks is None):
-        k["cmp"] = compressed[0]
+        k["cmp"] = given[0]
     if "cmp" in branches:
-        v["cmp"] = compressed[1]
+        v["cmp"] = given[1]
     tensors = [x for pair in ((k.get(b), v.get(b)) for b in BRANCHES) for x in pair]
     q, scale = _positive(q, inputs.scale)
     tensors = [x if x is None else _flat(_padded(x)) for x in (q, *tensors)]
@@ -92,7 +92,7 @@ def _attend(
     return o[..., : inputs.value_dim].unflatten(0, q.shape[:2])
 
 
-def _compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """(k_cmp, v_cmp) [B, C, HKV, *], packed ones end to end; None for what nobody asked for."""
     k, v, phi = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi
     if k is None:
