@@ -6,9 +6,11 @@ from itertools import product
 import pytest
 import torch
 from accuracy import assert_as_accurate
+from backend_calls import DEVICE
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.kernels.inverse import inverse
 from nsa.kernels.selected_bwd import selected_dkdv, selected_dq
 from nsa.kernels.selected_fwd import Plan, plan, selected_forward
 from nsa.kernels.selected_plan import tile_tokens
@@ -18,8 +20,18 @@ from nsa.kernels.unions import nested_unions, unions
 from nsa.reference.attend import attend
 from nsa.reference.select import selected_tokens
 
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
 BRANCH, BASE_BRANCH = 1, 0
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+if DEVICE == "cuda":
+    DTYPES["bf16"] = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with torch.device(DEVICE):
+        yield
 
 
 @dataclass
@@ -62,7 +74,9 @@ class Case:
         return drawn
 
 
-def ours(case: Case, given: dict[str, Tensor], task: int = 1024, **options) -> dict[str, Tensor]:
+def ours(
+    case: Case, given: dict[str, Tensor], task: int | None = None, **options
+) -> dict[str, Tensor]:
     """Everything that the kernels compute for a case."""
     sequences, scale = case.sequences(), case.dim**-0.5
     q, k, v, do, blocks = (given[n] for n in ("q", "k", "v", "do", "blocks"))
@@ -122,6 +136,15 @@ CASES = [
     Case((5, 0, 1, 30), group=4, kv_heads=2),
     Case((0, 33, 16, 0), group=16, select_block=20, gated=False),
 ]
+if DEVICE == "cuda":  # what only tensor cores and TMA show
+    main = {"group": 16, "dim": 128, "value_dim": 128, "select_block": 64, "slots": 8}
+    CASES += [
+        Case((800,), kv_heads=2, dtype="bf16", **main),
+        Case((300, 41, 260), dtype="bf16", **main),
+        Case((700, 700), dtype="bf16", **main | {"group": 4, "dim": 192, "gated": False}),
+        Case((600,), kv_heads=2, dtype="fp16", **main | {"group": 3, "dim": 64, "value_dim": 64}),
+        Case((3000,), kv_heads=2, dtype="bf16", **main),
+    ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -248,7 +271,9 @@ def test_dq_is_added_to_and_the_gates_gradient_written_where_asked():
     assert (dgates[..., [0, 2]] == 7.0).all()
 
 
-def test_a_block_of_many_tokens_is_summed_from_parts_alike_every_time():
+@pytest.mark.parametrize("scanned", [0, 1 << 20])
+def test_a_block_of_many_tokens_is_summed_from_parts_alike_every_time(scanned, monkeypatch):
+    monkeypatch.setattr("nsa.kernels.inverse.SCANNED", scanned)
     case = Case((61,), group=4, kv_heads=2)
     given = case.draw()
     given["blocks"][..., 0] = 0
@@ -257,6 +282,51 @@ def test_a_block_of_many_tokens_is_summed_from_parts_alike_every_time():
     assert_right(case, given, dict(got))
     assert torch.equal(got["dk"], again["dk"])
     assert torch.equal(got["dv"], again["dv"])
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("lengths", [(37,), (14, 14), (5, 0, 14, 18)])
+def test_the_inverse_lists_a_blocks_tokens_ascending_and_cuts_them_into_tasks(lengths, scanned):
+    case, task = Case(lengths, kv_heads=2, slots=4), 3
+    blocks, sequences = case.draw()["blocks"], case.sequences()
+    got = inverse(blocks, sequences, task, scanned=scanned)
+    wanted = choosers(case, blocks)
+    begin, partial = 0, 0
+    for number, tokens in enumerate(wanted):
+        assert got.tokens[got.starts[number] : got.stops[number]].tolist() == tokens
+        tasks, end = -(-len(tokens) // task), int(got.ends[number])
+        assert end - begin >= max(tasks, 1)
+        assert set(got.task_list[begin:end].tolist()) == {number}
+        if tasks > 1:
+            assert partial <= got.partial_ends[number] - tasks
+            assert got.partial_ends[number] <= got.partials
+            partial = int(got.partial_ends[number])
+        begin = end
+
+
+def choosers(case: Case, blocks: Tensor) -> list[list[int]]:
+    """Rows of the tokens that selected each block, KV head by KV head."""
+    axis = case.sequences().selectable
+    lists = []
+    for head in range(case.kv_heads):
+        known, start = 0, 0
+        for length in case.lengths:
+            for block in range(-(-length // case.select_block)):
+                first = start + block * case.select_block
+                rows = range(first, start + length)
+                lists.append([t for t in rows if block in blocks[t, head].tolist()])
+                known += 1
+            start += length
+        lists += [[]] * (axis.rows - known)
+    return lists
+
+
+def test_dq_vanishes_where_one_key_has_all_the_weight():
+    case = Case((64,), group=4, dtype="fp16")
+    given = case.draw()
+    given["q"] *= 30
+    given["v"] *= 8
+    assert_right(case, given, ours(case, given))
 
 
 def test_blocks_that_nobody_selects_get_a_gradient_of_zero():

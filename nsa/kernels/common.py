@@ -50,15 +50,15 @@ def extent(sequence, bounds, length, PACKED: tl.constexpr):
 
 
 @triton.jit
-def absorb(s, m, total, acc):
-    """Online softmax over one more tile of base-2 scores s [M, N]: (p, m, total, acc rescaled).
+def absorb(s, scale2, m, total, acc):
+    """Online softmax over one more tile s [M, N] of q k: (p, m, total, acc rescaled).
 
-    m is the running maximum, total the running sum, acc [M, DV]. A row that saw only -inf so far
-    stays at m = -inf, total = 0 and acc = 0.
+    m is the running maximum of s scale2, total the running sum, acc [M, DV]; scale2 is positive. A
+    row that saw only -inf so far stays at m = -inf, total = 0 and acc = 0.
     """
-    m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.maximum(m, tl.max(s, 1) * scale2)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # exp2(-inf - -inf) is NaN
-    p = tl.exp2(s - shift[:, None])
+    p = tl.exp2(s * scale2 - shift[:, None])
     rescale = tl.exp2(m - shift)
     return p, m_new, total * rescale + tl.sum(p, 1), acc * rescale[:, None]
 
@@ -69,12 +69,6 @@ def finish(m, total, acc):
     empty = m == float("-inf")
     total = tl.where(empty, 1.0, total)
     return acc / total[:, None], m + tl.log2(total)
-
-
-@triton.jit
-def probs_from(s, lse2):
-    """exp2(s - lse2) with 0 where lse2 = -inf, for s [M, N] and lse2 that broadcasts against it."""
-    return tl.exp2(s - tl.where(lse2 == float("-inf"), float("inf"), lse2))
 
 
 def power_of_two(n: int) -> int:

@@ -7,36 +7,106 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import axis_arguments, locate
+from nsa.kernels.common import axis_arguments, extent, locate
 from nsa.kernels.sequences import Sequences
 
 CHUNK = 1024  # lists or slots that a program takes at a time
+SCAN = 4096  # slots that a program of the scan takes at a time
+SCANNED = 2048  # tasks of the scan, which cannot know how few there are, that memory is spent on
 
 
 @dataclass(frozen=True)
 class Inverse:
     """For list number i = h NB + j, of KV head h and block j of all sequences' blocks:
 
-    tokens[starts[i] : starts[i + 1]] are the rows of the token axis that selected it, ascending,
-    each once. Tasks are numbered list by list, each list having at least one; ends[i] is the first
-    task after those of list i, and task_list[t] the list of task t. Lists of more than one task own
-    partial sums; partial_ends[i] is the first one after those of list i.
+    tokens[starts[i] : stops[i]] are the rows of the token axis that selected it, ascending, each
+    once. Tasks are numbered list by list, each list having at least one; ends[i] is the first task
+    after those of list i, and task_list[t] the list of task t. The last of a list's tasks are those
+    that have tokens to take. Lists with tokens for more than one task own partial sums;
+    partial_ends[i] is the first one after those of list i.
     """
 
-    tokens: Tensor  # [tokens * HKV * N] int32
-    starts: Tensor  # [lists + 1] int32
+    tokens: Tensor  # [any] int32
+    starts: Tensor  # [lists] int32
+    stops: Tensor  # [lists] int32
     ends: Tensor  # [lists] int32
     partial_ends: Tensor  # [lists] int32
     task_list: Tensor  # [bound on tasks] int32; not written past the last task
     partials: int  # a bound on partial sums, whatever the selection
 
 
-def inverse(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
+def inverse(
+    blocks: Tensor, sequences: Sequences, task: int, *, scanned: bool | None = None
+) -> Inverse:
     """The inverse of blocks [tokens, HKV, N] int32 in tasks of up to `task` tokens.
 
     A slot counts when its block starts at or before its token and is not negative, the first time
-    that the token names it. The same on every call.
+    that the token names it. The same on every call. `scanned` chooses between a scan of all tokens
+    for each list, in one launch, and a sort; None: by size.
     """
+    most = sequences.selectable.rows * blocks.shape[1] * triton.cdiv(sequences.tokens.length, task)
+    if most <= SCANNED if scanned is None else scanned:
+        return _by_scans(blocks, sequences, task)
+    return _by_sorting(blocks, sequences, task)
+
+
+def _by_scans(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
+    """Every list has room for all tokens of a sequence, and tasks for them."""
+    _, kv_heads, slots = blocks.shape
+    room = sequences.tokens.length
+    lists, tasks = kv_heads * sequences.selectable.rows, max(1, triton.cdiv(room, task))
+    tokens, starts, stops, ends, partial_ends, task_list = (
+        torch.empty(size, dtype=torch.int32, device=blocks.device)
+        for size in (lists * room, lists, lists, lists, lists, lists * tasks)
+    )
+    axis, _ = axis_arguments(sequences.selectable, 1)
+    padded = triton.next_power_of_2(slots)
+    if lists:
+        _scan[(lists,)](
+            blocks, (tokens, starts, stops, ends, partial_ends, task_list), axis,
+            (sequences.tokens.bounds, room), blocks.stride(),
+            (sequences.selectable.rows, slots, sequences.config.select_block), task, tasks,
+            TOKENS=max(1, SCAN // padded), SLOTS=padded, TASKS=triton.next_power_of_2(tasks),
+            PACKED=sequences.tokens.packed,
+        )  # fmt: skip
+    partials = lists * tasks if tasks > 1 else 0
+    return Inverse(tokens, starts, stops, ends, partial_ends, task_list, partials)
+
+
+@triton.jit
+def _scan(
+    blocks, out, axis, tokens, strides, sizes, task, tasks,
+    TOKENS: tl.constexpr, SLOTS: tl.constexpr, TASKS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: one list, from TOKENS tokens at a time, and its tasks."""
+    number = tl.program_id(0)
+    sequence, _, known, block = locate(number % sizes[0], axis[0], axis[1], axis[2], 1, PACKED)
+    start, rows = extent(sequence, tokens[0], tokens[1], PACKED)
+    source = blocks + (number // sizes[0]).to(tl.int64) * strides[1]
+    slot = tl.arange(0, SLOTS)
+    begin = number * tokens[1]
+    end = begin
+    for low in range(block * sizes[2], tl.where(block < known, rows, 0), TOKENS):
+        position = low + tl.arange(0, TOKENS)
+        row = start + position
+        theirs = tl.load(
+            source + (row * strides[0])[:, None] + (slot * strides[2])[None, :],
+            mask=(position < rows)[:, None] & (slot < sizes[1])[None, :], other=-1,
+        )  # fmt: skip
+        hit = tl.max((theirs == block).to(tl.int32), 1)
+        place = end + tl.cumsum(hit, 0) - 1
+        tl.store(out[0] + place, row.to(tl.int32), mask=hit > 0)
+        end += tl.sum(hit, 0)
+    tl.store(out[1] + number, begin)
+    tl.store(out[2] + number, end)
+    tl.store(out[3] + number, (number + 1) * tasks)
+    tl.store(out[4] + number, number * tasks + tl.cdiv(end - begin, task))
+    t = tl.arange(0, TASKS)
+    tl.store(out[5] + number * tasks + t, number + t * 0, mask=t < tasks)
+
+
+def _by_sorting(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
+    """Lists end to end, by a sort of all slots."""
     _, kv_heads, slots = blocks.shape
     lists = kv_heads * sequences.selectable.rows
     keys = _keys(blocks, sequences, lists)
@@ -54,7 +124,7 @@ def inverse(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
         )  # fmt: skip
     # A list of several tasks has more than `task` tokens, and at most one of its tasks is not full.
     partials = min(lists + full_tasks, 2 * full_tasks)
-    return Inverse(tokens, starts, ends, partial_ends, task_list, partials)
+    return Inverse(tokens, starts[:-1], starts[1:], ends, partial_ends, task_list, partials)
 
 
 @triton.jit

@@ -8,16 +8,15 @@ from nsa.kernels.common import locate
 
 @triton.jit
 def place(
-    axis, union, rivals, sizes,
-    TOKENS: tl.constexpr, PIECES: tl.constexpr, RATIO: tl.constexpr,
-    DECIDE: tl.constexpr, LARGE: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
-    PACKED: tl.constexpr,
+    axis, rivals, sizes,
+    TOKENS: tl.constexpr, PIECES: tl.constexpr, MERGED: tl.constexpr, RATIO: tl.constexpr,
+    DECIDE: tl.constexpr, LARGE: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Where this program's tile lies.
+    """Where this program's tile lies, or the first of PIECES if they are MERGED.
 
-    Returns (first row of the sequence, its rows, first token in it, KV head, first head of the
-    group, the tile's union as pointers to blocks and members, and its size; -1 when a tile of the
-    other size has this place).
+    Returns (sequence, its first row, its rows, first token in it, KV head, first head of the
+    group, number of the tile, whether this program has anything to do: not where tiles of the
+    other size have this place).
 
     Tokens are the fastest axis: the keys and values of one KV head fit in the L2 cache.
     """
@@ -26,24 +25,32 @@ def place(
     chunks = tl.cdiv(sizes[2], HEADS)
     kv_head = program // sizes[0] // chunks
     head = (program // sizes[0]) % chunks * HEADS
-    _, start, rows, first = locate(
-        tile // PIECES, axis[0], axis[1], axis[2], TOKENS * PIECES, PACKED
-    )
-    at = tile.to(tl.int64) * sizes[1] + kv_head
-    count = tl.load(union[2] + at)
+    whole, piece = tile, 0
+    if not MERGED:
+        whole, piece = tile // PIECES, tile % PIECES
+    sequence, start, rows, first = locate(whole, axis[0], axis[1], axis[2], TOKENS * PIECES, PACKED)
+    mine = first + piece * TOKENS < rows
     if DECIDE:
         # By the unions of the large tile before this one, so that nothing a token gets depends on
         # later tokens, not even the order of its sums; neighbours are alike. The first is large.
-        before = tl.maximum(tile // PIECES - 1, 0).to(tl.int64)
-        piece = tl.arange(0, 16)  # no large tile has more tokens
+        before = tl.maximum(whole - 1, 0).to(tl.int64)
+        each = tl.arange(0, 16)  # no large tile has more tokens
         small = tl.load(
-            rivals[1] + (before * RATIO + piece) * sizes[1] + kv_head, mask=piece < RATIO, other=0
+            rivals[1] + (before * RATIO + each) * sizes[1] + kv_head, mask=each < RATIO, other=0
         )
         large = tl.load(rivals[0] + before * sizes[1] + kv_head)
         pays = (first == 0) | (large * rivals[2] <= tl.sum(small, 0))
-        count = tl.where(pays == LARGE, count, -1)
-    first += tile % PIECES * TOKENS
-    return start, rows, first, kv_head, head, union[0] + at * SLOTS, union[1] + at * SLOTS, count
+        mine = mine & (pays == LARGE)
+    return (
+        sequence, start, rows, first + piece * TOKENS, kv_head, head, whole * PIECES + piece, mine
+    )  # fmt: skip
+
+
+@triton.jit
+def union_of(union, tile, kv_head, kv_heads, SLOTS: tl.constexpr):
+    """Pointers to a tile's blocks and their members, and how many there are."""
+    at = tile.to(tl.int64) * kv_heads + kv_head
+    return union[0] + at * SLOTS, union[1] + at * SLOTS, tl.load(union[2] + at)
 
 
 @triton.jit
@@ -59,10 +66,16 @@ def tile_rows(start, rows, first, kv_head, head, group, TOKENS: tl.constexpr, HE
 
 
 @triton.jit
-def load_rows(x, row, head, valid, strides, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """x [tokens, HQ, D] at (row, head): [ROWS, BLOCK_D], 0 where not valid."""
+def load_rows(x, row, head, valid, strides, D: tl.constexpr, BLOCK_D: tl.constexpr,
+              WIDE: tl.constexpr = True):  # fmt: skip
+    """x [tokens, HQ, D] at (row, head): [ROWS, BLOCK_D], 0 where not valid.
+
+    WIDE: whether its offsets may need 64 bits.
+    """
     d = tl.arange(0, BLOCK_D)
-    at = row.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    if WIDE:
+        row, head = row.to(tl.int64), head.to(tl.int64)
+    at = row * strides[0] + head * strides[1]
     mask = valid[:, None]
     if D < BLOCK_D:
         mask = mask & (d < D)[None, :]
@@ -81,6 +94,27 @@ def store_rows(x, values, row, head, valid, strides, D: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit
+def of_head(x, start, kv_head, strides, DESCRIPTORS: tl.constexpr):
+    """What `load_block` takes: one head of k or v from row `start` on, or their descriptor."""
+    if not DESCRIPTORS:
+        x += start * strides[0] + kv_head.to(tl.int64) * strides[1]
+    return x
+
+
+@triton.jit
+def load_block(
+    x, sequence, kv_head, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, first + KEYS) of a sequence's keys or values, x being from `of_head`."""
+    if DESCRIPTORS:
+        tile = x.load([sequence, kv_head, first, 0]).reshape(KEYS, BLOCK_D)
+    else:
+        tile = load_keys(x, first.to(tl.int64), left, strides, KEYS, D, BLOCK_D)
+    return tile
+
+
+@triton.jit
 def load_keys(x, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows [first, first + KEYS) of one head x of k or v: [KEYS, BLOCK_D], 0 from row `left` on."""
     n = tl.arange(0, KEYS)
@@ -93,14 +127,14 @@ def load_keys(x, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr, BLOC
 
 
 @triton.jit
-def block_scores(q, k, token, position, member, first_key, width, scale2, KEYS: tl.constexpr,
+def block_scores(q, k, token, position, member, first_key, width, KEYS: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
-    """Base-2 scores [ROWS, KEYS] of keys [first_key, first_key + width), -inf where not seen.
+    """q k [ROWS, KEYS] of keys [first_key, first_key + width), -inf where not seen.
 
     A row sees a block when its token's bit of `member` is set, and there the keys up to its
     position: one bound a row.
     """
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     last = tl.minimum(position - first_key, width - 1)
     last = tl.where(((member >> token) & 1) == 1, last, -1)
     return tl.where(tl.arange(0, KEYS)[None, :] <= last[:, None], s, float("-inf"))

@@ -13,7 +13,8 @@ from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.tiles import Tile
 
-TASK = 1024  # tokens that one program takes; a block chosen by more is summed from parts
+# Tokens that one program takes; a block chosen by more is summed from parts.
+LEAST_TASK, MOST_TASK, TASKS = 512, 1024, 1024
 SUMMED = 16  # keys whose parts one program sums
 
 
@@ -31,14 +32,14 @@ def selected_dkdv(
     scale: float,
     *,
     tile: Tile | None = None,
-    task: int = TASK,
+    task: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dk like k, dv like v), contiguous; every sum is in a fixed order.
 
     blocks is [tokens, HKV, N] int32; lse2 and delta [tokens, HQ] fp32 are the forward's and dQ's,
     gates None weighs 1. `tile.rows` is how many rows of queries are taken at a time, `task` the
-    most tokens of one program. Memory: fp32 sums of the blocks that more than `task` tokens chose,
-    at most 2 * tokens * HKV * N / task of them.
+    most tokens of one program; None: by size. Memory: fp32 sums of the blocks that more than `task`
+    tokens chose, at most 2 * tokens * HKV * N / task of them or, in short calls, 2048.
     """
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), v.new_empty(v.shape)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -46,6 +47,9 @@ def selected_dkdv(
     tile = tile or default_tile("dkdv", MOST_ROWS, q, v, select_block)
     heads = min(group, tile.rows)
     parts = triton.cdiv(select_block, tile.keys)
+    if task is None:  # short ones where there is little to do, so that all processors have a share
+        wanted = triton.next_power_of_2(max(1, blocks.numel() // TASKS))
+        task = min(max(wanted, LEAST_TASK), MOST_TASK)
     lookup = inverse(blocks, sequences, task)
     width = k.shape[2] + v.shape[2]
     partial = torch.empty(
@@ -57,7 +61,10 @@ def selected_dkdv(
     weights = None if gates is None else gates[..., branch].float().contiguous()
     # A token names a block once, so that no more of them lie inside the keys of a part.
     inside = triton.next_power_of_2(select_block)
-    tables = lookup.tokens, lookup.starts, lookup.ends, lookup.task_list, lookup.partial_ends
+    tables = (
+        lookup.tokens, lookup.starts, lookup.ends, lookup.task_list, lookup.partial_ends,
+        lookup.stops,
+    )  # fmt: skip
     tokens = sequences.tokens.bounds, sequences.tokens.length
     lists = lookup.ends.shape[0]
     sizes = lists // kv_heads, kv_heads, select_block
@@ -69,7 +76,7 @@ def selected_dkdv(
     if lists:
         _selected_dkdv[(lookup.task_list.shape[0] * parts,)](
             q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens,
-            sizes, scale, scale * LOG2E, MOST_INSIDE=inside,
+            sizes, scale, scale * LOG2E, MOST_INSIDE=inside, WIDE=max(reach(q), reach(do)) >= 2**31,
             ALIKE=q.stride() == do.stride(), GROUP=group, TOKENS=tile.rows // heads, HEADS=heads,
             CHUNKS=triton.cdiv(group, heads), ROWS=tile.rows, PRECISION=precision(q),
             num_warps=tile.warps, num_stages=tile.stages, **constants,
@@ -81,13 +88,18 @@ def selected_dkdv(
     return dk, dv
 
 
+def reach(x: Tensor) -> int:
+    """Elements from the first of x to its last."""
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+
+
 @triton.jit
 def _selected_dkdv(
     q, k, v, do, lse, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
     scale, scale2,
-    MOST_INSIDE: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, TASK: tl.constexpr,
-    KEYS: tl.constexpr, PARTS: tl.constexpr,
+    MOST_INSIDE: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+    TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -104,9 +116,11 @@ def _selected_dkdv(
     if left <= 0:
         return
     begin = tl.load(tables[1] + number)
-    end = tl.load(tables[1] + number + 1)
+    end = tl.load(tables[5] + number)
     count = tl.cdiv(end - begin, TASK)
     which = task - (tl.load(tables[2] + number) - tl.maximum(count, 1))
+    if which < 0:
+        return
     low = begin + which * TASK
     high = tl.minimum(low + TASK, end)
 
@@ -126,12 +140,12 @@ def _selected_dkdv(
     dk_sum, dv_sum = _absorb(
         dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], low, inside, row,
         kv_head, sizes[1], strides, scale2, True, ALIKE, GROUP, TOKENS, HEADS, CHUNKS, ROWS, KEYS,
-        D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+        D, DV, BLOCK_D, BLOCK_DV, PRECISION, WIDE,
     )  # fmt: skip
     dk_sum, dv_sum = _absorb(
         dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], inside, high, row,
         kv_head, sizes[1], strides, scale2, False, ALIKE, GROUP, TOKENS, HEADS, CHUNKS, ROWS, KEYS,
-        D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+        D, DV, BLOCK_D, BLOCK_DV, PRECISION, WIDE,
     )  # fmt: skip
     dk_sum *= scale
     if count > 1:
@@ -152,7 +166,7 @@ def _absorb(
     CAUSAL: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dk_sum / scale and dv_sum with what the tokens in tokens[low:high] add.
 
@@ -166,9 +180,9 @@ def _absorb(
         valid = (place < high) & (r < TOKENS * HEADS) & (in_group < GROUP)
         token = tl.load(tokens + place, mask=valid, other=0)
         head = kv_head * GROUP + in_group
-        queries = load_rows(q, token, head, valid, strides[0], D, BLOCK_D)
-        dos = load_rows(do, token, head, valid, strides[0 if ALIKE else 3], DV, BLOCK_DV)
-        flat = token.to(tl.int64) * (kv_heads * GROUP) + head
+        queries = load_rows(q, token, head, valid, strides[0], D, BLOCK_D, WIDE)
+        dos = load_rows(do, token, head, valid, strides[0 if ALIKE else 3], DV, BLOCK_DV, WIDE)
+        flat = token * (kv_heads * GROUP) + head
         # 0 in all that belongs to rows that are none: their terms are 0.
         lse2 = tl.load(lse + flat, mask=valid, other=0.0)
         deltas = tl.load(delta + flat, mask=valid, other=0.0)
@@ -198,7 +212,7 @@ def _sum_partials(
     ROWS: tl.constexpr = PARTS * KEYS
     first = tl.program_id(0) * SUMMED
     number = first // ROWS
-    count = tl.cdiv(tl.load(tables[1] + number + 1) - tl.load(tables[1] + number), TASK)
+    count = tl.cdiv(tl.load(tables[5] + number) - tl.load(tables[1] + number), TASK)
     if count <= 1:
         return
     part = first % ROWS // SUMMED

@@ -7,14 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E, probs_from
+from nsa.kernels.common import LOG2E
 from nsa.kernels.selected import (
     block_scores,
-    load_keys,
+    load_block,
     load_rows,
+    of_head,
     place,
     store_rows,
     tile_rows,
+    union_of,
 )
 from nsa.kernels.selected_plan import Plan, launches
 from nsa.kernels.sequences import Sequences
@@ -38,6 +40,7 @@ def selected_dq(
     tile: Mapping[str, Tile] | None = None,
     force: str | None = None,
     cost: float | None = None,
+    descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dq [tokens, HQ, D], delta [tokens, HQ] fp32) for do [tokens, HQ, DV] of the gated sum.
 
@@ -51,9 +54,9 @@ def selected_dq(
     strides = tuple(
         (0, 0, 0) if x is None else x.stride() for x in (q, k, v, do, gates, dq, dgates)
     )
-    for launch in launches("dq", q, v, plan, sequences, force, cost, tile):
+    for launch in launches("dq", q, k, v, plan, sequences, force, cost, tile, descriptors):
         _selected_dq[launch.grid](
-            q, k, v, do, lse2, gates, dq, delta, dgates, strides,
+            q, launch.keys, launch.values, do, lse2, gates, dq, delta, dgates, strides,
             launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale * LOG2E,
             BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), **launch.constants,
         )  # fmt: skip
@@ -64,63 +67,92 @@ def selected_dq(
 def _selected_dq(
     q, k, v, do, lse, gates, dq, delta, dgates, strides, union, rivals, axis, sizes, scale, scale2,
     BRANCH: tl.constexpr, ADD: tl.constexpr,
-    ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr, RATIO: tl.constexpr,
-    DECIDE: tl.constexpr, LARGE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    SLOTS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
+    MERGED: tl.constexpr, RATIO: tl.constexpr, DECIDE: tl.constexpr, LARGE: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq and delta of one tile's rows over the union of their blocks.
 
     delta is only known at the end, so with A = sum of (P dP) K and R = sum of P K,
-    dq = scale * gate * (A - delta R).
+    dq = scale * gate * (A - delta R). P and P dP are rounded for the products, so the delta taken
+    here is the quotient of their rounded sums: a key with all the weight then cancels as it must.
     """
-    start, rows, first, kv_head, head, blocks, members, count = place(
-        axis, union, rivals, sizes, TOKENS, PIECES, RATIO, DECIDE, LARGE, HEADS, SLOTS, PACKED
+    sequence, start, rows, first, kv_head, head, tile, mine = place(
+        axis, rivals, sizes, TOKENS, PIECES, MERGED, RATIO, DECIDE, LARGE, HEADS, PACKED
     )
-    if (count < 0) | (first >= rows):
+    if not mine:
         return
-    token, position, row, heads, valid = tile_rows(
-        start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
-    )
-    queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
-    dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
-    flat = row * (sizes[1] * sizes[2]) + heads
-    lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
-    k += start * strides[1][0] + kv_head.to(tl.int64) * strides[1][1]
+    k = of_head(k, start, kv_head, strides[1], DESCRIPTORS)
+    v = of_head(v, start, kv_head, strides[2], DESCRIPTORS)
     v_strides = strides[1 if ALIKE else 2]  # one set of offsets for both
-    v += start * strides[2][0] + kv_head.to(tl.int64) * strides[2][1]
-
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for i in range(count * PARTS):
-        part = i % PARTS * KEYS
-        width = tl.minimum(sizes[3] - part, KEYS)
-        first_key = tl.load(blocks + i // PARTS) * sizes[3] + part
-        member = tl.load(members + i // PARTS)
-        left = tl.minimum(rows - first_key, width)
-        keys = load_keys(k, first_key.to(tl.int64), left, strides[1], KEYS, D, BLOCK_D)
-        values = load_keys(v, first_key.to(tl.int64), left, v_strides, KEYS, DV, BLOCK_DV)
-        s = block_scores(
-            queries, keys, token, position, member, first_key, width, scale2, KEYS, PRECISION
+    for _ in range(PIECES if MERGED else 1):
+        token, position, row, heads, valid = tile_rows(
+            start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
         )
-        p = probs_from(s, lse2[:, None])
-        dp = p * tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
-        total += tl.sum(dp, 1)
-        plain = tl.dot(p.to(k.dtype.element_ty), keys, plain, input_precision=PRECISION)
-        weighted = tl.dot(dp.to(k.dtype.element_ty), keys, weighted, input_precision=PRECISION)
+        queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
+        dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
+        flat = row * (sizes[1] * sizes[2]) + heads
+        lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
+        lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
+        blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
 
-    tl.store(delta + flat, total, mask=valid)
-    grad = weighted - total[:, None] * plain
-    factor = tl.zeros([ROWS], tl.float32) + scale
-    if gates is not None:
-        at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1] + BRANCH * strides[4][2]
-        factor *= tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
-    if dgates is not None:
-        at = row * strides[6][0] + heads.to(tl.int64) * strides[6][1] + BRANCH * strides[6][2]
-        tl.store(dgates + at, total.to(dgates.dtype.element_ty), mask=valid)
-    grad *= factor[:, None]
-    if ADD:
-        grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
-    store_rows(dq, grad, row, heads, valid, strides[5], D, BLOCK_D)
+        total = tl.zeros([ROWS], tl.float32)
+        ones = tl.full([KEYS, 16], 1.0, queries.dtype)
+        p_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 1], tl.float32)
+        dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 1], tl.float32)
+        weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for i in range(count * PARTS):
+            part = i % PARTS * KEYS
+            width = tl.minimum(sizes[3] - part, KEYS)
+            first_key = tl.load(blocks + i // PARTS) * sizes[3] + part
+            member = tl.load(members + i // PARTS)
+            left = tl.minimum(rows - first_key, width)
+            keys = load_block(
+                k, sequence, kv_head, first_key, left, strides[1], KEYS, D, BLOCK_D, DESCRIPTORS
+            )
+            values = load_block(
+                v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
+            )
+            s = block_scores(
+                queries, keys, token, position, member, first_key, width, KEYS, PRECISION
+            )
+            p = tl.exp2(s * scale2 - lse2[:, None])
+            dp = p * tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
+            total += tl.sum(dp, 1)
+            p, dp = p.to(queries.dtype), dp.to(queries.dtype)
+            plain = tl.dot(p, keys, plain, input_precision=PRECISION)
+            weighted = tl.dot(dp, keys, weighted, input_precision=PRECISION)
+            p_sum = _add_rows(p, ones, p_sum, PRECISION)
+            dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
+
+        tl.store(delta + flat, total, mask=valid)
+        p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
+        rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
+        grad = weighted - rounded[:, None] * plain
+        factor = tl.zeros([ROWS], tl.float32) + scale
+        if gates is not None:
+            at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1] + BRANCH * strides[4][2]
+            factor *= tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+        if dgates is not None:
+            at = row * strides[6][0] + heads.to(tl.int64) * strides[6][1] + BRANCH * strides[6][2]
+            tl.store(dgates + at, total.to(dgates.dtype.element_ty), mask=valid)
+        grad *= factor[:, None]
+        if ADD:
+            grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
+        store_rows(dq, grad, row, heads, valid, strides[5], D, BLOCK_D)
+        tile += 1
+        first += TOKENS
+
+
+@triton.jit
+def _add_rows(x, ones, sums, PRECISION: tl.constexpr):
+    """sums and the sum of each row of the rounded x, in every column there is."""
+    if sums.shape[1] == 16:  # wgmma does it on the side; to unpack what was rounded is slow
+        sums = tl.dot(x, ones, sums, input_precision=PRECISION)
+    else:
+        sums += tl.sum(x.to(tl.float32), 1)[:, None]
+    return sums

@@ -12,15 +12,19 @@ from typing import NamedTuple
 
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.kernels.common import axis_arguments, power_of_two, precision
 from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences
+from nsa.kernels.span_common import descriptors_fit, operand, processors
 from nsa.kernels.tiles import Tile
 from nsa.kernels.unions import Unions, nested_unions
 
 MOST_ROWS = 64  # of a large tile: what one wgmma takes
-COST = 1.6  # time of a block in a large tile over its time in a small one
+# Time of a block in a large tile over its time in a small one.
+COST = {"forward": 1.4, "dq": 1.4}
+MERGED = 16  # tiles to a processor from which on a program takes all small ones of a large one's
 SIZES = ("small", "large")
 
 
@@ -71,6 +75,8 @@ class Launch(NamedTuple):
     """One kernel's launch over all tiles of one size."""
 
     grid: tuple[int]
+    keys: Tensor | TensorDescriptor
+    values: Tensor | TensorDescriptor
     union: tuple[Tensor, Tensor, Tensor]  # blocks, members, counts
     rivals: tuple  # counts of large tiles and of small ones, and what a large one's block costs
     axis: tuple
@@ -81,12 +87,14 @@ class Launch(NamedTuple):
 def launches(
     kernel: str,
     q: Tensor,
+    k: Tensor,
     v: Tensor,
     plan: Plan,
     sequences: Sequences,
     force: str | None,
     cost: float | None,
     tile: Mapping[str, Tile] | None,
+    descriptors: bool | None,
 ) -> list[Launch]:
     """The launches of a kernel over the plan's tiles: of both sizes, or of the one in `force`."""
     if force not in (None, *SIZES):
@@ -95,31 +103,39 @@ def launches(
     only_small = plan.large is None or max(q.shape[2], v.shape[2]) * q.element_size() > 512
     decide = not only_small and force is None
     sizes = ["small"] if only_small else [force] if force else list(SIZES)
+    tokens, select_block = sequences.tokens, sequences.config.select_block
+    kv_heads, chunks = k.shape[1], triton.cdiv(plan.group, plan.heads)
     made = []
     for size in sizes:
         union = getattr(plan, size)
-        pieces = plan.pieces if size == "small" else 1
-        axis, count = axis_arguments(sequences.tokens, union.tokens_per_tile * pieces)
-        kv_heads = union.counts.shape[1]
         rows = power_of_two(union.tokens_per_tile * plan.heads)
-        select_block = sequences.config.select_block
         chosen = (tile or {}).get(size) or default_tile(kernel, rows, q, v, select_block)
-        dims = q.shape[2], v.shape[2]
+        pieces = plan.pieces if size == "small" else 1
+        axis, count = axis_arguments(tokens, union.tokens_per_tile * pieces)
+        merged = pieces > 1 and count * kv_heads * chunks >= MERGED * processors(q.device)
+        if not merged:
+            count *= pieces
+        fetched = descriptors
+        if fetched is None:
+            # Nothing keeps a descriptor from reading on past the end of a block.
+            fetched = select_block % chosen.keys == 0 and descriptors_fit(tokens, tokens, k, v)
         made.append(
             Launch(
-                (count * pieces * kv_heads * triton.cdiv(plan.group, plan.heads),),
+                (count * kv_heads * chunks,),
+                operand(k, tokens, chosen.keys, fetched),
+                operand(v, tokens, chosen.keys, fetched),
                 (union.blocks, union.members, union.counts),
-                ((plan.large or plan.small).counts, plan.small.counts, float(cost or COST)),
+                ((plan.large or plan.small).counts, plan.small.counts, float(cost or COST[kernel])),
                 axis,
-                (count * pieces, kv_heads, plan.group, select_block),
+                (count, kv_heads, plan.group, select_block),
                 {
-                    "TOKENS": union.tokens_per_tile, "PIECES": pieces, "RATIO": plan.pieces,
-                    "DECIDE": decide, "LARGE": size == "large", "HEADS": plan.heads, "ROWS": rows,
-                    "SLOTS": union.blocks.shape[2], "KEYS": chosen.keys,
-                    "PARTS": triton.cdiv(select_block, chosen.keys),
-                    "D": dims[0], "DV": dims[1],
-                    "BLOCK_D": power_of_two(dims[0]), "BLOCK_DV": power_of_two(dims[1]),
-                    "PACKED": sequences.tokens.packed, "PRECISION": precision(q),
+                    "TOKENS": union.tokens_per_tile, "PIECES": pieces, "MERGED": merged,
+                    "RATIO": plan.pieces, "DECIDE": decide, "LARGE": size == "large",
+                    "HEADS": plan.heads, "ROWS": rows, "SLOTS": union.blocks.shape[2],
+                    "KEYS": chosen.keys, "PARTS": triton.cdiv(select_block, chosen.keys),
+                    "D": q.shape[2], "DV": v.shape[2],
+                    "BLOCK_D": power_of_two(q.shape[2]), "BLOCK_DV": power_of_two(v.shape[2]),
+                    "PACKED": tokens.packed, "PRECISION": precision(q), "DESCRIPTORS": fetched,
                     "num_warps": chosen.warps, "num_stages": chosen.stages,
                 },
             )

@@ -70,8 +70,7 @@ def nested_unions(
         _unions[(count * kv_heads,)](
             blocks, tuple(small.tensors()), tuple((large or small).tensors()), axis,
             blocks.stride(), count, kv_heads, slots, sequences.config.select_block,
-            TOKENS=tokens_per_tile, PIECES=pieces,
-            ENTRIES=triton.next_power_of_2(tokens_per_tile * slots), WHOLE_ENTRIES=padded,
+            TOKENS=tokens_per_tile, PIECES=pieces, ENTRIES=padded,
             CHUNK=min(CHUNK, triton.next_power_of_2(slots)), PACKED=sequences.tokens.packed,
             num_warps=1 if padded <= 64 else 4,
         )  # fmt: skip
@@ -81,27 +80,41 @@ def nested_unions(
 @triton.jit
 def _unions(
     blocks, small, large, axis, strides, tiles, kv_heads, slots, select_block,
-    TOKENS: tl.constexpr, PIECES: tl.constexpr, ENTRIES: tl.constexpr,
-    WHOLE_ENTRIES: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    TOKENS: tl.constexpr, PIECES: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program: the unions of one large tile and of its pieces for one KV head."""
-    program = tl.program_id(0)
-    tile = program % tiles
-    kv_head = program // tiles
+    tile = tl.program_id(0) % tiles
+    kv_head = tl.program_id(0) // tiles
     _, start, rows, first = locate(tile, axis[0], axis[1], axis[2], TOKENS * PIECES, PACKED)
     source = blocks + kv_head.to(tl.int64) * strides[1]
-    for piece in range(PIECES):
-        at = (tile.to(tl.int64) * PIECES + piece) * kv_heads + kv_head
-        _union(
-            source, start, rows, first + piece * TOKENS, strides, slots, select_block, small, at,
-            TOKENS, ENTRIES, CHUNK,
-        )  # fmt: skip
+    entry = tl.arange(0, ENTRIES)
+    token, slot = entry // slots, entry % slots
+    inside = token < TOKENS * PIECES
+    mine = _slots(source, start, rows, first + token, slot, inside, strides, select_block)
+    counts = mine >= 0
+    bits = tl.zeros([ENTRIES], tl.int32)  # bit t: token t of the tile names this block
+    for other in range(TOKENS * PIECES):
+        found = tl.full([ENTRIES], 0x7FFFFFFF, tl.int32)
+        for low in range(0, slots, CHUNK):
+            at = low + tl.arange(0, CHUNK)
+            position = first + other + tl.zeros_like(at)
+            theirs = _slots(source, start, rows, position, at, at < slots, strides, select_block)
+            # [CHUNK, ENTRIES], so that a thread has all of CHUNK and shares nothing for the least
+            same = tl.where(theirs[:, None] == mine[None, :], at[:, None], 0x7FFFFFFF)
+            found = tl.minimum(found, tl.min(same, 0))
+        bits |= (found < slots).to(tl.int32) << other
+        counts &= (token != other) | (found == slot)  # not a second time by the same token
+    earlier = bits & ((1 << token) - 1)
+    _store(large, tile, kv_head, kv_heads, TOKENS * PIECES * slots, mine, bits,
+           counts & (earlier == 0))  # fmt: skip
     if PIECES > 1:
-        at = tile.to(tl.int64) * kv_heads + kv_head
-        _union(
-            source, start, rows, first, strides, slots, select_block, large, at,
-            TOKENS * PIECES, WHOLE_ENTRIES, CHUNK,
-        )  # fmt: skip
+        piece = token // TOKENS
+        new = counts & ((earlier >> (piece * TOKENS)) == 0)
+        bits = (bits >> (piece * TOKENS)) & ((1 << TOKENS) - 1)
+        for p in range(PIECES):
+            _store(small, tile * PIECES + p, kv_head, kv_heads, TOKENS * slots, mine, bits,
+                   new & (piece == p))  # fmt: skip
 
 
 @triton.jit
@@ -114,39 +127,10 @@ def _slots(source, start, rows, token, slot, valid, strides, select_block):
 
 
 @triton.jit
-def _union(
-    source, start, rows, first, strides, slots, select_block, out, at,
-    TOKENS: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Writes the union over TOKENS tokens from `first` on to place `at` of out."""
-    entry = tl.arange(0, ENTRIES)
-    inside = entry < TOKENS * slots
-    mine = _slots(
-        source, start, rows, first + entry // slots, entry % slots, inside, strides, select_block
-    )
-    new = mine >= 0
-    bits = tl.zeros([ENTRIES], tl.int32)
-    for token in range(TOKENS):
-        chosen = tl.zeros([ENTRIES], tl.int32)
-        for low in range(0, slots, CHUNK):
-            slot = low + tl.arange(0, CHUNK)
-            theirs = _slots(
-                source,
-                start,
-                rows,
-                first + token + tl.zeros_like(slot),
-                slot,
-                slot < slots,
-                strides,
-                select_block,
-            )
-            same = mine[:, None] == theirs[None, :]  # [ENTRIES, CHUNK]
-            earlier = same & ((token * slots + slot)[None, :] < entry[:, None])
-            new &= tl.max(earlier.to(tl.int32), 1) == 0
-            chosen |= tl.max(same.to(tl.int32), 1)
-        bits |= chosen << token
-    place = tl.cumsum(new.to(tl.int32), 0) - 1
-    place += at * (TOKENS * slots)
-    tl.store(out[0] + place, mine, mask=new)
+def _store(out, tile, kv_head, kv_heads, size, block, bits, new):
+    """Writes a tile's union, the blocks that are new to it in their order."""
+    at = tile.to(tl.int64) * kv_heads + kv_head
+    place = at * size + tl.cumsum(new.to(tl.int32), 0) - 1
+    tl.store(out[0] + place, block, mask=new)
     tl.store(out[1] + place, bits, mask=new)
     tl.store(out[2] + at, tl.sum(new.to(tl.int32), 0))
