@@ -11,13 +11,15 @@ from nsa.kernels.span_bwd_kernels import dkdv_kernel, dq_kernel, sum_parts
 from nsa.kernels.span_common import (
     default_tile,
     descriptors_fit,
+    line_operand,
+    lines_fit,
     lookback_of,
     operand,
     processors,
-    reduction_fits,
 )
 from nsa.kernels.tiles import Tile
 
+TOGETHER = 4  # programs of a tile of keys: few enough for their tokens to stay in the L2 cache
 LEAST_STEPS = 8  # tiles of queries that a program takes before its start and its part's sum pay
 
 
@@ -102,38 +104,66 @@ def span_dkdv(
     there are fewer tiles than processors. delta: span_dq's.
     tile, descriptors: as span_forward takes them.
     """
-    return _dkdv(
-        q, k, v, do, lse2, delta, gates, branch, span, tokens, keys, scale, None, tile, descriptors
-    )
+    total, heads, dim = q.shape
+    rows, kv_heads, value_dim = v.shape
+    group = heads // kv_heads
+    if descriptors is None:
+        descriptors = descriptors_fit(tokens, keys, q, k, v, do)
+    tile = tile or default_tile("dkdv", value_dim, span, q, descriptors)
+    place, count = axis_arguments(keys, tile.keys)
+    each, splits = _shares(span, tokens, count * kv_heads, group, tile, q.device)
+    parts = group // each * splits
+    dk = torch.empty(rows, kv_heads, dim, dtype=k.dtype, device=k.device)
+    dv = torch.empty(rows, kv_heads, value_dim, dtype=v.dtype, device=v.device)
+    dk_parts, dv_parts = dk[None], dv[None]
+    past_end = keys.packed and keys.bounds is not tokens.bounds
+    if parts > 1 or past_end:
+        dk_parts = torch.empty(parts, *dk.shape, dtype=torch.float32, device=k.device)
+        dv_parts = torch.empty(parts, *dv.shape, dtype=torch.float32, device=v.device)
+    if not count:
+        return dk, dv
+    gate = None if gates is None else _as_line(gates[..., branch].t())
+    lines = lines_fit(tokens, lse2, delta, gate)
+    dkdv_kernel[(count * kv_heads * parts,)](
+        operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
+        operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
+        *(line_operand(x, tokens, tile.rows, lines) for x in (lse2, delta, gate)),
+        dk_parts, dv_parts,
+        q.stride()[:2], k.stride()[:2], v.stride()[:2], do.stride()[:2],
+        (*dk.stride()[:2], dk_parts.stride(0)), (*dv.stride()[:2], dv_parts.stride(0)),
+        (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
+        HEADS=heads, G=group, D=dim, DV=value_dim,
+        LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
+        EACH=each, SPLITS=splits, TOGETHER=_together(span, heads // each * splits),
+        PACKED=keys.packed,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
+        DESCRIPTORS=descriptors, LINES=lines, PRECISION=precision(q),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if dk_parts.data_ptr() != dk.data_ptr():
+        sums, block = max(dk.numel(), dv.numel()), 1024
+        sum_parts[(triton.cdiv(sums, block), 2)](
+            dk_parts, dv_parts, dk, dv, keys.bounds, keys.count, kv_heads * dim,
+            kv_heads * value_dim, dk.numel(), dv.numel(), PARTS=parts, BLOCK=block,
+        )  # fmt: skip
+    return dk, dv
 
 
-def span_dkdv_dq(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
-    gates: Tensor | None,
-    branch: int,
-    span: Span,
-    tokens: Axis,
-    keys: Axis,
-    scale: float,
-    *,
-    tile: Tile | None = None,
-    descriptors: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dk, dv) as span_dkdv and dq [tokens, HQ, D] fp32, from the same scores.
+def _as_line(x: Tensor) -> Tensor:
+    """x [heads, tokens] as lse2 is: fp32, with a tile's tokens side by side; x itself if so."""
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
-    Five products a pair rather than seven; but dq is summed by atomics in no fixed order, so two
-    runs may differ in its last bits.
+
+def _together(span: Span, programs: int) -> int:
+    """How many of a tile's programs run beside those of other tiles, which read the same tokens.
+
+    With a lookback only neighbours do, and those run at once anyway.
     """
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    dk, dv = _dkdv(
-        q, k, v, do, lse2, delta, gates, branch, span, tokens, keys, scale, dq, tile, descriptors
-    )
-    return dk, dv, dq
+    most = programs if span.lookback is not None else TOGETHER
+    return max(n for n in range(1, most + 1) if programs % n == 0)
 
 
 def _shares(
@@ -153,55 +183,3 @@ def _shares(
     programs = max(1, programs * (group // each))
     steps = seen_by * each // tile.rows
     return each, max(1, min(-(-wanted // programs), steps // LEAST_STEPS))
-
-
-def _dkdv(
-    q, k, v, do, lse2, delta, gates, branch, span, tokens, keys, scale, dq, tile, descriptors
-):
-    """span_dkdv; its share of dq is added to `dq` [tokens, HQ, D] fp32 unless that is None."""
-    total, heads, dim = q.shape
-    rows, kv_heads, value_dim = v.shape
-    group = heads // kv_heads
-    tile = tile or default_tile("dkdv" if dq is None else "dkdv_dq", value_dim, span, q)
-    place, count = axis_arguments(keys, tile.keys)
-    each, splits = _shares(span, tokens, count * kv_heads, group, tile, q.device)
-    parts = group // each * splits
-    dk = torch.empty(rows, kv_heads, dim, dtype=k.dtype, device=k.device)
-    dv = torch.empty(rows, kv_heads, value_dim, dtype=v.dtype, device=v.device)
-    dk_parts, dv_parts = dk[None], dv[None]
-    past_end = keys.packed and keys.bounds is not tokens.bounds
-    if parts > 1 or past_end:
-        dk_parts = torch.empty(parts, *dk.shape, dtype=torch.float32, device=k.device)
-        dv_parts = torch.empty(parts, *dv.shape, dtype=torch.float32, device=v.device)
-    if descriptors is None:
-        descriptors = descriptors_fit(tokens, keys, q, k, v, do)
-    reduce = descriptors and dq is not None and reduction_fits(dq)
-    if not count:
-        return dk, dv
-    gate = None
-    if gates is not None:  # like lse2: a tile's gates are then neighbours, which cp.async can fetch
-        gate = torch.empty_like(delta).copy_(gates[..., branch].t())
-    dkdv_kernel[(count * kv_heads * parts,)](
-        operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
-        operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
-        lse2, delta, gate, dk_parts, dv_parts,
-        None if dq is None else operand(dq, tokens, tile.rows, reduce),
-        q.stride()[:2], k.stride()[:2], v.stride()[:2], do.stride()[:2],
-        (*dk.stride()[:2], dk_parts.stride(0)), (*dv.stride()[:2], dv_parts.stride(0)),
-        None if dq is None else dq.stride()[:2],
-        (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
-        HEADS=heads, G=group, D=dim, DV=value_dim,
-        LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
-        EACH=each, SPLITS=splits, PACKED=keys.packed,
-        BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-        BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
-        DESCRIPTORS=descriptors, REDUCE=reduce, PRECISION=precision(q),
-            num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    if dk_parts.data_ptr() != dk.data_ptr():
-        sums, block = max(dk.numel(), dv.numel()), 1024
-        sum_parts[(triton.cdiv(sums, block), 2)](
-            dk_parts, dv_parts, dk, dv, keys.bounds, keys.count, kv_heads * dim,
-            kv_heads * value_dim, dk.numel(), dv.numel(), PARTS=parts, BLOCK=block,
-        )  # fmt: skip
-    return dk, dv

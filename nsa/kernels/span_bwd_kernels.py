@@ -7,11 +7,11 @@ gate's gradient, dS = gp (dP - delta), dq = scale * dS k, dk = scale * dS^T q an
 import triton
 import triton.language as tl
 
-from nsa.kernels.common import extent, locate, probs_from
+from nsa.kernels.common import extent, locate
 from nsa.kernels.span_common import (
-    add_tile,
     at,
     load_gate,
+    load_line,
     load_tile,
     seen_end,
     seen_start,
@@ -33,7 +33,9 @@ def dq_kernel(
 ):  # fmt: skip
     """One program: dq of BLOCK_M neighbouring tokens of one query head.
 
-    MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k.
+    MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k. There
+    delta is that of the rounded factors of the two products, so that a key with nearly all the
+    weight cancels as it should.
     """
     tile = tiles - 1 - tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
@@ -63,6 +65,8 @@ def dq_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if MAKE_DELTA:
         delta_rows = tl.zeros([BLOCK_M], tl.float32)
+        delta_rounded = tl.zeros([BLOCK_M], tl.float32)
+        sum_rounded = tl.zeros([BLOCK_M], tl.float32)
         acc_plain = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # sum P k
     else:
         delta_rows = tl.load(delta + statistics, mask=t < rows, other=0.0)
@@ -71,21 +75,28 @@ def dq_kernel(
         k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         v_tile = load_tile(v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
+        # A branch between the products would keep the compiler from mixing them with the rest.
         if (n < whole_begin) | (n + BLOCK_N > whole_end):
             seen = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
             s = tl.where(seen, s, float("-inf"))
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         p = tl.exp2(s * scale2 - lse2_rows[:, None])
         if MAKE_DELTA:
             ds = p * dp
             delta_rows += tl.sum(ds, 1)
-            acc_plain = tl.dot(p.to(k_tile.dtype), k_tile, acc_plain, input_precision=PRECISION)
+            p = p.to(k_tile.dtype)
+            sum_rounded += tl.sum(p.to(tl.float32), 1)
+            acc_plain = tl.dot(p, k_tile, acc_plain, input_precision=PRECISION)
         else:
             ds = p * (dp - delta_rows[:, None])
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+        ds = ds.to(k_tile.dtype)
+        if MAKE_DELTA:
+            delta_rounded += tl.sum(ds.to(tl.float32), 1)
+        acc = tl.dot(ds, k_tile, acc, input_precision=PRECISION)
 
     if MAKE_DELTA:
-        acc -= delta_rows[:, None] * acc_plain
+        delta_rounded /= tl.where(sum_rounded == 0, 1.0, sum_rounded)
+        acc -= delta_rounded[:, None] * acc_plain
         tl.store(delta + statistics, delta_rows, mask=t < rows)
         if dgates is not None:
             dgates_at = at(dgates, dgate_strides, start + first, head) + BRANCH * dgate_strides[2]
@@ -101,26 +112,30 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, do, lse2, delta, gate, dk, dv, dq,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, dq_strides,
+    q, k, v, do, lse2, delta, gate, dk, dv,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
     tokens, keys, total, scale, scale2,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
-    EACH: tl.constexpr, SPLITS: tl.constexpr, PACKED: tl.constexpr,
+    EACH: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, REDUCE: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dk and dv of BLOCK_N keys, from one of SPLITS shares of the tokens that see them
     and EACH query heads of the group that shares them.
 
     tokens: (bounds, length); keys: (table, bounds, length). Scores are transposed, [keys, tokens],
     so that P^T and dS^T go from the registers of one product into the next. dk and dv have an axis
-    of parts, G / EACH * SPLITS of them, last in their strides. Early tiles, which the most tokens
-    see, start first. dq, if given, is added to by atomics, with REDUCE by those of TMA.
+    of parts, G / EACH * SPLITS of them, last in their strides. TOGETHER programs of a tile are
+    followed by as many of the next tile, and so on, so that tokens are read again while they are in
+    the cache; early tiles, which the most tokens see, start first. LINES: lse2, delta and gate
+    [HEADS, tokens] come by TMA.
     """
-    programs: tl.constexpr = HEADS // EACH * SPLITS
-    tile = tl.program_id(0) // programs
-    part = tl.program_id(0) % programs
+    programs: tl.constexpr = HEADS // EACH * SPLITS  # of a tile
+    number = tl.program_id(0)
+    turn = tl.num_programs(0) // programs * TOGETHER
+    tile = number % turn // TOGETHER
+    part = number // turn * TOGETHER + number % TOGETHER
     first_head = part // SPLITS * EACH
     kv_head = first_head // G
     sequence, start, rows, first = locate(tile, keys[0], keys[1], keys[2], BLOCK_N, PACKED)
@@ -138,6 +153,8 @@ def dkdv_kernel(
     if LOOKBACK is not None:
         end = tl.minimum(end, whole_begin + LOOKBACK * STRIDE)
         whole_end = tl.minimum(whole_end, begin + LOOKBACK * STRIDE)
+    if LINES:
+        begin = begin // 4 * 4  # by TMA, a line starts at a multiple of 16 bytes
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
 
     s_keys = first + tl.arange(0, BLOCK_N)
@@ -159,23 +176,24 @@ def dkdv_kernel(
         do_tile = load_tile(
             do, do_strides, token_place, row, head, DV, BLOCK_M, BLOCK_DV, DESCRIPTORS
         )
-        statistics = head.to(tl.int64) * total + token_start + row
+        lse2_rows = load_line(lse2, total, token_place, row, head, BLOCK_M, LINES)
+        delta_rows = load_line(delta, total, token_place, row, head, BLOCK_M, LINES)
+        if gate is not None:
+            gate_rows = load_line(gate, total, token_place, row, head, BLOCK_M, LINES)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
+        # A branch between the products would keep the compiler from mixing them with the rest.
         if (row < whole_begin) | (row + BLOCK_M > whole_end):
             seen = sees((row + i)[None, :], s_keys[:, None], LENGTH, STRIDE, LOOKBACK)
             s = tl.where(seen & (i < behind)[None, :], s, float("-inf"))
-        lse2_rows = tl.load(lse2 + statistics + i, mask=i < behind, other=float("-inf"))
-        p = probs_from(s * scale2, lse2_rows[None, :])
-        if gate is not None:
-            p *= tl.load(gate + statistics + i, mask=i < behind, other=0.0)[None, :]
-        dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
+            # Rows that see no key have lse2 = -inf, and -inf - -inf is NaN.
+            lse2_rows = tl.where(lse2_rows == float("-inf"), 0.0, lse2_rows)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)  # [N, M]
-        ds = p * (dp - tl.load(delta + statistics + i, mask=i < behind, other=0.0)[None, :])
-        ds = ds.to(q_tile.dtype)
-        dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=PRECISION)
-        if dq is not None:
-            dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale  # [M, D]
-            add_tile(dq, dq_strides, token_place, row, head, dq_tile, D, BLOCK_M, BLOCK_D, REDUCE)
+        p = tl.exp2(s * scale2 - lse2_rows[None, :])
+        if gate is not None:
+            p *= gate_rows[None, :]
+        dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
+        ds = p * (dp - delta_rows[None, :])
+        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
 
     part = (part % (G // EACH * SPLITS)).to(tl.int64)  # of this KV head
     dk_at = at(dk, dk_strides, start + first, kv_head) + part * dk_strides[2]

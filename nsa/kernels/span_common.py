@@ -91,19 +91,15 @@ def store_rows(
 
 
 @triton.jit
-def add_tile(
-    x, strides, place, row, head, values, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, DESCRIPTOR: tl.constexpr,
-):  # fmt: skip
-    """Adds values [BLOCK, BLOCK_D] atomically to the rows that `load_tile` would load."""
+def load_line(x, total, place, row, head, BLOCK: tl.constexpr, DESCRIPTOR: tl.constexpr):
+    """[BLOCK] of x [heads, total] from `line_operand`: rows row.. of a sequence; 0 past its end."""
     if DESCRIPTOR:
-        x.atomic_add([place[0], head, row, 0], values.reshape(1, 1, BLOCK, BLOCK_D))
+        line = x.load([head, place[0], row]).reshape(BLOCK)
     else:
-        i = tl.arange(0, BLOCK)[:, None]
-        d = tl.arange(0, BLOCK_D)[None, :]
-        first = at(x, strides, place[1] + row, head)
-        mask = (i < place[2] - row) & (d < D)
-        tl.atomic_add(first + i * strides[0] + d, values, mask=mask, sem="relaxed")
+        i = tl.arange(0, BLOCK)
+        first = x + head.to(tl.int64) * total + place[1] + row
+        line = tl.load(first + i, mask=i < place[2] - row, other=0.0)
+    return line
 
 
 @triton.jit
@@ -136,9 +132,15 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def reduction_fits(x: Tensor) -> bool:
-    """Whether TMA may add to x; Triton's interpreter lacks that."""
-    return x.is_cuda
+def lines_fit(axis: Axis, *tensors: Tensor | None) -> bool:
+    """Whether TMA can fetch runs of these [heads, tokens] fp32; None is no matter.
+
+    A run must start at a multiple of 16 bytes, which packed sequences need not.
+    """
+    given = [x for x in tensors if x is not None]
+    if axis.packed or not axis.rows or architecture(given[0].device) < 90:
+        return False
+    return axis.length % 4 == 0 and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in given)
 
 
 def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | TensorDescriptor:
@@ -154,24 +156,53 @@ def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | Ten
     )
 
 
-def default_tile(kernel: str, value_dim: int, span: Span, q: Tensor) -> Tile:
-    """The tile of "forward", "dq", "dkdv" or "dkdv_dq" for q [tokens, HQ, D]."""
+def line_operand(
+    x: Tensor | None, axis: Axis, rows: int, descriptor: bool
+) -> Tensor | TensorDescriptor | None:
+    """What `load_line` takes for runs of `rows` numbers of x [heads, axis]."""
+    if x is None or not descriptor:
+        return x
+    return TensorDescriptor(
+        x,
+        shape=[x.shape[0], axis.count, axis.length],
+        strides=[x.shape[1], axis.length, 1],
+        block_shape=[1, 1, rows],
+    )
+
+
+def default_tile(
+    kernel: str, value_dim: int, span: Span, q: Tensor, descriptors: bool = True
+) -> Tile:
+    """The tile of "forward", "dq" or "dkdv" for q [tokens, HQ, D].
+
+    Without descriptors, addresses take registers, which the largest tiles cannot spare.
+    """
     total, heads, dim = q.shape
     wide = max(power_of_two(dim), power_of_two(value_dim))
     chip = architecture(q.device)
     if q.dtype == torch.float32:
         return _wide_tile(kernel, wide)
     if chip >= 90:
-        # Short of two rounds of large tiles, small ones, two to a processor, spread more evenly.
-        few = total * heads < 2 * 128 * processors(q.device)
-        if few and wide <= 128 and kernel in ("forward", "dq"):
-            return Tile(64, 64, 4, 3 if kernel == "forward" else 2)
         tiles = {
-            "forward": (Tile(128, 128, 8, 3), Tile(128, 64, 8, 2)),
+            "forward": (
+                Tile(128, 64, 4, 2) if descriptors else Tile(128, 64, 8, 3),
+                Tile(128, 64, 8, 2),
+            ),
             "dq": (Tile(128, 64, 8, 3), Tile(64, 32, 8, 2)),
-            "dkdv": (Tile(64, 128, 8, 3), Tile(32, 64, 8, 2)),
-            "dkdv_dq": (Tile(64, 128, 8, 2), Tile(32, 64, 8, 1)),
+            "dkdv": (
+                Tile(64, 128, 8, 3) if descriptors else Tile(32, 64, 4, 3),
+                Tile(32, 64, 8, 2),
+            ),
         }
+        # Several small tiles to a processor spread more evenly where there are few large ones, and
+        # waste less where a window's edges, of which half is masked, are much of what is seen.
+        few = total * heads < 2 * 128 * processors(q.device)
+        if wide <= 128 and (few or span.lookback is not None):
+            tiles = {
+                "forward": (Tile(64, 64, 4, 3),),
+                "dq": (Tile(64, 64, 4, 2),),
+                "dkdv": (Tile(64, 64, 4, 2) if descriptors else Tile(32, 64, 4, 3),),
+            }
     else:
         # Without a delta to start from (the window), dq's second accumulator takes the registers.
         keys = 64 if span.lookback is None else 32
@@ -179,7 +210,6 @@ def default_tile(kernel: str, value_dim: int, span: Span, q: Tensor) -> Tile:
             "forward": (Tile(128, 64, 8 if wide > 64 else 4, 3), Tile(64, 32, 4, 2)),
             "dq": (Tile(64, keys, 4, 2), Tile(64, 32, 8, 2)),
             "dkdv": (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
-            "dkdv_dq": (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
         }
     tile = tiles[kernel][wide > 128]
     # Consumer chips have 99 KB of shared memory a block, 64 KB less than an A100.

@@ -39,7 +39,7 @@ def _span_forward(
     """One program: BLOCK_M neighbouring tokens of one query head, over every key that they see.
 
     tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'.
-    Late tiles, which see the most keys when there is no lookback, start first.
+    Late tiles, which see the most keys when there is no lookback, start first. v None: lse2 alone.
     """
     tile = tiles - 1 - tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
@@ -61,7 +61,8 @@ def _span_forward(
     q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if v is not None:
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for n in range(begin, end, BLOCK_N):
         k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
@@ -74,36 +75,47 @@ def _span_forward(
         rescale = tl.exp2(m - shift)
         m = m_new
         sums = sums * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        v_tile = load_tile(v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        if v is not None:
+            acc = acc * rescale[:, None]
+            v_tile = load_tile(
+                v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS
+            )
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
     sums = tl.where(m == float("-inf"), 1.0, sums)  # rows that saw no key: 0 and -inf
-    acc = acc / sums[:, None]
     tl.store(lse2 + head.to(tl.int64) * total + start + t, m + tl.log2(sums), mask=t < rows)
-    if gates is not None:
-        gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
-        acc *= gate[:, None]
-        if base is not None:
-            other = load_rows(
-                at(base, base_strides, start + first, head), base_strides[0], left,
-                BLOCK_M, DV, BLOCK_DV,
-            ).to(tl.float32)  # fmt: skip
-            if BASE_BRANCH is not None:
-                gate = load_gate(
-                    gates, gate_strides, start + first, head, left, BASE_BRANCH, BLOCK_M
-                )
-                other *= gate[:, None]
-            acc += other
-    store_rows(
-        at(o, o_strides, start + first, head), o_strides[0], left, acc, False, DV, BLOCK_M, BLOCK_DV
-    )
+    if v is not None:
+        acc = acc / sums[:, None]
+        if gates is not None:
+            gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
+            acc *= gate[:, None]
+            if base is not None:
+                other = load_rows(
+                    at(base, base_strides, start + first, head), base_strides[0], left,
+                    BLOCK_M, DV, BLOCK_DV,
+                ).to(tl.float32)  # fmt: skip
+                if BASE_BRANCH is not None:
+                    gate = load_gate(
+                        gates, gate_strides, start + first, head, left, BASE_BRANCH, BLOCK_M
+                    )
+                    other *= gate[:, None]
+                acc += other
+        store_rows(
+            at(o, o_strides, start + first, head),
+            o_strides[0],
+            left,
+            acc,
+            False,
+            DV,
+            BLOCK_M,
+            BLOCK_DV,
+        )
 
 
 def span_forward(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     span: Span,
     tokens: Axis,
     keys: Axis,
@@ -116,11 +128,12 @@ def span_forward(
     out: Tensor | None = None,
     tile: Tile | None = None,
     descriptors: bool | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """(o [tokens, HQ, DV] in q's dtype, lse2 [HQ, tokens] fp32) over the run of keys of each query.
 
     q [tokens, HQ, D]; k [keys, HKV, D], v [keys, HKV, DV], on the axis of tokens or on that of
     compressed keys. scale must be positive. A query that sees no key has o = 0 and lse2 = -inf.
+    v None: no values are summed, and o is None.
 
     With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
     + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
@@ -130,19 +143,22 @@ def span_forward(
     if not scale > 0:
         raise ValueError(f"scale={scale}: the softmax takes a positive scale; negate q instead")
     total, heads, dim = q.shape
-    value_dim = v.shape[2]
-    o = torch.empty(total, heads, value_dim, dtype=q.dtype, device=q.device) if out is None else out
+    value_dim = dim if v is None else v.shape[2]
+    o = out
+    if v is not None and out is None:
+        o = torch.empty(total, heads, value_dim, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(heads, total, dtype=torch.float32, device=q.device)
-    tile = tile or default_tile("forward", value_dim, span, q)
     if descriptors is None:
-        descriptors = descriptors_fit(tokens, keys, q, k, v)
+        descriptors = descriptors_fit(tokens, keys, *(x for x in (q, k, v) if x is not None))
+    tile = tile or default_tile("forward", value_dim, span, q, descriptors)
     place, count = axis_arguments(tokens, tile.rows)
     if count:
         _span_forward[(count * heads,)](
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
-            operand(v, keys, tile.keys, descriptors), o, lse2, gates,
+            None if v is None else operand(v, keys, tile.keys, descriptors), o, lse2, gates,
             base if gates is not None else None,
-            q.stride()[:2], k.stride()[:2], v.stride()[:2], o.stride()[:2],
+            q.stride()[:2], k.stride()[:2], None if v is None else v.stride()[:2],
+            None if o is None else o.stride()[:2],
             None if gates is None else gates.stride(),
             None if base is None else base.stride()[:2],
             place, (keys.bounds, keys.length), count, total, scale * LOG2E,
