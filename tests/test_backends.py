@@ -4,7 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_calls import DEVICE, DOUBLE, FAST, NAMES, WITH_GRADIENT, attend, check, takes
+from accuracy import assert_as_accurate
+from backend_calls import (
+    DEVICE,
+    DOUBLE,
+    FAST,
+    NAMES,
+    WITH_GRADIENT,
+    attend,
+    check,
+    outcome,
+    reference,
+    takes,
+)
 from cases import CASES, ODD, SMALL, TINY, Case, draw
 
 from nsa.attention.api import nsa_attention
@@ -113,3 +125,25 @@ def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
     monkeypatch.setattr("nsa.attention.backends.packed.ELEMENTS", 1)
     monkeypatch.setattr("nsa.attention.span.ELEMENTS", 20_000)
     check(backend, replace(CASES[8], batch=2), torch.float32, with_gradient=True)
+
+
+@pytest.mark.parametrize("offset", [0.0, 5.0, 30.0])
+@pytest.mark.parametrize("backend", FAST)
+def test_what_all_values_share_costs_no_accuracy(backend, offset):
+    """dQ does not see it, so it must not be rounded away from what dQ does see."""
+    drawn = draw(Case(60, kv_heads=1, group=2), torch.float16, DEVICE)
+    with torch.no_grad():
+        for name, leaf in drawn.leaves.items():
+            leaf += offset if name.startswith("v_") else 0.0
+    args, kwargs = drawn.to(torch.float64).arguments()
+    drawn.blocks = nsa(*args, **kwargs).blocks
+    do = torch.randn_like(args[0]).half()
+    results = [
+        outcome(function, drawn.to(dtype), do)[1]["q"]
+        for function, dtype in (
+            (lambda x: attend(x, backend), torch.float16),
+            (reference, torch.float16),
+            (reference, torch.float64),
+        )
+    ]
+    assert_as_accurate("dq", *results)

@@ -145,7 +145,7 @@ def _lse(q: Tensor, k_cmp: Tensor, sequences: Sequences, scale: float) -> Tensor
     """lse2 of the compressed branch where nobody asked for its output."""
     span = compressed_span(sequences.config)
     axes = sequences.tokens, sequences.compressed
-    return span_fwd.span_forward(q, k_cmp, k_cmp, span, *axes, scale)[1]
+    return span_fwd.span_forward(q, k_cmp, None, span, *axes, scale)[1]
 
 
 @torch.library.custom_op("nsa::attend", mutates_args=())

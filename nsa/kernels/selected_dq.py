@@ -56,7 +56,7 @@ def selected_dq(
     )
     for launch in launches("dq", q, k, v, plan, sequences, force, cost, tile, descriptors):
         _selected_dq[launch.grid](
-            q, launch.keys, launch.values, do, lse2, gates, dq, delta, dgates, strides,
+            q, launch.keys, launch.values, v, do, lse2, gates, dq, delta, dgates, strides,
             launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale * LOG2E,
             BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), **launch.constants,
         )  # fmt: skip
@@ -65,7 +65,8 @@ def selected_dq(
 
 @triton.jit
 def _selected_dq(
-    q, k, v, do, lse, gates, dq, delta, dgates, strides, union, rivals, axis, sizes, scale, scale2,
+    q, k, v, v_rows, do, lse, gates, dq, delta, dgates, strides,
+    union, rivals, axis, sizes, scale, scale2,
     BRANCH: tl.constexpr, ADD: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
     MERGED: tl.constexpr, RATIO: tl.constexpr, DECIDE: tl.constexpr, LARGE: tl.constexpr,
@@ -79,6 +80,8 @@ def _selected_dq(
     delta is only known at the end, so with A = sum of (P dP) K and R = sum of P K,
     dq = scale * gate * (A - delta R). P and P dP are rounded for the products, so the delta taken
     here is the quotient of their rounded sums: a key with all the weight then cancels as it must.
+    What all values of a row share cancels too, so dP is taken less that of the token's own value.
+    v_rows is v where v is a descriptor.
     """
     sequence, start, rows, first, kv_head, head, tile, mine = place(
         axis, rivals, sizes, TOKENS, PIECES, MERGED, RATIO, DECIDE, LARGE, HEADS, PACKED
@@ -98,6 +101,9 @@ def _selected_dq(
         lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
         lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
         blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
+        sees = valid & (lse2 < float("inf"))
+        own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
+        shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
 
         total = tl.zeros([ROWS], tl.float32)
         ones = tl.full([KEYS, 16], 1.0, queries.dtype)
@@ -121,7 +127,8 @@ def _selected_dq(
                 queries, keys, token, position, member, first_key, width, KEYS, PRECISION
             )
             p = tl.exp2(s * scale2 - lse2[:, None])
-            dp = p * tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
+            dp = tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
+            dp = p * (dp - shift[:, None])
             total += tl.sum(dp, 1)
             p, dp = p.to(queries.dtype), dp.to(queries.dtype)
             plain = tl.dot(p, keys, plain, input_precision=PRECISION)
@@ -129,6 +136,7 @@ def _selected_dq(
             p_sum = _add_rows(p, ones, p_sum, PRECISION)
             dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
 
+        total += shift  # probabilities add up to 1
         tl.store(delta + flat, total, mask=valid)
         p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
         rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)

@@ -63,8 +63,8 @@ def span_dq(
     if count:
         dq_kernel[(count * heads,)](
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
-            operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
-            lse2, delta, gates, dgates, dq,
+            operand(v, keys, tile.keys, descriptors), v,
+            operand(do, tokens, tile.rows, descriptors), lse2, delta, gates, dgates, dq,
             q.stride()[:2], k.stride()[:2], v.stride()[:2], do.stride()[:2],
             None if gates is None else gates.stride(),
             None if dgates is None else dgates.stride(), dq.stride()[:2],

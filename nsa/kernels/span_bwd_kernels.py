@@ -22,7 +22,7 @@ from nsa.kernels.span_common import (
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, lse2, delta, gates, dgates, dq,
+    q, k, v, v_rows, do, lse2, delta, gates, dgates, dq,
     q_strides, k_strides, v_strides, do_strides, gate_strides, dgate_strides, dq_strides,
     tokens, keys, tiles, total, scale, scale2,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -35,7 +35,8 @@ def dq_kernel(
 
     MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k. There
     delta is that of the rounded factors of the two products, so that a key with nearly all the
-    weight cancels as it should.
+    weight cancels as it should. What all values share cancels too, so dP is taken less that of the
+    newest value that a row sees. v_rows is v where v is a descriptor.
     """
     tile = tiles - 1 - tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
@@ -64,6 +65,12 @@ def dq_kernel(
         gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if MAKE_DELTA:
+        newest = seen_end(t, LENGTH, STRIDE) - 1
+        at_newest = at(v_rows, v_strides, key_start, kv_head)
+        at_newest += newest.to(tl.int64)[:, None] * v_strides[0] + tl.arange(0, BLOCK_DV)[None, :]
+        sees_any = (lse2_rows < float("inf"))[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
+        v_newest = tl.load(at_newest, mask=sees_any, other=0.0)
+        shift = tl.sum(do_tile.to(tl.float32) * v_newest.to(tl.float32), 1)
         delta_rows = tl.zeros([BLOCK_M], tl.float32)
         delta_rounded = tl.zeros([BLOCK_M], tl.float32)
         sum_rounded = tl.zeros([BLOCK_M], tl.float32)
@@ -82,7 +89,7 @@ def dq_kernel(
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         p = tl.exp2(s * scale2 - lse2_rows[:, None])
         if MAKE_DELTA:
-            ds = p * dp
+            ds = p * (dp - shift[:, None])
             delta_rows += tl.sum(ds, 1)
             p = p.to(k_tile.dtype)
             sum_rounded += tl.sum(p.to(tl.float32), 1)
@@ -97,6 +104,7 @@ def dq_kernel(
     if MAKE_DELTA:
         delta_rounded /= tl.where(sum_rounded == 0, 1.0, sum_rounded)
         acc -= delta_rounded[:, None] * acc_plain
+        delta_rows += shift  # probabilities add up to 1
         tl.store(delta + statistics, delta_rows, mask=t < rows)
         if dgates is not None:
             dgates_at = at(dgates, dgate_strides, start + first, head) + BRANCH * dgate_strides[2]
