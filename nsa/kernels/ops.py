@@ -278,6 +278,10 @@ def attend_backward(
         whole = None not in (v_cmp, v_slc, v_win)
         make = torch.empty if whole else torch.zeros
         dgates = make(gates.shape, dtype=gates.dtype, device=gates.device)
+        # One copy, fp32 and side by side by token, for every kernel that walks over tokens.
+        by_branch = gates.permute(2, 1, 0)
+        by_branch = by_branch.to(torch.float32, memory_format=torch.contiguous_format)
+        gates = by_branch.contiguous().permute(2, 1, 0)
     dq = None
     grads = [q.new_empty(0) for _ in range(6)]
     if v_cmp is not None:
