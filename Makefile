@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 NOTEBOOK ?= memory_scaling
-EXTRAS ?= notebooks,dev
+EXTRAS ?= triton,notebooks,dev
 
 VENV := .venv
 BIN := $(VENV)/bin
