@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.attention.api import nsa_attention
 from nsa.kernels import ops
+from nsa.kernels.compress_op import compress_mean
+from nsa.kernels.registration import sizes_of
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -23,10 +25,10 @@ def arguments(case=CASE, gates=True, blocks=False, keep=True):
     drawn = draw(case, torch.float32, DEVICE)
     (q, k, v, g, config), kwargs = drawn.arguments()
     cu = kwargs["cu_seqlens"]
-    sizes = ops.sizes_of(config)
+    sizes = sizes_of(config)
     flat = {name: x.flatten(0, 1) for name, x in k.items()}
     values = {name: x.flatten(0, 1) for name, x in v.items()}
-    k_cmp, v_cmp = ops.compress_mean(flat["cmp"], values["cmp"], cu, q.shape[0], sizes)
+    k_cmp, v_cmp = compress_mean(flat["cmp"], values["cmp"], cu, q.shape[0], sizes)
     chosen = torch.zeros(q.shape[1], k_cmp.shape[1], 2, dtype=torch.int32, device=DEVICE)
     chosen[..., 1] = -1
     return (
@@ -43,7 +45,7 @@ def test_attend_is_a_sound_operator(case, blocks):
         x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, blocks=blocks)
     ]
     checks = "test_schema", "test_faketensor"
-    torch.library.opcheck(torch.ops.nsa.attend.default, tuple(args), test_utils=checks)
+    torch.library.opcheck(ops.attend, tuple(args), test_utils=checks)
 
 
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
@@ -52,21 +54,17 @@ def test_compress_and_select_are_sound_operators(case):
     q, k_cmp, k, v = (x.detach() for x in (q, k_cmp, k, v))
     checks = "test_schema", "test_faketensor"
     for values in (v, None):
-        torch.library.opcheck(
-            torch.ops.nsa.compress_mean.default, (k, values, cu, batch, sizes), test_utils=checks
-        )
-    torch.library.opcheck(
-        torch.ops.nsa.select.default, (q, k_cmp, cu, batch, sizes, scale), test_utils=checks
-    )
+        torch.library.opcheck(compress_mean, (k, values, cu, batch, sizes), test_utils=checks)
+    torch.library.opcheck(ops.select, (q, k_cmp, cu, batch, sizes, scale), test_utils=checks)
 
 
 def test_the_backward_has_the_shapes_that_its_fake_promises():
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments()]
-    o, *kept, blocks = torch.ops.nsa.attend(*args)
+    o, *kept, blocks = ops.attend(*args)
     tensors, (_, cu, batch, sizes, scale, _) = args[:8], args[8:]
     for keys in (True, False):
         torch.library.opcheck(
-            torch.ops.nsa.attend_backward.default,
+            ops.attend_backward,
             (torch.randn_like(o), *tensors, blocks, cu, *kept, batch, sizes, scale, keys),
             test_utils=("test_schema", "test_faketensor"),
         )
@@ -135,13 +133,13 @@ def test_a_second_derivative_is_refused():
 
 
 def test_frozen_keys_cost_no_key_gradients(monkeypatch):
-    from nsa.kernels import selected_bwd, span_bwd
+    from nsa.kernels import selected_dkdv, span_bwd
 
     def never(*args, **kwargs):
         raise AssertionError("gradients of frozen keys were computed")
 
     monkeypatch.setattr(span_bwd, "span_dkdv", never)
-    monkeypatch.setattr(selected_bwd, "selected_dkdv", never)
+    monkeypatch.setattr(selected_dkdv, "selected_dkdv", never)
     drawn = draw(CASE, torch.float32, DEVICE)
     for name, leaf in drawn.leaves.items():
         leaf.requires_grad_(name in ("q", "gates"))

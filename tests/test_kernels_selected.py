@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.kernels.inverse import inverse
-from nsa.kernels.selected_bwd import selected_dkdv, selected_dq
+from nsa.kernels.selected_dkdv import selected_dkdv
+from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import Plan, plan, selected_forward
 from nsa.kernels.selected_plan import tile_tokens
 from nsa.kernels.sequences import Sequences, dense, packed

@@ -1,4 +1,4 @@
-"""The kernels as torch operators: what autograd, torch.compile, FakeTensor and export see.
+"""Selection and attention as torch operators: what autograd, torch.compile and export see.
 
 Launchers run inside; here is only what to save, what to launch and in which order. A forward keeps
 o of the compressed branch, a log-sum-exp for each branch and the selection: the other branches'
@@ -7,121 +7,29 @@ only inside the gated sum. All sums are in a fixed order: the same inputs give t
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
-from functools import wraps
 
 import torch
 from torch import Tensor
 
 from nsa.blocks import compressed_span, window_span
 from nsa.config import NSAConfig
-from nsa.kernels import combine, compress, selected_bwd, selected_fwd, span_bwd, span_fwd, topk
-from nsa.kernels.sequences import Sequences, dense, packed
+from nsa.kernels import (
+    combine,
+    selected_dkdv,
+    selected_dq,
+    selected_fwd,
+    span_bwd,
+    span_fwd,
+    topk,
+)
+from nsa.kernels.registration import contiguous, on_its_device, sequences_of
+from nsa.kernels.sequences import Sequences
 
 CMP, SLC, WIN = range(3)  # where a branch's gate stands
 
 
-def _on_its_device(function):
-    """`function` with its first tensor's GPU as the current one: that is where Triton launches."""
-
-    @wraps(function)
-    def guarded(x, *args):
-        if not x.is_cuda or x.device.index == torch.cuda.current_device():
-            return function(x, *args)
-        with torch.cuda.device(x.device):
-            return function(x, *args)
-
-    return guarded
-
-
-def sizes_of(config: NSAConfig) -> list[int]:
-    """The config as an operator takes it."""
-    return list(astuple(config))
-
-
-def _sequences(
-    tokens: int, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
-) -> Sequences:
-    config = NSAConfig(*sizes)
-    if cu_seqlens is not None:
-        return packed(cu_seqlens, tokens, config)
-    return dense(batch, tokens // batch, config)
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension, which is what kernels take for granted."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-@torch.library.custom_op("nsa::compress_mean", mutates_args=())
-@_on_its_device
-def compress_mean(
-    k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Mean-compressed keys and values [C rows, HKV, *] of k, v [tokens, HKV, *] (Eq. 7).
-
-    Without v the second result is empty.
-    """
-    sequences = _sequences(k.shape[0], cu_seqlens, batch, sizes)
-    k_cmp, v_cmp = compress.compress_mean(k, v, sequences)
-    return k_cmp, k.new_empty(0) if v_cmp is None else v_cmp
-
-
-@compress_mean.register_fake
-def _(k, v, cu_seqlens, batch, sizes):
-    rows = _sequences(k.shape[0], cu_seqlens, batch, sizes).compressed.rows
-    k_cmp = k.new_empty(rows, *k.shape[1:])
-    return k_cmp, k.new_empty(0) if v is None else v.new_empty(rows, *v.shape[1:])
-
-
-@torch.library.custom_op("nsa::compress_mean_backward", mutates_args=())
-@_on_its_device
-def compress_mean_backward(
-    dk_cmp: Tensor,
-    dv_cmp: Tensor | None,
-    cu_seqlens: Tensor | None,
-    tokens: int,
-    batch: int,
-    sizes: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v of `compress_mean`."""
-    sequences = _sequences(tokens, cu_seqlens, batch, sizes)
-    dk, dv = compress.compress_mean_backward(dk_cmp, dv_cmp, sequences)
-    return dk, dk.new_empty(0) if dv is None else dv
-
-
-@compress_mean_backward.register_fake
-def _(dk_cmp, dv_cmp, cu_seqlens, tokens, batch, sizes):
-    dk = dk_cmp.new_empty(tokens, *dk_cmp.shape[1:])
-    return dk, dk.new_empty(0) if dv_cmp is None else dv_cmp.new_empty(tokens, *dv_cmp.shape[1:])
-
-
-def _save_compress(ctx, inputs, output):
-    k, v, cu_seqlens, ctx.batch, ctx.sizes = inputs
-    ctx.set_materialize_grads(False)
-    ctx.tokens, ctx.has_v = k.shape[0], v is not None
-    ctx.save_for_backward(cu_seqlens, *output)
-
-
-def _backward_compress(ctx, dk_cmp, dv_cmp):
-    cu_seqlens, k_cmp, v_cmp = ctx.saved_tensors
-    dk_cmp = torch.zeros_like(k_cmp) if dk_cmp is None else dk_cmp
-    if not ctx.has_v:
-        dv_cmp = None
-    elif dv_cmp is None:
-        dv_cmp = torch.zeros_like(v_cmp)
-    dk_cmp, dv_cmp = (None if x is None else _contiguous(x) for x in (dk_cmp, dv_cmp))
-    dk, dv = torch.ops.nsa.compress_mean_backward(
-        dk_cmp, dv_cmp, cu_seqlens, ctx.tokens, ctx.batch, ctx.sizes
-    )
-    return dk, dv if ctx.has_v else None, None, None, None
-
-
-compress_mean.register_autograd(_backward_compress, setup_context=_save_compress)
-
-
 @torch.library.custom_op("nsa::select", mutates_args=())
-@_on_its_device
+@on_its_device
 def select(
     q: Tensor,
     k_cmp: Tensor,
@@ -131,7 +39,7 @@ def select(
     scale: float,
 ) -> Tensor:
     """blocks [tokens, HKV, n] int32 (Eq. 8-11); no gradient flows through it."""
-    sequences = _sequences(q.shape[0], cu_seqlens, batch, sizes)
+    sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     return topk.select_blocks(q, k_cmp, _lse(q, k_cmp, sequences, scale), sequences, scale)
 
 
@@ -149,7 +57,7 @@ def _lse(q: Tensor, k_cmp: Tensor, sequences: Sequences, scale: float) -> Tensor
 
 
 @torch.library.custom_op("nsa::attend", mutates_args=())
-@_on_its_device
+@on_its_device
 def attend(
     q: Tensor,
     k_cmp: Tensor | None,
@@ -174,13 +82,13 @@ def attend(
         gates: [tokens, HQ, 3], or None for one branch alone, not gated.
         blocks: [tokens, HKV, N], a selection made by the caller; else scored against k_cmp.
         cu_seqlens: [N + 1] for packed sequences; else `batch` sequences of one length.
-        sizes: of the config, see `sizes_of`.
+        sizes: of the config, see `registration.sizes_of`.
         keep: whether a backward may follow.
 
     Returns (o [tokens, HQ, DV], o of the compressed branch, lse2 [HQ, tokens] of the compressed and
     of the window branch, lse2 [tokens, HQ] of the selected one, blocks); what is not kept is empty.
     """
-    sequences = _sequences(q.shape[0], cu_seqlens, batch, sizes)
+    sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     config, tokens = sequences.config, sequences.tokens
     kept = {name: q.new_empty(0) for name in ("o_cmp", "lse_cmp", "lse_win", "lse_slc")}
     kept["blocks"] = q.new_empty(0, dtype=torch.int32)
@@ -245,7 +153,7 @@ def _(
 
 
 @torch.library.custom_op("nsa::attend_backward", mutates_args=())
-@_on_its_device
+@on_its_device
 def attend_backward(
     do: Tensor,
     q: Tensor,
@@ -271,7 +179,7 @@ def attend_backward(
 
     What was not given has an empty gradient, and so have keys and values unless `keys`.
     """
-    sequences = _sequences(q.shape[0], cu_seqlens, batch, sizes)
+    sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     config, tokens = sequences.config, sequences.tokens
     dgates = None
     if gates is not None:
@@ -300,11 +208,11 @@ def attend_backward(
     if v_slc is not None:
         plan = selected_fwd.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
         given = q, k_slc, v_slc, do, lse_slc
-        dq, delta = selected_bwd.selected_dq(
+        dq, delta = selected_dq.selected_dq(
             *given, gates, SLC, plan, sequences, scale, dgates=dgates, dq=dq
         )
         if keys:
-            grads[2:4] = selected_bwd.selected_dkdv(
+            grads[2:4] = selected_dkdv.selected_dkdv(
                 *given, delta, gates, SLC, blocks, sequences, scale
             )
     return dq, *grads, q.new_empty(0) if dgates is None else dgates
@@ -340,7 +248,7 @@ def _backward_attend(ctx, do, *_):
         return none
     saved = ctx.saved_tensors
     gates, keys = saved[7], any(ctx.needs_input_grad[1:7])
-    do = _contiguous(do)
+    do = contiguous(do)
     dq, *grads, dgates = torch.ops.nsa.attend_backward(
         do, *saved, ctx.batch, ctx.sizes, ctx.scale, keys
     )

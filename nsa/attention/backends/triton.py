@@ -44,10 +44,11 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
 def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
     """The blocks that each query selects: [B, T, HKV, n] int32, scored against k_cmp [B, C, *]."""
     from nsa.kernels import ops
+    from nsa.kernels.registration import sizes_of
 
     q, scale = _positive(inputs.q, inputs.scale)
     q, k_cmp = _flat(_padded(q)), _flat(_padded(k_cmp))
-    sizes = ops.sizes_of(inputs.config)
+    sizes = sizes_of(inputs.config)
     blocks = ops.select(q, k_cmp, inputs.cu_seqlens, inputs.q.shape[0], sizes, scale)
     return blocks.unflatten(0, inputs.q.shape[:2])
 
@@ -67,6 +68,7 @@ def _attend(
     blocks: Tensor | None = None,
 ) -> Tensor:
     from nsa.kernels import ops
+    from nsa.kernels.registration import sizes_of
 
     q, config = inputs.q, inputs.config
     blocks = inputs.blocks if blocks is None else blocks
@@ -87,7 +89,7 @@ def _attend(
         x is not None and x.requires_grad for x in (*tensors, gates)
     )
     o = ops.attend(
-        *tensors, gates, blocks, inputs.cu_seqlens, q.shape[0], ops.sizes_of(config), scale, keep,
+        *tensors, gates, blocks, inputs.cu_seqlens, q.shape[0], sizes_of(config), scale, keep,
     )[0]  # fmt: skip
     return o[..., : inputs.value_dim].unflatten(0, q.shape[:2])
 
@@ -120,12 +122,13 @@ def _of_one_length(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 
 
 def _means(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    from nsa.kernels import ops
+    from nsa.kernels.compress_op import compress_mean
+    from nsa.kernels.registration import sizes_of
 
     k, v, batch = inputs.k["cmp"], inputs.v.get("cmp"), inputs.q.shape[0]
-    k_cmp, v_cmp = ops.compress_mean(
+    k_cmp, v_cmp = compress_mean(
         _flat(k), None if v is None else _flat(v), inputs.cu_seqlens, batch,
-        ops.sizes_of(inputs.config),
+        sizes_of(inputs.config),
     )  # fmt: skip
     rows = batch, k_cmp.shape[0] // batch
     return k_cmp.unflatten(0, rows), None if v is None else v_cmp.unflatten(0, rows)

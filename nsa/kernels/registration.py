@@ -1,0 +1,44 @@
+"""What all operators need: a config as plain numbers, their sequences, their GPU."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from functools import wraps
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+from nsa.kernels.sequences import Sequences, dense, packed
+
+
+def on_its_device(function: Callable) -> Callable:
+    """`function` with its first tensor's GPU as the current one: that is where Triton launches."""
+
+    @wraps(function)
+    def guarded(x, *args):
+        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return function(x, *args)
+        with torch.cuda.device(x.device):
+            return function(x, *args)
+
+    return guarded
+
+
+def sizes_of(config: NSAConfig) -> list[int]:
+    """The config as an operator takes it."""
+    return list(astuple(config))
+
+
+def sequences_of(
+    tokens: int, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
+) -> Sequences:
+    """The sequences of a call on a flat axis of `tokens`: packed, or `batch` of one length."""
+    config = NSAConfig(*sizes)
+    if cu_seqlens is not None:
+        return packed(cu_seqlens, tokens, config)
+    return dense(batch, tokens // batch, config)
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension, which is what kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
