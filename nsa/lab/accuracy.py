@@ -34,11 +34,14 @@ def hold(
     same_dtype: the definition evaluated in `dtype` by plain torch, whose error is the measuring
     stick; exact: it in fp64. A quarter of the dtype's epsilon, relative to the largest (or mean)
     exact value, comes on top, and four fp32 epsilons of the largest value or of `magnitude`, the
-    size of terms that cancel on the way: statistics are fp32 in every dtype.
+    size of terms that cancel on the way: statistics are fp32 in every dtype. A result that is
+    exactly 0 because its terms cancel is held to four of the dtype's epsilons of `magnitude`.
     """
+    got, same_dtype, exact = (x.detach() for x in (got, same_dtype, exact))
+    magnitude = float(magnitude)
     bad = int((~got.isfinite()).sum())
     if bad:
-        raise Red(f"{name}: {bad} of {got.numel()} values are not finite")
+        raise Red(f"{name}: {bad} values are not finite, of {got.numel()}")
     ours, torchs = ((x.double() - exact).abs() for x in (got, same_dtype))
     size = exact.abs()
     largest = float(size.max())
