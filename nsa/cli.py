@@ -235,24 +235,39 @@ def bench(arguments) -> int:
         # Triton reads it when it is imported: its interpreter, for numbers and not for speed.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-    from nsa.lab import bench_table, shapes
+    from nsa.lab import bench_table, peers, shapes
     from nsa.lab.bench import bench as run_bench
 
+    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
+        raise ValueError(f"--json {arguments.json}: its folder does not exist; make it first")
+    if arguments.json and Path(arguments.json).is_dir():
+        raise ValueError(f"--json {arguments.json} is a folder; name a file")
+    if os.getcwd() not in sys.path:  # `nsa` does not look there, `python -m nsa` does
+        sys.path.append(os.getcwd())
+    wrong = peers.wrong_paths(arguments.peer)
+    if wrong:
+        raise ValueError(f"--peer: {'; '.join(wrong)}")
     chosen = shapes.shapes_from(
         arguments.shapes or (["main"] if gpu else ["tiny"]),
         tokens=[shapes.count(text) for text in arguments.tokens],
         queries=arguments.queries,
     )
-    cells = run_bench(
-        chosen,
-        backends=arguments.backends,
-        peers=arguments.peer,
-        with_dense=not arguments.no_dense,
-        device="cuda" if gpu else "cpu",
-        budget_s=arguments.budget,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    print(bench_table.text(cells))
+    cells, interrupted = [], False
+    try:
+        run_bench(
+            chosen,
+            backends=arguments.backends,
+            peers=arguments.peer,
+            with_dense=not arguments.no_dense,
+            device="cuda" if gpu else "cpu",
+            budget_s=arguments.budget,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+            into=cells,
+        )
+    except KeyboardInterrupt:
+        interrupted = True
+        print("nsa: interrupted; what was measured until then:", file=sys.stderr)
+    print(bench_table.text(cells), flush=True)
     if arguments.json:
         from nsa.workbook import environment, metrics
         from nsa.workbook.files import plain, write_json
@@ -260,10 +275,11 @@ def bench(arguments) -> int:
         facts = environment.provenance(environment.snapshot()) | {"date": environment.utc_now()}
         rows = [metrics.row(row, facts) for row in bench_table.rows(cells)]
         write_json(arguments.json, plain(rows))
-    red = bench_table.red(cells)
-    for line in red:
-        print(f"NOT ACCURATE: {line}", file=sys.stderr)
-    return FAILED if red else GOOD
+    failed = [(w, line) for w in ("red", "error") for line in bench_table.ended(cells, w)]
+    for how, line in failed:
+        what = "NOT ACCURATE" if how == "red" else "BROKE OFF"
+        print(f"{what}: {line}", file=sys.stderr)
+    return FAILED if failed or interrupted else GOOD
 
 
 def report(arguments) -> int:

@@ -66,6 +66,69 @@ def not_a_number(q, k, v, gates, config):
     return o.masked_fill(torch.arange(o.shape[1])[:, None, None] == 3, float("nan"))
 
 
+def window_one_short(q, k, v, gates, config):
+    return right(q, k, v, gates, type(config)(**vars(config) | {"window": config.window - 1}))
+
+
+def wrong_dgates(q, k, v, gates, config):
+    return right(q, k, v, _Leaky.apply(gates, lambda g: g.flip(-1)), config)
+
+
+def no_dgates(q, k, v, gates, config):
+    return right(q, k, v, gates.detach(), config)
+
+
+def forward_only(q, k, v, gates, config):
+    with torch.no_grad():
+        return right(q, k, v, gates, config)
+
+
+def nan_where_nobody_looks(q, k, v, gates, config):
+    """At query 20, which is in no sample of rows."""
+    o = right(q, k, v, gates, config)
+    return o.masked_fill(torch.arange(o.shape[1])[:, None, None] == 20, float("nan"))
+
+
+def nan_gradient_where_nobody_looks(q, k, v, gates, config):
+    """Only where dO at query 20 is not 0."""
+    o = right(q, k, v, gates, config)
+    return _Leaky.apply(o, lambda g: g + torch.where(g[:, 20].any(), float("nan"), 0.0))
+
+
+def rounds_its_inputs(q, k, v, gates, config):
+    """Right for the inputs that it leaves behind."""
+    q.data.copy_(q.data.bfloat16())
+    return right(q, k, v, gates, config)
+
+
+def spoils_v(q, k, v, gates, config):
+    """Right, but for whoever comes later."""
+    o = right(q, k, v, gates, config)
+    v.data[:, -1] = v.data[:, -1].flip(-1)
+    return o
+
+
+TIRES = {"after": 0}
+
+
+def tires(q, k, v, gates, config):
+    """Right until it was called TIRES["after"] times."""
+    TIRES["after"] -= 1
+    return right(q, k, v, gates, config) * (1.0 if TIRES["after"] >= 0 else 0.5)
+
+
+def a_tuple(q, k, v, gates, config):
+    return right(q, k, v, gates, config), None
+
+
+def leaves_the_program(q, k, v, gates, config):
+    raise SystemExit(3)
+
+
+def interrupts(q, k, v, gates, config):
+    raise KeyboardInterrupt
+
+
 def wrong_shape(q, k, v, gates, config):
     return right(q, k, v, gates, config).transpose(1, 2)
 

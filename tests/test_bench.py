@@ -26,6 +26,10 @@ def run(*paths, shape=SHAPE, backends=("gather",), with_dense=False, **options):
     return {cell["name"].removeprefix("peer bench_peers:"): cell for cell in cells}
 
 
+def nothing_measured(cell):
+    return not (cell["latency_ms"] or cell["memory_mib"] or cell["errors"] or cell["checked"])
+
+
 def test_a_right_implementation_has_times_errors_and_its_paths():
     cell = run(with_dense=True)
     good, flash = cell["gather"], cell["dense-flash"]
@@ -39,12 +43,15 @@ def test_a_right_implementation_has_times_errors_and_its_paths():
     assert cell["dense-fa4"]["outcome"] == "declined" and cell["dense-fa4"]["message"]
 
 
-@pytest.mark.parametrize("name", ["scaled", "newest_blocks", "wrong_dk", "zeros"])
+@pytest.mark.parametrize(
+    "name", ["scaled", "newest_blocks", "wrong_dk", "zeros", "window_one_short", "wrong_dgates"]
+)
 def test_a_red_check_leaves_no_speed_and_the_rest_of_the_table(name):
     cells = run(name)
-    assert cells[name]["outcome"] == "red" and cells[name]["latency_ms"] == {}
+    assert cells[name]["outcome"] == "red"
+    assert nothing_measured(cells[name])
     assert cells["gather"]["outcome"] == "ok"
-    (said,) = bench_table.red(list(cells.values()))
+    (said,) = bench_table.ended(list(cells.values()), "red")
     assert name in said
 
 
@@ -57,6 +64,9 @@ def test_a_red_check_leaves_no_speed_and_the_rest_of_the_table(name):
         ("out_of_memory", "oom", "accuracy check: OutOfMemoryError: CUDA out of memory"),
         ("four_arguments", "declined", r"does not take \(q, k, v, gates, config\)"),
         ("NOT_CALLABLE", "declined", "is no function but Backend"),
+        ("a_tuple", "error", r"must return o .* got tuple"),
+        ("leaves_the_program", "error", "accuracy check: SystemExit: 3"),
+        ("forward_only", "ok", "forward only: its output has no gradient"),
         ("gone", "declined", "module bench_peers has no 'gone'"),
         ("nowhere.at.all:f", "declined", "nowhere.at.all cannot be imported"),
         (":f", "declined", "not of the form import.path:function"),
@@ -69,6 +79,61 @@ def test_a_peer_that_does_not_work_says_why_and_the_table_survives(path, outcome
     cell = next(c for n, c in cells.items() if n not in ("gather", "fla"))
     assert cell["outcome"] == outcome and re.search(said, cell["message"]), cell["message"]
     assert cells["gather"]["outcome"] == "ok"
+
+
+@pytest.mark.parametrize("name", ["rounds_its_inputs", "spoils_v"])
+def test_who_writes_to_its_inputs_is_red_and_spoils_them_for_nobody(name):
+    alone, beside = run(), run(name)
+    assert beside[name]["outcome"] == "red" and nothing_measured(beside[name])
+    assert "it changes its inputs" in beside[name]["message"]
+    assert beside["gather"]["errors"] == alone["gather"]["errors"]
+
+
+def test_a_result_that_is_wrong_after_the_timing_is_red(monkeypatch):
+    import bench_peers
+
+    monkeypatch.setitem(bench_peers.TIRES, "after", 8)  # 2 for the check, 5 forwards, 1 backward
+    cell = run("tires")["tires"]
+    assert cell["outcome"] == "red" and nothing_measured(cell)
+    assert cell["message"].startswith("o accuracy after the timing: worst error")
+
+
+def test_a_red_check_at_one_length_keeps_no_error_of_another():
+    cells = bench.bench(
+        [replace(SHAPE, tokens=t) for t in (60, 70)], backends=["gather"],
+        peers=["bench_peers:right"], with_dense=False,
+    )  # fmt: skip
+    assert all(set(c["errors"]) == {"forward", "backward"} for c in cells if c["name"] != "fla")
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "outcome", "kept"),
+    [
+        ("memory", torch.OutOfMemoryError("CUDA out of memory"), "ok", {"forward", "backward"}),
+        ("memory", RuntimeError("misaligned address"), "error", set()),
+        ("latency", torch.OutOfMemoryError("CUDA out of memory"), "oom", set()),
+    ],
+)
+def test_speed_stands_beside_a_failure_only_if_memory_ran_out_later(
+    broken, error, outcome, kept, monkeypatch
+):
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(timing, {"memory": "extra_memory"}.get(broken, broken), fails)
+    cell = run(cpu_memory=True)["gather"]
+    assert cell["outcome"] == outcome and set(cell["latency_ms"]) == kept
+    assert type(error).__name__ in cell["message"]
+
+
+def test_a_device_that_fails_before_a_shape_leaves_the_shapes_before(monkeypatch):
+    def fails(*args):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(bench.limits, "measure_ceilings", fails)
+    cell = run()["gather"]
+    assert cell["outcome"] == "ok" and math.isnan(cell["ceilings"]["matmul_tflops"])
+    assert "gather" in bench_table.text([cell])
 
 
 def test_a_backend_without_backward_is_timed_forward_only():
@@ -189,6 +254,23 @@ def test_a_red_check_exits_with_1_and_is_named(capsys):
     assert "NOT ACCURATE" in capsys.readouterr().err
 
 
+def test_what_breaks_off_exits_with_1_and_is_named(capsys):
+    words = [*WORDS, *ONE, "--peer", "bench_peers:wrong_shape", "--device", "cpu"]
+    assert cli.main(words) == 1
+    assert "BROKE OFF: peer bench_peers:wrong_shape at T=70" in capsys.readouterr().err
+
+
+def test_an_interrupted_benchmark_prints_and_writes_what_it_has(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "rows.json"
+    paths = ["--peer", "bench_peers:right", "--peer", "bench_peers:interrupts"]
+    words = [*WORDS, *ONE, *paths, "--json", str(file), "--device", "cpu"]
+    assert cli.main(words) == 1
+    told = capsys.readouterr()
+    assert "interrupted" in told.err and "peer bench_peers:right" in told.out
+    names = {row["backend"] for row in json.loads(file.read_text())}
+    assert "peer bench_peers:right" in names and "gather" not in names
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -196,6 +278,12 @@ def test_a_red_check_exits_with_1_and_is_named(capsys):
         (["--tokens", "8q"], "'8q' is no number of tokens"),
         (["--backends", "tritn"], "did you mean 'triton'"),
         (["--queries", "white"], "known are random, correlated"),
+        (["--queries", ","], "no kinds of queries; known are random, correlated"),
+        (["--backends", ","], "no backends; name some of"),
+        (["--peer", "bench_peers:gone"], "module bench_peers has no 'gone'"),
+        (["--peer", "bench_peers"], "not of the form import.path:function"),
+        (["--json", "no/such/folder/rows.json"], "its folder does not exist"),
+        (["--json", "."], "is a folder; name a file"),
     ],
 )
 def test_a_wrong_request_is_one_line(words, message, capsys):

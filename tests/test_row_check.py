@@ -11,7 +11,8 @@ from nsa.lab.accuracy import Red
 from nsa.lab.attention_inputs import draw
 from nsa.lab.implementations import backends
 from nsa.lab.peers import peer
-from nsa.lab.row_check import check, revealed, sample_rows
+from nsa.lab.row_check import check, sample_rows
+from nsa.lab.selection_check import revealed
 from nsa.lab.shapes import TINY_CONFIG, Shape
 from nsa.reference.nsa import nsa
 
@@ -69,14 +70,33 @@ def test_the_sample_holds_the_first_and_the_last_rows():
         ("wrong_dk", "dk: worst error"),
         ("stray_dq", "dq: .* not 0 at queries whose dO is 0"),
         ("not_a_number", "not finite"),
+        ("window_one_short", "o: worst error"),
+        ("wrong_dgates", "dgates: worst error"),
+        ("no_dgates", "no gradient reaches dgates"),
+        ("nan_where_nobody_looks", "not finite"),
+        ("nan_gradient_where_nobody_looks", "dq, dk, dv, dgates with dO at all queries: not fin"),
     ],
 )
 def test_a_planted_mistake_is_red(few_rows, name, said, monkeypatch):
     wrong = peer(f"bench_peers:{name}")
+    assert "nobody_looks" not in name or 20 not in sample_rows(SHAPE.tokens, torch.device("cpu"))
     if name == "not_a_number":
         monkeypatch.setattr(row_check, "ALL_ROWS", 4096)
     with pytest.raises(Red, match=said):
         check(wrong, draw(SHAPE))
+
+
+def test_a_check_can_be_held_to_a_later_output(few_rows):
+    (backend,) = backends(["gather"])
+    drawn = draw(SHAPE)
+    checked = check(backend, drawn)
+    o = backend.call(drawn, None).detach()
+    checked.hold_again(o, "later")
+    with pytest.raises(Red, match="o later: worst"):
+        checked.hold_again(o * 1.01, "later")
+    o[:, 20] = float("nan")  # not among the rows
+    with pytest.raises(Red, match="o later is not finite"):
+        checked.hold_again(o, "later")
 
 
 def test_the_exact_rows_are_the_references(few_rows):

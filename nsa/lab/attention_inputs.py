@@ -1,7 +1,7 @@
 """Tensors to measure attention with, and how much neighbouring queries' selections share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,29 @@ class Drawn:
             x = getattr(self, name)
             found |= {name: x} if isinstance(x, Tensor) else {f"{name}_{b}": x[b] for b in x}
         return found | {"gates": self.gates}
+
+    def fresh(self) -> "Drawn":
+        """The same memory as leaves that no graph has seen.
+
+        A leaf's AccumulateGrad node belongs to the stream of the first forward that met the leaf,
+        and a backward under capture must not wait for another stream.
+        """
+
+        def again(x):
+            if isinstance(x, Tensor):
+                return x.detach().requires_grad_(x.requires_grad)
+            return {name: again(part) for name, part in x.items()}
+
+        names = ("q", "k", "v", "gates", "do")
+        return replace(self, **{name: again(getattr(self, name)) for name in names})
+
+    def fingerprint(self) -> list[Tensor]:
+        """Sums of every tensor's bits over features and over tokens: equal while none changes."""
+        found = []
+        for x in (*self.leaves().values(), self.do):
+            bits = x.detach().view(torch.int16 if x.element_size() == 2 else torch.int32)
+            found += [bits.sum((2, 3)), bits.sum(1)]
+        return found
 
     def by_branch(self, name: str) -> dict[str, Tensor]:
         """k or v as a mapping, whether shared or not."""

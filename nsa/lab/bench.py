@@ -4,19 +4,22 @@ How an implementation ended is a value: a cell is a flat dict with an `outcome` 
 "ok" carries speed.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 import torch
 
-from nsa.lab import dense, implementations, limits, peers
-from nsa.lab.bench_cell import Runner, empty
+from nsa.lab import bench_graphs, dense, implementations, limits, peers
+from nsa.lab.bench_cell import Runner
+from nsa.lab.bench_record import empty
 from nsa.lab.clock import CAP_S, Clock
-from nsa.lab.implementations import DENSE, Implementation
+from nsa.lab.implementations import DENSE, NSA, Implementation
 from nsa.lab.limits import Ceilings
 from nsa.lab.shapes import Shape
 
 OUTCOMES = ("ok", "red", "declined", "skipped", "oom", "error", "not run")
+LIMITS = {NSA: "limit", DENSE: "dense limit"}  # under whose names the limits stand in tables
 
 Say = Callable[[str], None]
 
@@ -44,6 +47,7 @@ def bench(
     cap_s: float = CAP_S,
     cpu_memory: bool = False,
     say: Say = lambda line: None,
+    into: list[dict] | None = None,
 ) -> list[dict]:
     """One cell for each shape and implementation, in that order.
 
@@ -54,17 +58,20 @@ def bench(
     step, and for short T graph_forward and graph_backward.
 
     `cpu_memory`: record memory on a CPU, too, by torch's profiler,
-    some builds of which write to stderr. ValueError for an unknown backend, before anything runs.
+    some builds of which write to stderr. `into`: the list that cells are added to as they come, so
+    that an interrupted run leaves what it has. ValueError for an unknown backend, before anything
+    runs.
     """
     chosen = all_implementations(backends, peers, with_dense)
     device = torch.device(device)
     clock = Clock(budget_s, cap_s)
     ceilings: dict[str, Ceilings] = {}
     runner = Runner(device, clock, cpu_memory)
-    cells = []
+    cells = [] if into is None else into
+    measured = []
     for shape in shapes:
         if shape.dtype not in ceilings:
-            ceilings[shape.dtype] = limits.measure_ceilings(device, shape.torch_dtype)
+            ceilings[shape.dtype] = _ceilings(device, shape)
         common = {"ceilings": asdict(ceilings[shape.dtype]), "union": {}}
         common["timing"] = "absolute" if device.type == "cuda" else "not meaningful"
         say(f"{shape}")
@@ -79,10 +86,21 @@ def bench(
             if drawn is not None:
                 runner.fill(cell, implementation, drawn)
             cells.append(cell)
+            measured.append((cell, shape, implementation))
             say("  " + line_of(cell))
         del drawn
         runner.release()
+    if device.type == "cuda":
+        bench_graphs.add_graphs(measured, runner, lambda cell: say("  graph " + line_of(cell)))
     return cells
+
+
+def _ceilings(device: torch.device, shape: Shape) -> Ceilings:
+    """Unknown where the device cannot tell any more; what was measured stays."""
+    try:
+        return limits.measure_ceilings(device, shape.torch_dtype)
+    except Exception:
+        return Ceilings(math.nan, math.nan)
 
 
 def measure_spec(spec: dict) -> dict:
@@ -114,8 +132,7 @@ def limits_as_cells(cells: Sequence[dict]) -> Iterator[dict]:
         if key not in seen:
             seen.add(key)
             latency = {mode: [ms, ms, ms] for mode, ms in cell["limit_ms"].items()}
-            name = "limit" if cell["operation"] != DENSE else "dense limit"
             yield cell | {
-                "name": name, "outcome": "ok", "message": "", "checked": "", "errors": {},
-                "latency_ms": latency, "memory_mib": {}, "paths": {},
+                "name": LIMITS[cell["operation"]], "outcome": "ok", "message": "", "checked": "",
+                "errors": {}, "latency_ms": latency, "memory_mib": {}, "paths": {},
             }  # fmt: skip

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from nsa.blocks import count_selectable
 from nsa.lab import implementations, row_check, timing
 from nsa.lab.accuracy import Red
 from nsa.lab.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
+from nsa.lab.bench_record import NOT_COMPARED, add, brief, fail, note
 from nsa.lab.clock import Clock, NoTime
 from nsa.lab.implementations import NSA, Implementation
 from nsa.lab.out_of_memory import is_out_of_memory
@@ -19,22 +20,9 @@ from nsa.lab.shapes import Shape
 from nsa.reference.compress import Phi, compress_keys
 
 REVEAL_S = 10.0  # what finding out a selection at a benchmark's own T may take
-GRAPH_TOKENS = 4096  # launches are felt at short T alone
-GRAPH_MS = 20.0
 UNION_TILES = 64
-
-
-def empty(shape: Shape, implementation: Implementation) -> dict:
-    """A cell of `nsa.lab.bench.bench` that nobody has filled yet."""
-    return {
-        "shape": shape.to_dict(),
-        "name": implementation.name,
-        "operation": implementation.operation,
-        "outcome": "",
-        "message": implementation.other,
-        "checked": "",
-        **{name: {} for name in ("errors", "latency_ms", "memory_mib", "paths")},
-    }
+BEYOND = 1.03  # of the limit, whose ceilings are medians
+LATER = ("memory", "step")  # stages after which the times that matter are known
 
 
 class Runner:
@@ -45,7 +33,8 @@ class Runner:
         self.memory = cpu_memory or device.type == "cuda"
         self.stage = ""
         self.broken = ""  # the device no longer answers, and why
-        self.small: dict[tuple[str, Shape], tuple[str, float]] = {}
+        self.small: dict[tuple[str, Shape], tuple[row_check.Checked, float]] = {}
+        self.mark: list[torch.Tensor] = []  # of the inputs as they were drawn
 
     def draw(self, shape: Shape) -> tuple[Drawn | None, str]:
         """The inputs, or None and the reason."""
@@ -54,8 +43,9 @@ class Runner:
             try:
                 self.clock.check(0.0, "the inputs")
                 found = draw(shape, self.device)
+                self.mark = found.fingerprint()
             except Exception as error:
-                why = _message(error)
+                why = brief(error)
         if found is None:
             self.release()
         return found, why
@@ -86,15 +76,36 @@ class Runner:
             self._measure(cell, implementation, drawn)
         except NoTime as error:
             cell["outcome"] = "ok" if "forward" in cell["latency_ms"] else "not run"
-            _add(cell, str(error))
+            add(cell, str(error))
         except Red as error:
-            cell |= {"outcome": "red", "message": str(error)}
-        except Exception as error:
-            cell["outcome"] = "oom" if is_out_of_memory(error) else "error"
-            _add(cell, f"{self.stage}: {_message(error)}")
+            fail(cell, "red", str(error))
+        except (Exception, SystemExit) as error:
+            text = f"{self.stage}: {brief(error)}"
+            memory = is_out_of_memory(error)
+            if memory and self.stage in LATER:
+                add(cell, text)
+            else:
+                fail(cell, "oom" if memory else "error", text)
+        self._restore(cell, drawn)
         self.release()
         if self.broken:
             self.broken = f"the device failed in {implementation.name}: {self.broken}"
+
+    def _restore(self, cell: dict, drawn: Drawn) -> None:
+        """Red for whoever writes to its inputs, which are made whole for those that follow."""
+        try:
+            pairs = zip(self.mark, drawn.fingerprint(), strict=True)
+            if all(torch.equal(before, now) for before, now in pairs):
+                return
+            again = draw(drawn.shape, self.device)
+            with torch.no_grad():
+                for x, y in zip((*drawn.leaves().values(), drawn.do),
+                                (*again.leaves().values(), again.do), strict=True):  # fmt: skip
+                    x.data.copy_(y)
+        except Exception as error:
+            self.broken = brief(error)
+            return
+        fail(cell, "red", f"it changes its inputs ({cell['message'] or cell['outcome']})")
 
     def _measure(self, cell, implementation, drawn) -> None:
         reasons = implementation.why_not(drawn)
@@ -104,7 +115,7 @@ class Runner:
                 if implementation.why_not(drawn):
                     cell |= {"outcome": "declined", "message": "; ".join(reasons)}
                     return
-            _add(cell, f"forward only: {'; '.join(reasons)}")
+            add(cell, f"forward only: {'; '.join(reasons)}")
         held = implementation.held_bytes(drawn.shape) / 2**30
         free = implementations.free_bytes(self.device) / 2**30
         if held > free:
@@ -114,36 +125,44 @@ class Runner:
         self.stage = "accuracy check"
         self.clock.check(0.0, "the accuracy check")
         with recording() as witness:
-            self._check(cell, implementation, drawn, backward)
+            try:
+                checked = self._check(cell, implementation, drawn, backward)
+            except row_check.NoGradient as error:
+                add(cell, f"forward only: {error}")
+                backward = False
+                checked = self._check(cell, implementation, drawn, backward)
             cell["paths"] = {b: sorted(p) for b, p in witness.record()["paths"].items()}
         self.clock.start()  # and the backward's
-        self._time(cell, implementation, drawn, backward)
+        self._time(cell, implementation, drawn, backward, checked)
 
-    def _check(self, cell, implementation, drawn, backward) -> None:
+    def _check(self, cell, implementation, drawn, backward) -> row_check.Checked | None:
+        """What was checked at this very T, None where nothing was; all of it is in the cell."""
         if implementation.other:
-            cell["checked"] = "not compared: it computes another function"
+            cell["checked"] = NOT_COMPARED
             with torch.set_grad_enabled(backward):
                 implementation.call(drawn, None)
-            return
+            return None
         shape = drawn.shape
         small = row_check.small(shape)
         key = (implementation.name, small)
-        if key not in self.small:
-            first = draw(small, self.device)
+        if key not in self.small or shape == small:
+            first = drawn if shape == small else draw(small, self.device)
             checked = row_check.check(implementation, first, backward=backward)
             ms = 0.0
             if shape != small:
                 with torch.no_grad():
                     ms = timing.once_ms(lambda: implementation.call(first, None), self.device)
             self.clock.start()  # some of its kernels are compiled now
-            self.small[key] = (f"T={small.tokens}: {checked.what}", ms / 1e3)
-            _note(cell, checked)
-        cell["checked"], small_s = self.small[key]
+            kept = replace(checked, rows=None, plain=None, exact=None)
+            self.small[key] = (kept, ms / 1e3)
+        found, small_s = self.small[key]
+        note(cell, found)
+        cell["checked"] = f"T={small.tokens}: {found.what}"
         # A first guess: linear in T, which scores and masks exceed.
         guess_s = small_s * shape.batch * shape.tokens / (small.batch * small.tokens)
         self.clock.check(6 * guess_s if guess_s > 1 else 0.0, "this T")
         if shape == small:
-            return
+            return checked
         with torch.no_grad():
             implementation.call(drawn, None)
             self.clock.start()  # and those for this T
@@ -153,15 +172,16 @@ class Runner:
         reveal = passes <= row_check.MOST_PASSES and passes * forward_s <= REVEAL_S
         if implementation.operation == NSA and not (reveal or implementation.takes_blocks):
             cell["checked"] += f"; T={shape.tokens}: not checked, it takes {passes} more forwards"
-            return
+            return None
         checked = row_check.check(implementation, drawn, backward=backward, reveal=reveal)
-        _note(cell, checked)
+        note(cell, checked)
         cell["checked"] += f"; T={shape.tokens}: {checked.what}"
+        return checked
 
-    def _time(self, cell, implementation, drawn, backward) -> None:
+    def _time(self, cell, implementation, drawn, backward, checked) -> None:
         found, device = cell["latency_ms"], self.device
         leaves = [drawn.leaves()[n] for n in implementation.reaches(drawn)]
-        do = drawn.do
+        do, other = drawn.do, implementation.other
 
         def forward():
             with torch.set_grad_enabled(backward):
@@ -194,18 +214,12 @@ class Runner:
         if backward and warm:
             self.clock.check(3 * both_s, "step")
             record("step", lambda: timing.gradients(forward(), leaves, do))
-        short = drawn.shape.tokens <= GRAPH_TOKENS and found["forward"][0] <= GRAPH_MS
-        if device.type == "cuda" and backward and short and implementation.graph:
-            self._graph(cell, forward, leaves, do)
-
-    def _graph(self, cell, forward, leaves, do) -> None:
-        try:
-            ahead, back = timing.graph_latency(forward, leaves, do)
-        except Exception as error:
-            _add(cell, f"no CUDA graph: {_message(error)}")
-            return
-        for mode, taken in (("graph_forward", ahead), ("graph_backward", back)):
-            cell["latency_ms"][mode] = [taken.median, taken.q20, taken.q80]
+        self.stage = "accuracy after the timing"
+        if checked is not None:
+            checked.hold_again(forward(), self.stage)
+        for mode, limit in cell["limit_ms"].items():
+            if warm and mode in found and limit > BEYOND * found[mode][0] and not other:
+                add(cell, f"{mode}: faster than the limit, so it does not do all of the work")
 
     def release(self) -> None:
         """Gives back what a failed call held, and sees whether the device still answers."""
@@ -215,7 +229,7 @@ class Runner:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()
             except Exception as error:
-                self.broken = _message(error)
+                self.broken = brief(error)
 
 
 def _tiles(tokens: int, device: torch.device) -> torch.Tensor:
@@ -224,19 +238,3 @@ def _tiles(tokens: int, device: torch.device) -> torch.Tensor:
     count = min(tiles, UNION_TILES)
     first = torch.linspace(0, tiles - 1, count, device=device).long() * 8
     return (first[:, None] + torch.arange(8, device=device)).flatten()
-
-
-def _note(cell: dict, checked: row_check.Checked) -> None:
-    """Keeps the errors of the check at the longer T, which comes last."""
-    cell["errors"] = {"forward": [checked.forward.worst, checked.forward.limit]}
-    if checked.backward is not None:
-        cell["errors"]["backward"] = [checked.backward.worst, checked.backward.limit]
-
-
-def _add(cell: dict, text: str) -> None:
-    cell["message"] = "; ".join(filter(None, (cell["message"], text)))
-
-
-def _message(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

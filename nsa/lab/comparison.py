@@ -9,13 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nsa.lab import bench, limits
-from nsa.lab.bench_cell import empty
+from nsa.lab.bench_record import empty
 from nsa.lab.clock import CAP_S
 from nsa.lab.limits import Ceilings
 from nsa.lab.shapes import Shape
 from nsa.lab.trial import run_child
 
 ENTRY = "nsa.lab.bench:measure_spec"
+PROCESS = "the process that measured this shape"
+CRASHED = f"{PROCESS}: crash"
 MARGIN_S = 30.0  # of a deadline, for start-up and for what is running when the budget ends
 
 
@@ -79,10 +81,10 @@ def compare(
         if outcome.status == "ok":
             return outcome.result["cells"]
         status = outcome.status if outcome.status in ("oom", "error") else "not run"
-        message = f"the process that measured this shape: {outcome.status}, {outcome.message}"
+        message = f"{PROCESS}: {outcome.status}, {outcome.message}"
         return [_lost(shape, i, status, message, device) for i in every]
 
-    with ThreadPoolExecutor(1 if device == "cuda" else workers) as pool:
+    with ThreadPoolExecutor(1 if device.startswith("cuda") else workers) as pool:
         return [cell for cells in pool.map(one, shapes) for cell in cells]
 
 
@@ -94,6 +96,6 @@ def _lost(shape: Shape, implementation, outcome: str, message: str, device: str)
         "message": message,
         "ceilings": asdict(Ceilings(nan, nan)),
         "union": {},
-        "timing": "absolute" if device == "cuda" else "not meaningful",
+        "timing": "absolute" if device.startswith("cuda") else "not meaningful",
         "limit_ms": dict.fromkeys(work, nan),
     }

@@ -41,6 +41,8 @@ class Implementation:
 
 def backends(names: Sequence[str] | None = None) -> list[Implementation]:
     """Our backends, those with memory linear in T first; ValueError for an unknown name."""
+    if names is not None and not names:
+        raise ValueError(f"no backends; name some of {', '.join(registry.names())}")
     for name in names or ():
         registry.get(name)
     known = [b for b in registry.backends() if names is None or b.name in names]

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -65,6 +66,11 @@ def peer(path: str) -> Implementation:
     return Implementation(f"peer {path}", NSA, call, lambda drawn: list(wrong))
 
 
+def wrong_paths(paths: Sequence[str]) -> list[str]:
+    """Why those that nothing can be called by lead nowhere; importing is how one finds out."""
+    return [reason for path in paths for reason in _found(path)[1]]
+
+
 def _found(path: str):
     """(the callable or None, reasons for which it cannot be called)."""
     module, colon, name = path.partition(":")
@@ -76,7 +82,7 @@ def _found(path: str):
             function = getattr(function, part)
     except AttributeError:
         return None, [f"module {module} has no {name!r}"]
-    except Exception as error:  # anything may happen while somebody's module is imported
+    except (Exception, SystemExit) as error:  # anything may happen in somebody's module
         return None, [f"{module} cannot be imported: {type(error).__name__}: {error}"]
     if not callable(function):
         return None, [f"{path} is no function but {type(function).__name__}"]

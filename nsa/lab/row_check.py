@@ -1,30 +1,47 @@
 """Accuracy before speed: an implementation against fp64 at chosen rows, forward and gradients."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from nsa.blocks import count_selectable
 from nsa.lab.accuracy import Error, Red, hold
-from nsa.lab.attention_inputs import Drawn, draw, importance_at, select_at
+from nsa.lab.attention_inputs import Drawn
 from nsa.lab.exact import Rows, at_rows
 from nsa.lab.implementations import NSA, Implementation
+from nsa.lab.selection_check import handed_in, hold_selection, revealed
 from nsa.lab.shapes import Shape
-from nsa.reference.compress import Phi, compress_keys
 
 SAMPLE = 64  # query rows that are looked at where T is too long for all of them
 ALL_ROWS = 4096  # T up to which all of them are
 MOST_PASSES = 16  # forwards that finding out a selection may take
 
 
+class NoGradient(Exception):
+    """The output depends on no input as autograd sees it: there is a forward alone."""
+
+
 @dataclass(frozen=True)
 class Checked:
-    """What was compared, in words, and the errors of o and of each gradient."""
+    """What was compared, in words, the errors of o and of each gradient, and what o should be.
+
+    rows [R] with plain torch's o and the exact one there, [B, R, HQ, DV] each, are of the
+    implementation's own selection; rows is None where a selection was handed in.
+    """
 
     what: str
     errors: tuple[Error, ...]
+    rows: Tensor | None = None
+    plain: Tensor | None = None
+    exact: Tensor | None = None
+
+    def hold_again(self, o: Tensor, when: str) -> None:
+        """Red where an output made later from the same inputs is not accurate any more."""
+        if not bool(o.isfinite().all()):
+            raise Red(f"o {when} is not finite")
+        if self.rows is not None:
+            got = o.detach()[:, self.rows]
+            hold(f"o {when}", got, self.plain, self.exact, dtype=o.dtype)
 
     @property
     def forward(self) -> Error:
@@ -72,7 +89,8 @@ def check(
 
     Its own selection is found out first and held against the exact importance (`reveal`); without
     that, a selection made by plain torch is handed in. Gradients are those of dO that is 0 outside
-    the rows. Whatever the implementation raises comes through.
+    the rows; with dO everywhere they have to be finite. NoGradient where `backward` is asked of an
+    output without one. Whatever the implementation raises comes through.
     """
     rows = sample_rows(drawn.shape.tokens, drawn.q.device)
     every = len(rows) == drawn.shape.tokens
@@ -84,19 +102,29 @@ def check(
             hold_selection(drawn, rows, blocks)
             what += ", own selection"
         else:
-            blocks, handed = _handed_in(drawn, rows)
+            blocks, handed = handed_in(drawn, rows)
             what += ", selection handed in"
     leaves = drawn.leaves()
     names = implementation.reaches(drawn) if backward else []
     with torch.set_grad_enabled(backward):
         o = implementation.call(drawn, handed)
+    if not bool(o.isfinite().all()):
+        raise Red(f"o: {int((~o.isfinite()).sum())} values are not finite, of {o.numel()}")
+    if backward and not o.requires_grad:
+        raise NoGradient("its output has no gradient")
     grads: dict[str, Tensor] = {}
     if backward:
+        inputs = {n: leaves[n] for n in names}
+        if not every:
+            whole = _gradients(o, inputs, drawn.do, keep=True)
+            bad = [f"d{name}" for name, grad in whole.items() if not bool(grad.isfinite().all())]
+            if bad:
+                raise Red(f"{', '.join(bad)} with dO at all queries: not finite")
+            del whole
         do = torch.zeros_like(drawn.do)
         do[:, rows] = drawn.do[:, rows]
-        found = torch.autograd.grad(o, [leaves[n] for n in names], do)
-        grads = dict(zip(names, found, strict=True))
-        del found, do
+        grads = _gradients(o, inputs, do)
+        del do
     got = Rows(o.detach()[:, rows], {})
     del o
     what += ", forward and gradients" if backward else ", forward"
@@ -112,7 +140,17 @@ def check(
             grad = _only_at(rows, grad, name)
         same, exact = stick.grads.pop(name), truth.grads.pop(name)
         errors.append(hold(f"d{name}", grad, same, exact, dtype=dtype, magnitude=largest))
-    return Checked(what, tuple(errors))
+    own = None if handed is not None else rows
+    return Checked(what, tuple(errors), own, stick.o, truth.o)
+
+
+def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor, keep: bool = False):
+    """By name; Red where one does not reach its input."""
+    found = torch.autograd.grad(o, [*inputs.values()], do, retain_graph=keep, allow_unused=True)
+    missing = [f"d{name}" for name, grad in zip(inputs, found, strict=True) if grad is None]
+    if missing:
+        raise Red(f"no gradient reaches {', '.join(missing)}")
+    return dict(zip(inputs, found, strict=True))
 
 
 def _only_at(rows: Tensor, grad: Tensor, name: str) -> Tensor:
@@ -124,112 +162,3 @@ def _only_at(rows: Tensor, grad: Tensor, name: str) -> Tensor:
         if stray:
             raise Red(f"d{name}: {stray} values are not 0 at queries whose dO is 0")
     return at
-
-
-@torch.no_grad()
-def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tensor:
-    """The blocks [B, R, HKV, n] that an implementation selects for the queries at `rows`.
-
-    With the selected branch alone let through and values that say of which block they are, o holds
-    each block's probability: DV blocks a forward. Red where the heads of a group disagree, or where
-    the number of blocks is wrong.
-    """
-    shape, config = drawn.shape, drawn.shape.config
-    count = count_selectable(shape.tokens, config)
-    block = torch.arange(shape.tokens, device=drawn.q.device) // config.select_block
-    gates = torch.zeros_like(drawn.gates)
-    gates[..., 1] = 1
-    values = drawn.v if shape.shared_kv else drawn.v["slc"]
-    chosen = []
-    for first in range(0, count, shape.value_dim):
-        column = torch.arange(first, first + shape.value_dim, device=block.device)
-        tag = (block[:, None] == column).to(values.dtype)[None, :, None].expand_as(values)
-        tag = tag.contiguous()
-        v = tag if shape.shared_kv else dict.fromkeys(drawn.v, tag)
-        o = implementation.call(replace(drawn, v=v, gates=gates), None)
-        if not bool(o[:, rows].isfinite().all()):
-            raise Red("the selected branch alone is not finite")
-        chosen.append(o[:, rows, :, : count - first] > 0)
-    mask = torch.cat(chosen, -1).unflatten(2, (shape.kv_heads, -1))  # [B, R, HKV, G, NB]
-    if not torch.equal(mask.any(3), mask.all(3)):
-        raise Red("the heads of a group select different blocks")
-    mask = mask.any(3)
-    wanted = torch.minimum(
-        rows // config.select_block + 1, torch.tensor(config.select_count, device=rows.device)
-    )
-    wrong = mask.sum(-1) != wanted[:, None]
-    if bool(wrong.any()):
-        _, row, _ = wrong.nonzero()[0].tolist()
-        got = sorted(set(mask[:, row].sum(-1).flatten().tolist()))
-        raise Red(f"query {int(rows[row])} selects {got} blocks, {int(wanted[row])} are right")
-    order = torch.arange(count, device=rows.device)
-    ranked = torch.where(mask, order, count).sort(dim=-1).values[..., : config.select_count]
-    ranked = torch.nn.functional.pad(
-        ranked, (0, config.select_count - ranked.shape[-1]), value=count
-    )
-    return torch.where(ranked == count, -1, ranked).to(torch.int32)
-
-
-@torch.no_grad()
-def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
-    """Red unless the blocks keep as much exact importance as plain torch's choice would, twice off.
-
-    Near ties may fall either way, so indices are not compared.
-    """
-    config, dtype = drawn.shape.config, drawn.q.dtype
-    exact = _importance(drawn, rows, torch.float64)
-    best = select_at(exact, rows, config)
-    plain = select_at(_importance(drawn, rows, dtype), rows, config)
-
-    def kept(chosen: Tensor) -> Tensor:
-        weight = exact.gather(-1, chosen.long().clamp(min=0))
-        return weight.masked_fill(chosen < 0, 0.0).sum(-1)
-
-    own = (rows // config.select_block)[:, None]  # [R, 1], against blocks [B, R, HKV, n]
-    forced = [own - j for j in range(config.select_local)]
-    forced += [torch.full_like(own, j) for j in range(config.select_initial)]
-    for block in forced:
-        legal = (block >= 0) & (block <= own)
-        if bool((legal & ~(blocks == block[..., None]).any(-1)).any()):
-            raise Red("a query does not select its local blocks and the first ones")
-    most = kept(best)
-    lost, stick = most - kept(blocks), most - kept(plain)
-    grain = torch.finfo(dtype).eps / 4 * float(most.mean()) / config.select_count
-    noise = 4 * torch.finfo(torch.float32).eps * float(most.max())
-    for kind, ours, torchs in (
-        ("worst", lost.max(), stick.abs().max()),
-        ("mean", lost.mean(), stick.abs().mean()),
-    ):
-        limit = 2 * float(torchs) + grain + noise
-        if float(ours) > limit:
-            raise Red(
-                f"its selection loses {float(ours):.2e} of importance ({kind}) > {limit:.2e}; "
-                f"the best keeps {float(most.mean()):.2e}"
-            )
-
-
-def _importance(drawn: Drawn, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    k = drawn.by_branch("k")["cmp"].detach().to(dtype)
-    k_cmp = compress_keys(k, Phi(), drawn.shape.config)
-    q = drawn.q.detach()[:, rows].to(dtype)
-    return importance_at(q, k_cmp, rows, drawn.shape.tokens, drawn.shape.config)
-
-
-@torch.no_grad()
-def _handed_in(drawn: Drawn, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(at rows, for all rows): the exact selection at `rows`, the newest n blocks elsewhere."""
-    config, tokens = drawn.shape.config, drawn.shape.tokens
-    blocks = select_at(_importance(drawn, rows, torch.float64), rows, config)
-    own = torch.arange(tokens, device=rows.device) // config.select_block
-    slots = torch.arange(config.select_count, device=rows.device)
-    newest = (own[:, None] - config.select_count + 1).clamp(min=0) + slots
-    plain = torch.where(newest <= own[:, None], newest, -1).to(torch.int32)
-    whole = plain[None, :, None].repeat(drawn.shape.batch, 1, drawn.shape.kv_heads, 1)
-    whole[:, rows] = blocks
-    return blocks, whole
-
-
-@lru_cache(maxsize=2)
-def drawn_small(shape: Shape, device: str) -> Drawn:
-    """The small check's inputs, drawn once for all implementations."""
-    return draw(small(shape), device)

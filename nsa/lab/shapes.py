@@ -89,6 +89,9 @@ def shapes_from(
     `tokens` replaces the lengths that a name stands for; each shape comes with each of `queries`,
     unless its list names one. ValueError for what is unknown, naming the nearest.
     """
+    for given, what, known in ((texts, "shapes", NAMED), (queries, "kinds of queries", QUERIES)):
+        if not given:
+            raise ValueError(f"no {what}; known are {', '.join(known)}")
     found: list[Shape] = []
     for text in texts:
         known, fixed = _one(text, tokens)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 SLOW_MS = 300.0  # a call that takes longer is repeated a few times, not for a given while
 VERY_SLOW_MS = 5000.0
+LEAST = 9  # calls that a median is taken of, below SLOW_MS
 MIB = 2**20
+ORDER = 0.02  # of the largest value: what bf16 sums in another order may differ by
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def latency(call: Callable[[], object], device: torch.device) -> Latency:
     if device.type == "cuda" and first < SLOW_MS:
         from triton.testing import do_bench
 
-        median, q20, q80 = do_bench(call, warmup=50, rep=200, quantiles=[0.5, 0.2, 0.8])
+        rep = max(200, LEAST * first)  # ms; do_bench does as many calls as fit
+        median, q20, q80 = do_bench(call, warmup=50, rep=rep, quantiles=[0.5, 0.2, 0.8])
         return Latency(median, q20, q80)
     times = [first]
     if first < (VERY_SLOW_MS if device.type == "cuda" else SLOW_MS):
@@ -113,12 +116,26 @@ def _cpu_peaks(forward, leaves, do, backward):
 def graph_latency(
     forward: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor
 ) -> tuple[Latency, Latency]:
-    """(forward, backward) replayed from CUDA graphs. Raises what capturing raises."""
+    """(forward, backward) replayed from CUDA graphs. Raises what capturing raises.
+
+    The leaves must be those of `Drawn.fresh`. RuntimeError where a replay does not give what the
+    same call gives without a graph.
+    """
+    outside = torch.cuda.current_stream()
+    try:
+        return _captured(forward, leaves, do)
+    finally:
+        torch.cuda.set_stream(outside)  # a capture that fails does not go back to it
+
+
+def _captured(forward, leaves, do):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            gradients(forward(), leaves, do)
+            o = forward()
+            want = [o.detach(), *gradients(o, leaves, do)]
+            del o  # and with it all that remembers a stream
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     ahead, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -126,9 +143,23 @@ def graph_latency(
         o = forward()
     with torch.cuda.graph(back, pool=ahead.pool(), stream=stream):
         kept = gradients(o, leaves, do, keep=True)
+    for x in (o.detach(), *kept):
+        x.fill_(float("nan"))
     ahead.replay()
     back.replay()
     torch.cuda.synchronize()
+    same_as(want, [o.detach(), *kept])
+    del want
     found = latency(ahead.replay, do.device), latency(back.replay, do.device)
     del kept
     return found
+
+
+def same_as(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
+    """RuntimeError unless both are the same but for the order in which sums are taken."""
+    for index, (x, y) in enumerate(zip(want, got, strict=True)):
+        largest = float(x.abs().max())
+        error = float((x.float() - y.float()).abs().max())
+        if not error <= ORDER * largest:
+            what = f"gradient {index}" if index else "o"
+            raise RuntimeError(f"replayed, {what} differs by {error:.2e} of at most {largest:.2e}")
