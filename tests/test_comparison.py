@@ -8,7 +8,9 @@ import pytest
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
+from nsa.config import NSAConfig
 from nsa.lab import bench_table, comparison, published
+from nsa.lab.bench_record import NOT_COMPARED
 from nsa.lab.published import AIMS
 from nsa.lab.shapes import TINY_CONFIG, Shape
 from nsa.workbook import comparison_claims, comparison_plots, comparison_table, looks, metrics
@@ -109,6 +111,63 @@ def test_a_red_check_refutes_and_names_who_is_wrong():
     assert claim([]).verdict == "INCONCLUSIVE"
 
 
+def test_what_computes_another_function_neither_wins_nor_has_a_share_of_the_limit():
+    df = frame(cell("fla", forward=0.5, checked=NOT_COMPARED), cell("triton", forward=2.0))
+    assert set(comparison_table.fastest(df)["NSA"]) == {"triton"}
+    shares = df[df["metric"] == "fraction_of_limit"]
+    assert set(shares["backend"]) == {"triton"}
+
+
+def test_a_name_that_holds_the_word_limit_is_not_the_limit():
+    df = frame(cell("peer my_limit:f"))
+    assert "peer my_limit:f" in set(df[df["metric"] == "fraction_of_limit"]["backend"])
+
+
+def test_shapes_that_differ_in_the_papers_numbers_are_different_curves():
+    other = replace(MAIN, config=NSAConfig(window=256))
+    own = replace(MAIN, shared_kv=False)
+    df = frame(cell("triton", forward=2.0), cell("triton", other, 3.0), cell("triton", own, 4.0))
+    shown = comparison_table.wide(df, "latency", "forward").xs("triton", level="backend")
+    assert sorted(shown[8192]) == [2.0, 3.0, 4.0]
+    names = shown.index.get_level_values("shape")
+    assert names[0] == "HQ 64, HKV 4, D 128, bf16" and names[1].endswith(", w 256")
+    assert names[2].endswith(", own k, v a branch")
+
+
+def test_memory_of_another_shape_does_not_decide_for_the_main_one():
+    other = Shape(65536, batch=2)
+    df = frame(cell("triton", other))
+    assert comparison_claims.memory_stays_small(df, "triton").verdict == "INCONCLUSIVE"
+
+
+def test_tables_of_a_cpus_times_say_that_they_mean_nothing():
+    cells = [cell("triton"), dense()]
+    for gpu, said in (("cpu", True), ("NVIDIA H200", False)):
+        df = frame(*cells, gpu=gpu)
+        tables = [
+            comparison_table.shown(df, "latency", "forward"),
+            comparison_table.fastest(df),
+            comparison_table.break_even(df),
+        ]
+        assert [("times not meaningful" in table.to_string()) for table in tables] == [said] * 3
+
+
+def test_accuracy_names_who_is_red_elsewhere():
+    wrong = cell("gather", replace(MAIN, tokens=16384), None, outcome="red", message="dk: worst")
+    found = comparison_table.accuracy(frame(cell("gather"), cell("triton"), wrong))
+    assert found.loc["gather", "checked"].startswith("RED at another shape")
+    assert found.loc["triton", "checked"] == "T=64: all rows"
+
+
+def test_backends_whose_process_was_lost_did_not_run():
+    claim = comparison_claims.nothing_broke
+    lost = cell("gather", forward=None, outcome="not run", message=f"{comparison.PROCESS}: timeout")
+    assert claim([lost]).verdict == claim([cell("triton"), lost]).verdict == "INCONCLUSIVE"
+    assert claim([cell("gather"), lost]).verdict == "PASS"
+    crashed = lost | {"message": f"{comparison.CRASHED}, ended by SIGSEGV"}
+    assert claim([cell("gather"), crashed]).verdict == "FAIL"
+
+
 def test_a_backend_that_breaks_off_refutes_but_a_peer_or_oom_does_not():
     claim = comparison_claims.nothing_broke
     broken = cell("gather", forward=None, outcome="error", message="KeyError")
@@ -140,7 +199,8 @@ def test_whoever_beats_the_limit_is_suspect():
     claim = comparison_claims.nothing_beats_the_limit
     assert claim(frame(cell("triton"))).verdict == "PASS"
     assert claim(frame(cell("triton", forward=0.5))).verdict == "FAIL"
-    assert claim(frame(cell("fla", forward=0.5), cell("triton"))).verdict == "PASS"
+    other = cell("fla", forward=0.5, checked=NOT_COMPARED)
+    assert claim(frame(other, cell("triton"))).verdict == "PASS"
     assert claim(frame(cell("triton", forward=0.5), gpu="cpu")).verdict == "INCONCLUSIVE"
 
 
@@ -203,6 +263,15 @@ def test_dense_is_beaten_only_when_at_every_length_from_8k_on():
     long = dense(replace(MAIN, tokens=65536), 0.9, "dense-flash")
     told = claim(frame(*cells, long), 8192, "triton")
     assert told.verdict == "FAIL" and "0.90 times" in told.claim
+    assert "every dense (dense-fa4, dense-flash) attention" in told.claim
+
+
+def test_a_point_that_only_dense_could_do_leaves_the_claim_open():
+    cells = [cell("triton", MAIN, 1.0), dense(MAIN, 2.0)]
+    long = replace(MAIN, tokens=65536)
+    cells += [cell("triton", long, None, outcome="red", message="dk"), dense(long, 99.0)]
+    told = comparison_claims.beats_dense_from(frame(*cells), 8192, "triton")
+    assert told.verdict == "INCONCLUSIVE" and "no time at 2 points" in told.claim
 
 
 def test_every_claim_and_aim_is_decided_in_one_go():

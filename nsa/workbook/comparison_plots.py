@@ -58,6 +58,8 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
                 ha="right",
                 fontsize=8,
                 color="#777777",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+                zorder=5,
             )
         looks.legend(fig, panels)
     return fig

@@ -1,14 +1,21 @@
 """Questions put to the benchmark rows of a metrics table, answered as tables. Draws nothing."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pandas
 
+from nsa.config import NSAConfig
+from nsa.lab.bench_record import NOT_COMPARED
 from nsa.workbook import metrics
 
 NSA, DENSE = "nsa_attention", "dense_attention"
 LIMITS = {NSA: "limit", DENSE: "dense limit"}
+LETTERS = {
+    "compress_block": "l", "compress_stride": "d", "select_block": "l'", "select_count": "n",
+    "select_initial": "first", "select_local": "local", "window": "w",
+}  # fmt: skip
 
 
 def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -19,6 +26,7 @@ def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
     rows["shape"] = [shape_name(config) for config in configs]
     rows["queries"] = [config.get("queries", "") for config in configs]
     rows["outcome"] = [config.get("outcome", "ok") for config in configs]
+    rows["comparable"] = [config.get("checked", "") != NOT_COMPARED for config in configs]
     rows["x_value"] = rows["x_value"].astype(int)
     rows["median"] = rows["median"].astype(float)
     point = ["shape", "queries", "operation", "backend", "mode", "metric", "x_value"]
@@ -29,10 +37,14 @@ def shape_name(config: dict) -> str:
     """What all T of a curve have in common, queries aside."""
     dims = [config.get("dim"), config.get("value_dim")]
     dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
-    batch = f", B {config['batch']}" if config.get("batch", 1) != 1 else ""
-    return f"HQ {config.get('heads')}, HKV {config.get('kv_heads')}, D {dim}{batch}, " + str(
-        config.get("dtype", "")
-    )
+    parts = [f"HQ {config.get('heads')}", f"HKV {config.get('kv_heads')}", f"D {dim}"]
+    parts += [f"B {config['batch']}"] * (config.get("batch", 1) != 1)
+    parts.append(str(config.get("dtype", "")))
+    parts += ["own k, v a branch"] * (not config.get("shared_kv", True))
+    for field in dataclasses.fields(NSAConfig):
+        value = config.get(field.name, field.default)
+        parts += [f"{LETTERS[field.name]} {value}"] * (value != field.default)
+    return ", ".join(parts)
 
 
 def wide(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
@@ -50,7 +62,15 @@ def shown(df: pandas.DataFrame, metric: str, mode: str, digits: int = 3) -> pand
         _figures(value, digits) if np.isfinite(value) else outcome if outcome != "ok" else "none"
         for value, outcome in zip(rows["median"], rows["outcome"], strict=True)
     ]
-    return _pivot(rows.assign(text=texts), "text").fillna("")
+    table = _pivot(rows.assign(text=texts), "text").fillna("")
+    return table if metric != "latency" else _named(table, rows, "T")
+
+
+def _named(table: pandas.DataFrame, rows: pandas.DataFrame, name: str = "") -> pandas.DataFrame:
+    """With a warning over the columns where the times are a CPU's."""
+    cpu = len(rows) and rows["gpu"].isin(["", "cpu"]).any()
+    return table.rename_axis(columns=f"{name} (no GPU: times not meaningful)".strip() if cpu
+                             else name or None)  # fmt: skip
 
 
 def _figures(value: float, digits: int) -> str:
@@ -87,6 +107,7 @@ def accuracy(df: pandas.DataFrame) -> pandas.DataFrame:
     1 is the limit; it is twice what plain torch strays in the same dtype.
     """
     rows = labelled(df)
+    red = rows[rows["outcome"] == "red"]["backend"].unique()
     rows = rows[rows["metric"] == "error"]
     configs = metrics.configs(rows)
     rows = rows.assign(
@@ -97,7 +118,10 @@ def accuracy(df: pandas.DataFrame) -> pandas.DataFrame:
         index="backend", columns="mode", values="share", aggfunc="max", sort=False
     )
     share = share.reindex(columns=[m for m in ("forward", "backward") if m in share]).round(2)
-    return share.assign(checked=rows.groupby("backend", sort=False)["checked"].last())
+    share = share.assign(checked=rows.groupby("backend", sort=False)["checked"].last())
+    wrong = [name for name in red if name in share.index]
+    share.loc[wrong, "checked"] = "RED at another shape; " + share.loc[wrong, "checked"]
+    return share
 
 
 def paths(cells: list[dict]) -> dict[str, tuple]:
@@ -111,10 +135,11 @@ def paths(cells: list[dict]) -> dict[str, tuple]:
 
 def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
     """Where each backend wins: for every shape, T and mode the fastest NSA and dense, and by how
-    much. `NSA of limit` is the share of the physical limit that the winner reaches."""
+    much. `NSA of limit` is the share of the physical limit that the winner reaches. Who computes
+    another function takes no part."""
     rows = labelled(df)
     rows = rows[(rows["metric"] == "latency") & rows["median"].notna()]
-    rows = rows[rows["mode"].isin(["forward", "backward", "step"])]
+    rows = rows[rows["mode"].isin(["forward", "backward", "step"]) & rows["comparable"]]
     found = []
     keys = ["shape", "queries", "x_value", "mode"]
     for key, group in rows.groupby(keys, sort=False):
@@ -135,7 +160,8 @@ def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
         "shape", "queries", "T", "mode", "NSA", "NSA ms", "NSA of limit", "dense", "dense ms",
         "dense / NSA",
     ]  # fmt: skip
-    return pandas.DataFrame(found, columns=columns).set_index(["shape", "queries", "T", "mode"])
+    table = pandas.DataFrame(found, columns=columns).set_index(["shape", "queries", "T", "mode"])
+    return _named(table, rows)
 
 
 def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -160,7 +186,7 @@ def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
                     text = crossing(list(both.index), list(both["ours"]), list(both["dense"]))
                     found.setdefault((shape, queries, backend), {})[mode] = text
     index = pandas.MultiIndex.from_tuples(found, names=["shape", "queries", "backend"])
-    return pandas.DataFrame(list(found.values()), index=index).fillna("")
+    return _named(pandas.DataFrame(list(found.values()), index=index).fillna(""), df)
 
 
 def crossing(tokens: list[int], ours: list[float], dense: list[float]) -> str:
