@@ -34,6 +34,10 @@ class Mutant:
 BACKENDS = "tests/test_backends.py::"
 FACTS = "tests/test_backend_facts.py::"
 REFERENCE = "tests/test_reference.py::"
+SPAN = "tests/test_kernels_span.py::"
+SELECTED = "tests/test_kernels_selected.py::"
+TOPK = "tests/test_kernels_topk.py::"
+COMPRESS = "tests/test_kernels_compress.py::"
 SEQUENTIAL = "nsa/attention/backends/sequential.py"
 
 MUTANTS = (
@@ -169,5 +173,53 @@ MUTANTS = (
         'torch.einsum("bhgtc,cj->bthj", p_cmp, matrix)',
         'torch.einsum("bhgtc,cj->bthj", p_cmp[:, :, :1], matrix)',
         (REFERENCE + "test_agrees_with_a_second_opinion_in_scalar_python",),
+    ),
+    Mutant(
+        "kernel-window-off-by-one",
+        "the same in the kernels of the window",
+        "nsa/kernels/span_common.py",
+        "seen = seen & (s >= end - LOOKBACK)",
+        "seen = seen & (s >= end - LOOKBACK - 1)",
+        (SPAN + "test_a_window_one_token_short_of_the_sequence_leaves_out_the_first_key",),
+    ),
+    Mutant(
+        "kernel-forgets-the-first-blocks",
+        "the initial blocks have to earn their place by importance",
+        "nsa/kernels/ranking.py",
+        "forced = (j < INITIAL) | (j > own - LOCAL)",
+        "forced = j > own - LOCAL",
+        (TOPK + "test_forced_blocks_and_legal_ones_hold_when_scores_are_not_finite",),
+    ),
+    Mutant(
+        "kernel-scores-another-group",
+        "the first head of a group is found by the number of KV heads, right where that is G",
+        "nsa/kernels/topk.py",
+        "head = kv_head * G\n",
+        "head = kv_head * HKV\n",
+        (TOPK + "test_any_head_dim_and_batch",),
+    ),
+    Mutant(
+        "kernel-gate-gradient-of-another-branch",
+        "delta is stored as the gradient of the first branch's gate, whichever branch it is of",
+        "nsa/kernels/combine.py",
+        "BRANCH * gate_strides[2]",
+        "0 * gate_strides[2]",
+        (COMPRESS + "test_delta_is_the_product_of_do_and_o_and_the_gates_gradient",),
+    ),
+    Mutant(
+        "kernel-gradient-overwritten",
+        "the last branch's dq replaces the sum of the others",
+        "nsa/kernels/selected_dq.py",
+        "        if ADD:\n",
+        "        if ADD and False:\n",
+        (SELECTED + "test_dq_is_added_to_and_the_gates_gradient_written_where_asked",),
+    ),
+    Mutant(
+        "kernel-base-not-gated",
+        "the branch that is mixed in comes without its gate",
+        "nsa/kernels/selected_fwd.py",
+        "if BASE_BRANCH >= 0:",
+        "if BASE_BRANCH > 2:",
+        (SELECTED + "test_the_output_is_mixed_with_a_base_in_place",),
     ),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_calls import DEVICE, attend
+from backend_calls import DEVICE, attend, outcome
 from cases import SMALL, Case, draw
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -46,6 +46,15 @@ def test_attend_is_a_sound_operator(case, blocks):
     ]
     checks = "test_schema", "test_faketensor"
     torch.library.opcheck(ops.attend, tuple(args), test_utils=checks)
+
+
+def test_one_branch_without_gates_shares_no_memory_with_what_its_backward_keeps():
+    q, k_cmp, v_cmp, *_, batch, sizes, scale, keep = arguments()
+    q, k_cmp, v_cmp = (x.detach() for x in (q, k_cmp, v_cmp))
+    o, o_cmp, *_ = ops.attend(
+        q, k_cmp, v_cmp, *[None] * 7, batch, sizes, scale, keep
+    )  # fmt: skip
+    assert torch.equal(o, o_cmp) and o.data_ptr() != o_cmp.data_ptr()
 
 
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
@@ -147,9 +156,11 @@ def test_frozen_keys_cost_no_key_gradients(monkeypatch):
     assert grads[0].isfinite().all()
 
 
-@pytest.mark.parametrize("missing", ["cmp", "slc", "win"])
-def test_an_operator_without_one_branch_is_the_sum_of_the_others(missing):
-    branches = [b for b in ("cmp", "slc", "win") if b != missing]
+SUBSETS = [["cmp"], ["slc"], ["win"], ["slc", "win"], ["cmp", "win"], ["cmp", "slc"]]
+
+
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_an_operator_without_some_branches_is_the_sum_of_the_others(branches):
     both = results_of(branches, "triton")
     want = results_of(branches, "gather")
     for name, a, b in zip(["o", *both[1]], [both[0], *both[1].values()],
@@ -164,3 +175,27 @@ def results_of(branches, backend):
     names = [n for n in drawn.leaves if "_" not in n or n[-3:] in branches]
     grads = torch.autograd.grad(o.square().sum(), [drawn.leaves[n] for n in names])
     return o, dict(zip(names, grads, strict=True))
+
+
+def test_each_tensor_trained_alone_gets_the_gradient_that_it_gets_among_all():
+    drawn = draw(replace(CASE, tokens=17), torch.float32, DEVICE)
+    leaves = drawn.leaves
+    together = torch.autograd.grad(attend(drawn, "triton").square().sum(), list(leaves.values()))
+    for name, want in zip(leaves, together, strict=True):
+        if name in ("v_win", "gates"):
+            for other, leaf in leaves.items():
+                leaf.requires_grad_(other == name)
+            (got,) = torch.autograd.grad(attend(drawn, "triton").square().sum(), leaves[name])
+            assert torch.equal(got, want), name
+
+
+def test_head_dims_that_are_padded():
+    drawn = draw(replace(CASE, tokens=17, dim=20, value_dim=18), torch.float32, DEVICE)
+    drawn.blocks = torch.zeros(1, 17, 1, 2, dtype=torch.int32, device=DEVICE)
+    drawn.blocks[..., 1] = -1
+    do = torch.randn(1, 17, 2, 18, device=DEVICE)
+    got, want = (
+        outcome(lambda x, name=name: attend(x, name), drawn, do) for name in ("triton", "masked")
+    )
+    assert got[0].shape == (1, 17, 2, 18)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -131,7 +131,7 @@ CASES = [
     Case((50,), group=3, kv_heads=2, dim=24, value_dim=40, slots=4),
     Case((21, 21), group=16, dim=32, dtype="fp16"),
     Case((70,), group=6, slots=5, dtype="fp16", gated=False),
-    Case((9,), group=70),
+    Case((9,), group=70, kv_heads=2),
     Case((45,), group=2, select_block=20),
     Case((150,), group=16, select_block=100, slots=1),
     Case((5, 0, 1, 30), group=4, kv_heads=2),
@@ -176,7 +176,10 @@ def test_the_tile_changes_nothing_but_rounding(tile):
 
 @pytest.mark.parametrize("lengths", [(37,), (7, 7), (5, 0, 14, 18)])
 @pytest.mark.parametrize(("tokens", "pieces"), [(1, 1), (4, 1), (1, 4), (3, 2)])
-def test_a_union_holds_each_block_once_in_the_order_of_its_tokens(lengths, tokens, pieces):
+def test_a_union_holds_each_block_once_in_the_order_of_its_tokens(
+    lengths, tokens, pieces, monkeypatch
+):
+    monkeypatch.setattr("nsa.kernels.unions.CHUNK", 2)  # fewer than there are slots
     case = Case(lengths, kv_heads=2, slots=4)
     blocks = case.draw()["blocks"]
     small, large = nested_unions(blocks, case.sequences(), tokens, pieces)
@@ -226,6 +229,17 @@ def test_no_output_depends_on_what_later_tokens_select_or_hold():
         after = ours(case, changed)
         for name in ("o", "lse2", "dq", "delta"):
             assert torch.equal(after[name][:cut], before[name][:cut]), (name, cut)
+
+
+def test_the_size_of_the_first_tile_does_not_hinge_on_later_tokens():
+    case = Case((32,), group=4, select_block=4)
+    given = case.draw()
+    given["blocks"][...] = torch.tensor([1, 0, 0])
+    before = ours(case, given, cost=2.0)
+    given["blocks"][8:] = -1  # neighbours no longer agree: small tiles, if these were asked
+    after = ours(case, given, cost=2.0)
+    for name in ("o", "lse2", "dq", "delta"):
+        assert torch.equal(after[name][:8], before[name][:8]), name
 
 
 def test_what_a_token_gets_does_not_hinge_on_the_price_of_a_large_tile():
@@ -285,9 +299,22 @@ def test_a_block_of_many_tokens_is_summed_from_parts_alike_every_time(scanned, m
     assert torch.equal(got["dv"], again["dv"])
 
 
+@pytest.mark.parametrize("task", [7, None])
+def test_a_block_longer_than_a_tile_of_keys_is_taken_part_by_part(task):
+    case = Case((90,), group=2, select_block=40, slots=2)
+    given = case.draw()
+    given["blocks"][..., 0] = torch.arange(90)[:, None] // 40  # all of a block's tokens choose it
+    assert_right(case, given, ours(case, given, task=task))
+
+
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("lengths", [(37,), (14, 14), (5, 0, 14, 18)])
-def test_the_inverse_lists_a_blocks_tokens_ascending_and_cuts_them_into_tasks(lengths, scanned):
+def test_the_inverse_lists_a_blocks_tokens_ascending_and_cuts_them_into_tasks(
+    lengths, scanned, monkeypatch
+):
+    # Fewer lists, slots and tokens at a time than there are.
+    monkeypatch.setattr("nsa.kernels.inverse.CHUNK", 4)
+    monkeypatch.setattr("nsa.kernels.inverse.SCAN", 16)
     case, task = Case(lengths, kv_heads=2, slots=4), 3
     blocks, sequences = case.draw()["blocks"], case.sequences()
     got = inverse(blocks, sequences, task, scanned=scanned)
@@ -354,6 +381,19 @@ def test_not_a_number_stays_within_its_sequence():
     others = torch.cat([torch.arange(13), torch.arange(31, 40)])
     for name, value in dirty.items():
         assert torch.equal(value[others], clean[name][others]), name
+
+
+def test_what_lies_behind_the_last_column_is_not_read():
+    case = Case((20,), group=2, dim=24, value_dim=40)
+    given = case.draw()
+    cut = {n: x for n, x in given.items() if n in ("q", "k", "v", "do")}
+    for name, x in cut.items():
+        wide = x.new_full((*x.shape[:2], 64), float("nan"))
+        wide[..., : x.shape[2]] = x
+        cut[name] = wide[..., : x.shape[2]]
+    plain = ours(case, given)
+    for name, value in ours(case, given | cut).items():
+        assert torch.equal(value, plain[name]), name
 
 
 def test_strided_and_expanded_inputs_are_read_where_they_lie():

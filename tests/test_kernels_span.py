@@ -180,6 +180,10 @@ def test_without_gates_the_weight_is_one(span):
     check(Case((40,), span), gated=False)
 
 
+def test_a_window_one_token_short_of_the_sequence_leaves_out_the_first_key():
+    check(Case((CONFIG.window + 1,), WINDOW))
+
+
 @pytest.mark.parametrize("span", [Span(4, 2, 5), Span(8, 8), Span(lookback=1), Span(lookback=99)])
 def test_any_run_of_keys_is_followed(span):
     case = Case((37,), span)
