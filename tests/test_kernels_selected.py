@@ -13,8 +13,8 @@ from nsa.config import NSAConfig
 from nsa.kernels.inverse import inverse
 from nsa.kernels.selected_dkdv import selected_dkdv
 from nsa.kernels.selected_dq import selected_dq
-from nsa.kernels.selected_fwd import Plan, plan, selected_forward
-from nsa.kernels.selected_plan import tile_tokens
+from nsa.kernels.selected_fwd import selected_forward
+from nsa.kernels.selected_plan import plan, tile_tokens
 from nsa.kernels.sequences import Sequences, dense, packed
 from nsa.kernels.tiles import Tile
 from nsa.kernels.unions import nested_unions, unions
@@ -414,15 +414,6 @@ def test_strided_and_expanded_inputs_are_read_where_they_lie():
         ours(case, one).items(), ours(case, copied).values(), strict=True
     ):
         assert torch.equal(value, other), name
-
-
-@pytest.mark.parametrize("group", [1, 16, 70])
-def test_a_plan_comes_back_from_its_tensors(group):
-    case = Case((40,), group=group)
-    made = plan(case.draw()["blocks"], case.sequences(), group)
-    again = Plan.from_tensors(made.tensors(), group)
-    assert (again.pieces, again.heads, again.group) == (made.pieces, made.heads, group)
-    assert all(a is b for a, b in zip(again.tensors(), made.tensors(), strict=True))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 12, 16, 24, 64, 100])

@@ -18,6 +18,7 @@ from nsa.kernels import (
     selected_dkdv,
     selected_dq,
     selected_fwd,
+    selected_plan,
     span_bwd,
     span_fwd,
     topk,
@@ -115,7 +116,7 @@ def attend(
             blocks = topk.select_blocks(q, k_cmp, lse, sequences, scale)
             if keep:
                 kept["blocks"] = blocks
-        plan = selected_fwd.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
+        plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
         o, lse_slc = selected_fwd.selected_forward(
             q, k_slc, v_slc, plan, sequences, scale, gates=gates, branch=SLC, **mix
         )
@@ -206,7 +207,7 @@ def attend_backward(
         if keys:
             grads[4:6] = span_bwd.span_dkdv(*given, delta, gates, WIN, *span)
     if v_slc is not None:
-        plan = selected_fwd.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
+        plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
         given = q, k_slc, v_slc, do, lse_slc
         dq, delta = selected_dq.selected_dq(
             *given, gates, SLC, plan, sequences, scale, dgates=dgates, dq=dq

@@ -18,11 +18,9 @@ from nsa.kernels.selected import (
     tile_rows,
     union_of,
 )
-from nsa.kernels.selected_plan import Plan, launches, plan
+from nsa.kernels.selected_plan import Plan, launches
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.tiles import Tile
-
-__all__ = ["Plan", "plan", "selected_forward"]
 
 
 def selected_forward(

@@ -45,29 +45,18 @@ class Plan:
         """Small tiles in a large one."""
         return self.large.tokens_per_tile // self.small.tokens_per_tile if self.large else 1
 
-    def tensors(self) -> list[Tensor]:
-        """What `from_tensors` takes, with the same group."""
-        return self.small.tensors() + (self.large.tensors() if self.large else [])
 
-    @classmethod
-    def from_tensors(cls, tensors: list[Tensor], group: int) -> "Plan":
-        heads, small, large = tile_tokens(group)
-        sizes = [small] + [large] * (len(tensors) > 3)
-        found = [Unions(n, *tensors[3 * i : 3 * i + 3]) for i, n in enumerate(sizes)]
-        return cls(group, heads, found[0], found[1] if len(found) > 1 else None)
-
-
-def tile_tokens(group: int, most_rows: int = MOST_ROWS) -> tuple[int, int, int]:
+def tile_tokens(group: int) -> tuple[int, int, int]:
     """(heads, tokens of a small tile, tokens of a large tile) for a group of query heads."""
     heads = min(group, MOST_ROWS)
     small = max(1, 16 // heads)
-    large = min(16, max(1, most_rows // heads))
+    large = min(16, max(1, MOST_ROWS // heads))
     return heads, small, large - large % small
 
 
-def plan(blocks: Tensor, sequences: Sequences, group: int, *, most_rows: int = MOST_ROWS) -> Plan:
+def plan(blocks: Tensor, sequences: Sequences, group: int) -> Plan:
     """Tiles for blocks [tokens, HKV, N] int32 and `group` query heads a KV head."""
-    heads, small, large = tile_tokens(group, most_rows)
+    heads, small, large = tile_tokens(group)
     return Plan(group, heads, *nested_unions(blocks, sequences, small, large // small))
 
 
