@@ -1,5 +1,6 @@
 """The library's accuracy rule as an assertion."""
 
+import torch
 from torch import Tensor
 
 from nsa.lab.accuracy import Red, hold
@@ -23,3 +24,14 @@ def assert_as_accurate(
         hold(name, got, same_dtype, exact, dtype=dtype, slack=slack, magnitude=magnitude)
     except Red as red:
         raise AssertionError(str(red)) from None
+
+
+def assert_same(got: Tensor, want: Tensor, name: str = "") -> None:
+    """Equal bits where kernels are interpreted.
+
+    On a GPU other strides are other machine code, which rounds in another order.
+    """
+    if got.is_cuda:
+        torch.testing.assert_close(got, want, msg=lambda text: f"{name}: {text}")
+    else:
+        assert torch.equal(got, want), name

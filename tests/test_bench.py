@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,17 @@ from nsa.lab.shapes import TINY_CONFIG, Shape
 from nsa.workbook import metrics
 
 SHAPE = Shape(70, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_left_as_it_was():
+    """A benchmark on a CPU asks for it in this process, too late for the kernels it has."""
+    before = os.environ.get("TRITON_INTERPRET")
+    yield
+    if before is None:
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = before
 
 
 def run(*paths, shape=SHAPE, backends=("gather",), with_dense=False, **options):

@@ -93,6 +93,7 @@ def test_a_cuda_graph_replays_forward_and_backward_on_new_inputs():
         assert torch.equal(replayed, eager)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_for_the_gpu():
     drawn = draw(Shape(2048, heads=16, kv_heads=1), "cuda")
     call(drawn)  # compiles

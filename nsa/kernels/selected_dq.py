@@ -136,9 +136,10 @@ def _selected_dq(
             p_sum = _add_rows(p, ones, p_sum, PRECISION)
             dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
 
-        total += shift  # probabilities add up to 1
-        tl.store(delta + flat, total, mask=valid)
         p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
+        # Probabilities add up to 1, but for what lse2 lost when it was rounded to fp32.
+        total += shift * (p_rounded / p_sum.shape[1]) if queries.dtype == tl.float32 else shift
+        tl.store(delta + flat, total, mask=valid)
         rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
         grad = weighted - rounded[:, None] * plain
         factor = tl.zeros([ROWS], tl.float32) + scale

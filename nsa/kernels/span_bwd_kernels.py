@@ -104,7 +104,8 @@ def dq_kernel(
     if MAKE_DELTA:
         delta_rounded /= tl.where(sum_rounded == 0, 1.0, sum_rounded)
         acc -= delta_rounded[:, None] * acc_plain
-        delta_rows += shift  # probabilities add up to 1
+        # Probabilities add up to 1, but for what lse2 lost when it was rounded to fp32.
+        delta_rows += shift * sum_rounded if q_tile.dtype == tl.float32 else shift
         tl.store(delta + statistics, delta_rows, mask=t < rows)
         if dgates is not None:
             dgates_at = at(dgates, dgate_strides, start + first, head) + BRANCH * dgate_strides[2]
