@@ -1,0 +1,248 @@
+"""One model on several processes: DDP or FSDP2, applied from outside, so that models know of neither.
+
+Every rank draws the same global batch and takes its own rows of it, and gradients are averaged over
+ranks: any number of ranks trains on the same numbers.
+
+Mixed precision stays autocast's under FSDP2 too: parameters, gradients and what is sent are fp32,
+so that every kind computes the same. FSDP2's MixedPrecisionPolicy would gather half the bytes and
+run norms and the residual stream in bf16, which is another model.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+KINDS = ("none", "ddp", "fsdp")
+BACKENDS = ("gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This process's place among those that train one model; made by `start`, or SINGLE."""
+
+    kind: str = "none"
+    rank: int = 0
+    ranks: int = 1
+    device: str = "cpu"
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    bucket_mb: float = 25.0
+    gradient_as_bucket_view: bool = True
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What to call instead of the model, which is on its device; FSDP2 changes it in place.
+
+        FSDP2 shards every block and then the rest, so that one block at a time is gathered. The
+        optimizer must be made after, from the model's own parameters: they are other ones then.
+        """
+        if self.kind == "ddp":
+            on_gpu = next(model.parameters()).is_cuda
+            return nn.parallel.DistributedDataParallel(
+                model,
+                device_ids=[torch.device(self.device).index] if on_gpu else None,
+                broadcast_buffers=False,
+                bucket_cap_mb=self.bucket_mb,
+                find_unused_parameters=self.find_unused_parameters,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                static_graph=self.static_graph,
+            )
+        if self.kind == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh(next(model.parameters()).device.type, (self.ranks,))
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            return fully_shard(model, mesh=mesh)
+        return model
+
+    def rows(self, batch: int, accumulate: int = 1) -> slice:
+        """The rows of a global batch that this rank takes, a whole number for each micro-batch.
+
+        Raises ValueError unless ranks * accumulate divides the batch.
+        """
+        parts = self.ranks * accumulate
+        if batch % parts:
+            near = max(parts, batch // parts * parts)
+            raise ValueError(
+                f"batch={batch} cannot be split over {self.ranks} rank(s) x {accumulate} "
+                f"micro-batch(es); nearest that can: {near} and {near + parts}"
+            )
+        mine = batch // self.ranks
+        return slice(self.rank * mine, (self.rank + 1) * mine)
+
+    @contextmanager
+    def micro(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
+        """Around the forward and backward of one micro-batch: only the last sends gradients.
+
+        Under FSDP2 the gradients of the others stay whole on every rank until then.
+        """
+        if self.kind == "ddp" and not last:
+            with wrapped.no_sync():
+                yield
+            return
+        if self.kind == "fsdp":
+            wrapped.set_requires_gradient_sync(last)
+        yield
+
+    def clip(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Scales gradients to a norm of at most max_norm over the whole model; returns the norm."""
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        return norm.full_tensor() if self.kind == "fsdp" else norm
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """The mean over ranks, a tensor of its own; nothing waits for a GPU."""
+        if self.ranks == 1:
+            return loss
+        total = loss.detach().clone()
+        dist.all_reduce(total)  # gloo has no average
+        return total.div_(self.ranks)
+
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """{"model", "optimizer"}: whole tensors by parameter name, on rank 0; empty elsewhere.
+
+        On the CPU where ranks are several. All ranks must ask; any number of ranks of any kind can
+        load it. `model` is the bare one.
+        """
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=self.ranks > 1)
+        weights, optimized = get_state_dict(model, optimizer, options=options)
+        return {"model": weights, "optimizer": optimized} if self.rank == 0 else {}
+
+    def load_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Puts back what `state` gave on rank 0; every rank brings the whole of it."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(full_state_dict=True),
+        )
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.ranks > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leaves the process group; nothing where there is none."""
+        if self.kind != "none" and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+SINGLE = Parallel()
+
+
+def start(
+    kind: str,
+    *,
+    backend: str | None = None,
+    static_graph: bool = False,
+    find_unused_parameters: bool = False,
+    bucket_mb: float = 25.0,
+    gradient_as_bucket_view: bool = True,
+    timeout_s: float = 600.0,
+) -> Parallel:
+    """Joins the processes that torchrun started, and says which of them this one is.
+
+    backend: "nccl" or "gloo"; None is "nccl" where there is a GPU, else "gloo". gloo keeps to the
+    CPU unless there is a GPU for each rank. `timeout_s` is how long a collective may wait.
+
+    Raises ValueError for unknown names, for options that do not go together, outside torchrun, for
+    NCCL without a GPU for each rank, and when the meeting place cannot be had (a port in use).
+    """
+    check(kind, backend, static_graph, find_unused_parameters, bucket_mb)
+    if kind == "none":
+        return SINGLE
+    rank, ranks, local = place()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = backend or ("nccl" if gpus else "gloo")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if backend == "nccl" and gpus < here:
+        found = f"{gpus} GPUs" if gpus > 1 else "one GPU" if gpus else "no GPU"
+        raise ValueError(
+            f"backend='nccl' needs a GPU for each of {here} rank(s) and torch finds {found}; "
+            "backend='gloo' runs on CPUs" + (f", or start {gpus} rank(s)" if gpus else "")
+        )
+    on_gpu = gpus >= here
+    if on_gpu:
+        torch.cuda.set_device(local)
+    _meet(backend, timeout_s, torch.device("cuda", local) if backend == "nccl" else None)
+    return Parallel(
+        kind=kind,
+        rank=rank,
+        ranks=ranks,
+        device=f"cuda:{local}" if on_gpu else "cpu",
+        static_graph=static_graph,
+        find_unused_parameters=find_unused_parameters,
+        bucket_mb=bucket_mb,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
+
+
+def check(
+    kind: str,
+    backend: str | None = None,
+    static_graph: bool = False,
+    find_unused_parameters: bool = False,
+    bucket_mb: float = 25.0,
+) -> None:
+    """Raises ValueError for options that no number of ranks could use."""
+    if kind not in KINDS:
+        raise ValueError(f"parallel={kind!r} is unknown; known are {', '.join(KINDS)}")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; known are {', '.join(BACKENDS)}")
+    if static_graph and find_unused_parameters:
+        raise ValueError(
+            "static_graph=True with find_unused_parameters=True: a static graph finds unused "
+            "parameters once, in step 1, and searching again each step would undo what it saves; "
+            "static_graph=True alone also trains a model with unused parameters, as long as they "
+            "are the same in every step"
+        )
+    if kind != "ddp" and (static_graph or find_unused_parameters):
+        raise ValueError(
+            f"static_graph and find_unused_parameters are DDP's; parallel={kind!r} has no use for "
+            "them, parallel='ddp' would do"
+        )
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb={bucket_mb} must be more than 0; DDP's default is 25")
+
+
+def place() -> tuple[int, int, int]:
+    """(rank, ranks, rank on this machine) as torchrun says it. Raises ValueError outside of it."""
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
+    ]
+    if missing:
+        raise ValueError(
+            f"parallel training starts under torchrun, which sets {', '.join(missing)}: "
+            "torchrun --nproc-per-node 2 -m nsa train --parallel ddp, or nsa train --ranks 2"
+        )
+    return tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+
+
+def _meet(backend: str, timeout_s: float, device: torch.device | None) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port {os.environ['MASTER_PORT']} is in use; give torchrun --master-port another "
+                "one, or --standalone, which finds a free one"
+            ) from error
+        raise ValueError(f"no meeting of ranks at {where}: {str(error).splitlines()[0]}") from error
