@@ -65,7 +65,7 @@ def run_child(
     Raises ValueError for an entry that does not exist, a spec that is no JSON, or a deadline that
     is not positive; Stopped after `stop`; nothing for how the child ended.
     """
-    _check_entry(entry)
+    check_entry(entry)
     if not deadline_s > 0:
         raise ValueError(f"deadline_s={deadline_s} must be greater than 0 seconds")
     try:
@@ -182,7 +182,8 @@ def _terminate(process: subprocess.Popen) -> None:
         process.wait(_TERM_S)
 
 
-def _check_entry(entry: str) -> None:
+def check_entry(entry: str) -> None:
+    """ValueError unless `entry` is "package.module:function" of a module that can be found."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", entry):
         raise ValueError(f"entry={entry!r} is not of the form 'package.module:function'")
     module = entry.partition(":")[0]
