@@ -1,4 +1,4 @@
-"""One model on several processes: DDP or FSDP2, applied from outside, so that models know of neither.
+"""One model on several processes: DDP or FSDP2, applied from outside; models know of neither.
 
 Every rank draws the same global batch and takes its own rows of it, and gradients are averaged over
 ranks: any number of ranks trains on the same numbers.
@@ -11,9 +11,10 @@ run norms and the residual stream in bf16, which is another model.
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ class Parallel:
     find_unused_parameters: bool = False
     bucket_mb: float = 25.0
     gradient_as_bucket_view: bool = True
+    _learned: WeakSet = field(default_factory=WeakSet, init=False, repr=False, compare=False)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What to call instead of the model, which is on its device; FSDP2 changes it in place.
@@ -47,7 +49,6 @@ class Parallel:
             return nn.parallel.DistributedDataParallel(
                 model,
                 device_ids=[torch.device(self.device).index] if on_gpu else None,
-                broadcast_buffers=False,
                 bucket_cap_mb=self.bucket_mb,
                 find_unused_parameters=self.find_unused_parameters,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -82,8 +83,12 @@ class Parallel:
     def micro(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
         """Around the forward and backward of one micro-batch: only the last sends gradients.
 
-        Under FSDP2 the gradients of the others stay whole on every rank until then.
+        Under FSDP2 the gradients of the others stay whole on every rank until then. A static graph's
+        very first backward is sent as well: DDP learns the graph from it, and fails otherwise.
         """
+        if self.kind == "ddp" and self.static_graph and wrapped not in self._learned:
+            self._learned.add(wrapped)
+            last = True
         if self.kind == "ddp" and not last:
             with wrapped.no_sync():
                 yield
@@ -121,14 +126,18 @@ class Parallel:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
         """Puts back what `state` gave on rank 0; every rank brings the whole of it."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+        from torch.distributed.checkpoint import state_dict as whole
 
-        set_state_dict(
+        # Copies, because torch puts sharded tensors into what it is given.
+        whole.set_model_state_dict(
+            model, dict(state["model"]), options=whole.StateDictOptions(full_state_dict=True)
+        )
+        # A parameter that no loss has reached has no optimizer state, which strict would refuse.
+        whole.set_optimizer_state_dict(
             model,
             optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(full_state_dict=True),
+            state["optimizer"],
+            options=whole.StateDictOptions(full_state_dict=True, strict=False),
         )
 
     def barrier(self) -> None:
