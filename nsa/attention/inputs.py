@@ -123,7 +123,7 @@ def checked(
         _phi(phi, q, kv_heads, v["cmp"].shape[3] if "cmp" in v else None, config)
     if blocks is not None:
         _blocks(blocks, q, kv_heads)
-    bounds = () if cu_seqlens is None else _bounds(cu_seqlens, q)
+    bounds = () if cu_seqlens is None else sequence_bounds(cu_seqlens, q)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
@@ -196,7 +196,8 @@ def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
     _device("blocks", blocks, q)
 
 
-def _bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
+def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
+    """cu_seqlens as the host knows it, checked against q [1, T, HQ, D]; () where it may not wait."""
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences need B=1, got B={q.shape[0]}: lay them end to end")
     if not isinstance(cu_seqlens, Tensor):

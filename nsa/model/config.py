@@ -11,13 +11,16 @@ from nsa.reference.gate import GATE_KINDS
 from nsa.reference.nsa import BRANCHES
 
 COMPRESS_ROPE = ("before", "after")
+ATTENTION_KINDS = ("nsa", "dense")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A small Llama whose attention is NSA.
+    """A small Llama whose attention is NSA, or dense: its twin, to be compared with.
 
-    The backend's name is checked where a layer is built, because only the registry knows the names.
+    Dense attention reads the sizes, rotary, `backend` and `strict`; what is NSA's alone (`nsa`,
+    `phi`, `gate`, `compress_rope`, `shared_kv`, `stopgrad_gates`) means nothing to it. The
+    backend's name is checked where a layer is built, because only the registry knows the names.
 
     Raises:
         TypeError: a size that is not an int, a switch that is not a bool, a name that is not text.
@@ -33,6 +36,7 @@ class ModelConfig:
     value_dim: int | None = None  # DV; None: head_dim
     vocab: int = 256
     mlp_hidden: int | None = None  # None: see `mlp_size`
+    attention: str = "nsa"  # or "dense": causal over all tokens, one K/V projection
     nsa: NSAConfig = field(default_factory=NSAConfig)
     phi: str = "mean"
     gate: str = "sigmoid"
@@ -71,11 +75,17 @@ class ModelConfig:
                 f"head_dim={self.head_dim} is odd and rotary turns pairs; nearest that do: "
                 f"{self.head_dim - 1 or 2} and {self.head_dim + 1}"
             )
+        _check_choice("attention", self.attention, ATTENTION_KINDS)
         _check_choice("phi", self.phi, PHI_KINDS)
         _check_choice("gate", self.gate, GATE_KINDS)
         _check_choice("compress_rope", self.compress_rope, COMPRESS_ROPE)
         if self.force_branch is not None:
             _check_choice("force_branch", self.force_branch, BRANCHES, also="None")
+            if self.attention == "dense":
+                raise ValueError(
+                    f"force_branch={self.force_branch!r}: dense attention has no branches; "
+                    "force_branch=None would do, or attention='nsa'"
+                )
         if not isinstance(self.backend, str) or not self.backend:
             raise ValueError(
                 f"backend={self.backend!r} is not a backend's name; 'auto' chooses one"

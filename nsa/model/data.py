@@ -39,10 +39,8 @@ class Synthetic:
         self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
     ) -> Batch:
         """`batch` rows of `tokens` tokens, and each token's successor as its target."""
-        _check_sizes(step, batch, tokens)
-        drawn = torch.randint(
-            self.vocab, (batch, tokens + 1), generator=_generator(self.seed, step)
-        )
+        check_sizes(step, batch, tokens)
+        drawn = torch.randint(self.vocab, (batch, tokens + 1), generator=generator(self.seed, step))
         return _split(drawn, device)
 
     def record(self) -> dict:
@@ -89,7 +87,7 @@ class Text:
 
         ValueError when the text has fewer than tokens + 1 bytes.
         """
-        _check_sizes(step, batch, tokens)
+        check_sizes(step, batch, tokens)
         if len(self.data) <= tokens:
             raise ValueError(
                 f"{self.name}: got {len(self.data)} bytes, but {tokens} tokens and the last one's "
@@ -97,7 +95,7 @@ class Text:
                 f"{len(self.data) - 1} tokens"
             )
         starts = torch.randint(
-            len(self.data) - tokens, (batch, 1), generator=_generator(self.seed, step)
+            len(self.data) - tokens, (batch, 1), generator=generator(self.seed, step)
         )
         return _split(self.data[starts + torch.arange(tokens + 1)].long(), device)
 
@@ -150,7 +148,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
         yield from (file for name in sorted(names) if (file := Path(where, name)).is_file())
 
 
-def _check_sizes(step: int, batch: int, tokens: int) -> None:
+def check_sizes(step: int, batch: int, tokens: int) -> None:
+    """Raises ValueError for a negative step, or a batch of nothing."""
     if step < 0 or batch < 1 or tokens < 1:
         raise ValueError(
             f"step={step}, batch={batch}, tokens={tokens}: "
@@ -158,7 +157,8 @@ def _check_sizes(step: int, batch: int, tokens: int) -> None:
         )
 
 
-def _generator(seed: int, step: int) -> torch.Generator:
+def generator(seed: int, step: int) -> torch.Generator:
+    """On the CPU; equal for an equal pair of seed and step, unrelated for any other."""
     # A hash, because seed + step would give seed 1 at step 1 the tokens of seed 2 at step 0.
     mixed = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(mixed, "little"))

@@ -1,4 +1,4 @@
-"""A small Llama that reads bytes: RMSNorm, NSA, SwiGLU, residuals, untied head."""
+"""A small Llama that reads bytes: RMSNorm, attention, SwiGLU, residuals, untied head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,11 @@ from torch.nn import functional as F
 from nsa.attention.witness import where
 from nsa.model import checkpoint
 from nsa.model.config import ModelConfig
+from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention
 from nsa.model.rotary import Rotary, rotary_for
+
+ATTENTION = {"nsa": NSAAttention, "dense": DenseAttention}
 
 
 class SwiGLU(nn.Module):
@@ -44,7 +47,7 @@ class Block(nn.Module):
         super().__init__()
         self.index = index
         self.norm1 = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = NSAAttention(config)
+        self.attention = ATTENTION[config.attention](config)
         self.norm2 = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
 

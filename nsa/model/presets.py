@@ -9,8 +9,12 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
+import torch
+
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig
+from nsa.model.dense_attention import DenseAttention
+from nsa.model.layer import NSAAttention
 
 
 def repro(layers: int = 5) -> ModelConfig:
@@ -79,3 +83,24 @@ def preset(name: str, **changes: Any) -> ModelConfig:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"no preset {name!r}; {hint}there are {', '.join(PRESETS)}")
     return PRESETS[name]().with_(**changes)
+
+
+def dense_twin(
+    config: ModelConfig, *, backend: str = "auto", same_parameters: bool = False
+) -> ModelConfig:
+    """The same model with dense attention: same width, layers, heads, rotary and initialisation.
+
+    It lacks two of the three K/V projections, the gates and a learned phi, so it has fewer
+    parameters: 73,550,592 beside `production`'s 78,578,736. That is the fair comparison of time,
+    since every matrix that both have is equal. `same_parameters` widens its MLPs by what it lacks,
+    to the nearest multiple of 16 (24 dim parameters a layer), for a comparison of losses.
+    """
+    twin = config.with_(
+        attention="dense", backend=backend, force_branch=None, name=f"{config.name}-dense"
+    )
+    if not same_parameters:
+        return twin
+    with torch.device("meta"):
+        missing = sum(p.numel() for p in NSAAttention(config.with_(backend="auto")).parameters())
+        missing -= sum(p.numel() for p in DenseAttention(twin).parameters())
+    return twin.with_(mlp_hidden=config.mlp_size + round(missing / (3 * config.dim) / 16) * 16)

@@ -1,0 +1,128 @@
+"""The dense twin of the NSA layer: causal attention over every earlier token."""
+
+from itertools import pairwise
+from math import sqrt
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nsa.attention import dense, witness
+from nsa.attention.inputs import sequence_bounds
+from nsa.attention.registry import Declined
+from nsa.model.config import ModelConfig
+from nsa.model.rotary import Rotary, rotary_for
+
+BACKENDS = ("auto", "sdpa", "flash")
+
+
+class DenseAttention(nn.Module):
+    """Hidden states to hidden states; heads, KV heads, rotary and projections as in NSAAttention.
+
+    One k and one v projection where NSA has three, and no gates: at the same width the twin has
+    fewer parameters. See `presets.dense_twin`.
+
+    backend: "sdpa", torch's scaled_dot_product_attention; "flash", flash-attn, which runs or raises
+    Declined; "auto", flash-attn where it takes the inputs, else "sdpa".
+
+    Raises ValueError for any other backend.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.backend not in BACKENDS:
+            raise ValueError(
+                f"backend={config.backend!r} is none of dense attention; known are "
+                f"{', '.join(BACKENDS)}"
+            )
+        self.config = config
+        dim, heads, kv_heads = config.dim, config.heads, config.kv_heads
+        self.q_proj = nn.Linear(dim, heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, kv_heads * config.value_size, bias=False)
+        self.out_proj = nn.Linear(heads * config.value_size, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """From a normal of 0.02, the output divided by sqrt(2 layers), as in NSAAttention."""
+        for linear in (self.q_proj, self.k_proj, self.v_proj):
+            nn.init.normal_(linear.weight, std=0.02, generator=generator)
+        std = 0.02 / sqrt(2 * self.config.layers)
+        nn.init.normal_(self.out_proj.weight, std=std, generator=generator)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T E"],
+        rotary: Rotary | None = None,
+        cu_seqlens: Int[Tensor, " N1"] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
+
+        Packed sequences are attended one after the other, so the host reads their borders: a sync.
+        """
+        config = self.config
+        rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
+        q = rotary(self.q_proj(x).unflatten(-1, (config.heads, config.head_dim)))
+        k = rotary(self.k_proj(x).unflatten(-1, (config.kv_heads, config.head_dim)))
+        v = self.v_proj(x).unflatten(-1, (config.kv_heads, config.value_size))
+        o, served = self._attend(q, k, v, cu_seqlens)
+        if not torch.compiler.is_compiling():
+            witness.saw_call("dense", [("dense", served)])
+            witness.saw_output(o)
+        if config.strict and not bool(o.isfinite().all()):
+            raise FloatingPointError(
+                f"dense attention at {witness.place()}: {int((~o.isfinite()).sum())} of "
+                f"{o.numel()} values are not finite (backend {served})"
+            )
+        return self.out_proj(o.flatten(2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
+        """(o [B, T, HQ, DV], the implementation's name)."""
+        attend = self._implementation(q)
+        if cu_seqlens is None:
+            return attend(q, k, v)
+        bounds = sequence_bounds(cu_seqlens, q)
+        if not bounds:
+            raise Declined(
+                "dense attention takes packed sequences one by one, whose borders the host cannot "
+                "read while torch.compile traces or a CUDA graph is captured; attention='nsa' can"
+            )
+        outputs = []
+        for start, end in pairwise(bounds):
+            if start < end:
+                rows = slice(start, end)
+                o, served = attend(q[:, rows], k[:, rows], v[:, rows])
+                outputs.append(o)
+        return torch.cat(outputs, dim=1), served
+
+    def _implementation(self, q: Tensor):
+        """`sdpa` or flash-attn. Raises Declined where "flash" was named and cannot serve."""
+        name, scale = self.config.backend, self.config.head_dim**-0.5
+        if name == "sdpa":
+            return sdpa
+        reasons = dense.why_not(q, self.config.value_size, scale)
+        if not reasons:
+            return lambda q, k, v: dense.dense_attention(q, k, v, scale=scale)
+        if name == "auto":
+            return sdpa
+        raise Declined(f"backend 'flash' does not take these inputs: {'; '.join(reasons)}")
+
+
+def sdpa(
+    q: Float[Tensor, "B T HQ D"], k: Float[Tensor, "B T HKV D"], v: Float[Tensor, "B T HKV DV"]
+) -> tuple[Float[Tensor, "B T HQ DV"], str]:
+    """(o, "sdpa"): torch's causal attention, K and V not repeated for the heads of a group.
+
+    In bf16 it adds up a group's K and V gradients in bf16, with about twice the error of one head's
+    (docs/log.md has the numbers). D and DV that differ are padded to the larger, because torch's
+    fused kernels would leave such values to one that holds T x T scores.
+    """
+    scale, value_dim = q.shape[3] ** -0.5, v.shape[3]
+    width = max(q.shape[3], value_dim)
+    q, k, v = (x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
+    grouped = q.shape[2] != k.shape[2]
+    o = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return o.transpose(1, 2)[..., :value_dim], "sdpa"
