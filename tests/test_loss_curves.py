@@ -11,7 +11,7 @@ from nsa.attention import registry
 from nsa.attention.witness import recording
 from nsa.model.data import text
 from nsa.model.llama import LanguageModel
-from nsa.model.train import Trainer
+from nsa.model.train import TrainConfig, Trainer
 
 # torch.compile, which flex runs under, reads .grad of every input and hides the warning only from
 # the console.
@@ -43,12 +43,8 @@ def curve(backend, precision, device, window=16):
     trainer = Trainer(
         LanguageModel(config),
         text(max_bytes=2**20),
-        batch=2,
-        tokens=64,
-        lr=3e-3,
-        precision=precision,
+        TrainConfig(batch=2, tokens=64, lr=3e-3, precision=precision, seed=0),
         device=device,
-        seed=0,
     )
     with one_thread(), recording() as witness:
         losses = trainer.run(STEPS)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.attention import witness
 from nsa.model.data import synthetic, text
 from nsa.model.llama import LanguageModel
-from nsa.model.train import Trainer, parameter_groups
+from nsa.model.train import TrainConfig, Trainer, parameter_groups
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,15 @@ def small_tensors():
         yield
 
 
-def trainer(data=None, config=None, **kwargs):
-    kwargs = {"batch": 2, "tokens": 32, "seed": 0, **kwargs}
-    return Trainer(LanguageModel(config or tiny()), data or synthetic(seed=0), **kwargs)
+def trainer(data=None, config=None, device="cpu", observers=(), **changes):
+    changes = {"batch": 2, "tokens": 32, "seed": 0, **changes}
+    return Trainer(
+        LanguageModel(config or tiny()),
+        data or synthetic(seed=0),
+        TrainConfig(**changes),
+        device=device,
+        observers=observers,
+    )
 
 
 class Diary:
@@ -86,7 +92,7 @@ def test_one_seed_gives_the_same_losses_to_the_last_bit():
 def test_without_a_seed_the_weights_stay_as_they_came():
     model = LanguageModel(tiny())
     before = model.head.weight.clone()
-    Trainer(model, synthetic(seed=0), batch=1, tokens=16)
+    Trainer(model, synthetic(seed=0), TrainConfig(batch=1, tokens=16))
     assert torch.equal(model.head.weight, before)
 
 
@@ -163,7 +169,7 @@ def test_gradients_left_from_before_do_not_enter_the_first_step(frozen):
         if soiled:
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 3.0)
-        return Trainer(model, synthetic(seed=0), batch=2, tokens=32, seed=0).run(3)
+        return Trainer(model, synthetic(seed=0), TrainConfig(batch=2, tokens=32, seed=0)).run(3)
 
     assert losses(soiled=True) == losses(soiled=False)
 
@@ -246,9 +252,9 @@ def test_a_value_that_is_not_finite_is_named_by_layer_and_step():
         broken.run(1)
 
 
-def test_fp16_is_refused_with_the_reason_and_what_would_do():
+def test_fp16_weights_are_refused_with_the_reason_and_what_would_do():
     with pytest.raises(ValueError, match=r"fp16.*eps.*precision='bf16' would do"):
-        trainer(precision="fp16")
+        Trainer(LanguageModel(tiny()).half(), synthetic(seed=0), TrainConfig(batch=1, tokens=16))
 
 
 @pytest.mark.parametrize(

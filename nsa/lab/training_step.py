@@ -13,7 +13,7 @@ from nsa.lab.cell import Cell
 from nsa.lab.recorders import MIB, recorder_for, training_tensors
 from nsa.model.data import synthetic, text
 from nsa.model.llama import LanguageModel, parameter_count
-from nsa.model.train import Trainer
+from nsa.model.train import TrainConfig, Trainer
 
 TIMED_STEPS = 3
 TIMING_SHARE = 0.5  # of the time to the deadline, so that timing never costs the memory figures
@@ -38,11 +38,8 @@ def measure_cell(spec: dict) -> dict:
     trainer = Trainer(
         model,
         data,
-        batch=cell.batch,
-        tokens=cell.tokens,
-        precision=cell.dtype,
+        TrainConfig(cell.batch, cell.tokens, precision=cell.dtype, seed=cell.seed),
         device=cell.device,
-        seed=cell.seed,
         observers=(progress,),
     )
     model.train()

@@ -1,0 +1,178 @@
+"""Checkpoints on disk: whole or not at all, and checked before anything is put back."""
+
+import os
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from nsa.model.train import Trainer
+
+FORMAT = "nsa training checkpoint"
+VERSION = 1
+NAME = re.compile(r"step-(\d+)\.pt")
+# How a step is computed rather than what: a run may go on with others. The seed has been used.
+FREE = {
+    "model": {"name", "backend", "checkpoint", "strict"},
+    "training": {"accumulate", "compile", "cuda_graph", "seed"},
+}
+
+
+def save(trainer: "Trainer", path: str | os.PathLike) -> None:
+    """Writes the trainer's state; rank 0 writes, and the others wait until it has."""
+    state = trainer.parallel.state(trainer.model, trainer.optimizer)
+    if trainer.parallel.rank == 0:
+        write(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "configs": _configs(trainer),
+                **state,
+                "scaler": trainer.scaler.state_dict(),
+                "random": _random(trainer.device),
+                "steps_done": trainer.steps_done,
+                "tried": trainer._tried,
+                "torch": torch.__version__,
+            },
+            file_of(path, trainer.steps_done),
+        )
+    trainer.parallel.barrier()
+
+
+def load(trainer: "Trainer", path: str | os.PathLike) -> None:
+    """Puts back what `save` wrote; nothing is changed where it raises ValueError."""
+    state = newest(path) if Path(path).is_dir() else read(path)
+    differing = differences(_configs(trainer), state["configs"])
+    if differing:
+        raise ValueError(
+            f"{path} is of another config (here, there): {'; '.join(differing)}; a trainer built "
+            "with the checkpoint's values can load it"
+        )
+    groups = trainer.optimizer.param_groups
+    own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    for saved, mine in zip(state["optimizer"]["param_groups"], own, strict=True):
+        saved.update(mine)
+    trainer.parallel.load_state(trainer.model, trainer.optimizer, state)
+    for group, mine in zip(trainer.optimizer.param_groups, own, strict=True):
+        group.update(mine)
+    if trainer.scaler.is_enabled():
+        trainer.scaler.load_state_dict(state["scaler"])
+    trainer.steps_done, trainer._tried = state["steps_done"], state["tried"]
+    torch.set_rng_state(state["random"]["cpu"])
+    if trainer.device.type == "cuda" and state["random"]["cuda"] is not None:
+        torch.cuda.set_rng_state(state["random"]["cuda"], trainer.device)
+
+
+def write(state: dict[str, Any], path: Path) -> None:
+    """The file appears whole, under a new name first; an interruption leaves what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name too
+    finally:
+        os.close(folder)
+
+
+def read(path: str | os.PathLike) -> dict[str, Any]:
+    """The state in a file, on the CPU. Nothing in it is executed.
+
+    Raises ValueError for a file that is truncated or of something else.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no checkpoint {path}") from None
+    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{path} is truncated or no checkpoint at all ({reason}); an earlier one would do"
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"{path} holds no {FORMAT}; Trainer.save writes one")
+    if state["version"] != VERSION:
+        raise ValueError(
+            f"{path} is of version {state['version']}, this library reads version {VERSION}"
+        )
+    return state
+
+
+def newest(folder: str | os.PathLike) -> dict[str, Any]:
+    """The state of the folder's last step that can be read; unreadable ones are warned of.
+
+    Raises FileNotFoundError for a folder without checkpoints, ValueError if none can be read.
+    """
+    files = checkpoints(folder)
+    if not files:
+        raise FileNotFoundError(f"there is no checkpoint (step-000500.pt) in {folder}")
+    passed_over = []
+    for file in reversed(files):
+        try:
+            state = read(file)
+        except ValueError as error:
+            passed_over.append(str(error))
+            continue
+        for message in passed_over:
+            warnings.warn(f"passed over: {message}", RuntimeWarning, stacklevel=4)
+        return state
+    raise ValueError(f"no checkpoint in {folder} can be read: {'; '.join(passed_over)}")
+
+
+def checkpoints(folder: str | os.PathLike) -> list[Path]:
+    """The folder's checkpoints by step, the last one last."""
+    named = ((NAME.fullmatch(file.name), file) for file in Path(folder).iterdir())
+    return [file for _, file in sorted((int(m[1]), file) for m, file in named if m)]
+
+
+def file_of(path: str | os.PathLike, steps_done: int) -> Path:
+    """`path` if it names a .pt file, else the file of that step in the folder `path`."""
+    path = Path(path)
+    return path if path.suffix == ".pt" else path / f"step-{steps_done:06d}.pt"
+
+
+def differences(here: dict[str, dict], there: dict[str, dict]) -> list[str]:
+    """What two runs' configs disagree on, e.g. "model dim: 64, 32", but for `FREE` fields."""
+    found = []
+    for part, free in FREE.items():
+        mine, other = _flat(here[part]), _flat(there[part])
+        for name in [*mine, *(name for name in other if name not in mine)]:
+            if name not in free and mine.get(name) != other.get(name):
+                found.append(f"{part} {name}: {mine.get(name)!r}, {other.get(name)!r}")
+    return found
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _configs(trainer: "Trainer") -> dict[str, dict]:
+    training = trainer.config.to_dict()
+    if training["schedule"] == "constant":
+        training["steps"] = None  # a run of constant rate has no end to disagree on
+    return {"model": trainer.model.config.to_dict(), "training": training}
+
+
+def _random(device: torch.device) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if on_gpu else None,
+    }
