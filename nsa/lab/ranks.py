@@ -79,7 +79,9 @@ def launch(spec: dict) -> dict:
     ]
     end = time.monotonic() + spec["deadline_s"]
     with open(folder / "torchrun.txt", "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
+        env = {**os.environ, "PYTHONPATH": paths}
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
     late = process.poll() is None
