@@ -1,0 +1,150 @@
+"""Which buckets DDP averages gradients in, rank by rank: a trace of the first two steps.
+
+DDP cuts buckets in the order of registration, sees in the first step in which order gradients come,
+and rebuilds them after it: the first step alone shows buckets that are never used again.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+MOST_STEPS = 8
+INITIAL, REBUILT = "initial", "rebuilt"
+
+
+class BucketTrace:
+    """An observer that traces DDP's buckets by a communication hook that averages as DDP does.
+
+    `steps` counts the steps since the model was wrapped, from 0. Gradients are divided by the ranks
+    and summed in their own dtype, as without a hook (to the last bit for 2, 4, 8, ... ranks).
+
+    A hook cannot be taken off again. After the traced steps it goes on costing a call of Python and
+    one more pass over the gradients for each bucket, which a line on `out` says once; more than
+    8 traced steps are refused unless `accept_cost` is set.
+
+    Raises ValueError for a model that is not wrapped in DDP, and where it has a hook already: DDP
+    takes one.
+    """
+
+    def __init__(
+        self,
+        wrapped: nn.Module,
+        steps: Sequence[int] = (0, 1),
+        *,
+        accept_cost: bool = False,
+        out: TextIO | None = sys.stderr,
+    ) -> None:
+        if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"buckets are DDP's; got a {type(wrapped).__name__}, and neither FSDP2 nor a model "
+                "alone has any"
+            )
+        if getattr(wrapped, "_comm_hooks", None):
+            names = ", ".join(hook.__qualname__ for hook, _ in wrapped._comm_hooks)
+            raise ValueError(
+                f"the model has a communication hook ({names}) and DDP takes only one; wrap the "
+                "model anew to trace its buckets"
+            )
+        self.steps = frozenset(steps)
+        if len(self.steps) > MOST_STEPS and not accept_cost:
+            raise ValueError(
+                f"{len(self.steps)} traced steps keep rows and events of every bucket; trace at "
+                f"most {MOST_STEPS}, or set accept_cost=True"
+            )
+        if min(self.steps, default=-1) < 0:
+            raise ValueError(f"steps={tuple(steps)}; name at least one, counted from 0")
+        self._wrapped, self._out = wrapped, out
+        self._names = {p: name for name, p in wrapped.module.named_parameters()}
+        rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
+        self._later = REBUILT if rebuilds else INITIAL
+        self._step, self._count = -1, -1
+        self._hook_s = 0.0
+        self._rows: list[dict[str, Any]] = []
+        self._timed: list[tuple[dict[str, Any], Any, list[Any]]] = []
+        wrapped.register_comm_hook(self, _average)
+
+    def on_phase(self, name: str, step: int) -> None:
+        if name != "data":
+            return
+        self._step = step
+        self._count += 1
+        if self._count == max(self.steps) + 1 and self._out is not None:
+            self._out.write(
+                f"bucket trace: done; its hook stays until the model is wrapped anew and costs one "
+                f"Python call and one more pass over the gradients for each bucket "
+                f"({1e3 * self._hook_s / self._count:.2f} ms of the host a step so far)\n"
+            )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row a bucket: rank, step, buckets, index, elements, bytes, dtype, is_last, ms, names.
+
+        `buckets` is "initial" in the first step and "rebuilt" after it, where DDP rebuilds; `ms` is
+        from the moment in which this rank's gradients are there until the average is, waiting for
+        other ranks included; `names` are the bucket's parameters. Waits for the device.
+        """
+        for row, start, ends in self._timed:
+            if not ends:
+                continue  # no answer yet
+            if isinstance(start, float):
+                row["ms"] = 1e3 * (ends[0] - start)
+            else:
+                ends[0].synchronize()
+                row["ms"] = start.elapsed_time(ends[0])
+        self._timed = [item for item in self._timed if item[0]["ms"] is None]
+        return [dict(row) for row in self._rows]
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        entered = time.perf_counter()
+        group = self._wrapped.process_group
+        traced = max(self._count, 0) in self.steps
+        if traced:
+            start = _mark(bucket.buffer())
+        future = allreduce_hook(group, bucket)
+        if traced:
+            ends: list[Any] = []
+            self._note(bucket, start, ends)
+
+            def done(future: torch.futures.Future) -> Tensor:
+                value = future.value()
+                ends.append(_mark(value))
+                return value
+
+            future = future.then(done)
+        self._hook_s += time.perf_counter() - entered
+        return future
+
+    def _note(self, bucket: dist.GradBucket, start: Any, ends: list[Any]) -> None:
+        buffer = bucket.buffer()
+        row = {
+            "rank": dist.get_rank(self._wrapped.process_group),
+            "step": max(self._step, 0),
+            "buckets": self._later if self._count > 0 else INITIAL,
+            "index": bucket.index(),
+            "elements": buffer.numel(),
+            "bytes": buffer.numel() * buffer.element_size(),
+            "dtype": str(buffer.dtype).removeprefix("torch."),
+            "is_last": bucket.is_last(),
+            "ms": None,
+            "names": [self._names[p] for p in bucket.parameters()],
+        }
+        self._rows.append(row)
+        self._timed.append((row, start, ends))
+
+
+def _average(trace: BucketTrace, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return trace._reduce(bucket)
+
+
+def _mark(like: Tensor) -> Any:
+    """Now, on the device's clock or on the host's."""
+    if not like.is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(like.device))
+    return event

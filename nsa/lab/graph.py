@@ -1,0 +1,50 @@
+"""What a loss depends on, read from its autograd graph before any backward."""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+
+def unreachable(
+    loss: Tensor, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> tuple[str, ...]:
+    """Names of the trainable parameters that no gradient of `loss` can reach; 1 to 3 us a node.
+
+    Walks loss.grad_fn, custom functions and non-reentrant checkpoints included. A parameter that is
+    reached may still get a gradient of zeros, or none from a function that returns None for it. A
+    compiled model is one node that reaches all it reads.
+
+    Raises ValueError where the graph does not show it: a reentrant checkpoint, or parameters that
+    FSDP2 has sharded, whose graph holds their unsharded copies.
+    """
+    asked = [(name, p) for name, p in named_parameters if p.requires_grad]
+    if any(hasattr(p, "device_mesh") for _, p in asked):
+        raise ValueError(
+            "sharded parameters are not in the graph, their unsharded copies are; ask before "
+            "fully_shard"
+        )
+    reached = _leaves(loss)
+    return tuple(name for name, p in asked if id(p) not in reached)
+
+
+def _leaves(loss: Tensor) -> set[int]:
+    """ids of the leaves behind the loss."""
+    if loss.grad_fn is None:
+        return {id(loss)}
+    found: set[int] = set()
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        kind = type(node).__name__
+        if kind == "AccumulateGrad":
+            found.add(id(node.variable))
+        elif kind == "CheckpointFunctionBackward":
+            raise ValueError(
+                "a reentrant checkpoint hides the parameters inside it from the graph; "
+                "checkpoint(..., use_reentrant=False) shows them"
+            )
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found

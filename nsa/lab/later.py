@@ -1,0 +1,46 @@
+"""Numbers read from the device when they are there, never waited for."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Later:
+    """Copies on their way to the host, in the order in which they were put.
+
+    On a GPU a copy goes to pinned memory behind the work that makes the tensor, with an event
+    behind it: about 20 us of the host's time each. On a CPU the values are there at once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Any, Tensor, torch.cuda.Event | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, key: Any, x: Tensor) -> None:
+        """Starts the copy of x as it is now; `key` comes back with it."""
+        x = x.detach()
+        if not x.is_cuda:
+            self._waiting.append((key, x.clone(), None))
+            return
+        event = torch.cuda.Event()
+        host = x.to("cpu", non_blocking=True)  # into pinned memory
+        event.record(torch.cuda.current_stream(x.device))
+        self._waiting.append((key, host, event))
+
+    def ready(self) -> Iterator[tuple[Any, Tensor]]:
+        """Those that have arrived, as far as nothing before them is still missing."""
+        while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].query()):
+            yield self._waiting.popleft()[:2]
+
+    def all(self) -> Iterator[tuple[Any, Tensor]]:
+        """Every one of them. Waits for the device."""
+        while self._waiting:
+            key, host, event = self._waiting.popleft()
+            if event is not None:
+                event.synchronize()
+            yield key, host
