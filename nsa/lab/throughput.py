@@ -108,6 +108,7 @@ def row_of(
         measured |= {name: max(rank[name] for rank in results) for name in WORST}
         for name in ("tokens_s", "recount_tokens_s"):
             measured[name] = min(rank[name] for rank in results)
+        measured["losses"] = [sum(x) / len(x) for x in zip(*(rank["losses"] for rank in results))]
         if measured["syncs"] is not None:
             measured["syncs"] = max(rank["syncs"] for rank in results)
     return {

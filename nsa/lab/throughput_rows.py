@@ -9,7 +9,7 @@ from nsa.lab.flops import StepFlops, step_flops
 from nsa.lab.throughput_cell import TrainCell
 
 OPERATION = "training"
-PHASES = ("data", "forward", "backward", "optimizer", "communication")
+PHASES = ("data", "forward", "backward", "optimizer", "graph", "communication")
 POINTS = 50  # of a series over steps
 _NOT_CONFIG = ("tokens", "backend")
 _MORE = ("outcome", "message", "timing", "parameters", "device_name", "threads")
