@@ -197,7 +197,7 @@ def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
 
 
 def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
-    """cu_seqlens as the host knows it, checked against q [1, T, HQ, D]; () where it may not wait."""
+    """cu_seqlens as the host knows it, checked against q's T; () where it may not wait."""
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences need B=1, got B={q.shape[0]}: lay them end to end")
     if not isinstance(cu_seqlens, Tensor):

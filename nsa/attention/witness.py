@@ -125,7 +125,13 @@ def saw_output(o: Tensor) -> None:
 
 @contextmanager
 def where(**place: int) -> Iterator[None]:
-    """Names the place of the calls inside, e.g. where(layer=3) or where(step=5); they nest."""
+    """Names the place of the calls inside, e.g. where(layer=3) or where(step=5); they nest.
+
+    Compiled code names none: it would be compiled again for each step.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
     before = dict(_place)
     _place.update(place)
     try:

@@ -104,8 +104,9 @@ def dq_kernel(
     if MAKE_DELTA:
         delta_rounded /= tl.where(sum_rounded == 0, 1.0, sum_rounded)
         acc -= delta_rounded[:, None] * acc_plain
-        # Probabilities add up to 1, but for what lse2 lost when it was rounded to fp32.
-        delta_rows += shift * sum_rounded if q_tile.dtype == tl.float32 else shift
+        if q_tile.dtype == tl.float32:  # nothing was rounded, and lse2 is not exact to the last bit
+            delta_rows = delta_rounded
+        delta_rows += shift  # probabilities add up to 1
         tl.store(delta + statistics, delta_rows, mask=t < rows)
         if dgates is not None:
             dgates_at = at(dgates, dgate_strides, start + first, head) + BRANCH * dgate_strides[2]

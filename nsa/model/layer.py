@@ -1,6 +1,5 @@
 """NSA as a layer: projections per branch, rotary, phi, gates, and the attention behind them."""
 
-from functools import cache
 from math import sqrt
 
 import torch
@@ -114,18 +113,17 @@ class NSAAttention(nn.Module):
         """
         config = self.config
 
-        @cache
-        def plain(source: str) -> Tensor:
-            return self.k_proj[source](x).unflatten(-1, (config.kv_heads, config.head_dim))
-
-        @cache
-        def rotated(source: str) -> Tensor:
-            return rotary(plain(source))
+        made: dict[tuple[str, bool], Tensor] = {}
 
         def key(name: str) -> Tensor:
             source = "shared" if config.shared_kv else name
-            after = name == "cmp" and config.compress_rope == "after"
-            return plain(source) if after else rotated(source)
+            rotated = name != "cmp" or config.compress_rope == "before"
+            if (source, False) not in made:
+                shape = (config.kv_heads, config.head_dim)
+                made[source, False] = self.k_proj[source](x).unflatten(-1, shape)
+            if rotated and (source, True) not in made:
+                made[source, True] = rotary(made[source, False])
+            return made[source, rotated]
 
         found = {name: key(name) for name in branches}
         if branches == ("slc",):

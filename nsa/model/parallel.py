@@ -158,6 +158,7 @@ def start(
     kind: str,
     *,
     backend: str | None = None,
+    device: str = "auto",
     static_graph: bool = False,
     find_unused_parameters: bool = False,
     bucket_mb: float = 25.0,
@@ -166,8 +167,9 @@ def start(
 ) -> Parallel:
     """Joins the processes that torchrun started, and says which of them this one is.
 
-    backend: "nccl" or "gloo"; None is "nccl" where there is a GPU, else "gloo". gloo keeps to the
-    CPU unless there is a GPU for each rank. `timeout_s` is how long a collective may wait.
+    device: "cuda", "cpu", or "auto": a GPU for each rank if there are so many, else the CPU.
+    backend: "nccl" or "gloo"; None is "nccl" for GPUs and "gloo" for CPUs. `timeout_s` is how long
+    a collective may wait.
 
     Raises ValueError for unknown names, for options that do not go together, outside torchrun, for
     NCCL without a GPU for each rank, and when the meeting place cannot be had (a port in use).
@@ -176,16 +178,8 @@ def start(
     if kind == "none":
         return SINGLE
     rank, ranks, local = place()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend = backend or ("nccl" if gpus else "gloo")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if backend == "nccl" and gpus < here:
-        found = f"{gpus} GPUs" if gpus > 1 else "one GPU" if gpus else "no GPU"
-        raise ValueError(
-            f"backend='nccl' needs a GPU for each of {here} rank(s) and torch finds {found}; "
-            "backend='gloo' runs on CPUs" + (f", or start {gpus} rank(s)" if gpus else "")
-        )
-    on_gpu = gpus >= here
+    on_gpu, backend = devices(here, backend, device)
     if on_gpu:
         torch.cuda.set_device(local)
     _meet(backend, timeout_s, torch.device("cuda", local) if backend == "nccl" else None)
@@ -227,6 +221,25 @@ def check(
         )
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be more than 0; DDP's default is 25")
+
+
+def devices(ranks: int, backend: str | None = None, device: str = "auto") -> tuple[bool, str]:
+    """(whether on GPUs, backend) of `ranks` ranks on this machine.
+
+    Raises ValueError for NCCL or device "cuda" without a GPU for each.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = "backend='nccl'" if backend == "nccl" else "device='cuda'" if device == "cuda" else ""
+    if device == "cpu" and backend == "nccl":
+        raise ValueError("backend='nccl' moves what is on GPUs only; backend='gloo' runs on CPUs")
+    if wanted and gpus < ranks:
+        found = "no GPU" if not gpus else "one GPU" if gpus == 1 else f"{gpus} GPUs"
+        raise ValueError(
+            f"{wanted} needs a GPU for each of {ranks} rank(s) and torch finds {found}; "
+            "backend='gloo' on CPUs would do" + (f", or {gpus} rank(s)" if gpus else "")
+        )
+    on_gpu = device != "cpu" and 0 < ranks <= gpus
+    return on_gpu, backend or ("nccl" if on_gpu else "gloo")
 
 
 def place() -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ STATUS_OF = {
     "error": "failed",
     "timeout": "timeout",
     "kernel_died": "killed",
+    "rank_died": "failed",
     "terminated": "killed",
     "interrupted": "interrupted",
 }
@@ -106,8 +107,10 @@ def _runner_lives(record: dict) -> bool:
 
 def process_start(pid: int) -> float | None:
     """When a process began, seconds since the epoch; None when there is none."""
-    import psutil
-
+    try:
+        import psutil
+    except ModuleNotFoundError:  # only needed to tell a lost run from one that goes on
+        return None
     try:
         return round(psutil.Process(pid).create_time(), 1)
     except (psutil.Error, ValueError):

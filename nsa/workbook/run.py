@@ -78,7 +78,7 @@ def run_notebook(
     say(f"running {notebook.stem} into {folder}")
     stop_reason, message = "error", ""
     try:
-        with _termination_is_an_exception():
+        with termination_is_an_exception():
             stop_reason, message = _execute(
                 notebook, folder, given, timeout_s, cell_timeout_s, progress
             )
@@ -170,7 +170,8 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _termination_is_an_exception():
+def termination_is_an_exception():
+    """SIGTERM raises Terminated while this is open; nothing changes outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
