@@ -21,6 +21,7 @@ FLOORS = (
     {"model"},
     {"lab"},
     {"workbook"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )
@@ -34,6 +35,7 @@ LIGHT = (
     "nsa.reference",
     "nsa.attention",
     "nsa.model",
+    "nsa.commands",
     "nsa.cli",
 )
 

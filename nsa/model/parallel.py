@@ -83,8 +83,8 @@ class Parallel:
     def micro(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
         """Around the forward and backward of one micro-batch: only the last sends gradients.
 
-        Under FSDP2 the gradients of the others stay whole on every rank until then. A static graph's
-        very first backward is sent as well: DDP learns the graph from it, and fails otherwise.
+        Under FSDP2 the gradients of the others stay whole on every rank until then. The very first
+        backward of a static graph is sent as well: DDP learns the graph from it, else it fails.
         """
         if self.kind == "ddp" and self.static_graph and wrapped not in self._learned:
             self._learned.add(wrapped)
