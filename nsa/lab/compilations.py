@@ -1,4 +1,4 @@
-"""Counts what is compiled while a piece of code runs: graphs of torch.compile, kernels of Triton."""
+"""Counts what is compiled while code runs: graphs of torch.compile and kernels of Triton."""
 
 import sys
 

@@ -1,14 +1,16 @@
-"""One training step under torch.profiler: which kernels, how many launches, what gaps, what waits."""
+"""One training step under torch.profiler: its kernels, launches, gaps and waits."""
 
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nsa.lab.syncs import WAITS
 from nsa.lab.throughput_cell import TrainCell
+from nsa.lab.throughput_trial import CAPTURED
 from nsa.lab.timing import wait
 from nsa.lab.training_session import session
 from nsa.lab.trial import Outcome, run_child
@@ -17,7 +19,6 @@ ENTRY = "nsa.lab.step_profile:profile_cell"
 STEP = "nsa training step"
 TOP = 15
 LAUNCHES = ("LaunchKernel", "GraphLaunch")  # parts of CUDA's own names, runtime's and driver's
-WAITS = ("Synchronize",)
 _NAME = 80
 
 
@@ -44,7 +45,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
     """
     cell = TrainCell.from_dict(spec["cell"])
     with session(cell, spec.get("threads")) as trainer:
-        for step in range(cell.warmup):
+        for step in range(cell.warmup + (CAPTURED if cell.cuda_graph else 0)):
             trainer.step(step)
         device = trainer.device
         activities = [ProfilerActivity.CPU]
@@ -52,14 +53,11 @@ def profile_cell(spec: dict) -> dict[str, Any]:
         wait(device)
         with profile(activities=activities) as seen:
             with record_function(STEP):
-                trainer.step(cell.warmup)
+                trainer.step(trainer.steps_done)
             wait(device)
-        events = [event for event in seen.events() if event.name != STEP]
-        whole = next(
-            event
-            for event in seen.events()
-            if event.name == STEP and event.device_type == torch.autograd.DeviceType.CPU
-        )
+        events = list(seen.events())
+        whole = next(e for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
+        events = [event for event in events if event.name != STEP]
     if device.type == "cuda":
         kernels = _device_work(events)
         issued = [e.name for e in events if _within(e, whole)]
@@ -67,7 +65,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
             "kernels": top(kernels),
             **gaps([span for spans in kernels.values() for span in spans]),
             "launches": sum(any(part in name for part in LAUNCHES) for name in issued),
-            "syncs": sum(any(part in name for part in WAITS) for name in issued),
+            "syncs": sum(bool(WAITS.fullmatch(name)) for name in issued),
         }
     spans = defaultdict(list)
     for event in events:
@@ -79,7 +77,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
 
 
 def top(spans: dict[str, list[tuple[float, float]]], count: int = TOP) -> list[dict[str, Any]]:
-    """The names that took longest, from each one's (start, end) in ms; then one row for the rest."""
+    """The names that took longest, by each one's (start, end) in ms; then a row for the rest."""
     total = sum(end - start for found in spans.values() for start, end in found)
     rows = [
         {
@@ -126,7 +124,7 @@ def _device_work(events) -> dict[str, list[tuple[float, float]]]:
     """{kernel, copy or fill: its (start, end) in ms}; annotations mirrored there are no work."""
     spans = defaultdict(list)
     for event in events:
-        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        on_device = event.device_type == DeviceType.CUDA
         if on_device and not event.is_user_annotation:
             span = event.time_range
             spans[event.name].append((span.start / 1e3, span.end / 1e3))
@@ -134,6 +132,6 @@ def _device_work(events) -> dict[str, list[tuple[float, float]]]:
 
 
 def _within(event, whole) -> bool:
-    on_host = event.device_type == torch.autograd.DeviceType.CPU
+    on_host = event.device_type == DeviceType.CPU
     span, outer = event.time_range, whole.time_range
     return on_host and outer.start <= span.start and span.end <= outer.end

@@ -108,7 +108,8 @@ def row_of(
         measured |= {name: max(rank[name] for rank in results) for name in WORST}
         for name in ("tokens_s", "recount_tokens_s"):
             measured[name] = min(rank[name] for rank in results)
-        measured["losses"] = [sum(x) / len(x) for x in zip(*(rank["losses"] for rank in results))]
+        each = zip(*(rank["losses"] for rank in results), strict=True)
+        measured["losses"] = [sum(losses) / len(losses) for losses in each]
         if measured["syncs"] is not None:
             measured["syncs"] = max(rank["syncs"] for rank in results)
     return {

@@ -21,10 +21,10 @@ class TrainCell:
     """A training run of `warmup` steps that nobody times and `steps` that are timed.
 
     attention: "dense" is the twin of the same model, see `nsa.model.presets.dense_twin`, and
-    `backend` one of dense attention's. batch: sequences of one step of the whole job, all ranks together. layers:
-    None for the preset's own number. checkpoint: see ModelConfig. data: "text" reads the standard
-    library's sources. seed draws the weights; the data are the same for every seed. changes: further
-    fields of ModelConfig. variant: how `with_` made this cell of a plain one.
+    `backend` one of dense attention's. batch: sequences of one step of the whole job, all ranks
+    together. layers: None for the preset's own number. checkpoint: see ModelConfig. data: "text"
+    reads the standard library's sources. seed draws the weights; the data are the same for every
+    seed. changes: further fields of ModelConfig. variant: how `with_` made this cell of another.
 
     Raises ValueError for anything that could not be run.
     """

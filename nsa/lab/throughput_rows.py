@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from nsa.lab.flops import StepFlops, step_flops
-from nsa.lab.throughput_cell import TrainCell
+from nsa.lab.throughput_cell import LEAST_WARMUP, TrainCell
 
 OPERATION = "training"
 PHASES = ("data", "forward", "backward", "optimizer", "graph", "communication")
 POINTS = 50  # of a series over steps
-_NOT_CONFIG = ("tokens", "backend")
 _MORE = ("outcome", "message", "timing", "parameters", "device_name", "threads")
 
 
@@ -28,7 +27,10 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
 
 
 def curves_to_metrics(curves: Sequence[dict]) -> list[dict]:
-    """"loss" over steps: the mean of each of at most 50 windows, one row a window."""
+    """Rows of "loss" over steps: the mean of each of at most 50 windows, a row a window and seed.
+
+    And "memory" and "memory_growth" as in `rows_to_metrics`.
+    """
     found = []
     for curve in curves:
         for seed, losses in curve["losses"].items():
@@ -37,6 +39,7 @@ def curves_to_metrics(curves: Sequence[dict]) -> list[dict]:
                 found.append(_row(curve, "step", "loss", "nats", "step", step, (loss,), config))
         if not curve["losses"]:
             found.append(_row(curve, "step", "loss", "nats", "step", 0, (math.nan,)))
+        found += _memory(curve)
     return found
 
 
@@ -57,10 +60,15 @@ def growth(series: Sequence[float]) -> tuple[float, float, float]:
     return float(found.slope), float(found.low_slope), float(found.high_slope)
 
 
+def cell_of(row: dict) -> TrainCell:
+    """The cell that a row is about."""
+    names = TrainCell.__dataclass_fields__
+    return TrainCell.from_dict({name: row[name] for name in names if name in row})
+
+
 def flops_of(row: dict) -> StepFlops:
     """The model FLOPs of one step of a row's cell."""
-    names = TrainCell.__dataclass_fields__
-    cell = TrainCell.from_dict({name: row[name] for name in names if name in row})
+    cell = cell_of(row)
     return step_flops(cell.config(), cell.tokens, cell.batch)
 
 
@@ -89,17 +97,23 @@ def _metrics(row: dict) -> Iterator[dict]:
         ceiling = row["matmul_tflops" if mode == "measured" else "nominal_tflops"]
         share = flops.utilisation(row["step_ms"] / 1e3, ceiling, row["ranks"])
         yield at(mode, "utilisation", "1", share)
+    yield from _memory(row)
+
+
+def _memory(row: dict) -> Iterator[dict]:
     for mode in ("device", "host"):
-        series = row[f"{mode}_mib"]
+        series = row[f"{mode}_mib"][LEAST_WARMUP:]
         if series:
-            yield at(mode, "memory_growth", "MiB/step", *growth(series))
+            slope = growth(series)
+            yield _row(row, mode, "memory_growth", "MiB/step", "tokens", row["tokens"], slope)
             for step, mib in windows(series):
                 yield _row(row, mode, "memory", "MiB", "step", step, (mib,))
 
 
 def _config(row: dict) -> dict:
-    names = [name for name in TrainCell.__dataclass_fields__ if name not in _NOT_CONFIG]
-    return {name: _plain(row[name]) for name in (*names, *_MORE) if name in row}
+    names = (*TrainCell.__dataclass_fields__, *_MORE)
+    found = {name: _plain(row[name]) for name in names if name in row}
+    return found | {"layers": cell_of(row).config().layers}
 
 
 def _plain(value):

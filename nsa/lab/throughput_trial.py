@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ import torch
 
 from nsa.attention import witness
 from nsa.attention.registry import Declined
-from nsa.lab import limits
+from nsa.lab import limits, syncs
 from nsa.lab.compilations import Compilations
 from nsa.lab.flops import nominal_tflops
-from nsa.lab.phases import PhaseTimes
+from nsa.lab.memory_samples import MemorySamples
+from nsa.lab.phases import BETWEEN, PhaseTimes
 from nsa.lab.recorders import MIB, recorder_for, training_tensors
 from nsa.lab.throughput_cell import TrainCell
 from nsa.lab.timing import wait
@@ -23,16 +24,18 @@ from nsa.model.llama import parameter_count
 from nsa.model.train import Trainer
 
 WATCHED = 5  # steps that are timed by phase, and as many without communication
+CAPTURED = 2  # further steps of warm-up: the graph's capture and its first replay
 
 
 def measure_rank(spec: dict) -> dict:
     """One rank's measurements: {"cell": TrainCell.to_dict(), "threads": int or None}.
 
-    `tokens_s` is the whole job's, by the device's own clock over all timed steps; `recount_tokens_s`
-    by the wall clock, from an idle device to an idle device. `communication_ms` is what a step takes
-    longer than one whose gradients stay where they are (under FSDP2 parameters are still gathered).
-    `device_mib` and `host_mib` are taken after each timed step. `recompilations` are those after
-    step 2. `loader_wait_ms` is a step's mean. Where the backend does not take the model, it is
+    `tokens_s` is the whole job's, by the device's own clock over all timed steps, and
+    `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`
+    is what a step takes longer than one whose gradients stay on their rank (under FSDP2 parameters
+    are gathered in both). `device_mib` and `host_mib` are taken after each timed step.
+    `recompilations` are those after the warm-up, `syncs` the host's waits in one step, None without
+    a GPU. `loader_wait_ms` is a step's mean. Where the backend does not take the model, it is
     {"declined": why}.
     """
     cell = TrainCell.from_dict(spec["cell"])
@@ -42,27 +45,27 @@ def measure_rank(spec: dict) -> dict:
                 losses = [float(trainer.step(0))]
         except Declined as refusal:
             return {"declined": str(refusal)}
-        losses += [float(trainer.step(step)) for step in range(1, cell.warmup)]
-        found = _timed(trainer, cell.warmup, cell.steps)
-        step = cell.warmup + cell.steps
+        warmup = cell.warmup + (CAPTURED if cell.cuda_graph else 0)
+        losses += [float(trainer.step(step)) for step in range(1, warmup)]
+        found = _timed(trainer, cell.steps)
         found["losses"] = losses + found["losses"]
-        found["phase_ms"], step = _by_phase(trainer, step), step + WATCHED
-        if not cell.cuda_graph:
-            found["syncs"], step = _syncs(trainer, step), step + 2
-        if cell.device == "cpu":
-            found["peak_mib"], step = _cpu_peak(trainer, step), step + 1
+        found["phase_ms"] = _by_phase(trainer)
+        if cell.device == "cuda":
+            found["syncs"] = syncs.count(lambda: trainer.step(trainer.steps_done)).total
+        else:
+            found["peak_mib"] = _cpu_peak(trainer)
         if cell.ranks > 1:
-            found["communication_ms"] = found["step_ms"] - _unsynced_ms(trainer, step)
+            found["communication_ms"] = found["step_ms"] - _unsynced_ms(trainer)
         return found | _facts(trainer, cell) | {"paths": _paths(seen)}
 
 
-def _timed(trainer: Trainer, first: int, steps: int) -> dict[str, Any]:
+def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
     """Steps that nobody watches, from idle to idle."""
-    device = trainer.device
+    device, first = trainer.device, trainer.steps_done
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     waited, batches = trainer.data.waited_s, trainer.data.batches
-    losses, device_mib, host_mib = [], [], []
+    losses, memory = [], MemorySamples(device)
     with Compilations() as compiled:
         wait(device)
         started = time.perf_counter()
@@ -70,12 +73,10 @@ def _timed(trainer: Trainer, first: int, steps: int) -> dict[str, Any]:
         for step in range(first, first + steps):
             losses.append(trainer.step(step))
             marks.append(_mark(device))
-            host_mib.append(_resident_mib())
-            if device.type == "cuda":
-                device_mib.append(torch.cuda.memory_allocated(device) / MIB)
+            memory.take()
         wait(device)
         wall_s = time.perf_counter() - started
-    ms = [_between_ms(a, b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+    ms = [_between_ms(a, b) for a, b in pairwise(marks)]
     tokens = trainer.config.batch * trainer.config.tokens * steps
     found = {
         "step_ms": float(np.median(ms)),
@@ -85,8 +86,8 @@ def _timed(trainer: Trainer, first: int, steps: int) -> dict[str, Any]:
         "tokens_s": 1e3 * tokens / sum(ms),
         "recount_tokens_s": tokens / wall_s,
         "losses": torch.stack(losses).tolist(),
-        "device_mib": device_mib,
-        "host_mib": host_mib,
+        "device_mib": memory.device_mib,
+        "host_mib": memory.host_mib,
         "recompilations": compiled.count,
         "loader_wait_ms": 1e3 * (trainer.data.waited_s - waited)
         / max(1, trainer.data.batches - batches),
@@ -96,20 +97,20 @@ def _timed(trainer: Trainer, first: int, steps: int) -> dict[str, Any]:
     return found
 
 
-def _by_phase(trainer: Trainer, first: int) -> dict[str, float]:
+def _by_phase(trainer: Trainer) -> dict[str, float]:
     times = PhaseTimes(trainer.device)
     with observed(trainer, times):
-        for step in range(first, first + WATCHED):
+        for step in range(trainer.steps_done, trainer.steps_done + WATCHED):
             trainer.step(step)
-    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != "between"}
+    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
 
 
-def _unsynced_ms(trainer: Trainer, first: int) -> float:
+def _unsynced_ms(trainer: Trainer) -> float:
     """A step's median when gradients stay on their rank. The ranks' weights differ afterwards."""
     kept = trainer.parallel
     trainer.parallel = _Unsynced(kept)
     try:
-        return _timed(trainer, first, WATCHED)["step_ms"]
+        return _timed(trainer, WATCHED)["step_ms"]
     finally:
         trainer.parallel = kept
 
@@ -127,19 +128,11 @@ class _Unsynced:
         return self.inner.micro(wrapped, False)
 
 
-def _syncs(trainer: Trainer, step: int) -> int | None:
-    """Host waits inside a step, None without a GPU."""
-    if trainer.device.type != "cuda":
-        return None
-    trainer.step(step)
-    return syncs.count(lambda: trainer.step(step + 1))
-
-
-def _cpu_peak(trainer: Trainer, step: int) -> float:
+def _cpu_peak(trainer: Trainer) -> float:
     """What torch's allocator holds at most in one step, in MiB."""
-    with recorder_for("cpu", training_tensors(trainer.model, trainer.optimizer)) as recorder:
-        with observed(trainer, recorder):
-            trainer.step(step)
+    recorder = recorder_for("cpu", training_tensors(trainer.model, trainer.optimizer))
+    with recorder, observed(trainer, recorder):
+        trainer.step(trainer.steps_done)
     return recorder.record()["peak"] / MIB
 
 
@@ -172,15 +165,6 @@ def _mark(device: torch.device):
 
 def _between_ms(start, end) -> float:
     return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
-
-
-def _resident_mib() -> float:
-    """This process's memory in RAM, NaN outside Linux."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return float("nan")
-    return pages * 4096 / MIB
 
 
 @contextlib.contextmanager
