@@ -1,4 +1,4 @@
-"""Distributed training traced for three steps: what each rank saw of gradients, buckets and modules.
+"""Distributed training traced for three steps: each rank's gradients, buckets and modules.
 
 Trials share a launch, for starting ranks takes longer than tracing them; one that breaks a launch
 off is a row, and the trials after it get a launch of their own.
@@ -7,7 +7,7 @@ off is a row, and the trials after it get a launch of their own.
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,19 @@ class Traced:
     gradients: list[dict] = field(default_factory=list)
     launches: int = 0
     seconds: float = 0.0
+
+    def of(self, trial: str) -> list[dict]:
+        """A trial's outcomes, by rank; empty for one that was not tried."""
+        return [row for row in self.outcomes if row["trial"] == trial]
+
+    def ended(self, trial: str) -> bool:
+        """Whether it trained to its end on every rank."""
+        rows = self.of(trial)
+        return bool(rows) and all(row["status"] == "ok" for row in rows)
+
+    def losses(self, trial: str) -> list[float]:
+        """Its losses, a step each; empty for one that did not end."""
+        return self.of(trial)[0]["losses"] if self.ended(trial) else []
 
 
 def trials_for(ranks: int, names: Iterable[str] = ()) -> tuple[Trial, ...]:

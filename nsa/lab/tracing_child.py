@@ -60,7 +60,7 @@ def run(spec: dict) -> dict:
 
 
 def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None" = None) -> dict:
-    """Three steps of one trial on this rank: losses, weights, arrivals, modules, buckets, gradients.
+    """Three steps of one trial: losses, weights, arrivals, modules, buckets, gradients.
 
     Steps are numbered from 1. `weights` is a fingerprint of all weights after the last step;
     `unreachable` what the graph named before the first backward, None where it does not tell.
