@@ -50,25 +50,25 @@ def extent(sequence, bounds, length, PACKED: tl.constexpr):
 
 
 @triton.jit
-def absorb(s, scale2, m, total, acc):
-    """Online softmax over one more tile s [M, N] of q k: (p, m, total, acc rescaled).
+def absorb(s, scale2, m, total):
+    """Online softmax over one more tile s [M, N] of q k: (p, m, total, rescale).
 
-    m is the running maximum of s scale2, total the running sum, acc [M, DV]; scale2 is positive. A
-    row that saw only -inf so far stays at m = -inf, total = 0 and acc = 0.
+    m is the running maximum of s scale2, total the running sum; what was summed with earlier p
+    takes the factor rescale [M]. scale2 is positive. A row that saw only -inf so far stays at
+    m = -inf and total = 0.
     """
     m_new = tl.maximum(m, tl.max(s, 1) * scale2)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # exp2(-inf - -inf) is NaN
     p = tl.exp2(s * scale2 - shift[:, None])
     rescale = tl.exp2(m - shift)
-    return p, m_new, total * rescale + tl.sum(p, 1), acc * rescale[:, None]
+    return p, m_new, total * rescale + tl.sum(p, 1), rescale
 
 
 @triton.jit
-def finish(m, total, acc):
-    """(o, lse2) of an online softmax; 0 and -inf in rows that saw no key."""
-    empty = m == float("-inf")
-    total = tl.where(empty, 1.0, total)
-    return acc / total[:, None], m + tl.log2(total)
+def finish(m, total):
+    """(what to divide by, lse2) of an online softmax; 1 and -inf in rows that saw no key."""
+    total = tl.where(m == float("-inf"), 1.0, total)
+    return total, m + tl.log2(total)
 
 
 def power_of_two(n: int) -> int:

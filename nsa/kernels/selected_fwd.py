@@ -104,13 +104,15 @@ def _selected_forward(
             s = block_scores(
                 queries, keys, token, position, member, first_key, width, KEYS, PRECISION
             )
-            p, m, total, acc = absorb(s, scale2, m, total, acc)
+            p, m, total, rescale = absorb(s, scale2, m, total)
+            acc *= rescale[:, None]
             values = load_block(
                 v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
             )
             acc = tl.dot(p.to(queries.dtype), values, acc, input_precision=PRECISION)
 
-        acc, lse2 = finish(m, total, acc)
+        total, lse2 = finish(m, total)
+        acc /= total[:, None]
         tl.store(lse + row * (sizes[1] * sizes[2]) + heads, lse2, mask=valid)
         at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1]
         if gates is not None:

@@ -13,8 +13,8 @@ from nsa.kernels.span_common import (
     load_gate,
     load_line,
     load_tile,
+    query_tile,
     seen_end,
-    seen_start,
     sees,
     store_rows,
 )
@@ -38,20 +38,14 @@ def dq_kernel(
     weight cancels as it should. What all values share cancels too, so dP is taken less that of the
     newest value that a row sees. v_rows is v where v is a descriptor.
     """
-    tile = tiles - 1 - tl.program_id(0) // HQ
-    head = tl.program_id(0) % HQ
-    kv_head = head // G
-    sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
+    head, token_place, key_place, first, seen, whole = query_tile(
+        tokens, keys, tiles, HQ, LENGTH, STRIDE, LOOKBACK, BLOCK_M, PACKED
+    )
+    start, rows = token_place[1], token_place[2]
     if first >= rows:
         return
-    key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
-    token_place, key_place = (sequence, start, rows), (sequence, key_start, key_rows)
+    kv_head = head // G
     left = rows - first
-    last = tl.minimum(first + BLOCK_M, rows) - 1
-    begin = seen_start(first, LENGTH, STRIDE, LOOKBACK)
-    end = tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows)
-    whole_begin = seen_start(last, LENGTH, STRIDE, LOOKBACK)
-    whole_end = tl.minimum(seen_end(first, LENGTH, STRIDE), key_rows)
 
     t = first + tl.arange(0, BLOCK_M)
     statistics = head.to(tl.int64) * total + start + t
@@ -66,7 +60,7 @@ def dq_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if MAKE_DELTA:
         newest = seen_end(t, LENGTH, STRIDE) - 1
-        at_newest = at(v_rows, v_strides, key_start, kv_head)
+        at_newest = at(v_rows, v_strides, key_place[1], kv_head)
         at_newest += newest.to(tl.int64)[:, None] * v_strides[0] + tl.arange(0, BLOCK_DV)[None, :]
         sees_any = (lse2_rows < float("inf"))[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
         v_newest = tl.load(at_newest, mask=sees_any, other=0.0)
@@ -78,14 +72,14 @@ def dq_kernel(
     else:
         delta_rows = tl.load(delta + statistics, mask=t < rows, other=0.0)
 
-    for n in range(begin, end, BLOCK_N):
+    for n in range(seen[0], seen[1], BLOCK_N):
         k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         v_tile = load_tile(v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         # A branch between the products would keep the compiler from mixing them with the rest.
-        if (n < whole_begin) | (n + BLOCK_N > whole_end):
-            seen = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
-            s = tl.where(seen, s, float("-inf"))
+        if (n < whole[0]) | (n + BLOCK_N > whole[1]):
+            visible = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
+            s = tl.where(visible, s, float("-inf"))
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         p = tl.exp2(s * scale2 - lse2_rows[:, None])
         if MAKE_DELTA:

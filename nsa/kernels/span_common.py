@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.blocks import Span
-from nsa.kernels.common import power_of_two
+from nsa.kernels.common import extent, locate, power_of_two
 from nsa.kernels.sequences import Axis
 from nsa.kernels.tiles import Tile, architecture
 
@@ -38,6 +38,34 @@ def sees(t, s, LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexp
     if LOOKBACK is not None:
         seen = seen & (s >= end - LOOKBACK)
     return seen
+
+
+@triton.jit
+def query_tile(
+    tokens, keys, tiles, HQ: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    LOOKBACK: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """(head, tokens' place, keys' place, first token, seen, whole) of a program's tile of queries.
+
+    tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'. A
+    place is (sequence, its first row, its rows). Some row sees the keys in [seen[0], seen[1]),
+    every row those in [whole[0], whole[1]). Late tiles, which see the most keys when there is no
+    lookback, start first. There is nothing to do where the first token is past the place's rows.
+    """
+    tile = tiles - 1 - tl.program_id(0) // HQ
+    head = tl.program_id(0) % HQ
+    sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
+    key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
+    last = tl.minimum(first + BLOCK_M, rows) - 1
+    seen = (
+        seen_start(first, LENGTH, STRIDE, LOOKBACK),
+        tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows),
+    )
+    whole = (
+        seen_start(last, LENGTH, STRIDE, LOOKBACK),
+        tl.minimum(seen_end(first, LENGTH, STRIDE), key_rows),
+    )
+    return head, (sequence, start, rows), (sequence, key_start, key_rows), first, seen, whole
 
 
 @triton.jit

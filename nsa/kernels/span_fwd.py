@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.blocks import Span
-from nsa.kernels.common import LOG2E, axis_arguments, extent, locate, power_of_two, precision
+from nsa.kernels.common import LOG2E, absorb, axis_arguments, finish, power_of_two, precision
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_common import (
     at,
@@ -17,8 +17,7 @@ from nsa.kernels.span_common import (
     load_tile,
     lookback_of,
     operand,
-    seen_end,
-    seen_start,
+    query_tile,
     sees,
     store_rows,
 )
@@ -38,24 +37,16 @@ def _span_forward(
 ):  # fmt: skip
     """One program: BLOCK_M neighbouring tokens of one query head, over every key that they see.
 
-    tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'.
-    Late tiles, which see the most keys when there is no lookback, start first. v None: lse2 alone.
+    tokens, keys: as `query_tile` takes them. v None: lse2 alone.
     """
-    tile = tiles - 1 - tl.program_id(0) // HQ
-    head = tl.program_id(0) % HQ
-    kv_head = head // G
-    sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
+    head, token_place, key_place, first, seen, whole = query_tile(
+        tokens, keys, tiles, HQ, LENGTH, STRIDE, LOOKBACK, BLOCK_M, PACKED
+    )
+    start, rows = token_place[1], token_place[2]
     if first >= rows:
         return
-    key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
-    token_place, key_place = (sequence, start, rows), (sequence, key_start, key_rows)
+    kv_head = head // G
     left = rows - first
-    last = tl.minimum(first + BLOCK_M, rows) - 1
-    begin = seen_start(first, LENGTH, STRIDE, LOOKBACK)
-    end = tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows)
-    # Every row sees the keys in [whole_begin, whole_end).
-    whole_begin = seen_start(last, LENGTH, STRIDE, LOOKBACK)
-    whole_end = tl.minimum(seen_end(first, LENGTH, STRIDE), key_rows)
 
     t = first + tl.arange(0, BLOCK_M)
     q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
@@ -63,18 +54,13 @@ def _span_forward(
     sums = tl.zeros([BLOCK_M], tl.float32)
     if v is not None:
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for n in range(begin, end, BLOCK_N):
+    for n in range(seen[0], seen[1], BLOCK_N):
         k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
-        if (n < whole_begin) | (n + BLOCK_N > whole_end):
-            seen = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
-            s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale2)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # exp2(-inf - -inf) is NaN
-        p = tl.exp2(s * scale2 - shift[:, None])
-        rescale = tl.exp2(m - shift)
-        m = m_new
-        sums = sums * rescale + tl.sum(p, 1)
+        if (n < whole[0]) | (n + BLOCK_N > whole[1]):
+            visible = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
+            s = tl.where(visible, s, float("-inf"))
+        p, m, sums, rescale = absorb(s, scale2, m, sums)
         if v is not None:
             acc = acc * rescale[:, None]
             v_tile = load_tile(
@@ -82,8 +68,8 @@ def _span_forward(
             )
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
-    sums = tl.where(m == float("-inf"), 1.0, sums)  # rows that saw no key: 0 and -inf
-    tl.store(lse2 + head.to(tl.int64) * total + start + t, m + tl.log2(sums), mask=t < rows)
+    sums, lse2_rows = finish(m, sums)
+    tl.store(lse2 + head.to(tl.int64) * total + start + t, lse2_rows, mask=t < rows)
     if v is not None:
         acc = acc / sums[:, None]
         if gates is not None:
