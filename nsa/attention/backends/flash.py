@@ -57,10 +57,10 @@ def _compressed(
     if count == 0:
         note("cmp", "no-keys")
         return q.new_zeros(*q.shape[:3], v_cmp.shape[3])
-    grouped = _Regroup.apply(q, config, count, kv_heads)
+    grouped = _Moved.apply(q, regroup, ungroup, config, count, kv_heads)
     o, library = dense_attention(grouped, k_cmp, v_cmp, scale=scale)
     note("cmp", f"{library}-regrouped")
-    return _Ungroup.apply(o, config, q.shape[1], kv_heads)
+    return _Moved.apply(o, ungroup, regroup, config, q.shape[1], kv_heads)
 
 
 def _selected(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
@@ -109,32 +109,19 @@ def ungroup(x: Tensor, config: NSAConfig, tokens: int, kv_heads: int) -> Tensor:
     return flat
 
 
-class _Regroup(torch.autograd.Function):
-    """`regroup`, whose transpose is `ungroup`: one copy each way."""
+class _Moved(torch.autograd.Function):
+    """`there`, either of the two above, whose transpose is `back`, the other: one copy each way."""
 
     @staticmethod
-    def forward(ctx, x, config, count, kv_heads):
-        ctx.way_back = config, x.shape[1], kv_heads
-        return regroup(x, config, count, kv_heads)
-
-    @staticmethod
-    @plain_backward
-    def backward(ctx, dx):
-        return ungroup(dx, *ctx.way_back), None, None, None
-
-
-class _Ungroup(torch.autograd.Function):
-    """`ungroup`, whose transpose is `regroup`."""
-
-    @staticmethod
-    def forward(ctx, x, config, tokens, kv_heads):
-        ctx.way_back = config, x.shape[1], kv_heads
-        return ungroup(x, config, tokens, kv_heads)
+    def forward(ctx, x, there, back, config, length, kv_heads):
+        ctx.way_back = back, config, x.shape[1], kv_heads
+        return there(x, config, length, kv_heads)
 
     @staticmethod
     @plain_backward
     def backward(ctx, dx):
-        return regroup(dx, *ctx.way_back), None, None, None
+        back, *sizes = ctx.way_back
+        return back(dx, *sizes), None, None, None, None, None
 
 
 def why_not(inputs: Inputs) -> list[str]:
