@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a reader that is gone can still be caught
         return code
     except (ValueError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError):
+        if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
             error = f"{error.name} is not installed; pip install 'nsa[notebooks]' brings it"
         print(f"nsa: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -1,6 +1,6 @@
-"""What test_parallel.py has each rank do: `python rank_entries.py FOLDER`, in a rank's environment.
+"""What test_parallel.py has each rank do: `python rank_entries.py FOLDER BACKEND`, under its place.
 
-Leaves FOLDER/rank<r>.pt, and a checkpoint of each kind that a single process is to load.
+Leaves FOLDER/rank<r>.pt: what each way of training gave, all of it on the CPU.
 """
 
 import copy
@@ -13,24 +13,50 @@ from torch.distributed.tensor import DTensor
 
 from nsa.model import parallel
 from nsa.model.llama import LanguageModel
+from nsa.model.parallel import Parallel
 
 BATCH = 4
 STEPS = 2
-
-
-def make(**changes):
-    torch.manual_seed(7)
-    return LanguageModel(tiny(**changes))
+# name: (kind and options, micro-batches, changes of the model's config)
+WAYS = {
+    "ddp": ({"kind": "ddp"}, 1, {}),
+    "ddp accumulated": ({"kind": "ddp"}, 2, {}),
+    "ddp static": ({"kind": "ddp", "static_graph": True}, 1, {}),
+    "ddp static accumulated": ({"kind": "ddp", "static_graph": True}, 2, {}),
+    "ddp static checkpointed": ({"kind": "ddp", "static_graph": True}, 1, {"checkpoint": "all"}),
+    "ddp static, one branch": (
+        {"kind": "ddp", "static_graph": True},
+        1,
+        {"force_branch": "win"},
+    ),
+    "ddp finding, one branch": (
+        {"kind": "ddp", "find_unused_parameters": True, "gradient_as_bucket_view": False},
+        1,
+        {"force_branch": "win"},
+    ),
+    "ddp, small buckets": ({"kind": "ddp", "bucket_mb": 0.01}, 1, {}),
+    "fsdp": ({"kind": "fsdp"}, 1, {}),
+    "fsdp accumulated": ({"kind": "fsdp"}, 2, {}),
+    "fsdp checkpointed": ({"kind": "fsdp"}, 1, {"checkpoint": "all"}),
+    "fsdp, one branch": ({"kind": "fsdp"}, 1, {"force_branch": "win"}),
+}
 
 
 def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()).cpu()
 
 
-def backward(place, model, wrapped, accumulate=1):
+def made(place, changes):
+    torch.manual_seed(7)
+    model = LanguageModel(tiny(**changes)).to(place.device)
+    return model, place.wrap(model)
+
+
+def backward(place, wrapped, accumulate=1):
     """Leaves the mean gradients of the global batch; returns the mean loss."""
     rows = place.rows(BATCH, accumulate)
-    inputs, targets = tokens(BATCH)[rows], tokens(BATCH, seed=1)[rows]
+    inputs = tokens(BATCH)[rows].to(place.device)
+    targets = tokens(BATCH, seed=1)[rows].to(place.device)
     losses = []
     parts = zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True)
     for number, (x, y) in enumerate(parts, 1):
@@ -38,21 +64,19 @@ def backward(place, model, wrapped, accumulate=1):
             _, loss = wrapped(x, y)
             (loss / accumulate).backward()
         losses.append(loss.detach())
-    return place.mean(torch.stack(losses).mean())
+    return place.mean(torch.stack(losses).mean()).cpu()
 
 
-def train(place, accumulate=1, **changes):
-    """Loss and gradients of each step, the clipped norms, and the state after the last."""
-    model = make(**changes)
-    wrapped = place.wrap(model)
+def train(place, accumulate, changes):
+    """Losses, gradients and norms of STEPS steps, the state after them, and the loss with it."""
+    model, wrapped = made(place, changes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, gradients, norms = [], [], []
     for _ in range(STEPS):
-        losses.append(backward(place, model, wrapped, accumulate))
-        gradients.append(
-            {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-        )
-        norms.append(place.clip(model.parameters(), 0.5))
+        losses.append(backward(place, wrapped, accumulate))
+        named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        gradients.append({name: whole(gradient) for name, gradient in named})
+        norms.append(place.clip(model.parameters(), 0.5).cpu())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     state = copy.deepcopy(place.state(model, optimizer))
@@ -61,44 +85,55 @@ def train(place, accumulate=1, **changes):
         "gradients": gradients,
         "norms": torch.stack(norms),
         "state": state,
-        "after": after(place, model, wrapped, optimizer, state),
+        "loss after": loss_with(place, accumulate, changes, state),
     }
 
 
-def after(place, model, wrapped, optimizer, state):
-    """The loss after a load into this very wrapped model, whose weights were spoilt before."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(0)
-    everyone = [state]
+def loss_with(place, accumulate, changes, state):
+    """The loss after one step of a model made anew that was given rank 0's state."""
+    everyone = [copy.deepcopy(state)]  # AdamW goes on in the tensors that it was given
     if place.ranks > 1:
         torch.distributed.broadcast_object_list(everyone, src=0)
+    model, wrapped = made(place, changes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     place.load_state(model, optimizer, everyone[0])
-    return backward(place, model, wrapped)
+    backward(place, wrapped, accumulate)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return backward(place, wrapped, accumulate)
 
 
-def main(folder):
+def overflow(place):
+    """Whether a step is skipped here if a scaled gradient overflowed on the last rank alone."""
+    model, wrapped = made(place, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler(torch.device(place.device).type, init_scale=4.0)
+    backward(place, wrapped)
+    before = [whole(p.detach()) for p in model.parameters()]
+    if place.rank == place.ranks - 1:
+        gradient = model.embed.weight.grad
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[0] = torch.inf
+    scaler.scale(torch.ones((), device=place.device))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    after = [whole(p.detach()) for p in model.parameters()]
+    kept = all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    return {"kept": kept, "scale": scaler.get_scale()}
+
+
+def main(folder, backend):
     torch.set_num_threads(1)
-    ddp = parallel.start("ddp", backend="gloo")
-    static = parallel.Parallel("ddp", ddp.rank, ddp.ranks, static_graph=True)
-    finding = parallel.Parallel("ddp", ddp.rank, ddp.ranks, find_unused_parameters=True)
-    fsdp = parallel.Parallel("fsdp", ddp.rank, ddp.ranks)
+    here = parallel.start("ddp", backend=backend, device="cuda" if backend == "nccl" else "cpu")
+    at = {"rank": here.rank, "ranks": here.ranks, "device": here.device}
     seen = {
-        "ddp": train(ddp),
-        "ddp accumulated": train(ddp, accumulate=2),
-        "ddp static": train(static),
-        "ddp static accumulated": train(static, accumulate=2),
-        "ddp static checkpointed": train(static, checkpoint="all"),
-        "ddp static window alone": train(static, force_branch="win"),
-        "ddp finding window alone": train(finding, force_branch="win"),
-        "fsdp": train(fsdp),
-        "fsdp accumulated": train(fsdp, accumulate=2),
-        "fsdp checkpointed": train(fsdp, checkpoint="all"),
-        "fsdp window alone": train(fsdp, force_branch="win"),
+        name: train(Parallel(**options, **at), accumulate, changes)
+        for name, (options, accumulate, changes) in WAYS.items()
     }
-    torch.save(seen, Path(folder, f"rank{ddp.rank}.pt"))
-    ddp.close()
+    seen["overflow"] = overflow(Parallel("fsdp", **at))
+    torch.save(seen, Path(folder, f"rank{here.rank}.pt"))
+    here.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -10,6 +10,7 @@ import pytest
 from sample_notebooks import SET_UP, environment_with_package, write_notebook
 
 from nsa import cli, workbook
+from nsa.commands import options
 from nsa.workbook import store
 from nsa.workbook.files import write_json
 
@@ -124,13 +125,13 @@ def test_a_wrong_command_line_exits_with_2(place, capsys, words):
     ("text", "seconds"), [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400)]
 )
 def test_durations_have_units(text, seconds):
-    assert cli.duration(text) == seconds
+    assert options.duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "5d", "m", "1m30s"])
 def test_a_wrong_duration_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="write 90, 90s, 20m or 2h"):
-        cli.duration(text)
+        options.duration(text)
 
 
 def every_parser(parser):
@@ -143,7 +144,7 @@ def every_parser(parser):
 
 def test_every_command_and_option_has_a_help_text():
     found = list(every_parser(cli.parser()))
-    assert len(found) == 8
+    assert len(found) == 9
     for parser in found:
         assert parser.description, parser.prog
         for action in parser._actions:

@@ -34,7 +34,7 @@ class Parallel:
     device: str = "cpu"
     static_graph: bool = False
     find_unused_parameters: bool = False
-    bucket_mb: float = 25.0
+    bucket_mb: float | int = 25
     gradient_as_bucket_view: bool = True
     _learned: WeakSet = field(default_factory=WeakSet, init=False, repr=False, compare=False)
 
@@ -161,9 +161,9 @@ def start(
     device: str = "auto",
     static_graph: bool = False,
     find_unused_parameters: bool = False,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | int = 25,
     gradient_as_bucket_view: bool = True,
-    timeout_s: float = 600.0,
+    timeout_s: float | int = 600,
 ) -> Parallel:
     """Joins the processes that torchrun started, and says which of them this one is.
 
@@ -200,7 +200,7 @@ def check(
     backend: str | None = None,
     static_graph: bool = False,
     find_unused_parameters: bool = False,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | int = 25,
 ) -> None:
     """Raises ValueError for options that no number of ranks could use."""
     if kind not in KINDS:
@@ -257,7 +257,7 @@ def place() -> tuple[int, int, int]:
     return tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
-def _meet(backend: str, timeout_s: float, device: torch.device | None) -> None:
+def _meet(backend: str, timeout_s: float | int, device: torch.device | None) -> None:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
     except dist.DistError as error:
