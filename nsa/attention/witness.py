@@ -108,7 +108,8 @@ def saw_output(o: Tensor) -> None:
     There the warning waits until a witness is read; on a CPU it comes at once. A subclass of Tensor
     (FakeTensor, say) may have no values to look at.
     """
-    if type(o) is not Tensor:
+    # A CUDA graph's replays go unseen, and its capture must not leave tensors of its memory here.
+    if type(o) is not Tensor or torch.cuda.is_current_stream_capturing():
         return
     # An infinity norm lets NaN and inf through and needs no temporary of o's size; such a norm less
     # itself is NaN. Every operation here is a launch that a small call feels.

@@ -57,10 +57,15 @@ class Block(nn.Module):
         rotary: Rotary,
         cu_seqlens: Integer[Tensor, " N1"] | None = None,
     ) -> Float[Tensor, "B T E"]:
+        if torch.compiler.is_compiling():  # one that reads its index is compiled layer by layer
+            return self._forward(x, rotary, cu_seqlens)
         # Named here rather than by the model's loop, so that a recomputation is named too.
         with where(layer=self.index):
-            x = x + self.attention(in_autocast_dtype(self.norm1(x)), rotary, cu_seqlens)
-            return x + self.mlp(in_autocast_dtype(self.norm2(x)))
+            return self._forward(x, rotary, cu_seqlens)
+
+    def _forward(self, x: Tensor, rotary: Rotary, cu_seqlens: Tensor | None) -> Tensor:
+        x = x + self.attention(in_autocast_dtype(self.norm1(x)), rotary, cu_seqlens)
+        return x + self.mlp(in_autocast_dtype(self.norm2(x)))
 
 
 class LanguageModel(nn.Module):
