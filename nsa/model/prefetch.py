@@ -1,5 +1,6 @@
 """Batches drawn ahead of the step that reads them, in a thread."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -21,7 +22,10 @@ class Prefetch:
 
     `wait_s` is how long the newest batch was waited for, `waited_s` all of them together and
     `batches` their number. An error of the thread is raised by `batch`, with the thread's
-    traceback. `close`, or leaving a `with`, ends the thread.
+    traceback. `close`, leaving a `with`, or dropping the object ends the thread.
+
+    While a CUDA graph is captured a thread that pins memory would spoil the capture, unless that is
+    of mode "thread_local".
 
     Raises ValueError for a depth below 1.
     """
@@ -83,6 +87,10 @@ class Prefetch:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if getattr(self, "_drawer", None) is not None:
+            self._drawer.leave()
+
 
 class _Drawer:
     """One thread that draws the batches from one step on, in order."""
@@ -105,9 +113,17 @@ class _Drawer:
         self.next = (step + 1, batch, tokens)
         return drawn
 
-    def stop(self) -> None:
+    def leave(self) -> None:
+        """Tells the thread to end, and does not wait for it."""
         self._stopped.set()
-        self._thread.join()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self.leave()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._drawn.get_nowait()  # so that it need not wait for room
+            self._thread.join(_POLL_S)
 
     def _draw(self, data: Data, first: tuple[int, int, int], pin: bool) -> None:
         step, batch, tokens = first

@@ -1,0 +1,137 @@
+"""The lessons by which right attention is told from wrong, as specs for `learning.learn`.
+
+Each uses what the others leave out: the window's edge, the blocks that every query sees, blocks
+found by their importance, compressed keys alone, and all branches in two layers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from nsa.config import NSAConfig
+from nsa.model.config import ModelConfig
+from nsa.model.train_config import TrainConfig
+
+VOCAB = 34
+
+
+def lesson(
+    name: str,
+    tokens: int = 2048,
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    batch: int = 16,
+    precision: str = "fp32",
+    **changes: Any,
+) -> dict[str, Any]:
+    """The spec of that lesson for rows of `tokens` tokens; `changes` are fields of the model.
+
+    Block sizes follow T, so that a query sees few of the blocks: l' = l = T / 64, but at least 16,
+    d = l / 4, w = 2 l', three blocks a query. Raises ValueError for an unknown lesson and for T
+    below 64.
+    """
+    if name not in LESSONS:
+        raise ValueError(f"no lesson {name!r}; there are {', '.join(LESSONS)}")
+    if tokens < 64:
+        raise ValueError(f"tokens={tokens}: a lesson needs at least 64, for blocks to leave out")
+    block = max(16, tokens // 64)
+    config = ModelConfig(
+        name=f"lesson-{name}",
+        layers=1,
+        dim=64,
+        heads=8,
+        kv_heads=2,
+        head_dim=16,
+        vocab=VOCAB,
+        nsa=NSAConfig(
+            compress_block=block,
+            compress_stride=block // 4,
+            select_block=block,
+            select_count=3,
+            select_initial=1,
+            select_local=1,
+            window=2 * block,
+        ),
+        backend=backend,
+    )
+    model, tasks, questions, steps = LESSONS[name](tokens, block)
+    # Of two layers the first learns only once the second does, and both forget at a higher rate.
+    lr = 5e-3 if model.get("layers", 1) == 1 else 3e-3
+    train = TrainConfig(batch=batch, tokens=tokens, steps=steps, lr=lr, precision=precision, seed=1)
+    return {
+        "model": config.with_(**model, **changes).to_dict(),
+        "train": train.to_dict(),
+        "tasks": tasks,
+        "questions": questions,
+        "device": device,
+    }
+
+
+def _needle(low: int, high: int, filler: int = 4) -> dict[str, Any]:
+    return {
+        "name": "needle",
+        "vocab": VOCAB,
+        "values": 8,
+        "filler": filler,
+        "distance": [low, high],
+    }
+
+
+def _asks(solved: bool, task: dict[str, Any]) -> dict[str, Any]:
+    return {"task": task, "solved": solved}
+
+
+def window(tokens: int, block: int):
+    """Window alone, trained on needles up to w back: w - 1 is the last in reach, w the first out.
+
+    A window of one more key learns both, one of other keys neither.
+    """
+    edge = 2 * block
+    questions = {
+        "inside": _asks(True, _needle(1, edge - 1)),
+        "last": _asks(True, _needle(edge - 1, edge - 1)),
+        "outside": _asks(False, _needle(edge, edge)),
+    }
+    return {"force_branch": "win"}, [_needle(1, edge)], questions, 200
+
+
+def blocks(tokens: int, block: int):
+    """Selection alone, its scores untrained: a needle in the own or first block is always seen."""
+    own, first = _needle(1, block - 1), _needle(tokens - block, tokens - 1)
+    questions = {"own": _asks(True, own), "first": _asks(True, first)}
+    return {"force_branch": "slc"}, [own, first], questions, 200
+
+
+def selection(tokens: int, block: int):
+    """Selection alone, its scores from the keys that it attends to: a needle in any block.
+
+    Of three blocks only one is free, so importance has to put the needle's own first.
+    """
+    own, any_ = _needle(1, block - 1, filler=1), _needle(block, tokens - block - 1, filler=1)
+    questions = {"own": _asks(True, own), "far": _asks(True, any_)}
+    return {"force_branch": "slc", "shared_kv": True}, [own, any_], questions, 300
+
+
+def compressed(tokens: int, block: int):
+    """Compressed keys alone: a needle in any block that has ended."""
+    far = _needle(2 * block, tokens - 1, filler=1)
+    return {"force_branch": "cmp"}, [far], {"far": _asks(True, far)}, 300
+
+
+def recall(tokens: int, block: int):
+    """All branches, two layers: eight pairs asked for once more, near and as far as T allows."""
+    near = {"name": "recall", "vocab": VOCAB, "pairs": 8, "gap": [0, tokens - 31]}
+    far = {"name": "recall", "vocab": VOCAB, "pairs": 8}
+    return {"layers": 2, "dim": 128}, [near], {"far": _asks(True, far)}, 3000
+
+
+def copy(tokens: int, block: int):
+    """All branches, two layers: a string of 24 symbols, near and as far as T allows."""
+    near = {"name": "copy", "vocab": VOCAB, "length": 24, "distance": [25, tokens - 24]}
+    far = {"name": "copy", "vocab": VOCAB, "length": 24}
+    return {"layers": 2, "dim": 128}, [near], {"far": _asks(True, far)}, 3000
+
+
+LESSONS: dict[str, Callable] = {
+    make.__name__: make for make in (window, blocks, selection, compressed, recall, copy)
+}

@@ -1,0 +1,218 @@
+"""Real text from Hugging Face as it streams: FineWeb-Edu by default (pip install datasets).
+
+The stream is kept: each byte that arrives is appended to a file, and a batch is a function of the
+bytes that lie before it. So batches are random access like any other data's, a run can be resumed
+without the network as far as it had come, and two runs on one file see the same text.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from nsa.model.data import Batch, check_sizes
+
+FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
+END = b"\0"  # between documents; UTF-8 text has no other use for it
+FIRST_WAIT_S = 1.0  # before the second attempt; doubled for each further one
+LONGEST_WAIT_S = 60.0
+
+
+class NoText(RuntimeError):
+    """The stream cannot be read; the message says what to install or set."""
+
+
+@dataclass
+class Stream:
+    """Documents of a Hugging Face data set as one row of bytes (vocabulary 256), end to end.
+
+    Batch `step` is the bytes from step * batch * (tokens + 1) on: row by row, without overlap, no
+    byte twice. It is the same for equal (data set, subset, split, seed, shuffle_buffer), sizes and
+    release of the data set, whichever step is asked for first: a step far ahead waits for all the
+    text before it. Text that has arrived is in `cache` and never fetched again.
+
+    Documents are UTF-8 with a zero byte after each, in the order of the stream shuffled in a buffer
+    of `shuffle_buffer` documents by `seed` (0: as they come). After `retries` failed attempts in a
+    row, each twice as long after the last, NoText tells what the last one said. With HF_HUB_OFFLINE
+    set nothing is tried beyond the cache.
+
+    Processes may share a cache, as ranks do: each streams, and what one has written no other does.
+    What lies before the end of the cache is skipped by streaming past it, when more is needed.
+    """
+
+    dataset: str = FINEWEB_EDU
+    subset: str | None = "sample-10BT"
+    split: str = "train"
+    seed: int = 1337
+    shuffle_buffer: int = 1000
+    column: str = "text"
+    cache: Path | None = None  # None: below ~/.cache/nsa
+    retries: int = 5
+    sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
+    waited_s: float = field(default=0.0, init=False)  # between attempts
+
+    def __post_init__(self) -> None:
+        for name, least in (("shuffle_buffer", 0), ("retries", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.cache = Path(self.cache or Path(home) / "nsa").expanduser()
+        self._documents: Iterator[str] | None = None
+        self._next_document = 0  # its number
+        self._stored: _Stored | None = None
+
+    @property
+    def name(self) -> str:
+        return "/".join(filter(None, (self.dataset, self.subset, self.split)))
+
+    def batch(
+        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
+    ) -> Batch:
+        """`batch` passages of `tokens` bytes, and each byte's successor as its target.
+
+        Raises NoText where text is missing and cannot be fetched, ValueError where the data set
+        ends before.
+        """
+        check_sizes(step, batch, tokens)
+        size = batch * (tokens + 1)
+        drawn = torch.frombuffer(bytearray(self._read(step * size, size)), dtype=torch.uint8)
+        drawn = drawn.view(batch, tokens + 1).long().to(device)
+        return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+    def record(self) -> dict[str, Any]:
+        """What a run keeps of its text: what was asked for, and what has arrived of it."""
+        stored = self._store()
+        return {
+            "name": self.name,
+            "seed": self.seed,
+            "shuffle_buffer": self.shuffle_buffer,
+            "bytes": stored.bytes,
+            "documents": stored.documents,
+            "waited_s": self.waited_s,
+        }
+
+    def _read(self, first: int, count: int) -> bytes:
+        stored = self._store()
+        while stored.bytes < first + count and stored.refresh() < first + count:
+            document = self._next()
+            if document is None:
+                raise ValueError(
+                    f"{self.name} has {stored.bytes} bytes, and this batch would end at byte "
+                    f"{first + count}; take fewer steps, or smaller batches"
+                )
+            stored.add(self._next_document, document.encode(errors="replace"))
+            self._next_document += 1
+        return stored.read(first, count)
+
+    def _next(self) -> str | None:
+        """The next document, whatever it takes; None at the end of the data set."""
+        wait = FIRST_WAIT_S
+        for attempt in range(1, self.retries + 1):
+            try:
+                if self._documents is None:
+                    self._next_document = max(self._next_document, self._store().documents)
+                    self._documents = self._open(skip=self._next_document)
+                return next(self._documents, None)
+            except NoText:
+                raise
+            except Exception as error:  # whatever the network, the hub or a decoder may say
+                self._documents = None  # an iterator that raised is over
+                if attempt == self.retries:
+                    raise NoText(
+                        f"{self.name}: {attempt} attempts failed, the last with "
+                        f"{type(error).__name__}: {error}; {self._remedy()}"
+                    ) from error
+                self.sleep(wait)
+                self.waited_s += wait
+                wait = min(2 * wait, LONGEST_WAIT_S)
+        raise AssertionError("unreachable")
+
+    def _open(self, skip: int) -> Iterator[str]:
+        if _offline():
+            raise NoText(f"{self.name}: HF_HUB_OFFLINE is set; {self._remedy()}")
+        try:
+            from datasets import load_dataset
+        except ModuleNotFoundError as error:
+            raise NoText(
+                f"{self.name} streams through Hugging Face's datasets, which is not installed; "
+                "pip install datasets, or read a local file: data.text(path=...)"
+            ) from error
+        rows = load_dataset(self.dataset, self.subset, split=self.split, streaming=True)
+        if self.shuffle_buffer:
+            rows = rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer)
+        if skip:
+            rows = rows.skip(skip)  # after the shuffle, so that the order stays what it was
+        return (row[self.column] for row in rows)
+
+    def _remedy(self) -> str:
+        have = f"{self._store().bytes} bytes of it are in {self._store().file}"
+        unset = "unset HF_HUB_OFFLINE, " if _offline() else "mind the network and HF_TOKEN, "
+        return f"{have}; {unset}copy a filled cache there, or read a file: data.text(path=...)"
+
+    def _store(self) -> "_Stored":
+        if self._stored is None:
+            asked = [self.dataset, self.subset, self.split, self.column, self.seed]
+            asked.append(self.shuffle_buffer)
+            digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+            self._stored = _Stored(self.cache / f"stream-{digest}.bytes")
+        return self._stored
+
+
+class _Stored:
+    """Whole documents in a file, END after each; what a killed process left half is cut off."""
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        self.file = file
+        self.documents = self.bytes = 0
+        with self._locked() as stream:
+            self.refresh()
+            stream.truncate(self.bytes)
+
+    def refresh(self) -> int:
+        """Bytes up to the end of the last whole document, those of other processes included."""
+        place = self.bytes
+        with self.file.open("rb") as stream:
+            stream.seek(place)
+            while chunk := stream.read(1 << 20):
+                self.documents += chunk.count(END)
+                if END in chunk:
+                    self.bytes = place + chunk.rindex(END) + 1
+                place += len(chunk)
+        return self.bytes
+
+    def add(self, number: int, document: bytes) -> None:
+        """Appends document `number`, unless another process has."""
+        with self._locked() as stream:
+            self.refresh()
+            if self.documents != number:
+                return
+            stream.seek(self.bytes)
+            stream.write(document.replace(END, b" ") + END)
+            stream.flush()
+            self.refresh()
+
+    def read(self, first: int, count: int) -> bytes:
+        with self.file.open("rb") as stream:
+            stream.seek(first)
+            return stream.read(count)
+
+    @contextmanager
+    def _locked(self) -> Iterator[BinaryIO]:
+        """The file, for this process alone to write; the lock ends with it, however it ends."""
+        with self.file.open("r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield stream
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
