@@ -109,7 +109,7 @@ def saw_output(o: Tensor) -> None:
     (FakeTensor, say) may have no values to look at.
     """
     # A CUDA graph's replays go unseen, and its capture must not leave tensors of its memory here.
-    if type(o) is not Tensor or torch.cuda.is_current_stream_capturing():
+    if type(o) is not Tensor or (o.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     # An infinity norm lets NaN and inf through and needs no temporary of o's size; such a norm less
     # itself is NaN. Every operation here is a launch that a small call feels.
