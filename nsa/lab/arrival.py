@@ -60,11 +60,8 @@ class GradientArrival:
     ) -> None:
         if every < 1 or keep < 1:
             raise ValueError(f"every={every} and keep={keep} must be at least 1")
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not trained:
-            raise ValueError("no parameter of the model requires a gradient, so none can arrive")
-        self._names = [name for name, _ in trained]
-        self._parameters = [p for _, p in trained]
+        self._model = model
+        self._bind()
         self.every, self._warn, self._clock = every, warn, clock
         self._steps: deque[_Step] = deque(maxlen=keep)
         self._now: _Step | None = None
@@ -83,6 +80,8 @@ class GradientArrival:
         if getattr(config, "compile", False):
             # Only a backward would show what a compiled graph reaches, and hooks would cut it.
             self._forget_loss("a compiled graph hides which of its inputs have gradients")
+        self._detach()
+        self._bind()  # FSDP2 has put other parameters into the model
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "data":
@@ -143,6 +142,13 @@ class GradientArrival:
             "arrivals": counts[index],
             "largest": largest.get(index),
         }
+
+    def _bind(self) -> None:
+        trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("no parameter of the model requires a gradient, so none can arrive")
+        self._names = [name for name, _ in trained]
+        self._parameters = [p for _, p in trained]
 
     def _begin(self, step: int) -> None:
         if step % self.every:

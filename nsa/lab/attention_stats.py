@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nsa.attention import registry
 from nsa.attention.inputs import Inputs, checked
+from nsa.attention.products import wide
 from nsa.attention.scoring import select_blocks
 from nsa.config import NSAConfig
 from nsa.lab.later import Later
@@ -138,7 +139,8 @@ def look(
             selected = distances(inputs.blocks, inputs.config)
         outputs = backend.run(inputs, lambda *_: None)
         norms = [_norm(outputs[b]) if b in outputs else nan for b in BRANCHES]
-        return torch.stack([*gate_statistics(inputs.gates), *selected, *norms])
+        found = [*gate_statistics(inputs.gates), *selected, *norms]
+        return torch.stack([value.float() for value in found])
 
 
 def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
@@ -175,7 +177,7 @@ def with_blocks(inputs: Inputs, backend: str) -> Inputs:
 
 def gate_statistics(gates: Tensor) -> list[Tensor]:
     """Means of g_cmp, g_slc, g_win and of the entropy in nats, for gates [..., 3]."""
-    gates = gates.float()
+    gates = gates.to(wide(gates.dtype))
     shares = gates / gates.sum(-1, keepdim=True)
     entropy = torch.special.entr(shares).sum(-1).mean()
     return [*gates.flatten(0, -2).mean(0), entropy]
@@ -201,7 +203,7 @@ def distances(blocks: Tensor, config: NSAConfig) -> list[Tensor]:
 
 
 def _norm(o: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(o, dim=-1, dtype=torch.float32).mean()
+    return torch.linalg.vector_norm(o, dim=-1, dtype=wide(o.dtype)).mean()
 
 
 def _backend(name: str, inputs: Inputs) -> registry.Backend:

@@ -65,8 +65,8 @@ class Heartbeat:
         self._file: TextIO | None = None
         if file is not None:
             self._file = Path(file).open("a", buffering=1)  # noqa: SIM115 - until close()
-        self._place = (None, "before the first step", clock())  # one assignment, read by the thread
-        self._began: float | None = None
+        # step, phase, its start, the step's start: one assignment, for the thread reads it.
+        self._place = (None, "before the first step", clock(), None)
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._loss: tuple[int, float] | None = None
         self._losses = Later()
@@ -95,13 +95,14 @@ class Heartbeat:
 
     def on_phase(self, name: str, step: int) -> None:
         now = self._clock()
-        self._place = (step, name, now)
-        if name == "data":
-            self._began = now
-            self.start()
-        elif name == "end" and self._began is not None:
-            self._seconds.append(now - self._began)
-            self._began = None
+        before = self._place[3]
+        if name != "data":
+            self._place = (step, name, now, before)
+            return
+        if before is not None:  # what lies between two steps counts as well
+            self._seconds.append(now - before)
+        self._place = (step, name, now, now)
+        self.start()
 
     def on_step(self, step: int, loss: Tensor) -> None:
         for (seen, _), value in self._losses.ready():
@@ -118,12 +119,11 @@ class Heartbeat:
     def beat(self) -> dict[str, Any]:
         """Writes one beat and returns it."""
         now = self._clock()
-        step, phase, since = self._place
+        step, phase, since, began = self._place
         pace = median(seconds) if (seconds := list(self._seconds)) else None
-        done = 0 if step is None else step + (phase == "end")
         eta = None
         if pace is not None and self.total_steps is not None:
-            eta = pace * max(0, self.total_steps - done)
+            eta = max(0.0, pace * (self.total_steps - step) - min(now - began, pace))
         loss = self._loss
         beat = {
             "ts": round(now, 3),

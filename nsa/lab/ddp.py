@@ -1,7 +1,8 @@
 """Which buckets DDP averages gradients in, rank by rank: a trace of the first two steps.
 
-DDP cuts buckets in the order of registration, sees in the first step in which order gradients come,
-and rebuilds them after it: the first step alone shows buckets that are never used again.
+DDP sees in the first step in which order gradients come, and rebuilds its buckets after it unless
+it looks for unused parameters. The first step alone shows buckets (one for all) that are never used
+again.
 """
 
 import sys
@@ -16,13 +17,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 MOST_STEPS = 8
 INITIAL, REBUILT = "initial", "rebuilt"
+_ONE_HOOK = "DDP takes one communication hook only; wrap the model anew to trace its buckets"
 
 
 class BucketTrace:
     """An observer that traces DDP's buckets by a communication hook that averages as DDP does.
 
-    `steps` counts the steps since the model was wrapped, from 0. Gradients are divided by the ranks
-    and summed in their own dtype, as without a hook (to the last bit for 2, 4, 8, ... ranks).
+    `steps` counts the averaged backwards since the model was wrapped, from 0; a step has one.
+    Gradients are divided by the ranks and summed in their own dtype, as without a hook (to the last
+    bit for 2, 4, 8, ... ranks).
 
     A hook cannot be taken off again. After the traced steps it goes on costing a call of Python and
     one more pass over the gradients for each bucket, which a line on `out` says once; more than
@@ -45,12 +48,9 @@ class BucketTrace:
                 f"buckets are DDP's; got a {type(wrapped).__name__}, and neither FSDP2 nor a model "
                 "alone has any"
             )
-        if getattr(wrapped, "_comm_hooks", None):
+        if wrapped._comm_hooks:
             names = ", ".join(hook.__qualname__ for hook, _ in wrapped._comm_hooks)
-            raise ValueError(
-                f"the model has a communication hook ({names}) and DDP takes only one; wrap the "
-                "model anew to trace its buckets"
-            )
+            raise ValueError(f"{_ONE_HOOK}: it has {names}")
         self.steps = frozenset(steps)
         if len(self.steps) > MOST_STEPS and not accept_cost:
             raise ValueError(
@@ -63,23 +63,18 @@ class BucketTrace:
         self._names = {p: name for name, p in wrapped.module.named_parameters()}
         rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
         self._later = REBUILT if rebuilds else INITIAL
-        self._step, self._count = -1, -1
+        self._step: int | None = None  # the trainer's number
+        self._count = 0  # averaged backwards so far
         self._hook_s = 0.0
         self._rows: list[dict[str, Any]] = []
         self._timed: list[tuple[dict[str, Any], Any, list[Any]]] = []
-        wrapped.register_comm_hook(self, _average)
+        try:
+            wrapped.register_comm_hook(self, _average)
+        except RuntimeError as error:  # a built-in hook, which DDP does not list
+            raise ValueError(f"{_ONE_HOOK}: {str(error).splitlines()[0]}") from error
 
     def on_phase(self, name: str, step: int) -> None:
-        if name != "data":
-            return
         self._step = step
-        self._count += 1
-        if self._count == max(self.steps) + 1 and self._out is not None:
-            self._out.write(
-                f"bucket trace: done; its hook stays until the model is wrapped anew and costs one "
-                f"Python call and one more pass over the gradients for each bucket "
-                f"({1e3 * self._hook_s / self._count:.2f} ms of the host a step so far)\n"
-            )
 
     def rows(self) -> list[dict[str, Any]]:
         """A row a bucket: rank, step, buckets, index, elements, bytes, dtype, is_last, ms, names.
@@ -102,7 +97,7 @@ class BucketTrace:
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         entered = time.perf_counter()
         group = self._wrapped.process_group
-        traced = max(self._count, 0) in self.steps
+        traced = self._count in self.steps
         if traced:
             start = _mark(bucket.buffer())
         future = allreduce_hook(group, bucket)
@@ -117,13 +112,22 @@ class BucketTrace:
 
             future = future.then(done)
         self._hook_s += time.perf_counter() - entered
+        if bucket.is_last():
+            self._count += 1
+            if self._count == max(self.steps) + 1 and self._out is not None:
+                self._out.write(
+                    "bucket trace: done. Its hook stays until the model is wrapped anew and costs "
+                    "one call of Python and one more pass over the gradients for each bucket "
+                    f"({1e3 * self._hook_s / self._count:.2f} ms of the host's time a step so "
+                    "far)\n"
+                )
         return future
 
     def _note(self, bucket: dist.GradBucket, start: Any, ends: list[Any]) -> None:
         buffer = bucket.buffer()
         row = {
             "rank": dist.get_rank(self._wrapped.process_group),
-            "step": max(self._step, 0),
+            "step": self._count if self._step is None else self._step,
             "buckets": self._later if self._count > 0 else INITIAL,
             "index": bucket.index(),
             "elements": buffer.numel(),

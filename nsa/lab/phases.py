@@ -27,19 +27,23 @@ class PhaseTimes:
         device: str | torch.device = "cpu",
         *,
         skip: int = 0,
+        keep: int = 10_000,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """The first `skip` steps, which compile and allocate, are left out of every result."""
-        if skip < 0:
-            raise ValueError(f"skip={skip} steps; 0 leaves none out")
+        """The first `skip` steps, which compile and allocate, are left out; `keep` are kept."""
+        if skip < 0 or keep < 1:
+            raise ValueError(f"skip={skip} and keep={keep}; legal are skip >= 0 and keep >= 1")
         self.device = torch.device(device)
-        self.skip, self._clock = skip, clock
+        self.skip, self.keep, self._clock = skip, keep, clock
+        self._skipped: set[int] = set()
         self._marks: deque[tuple[str, int, float, Any]] = deque()
         self._steps: dict[int, dict[str, list[float]]] = {}  # step: phase: [device ms, host ms]
 
     def on_phase(self, name: str, step: int) -> None:
         event = None
         if self.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return  # an event inside a CUDA graph has no time
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.device))
         self._marks.append((name, step, self._clock(), event))
@@ -49,11 +53,10 @@ class PhaseTimes:
     def steps(self) -> list[dict[str, Any]]:
         """A row for each step and phase: step, phase, ms, host_ms. Waits for the device."""
         self._read(wait=True)
-        kept = sorted(self._steps)[self.skip :]
         return [
             {"step": step, "phase": phase, "ms": ms, "host_ms": host_ms}
-            for step in kept
-            for phase, (ms, host_ms) in self._steps[step].items()
+            for step, phases in self._steps.items()
+            for phase, (ms, host_ms) in phases.items()
         ]
 
     def table(self) -> list[dict[str, Any]]:
@@ -85,8 +88,16 @@ class PhaseTimes:
                 return
             host_ms = 1e3 * (ended - began)
             ms = host_ms if end is None else start.elapsed_time(end)
-            phase = BETWEEN if name == "end" else name
-            sums = self._steps.setdefault(step, {}).setdefault(phase, [0.0, 0.0])
-            sums[0] += ms
-            sums[1] += host_ms
             self._marks.popleft()
+            self._add(step, BETWEEN if name == "end" else name, ms, host_ms)
+
+    def _add(self, step: int, phase: str, ms: float, host_ms: float) -> None:
+        if len(self._skipped) < self.skip and step not in self._steps:
+            self._skipped.add(step)
+        if step in self._skipped:
+            return
+        sums = self._steps.setdefault(step, {}).setdefault(phase, [0.0, 0.0])
+        sums[0] += ms
+        sums[1] += host_ms
+        if len(self._steps) > self.keep:
+            del self._steps[next(iter(self._steps))]

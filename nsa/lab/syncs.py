@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-# cudaMemcpyAsync returns at once; one that must not is followed by a cudaStreamSynchronize.
-WAITING = re.compile(
-    r"^cu(da)?(StreamSynchronize|DeviceSynchronize|CtxSynchronize|EventSynchronize"
-    r"|Memcpy((2D|3D|ToSymbol|FromSymbol|DtoH|HtoD|DtoD)(_v\d+)?)?|Memset|Malloc|Free)(_ptsz)?(_v\d+)?$"
-)
+# cudaMemcpyAsync returns at once; where it must not, torch has a cudaStreamSynchronize follow.
+WAITS = re.compile(r"cuda\w+Synchronize|cu(Stream|Ctx|Event)Synchronize|cu(da)?Memcpy[^A]*")
+# These wait for the device now and then; a warm caching allocator makes none of them.
+ALLOCATES = re.compile(r"cuda(Malloc|Free|HostAlloc|HostRegister|HostUnregister)\w*")
 _RANGE = "nsa.syncs.step"
 
 
@@ -28,7 +27,7 @@ class Syncs:
     @property
     def total(self) -> int:
         """Calls that wait for the device; allocations are listed and not counted."""
-        return sum(n for name, n in self.by_call.items() if not _allocates(name))
+        return sum(n for name, n in self.by_call.items() if WAITS.fullmatch(name))
 
 
 def count(step: Callable[[], Any], *, warm: int = 2) -> Syncs:
@@ -66,21 +65,19 @@ def found_in(events: Iterable[Any]) -> Syncs:
     calls: Counter[str] = Counter()
     operations: Counter[str] = Counter()
     for event in events:
-        if not WAITING.match(event.name) or not begin <= event.time_range.start <= end:
+        if not begin <= event.time_range.start <= end:
+            continue
+        if WAITS.fullmatch(event.name):
+            operations[_operation(event)] += 1
+        elif not ALLOCATES.fullmatch(event.name):
             continue
         calls[event.name] += 1
-        if not _allocates(event.name):
-            operations[_operation(event)] += 1
     return Syncs(dict(calls), by_operation=dict(operations))
 
 
 def _operation(event: Any) -> str:
     parent = event.cpu_parent
     return parent.name if parent is not None and parent.name != _RANGE else "no operation of torch"
-
-
-def _allocates(name: str) -> bool:
-    return name.startswith(("cudaMalloc", "cudaFree"))
 
 
 def _lines(step: Callable[[], Any]) -> dict[str, int]:

@@ -1,0 +1,258 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa.lab import beat
+from nsa.lab.beat import Heartbeat, line, stacks_on_signal
+
+FIELDS = {
+    *("ts", "iso", "pid", "rank", "step", "phase", "phase_s"),
+    *("s_per_step", "eta_s", "loss", "loss_step", "mib"),
+}
+
+
+class Clock:
+    def __init__(self, now=1_000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+def heartbeat(out=None, **options):
+    """A heartbeat on a clock that stands still, whose thread never starts by itself."""
+    clock = Clock()
+    made = Heartbeat(out, clock=clock, **options)
+    made.start = lambda: None
+    return made, clock
+
+
+def steps(made, clock, count, seconds=2.0, first=0):
+    for step in range(first, first + count):
+        for name in ("data", "forward", "backward", "optimizer"):
+            made.on_phase(name, step)
+            clock.now += seconds / 4
+        made.on_phase("end", step)
+
+
+def wait_for(true, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_stuck_step_says_its_phase_and_for_how_long():
+    made, clock = heartbeat()
+    made.on_phase("data", 5)
+    made.on_phase("backward", 5)
+    clock.now += 12.5
+    found = made.beat()
+    assert (found["step"], found["phase"], found["phase_s"]) == (5, "backward", 12.5)
+
+
+def test_lines_come_from_inside_a_step_that_does_not_end():
+    out = io.StringIO()
+    made = Heartbeat(out, every_s=0.02)
+    made.on_phase("data", 3)
+    made.on_phase("backward", 3)
+    wait_for(lambda: out.getvalue().count("step 3 backward") >= 3)
+    made.close()
+
+
+def test_beats_are_at_most_every_s_apart_however_steps_fall():
+    made, clock = heartbeat()
+    asked = []
+
+    def wait(seconds):
+        asked.append(seconds)
+        clock.now += seconds
+        return len(asked) == 50
+
+    made._stop = SimpleNamespace(wait=wait)
+    times = []
+    made._write = lambda found: times.append(found["ts"])
+    made._run()
+    assert len(times) == 50
+    assert max(b - a for a, b in pairwise(times)) <= 10.0
+
+
+def test_the_thread_is_a_daemon_and_there_is_one():
+    made = Heartbeat(None, every_s=60)
+    made.start()
+    made.start()
+    threads = [t for t in threading.enumerate() if t.name == "heartbeat"]
+    assert len(threads) == 1 and threads[0].daemon
+    made.close()
+    assert not [t for t in threading.enumerate() if t.name == "heartbeat"]
+
+
+def test_pace_is_the_median_from_step_to_step_and_eta_what_is_left():
+    made, clock = heartbeat(total_steps=20)
+    assert made.beat()["s_per_step"] is None
+    steps(made, clock, 3)
+    clock.now += 30.0  # an evaluation, once
+    steps(made, clock, 4, first=3)
+    found = made.beat()
+    assert found["s_per_step"] == pytest.approx(2.0)
+    assert found["eta_s"] == pytest.approx(2.0 * 13)
+    made.on_phase("data", 7)
+    clock.now += 1.5
+    assert made.beat()["eta_s"] == pytest.approx(2.0 * 13 - 1.5)
+    clock.now += 500.0  # a step that takes longer than others has not shortened the rest
+    assert made.beat()["eta_s"] == pytest.approx(2.0 * 12)
+
+
+def test_without_an_end_there_is_no_eta():
+    made, clock = heartbeat()
+    steps(made, clock, 3)
+    assert made.beat()["eta_s"] is None
+
+
+def test_the_file_holds_one_object_a_beat_and_goes_on_where_it_ended(tmp_path):
+    for _ in range(2):
+        made, _clock = heartbeat(file=tmp_path / "beat.jsonl", rank=1)
+        made.beat()
+        made.close()
+    beats = [json.loads(text) for text in (tmp_path / "beat.jsonl").read_text().splitlines()]
+    assert len(beats) == 2
+    assert set(beats[0]) == FIELDS
+    assert beats[0]["pid"] == os.getpid() and beats[0]["rank"] == 1
+    assert beats[0]["iso"] == "1970-01-01T00:16:40.000+00:00"
+    assert beats[0]["mib"] > 10
+
+
+def test_the_loss_is_told_when_it_has_arrived_and_not_before(monkeypatch):
+    made, clock = heartbeat()
+    ready = made._losses.ready
+    monkeypatch.setattr(made._losses, "ready", lambda: iter(()))
+    made.on_step(0, torch.tensor(5.5))
+    clock.now += 10
+    made.on_step(1, torch.tensor(5.25))
+    assert made.beat()["loss"] is None
+    assert len(made._losses) == 1  # nor do copies pile up
+    monkeypatch.setattr(made._losses, "ready", ready)
+    made.on_step(2, torch.tensor(5.0))
+    found = made.beat()
+    assert (found["loss"], found["loss_step"]) == (5.5, 0)
+
+
+def test_the_trainer_tells_the_end_and_the_rank():
+    made, _ = heartbeat()
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(steps=500), parallel=SimpleNamespace(rank=3), device="cpu"
+    )
+    made.on_start(trainer)
+    assert (made.total_steps, made.rank) == (500, 3)
+    mine, _ = heartbeat(total_steps=9, rank=1)
+    mine.on_start(trainer)
+    assert (mine.total_steps, mine.rank) == (9, 1)
+
+
+def test_a_line_is_for_people():
+    made, clock = heartbeat(total_steps=500)
+    steps(made, clock, 3)
+    made.on_step(2, torch.tensor(5.5))
+    made.on_step(3, torch.tensor(5.4))
+    found = made.beat() | {"mib": 2310.4}
+    assert line(found, 500) == (
+        "00:16:46 rank 0 · step 2/500 end 0.0 s · 2 s/step · ETA 0:16:34 · loss 5.5000 (step 2) · "
+        "2310 MiB"
+    )
+
+
+def test_more_can_be_said_at_the_end_of_a_line():
+    out = io.StringIO()
+    made, _ = heartbeat(out, detail=lambda: "in blocks.3.attention")
+    made.beat()
+    assert out.getvalue().endswith(" · in blocks.3.attention\n")
+
+
+def test_an_output_that_fails_once_does_not_silence_the_rest():
+    class Full(io.StringIO):
+        writes = 0
+
+        def write(self, text):
+            self.writes += 1
+            if self.writes == 1:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    out = Full()
+    made = Heartbeat(out, every_s=0.01)
+    made.start()
+    wait_for(lambda: out.getvalue())
+    made.close()
+
+
+def test_it_keeps_its_hands_off_signals(monkeypatch):
+    asked = []
+    for name in ("signal", "setitimer", "alarm"):
+        monkeypatch.setattr(signal, name, lambda *args: asked.append(args))
+    made = Heartbeat(None, every_s=0.01)
+    made.start()
+    made.on_phase("data", 0)
+    made.close()
+    assert asked == []
+
+
+def test_a_pace_of_zero_is_refused():
+    with pytest.raises(ValueError, match=r"every_s=0 must be greater than 0; 10 is usual"):
+        Heartbeat(every_s=0)
+
+
+def test_where_proc_tells_nothing_neither_does_it(monkeypatch):
+    monkeypatch.setattr(beat.Path, "read_text", lambda self: "")
+    assert beat.resident_mib() is None
+
+
+STUCK = """
+import os, signal, sys, threading, time, torch
+from nsa.lab.beat import stacks_on_signal
+
+class Stuck(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        loop_that_does_not_end()
+
+def loop_that_does_not_end():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not os.path.getsize(sys.argv[1]):
+        time.sleep(0.01)
+    sys.stdout.flush()
+    os._exit(0)
+
+threading.Thread(target=threading.Event().wait, name="other", daemon=True).start()
+stacks_on_signal(sys.argv[1])
+Stuck.apply(torch.ones(1, requires_grad=True)).sum().backward()
+"""
+
+
+def test_sigusr1_writes_the_stack_of_every_thread_from_inside_a_backward(tmp_path):
+    file = tmp_path / "stacks.txt"
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    stacks = file.read_text()
+    assert "loop_that_does_not_end" in stacks
+    assert stacks.count("hread 0x") == 2
+
+
+def test_a_file_without_a_descriptor_is_refused():
+    with pytest.raises(ValueError, match=r"no file descriptor.* a path or an open file would do"):
+        stacks_on_signal(io.StringIO())

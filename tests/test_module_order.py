@@ -1,0 +1,154 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from observed import trainer
+from tiny_models import one_thread, tiny
+from torch import nn
+
+from nsa.lab.module_order import ModuleOrder
+from nsa.model.llama import LanguageModel
+
+
+@pytest.fixture(autouse=True)
+def small_tensors():
+    with one_thread():
+        yield
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise RuntimeError("stopped here")
+
+
+class Layer(nn.Module):
+    def __init__(self, stops=False, in_place=False):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.stops, self.in_place = stops, in_place
+
+    def forward(self, x):
+        x = self.inner(x)
+        if self.in_place:
+            x += 1
+        return Stop.apply(x) if self.stops else x
+
+
+def run(model, order, step=0):
+    order.on_phase("data", step)
+    order.on_phase("forward", step)
+    loss = model(torch.ones(2, 4)).sum()
+    order.on_phase("backward", step)
+    loss.backward()
+    order.on_phase("optimizer", step)
+    order.on_phase("end", step)
+
+
+def names(order):
+    return [row["name"] for row in order.rows()]
+
+
+def test_backward_goes_through_the_layers_from_the_last_and_from_outside_in():
+    order = ModuleOrder(model := LanguageModel(tiny()))
+    trainer(order, model=model).run(2)
+    found = names(order)
+    assert found[:2] == ["head", "norm"] and found[-1] == "embed"
+    at = found.index
+    assert at("blocks.1") < at("blocks.1.mlp") < at("blocks.1.mlp.down") < at("blocks.1.mlp.gate")
+    assert at("blocks.1.mlp.down") < at("blocks.1.attention") < at("blocks.1.attention.q_proj")
+    assert at("blocks.1.attention.q_proj") < at("blocks.0") < at("blocks.0.attention.q_proj")
+    called = {name for name, m in model.named_modules() if type(m) not in (nn.ModuleList,)}
+    assert set(found) | {"blocks.0.attention.gate1"} <= called
+    rows = order.rows()
+    assert [row["order"] for row in rows] == list(range(len(rows)))
+    times = [row["ms"] for row in rows]
+    assert times == sorted(times)
+    assert {row["step"] for row in rows} == {1}
+
+
+def test_outer_modules_come_before_inner_ones_that_made_their_output():
+    model = nn.Sequential(nn.Linear(4, 4), Layer(), nn.Sequential(Layer()))
+    order = ModuleOrder(model)
+    run(model, order)
+    assert names(order) == ["2", "2.0", "2.0.inner", "1", "1.inner", "0"]
+
+
+def test_checkpointing_leaves_the_order_as_it_is():
+    found = []
+    for config in (tiny(), tiny(checkpoint="all")):
+        order = ModuleOrder(model := LanguageModel(config))
+        trainer(order, model=model).run(1)
+        found.append(names(order))
+    assert found[0] == found[1]
+
+
+def test_outputs_can_still_be_changed_in_place():
+    model = nn.Sequential(Layer(in_place=True), nn.ReLU(inplace=True), Layer())
+    order = ModuleOrder(model)
+    run(model, order)
+    assert names(order) == ["2", "2.inner", "1", "0", "0.inner"]
+
+
+def test_the_module_in_which_a_backward_stopped_is_the_last():
+    model = nn.Sequential(Layer(), Layer(stops=True), Layer())
+    order = ModuleOrder(model)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        run(model, order, step=7)
+    assert order.last == (7, "backward", "1")
+    assert order.here() == "step 7, backward in 1"
+
+
+def test_the_module_in_which_a_forward_stopped_is_the_last():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5))
+    order = ModuleOrder(model)
+    assert order.here() == "no step was observed yet"
+    with pytest.raises(RuntimeError, match="shapes"):
+        run(model, order)
+    assert order.here() == "step 0, forward in 1"
+
+
+def test_each_micro_batch_has_its_own_order():
+    order = ModuleOrder(model := LanguageModel(tiny()))
+    trainer(order, model=model, batch=4, accumulate=2).run(1)
+    rows = order.rows()
+    halves = [[row["name"] for row in rows if row["micro"] == micro] for micro in (0, 1)]
+    assert halves[0] == halves[1] and len(halves[0]) + len(halves[1]) == len(rows)
+
+
+def test_a_module_that_runs_twice_appears_when_its_backward_first_begins():
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    order = ModuleOrder(model)
+    run(model, order)
+    assert names(order) == ["0", "1"]
+
+
+def test_losses_are_those_of_an_unobserved_run():
+    assert trainer(ModuleOrder).run(3) == trainer().run(3)
+
+
+def test_only_observed_steps_have_hooks():
+    model = nn.Sequential(nn.Linear(4, 4))
+    order = ModuleOrder(model, every=2, keep=1)
+    for step in range(3):
+        run(model, order, step)
+        assert not model[0]._forward_hooks
+    with pytest.raises(ValueError, match="step 1 was not kept; kept are 2"):
+        order.rows(1)
+    assert names(order) == ["0"]
+
+
+@pytest.mark.parametrize("name", ["compile", "cuda_graph"])
+def test_what_runs_no_hooks_is_refused(name):
+    order = ModuleOrder(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=f"{name}=True runs no hooks of modules"):
+        order.on_start(SimpleNamespace(config=SimpleNamespace(**{name: True})))
+    with pytest.raises(ValueError, match="no step was observed yet"):
+        order.rows()
+    with pytest.raises(ValueError, match="every=0 and keep=10"):
+        ModuleOrder(nn.Linear(4, 4), every=0)
