@@ -69,7 +69,8 @@ def add(commands) -> None:
         help="csv, tensorboard, arrival, buckets, modules, phases, stats; what each costs stands "
         "in its docstring",
     )
-    option("--run", metavar="DIR", help="this run's folder; by default a new one below --runs")
+    # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
+    option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     runs_option(made)
 
 
@@ -80,7 +81,7 @@ def train(arguments) -> int:
 
     from nsa.workbook import training_run
 
-    places = {"runs": arguments.runs, "given": arguments.run}
+    places = {"runs": arguments.runs, "given": arguments.into}
     if started_by_torchrun and job.kind != "none":
         ended = training_run.under_torchrun(job, sys.argv[1:], **places)
         if os.environ["RANK"] != "0":

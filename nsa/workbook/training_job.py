@@ -65,9 +65,10 @@ class Job:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Job":
+        train = {**values["train"], "betas": tuple(values["train"]["betas"])}  # JSON has lists
         made = {
             "model": ModelConfig.from_dict(values["model"]),
-            "train": TrainConfig.from_dict(values["train"]),
+            "train": TrainConfig.from_dict(train),
             "observe": tuple(values["observe"]),
         }
         return cls(**{**values, **made})
@@ -108,7 +109,8 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     from nsa.model.prefetch import Prefetch
 
     device = place.device if place.kind != "none" else _own_device(job.device)
-    with Prefetch(source_of(job)) as source:
+    stacks = folder / f"stacks{place.rank}.txt"
+    with training_observers.stacks_on_signal(stacks), Prefetch(source_of(job)) as source:
         trainer = Trainer(
             LanguageModel(job.model), source, job.train, device=device, parallel=place
         )

@@ -56,11 +56,11 @@ def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Pa
     else:
         folder = Path(given)
         if (folder / "record.json").exists():
-            raise ValueError(f"--run {given} holds a run already; name a new folder, or none")
+            raise ValueError(f"--into {given} holds a run already; name a new folder, or none")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--run {given} cannot be made: {error.strerror}") from None
+            raise ValueError(f"--into {given} cannot be made: {error.strerror}") from None
     write_json(folder / "job.json", {"argv": argv, **content})
     write_json(folder / "environment.json", facts)
     return folder
