@@ -219,6 +219,135 @@ def test_gradients_are_clipped_to_norm_one():
     assert norms.seen == [pytest.approx(1.0, rel=1e-4)]
 
 
+def gradients_at_the_optimizer(**changes):
+    """{name: gradient} as the optimizer of step 0 finds them."""
+
+    class Seen:
+        def on_start(self, trainer):
+            self.trainer = trainer
+
+        def on_phase(self, name, step):
+            if name == "optimizer":
+                named = self.trainer.model.named_parameters()
+                self.gradients = {name: p.grad.clone() for name, p in named}
+
+    seen = Seen()
+    loss = trainer(observers=[seen], batch=4, clip=None, **changes).step(0)
+    return loss, seen.gradients
+
+
+class Scored:
+    """Random tokens of which each row scores another number of targets."""
+
+    def batch(self, step, batch, tokens, device="cpu"):
+        drawn, targets = synthetic(seed=0).batch(step, batch, tokens, device)
+        keep = torch.arange(tokens) < 3 + 5 * torch.arange(batch)[:, None]
+        return drawn, torch.where(keep, targets, -100)
+
+
+@pytest.mark.parametrize("data", [synthetic(seed=0), Scored()], ids=["all scored", "some scored"])
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_accumulated_micro_batches_equal_the_large_batch(accumulate, data):
+    loss, whole = gradients_at_the_optimizer(data=data)
+    mean, parts = gradients_at_the_optimizer(data=data, accumulate=accumulate)
+    assert mean.item() == pytest.approx(loss.item(), rel=1e-6)
+    scale = max(x.abs().max().item() for x in whole.values())
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_each_micro_batch_has_its_forward_and_backward():
+    diary = Diary()
+    trainer(observers=[diary], accumulate=2).step(0)
+    pair = ["forward", "backward"]
+    assert [name for _, name in diary.phases] == ["data", *pair, *pair, "optimizer", "end"]
+
+
+def test_observers_are_looked_at_when_given_and_not_in_a_step():
+    class Counted:
+        def __init__(self):
+            self.lookups = 0
+
+        def __getattribute__(self, name):
+            if name.startswith("on_"):
+                object.__setattr__(self, "lookups", object.__getattribute__(self, "lookups") + 1)
+            return object.__getattribute__(self, name)
+
+        def on_step(self, step, loss):
+            pass
+
+    counted = Counted()
+    watched = trainer(observers=[counted])
+    before = counted.lookups
+    watched.run(2)
+    assert before > 0
+    assert counted.lookups == before
+
+
+def test_observers_start_once_and_are_closed():
+    class Life:
+        def __init__(self):
+            self.told = []
+
+        def on_start(self, trainer):
+            self.told.append(("start", trainer.steps_done))
+
+        def close(self):
+            self.told.append("close")
+
+    first, second = Life(), Life()
+    watched = trainer(observers=[first])
+    watched.run(1)
+    watched.observers = (first, second)
+    watched.close()
+    assert first.told == [("start", 0), "close"]
+    assert second.told == [("start", 1), "close"]
+
+
+def test_evaluation_has_its_own_batches_and_changes_nothing():
+    trained, plain = trainer(), trainer()
+    drawn = []
+
+    class Noting:
+        def batch(self, step, batch, tokens, device="cpu"):
+            drawn.append(step)
+            return synthetic(seed=0).batch(step, batch, tokens, device)
+
+    trained.data = Noting()
+    losses = trained.run(1)
+    found = trained.evaluate(3)
+    assert trained.evaluate(3) == found
+    assert trained.evaluate(1, first_step=5, data=synthetic(seed=9)) != found
+    assert losses + trained.run(1) == plain.run(2)
+    assert min(drawn[1:4]) > 10**9
+    assert drawn[4:7] == drawn[1:4]
+    assert found == pytest.approx(math.log(256), abs=0.15)
+    with pytest.raises(ValueError, match="batches=0 must be at least 1"):
+        trained.evaluate(0)
+
+
+def test_evaluation_in_micro_batches_is_that_of_whole_ones():
+    one, other = (trainer(Scored(), batch=4, accumulate=parts) for parts in (1, 4))
+    assert one.evaluate(2) == pytest.approx(other.evaluate(2), rel=1e-6)
+
+
+def test_without_clipping_the_gradient_stays_as_it_is():
+    norms = {}
+    for clip in (None, 1e-3):
+        watched = trainer(clip=clip)
+        step = watched.optimizer.step
+
+        def noting(watched=watched, clip=clip, step=step):
+            squares = [p.grad.square().sum() for p in watched.model.parameters()]
+            norms[clip] = torch.stack(squares).sum().sqrt().item()
+            step()
+
+        watched.optimizer.step = noting
+        watched.step(0)
+    assert norms[1e-3] == pytest.approx(1e-3, rel=1e-2)
+    assert norms[None] > 0.1
+
+
 def test_only_matrices_decay():
     model = LanguageModel(tiny(phi="mlp"))
     decayed, plain = parameter_groups(model)

@@ -4,8 +4,9 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
@@ -24,7 +25,11 @@ FREE = {
 
 def save(trainer: "Trainer", path: str | os.PathLike) -> None:
     """Writes the trainer's state; rank 0 writes, and the others wait until it has."""
+    fresh = not trainer.optimizer.state
     state = trainer.parallel.state(trainer.model, trainer.optimizer)
+    if fresh:  # asking made a state that counts a step
+        trainer.optimizer.state.clear()
+        state.get("optimizer", {})["state"] = {}
     if trainer.parallel.rank == 0:
         write(
             {
@@ -36,7 +41,7 @@ def save(trainer: "Trainer", path: str | os.PathLike) -> None:
                 "random": _random(trainer.device),
                 "steps_done": trainer.steps_done,
                 "tried": trainer._tried,
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
             },
             file_of(path, trainer.steps_done),
         )
@@ -57,6 +62,8 @@ def load(trainer: "Trainer", path: str | os.PathLike) -> None:
     for saved, mine in zip(state["optimizer"]["param_groups"], own, strict=True):
         saved.update(mine)
     trainer.parallel.load_state(trainer.model, trainer.optimizer, state)
+    if not state["optimizer"]["state"]:
+        trainer.optimizer.state.clear()
     for group, mine in zip(trainer.optimizer.param_groups, own, strict=True):
         group.update(mine)
     if trainer.scaler.is_enabled():
@@ -77,6 +84,10 @@ def write(state: dict[str, Any], path: Path) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, path)
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # torch's own clean-up hides it
+            raise KeyboardInterrupt from error
+        raise
     finally:
         part.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -89,24 +100,35 @@ def write(state: dict[str, Any], path: Path) -> None:
 def read(path: str | os.PathLike) -> dict[str, Any]:
     """The state in a file, on the CPU. Nothing in it is executed.
 
-    Raises ValueError for a file that is truncated or of something else.
+    Raises ValueError for a file that is truncated or of something else, and OSError where there is
+    none.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no checkpoint {path}") from None
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{path} is truncated or no checkpoint at all ({reason}); an earlier one would do"
-        ) from error
+    with open(path, "rb") as stream:
+        try:
+            state = _checked(stream)
+        except Exception as error:  # torch raises whatever a foreign file leads it to
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            if isinstance(error, pickle.UnpicklingError):
+                reason = "it holds more than tensors and plain values"
+            raise ValueError(
+                f"{path} is truncated or no checkpoint at all ({reason}); an earlier one would do"
+            ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} holds no {FORMAT}; Trainer.save writes one")
-    if state["version"] != VERSION:
+    if state.get("version") != VERSION:
         raise ValueError(
-            f"{path} is of version {state['version']}, this library reads version {VERSION}"
+            f"{path} is of version {state.get('version')}, this library reads version {VERSION}"
         )
     return state
+
+
+def _checked(stream: BinaryIO) -> Any:
+    with zipfile.ZipFile(stream) as archive:
+        damaged = archive.testzip()  # torch itself does not look at its checksums
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} is wrong")
+    stream.seek(0)
+    return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def newest(folder: str | os.PathLike) -> dict[str, Any]:

@@ -52,10 +52,6 @@ class TrainConfig:
         _check_number("weight_decay", self.weight_decay, least=0.0)
         if self.clip is not None:
             _check_number("clip", self.clip, above=0.0)
-        # JSON knows lists only.
-        object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2:
-            raise ValueError(f"betas={self.betas} must be two numbers, e.g. (0.9, 0.95)")
         for beta in self.betas:
             _check_number("betas", beta, least=0.0, below=1.0)
         check_precision(self.precision)
@@ -113,7 +109,10 @@ class TrainConfig:
                 f"TrainConfig needs {', '.join(missing)} as well; it got "
                 f"{', '.join(values) or 'nothing'}"
             )
-        return cls(**values)
+        betas = values.get("betas", cls.betas)
+        if len(betas) != 2:
+            raise ValueError(f"betas={betas} must be two numbers, e.g. {cls.betas}")
+        return cls(**{**values, "betas": tuple(betas)})  # JSON knows lists only
 
 
 def _check_number(

@@ -1,0 +1,128 @@
+import math
+
+import pytest
+import torch
+from tiny_models import one_thread, tiny
+
+from nsa.model.data import synthetic, text
+from nsa.model.llama import LanguageModel
+from nsa.model.train import TrainConfig, Trainer
+
+
+@pytest.fixture(autouse=True)
+def small_tensors():
+    with one_thread():
+        yield
+
+
+def trainer(data=None, device="cpu", observers=(), **changes):
+    settings = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, "precision": "fp16", **changes})
+    model = LanguageModel(tiny())
+    return Trainer(model, data or synthetic(seed=0), settings, device=device, observers=observers)
+
+
+class Overflow:
+    """An observer that puts an infinity into a gradient of the steps it is given."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def on_start(self, trainer):
+        self.weight = trainer.model.head.weight
+
+    def on_phase(self, name, step):
+        if name == "optimizer" and step in self.steps:
+            self.weight.grad[0, 0] = float("inf")
+
+
+def test_fp16_trains_with_fp32_weights_and_states():
+    trained = trainer(text(max_bytes=2**20), lr=1e-2)
+    losses = trained.run(14)
+    assert losses[-1] < losses[0] - 1.0
+    assert all(map(math.isfinite, losses))
+    states = trained.optimizer.state.values()
+    kept = [*trained.model.parameters(), *(s["exp_avg"] for s in states)]
+    assert {x.dtype for x in kept} == {torch.float32}
+
+
+def test_fp16_computes_in_fp16_and_fp32_does_not():
+    seen = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        trained = trainer(precision=precision)
+        handle = trained.model.blocks[0].mlp.down.register_forward_hook(
+            lambda module, inputs, output, name=precision: seen.update({name: output.dtype})
+        )
+        trained.step(0)
+        handle.remove()
+    assert seen == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted(clip, device):
+    trained = trainer(clip=clip, device=device, observers=[Overflow(1, 2)])
+    trained.run(1)
+    scale, weight = trained.scaler.get_scale(), trained.model.head.weight.clone()
+    trained.run(2)
+    assert torch.equal(trained.model.head.weight, weight)
+    assert trained.scaler.get_scale() == scale / 4
+    assert trained.skipped_steps == 2
+    trained.run(1)
+    assert not torch.equal(trained.model.head.weight, weight)
+    assert trained.skipped_steps == 2
+    assert trained.steps_done == 4
+
+
+def test_steps_that_are_skipped_before_any_other_are_counted():
+    trained = trainer(observers=[Overflow(0)])
+    trained.run(1)
+    assert trained.skipped_steps == 1
+    trained.run(1)
+    assert trained.skipped_steps == 1
+
+
+def test_without_a_scaler_no_step_is_skipped():
+    trained = trainer(precision="fp32")
+    trained.run(2)
+    assert trained.skipped_steps == 0
+    assert not trained.scaler.is_enabled()
+
+
+def test_small_gradients_survive_fp16_only_because_the_loss_is_scaled():
+    def smallest(enabled):
+        class Seen:
+            def on_start(self, trainer):
+                self.trainer = trainer
+
+            def on_phase(self, name, step):
+                if name == "optimizer":
+                    weights = self.trainer.model.blocks[0].attention.q_proj.weight
+                    self.zeros = (weights.grad == 0).float().mean().item()
+
+        seen = Seen()
+        trained = trainer(observers=[seen])
+        # Gradients of 1e-7 and less, as those of a large batch's single tokens are.
+        trained.scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        forward = trained.wrapped.forward
+        trained.wrapped.forward = lambda *given: (None, forward(*given)[1] * 1e-4)
+        trained.step(0)
+        return seen.zeros
+
+    assert smallest(enabled=False) > smallest(enabled=True) + 0.2
+
+
+def test_narrow_weights_are_refused_and_wide_ones_are_not():
+    settings = TrainConfig(1, 32)
+    with pytest.raises(ValueError, match=r"embed\.weight is bfloat16: updates smaller than"):
+        Trainer(LanguageModel(tiny()).bfloat16(), synthetic(seed=0), settings)
+    with pytest.raises(ValueError, match=r"embed\.weight is fp16: AdamW's eps of 1e-8 becomes 0"):
+        Trainer(LanguageModel(tiny()).half(), synthetic(seed=0), settings)
+    Trainer(LanguageModel(tiny()).double(), synthetic(seed=0), settings)
+
+
+def test_fp16_weights_would_be_nan_at_the_second_step():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.tensor([0.0, 1.0], dtype=torch.float16)
+    optimizer.step()
+    assert weight.isnan().tolist() == [True, False]

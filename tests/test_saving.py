@@ -1,0 +1,272 @@
+import os
+import warnings
+
+import pytest
+import torch
+from tiny_models import one_thread, tiny
+
+from nsa.model import saving
+from nsa.model.data import synthetic
+from nsa.model.llama import LanguageModel
+from nsa.model.train import TrainConfig, Trainer
+
+
+@pytest.fixture(autouse=True)
+def small_tensors():
+    with one_thread():
+        yield
+
+
+def trainer(config=None, seed=0, device="cpu", **changes):
+    config = config or tiny()
+    settings = TrainConfig(**{"batch": 2, "tokens": 32, "lr": 1e-2, "seed": seed, **changes})
+    return Trainer(LanguageModel(config), synthetic(seed=0), settings, device=device)
+
+
+def everything(trained):
+    """All that a later step depends on, as tensors by name."""
+    states = trained.optimizer.state
+    found = dict(trained.model.state_dict())
+    for name, parameter in trained.model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in states.get(parameter, {}).items()}
+    scaler = trained.scaler.state_dict()
+    return found | {f"scaler.{key}": torch.tensor(value) for key, value in scaler.items()}
+
+
+def assert_equal_bits(one, other):
+    one, other = everything(one), everything(other)
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def resumed_in_the_middle(folder, **settings):
+    """(6 steps, 3 steps that are saved and 3 of a trainer that knows only the file), losses too."""
+    whole, first, second = (trainer(seed=seed, **settings) for seed in (0, 0, 1))
+    losses = whole.run(6)
+    begun = first.run(3)
+    first.save(folder)
+    second.run(1)  # what it held before must not matter
+    second.load(folder)
+    assert second.steps_done == 3
+    return whole, second, losses, begun + second.run(3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"accumulate": 2, "schedule": "cosine", "steps": 6, "warmup_steps": 2},
+    ],
+    ids=["fp32", "bf16", "fp16", "accumulated"],
+)
+def test_a_resumed_run_is_the_whole_one_to_the_last_bit(settings, tmp_path):
+    whole, resumed, losses, parts = resumed_in_the_middle(tmp_path, **settings)
+    assert parts == losses
+    assert_equal_bits(resumed, whole)
+    assert resumed.skipped_steps == whole.skipped_steps
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003.pt"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"precision": "fp16"}, {"cuda_graph": True}])
+def test_a_resumed_run_on_a_gpu_is_the_whole_one_to_the_last_bit(settings, tmp_path):
+    config = tiny(head_dim=16, backend="triton")
+    settings = {"config": config, "device": "cuda", **settings}
+    whole, resumed, losses, parts = resumed_in_the_middle(tmp_path, **settings)
+    assert parts == losses
+    assert_equal_bits(resumed, whole)
+
+
+def test_a_checkpoint_of_no_step_is_the_run_from_its_start(tmp_path):
+    whole, first, second = trainer(), trainer(), trainer(seed=1)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert second.run(2) == first.run(2) == whole.run(2)
+    assert_equal_bits(second, whole)
+    assert_equal_bits(first, whole)
+
+
+def test_parameters_without_gradients_are_no_obstacle(tmp_path):
+    config = tiny(force_branch="win")
+    whole, resumed, losses, parts = resumed_in_the_middle(tmp_path, config=config)
+    assert parts == losses
+    assert_equal_bits(resumed, whole)
+
+
+def test_frozen_parameters_are_no_obstacle(tmp_path):
+    def frozen(seed):
+        model = LanguageModel(tiny())
+        model.norm.weight.requires_grad_(False)
+        return Trainer(model, synthetic(seed=0), TrainConfig(2, 32, seed=seed))
+
+    whole, first, second = frozen(0), frozen(0), frozen(1)
+    losses = whole.run(3)
+    begun = first.run(2)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert begun + second.run(1) == losses
+    assert_equal_bits(second, whole)
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    saved = trainer()
+    saved.save(tmp_path / "a.pt")
+    expected = torch.randn(3)
+    torch.randn(7)
+    trainer().load(tmp_path / "a.pt")
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_what_decides_how_and_not_what_is_computed_may_change(tmp_path):
+    saved = trainer()
+    saved.run(1)
+    saved.save(tmp_path)
+    other = trainer(tiny(backend="masked", checkpoint="all"), accumulate=2, steps=100)
+    other.load(tmp_path)
+    assert other.steps_done == 1
+    assert other.run(1) == [pytest.approx(saved.run(1)[0], abs=1e-5)]
+    assert [group["lr"] for group in other.optimizer.param_groups] == [2e-3, 2e-3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"config": tiny(dim=64)}, r"model dim: 64, 32"),
+        ({"config": tiny(nsa={"window": 4})}, r"model nsa\.window: 4, 8"),
+        (
+            {"lr": 0.5, "precision": "bf16"},
+            r"training lr: 0\.5, 0\.01; .*precision: 'bf16', 'fp32'",
+        ),
+    ],
+)
+def test_another_config_is_refused_by_its_fields_and_nothing_changes(settings, named, tmp_path):
+    saved = trainer()
+    saved.run(1)
+    saved.save(tmp_path / "one.pt")
+    other, untouched = trainer(**settings), trainer(**settings)
+    with pytest.raises(ValueError, match=named):
+        other.load(tmp_path / "one.pt")
+    assert_equal_bits(other, untouched)
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.999])
+def test_a_truncated_file_is_refused_as_such(left, tmp_path):
+    file = tmp_path / "one.pt"
+    trainer().save(file)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(left * len(content))])
+    with pytest.raises(ValueError, match=r"one\.pt is truncated or no checkpoint"):
+        trainer().load(file)
+
+
+def test_a_changed_byte_in_the_weights_is_noticed(tmp_path):
+    file, trained = tmp_path / "one.pt", trainer()
+    trained.save(file)
+    content = bytearray(file.read_bytes())
+    place = content.find(trained.model.head.weight.detach().numpy().tobytes()[:64])
+    assert place > 0
+    content[place + 3] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"one\.pt is truncated or no checkpoint"):
+        trainer().load(file)
+
+
+def test_files_of_something_else_are_refused(tmp_path):
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"model": {}}, tmp_path / "foreign.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save(trainer().model, tmp_path / "module.pt")  # would execute code
+    for name in ("text", "module"):
+        with pytest.raises(ValueError, match=rf"{name}\.pt is truncated or no checkpoint"):
+            trainer().load(tmp_path / f"{name}.pt")
+    for name in ("foreign", "list"):
+        with pytest.raises(ValueError, match=rf"{name}\.pt holds no nsa training checkpoint"):
+            trainer().load(tmp_path / f"{name}.pt")
+    with pytest.raises(FileNotFoundError, match=r"absent\.pt"):
+        trainer().load(tmp_path / "absent.pt")
+    with pytest.raises(ValueError, match="is of version 99, this library reads version 1"):
+        torch.save({"format": saving.FORMAT, "version": 99}, tmp_path / "later.pt")
+        trainer().load(tmp_path / "later.pt")
+
+
+class Interrupted:
+    """A stream that Ctrl-C meets after so many bytes."""
+
+    def __init__(self, stream, after):
+        self.stream, self.left = stream, after
+
+    def write(self, data):
+        self.left -= len(data)
+        if self.left < 0:
+            self.stream.write(bytes(data)[: len(data) // 2])
+            raise KeyboardInterrupt
+        return self.stream.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+@pytest.mark.parametrize("after", [0, 20_000])
+def test_an_interrupted_write_leaves_the_last_good_checkpoint(after, tmp_path, monkeypatch):
+    trained = trainer()
+    trained.run(1)
+    trained.save(tmp_path / "last.pt")
+    before = (tmp_path / "last.pt").read_bytes()
+    trained.run(1)
+    plain = torch.save
+    monkeypatch.setattr(torch, "save", lambda x, stream: plain(x, Interrupted(stream, after)))
+    with pytest.raises(KeyboardInterrupt):
+        trained.save(tmp_path / "last.pt")
+    assert (tmp_path / "last.pt").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+    monkeypatch.undo()
+    trained.save(tmp_path / "last.pt")
+    other = trainer()
+    other.load(tmp_path / "last.pt")
+    assert other.steps_done == 2
+
+
+def test_the_disk_has_the_bytes_before_the_name(tmp_path, monkeypatch):
+    order = []
+    for name in ("fsync", "replace"):
+        plain = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, name=name, plain=plain: (order.append(name), plain(*args))[1]
+        )
+    trainer().save(tmp_path)
+    assert order == ["fsync", "replace", "fsync"]
+
+
+def test_a_folder_stands_for_its_newest_readable_checkpoint(tmp_path):
+    trained = trainer()
+    for _ in range(3):
+        trained.run(1)
+        trained.save(tmp_path)
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    names = [path.name for path in saving.checkpoints(tmp_path)]
+    assert names == ["step-000001.pt", "step-000002.pt", "step-000003.pt"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        last = trainer()
+        last.load(tmp_path)
+    assert last.steps_done == 3
+    os.truncate(tmp_path / "step-000003.pt", 5000)
+    with pytest.warns(RuntimeWarning, match=r"passed over: .*step-000003\.pt is truncated"):
+        last.load(tmp_path)
+    assert last.steps_done == 2
+    for file in saving.checkpoints(tmp_path):
+        os.truncate(file, 10)
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: .*step-000001\.pt"):
+        last.load(tmp_path)
+
+
+def test_an_empty_folder_says_what_it_lacks(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint \(step-000500\.pt\) in"):
+        trainer().load(tmp_path)
+
+
+def test_more_than_a_million_steps_are_in_order():
+    assert saving.file_of("runs", 1_500_000).name == "step-1500000.pt"
+    assert saving.file_of("runs/last.pt", 7).name == "last.pt"
