@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa.lab.cell import DATA, DEVICES
 from nsa.lab.ranks import run_ranks
 from nsa.lab.tracing_faults import FAULTS
 
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
+    from nsa.model.train_config import TrainConfig
 
 ENTRY = "nsa.lab.tracing_child:run"
-DEVICES = ("cpu", "cuda")
 STEPS = 3  # DDP cuts its buckets anew after the first, with a static graph after the second
 
 
@@ -82,9 +83,17 @@ class Setup:
             raise ValueError(f"device={self.device!r} is unknown; known are {', '.join(DEVICES)}")
         if self.communication == "nccl" and self.device == "cpu":
             raise ValueError("communication='nccl' needs GPUs; on a CPU 'gloo' would do")
+        if self.data not in DATA:
+            raise ValueError(f"data={self.data!r} is unknown; known are {', '.join(DATA)}")
+        if self.precision == "fp16":
+            raise ValueError(
+                "precision='fp16' scales gradients, so they are not those of one process; "
+                "'fp32' or 'bf16' would do"
+            )
         parallel.check("ddp", self.communication, bucket_mb=self.bucket_mb)
         parallel.Parallel("ddp", ranks=self.ranks).rows(self.batch)
         self.config(Trial("ddp"))
+        self.training()
 
     def config(self, trial: Trial) -> "ModelConfig":
         """The model of a trial. ValueError for an unknown preset, backend or field."""
@@ -95,6 +104,14 @@ class Setup:
         layers = {} if self.layers is None else {"layers": self.layers}
         changes = {"backend": self.backend, "force_branch": trial.branch, **layers, **self.changes}
         return preset(self.preset, **changes)
+
+    def training(self) -> "TrainConfig":
+        """How every trial trains. ValueError for a precision that the loop refuses."""
+        from nsa.model.train_config import TrainConfig
+
+        return TrainConfig(
+            batch=self.batch, tokens=self.tokens, precision=self.precision, seed=self.seed
+        )
 
 
 @dataclass
@@ -205,10 +222,12 @@ def _collect(found: Traced, todo: list, rows: list[dict], place: Path, progress:
 def _record(file: Path, row: dict) -> dict:
     """What the rank left of a trial, or, where it left nothing, how the rank ended."""
     try:
-        return {**json.loads(file.read_text(encoding="utf-8")), "first": False, "whole": True}
+        left = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         status = "ended" if row["status"] == "ok" else row["status"]
         return {**row, "status": status, "whole": False}
+    whole = left["status"] in ("ok", "refused")
+    return {**left, "first": row["first"] and not whole, "whole": whole}
 
 
 def _judge_shards_together(records: list[dict]) -> None:
@@ -236,7 +255,7 @@ def _add(found: Traced, trial: Trial, rank: int, record: dict) -> None:
 def _say(found: Traced, trial: Trial, records: list[dict]) -> None:
     ends = ", ".join(dict.fromkeys(record["status"] for record in records))
     number = 1 + list(found.trials).index(trial)
-    said = sorted(records, key=lambda r: r["status"] == "ended")  # who was ended says least
+    said = sorted(records, key=lambda r: (not r["first"], r["status"] == "ended"))
     why = next((r["message"] for r in said if r["message"]), "")
     why = f" ({why.splitlines()[0][:100]})" if why else ""
     print(f"[{number}/{len(found.trials)}] {trial.name}: {ends}{why}", file=sys.stderr, flush=True)

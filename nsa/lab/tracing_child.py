@@ -3,6 +3,7 @@
 import gc
 import hashlib
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nsa.model.data import synthetic, text
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.parallel import Parallel
 from nsa.model.precision import autocast
-from nsa.model.train import Data, TrainConfig, Trainer
+from nsa.model.train import Data, Trainer
 
 COLLECTIVE_S = 600.0  # longer than any launch: the supervisor's deadline, not NCCL's, ends a rank
 
@@ -50,7 +51,7 @@ def run(spec: dict) -> dict:
         except Exception as error:
             seen = failure(error)
             evidence = seen.pop("traceback")
-            put(file, {**seen, "evidence": evidence, "place": place.place, "whole": False})
+            put(file, {**seen, "evidence": evidence, "place": place.place})
             raise
         put(file, {**record, "place": place.place})
         everyone.barrier()
@@ -71,10 +72,7 @@ def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None"
     if trial.fault:
         plant(trial.fault, model, here.rank, here.ranks)
     data = text(seed=setup.seed) if setup.data == "text" else synthetic(setup.seed, config.vocab)
-    training = TrainConfig(
-        batch=setup.batch, tokens=setup.tokens, precision=setup.precision, seed=setup.seed
-    )
-    trainer = Trainer(model, data, training, device=here.device, parallel=here)
+    trainer = Trainer(model, data, setup.training(), device=here.device, parallel=here)
     arrival, modules = GradientArrival(model, warn=False), ModuleOrder(model)
     observers: list[Any] = [*([place] if place else []), arrival, modules]
     buckets = BucketTrace(trainer.wrapped, range(STEPS), out=None) if here.kind == "ddp" else None
@@ -202,7 +200,9 @@ def _error(mine: Tensor | None, alone: Tensor | None) -> float:
         return 0.0 if mine is alone else float("inf")
     scale = float(alone.abs().max())
     apart = float((mine - alone).abs().max())
-    return apart / scale if scale else (0.0 if not apart else float("inf"))
+    if not apart:
+        return 0.0
+    return apart / scale if scale and isfinite(apart) else float("inf")
 
 
 def _whole(x: Tensor) -> Tensor:

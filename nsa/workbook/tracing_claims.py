@@ -75,7 +75,7 @@ def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
 def modules_run_in_one_order(traced: Traced) -> Claim:
     """The backward enters the same modules one after the other on all ranks, in clean trials."""
     table = tracing_table.frame(traced, "modules")
-    clean = [trial.name for trial in traced.trials if not trial.fault]
+    clean = [t.name for t in traced.trials if not t.fault and traced.ended(t.name)]
     table = table[table["trial"].isin(clean)]
     sentence = "module backwards run in one order on all ranks"
     if not len(table) or traced.setup.ranks < 2:
@@ -101,20 +101,22 @@ def branches_are_different_programs(traced: Traced) -> Claim:
     if len(losses) < 2:
         return _not_traced(sentence)
     equal = [f"{a} = {b}" for a, b in combinations(losses, 2) if losses[a] == losses[b]]
-    shown = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
-    return Claim(f"{sentence}: first losses {shown}", _verdict(not equal), {"equal": equal})
+    text = f": {', '.join(equal)} in the first loss" if equal else f": {len(losses)} first losses"
+    return Claim(sentence + text, _verdict(not equal), losses)
 
 
 def gradients_are_one_process(traced: Traced) -> Claim:
     """The ranks' rows one after the other in one process: the same sums, but for the mean."""
     table = tracing_table.frame(traced, "gradients")
-    mine = table[table["way"] == "rows"]
+    ended = [trial.name for trial in traced.trials if traced.ended(trial.name)]
+    mine = table[(table["way"] == "rows") & table["trial"].isin(ended)]
     limit = GRADIENT_LIMIT.get(traced.setup.precision, COARSE)
     ranks = traced.setup.ranks
     sentence = f"gradients of {ranks} rank{'s' if ranks > 1 else ''} are one process's to {limit:g}"
     if not len(mine):
         return _not_traced(sentence)
-    worst = mine.groupby("trial", sort=False)["error"].max()
+    errors = mine["error"].fillna(float("inf"))
+    worst = errors.groupby(mine["trial"], sort=False).max()
     bad = [f"{trial} {error:.1g}" for trial, error in worst.items() if not error <= limit]
     text = f": {', '.join(bad)}" if bad else f" in {', '.join(worst.index)}"
     return Claim(sentence + text, _verdict(not bad), worst.to_dict())

@@ -16,14 +16,16 @@ def arrival_order(traced: Traced, trials: list[str], step: int = 1):
     its place, ringed in red. ValueError where none of the trials has arrivals.
     """
     table = tracing_table.frame(traced, "arrivals")
-    table = table[(table["step"] == step) & table["trial"].isin(trials)]
+    table = table[table["step"] == step]
     shown = [name for name in trials if (table["trial"] == name).any()]
     if not shown:
         raise ValueError(f"no arrivals of {', '.join(trials)} in step {step}")
-    first = table[table["trial"] == shown[0]]["parameter"].drop_duplicates()
-    place = {name: number for number, name in enumerate(_in_model_order(list(first)))}
+    one = table[table["rank"] == 0]
+    fullest = (one["state"] != "missing").groupby(one["trial"], sort=False).sum().idxmax()
+    arrived = list(one[one["trial"] == fullest]["parameter"])
+    place = {name: number for number, name in enumerate(_in_model_order(arrived))}
     with looks.style():
-        fig, panels = looks.panels(len(shown), 3.6)
+        fig, panels = looks.panels(len(shown), 2.8)
         for axes, name in zip(panels, shown, strict=True):
             mine = table[table["trial"] == name]
             for rank, rows in mine.groupby("rank"):
@@ -45,7 +47,7 @@ def buckets(traced: Traced, trials: list[str]):
     if not found:
         raise ValueError(f"no buckets of {', '.join(trials)}")
     with looks.style():
-        fig, panels = looks.panels(len(found), 3.0)
+        fig, panels = looks.panels(len(found), 2.4)
         for axes, (name, steps) in zip(panels, found.items(), strict=True):
             ticks, labels = [], []
             for step, by_rank in steps.items():
@@ -129,12 +131,13 @@ def _look(rank: int) -> tuple[str, str]:
     return RANK_LOOKS[rank % len(RANK_LOOKS)]
 
 
-def _in_model_order(names: list[str]) -> list[str]:
-    """Embedding, blocks, final norm, head; within a block the order of the reverse of arrival."""
+def _in_model_order(arrived: list[str]) -> list[str]:
+    """Embedding, blocks, final norm, head; within each the last to arrive comes first."""
     ends = {"embed": -1, "norm": 10**6, "head": 10**6 + 1}
 
-    def layer(name: str) -> int:
-        parts = name.split(".")
-        return int(parts[1]) if parts[0] == "blocks" else ends.get(parts[0], 10**5)
+    def place(item: tuple[int, str]) -> tuple[int, int]:
+        order, name = item
+        top, layer = (name + "..").split(".")[:2]
+        return (int(layer) if top == "blocks" else ends.get(top, 10**5)), -order
 
-    return sorted(names[::-1], key=layer)
+    return [name for _, name in sorted(enumerate(arrived), key=place)]

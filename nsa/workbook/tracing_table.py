@@ -10,7 +10,12 @@ from nsa.workbook.files import write_atomically
 
 WHO = ["trial", "rank", "step"]
 STATES = ("arrived", "missing", "zero")
-EVIDENCE = ("all_missing_params", "arrival_by_rank", "ddp_buckets", "module_order")
+EVIDENCE = (
+    "all_missing_params", "arrival_by_rank", "ddp_buckets", "module_order", "rank_outcomes",
+)  # fmt: skip
+OUTCOME = [
+    "trial", "rank", "status", "first", "place", "losses", "weights", "message", "evidence",
+]  # fmt: skip
 
 
 def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
@@ -18,7 +23,8 @@ def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
 
     all_missing_params: every gradient that is missing or zero, with whether that is right
     (`expected`) and whether it was planted. arrival_by_rank: a row a parameter, step and trial,
-    with order, ms and state of each rank. ddp_buckets, module_order: all rows.
+    with order, ms and state of each rank. ddp_buckets, module_order: all rows. rank_outcomes: how
+    each rank ended each trial, with the traceback or stacks of one that failed.
     """
     arrivals = frame(traced, "arrivals")
     missing = arrivals[arrivals["state"] != "arrived"].copy()
@@ -36,6 +42,7 @@ def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
         "arrival_by_rank": by_rank(arrivals),
         "ddp_buckets": frame(traced, "buckets"),
         "module_order": frame(traced, "modules"),
+        "rank_outcomes": pandas.DataFrame(traced.outcomes, columns=OUTCOME),
     }
 
 
@@ -114,6 +121,13 @@ def counts(traced: Traced, step: int = 1) -> pandas.DataFrame:
         rows.append({"trial": trial, "rank": rank, **numbers, "unexpected": wrong})
     columns = ["trial", "rank", *STATES, "unexpected"]
     return pandas.DataFrame(rows, columns=columns).set_index(["trial", "rank"])
+
+
+def arrived(traced: Traced, trial: str, rank: int = 0, step: int = 1) -> list[str]:
+    """The parameters whose gradients arrived on a rank, in that order."""
+    table = frame(traced, "arrivals")
+    mine = table[(table["trial"] == trial) & (table["rank"] == rank) & (table["step"] == step)]
+    return list(mine.dropna(subset="order").sort_values("order")["parameter"])
 
 
 def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
