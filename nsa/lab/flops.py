@@ -5,6 +5,7 @@ a kernel makes again. So an implementation gains nothing here by doing more than
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -47,8 +48,10 @@ def step_flops(config: ModelConfig, tokens: int, batch: int) -> StepFlops:
     `nsa.lab.limits.pairs` counts them; scoring has no product of its own, for it reads the
     compressed branch's. All branches take part, whatever `force_branch` says.
     """
+    a_token, a_block = _multiplied(config)
+    multiplied = tokens * a_token + count_compressed(tokens, config.nsa) * a_block
     return StepFlops(
-        weights=6 * batch * _multiplied(config, tokens),
+        weights=6 * batch * multiplied,
         attention=3 * config.layers * _attention_forward(config, tokens, batch),
     )
 
@@ -58,8 +61,9 @@ def nominal_tflops(device_name: str) -> float:
     return next((t for part, t in NOMINAL_TFLOPS.items() if part in device_name), float("nan"))
 
 
-def _multiplied(config: ModelConfig, tokens: int) -> int:
-    """Multiply-adds with parameters, of one sequence."""
+@cache
+def _multiplied(config: ModelConfig) -> tuple[int, int]:
+    """Multiply-adds with parameters: of each token, and of each compressed block."""
     with torch.device("meta"):
         model = LanguageModel(config)
     # A softmax gate reads the mean query of each group, so its matrices multiply once a KV head.
@@ -74,7 +78,7 @@ def _multiplied(config: ModelConfig, tokens: int) -> int:
         for name, p in model.named_parameters()
         if ".phi_" in name and "weight" in name.rpartition(".")[2]
     )
-    return tokens * linear + count_compressed(tokens, config.nsa) * phi
+    return linear, phi
 
 
 def _attention_forward(config: ModelConfig, tokens: int, batch: int) -> int:

@@ -135,4 +135,6 @@ def _row(row, mode, metric, unit, x_name, x, values, config=None) -> dict:
         "q20": low,
         "q80": high,
         "config": _config(row) if config is None else config,
+        # A GPU that this machine has is none that a cell on the CPU used.
+        "gpu": "cpu" if row["device"] == "cpu" else None,
     }

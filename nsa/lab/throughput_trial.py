@@ -50,6 +50,7 @@ def measure_rank(spec: dict) -> dict:
         found = _timed(trainer, cell.steps)
         found["losses"] = losses + found["losses"]
         found["phase_ms"] = _by_phase(trainer)
+        found["syncs"] = None
         if cell.device == "cuda":
             found["syncs"] = syncs.count(lambda: trainer.step(trainer.steps_done)).total
         else:

@@ -44,7 +44,8 @@ def session(cell: TrainCell, threads: int | None = None, **changes: Any) -> Iter
     try:
         config = cell.config()
         source = text(seed=DATA_SEED) if cell.data == "text" else synthetic(DATA_SEED, config.vocab)
-        with Prefetch(source) as data:
+        # A thread that pins memory would spoil the capture of a CUDA graph.
+        with Prefetch(source, pin=not cell.cuda_graph) as data:
             trainer = Trainer(
                 LanguageModel(config),
                 data,

@@ -1,0 +1,299 @@
+"""Cells, trials and their endings: what the throughput notebook measures, on tiny models."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from throughput_entries import measured
+
+from nsa.lab import lesson_rows, loss_curves, step_profile, throughput, throughput_trial
+from nsa.lab.compilations import Compilations
+from nsa.lab.memory_samples import MemorySamples
+from nsa.lab.throughput_cell import TrainCell
+from nsa.lab.throughput_grid import curve_grid, throughput_grid
+from nsa.lab.throughput_rows import growth, windows
+from nsa.lab.training_session import session
+
+CELL = TrainCell("cpu_test", 32, backend="gather", batch=2, layers=1, steps=3)
+TWO = CELL.with_("ranks=2 parallel=ddp")
+ENTRY = "throughput_entries:ending"
+
+
+def test_a_cell_survives_json_and_says_what_it_is():
+    cell = replace(CELL, changes={"phi": "mlp"}, checkpoint="all", compile=True)
+    assert TrainCell.from_dict(json.loads(json.dumps(cell.to_dict()))) == cell
+    assert str(cell) == "cpu_test x1 gather T=32 batch 2 fp32 cpu compile checkpoint all phi=mlp"
+    assert str(TWO).endswith("2 ranks ddp")
+    assert TWO.variant == "ranks=2 parallel=ddp"
+    assert CELL.with_("compile").with_("batch=1").variant == "compile batch=1"
+
+
+def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():
+    twin = replace(CELL, attention="dense", backend="auto")
+    config, plain = twin.config(), CELL.config()
+    assert (config.attention, config.backend, twin.name) == ("dense", "auto", "dense")
+    assert (config.dim, config.layers, config.mlp_size) == (plain.dim, 1, plain.mlp_size)
+    assert replace(twin, backend="sdpa").name == "dense-sdpa"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "cpu_tes"}, "did you mean 'cpu_test'"),
+        ({"backend": "gathr"}, "gather"),
+        ({"attention": "dense", "backend": "gather"}, "none of dense attention's: auto, sdpa"),
+        ({"attention": "sparse"}, "known are nsa, dense"),
+        ({"tokens": 0}, "tokens=0 must be a whole number of at least 1"),
+        ({"warmup": 2}, "at least 3"),
+        ({"ranks": 2}, "ranks=2 need parallel='ddp' or 'fsdp'"),
+        ({"ranks": 2, "parallel": "ddp", "batch": 3}, "batch=3 is not a multiple of ranks=2"),
+        ({"compile": "yes"}, "must be true or false"),
+        ({"precision": "int8"}, "int8"),
+        ({"checkpoint": "0:9"}, "does not fit 1 layers"),
+        ({"changes": {"backend": "masked"}}, "which the cell itself has"),
+        ({"changes": {"vocab": 8}}, "256 byte values"),
+        ({"changes": {"max_tokens": 16}}, "more than max_tokens=16"),
+    ],
+)
+def test_what_could_not_be_run_is_refused_beforehand(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CELL, **changes)
+
+
+def test_a_variant_that_changes_nothing_is_refused():
+    with pytest.raises(ValueError, match="nearest is compile="):
+        CELL.with_("compiled")
+    with pytest.raises(ValueError, match="has no field 'batches'; did you mean 'batch'"):
+        TrainCell.from_dict({"preset": "cpu_test", "tokens": 8, "batches": 1})
+
+
+def test_a_grid_has_plain_cells_then_ranks_then_variants():
+    cells = throughput_grid(
+        "cpu_test", ["gather", "dense"], [64, 128], step_tokens=128, long_backends=["dense"],
+        long_tokens=[128, 256], variants=["checkpoint=all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
+    )  # fmt: skip
+    assert [(c.name, c.tokens, c.batch, c.ranks, c.variant) for c in cells] == [
+        ("gather", 64, 2, 1, ""), ("dense", 64, 2, 1, ""), ("gather", 128, 1, 1, ""),
+        ("dense", 128, 1, 1, ""), ("dense", 256, 1, 1, ""),
+        ("gather", 64, 4, 2, "batch=4 ranks=2 parallel=ddp"),
+        ("gather", 64, 4, 2, "batch=4 ranks=2 parallel=fsdp"),
+        ("gather", 64, 2, 1, "checkpoint=all"),
+    ]  # fmt: skip
+    assert curve_grid("cpu_test", ["gather"], tokens=64, batch=3, steps=0) == []
+    (curve,) = curve_grid("cpu_test", ["dense"], tokens=64, batch=3, steps=40)
+    assert (curve.name, curve.batch, curve.steps) == ("dense", 3, 40)
+    with pytest.raises(ValueError, match="no cell to measure"):
+        throughput_grid("cpu_test", [], [64], step_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """One cell, measured in this process."""
+    return throughput_trial.measure_rank({"cell": CELL.to_dict(), "threads": 1})
+
+
+def test_a_trial_measures_steps_that_nobody_watches(found):
+    assert len(found["step_ms_each"]) == CELL.steps
+    assert found["step_ms"] == np.median(found["step_ms_each"])
+    assert found["tokens_s"] == pytest.approx(3 * 64e3 / sum(found["step_ms_each"]))
+    assert found["recount_tokens_s"] == pytest.approx(found["tokens_s"], rel=0.01)
+    assert len(found["losses"]) == CELL.warmup + CELL.steps
+    assert found["losses"][-1] < found["losses"][0]
+    assert list(found["phase_ms"]) == ["data", "forward", "backward", "optimizer"]
+    assert found["recompilations"] == 0 and found["syncs"] is None
+    assert found["peak_mib"] > 0 and found["matmul_tflops"] > 0 and found["loader_wait_ms"] >= 0
+    assert found["paths"]["slc"] == ["gather-chunks"]
+    assert len(found["host_mib"]) == CELL.steps and found["device_mib"] == []
+    json.dumps(found)
+
+
+def test_a_backend_that_does_not_take_the_model_is_a_row(found):
+    declined = throughput_trial.measure_rank({"cell": replace(CELL, backend="flex").to_dict()})
+    row = throughput.row_of(CELL, "ok", results=[declined])
+    assert row["outcome"] == "declined" and "no backward on cpu" in row["message"]
+    assert math.isnan(row["tokens_s"])
+
+
+def test_observers_and_the_place_among_ranks_are_put_back():
+    with session(CELL, 1) as trainer:
+        trainer.step(0)
+        place = trainer.parallel
+        throughput_trial._by_phase(trainer)
+        throughput_trial._unsynced_ms(trainer)
+        assert trainer.observers == () and trainer.parallel is place
+        assert trainer.steps_done == 1 + 2 * throughput_trial.WATCHED
+
+
+def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch():
+    seen = []
+
+    class Inner:
+        kind = "ddp"
+
+        def micro(self, wrapped, last):
+            seen.append(last)
+
+    unsynced = throughput_trial._Unsynced(Inner())
+    unsynced.micro(None, True)
+    assert seen == [False] and unsynced.kind == "ddp"
+
+
+def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
+    (row,) = throughput.measure(
+        [replace(TWO, seed=0)], deadline_s=60, entry=ENTRY, progress=False, folder=tmp_path
+    )
+    assert row["outcome"] == "ok" and row["variant"] == "ranks=2 parallel=ddp"
+    assert (row["step_ms"], row["tokens_s"]) == (20.0, 500.0)
+    assert row["losses"] == [0.5, 3.0]  # a rank's loss is its share of the batch's
+    assert [rank["step_ms"] for rank in row["by_rank"]] == [10.0, 20.0]
+    assert list(tmp_path.glob("000-*/rank-1.json"))
+
+
+@pytest.mark.parametrize(
+    ("seed", "outcome", "message"),
+    [(1, "oom", "planted"), (2, "error", "planted"), (4, "declined", "planted")],
+)
+def test_every_ending_of_a_cell_is_a_row(seed, outcome, message, capsys):
+    (row,) = throughput.measure([replace(CELL, seed=seed)], deadline_s=60, entry=ENTRY)
+    assert row["outcome"] == outcome and message in row["message"]
+    assert math.isnan(row["step_ms"]) and row["losses"] == []
+    assert f"[1/1] {CELL}: {outcome}" in capsys.readouterr().err
+
+
+def test_a_late_cell_and_one_without_time_are_rows():
+    cells = [replace(CELL, seed=3), CELL]
+    late, unrun = throughput.measure(
+        cells, deadline_s=60, budget_s=1.0, entry=ENTRY, progress=False
+    )
+    assert late["outcome"] == "timeout"
+    assert unrun["outcome"] == "not run" and "budget of 1 s" in unrun["message"]
+
+
+def test_a_job_names_the_rank_that_failed_first():
+    (row,) = throughput.measure([replace(TWO, seed=1)], deadline_s=60, entry=ENTRY, progress=False)
+    assert row["outcome"] == "oom" and row["message"].startswith("rank 1 of 2: MemoryError")
+
+
+def test_illegal_cells_and_deadlines_are_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="deadline_s=0"):
+        throughput.measure([CELL], deadline_s=0)
+    with pytest.raises(ValueError, match="no field 'batches'"):
+        throughput.measure([CELL, {"preset": "cpu_test", "batches": 2}], deadline_s=1)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_with_gloo_and_say_what_communication_costs():
+    (row,) = throughput.measure([TWO], deadline_s=120, threads=1, progress=False)
+    assert row["outcome"] == "ok", row["message"] + row["evidence"]
+    assert math.isfinite(row["communication_ms"]) and len(row["by_rank"]) == 2
+    one = throughput_trial.measure_rank({"cell": CELL.to_dict(), "threads": 1})
+    assert row["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
+def test_curves_of_equal_seeds_are_equal_and_of_other_weights_others():
+    cell = replace(CELL, steps=4)
+    found = loss_curves.train_seeds({"cell": cell.to_dict(), "seeds": [1, 2], "threads": 1})
+    again = loss_curves.train_seeds({"cell": cell.to_dict(), "seeds": [1], "threads": 1})
+    assert found["losses"]["1"] == again["losses"]["1"]
+    assert found["losses"]["1"] != found["losses"]["2"]
+    assert len(found["losses"]["2"]) == len(found["host_mib"]) == 4
+    declined = {"cell": replace(cell, backend="flex").to_dict(), "seeds": [1]}
+    assert "no backward" in loss_curves.train_seeds(declined)["declined"]
+
+
+def test_what_is_compiled_meanwhile_is_counted():
+    def double(x):
+        return 2 * x
+
+    compiled = torch.compile(double, backend="eager", dynamic=False)
+    with Compilations() as first:
+        compiled(torch.ones(3))
+    with Compilations() as second:
+        compiled(torch.ones(3))
+    with Compilations() as other:
+        compiled(torch.ones(4))
+    assert (first.count, second.count, other.count) == (1, 0, 1)
+
+
+def test_memory_is_sampled_after_each_step():
+    samples = MemorySamples(torch.device("cpu"))
+    samples.on_step(0, torch.zeros(()))
+    ballast = torch.ones(2**23)  # 32 MiB
+    samples.take()
+    assert samples.host_mib[1] - samples.host_mib[0] > 0.9 * ballast.nbytes / 2**20
+    assert samples.device_mib == []
+
+
+def test_growth_is_a_slope_that_a_jump_does_not_move():
+    assert growth([1.0] * 3 + [9.0] * 57)[0] == 0.0
+    slope, low, high = growth(np.arange(60) * 0.5)
+    assert slope == low == high == 0.5
+    assert math.isnan(growth([1.0, 2.0])[0])
+
+
+def test_windows_keep_the_mean_and_say_where_they_stand():
+    series = list(range(200))
+    parts = windows(series)
+    assert len(parts) == 50 and parts[0] == (1.5, 1.5) and parts[-1] == (197.5, 197.5)
+    assert windows([4.0, 6.0]) == [(0.0, 4.0), (1.0, 6.0)] and windows([]) == []
+
+
+def test_gaps_are_where_no_stream_works():
+    spans = [(1.0, 3.0), (2.0, 2.5), (5.0, 6.0), (6.0, 7.0), (10.0, 11.0)]
+    assert step_profile.gaps(reversed(spans)) == {
+        "step_ms": 10.0, "busy_ms": 5.0, "idle_ms": 5.0, "gaps": 2, "longest_gap_ms": 3.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="no kernel ran"):
+        step_profile.gaps([])
+
+
+def test_the_most_expensive_kernels_come_first_and_the_rest_together():
+    spans = {"a": [(0, 1)], "b": [(1, 4), (5, 6)], "c": [(7, 9)], "d": [(9, 10)]}
+    rows = step_profile.top(spans, count=2)
+    assert [row["name"] for row in rows] == ["b", "c", "2 others"]
+    assert [row["ms"] for row in rows] == [4, 2, 2] and rows[0]["calls"] == 2
+    assert sum(row["share"] for row in rows) == 1
+
+
+def test_a_step_is_profiled_on_a_cpu():
+    found = step_profile.profile_cell({"cell": CELL.to_dict(), "threads": 1})
+    names = [row["name"] for row in found["kernels"]]
+    assert any("mm" in name for name in names)
+    assert 0 < found["busy_ms"] <= 1.05 * found["step_ms"]
+    assert found["launches"] is None and found["syncs"] is None
+
+
+def test_lessons_are_rows_and_unknown_ones_refused():
+    with pytest.raises(ValueError, match="no lesson 'windw'"):
+        lesson_rows.learn_all(["window", "windw"], 64, deadline_s=60)
+    row = {
+        "lesson": "window", "accuracy": {"inside": 1.0, "outside": 0.1}, "steps": 50, "peek": 0.0,
+        "chance": {"inside": 0.1, "outside": 0.1}, "expected": {"inside": True, "outside": False},
+    }  # fmt: skip
+    lines = lesson_rows.answers([row, {"lesson": "copy"}])
+    assert [line["wanted"] for line in lines] == ["at least 0.9", "about chance: out of reach"]
+
+
+def test_a_stand_in_returns_what_a_trial_returns(found):
+    assert set(measured()) <= set(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["", "compile", "cuda_graph"])
+def test_a_gpu_step_waits_for_nothing_and_compiles_nothing_late(variant):
+    cell = TrainCell("cpu_test", 512, backend="triton", batch=2, precision="bf16", device="cuda")
+    found = throughput_trial.measure_rank({"cell": cell.with_(variant).to_dict()})
+    assert found["syncs"] == 0 and found["recompilations"] == 0
+    assert found["recount_tokens_s"] == pytest.approx(found["tokens_s"], rel=0.02)
+    assert max(found["device_mib"]) == min(found["device_mib"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_step_is_profiled_kernel_by_kernel():
+    cell = TrainCell("cpu_test", 512, backend="triton", batch=2, precision="bf16", device="cuda")
+    found = step_profile.profile_cell({"cell": cell.to_dict()})
+    assert found["launches"] > 50 and found["syncs"] == 0
+    assert found["busy_ms"] + found["idle_ms"] == pytest.approx(found["step_ms"])
