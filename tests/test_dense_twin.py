@@ -80,7 +80,7 @@ def test_equal_seeds_draw_equal_weights():
     for model in (one, two):
         model.reset_parameters(7)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert one.blocks[0].attention.q_proj.weight.std() == pytest.approx(0.02, rel=0.1)
+    assert one.blocks[0].attention.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 def test_the_config_survives_json_and_its_older_form():

@@ -109,7 +109,7 @@ def selection(tokens: int, block: int):
     """
     own, any_ = _needle(1, block - 1, filler=1), _needle(block, tokens - block - 1, filler=1)
     questions = {"own": _asks(True, own), "far": _asks(True, any_)}
-    return {"force_branch": "slc", "shared_kv": True}, [own, any_], questions, 300
+    return {"force_branch": "slc", "shared_kv": True}, [own, any_], questions, 500
 
 
 def compressed(tokens: int, block: int):
