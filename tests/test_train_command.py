@@ -223,6 +223,14 @@ def test_a_failure_in_the_middle_is_recorded_with_its_traceback(place, capsys, m
     assert len(rows(place / "r" / "losses.csv")) == 2, "what came before is kept"
 
 
+def test_training_needs_no_package_but_torch(place, monkeypatch):
+    for name in ("psutil", "pandas", "yaml", "tqdm", "papermill", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main([*TINY, "--steps", "1"]) == 0
+    (folder,) = (place / "runs").glob("*/train-*")
+    assert record(folder)["status"] == "ok"
+
+
 def test_a_killed_rank_takes_the_job_down_and_is_named(place):
     """Two ranks under `nsa train --ranks 2`; rank 0, which writes all files, is the one killed."""
     words = ["--steps", "1000000", "--eval-every", "2", "--save-every", "2"]
@@ -294,6 +302,21 @@ def test_ctrl_c_while_checkpoints_are_written_leaves_a_good_one_and_no_process(
     folder = place / "r" / "checkpoints"
     assert saving.newest(folder)["steps_done"] >= 1
     assert not list(folder.glob("*.part"))
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_leaves_no_rank_behind(place):
+    words = ["--steps", "1000000", "--eval-every", "2", "--ranks", "2", "--into", "r"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with Started(nsa(*words, "--port", str(port)), place) as job:
+        job.wait_for(lambda: pid_in_step(place / "r", 1))
+        job.process.kill()
+        deadline = time.monotonic() + ENDS_S / 2
+        while processes.family(job.cookie):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.lab.processes import die_with_parent
+from nsa.lab.processes import PARENT, die_with_parent
 from nsa.lab.rank_log import logged
 from nsa.lab.rank_state import Failure, accounted, first_failure, one_line
 from nsa.workbook import environment, store
@@ -109,8 +109,9 @@ def under_torchrun(job: "Job", argv: list[str], runs: str, given: str | None) ->
     """
     from torch.distributed import broadcast_object_list
 
-    place = join(job)
+    os.environ.pop(PARENT, None)  # names who started torchrun, where that is one of ours
     die_with_parent()
+    place = join(job)
     everyone = [str(make_folder(job, argv, runs, given)) if place.rank == 0 else None]
     broadcast_object_list(everyone, src=0)
     folder = Path(everyone[0])
@@ -124,7 +125,6 @@ def under_torchrun(job: "Job", argv: list[str], runs: str, given: str | None) ->
             _rank(job, lambda: place, folder, place.rank, close)
     except BaseException as error:
         end_process(error, place.rank)
-    place.close()
     return close() if record is not None else Ended(folder, "ok")
 
 
@@ -177,7 +177,9 @@ def _rank(
 
     with accounted(folder, rank, when_ended):
         try:
-            training_job.run(job, join_(), folder)
+            place = join_()
+            training_job.run(job, place, folder)
+            place.close()  # a rank that failed does not: it would wait for the others
         except Exception:
             # into the log alone: what the terminal gets is one line
             os.write(2, traceback.format_exc().encode())
