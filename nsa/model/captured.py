@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from nsa.model.parallel import Parallel
@@ -61,9 +61,7 @@ class CapturedStep:
         self.graph = graph
 
 
-def check_capturable(
-    config: "TrainConfig", device: torch.device, parallel: "Parallel", model: nn.Module
-) -> None:
+def check_capturable(config: "TrainConfig", device: torch.device, parallel: "Parallel") -> None:
     """Raises ValueError where a whole step cannot be a CUDA graph, saying why."""
     if device.type != "cuda":
         raise ValueError(f"cuda_graph=True needs a CUDA device, got device={str(device)!r}")
@@ -76,9 +74,4 @@ def check_capturable(
         raise ValueError(
             f"cuda_graph=True with {parallel.ranks} ranks: collectives are not captured; "
             "it is meant for one GPU"
-        )
-    if getattr(model.config, "strict", False):
-        raise ValueError(
-            "cuda_graph=True with strict=True: strict looks at values in the middle of a step, "
-            "and a graph has no middle"
         )

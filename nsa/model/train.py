@@ -46,7 +46,7 @@ class Trainer:
     loss), called after that with this rank's loss still on its device; close(). Each micro-batch
     has a "forward" and a "backward". Gradients can be looked at when "optimizer" starts; they are
     gone at "end". A step out of a CUDA graph is "data", "graph", "end". Methods are looked up when
-    observers are given, so without any a step pays for five empty loops (0.3 us).
+    observers are given, so without any a step pays for six empty loops, 0.7 us.
 
     `model` is the bare model, `wrapped` what is called: the model, or DDP around it.
 
@@ -69,14 +69,19 @@ class Trainer:
         self._rows = parallel.rows(config.batch, config.accumulate)
         check_weights(model)
         if config.cuda_graph:
-            check_capturable(config, self.device, parallel, model)
+            check_capturable(config, self.device, parallel)
+        if (config.compile or config.cuda_graph) and model.config.strict:
+            raise ValueError(
+                "strict=True looks at values in the middle of a step, which compile=True and "
+                "cuda_graph=True do not allow; a run without them finds what is not finite"
+            )
         if config.seed is not None:
             model.reset_parameters(config.seed)
         self.model = model.to(self.device)
         if config.compile:
             compile_blocks(self.model)
         self.wrapped = parallel.wrap(self.model)
-        self.parameters = list(self.model.parameters())  # walking the modules takes 0.1 ms a step
+        self.parameters = list(self.model.parameters())  # a walk over 12 layers takes 0.5 ms
         self.optimizer = self._optimizer()
         self.scaler = grad_scaler(config.precision, self.device)
         self.steps_done = 0
