@@ -37,6 +37,8 @@ def run(spec: dict) -> dict:
         torch.set_num_threads(spec["threads"])
     setup = Setup(**spec["setup"])
     everyone = parallel.start("ddp", backend=setup.communication, timeout_s=COLLECTIVE_S)
+    if setup.device == "cuda" and everyone.device == "cpu":
+        raise ValueError(f"device='cuda' needs a GPU for each of {setup.ranks} ranks on this host")
     for number, values in spec["trials"]:
         trial = Trial(**values)
         file = Path(spec["folder"], f"trial-{number}-rank-{everyone.rank}.json")

@@ -46,7 +46,7 @@ def every_trial_ended(traced: Traced) -> Claim:
 def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
     """Each parameter that should have a gradient, in every step, in one order on all ranks."""
     if not traced.ended(trial.name):
-        return _not_traced(f"{trial.name}: every gradient arrives")
+        return _undecided(f"{trial.name}: every gradient arrives")
     table = tracing_table.frame(traced, "arrivals")
     table = table[table["trial"] == trial.name]
     first = table[(table["step"] == 1) & (table["rank"] == 0)]
@@ -78,8 +78,10 @@ def modules_run_in_one_order(traced: Traced) -> Claim:
     clean = [t.name for t in traced.trials if not t.fault and traced.ended(t.name)]
     table = table[table["trial"].isin(clean)]
     sentence = "module backwards run in one order on all ranks"
-    if not len(table) or traced.setup.ranks < 2:
-        return _not_traced(sentence)
+    if traced.setup.ranks < 2:
+        return _undecided(sentence, "there is one rank")
+    if not len(table):
+        return _undecided(sentence)
     apart = []
     for (trial, step), mine in table.sort_values("order").groupby(["trial", "step"], sort=False):
         orders = {tuple(group["module"]) for _, group in mine.groupby("rank")}
@@ -99,7 +101,7 @@ def branches_are_different_programs(traced: Traced) -> Claim:
     losses = {name: traced.losses(name)[0] for name in names if traced.losses(name)}
     sentence = "each branch alone is another program than all three"
     if len(losses) < 2:
-        return _not_traced(sentence)
+        return _undecided(sentence)
     equal = [f"{a} = {b}" for a, b in combinations(losses, 2) if losses[a] == losses[b]]
     text = f": {', '.join(equal)} in the first loss" if equal else f": {len(losses)} first losses"
     return Claim(sentence + text, _verdict(not equal), losses)
@@ -114,7 +116,7 @@ def gradients_are_one_process(traced: Traced) -> Claim:
     ranks = traced.setup.ranks
     sentence = f"gradients of {ranks} rank{'s' if ranks > 1 else ''} are one process's to {limit:g}"
     if not len(mine):
-        return _not_traced(sentence)
+        return _undecided(sentence)
     errors = mine["error"].fillna(float("inf"))
     worst = errors.groupby(mine["trial"], sort=False).max()
     bad = [f"{trial} {error:.1g}" for trial, error in worst.items() if not error <= limit]
@@ -136,7 +138,7 @@ def buckets_hold_every_parameter(traced: Traced) -> Claim:
             if len({tuple(e) for e in by_rank.values()}) > 1 or len(by_rank) < traced.setup.ranks:
                 wrong.append(f"{name}, step {step}: ranks differ")
     if not totals:
-        return _not_traced(sentence)
+        return _undecided(sentence)
     evidence = {"wrong": wrong, "file": "ddp_buckets.csv"}
     counted = f": {max(totals.values()):,} elements"
     return Claim(
@@ -161,7 +163,7 @@ def buckets_are_cut_anew(traced: Traced) -> Claim:
         "find_unused_parameters"
     )
     if "ddp" not in found:
-        return _not_traced(sentence)
+        return _undecided(sentence)
     one = all(len(r) == 1 for by in tracing_table.layouts(traced, "ddp").values()
               for r in by.values())  # fmt: skip
     if one:
@@ -178,7 +180,7 @@ def static_graph_trains_the_same(traced: Traced) -> Claim:
     sentence = "a static graph trains the same as DDP without it"
     plain, static = traced.losses("ddp"), traced.losses("static graph")
     if not plain or not static:
-        return _not_traced(sentence)
+        return _undecided(sentence)
     limit = LOSS_LIMIT.get(traced.setup.precision, COARSE)
     apart = max(abs(a - b) / abs(a) for a, b in zip(plain, static, strict=True))
     return Claim(
@@ -194,7 +196,7 @@ def contradiction_is_refused(traced: Traced) -> Claim:
     rows = traced.of(name)
     sentence = "static_graph with find_unused_parameters is refused, with the reason"
     if not rows or {row["status"] for row in rows} - {"ok", "refused"}:
-        return _not_traced(sentence)
+        return _undecided(sentence)
     refused = all(row["status"] == "refused" and row["message"] for row in rows)
     return Claim(sentence, _verdict(refused), {"message": rows[0]["message"]})
 
@@ -203,7 +205,7 @@ def fault_is_named(traced: Traced, trial: Trial) -> Claim:
     """The evidence names the spoilt parameters on the spoilt ranks, in every step, and no other."""
     sentence = f"planted {trial.fault!r} is named by the arrival lists"
     if not traced.ended(trial.name):
-        return _not_traced(sentence)
+        return _undecided(sentence)
     table = tracing_table.frame(traced, "arrivals")
     table = table[table["trial"] == trial.name]
     ranks = range(traced.setup.ranks)
@@ -231,8 +233,10 @@ def only_arrivals_tell(traced: Traced) -> Claim:
     name = "rank branch"
     rows = traced.of(name)
     sentence = "nothing but the arrival lists shows a rank's own branch: no error, equal weights"
+    if traced.setup.ranks < 2:
+        return _undecided(sentence, "there is one rank")
     if not traced.ended(name):
-        return _not_traced(sentence)
+        return _undecided(sentence)
     table = tracing_table.frame(traced, "arrivals")
     compared = tracing_table.by_rank(table[table["trial"] == name])
     equal = len({row["weights"] for row in rows}) == 1
@@ -258,8 +262,8 @@ def _ends(traced: Traced) -> dict[str, str]:
     return {f"{row['trial']}, rank {row['rank']}": row["status"] for row in rows}
 
 
-def _not_traced(sentence: str) -> Claim:
-    return Claim(f"{sentence}: not decided, it was not traced to its end", "INCONCLUSIVE", {})
+def _undecided(sentence: str, why: str = "it was not traced to its end") -> Claim:
+    return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", {})
 
 
 def _verdict(holds: bool) -> str:

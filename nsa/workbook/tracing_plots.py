@@ -1,4 +1,7 @@
-"""The figures of distributed tracing, in the looks of all others. `plots.save` writes them."""
+"""The figures of distributed tracing, in the looks of all others. `plots.save` writes them.
+
+What was not traced, or did not get so far, is said in the figure's place: a verdict is still due.
+"""
 
 import numpy as np
 
@@ -13,13 +16,13 @@ def arrival_order(traced: Traced, trials: list[str], step: int = 1):
     """When each gradient arrives, against the parameter's place in the model; a panel a trial.
 
     A rank is a marker. What is missing stands at the left edge in red, what arrives as zero keeps
-    its place, ringed in red. ValueError where none of the trials has arrivals.
+    its place, ringed in red.
     """
     table = tracing_table.frame(traced, "arrivals")
     table = table[table["step"] == step]
     shown = [name for name in trials if (table["trial"] == name).any()]
     if not shown:
-        raise ValueError(f"no arrivals of {', '.join(trials)} in step {step}")
+        return _nothing(f"no arrivals of {', '.join(trials) or 'any trial'}")
     one = table[table["rank"] == 0]
     fullest = (one["state"] != "missing").groupby(one["trial"], sort=False).sum().idxmax()
     arrived = list(one[one["trial"] == fullest]["parameter"])
@@ -38,14 +41,11 @@ def arrival_order(traced: Traced, trials: list[str], step: int = 1):
 
 
 def buckets(traced: Traced, trials: list[str]):
-    """DDP's buckets by elements, stacked in their order: a bar a step and rank, a panel a trial.
-
-    ValueError where none of the trials has buckets.
-    """
+    """DDP's buckets by elements, stacked in their order: a bar a step and rank, a panel a trial."""
     found = {name: tracing_table.layouts(traced, name) for name in trials}
     found = {name: steps for name, steps in found.items() if steps}
     if not found:
-        raise ValueError(f"no buckets of {', '.join(trials)}")
+        return _nothing(f"no buckets of {', '.join(trials)}")
     with looks.style():
         fig, panels = looks.panels(len(found), 2.4)
         for axes, (name, steps) in zip(panels, found.items(), strict=True):
@@ -67,12 +67,12 @@ def buckets(traced: Traced, trials: list[str]):
 def module_timeline(traced: Traced, trial: str, step: int = 1, depth: int = 3):
     """When each module's backward begins on each rank, ms since the backward began.
 
-    Modules more than `depth` names deep are left out. ValueError where the trial has no modules.
+    Modules more than `depth` names deep are left out.
     """
     table = tracing_table.modules(traced, trial, step)
     table = table[[name.count(".") < depth for name in table.index]]
     if not len(table):
-        raise ValueError(f"no module backwards of {trial!r} in step {step}")
+        return _nothing(f"no module backwards of {trial}")
     height = max(2.2, 0.16 * len(table))
     with looks.style():
         fig, (axes,) = looks.panels(1, height)
@@ -86,6 +86,14 @@ def module_timeline(traced: Traced, trial: str, step: int = 1, depth: int = 3):
         axes.invert_yaxis()
         axes.set(title=f"{trial}, step {step}", xlabel="ms since the backward began (host)")
         looks.legend(fig, [axes])
+    return fig
+
+
+def _nothing(text: str):
+    with looks.style():
+        fig, (axes,) = looks.panels(1, 0.8)
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, f"{text}: not traced to its end", ha="center", va="center")
     return fig
 
 
