@@ -6,6 +6,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from nsa.model import streaming
 from nsa.model.streaming import FIRST_WAIT_S, NoText, Stream
 from nsa.model.train import Data
 
@@ -218,6 +219,11 @@ def test_processes_may_share_a_cache(hub, tmp_path):
 def test_an_illegal_option_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         Stream(cache=tmp_path, **options)
+
+
+def test_only_fineweb_edu_has_a_subset_by_default(tmp_path):
+    assert streaming.stream(seed=3) == Stream(subset="sample-10BT", seed=3)
+    assert streaming.stream("own/text", cache=tmp_path).name == "own/text/train"
 
 
 def test_the_cache_is_in_the_users_cache_by_default(monkeypatch, tmp_path):
