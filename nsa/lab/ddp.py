@@ -59,6 +59,7 @@ class BucketTrace:
             )
         if min(self.steps, default=-1) < 0:
             raise ValueError(f"steps={tuple(steps)}; name at least one, counted from 0")
+        self._last = max(self.steps)
         self._wrapped, self._out = wrapped, out
         self._names = {p: name for name, p in wrapped.module.named_parameters()}
         rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
@@ -114,7 +115,7 @@ class BucketTrace:
         self._hook_s += time.perf_counter() - entered
         if bucket.is_last():
             self._count += 1
-            if self._count == max(self.steps) + 1 and self._out is not None:
+            if self._count == self._last + 1 and self._out is not None:
                 self._out.write(
                     "bucket trace: done. Its hook stays until the model is wrapped anew and costs "
                     "one call of Python and one more pass over the gradients for each bucket "

