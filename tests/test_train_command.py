@@ -16,7 +16,9 @@ from tiny_models import one_thread
 from nsa import cli
 from nsa.lab import processes
 from nsa.model import saving
-from nsa.workbook.training_job import Job
+from nsa.model.presets import preset
+from nsa.model.train_config import TrainConfig
+from nsa.workbook.training_job import EVALUATION_BATCHES, Job, evaluation, source_of
 
 HOME = Path(__file__).parents[1]
 TINY = [
@@ -111,6 +113,8 @@ BAD_INPUT = [
     (["--checkpoint", "0:9"], "checkpoint='0:9' does not fit 1 layers"),
     (["--steps", "0"], "steps=0 must be at least 1"),
     (["--data", "short.txt"], "48 tokens and the last one's target need 49"),
+    (["--resume", "gone.pt"], "--resume gone.pt: there is no such file or folder"),
+    (["--data", "recall"], "48 tokens do not hold 16 pairs"),
     (["--data", "gone.txt"], "data='gone.txt' is no file or folder; known are text, synthetic"),
     (["--observe", "csv,gradients"], "no observer 'gradients'; there are csv, tensorboard"),
     (["--observe", "buckets"], "buckets are DDP's"),
@@ -194,12 +198,13 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     capsys.readouterr()
 
     # what cannot be resumed
+    (place / "empty").mkdir()
     cut = kept[0].with_name("cut.pt")
     cut.write_bytes(kept[0].read_bytes()[:-1000])
     for words, message in (
         (["--resume", str(cut)], "is truncated or no checkpoint at all"),
         (["--resume", "first", "--set", "head_dim=4"], "model head_dim: 4, 8"),
-        (["--resume", "gone"], "--resume gone: there is no checkpoint gone"),
+        (["--resume", "empty"], "--resume empty: there is no checkpoint"),
         (["--resume", "first"], "it has done 5 steps and --steps 5 asks for no more"),
     ):
         assert cli.main([*TINY, "--steps", "5", *words]) == 2
@@ -221,6 +226,25 @@ def test_a_failure_in_the_middle_is_recorded_with_its_traceback(place, capsys, m
     assert "raise RuntimeError" in ended["first_failure"]["traceback"]
     assert "raise RuntimeError" in (place / "r" / "rank0.log").read_text()
     assert len(rows(place / "r" / "losses.csv")) == 2, "what came before is kept"
+
+
+class Numbered:
+    """A stream whose batches say which they are."""
+
+    def batch(self, step, batch, tokens, device="cpu"):
+        drawn = torch.full((batch, tokens), step, device=device)
+        return drawn, drawn
+
+
+def test_a_stream_is_evaluated_on_its_beginning_and_trained_on_the_rest(monkeypatch):
+    monkeypatch.setattr("nsa.model.streaming.stream", lambda **_: Numbered())
+    job = Job(preset("cpu_test"), TrainConfig(batch=1, tokens=4, steps=2), data="fineweb-edu")
+    source = source_of(job)
+    held_out = evaluation(source)
+    trained = {int(source.batch(step, 1, 4)[0][0, 0]) for step in range(20)}
+    steps = range(held_out["first_step"], held_out["first_step"] + EVALUATION_BATCHES)
+    evaluated = {int(held_out["data"].batch(step, 1, 4)[0][0, 0]) for step in steps}
+    assert evaluated == set(range(EVALUATION_BATCHES)) and not trained & evaluated
 
 
 def test_training_needs_no_package_but_torch(place, monkeypatch):

@@ -3,6 +3,7 @@
 import ast
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.commands.options import BAD_INPUT, FAILED, GOOD, command, runs_option, words
@@ -108,6 +109,8 @@ def job_from(arguments, ranks: int | None = None) -> "Job":
     from nsa.model.train_config import TrainConfig
     from nsa.workbook.training_job import Job
 
+    if arguments.resume is not None and not Path(arguments.resume).exists():
+        raise ValueError(f"--resume {arguments.resume}: there is no such file or folder")
     changes = changes_from(arguments.set)
     if arguments.checkpoint is not None:
         changes["checkpoint"] = arguments.checkpoint

@@ -5,9 +5,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
+from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
+from nsa.model.prefetch import Prefetch
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
 from nsa.workbook import training_observers
@@ -54,9 +58,8 @@ class Job:
         Parallel(self.kind, 0, self.ranks).rows(self.train.batch, self.train.accumulate)
         if self.kind != "none" or self.device == "cuda":
             parallel.devices(self.ranks, self.backend, self.device)
-        source = source_of(self)
-        if isinstance(source, data.Text):
-            source.batch(0, 1, self.train.tokens)  # T longer than the data
+        if self.data != "fineweb-edu":  # which costs a download
+            source_of(self).batch(0, 1, self.train.tokens)  # T longer than the data
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same job back."""
@@ -90,7 +93,7 @@ def source_of(job: Job) -> Any:
     if job.data == "fineweb-edu":
         from nsa.model import streaming
 
-        return streaming.stream(seed=job.seed)
+        return HeldOut(streaming.stream(seed=job.seed))
     if not Path(job.data).expanduser().exists():
         raise ValueError(
             f"data={job.data!r} is no file or folder; known are text, synthetic, "
@@ -99,31 +102,46 @@ def source_of(job: Job) -> Any:
     return data.text(job.data, seed=job.seed)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """A stream without its first batches: text that has an order is not to be read far ahead."""
+
+    stream: Any
+    batches: int = EVALUATION_BATCHES
+
+    def batch(self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"):
+        """Batch `step + batches` of the stream."""
+        return self.stream.batch(step + self.batches, batch, tokens, device)
+
+
+def evaluation(source: Any) -> dict[str, Any]:
+    """Where Trainer.evaluate finds batches that training never meets: what it is called with."""
+    if isinstance(source, HeldOut):
+        return {"data": source.stream, "first_step": 0}
+    return {"data": source}
+
+
 def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     """Trains this rank to the job's end; every rank of the job calls it with its own place.
 
     Rank 0 writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and
     returns what it wrote into the last.
     """
-    from nsa.model.llama import LanguageModel
-    from nsa.model.prefetch import Prefetch
-
     device = place.device if place.kind != "none" else _own_device(job.device)
     stacks = folder / f"stacks{place.rank}.txt"
-    with training_observers.stacks_on_signal(stacks), Prefetch(source_of(job)) as source:
-        trainer = Trainer(
-            LanguageModel(job.model), source, job.train, device=device, parallel=place
-        )
+    source = source_of(job)
+    with training_observers.stacks_on_signal(stacks), Prefetch(source) as ahead:
+        trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
         observers = training_observers.make(job.observe, trainer, folder)
         trainer.observers = observers.values()
         try:
-            result = _loop(job, trainer, folder)
+            result = _loop(job, trainer, folder, evaluation(source))
             training_observers.write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
-        result["mean_wait_ms"] = 1e3 * source.waited_s / max(1, source.batches)
+        result["mean_wait_ms"] = 1e3 * ahead.waited_s / max(1, ahead.batches)
     place.barrier()
     if place.rank == 0:
         write_json(folder / "result.json", result)
@@ -131,8 +149,6 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
 
 
 def _own_device(device: str) -> str:
-    import torch
-
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
@@ -149,13 +165,13 @@ def _resume(trainer: Trainer, path: str) -> None:
         )
 
 
-def _loop(job: Job, trainer: Trainer, folder: Path) -> dict[str, Any]:
+def _loop(job: Job, trainer: Trainer, folder: Path, held_out: dict[str, Any]) -> dict[str, Any]:
     losses = _Table(folder / "losses.csv", "step,loss", trainer.parallel.rank == 0)
     evaluated = _Table(folder / "evaluations.csv", "step,loss", trainer.parallel.rank == 0)
     first_step = trainer.steps_done
     marks: list[tuple[int, float]] = []
     found: list[float] = []
-    evaluation = None
+    evaluated_loss = None
     while (now := trainer.steps_done) < job.train.steps:
         began = time.monotonic()
         found += trainer.run(_next_stop(job, now) - now)
@@ -163,8 +179,8 @@ def _loop(job: Job, trainer: Trainer, folder: Path) -> dict[str, Any]:
         losses.add(zip(range(now, trainer.steps_done), found[now - first_step :], strict=True))
         done, last = trainer.steps_done, trainer.steps_done == job.train.steps
         if job.eval_every and (done % job.eval_every == 0 or last):
-            evaluation = trainer.evaluate(EVALUATION_BATCHES)
-            evaluated.add([(done, evaluation)])
+            evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
+            evaluated.add([(done, evaluated_loss)])
         if job.save_every and (done % job.save_every == 0 or last):
             trainer.save(folder / "checkpoints")
             if trainer.parallel.rank == 0:
@@ -176,7 +192,7 @@ def _loop(job: Job, trainer: Trainer, folder: Path) -> dict[str, Any]:
         "steps": trainer.steps_done,
         "first_loss": found[0],
         "last_loss": found[-1],
-        "evaluation": evaluation,
+        "evaluation": evaluated_loss,
         "skipped_steps": trainer.skipped_steps,
         "tokens_per_s": job.train.batch * job.train.tokens * steps / seconds,
     }
