@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from nsa.model.precision import autocast
-from nsa.model.tasks.common import MARK, Task
+from nsa.model.tasks.common import IGNORED, MARK, Task
 from nsa.model.tasks.copy import Copy
 from nsa.model.tasks.needle import Needle
 from nsa.model.tasks.recall import Recall
-from nsa.model.train import EVALUATION, IGNORED, Data
+from nsa.model.train import EVALUATION, Data
 
 __all__ = ["IGNORED", "MARK", "TASKS", "Copy", "Needle", "Recall", "Task", "accuracy", "task"]
 

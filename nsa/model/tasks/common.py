@@ -8,8 +8,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from nsa.model.data import Batch
-from nsa.model.train import IGNORED, Data
+from nsa.model.train import Data
 
+IGNORED = -100  # what cross entropy leaves out
 MARK = 0  # starts a string, or asks for what follows a key
 
 
