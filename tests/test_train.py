@@ -82,6 +82,11 @@ def test_the_loss_on_random_tokens_stays_that_of_a_guess():
     assert sum(losses[-4:]) / 4 == pytest.approx(math.log(256), abs=0.1)
 
 
+@pytest.mark.gpu
+def test_adamw_is_fused_on_a_gpu():
+    assert trainer(device="cuda").optimizer.param_groups[0]["fused"] is True
+
+
 def test_one_seed_gives_the_same_losses_to_the_last_bit():
     first = trainer(seed=5).run(3)
     torch.randn(11)
@@ -132,7 +137,7 @@ def test_a_step_does_not_make_the_host_wait():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_does_not_wait_for_the_gpu(precision):
     watched = trainer(precision=precision, device="cuda")
     watched.step(0)

@@ -6,58 +6,54 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nsa.model.batches import Share
+
 if TYPE_CHECKING:
     from nsa.model.parallel import Parallel
     from nsa.model.train_config import TrainConfig
 
 WARMUP = 3  # steps: kernels are compiled and tuned, AdamW's state is made
-Body = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class CapturedStep:
-    """body(step, tokens, targets, weights) -> loss, replayed from a CUDA graph.
+    """body(share) -> loss, replayed from a CUDA graph.
 
     The first WARMUP calls run the body as it is, on the stream of the later capture; the next one
     captures it. Each call trains one step. Inputs are copied into buffers that the graph reads;
     batches must keep their shapes. What the graph allocates stays allocated.
     """
 
-    def __init__(self, body: Body) -> None:
-        self.body, self.calls = body, 0
-        self.stream = torch.cuda.Stream()
+    def __init__(self, body: Callable[[Share], Tensor], device: torch.device) -> None:
+        self.body, self.device, self.calls = body, device, 0
+        self.stream = torch.cuda.Stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(
-        self, step: int, tokens: Tensor, targets: Tensor, weights: Tensor | None
-    ) -> Tensor:
+    def __call__(self, share: Share) -> Tensor:
         self.calls += 1
-        batch = tokens, targets, weights
         if self.calls <= WARMUP:
-            return self._warm_up(step, batch)
+            return self._warm_up(share)
         if self.graph is None:
-            self._capture(step, batch)
-        for buffer, x in zip(self.buffers, batch, strict=True):
-            if x is not None:
-                buffer.copy_(x, non_blocking=True)
+            self._capture(share)
+        for buffer, x in zip(self.buffers.tensors(), share.tensors(), strict=True):
+            buffer.copy_(x, non_blocking=True)
         self.graph.replay()
         return self.loss.clone()  # the next replay overwrites it
 
-    def _warm_up(self, step: int, batch: tuple) -> Tensor:
-        current = torch.cuda.current_stream()
+    def _warm_up(self, share: Share) -> Tensor:
+        current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            loss = self.body(step, *batch)
+            loss = self.body(share)
         current.wait_stream(self.stream)
-        for x in (*batch, loss):
-            if x is not None:
-                x.record_stream(self.stream if x is not loss else current)
+        for x in share.tensors():
+            x.record_stream(self.stream)
+        loss.record_stream(current)
         return loss
 
-    def _capture(self, step: int, batch: tuple) -> None:
-        self.buffers = tuple(x if x is None else x.clone() for x in batch)
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, share: Share) -> None:
+        self.buffers, graph = share.clone(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
-            self.loss = self.body(step, *self.buffers)
+            self.loss = self.body(self.buffers)
         self.graph = graph
 
 

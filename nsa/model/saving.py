@@ -59,8 +59,10 @@ def load(trainer: "Trainer", path: str | os.PathLike) -> None:
         )
     groups = trainer.optimizer.param_groups
     own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    for saved, mine in zip(state["optimizer"]["param_groups"], own, strict=True):
-        saved.update(mine)
+    # The settings are the config's, and a rate that is a tensor stays the one the graph reads.
+    for group, saved, mine in zip(groups, state["optimizer"]["param_groups"], own, strict=True):
+        saved.update(mine | {"lr": 0.0})
+        group["lr"] = 0.0
     trainer.parallel.load_state(trainer.model, trainer.optimizer, state)
     if not state["optimizer"]["state"]:
         trainer.optimizer.state.clear()

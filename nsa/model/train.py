@@ -1,7 +1,8 @@
 """The training loop: one step for notebooks, trials and torchrun, and phases to be observed."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 from nsa.attention import witness
 from nsa.model import saving
+from nsa.model.batches import Share, share_of
 from nsa.model.captured import CapturedStep, check_capturable
+from nsa.model.optimizer import adamw, parameter_groups, set_rate
 from nsa.model.parallel import SINGLE, Parallel
 from nsa.model.precision import autocast, check_weights, grad_scaler
 from nsa.model.train_config import TrainConfig
@@ -17,7 +20,6 @@ from nsa.model.train_config import TrainConfig
 __all__ = ["Data", "TrainConfig", "Trainer", "parameter_groups"]
 
 EVALUATION = 2**40  # the first batch of evaluation, which no training reaches
-IGNORED = -100  # a target that is not scored, as cross entropy has it
 
 
 @runtime_checkable
@@ -82,11 +84,11 @@ class Trainer:
             compile_blocks(self.model)
         self.wrapped = parallel.wrap(self.model)
         self.parameters = list(self.model.parameters())  # a walk over 12 layers takes 0.5 ms
-        self.optimizer = self._optimizer()
+        self.optimizer = adamw(self.model, config, self.device)
         self.scaler = grad_scaler(config.precision, self.device)
         self.steps_done = 0
         self._tried = 0  # steps taken, and skipped ones; steps_done also counts those passed over
-        self._captured = CapturedStep(self._train_on) if config.cuda_graph else None
+        self._captured = self._capture()
         self.observers = observers
 
     @property
@@ -118,13 +120,13 @@ class Trainer:
         """
         with witness.where(step=step):
             self._enter("data", step)
-            batch = self._batch(self.data, step)
-            self._set_rate(self.config.rate(step))
+            share = self._share(self.data, step)
+            set_rate(self.optimizer, self.config.rate(step))
             if self._captured is None:
-                loss = self._train_on(step, *batch)
+                loss = self._train_on(share, partial(self._enter, step=step))
             else:
                 self._enter("graph", step)
-                loss = self._captured(step, *batch)
+                loss = self._captured(share)
             self._drop_gradients()
             self._enter("end", step)
         self.steps_done = step + 1
@@ -165,7 +167,7 @@ class Trainer:
         try:
             losses = []
             for step in range(first_step, first_step + batches):
-                parts = self._micro_batches(*self._batch(data or self.data, step))
+                parts = self._share(data or self.data, step).micro()
                 losses.append(sum(self._loss(*part) for part in parts))
         finally:
             self.model.train(training)
@@ -185,33 +187,29 @@ class Trainer:
         naming the fields that differ; FileNotFoundError where there is none.
         """
         saving.load(self, path)
-        if self._captured is not None:
-            self._captured = CapturedStep(self._train_on)  # the old one reads what was replaced
+        self._captured = self._capture()  # the old one reads what was replaced
 
     def close(self) -> None:
         """Closes the observers. The process group is its owner's to close."""
         for close in _methods(self._observers, "close"):
             close()
 
-    def _train_on(
-        self, step: int, tokens: Tensor, targets: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        """Forward, backward and optimizer of one batch on the device; returns the loss."""
+    def _train_on(self, share: Share, enter: Callable[[str], None]) -> Tensor:
+        """Forward, backward and optimizer of a batch on the device; returns the loss."""
         self._drop_gradients()  # left over from before, they would be added to
-        parts = self._micro_batches(tokens, targets, weights)
-        loss = None
+        loss, parts = None, share.micro()
         for index, part in enumerate(parts):
             with self.parallel.micro(self.wrapped, last=index == len(parts) - 1):
-                self._enter("forward", step)
-                share = self._loss(*part)
-                self._enter("backward", step)
-                self.scaler.scale(share).backward()
-            loss = share.detach() if loss is None else loss + share.detach()
-        self._enter("optimizer", step)
+                enter("forward")
+                weighed = self._loss(*part)
+                enter("backward")
+                self.scaler.scale(weighed).backward()
+            loss = weighed.detach() if loss is None else loss + weighed.detach()
+        enter("optimizer")
         if self.config.clip is not None:
             self.scaler.unscale_(self.optimizer)
             self.parallel.clip(self.parameters, self.config.clip)
-        self.scaler.step(self.optimizer)  # waits for nothing: a fused AdamW takes found_inf
+        self.scaler.step(self.optimizer)  # a fused AdamW skips on the device
         self.scaler.update()
         return loss
 
@@ -220,24 +218,15 @@ class Trainer:
             _, loss = self.wrapped(tokens, targets)
         return loss if weight is None else loss * weight
 
-    def _batch(self, data: Data, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """This rank's rows on its device, and its micro-batches' weights; None where there is one.
+    def _share(self, data: Data, step: int) -> Share:
+        batch = data.batch(step, self.config.batch, self.config.tokens)
+        share = share_of(*batch, self.parallel, self.config.accumulate, self._rows)
+        return share.to(self.device)
 
-        A weight is the share of the batch's scored targets, times the ranks that will be averaged.
-        """
-        tokens, targets = data.batch(step, self.config.batch, self.config.tokens)
-        weights = None
-        ranks, accumulate = self.parallel.ranks, self.config.accumulate
-        if ranks * accumulate > 1:
-            scored = (targets != IGNORED).view(ranks, accumulate, -1).sum(-1)
-            weights = (scored[self.parallel.rank].double() * ranks / scored.sum()).float()
-        batch = tokens[self._rows], targets[self._rows], weights
-        return tuple(x if x is None else _moved(x, self.device) for x in batch)
-
-    def _micro_batches(self, tokens: Tensor, targets: Tensor, weights: Tensor | None) -> list:
-        count = self.config.accumulate
-        each = [None] * count if weights is None else weights.unbind()
-        return list(zip(tokens.chunk(count), targets.chunk(count), each, strict=True))
+    def _capture(self) -> CapturedStep | None:
+        if not self.config.cuda_graph:
+            return None
+        return CapturedStep(lambda share: self._train_on(share, _silent), self.device)
 
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:
@@ -247,36 +236,6 @@ class Trainer:
         for on_phase in self._on_phase:
             on_phase(phase, step)
 
-    def _optimizer(self) -> torch.optim.AdamW:
-        config, rate = self.config, self.config.lr
-        if config.cuda_graph:  # a graph repeats the numbers it was captured with, but not tensors
-            rate = torch.tensor(rate, device=self.device)
-        return torch.optim.AdamW(
-            parameter_groups(self.model, config.weight_decay),
-            lr=rate,
-            betas=config.betas,
-            # On a CPU it is no faster for models of a size that a CPU trains.
-            fused=self.device.type == "cuda" or None,
-            capturable=config.cuda_graph,
-        )
-
-    def _set_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-
-
-def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
-    """Matrices (and anything of more dimensions) with weight decay, norms and biases without."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-
 
 def compile_blocks(model: nn.Module) -> None:
     """torch.compile of each block, in place: parameters keep their names, blocks share the code."""
@@ -284,11 +243,8 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(fullgraph=True, dynamic=False)
 
 
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and x.device.type == "cpu":
-        # From memory that is not pinned, the copy would wait for the step before to end.
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
+def _silent(phase: str) -> None:
+    """A graph has no phases: what observers do must not be captured."""
 
 
 def _methods(observers: Iterable[Any], name: str) -> tuple[Any, ...]:
