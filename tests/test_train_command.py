@@ -228,6 +228,23 @@ def test_a_failure_in_the_middle_is_recorded_with_its_traceback(place, capsys, m
     assert len(rows(place / "r" / "losses.csv")) == 2, "what came before is kept"
 
 
+def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
+    monkeypatch.setattr("nsa.lab.launch.launch", lambda *_, **__: {})
+    assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
+    assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
+    assert record(place / "r")["status"] == "failed"
+
+
+def test_ctrl_c_ends_a_single_process_and_is_recorded(place, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nsa.model.train.Trainer.evaluate", interrupted)
+    assert cli.main([*TINY, "--steps", "4", "--eval-every", "2", "--into", "r"]) == 1
+    assert "reason   the job was interrupted (Ctrl-C)" in capsys.readouterr().out
+    assert record(place / "r")["status"] == "interrupted"
+
+
 class Numbered:
     """A stream whose batches say which they are."""
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from nsa.workbook.training_job import Job
 
 MODULE = "nsa.workbook.training_rank"
-STOP_REASONS = {"killed": "rank_died", "interrupted": "interrupted", "terminated": "terminated"}
 
 
 @dataclass(frozen=True)
@@ -201,15 +200,18 @@ def _close(
     """Writes the record's last word from what the ranks said, and tells it."""
     failure = first_failure(folder, ranks, codes)
     reason, message = "ok", ""
+    if failure is not None and failure.how in ("interrupted", "terminated"):
+        stopped = stopped or failure.how
     if stopped:
         how = "interrupted (Ctrl-C)" if stopped == "interrupted" else "asked to end (SIGTERM)"
         reason, message, failure = stopped, f"the job was {how}", None
     elif failure is not None:
-        reason = STOP_REASONS.get(failure.how, "error")
+        reason = "rank_died" if failure.how == "killed" else "error"
         first = f"rank {failure.rank} failed first: " if ranks > 1 else ""
         message = first + failure.message
-    elif codes:
-        reason, message = "error", f"torchrun saw ranks fail: {dict(codes)}"
+    elif codes is not None:
+        known = f": {dict(codes)}" if codes else ""
+        reason, message = "error", f"no rank says why torchrun failed{known}; see torchrun.log"
     more: dict[str, Any] = {}
     if failure is not None:
         more["first_failure"] = {"rank": failure.rank, "how": failure.how} | {
