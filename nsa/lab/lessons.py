@@ -26,15 +26,15 @@ def lesson(
 ) -> dict[str, Any]:
     """The spec of that lesson for rows of `tokens` tokens; `changes` are fields of the model.
 
-    Block sizes follow T, so that a query sees few of the blocks: l' = l = T / 64, but at least 16,
-    d = l / 4, w = 2 l', three blocks a query. Raises ValueError for an unknown lesson and for T
+    Blocks are small, so that a query sees few of them and a needle shows in their mean: l' = l =
+    T / 128, but at least 16, d = l / 4, w = 2 l', three blocks a query. Raises ValueError for an unknown lesson and for T
     below 64.
     """
     if name not in LESSONS:
         raise ValueError(f"no lesson {name!r}; there are {', '.join(LESSONS)}")
     if tokens < 64:
         raise ValueError(f"tokens={tokens}: a lesson needs at least 64, for blocks to leave out")
-    block = max(16, tokens // 64)
+    block = max(16, tokens // 128)
     config = ModelConfig(
         name=f"lesson-{name}",
         layers=1,
@@ -109,7 +109,7 @@ def selection(tokens: int, block: int):
     """
     own, any_ = _needle(1, block - 1, filler=1), _needle(block, tokens - block - 1, filler=1)
     questions = {"own": _asks(True, own), "far": _asks(True, any_)}
-    return {"force_branch": "slc", "shared_kv": True}, [own, any_], questions, 500
+    return {"force_branch": "slc", "shared_kv": True}, [own, any_], questions, 1500
 
 
 def compressed(tokens: int, block: int):
