@@ -27,8 +27,8 @@ def lesson(
     """The spec of that lesson for rows of `tokens` tokens; `changes` are fields of the model.
 
     Blocks are small, so that a query sees few of them and a needle shows in their mean: l' = l =
-    T / 128, but at least 16, d = l / 4, w = 2 l', three blocks a query. Raises ValueError for an unknown lesson and for T
-    below 64.
+    T / 128, but at least 16, d = l / 4, w = 2 l', three blocks a query in one layer.
+    Raises ValueError for an unknown lesson and for T below 64.
     """
     if name not in LESSONS:
         raise ValueError(f"no lesson {name!r}; there are {', '.join(LESSONS)}")
@@ -59,7 +59,7 @@ def lesson(
     lr = 5e-3 if model.get("layers", 1) == 1 else 3e-3
     train = TrainConfig(batch=batch, tokens=tokens, steps=steps, lr=lr, precision=precision, seed=1)
     return {
-        "model": config.with_(**model, **changes).to_dict(),
+        "model": config.with_(**{**model, **changes}).to_dict(),
         "train": train.to_dict(),
         "tasks": tasks,
         "questions": questions,
@@ -79,6 +79,11 @@ def _needle(low: int, high: int, filler: int = 4) -> dict[str, Any]:
 
 def _asks(solved: bool, task: dict[str, Any]) -> dict[str, Any]:
     return {"task": task, "solved": solved}
+
+
+def _two_layers(tokens: int, block: int) -> dict[str, Any]:
+    count = max(3, min(8, tokens // block // 4))
+    return {"layers": 2, "dim": 128, "nsa": {"select_count": count}}
 
 
 def window(tokens: int, block: int):
@@ -122,14 +127,14 @@ def recall(tokens: int, block: int):
     """All branches, two layers: eight pairs asked for once more, near and as far as T allows."""
     near = {"name": "recall", "vocab": VOCAB, "pairs": 8, "gap": [0, tokens - 31]}
     far = {"name": "recall", "vocab": VOCAB, "pairs": 8}
-    return {"layers": 2, "dim": 128}, [near], {"far": _asks(True, far)}, 3000
+    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
 
 
 def copy(tokens: int, block: int):
     """All branches, two layers: a string of 24 symbols, near and as far as T allows."""
     near = {"name": "copy", "vocab": VOCAB, "length": 24, "distance": [25, tokens - 24]}
     far = {"name": "copy", "vocab": VOCAB, "length": 24}
-    return {"layers": 2, "dim": 128}, [near], {"far": _asks(True, far)}, 3000
+    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
 
 
 LESSONS: dict[str, Callable] = {
