@@ -21,7 +21,6 @@ def test_every_rank_returns_its_own_result_and_leaves_what_it_printed(tmp_path):
     assert len(list(tmp_path.glob("logs/*/*/*/stderr.log"))) == 2
 
 
-@pytest.mark.slow
 def test_a_rank_that_raises_takes_the_others_down_and_is_named_first(tmp_path):
     begin = time.monotonic()
     rows = run_ranks(
@@ -36,7 +35,6 @@ def test_a_rank_that_raises_takes_the_others_down_and_is_named_first(tmp_path):
     assert other["status"] == "ended" and not other["first"]
 
 
-@pytest.mark.slow
 def test_a_rank_that_a_signal_ends_is_named_first(tmp_path):
     rows = run_ranks(
         "launched:end_as_told", {"0": "kill", "others_s": 300}, ranks=2, deadline_s=120,
@@ -44,6 +42,15 @@ def test_a_rank_that_a_signal_ends_is_named_first(tmp_path):
     )  # fmt: skip
     assert [(row["status"], row["first"]) for row in rows] == [("crash", True), ("ended", False)]
     assert rows[0]["message"] == "ended by SIGKILL"
+
+
+def test_a_rank_that_leaves_without_a_word_is_named_first(tmp_path):
+    rows = run_ranks(
+        "launched:end_as_told", {"1": "leave", "others_s": 300}, ranks=2, deadline_s=120,
+        folder=tmp_path,
+    )  # fmt: skip
+    assert [(row["status"], row["first"]) for row in rows] == [("ended", False), ("error", True)]
+    assert rows[1]["message"] == "exited with 7 before it had a result"
 
 
 @pytest.mark.slow

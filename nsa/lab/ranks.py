@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from nsa.lab import trial
+from nsa.lab import processes, trial
 
 STATUSES = (*trial.STATUSES, "ended")
 _STACK_S = 1.0
@@ -137,8 +137,8 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
         return row | {"status": "timeout", "message": message, "evidence": _stacks(rank, folder)}
     evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
     if code is not None and code < 0 and code != -signal.SIGTERM:
-        name = signal.Signals(-code).name
-        return row | {"status": "crash", "message": f"ended by {name}", "evidence": evidence}
+        message = f"ended by {processes.signal_name(-code)}"
+        return row | {"status": "crash", "message": message, "evidence": evidence}
     if code == -signal.SIGTERM:
         message = f"ended because another rank had failed, at: {place}"
         return row | {"status": "ended", "message": message, "evidence": evidence}
@@ -148,13 +148,13 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
 
 def _first(rows: list[dict], stderr: str) -> int | None:
     """A rank that a signal ended went before those whose connection to it broke."""
+    cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
+    named = int(cause[1]) if cause else None
     crashed = [row["rank"] for row in rows if row["status"] == "crash"]
-    raised = sorted((row["time"], row["rank"]) for row in rows if row["time"] is not None)
     if crashed:
-        cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
-        named = int(cause[1]) if cause else None
         return named if named in crashed else crashed[0]
-    return raised[0][1] if raised else None
+    raised = sorted((row["time"], row["rank"]) for row in rows if row["time"] is not None)
+    return raised[0][1] if raised else named
 
 
 def _stacks(rank: int, folder: Path) -> str:
