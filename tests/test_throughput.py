@@ -1,7 +1,9 @@
 """Cells, trials and their endings: what the throughput notebook measures, on tiny models."""
 
+import contextlib
 import json
 import math
+import mmap
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +18,10 @@ from nsa.lab.throughput_cell import TrainCell
 from nsa.lab.throughput_grid import curve_grid, throughput_grid
 from nsa.lab.throughput_rows import growth, windows
 from nsa.lab.training_session import session
+from nsa.model.parallel import Parallel
 
 CELL = TrainCell("cpu_test", 32, backend="gather", batch=2, layers=1, steps=3)
-TWO = CELL.with_("ranks=2 parallel=ddp")
+TWO = CELL.with_("ranks:2 parallel:ddp")
 ENTRY = "throughput_entries:ending"
 
 
@@ -27,8 +30,8 @@ def test_a_cell_survives_json_and_says_what_it_is():
     assert TrainCell.from_dict(json.loads(json.dumps(cell.to_dict()))) == cell
     assert str(cell) == "cpu_test x1 gather T=32 batch 2 fp32 cpu compile checkpoint all phi=mlp"
     assert str(TWO).endswith("2 ranks ddp")
-    assert TWO.variant == "ranks=2 parallel=ddp"
-    assert CELL.with_("compile").with_("batch=1").variant == "compile batch=1"
+    assert TWO.variant == "ranks:2 parallel:ddp"
+    assert CELL.with_("compile").with_("batch:1").variant == "compile batch:1"
 
 
 def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():
@@ -64,7 +67,7 @@ def test_what_could_not_be_run_is_refused_beforehand(changes, message):
 
 
 def test_a_variant_that_changes_nothing_is_refused():
-    with pytest.raises(ValueError, match="nearest is compile="):
+    with pytest.raises(ValueError, match="nearest is compile:"):
         CELL.with_("compiled")
     with pytest.raises(ValueError, match="has no field 'batches'; did you mean 'batch'"):
         TrainCell.from_dict({"preset": "cpu_test", "tokens": 8, "batches": 1})
@@ -73,14 +76,14 @@ def test_a_variant_that_changes_nothing_is_refused():
 def test_a_grid_has_plain_cells_then_ranks_then_variants():
     cells = throughput_grid(
         "cpu_test", ["gather", "dense"], [64, 128], step_tokens=128, long_backends=["dense"],
-        long_tokens=[128, 256], variants=["checkpoint=all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
+        long_tokens=[128, 256], variants=["checkpoint:all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
     )  # fmt: skip
     assert [(c.name, c.tokens, c.batch, c.ranks, c.variant) for c in cells] == [
         ("gather", 64, 2, 1, ""), ("dense", 64, 2, 1, ""), ("gather", 128, 1, 1, ""),
         ("dense", 128, 1, 1, ""), ("dense", 256, 1, 1, ""),
-        ("gather", 64, 4, 2, "batch=4 ranks=2 parallel=ddp"),
-        ("gather", 64, 4, 2, "batch=4 ranks=2 parallel=fsdp"),
-        ("gather", 64, 2, 1, "checkpoint=all"),
+        ("gather", 64, 4, 2, "batch:4 ranks:2 parallel:ddp"),
+        ("gather", 64, 4, 2, "batch:4 ranks:2 parallel:fsdp"),
+        ("gather", 64, 2, 1, "checkpoint:all"),
     ]  # fmt: skip
     assert curve_grid("cpu_test", ["gather"], tokens=64, batch=3, steps=0) == []
     (curve,) = curve_grid("cpu_test", ["dense"], tokens=64, batch=3, steps=40)
@@ -130,22 +133,25 @@ def test_observers_and_the_place_among_ranks_are_put_back():
 def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch():
     seen = []
 
-    class Inner:
-        kind = "ddp"
+    class Wrapped:
+        def no_sync(self):
+            seen.append("no sync")
+            return contextlib.nullcontext()
 
-        def micro(self, wrapped, last):
-            seen.append(last)
-
-    unsynced = throughput_trial._Unsynced(Inner())
-    unsynced.micro(None, True)
-    assert seen == [False] and unsynced.kind == "ddp"
+    inner = Parallel("ddp", 1, 2)
+    unsynced = throughput_trial._Unsynced.like(inner)
+    with inner.micro(Wrapped(), True):
+        assert seen == []
+    with unsynced.micro(Wrapped(), True):
+        assert seen == ["no sync"]
+    assert (unsynced.kind, unsynced.rank, unsynced.ranks) == ("ddp", 1, 2)
 
 
 def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
     (row,) = throughput.measure(
         [replace(TWO, seed=0)], deadline_s=60, entry=ENTRY, progress=False, folder=tmp_path
     )
-    assert row["outcome"] == "ok" and row["variant"] == "ranks=2 parallel=ddp"
+    assert row["outcome"] == "ok" and row["variant"] == "ranks:2 parallel:ddp"
     assert (row["step_ms"], row["tokens_s"]) == (20.0, 500.0)
     assert row["losses"] == [0.5, 3.0]  # a rank's loss is its share of the batch's
     assert [rank["step_ms"] for rank in row["by_rank"]] == [10.0, 20.0]
@@ -185,10 +191,13 @@ def test_illegal_cells_and_deadlines_are_refused_before_anything_runs():
 
 
 @pytest.mark.slow
-def test_two_ranks_train_with_gloo_and_say_what_communication_costs():
-    (row,) = throughput.measure([TWO], deadline_s=120, threads=1, progress=False)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_train_with_gloo_and_ddp_says_what_communication_costs(kind):
+    cell = CELL.with_(f"ranks:2 parallel:{kind}")
+    (row,) = throughput.measure([cell], deadline_s=120, threads=1, progress=False)
     assert row["outcome"] == "ok", row["message"] + row["evidence"]
-    assert math.isfinite(row["communication_ms"]) and len(row["by_rank"]) == 2
+    assert math.isfinite(row["communication_ms"]) == (kind == "ddp")
+    assert len(row["by_rank"]) == 2 and row["parameters"] > 200_000 and row["peak_mib"] > 3
     one = throughput_trial.measure_rank({"cell": CELL.to_dict(), "threads": 1})
     assert row["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
@@ -221,9 +230,10 @@ def test_what_is_compiled_meanwhile_is_counted():
 def test_memory_is_sampled_after_each_step():
     samples = MemorySamples(torch.device("cpu"))
     samples.on_step(0, torch.zeros(()))
-    ballast = torch.ones(2**23)  # 32 MiB
-    samples.take()
-    assert samples.host_mib[1] - samples.host_mib[0] > 0.9 * ballast.nbytes / 2**20
+    with mmap.mmap(-1, 2**25) as ballast:
+        ballast.write(b"x" * 2**25)
+        samples.take()
+    assert samples.host_mib[1] - samples.host_mib[0] > 30
     assert samples.device_mib == []
 
 
@@ -289,6 +299,29 @@ def test_a_gpu_step_waits_for_nothing_and_compiles_nothing_late(variant):
     assert found["syncs"] == 0 and found["recompilations"] == 0
     assert found["recount_tokens_s"] == pytest.approx(found["tokens_s"], rel=0.02)
     assert max(found["device_mib"]) == min(found["device_mib"])
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_gpus_train_as_one(kind):
+    one = replace(CELL, device="cuda", backend="triton", tokens=256)
+    rows = throughput.measure([one, one.with_(f"ranks:2 parallel:{kind}")], deadline_s=200)
+    assert [row["outcome"] for row in rows] == ["ok", "ok"], rows[1]["message"]
+    assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-3)
+    assert rows[1]["syncs"] == 0
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_is_compiled_late_is_counted():
+    cell = TrainCell("cpu_test", 256, backend="triton", layers=1, device="cuda")
+    with session(cell) as trainer:
+        trainer.step(0)
+        trainer.step(1)
+        with Compilations() as nothing:
+            trainer.step(2)
+    with Compilations() as new, session(replace(cell, changes={"head_dim": 32})) as trainer:
+        trainer.step(0)
+    assert nothing.kernels == 0 and new.kernels > 0
 
 
 @pytest.mark.gpu

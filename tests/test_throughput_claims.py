@@ -1,5 +1,7 @@
 """The throughput notebook's sentences, tables and figures, on rows made to deserve them."""
 
+from pathlib import Path
+
 import matplotlib
 import pytest
 
@@ -8,9 +10,11 @@ import matplotlib.pyplot as plt
 
 from nsa.lab.throughput import row_of
 from nsa.lab.throughput_cell import TrainCell
+from nsa.lab.throughput_grid import throughput_grid
 from nsa.lab.throughput_rows import curves_to_metrics, rows_to_metrics
 from nsa.workbook import (
     metrics,
+    parameters,
     throughput_aims,
     throughput_claims,
     throughput_plots,
@@ -160,12 +164,12 @@ def test_longer_than_16k_nsa_wins_at_every_length():
 
 
 def test_two_gpus_pay_or_not():
-    claim, variant = throughput_aims.two_ranks_pay, "batch=32 ranks=2 parallel=ddp"
+    claim, variant = throughput_aims.two_ranks_pay, "batch:32 ranks:2 parallel:ddp"
     both = [row(), row(variant=variant, step_ms=104.0, communication_ms=4.0)]
     assert claim(frame(*both), "triton").verdict == "PASS"
     both[1] = row(variant=variant, step_ms=106.0, communication_ms=6.0)
     assert claim(frame(*both), "triton").verdict == "FAIL"
-    fsdp = row(variant="batch=32 ranks=2 parallel=fsdp", communication_ms=1.0)
+    fsdp = row(variant="batch:32 ranks:2 parallel:fsdp", communication_ms=1.0)
     assert claim(frame(row(), fsdp), "triton").verdict == "INCONCLUSIVE"
 
 
@@ -213,15 +217,17 @@ def test_tables_show_values_and_failures_by_name():
     assert meters.loc[("triton", 2048), "of measured ceiling"] == pytest.approx(0.253, abs=1e-3)
     assert meters.loc[("triton", 2048), "of nominal ceiling"] == pytest.approx(0.202, abs=1e-3)
     beside = throughput_table.beside_the_case_study(df)
-    assert list(beside.loc["case study", "tokens/s"])[0] == "153"
+    assert beside.loc["case study", "tokens/s"].iloc[0] == "153"
     assert beside.iloc[-1]["tokens/s"] == "409,600"
 
 
 def test_variants_stand_beside_the_plain_cell_of_the_same_backend():
-    df = frame(row(), row("dense"), row(variant="checkpoint=all", step_ms=125.0, peak_mib=4500.0))
-    table = throughput_table.variants(df).droplevel(["model", "backend", "x_value"])
-    assert table["tokens/s, times plain"].to_dict() == {"": 1.0, "checkpoint=all": 0.8}
-    assert table.loc["checkpoint=all", "peak MiB, times plain"] == 0.5
+    two = row(variant="batch:32 ranks:2 parallel:ddp")
+    changed = row(variant="checkpoint:all", step_ms=125.0, peak_mib=4500.0)
+    df = frame(row(), row("dense"), two, changed)
+    table = throughput_table.variants(df).droplevel(["model", "backend", "T"])
+    assert table["tokens/s, times plain"].to_dict() == {"": 1.0, "checkpoint:all": 0.8}
+    assert table.loc["checkpoint:all", "peak MiB, times plain"] == 0.5
 
 
 def test_a_cell_measured_twice_counts_once_and_last():
@@ -242,7 +248,7 @@ def test_cpu_times_are_labelled():
 
 
 def test_figures_are_drawn_with_failures_in_them():
-    two = row(variant="batch=32 ranks=2 parallel=ddp", step_ms=105.0, communication_ms=5.0)
+    two = row(variant="batch:32 ranks:2 parallel:ddp", step_ms=105.0, communication_ms=5.0)
     cells = [row(), row("dense"), row("masked", outcome="oom"), two, row(tokens=4096)]
     df = frame(*cells, curves=[curve(), curve("gather"), curve("dense", offset=0.1)])
     figure = throughput_plots.speed(df, note="H200")
@@ -259,3 +265,21 @@ def test_figures_are_drawn_with_failures_in_them():
     assert throughput_plots.kernels(profile, "step").axes[0].get_title() == "step"
     with pytest.raises(ValueError, match="no training rows of loss"):
         throughput_plots.losses(frame(row()))
+
+
+@pytest.mark.parametrize("name", ["04_smoke", "04_h200", "04_h200x2", "04_losses"])
+def test_the_parameter_files_fit_the_notebook_and_make_legal_cells(name):
+    pytest.importorskip("papermill")
+    folder = Path(__file__).parents[1] / "notebooks"
+    declared = parameters.declared(folder / "04_throughput.ipynb")
+    given = parameters.check(declared, parameters.read_file(folder / f"params/{name}.yaml"))
+    full = {key: entry.default for key, entry in declared.items()} | given
+    keys = ["step_tokens", "long_backends", "long_tokens", "variants", "ranks", "parallel"]
+    cells = throughput_grid(
+        full["preset"], full["backends"], full["tokens"], precision=full["precision"],
+        steps=full["steps"], **{key: full[key] for key in keys},
+    )  # fmt: skip
+    assert len({str(cell) for cell in cells}) == len(cells)
+    if name != "04_smoke":
+        assert full["preset"] == "production" and full["backends"][0] == "triton"
+        assert throughput_aims.TOKENS in full["tokens"]

@@ -122,18 +122,18 @@ class TrainCell:
         return TrainConfig(**values | changes)
 
     def with_(self, text: str) -> "TrainCell":
-        """A copy with the fields that words name: "compile", "checkpoint=all batch=1".
+        """A copy with the fields that words name: "compile", "checkpoint:all batch:1".
 
         ValueError for a field that a cell does not have, naming the nearest.
         """
         values = self.to_dict()
         for word in text.split():
-            name, equals, value = word.partition("=")
-            if name not in values or (not equals and name not in SWITCHES):
+            name, colon, value = word.partition(":")
+            if name not in values or (not colon and name not in SWITCHES):
                 near = get_close_matches(name, values, n=1, cutoff=0.0)[0]
-                raise ValueError(f"{word!r} in {text!r} changes nothing; the nearest is {near}=...")
+                raise ValueError(f"{word!r} in {text!r} changes nothing; the nearest is {near}:...")
             old = getattr(self, name)
-            if not equals:
+            if not colon:
                 values[name] = True
             elif isinstance(old, bool):
                 values[name] = value.lower() == "true"

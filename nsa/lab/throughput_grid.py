@@ -27,8 +27,8 @@ def throughput_grid(
 
     "dense" among the backends is the dense twin. A step has `step_tokens` tokens where T divides
     them, else one sequence. `variants`, see `TrainCell.with_`, change the first backend at the
-    first T; so does each number of ranks above 1, with each kind of `parallel` and as many times the
-    batch. ValueError for anything illegal, before any cell runs, and for a grid without cells.
+    first T; so does each number of ranks above 1, with each kind of `parallel` and as many times
+    the batch. ValueError for anything illegal, before any cell runs, and for a grid without cells.
     """
 
     def plain(name: str, length: int) -> TrainCell:
@@ -43,7 +43,7 @@ def throughput_grid(
     first = cells[0]
     # What two GPUs are compared with comes before what may find no time.
     for count, kind in product([count for count in ranks if count != 1], parallel):
-        cells.append(first.with_(f"batch={count * first.batch} ranks={count} parallel={kind}"))
+        cells.append(first.with_(f"batch:{count * first.batch} ranks:{count} parallel:{kind}"))
     cells += [first.with_(text) for text in variants]
     return cells
 

@@ -39,7 +39,7 @@ def curves_to_metrics(curves: Sequence[dict]) -> list[dict]:
                 found.append(_row(curve, "step", "loss", "nats", "step", step, (loss,), config))
         if not curve["losses"]:
             found.append(_row(curve, "step", "loss", "nats", "step", 0, (math.nan,)))
-        found += _memory(curve)
+        found += _memory(curve, skip=LEAST_WARMUP)  # the optimizer's state is made there
     return found
 
 
@@ -100,9 +100,9 @@ def _metrics(row: dict) -> Iterator[dict]:
     yield from _memory(row)
 
 
-def _memory(row: dict) -> Iterator[dict]:
+def _memory(row: dict, skip: int = 0) -> Iterator[dict]:
     for mode in ("device", "host"):
-        series = row[f"{mode}_mib"][LEAST_WARMUP:]
+        series = row[f"{mode}_mib"][skip:]
         if series:
             slope = growth(series)
             yield _row(row, mode, "memory_growth", "MiB/step", "tokens", row["tokens"], slope)

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -16,11 +17,12 @@ from nsa.lab.compilations import Compilations
 from nsa.lab.flops import nominal_tflops
 from nsa.lab.memory_samples import MemorySamples
 from nsa.lab.phases import BETWEEN, PhaseTimes
-from nsa.lab.recorders import MIB, recorder_for, training_tensors
+from nsa.lab.recorders import MIB, recorder_for
 from nsa.lab.throughput_cell import TrainCell
 from nsa.lab.timing import wait
 from nsa.lab.training_session import session
 from nsa.model.llama import parameter_count
+from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 
 WATCHED = 5  # steps that are timed by phase, and as many without communication
@@ -31,9 +33,9 @@ def measure_rank(spec: dict) -> dict:
     """One rank's measurements: {"cell": TrainCell.to_dict(), "threads": int or None}.
 
     `tokens_s` is the whole job's, by the device's own clock over all timed steps, and
-    `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`
-    is what a step takes longer than one whose gradients stay on their rank (under FSDP2 parameters
-    are gathered in both). `device_mib` and `host_mib` are taken after each timed step.
+    `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`,
+    of DDP alone, is what a step takes longer than one whose gradients stay on their rank; FSDP2
+    could not go on without. `device_mib` and `host_mib` are taken after each timed step.
     `recompilations` are those after the warm-up, `syncs` the host's waits in one step, None without
     a GPU. `loader_wait_ms` is a step's mean. Where the backend does not take the model, it is
     {"declined": why}.
@@ -55,7 +57,7 @@ def measure_rank(spec: dict) -> dict:
             found["syncs"] = syncs.count(lambda: trainer.step(trainer.steps_done)).total
         else:
             found["peak_mib"] = _cpu_peak(trainer)
-        if cell.ranks > 1:
+        if cell.parallel == "ddp":
             found["communication_ms"] = found["step_ms"] - _unsynced_ms(trainer)
         return found | _facts(trainer, cell) | {"paths": _paths(seen)}
 
@@ -109,29 +111,27 @@ def _by_phase(trainer: Trainer) -> dict[str, float]:
 def _unsynced_ms(trainer: Trainer) -> float:
     """A step's median when gradients stay on their rank. The ranks' weights differ afterwards."""
     kept = trainer.parallel
-    trainer.parallel = _Unsynced(kept)
+    trainer.parallel = _Unsynced.like(kept)
     try:
         return _timed(trainer, WATCHED)["step_ms"]
     finally:
         trainer.parallel = kept
 
 
-class _Unsynced:
-    """A Parallel none of whose micro-batches is the last."""
+class _Unsynced(Parallel):
+    """None of its micro-batches is the last."""
 
-    def __init__(self, inner) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
+    @classmethod
+    def like(cls, other: Parallel) -> "_Unsynced":
+        return cls(**{f.name: getattr(other, f.name) for f in fields(other) if f.init})
 
     def micro(self, wrapped, last: bool):
-        return self.inner.micro(wrapped, False)
+        return super().micro(wrapped, False)
 
 
 def _cpu_peak(trainer: Trainer) -> float:
     """What torch's allocator holds at most in one step, in MiB."""
-    recorder = recorder_for("cpu", training_tensors(trainer.model, trainer.optimizer))
+    recorder = recorder_for("cpu", dict)
     with recorder, observed(trainer, recorder):
         trainer.step(trainer.steps_done)
     return recorder.record()["peak"] / MIB

@@ -29,29 +29,28 @@ def speed(df, *, note: str = "", reported: bool = True):
             tokens = list(frame["x_value"])
             if reported:
                 tokens += _reported(axes)
-            axes.set(title=model, xlabel="T (tokens)", ylabel="tokens / s")
+            _title(axes, model, note)
+            axes.set(xlabel="T (tokens)", ylabel="tokens / s")
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             _failures(axes, frame)
             looks.plain_ticks(axes, tokens)
-            _note(axes, note)
         looks.legend(fig, panels)
     return fig
 
 
 def memory(df, *, note: str = ""):
-    """Peak memory of a step against T, log-log, a panel a model."""
+    """Peak memory of a step against T, a panel a model."""
     rows = _needed(throughput_table.over_tokens(df, "peak_memory"), "peak_memory")
     with looks.style():
         fig, panels = looks.panels(rows["model"].nunique(), 3.6)
         for axes, (model, frame) in zip(panels, rows.groupby("model", sort=False), strict=True):
             _lines(axes, frame, bands=False)
-            axes.set(title=model, xlabel="T (tokens)", ylabel="peak of a step (MiB)")
+            _title(axes, model, note)
+            axes.set(xlabel="T (tokens)", ylabel="peak of a step (MiB)", ylim=(0, None))
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
             _failures(axes, frame)
             looks.plain_ticks(axes, frame["x_value"])
-            _note(axes, note)
         looks.legend(fig, panels)
     return fig
 
@@ -67,7 +66,7 @@ def phases(df, *, note: str = ""):
         table["communication"] = np.minimum(shown, table["backward"])
         table["backward"] -= table["communication"]
     with looks.style():
-        fig, (axes,) = looks.panels(1, 0.9 + 0.34 * len(table))
+        fig, (axes,) = looks.panels(1, 0.9 + 0.4 * len(table))
         fig.set_figwidth(8.5)
         left = np.zeros(len(table))
         for phase in table:
@@ -79,7 +78,7 @@ def phases(df, *, note: str = ""):
         axes.invert_yaxis()
         axes.set(xlabel="ms a step")
         axes.grid(False, axis="y")
-        axes.set_title(note, fontsize=9, color=GREY, loc="right")
+        _title(axes, "", note)
         looks.legend(fig, [axes])
     return fig
 
@@ -102,14 +101,15 @@ def scaling(df, *, note: str = ""):
                 [1, *line["ranks"]], [1.0, *line["times one rank"]], ["-", "-.", ":"][number % 3],
                 color=colour, marker=marker, label=label,
             )  # fmt: skip
-        axes.set(xlabel="ranks", ylabel="tokens / s, times one rank", ylim=(0, None))
+        top = 1.08 * max(most, table["times one rank"].max())
+        axes.set(xlabel="ranks", ylabel="tokens / s, times one rank", ylim=(0, top))
         axes.set_xticks(range(1, most + 1))
-        _note(axes, note)
+        _title(axes, "", note)
         looks.legend(fig, [axes])
     return fig
 
 
-def losses(df, *, note: str = ""):
+def losses(df):
     """Loss against step: left each backend's mean over its seeds with the seeds' range as a band,
     right its distance from the mean over all NSA backends, which the eye cannot see on the left."""
     table = _needed(throughput_table.losses(df), "loss")
@@ -131,13 +131,15 @@ def losses(df, *, note: str = ""):
                 )  # fmt: skip
         panels[0].set(xlabel="step", ylabel="loss (nats a byte)", title="mean over seeds")
         panels[1].set(xlabel="step", ylabel="nats", title="distance from the mean of NSA")
-        _note(panels[0], note)
         looks.legend(fig, panels)
     return fig
 
 
-def memory_over_steps(df, *, note: str = ""):
-    """Memory after each step less that after the first, device and host, a line a cell."""
+def memory_over_steps(df):
+    """Memory after each step less that after the first, device and host, a line a cell.
+
+    Cells of fewer than ten steps are left out, unless there are no others.
+    """
     rows = throughput_table.labelled(df)
     rows = _needed(rows[(rows["metric"] == "memory") & (rows["x_name"] == "step")], "memory")
     modes = [mode for mode in ("device", "host") if (rows["mode"] == mode).any()]
@@ -145,9 +147,12 @@ def memory_over_steps(df, *, note: str = ""):
         fig, panels = looks.panels(len(modes), 3.4)
         for axes, mode in zip(panels, modes, strict=True):
             frame = rows[rows["mode"] == mode]
-            configs = ["model", "backend", "variant", "batch"]
+            configs = ["model", "backend", "variant", "tokens"]
+            longest = frame.groupby(configs).size().max()
             for (_, backend, variant, _), line in frame.groupby(configs, sort=False):
                 line = line.sort_values("x_value")
+                if len(line) < min(10, longest):
+                    continue
                 axes.plot(
                     line["x_value"], line["median"] - line["median"].iloc[0],
                     ":" if backend.startswith("dense") else "-", color=_look(backend)[0],
@@ -156,7 +161,6 @@ def memory_over_steps(df, *, note: str = ""):
             axes.set(xlabel="step after the warm-up", ylabel="MiB since the first", title=mode)
             low, high = axes.get_ylim()
             axes.set_ylim(min(low, -1.0), max(high, 1.0))
-            _note(axes, note)
         looks.legend(fig, panels)
     return fig
 
@@ -227,11 +231,10 @@ def _look(backend: str) -> tuple[str, str]:
     return TWIN if backend.startswith("dense") else looks.look(backend)
 
 
-def _note(axes, note: str) -> None:
-    axes.annotate(
-        note, (0.98, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize=8, color=GREY,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}, zorder=5,
-    )  # fmt: skip
+def _title(axes, title: str, note: str) -> None:
+    """The note stands at the right, where no curve can run through it."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(note, loc="right", fontsize=8, color=GREY)
 
 
 def _bar_name(model: str, backend: str, variant: str, tokens: int) -> str:

@@ -84,14 +84,14 @@ def phases(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def variants(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Every variant beside the plain cell of the same backend and T, which is 1."""
+    """Every variant on one rank beside the plain cell of the same backend and T, which is 1."""
     columns = {
         "tokens/s": ("tokens_per_second", "step"),
         "step ms": ("step_time", "step"),
         "peak MiB": ("peak_memory", "step"),
     }
-    table = _columns(df, columns, failures=True)
-    keys = ["model", "backend", "x_value"]
+    table = _columns(df[[c.get("ranks", 1) == 1 for c in metrics.configs(df)]], columns, True)
+    keys = ["model", "backend", "T"]
     changed = table.reset_index().loc[lambda t: t["variant"] != PLAIN, keys].drop_duplicates()
     table = table.reset_index().merge(changed, on=keys).set_index(table.index.names)
     plain = table.xs(PLAIN, level="variant") if len(table) else table
@@ -240,5 +240,7 @@ def _columns(df, wanted: dict[str, tuple[str, str]], failures: bool = False) -> 
     for column, (metric, mode) in wanted.items():
         rows = over_tokens(df, metric, mode, variant=None)
         parts[column] = rows.set_index(POINT)["median"]
-    table = pandas.DataFrame(parts)
+    order = over_tokens(df, "step_time", variant=None).set_index(POINT).index
+    table = pandas.DataFrame(parts).reindex(order)
+    table = table.rename_axis(index={"x_value": "T"})
     return table if failures else table.dropna(how="all")
