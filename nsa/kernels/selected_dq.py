@@ -78,10 +78,10 @@ def _selected_dq(
     """One program: dq and delta of one tile's rows over the union of their blocks.
 
     delta is only known at the end, so with A = sum of (P dP) K and R = sum of P K,
-    dq = scale * gate * (A - delta R). P and P dP are rounded for the products, so delta is the
-    quotient of their rounded sums: a key with all the weight then cancels as it must. What all
-    values of a row share cancels too, so dP is taken less that of the token's own value. A sum of
-    the unrounded dP beside them costs a quarter of the time, in registers that spill.
+    dq = scale * gate * (A - delta R). P and P dP are rounded for the products, so the delta taken
+    here is the quotient of their rounded sums: a key with all the weight then cancels as it must.
+    What all values of a row share cancels too, so dP of 16 bits is taken less that of the token's
+    own value; in fp32 nothing is rounded, and a long sum loses less without it.
     v_rows is v where v is a descriptor.
     """
     sequence, start, rows, first, kv_head, head, tile, mine = place(
@@ -102,10 +102,13 @@ def _selected_dq(
         lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
         lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
         blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
-        sees = valid & (lse2 < float("inf"))
-        own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
-        shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
+        shift = tl.zeros([ROWS], tl.float32)
+        if queries.dtype != tl.float32:
+            sees = valid & (lse2 < float("inf"))
+            own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
+            shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
 
+        total = tl.zeros([ROWS], tl.float32)
         ones = tl.full([KEYS, 16], 1.0, queries.dtype)
         p_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 1], tl.float32)
         dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 1], tl.float32)
@@ -129,17 +132,18 @@ def _selected_dq(
             p = tl.exp2(s * scale2 - lse2[:, None])
             dp = tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
             dp = p * (dp - shift[:, None])
+            total += tl.sum(dp, 1)
             p, dp = p.to(queries.dtype), dp.to(queries.dtype)
             plain = tl.dot(p, keys, plain, input_precision=PRECISION)
             weighted = tl.dot(dp, keys, weighted, input_precision=PRECISION)
             p_sum = _add_rows(p, ones, p_sum, PRECISION)
             dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
 
-        p_total, dp_total = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
-        mean = dp_total / tl.where(p_total == 0.0, 1.0, p_total)
-        total = mean + shift
+        total += shift  # probabilities add up to 1
         tl.store(delta + flat, total, mask=valid)
-        grad = weighted - mean[:, None] * plain
+        p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
+        rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
+        grad = weighted - rounded[:, None] * plain
         factor = tl.zeros([ROWS], tl.float32) + scale
         if gates is not None:
             at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1] + BRANCH * strides[4][2]

@@ -35,8 +35,8 @@ def dq_kernel(
 
     MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k. There
     delta is that of the rounded factors of the two products, so that a key with nearly all the
-    weight cancels as it should. What all values share cancels too, so dP is taken less that of the
-    newest value that a row sees. v_rows is v where v is a descriptor.
+    weight cancels as it should. What all values share cancels too, so dP of 16 bits is taken less
+    that of the newest value that a row sees. v_rows is v where v is a descriptor.
     """
     head, token_place, key_place, first, seen, whole = query_tile(
         tokens, keys, tiles, HQ, LENGTH, STRIDE, LOOKBACK, BLOCK_M, PACKED
@@ -59,12 +59,16 @@ def dq_kernel(
         gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if MAKE_DELTA:
-        newest = seen_end(t, LENGTH, STRIDE) - 1
-        at_newest = at(v_rows, v_strides, key_place[1], kv_head)
-        at_newest += newest.to(tl.int64)[:, None] * v_strides[0] + tl.arange(0, BLOCK_DV)[None, :]
-        sees_any = (lse2_rows < float("inf"))[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
-        v_newest = tl.load(at_newest, mask=sees_any, other=0.0)
-        shift = tl.sum(do_tile.to(tl.float32) * v_newest.to(tl.float32), 1)
+        shift = tl.zeros([BLOCK_M], tl.float32)
+        if q_tile.dtype != tl.float32:
+            newest = seen_end(t, LENGTH, STRIDE) - 1
+            at_newest = at(v_rows, v_strides, key_place[1], kv_head)
+            at_newest += (
+                newest.to(tl.int64)[:, None] * v_strides[0] + tl.arange(0, BLOCK_DV)[None, :]
+            )
+            sees_any = (lse2_rows < float("inf"))[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
+            v_newest = tl.load(at_newest, mask=sees_any, other=0.0)
+            shift = tl.sum(do_tile.to(tl.float32) * v_newest.to(tl.float32), 1)
         delta_rows = tl.zeros([BLOCK_M], tl.float32)
         delta_rounded = tl.zeros([BLOCK_M], tl.float32)
         sum_rounded = tl.zeros([BLOCK_M], tl.float32)
@@ -98,8 +102,6 @@ def dq_kernel(
     if MAKE_DELTA:
         delta_rounded /= tl.where(sum_rounded == 0, 1.0, sum_rounded)
         acc -= delta_rounded[:, None] * acc_plain
-        if q_tile.dtype == tl.float32:  # nothing was rounded, and lse2 is not exact to the last bit
-            delta_rows = delta_rounded
         delta_rows += shift  # probabilities add up to 1
         tl.store(delta + statistics, delta_rows, mask=t < rows)
         if dgates is not None:
