@@ -154,6 +154,22 @@ def test_deterministic_algorithms_ask_for_the_deterministic_backward(monkeypatch
     assert asked == [True, False]
 
 
+def test_heads_narrower_than_a_library_takes_are_padded(monkeypatch):
+    seen = []
+
+    def attend_(q, k, v, **rest):
+        seen.append({x.shape[3] for x in (q, k, v)})
+        return v
+
+    library = dense.Library("fa4", attend_, open_left=None, smallest=64)
+    monkeypatch.setattr(dense, "library_for", lambda capability: library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    q, wide = torch.zeros(1, 3, 2, 16), torch.zeros(1, 3, 2, 72)
+    o, _ = dense.dense_attention(q, q, q[..., :10], scale=1.0)
+    dense.dense_attention(wide, wide, q, scale=1.0)
+    assert seen == [{64}, {72}] and o.shape[3] == 10
+
+
 def claimed(*, dtype=torch.bfloat16, dim=64):
     """A q that claims to be on a GPU, as `why_not` looks at it."""
     return SimpleNamespace(dtype=dtype, shape=(1, 8, 2, dim), is_cuda=True, device="cuda:0")

@@ -26,7 +26,8 @@ class Library:
     name: str  # "fa4" or "fa2", as the path witness shows it
     attend: Callable
     open_left: int | None  # what it calls a window without an end
-    largest: int = 256  # head dim
+    smallest: int = GRAIN  # head dim; smaller ones are padded with zeros
+    largest: int = 256
     deterministic: bool = True  # has a bit-repeatable backward
 
 
@@ -43,7 +44,7 @@ def dense_attention(
         raise RuntimeError(library)
     value_dim = v.shape[3]
     # Grouped heads have a backward only where D = DV (FlashAttention-4), or never else (2).
-    width = -(-max(q.shape[3], value_dim) // GRAIN) * GRAIN
+    width = max(library.smallest, -(-max(q.shape[3], value_dim) // GRAIN) * GRAIN)
     q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
     whole = window is None or window >= q.shape[1]
     o = library.attend(
@@ -112,6 +113,7 @@ def _fa4(capability: tuple[int, int]) -> Library:
         "fa4",
         flash_attn_func,
         open_left=None,
+        smallest=64,  # below, dQ of many heads to a group was wrong (4.0.0b36, H200)
         largest=256 if capability[0] == 9 else 128,
         deterministic=capability[0] != 12,
     )
