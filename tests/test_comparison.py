@@ -318,6 +318,15 @@ def test_a_failed_point_is_a_cross_and_what_never_ran_is_not_drawn():
     assert any(text.get_text() == "masked: oom" for text in forward.texts)
 
 
+def test_a_panel_of_which_nothing_was_measured_says_so(tmp_path):
+    lost = cell("triton", replace(MAIN, kv_heads=16), None, outcome="not run")
+    lost["limit_ms"] = dict.fromkeys(lost["limit_ms"], float("nan"))
+    figure = comparison_plots.latency(frame(cell("triton", MAIN), lost))
+    said = [{text.get_text() for text in axes.texts} for axes in figure.axes]
+    assert ["nothing was measured" in texts for texts in said] == [False, False, True, True]
+    figure.savefig(tmp_path / "figure.png")
+
+
 def test_a_figure_without_rows_says_which_are_missing():
     with pytest.raises(ValueError, match="no rows whose metric is 'latency'"):
         comparison_plots.latency(metrics.table([]))

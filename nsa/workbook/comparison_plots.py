@@ -45,12 +45,16 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
             frame = frame[frame["mode"] == mode]
             for backend, line in backends(frame):
                 _line(axes, backend, line.sort_values("x_value"), with_limits, with_bands)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
             axes.set_title(f"{mode}, {queries} queries\n{shape}", fontsize=9)
             axes.set(xlabel="T (tokens)", ylabel=unit)
-            _crosses(axes, frame)
-            looks.plain_ticks(axes, frame["x_value"])
+            if (frame["median"] > 0).any():
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
+                _crosses(axes, frame)
+                looks.plain_ticks(axes, frame["x_value"])
+            else:  # a logarithmic axis needs a number
+                axes.set(xticks=[], yticks=[])
+                axes.text(0.5, 0.5, "nothing was measured", transform=axes.transAxes, ha="center")
             axes.annotate(
                 note,
                 (0.98, 0.03),
