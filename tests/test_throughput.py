@@ -133,7 +133,7 @@ def test_observers_and_the_place_among_ranks_are_put_back():
 def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch():
     seen = []
 
-    class Wrapped:
+    class Wrapped(torch.nn.Module):
         def no_sync(self):
             seen.append("no sync")
             return contextlib.nullcontext()
