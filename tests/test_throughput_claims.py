@@ -139,6 +139,17 @@ def test_a_backend_that_learns_otherwise_refutes():
     assert claim(frame(curves=[curve(), lost])).verdict == "FAIL"
 
 
+def test_a_lesson_that_went_otherwise_refutes():
+    claim = throughput_claims.lessons_are_learnt
+    learnt = {"lesson": "window", "outcome": "ok", "as_expected": True, "accuracy": {"in": 1.0}}
+    assert claim([learnt]).verdict == "PASS"
+    told = claim([learnt, learnt | {"lesson": "copy", "as_expected": False}])
+    assert told.verdict == "FAIL" and told.claim.endswith("not so: copy")
+    late = {"lesson": "recall", "outcome": "timeout"}
+    assert claim([learnt, late]).verdict == "INCONCLUSIVE"
+    assert len(throughput_claims.all_claims(frame(row()), [row()], [learnt])) == 8
+
+
 def test_the_aims_of_one_gpu_are_reached_or_missed():
     fast, near = throughput_aims.is_fast, throughput_aims.is_near_the_twin
     df = frame(row(step_ms=131.0), row("dense", step_ms=105.0))
@@ -267,7 +278,7 @@ def test_figures_are_drawn_with_failures_in_them():
         throughput_plots.losses(frame(row()))
 
 
-@pytest.mark.parametrize("name", ["04_smoke", "04_h200", "04_h200x2", "04_losses"])
+@pytest.mark.parametrize("name", ["04_smoke", "04_h200", "04_h200x2", "04_losses", "04_tasks"])
 def test_the_parameter_files_fit_the_notebook_and_make_legal_cells(name):
     pytest.importorskip("papermill")
     folder = Path(__file__).parents[1] / "notebooks"
@@ -280,6 +291,6 @@ def test_the_parameter_files_fit_the_notebook_and_make_legal_cells(name):
         steps=full["steps"], **{key: full[key] for key in keys},
     )  # fmt: skip
     assert len({str(cell) for cell in cells}) == len(cells)
-    if name != "04_smoke":
+    if name not in ("04_smoke", "04_tasks"):
         assert full["preset"] == "production" and full["backends"][0] == "triton"
         assert throughput_aims.TOKENS in full["tokens"]

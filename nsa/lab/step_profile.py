@@ -17,7 +17,7 @@ from nsa.lab.trial import Outcome, run_child
 
 ENTRY = "nsa.lab.step_profile:profile_cell"
 STEP = "nsa training step"
-TOP = 15
+TOP = 12
 LAUNCHES = ("LaunchKernel", "GraphLaunch")  # parts of CUDA's own names, runtime's and driver's
 _NAME = 80
 

@@ -13,8 +13,11 @@ FLAT_STEPS = 100  # fewer tell growth from the first steps' settling badly
 FLAT_SHARE = 0.01
 
 
-def all_claims(df: pandas.DataFrame, rows: Sequence[dict]) -> list[Claim]:
-    """What must hold in any run. `rows` are those of nsa.lab.throughput.measure."""
+def all_claims(
+    df: pandas.DataFrame, rows: Sequence[dict], lessons: Sequence[dict] = ()
+) -> list[Claim]:
+    """What must hold in any run. `rows` are those of nsa.lab.throughput.measure, `lessons` those of
+    nsa.lab.lesson_rows.learn_all; without any there is no sentence about them."""
     return [
         nothing_broke(df),
         the_meter_is_right(df),
@@ -23,6 +26,7 @@ def all_claims(df: pandas.DataFrame, rows: Sequence[dict]) -> list[Claim]:
         no_step_waits_for_the_device(df),
         memory_is_flat(df),
         backends_learn_alike(df),
+        *([lessons_are_learnt(lessons)] if lessons else []),
     ]
 
 
@@ -145,6 +149,19 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
         _verdict(ratio.max() <= 1),
         {"nats apart": round(float(apart.max()), 6), "spread": round(float(spread.max()), 6)},
     )
+
+
+def lessons_are_learnt(lessons: Sequence[dict]) -> Claim:
+    """What lies within reach is solved, what lies outside stays at chance, no token peeks ahead."""
+    found = {row["lesson"]: row.get("accuracy") or row["outcome"] for row in lessons}
+    sentence = f"NSA learns {', '.join(found)} and nothing out of its reach"
+    wrong = [row["lesson"] for row in lessons if not row.get("as_expected", True)]
+    lost = [row["lesson"] for row in lessons if row["outcome"] != "ok"]
+    if wrong:
+        return Claim(f"{sentence}; not so: {', '.join(wrong)}", "FAIL", found)
+    if lost:
+        return Claim(f"{sentence}; not finished: {', '.join(lost)}", "INCONCLUSIVE", found)
+    return Claim(sentence, "PASS", found)
 
 
 def _by_cell(df: pandas.DataFrame, metric: str) -> dict[str, float]:

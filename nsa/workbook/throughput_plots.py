@@ -23,7 +23,7 @@ def speed(df, *, note: str = "", reported: bool = True):
     """
     rows = _needed(throughput_table.over_tokens(df, "tokens_per_second"), "tokens_per_second")
     with looks.style():
-        fig, panels = looks.panels(rows["model"].nunique(), 4.6)
+        fig, panels = looks.panels(rows["model"].nunique(), 4.2)
         for axes, (model, frame) in zip(panels, rows.groupby("model", sort=False), strict=True):
             _lines(axes, frame, bands=not _on_cpu(df))
             tokens = list(frame["x_value"])
@@ -43,7 +43,7 @@ def memory(df, *, note: str = ""):
     """Peak memory of a step against T, a panel a model."""
     rows = _needed(throughput_table.over_tokens(df, "peak_memory"), "peak_memory")
     with looks.style():
-        fig, panels = looks.panels(rows["model"].nunique(), 3.6)
+        fig, panels = looks.panels(rows["model"].nunique(), 2.7)
         for axes, (model, frame) in zip(panels, rows.groupby("model", sort=False), strict=True):
             _lines(axes, frame, bands=False)
             _title(axes, model, note)
@@ -87,7 +87,7 @@ def scaling(df, *, note: str = ""):
     """Tokens a second by ranks in times of one rank; dashed is what perfect scaling gives."""
     table = _needed(throughput_table.scaling(df), "more than one rank").reset_index()
     with looks.style():
-        fig, (axes,) = looks.panels(1, 3.4)
+        fig, (axes,) = looks.panels(1, 2.6)
         most = int(table["ranks"].max())
         axes.plot([1, most], [1, most], "--", color=GREY, lw=1.1, label="perfect")
         many = table[table["parallel"] != "none"]
@@ -117,7 +117,7 @@ def losses(df):
     nsa = [name for name in names if not name.startswith("dense")] or names
     middle = table.loc[nsa].mean()
     with looks.style():
-        fig, panels = looks.panels(2, 3.8)
+        fig, panels = looks.panels(2, 3.0)
         for name in names:
             colour, marker = _look(name)
             lines, every = table.loc[name], max(1, table.shape[1] // 10)
@@ -144,7 +144,7 @@ def memory_over_steps(df):
     rows = _needed(rows[(rows["metric"] == "memory") & (rows["x_name"] == "step")], "memory")
     modes = [mode for mode in ("device", "host") if (rows["mode"] == mode).any()]
     with looks.style():
-        fig, panels = looks.panels(len(modes), 3.4)
+        fig, panels = looks.panels(len(modes), 2.6)
         for axes, mode in zip(panels, modes, strict=True):
             frame = rows[rows["mode"] == mode]
             configs = ["model", "backend", "variant", "tokens"]
