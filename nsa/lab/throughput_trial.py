@@ -75,8 +75,8 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
         marks = [_mark(device)]
         for step in range(first, first + steps):
             losses.append(trainer.step(step))
-            marks.append(_mark(device))
             memory.take()
+            marks.append(_mark(device))
         wait(device)
         wall_s = time.perf_counter() - started
     ms = [_between_ms(a, b) for a, b in pairwise(marks)]
