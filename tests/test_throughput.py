@@ -298,7 +298,8 @@ def test_a_gpu_step_waits_for_nothing_and_compiles_nothing_late(variant):
     found = throughput_trial.measure_rank({"cell": cell.with_(variant).to_dict()})
     assert found["syncs"] == 0 and found["recompilations"] == 0
     assert found["recount_tokens_s"] == pytest.approx(found["tokens_s"], rel=0.02)
-    assert max(found["device_mib"]) == min(found["device_mib"])
+    # The losses that are kept take 512 bytes each.
+    assert max(found["device_mib"]) - min(found["device_mib"]) <= 0.001 * cell.steps
 
 
 @pytest.mark.gpus2
