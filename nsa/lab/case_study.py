@@ -17,7 +17,7 @@ IDENTICAL_MIB = {"masked": 20451.9, "packed": 20451.9, "gather": 20451.9}
 # What the reports projected for one step of the 12-layer production model at T 2048, batch 1.
 PRODUCTION_GB = {"forward": 50.48, "backward": 151.23}
 
-# Training speed as reported, (T, tokens/s, what was said of it): on A100s, and an RTX 3090 at T 1024.
+# Training speed as reported on A100s, at T 1024 on an RTX 3090: (T, tokens/s, what was said of it).
 TOKENS_PER_S = (
     (128, 153.0, "batch 8"),
     (256, 66.0, "its own 19.3 s a step make 13.2"),
