@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 NOTEBOOK ?= memory_scaling
-EXTRAS ?= triton,notebooks,dev
+EXTRAS ?= triton,notebooks,lab,dev
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +36,7 @@ run: $(READY)
 	@$(BIN)/nsa run $(NOTEBOOK)
 
 test: $(READY)
-	@begin=$$(date +%s) && $(BIN)/python -m pytest -q \
+	@begin=$$(date +%s) && $(BIN)/python -m pytest -q -n 2 --dist loadfile \
 	&& middle=$$(date +%s) && $(BIN)/python -m pytest -q $(NBVAL) notebooks/ \
 	&& echo "make test: pytest took $$((middle - begin)) s," \
 		"$(words $(NOTEBOOKS)) notebook(s) by nbval $$(($$(date +%s) - middle)) s; all passed"
