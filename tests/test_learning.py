@@ -2,14 +2,14 @@ import json
 
 import pytest
 import torch
-from mutant_lessons import TELLS, UNTOLD
-from mutants import MUTANTS
 from tiny_models import one_thread, tiny
 
 from nsa.attention import registry
 from nsa.lab import learning
 from nsa.lab.learning import LUCK, PEEK, SOLVED, Taking, learn, peek
 from nsa.lab.lessons import LESSONS, lesson
+from nsa.lab.mutant_lessons import TELLS, UNTOLD
+from nsa.lab.mutants import MUTANTS
 from nsa.lab.trial import run_child
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel

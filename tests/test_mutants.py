@@ -1,15 +1,13 @@
 """The suite kills every mutant: proof that its tests look where the case study's did not."""
 
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, Mutant
 
-ROOT = Path(__file__).parent.parent
+from nsa.lab.mutants import MUTANTS, Mutant, copy_of_the_project
 
 # The defects that the project promises to tell from attention.
 PROMISED = {
@@ -23,15 +21,6 @@ PROMISED = {
     "equation-9-wrong-sign",
     "window-off-by-one",
 }
-
-
-def copy_of_the_project(folder: Path) -> Path:
-    root = folder / "project"
-    ignore = shutil.ignore_patterns("__pycache__", ".*")
-    for name in ("nsa", "tests"):
-        shutil.copytree(ROOT / name, root / name, ignore=ignore)
-    shutil.copy(ROOT / "pyproject.toml", root)
-    return root
 
 
 def run_tests(root: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess:

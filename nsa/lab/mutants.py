@@ -1,11 +1,16 @@
 """The case study's real defects as one-line mutations of this code.
 
 Each stands for weeks that somebody lost because no test noticed. `killers` are the tests that must
-fail once the line is changed; `test_mutants.py` proves that they do, and that they pass without.
+fail once the line is changed; `tests/test_mutants.py` proves that they do, and that they pass
+without.
 """
 
+import difflib
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,28 @@ class Mutant:
                 f"{self.before!r}, wanted 1; rewrite the mutant with the code it mutates"
             )
         path.write_text(source.replace(self.before, self.after))
+
+
+def copy_of_the_project(folder: Path) -> Path:
+    """`folder`/project: the package, its tests where there are any, and what pytest is told."""
+    root = Path(folder) / "project"
+    ignore = shutil.ignore_patterns("__pycache__", ".*")
+    for name in ("nsa", "tests"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, root / name, ignore=ignore)
+    if (ROOT / "pyproject.toml").is_file():
+        shutil.copy(ROOT / "pyproject.toml", root)
+    return root
+
+
+def mutant(name: str) -> Mutant:
+    """The mutant of that name; ValueError for an unknown one, naming the nearest."""
+    known = {one.name: one for one in MUTANTS}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+        raise ValueError(f"mutant {name!r} is unknown{hint}")
+    return known[name]
 
 
 BACKENDS = "tests/test_backends.py::"
