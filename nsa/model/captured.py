@@ -52,7 +52,8 @@ class CapturedStep:
 
     def _capture(self, share: Share) -> None:
         self.buffers, graph = share.clone(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        # Other threads pin memory meanwhile, which is theirs to do.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.loss = self.body(self.buffers)
         self.graph = graph
 

@@ -68,10 +68,9 @@ class Job:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Job":
-        train = {**values["train"], "betas": tuple(values["train"]["betas"])}  # JSON has lists
         made = {
             "model": ModelConfig.from_dict(values["model"]),
-            "train": TrainConfig.from_dict(train),
+            "train": TrainConfig.from_dict(values["train"]),
             "observe": tuple(values["observe"]),
         }
         return cls(**{**values, **made})
