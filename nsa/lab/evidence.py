@@ -61,8 +61,7 @@ class Sample:
 
     t: seconds since the trial's start. beats: of a thread that needs the GIL. cpu_s: that the
     process has used, all threads. state: R, S, D, T or Z as /proc has it, "" where it is not told
-    or the process is gone. wchan: where the main thread sleeps in the kernel. gpu_percent: what
-    NVML calls utilisation, which a spinning kernel has as well.
+    or the process is gone. wchan: where the main thread sleeps in the kernel, "" where not told.
     """
 
     t: float
@@ -73,7 +72,6 @@ class Sample:
     state: str = ""
     wchan: str = ""
     rss_mib: float | None = None
-    gpu_percent: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,8 @@ class Look:
     """Every thread's stack at one moment, by one tool.
 
     threads: {"name", "main", "active", "gil", "frames": ["file:line function", ...]}, innermost
-    frame first; active and gil are None where the tool does not tell. p: the rank's coordinate then.
-    message: why there are no threads, where there are none.
+    frame first; active and gil are None where the tool does not tell. p: the rank's coordinate at
+    that moment. message: why there are no threads, where there are none.
     """
 
     t: float
