@@ -1,0 +1,189 @@
+"""Where a fault begins along one ordered factor, whether it always fires or only often."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Answer = bool | None  # the fault, passed, neither
+
+
+@dataclass
+class Bracket:
+    """Where a fault begins: between two values, as far as it is known.
+
+    below: the last value that passed, None where all values show the fault; above: the first that
+    showed it, None where none does. monotone: whether all answers agree with one threshold.
+    """
+
+    below: Any = None
+    above: Any = None
+    monotone: bool = True
+    answers: list[tuple[Any, Answer]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.monotone:
+            told = ", ".join(f"{value}: {_word(answer)}" for value, answer in self.answers)
+            return f"no single threshold ({told})"
+        if self.above is None:
+            return f"nowhere up to {self.below}"
+        return f"from {self.above}" if self.below is None else f"{self.below} to {self.above}"
+
+
+def threshold(values: Sequence[Any], test: Callable[[Any], Answer]) -> Bracket:
+    """Bisects `values`, in the order from harmless to faulty; each is tested at most once.
+
+    Both ends and the midpoint come first; at last the middle of either side's longest stretch that
+    nobody looked at, because a bisection alone never meets an answer that contradicts it. A value
+    that is unresolved is passed over, which widens the bracket.
+
+    Raises ValueError for less than two values.
+    """
+    if len(values) < 2:
+        raise ValueError(f"a threshold lies between two values, got {list(values)}")
+    known: dict[int, Answer] = {}
+    order: list[int] = []
+
+    def ask(index: int) -> Answer:
+        if index not in known:
+            known[index] = test(values[index])
+            order.append(index)
+        return known[index]
+
+    last = len(values) - 1
+    for index in (0, last, last // 2):
+        ask(index)
+    if _monotone(known):
+        while (open_ := _open(known, last)) is not None:
+            ask(open_)
+        for side in (False, True):
+            if _monotone(known) and (far := _unseen(known, last, side)) is not None:
+                ask(far)
+    passed = [i for i, answer in known.items() if answer is False]
+    showed = [i for i, answer in known.items() if answer is True]
+    return Bracket(
+        below=values[max(passed)] if passed else None,
+        above=values[min(showed)] if showed else None,
+        monotone=_monotone(known),
+        answers=[(values[i], known[i]) for i in sorted(order)],
+    )
+
+
+@dataclass
+class Posterior:
+    """A threshold under a fault that does not always fire.
+
+    value: the first at which it fires, most probably; None if it never fired. probability: of that.
+    bracket: the shortest run of values that holds the first one with `sure`; rates: how often it
+    fired from `value` on, and below it, as (fired, trials).
+    """
+
+    value: Any
+    probability: float
+    bracket: tuple[Any, Any] | None
+    rates: tuple[tuple[int, int], tuple[int, int]]
+    distribution: list[float]
+    answers: list[tuple[Any, Answer]]
+
+
+def bayes(
+    values: Sequence[Any],
+    test: Callable[[Any], Answer],
+    *,
+    trials: int = 20,
+    sure: float = 0.99,
+) -> Posterior:
+    """The first of `values`, from harmless to faulty, at which a fault fires that often does not.
+
+    Each trial is of the value whose answer tells most; the same value may be asked again and again,
+    so `test` must not remember. Ends after `trials`, or when one value is `sure`. Below its
+    threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not come by chance),
+    above it to fire at a rate that is not known (Beta(0.7, 0.3)).
+    """
+    if len(values) < 2 or trials < 1:
+        raise ValueError(f"bayes needs two values and a trial, got {list(values)} and {trials}")
+    last = len(values) - 1
+    bisector = _bisector()(
+        [1.0] * len(values), alpha_new=0.7, beta_new=0.3, alpha_old=0.02, beta_old=0.98
+    )
+    answers: list[tuple[int, Answer]] = []
+    unresolved: set[int] = set()
+    for _ in range(trials):
+        index = last - int(bisector.select())  # it looks for the last of the faulty
+        answer = test(values[index])
+        answers.append((index, answer))
+        if answer is None:
+            unresolved.add(index)
+            if len(unresolved) == len(values):
+                break
+        bisector.record(last - index, answer)
+        if max(bisector.distribution) >= sure:
+            break
+    posterior = [float(x) for x in bisector.distribution[::-1]]
+    return _posterior(values, posterior, answers, sure)
+
+
+def _posterior(
+    values: Sequence[Any], posterior: list[float], answers: list[tuple[int, Answer]], sure: float
+) -> Posterior:
+    told = [(values[i], answer) for i, answer in answers]
+    if not any(answer for _, answer in answers):
+        asked = sum(answer is not None for _, answer in answers)
+        return Posterior(None, 0.0, None, ((0, 0), (0, asked)), posterior, told)
+    best = max(range(len(values)), key=posterior.__getitem__)
+    low = high = best
+    while sum(posterior[low : high + 1]) < sure and high - low + 1 < len(values):
+        before = posterior[low - 1] if low else -1.0
+        after = posterior[high + 1] if high + 1 < len(values) else -1.0
+        low, high = (low - 1, high) if before >= after else (low, high + 1)
+    above = [answer for i, answer in answers if i >= best and answer is not None]
+    below = [answer for i, answer in answers if i < best and answer is not None]
+    return Posterior(
+        value=values[best],
+        probability=posterior[best],
+        bracket=(values[low], values[high]),
+        rates=((sum(above), len(above)), (sum(below), len(below))),
+        distribution=posterior,
+        answers=told,
+    )
+
+
+def _monotone(known: Mapping[int, Answer]) -> bool:
+    passed = [i for i, answer in known.items() if answer is False]
+    showed = [i for i, answer in known.items() if answer is True]
+    return not passed or not showed or max(passed) < min(showed)
+
+
+def _open(known: Mapping[int, Answer], last: int) -> int | None:
+    """The value nearest to the middle of the bracket that nobody looked at yet."""
+    passed = [i for i, answer in known.items() if answer is False]
+    showed = [i for i, answer in known.items() if answer is True]
+    if not passed or not showed:
+        return None
+    low, high = max(passed), min(showed)
+    unseen = [i for i in range(low + 1, high) if i not in known]
+    return min(unseen, key=lambda i: abs(2 * i - low - high), default=None)
+
+
+def _unseen(known: Mapping[int, Answer], last: int, side: bool) -> int | None:
+    """The middle of the longest stretch between two answers that are both `side`."""
+    seen = sorted(i for i, answer in known.items() if answer is not None)
+    gaps = [
+        (b - a, (a + b) // 2)
+        for a, b in zip(seen, seen[1:], strict=False)
+        if known[a] is side and known[b] is side and b - a > 1 and (a + b) // 2 not in known
+    ]
+    return max(gaps)[1] if gaps else None
+
+
+def _word(answer: Answer) -> str:
+    return {True: "the fault", False: "passed", None: "unresolved"}[answer]
+
+
+def _bisector():
+    try:
+        from git_bayesect import Bisector
+    except ModuleNotFoundError:
+        raise ValueError(
+            "a threshold of a flaky fault needs git-bayesect; pip install 'nsa[lab]' brings it"
+        ) from None
+    return Bisector
