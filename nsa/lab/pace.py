@@ -1,0 +1,89 @@
+"""How fast a trial goes, how far it is and when it will be done, from samples of its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsa.lab.evidence import Evidence, P, Sample
+
+RECENT_S = 5.0
+# Of a step's time, until more is known: the share that is over when a phase begins.
+_BEGUN = {"start": 0.0, "data": 0.0, "other": 0.0, "forward": 0.05, "backward": 0.35,
+          "optimizer": 0.95, "end": 1.0}  # fmt: skip
+
+
+def fraction(p: P, steps: int) -> float:
+    """About how much of `steps` steps is done at p, 0 to 1; inside a backward by its nodes."""
+    if p.step < 0 or steps < 1:
+        return 0.0
+    share = _BEGUN.get(p.phase, 0.0)
+    if p.total and p.phase in ("backward", "other"):
+        share = max(share, _BEGUN["backward"])
+        share += (_BEGUN["optimizer"] - share) * min(1.0, p.fired / p.total)
+    return min(1.0, (p.step + share) / steps)
+
+
+def moves(samples: Sequence[Sample]) -> int:
+    """How often P was seen to change."""
+    return sum(a.p != b.p for a, b in zip(samples, samples[1:], strict=False))
+
+
+def first_move(samples: Sequence[Sample]) -> Sample | None:
+    """The last sample before P moved for the first time; None where it never did."""
+    for before, after in zip(samples, samples[1:], strict=False):
+        if after.p != before.p:
+            return before
+    return None
+
+
+def backward_eta_s(samples: Sequence[Sample]) -> float | None:
+    """Seconds until the backward that the last sample is in will be done; None outside of one.
+
+    Nodes that are left over the rate of the latest half of those that ran.
+    """
+    last = samples[-1] if samples else None
+    if last is None or not 0 < last.p.fired < last.p.total:
+        return None
+    mine = [s for s in samples if s.p.step == last.p.step and s.p.fired > 0]
+    since = next((s for s in mine if s.p.fired >= last.p.fired / 2), last)
+    if last.t <= since.t or last.p.fired <= since.p.fired:
+        since = mine[0]
+    if last.t <= since.t or last.p.fired <= since.p.fired:
+        return None
+    rate = (last.p.fired - since.p.fired) / (last.t - since.t)
+    return (last.p.total - last.p.fired) / rate
+
+
+def pace(evidence: Evidence) -> dict[str, float | None]:
+    """Numbers of a trial that moves, of its slowest rank.
+
+    fraction done; steps_per_s and nodes_per_s of late; eta_s until all its steps are done;
+    backward_eta_s until the backward is; projected_s, for all steps, start-up left out; ratio of
+    that to the prediction. None for what cannot be told.
+    """
+    steps = int(evidence.spec.get("steps") or 0)
+    ranks = evidence.ranks()
+    rank = min(ranks, key=lambda r: evidence.last(r).key(), default=None)
+    found: dict[str, float | None] = dict.fromkeys(
+        ("fraction", "steps_per_s", "nodes_per_s", "eta_s", "backward_eta_s", "projected_s",
+         "ratio")
+    )  # fmt: skip
+    if rank is None:
+        return found
+    samples = evidence.of(rank)
+    last, start = samples[-1], first_move(samples)
+    found["fraction"] = done = fraction(last.p, steps) if steps else None
+    found["backward_eta_s"] = backward_eta_s(samples)
+    recent = next((s for s in samples if s.t >= last.t - RECENT_S), last)
+    if last.t > recent.t and last.p.step == recent.p.step and last.p.fired > recent.p.fired:
+        found["nodes_per_s"] = (last.p.fired - recent.p.fired) / (last.t - recent.t)
+    if start is None or last.t <= start.t:
+        return found
+    worked = last.t - start.t
+    found["steps_per_s"] = max(0, last.p.step) / worked
+    if done:
+        found["projected_s"] = worked / done
+        found["eta_s"] = max(0.0, found["projected_s"] - worked)
+        if evidence.predicted_s:
+            found["ratio"] = found["projected_s"] / evidence.predicted_s
+    return found
