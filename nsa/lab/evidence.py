@@ -13,7 +13,7 @@ from typing import Any
 PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
 ENDS = ("returned", "exception", "signal", "exit", "stopped by the supervisor")
 REASONS = ("stall", "deadline", "caller")  # why the supervisor stopped it
-TOOLS = ("py-spy", "faulthandler", "native")
+TOOLS = ("py-spy", "faulthandler", "native", "proc")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Look:
     """Every thread's stack at one moment, by one tool.
 
     threads: {"name", "main", "active", "gil", "frames": ["file:line function", ...]}, innermost
-    frame first; active and gil are None where the tool does not tell. p: the rank's coordinate at
+    frame first; active and gil are None where the tool does not tell. "proc" tells no frames, but
+    "state", "wchan" and "cpu_s" of each, as the kernel has them. p: the rank's coordinate at
     that moment. message: why there are no threads, where there are none.
     """
 
@@ -120,9 +121,10 @@ class Evidence:
     """All that is known of one trial.
 
     spec, environment: what ran, and where. preflight: reasons not to trust it, empty when there is
-    none. seconds: from its start to its end, start-up included. predicted_s: what its steps should
-    have taken, None where nobody said; factor: by which its observers slow it. soft_s: when looks
-    were taken first; deadline_s: when it had to end; stall_s: how long P may rest.
+    none. seconds: from its start to its end, start-up included. began_s: when its first step
+    began, None where it never did. predicted_s: what its steps should take, None where nobody said;
+    factor: by which its observers slow it. soft_s: when looks are taken first; deadline_s: when it
+    has to end, both counted from began_s; stall_s: how long P may rest.
     samples, looks: in order of time, of all ranks. end: None while it runs. oracles: name to
     {"ok", "detail"}. flights: of each rank, what its Flight Recorder held. losses: of rank 0.
     witness: which implementations ran, None where not recorded. memory: at a stall on a GPU.
@@ -133,6 +135,7 @@ class Evidence:
     environment: dict[str, Any] = field(default_factory=dict)
     preflight: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    began_s: float | None = None
     predicted_s: float | None = None
     factor: float = 1.0
     soft_s: float | None = None
