@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 Answer = bool | None  # the fault, passed, neither
@@ -169,7 +170,7 @@ def _unseen(known: Mapping[int, Answer], last: int, side: bool) -> int | None:
     seen = sorted(i for i, answer in known.items() if answer is not None)
     gaps = [
         (b - a, (a + b) // 2)
-        for a, b in zip(seen, seen[1:], strict=False)
+        for a, b in pairwise(seen)
         if known[a] is side and known[b] is side and b - a > 1 and (a + b) // 2 not in known
     ]
     return max(gaps)[1] if gaps else None

@@ -1,0 +1,252 @@
+"""Which factors cause a fault? The smallest set that shows it, and what each trial eliminated."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nsa.lab.candidates import Candidates, ordered, position, word
+from nsa.lab.findings import Found, Row, Spent, Tried
+from nsa.lab.search import Answer, Cell, allowed, cover, ddmin, same, threshold
+
+__all__ = ["Bisection", "Found", "Row", "Spent", "Tried"]
+
+MOST = 40  # trials
+_NOT_A_FAULT = ("PASS", "INCONCLUSIVE", "INVALID", "FLAKY")
+
+
+class Bisection:
+    """Searches for the smallest set of factors behind a fault, in at most `most` trials.
+
+    factors: {name: values}; the first value of each is its default unless `base` says otherwise.
+    run(cell, attempt): judges one cell; may raise Spent. never: combinations that are not run, see
+    `search.allowed`. kind: the verdict that is looked for; None: that of the first trial to fail.
+    attempts: how often a cell that passes is run, for faults that do not always fire.
+    whole_screen: cover all pairs of values first, though a fault was found before.
+
+    First the base and the cell with every factor at its last value; where those do not show the
+    fault beside a PASS, a screen of all pairs of values, then of all triples. Then `ddmin` on the
+    differences between the nearest PASS and the fault, again for as long as some trial has all of
+    the cause and passed: so it ends with a set that is enough beside the defaults, of which nothing
+    can be left out. Then the threshold of each factor whose values have an order.
+    """
+
+    def __init__(
+        self,
+        factors: Mapping[str, Sequence[Any]],
+        run: Callable[[Cell, int], Tried],
+        *,
+        base: Mapping[str, Any] | None = None,
+        never: Sequence[Mapping[str, Sequence[Any]]] = (),
+        kind: str | None = None,
+        most: int = MOST,
+        attempts: int = 1,
+        whole_screen: bool = False,
+        say: Callable[[Row], None] = lambda row: None,
+    ) -> None:
+        if not factors or not all(len(values) > 1 for values in factors.values()):
+            raise ValueError(
+                f"a bisection needs factors with two values or more, got {dict(factors)}"
+            )
+        self.factors = {name: list(values) for name, values in factors.items()}
+        self.base = {name: values[0] for name, values in self.factors.items()} | dict(base or {})
+        for name, value in self.base.items():
+            position(self.factors.get(name, []), value)
+        if not allowed(self.base, never):
+            raise ValueError(f"never forbids the base itself: {self._words(self.base)}")
+        self._run, self._never, self._kind, self._say = run, tuple(never), kind, say
+        self._most, self._attempts, self._whole_screen = most, attempts, whole_screen
+        self._known: dict[tuple[int, ...], Tried] = {}
+        self._left: Candidates | None = None
+        self.found = Found(base=self.base)
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.found.rows
+
+    def find(self) -> Found:
+        """Searches. Where trials or time are spent it returns how far it came."""
+        found = self.found
+        try:
+            self._screen()
+            if found.target is None:
+                found.why = f"no fault in {len(self.rows)} trials: every pair of values was run"
+                if self._kind:
+                    found.why = found.why.replace("no fault", f"no {self._kind}")
+            elif self._nearest(self.base) is None and self._nearest(None) is None:
+                found.cause = {}
+            else:
+                self._narrow()
+                self._refine()
+            found.finished = True
+        except Spent as spent:
+            found.why = f"not at its end: {spent}"
+        found.others = self._others()
+        return found
+
+    def _screen(self) -> None:
+        self._ask(self.base, "the defaults show it")
+        self._ask(self._farthest(), "everything changed shows it")
+        for strength in (2, 3):
+            if self._pair() and not (self._whole_screen and strength == 2):
+                return
+            tested = [self._cell(key) for key in self._known]
+            what = {2: "pair", 3: "triple"}[strength]
+            for cell in cover(self.factors, never=self._never, strength=strength, tested=tested):
+                self._ask(cell, f"a {what} of these values shows it")
+                if self._pair() and not self._whole_screen:
+                    return
+
+    def _narrow(self) -> None:
+        fault = self._cells(True)
+        shows = min(fault, key=lambda cell: self._distance(cell, self.base))
+        passed = self._nearest(shows)
+        cause: set[str] = set()
+        while passed is not None:
+            differ = [name for name in self.factors if shows[name] != passed[name]]
+            near = dict(passed)  # the loop's own, for the function below
+
+            def test(part: list[str], near=near, shows=shows) -> Answer:
+                cell = near | {name: shows[name] for name in part}
+                return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
+
+            needed = ddmin(differ, test)
+            cause |= set(needed)
+            for name in needed:
+                self.found.instead.setdefault(name, passed[name])
+            self.found.cause = {name: shows[name] for name in self.factors if name in cause}
+            shows = passed | {name: shows[name] for name in needed}
+            alone = self.base | self.found.cause
+            words = self._words(alone, list(self.found.cause))
+            answer = self._ask(alone, f"{words} is enough beside the defaults")
+            if answer:
+                shows = alone
+            contrary = [
+                cell for cell in self._cells(False)
+                if all(cell[name] == value for name, value in self.found.cause.items())
+            ]  # fmt: skip
+            passed = min(contrary, key=lambda c: self._distance(c, shows), default=None)
+        if self._known_answer(self.base) is False and self._known_answer(shows):
+            # Each was needed beside some other cell: is it beside the defaults?
+            def alone(part: list[str]) -> Answer:
+                cell = self.base | {name: self.found.cause[name] for name in part}
+                return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
+
+            if self._ask(self.base | self.found.cause, "") is True:
+                kept = ddmin(list(self.found.cause), alone)
+                self.found.cause = {name: self.found.cause[name] for name in kept}
+                self.found.instead = {name: self.base[name] for name in kept}
+
+    def _refine(self) -> None:
+        for name, value in (self.found.cause or {}).items():
+            values = self.factors[name]
+            start, end = position(values, self.found.instead[name]), position(values, value)
+            between = values[start : end + 1] if start < end else values[end : start + 1][::-1]
+            if len(between) < 3 or not ordered(values):
+                continue
+            shows = self.base | self.found.cause
+
+            def test(one: Any, name=name, shows=shows) -> Answer:
+                return self._ask(shows | {name: one}, f"{name}={word(one)} is enough")
+
+            self.found.brackets[name] = threshold(between, test)
+
+    def _ask(self, cell: Cell, hypothesis: str) -> Answer:
+        key = self._key(cell)
+        if key in self._known:
+            return self._known_answer(cell)
+        if not allowed(cell, self._never):
+            return None
+        tried = None
+        for attempt in range(self._attempts):
+            if len(self.rows) >= self._most:
+                raise Spent(f"{self._most} trials are spent")
+            tried = self._run(cell, attempt)
+            last = tried.kind != "PASS" or attempt + 1 == self._attempts
+            if last:
+                self._known[key] = tried
+            self._note(cell, tried, hypothesis, last)
+            if last:
+                break
+        return self._known_answer(cell)
+
+    def _note(self, cell: Cell, tried: Tried, hypothesis: str, last: bool) -> None:
+        target = self.found.target
+        fault = tried.kind == self._kind if self._kind else tried.kind not in _NOT_A_FAULT
+        if target is None and fault:
+            self.found.target = target = tried
+            self._left = Candidates(self.factors)
+            for key, one in self._known.items():
+                self._left.note(self._cell(key), same(target, one))
+            before = len(Candidates(self.factors))
+        elif self._left is not None:
+            before = len(self._left)
+            if last:
+                self._left.note(cell, same(target, tried))
+        left = None if self._left is None else len(self._left)
+        eliminated = "" if left is None else self._eliminated(same(target, tried), before, left)
+        changed = self._words(cell)
+        number = len(self.rows) + 1
+        row = Row(number, dict(cell), changed, hypothesis, tried, eliminated, left)
+        self.rows.append(row)
+        self._say(row)
+
+    def _eliminated(self, answer: Answer, before: int, left: int) -> str:
+        if answer is None:
+            return "nothing: another verdict hides it"
+        if not left:
+            return "every single cause: there are several, or a factor is missing"
+        return f"{before - left:,} of {before:,} causes"
+
+    def _others(self) -> list[Tried]:
+        target = self.found.target
+        kinds = {
+            (one.kind, one.signature): one
+            for one in self._known.values()
+            if one.kind not in _NOT_A_FAULT and (target is None or same(target, one) is None)
+        }
+        return list(kinds.values())
+
+    def _pair(self) -> bool:
+        return bool(self._cells(True)) and bool(self._cells(False))
+
+    def _cells(self, answer: bool) -> list[Cell]:
+        target = self.found.target
+        if target is None:
+            return []
+        return [self._cell(key) for key, one in self._known.items() if same(target, one) is answer]
+
+    def _nearest(self, cell: Cell | None) -> Cell | None:
+        passed = self._cells(False)
+        return min(passed, key=lambda one: self._distance(one, cell or one), default=None)
+
+    def _known_answer(self, cell: Cell) -> Answer:
+        target, one = self.found.target, self._known.get(self._key(cell))
+        if one is None:
+            return None
+        if target is None:
+            return False if one.kind == "PASS" else None
+        return same(target, one)
+
+    def _farthest(self) -> Cell:
+        cell = dict(self.base)
+        for name, values in self.factors.items():
+            end = values[-1] if values[-1] != self.base[name] else values[0]
+            if allowed(cell | {name: end}, self._never):
+                cell[name] = end
+        return cell
+
+    def _distance(self, one: Cell, other: Cell) -> int:
+        return sum(one[name] != other[name] for name in self.factors)
+
+    def _key(self, cell: Cell) -> tuple[int, ...]:
+        return tuple(position(values, cell[name]) for name, values in self.factors.items())
+
+    def _cell(self, key: tuple[int, ...]) -> Cell:
+        pairs = zip(self.factors.items(), key, strict=True)
+        return {name: values[index] for (name, values), index in pairs}
+
+    def _words(self, cell: Cell, names: Sequence[str] | None = None) -> str:
+        if names is None:
+            names = [name for name in self.factors if cell[name] != self.base[name]]
+            if not names:
+                return "(the defaults)"
+        return ", ".join(f"{name}={word(cell[name])}" for name in names)

@@ -1,0 +1,113 @@
+"""The causes that trials have not refuted: every set of up to three conditions on factors."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise, product
+from typing import Any
+
+import numpy as np
+
+MOST = 2_000_000  # sets of conditions that are kept account of
+_WORDS = {"eq": "=", "ge": ">=", "le": "<="}
+
+
+class Candidates:
+    """Sets of up to `size` conditions, each on another factor, that agree with all trials so far.
+
+    A condition is factor = value; for numbers in order also factor >= value and factor <= value.
+    The cause is one such set: whatever fulfils it shows the fault, and nothing else does. The empty
+    set, which always shows it, is one of them.
+    """
+
+    def __init__(self, factors: Mapping[str, Sequence[Any]], size: int = 3) -> None:
+        self.factors = {name: list(values) for name, values in factors.items()}
+        by_factor: list[list[int]] = []
+        self.conditions: list[tuple[str, str, int]] = []
+        for name, values in self.factors.items():
+            made = conditions(name, values)
+            start = len(self.conditions)
+            self.conditions += made
+            by_factor.append(list(range(start, start + len(made))))
+        size = min(size, len(by_factor))
+        while size > 1 and _count(by_factor, size) > MOST:
+            size -= 1
+        nothing = len(self.conditions)  # a condition that always holds, for sets smaller than size
+        rows: list[np.ndarray] = [np.full((1, size), nothing, dtype=np.int32)]
+        for some in range(1, size + 1):
+            for chosen in combinations(by_factor, some):
+                grid = np.array(list(product(*chosen)), dtype=np.int32)
+                rest = np.full((len(grid), size - some), nothing, dtype=np.int32)
+                rows.append(np.concatenate([grid, rest], axis=1))
+        self._sets = np.concatenate(rows)
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def note(self, cell: Mapping[str, Any], answer: bool | None) -> int:
+        """Drops the sets that this trial refutes; returns how many. None refutes nothing."""
+        if answer is None:
+            return 0
+        holds = np.array([self._holds(one, cell) for one in self.conditions] + [True])
+        keep = holds[self._sets].all(axis=1) == answer
+        refuted = int((~keep).sum())
+        self._sets = self._sets[keep]
+        return refuted
+
+    def texts(self, most: int = 5) -> list[str]:
+        """The sets that are left, those with the fewest conditions first."""
+        nothing = len(self.conditions)
+        order = (self._sets != nothing).sum(axis=1).argsort(kind="stable")[:most]
+        return [
+            " and ".join(self._text(i) for i in row if i != nothing) or "whatever the factors are"
+            for row in self._sets[order].tolist()
+        ]
+
+    def _holds(self, condition: tuple[str, str, int], cell: Mapping[str, Any]) -> bool:
+        name, how, wanted = condition
+        has = position(self.factors[name], cell[name])
+        return {"eq": has == wanted, "ge": has >= wanted, "le": has <= wanted}[how]
+
+    def _text(self, index: int) -> str:
+        name, how, wanted = self.conditions[index]
+        return f"{name} {_WORDS[how]} {word(self.factors[name][wanted])}"
+
+
+def conditions(name: str, values: Sequence[Any]) -> list[tuple[str, str, int]]:
+    """(factor, "eq", "ge" or "le", index of the value) of all that can be said of one factor."""
+    found = [(name, "eq", index) for index in range(len(values))]
+    if ordered(values) and len(values) > 2:
+        found += [(name, "ge", index) for index in range(1, len(values) - 1)]
+        found += [(name, "le", index) for index in range(1, len(values) - 1)]
+    return found
+
+
+def ordered(values: Sequence[Any]) -> bool:
+    """Whether these are numbers that grow or shrink from each to the next."""
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < len(values) or len(values) < 2:
+        return False
+    steps = [b > a for a, b in pairwise(numbers)]
+    return len(set(numbers)) == len(numbers) and len(set(steps)) == 1
+
+
+def position(values: Sequence[Any], value: Any) -> int:
+    """The index of a value, where True is not 1. ValueError where it is none of them."""
+    for index, one in enumerate(values):
+        if type(one) is type(value) and one == value:
+            return index
+    raise ValueError(f"{value!r} is none of {list(values)}")
+
+
+def word(value: Any) -> str:
+    """A value as a plan writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    return str(value) if value != "" else "''"
+
+
+def _count(by_factor: Sequence[Sequence[int]], size: int) -> int:
+    """How many sets there are, without making them: elementary symmetric sums."""
+    sums = [1] + [0] * size
+    for one in by_factor:
+        for some in range(size, 0, -1):
+            sums[some] += sums[some - 1] * len(one)
+    return sum(sums)
