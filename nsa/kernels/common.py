@@ -71,9 +71,19 @@ def finish(m, total):
     return total, m + tl.log2(total)
 
 
+def ceil_div(n: int, size: int) -> int:
+    """How many of `size` cover n. Triton's own is made for kernels and takes 10 us on the host."""
+    return -(-n // size)
+
+
+def next_power_of_two(n: int) -> int:
+    """The least power of two that is at least n, 1 for n = 0."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n and that tl.dot takes, i.e. at least 16."""
-    return max(16, triton.next_power_of_2(n))
+    return max(16, next_power_of_two(n))
 
 
 def precision(x: Tensor) -> str:

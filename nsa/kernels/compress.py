@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import power_of_two
+from nsa.kernels.common import ceil_div, power_of_two
 from nsa.kernels.sequences import Axis, Sequences
 
 
@@ -159,7 +159,7 @@ def _launch(kernel, k: Tensor, v: Tensor | None, sequences: Sequences, axis: Axi
     k_out, v_out = out(k), out(v)
     block = 8 if max(dim, value_dim) > 64 else 16
     if rows:
-        kernel[(triton.cdiv(rows, block) * kv_heads, 1 if v is None else 2)](
+        kernel[(ceil_div(rows, block) * kv_heads, 1 if v is None else 2)](
             k, v, k_out, v_out, k.stride()[:2], None if v is None else v.stride()[:2],
             (compressed.bounds, compressed.length), (tokens.bounds, tokens.length),
             rows, tokens.count, tokens.count.bit_length(),

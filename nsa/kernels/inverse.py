@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import axis_arguments, extent, locate
+from nsa.kernels.common import axis_arguments, ceil_div, extent, locate, next_power_of_two
 from nsa.kernels.sequences import Sequences
 
 CHUNK = 1024  # lists or slots that a program takes at a time
@@ -44,7 +44,7 @@ def inverse(
     that the token names it. The same on every call. `scanned` chooses between a scan of all tokens
     for each list, in one launch, and a sort; None: by size.
     """
-    most = sequences.selectable.rows * blocks.shape[1] * triton.cdiv(sequences.tokens.length, task)
+    most = sequences.selectable.rows * blocks.shape[1] * ceil_div(sequences.tokens.length, task)
     if most <= SCANNED if scanned is None else scanned:
         return _by_scans(blocks, sequences, task)
     return _by_sorting(blocks, sequences, task)
@@ -54,19 +54,19 @@ def _by_scans(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
     """Every list has room for all tokens of a sequence, and tasks for them."""
     _, kv_heads, slots = blocks.shape
     room = sequences.tokens.length
-    lists, tasks = kv_heads * sequences.selectable.rows, max(1, triton.cdiv(room, task))
+    lists, tasks = kv_heads * sequences.selectable.rows, max(1, ceil_div(room, task))
     tokens, starts, stops, ends, partial_ends, task_list = (
         torch.empty(size, dtype=torch.int32, device=blocks.device)
         for size in (lists * room, lists, lists, lists, lists, lists * tasks)
     )
     axis, _ = axis_arguments(sequences.selectable, 1)
-    padded = triton.next_power_of_2(slots)
+    padded = next_power_of_two(slots)
     if lists:
         _scan[(lists,)](
             blocks, (tokens, starts, stops, ends, partial_ends, task_list), axis,
             (sequences.tokens.bounds, room), blocks.stride(),
             (sequences.selectable.rows, slots, sequences.config.select_block), task, tasks,
-            TOKENS=max(1, SCAN // padded), SLOTS=padded, TASKS=triton.next_power_of_2(tasks),
+            TOKENS=max(1, SCAN // padded), SLOTS=padded, TASKS=next_power_of_two(tasks),
             PACKED=sequences.tokens.packed,
         )  # fmt: skip
     partials = lists * tasks if tasks > 1 else 0
@@ -118,7 +118,7 @@ def _by_sorting(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
     shapes = keys.numel(), lists, lists, lists + full_tasks
     tokens, ends, partial_ends, task_list = (starts.new_empty(shape) for shape in shapes)
     if lists:
-        _tasks[(1 + triton.cdiv(keys.numel(), CHUNK),)](
+        _tasks[(1 + ceil_div(keys.numel(), CHUNK),)](
             order, starts, tokens, ends, partial_ends, task_list, keys.numel(), lists, task,
             kv_heads * slots, CHUNK=CHUNK,
         )  # fmt: skip
@@ -164,7 +164,7 @@ def _keys(blocks: Tensor, sequences: Sequences, lists: int) -> Tensor:
     dtype = torch.int16 if lists < torch.iinfo(torch.int16).max else torch.int32
     keys = torch.full(blocks.shape, lists, dtype=dtype, device=blocks.device)
     _, kv_heads, slots = blocks.shape
-    padded = triton.next_power_of_2(kv_heads * slots)
+    padded = next_power_of_two(kv_heads * slots)
     size = max(1, 1024 // padded)
     axis, count = axis_arguments(sequences.tokens, size)
     selectable = sequences.selectable

@@ -5,7 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E, axis_arguments, extent, locate, power_of_two, precision
+from nsa.kernels.common import (
+    LOG2E,
+    axis_arguments,
+    ceil_div,
+    extent,
+    locate,
+    next_power_of_two,
+    power_of_two,
+    precision,
+)
 from nsa.kernels.inverse import inverse
 from nsa.kernels.selected import load_keys, load_rows
 from nsa.kernels.selected_plan import MOST_ROWS
@@ -46,9 +55,9 @@ def selected_dkdv(
     select_block = sequences.config.select_block
     tile = tile or default_tile("dkdv", MOST_ROWS, q, v, select_block)
     heads = min(group, tile.rows)
-    parts = triton.cdiv(select_block, tile.keys)
+    parts = ceil_div(select_block, tile.keys)
     if task is None:  # short ones where there is little to do, so that all processors have a share
-        wanted = triton.next_power_of_2(max(1, blocks.numel() // TASKS))
+        wanted = next_power_of_two(max(1, blocks.numel() // TASKS))
         task = min(max(wanted, LEAST_TASK), MOST_TASK)
     lookup = inverse(blocks, sequences, task)
     width = k.shape[2] + v.shape[2]
@@ -60,7 +69,7 @@ def selected_dkdv(
     # Contiguous and fp32 for the copies to be asynchronous.
     weights = None if gates is None else gates[..., branch].float().contiguous()
     # A token names a block once, so that no more of them lie inside the keys of a part.
-    inside = triton.next_power_of_2(select_block)
+    inside = next_power_of_two(select_block)
     tables = (
         lookup.tokens, lookup.starts, lookup.ends, lookup.task_list, lookup.partial_ends,
         lookup.stops,
@@ -78,7 +87,7 @@ def selected_dkdv(
             q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens,
             sizes, scale, scale * LOG2E, MOST_INSIDE=inside, WIDE=max(reach(q), reach(do)) >= 2**31,
             ALIKE=q.stride() == do.stride(), GROUP=group, TOKENS=tile.rows // heads, HEADS=heads,
-            CHUNKS=triton.cdiv(group, heads), ROWS=tile.rows, PRECISION=precision(q),
+            CHUNKS=ceil_div(group, heads), ROWS=tile.rows, PRECISION=precision(q),
             num_warps=tile.warps, num_stages=tile.stages, **constants,
         )  # fmt: skip
     if lookup.partials:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.kernels.common import axis_arguments, power_of_two, precision
+from nsa.kernels.common import axis_arguments, ceil_div, power_of_two, precision
 from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import descriptors_fit, operand, processors
@@ -93,7 +92,7 @@ def launches(
     decide = not only_small and force is None
     sizes = ["small"] if only_small else [force] if force else list(SIZES)
     tokens, select_block = sequences.tokens, sequences.config.select_block
-    kv_heads, chunks = k.shape[1], triton.cdiv(plan.group, plan.heads)
+    kv_heads, chunks = k.shape[1], ceil_div(plan.group, plan.heads)
     made = []
     for size in sizes:
         union = getattr(plan, size)
@@ -121,7 +120,7 @@ def launches(
                     "TOKENS": union.tokens_per_tile, "PIECES": pieces, "MERGED": merged,
                     "RATIO": plan.pieces, "DECIDE": decide, "LARGE": size == "large",
                     "HEADS": plan.heads, "ROWS": rows, "SLOTS": union.blocks.shape[2],
-                    "KEYS": chosen.keys, "PARTS": triton.cdiv(select_block, chosen.keys),
+                    "KEYS": chosen.keys, "PARTS": ceil_div(select_block, chosen.keys),
                     "D": q.shape[2], "DV": v.shape[2],
                     "BLOCK_D": power_of_two(q.shape[2]), "BLOCK_DV": power_of_two(v.shape[2]),
                     "PACKED": tokens.packed, "PRECISION": precision(q), "DESCRIPTORS": fetched,

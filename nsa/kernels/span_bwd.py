@@ -1,11 +1,10 @@
 """Backward of the compressed and the window branch, with the gate folded in."""
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa.blocks import Span
-from nsa.kernels.common import LOG2E, axis_arguments, power_of_two, precision
+from nsa.kernels.common import LOG2E, axis_arguments, ceil_div, power_of_two, precision
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_bwd_kernels import dkdv_kernel, dq_kernel, sum_parts
 from nsa.kernels.span_common import (
@@ -143,7 +142,7 @@ def span_dkdv(
     )  # fmt: skip
     if dk_parts.data_ptr() != dk.data_ptr():
         sums, block = max(dk.numel(), dv.numel()), 1024
-        sum_parts[(triton.cdiv(sums, block), 2)](
+        sum_parts[(ceil_div(sums, block), 2)](
             dk_parts, dv_parts, dk, dv, keys.bounds, keys.count, kv_heads * dim,
             kv_heads * value_dim, dk.numel(), dv.numel(), PARTS=parts, BLOCK=block,
         )  # fmt: skip

@@ -9,7 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.kernels.common import LOG2E, axis_arguments, extent, locate, power_of_two, precision
+from nsa.kernels.common import (
+    LOG2E,
+    axis_arguments,
+    ceil_div,
+    extent,
+    locate,
+    next_power_of_two,
+    power_of_two,
+    precision,
+)
 from nsa.kernels.ranking import ILLEGAL, NONE, band, candidates, indices, merge, pool
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import descriptors_fit, load_tile, operand, seen_end
@@ -169,7 +178,7 @@ def select_blocks(
     place, tiles = axis_arguments(sequences.tokens, tile.rows)
     if not tiles:
         return blocks
-    bits = max(1, (triton.cdiv(sequences.tokens.length, config.select_block) - 1).bit_length())
+    bits = max(1, (ceil_div(sequences.tokens.length, config.select_block) - 1).bit_length())
     # An index of 13 bits leaves the importance 10 bits of mantissa in 32.
     wide = q.dtype == torch.float32 or bits > 13
     aligned, step = _pooling(tile.keys, config)
@@ -190,7 +199,7 @@ def select_blocks(
         INITIAL=config.select_initial, LOCAL=config.select_local,
         PACKED=tokens.packed, ALIGNED=aligned, WIDE=wide,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=power_of_two(dim),
-        BLOCKS=step, SLOTS=max(2, triton.next_power_of_2(count)), DESCRIPTORS=descriptors,
+        BLOCKS=step, SLOTS=max(2, next_power_of_two(count)), DESCRIPTORS=descriptors,
         PRECISION=precision(q), POOLING="ieee" if q.dtype == torch.float32 else "tf32x3",
         num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=128 if small and tile.warps == 8 else None,

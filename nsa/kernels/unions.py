@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import axis_arguments, locate
+from nsa.kernels.common import axis_arguments, locate, next_power_of_two
 from nsa.kernels.sequences import Sequences
 
 CHUNK = 32  # slots that every entry is compared with at a time
@@ -65,13 +65,13 @@ def nested_unions(
 
     small = allocate(tokens_per_tile, count * pieces)
     large = allocate(whole, count) if pieces > 1 else None
-    padded = triton.next_power_of_2(whole * slots)
+    padded = next_power_of_two(whole * slots)
     if count * kv_heads:
         _unions[(count * kv_heads,)](
             blocks, tuple(small.tensors()), tuple((large or small).tensors()), axis,
             blocks.stride(), count, kv_heads, slots, sequences.config.select_block,
             TOKENS=tokens_per_tile, PIECES=pieces, ENTRIES=padded,
-            CHUNK=min(CHUNK, triton.next_power_of_2(slots)), PACKED=sequences.tokens.packed,
+            CHUNK=min(CHUNK, next_power_of_two(slots)), PACKED=sequences.tokens.packed,
             num_warps=1 if padded <= 64 else 4,
         )  # fmt: skip
     return small, large
