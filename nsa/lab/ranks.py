@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from nsa.lab import processes, trial
@@ -28,6 +29,8 @@ def run_ranks(
     folder: str | Path,
     env: dict[str, str] | None = None,
     stop: threading.Event | None = None,
+    watch: Callable[[int], str] | None = None,
+    python: str | None = None,
 ) -> list[dict]:
     """Calls `entry` ("package.module:function") with `spec` in `ranks` processes under torchrun.
 
@@ -36,6 +39,8 @@ def run_ranks(
     "ok" only; message; evidence, the traceback's tail, the stacks at the deadline or the tail of
     stderr; place, where it last said to stand; first, whether it was the first to fail; seconds, of
     the launch. `folder` keeps what each rank wrote and printed. All processes are gone at the end.
+
+    `watch` and `python` are those of `trial.run_child`.
 
     Raises ValueError for a number of ranks below 1 and for what `trial.run_child` refuses.
     """
@@ -60,6 +65,8 @@ def run_ranks(
         folder=folder / "launch",
         env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})},
         stop=stop,
+        watch=watch,
+        python=python,
     )
     return _rows(launched, ranks, folder)
 
@@ -70,7 +77,7 @@ def launch(spec: dict) -> dict:
     spec_file = folder / "ranks.json"
     spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
     command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "nsa.lab.bound", "torch.distributed.run"),
         *("--nproc-per-node", str(spec["ranks"])),
         # An address of our own rather than the host's name, which need not resolve.
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
@@ -80,7 +87,7 @@ def launch(spec: dict) -> dict:
     end = time.monotonic() + spec["deadline_s"]
     with open(folder / "torchrun.txt", "wb") as out:
         paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
-        env = {**os.environ, "PYTHONPATH": paths}
+        env = {**os.environ, "PYTHONPATH": paths, processes.PARENT: str(os.getpid())}
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)

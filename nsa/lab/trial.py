@@ -8,9 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +56,8 @@ def run_child(
     folder: str | Path | None = None,
     env: dict[str, str] | None = None,
     stop: threading.Event | None = None,
+    watch: Callable[[int], str] | None = None,
+    python: str | None = None,
 ) -> Outcome:
     """Calls `entry` ("package.module:function") with `spec` in a new Python process.
 
@@ -61,6 +65,9 @@ def run_child(
     with everything it started when it returns, when `deadline_s` (start-up included) has passed,
     when this process dies, or when `stop` is set. `env` is added to this process's environment;
     `folder` keeps spec.json, result.json, stdout.txt and stderr.txt (None: nothing is kept).
+    `watch` is called with the child's pid while it runs, many times a second; once it returns a
+    reason, the child is ended as at a deadline, with that as its message. `python` is another
+    interpreter, with packages of its own: of this one's path it gets what is no package.
 
     Raises ValueError for an entry that does not exist, a spec that is no JSON, or a deadline that
     is not positive; Stopped after `stop`; nothing for how the child ended.
@@ -74,9 +81,9 @@ def run_child(
         raise ValueError(f"the spec of {entry} must fit JSON: {error}") from None
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="nsa-trial-") as temporary:
-            return _run(entry, text, deadline_s, Path(temporary), env or {}, stop)
+            return _run(entry, text, deadline_s, Path(temporary), env or {}, stop, watch, python)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return _run(entry, text, deadline_s, Path(folder).resolve(), env or {}, stop)
+    return _run(entry, text, deadline_s, Path(folder).resolve(), env or {}, stop, watch, python)
 
 
 def _run(
@@ -86,6 +93,8 @@ def _run(
     folder: Path,
     env: dict[str, str],
     stop: threading.Event | None,
+    watch: Callable[[int], str] | None,
+    python: str | None,
 ) -> Outcome:
     (folder / "spec.json").write_text(spec, encoding="utf-8")
     (folder / "result.json").unlink(missing_ok=True)
@@ -95,22 +104,25 @@ def _run(
     with open(folder / "stdout.txt", "wb") as out, open(folder / "stderr.txt", "wb") as err:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-X", "faulthandler", "-m", "nsa.lab.child"),
+                *(python or sys.executable, "-X", "faulthandler", "-m", "nsa.lab.child"),
                 *(entry, str(folder / "spec.json"), str(folder / "result.json")),
             ],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
             start_new_session=True,
-            env=_environment(env, cookie),
+            env=_environment(env, cookie, python),
         )
-    stacks = None
+    stacks = late = None
     roots = {process.pid}
     try:
         while process.poll() is None:
             if stop is not None and stop.is_set():
                 raise Stopped(f"{entry} was stopped")
+            late = watch(process.pid) if watch is not None else None
             if time.monotonic() - started > deadline_s:
+                late = late or f"still running after {deadline_s:g} s"
+            if late and process.poll() is None:
                 stacks = _stacks(process, folder / "stderr.txt")
                 roots = processes.family(cookie, roots)  # while it still leads to all of them
                 _terminate(process)
@@ -123,8 +135,7 @@ def _run(
         processes.end_family(cookie, roots)
         process.wait()
     if stacks is not None:
-        message = f"still running after {deadline_s:g} s"
-        return Outcome("timeout", None, seconds, message, process.returncode, stacks)
+        return Outcome("timeout", None, seconds, late, process.returncode, stacks)
     return _judge(entry, process.returncode, folder, seconds, kills_before)
 
 
@@ -153,9 +164,13 @@ def _judge(
     return Outcome(left["status"], None, seconds, left["message"], returncode, left["traceback"])
 
 
-def _environment(env: dict[str, str], cookie: str) -> dict[str, str]:
+def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[str, str]:
     given = processes.environment({**os.environ, **env}, cookie)
-    return given | {child.PATH: json.dumps([os.path.abspath(place) for place in sys.path])}
+    places = [os.path.abspath(place) for place in sys.path]
+    if python is not None:
+        own = [os.path.abspath(place) for place in sysconfig.get_paths().values()]
+        places = [place for place in places if not place.startswith(tuple(own))]
+    return given | {child.PATH: json.dumps(places)}
 
 
 def _stacks(process: subprocess.Popen, stderr: Path) -> str:
