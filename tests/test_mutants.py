@@ -1,12 +1,11 @@
 """The suite kills every mutant: proof that its tests look where the case study's did not."""
 
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
+from nsa.lab.correctness_mutants import run_tests
 from nsa.lab.mutants import MUTANTS, Mutant, copy_of_the_project
 
 # The defects that the project promises to tell from attention.
@@ -21,19 +20,6 @@ PROMISED = {
     "equation-9-wrong-sign",
     "window-off-by-one",
 }
-
-
-def run_tests(root: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess:
-    """pytest on some tests of a copy, which hides an installed nsa: the copy is its current folder.
-
-    A killer is a test's name without its parameters; -k picks it among those of its file.
-    """
-    files = sorted({test.split("::")[0] for test in tests})
-    names = " or ".join(test.split("::")[1] for test in tests)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
-    return subprocess.run(
-        [*command, *files, "-k", names], cwd=root, capture_output=True, text=True, timeout=280
-    )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,201 @@
+"""What an implementation attends to, asked from outside: values that name their token.
+
+With value s the s-th unit vector, the output of a query is the weight that it gives to each token.
+No code of the implementation is read, so the answer is the same question to right and wrong ones.
+Loads nothing of the package on top: `in_copy` has to choose first which copy that is.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+# Small enough to be drawn, large enough that every branch leaves something out. G is not HKV.
+TOKENS, HEADS, KV_HEADS, DIM = 64, 6, 2, 16
+SIZES = {
+    "compress_block": 8,
+    "compress_stride": 4,
+    "select_block": 8,
+    "select_count": 3,
+    "select_initial": 1,
+    "select_local": 1,
+    "window": 12,
+}
+HEAD = 4  # the one that is looked at: not the first of its group, nor in the first group
+CHUNK = 1 << 12  # scores that chunked backends hold at once here, so that there are several chunks
+
+
+def in_copy(spec: dict[str, Any]) -> dict[str, Any]:
+    """An entry for `trial.run_child`: calls another one in the copy of the package at spec["root"].
+
+    spec: "root", a folder that holds `nsa`; "entry", "package.module:function"; "spec" for that.
+    """
+    from importlib import import_module
+
+    for name in [n for n in sys.modules if n == "nsa" or n.startswith("nsa.")]:
+        del sys.modules[name]
+    sys.path.insert(0, spec["root"])
+    module, _, name = spec["entry"].partition(":")
+    function = getattr(import_module(module), name)
+    return function(spec["spec"])
+
+
+def in_copies(spec: dict[str, Any]) -> dict[str, Any]:
+    """{"found": [{"result": ...} or {"error": why}]}: `in_copy` for each of spec["calls"].
+
+    Each in a fork of its own, so that torch is loaded once and no copy meets another.
+    """
+    import torch
+
+    if spec.get("triton"):
+        import triton  # noqa: F401
+    torch.set_num_threads(1)  # a thread that a fork leaves behind would be waited for
+    return {"found": [_forked(call) for call in spec["calls"]]}
+
+
+def _forked(call: dict[str, Any]) -> dict[str, Any]:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            left = {"result": in_copy(call)}
+        except BaseException as error:
+            left = {"error": f"{type(error).__name__}: {error}"}
+        with os.fdopen(write, "w") as file:
+            json.dump(left, file)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        text = file.read()
+    _, status = os.waitpid(child, 0)
+    return json.loads(text) if text else {"error": f"ended with status {status}, without a word"}
+
+
+def look(spec: dict[str, Any]) -> dict[str, Any]:
+    """{"picture": rows of numbers}: spec["view"] of spec["backend"], one of VIEWS."""
+    picture = VIEWS[spec["view"]](spec["backend"], spec.get("seed", 0))
+    return {"picture": [[round(float(x), 5) for x in row] for row in picture]}
+
+
+def compressed(backend: str, seed: int):
+    """[T, T]: the weight that each query gives to each token through compressed keys."""
+    return _weights(backend, seed, ("cmp",))
+
+
+def selected(backend: str, seed: int):
+    """[T, T]: the weight on each token of the selected blocks."""
+    return _weights(backend, seed, ("slc",))
+
+
+def window(backend: str, seed: int):
+    """[T, T]: the weight on each token of the window."""
+    return _weights(backend, seed, ("win",))
+
+
+def mixed(backend: str, seed: int):
+    """[T, T]: the gated sum of compressed and selected tokens, gates between 0.2 and 0.8."""
+    return _weights(backend, seed, ("cmp", "slc"), gated=True)
+
+
+def gate_gradient(backend: str, seed: int):
+    """[T, 3]: what the kernel that makes <do, o> writes as the gradient of the second gate."""
+    import torch
+
+    from nsa.kernels.combine import delta_of
+
+    random = torch.Generator().manual_seed(seed)
+    do, o = (torch.randn(TOKENS, HEADS, DIM, generator=random) for _ in range(2))
+    gradient = torch.zeros(TOKENS, HEADS, 3)
+    delta_of(do, o, gradient, 1)
+    return gradient[:, HEAD]
+
+
+def query_gradient(backend: str, seed: int):
+    """[T, D]: the gradient of the queries under all branches."""
+    import torch
+
+    x = {n: t.requires_grad_() for n, t in drawn(backend, seed, DIM).items()}
+    o = output(backend, x)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(seed + 1)).to(o.dtype)
+    return torch.autograd.grad(o, x["q"], do)[0][0, :, HEAD]
+
+
+def recomputed(backend: str, seed: int):
+    """[L, L]: in a backward over 4 checkpointed layers, which layer (column) ran in whose place."""
+    import torch
+
+    from nsa.config import NSAConfig
+    from nsa.model.config import ModelConfig
+    from nsa.model.llama import LanguageModel
+
+    torch.manual_seed(seed)
+    layers = 4
+    model = LanguageModel(
+        ModelConfig("probe", layers, 32, 4, 2, 8, nsa=NSAConfig(**SIZES), backend=backend,
+                    checkpoint="all")
+    )  # fmt: skip
+    ran = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda b, _: ran.append(b.index))
+    ids = torch.randint(256, (1, 32))
+    _, loss = model(ids, ids)
+    ran.clear()
+    loss.backward()
+    found = torch.zeros(layers, layers)
+    for place, block in zip(reversed(range(layers)), ran, strict=True):
+        found[place, block] = 1
+    return found
+
+
+VIEWS = {
+    view.__name__: view
+    for view in (compressed, selected, window, mixed, gate_gradient, query_gradient, recomputed)
+}
+
+
+def drawn(backend: str, seed: int, value_dim: int = TOKENS) -> dict[str, Any]:
+    """q, k_*, v_* and gates; fp32 for kernels, else fp64. Values name their token by default."""
+    import torch
+
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(heads: int, dim: int):
+        # drawn in fp32, so that both dtypes hold the same numbers
+        return torch.randn(1, TOKENS, heads, dim, generator=random).to(dtype)
+
+    found = {"q": normal(HEADS, DIM)}
+    found |= {f"k_{b}": normal(KV_HEADS, DIM) for b in ("cmp", "slc", "win")}
+    found["gates"] = torch.rand(1, TOKENS, HEADS, 3, generator=random).to(dtype) * 0.6 + 0.2
+    if value_dim == TOKENS:
+        named = torch.eye(TOKENS, dtype=dtype)[None, :, None].expand(1, -1, KV_HEADS, -1)
+        return found | {f"v_{b}": named.contiguous() for b in ("cmp", "slc", "win")}
+    return found | {f"v_{b}": normal(KV_HEADS, value_dim) for b in ("cmp", "slc", "win")}
+
+
+def output(backend: str, x: dict[str, Any], branches=("cmp", "slc", "win")):
+    """o of the backend, or of the definition for "reference", on `drawn` tensors."""
+    from nsa.attention import span
+    from nsa.attention.api import nsa_attention
+    from nsa.config import NSAConfig
+    from nsa.reference.nsa import nsa
+
+    config = NSAConfig(**SIZES)
+    k, v = ({b: x[f"{side}_{b}"] for b in ("cmp", "slc", "win")} for side in "kv")
+    if backend == "reference":
+        return nsa(x["q"], k, v, x["gates"], config, branches=branches).o
+    before, span.ELEMENTS = span.ELEMENTS, CHUNK
+    try:
+        return nsa_attention(x["q"], k, v, x["gates"], config, backend=backend, branches=branches)
+    finally:
+        span.ELEMENTS = before
+
+
+def _weights(backend: str, seed: int, branches: tuple[str, ...], gated: bool = False):
+    import torch
+
+    x = drawn(backend, seed)
+    if not gated:
+        x["gates"] = torch.ones_like(x["gates"])
+    with torch.no_grad():
+        return output(backend, x, branches)[0, :, HEAD]
