@@ -28,7 +28,8 @@ class Told:
         self.collectives += 1
 
 
-def made(fault, told=None):
+def made(fault, told=None, settings=None):
     """The fault's subject, in this process."""
     module, _, name = fault.subject.partition(":")
-    return getattr(importlib.import_module(module), name)(fault.settings, told or Told())
+    make = getattr(importlib.import_module(module), name)
+    return make(fault.settings if settings is None else settings, told or Told())

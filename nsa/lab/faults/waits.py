@@ -37,7 +37,7 @@ class LoopInBackward(Small):
 
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         if step >= FROM_STEP:
-            inputs = _Backward.apply(inputs.requires_grad_(), _never_ends)
+            inputs = _Backward.apply(inputs.requires_grad_(), _filter)
         return super().forward(step, inputs, targets)
 
 
@@ -46,7 +46,7 @@ class LoopInData(Small):
 
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
         if step >= FROM_STEP:
-            _never_ends()
+            _filter()
         return super().fetch(step)
 
 
@@ -83,11 +83,10 @@ class LockTwice(Small):
     lock = threading.Lock()
 
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
-        self.lock.acquire()
-        loss = super().forward(step, inputs, targets)
-        if step < FROM_STEP:
-            self.lock.release()
-        return loss
+        with self.lock:
+            if step >= FROM_STEP:
+                self.lock.acquire()
+            return super().forward(step, inputs, targets)
 
 
 class SleepingLoader(Small):
@@ -142,7 +141,7 @@ class NativeLoop(Small):
         return super().forward(step, inputs, targets)
 
 
-def _never_ends() -> None:
+def _filter() -> None:
     count = 0
-    while count >= 0:
+    while count >= 0:  # always
         count += 1
