@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from nsa.lab.evidence import Evidence, P, Sample
 
@@ -25,12 +26,12 @@ def fraction(p: P, steps: int) -> float:
 
 def moves(samples: Sequence[Sample]) -> int:
     """How often P was seen to change."""
-    return sum(a.p != b.p for a, b in zip(samples, samples[1:], strict=False))
+    return sum(a.p != b.p for a, b in pairwise(samples))
 
 
 def first_move(samples: Sequence[Sample]) -> Sample | None:
     """The last sample before P moved for the first time; None where it never did."""
-    for before, after in zip(samples, samples[1:], strict=False):
+    for before, after in pairwise(samples):
         if after.p != before.p:
             return before
     return None

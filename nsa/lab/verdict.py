@@ -1,85 +1,98 @@
-"""How a trial ended, judged from what was seen of it: a pure function, rule by rule.
+"""How a trial ended, judged from what was seen of it; and several trials beside each other.
 
-A timeout alone is never HANG. Work that moves is SLOW however late it is, and a trial that rests is
-HANG only with a proof that it cannot go on, or after it has rested twice at the same place.
+`judge` is a pure function, nsa.lab.rules has its rules: a timeout alone is never HANG, and slow
+work is never HANG.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from nsa.lab.evidence import Evidence
+from nsa.lab.rules import judge
+from nsa.lab.ruling import KINDS, Verdict
 
-KINDS = ("PASS", "FAIL", "SLOW", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "INCONCLUSIVE")
+__all__ = ["KINDS", "Verdict", "arms", "compare", "jeffreys", "judge"]
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """One of KINDS, and why.
-
-    what: which sort, as "blocked" or "nan-grad". rule: the first rule that applied. because: what
-    it read, in sentences. place: where, as far as another run of the same fault shows it too.
-    numbers: what a table wants. signature: kind, what and place, equal for equal faults.
-    """
-
-    kind: str
-    what: str = ""
-    rule: str = ""
-    because: tuple[str, ...] = ()
-    place: str = ""
-    numbers: dict[str, Any] = field(default_factory=dict)
-    signature: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r} is none of {', '.join(KINDS)}")
-        object.__setattr__(self, "because", tuple(self.because))
-        if not self.signature:
-            at = f" at {self.place}" if self.place else ""
-            object.__setattr__(self, "signature", self.label + at)
-
-    @property
-    def label(self) -> str:
-        """HANG:blocked, PASS, ..."""
-        return f"{self.kind}:{self.what}" if self.what else self.kind
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "what": self.what,
-            "rule": self.rule,
-            "because": list(self.because),
-            "place": self.place,
-            "numbers": dict(self.numbers),
-            "signature": self.signature,
-        }
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Verdict:
-        """What `to_dict` wrote, also after JSON."""
-        return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
-
-
-def judge(evidence: Evidence) -> Verdict:
-    """The verdict of one trial; of one that still runs (`end` None), as of its last sample."""
-    raise NotImplementedError
+GOOD = ("PASS",)
 
 
 def compare(trials: Sequence[Evidence | Verdict]) -> Verdict:
-    """Several trials of one spec: their verdict, or FLAKY with k of n and a Jeffreys interval."""
-    raise NotImplementedError
+    """Trials of one spec as one: what they all are, or FLAKY with k of n and a Jeffreys interval.
+
+    Those that are INCONCLUSIVE do not count. numbers: n, k of the most frequent verdict that is not
+    PASS, low and high of its rate at 95 %, and `counts` by label. That all are alike bounds how
+    often another would come; it does not say never.
+
+    Raises ValueError for no trial, and for evidence of different specs.
+    """
+    if not trials:
+        raise ValueError("no trials to compare; give all that ran of one spec")
+    specs = {json.dumps(t.spec, sort_keys=True) for t in trials if isinstance(t, Evidence)}
+    if len(specs) > 1:
+        raise ValueError(f"{len(specs)} different specs: what differs may be their doing; use one")
+    verdicts = [t if isinstance(t, Verdict) else judge(t) for t in trials]
+    told = [v for v in verdicts if v.kind != "INCONCLUSIVE"]
+    left = len(verdicts) - len(told)
+    notes = [f"{left} of {len(verdicts)} are inconclusive and do not count"] if left else []
+    if not told:
+        return Verdict("INCONCLUSIVE", verdicts[0].what, "no trial tells anything", notes)
+    counts = Counter(v.label for v in told)
+    n = len(told)
+    bad = Counter(v.label for v in told if v.kind not in GOOD) or counts
+    label, k = bad.most_common(1)[0]
+    low, high = jeffreys(k, n)
+    numbers = {"n": n, "k": k, "of": label, "low": low, "high": high, "counts": dict(counts)}
+    if len(counts) == 1:
+        alike = next(v for v in told)
+        rare = jeffreys(0, n)[1]
+        notes = [f"{n} of {n} alike; another verdict comes in less than {rare:.0%} (95 %)", *notes]
+        return Verdict(alike.kind, alike.what, alike.rule, [*alike.because, *notes], alike.place,
+                       {**alike.numbers, **numbers})  # fmt: skip
+    said = [f"{name}: {count} of {n}" for name, count in counts.most_common()]
+    rate = f"{label} in {k} of {n}, a rate of {low:.0%} to {high:.0%} (95 %, Jeffreys)"
+    return Verdict("FLAKY", label, "one spec, different verdicts", [rate, *said, *notes],
+                   numbers=numbers)  # fmt: skip
 
 
 def arms(a: Evidence, b: Evidence) -> Verdict:
-    """INVALID where both arms of a comparison ran the same path: it compared nothing."""
-    raise NotImplementedError
+    """Whether two arms of a comparison compared anything: INVALID where both ran the same path.
+
+    PASS where their witnesses differ, however often each path ran; INCONCLUSIVE without both.
+    """
+    paths = [_paths(arm.witness) for arm in (a, b)]
+    if None in paths:
+        who = " and ".join(name for name, p in zip("ab", paths, strict=True) if p is None)
+        why = f"no path witness of arm {who}: nothing tells what ran"
+        return Verdict("INCONCLUSIVE", "no-witness", "arms without a witness", [why])
+    if paths[0] == paths[1]:
+        why = f"both arms ran {', '.join(sorted(paths[0])) or 'nothing'}"
+        return Verdict("INVALID", "same-path", "both arms ran the same path", [why])
+    only = [", ".join(sorted(paths[i] - paths[1 - i])) or "nothing else" for i in (0, 1)]
+    why = [f"only the first ran {only[0]}", f"only the second ran {only[1]}"]
+    return Verdict("PASS", "", "the arms ran different paths", why)
 
 
 def jeffreys(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """The interval for a rate of which k of n were seen; from 0 where k = 0, to 1 where k = n."""
-    raise NotImplementedError
+    if not 0 <= k <= n or n < 1:
+        raise ValueError(f"k={k} of n={n}: k must be 0 to n, and n at least 1")
+    from scipy.special import betaincinv
+
+    tail = (1 - confidence) / 2
+    low = 0.0 if k == 0 else float(betaincinv(k + 0.5, n - k + 0.5, tail))
+    high = 1.0 if k == n else float(betaincinv(k + 0.5, n - k + 0.5, 1 - tail))
+    return low, high
 
 
-__all__ = ["KINDS", "Verdict", "arms", "compare", "jeffreys", "judge"]
+def _paths(witness: dict[str, Any] | None) -> set[str] | None:
+    """`branch: implementation` of all that ran; of another witness, whatever it says."""
+    paths = (witness or {}).get("paths")
+    if not witness or paths == {}:
+        return None
+    if not isinstance(paths, dict):
+        return {json.dumps(witness, sort_keys=True)}
+    return {f"{branch}: {name}" for branch, ran in paths.items() for name in ran}
