@@ -5,7 +5,7 @@ from typing import Any
 
 from nsa.lab.candidates import Candidates, ordered, position, word
 from nsa.lab.findings import Found, Row, Spent, Tried
-from nsa.lab.search import Answer, Cell, allowed, cover, ddmin, same, threshold
+from nsa.lab.search import Answer, Cell, Legal, cover, ddmin, everything, same, threshold
 
 __all__ = ["Bisection", "Found", "Row", "Spent", "Tried"]
 
@@ -17,8 +17,8 @@ class Bisection:
     """Searches for the smallest set of factors behind a fault, in at most `most` trials.
 
     factors: {name: values}; the first value of each is its default unless `base` says otherwise.
-    run(cell, attempt): judges one cell; may raise Spent. never: combinations that are not run, see
-    `search.allowed`. kind: the verdict that is looked for; None: that of the first trial to fail.
+    run(cell, attempt): judges one cell; may raise Spent. legal(part): what may be run, see
+    `search.cover`. kind: the verdict that is looked for; None: that of the first trial to fail.
     attempts: how often a cell that passes is run, for faults that do not always fire.
     whole_screen: cover all pairs of values first, though a fault was found before.
 
@@ -35,7 +35,7 @@ class Bisection:
         run: Callable[[Cell, int], Tried],
         *,
         base: Mapping[str, Any] | None = None,
-        never: Sequence[Mapping[str, Sequence[Any]]] = (),
+        legal: Legal = everything,
         kind: str | None = None,
         most: int = MOST,
         attempts: int = 1,
@@ -50,9 +50,9 @@ class Bisection:
         self.base = {name: values[0] for name, values in self.factors.items()} | dict(base or {})
         for name, value in self.base.items():
             position(self.factors.get(name, []), value)
-        if not allowed(self.base, never):
-            raise ValueError(f"never forbids the base itself: {self._words(self.base)}")
-        self._run, self._never, self._kind, self._say = run, tuple(never), kind, say
+        if not legal(self.base):
+            raise ValueError(f"the base itself is not legal: {self.base}")
+        self._run, self._legal, self._kind, self._say = run, legal, kind, say
         self._most, self._attempts, self._whole_screen = most, attempts, whole_screen
         self._known: dict[tuple[int, ...], Tried] = {}
         self._left: Candidates | None = None
@@ -90,7 +90,7 @@ class Bisection:
                 return
             tested = [self._cell(key) for key in self._known]
             what = {2: "pair", 3: "triple"}[strength]
-            for cell in cover(self.factors, never=self._never, strength=strength, tested=tested):
+            for cell in cover(self.factors, legal=self._legal, strength=strength, tested=tested):
                 self._ask(cell, f"a {what} of these values shows it")
                 if self._pair() and not self._whole_screen:
                     return
@@ -153,7 +153,7 @@ class Bisection:
         key = self._key(cell)
         if key in self._known:
             return self._known_answer(cell)
-        if not allowed(cell, self._never):
+        if not self._legal(cell):
             return None
         tried = None
         for attempt in range(self._attempts):
@@ -230,7 +230,7 @@ class Bisection:
         cell = dict(self.base)
         for name, values in self.factors.items():
             end = values[-1] if values[-1] != self.base[name] else values[0]
-            if allowed(cell | {name: end}, self._never):
+            if self._legal(cell | {name: end}):
                 cell[name] = end
         return cell
 

@@ -14,11 +14,12 @@ from nsa.lab.candidates import position
 from nsa.lab.thresholds import Answer, Bracket, Posterior, bayes, threshold
 
 __all__ = [
-    "Answer", "Bracket", "Cell", "Judged", "Posterior", "allowed", "bayes", "cover", "ddmin",
+    "Answer", "Bracket", "Cell", "Judged", "Posterior", "bayes", "cover", "ddmin",
     "same", "threshold",
 ]  # fmt: skip
 
 Cell = dict[str, Any]  # a value for every factor
+Legal = Callable[[Mapping[str, Any]], bool]
 Numbers = dict[int, int]  # of factors, by number, the number of a value
 
 
@@ -41,27 +42,23 @@ def same(target: Judged, found: Judged) -> Answer:
     return None
 
 
-def allowed(cell: Mapping[str, Any], never: Sequence[Mapping[str, Sequence[Any]]]) -> bool:
-    """False where `cell` has everything that one of `never` names: {factor: values, ...}.
-
-    A part of a cell is forbidden as soon as nothing could make it legal.
-    """
-    return not any(
-        all(name in cell and _among(cell[name], values) for name, values in one.items())
-        for one in never
-    )
+def everything(part: Mapping[str, Any]) -> bool:
+    """Every cell is legal."""
+    return True
 
 
 def cover(
     factors: Mapping[str, Sequence[Any]],
     *,
-    never: Sequence[Mapping[str, Sequence[Any]]] = (),
+    legal: Legal = everything,
     strength: int = 2,
     tested: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Cell]:
-    """Cells that have every combination of the values of any `strength` factors, but for `never`.
+    """Cells that have every legal combination of the values of any `strength` factors.
 
-    `tested` cells count as done. Few: 32 for the pairs of 11 factors with 138,240 cells.
+    `legal(part)` is asked of cells and of parts of cells; a part is illegal where nothing could
+    make it legal. `tested` cells count as done. Few: 32 cells for the pairs of 11 factors with
+    138,240 combinations.
     """
     names = list(factors)
     size = min(strength, len(names))
@@ -71,8 +68,8 @@ def cover(
     def cell(part: Numbers) -> Cell:
         return {names[one]: factors[names[one]][number] for one, number in part.items()}
 
-    def legal(part: Numbers) -> bool:
-        return allowed(cell(part), never)
+    def fits(part: Numbers) -> bool:
+        return legal(cell(part))
 
     left = {
         tuple(zip(chosen, numbers, strict=True))
@@ -86,8 +83,8 @@ def cover(
     for done in before:
         left.difference_update(combinations(done.items(), size))
     # The library covers all pairs, but leaves a third of the triples out: the rest is ours.
-    found = _by_allpairspy(sizes, legal, [x for x in before if legal(x)], size)
-    for numbers in chain(found, _completions(left, sizes, legal)):
+    found = _by_allpairspy(sizes, fits, [x for x in before if fits(x)], size)
+    for numbers in chain(found, _completions(left, sizes, fits)):
         fresh = left.intersection(combinations(numbers.items(), size))
         if fresh:
             left -= fresh
@@ -188,7 +185,3 @@ def ddmin(differences: Sequence[Any], test: Callable[[list[Any]], Answer]) -> li
             if shows(rest):
                 kept, shrank = rest, True
     return [differences[i] for i in sorted(kept)]
-
-
-def _among(value: Any, values: Sequence[Any]) -> bool:
-    return any(type(value) is type(one) and value == one for one in values)
