@@ -1,5 +1,7 @@
 """Faults that only a GPU has. Every spin is a bounded `torch.cuda._sleep`."""
 
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,3 +79,12 @@ def spin(seconds: float) -> None:
     ended.record()
     torch.cuda.synchronize()
     torch.cuda._sleep(int(cycles * seconds * 1e3 / began.elapsed_time(ended)))
+
+
+def hold(spec: dict[str, Any]) -> dict:
+    """Holds memory on the device for a minute at most; creates spec["file"] when it has it."""
+    held = torch.ones(256 * MIB // 4, device="cuda")
+    torch.cuda.synchronize()
+    Path(spec["file"]).touch()
+    time.sleep(LONGEST_S)
+    return {"bytes": held.nbytes}

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nsa.lab import tracing_faults
+from nsa.lab import subject, tracing_faults
 from nsa.lab.faults.small import FROM_STEP, Small, TinyNSA
 from nsa.model.parallel import Parallel
 
 LAST = 1  # the rank that is spoilt
-PATIENCE = timedelta(hours=1)  # a group's own timeout must not end what a supervisor should
+PATIENCE = timedelta(hours=1)  # no timeout of its own may end what a supervisor should
 
 
 class Ranks(Small):
@@ -26,14 +26,11 @@ class Ranks(Small):
     """
 
     def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = settings.get("communication", "gloo")
         if backend == "nccl":
-            self.device = f"cuda:{os.environ.get('LOCAL_RANK', self.rank)}"
+            self.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(self.device)
-        self.mine = not dist.is_initialized()
-        if self.mine:
-            dist.init_process_group(backend, timeout=PATIENCE)
+        self.rank, self.ranks = subject.join(backend)
         super().__init__(settings, progress)
         place = Parallel(
             "ddp",
@@ -59,11 +56,10 @@ class Ranks(Small):
 
     def averaged(self, step: int, tensor: Tensor) -> None:
         """The step's own collective, over all ranks."""
-        self.progress.collective()
         dist.all_reduce(tensor)
 
     def close(self) -> None:
-        if self.mine and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
