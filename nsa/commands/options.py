@@ -20,6 +20,10 @@ def runs_option(made: argparse.ArgumentParser) -> None:
     made.add_argument("--runs", default="runs", metavar="DIR", help="where runs are kept")
 
 
+def trials_option(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--trials", default="trials", metavar="DIR", help="where trials are kept")
+
+
 def words(text: str) -> list[str]:
     """`a,b` as ["a", "b"]."""
     return [word.strip() for word in text.split(",") if word.strip()]
