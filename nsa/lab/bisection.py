@@ -7,10 +7,15 @@ from nsa.lab.candidates import Candidates, ordered, position, word
 from nsa.lab.findings import Found, Row, Spent, Tried
 from nsa.lab.search import Answer, Cell, Legal, cover, ddmin, everything, same, threshold
 
-__all__ = ["Bisection", "Found", "Row", "Spent", "Tried"]
+__all__ = ["Bisection", "Found", "Row", "Spent", "Tried", "is_fault"]
 
 MOST = 40  # trials
 _NOT_A_FAULT = ("PASS", "INCONCLUSIVE", "INVALID", "FLAKY")
+
+
+def is_fault(tried: Tried, kind: str | None = None) -> bool:
+    """Whether this is what a search looks for: `kind`, or any verdict that blames the trial."""
+    return tried.kind == kind if kind else tried.kind not in _NOT_A_FAULT
 
 
 class Bisection:
@@ -170,8 +175,7 @@ class Bisection:
 
     def _note(self, cell: Cell, tried: Tried, hypothesis: str, last: bool) -> None:
         target = self.found.target
-        fault = tried.kind == self._kind if self._kind else tried.kind not in _NOT_A_FAULT
-        if target is None and fault:
+        if target is None and is_fault(tried, self._kind):
             self.found.target = target = tried
             self._left = Candidates(self.factors)
             for key, one in self._known.items():
@@ -201,7 +205,7 @@ class Bisection:
         kinds = {
             (one.kind, one.signature): one
             for one in self._known.values()
-            if one.kind not in _NOT_A_FAULT and (target is None or same(target, one) is None)
+            if is_fault(one) and (target is None or same(target, one) is None)
         }
         return list(kinds.values())
 

@@ -66,3 +66,32 @@ class Found:
             for name, value in self.cause.items()
         ]
         return f"{self.target} is caused by {' with '.join(parts)}"
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The ledger as rows: number, trial, changed, hypothesis, verdict, eliminated, left."""
+    return [
+        {
+            "number": row.number,
+            "trial": row.tried.id,
+            "changed": row.changed,
+            "hypothesis": row.hypothesis,
+            "verdict": str(row.tried),
+            "eliminated": row.eliminated,
+            "left": row.left,
+        }
+        for row in rows
+    ]
+
+
+def text(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of equal keys as lines, columns as wide as they need."""
+    if not rows:
+        return ""
+    told = [[str(name) for name in rows[0]]]
+    told += [["" if v is None else str(v) for v in row.values()] for row in rows]
+    wide = [max(len(line[i]) for line in told) for i in range(len(told[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, wide, strict=True)).rstrip()
+        for line in told
+    )
