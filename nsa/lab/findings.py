@@ -1,6 +1,8 @@
 """What a bisection asks and finds, as plain values: trials, its ledger, the cause."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nsa.lab.candidates import word
 from nsa.lab.search import Bracket, Cell

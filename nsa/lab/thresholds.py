@@ -96,7 +96,7 @@ def bayes(
     """The first of `values`, from harmless to faulty, at which a fault fires that often does not.
 
     Each trial is of the value whose answer tells most; the same value may be asked again and again,
-    so `test` must not remember. Ends after `trials`, or when one value is `sure`. Below its
+    so `test` must not remember, but not one that was unresolved. Ends after `trials`, or when one value is `sure`. Below its
     threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not come by chance),
     above it to fire at a rate that is not known (Beta(0.7, 0.3)).
     """
@@ -109,13 +109,16 @@ def bayes(
     answers: list[tuple[int, Answer]] = []
     unresolved: set[int] = set()
     for _ in range(trials):
-        index = last - int(bisector.select())  # it looks for the last of the faulty
+        wanted = last - int(bisector.select())  # it looks for the last of the faulty
+        rest = [i for i in range(len(values)) if i not in unresolved]
+        if not rest:
+            break
+        index = min(rest, key=lambda i: abs(i - wanted))
         answer = test(values[index])
         answers.append((index, answer))
-        if answer is None:
+        if answer is None:  # not told to the bisector, which would rule the value out
             unresolved.add(index)
-            if len(unresolved) == len(values):
-                break
+            continue
         bisector.record(last - index, answer)
         if max(bisector.distribution) >= sure:
             break
