@@ -38,7 +38,7 @@ def add(commands) -> None:
 
 def selfcheck(arguments) -> int:
     from nsa.lab import faults
-    from nsa.lab import selfcheck as lab
+    from nsa.lab.selfcheck import check
 
     chosen = faults.chosen(arguments.only)
     if arguments.list:
@@ -50,7 +50,7 @@ def selfcheck(arguments) -> int:
     if arguments.json and Path(arguments.json).is_dir():
         raise ValueError(f"--json {arguments.json} is a folder; name a file")
     began, stop = time.monotonic(), threading.Event()
-    rows = lab.check(
+    rows = check(
         chosen,
         rounds=arguments.rounds,
         workers=arguments.workers,
@@ -72,10 +72,10 @@ def selfcheck(arguments) -> int:
 
 def text(rows, seconds: float) -> str:
     """The confusion matrix, what was missed, and the sum of it."""
-    from nsa.lab import selfcheck as lab
+    from nsa.lab.judged import line, matrix
     from nsa.lab.verdict import KINDS
 
-    counts = lab.matrix(rows)
+    counts = matrix(rows)
     found = [kind for kind in KINDS if any(kind in row for row in counts.values())]
     width = max([len("planted"), *map(len, counts)])
     lines = ["planted".ljust(width) + "".join(f"{kind:>14}" for kind in found)]
@@ -83,7 +83,7 @@ def text(rows, seconds: float) -> str:
         lines.append(due.ljust(width) + "".join(f"{row.get(kind, ''):>14}" for kind in found))
     run = [row for row in rows if not row.skipped]
     missed = [row for row in run if row.missed]
-    lines += ["", *(lab.line(row) for row in missed)]
+    lines += ["", *(line(row) for row in missed)]
     skipped = sum(1 for row in rows if row.skipped)
     hung = sum(1 for row in run if row.control and row.found == "HANG")
     lines.append(

@@ -4,88 +4,24 @@ The judge gets the evidence without anything that names what was planted: neithe
 its settings, nor the files and classes that a stack shows.
 """
 
-import re
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nsa.lab import oracles, runner, trial
+from nsa.lab.blind import blind
 from nsa.lab.evidence import Evidence
 from nsa.lab.faults import FAULTS, Fault, why_not
+from nsa.lab.judged import NOTHING, Judged, line
+from nsa.lab.pace import fraction
 from nsa.lab.verdict import Verdict, judge
 
 STALL_S = 5.0
-NOTHING = "not run"
-_PLANTED = re.compile(r"(?:[\w./-]*/)?nsa/lab/faults/\w+\.py")
-_MODULE = re.compile(r"nsa\.lab\.faults(?:\.\w+)*(?::\w+)?")
-_HIDDEN = ("subject", "settings")
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One fault in one round: what it should be called, what it was called, and why.
-
-    found: the verdict's kind, or "not run" with the reason in `skipped`. named_s: from the freeze
-    to the verdict, for a HANG. seconds: of the trial or trials, start-up included.
-    """
-
-    name: str
-    control: bool
-    expected: tuple[str, ...]
-    what: str
-    found: str
-    found_what: str = ""
-    rule: str = ""
-    because: tuple[str, ...] = ()
-    place: str = ""
-    seconds: float = 0.0
-    named_s: float | None = None
-    round: int = 1
-    skipped: str = ""
-    text: str = ""
-
-    @property
-    def right(self) -> bool:
-        """Called what it is; one that was not run is neither right nor wrong."""
-        return self.found in self.expected and (not self.what or self.found_what == self.what)
-
-    @property
-    def missed(self) -> bool:
-        return not self.right and not self.skipped
-
-    @property
-    def label(self) -> str:
-        """HANG:blocked, PASS, ..."""
-        return f"{self.found}:{self.found_what}" if self.found_what else self.found
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"right": self.right}
-
-
-def blind(evidence: Evidence, fault: Fault) -> Evidence:
-    """The evidence without what tells which fault it is of."""
-    return Evidence.from_dict(_without(evidence.to_dict(), fault.subject.partition(":")[2]))
-
-
-def _without(value: Any, name: str) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: _without(item, name)
-            for key, item in value.items()
-            if not (key in _HIDDEN and "steps" in value)
-        }
-    if isinstance(value, list | tuple):
-        return [_without(item, name) for item in value]
-    if isinstance(value, str):
-        value = _MODULE.sub("subject", _PLANTED.sub("subject.py", value))
-        return re.sub(rf"\b{re.escape(name)}\b", "Subject", value)
-    return value
 
 
 def check(
@@ -179,7 +115,20 @@ def plant(
             stop=stop,
         )
     verdict = judge(blind(evidence, fault))
-    return _row(fault, round, verdict=verdict, seconds=time.monotonic() - began)
+    return _row(
+        fault,
+        round,
+        verdict=verdict,
+        seconds=time.monotonic() - began,
+        track=track(evidence, verdict.numbers.get("rank", 0)),
+    )
+
+
+def track(evidence: Evidence, rank: int = 0, points: int = 200) -> tuple[tuple[float, float], ...]:
+    """(seconds, share of the steps that is done) of a rank, thinned evenly to so many points."""
+    steps, seen = int(evidence.spec.get("steps") or 0), evidence.of(rank)
+    seen = seen[:: -(-len(seen) // points) or 1]
+    return tuple((round(s.t, 2), round(fraction(s.p, steps), 4)) for s in seen)
 
 
 def spec(fault: Fault) -> runner.Spec:
@@ -191,30 +140,6 @@ def spec(fault: Fault) -> runner.Spec:
         ranks=fault.ranks,
         oracles=tuple(oracles.names()),
     )
-
-
-def line(row: Judged) -> str:
-    """One row for people: right, skipped or MISSED, with what was found."""
-    if row.skipped:
-        return f"skipped  {row.name}: {row.skipped}"
-    end = f"{row.name}: {row.label} in {row.seconds:.1f} s"
-    if row.right:
-        return f"right    {end}"
-    due = f"{' or '.join(row.expected)}{':' + row.what if row.what else ''}"
-    why = "; ".join(row.because)
-    return f"MISSED   {end}, planted was {due} [{row.rule}: {why}]"
-
-
-def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
-    """{expected: {found: count}} of all that were run; controls have rows of their own."""
-    table: dict[str, dict[str, int]] = {}
-    for row in rows:
-        if row.skipped:
-            continue
-        due = " or ".join(row.expected)
-        counts = table.setdefault(f"control {due}" if row.control else due, {})
-        counts[row.found] = counts.get(row.found, 0) + 1
-    return table
 
 
 def _row(fault: Fault, number: int, *, verdict: Verdict | None = None, **more: Any) -> Judged:
