@@ -21,8 +21,8 @@ from nsa.lab.evidence import PHASES, P
 CELLS = 16
 (
     VERSION, STEP, PHASE, MODULES, FIRED, TOTAL, EVENTS, COLLECTIVES,
-    ENTERED, BEATS, ASKED, ANSWERED, PEAK_BYTES, PID, MAIN_THREAD,
-) = range(15)  # fmt: skip
+    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS,
+) = range(14)  # fmt: skip
 LAYOUT = 1
 EVERY_S = 0.1  # between two beats
 NUMBER = {name: number for number, name in enumerate(PHASES)}
@@ -36,8 +36,8 @@ class Progress:
     with `step`; where nobody calls `phase`, phases are guessed from what is seen.
 
     A beat every tenth of a second comes from a thread that needs the GIL: it tells a process that
-    computes from one in which C code keeps it. That thread also reads the process group's sequence
-    number, follows the device's events, and answers a supervisor's `ask`.
+    computes from one in which C code keeps it. Another reads the process group's sequence number,
+    follows the device's events, and answers a supervisor's `ask`.
 
     Cost: 1 to 2 us a module and 2 to 4 us a node of autograd, of the host's time.
     """
@@ -59,8 +59,13 @@ class Progress:
         self._device: Any = None
         _counting.add(self)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
-        self._thread.start()
+        # Two, because asking a device or a process group may take as long as what they do.
+        self._threads = [
+            threading.Thread(target=each, name="progress", daemon=True)
+            for each in (self._beat, self._poll)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def step(self, number: int) -> None:
         """A step begins: its modules and nodes are counted from 0."""
@@ -149,10 +154,15 @@ class Progress:
     def on_step(self, step: int, loss: Any) -> None:
         pass  # "end" has said it
 
+    def listens(self) -> None:
+        """Says that SIGUSR1 makes this process write its stacks, and does not end it."""
+        self.cells[LISTENS] = 1
+
     def close(self) -> None:
-        """Stops the thread and takes all hooks away; the file stays."""
+        """Stops the threads and takes all hooks away; the file stays."""
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(1.0)
         for undo in reversed(self._undo):
             undo()
         self._undo, self._all = [], False
@@ -177,19 +187,21 @@ class Progress:
             self._device = DeviceEvents()
 
     def _beat(self) -> None:
-        counted = 0
         while not self._stop.wait(EVERY_S):
-            cells = self.cells
-            cells[BEATS] += 1
+            self.cells[BEATS] += 1
+
+    def _poll(self) -> None:
+        enqueued = answered = 0
+        while not self._stop.wait(EVERY_S):
             with contextlib.suppress(Exception):
                 if self._device is not None:
-                    cells[EVENTS] += self._device.passed()
+                    self.cells[EVENTS] += self._device.passed()
                 now = _collectives()
-                cells[COLLECTIVES] += max(0, now - counted)
-                counted = max(counted, now)
-            if cells[ASKED] > cells[ANSWERED]:
-                cells[ANSWERED] = cells[ASKED]
-                threading.Thread(target=self._answer, daemon=True).start()
+                self.cells[COLLECTIVES] += max(0, now - enqueued)
+                enqueued = now
+            if self.cells[ASKED] > answered:
+                answered = self.cells[ASKED]
+                self._answer()
 
     def _answer(self) -> None:
         """What only this process can tell: its Flight Recorder, its device's memory."""

@@ -37,8 +37,8 @@ def run_ranks(
     One row a rank: rank; status "ok", "oom", "error", "crash" (ended by a signal), "timeout" (still
     running at the deadline) or "ended" (taken down because another rank had failed); result, for
     "ok" only; message; evidence, the traceback's tail, the stacks at the deadline or the tail of
-    stderr; place, where it last said to stand; first, whether it was the first to fail; seconds, of
-    the launch. `folder` keeps what each rank wrote and printed. All processes are gone at the end.
+    stderr; place, where it last said to stand; first, whether it was the first to fail; raised,
+    whether the message is its exception's; seconds, of the launch. `folder` keeps what each rank wrote and printed. All processes are gone at the end.
 
     `watch` and `python` are those of `trial.run_child`.
 
@@ -115,7 +115,7 @@ def _rows(launched: trial.Outcome, ranks: int, folder: Path) -> list[dict]:
     for row in rows:
         row["first"] = row["rank"] == first
         row["seconds"] = launched.seconds
-        del row["time"]
+        row["raised"] = row.pop("time") is not None
     return rows
 
 

@@ -1,0 +1,253 @@
+"""Watches a trial's counters from outside, looks closer where they rest, and says when to end it.
+
+Called many times a second by whoever waits for the processes; does something four times a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from nsa.lab import flights, looks, procfs, progress
+from nsa.lab.evidence import End, Evidence, Look, P, Sample
+
+EVERY_S = 0.25
+LOOKS, APART_S = 3, 0.5
+AGAIN = 1.5  # after so many times as long a rest, it is looked at once more
+START_STALL_S = 20.0  # importing and building move nothing for long
+START_S = 300.0  # for all of it
+FRESH_S = 1.0  # whoever moved so recently moves
+FLIGHT_S = 3.0
+KEPT = 4000  # samples; of more, every other one of the older half goes
+Proven = Callable[[Evidence], bool]
+
+
+class Supervisor:
+    """What `trial.run_child` calls as its `watch`; `evidence` fills up meanwhile.
+
+    At the soft deadline the stacks are taken once. Where a rank's P rests for stall_s, three times,
+    at least half a second apart, with native stacks, /proc, the Flight Recorders and the device's
+    memory; if P still rests, `proven` is asked, and ends the trial at once if it says yes. Else it
+    goes on to its deadline, and is looked at again meanwhile. At the deadline a trial that moves is
+    ended; one that has just come to rest is watched until it moves, or has rested for stall_s.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        folder: Path,
+        ranks: int,
+        *,
+        proven: Proven,
+        stop: threading.Event | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.evidence, self.folder, self.proven, self.stop = evidence, folder, proven, stop
+        self.reason = ""  # one of evidence.REASONS, once it is to be ended
+        self.pids: dict[int, int] = {}  # of all ranks seen, with the time of their start
+        self._files = {rank: folder / f"progress-{rank}.bin" for rank in range(ranks)}
+        self._clock, self._start = clock, clock()
+        self._next = 0.0
+        self._root = 0
+        self._live: dict[int, int] = {}  # rank: pid
+        self._moved: dict[int, tuple[P, float]] = {}  # rank: P, and since when
+        self._look_at: dict[int, float] = {}  # rank: the rest at which it is looked at next
+        self._soft_done = False
+
+    @property
+    def t(self) -> float:
+        return self._clock() - self._start
+
+    def __call__(self, pid: int) -> str:
+        """ "" to go on, else why the trial is to be ended."""
+        self._root = pid
+        if self.stop is not None and self.stop.is_set():
+            return self._end("caller", "its caller asked for it")
+        if self.t < self._next:
+            return ""
+        self._next = self.t + EVERY_S
+        self.sample()
+        evidence, late = self.evidence, self._late()
+        if self._at_rest():
+            self._look_closely()
+            if self._at_rest(looked=True):
+                if self.proven(self._so_far()):
+                    return self._end("stall", f"no progress for {self._rest_s():.1f} s")
+                if late:
+                    return self._end("deadline", late)
+        elif late and self._rest_s() < FRESH_S:
+            self._look("py-spy", "faulthandler")
+            return self._end("deadline", late)
+        elif self._worked_s() > (evidence.soft_s or float("inf")) and not self._soft_done:
+            self._soft_done = True
+            self._look("py-spy", "faulthandler")
+        return ""
+
+    def sample(self) -> None:
+        """One sample of every rank that lives, and of one that has just begun to."""
+        for rank, file in self._files.items():
+            cells = progress.cells_of(file)
+            pid = cells[progress.PID] if cells else self._root if rank == 0 else 0
+            seen = procfs.process(pid) if pid else None
+            if cells is None or seen is None:
+                self._live.pop(rank, None)
+                if cells is None or not self._moved.get(rank):
+                    continue
+            p, t = progress.coordinate(cells), self.t
+            if seen is None:
+                continue
+            self._live[rank] = pid
+            self.pids[pid] = seen.started
+            if rank not in self._moved or self._moved[rank][0] != p:
+                self._moved[rank] = (p, t)
+                self._look_at[rank] = self._bound(p)
+            if self.evidence.began_s is None and p.step >= 0:
+                self.evidence.began_s = t
+            self.evidence.samples.append(
+                Sample(t, rank, p, cells[progress.BEATS], seen.cpu_s, seen.state, seen.wchan,
+                       seen.rss_mib)
+            )  # fmt: skip
+        if len(self.evidence.samples) > KEPT:
+            half = KEPT // 2
+            self.evidence.samples = (
+                thinned(self.evidence.samples[:half]) + (self.evidence.samples[half:])
+            )
+
+    def _bound(self, p: P) -> float:
+        stall_s = self.evidence.stall_s
+        return stall_s if p.step >= 0 else max(stall_s, START_STALL_S)
+
+    def _rests(self) -> dict[int, float]:
+        return {rank: self.t - self._moved[rank][1] for rank in self._live}
+
+    def _rest_s(self) -> float:
+        """Of the rank that rests longest."""
+        return max(self._rests().values(), default=self.t)
+
+    def _at_rest(self, looked: bool = False) -> bool:
+        """Whether a rank has rested so long that a look is due, or was when it was taken."""
+        bounds = self._look_at if not looked else {r: self._bound(p) for r, (p, _) in
+                                                  self._moved.items()}  # fmt: skip
+        return any(rest >= bounds[rank] for rank, rest in self._rests().items())
+
+    def _worked_s(self) -> float:
+        began = self.evidence.began_s
+        return 0.0 if began is None else self.t - began
+
+    def _late(self) -> str:
+        """Why it has to end for the time it took, "" while it need not."""
+        if self.evidence.began_s is None:
+            return "" if self.t < START_S else f"no step had begun after {START_S:g} s"
+        deadline_s = self.evidence.deadline_s
+        if deadline_s is None or self._worked_s() < deadline_s:
+            return ""
+        return f"still running after {deadline_s:g} s"
+
+    def _end(self, reason: str, message: str) -> str:
+        self.reason = reason
+        with contextlib.suppress(OSError):
+            self.sample()
+        return message
+
+    def _so_far(self) -> Evidence:
+        return replace(self.evidence, seconds=self.t, end=None)
+
+    # what a closer look takes
+
+    def _look_closely(self) -> None:
+        flying = self._ask()
+        for number in range(LOOKS):
+            if number:
+                self._pause(APART_S)
+            self._look("py-spy", "proc")
+        self._look("native", "faulthandler")
+        if not any(look.tool == "py-spy" and look.threads for look in self.evidence.looks):
+            for _ in range(LOOKS - 1):
+                self._pause(APART_S)
+                self._look("faulthandler")
+        self._gather(flying)
+        self.sample()
+        for rank, rest in self._rests().items():
+            if rest >= self._look_at[rank]:
+                self._look_at[rank] = AGAIN * rest
+
+    def _pause(self, seconds: float) -> None:
+        end = self.t + seconds
+        while (left := end - self.t) > 0:
+            time.sleep(min(EVERY_S, left))
+            self.sample()
+
+    def _look(self, *tools: str) -> None:
+        """By each tool at every rank that lives, P beside it."""
+        for tool in tools:
+            for rank, pid in list(self._live.items()):
+                cells = progress.cells_of(self._files[rank])
+                if cells is None:
+                    continue
+                t = self.t
+                threads, message = self._taken(tool, rank, pid, cells)
+                after = progress.cells_of(self._files[rank])
+                p = progress.coordinate(after or cells)
+                self.evidence.looks.append(Look(t, rank, tool, threads, p, message))
+
+    def _taken(
+        self, tool: str, rank: int, pid: int, cells: tuple[int, ...]
+    ) -> tuple[looks.Threads, str]:
+        if tool == "faulthandler":
+            if not cells[progress.LISTENS]:
+                return [], "the process does not listen to SIGUSR1 yet"
+            file = self.folder / f"stacks-{rank}.txt"
+            return looks.faulthandler(pid, file, cells[progress.MAIN_THREAD])
+        if tool == "proc":
+            return looks.proc(pid)
+        return looks.py_spy(pid, native=tool == "native")
+
+    def _ask(self) -> list[int]:
+        """Asks every rank for its Flight Recorder and its device's memory."""
+        asked = []
+        for rank in self._live:
+            for name in (f"flight-{rank}.json", f"memory-{rank}.json"):
+                (self.folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError, ValueError):
+                progress.ask(self._files[rank])
+                asked.append(rank)
+        return asked
+
+    def _gather(self, asked: list[int]) -> None:
+        """What they answer; who holds its GIL answers nothing."""
+        waiting, end = set(asked), self.t + FLIGHT_S
+        while waiting and self.t < end:
+            for rank in list(waiting):
+                found = flights.read(self.folder, rank)
+                if found is not None:
+                    waiting.discard(rank)
+                    if found:
+                        self.evidence.flights[rank] = found
+            if waiting:
+                self._pause(EVERY_S)
+        memory = {
+            str(rank): found for rank in asked if (found := flights.memory(self.folder, rank))
+        }
+        self.evidence.memory = memory or self.evidence.memory
+
+
+def thinned(samples: list[Sample]) -> list[Sample]:
+    """Half of them: of every rank every other one, and each where its P or state changed."""
+    kept, before, odd = [], {}, {}
+    for sample in samples:
+        last = before.get(sample.rank)
+        changed = last is None or (last.p, last.state) != (sample.p, sample.state)
+        odd[sample.rank] = not odd.get(sample.rank, False)
+        if odd[sample.rank] or (changed and len(kept) < len(samples) * 3 // 4):
+            kept.append(sample)
+        before[sample.rank] = sample
+    return kept
+
+
+def stopped(supervisor: Supervisor, message: str, returncode: int | None) -> End:
+    """The end of a trial that the supervisor ended."""
+    return End("stopped by the supervisor", returncode, supervisor.reason, message)
