@@ -26,6 +26,11 @@ class Threshold:
     rows: list[Row] = field(default_factory=list)
     why: str = ""
 
+    @property
+    def solved(self) -> bool:
+        """Whether a threshold was found."""
+        return self.posterior is not None and self.posterior.value is not None
+
     def __str__(self) -> str:
         found = self.posterior
         if found is None or found.value is None or self.target is None:

@@ -58,6 +58,11 @@ class Found:
     why: str = ""
     others: list[Tried] = field(default_factory=list)  # faults that are not the target
 
+    @property
+    def solved(self) -> bool:
+        """Whether there is a cause, and the search came to its end."""
+        return self.finished and self.cause is not None
+
     def __str__(self) -> str:
         if self.target is None or self.cause is None:
             return self.why

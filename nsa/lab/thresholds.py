@@ -95,10 +95,10 @@ def bayes(
 ) -> Posterior:
     """The first of `values`, from harmless to faulty, at which a fault fires that often does not.
 
-    Each trial is of the value whose answer tells most; the same value may be asked again and again,
-    so `test` must not remember, but not one that was unresolved. Ends after `trials`, or when one value is `sure`. Below its
-    threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not come by chance),
-    above it to fire at a rate that is not known (Beta(0.7, 0.3)).
+    Each trial is of the value whose answer tells most, so one may be asked again and again (`test`
+    must not remember), but not if it was unresolved. Ends after `trials`, or when one value is
+    `sure`. Below its threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not
+    come by chance), above it to fire at a rate that is not known (Beta(0.7, 0.3)).
     """
     if len(values) < 2 or trials < 1:
         raise ValueError(f"bayes needs two values and a trial, got {list(values)} and {trials}")

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from nsa.lab.factors import Factor, Rule, by_name, choice, on_off, or_none, positive, whole
+from nsa.lab.candidates import word
+from nsa.lab.factors import COMMON, Factor, Rule, by_name, choice, on_off, or_none, positive, whole
 
 
 def _backend(value: Any) -> str:
@@ -147,3 +148,13 @@ RULES = (
          lambda safe, compiled: "the specimen of unsafe packing is not compiled"
          if not safe and compiled else ""),
 )  # fmt: skip
+
+
+def listed() -> str:
+    """One line a factor: name, default, what it is; those of every subject first."""
+    lines = []
+    for name, factor in (COMMON | TRAINING).items():
+        choices = "|".join(word(one) for one in factor.choices)
+        told = choices or word(factor.default)
+        lines.append(f"{name:24}{told:32}{factor.help}")
+    return "\n".join(lines)
