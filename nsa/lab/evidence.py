@@ -61,7 +61,8 @@ class Sample:
 
     t: seconds since the trial's start. beats: of a thread that needs the GIL. cpu_s: that the
     process has used, all threads. state: R, S, D, T or Z as /proc has it, "" where it is not told
-    or the process is gone. wchan: where the main thread sleeps in the kernel, "" where not told.
+    or the process is gone. wchan: where the main thread sleeps in the kernel, "" where not told. gpu_percent:
+    the share of the last second in which any kernel ran on the device, a spinning one as well.
     """
 
     t: float
@@ -72,6 +73,7 @@ class Sample:
     state: str = ""
     wchan: str = ""
     rss_mib: float | None = None
+    gpu_percent: float | None = None
 
 
 @dataclass(frozen=True)
