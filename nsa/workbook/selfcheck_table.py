@@ -51,7 +51,7 @@ def confusion(rows: Iterable[Judged]) -> pandas.DataFrame:
 
 
 def hangs(rows: Sequence[Judged]) -> pandas.DataFrame:
-    """A row a HANG: which sort, where, how long it had rested when it was named, and by which rule."""
+    """A row a HANG: which sort, where, how long it had rested when it was named, and the rule."""
     columns = ["fault", "round", "found", "place", "rested, s", "trial, s", "rule"]
     found = [
         (row.name, row.round, row.label, row.place, row.named_s, row.seconds, row.rule)

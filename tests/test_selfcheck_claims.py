@@ -1,0 +1,112 @@
+"""Each sentence of the selfcheck has rows that refute it, and what was not run decides nothing."""
+
+import pytest
+from judged_rows import control, row, skipped
+
+from nsa.workbook import metrics, selfcheck_claims, selfcheck_plots, selfcheck_table
+
+
+def verdicts(rows):
+    return [claim.verdict for claim in selfcheck_claims.all_claims(rows)]
+
+
+def many(rounds=2):
+    """As many faults and controls as are enough, all right."""
+    return [
+        made(f"{made.__name__} {number}", round=turn, seconds=3.0 + number, named_s=6.0,
+             track=((0.0, 0.0), (1.0, 0.5)))
+        for turn in range(1, rounds + 1)
+        for made, count in ((row, 24), (control, 8))
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def test_all_claims_pass_when_all_is_right():
+    assert set(verdicts(many())) == {"PASS"}
+
+
+def test_nothing_is_claimed_of_what_was_not_run():
+    assert set(verdicts([skipped()])) == {"INCONCLUSIVE"}
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "claim"),
+    [
+        (row(found="SLOW"), selfcheck_claims.every_fault_is_named),
+        (row(what="blocked", found_what="gil-held"), selfcheck_claims.every_fault_is_named),
+        (control(found="HANG"), selfcheck_claims.no_control_is_called_a_hang),
+        (control(found="FAIL"), selfcheck_claims.no_control_is_accused),
+        (row(because=()), selfcheck_claims.hangs_are_told_apart),
+        (row(named_s=15.1), selfcheck_claims.hangs_are_named_soon),
+        (row("row 3", found="CRASH", round=2), selfcheck_claims.rounds_agree),
+    ],
+)
+def test_a_row_that_is_not_so_refutes_its_claim(spoilt, claim):
+    assert claim(many()).verdict == "PASS"
+    assert claim([*many(), spoilt]).verdict == "FAIL"
+
+
+def test_a_hang_without_a_proof_may_take_its_rerun():
+    late = row(found_what="unproven-native", named_s=25.0)
+    assert selfcheck_claims.hangs_are_named_soon([*many(), late]).verdict == "PASS"
+
+
+def test_one_round_does_not_agree_with_itself():
+    assert selfcheck_claims.rounds_agree(many(rounds=1)).verdict == "INCONCLUSIVE"
+
+
+def test_too_few_faults_are_inconclusive_and_name_what_was_skipped():
+    claim = selfcheck_claims.there_are_enough([row(), skipped()])
+    assert claim.verdict == "INCONCLUSIVE" and claim.evidence["skipped"] == {
+        "device OOM": "needs 1 GPU(s), here are 0"
+    }
+
+
+def test_the_fault_matrix_has_a_row_a_fault_and_counts_rounds():
+    rows = [row(round=1), row(found="SLOW", round=2), skipped(), control()]
+    table = selfcheck_table.matrix_of(rows, controls=False)
+    assert list(table.index) == ["a lock", "device OOM"]
+    assert table.loc["a lock", "found"] == "HANG x1, SLOW x1"
+    assert table.loc["a lock", "right"] == "1 of 2"
+    assert table.loc["device OOM", "why"] == "needs 1 GPU(s), here are 0"
+
+
+def test_the_confusion_matrix_counts_kinds():
+    table = selfcheck_table.confusion([row(), row(found="SLOW"), control()])
+    assert table.loc["HANG"].to_dict() == {"PASS": 0, "SLOW": 1, "HANG": 1}
+    assert table.loc["control PASS", "PASS"] == 1
+
+
+def test_facts_say_what_was_found_and_nothing_of_the_time():
+    assert selfcheck_table.facts([row(), control(), skipped()]) == [
+        "fault   a lock: HANG, found", "control healthy: PASS, found",
+    ]  # fmt: skip
+    assert selfcheck_table.facts([row(found="SLOW")])[0].endswith("not so: SLOW")
+
+
+def test_a_hang_has_its_place_and_how_long_it_rested():
+    table = selfcheck_table.hangs([row(place="data, fetch", named_s=5.26), control()])
+    assert table.loc["a lock", ["place", "rested, s"]].tolist() == ["data, fetch", 5.3]
+
+
+def test_metrics_rows_fit_the_workbooks_table():
+    rows = selfcheck_table.to_metrics([row(seconds=4.0), skipped()])
+    table = metrics.table([metrics.row(found, {}) for found in rows])
+    assert table["median"].tolist()[0] == 4.0 and table["median"].isna().tolist() == [False, True]
+
+
+FIGURES = [
+    selfcheck_plots.confusion,
+    selfcheck_plots.time_to_verdict,
+    lambda rows: selfcheck_plots.progress(rows, ["row 1", "control 1"]),
+]
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("rows", [many(), [*many(), row(found="SLOW", seconds=1.0)], [skipped()]])
+def test_figures_are_drawn_whatever_was_found(figure, rows):
+    import matplotlib.pyplot as plt
+
+    drawn = figure(rows)
+    drawn.canvas.draw()
+    plt.close(drawn)
