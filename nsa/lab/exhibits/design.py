@@ -9,7 +9,8 @@ from nsa.config import NSAConfig
 PATHS = ("loop", "masked")
 DEFECTS = {
     "truncated_cache": "the window branch reads absolute positions in a cache of the last w tokens",
-    "one_key": "one query with is_causal=True sees the first key alone",
+    "one_key": "one query with is_causal=True sees the first key alone: window and compressed",
+    "heads_as_time": "heads of a group stand as queries of one time each: head i sees i + 1 keys",
     "first_compressed": "the compressed branch returns the first compressed value",
     "drop_current": "a block counts as selectable once it has ended, so a token's own never does",
     "future_scores": "blocks are scored by a softmax over all compressed keys, later ones included",
@@ -17,7 +18,8 @@ DEFECTS = {
     "fp16_adamw": "weights and AdamW's states in fp16, where its eps of 1e-8 is 0",
 }
 # What its sequential path did, which is the one that every report ran.
-SEQUENTIAL = ("truncated_cache", "one_key", "future_scores")
+SEQUENTIAL = ("truncated_cache", "one_key", "heads_as_time", "future_scores")
+LOOP_ONLY = ("truncated_cache", "one_key", "heads_as_time")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Design:
                 near = get_close_matches(str(name), DEFECTS, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(DEFECTS)}"
                 raise ValueError(f"no defect {name!r}; {hint}")
-        alone = {"truncated_cache", "one_key"} & set(self.defects)
+        alone = set(LOOP_ONLY) & set(self.defects)
         if self.path == "masked" and alone:
             raise ValueError(f"path='masked' cannot have {', '.join(sorted(alone))}; 'loop' can")
         if self.layers < 1 or self.heads % self.groups or self.dim % self.heads:

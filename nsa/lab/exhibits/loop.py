@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nsa.attention.scoring import pool
 from nsa.blocks import compressed_span, count_selectable
@@ -57,12 +56,15 @@ def _copied(q: Tensor, k: Tensor, v: Tensor, design: Design) -> Tensor:
         return torch.zeros_like(q)
     heads = q.shape[2]
     k, v = (x.transpose(1, 2)[:, :, None].expand(-1, -1, heads, -1, -1) for x in (k, v))
-    k, v = (x.flatten(0, 1).contiguous() for x in (k, v))  # [B HKV, G, S, D]
-    return attend(q.flatten(0, 1), k, v, design).unflatten(0, q.shape[:2])
+    k, v = k.contiguous(), v.contiguous()  # [B, HKV, G, S, D]
+    return attend(q[..., None, :], k, v, design.has("one_key"))[..., 0, :]
 
 
 def _selected(q: Tensor, inputs: Projected, t: int, design: Design) -> Tensor:
-    """Each sequence and KV head has ranges of its own, whose keys all heads of the group share."""
+    """Each sequence and KV head has ranges of its own, whose keys all heads of the group share.
+
+    The heads stand where queries of other times would: a causal mask parts them.
+    """
     ranges = select_ranges(q, inputs.k["cmp"], t, design)
     rows = []
     for b in range(q.shape[0]):
@@ -72,19 +74,22 @@ def _selected(q: Tensor, inputs: Projected, t: int, design: Design) -> Tensor:
                 continue
             index = torch.cat([torch.arange(*r, device=q.device) for r in ranges[b][h]])
             k, v = inputs.k["slc"][b, index, h], inputs.v["slc"][b, index, h]  # [S, D]
-            shape = (1, q.shape[2], -1, -1)
-            rows.append(attend(q[b, h][None], k.expand(shape), v.expand(shape), design)[0])
+            rows.append(attend(q[b, h], k, v, design.has("heads_as_time")))
     return torch.stack(rows).unflatten(0, q.shape[:2])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, design: Design) -> Tensor:
-    """One query a head, q [N, G, D], over k, v [N, G, S, D].
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """q [..., M, D] over k, v [..., S, D]; what torch's own attention means by `is_causal`.
 
-    torch aligns a causal mask with the first key, so one query of it sees that key alone; a decode
-    step wants the last row of the mask, which is no mask at all.
+    Its mask is aligned with the first key, so of one query it leaves that key alone; a decode step
+    wants the last row of the mask, which is no mask at all. Written out, for what torch keeps for
+    the backward depends on the kernel that it picks.
     """
-    causal = design.has("one_key")
-    return F.scaled_dot_product_attention(q[:, :, None], k, v, is_causal=causal)[:, :, 0]
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # [..., M, S]
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores.softmax(-1) @ v
 
 
 @torch.no_grad()
