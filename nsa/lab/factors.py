@@ -28,7 +28,8 @@ class Factor:
 
     legal: raises ValueError or says what would do, "" for a legal value. place: "settings", which
     the subject gets, or "spec", "deadline": the trial itself. env: variables that a value needs set
-    before Python starts. observer: its values but the default slow the trial and are no part of it.
+    before Python starts. slows: how much longer a step may take at another value than the default;
+    above 1 it is an observer, which is no part of what is trained.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Factor:
     choices: tuple[Any, ...] = ()
     place: str = "settings"
     env: Callable[[Any], dict[str, str]] = field(default=lambda value: {})
-    observer: bool = False
+    slows: float = 1.0
 
     def check(self, value: Any) -> Any:
         """The value; ValueError where it is not legal, with what would do."""

@@ -69,6 +69,8 @@ class Plan:
             if not isinstance(values, list) or not values:
                 raise ValueError(f"factor {name!r} wants a list of values, got {values!r}")
             self._check(name, values)
+        if "deadline_factor" in self.settings | self.factors and self.deadline_s is None:
+            raise ValueError("deadline_factor has nothing to multiply; give deadline_s in seconds")
         _check_never(self.never, self.factors)
         self._leave_out()
 
@@ -140,15 +142,12 @@ class Plan:
             factor = known.find(self.subject, name)
             if factor is None or factor.place == "settings":
                 handed[name] = value
-            elif factor.place == "deadline":
-                # The supervisor's own; in the settings it makes another trial of it.
-                handed |= {name: value} if value != factor.default else {}
-            elif not name.startswith(known.ENVIRONMENT):
+            elif factor.place == "spec" and not name.startswith(known.ENVIRONMENT):
                 whole[name] = value
                 handed |= {name: value} if name == "seed" else {}
             if factor is not None:
                 env |= factor.env(value)
-                if factor.observer and value != factor.default:
+                if factor.slows > 1 and value != factor.default:
                     observers.append(name)
         if attempt:
             handed[ATTEMPT] = attempt
@@ -163,12 +162,25 @@ class Plan:
         )
 
     def options(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """How a cell's trial is watched: predicted_s, deadline_s and stall_s of `runner.run`."""
-        factor = (self._defaults() | self.settings | dict(cell)).get("deadline_factor", 1.0)
-        deadline = None if self.deadline_s is None else self.deadline_s * factor
+        """How a cell's trial is watched: predicted_s, deadline_s, stall_s, factor of `runner.run`.
+
+        Each deadline makes a trial of its own.
+        """
+        settings = self._defaults() | self.settings | dict(cell)
+        slower = 1.0
+        for name, value in settings.items():
+            factor = known.find(self.subject, name)
+            if factor is not None and value != factor.default:
+                slower *= factor.slows
+        deadline = self.deadline_s
+        if deadline is not None:
+            deadline *= settings["deadline_factor"]
         return {
-            "predicted_s": self.predicted_s, "deadline_s": deadline, "stall_s": self.stall_s,
-        }  # fmt: skip
+            "predicted_s": self.predicted_s,
+            "deadline_s": deadline,
+            "stall_s": self.stall_s,
+            "factor": slower,
+        }
 
     def _defaults(self) -> dict[str, Any]:
         return {name: factor.default for name, factor in known.known(self.subject).items()}

@@ -69,16 +69,21 @@ class Trials:
             timer.start()
         try:
             id, evidence, verdict = self.ledger.run(spec, **options, stop=stop)
-        except Stopped:
-            raise Spent(f"the budget of {_seconds(self.budget_s or 0)} is spent") from None
+        except (Stopped, InterruptedError):
+            raise self._spent() from None
         finally:
             if timer is not None:
                 timer.cancel()
+        if stop.is_set() and id not in self._before and _was_stopped(evidence):
+            raise self._spent()
         done = Done(dict(cell), id, verdict, evidence, id in self._before, attempt)
         self._before.add(id)
         self.done.append(done)
         self._say(done)
         return done
+
+    def _spent(self) -> Spent:
+        return Spent(f"the budget of {_seconds(self.budget_s or 0)} is spent")
 
     def judged(self, cell: Cell, attempt: int = 0) -> Tried:
         """`run`, as a bisection asks for it."""
@@ -134,6 +139,10 @@ def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
             comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
             if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
                 yield one, other
+
+
+def _was_stopped(evidence: Evidence) -> bool:
+    return evidence.end is None or evidence.end.type == "caller"
 
 
 def _seconds(seconds: float) -> str:
