@@ -27,6 +27,18 @@ def unreachable(
     return tuple(name for name, p in asked if id(p) not in reached)
 
 
+def count_nodes(roots: Iterable[Tensor]) -> int:
+    """How many autograd nodes are behind these tensors, each once; about 1 us a node."""
+    seen = {root.grad_fn for root in roots if root.grad_fn is not None}
+    waiting = list(seen)
+    while waiting:
+        for following, _ in waiting.pop().next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return len(seen)
+
+
 def _leaves(loss: Tensor) -> set[int]:
     """ids of the leaves behind the loss."""
     if loss.grad_fn is None:

@@ -1,0 +1,102 @@
+"""Around the steps of any training: its backwards, its optimizer, and when each step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Result = dict[str, Any]
+
+
+class Steps:
+    """Tells its listeners of begin(step), backward(roots), optimizer(optimizer), end(step, loss).
+
+    Backwards and optimizers are found wherever this process calls them: a stranger's step function
+    needs no word of it. Listeners may leave out what they do not need.
+    """
+
+    def __init__(self, listeners: Iterable[Any]) -> None:
+        self._listeners = list(listeners)
+        self._step: int | None = None
+        self._undo: list[Callable[[], Any]] = []
+
+    def open(self) -> None:
+        """From now on."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        plain = torch.autograd.backward  # what Tensor.backward calls as well
+
+        def watched(tensors: Any, *args: Any, **options: Any) -> Any:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if self._step is not None and not torch.compiler.is_compiling():
+                self._tell("backward", roots)
+            return plain(tensors, *args, **options)
+
+        def restore() -> None:
+            if torch.autograd.backward is watched:
+                torch.autograd.backward = plain
+
+        torch.autograd.backward = watched
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizer(optimizer))
+        self._undo = [restore, hook.remove]
+
+    def close(self) -> None:
+        """Takes every hook away."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        for listener in self._listeners:
+            if hasattr(listener, "close"):
+                listener.close()
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._tell("begin", step)
+
+    def end(self, step: int, loss: Any) -> None:
+        self._step = None
+        self._tell("end", step, loss)
+
+    def _optimizer(self, optimizer: Any) -> None:
+        if self._step is not None:
+            self._tell("optimizer", optimizer)
+
+    def _tell(self, what: str, *about: Any) -> None:
+        for listener in self._listeners:
+            method = getattr(listener, what, None)
+            if method is not None:
+                method(*about)
+
+
+def ok(detail: str) -> Result:
+    return {"ok": True, "detail": detail, "what": "", "place": ""}
+
+
+def unknown(detail: str) -> Result:
+    """It could not tell; that is no failure."""
+    return {"ok": None, "detail": detail, "what": "", "place": ""}
+
+
+def broken(what: str, detail: str, place: str = "") -> Result:
+    return {"ok": False, "detail": detail, "what": what, "place": place}
+
+
+def any_layer(name: str) -> str:
+    """blocks.1.mlp.weight -> blocks.*.mlp.weight: the same fault in a model of other depth."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def some(names: Iterable[str], most: int = 4) -> str:
+    """The first few of them."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+def device_of(model: nn.Module | None) -> torch.device:
+    """A GPU where the model has a parameter on one."""
+    devices = {p.device for p in model.parameters()} if model is not None else set()
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
