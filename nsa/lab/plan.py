@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from nsa.lab import factors as known
-from nsa.lab import search, trial
+from nsa.lab import oracles, search, trial
 from nsa.lab.candidates import position, word
 from nsa.lab.factors import TRAINING_SUBJECT
 from nsa.lab.runner import Spec
@@ -29,7 +29,8 @@ class Plan:
     The first value of a factor is its default. never: combinations that are not run, each a mapping
     of factors to a value or a list of them. cover: whether a sweep runs all combinations, or so
     many that all pairs, or triples, of values are there. steps, deadline_s, predicted_s, stall_s,
-    oracles: of every trial; deadline_s is before its deadline_factor. kind: the verdict that a
+    oracles: of every trial; deadline_s is before its deadline_factor; by default the oracles are
+    arrival and finite, and ranks where there are several. kind: the verdict that a
     bisection looks for, in at most `most` trials; attempts: how often it runs what passes; screen:
     whether it covers all pairs though it found a fault before.
 
@@ -46,7 +47,7 @@ class Plan:
     deadline_s: float | None = None
     predicted_s: float | None = None
     stall_s: float = 5.0
-    oracles: list[str] = field(default_factory=list)
+    oracles: list[str] | None = None
     cover: str = "all"
     kind: str | None = None
     most: int = 40
@@ -58,6 +59,7 @@ class Plan:
     def __post_init__(self) -> None:
         trial.check_entry(self.subject)
         self._check_numbers()
+        oracles.check(self.oracles or ())
         for name in ("settings", "factors"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a mapping of names")
@@ -156,7 +158,7 @@ class Plan:
             settings=handed,
             steps=self.steps,
             observers=tuple(observers),
-            oracles=tuple(self.oracles),
+            oracles=tuple(_usual(whole["ranks"]) if self.oracles is None else self.oracles),
             env=env,
             **whole,
         )
@@ -233,6 +235,10 @@ class Plan:
                 f"the defaults, the first value of every factor, cannot be run: {why}; "
                 "put others first"
             )
+
+
+def _usual(ranks: int) -> list[str]:
+    return ["arrival", "finite", *(["ranks"] if ranks > 1 else [])]
 
 
 def _check_never(never: Any, varied: Mapping[str, Sequence[Any]]) -> None:

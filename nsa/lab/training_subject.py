@@ -12,6 +12,7 @@ from nsa.lab.branchwise import branchwise
 from nsa.lab.factors import TRAINING_SUBJECT, Factor, known
 from nsa.lab.progress import Progress
 from nsa.lab.subject import rank_and_ranks
+from nsa.lab.tracing_faults import without_gradient
 from nsa.model import parallel
 from nsa.model.config import ModelConfig
 from nsa.model.data import synthetic, text
@@ -72,6 +73,8 @@ class TrainingSubject:
             parallel=place,
         )
         self.model = self.trainer.model
+        names = [name for name, _ in self.model.named_parameters()]
+        self.without_gradient = without_gradient(config, names)  # rightly, so no oracle minds
         self.observers = _observers(settings, self.trainer)
         self.trainer.observers = (progress, *self.observers.values())
         opened.callback(self.trainer.close)
