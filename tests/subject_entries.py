@@ -42,7 +42,7 @@ def stop(settings, progress):
 
 
 def gil(settings, progress):
-    return at_step(settings, lambda _: re.match("(a?){40}a{40}", "a" * 39))
+    return at_step(settings, lambda _: re.match("(a+)+$", "a" * 60 + "b"))
 
 
 def exception(settings, progress):

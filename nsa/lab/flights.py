@@ -34,8 +34,10 @@ def environment() -> dict[str, str]:
 
 def write(folder: Path, rank: int) -> None:
     """Leaves flight-K.json, and on a GPU memory-K.json and memory-K.pickle, in `folder`."""
-    with contextlib.suppress(Exception):
-        put(folder / f"flight-{rank}.json", {"entries": recorded()})
+    # Without frames first: to name them torch imports half of its compiler, which takes seconds.
+    for frames in (False, True):
+        with contextlib.suppress(Exception):
+            put(folder / f"flight-{rank}.json", {"entries": recorded(frames=frames)})
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
@@ -44,7 +46,7 @@ def write(folder: Path, rank: int) -> None:
             torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
 
 
-def recorded() -> list[dict[str, Any]]:
+def recorded(*, frames: bool = True) -> list[dict[str, Any]]:
     """This process's last collectives, oldest first; empty where it has no process group.
 
     Each: seq, op, state ("scheduled", "started", "completed"), group, sizes, frames (innermost
@@ -56,7 +58,7 @@ def recorded() -> list[dict[str, Any]]:
     import torch._C._distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_fr_trace", None) or c10d._dump_nccl_trace
-    found = pickle.loads(dump(True, True))
+    found = pickle.loads(dump(True, frames))
     return [_entry(x, found.get("pg_status", {})) for x in found.get("entries", [])[-LAST:]]
 
 

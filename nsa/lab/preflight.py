@@ -69,7 +69,7 @@ def _environment(python: str | None) -> str:
     found |= {
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
-        "gpus": [name for name, _ in _gpus("name,driver_version")],
+        "gpus": [name for name, _ in gpus("name,driver_version")],
     }
     return json.dumps(found)
 
@@ -121,7 +121,7 @@ def remember(pid: int, started: int) -> bool:
 def uses_gpu(settings: dict[str, Any], env: dict[str, str]) -> bool:
     """Whether a trial with these settings can touch a GPU of this machine."""
     visible = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES")
-    return settings.get("device") != "cpu" and visible != "" and bool(_gpus("name"))
+    return settings.get("device") != "cpu" and visible != "" and bool(gpus("name"))
 
 
 def foreign() -> list[tuple[int, int]]:
@@ -134,7 +134,7 @@ def foreign() -> list[tuple[int, int]]:
 
 def used_mib() -> list[int]:
     """Memory in use on each GPU."""
-    return [int(mib) for (mib,) in _gpus("memory.used") if mib.isdigit()]
+    return [int(mib) for (mib,) in gpus("memory.used") if mib.isdigit()]
 
 
 def wait_until_free(before: list[int], within_s: float = 15.0) -> list[str]:
@@ -164,7 +164,8 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _gpus(fields: str) -> list[list[str]]:
+def gpus(fields: str) -> list[list[str]]:
+    """nvidia-smi's `fields` of each GPU, as text; [] where there is none."""
     return _smi(f"--query-gpu={fields}")
 
 

@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from nsa.lab.evidence import PHASES, P
 CELLS = 16
 (
     VERSION, STEP, PHASE, MODULES, FIRED, TOTAL, EVENTS, COLLECTIVES,
-    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS,
-) = range(14)  # fmt: skip
+    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS, BEGAN_NS,
+) = range(15)  # fmt: skip
 LAYOUT = 1
 EVERY_S = 0.1  # between two beats
 NUMBER = {name: number for number, name in enumerate(PHASES)}
@@ -72,6 +73,7 @@ class Progress:
         cells = self.cells
         cells[MODULES] = cells[FIRED] = cells[TOTAL] = 0
         cells[STEP] = number
+        cells[BEGAN_NS] = cells[BEGAN_NS] or time.monotonic_ns()
         if not self.told:
             self.enter("other")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab import endings, flights, preflight, ranks, timemodel, trial
+from nsa.lab.device_use import DeviceUse
 from nsa.lab.evidence import Evidence
 from nsa.lab.out_of_memory import kernel_kills
 from nsa.lab.supervisor import Proven, Supervisor
@@ -116,10 +117,14 @@ def run(
         stall_s=stall_s,
     )
     used = preflight.used_mib() if on_gpu else []
-    supervisor = Supervisor(evidence, folder, spec.ranks, proven=proven or is_proven, stop=stop)
     kills = kernel_kills() or 0
-    started = time.monotonic()
-    ended = _launch(spec, folder, supervisor)
+    with DeviceUse() if on_gpu else contextlib.nullcontext() as use:
+        supervisor = Supervisor(
+            evidence, folder, spec.ranks, proven=proven or is_proven, stop=stop, use=use
+        )
+        started = time.monotonic()
+        ended = _launch(spec, folder, supervisor)
+        supervisor.close()
     evidence.seconds = time.monotonic() - started
     endings.settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
     if on_gpu:

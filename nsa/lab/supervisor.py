@@ -9,11 +9,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from nsa.lab import flights, looks, procfs, progress
-from nsa.lab.evidence import End, Evidence, Look, P, Sample
+from nsa.lab.device_use import DeviceUse
+from nsa.lab.evidence import Evidence, Look, P, Sample
 
 EVERY_S = 0.25
 LOOKS, APART_S = 3, 0.5
@@ -44,15 +46,15 @@ class Supervisor:
         *,
         proven: Proven,
         stop: threading.Event | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        use: DeviceUse | None = None,
     ) -> None:
         self.evidence, self.folder, self.proven, self.stop = evidence, folder, proven, stop
+        self._use = use
         self.reason = ""  # one of evidence.REASONS, once it is to be ended
         self.pids: dict[int, int] = {}  # of all ranks seen, with the time of their start
         self._files = {rank: folder / f"progress-{rank}.bin" for rank in range(ranks)}
-        self._clock, self._start = clock, clock()
+        self._start = time.monotonic()
         self._next = 0.0
-        self._root = 0
         self._live: dict[int, int] = {}  # rank: pid
         self._moved: dict[int, tuple[P, float]] = {}  # rank: P, and since when
         self._look_at: dict[int, float] = {}  # rank: the rest at which it is looked at next
@@ -60,11 +62,10 @@ class Supervisor:
 
     @property
     def t(self) -> float:
-        return self._clock() - self._start
+        return time.monotonic() - self._start
 
     def __call__(self, pid: int) -> str:
         """ "" to go on, else why the trial is to be ended."""
-        self._root = pid
         if self.stop is not None and self.stop.is_set():
             return self._end("caller", "its caller asked for it")
         if self.t < self._next:
@@ -75,9 +76,14 @@ class Supervisor:
         if self._at_rest():
             self._look_closely()
             if self._at_rest(looked=True):
-                if self.proven(self._so_far()):
+                proven = self.proven(self._so_far())
+                self._look("native")  # last, for it may take seconds
+                if not proven:
+                    self.sample()
+                    proven = self._at_rest(looked=True) and self.proven(self._so_far())
+                if proven:
                     return self._end("stall", f"no progress for {self._rest_s():.1f} s")
-                if late:
+                if late and self._at_rest(looked=True):
                     return self._end("deadline", late)
         elif late and self._rest_s() < FRESH_S:
             self._look("py-spy", "faulthandler")
@@ -90,32 +96,45 @@ class Supervisor:
     def sample(self) -> None:
         """One sample of every rank that lives, and of one that has just begun to."""
         for rank, file in self._files.items():
-            cells = progress.cells_of(file)
-            pid = cells[progress.PID] if cells else self._root if rank == 0 else 0
+            cells, t = progress.cells_of(file), self.t
+            pid = cells[progress.PID] if cells else 0
             seen = procfs.process(pid) if pid else None
+            self._live.pop(rank, None)
             if cells is None or seen is None:
-                self._live.pop(rank, None)
-                if cells is None or not self._moved.get(rank):
-                    continue
-            p, t = progress.coordinate(cells), self.t
-            if seen is None:
                 continue
+            p = progress.coordinate(cells)
             self._live[rank] = pid
             self.pids[pid] = seen.started
             if rank not in self._moved or self._moved[rank][0] != p:
                 self._moved[rank] = (p, t)
                 self._look_at[rank] = self._bound(p)
-            if self.evidence.began_s is None and p.step >= 0:
-                self.evidence.began_s = t
-            self.evidence.samples.append(
-                Sample(t, rank, p, cells[progress.BEATS], seen.cpu_s, seen.state, seen.wchan,
-                       seen.rss_mib)
-            )  # fmt: skip
+            self._note_beginning(cells)
+            what = (cells[progress.BEATS], seen.cpu_s, seen.state, seen.wchan, seen.rss_mib)
+            use = self._use.percent if self._use is not None else None
+            self.evidence.samples.append(Sample(t, rank, p, *what, use))
         if len(self.evidence.samples) > KEPT:
             half = KEPT // 2
             self.evidence.samples = (
                 thinned(self.evidence.samples[:half]) + (self.evidence.samples[half:])
             )
+
+    def close(self) -> None:
+        """When all processes have ended: how far each had come, and what it still said."""
+        self.collect()
+        for rank, file in self._files.items():
+            cells = progress.cells_of(file)
+            if cells is not None:
+                self._note_beginning(cells)
+                p, beats = progress.coordinate(cells), cells[progress.BEATS]
+                last = next((s for s in reversed(self.evidence.samples) if s.rank == rank), None)
+                if last is None or p != last.p:
+                    cpu_s = last.cpu_s if last else 0.0
+                    self.evidence.samples.append(Sample(self.t, rank, p, beats, cpu_s))
+
+    def _note_beginning(self, cells: tuple[int, ...]) -> None:
+        began_ns = cells[progress.BEGAN_NS]
+        if began_ns and self.evidence.began_s is None:
+            self.evidence.began_s = max(0.0, began_ns / 1e9 - self._start)
 
     def _bound(self, p: P) -> float:
         stall_s = self.evidence.stall_s
@@ -164,7 +183,7 @@ class Supervisor:
             if number:
                 self._pause(APART_S)
             self._look("py-spy", "proc")
-        self._look("native", "faulthandler")
+        self._look("faulthandler")
         if not any(look.tool == "py-spy" and look.threads for look in self.evidence.looks):
             for _ in range(LOOKS - 1):
                 self._pause(APART_S)
@@ -182,19 +201,23 @@ class Supervisor:
             self.sample()
 
     def _look(self, *tools: str) -> None:
-        """By each tool at every rank that lives, P beside it."""
+        """By each tool at every rank that lives, at all of them at once, P beside it."""
         for tool in tools:
-            for rank, pid in list(self._live.items()):
-                cells = progress.cells_of(self._files[rank])
-                if cells is None:
-                    continue
-                t = self.t
-                threads, message = self._taken(tool, rank, pid, cells)
-                after = progress.cells_of(self._files[rank])
-                p = progress.coordinate(after or cells)
-                self.evidence.looks.append(Look(t, rank, tool, threads, p, message))
+            with ThreadPoolExecutor(max(1, len(self._live))) as pool:
+                taken = pool.map(
+                    lambda item, tool=tool: self._taken(tool, *item), self._live.items()
+                )
+                self.evidence.looks += [look for look in taken if look is not None]
 
-    def _taken(
+    def _taken(self, tool: str, rank: int, pid: int) -> Look | None:
+        cells, t = progress.cells_of(self._files[rank]), self.t
+        if cells is None:
+            return None
+        threads, message = self._stacks(tool, rank, pid, cells)
+        after = progress.cells_of(self._files[rank]) or cells
+        return Look(t, rank, tool, threads, progress.coordinate(after), message)
+
+    def _stacks(
         self, tool: str, rank: int, pid: int, cells: tuple[int, ...]
     ) -> tuple[looks.Threads, str]:
         if tool == "faulthandler":
@@ -207,9 +230,16 @@ class Supervisor:
         return looks.py_spy(pid, native=tool == "native")
 
     def _ask(self) -> list[int]:
-        """Asks every rank for its Flight Recorder and its device's memory."""
+        """Asks for Flight Recorders and the device's memory, where there are any and it can answer.
+
+        Whoever is stopped, or keeps its GIL, cannot.
+        """
+        if len(self._files) == 1 and self._use is None:
+            return []
         asked = []
         for rank in self._live:
+            if not self._beats(rank):
+                continue
             for name in (f"flight-{rank}.json", f"memory-{rank}.json"):
                 (self.folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError, ValueError):
@@ -217,22 +247,27 @@ class Supervisor:
                 asked.append(rank)
         return asked
 
+    def _beats(self, rank: int) -> bool:
+        """Whether it did in the last second and a half."""
+        seen = [s.beats for s in self.evidence.samples[-6 * len(self._files) :] if s.rank == rank]
+        return not seen or seen[-1] > seen[0]
+
     def _gather(self, asked: list[int]) -> None:
-        """What they answer; who holds its GIL answers nothing."""
+        """What they answer, within a time."""
         waiting, end = set(asked), self.t + FLIGHT_S
         while waiting and self.t < end:
-            for rank in list(waiting):
-                found = flights.read(self.folder, rank)
-                if found is not None:
-                    waiting.discard(rank)
-                    if found:
-                        self.evidence.flights[rank] = found
+            waiting -= {rank for rank in waiting if flights.read(self.folder, rank) is not None}
             if waiting:
                 self._pause(EVERY_S)
-        memory = {
-            str(rank): found for rank in asked if (found := flights.memory(self.folder, rank))
-        }
-        self.evidence.memory = memory or self.evidence.memory
+        self.collect()
+
+    def collect(self) -> None:
+        """What the ranks have answered so far, also after they have ended."""
+        for rank in self._files:
+            if found := flights.read(self.folder, rank):
+                self.evidence.flights[rank] = found
+            if held := flights.memory(self.folder, rank):
+                self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
 
 
 def thinned(samples: list[Sample]) -> list[Sample]:
@@ -246,8 +281,3 @@ def thinned(samples: list[Sample]) -> list[Sample]:
             kept.append(sample)
         before[sample.rank] = sample
     return kept
-
-
-def stopped(supervisor: Supervisor, message: str, returncode: int | None) -> End:
-    """The end of a trial that the supervisor ended."""
-    return End("stopped by the supervisor", returncode, supervisor.reason, message)
