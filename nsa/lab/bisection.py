@@ -160,18 +160,22 @@ class Bisection:
             return self._known_answer(cell)
         if not self._legal(cell):
             return None
-        tried = None
-        for attempt in range(self._attempts):
+        attempt, again = 0, True
+        while True:
             if len(self.rows) >= self._most:
                 raise Spent(f"{self._most} trials are spent")
             tried = self._run(cell, attempt)
-            last = tried.kind != "PASS" or attempt + 1 == self._attempts
+            if tried.kind == "PASS":
+                attempt += 1
+                last = attempt >= self._attempts
+            else:  # what could not be judged gets a second chance
+                last = tried.kind != "INCONCLUSIVE" or not again
+                again = False
             if last:
                 self._known[key] = tried
             self._note(cell, tried, hypothesis, last)
             if last:
-                break
-        return self._known_answer(cell)
+                return self._known_answer(cell)
 
     def _note(self, cell: Cell, tried: Tried, hypothesis: str, last: bool) -> None:
         target = self.found.target

@@ -19,7 +19,7 @@ from nsa.lab.search import Cell
 from nsa.lab.verdict import KINDS
 
 COVERS = ("all", "pairs", "triples")
-ATTEMPT = "attempt"  # the setting that tells repeated trials of one cell apart
+ATTEMPT = "NSA_ATTEMPT"  # the variable that tells repeated trials of one cell apart
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Plan:
                 if factor.slows > 1 and value != factor.default:
                     observers.append(name)
         if attempt:
-            handed[ATTEMPT] = attempt
+            env[ATTEMPT] = str(attempt)
         return Spec(
             subject=self.subject,
             settings=handed,
