@@ -34,10 +34,8 @@ def environment() -> dict[str, str]:
 
 def write(folder: Path, rank: int) -> None:
     """Leaves flight-K.json, and on a GPU memory-K.json and memory-K.pickle, in `folder`."""
-    # Without frames first: to name them torch imports half of its compiler, which takes seconds.
-    for frames in (False, True):
-        with contextlib.suppress(Exception):
-            put(folder / f"flight-{rank}.json", {"entries": recorded(frames=frames)})
+    with contextlib.suppress(Exception):
+        put(folder / f"flight-{rank}.json", {"entries": recorded()})
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
@@ -46,11 +44,13 @@ def write(folder: Path, rank: int) -> None:
             torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
 
 
-def recorded(*, frames: bool = True) -> list[dict[str, Any]]:
+def recorded() -> list[dict[str, Any]]:
     """This process's last collectives, oldest first; empty where it has no process group.
 
     Each: seq, op, state ("scheduled", "started", "completed"), group, sizes, frames (innermost
-    first, torch's own left out). gloo never says "completed" of an entry; the group's status does.
+    first, torch's own left out; none where torch would have to load its compiler to name them,
+    which takes seconds of a process that should be seen at rest). gloo never says "completed" of
+    an entry; the group's status does.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
@@ -58,7 +58,8 @@ def recorded(*, frames: bool = True) -> list[dict[str, Any]]:
     import torch._C._distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_fr_trace", None) or c10d._dump_nccl_trace
-    found = pickle.loads(dump(True, frames))
+    named = "torch._inductor" in sys.modules
+    found = pickle.loads(dump(True, named))
     return [_entry(x, found.get("pg_status", {})) for x in found.get("entries", [])[-LAST:]]
 
 
