@@ -66,12 +66,15 @@ class Seen:
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The mutants of these names, all for none; ValueError for an unknown one."""
-    return tuple(mutant(name).name for name in names) or tuple(one.name for one in MUTANTS)
+    """The mutants of these names, every one for "all"; ValueError for an unknown one."""
+    names = tuple(names)
+    if names == ("all",):
+        return tuple(one.name for one in MUTANTS)
+    return tuple(mutant(name).name for name in names)
 
 
 def look_at(
-    names: Sequence[str] = (),
+    names: Sequence[str] = ("all",),
     *,
     workers: int = 2,
     deadline_s: float = 120.0,
@@ -134,9 +137,9 @@ def learn(
     `tokens`, `outcome`, `message`, `seconds` and what `learning.learn` found. Of a mutant that no
     lesson tells there is a row with outcome "untold" and the reason.
     """
-    told = [name for name in check_names(names) if name in TELLS] if names else []
+    names = check_names(names)
     asked = {name: (TELLS[name][0], backend or TELLS[name][1], tokens or TELLS[name][2])
-             for name in told}  # fmt: skip
+             for name in names if name in TELLS}  # fmt: skip
     wanted = [(RIGHT, *one) for one in dict.fromkeys(asked.values())]
     wanted += [(name, *one) for name, one in asked.items()]
 
@@ -158,10 +161,10 @@ def learn(
 
     with ThreadPoolExecutor(workers) as pool:
         rows = list(pool.map(one, wanted))
-    untold = [name for name in (check_names(names) if names else []) if name in UNTOLD]
     return rows + [
         {"mutant": name, "outcome": "untold", "message": UNTOLD[name], "seconds": 0.0}
-        for name in untold
+        for name in names
+        if name in UNTOLD
     ]
 
 
@@ -193,7 +196,7 @@ def kill(
         return row | {"outcome": outcome, "line": said, "seconds": seconds}
 
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(one, names))
+        return list(pool.map(one, check_names(names)))
 
 
 def run_tests(

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,16 @@ def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
         drawn = draw(shape, spec["device"])
         wide = _cast(drawn.leaves(), torch.float64)
         blocks = _reference(wide, shape.config, None).blocks
-        exact = _outcome(lambda x: _reference(x, shape.config, blocks).o, wide, drawn.do)
-        same = _outcome(
-            lambda x: _reference(x, shape.config, blocks).o,
-            _cast(drawn.leaves(), shape.torch_dtype), drawn.do,
-        )  # fmt: skip
+        defined = partial(_reference, config=shape.config, blocks=blocks)
+        exact = _outcome(lambda x, f=defined: f(x).o, wide, drawn.do)
+        narrow = _cast(drawn.leaves(), shape.torch_dtype)
+        same = _outcome(lambda x, f=defined: f(x).o, narrow, drawn.do)
         given = {"shape": str(shape), "dtype": shape.dtype}
         for name in registry.names():
             found = _backend(name, drawn, blocks)
             rows += [given | row for row in _held(name, "backend", found, same, exact, shape)]
         for name in IMPOSTORS:
-            o = _impostor(name, same["o"], _cast(drawn.leaves(), shape.torch_dtype), shape, blocks)
+            o = _impostor(name, same["o"], narrow, shape, blocks)
             rows += [given | r for r in _held(name, "impostor", {"o": o}, same, exact, shape)]
     return {"rows": rows}
 

@@ -46,6 +46,7 @@ def in_copies(spec: dict[str, Any]) -> dict[str, Any]:
     Each in a fork of its own, so that torch is loaded once and no copy meets another.
     """
     import torch
+    import torch._dynamo  # operators and checkpoints load it, which takes each of them seconds
 
     if spec.get("triton"):
         import triton  # noqa: F401
@@ -111,10 +112,11 @@ def gate_gradient(backend: str, seed: int):
 
 
 def query_gradient(backend: str, seed: int):
-    """[T, D]: the gradient of the queries under all branches."""
+    """[T, D]: the gradient of the queries under all branches, of the first half of the tokens."""
     import torch
 
-    x = {n: t.requires_grad_() for n, t in drawn(backend, seed, DIM).items()}
+    x = drawn(backend, seed, DIM)
+    x = {n: t[:, : TOKENS // 2].clone().requires_grad_() for n, t in x.items()}
     o = output(backend, x)
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(seed + 1)).to(o.dtype)
     return torch.autograd.grad(o, x["q"], do)[0][0, :, HEAD]

@@ -102,7 +102,10 @@ MUTANTS = (
         '_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale)',
         '_attend(q_t, k["win"][:, -config.window :][:, newest], '
         'v["win"][:, -config.window :][:, newest], inputs.scale)',
-        (FACTS + "test_no_query_sees_the_future_also_when_the_window_is_shorter",),
+        (
+            FACTS + "test_no_query_sees_the_future_also_when_the_window_is_shorter_"
+            "than_the_sequence",
+        ),
     ),
     Mutant(
         "scores-see-the-future",
@@ -142,7 +145,10 @@ MUTANTS = (
         "nsa/attention/backends/sdpa.py",
         "mask = (visible | ~seen)",
         "mask = (~visible | ~seen)",
-        (FACTS + "test_no_query_sees_the_future_also_when_the_window_is_shorter",),
+        (
+            FACTS + "test_no_query_sees_the_future_also_when_the_window_is_shorter_"
+            "than_the_sequence",
+        ),
     ),
     Mutant(
         "equation-9-wrong-sign",

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas
 
 from nsa.lab.correctness_mutants import RIGHT, Seen
-from nsa.lab.mutants import MUTANTS
+from nsa.lab.mutants import MUTANTS, ROOT
 from nsa.workbook import metrics
+from nsa.workbook.store import Run, Store
 
 VISIBLE = 1e-4  # of a weight or gradient: more than rounding between the dtypes of two backends
 
@@ -119,7 +121,7 @@ def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
 
 
 def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list[dict]:
-    """Rows of metrics.csv; a lesson's whole row stands in its config, so that it can be read back."""
+    """Rows of metrics.csv; a lesson's whole row stands in its config, to be read back."""
     rows = [
         {
             "operation": "nsa_attention", "backend": row["who"], "metric": "error",
@@ -140,7 +142,14 @@ def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list
     ]  # fmt: skip
 
 
-def lesson_rows(df: pandas.DataFrame) -> list[dict]:
-    """The rows of `correctness_mutants.learn`, read back from a run's metrics."""
+def kept_lessons(run: str, root: str | Path = ROOT / "runs") -> list[dict]:
+    """The rows of `correctness_mutants.learn`, read back from a kept run's metrics, without curves.
+
+    ValueError for a run that is not there or that taught nothing.
+    """
+    folder = Store(root).find(run)
+    df = Run(folder).metrics()
     rows = df[df["operation"] == "lesson"]
+    if not len(rows):
+        raise ValueError(f"run {folder.name} holds no lessons; name one of 00_correctness")
     return [json.loads(config["lesson_row"]) for config in metrics.configs(rows)]
