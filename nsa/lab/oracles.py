@@ -128,6 +128,8 @@ class Watch:
             return self._watching[name].result()
         if remake is None:
             return unknown("the subject cannot be made anew here")
+        if not self._settings and name != "checkpoint":
+            self._settings = dict(getattr(remake({}), "settings", {}))
         if name == "checkpoint":
             return oracle_compare.checkpointing(remake, self._settings)
         if name == "quadratic":

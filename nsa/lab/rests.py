@@ -33,6 +33,13 @@ _WAITS = {
     ),
 }  # fmt: skip
 
+# Whose frames are not the place: libraries, and those of the lab that stand around a step.
+_OTHERS = (
+    *("site-packages", "dist-packages", "/lib/python3", "<frozen", "<string>"),
+    *("nsa/lab/progress.py", "nsa/lab/counting.py", "nsa/lab/oracle_steps.py"),
+    *("nsa/lab/subject", "nsa/lab/child.py", "nsa/lab/rank_child.py"),
+)
+
 
 @dataclass
 class Rest:
@@ -90,6 +97,7 @@ class Rest:
         words = [sample.wchan for sample in self.samples[-LOOKS:]]
         for look in self.looks:
             main = look.main()
+            words.append((main or {}).get("wchan", ""))
             # Native frames, and the innermost of Python: outer ones say who called, not what waits.
             depth = 12 if look.tool == "native" else 4
             words += main["frames"][:depth] if main else []
@@ -106,12 +114,14 @@ class Rest:
 
 
 def rests(evidence: Evidence) -> list[Rest]:
-    """One for each rank that was sampled."""
-    return [_rest(evidence, rank) for rank in evidence.ranks()]
+    """One for each rank that was sampled, as of its last sample alive."""
+    latest = max((s.t for s in evidence.samples if s.state), default=0.0)
+    return [_rest(evidence, rank, latest) for rank in evidence.ranks()]
 
 
-def _rest(evidence: Evidence, rank: int) -> Rest:
+def _rest(evidence: Evidence, rank: int, latest: float) -> Rest:
     samples = evidence.of(rank)
+    samples = [s for s in samples if s.state] or samples  # what is read of the dead has no state
     last = samples[-1]
     begun = len(samples)
     while begun > 0 and samples[begun - 1].p == last.p:
@@ -136,7 +146,7 @@ def _rest(evidence: Evidence, rank: int) -> Rest:
         alive=last.beats > 0,
         state=states.pop() if len(states) == 1 else "",
         seen=len(mine),
-        gone=last.state == "Z" or last.t < evidence.samples[-1].t - GONE_S,
+        gone=last.state == "Z" or last.t < latest - GONE_S,
         looks=looks,
         samples=mine,
     )

@@ -114,13 +114,12 @@ def _passed(evidence: Evidence, steps: int) -> Verdict:
         for name, r in evidence.oracles.items()
         if r.get("ok") is None
     ]
-    late = evidence.soft_s is not None and evidence.seconds > evidence.soft_s
+    seconds = _worked_s(evidence)
+    late = seconds > (evidence.soft_s or math.inf)
     if late:
-        because.append(
-            f"late: {evidence.seconds:.1f} s, its soft deadline was {evidence.soft_s:.1f}"
-        )
+        because.append(f"late: {seconds:.1f} s, its soft deadline was {evidence.soft_s:.1f} s")
     return Verdict("PASS", "", "returned, and every oracle holds", because,
-                   numbers={"late": late, "seconds": evidence.seconds})  # fmt: skip
+                   numbers={"late": late, "seconds": seconds})  # fmt: skip
 
 
 def _silent(evidence: Evidence) -> Verdict | None:
@@ -149,10 +148,11 @@ def _came_further(evidence: Evidence, rest: Rest) -> bool:
 def _moving(evidence: Evidence) -> Verdict | None:
     """Not at rest, and no proof: slow, or nothing to say yet."""
     seen = [rest for rest in rests(evidence) if not rest.gone]
-    if seen and all(rest.seconds > rest.bound for rest in seen):
+    rerun = evidence.again is not None  # then that decides, of what rested for any time at all
+    if seen and all(rest.seconds > (evidence.stall_s if rerun else rest.bound) for rest in seen):
         return None
     numbers = pace(evidence)
-    late = evidence.soft_s is not None and evidence.seconds > evidence.soft_s
+    late = _worked_s(evidence) > (evidence.soft_s or math.inf)
     cut = evidence.end is not None and evidence.end.type == "deadline"
     mover = min(seen, key=lambda rest: rest.seconds)
     count = moves(evidence.of(mover.rank))
@@ -219,8 +219,10 @@ def _elsewhere(evidence: Evidence) -> list[str]:
 def _late(evidence: Evidence, numbers: Mapping[str, float | None]) -> list[str]:
     lines = []
     if evidence.soft_s is not None:
-        lines.append(f"{evidence.seconds:.1f} s have passed, its soft deadline was "
-                     f"{evidence.soft_s:.1f} s")  # fmt: skip
+        lines.append(
+            f"{_worked_s(evidence):.1f} s since its first step began, its soft deadline was "
+            f"{evidence.soft_s:.1f} s"
+        )
     if numbers.get("fraction") is not None:
         lines.append(f"about {numbers['fraction']:.0%} of its steps are done")
     if numbers.get("eta_s") is not None:
@@ -228,6 +230,13 @@ def _late(evidence: Evidence, numbers: Mapping[str, float | None]) -> list[str]:
     if numbers.get("ratio") is not None:
         lines.append(f"{numbers['ratio']:.1f} x its prediction")
     return lines
+
+
+def _worked_s(evidence: Evidence) -> float:
+    """Since its first step began, as the deadlines count; until its last sign of life."""
+    alive = [s.t for s in evidence.samples if s.state]
+    until = max(alive) if alive and evidence.end is not None else evidence.seconds
+    return max(0.0, (until or evidence.seconds) - (evidence.began_s or 0.0))
 
 
 def _steps_done(evidence: Evidence) -> int | None:

@@ -89,10 +89,13 @@ def jeffreys(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
 
 
 def _paths(witness: dict[str, Any] | None) -> set[str] | None:
-    """`branch: implementation` of all that ran; of another witness, whatever it says."""
-    paths = (witness or {}).get("paths")
-    if not witness or paths == {}:
+    """What ran, without how often: `branch: implementation`, and whatever else is one word."""
+    if not witness or witness.get("paths") == {}:
         return None
-    if not isinstance(paths, dict):
-        return {json.dumps(witness, sort_keys=True)}
-    return {f"{branch}: {name}" for branch, ran in paths.items() for name in ran}
+    words = {
+        f"{name}: {value}"
+        for name, value in witness.items()
+        if isinstance(value, str | bool | int | float)
+    }
+    paths = witness.get("paths", {})
+    return words | {f"{branch}: {name}" for branch, ran in paths.items() for name in ran}
