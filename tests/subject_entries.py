@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 
@@ -64,7 +65,7 @@ def address_space(settings, progress):
     import resource
 
     def fill(settings):
-        limit = 2**30 + int(open("/proc/self/statm").read().split()[0]) * 4096
+        limit = 2**30 + int(Path("/proc/self/statm").read_text().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         bytearray(2**32)
 
@@ -80,9 +81,7 @@ def slow(settings, progress):
         y = x
         for _ in range(settings["operations"]):
             y = y * 1.0001
-        begun = time.perf_counter()
         y.sum().backward()
-        progress.cells[15] = int(1e6 * (time.perf_counter() - begun))
 
     return Steps(step)
 
@@ -90,15 +89,21 @@ def slow(settings, progress):
 def native(settings, progress):
     """One operation that takes seconds, in C and without the GIL."""
     torch.set_num_threads(1)
-    matrix = torch.randn(256, 256)
+    matrix = torch.randn(settings["size"], settings["size"])
+    return at_step(settings, lambda _: torch.linalg.eigvals(matrix))
 
-    def long(settings):
-        end = time.monotonic() + settings["seconds"]
-        small = torch.linalg.svdvals
-        while time.monotonic() < end:
-            small(matrix)
 
-    return at_step(settings, long)
+def unlike(settings, progress):
+    """Stuck when it is tried for the first time."""
+
+    def once(settings):
+        marker = Path(settings["pids"])
+        if not marker.exists():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            marker.write_text(str(os.getpid()))
+            threading.Event().wait()
+
+    return at_step(settings, once)
 
 
 def fork(settings, progress):
@@ -107,13 +112,13 @@ def fork(settings, progress):
     def start(settings):
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
         other = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        pids = [other.pid]
-        if os.fork() == 0:
+        forked = os.fork()
+        if forked == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(60)
             os._exit(0)
         with open(settings["pids"], "w") as file:
-            file.write(" ".join(map(str, pids)))
+            file.write(f"{other.pid} {forked}")
 
     return at_step(settings, start)
 

@@ -28,7 +28,8 @@ def settle(
     one = isinstance(ended, Outcome)
     evidence.end = _of_one(ended, folder) if one else _of_ranks(ended, killed)
     if evidence.end.how == "stopped by the supervisor":
-        evidence.end = replace(evidence.end, type=supervisor.reason or "deadline")
+        said = supervisor.message or evidence.end.message
+        evidence.end = replace(evidence.end, type=supervisor.reason or "deadline", message=said)
     left = {rank: found for rank in range(_ranks(evidence)) if (found := _left(folder, rank))}
     if left:
         _take(evidence, left)

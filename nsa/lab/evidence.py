@@ -23,7 +23,8 @@ class P:
     step: the one it is in, -1 before the first. modules, fired: modules whose forward ended, and
     autograd nodes that ran, in this step; total: the nodes that its backwards have, 0 where not
     known. events: what the device, or the loop itself, said to have passed; collectives: those
-    enqueued; phases: those entered; all three since the start.
+    enqueued; phases: those entered; all three since the start. made: nodes of autograd that the
+    main thread had made when it last looked: more of them is a move, though no place in a step.
     """
 
     step: int = -1
@@ -34,6 +35,7 @@ class P:
     events: int = 0
     collectives: int = 0
     phases: int = 0
+    made: int = 0
 
     def after(self, other: P) -> bool:
         """Whether this is further than `other`, of the same run or of another run of its spec."""
@@ -61,8 +63,9 @@ class Sample:
 
     t: seconds since the trial's start. beats: of a thread that needs the GIL. cpu_s: that the
     process has used, all threads. state: R, S, D, T or Z as /proc has it, "" where it is not told
-    or the process is gone. wchan: where the main thread sleeps in the kernel, "" where not told. gpu_percent:
-    the share of the last second in which any kernel ran on the device, a spinning one as well.
+    or the process is gone. wchan: where the main thread sleeps in the kernel, "" where not told.
+    gpu_percent: the share of the last second in which any kernel ran on the device, a spinning one
+    as well.
     """
 
     t: float

@@ -18,12 +18,13 @@ from typing import Any
 from weakref import WeakSet
 
 from nsa.lab.evidence import PHASES, P
+from nsa.lab.main_thread import MainThread
 
-CELLS = 16
+CELLS = 24
 (
     VERSION, STEP, PHASE, MODULES, FIRED, TOTAL, EVENTS, COLLECTIVES,
-    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS, BEGAN_NS,
-) = range(15)  # fmt: skip
+    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS, BEGAN_NS, MADE,
+) = range(16)  # fmt: skip
 LAYOUT = 1
 EVERY_S = 0.1  # between two beats
 NUMBER = {name: number for number, name in enumerate(PHASES)}
@@ -37,8 +38,9 @@ class Progress:
     with `step`; where nobody calls `phase`, phases are guessed from what is seen.
 
     A beat every tenth of a second comes from a thread that needs the GIL: it tells a process that
-    computes from one in which C code keeps it. Another reads the process group's sequence number,
-    follows the device's events, and answers a supervisor's `ask`.
+    computes from one in which C code keeps it. It also asks the main thread how many nodes of
+    autograd that has made, so that a forward without modules moves as well. Another thread reads
+    the process group's sequence number, follows the device's events, and answers `ask`.
 
     Cost: 1 to 2 us a module and 2 to 4 us a node of autograd, of the host's time.
     """
@@ -59,6 +61,7 @@ class Progress:
         self._all = False
         self._device: Any = None
         _counting.add(self)
+        self._main = MainThread(self._made)
         self._stop = threading.Event()
         # Two, because asking a device or a process group may take as long as what they do.
         self._threads = [
@@ -191,6 +194,10 @@ class Progress:
     def _beat(self) -> None:
         while not self._stop.wait(EVERY_S):
             self.cells[BEATS] += 1
+            self._main.ask()
+
+    def _made(self, count: int) -> None:
+        self.cells[MADE] = count
 
     def _poll(self) -> None:
         enqueued = answered = 0
@@ -261,6 +268,7 @@ def coordinate(cells: tuple[int, ...]) -> P:
         events=cells[EVENTS],
         collectives=cells[COLLECTIVES],
         phases=cells[ENTERED],
+        made=cells[MADE],
     )
 
 

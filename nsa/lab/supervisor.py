@@ -50,7 +50,7 @@ class Supervisor:
     ) -> None:
         self.evidence, self.folder, self.proven, self.stop = evidence, folder, proven, stop
         self._use = use
-        self.reason = ""  # one of evidence.REASONS, once it is to be ended
+        self.reason = self.message = ""  # of its end: one of evidence.REASONS, and in words
         self.pids: dict[int, int] = {}  # of all ranks seen, with the time of their start
         self._files = {rank: folder / f"progress-{rank}.bin" for rank in range(ranks)}
         self._start = time.monotonic()
@@ -167,7 +167,7 @@ class Supervisor:
         return f"still running after {deadline_s:g} s"
 
     def _end(self, reason: str, message: str) -> str:
-        self.reason = reason
+        self.reason, self.message = reason, message
         with contextlib.suppress(OSError):
             self.sample()
         return message

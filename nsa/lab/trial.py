@@ -123,7 +123,8 @@ def _run(
             if time.monotonic() - started > deadline_s:
                 late = late or f"still running after {deadline_s:g} s"
             if late and process.poll() is None:
-                stacks = _stacks(process, folder / "stderr.txt")
+                # Who watches has looked already.
+                stacks = "" if watch is not None else _stacks(process, folder / "stderr.txt")
                 roots = processes.family(cookie, roots)  # while it still leads to all of them
                 _terminate(process)
                 break
