@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from nsa.commands import bench, bisect, notebooks, runs, selfcheck, sweep, train, trial
+from nsa.commands import bench, bisect, explain, notebooks, runs, selfcheck, sweep, train, trial
 from nsa.commands.options import BAD_INPUT, FAILED, GOOD
 
 
@@ -35,6 +35,6 @@ def parser() -> argparse.ArgumentParser:
         description="Run the workbook's notebooks, look at what they found, train its models.",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for family in (notebooks, runs, bench, train, trial, sweep, bisect, selfcheck):
+    for family in (notebooks, runs, bench, train, trial, sweep, bisect, explain, selfcheck):
         family.add(commands)
     return top
