@@ -10,6 +10,7 @@ from nsa.lab.search import Answer, Cell, Legal, cover, ddmin, everything, same, 
 __all__ = ["Bisection", "Found", "Row", "Spent", "Tried", "is_fault"]
 
 MOST = 40  # trials
+_WHOLE = "every combination of up to 3 factors was run"
 _NOT_A_FAULT = ("PASS", "INCONCLUSIVE", "INVALID", "FLAKY")
 
 
@@ -73,11 +74,13 @@ class Bisection:
         try:
             self._screen()
             if found.target is None:
-                found.why = f"no fault in {len(self.rows)} trials: every pair of values was run"
+                found.why = f"no fault in {len(self.rows)} trials: {_WHOLE}"
                 if self._kind:
                     found.why = found.why.replace("no fault", f"no {self._kind}")
-            elif self._nearest(self.base) is None and self._nearest(None) is None:
-                found.cause = {}
+            elif not self._cells(False):
+                if len(self._cells(True)) == len(self._known):
+                    found.cause = {}
+                found.why = f"no trial of {len(self._known)} passed: there is nothing to compare"
             else:
                 self._narrow()
                 self._refine()
@@ -129,16 +132,23 @@ class Bisection:
                 if all(cell[name] == value for name, value in self.found.cause.items())
             ]  # fmt: skip
             passed = min(contrary, key=lambda c: self._distance(c, shows), default=None)
-        if self._known_answer(self.base) is False and self._known_answer(shows):
-            # Each was needed beside some other cell: is it beside the defaults?
-            def alone(part: list[str]) -> Answer:
-                cell = self.base | {name: self.found.cause[name] for name in part}
-                return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
+        if self._known_answer(self.base) is False:
+            self._prune()
 
-            if self._ask(self.base | self.found.cause, "") is True:
-                kept = ddmin(list(self.found.cause), alone)
-                self.found.cause = {name: self.found.cause[name] for name in kept}
-                self.found.instead = {name: self.base[name] for name in kept}
+    def _prune(self) -> None:
+        """Each was needed beside some other cell: is it beside the defaults?"""
+        cause = self.found.cause or {}
+        changed = [name for name, value in cause.items() if value != self.base[name]]
+
+        def alone(part: list[str]) -> Answer:
+            cell = self.base | {name: cause[name] for name in part}
+            return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
+
+        if alone(changed) is True:
+            kept = {*ddmin(changed, alone), *(cause.keys() - set(changed))}
+            self.found.cause = {name: cause[name] for name in cause if name in kept}
+            instead = self.found.instead | {name: self.base[name] for name in changed}
+            self.found.instead = {name: instead[name] for name in self.found.cause}
 
     def _refine(self) -> None:
         for name, value in (self.found.cause or {}).items():
