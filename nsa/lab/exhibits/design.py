@@ -69,6 +69,8 @@ class Design:
         """A copy; `nsa` may be a mapping of its own changes."""
         if isinstance(changes.get("nsa"), dict):
             changes["nsa"] = replace(self.nsa, **changes["nsa"])
+        if "defects" in changes:
+            changes["defects"] = tuple(changes["defects"])
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

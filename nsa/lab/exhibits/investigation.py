@@ -1,0 +1,102 @@
+"""All trials of the step-5 question, run as far side by side as the machine allows."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa.lab import trial
+from nsa.lab.exhibits.step5 import Lab, Trial
+from nsa.lab.findings import Found
+
+MEASURE = "nsa.lab.exhibits.measure"
+PRINTS = {"no debug lines": (0, 20), "2 and every 3rd": (2, 3), "every step": (5, 1)}
+OBSERVERS = {
+    "aux stats": {"aux_stats": True},
+    "tracing": {"tracing": True},
+    "launch blocking": {"blocking": True},
+}
+
+
+@dataclass
+class Results:
+    """What was found: trials by name, the bisection, and rows of the measurements.
+
+    state: of exhibits.state.difference; operations, memory: of exhibits.measure; failed: what a
+    measurement ended with instead.
+    """
+
+    lab: Lab
+    named: dict[str, Trial]
+    bisection: Found
+    state: dict[str, Any] | None
+    operations: list[dict[str, Any]]
+    memory: list[dict[str, Any]]
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Every trial that ran, in the order in which they ended."""
+        return self.lab.trials
+
+    def ids(self, *names: str) -> str:
+        """Ids of trials by name, for a sentence."""
+        return ", ".join(self.named[name].id for name in names if name in self.named)
+
+
+def cells(deadlines: list[float], layers: int) -> dict[str, dict[str, Any]]:
+    """What is varied, one thing at a time, by name."""
+    found: dict[str, dict[str, Any]] = {f"{d:g} x": {"deadline": float(d)} for d in deadlines}
+    found |= {f"{layers} layers": {"layers": layers}}
+    found |= {name: {"prints": prints} for name, prints in PRINTS.items()}
+    return found | OBSERVERS
+
+
+def investigate(
+    lab: Lab,
+    *,
+    deadlines: list[float],
+    layers: int,
+    bisect_steps: int,
+    memory: list[dict[str, Any]],
+    workers: int = 1,
+    folder: str | Path | None = None,
+    deadline_s: float = 300.0,
+) -> Results:
+    """Calibrates, then runs all of it, `workers` processes at a time.
+
+    memory: settings of exhibits.measure.memory, one for each cell. A single worker keeps trials
+    from sharing a GPU, on which they would not be trusted.
+    """
+    lab.calibrate()
+    named = cells(deadlines, layers)
+    setup, failed = lab.setup, []
+    settings = {"design": setup.design, "tokens": setup.tokens, "device": setup.device,
+                "threads": setup.threads}  # fmt: skip
+    fast = {"changes": {"path": "masked", "defects": []}}
+    counted = [settings, settings | fast, settings | {"tokens": 2 * setup.tokens} | fast]
+
+    def measured(entry: str, spec: dict[str, Any]) -> dict[str, Any] | None:
+        place = None if folder is None else Path(folder) / f"{entry.rpartition(':')[2]}-{id(spec)}"
+        outcome = trial.run_child(entry, spec, deadline_s=deadline_s, folder=place)
+        if outcome.status != "ok":
+            failed.append(f"{entry} {spec}: {outcome.status}, {outcome.message}")
+        return outcome.result
+
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        found = pool.submit(lab.bisect, bisect_steps)
+        ran: dict[str, Future] = {n: pool.submit(lab.run, **c) for n, c in named.items()}
+        state = pool.submit(
+            measured, "nsa.lab.exhibits.state:difference", {"settings": settings, "after": 4}
+        )
+        operations = [pool.submit(measured, f"{MEASURE}:operations", c) for c in counted]
+        held = [pool.submit(measured, f"{MEASURE}:memory", c) for c in memory]
+    return Results(
+        lab,
+        {name: future.result() for name, future in ran.items()},
+        found.result(),
+        state.result(),
+        [row for row in (f.result() for f in operations) if row],
+        [row for row in (f.result() for f in held) if row],
+        failed,
+    )
