@@ -185,6 +185,14 @@ NEAR = {
         frozen(8, beats=False, cpu=0.0, state="D"),
         "INCONCLUSIVE:unproven",
     ),
+    "no beat, and no core to beat on": (
+        frozen(8, looks(9), beats=False, cpu=0.0, state="R"),
+        "INCONCLUSIVE:unproven",
+    ),
+    "one line, and no core to go on with": (
+        frozen(8, looks(9), cpu=0.02),
+        "INCONCLUSIVE:unproven",
+    ),
     "one beat": (
         trial([*moving(3), *resting(3, 4, beats=False), *resting(7.25, 4, beats=True)],
               looks(9, **NATIVE)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from nsa.lab.evidence import Evidence, Look, Sample
+from nsa.lab.evidence import End, Evidence, Look, Sample
 from nsa.lab.pace import fraction
 from nsa.lab.rests import at_work
 from nsa.lab.ruling import Verdict
@@ -75,13 +75,17 @@ def _ended(evidence: Evidence) -> Section:
     end = evidence.end
     if end is None:
         return Section("How it ended", [f"it still ran after {evidence.seconds:.1f} s"])
-    word = f"{end.how} {end.type}".strip() + (f": {end.message}" if end.message else "")
-    lines = [f"{word}, after {evidence.seconds:.1f} s"]
+    lines = [_how(end) + (f": {end.message}" if end.message else "")]
+    lines.append(f"after {evidence.seconds:.1f} s")
     if end.returncode is not None:
         lines.append(f"return code {end.returncode}")
     if end.peak_mib is not None:
         lines.append(f"peak {end.peak_mib:,.0f} MiB")
     return Section("How it ended", lines, verbatim=end.traceback.rstrip().splitlines()[-12:])
+
+
+def _how(end: End) -> str:
+    return f"{end.how} ({end.type})" if end.type else end.how
 
 
 def strip(samples: list[Sample], steps: int, seconds: float, width: int = WIDTH) -> str:
@@ -183,7 +187,7 @@ def _rerun(evidence: Evidence) -> Section:
     rows = [["run", "deadline", "seconds", "P at its end", "ended by"]]
     for name, one in (("first", evidence), ("rerun", again)):
         deadline = "" if one.deadline_s is None else f"{one.deadline_s:.1f} s"
-        how = "" if one.end is None else f"{one.end.how} {one.end.type}".strip()
+        how = "" if one.end is None else _how(one.end)
         ranks = one.ranks() or [0]
         places = "; ".join(str(one.last(rank)) for rank in ranks)
         rows.append([name, deadline, f"{one.seconds:.1f}", places, how])

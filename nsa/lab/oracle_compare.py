@@ -32,7 +32,7 @@ def checkpointing(remake: Remake, settings: dict[str, Any]) -> Result:
     with _counted_checkpoints() as calls:
         on = first_gradients(remake({}))
     if not calls:
-        return unknown("nothing is checkpointed")
+        return ok("nothing is checkpointed")
     with _no_checkpoints() as could:
         if not could:
             return unknown("this torch's checkpointing cannot be switched off from outside")

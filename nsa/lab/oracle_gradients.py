@@ -160,6 +160,8 @@ def compare_ranks(by_rank: Mapping[int, Result]) -> Result:
     A branch that one rank took alone raises nothing under find_unused_parameters, and weights stay
     equal: only these lists show it.
     """
+    if len(by_rank) == 1:
+        return ok("one rank, which agrees with itself")
     lists = {rank: result.get("arrivals", {}) for rank, result in by_rank.items()}
     if len(lists) < 2 or not all(lists.values()):
         return unknown("fewer than two ranks told which gradients arrived")

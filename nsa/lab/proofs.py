@@ -47,7 +47,8 @@ def gil_held(evidence: Evidence, rest: Rest) -> Proof | None:
     """A thread that needs the GIL ten times a second did not get it once."""
     if not rest.alive or rest.beats > 0 or rest.state in ("T", "D"):
         return None
-    if rest.seconds <= _patient(evidence, rest):
+    asleep = rest.state == "S"  # the same of a process that was given no core says nothing
+    if rest.seconds <= _patient(evidence, rest) or not (asleep or rest.works):
         return None
     owner = _innermost(rest)
     used = "" if rest.cpu is None else f", at {rest.cpu:.0%} of a core"
@@ -63,7 +64,7 @@ def gil_held(evidence: Evidence, rest: Rest) -> Proof | None:
 
 def python_spin(evidence: Evidence, rest: Rest) -> Proof | None:
     """Python code owns the GIL, in one function with the same callers at every look."""
-    if rest.beats <= 0 or rest.seconds <= _patient(evidence, rest):
+    if rest.beats <= 0 or not rest.works or rest.seconds <= _patient(evidence, rest):
         return None
     threads = [at_work(look) for look in rest.three_looks()]
     if not threads or not all(thread.get("gil") for thread in threads):

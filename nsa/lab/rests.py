@@ -74,6 +74,11 @@ class Rest:
         """Nothing of the process computed."""
         return self.cpu is not None and self.cpu < IDLE
 
+    @property
+    def works(self) -> bool:
+        """It computed, as far as that is told."""
+        return self.cpu is None or self.cpu >= IDLE
+
     def three_looks(self) -> list[list[dict[str, Any]]]:
         """Threads at three or more moments half a second apart, by the best tool; [] if fewer."""
         for tool in ("py-spy", "native", "faulthandler"):
@@ -191,13 +196,16 @@ def at_work(threads: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def place_of(frames: list[str]) -> str:
-    """`file.py function` of the innermost frame that is no library's, or of the innermost."""
+    """`file.py function` of the innermost frame that is no library's, or of the innermost.
+
+    Without the function's class, which not every tool tells.
+    """
     named = [frame for frame in frames if ".py:" in frame]
     own = [frame for frame in named if not _library(frame)] or named
     if not own:
         return ""
     file, _, function = own[0].rpartition(" ")
-    return f"{PurePath(file.rpartition(':')[0]).name} {function}"
+    return f"{PurePath(file.rpartition(':')[0]).name} {function.rpartition('.')[2]}"
 
 
 def _library(frame: str) -> bool:
