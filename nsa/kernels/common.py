@@ -50,24 +50,34 @@ def extent(sequence, bounds, length, PACKED: tl.constexpr):
 
 
 @triton.jit
+def partial_sums(x):
+    """Sums of x [M, N] over every eighth column, [M, 8]; a row's own sum is theirs.
+
+    In the layout of a product one thread holds all of such a sum, so that nothing is exchanged
+    between threads, or warps, until the last tile is in.
+    """
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
 def absorb(s, scale2, m, total):
     """Online softmax over one more tile s [M, N] of q k: (p, m, total, rescale).
 
-    m is the running maximum of s scale2, total the running sum; what was summed with earlier p
-    takes the factor rescale [M]. scale2 is positive. A row that saw only -inf so far stays at
-    m = -inf and total = 0.
+    m is the running maximum of s scale2, total [M, 8] the running `partial_sums`; what was summed
+    with earlier p takes the factor rescale [M]. scale2 is positive. A row that saw only -inf so far
+    stays at m = -inf and total = 0.
     """
     m_new = tl.maximum(m, tl.max(s, 1) * scale2)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # exp2(-inf - -inf) is NaN
     p = tl.exp2(s * scale2 - shift[:, None])
     rescale = tl.exp2(m - shift)
-    return p, m_new, total * rescale + tl.sum(p, 1), rescale
+    return p, m_new, total * rescale[:, None] + partial_sums(p), rescale
 
 
 @triton.jit
 def finish(m, total):
     """(what to divide by, lse2) of an online softmax; 1 and -inf in rows that saw no key."""
-    total = tl.where(m == float("-inf"), 1.0, total)
+    total = tl.where(m == float("-inf"), 1.0, tl.sum(total, 1))
     return total, m + tl.log2(total)
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E
+from nsa.kernels.common import LOG2E, partial_sums
 from nsa.kernels.selected import (
     block_scores,
     load_block,
@@ -108,10 +108,10 @@ def _selected_dq(
             own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
             shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
 
-        total = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, 8], tl.float32)
         ones = tl.full([KEYS, 16], 1.0, queries.dtype)
-        p_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 1], tl.float32)
-        dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 1], tl.float32)
+        p_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
+        dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
         weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
         plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for i in range(count * PARTS):
@@ -132,15 +132,15 @@ def _selected_dq(
             p = tl.exp2(s * scale2 - lse2[:, None])
             dp = tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
             dp = p * (dp - shift[:, None])
-            total += tl.sum(dp, 1)
+            total += partial_sums(dp)
             p, dp = p.to(queries.dtype), dp.to(queries.dtype)
             plain = tl.dot(p, keys, plain, input_precision=PRECISION)
             weighted = tl.dot(dp, keys, weighted, input_precision=PRECISION)
             p_sum = _add_rows(p, ones, p_sum, PRECISION)
             dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
 
-        total += shift  # probabilities add up to 1
-        tl.store(delta + flat, total, mask=valid)
+        delta_rows = tl.sum(total, 1) + shift  # probabilities add up to 1
+        tl.store(delta + flat, delta_rows, mask=valid)
         p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
         rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
         grad = weighted - rounded[:, None] * plain
@@ -150,7 +150,7 @@ def _selected_dq(
             factor *= tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
         if dgates is not None:
             at = row * strides[6][0] + heads.to(tl.int64) * strides[6][1] + BRANCH * strides[6][2]
-            tl.store(dgates + at, total.to(dgates.dtype.element_ty), mask=valid)
+            tl.store(dgates + at, delta_rows.to(dgates.dtype.element_ty), mask=valid)
         grad *= factor[:, None]
         if ADD:
             grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
@@ -161,9 +161,9 @@ def _selected_dq(
 
 @triton.jit
 def _add_rows(x, ones, sums, PRECISION: tl.constexpr):
-    """sums and the sum of each row of the rounded x, in every column there is."""
+    """sums and those of the rows of the rounded x, as `partial_sums` or once in every column."""
     if sums.shape[1] == 16:  # wgmma does it on the side; to unpack what was rounded is slow
         sums = tl.dot(x, ones, sums, input_precision=PRECISION)
     else:
-        sums += tl.sum(x.to(tl.float32), 1)[:, None]
+        sums += partial_sums(x.to(tl.float32))
     return sums

@@ -90,7 +90,7 @@ def _selected_forward(
         blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
 
         m = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, 8], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
         for i in range(count * PARTS):
             part = i % PARTS * KEYS

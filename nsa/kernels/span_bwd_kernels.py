@@ -7,7 +7,7 @@ gate's gradient, dS = gp (dP - delta), dq = scale * dS k, dk = scale * dS^T q an
 import triton
 import triton.language as tl
 
-from nsa.kernels.common import extent, locate
+from nsa.kernels.common import extent, locate, partial_sums
 from nsa.kernels.span_common import (
     at,
     load_gate,
@@ -69,9 +69,9 @@ def dq_kernel(
             sees_any = (lse2_rows < float("inf"))[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
             v_newest = tl.load(at_newest, mask=sees_any, other=0.0)
             shift = tl.sum(do_tile.to(tl.float32) * v_newest.to(tl.float32), 1)
-        delta_rows = tl.zeros([BLOCK_M], tl.float32)
-        delta_rounded = tl.zeros([BLOCK_M], tl.float32)
-        sum_rounded = tl.zeros([BLOCK_M], tl.float32)
+        delta_sums = tl.zeros([BLOCK_M, 8], tl.float32)
+        delta_rounded = tl.zeros([BLOCK_M, 8], tl.float32)
+        sum_rounded = tl.zeros([BLOCK_M, 8], tl.float32)
         acc_plain = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # sum P k
     else:
         delta_rows = tl.load(delta + statistics, mask=t < rows, other=0.0)
@@ -88,21 +88,22 @@ def dq_kernel(
         p = tl.exp2(s * scale2 - lse2_rows[:, None])
         if MAKE_DELTA:
             ds = p * (dp - shift[:, None])
-            delta_rows += tl.sum(ds, 1)
+            delta_sums += partial_sums(ds)
             p = p.to(k_tile.dtype)
-            sum_rounded += tl.sum(p.to(tl.float32), 1)
+            sum_rounded += partial_sums(p.to(tl.float32))
             acc_plain = tl.dot(p, k_tile, acc_plain, input_precision=PRECISION)
         else:
             ds = p * (dp - delta_rows[:, None])
         ds = ds.to(k_tile.dtype)
         if MAKE_DELTA:
-            delta_rounded += tl.sum(ds.to(tl.float32), 1)
+            delta_rounded += partial_sums(ds.to(tl.float32))
         acc = tl.dot(ds, k_tile, acc, input_precision=PRECISION)
 
     if MAKE_DELTA:
-        delta_rounded /= tl.where(sum_rounded == 0, 1.0, sum_rounded)
-        acc -= delta_rounded[:, None] * acc_plain
-        delta_rows += shift  # probabilities add up to 1
+        p_rounded = tl.sum(sum_rounded, 1)
+        rounded = tl.sum(delta_rounded, 1) / tl.where(p_rounded == 0, 1.0, p_rounded)
+        acc -= rounded[:, None] * acc_plain
+        delta_rows = tl.sum(delta_sums, 1) + shift  # probabilities add up to 1
         tl.store(delta + statistics, delta_rows, mask=t < rows)
         if dgates is not None:
             dgates_at = at(dgates, dgate_strides, start + first, head) + BRANCH * dgate_strides[2]

@@ -51,7 +51,7 @@ def _span_forward(
     t = first + tl.arange(0, BLOCK_M)
     q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, 8], tl.float32)
     if v is not None:
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for n in range(seen[0], seen[1], BLOCK_N):
