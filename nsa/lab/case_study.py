@@ -27,3 +27,50 @@ TOKENS_PER_S = (
     (2048, 9400.0, "after its fix, with wrong gradients"),
 )
 TARGET_TOKENS_PER_S = (300.0, 800.0)
+
+# The estimates it published beside that table, MB, and the peak of its 12-layer run at T 2048, MiB.
+PUBLISHED_ESTIMATE_MB = {128: 229.0, 512: 1486.0, 1024: 5508.0, 2048: 21597.0}
+PRODUCTION_PEAK_MIB = 49023.0
+# One configuration, 5 layers at T 2048, in four of its tables: MB.
+FOUR_PEAKS_MB = (20556.9, 20451.9, 20443.0, 20338.0)
+
+# Its comparison of backends, 5 layers at T 2048: (MB, seconds); None where it was not completed.
+BACKENDS_2048 = {
+    "masked": (20451.9, 86.32),
+    "packed": (20451.9, 86.26),
+    "gather": (20451.9, 85.40),
+    "sliding masked": (20451.9, 86.37),
+    "parity": None,
+}
+
+# T 256, batch 1: layers -> (forward, backward, total) seconds; and what safe packing cost, percent.
+LAYER_SCALING_S = {
+    1: (1.388, 0.705, 2.093),
+    2: (1.719, 1.330, 3.049),
+    4: (3.547, 2.668, 6.215),
+    12: (11.324, 8.019, 19.343),
+}
+SAFE_PACKING_PERCENT = {1: 0.9, 2: -1.0, 4: -0.8}
+
+# "Deterministic, always step 5": the step at which each variant was last heard of.
+STEPS_REACHED = {
+    "default": 1,
+    "no aux stats": 5,
+    "conservative": 1,
+    "two-step trace": 0,
+    "launch blocking": 0,
+}
+
+# What was called a hang, and after how long: (what, layers, T, batch, deadline in seconds).
+DEADLINES = (
+    ("CPU test", 12, 512, 2, 30.0),
+    ("GPU evidence", 12, 2048, 2, 60.0),
+    ("watchdog", 12, 2048, 1, 180.0),
+)
+
+# Gradient arrival lists: of a run that passed, and of the report's own example.
+ARRIVED = {"archive": (195, 0), "example": (190, 5)}
+# A 50,000-step run said to be of the 12-layer model at T 128, and a laptop's CPU beside an A100.
+TOY_RUN_TOKENS_PER_S = 405.0
+LAPTOP_TOKENS_PER_S, A100_TOKENS_PER_S = 1100.0, 153.0
+A100_GIB = 79.6
