@@ -111,7 +111,8 @@ class Census:
             return unknown(TOO_FEW.format(len(rows)))
         kib, nodes = slopes[0] / 1024, slopes[1]
         if kib < LIST_KIB and nodes < 1:
-            return ok(f"{rows[-1][0]:.0f} new tensors live after the last step, and no more from step to step")
+            count = f"{rows[-1][0]:.0f} new tensors live after the last step"
+            return ok(f"{count}, and no more from step to step")
         before, grown = rows[-1], [last - first for first, last in self._ends()]
         gc.collect()
         left = self._count()

@@ -205,7 +205,7 @@ def _hang(what: str, rule: str, because: list[str], rest: Rest) -> Verdict:
 def _rested(rest: Rest) -> list[str]:
     return [
         f"rank {rest.rank} rests at {rest.p}",
-        f"it did so in {rest.seen} samples over {rest.seconds:.1f} s; {rest.bound:.1f} s are allowed",
+        f"for {rest.seconds:.1f} s, in {rest.seen} samples; {rest.bound:.1f} s are allowed",
     ]
 
 
