@@ -54,9 +54,8 @@ def test_the_blind_evidence_is_otherwise_the_same():
     assert judge(after).kind == judge(before).kind == "CRASH"
 
 
-def test_a_trial_asks_for_the_same_oracles_whatever_is_planted(monkeypatch):
-    monkeypatch.setattr(selfcheck.oracles, "names", lambda: ["finite", "arrival"])
-    assert {selfcheck.spec(fault).oracles for fault in FAULTS} == {("finite", "arrival")}
+def test_a_trial_asks_for_the_same_oracles_whatever_is_planted():
+    assert len({selfcheck.spec(fault).oracles for fault in FAULTS}) == 1
 
 
 class Supervisor:
@@ -65,7 +64,6 @@ class Supervisor:
     def __init__(self, monkeypatch, verdict=lambda spec: Verdict("PASS"), seconds=0.0):
         self.asked, self.at_once, self.most, self.seconds = [], 0, 0, seconds
         self._verdict, self._lock, self._last = verdict, threading.Lock(), threading.local()
-        monkeypatch.setattr(selfcheck.oracles, "names", lambda: ["finite"])
         monkeypatch.setattr(selfcheck.runner, "run_until_proven", self.run)
         monkeypatch.setattr(selfcheck, "judge", self.judge)
 
@@ -78,6 +76,7 @@ class Supervisor:
         with self._lock:
             self.at_once -= 1
         self._last.spec = spec
+        folder.mkdir(parents=True)
         return Evidence(spec=spec.to_dict())
 
     def judge(self, evidence):

@@ -4,6 +4,7 @@ The judge gets the evidence without anything that names what was planted: neithe
 its settings, nor the files and classes that a stack shows.
 """
 
+import json
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from nsa.lab.pace import fraction
 from nsa.lab.verdict import Verdict, judge
 
 STALL_S = 5.0
+ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted
 
 
 def check(
@@ -76,8 +78,8 @@ def _round(
         else:
             (alone if fault.busy or fault.needs else waiting).append(index)
     # A device is one trial's at a time, as the core is of one that computes; the longest begin.
-    alone.sort(key=lambda index: -faults[index].deadline_s)
-    waiting.sort(key=lambda index: -faults[index].ranks)
+    alone.sort(key=lambda index: -faults[index].takes_s)
+    waiting.sort(key=lambda index: -faults[index].takes_s * faults[index].ranks)
 
     def planted(index: int) -> tuple[int, Judged]:
         # The folder's number tells nothing of what is planted.
@@ -103,7 +105,7 @@ def _round(
 def plant(
     fault: Fault, *, folder: str | Path, round: int = 1, stop: threading.Event | None = None
 ) -> Judged:
-    """One trial of the fault, judged blind."""
+    """One trial of the fault, judged blind; its evidence stays in `folder`."""
     began = time.monotonic()
     with _company(folder) if fault.beside else nullcontext():
         evidence = runner.run_until_proven(
@@ -114,6 +116,7 @@ def plant(
             stall_s=STALL_S,
             stop=stop,
         )
+    Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
     verdict = judge(blind(evidence, fault))
     return _row(
         fault,
@@ -138,7 +141,7 @@ def spec(fault: Fault) -> runner.Spec:
         settings=fault.settings,
         steps=fault.steps,
         ranks=fault.ranks,
-        oracles=tuple(oracles.names()),
+        oracles=ORACLES,
     )
 
 
@@ -169,7 +172,7 @@ def _row(fault: Fault, number: int, *, verdict: Verdict | None = None, **more: A
 @contextmanager
 def _company(folder: str | Path):
     """Another process with memory on the device, for as long as this lasts."""
-    there, stop = Path(folder, "beside"), threading.Event()
+    there, stop = Path(f"{folder}-beside"), threading.Event()
     thread = threading.Thread(target=_beside, args=(there, stop))
     thread.start()
     try:

@@ -71,6 +71,13 @@ class EmptyRow(Small):
 class HalfAdam(Small):
     """AdamW on fp16 parameters, in which its eps of 1e-8 is 0: 0 / 0 where a gradient is 0."""
 
+    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
+        super().__init__(settings, progress)
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
     def build(self) -> nn.Module:
         return super().build().half()
 
@@ -83,9 +90,7 @@ class HalfAdam(Small):
 class Diverging(Small):
     """A learning rate that is too high by far: losses grow until they are no numbers."""
 
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e9)
+    rate = 1e9
 
 
 class Recomputed(Small):

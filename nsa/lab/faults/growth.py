@@ -4,9 +4,9 @@ import gc
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nsa.lab.faults.small import Small, TinyNSA
+from nsa.lab.faults.small import SIZE, Small, TinyNSA
 
 MIB = 2**20
 
@@ -82,6 +82,23 @@ class KeptMasks(Small):
         if tokens not in self.masks:
             self.masks[tokens] = torch.ones(tokens, tokens).tril()
         return super().fetch(step)
+
+
+class Dense(Small):
+    """Attention written out over settings["tokens"] tokens: its weights are kept, T x T of them."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"qkv": nn.Linear(SIZE, 3 * SIZE), "out": nn.Linear(SIZE, 1)})
+
+    def fetch(self, step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().fetch(step)
+        times = self.settings["tokens"] // len(inputs)
+        return inputs.repeat(times, 1), targets.repeat(times, 1)
+
+    def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        q, k, v = self.model["qkv"](inputs).chunk(3, -1)  # [T, SIZE] each
+        weights = (q @ k.T).softmax(-1)
+        return (self.model["out"](weights @ v) - targets).square().mean()
 
 
 class OneAllocation(TinyNSA):

@@ -30,6 +30,7 @@ class Ranks(Small):
         if backend == "nccl":
             self.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(self.device)
+        self.first = not dist.is_initialized()  # an oracle makes the subject anew beside this one
         self.rank, self.ranks = subject.join(backend)
         super().__init__(settings, progress)
         place = Parallel(
@@ -59,7 +60,7 @@ class Ranks(Small):
         dist.all_reduce(tensor)
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if self.first:
             dist.destroy_process_group()
 
 

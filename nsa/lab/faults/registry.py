@@ -17,8 +17,9 @@ class Fault:
     decides. what: the verdict's own word for it, "" for any. where: "module:class" in this package.
     settings: for the subject. steps, ranks: of the trial. needs: "", "gpu" or "gpus2".
     predicted_s: what the steps of a healthy one take, None where it does not matter. deadline_s: of
-    the trial. busy: it wants a core of its own, or its time counts. beside: another process
-    is to use the device meanwhile. text: what is planted.
+    the trial. busy: it wants a core of its own, or its time counts. takes_s: about how long, so
+    that the longest begin first. beside: another process is to use the device meanwhile. text: what
+    is planted.
     """
 
     name: str
@@ -30,11 +31,11 @@ class Fault:
     steps: int = 6
     ranks: int = 1
     needs: str = ""
-    oracles: tuple[str, ...] = ()
     control: bool = False
     predicted_s: float | None = None
     deadline_s: float = 40.0
     busy: bool = False
+    takes_s: float = 10.0
     beside: bool = False
 
     @property
@@ -55,50 +56,49 @@ _GROWING = {"steps": 30}
 
 PLANTED: tuple[Fault, ...] = (
     # gradients
-    _fault("detached branch", "FAIL", "", "gradients:SpoiltNSA",
+    _fault("detached branch", "FAIL", "missing-grad", "gradients:SpoiltNSA",
            "keys and values of the window are computed without a graph",
            settings={"plant": "detached"}),
-    _fault("gate x 0", "FAIL", "", "gradients:SpoiltNSA",
+    _fault("gate x 0", "FAIL", "zero-grad", "gradients:SpoiltNSA",
            "the window's gate is multiplied by zero: gradients arrive, all zero",
            settings={"plant": "gate x 0"}),
-    _fault("argmax", "FAIL", "", "gradients:ChosenGate",
+    _fault("argmax", "FAIL", "missing-grad", "gradients:ChosenGate",
            "an argmax chooses, so that what it chooses by gets no gradient"),
-    _fault("detached late", "FAIL", "", "gradients:DetachedLate",
+    _fault("detached late", "FAIL", "missing-grad", "gradients:DetachedLate",
            "a layer that the loss reaches in the first steps only"),
-    _fault("empty softmax row", "FAIL", "", "gradients:EmptyRow",
+    _fault("empty softmax row", "FAIL", "nan-grad", "gradients:EmptyRow",
            "a row masked throughout: a finite loss, NaN in the gradients",
            settings={"additive": True}),
-    _fault("fp16 AdamW", "FAIL", "", "gradients:HalfAdam",
+    _fault("fp16 AdamW", "FAIL", "nan-grad", "gradients:HalfAdam",
            "an eps of 1e-8 is 0 in fp16: the weights become NaN"),
-    _fault("diverging", "FAIL", "", "gradients:Diverging",
+    _fault("diverging", "FAIL", "nan-grad", "gradients:Diverging",
            "a learning rate of 1e9: losses grow until they are no numbers"),
-    _fault("changed recomputation", "FAIL", "", "gradients:Recomputed",
+    _fault("changed recomputation", "FAIL", "checkpoint-mismatch", "gradients:Recomputed",
            "a checkpointed block takes another branch when it is recomputed",
            settings={"spoilt": True}),
     # ends
-    _fault("in-place", "CRASH", "", "ends:Overwritten",
+    _fault("in-place", "CRASH", "RuntimeError", "ends:Overwritten",
            "a tensor that the backward needs is changed in place"),
-    _fault("missing shard", "CRASH", "", "ends:Raises", "a KeyError in the middle of a step"),
-    _fault("killed", "CRASH", "", "ends:Killed", "killed without a word"),
-    _fault("segfault", "CRASH", "", "ends:BadPointer", "a read at a bad address"),
-    _fault("aborted", "CRASH", "", "ends:Aborts", "abort(), as C++ does"),
-    _fault("exit 3", "CRASH", "", "ends:Leaves", "sys.exit(3) in the middle"),
-    _fault("early exit 0", "CRASH", "", "ends:LeavesSilently",
+    _fault("missing shard", "CRASH", "KeyError", "ends:Raises",
+           "a KeyError in the middle of a step"),
+    _fault("killed", "CRASH", "SIGKILL", "ends:Killed", "killed without a word"),
+    _fault("segfault", "CRASH", "SIGSEGV", "ends:BadPointer", "a read at a bad address"),
+    _fault("aborted", "CRASH", "SIGABRT", "ends:Aborts", "abort(), as C++ does"),
+    _fault("exit 3", "CRASH", "SystemExit", "ends:Leaves", "sys.exit(3) in the middle"),
+    _fault("early exit 0", "CRASH", "exit 0", "ends:LeavesSilently",
            "ends as if all were well, with steps left to do"),
-    _fault("host OOM", "OOM", "", "ends:OutOfAddresses",
+    _fault("host OOM", "OOM", "host", "ends:OutOfAddresses",
            "tensors until the process may have no more"),
-    _fault("one huge tensor", "OOM", "", "ends:TooLarge", "2^55 bytes at once"),
+    _fault("one huge tensor", "OOM", "host", "ends:TooLarge", "2^55 bytes at once"),
     # waits
     _fault("loop in backward", "HANG", "python-spin", "waits:LoopInBackward",
            "a while that never ends, in a backward of its own", busy=True),
-    _fault("loop in the loader", "HANG", "python-spin", "waits:LoopInData",
-           "a filter that lets nothing through", busy=True),
-    _fault("loop, deaf to SIGTERM", "HANG", "python-spin", "waits:DeafLoop",
-           "the same, and only SIGKILL ends it", busy=True),
+    _fault("deaf loop in the loader", "HANG", "python-spin", "waits:DeafLoop",
+           "a filter that lets nothing through, and only SIGKILL ends it", busy=True),
     _fault("GIL held", "HANG", "gil-held", "waits:Expression",
            "a regular expression that backtracks for ever", busy=True),
-    _fault("GIL held asleep", "HANG", "gil-held", "waits:SleepingCall",
-           "a C call that sleeps and keeps the GIL"),
+    _fault("GIL held asleep", "HANG", "gil-held", "waits:LockedCall",
+           "a C call that waits for a lock and keeps the GIL"),
     _fault("lock taken twice", "HANG", "blocked", "waits:LockTwice",
            "a lock that waits for itself"),
     _fault("loader asleep", "HANG", "blocked", "waits:SleepingLoader", "data that does not come"),
@@ -107,42 +107,45 @@ PLANTED: tuple[Fault, ...] = (
     _fault("empty pipe", "HANG", "blocked", "waits:EmptyPipe", "a read that nobody answers"),
     _fault("stop signal", "HANG", "stopped", "waits:Stopped", "stopped, as a terminal does it"),
     _fault("native loop", "HANG", "unproven-native", "waits:NativeLoop",
-           "C code without the GIL that does not end", busy=True),
+           "C code without the GIL that does not end", deadline_s=7.0, busy=True, takes_s=30.0),
     # growth
-    _fault("kept tensors", "FAIL", "", "growth:KeptTensors", "a list that grows by 2 MiB a step",
-           **_GROWING),
-    _fault("kept graph", "FAIL", "", "growth:KeptGraph",
+    _fault("kept tensors", "FAIL", "tensor-list", "growth:KeptTensors",
+           "a list that grows by 2 MiB a step", **_GROWING),
+    _fault("kept graph", "FAIL", "graph-growth", "growth:KeptGraph",
            "a running sum of a parameter that is never detached: the graph grows", **_GROWING),
-    _fault("kept losses", "FAIL", "", "growth:KeptLosses",
+    _fault("kept losses", "FAIL", "graph-kept", "growth:KeptLosses",
            "a running sum of losses with their graphs", **_GROWING),
-    _fault("reference cycle", "FAIL", "", "growth:Cycle",
+    _fault("reference cycle", "FAIL", "cycle", "growth:Cycle",
            "objects that hold each other, and a collector that is off", **_GROWING),
-    _fault("quadratic buffer", "FAIL", "", "growth:KeptMasks",
+    _fault("kept masks", "FAIL", "tensor-list", "growth:KeptMasks",
            "a dense mask kept for every T that was seen", **_GROWING),
+    _fault("quadratic buffer", "FAIL", "quadratic", "growth:Dense",
+           "attention keeps a T x T matrix for its backward", settings={"tokens": 64}),
     # pace
     _fault("slow loader", "SLOW", "", "pace:SlowLoader", "0.4 s for each batch",
            settings={"sleep_s": 0.4}, steps=100, predicted_s=0.5, deadline_s=8.0),
-    _fault("recompilations", "SLOW", "", "pace:Recompiles", "each call compiles anew",
-           steps=2000, predicted_s=0.5, deadline_s=10.0, busy=True),
+    _fault("recompilations", "SLOW", "recompile", "pace:Recompiles", "each step compiles anew",
+           steps=16, busy=True),
     # ranks
-    _fault("rank's own branch", "FAIL", "", "ranks:OwnBranch",
+    _fault("rank's own branch", "FAIL", "ranks-differ", "ranks:OwnBranch",
            "one rank leaves out a branch, which find_unused_parameters hides",
            ranks=2, settings={"find_unused_parameters": True}),
-    _fault("skipped collective", "HANG", "", "ranks:SkippedCollective",
+    _fault("skipped collective", "HANG", "collective", "ranks:SkippedCollective",
            "one rank leaves out a collective and waits for the others", ranks=2),
     _fault("other shape", ("CRASH",), "", "ranks:OtherShape",
            "one rank brings another number of elements", ranks=2),
-    _fault("one rank killed", "CRASH", "", "ranks:OneKilled", "SIGKILL of one rank", ranks=2),
-    _fault("one rank without data", "HANG", "", "ranks:OneWithoutData",
+    _fault("one rank killed", "CRASH", "SIGKILL", "ranks:OneKilled",
+           "SIGKILL of one rank", ranks=2),
+    _fault("one rank without data", "HANG", "collective", "ranks:OneWithoutData",
            "all ranks wait for one", ranks=2),
     # devices
-    _fault("device OOM", "OOM", "", "devices:TooMuch", "tensors until the device is full",
+    _fault("device OOM", "OOM", "device", "devices:TooMuch", "tensors until the device is full",
            needs="gpu"),
     _fault("spinning kernel", "HANG", "", "devices:Spins", "a kernel that spins for a minute",
            settings={"spin_s": 60.0}, needs="gpu", busy=True),
     _fault("device assertion", "CRASH", "", "devices:BadIndex", "an index beyond its table",
            needs="gpu"),
-    _fault("kept on the device", "FAIL", "", "devices:KeptOnDevice",
+    _fault("kept on the device", "FAIL", "tensor-list", "devices:KeptOnDevice",
            "a list on the device that grows by 2 MiB a step", needs="gpu", **_GROWING),
     _fault("skipped collective, NCCL", "HANG", "", "ranks:SkippedCollective",
            "one rank leaves out a collective and waits for the others",
@@ -164,8 +167,8 @@ CONTROLS: tuple[Fault, ...] = (
     _control("collected cycle", "PASS", "growth:CollectedCycle",
              "cycles that the collector takes now and then", **_GROWING),
     _control("long native call", ("PASS", "SLOW"), "pace:LongCall",
-             "one call into C that takes longer than a stall may", settings={"call_s": 7.0},
-             predicted_s=1.0, deadline_s=9.0, busy=True),
+             "one call into C that takes longer than a stall may", settings={"call_s": 8.0},
+             predicted_s=1.0, deadline_s=7.0, busy=True, takes_s=25.0),
     _control("first step compiles", "PASS", "pace:CompilesOnce", "torch.compile, once", busy=True),
     _control("late start", "PASS", "pace:LateStart", "3 s before anything is told",
              settings={"start_s": 3.0}),

@@ -16,13 +16,14 @@ FROM_STEP = 3  # where a fault that begins in the middle begins
 
 
 class Small:
-    """Three linear layers and AdamW; everything that it draws follows from the seed and the step.
+    """Three linear layers; everything that it draws follows from the seed and the step.
 
-    A fault replaces one of `build`, `fetch`, `forward`, `backward` and `ended`. Gradients of a step
-    stay until the next one begins.
+    A fault replaces one of `build`, `fetch`, `forward`, `backward`, `update` and `ended`. Gradients
+    of a step stay until the next one begins.
     """
 
     device = "cpu"
+    rate = 1e-2
 
     def __init__(self, settings: dict[str, Any], progress: Any) -> None:
         """settings: seed (1337)."""
@@ -31,20 +32,20 @@ class Small:
         self.settings, self.progress = settings, progress
         self.model = self.build().to(self.device)
         self.called = self.model
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
 
     def step(self, step: int) -> Tensor:
         """One step of training; returns its loss, on the device."""
         self.progress.phase("data")
         inputs, targets = self.fetch(step)
-        self.optimizer.zero_grad()
+        for parameter in self.trained:
+            parameter.grad = None
         self.progress.phase("forward")
         loss = self.forward(step, inputs, targets)
         self.progress.phase("backward")
         self.backward(step, loss)
         self.progress.phase("optimizer")
-        self.optimizer.step()
+        self.update()
         self.ended(step, loss)
         return loss.detach()
 
@@ -67,6 +68,13 @@ class Small:
     def backward(self, step: int, loss: Tensor) -> None:
         self.progress.backward(loss)
 
+    def update(self) -> None:
+        """Plain gradient descent: an optimizer of torch's takes a second to load."""
+        with torch.no_grad():
+            for parameter in self.trained:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=self.rate)
+
     def ended(self, step: int, loss: Tensor) -> None:
         """After the optimizer."""
 
@@ -75,7 +83,7 @@ class Small:
 
 
 class TinyNSA(Small):
-    """The same around a language model of two layers of NSA attention, T 48."""
+    """The same with AdamW, and a language model of two layers of NSA attention, T 48."""
 
     config = ModelConfig(
         name="tiny",
@@ -90,8 +98,15 @@ class TinyNSA(Small):
         backend="gather",
     )
 
+    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
+        super().__init__(settings, progress)
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3)
+
     def build(self) -> nn.Module:
         return LanguageModel(self.config)
+
+    def update(self) -> None:
+        self.optimizer.step()
 
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
         tokens, targets = Synthetic(self.settings.get("seed", 1337), 256).batch(step, 2, 48)

@@ -41,21 +41,13 @@ class LoopInBackward(Small):
         return super().forward(step, inputs, targets)
 
 
-class LoopInData(Small):
-    """The same where the data is fetched: a filter that lets nothing through."""
-
-    def fetch(self, step: int) -> tuple[Tensor, Tensor]:
-        if step >= FROM_STEP:
-            _filter()
-        return super().fetch(step)
-
-
-class DeafLoop(LoopInData):
-    """The same, and SIGTERM is ignored."""
+class DeafLoop(Small):
+    """The same where the data is fetched, a filter that lets nothing through, deaf to SIGTERM."""
 
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
         if step >= FROM_STEP:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _filter()
         return super().fetch(step)
 
 
@@ -68,12 +60,14 @@ class Expression(Small):
         return super().forward(step, inputs, targets)
 
 
-class SleepingCall(Small):
-    """A C call that sleeps and never lets the GIL go."""
+class LockedCall(Small):
+    """A C call that waits for a lock, its own, and never lets the GIL go."""
 
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
         if step >= FROM_STEP:
-            ctypes.PyDLL(None).sleep(int(LONG_S))
+            mutex = ctypes.create_string_buffer(128)  # zeros are a mutex that is free
+            for _ in range(2):
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         return super().fetch(step)
 
 
