@@ -1,5 +1,7 @@
 """The sentences of the step-5 question, each with the ids of its trials and decided by them."""
 
+from itertools import pairwise
+
 from nsa.lab.exhibits.investigation import OBSERVERS, PRINTS, Results
 from nsa.lab.exhibits.step5 import FACTORS, Trial
 from nsa.lab.operations import BAND_US, TIMINGS
@@ -62,8 +64,8 @@ def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
     if len(named) < 2:
         return _undecided(sentence)
     reached = [t.steps + 1 if t.finished else t.reached for t in named]
-    holds = all(a < b or a == b == named[0].steps + 1
-                for a, b in zip(reached, reached[1:], strict=False))  # fmt: skip
+    done = named[0].steps + 1
+    holds = all(a < b or a == b == done for a, b in pairwise(reached))
     told = ", ".join(f"{t.cell['deadline']:g} x: {_where(t)}" for t in named)
     if holds and not named[-1].finished:
         return Claim(f"{sentence}: not decided, {told}", "INCONCLUSIVE", {"reached": reached})
@@ -136,7 +138,7 @@ def the_old_rules_cause(results: Results) -> Claim:
         return _undecided(sentence, found.why)
     cause = {name: found.cause[name] for name in found.cause}
     told = ", ".join(f"{name}={value}" for name, value in cause.items())
-    text = f"{sentence}: {told}, in {len(ids)} trials [{', '.join(dict.fromkeys(ids))}]"
+    text = f"{sentence}: {told}, in {len(ids)} trials [{ids[0]} to {ids[-1]}]"
     evidence = {"cause": cause, "trials": ids, "spread": spread(results)}
     if cause == CAUSE:
         return Claim(text, "PASS", evidence)
@@ -225,13 +227,16 @@ def _where(trial: Trial) -> str:
 
 
 def _claim(sentence: str, trials: list[Trial], holds: bool, evidence, otherwise: str = "") -> Claim:
-    return Claim(
-        f"{sentence}{'' if holds else otherwise} [{_ids(trials)}]", _verdict(holds), evidence
-    )
+    text = f"{sentence}{'' if holds else otherwise} [{_ids(trials)}]"
+    ids = list(dict.fromkeys(t.id for t in trials))
+    return Claim(text, _verdict(holds), {"trials": ids, "found": evidence})
 
 
-def _ids(trials: list[Trial]) -> str:
-    return ", ".join(dict.fromkeys(t.id for t in trials))
+def _ids(trials: list[Trial], most: int = 6) -> str:
+    """The first of them; all are in the claim's evidence."""
+    ids = list(dict.fromkeys(t.id for t in trials))
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return ", ".join(ids[:most]) + more
 
 
 def _undecided(sentence: str, why: str = "it was not run") -> Claim:

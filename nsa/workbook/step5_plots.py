@@ -1,5 +1,7 @@
 """The figures of the step-5 question, in the looks of all others. `plots.save` writes them."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from nsa.lab.case_study import ESTIMATE_MIB, MEMORY_MIB
@@ -58,7 +60,7 @@ def progress(results: Results, low: float = 0.7, high: float = 1.4):
     step_s = results.lab.step_s
     with looks.style():
         fig, (axes,) = looks.panels(1, 3.8)
-        longest = max((coordinate(t)[0].max(initial=0.0) for t in chosen.values()), default=1.0)
+        longest = max((coordinate(t)[0].max(initial=0.1) for t in chosen.values()), default=1.0)
         line = np.array([0.0, longest])
         axes.fill_between(line, line / (high * step_s), line / (low * step_s), color=GREY,
                           alpha=0.18, lw=0, label="predicted, 1 layer")  # fmt: skip
@@ -158,9 +160,9 @@ def memory_table(layers: int = 5):
 
 
 PLACES = {
-    "ended": (0, 3), "PASS": (0, 0), "moves": (1, 3), "proof": (1, 1.5), "HANG": (1, 0),
-    "further": (2, 3), "RERUN": (2, 0.6), "state": (3, 3), "LEAK": (3, 1.5), "operations": (4, 3),
-    "ELSEWHERE": (4, 1.5), "DISPATCH": (4, 0),
+    "ended": (0, 3), "PASS": (0, 1.5), "moves": (1, 3), "proof": (1, 1.5), "HANG": (0.6, 0),
+    "further": (2, 3), "RERUN": (1.7, 0), "state": (3, 3), "LEAK": (3, 1.5),
+    "operations": (4, 3), "ELSEWHERE": (3.2, 0), "DISPATCH": (4.1, 1.5),
 }  # fmt: skip
 
 
@@ -168,30 +170,35 @@ def decision_tree(results: Results):
     """The tree with the branch that the evidence takes."""
     path = step5_decision.decide(results)
     taken = [node for node, _ in path]
-    pairs = set(zip(taken, taken[1:], strict=False))
+    pairs = set(pairwise(taken))
     with looks.style():
-        fig, (axes,) = looks.panels(1, 4.2)
+        fig, (axes,) = looks.panels(1, 3.8)
         fig.set_figwidth(10.5)
         axes.set_axis_off()
+        axes.set(xlim=(-0.45, 4.55), ylim=(-0.5, 3.5))
+        boxes = {node: _box(axes, node, node in taken) for node in PLACES}
         for node, question in step5_decision.TREE.items():
             for answer, target in (("yes", question.yes), ("no", question.no)):
                 on = (node, target) in pairs
                 a, b = PLACES[node], PLACES[target]
                 axes.annotate("", b, a, arrowprops={
-                    "arrowstyle": "-|>", "color": RED if on else "#b5b5b5", "lw": 2.4 if on else 1,
-                    "shrinkA": 34, "shrinkB": 30})  # fmt: skip
-                middle = (0.5 * a[0] + 0.5 * b[0], 0.5 * a[1] + 0.5 * b[1] + 0.12)
-                axes.text(*middle, answer, ha="center", fontsize=8.5,
-                          color=RED if on else "#9a9a9a")  # fmt: skip
-        for node, place in PLACES.items():
-            asked = node in step5_decision.TREE
-            text = step5_decision.TREE[node].text if asked else _wrapped(node)
-            on = node in taken
-            axes.text(*place, text, ha="center", va="center", fontsize=8.5, bbox={
-                "boxstyle": "round,pad=0.4", "facecolor": "#fde9d0" if on else "white",
-                "edgecolor": RED if on else "#b5b5b5", "lw": 2.0 if on else 1.0})  # fmt: skip
-        axes.set(xlim=(-0.55, 4.55), ylim=(-0.5, 3.5))
+                    "arrowstyle": "-|>", "color": RED if on else "#a0a0a0", "lw": 2.4 if on else 1,
+                    "patchA": boxes[node], "patchB": boxes[target], "shrinkA": 1,
+                    "shrinkB": 1})  # fmt: skip
+                axes.text(0.5 * (a[0] + b[0]), 0.5 * (a[1] + b[1]), answer, ha="center",
+                          va="center", fontsize=8.5, color=RED if on else "#606060",
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.2})  # fmt: skip
     return fig
+
+
+def _box(axes, node: str, on: bool):
+    asked = node in step5_decision.TREE
+    text = step5_decision.TREE[node].text if asked else _wrapped(node)
+    drawn = axes.text(*PLACES[node], text, ha="center", va="center", fontsize=8.5, bbox={
+        "boxstyle": "round,pad=0.4" if asked else "square,pad=0.4",
+        "facecolor": "#fde9d0" if on else "white", "edgecolor": RED if on else "#a0a0a0",
+        "lw": 2.0 if on else 1.0})  # fmt: skip
+    return drawn.get_bbox_patch()
 
 
 def _wrapped(leaf: str) -> str:

@@ -7,6 +7,7 @@ every twentieth. Between step 5 and step 20 a healthy run is silent, however lon
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 _LINE = re.compile(r"^(?:\[debug\] )?step 0*(\d+)\b")
 
@@ -44,7 +45,7 @@ class PrintSchedule:
     def silences(self, steps: int) -> list[tuple[int, int]]:
         """(line, next line) wherever more than one step passes between two lines."""
         lines = [s for s in range(1, steps + 1) if self.at_start(s) or self.at_end(s)]
-        return [(a, b) for a, b in zip(lines, lines[1:], strict=False) if b - a > 1]
+        return [(a, b) for a, b in pairwise(lines) if b - a > 1]
 
     def debug(self, step: int, shape: Iterable[int]) -> str:
         return f"[debug] step {step}: input {tuple(shape)}"

@@ -1,6 +1,6 @@
-"""What an exhibit is built as: its sizes, its path, and which of the case study's defects it has."""
+"""What an exhibit is built as: its sizes, its path, and the case study's defects that it has."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -37,7 +37,7 @@ class Design:
     heads: int = 12
     groups: int = 2
     vocab: int = 256
-    nsa: NSAConfig = NSAConfig()
+    nsa: NSAConfig = field(default_factory=NSAConfig)
     path: str = "loop"
     defects: tuple[str, ...] = ()
 

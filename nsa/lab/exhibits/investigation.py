@@ -58,6 +58,7 @@ def investigate(
     deadlines: list[float],
     layers: int,
     bisect_steps: int,
+    bisect_tokens: int | None = None,
     memory: list[dict[str, Any]],
     workers: int = 1,
     folder: str | Path | None = None,
@@ -69,6 +70,7 @@ def investigate(
     from sharing a GPU, on which they would not be trusted.
     """
     lab.calibrate()
+    small = lab.with_tokens(bisect_tokens or lab.setup.tokens)
     named = cells(deadlines, layers)
     setup, failed = lab.setup, []
     settings = {"design": setup.design, "tokens": setup.tokens, "device": setup.device,
@@ -84,13 +86,15 @@ def investigate(
         return outcome.result
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        found = pool.submit(lab.bisect, bisect_steps)
+        found = pool.submit(small.bisect, bisect_steps)
         ran: dict[str, Future] = {n: pool.submit(lab.run, **c) for n, c in named.items()}
         state = pool.submit(
             measured, "nsa.lab.exhibits.state:difference", {"settings": settings, "after": 4}
         )
         operations = [pool.submit(measured, f"{MEASURE}:operations", c) for c in counted]
         held = [pool.submit(measured, f"{MEASURE}:memory", c) for c in memory]
+    if small is not lab:
+        lab.trials += small.trials
     return Results(
         lab,
         {name: future.result() for name, future in ran.items()},

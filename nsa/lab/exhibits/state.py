@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nsa.lab.exhibits.subject import DEFAULTS, ExhibitLoop
 from nsa.lab.operations import Count, graph_nodes
-from nsa.lab.recorders import live_cpu_storages
 
 CHANGES = ("weights", "first moments", "second moments", "optimizer's step")  # as they should
 
@@ -52,7 +51,8 @@ def _watched_step(loop: ExhibitLoop, i: int) -> dict[str, Any]:
 
     def watched(*args):
         found = forward(*args)
-        seen.append(graph_nodes(found[1]))
+        # The forward's own operations vary with the ranges that its tokens select.
+        seen[:] = graph_nodes(found[1]), counter.by_name.total()
         return found
 
     loop.model.forward = watched
@@ -61,7 +61,11 @@ def _watched_step(loop: ExhibitLoop, i: int) -> dict[str, Any]:
             loop.step(i)
     finally:
         del loop.model.forward
-    return state(loop) | {"graph nodes": seen[0], "operations": counter.by_name.total()}
+    nodes, forward_operations = seen
+    return state(loop) | {
+        "graph nodes": nodes,
+        "backward's operations": counter.by_name.total() - forward_operations,
+    }
 
 
 def state(loop: ExhibitLoop) -> dict[str, Any]:
@@ -78,14 +82,14 @@ def state(loop: ExhibitLoop) -> dict[str, Any]:
         "torch's generator": digest([torch.get_rng_state()]),
         "Python's generator": _short(repr(random.getstate()).encode()),
     }
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
     if loop.settings["device"] == "cuda":
         torch.cuda.synchronize()
         found["GPU's generator"] = digest([torch.cuda.get_rng_state()])
         found["allocated bytes"] = torch.cuda.memory_allocated()
         found["reserved bytes"] = torch.cuda.memory_reserved()
-    else:
-        found["allocated bytes"] = sum(live_cpu_storages().values())
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    found["tensors' bytes"] = sum(storages.values())
     found["tensors"] = len(tensors)
     found["tensors with a graph"] = sum(x.grad_fn is not None for x in tensors)
     found["modules' hooks"] = sum(

@@ -5,9 +5,8 @@ last printed line. Beside it stands the verdict of the evidence.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +144,13 @@ class Lab:
         }
         return self._run(cell, steps, options)
 
-    def run_all(self, cells: Sequence[dict[str, Any]], workers: int = 1) -> list[Trial]:
-        """Several, `workers` at a time."""
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(lambda cell: self.run(**cell), cells))
+    def with_tokens(self, tokens: int) -> "Lab":
+        """Itself, or a calibrated one of another sequence length beside it."""
+        if tokens == self.setup.tokens:
+            return self
+        other = Lab(self.ledger, replace(self.setup, tokens=tokens), self.say)
+        other.calibrate()
+        return other
 
     def deadline_s(self, factor: float = 1.0) -> float:
         """The old deadline, times `factor`."""
