@@ -84,6 +84,11 @@ def test_a_screen_keeps_to_what_is_legal_and_still_has_all_that_can_be():
     assert possible == found
 
 
+def test_a_screen_judges_every_cell():
+    found = search.screen({"a": [1, 2], "b": [1, 2]}, lambda cell: cell["a"] * cell["b"])
+    assert sorted(product_ for _, product_ in found) == [1, 2, 2, 4]
+
+
 def test_one_factor_is_screened_value_by_value():
     assert list(search.cover({"a": [3, 1, 2]})) == [{"a": 3}, {"a": 1}, {"a": 2}]
 

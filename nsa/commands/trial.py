@@ -43,10 +43,15 @@ def trial(arguments) -> int:
         whole["oracles"] = [word for word in whole["oracles"].split(",") if word]
     plan = Plan(factors={}, settings=given, **whole)
 
+    from nsa.lab.findings import Spent
     from nsa.lab.ledger import Ledger
     from nsa.lab.sweep import Trials
 
-    done = Trials(plan, Ledger(arguments.trials)).run({})
+    try:
+        done = Trials(plan, Ledger(arguments.trials)).run({})
+    except Spent as spent:
+        print(f"nsa: {spent}", file=sys.stderr)
+        return FAILED
     print(f"{done.verdict.label}  trial {done.id}{'  (was there)' if done.cached else ''}")
     for sentence in done.verdict.because:
         print(f"  {sentence}")

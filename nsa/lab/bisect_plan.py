@@ -59,11 +59,11 @@ def bisect(
     the result is a Threshold. ValueError for a plan in which nothing is varied.
     """
     trials = Trials(plan, ledger, budget_s=budget_s, predict=predict)
-    varied = {name: values for name, values in plan.factors.items() if len(values) > 1}
+    varied = {name: values for name, values in plan.values.items() if len(values) > 1}
     if not varied:
         out = f"; left out: {'; '.join(plan.left_out)}" if plan.left_out else ""
         raise ValueError(f"no factor has two values that can be run{out}")
-    fixed = {name: values[0] for name, values in plan.factors.items() if name not in varied}
+    fixed = {name: values[0] for name, values in plan.values.items() if name not in varied}
 
     def run(cell: Cell, attempt: int) -> Tried:
         return trials.judged(fixed | cell, attempt)

@@ -76,16 +76,16 @@ class Found:
 
 
 def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The ledger as rows: number, trial, changed, hypothesis, verdict, eliminated, left."""
+    """The ledger as rows: number, trial, verdict, hypothesis, eliminated, left, changed."""
     return [
         {
             "number": row.number,
             "trial": row.tried.id,
-            "changed": row.changed,
-            "hypothesis": row.hypothesis,
             "verdict": str(row.tried),
+            "hypothesis": row.hypothesis,
             "eliminated": row.eliminated,
             "left": row.left,
+            "changed": row.changed,
         }
         for row in rows
     ]

@@ -35,8 +35,8 @@ class Plan:
     whether it covers all pairs though it found a fault before.
 
     Values of the training subject and of what every subject has are checked; what does not go
-    together is left out, see `left_out`. Raises ValueError for what is not known or not legal,
-    naming the nearest, and for a plan of which nothing is left.
+    together is left out of `values`, see `left_out`. Raises ValueError for what is not known or not
+    legal, naming the nearest, and for a plan of which nothing is left.
     """
 
     factors: dict[str, list[Any]]
@@ -54,7 +54,8 @@ class Plan:
     attempts: int = 1
     screen: bool = False
     question: str = ""
-    left_out: tuple[str, ...] = field(default=(), init=False)
+    left_out: tuple[str, ...] = field(default=(), init=False, compare=False)
+    values: dict[str, list[Any]] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         trial.check_entry(self.subject)
@@ -96,7 +97,7 @@ class Plan:
     @property
     def base(self) -> Cell:
         """Every factor at its default."""
-        return {name: values[0] for name, values in self.factors.items()}
+        return {name: values[0] for name, values in self.values.items()}
 
     def why_not(self, part: Mapping[str, Any]) -> str:
         """Why a cell, or a part of one, is not run; "" where it is."""
@@ -119,19 +120,19 @@ class Plan:
         """The cells of a sweep, the base first."""
         yield self.base
         if self.cover == "all":
-            for values in product(*self.factors.values()):
-                cell = dict(zip(self.factors, values, strict=True))
+            for values in product(*self.values.values()):
+                cell = dict(zip(self.values, values, strict=True))
                 if cell != self.base and self.legal(cell):
                     yield cell
             return
         strength = {"pairs": 2, "triples": 3}[self.cover]
         yield from search.cover(
-            self.factors, legal=self.legal, strength=strength, tested=[self.base]
+            self.values, legal=self.legal, strength=strength, tested=[self.base]
         )
 
     def size(self) -> int:
         """How many combinations there are, legal or not."""
-        return prod(len(values) for values in self.factors.values())
+        return prod(len(values) for values in self.values.values())
 
     def spec(self, cell: Mapping[str, Any], attempt: int = 0) -> Spec:
         """The trial of a cell; other attempts are other trials of the same."""
@@ -221,6 +222,8 @@ class Plan:
 
     def _leave_out(self) -> None:
         """Values that no cell could have are told of and dropped."""
+        if why := self.why_not({}):
+            raise ValueError(f"the settings cannot be run: {why}")
         notes, kept = [], {}
         for name, values in self.factors.items():
             reasons = {i: self.why_not({name: value}) for i, value in enumerate(values)}
@@ -229,7 +232,7 @@ class Plan:
         object.__setattr__(self, "left_out", tuple(notes))
         if empty := [name for name, values in kept.items() if not values]:
             raise ValueError(f"no value of {empty[0]} can be run: {'; '.join(notes)}")
-        object.__setattr__(self, "factors", kept)
+        object.__setattr__(self, "values", kept)
         if why := self.why_not(self.base):
             raise ValueError(
                 f"the defaults, the first value of every factor, cannot be run: {why}; "

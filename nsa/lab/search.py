@@ -14,8 +14,8 @@ from nsa.lab.candidates import position
 from nsa.lab.thresholds import Answer, Bracket, Posterior, bayes, threshold
 
 __all__ = [
-    "Answer", "Bracket", "Cell", "Judged", "Posterior", "bayes", "cover", "ddmin",
-    "same", "threshold",
+    "Answer", "Bracket", "Cell", "Judged", "Posterior", "bayes", "cover", "ddmin", "everything",
+    "same", "screen", "threshold",
 ]  # fmt: skip
 
 Cell = dict[str, Any]  # a value for every factor
@@ -141,6 +141,13 @@ def _completed(
         if whole is not None:
             return whole
     return None
+
+
+def screen(
+    factors: Mapping[str, Sequence[Any]], run: Callable[[Cell], Judged], **options: Any
+) -> list[tuple[Cell, Judged]]:
+    """Every cell of `cover`, with how it was judged."""
+    return [(cell, run(cell)) for cell in cover(factors, **options)]
 
 
 def ddmin(differences: Sequence[Any], test: Callable[[list[Any]], Answer]) -> list[Any]:

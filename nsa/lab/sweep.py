@@ -8,8 +8,9 @@ from typing import Any
 
 from nsa.lab.evidence import Evidence
 from nsa.lab.findings import Spent, Tried
-from nsa.lab.ledger import Ledger
+from nsa.lab.ledger import FULL, Ledger
 from nsa.lab.plan import Plan
+from nsa.lab.runner import Spec
 from nsa.lab.search import Cell
 from nsa.lab.trial import Stopped
 from nsa.lab.verdict import Verdict, arms, compare
@@ -36,7 +37,8 @@ class Trials:
     """Runs cells of a plan into a ledger, until the budget of seconds is spent.
 
     predict(settings): seconds that a trial's steps should take, instead of the plan's predicted_s.
-    The trial in flight when time is up is ended, and is not kept: Spent.
+    The trial in flight when time is up is ended, and is not kept: Spent. So is one for which the
+    disk has no room. ValueError where trials cannot be kept at all.
     """
 
     def __init__(
@@ -53,7 +55,6 @@ class Trials:
         self.plan, self.ledger, self.budget_s = plan, ledger, budget_s
         self._predict, self._say = predict, say
         self._end = None if budget_s is None else time.monotonic() + budget_s
-        self._before = set(ledger.ids())
         self.done: list[Done] = []
 
     def run(self, cell: Cell, attempt: int = 0) -> Done:
@@ -61,26 +62,40 @@ class Trials:
         spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
         if self._predict is not None:
             options["predicted_s"] = self._predict(spec.settings)
-        stop, timer = Event(), None
-        if self._end is not None:
-            # A trial that is there already costs nothing, so the ledger is asked all the same.
-            timer = Timer(max(0.0, self._end - time.monotonic()), stop.set)
-            timer.daemon = True
-            timer.start()
-        try:
-            id, evidence, verdict = self.ledger.run(spec, **options, stop=stop)
-        except (Stopped, InterruptedError):
-            raise self._spent() from None
-        finally:
-            if timer is not None:
-                timer.cancel()
-        if stop.is_set() and id not in self._before and _was_stopped(evidence):
-            raise self._spent()
-        done = Done(dict(cell), id, verdict, evidence, id in self._before, attempt)
-        self._before.add(id)
+        id = self.ledger.id(spec, **options)
+        found = self.ledger.get(id)
+        cached = found is not None and found[1].kind != "INCONCLUSIVE"
+        evidence, verdict = found if cached else self._run(spec, options)
+        done = Done(dict(cell), id, verdict, evidence, cached, attempt)
         self.done.append(done)
         self._say(done)
         return done
+
+    def _run(self, spec: Spec, options: dict[str, Any]) -> tuple[Evidence, Verdict]:
+        stop, timer = Event(), None
+        if self._end is not None:
+            left = self._end - time.monotonic()
+            if left <= 0:
+                raise self._spent()
+            timer = Timer(left, stop.set)
+            timer.daemon = True
+            timer.start()
+        try:
+            _, evidence, verdict = self.ledger.run(spec, **options, stop=stop)
+        except (Stopped, InterruptedError):
+            raise self._spent() from None
+        except OSError as error:
+            if error.errno in FULL:
+                raise Spent(error.strerror) from None
+            raise ValueError(
+                f"cannot keep trials in {self.ledger.root} ({error.strerror}); name another folder"
+            ) from None
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
+            raise self._spent()
+        return evidence, verdict
 
     def _spent(self) -> Spent:
         return Spent(f"the budget of {_seconds(self.budget_s or 0)} is spent")
@@ -139,10 +154,6 @@ def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
             comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
             if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
                 yield one, other
-
-
-def _was_stopped(evidence: Evidence) -> bool:
-    return evidence.end is None or evidence.end.type == "caller"
 
 
 def _seconds(seconds: float) -> str:
