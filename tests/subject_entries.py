@@ -163,3 +163,17 @@ def rank_fails(settings, progress):
 
 def no_steps(settings, progress):
     return object()
+
+
+def each_waits(settings, progress):
+    """Says in a file's name who it is, and waits."""
+
+    def wait(settings):
+        Path(settings["pids"], f"pid-{os.getpid()}").touch()
+        threading.Event().wait()
+
+    return at_step(settings, wait)
+
+
+def variable(settings, progress):
+    return Steps(lambda i: float(os.environ.get(settings["name"]) == "yes"))

@@ -89,11 +89,11 @@ class Ledger:
             try:
                 evidence = runner.run_until_proven(spec, folder=place, **options)
                 verdict = judge(evidence)
-            except OSError as error:
-                raise self._clear(error, id) from error
-            finally:
-                if not options.get("keep", True):
-                    shutil.rmtree(place, ignore_errors=True)
+            except BaseException as error:
+                shutil.rmtree(place, ignore_errors=True)
+                if isinstance(error, OSError):
+                    raise self._clear(error, id) from error
+                raise
             self.put(id, evidence, verdict, place)
             return id, evidence, verdict
 
