@@ -113,7 +113,7 @@ class Census:
         if kib < LIST_KIB and nodes < 1:
             count = f"{rows[-1][0]:.0f} new tensors live after the last step"
             return ok(f"{count}, and no more from step to step")
-        before, grown = rows[-1], [last - first for first, last in self._ends()]
+        before, grown = self._count(), [last - first for first, last in self._ends()]
         gc.collect()
         left = self._count()
         dropped = [a - b for a, b in zip(before, left, strict=True)]

@@ -35,7 +35,7 @@ class TimeModel:
 
         Each point counts by its relative error (weights 1/t), so that a small one is not lost
         beside a large one. Good are layers 1 and 2 at three lengths, the least of several times
-        each: 1 % of noise at T 64 to 256 can become 1.4 x at T 2048, rather too long than too short.
+        each: 1 % of noise at T 64 to 256 can become 1.4 x at T 2048, too long more than too short.
 
         Raises ValueError without a point, or for one that is not positive.
         """

@@ -1,0 +1,246 @@
+"""Small trainings of strangers, each with one thing wrong, for the oracles to find."""
+
+import gc
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+SIZE = 8
+
+
+class Plain:
+    """Two linear layers, SGD, in a step function that tells nobody anything."""
+
+    def __init__(self, settings=None, progress=None):
+        torch.manual_seed(0)
+        self.settings = settings or {}
+        self.model = self.build()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=1e-2)
+
+    def build(self):
+        return nn.ModuleDict({"first": nn.Linear(SIZE, SIZE), "second": nn.Linear(SIZE, 1)})
+
+    def step(self, i):
+        self.optimizer.zero_grad()
+        x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(i))
+        loss = self.loss(i, x)
+        loss.backward()
+        self.optimizer.step()
+        self.after(i, loss)
+        return loss
+
+    def loss(self, i, x):
+        return self.model["second"](self.hidden(i, x)).square().mean()
+
+    def hidden(self, i, x):
+        return self.model["first"](x).tanh()
+
+    def after(self, i, loss):
+        pass
+
+
+class Detached(Plain):
+    """The first layer has a gradient until a certain step."""
+
+    until = 0
+
+    def hidden(self, i, x):
+        found = super().hidden(i, x)
+        return found if i < self.until else found.detach()
+
+
+class DetachedLate(Detached):
+    until = 2
+
+
+class TimesZero(Plain):
+    """Zero from a certain step on, as a new adapter's is before it."""
+
+    until = 0
+
+    def hidden(self, i, x):
+        found = super().hidden(i, x)
+        return found + 0 * found if i < self.until else x + 0 * found
+
+
+class ZeroAtFirst(Plain):
+    """The first layer's gradient is zero in the first step alone: the second begins at zero."""
+
+    def build(self):
+        made = super().build()
+        nn.init.zeros_(made["second"].weight)
+        return made
+
+    def loss(self, i, x):
+        return (super().loss(i, x) - 1).square() + (
+            self.model["second"](self.hidden(i, x)) - 1
+        ).mean()
+
+
+class NotFinite(Plain):
+    """An infinity that the loss does not show."""
+
+    def loss(self, i, x):
+        loss = super().loss(i, x)
+        return loss + (self.model["first"].bias * 0).sqrt().sum() if i == 2 else loss
+
+
+class NoOptimizer(Plain):
+    """The update is written out, and the gradients are gone when a step has ended."""
+
+    def step(self, i):
+        loss = self.loss(i, torch.ones(2, SIZE))
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter -= 1e-2 * parameter.grad
+                parameter.grad = None
+        return loss.detach()
+
+
+class Scaled(Plain):
+    """fp16's way: the first gradients overflow, and the optimizer is not called in that step."""
+
+    def step(self, i):
+        self.optimizer.zero_grad()
+        (self.loss(i, torch.ones(2, SIZE)) * (float("inf") if i == 0 else 1)).backward()
+        if i > 0:
+            self.optimizer.step()
+
+
+class Keeps(Plain):
+    """Keeps something of each step: what `kept` makes of it."""
+
+    def __init__(self, settings=None, progress=None):
+        super().__init__(settings)
+        self.all = []
+
+    def after(self, i, loss):
+        self.all.append(self.kept(i, loss))
+
+    def kept(self, i, loss):
+        return torch.full((2**16,), float(i))
+
+
+class KeepsLosses(Keeps):
+    def kept(self, i, loss):
+        return loss
+
+
+class KeepsNumbers(Keeps):
+    """A loss for each step, for a curve: no leak."""
+
+    def kept(self, i, loss):
+        return loss.detach()
+
+
+class KeepsCycles(Keeps):
+    """Two objects that hold each other and a tensor, in a process without a collector."""
+
+    def __init__(self, settings=None, progress=None):
+        super().__init__(settings)
+        gc.disable()
+
+    def after(self, i, loss):
+        first = {"tensor": super().kept(i, loss)}
+        first["other"] = {"other": first}
+
+    @staticmethod
+    def close():
+        gc.enable()
+
+
+class CollectsCycles(KeepsCycles):
+    def after(self, i, loss):
+        super().after(i, loss)
+        if i % 4 == 3:
+            gc.collect()
+
+
+class OneAllocation(Keeps):
+    """Kept once, late."""
+
+    def after(self, i, loss):
+        if i == 12:
+            self.all.append(torch.ones(2**20))
+
+
+class GrowingGraph(Plain):
+    """A number that each step is made of the last one's."""
+
+    def __init__(self, settings=None, progress=None):
+        super().__init__(settings)
+        self.average = 0.0
+
+    def loss(self, i, x):
+        self.average = self.model["second"].bias - self.average
+        return (self.model["second"](self.hidden(i, x)) - self.average).square().mean()
+
+
+class VaryingGraph(Plain):
+    """Rows of other lengths: graphs that differ and do not grow."""
+
+    def loss(self, i, x):
+        return sum(super(VaryingGraph, self).loss(i, x) for _ in range(1 + (7 * i) % 5))
+
+
+class Recomputed(Plain):
+    """A checkpointed block that, when spoilt, is another one as it is recomputed."""
+
+    calls = 0
+
+    def hidden(self, i, x):
+        return checkpoint(self._hidden, x, use_reentrant=self.settings.get("reentrant", False))
+
+    def _hidden(self, x):
+        self.calls += 1
+        x = self.model["first"](x)
+        spoilt = self.settings.get("spoilt") and self.calls % 2 == 0
+        return x.sigmoid() if spoilt else x.tanh()
+
+    def loss(self, i, x):
+        return super().loss(i, x.requires_grad_())
+
+
+class Random(Recomputed):
+    """Differs from itself, so that no difference tells anything."""
+
+    def _hidden(self, x):
+        return self.model["first"](x) * torch.rand((), generator=torch.default_generator)
+
+    def __init__(self, settings=None, progress=None):
+        super().__init__(settings)
+        torch.seed()
+
+
+class Ways(Plain):
+    """One function in several ways, one of them a little wrong."""
+
+    def hidden(self, i, x):
+        layer, way = self.model["first"], self.settings["backend"]
+        if way == "written out":
+            return (x @ layer.weight.T + layer.bias).tanh()
+        return super().hidden(i, x) * (1.01 if way == "wrong" else 1)
+
+
+class Tokens(Plain):
+    """Attention over settings["tokens"], or what keeps no more than a row a token."""
+
+    def build(self):
+        return nn.ModuleDict({"first": Mixing(), "second": nn.Linear(SIZE, 1)})
+
+    def loss(self, i, x):
+        x = torch.randn(self.settings["tokens"], SIZE)
+        return self.model["second"](self.model["first"](x, self.settings["dense"])).mean()
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x, dense):
+        x = self.by(x)
+        return (x @ x.T).softmax(-1) @ x if dense else x.tanh()
