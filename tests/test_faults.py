@@ -72,7 +72,7 @@ def test_no_control_may_be_called_a_hang():
 
 
 def test_what_needs_two_gpus_says_so_where_there_is_one():
-    assert why_not(named("two ranks, NCCL"), gpus=1) == "needs 2 GPU(s), here are 1"
+    assert why_not(named("two ranks (NCCL)"), gpus=1) == "needs 2 GPU(s), here are 1"
     assert why_not(named("device OOM"), gpus=1) == ""
 
 

@@ -1,6 +1,6 @@
 """What was planted beside what it was called: the rows of a selfcheck."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ class Judged:
     """One fault in one round: what it should be called, what it was called, and why.
 
     found: the verdict's kind, or "not run" with the reason in `skipped`. named_s: from the freeze
-    to the verdict, for a HANG. seconds: of the trial or trials, start-up included. track: (seconds,
-    share of its steps that is done) as the rank that the verdict is about was seen.
+    to the verdict, for a HANG. seconds: of the trial or trials, start-up included. track: (seconds
+    since the first step, share of the steps done) as the rank that the verdict is about was seen.
     """
 
     name: str
@@ -49,10 +49,15 @@ class Judged:
     @property
     def due(self) -> str:
         """What it should be called: HANG:blocked, PASS or SLOW, ..."""
-        return " or ".join(f"{kind}:{self.what}" if self.what else kind for kind in self.expected)
+        return due(self.expected, self.what)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"right": self.right}
+
+
+def due(kinds: Sequence[str], what: str) -> str:
+    """HANG:blocked, PASS or SLOW, ..."""
+    return " or ".join(f"{kind}:{what}" if what else kind for kind in kinds)
 
 
 def line(row: Judged) -> str:

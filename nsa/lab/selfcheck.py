@@ -128,10 +128,13 @@ def plant(
 
 
 def track(evidence: Evidence, rank: int = 0, points: int = 200) -> tuple[tuple[float, float], ...]:
-    """(seconds, share of the steps that is done) of a rank, thinned evenly to so many points."""
-    steps, seen = int(evidence.spec.get("steps") or 0), evidence.of(rank)
-    seen = seen[:: -(-len(seen) // points) or 1]
-    return tuple((round(s.t, 2), round(fraction(s.p, steps), 4)) for s in seen)
+    """(seconds since its first step, share of its steps done), thinned evenly to so many points."""
+    steps = int(evidence.spec.get("steps") or 0)
+    seen = [sample for sample in evidence.of(rank) if sample.p.step >= 0]
+    kept = seen[:: -(-len(seen) // points) or 1]
+    if seen and kept[-1] is not seen[-1]:
+        kept.append(seen[-1])
+    return tuple((round(s.t - seen[0].t, 2), round(fraction(s.p, steps), 4)) for s in kept)
 
 
 def spec(fault: Fault) -> runner.Spec:

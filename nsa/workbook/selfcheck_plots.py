@@ -75,7 +75,7 @@ def time_to_verdict(rows: Sequence[Judged]):
 
 
 def progress(rows: Sequence[Judged], names: Sequence[str]):
-    """Progress as it was seen from outside: share of the steps done against seconds."""
+    """Progress as it was seen from outside: share of the steps done against seconds of them."""
     shown = [row for row in rows if row.name in names and row.round == 1 and len(row.track) > 1]
     if not shown:
         return _nothing("no progress was seen of those")
@@ -91,7 +91,7 @@ def progress(rows: Sequence[Judged], names: Sequence[str]):
         latest = max(row.track[-1][0] for row in shown)
         axes.set_xlim(0, 1.6 * latest)
         axes.set_ylim(-3, 106)
-        axes.set(xlabel="seconds since the start", ylabel="steps done, %")
+        axes.set(xlabel="seconds since the first step began", ylabel="steps done, %")
     return fig
 
 

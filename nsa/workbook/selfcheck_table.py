@@ -1,13 +1,37 @@
 """What a selfcheck planted and what it found, as tables."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pandas
 
-from nsa.lab.judged import Judged, matrix
+from nsa.lab.faults import Fault
+from nsa.lab.judged import Judged, due, matrix
 from nsa.lab.verdict import KINDS
+from nsa.workbook.files import plain, write_json
 
 MATRIX = ("fault", "planted", "found", "right", "seconds", "why")
+
+
+def planted(faults: Iterable[Fault]) -> pandas.DataFrame:
+    """What there is to plant: what it should be called, what it takes, and what is done."""
+    found = [
+        {
+            "fault": fault.name,
+            "control": "yes" if fault.control else "",
+            "should be called": due(fault.kinds, fault.what),
+            "ranks": fault.ranks,
+            "needs": fault.needs or "any machine",
+            "what is planted": fault.text,
+        }
+        for fault in faults
+    ]
+    return pandas.DataFrame(found).set_index("fault")
+
+
+def write_evidence(folder: str | Path, rows: Iterable[Judged]) -> None:
+    """Writes selfcheck.json into `folder`: a row a trial."""
+    write_json(Path(folder, "selfcheck.json"), plain([row.to_dict() for row in rows]))
 
 
 def matrix_of(rows: Sequence[Judged], *, controls: bool | None = None) -> pandas.DataFrame:

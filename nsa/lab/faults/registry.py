@@ -147,12 +147,12 @@ PLANTED: tuple[Fault, ...] = (
            needs="gpu"),
     _fault("kept on the device", "FAIL", "tensor-list", "devices:KeptOnDevice",
            "a list on the device that grows by 2 MiB a step", needs="gpu", **_GROWING),
-    _fault("skipped collective, NCCL", "HANG", "", "ranks:SkippedCollective",
+    _fault("skipped collective (NCCL)", "HANG", "", "ranks:SkippedCollective",
            "one rank leaves out a collective and waits for the others",
            settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
-    _fault("one rank killed, NCCL", ("CRASH",), "", "ranks:OneKilled", "SIGKILL of one rank",
+    _fault("one rank killed (NCCL)", ("CRASH",), "", "ranks:OneKilled", "SIGKILL of one rank",
            settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
-    _fault("one rank without data, NCCL", "HANG", "", "ranks:OneWithoutData",
+    _fault("one rank without data (NCCL)", "HANG", "", "ranks:OneWithoutData",
            "all ranks wait for one", settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
 )  # fmt: skip
 
@@ -161,7 +161,7 @@ CONTROLS: tuple[Fault, ...] = (
     _control("healthy NSA", "PASS", "small:TinyNSA", "nothing", steps=20),
     _control("slow loop at 100 % CPU", "SLOW", "pace:Slow",
              "one token at a time; its stacks are alike whenever one looks",
-             settings={"tokens": 192}, steps=1000, predicted_s=0.5, deadline_s=9.0, busy=True),
+             settings={"tokens": 96}, steps=60, predicted_s=0.5, deadline_s=9.0, busy=True),
     _control("one-off allocation", "PASS", "growth:OneAllocation",
              "192 MiB made late and kept", **_GROWING),
     _control("collected cycle", "PASS", "growth:CollectedCycle",
@@ -190,7 +190,7 @@ CONTROLS: tuple[Fault, ...] = (
              predicted_s=1.0, deadline_s=9.0, busy=True),
     _control("shared device", "INCONCLUSIVE", "devices:OnDevice",
              "another process has memory on the device", needs="gpu", beside=True, busy=True),
-    _control("two ranks, NCCL", "PASS", "ranks:Ranks", "nothing, on two GPUs",
+    _control("two ranks (NCCL)", "PASS", "ranks:Ranks", "nothing, on two GPUs",
              settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
 )  # fmt: skip
 
