@@ -90,14 +90,24 @@ def collectives_disagree(evidence: Evidence, seen: list[Rest]) -> Proof | None:
     group, by_rank = apart
     behind = min(by_rank, key=lambda rank: by_rank[rank][0])
     rest = next((rest for rest in seen if rest.rank == behind), None)
-    if rest is None or not (rest.idle or rest.waits() in ("collective", "device")):
+    if rest is None:
+        return None
+    waits = rest.waits()
+    if waits not in ("collective", "device") and not rest.idle:
+        return None
+    late = waits not in ("collective", "device", "lock")  # with its data, perhaps
+    if late and rest.seconds <= _patient(evidence, rest, PATIENCE):
         return None
     said = ", ".join(f"rank {r} at {op} number {n}" for r, (n, op) in sorted(by_rank.items()))
+    at = _innermost(rest)
     where = f" of group {group}" if group not in ("", "0") else ""
     return Proof(
         "collective",
         rest,
-        (f"the ranks' last collectives{where} differ: {said}", f"rank {behind} is behind, at rest"),
+        (
+            f"the ranks' last collectives{where} differ: {said}",
+            f"rank {behind} is behind, at rest" + (f" at {at}" if at else ""),
+        ),
     )
 
 
