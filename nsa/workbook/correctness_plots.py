@@ -10,6 +10,7 @@ from nsa.workbook import looks
 from nsa.workbook.correctness_table import difference
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
+LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS = {"cmp": "#E69F00", "slc": "#0072B2", "win": "#009E73"}
 
 
@@ -72,6 +73,8 @@ def importance_of(found: Definition, query: int, group: int = 0):
             word = "forced" if forced else "chosen" if j in chosen else "later" if j > own else ""
             right.annotate(word, (j, value if j <= own else 0.0), ha="center", va="bottom",
                            fontsize=7.5, color=colour)  # fmt: skip
+        for axes in (left, middle, right):
+            axes.xaxis.get_major_locator().set_params(integer=True)
         right.set(title=f"importance, and the choice of n = {config.select_count}",
                   xlabel="block j")  # fmt: skip
     return fig
@@ -97,7 +100,7 @@ def gallery(all_seen: Sequence[Seen]):
 
     mutants = [seen for seen in all_seen if seen.mutant != RIGHT]
     with looks.style():
-        fig, panels = _grid(len(mutants), 6, 1.95)
+        fig, panels = _grid(len(mutants), 6, 1.75, dpi=80)
         for axes, seen in zip(panels, mutants, strict=True):
             axes.set_xticks([])
             axes.set_yticks([])
@@ -134,15 +137,17 @@ def curves(rows: Sequence[dict]):
         return fig
     with looks.style():
         fig, panels = looks.panels(len(names), 2.6)
+        mutants = list(dict.fromkeys(row["mutant"] for row in shown if row["mutant"] != RIGHT))
         for axes, name in zip(panels, names, strict=True):
             for row in shown:
                 if (row["lesson"], row["backend"], row["tokens"]) != name:
                     continue
                 right = row["mutant"] == RIGHT
+                number = 0 if right else mutants.index(row["mutant"])
                 axes.plot(
                     [look["step"] for look in row["curve"]],
                     [look["loss"] for look in row["curve"]],
-                    color="black" if right else looks.look(row["mutant"])[0],
+                    color="black" if right else LINES[number % len(LINES)],
                     lw=2.6 if right else 1.4, ls="-" if right else "--", label=row["mutant"],
                     marker="o", ms=3.5,
                 )  # fmt: skip
@@ -152,13 +157,13 @@ def curves(rows: Sequence[dict]):
     return fig
 
 
-def _grid(count: int, columns: int, inches: float):
+def _grid(count: int, columns: int, inches: float, dpi: int = 100):
     import matplotlib.pyplot as plt
 
     columns = min(columns, count)
     rows = -(-count // columns)
     size = (inches * columns, (inches + 0.42) * rows)
-    fig, grid = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    fig, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, dpi=dpi)
     for spare in list(grid.flat)[count:]:
         spare.set_visible(False)
     return fig, list(grid.flat)[:count]

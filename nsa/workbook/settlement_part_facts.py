@@ -8,9 +8,9 @@ _fact = asking(ASKED)
 
 @_fact("first-key-only", "one-query",
        "one query with is_causal=True returns the first key's value; the gradients of queries and "
-       "keys are 0")  # fmt: skip
+       "keys are 0 but for rounding")  # fmt: skip
 def _first(found: Found) -> bool:
-    return found["from_first_value"] < 1e-6 and found["largest_gradient_of_q_and_k"] == 0.0
+    return found["from_first_value"] < 1e-6 and found["largest_gradient_of_q_and_k"] < 1e-5
 
 
 @_fact("first-key-is-not-attention", "one-query",

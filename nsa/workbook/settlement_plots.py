@@ -81,7 +81,7 @@ def cut(trials: Mapping[str, Ended]):
                       label=arm)  # fmt: skip
         for times, name in ((0.5, "half"), (1.0, "a deadline"), (2.0, "twice")):
             axes.axvline(at * times, color="#777777", lw=0.9, ls="--")
-            axes.annotate(name, (at * times, 0.6), fontsize=7.5, rotation=90, va="bottom",
+            axes.annotate(name, (at * times, 11.2), fontsize=7.5, rotation=90, va="top",
                           ha="right", color="#555555")  # fmt: skip
         axes.set(xlabel="seconds since the first of ten steps (log)", ylabel="step that has begun",
                  xscale="log", xlim=(at / 12, None))  # fmt: skip

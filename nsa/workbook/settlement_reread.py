@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cache
 from statistics import mean, stdev
 
 from nsa.lab import case_study
@@ -15,9 +16,10 @@ MIB = 2**20
 FAST_US, SLOW_US = BAND_US
 
 
-def reread() -> list[Fact]:
+@cache
+def reread() -> tuple[Fact, ...]:
     """Every fact of the tables."""
-    return [make() for make in _TABLES]
+    return tuple(make() for make in _TABLES)
 
 
 def _table(name: str, sentence: str, holds: bool, tables: str, seen: str = "") -> Fact:
@@ -246,6 +248,7 @@ def _twelve_layers() -> Fact:
     )  # fmt: skip
 
 
+@cache
 def _tensors(layers: int) -> int:
     import torch
 
