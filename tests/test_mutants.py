@@ -8,6 +8,8 @@ import pytest
 from nsa.lab.correctness_mutants import run_tests
 from nsa.lab.mutants import MUTANTS, Mutant, copy_of_the_project
 
+pytestmark = pytest.mark.timeout(900)  # the first test runs those of all mutants
+
 # The defects that the project promises to tell from attention.
 PROMISED = {
     "one-query-causal",
