@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nsa.lab.counters import FIRED, MODULES, PHASE, TOTAL
 from nsa.lab.evidence import PHASES
-from nsa.lab.progress import FIRED, MODULES, PHASE, TOTAL
 
 if TYPE_CHECKING:
     from nsa.lab.progress import Progress

@@ -17,17 +17,34 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from nsa.lab.evidence import PHASES, P
+from nsa.lab.counters import (
+    ASKED,
+    BEATS,
+    BEGAN_NS,
+    CELLS,
+    COLLECTIVES,
+    ENTERED,
+    EVENTS,
+    FIRED,
+    LAYOUT,
+    LISTENS,
+    MADE,
+    MAIN_THREAD,
+    MODULES,
+    NUMBER,
+    PHASE,
+    PID,
+    STEP,
+    TOTAL,
+    VERSION,
+    read,
+)  # fmt: skip
+from nsa.lab.evidence import PHASES
 from nsa.lab.main_thread import MainThread
 
-CELLS = 24
-(
-    VERSION, STEP, PHASE, MODULES, FIRED, TOTAL, EVENTS, COLLECTIVES,
-    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS, BEGAN_NS, MADE,
-) = range(16)  # fmt: skip
-LAYOUT = 1
+__all__ = ["Progress", "Unheard", "read"]
+
 EVERY_S = 0.1  # between two beats
-NUMBER = {name: number for number, name in enumerate(PHASES)}
 
 
 class Progress:
@@ -46,8 +63,9 @@ class Progress:
     step on a CPU (4 layers, 256 tokens, processor time).
     """
 
-    def __init__(self, file: str | os.PathLike, *, rank: int = 0) -> None:
-        self.file, self.rank = Path(file), rank
+    def __init__(self, file: str | os.PathLike, *, rank: int = 0, lasting: bool = False) -> None:
+        """lasting: `close` does nothing: a trainer must not end what its process counts with."""
+        self.file, self.rank, self.lasting = Path(file), rank, lasting
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file, "w+b") as opened:
             opened.truncate(8 * CELLS)
@@ -166,6 +184,8 @@ class Progress:
 
     def close(self) -> None:
         """Stops the threads and takes all hooks away; the file stays."""
+        if self.lasting:
+            return
         self._stop.set()
         for thread in self._threads:
             thread.join(1.0)
@@ -240,42 +260,15 @@ def _collectives() -> int:
     return distributed.group.WORLD._get_sequence_number_for_group()
 
 
-def read(file: str | os.PathLike) -> tuple[P, int]:
-    """(P, beats) out of a file that somebody may be writing; P() and 0 where there is none yet."""
-    cells = cells_of(file)
-    return (P(), 0) if cells is None else (coordinate(cells), cells[BEATS])
+class Unheard:
+    """A Progress that tells no step and no phase, for work that is none of the trial's steps."""
 
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
 
-def cells_of(file: str | os.PathLike) -> tuple[int, ...] | None:
-    """All counters; None where there are none, or of another layout."""
-    try:
-        content = Path(file).read_bytes()
-    except OSError:
-        return None
-    if len(content) != 8 * CELLS:
-        return None
-    cells = tuple(memoryview(content).cast("q"))
-    return cells if cells[VERSION] == LAYOUT else None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._progress, name)
 
+    def _nothing(self, *_: Any) -> None: ...
 
-def coordinate(cells: tuple[int, ...]) -> P:
-    """The counters as a progress coordinate."""
-    return P(
-        step=cells[STEP],
-        phase=PHASES[cells[PHASE]],
-        modules=cells[MODULES],
-        fired=cells[FIRED],
-        total=cells[TOTAL],
-        events=cells[EVENTS],
-        collectives=cells[COLLECTIVES],
-        phases=cells[ENTERED],
-        made=cells[MADE],
-    )
-
-
-def ask(file: str | os.PathLike) -> None:
-    """Asks the process for what only it can tell; answered by its thread, if that gets the GIL."""
-    with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 8 * CELLS) as mapped:
-        cells = memoryview(mapped).cast("q")
-        cells[ASKED] += 1
-        cells.release()
+    step = phase = on_phase = on_start = watch = close = _nothing

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab import preflight
-from nsa.lab.progress import Progress
+from nsa.lab.progress import Progress, Unheard
 from nsa.lab.rank_child import put
 from nsa.lab.subject import make, rank_and_ranks
 
@@ -21,7 +21,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     folder, spec = Path(given["folder"]), given["spec"]
     stacks = open(folder / f"stacks-{rank}.txt", "a")  # noqa: SIM115  as long as we live
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    progress = Progress(folder / f"progress-{rank}.bin", rank=rank)
+    progress = Progress(folder / f"progress-{rank}.bin", rank=rank, lasting=True)
     progress.listens()
     left: dict[str, Any] = {"losses": [], "oracles": {}, "witness": None, "peak_mib": None}
     losses: list[Any] = []
@@ -52,7 +52,8 @@ def _run(spec: dict[str, Any], progress: Progress, losses: list[Any], left: dict
 
         def remake(changes: dict[str, Any]) -> Any:
             _seed(spec["seed"])
-            return make(spec["subject"], {**spec["settings"], **changes}, progress)
+            settings = {**spec["settings"], **changes}
+            return make(spec["subject"], settings, Unheard(progress))
 
         left["oracles"] = seen.results(remake)
         if hasattr(subject, "oracles"):

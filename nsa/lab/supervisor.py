@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from nsa.lab import flights, looks, procfs, progress
+from nsa.lab import counters, flights, looks, procfs
 from nsa.lab.device_use import DeviceUse
 from nsa.lab.evidence import Evidence, Look, P, Sample
 
@@ -96,20 +96,20 @@ class Supervisor:
     def sample(self) -> None:
         """One sample of every rank that lives, and of one that has just begun to."""
         for rank, file in self._files.items():
-            cells, t = progress.cells_of(file), self.t
-            pid = cells[progress.PID] if cells else 0
+            cells, t = counters.cells_of(file), self.t
+            pid = cells[counters.PID] if cells else 0
             seen = procfs.process(pid) if pid else None
             self._live.pop(rank, None)
             if cells is None or seen is None:
                 continue
-            p = progress.coordinate(cells)
+            p = counters.coordinate(cells)
             self._live[rank] = pid
             self.pids[pid] = seen.started
             if rank not in self._moved or self._moved[rank][0] != p:
                 self._moved[rank] = (p, t)
                 self._look_at[rank] = self._bound(p)
             self._note_beginning(cells)
-            what = (cells[progress.BEATS], seen.cpu_s, seen.state, seen.wchan, seen.rss_mib)
+            what = (cells[counters.BEATS], seen.cpu_s, seen.state, seen.wchan, seen.rss_mib)
             use = self._use.percent if self._use is not None else None
             self.evidence.samples.append(Sample(t, rank, p, *what, use))
         if len(self.evidence.samples) > KEPT:
@@ -122,17 +122,17 @@ class Supervisor:
         """When all processes have ended: how far each had come, and what it still said."""
         self.collect()
         for rank, file in self._files.items():
-            cells = progress.cells_of(file)
+            cells = counters.cells_of(file)
             if cells is not None:
                 self._note_beginning(cells)
-                p, beats = progress.coordinate(cells), cells[progress.BEATS]
+                p, beats = counters.coordinate(cells), cells[counters.BEATS]
                 last = next((s for s in reversed(self.evidence.samples) if s.rank == rank), None)
                 if last is None or p != last.p:
                     cpu_s = last.cpu_s if last else 0.0
                     self.evidence.samples.append(Sample(self.t, rank, p, beats, cpu_s))
 
     def _note_beginning(self, cells: tuple[int, ...]) -> None:
-        began_ns = cells[progress.BEGAN_NS]
+        began_ns = cells[counters.BEGAN_NS]
         if began_ns and self.evidence.began_s is None:
             self.evidence.began_s = max(0.0, began_ns / 1e9 - self._start)
 
@@ -210,21 +210,21 @@ class Supervisor:
                 self.evidence.looks += [look for look in taken if look is not None]
 
     def _taken(self, tool: str, rank: int, pid: int) -> Look | None:
-        cells, t = progress.cells_of(self._files[rank]), self.t
+        cells, t = counters.cells_of(self._files[rank]), self.t
         if cells is None:
             return None
         threads, message = self._stacks(tool, rank, pid, cells)
-        after = progress.cells_of(self._files[rank]) or cells
-        return Look(t, rank, tool, threads, progress.coordinate(after), message)
+        after = counters.cells_of(self._files[rank]) or cells
+        return Look(t, rank, tool, threads, counters.coordinate(after), message)
 
     def _stacks(
         self, tool: str, rank: int, pid: int, cells: tuple[int, ...]
     ) -> tuple[looks.Threads, str]:
         if tool == "faulthandler":
-            if not cells[progress.LISTENS]:
+            if not cells[counters.LISTENS]:
                 return [], "the process does not listen to SIGUSR1 yet"
             file = self.folder / f"stacks-{rank}.txt"
-            return looks.faulthandler(pid, file, cells[progress.MAIN_THREAD])
+            return looks.faulthandler(pid, file, cells[counters.MAIN_THREAD])
         if tool == "proc":
             return looks.proc(pid)
         return looks.py_spy(pid, native=tool == "native")
@@ -243,7 +243,7 @@ class Supervisor:
             for name in (f"flight-{rank}.json", f"memory-{rank}.json"):
                 (self.folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError, ValueError):
-                progress.ask(self._files[rank])
+                counters.ask(self._files[rank])
                 asked.append(rank)
         return asked
 
