@@ -60,7 +60,9 @@ def importance_of(found: Definition, query: int, group: int = 0):
             below += line
         left.set(title=f"p_cmp of query {query} (Eq. 8)", xlabel="compressed key i")
         left.legend(fontsize=7.5)
-        image = middle.imshow(found.matrix.T, cmap="Greys", aspect="auto", interpolation="nearest")
+        image = middle.imshow(
+            found.matrix.T.numpy(), cmap="Greys", aspect="auto", interpolation="nearest"
+        )
         middle.grid(False)
         middle.set(title="strides shared, M (Eq. 9)", xlabel="compressed key i", ylabel="block j")
         fig.colorbar(image, ax=middle, ticks=range(int(found.matrix.max()) + 1))

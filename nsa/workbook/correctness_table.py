@@ -104,8 +104,13 @@ def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
     """One row a mutant and one of right attention a lesson: accuracy by question, loss, peek."""
     found = []
     for row in rows:
-        line = {"mutant": row["mutant"], "lesson": row.get("lesson", "-"), "T": row.get("tokens")}
+        line = {
+            "mutant": row["mutant"],
+            "lesson": row.get("lesson", "-"),
+            "T": row.get("tokens", "-"),
+        }
         line |= {"backend": row.get("backend", "-"), "steps": row.get("steps", "-")}
+        line |= {"accuracy": "-", "loss": "-", "peek": "-"}
         if row["outcome"] == "ok":
             wanted = row["expected"]
             line["accuracy"] = ", ".join(
@@ -117,7 +122,9 @@ def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
         else:
             line |= {"accuracy": row["message"], "as right attention": row["outcome"]}
         found.append(line)
-    return pandas.DataFrame(found).fillna("-").set_index("mutant")
+    columns = ["mutant", "lesson", "T", "backend", "steps", "accuracy", "loss", "peek"]
+    columns.append("as right attention")
+    return pandas.DataFrame(found, columns=columns).set_index("mutant")
 
 
 def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list[dict]:
