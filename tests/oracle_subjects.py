@@ -15,7 +15,8 @@ class Plain:
     def __init__(self, settings=None, progress=None):
         torch.manual_seed(0)
         self.settings = settings or {}
-        self.model = self.build()
+        self.device = self.settings.get("device", "cpu")
+        self.model = self.build().to(self.device)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=1e-2)
 
@@ -25,7 +26,7 @@ class Plain:
     def step(self, i):
         self.optimizer.zero_grad()
         x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(i))
-        loss = self.loss(i, x)
+        loss = self.loss(i, x.to(self.device))
         loss.backward()
         self.optimizer.step()
         self.after(i, loss)
@@ -121,7 +122,7 @@ class Keeps(Plain):
         self.all.append(self.kept(i, loss))
 
     def kept(self, i, loss):
-        return torch.full((2**16,), float(i))
+        return torch.full((2**16,), float(i), device=self.device)
 
 
 class KeepsLosses(Keeps):
@@ -232,7 +233,7 @@ class Tokens(Plain):
         return nn.ModuleDict({"first": Mixing(), "second": nn.Linear(SIZE, 1)})
 
     def loss(self, i, x):
-        x = torch.randn(self.settings["tokens"], SIZE)
+        x = torch.randn(self.settings["tokens"], SIZE, device=self.device)
         return self.model["second"](self.model["first"](x, self.settings["dense"])).mean()
 
 

@@ -191,6 +191,29 @@ def test_memory_that_grows_by_2_mib_a_step_is_a_leak():
     assert (result["ok"], result["what"]) == (False, "host-leak")
 
 
+@pytest.mark.gpu
+def test_on_a_device_a_quarter_of_a_mib_a_step_is_a_leak_and_nothing_is_none():
+    settings = {"device": "cuda"}
+    result = one(subjects.Keeps, "memory", steps=12, settings=settings)
+    assert (result["ok"], result["what"]) == (False, "device-leak")
+    assert one(subjects.Plain, "memory", steps=12, settings=settings)["ok"]
+
+
+@pytest.mark.gpu
+def test_on_a_device_a_quadratic_buffer_is_found_by_the_peak():
+    settings = {"tokens": 1024, "dense": True, "device": "cuda"}
+    result = one(subjects.Tokens, "quadratic", settings=settings, twice=True)
+    assert (result["ok"], result["what"]) == (False, "quadratic")
+    sound = one(subjects.Tokens, "quadratic", settings=settings | {"dense": False}, twice=True)
+    assert sound["ok"]
+
+
+@pytest.mark.gpu
+def test_on_a_device_a_sound_training_breaks_no_oracle():
+    found = asked(subjects.Plain, *CHEAP, steps=12, settings={"device": "cuda"})
+    assert not [name for name, result in found.items() if result["ok"] is False]
+
+
 def test_long_trainings_are_sampled_and_still_judged():
     result = one(subjects.GrowingGraph, "graph", steps=150)
     assert result["what"] == "graph-growth"

@@ -5,13 +5,13 @@ Each starts from the same seed, so that what differs is what was changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nsa.lab.checkpoint_switch import counted, switched_off
 from nsa.lab.oracle_steps import Result, Steps, any_layer, broken, device_of, ok, unknown
 from nsa.lab.slopes import exponent
 
@@ -29,11 +29,11 @@ def checkpointing(remake: Remake, settings: dict[str, Any]) -> Result:
 
     Whoever checkpoints: torch.utils.checkpoint itself is switched off, no setting is needed.
     """
-    with _counted_checkpoints() as calls:
+    with counted() as calls:
         on = first_gradients(remake({}))
     if not calls:
         return ok("nothing is checkpointed")
-    with _no_checkpoints() as could:
+    with switched_off() as could:
         if not could:
             return unknown("this torch's checkpointing cannot be switched off from outside")
         off = first_gradients(remake({}))
@@ -64,7 +64,8 @@ def quadratic(remake: Remake, settings: dict[str, Any], key: str = "tokens") -> 
     base = settings.get(key)
     if not isinstance(base, int) or base < 1:
         return unknown(f"settings[{key!r}] is {base!r}; a whole number can be doubled")
-    kept = [kept_bytes(remake({key: times * base})) for times in (1, 2, 4)]
+    # The first of all loads what every one uses, as a GPU's library its workspace.
+    kept = [kept_bytes(remake({key: times * base})) for times in (1, 1, 2, 4)][1:]
     totals = [sum(by_module.values()) for by_module in kept]
     if not totals[0]:
         return unknown("no tensor was kept for a backward")
@@ -211,61 +212,6 @@ def _apart(mine: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, st
         if error > worst:
             worst, where = error, name
     return worst, where
-
-
-@contextmanager
-def _counted_checkpoints() -> Iterator[list[int]]:
-    calls: list[int] = []
-    with _replaced(
-        lambda plain: lambda *a, **k: (calls.append(1), plain(*a, **k))[1],
-        lambda plain: _Counting(plain, calls),
-    ):
-        yield calls
-
-
-@contextmanager
-def _no_checkpoints() -> Iterator[bool]:
-    def straight(*args: Any, **options: Any) -> Iterator[None]:
-        yield  # the caller runs the function between this and the end
-
-    with _replaced(lambda plain: straight, lambda plain: _Straight) as could:
-        yield could
-
-
-class _Straight:
-    """In place of the function that a reentrant checkpoint applies."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-class _Counting:
-    def __init__(self, plain: Any, calls: list[int]) -> None:
-        self._plain, self._calls = plain, calls
-
-    def apply(self, *args: Any) -> Any:
-        self._calls.append(1)
-        return self._plain.apply(*args)
-
-
-@contextmanager
-def _replaced(generator: Callable[[Any], Any], function: Callable[[Any], Any]) -> Iterator[bool]:
-    """torch.utils.checkpoint's two ways, which it looks up by name in each call."""
-    from torch.utils import checkpoint
-
-    made = {"_checkpoint_without_reentrant_generator": generator, "CheckpointFunction": function}
-    plain = {name: getattr(checkpoint, name, None) for name in made}
-    if None in plain.values():
-        yield False
-        return
-    try:
-        for name, make in made.items():
-            setattr(checkpoint, name, make(plain[name]))
-        yield True
-    finally:
-        for name, before in plain.items():
-            setattr(checkpoint, name, before)
 
 
 def _close(subject: Any) -> None:
