@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("pandas")
 
-from nsa.lab.evidence import End, Evidence, P, Sample
+from nsa.lab.evidence import End, Evidence, Look, P, Sample
 from nsa.lab.exhibits import investigation, step5
 from nsa.lab.exhibits.console import PrintSchedule
 from nsa.lab.exhibits.investigation import OBSERVERS, PRINTS, Results
@@ -247,6 +247,16 @@ def test_the_console_says_5_while_the_run_goes_on():
     trial = made("1x", 8.3)
     assert (trial.said, trial.reached, trial.old_verdict) == (5, 9, "HANG at step 5")
     assert trial.verdict.kind == "SLOW"
+
+
+def test_a_trials_page_names_no_place_of_the_machine():
+    trial = made("1x", 8.3)
+    frames = ["/some/where/torch/nn/linear.py:134 forward", "/some/where/model.py:29 forward"]
+    look = Look(4.0, 0, "py-spy", [{"name": "MainThread", "main": True, "frames": frames}])
+    trial.evidence.looks.append(look)
+    page = step5_table.page(trial)
+    assert "nn/linear.py:134 forward" in page and "/some" not in page
+    assert trial.id in page
 
 
 def test_a_deadline_that_ends_before_step_5_asks_another_question():

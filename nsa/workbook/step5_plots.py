@@ -120,6 +120,7 @@ def microseconds(results: Results):
             axes.plot(row["operations"], row["seconds"], "*", color=GREEN, ms=12, mec="black",
                       mew=0.5, label="the exhibit, here")  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="operations of a step", ylabel="s a step")
+        axes.grid(False, which="minor")
         each.axvspan(10, 14, color=GREY, alpha=0.3, lw=0)
         levels = range(len(TIMINGS))
         colours = [BLUE if t.gpu == "A100" else ORANGE for t in TIMINGS]

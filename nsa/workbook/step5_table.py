@@ -1,10 +1,12 @@
 """The tables of the step-5 question."""
 
 import math
+import re
+from dataclasses import replace
 
 import pandas
 
-from nsa.lab import findings
+from nsa.lab import explain, findings
 from nsa.lab.case_study import MEMORY_MIB
 from nsa.lab.exhibits.design import production
 from nsa.lab.exhibits.investigation import Results
@@ -103,6 +105,19 @@ def recorded(results: Results) -> pandas.DataFrame:
     table = pandas.DataFrame(results.memory, columns=columns)
     table["error"] = table["peak_mib"] / table["predicted_mib"] - 1
     return table.set_index(["layers", "tokens"])
+
+
+def page(trial: Trial) -> str:
+    """The trial's page as `nsa explain` prints it, files of its stacks by their last two names."""
+    looks = [replace(look, threads=[_short(t) for t in look.threads]) for look in
+             trial.evidence.looks]  # fmt: skip
+    return explain.page(replace(trial.evidence, looks=looks), trial.verdict, name=trial.id)
+
+
+def _short(thread: dict) -> dict:
+    """A stack that tells nothing of the machine."""
+    frames = [re.sub(r"^\S*?([^/\s]+/[^/\s]+:\d+)", r"\1", f) for f in thread.get("frames", ())]
+    return {**thread, "frames": frames}
 
 
 def console_beside_progress(trial: Trial) -> pandas.DataFrame:

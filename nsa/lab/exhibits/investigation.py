@@ -9,7 +9,8 @@ from nsa.lab import trial
 from nsa.lab.exhibits.step5 import Lab, Trial
 from nsa.lab.findings import Found
 
-MEASURE = "nsa.lab.exhibits.measure"
+SEVERAL = "nsa.lab.exhibits.measure:several"
+STATE = "nsa.lab.exhibits.state:difference"
 PRINTS = {"no debug lines": (0, 20), "2 and every 3rd": (2, 3), "every step": (5, 1)}
 OBSERVERS = {
     "aux stats": {"aux_stats": True},
@@ -78,21 +79,23 @@ def investigate(
     fast = {"changes": {"path": "masked", "defects": []}}
     counted = [settings, settings | fast, settings | {"tokens": 2 * setup.tokens} | fast]
 
-    def measured(entry: str, spec: dict[str, Any]) -> dict[str, Any] | None:
-        place = None if folder is None else Path(folder) / f"{entry.rpartition(':')[2]}-{id(spec)}"
+    def measured(name: str, entry: str, spec: dict[str, Any]) -> dict[str, Any] | None:
+        place = None if folder is None else Path(folder) / name
         outcome = trial.run_child(entry, spec, deadline_s=deadline_s, folder=place)
         if outcome.status != "ok":
-            failed.append(f"{entry} {spec}: {outcome.status}, {outcome.message}")
+            failed.append(f"{name}: {outcome.status}, {outcome.message}")
         return outcome.result
+
+    def rows(name: str, each: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = measured(name, SEVERAL, {"measure": name, "settings": each}) if each else None
+        return found["rows"] if found else []
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         found = pool.submit(small.bisect, bisect_steps)
         ran: dict[str, Future] = {n: pool.submit(lab.run, **c) for n, c in named.items()}
-        state = pool.submit(
-            measured, "nsa.lab.exhibits.state:difference", {"settings": settings, "after": 4}
-        )
-        operations = [pool.submit(measured, f"{MEASURE}:operations", c) for c in counted]
-        held = [pool.submit(measured, f"{MEASURE}:memory", c) for c in memory]
+        state = pool.submit(measured, "state", STATE, {"settings": settings, "after": 4})
+        operations = pool.submit(rows, "operations", counted)
+        held = pool.submit(rows, "memory", memory)
     if small is not lab:
         lab.trials += small.trials
     return Results(
@@ -100,7 +103,7 @@ def investigate(
         {name: future.result() for name, future in ran.items()},
         found.result(),
         state.result(),
-        [row for row in (f.result() for f in operations) if row],
-        [row for row in (f.result() for f in held) if row],
+        operations.result(),
+        held.result(),
         failed,
     )

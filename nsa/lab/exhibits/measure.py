@@ -14,6 +14,12 @@ from nsa.lab.operations import count, count_kernels
 from nsa.lab.recorders import MIB, recorder_for
 
 
+def several(spec: dict[str, Any]) -> dict[str, Any]:
+    """{"rows"} of one of the others, `measure`, for each of `settings`, in one process."""
+    measure = {"memory": memory, "operations": operations}[spec["measure"]]
+    return {"rows": [measure(one) for one in spec["settings"]]}
+
+
 def memory(spec: dict[str, Any]) -> dict[str, Any]:
     """Peak of one forward and backward without an optimizer, MiB, beside what shapes predict.
 
