@@ -252,7 +252,7 @@ class Slow(torch.autograd.Function):
 
 def test_the_end_of_a_backward_is_known_within_a_quarter_from_its_half_on(counters):
     y = torch.ones(1, requires_grad=True)
-    for _ in range(400):
+    for _ in range(250):
         y = Slow.apply(y)
     # In processor time: a machine that is busy with other things now and then tells no lies.
     samples, over, begun = [], threading.Event(), time.process_time()

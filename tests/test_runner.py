@@ -253,6 +253,13 @@ def test_a_foreign_process_on_the_gpu_is_a_reason_to_trust_nothing(monkeypatch):
     assert preflight.reasons(False) == []
 
 
+def test_memory_that_nobody_is_seen_to_hold_is_one_as_well(monkeypatch):
+    rows = {"--query-gpu=memory.used": [["4"], ["9000"]]}
+    monkeypatch.setattr(preflight, "_smi", lambda query: rows.get(query, []))
+    said = ["9000 MiB of GPU 1 are in use by a process that cannot be seen"]
+    assert preflight.reasons(True) == said and preflight.reasons(False) == []
+
+
 def test_who_could_not_be_ended_speaks_against_the_next_trial():
     sleeper = subprocess.Popen(["sleep", "60"])
     started = preflight.procfs.process(sleeper.pid).started

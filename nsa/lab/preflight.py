@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from nsa.lab import procfs
 PACKAGE = Path(__file__).resolve().parents[1]
 NOT_RUN = ("workbook", "commands", "cli.py", "__main__.py")  # no trial imports them
 FREE_MIB = 256  # what a device may keep, beyond what it had
+UNSEEN_MIB = 1024  # an idle driver holds some hundreds at most
 DISTRIBUTIONS = ("torch", "triton", "flash-attn", "numpy")
 _TOLD = (
     "import importlib.metadata as m, json, platform\n"
@@ -97,6 +99,7 @@ def reasons(uses_gpu: bool) -> list[str]:
     found = []
     if uses_gpu:
         found += [f"the GPU is also used by process {pid} ({mib} MiB)" for pid, mib in foreign()]
+        found += _unexplained() if not found else []
     for pid, started in list(_left.items()):
         seen = procfs.process(pid)
         if seen is None or seen.started != started or seen.state in "ZX":
@@ -104,6 +107,18 @@ def reasons(uses_gpu: bool) -> list[str]:
         else:
             found.append(f"process {pid} of an earlier trial still runs")
     return found
+
+
+def _unexplained() -> list[str]:
+    """A container is not told who uses its GPUs, but how much of them is."""
+    torch = sys.modules.get("torch")
+    if (torch is not None and torch.cuda.is_initialized()) or _smi("--query-compute-apps=pid"):
+        return []
+    return [
+        f"{mib} MiB of GPU {index} are in use by a process that cannot be seen"
+        for index, mib in enumerate(used_mib())
+        if mib > UNSEEN_MIB
+    ]
 
 
 _left: dict[int, int] = {}  # pid: when it started; of trials that have ended
