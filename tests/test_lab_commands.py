@@ -140,10 +140,20 @@ def test_a_place_that_cannot_hold_trials_is_one_line_and_exits_with_2(place, cap
 
 
 def test_words_of_the_command_line_become_values():
-    words = ["a=1", "b=1.5", "c=true", "d=none", "e=0:2", "f=[1, 2]", "g={'phi': 'mlp'}", "h=x=y"]
+    words = [
+        "a=1",
+        "b=1.5",
+        "c=true",
+        "d=none",
+        "e=0:2",
+        "f=[1, 2]",
+        "g={'phi': 'mlp'}",
+        "h=x=y",
+        "env.FLAG=1",
+    ]
     assert settings_from(words) == {
         "a": 1, "b": 1.5, "c": True, "d": None, "e": "0:2", "f": [1, 2], "g": {"phi": "mlp"},
-        "h": "x=y",
+        "h": "x=y", "env.FLAG": "1",
     }  # fmt: skip
 
 

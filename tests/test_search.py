@@ -203,6 +203,12 @@ def test_a_default_that_takes_part_is_found_too():
     assert found.cause == {"f2": True, "f7": False}
 
 
+def test_values_that_python_calls_equal_are_told_apart():
+    factors = {"a": [1, True, 1.0], "b": [False, True]}
+    found = Bisection(factors, planted(lambda cell: cell["a"] is True, has("b"))).find()
+    assert found.cause["a"] is True and found.cause["b"] is True
+
+
 def test_a_fault_of_the_defaults_is_found():
     found = Bisection(SWITCHES, planted(has("f3", False))).find()
     assert found.cause == {"f3": False} and found.instead == {"f3": True}

@@ -68,7 +68,8 @@ def settings_from(texts: list[str]) -> dict[str, Any]:
             raise ValueError(f"{text!r} is not of the form key=value, as layers=2")
         if name.strip() in found:
             raise ValueError(f"{name.strip()} is given twice")
-        found[name.strip()] = value_of(value.strip())
+        variable = name.strip().startswith("env.")  # whose values are text, as 1 is
+        found[name.strip()] = value if variable else value_of(value.strip())
     return found
 
 

@@ -109,7 +109,7 @@ class Bisection:
         passed = self._nearest(shows)
         cause: set[str] = set()
         while passed is not None:
-            differ = [name for name in self.factors if shows[name] != passed[name]]
+            differ = self._differ(shows, passed)
             near = dict(passed)  # the loop's own, for the function below
 
             def test(part: list[str], near=near, shows=shows) -> Answer:
@@ -128,9 +128,8 @@ class Bisection:
             if answer:
                 shows = alone
             contrary = [
-                cell for cell in self._cells(False)
-                if all(cell[name] == value for name, value in self.found.cause.items())
-            ]  # fmt: skip
+                cell for cell in self._cells(False) if not cause & set(self._differ(cell, alone))
+            ]
             passed = min(contrary, key=lambda c: self._distance(c, shows), default=None)
         if self._known_answer(self.base) is False:
             self._prune()
@@ -138,7 +137,7 @@ class Bisection:
     def _prune(self) -> None:
         """Each was needed beside some other cell: is it beside the defaults?"""
         cause = self.found.cause or {}
-        changed = [name for name, value in cause.items() if value != self.base[name]]
+        changed = self._differ(self.base | cause, self.base)
 
         def alone(part: list[str]) -> Answer:
             cell = self.base | {name: cause[name] for name in part}
@@ -247,13 +246,18 @@ class Bisection:
     def _farthest(self) -> Cell:
         cell = dict(self.base)
         for name, values in self.factors.items():
-            end = values[-1] if values[-1] != self.base[name] else values[0]
+            last = position(values, self.base[name]) == len(values) - 1
+            end = values[0] if last else values[-1]
             if self._legal(cell | {name: end}):
                 cell[name] = end
         return cell
 
     def _distance(self, one: Cell, other: Cell) -> int:
-        return sum(one[name] != other[name] for name in self.factors)
+        return len(self._differ(one, other))
+
+    def _differ(self, one: Cell, other: Cell) -> list[str]:
+        keys = zip(self.factors, self._key(one), self._key(other), strict=True)
+        return [name for name, index, another in keys if index != another]
 
     def _key(self, cell: Cell) -> tuple[int, ...]:
         return tuple(position(values, cell[name]) for name, values in self.factors.items())
@@ -264,7 +268,7 @@ class Bisection:
 
     def _words(self, cell: Cell, names: Sequence[str] | None = None) -> str:
         if names is None:
-            names = [name for name in self.factors if cell[name] != self.base[name]]
+            names = self._differ(cell, self.base)
             if not names:
                 return "(the defaults)"
         return ", ".join(f"{name}={word(cell[name])}" for name in names)

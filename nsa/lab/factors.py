@@ -118,7 +118,7 @@ def switch(value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    return "" if isinstance(value, str) else "must be text"
+    return "" if isinstance(value, str) else "must be text; put it in quotes"
 
 
 def positive(value: Any) -> str:
