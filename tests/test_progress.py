@@ -280,11 +280,11 @@ def test_counting_costs_less_than_a_tenth_of_a_step_on_a_cpu(tmp_path):
     assert ratio < 1.10, f"{ratio:.3f} of a plain step"
 
 
-def cost(folder, rounds=40):
+def cost(folder, rounds=12):
     """Median of pairs in one run, one after the other, so that a busy machine slows both."""
     torch.set_num_threads(1)
     model = LanguageModel(preset("cpu_test", layers=4, dim=128))
-    trainer = Trainer(model, synthetic(3, 256), TrainConfig(batch=4, tokens=256))
+    trainer = Trainer(model, synthetic(3, 256), TrainConfig(batch=2, tokens=256))
     ratios = []
     for i in range(rounds):
         seconds = []

@@ -203,6 +203,19 @@ class Evidence:
         return cls(**values)
 
 
+def thinned(samples: list[Sample]) -> list[Sample]:
+    """Half of them: of every rank every other one, and each where its P or state changed."""
+    kept, before, odd = [], {}, {}
+    for sample in samples:
+        last = before.get(sample.rank)
+        changed = last is None or (last.p, last.state) != (sample.p, sample.state)
+        odd[sample.rank] = not odd.get(sample.rank, False)
+        if odd[sample.rank] or (changed and len(kept) < len(samples) * 3 // 4):
+            kept.append(sample)
+        before[sample.rank] = sample
+    return kept
+
+
 def _made(cls: type, found: dict[str, Any]) -> Any:
     known = {f.name for f in dataclasses.fields(cls)}
     values = {name: value for name, value in found.items() if name in known}

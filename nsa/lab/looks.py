@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,13 +13,35 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nsa.lab import procfs
+from nsa.lab import counters, procfs
+from nsa.lab.evidence import Look
 
 PY_SPY_S = 8.0
 SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
 _THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 Threads = list[dict[str, Any]]
+
+
+def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None:
+    """One look by one of evidence.TOOLS at a rank that counts its progress in `counted`.
+
+    None where it counts nothing yet. faulthandler's file is stacks-K.txt beside it.
+    """
+    cells = counters.cells_of(counted)
+    if cells is None:
+        return None
+    if tool == "proc":
+        threads, message = proc(pid)
+    elif tool != "faulthandler":
+        threads, message = py_spy(pid, native=tool == "native")
+    elif cells[counters.LISTENS]:
+        stacks = counted.with_name(f"stacks-{rank}.txt")
+        threads, message = faulthandler(pid, stacks, cells[counters.MAIN_THREAD])
+    else:
+        threads, message = [], "the process does not listen to SIGUSR1 yet"
+    after = counters.cells_of(counted) or cells
+    return Look(t, rank, tool, threads, counters.coordinate(after), message)
 
 
 def py_spy(pid: int, *, native: bool = False) -> tuple[Threads, str]:
@@ -109,12 +130,3 @@ def proc(pid: int) -> tuple[Threads, str]:
     """(threads, "") as the kernel has them: state, wchan and cpu_s of each."""
     found = procfs.threads(pid)
     return found, "" if found else "the process has ended, or there is no /proc"
-
-
-def source_line(frame: str) -> str:
-    """The line of code of a frame "file:line function"; "" where it cannot be read."""
-    place, _, _ = frame.rpartition(" ")
-    file, _, line = place.rpartition(":")
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1].strip()
-    return ""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nsa.lab import counters, flights, looks, procfs
 from nsa.lab.device_use import DeviceUse
-from nsa.lab.evidence import Evidence, Look, P, Sample
+from nsa.lab.evidence import Evidence, P, Sample, thinned
 
 EVERY_S = 0.25
 LOOKS, APART_S = 3, 0.5
@@ -204,30 +204,11 @@ class Supervisor:
         """By each tool at every rank that lives, at all of them at once, P beside it."""
         for tool in tools:
             with ThreadPoolExecutor(max(1, len(self._live))) as pool:
-                taken = pool.map(
-                    lambda item, tool=tool: self._taken(tool, *item), self._live.items()
-                )
-                self.evidence.looks += [look for look in taken if look is not None]
-
-    def _taken(self, tool: str, rank: int, pid: int) -> Look | None:
-        cells, t = counters.cells_of(self._files[rank]), self.t
-        if cells is None:
-            return None
-        threads, message = self._stacks(tool, rank, pid, cells)
-        after = counters.cells_of(self._files[rank]) or cells
-        return Look(t, rank, tool, threads, counters.coordinate(after), message)
-
-    def _stacks(
-        self, tool: str, rank: int, pid: int, cells: tuple[int, ...]
-    ) -> tuple[looks.Threads, str]:
-        if tool == "faulthandler":
-            if not cells[counters.LISTENS]:
-                return [], "the process does not listen to SIGUSR1 yet"
-            file = self.folder / f"stacks-{rank}.txt"
-            return looks.faulthandler(pid, file, cells[counters.MAIN_THREAD])
-        if tool == "proc":
-            return looks.proc(pid)
-        return looks.py_spy(pid, native=tool == "native")
+                taken = [
+                    pool.submit(looks.look, tool, rank, pid, self._files[rank], self.t)
+                    for rank, pid in self._live.items()
+                ]
+            self.evidence.looks += [found for each in taken if (found := each.result())]
 
     def _ask(self) -> list[int]:
         """Asks for Flight Recorders and the device's memory, where there are any and it can answer.
@@ -268,16 +249,3 @@ class Supervisor:
                 self.evidence.flights[rank] = found
             if held := flights.memory(self.folder, rank):
                 self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
-
-
-def thinned(samples: list[Sample]) -> list[Sample]:
-    """Half of them: of every rank every other one, and each where its P or state changed."""
-    kept, before, odd = [], {}, {}
-    for sample in samples:
-        last = before.get(sample.rank)
-        changed = last is None or (last.p, last.state) != (sample.p, sample.state)
-        odd[sample.rank] = not odd.get(sample.rank, False)
-        if odd[sample.rank] or (changed and len(kept) < len(samples) * 3 // 4):
-            kept.append(sample)
-        before[sample.rank] = sample
-    return kept
