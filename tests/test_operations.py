@@ -49,9 +49,9 @@ def test_the_loop_dispatches_by_the_token_and_masks_do_not():
         changes = {"path": path, "defects": ()}
         return measure.operations({"changes": changes, "tokens": tokens})["operations"]
 
-    assert counted("loop", 48) > 1.8 * counted("loop", 24)
-    assert counted("masked", 48) == counted("masked", 24)
-    assert counted("loop", 48) > 15 * counted("masked", 48)
+    assert counted("loop", 32) > 1.8 * counted("loop", 16)
+    assert counted("masked", 32) == counted("masked", 16)
+    assert counted("loop", 32) > 10 * counted("masked", 32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
