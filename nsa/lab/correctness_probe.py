@@ -112,11 +112,11 @@ def gate_gradient(backend: str, seed: int):
 
 
 def query_gradient(backend: str, seed: int):
-    """[T, D]: the gradient of the queries under all branches, of the first half of the tokens."""
+    """[T, D]: the gradient of the queries under all branches, of the first quarter of the tokens."""
     import torch
 
     x = drawn(backend, seed, DIM)
-    x = {n: t[:, : TOKENS // 2].clone().requires_grad_() for n, t in x.items()}
+    x = {n: t[:, : TOKENS // 4].clone().requires_grad_() for n, t in x.items()}
     o = output(backend, x)
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(seed + 1)).to(o.dtype)
     return torch.autograd.grad(o, x["q"], do)[0][0, :, HEAD]
