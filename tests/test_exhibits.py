@@ -177,6 +177,12 @@ def test_fp16_adamw_makes_nan_of_a_gradient_that_is_zero():
     assert weight[0].isnan() and not weight[1].isfinite() and weight[2].isfinite()
 
 
+def test_training_in_fp16_is_nan_from_step_2():
+    changes = {"path": "masked", "defects": ["fp16_adamw"]}
+    trained = make({"tokens": 16, "changes": changes}, None)
+    assert [bool(trained.step(i).isnan()) for i in range(2)] == [False, True]
+
+
 @pytest.mark.parametrize("schedule", [CASE_STUDY, PrintSchedule(0, 20), PrintSchedule(2, 3)])
 def test_the_last_line_is_the_schedules_and_not_the_steps(schedule, capsys):
     settings = {**DEFAULTS, "tokens": 8, "first": schedule.first, "every": schedule.every}
