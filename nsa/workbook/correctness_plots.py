@@ -10,6 +10,7 @@ from nsa.workbook import looks
 from nsa.workbook.correctness_table import difference
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
+SMALL = 75  # dots an inch
 LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS = {"cmp": "#E69F00", "slc": "#0072B2", "win": "#009E73"}
 
@@ -89,6 +90,7 @@ def gates_of(found: Definition, head: int = 0):
         for index, (branch, name) in enumerate(BRANCHES.items()):
             axes.plot(found.gates[:, head, index], color=COLOURS[branch], label=name)
         axes.set(title=f"gates of head {head} (Eq. 5)", xlabel="token", ylim=(0, 1))
+        fig.set_dpi(SMALL)  # lines over a grid weigh most in a notebook
         looks.legend(fig, [axes])
     return fig
 
@@ -155,6 +157,7 @@ def curves(rows: Sequence[dict]):
                 )  # fmt: skip
             axes.set(title=f"{name[0]}, {name[1]}, T = {name[2]}", xlabel="step",
                      ylabel="loss (nats)", yscale="log")  # fmt: skip
+        fig.set_dpi(SMALL)
         looks.legend(fig, panels)
     return fig
 
