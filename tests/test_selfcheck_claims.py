@@ -71,6 +71,12 @@ def test_the_fault_matrix_has_a_row_a_fault_and_counts_rounds():
     assert table.loc["device OOM", "why"] == "needs 1 GPU(s), here are 0"
 
 
+def test_reasons_have_short_paths():
+    because = ("at /usr/lib/python3.11/re/__init__.py:166 match", "at subject.py:12 step, 3 / 4")
+    table = selfcheck_table.matrix_of([row(because=because)])
+    assert table.loc["a lock", "why"] == "at re/__init__.py:166 match; at subject.py:12 step, 3 / 4"
+
+
 def test_the_confusion_matrix_counts_kinds():
     table = selfcheck_table.confusion([row(), row(found="SLOW"), control()])
     assert table.loc["HANG"].to_dict() == {"PASS": 0, "SLOW": 1, "HANG": 1}

@@ -1,5 +1,6 @@
 """What a selfcheck planted and what it found, as tables."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from nsa.lab.judged import Judged, due, matrix
 from nsa.lab.verdict import KINDS
 from nsa.workbook.files import plain, write_json
 
+_PATH = re.compile(r"(?:/[\w.+-]+)*/([\w.+-]+/[\w.+-]+\.py)\b")
 MATRIX = ("fault", "planted", "found", "right", "seconds", "why")
 
 
@@ -56,7 +58,7 @@ def matrix_of(rows: Sequence[Judged], *, controls: bool | None = None) -> pandas
                 "found": shown or "not run",
                 "right": f"{sum(row.right for row in run)} of {len(run)}" if run else "",
                 "seconds": max((row.seconds for row in run), default=float("nan")),
-                "why": first.skipped if not run else "; ".join(said.because),
+                "why": first.skipped if not run else _short("; ".join(said.because)),
             }
         )
     return pandas.DataFrame(found, columns=list(MATRIX)).set_index("fault").round({"seconds": 1})
@@ -123,6 +125,11 @@ def to_metrics(rows: Iterable[Judged]) -> list[dict]:
         }
         for row in rows
     ]
+
+
+def _short(text: str) -> str:
+    """With the last two parts of each file's path: re/__init__.py."""
+    return _PATH.sub(r"\1", text)
 
 
 def _by_name(rows: Iterable[Judged], controls: bool | None) -> dict[str, list[Judged]]:
