@@ -65,7 +65,7 @@ class Supervisor:
         return time.monotonic() - self._start
 
     def __call__(self, pid: int) -> str:
-        """ "" to go on, else why the trial is to be ended."""
+        """An empty string to go on, else why the trial is to be ended."""
         if self.stop is not None and self.stop.is_set():
             return self._end("caller", "its caller asked for it")
         if self.t < self._next:
@@ -73,7 +73,7 @@ class Supervisor:
         self._next = self.t + EVERY_S
         self.sample()
         evidence, late = self.evidence, self._late()
-        if self._at_rest():
+        if self._at_rest() or (late and self._at_rest(looked=True)):
             self._look_closely()
             if self._at_rest(looked=True):
                 proven = self.proven(self._so_far())
@@ -103,7 +103,8 @@ class Supervisor:
             if cells is None or seen is None:
                 continue
             p = counters.coordinate(cells)
-            self._live[rank] = pid
+            if seen.state not in "ZX":
+                self._live[rank] = pid
             self.pids[pid] = seen.started
             if rank not in self._moved or self._moved[rank][0] != p:
                 self._moved[rank] = (p, t)
