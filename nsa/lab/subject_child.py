@@ -41,7 +41,7 @@ def _run(spec: dict[str, Any], progress: Progress, losses: list[Any], left: dict
     progress.attach()
     subject = make(spec["subject"], spec["settings"], progress)
     left["source"] = preflight.source_hash(spec["subject"])
-    with _watching(spec["oracles"], subject) as seen, _witnessed(subject, left):
+    with _watching(spec, subject) as seen, _witnessed(subject, left):
         for i in range(spec["steps"]):
             progress.step(i)
             seen.begin(i)
@@ -78,13 +78,13 @@ def _witnessed(subject: Any, left: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _watching(names: list[str], subject: Any) -> Any:
-    if not names:
+def _watching(spec: dict[str, Any], subject: Any) -> Any:
+    if not spec["oracles"]:
         yield _Nobody()
         return
     from nsa.lab import oracles
 
-    with oracles.watch(names, getattr(subject, "model", None)) as seen:
+    with oracles.watch(spec["oracles"], subject, spec["settings"]) as seen:
         yield seen
 
 
