@@ -188,7 +188,7 @@ def _resting(evidence: Evidence) -> Verdict:
         numbers = pace(again)
         return Verdict("SLOW", "", "came further when it was given longer",
                        because + _late(again, numbers), numbers=numbers)  # fmt: skip
-    if second_p != first_p or second.what != "unproven":
+    if second_p.key() != first_p.key() or second.what != "unproven":
         because.append(f"the rerun at twice the deadline ended elsewhere: {second_p}")
         return Verdict("INCONCLUSIVE", "unproven", "two runs, two places", because, rest.place())
     because.append("the rerun at twice the deadline ended at the same P")
