@@ -1,4 +1,4 @@
-"""A training of somebody who has never heard of this package: a module, and a function of a step."""
+"""A training by somebody who never heard of this package: a module, and a function of a step."""
 
 import torch
 from torch import nn

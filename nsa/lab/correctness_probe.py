@@ -112,7 +112,7 @@ def gate_gradient(backend: str, seed: int):
 
 
 def query_gradient(backend: str, seed: int):
-    """[T, D]: the gradient of the queries under all branches, of the first quarter of the tokens."""
+    """[T, D]: the queries' gradient under all branches, from the first quarter of the tokens."""
     import torch
 
     x = drawn(backend, seed, DIM)

@@ -38,7 +38,8 @@ def run_ranks(
     running at the deadline) or "ended" (taken down because another rank had failed); result, for
     "ok" only; message; evidence, the traceback's tail, the stacks at the deadline or the tail of
     stderr; place, where it last said to stand; first, whether it was the first to fail; raised,
-    whether the message is its exception's; seconds, of the launch. `folder` keeps what each rank wrote and printed. All processes are gone at the end.
+    whether the message is its exception's; seconds, of the launch. `folder` keeps what each rank
+    wrote and printed. All processes are gone at the end.
 
     `watch` and `python` are those of `trial.run_child`.
 
