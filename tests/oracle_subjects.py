@@ -208,12 +208,15 @@ class Recomputed(Plain):
 class Random(Recomputed):
     """Differs from itself, so that no difference tells anything."""
 
-    def _hidden(self, x):
-        return self.model["first"](x) * torch.rand((), generator=torch.default_generator)
+    made = 0
 
     def __init__(self, settings=None, progress=None):
         super().__init__(settings)
-        torch.seed()
+        Random.made += 1
+        self.factor = float(Random.made)
+
+    def _hidden(self, x):
+        return self.model["first"](x) * self.factor
 
 
 class Ways(Plain):

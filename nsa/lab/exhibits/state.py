@@ -82,7 +82,8 @@ def state(loop: ExhibitLoop) -> dict[str, Any]:
         "torch's generator": digest([torch.get_rng_state()]),
         "Python's generator": _short(repr(random.getstate()).encode()),
     }
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    # Others have no memory to count: what torch.compile leaves behind, say.
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter)]
     if loop.settings["device"] == "cuda":
         torch.cuda.synchronize()
         found["GPU's generator"] = digest([torch.cuda.get_rng_state()])
