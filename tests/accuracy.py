@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nsa.lab.accuracy import Red, hold
+from nsa.lab.speed.accuracy import Red, hold
 
 
 def assert_as_accurate(
@@ -14,7 +14,7 @@ def assert_as_accurate(
     slack: float = 2.0,
     magnitude: float = 0.0,
 ) -> None:
-    """Holds `got` to `nsa.lab.accuracy.hold`, in the dtype of same_dtype, and its shape to exact's.
+    """Holds `got` to the library's `hold`, in the dtype of same_dtype, and its shape to exact's.
 
     same_dtype: the reference in got's dtype, on the same inputs; its error is the measuring stick.
     """

@@ -3,7 +3,7 @@
 from planted import made
 
 from nsa.lab.faults import chosen
-from nsa.lab.rank_child import standing
+from nsa.lab.ranks.rank_child import standing
 
 
 def run(spec):

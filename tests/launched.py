@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from nsa.lab.rank_child import standing
+from nsa.lab.ranks.rank_child import standing
 
 
 def greet(spec):

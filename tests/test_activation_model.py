@@ -2,9 +2,9 @@
 
 import pytest
 
-from nsa.lab.activation_model import activations, predicted_peak
-from nsa.lab.cell import Cell
-from nsa.lab.memory import measure
+from nsa.lab.memory.activation_model import activations, predicted_peak
+from nsa.lab.memory.cell import Cell
+from nsa.lab.memory.trials import measure
 from nsa.model.presets import preset
 
 CELLS = [

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.lab.allocations import CATEGORIES, Stream, replay
+from nsa.lab.memory.allocations import CATEGORIES, Stream, replay
 
 
 def categories(**sizes):

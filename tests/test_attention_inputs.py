@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from nsa.config import NSAConfig
-from nsa.lab import attention_inputs, shapes
-from nsa.lab.attention_inputs import autoregressive, draw, importance_at, mean_union, select_at
-from nsa.lab.shapes import Shape, shapes_from
+from nsa.lab.speed import attention_inputs, shapes
+from nsa.lab.speed.attention_inputs import (
+    autoregressive,
+    draw,
+    importance_at,
+    mean_union,
+    select_at,
+)
+from nsa.lab.speed.shapes import Shape, shapes_from
 from nsa.reference.compress import Phi, compress_keys
 from nsa.reference.nsa import nsa
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nsa import cli
-from nsa.lab import bench, bench_cell, bench_table, clock, implementations, peers, timing
-from nsa.lab.shapes import TINY_CONFIG, Shape
+from nsa.lab.speed import bench, bench_cell, bench_table, clock, implementations, peers, timing
+from nsa.lab.speed.shapes import TINY_CONFIG, Shape
 from nsa.workbook import metrics
 
 SHAPE = Shape(70, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa.lab import bench_graphs, timing
-from nsa.lab.attention_inputs import draw
-from nsa.lab.bench_cell import Runner
-from nsa.lab.bench_record import empty
-from nsa.lab.clock import Clock
-from nsa.lab.implementations import backends
-from nsa.lab.shapes import TINY_CONFIG, Shape
-from nsa.lab.timing import Latency
+from nsa.lab.speed import bench_graphs, timing
+from nsa.lab.speed.attention_inputs import draw
+from nsa.lab.speed.bench_cell import Runner
+from nsa.lab.speed.bench_record import empty
+from nsa.lab.speed.clock import Clock
+from nsa.lab.speed.implementations import backends
+from nsa.lab.speed.shapes import TINY_CONFIG, Shape
+from nsa.lab.speed.timing import Latency
 
 SHAPE = Shape(70, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)
 

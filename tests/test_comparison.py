@@ -9,10 +9,10 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 from nsa.config import NSAConfig
-from nsa.lab import bench_table, comparison, published
-from nsa.lab.bench_record import NOT_COMPARED
-from nsa.lab.published import AIMS
-from nsa.lab.shapes import TINY_CONFIG, Shape
+from nsa.lab.speed import bench_table, comparison, published
+from nsa.lab.speed.bench_record import NOT_COMPARED
+from nsa.lab.speed.published import AIMS
+from nsa.lab.speed.shapes import TINY_CONFIG, Shape
 from nsa.workbook import comparison_claims, comparison_plots, comparison_table, looks, metrics
 
 MAIN = Shape(8192)

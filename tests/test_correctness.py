@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nsa.attention import registry
-from nsa.lab import correctness_mutants, correctness_oracle, correctness_probe
-from nsa.lab.correctness_definition import definition, facts
-from nsa.lab.correctness_mutants import RIGHT, SHOWS, Seen, check_names, known_tests
-from nsa.lab.mutants import MUTANTS, ROOT, mutant
-from nsa.lab.shapes import TINY_CONFIG, Shape
+from nsa.lab.correctness import correctness_mutants, correctness_oracle, correctness_probe
+from nsa.lab.correctness.correctness_definition import definition, facts
+from nsa.lab.correctness.correctness_mutants import RIGHT, SHOWS, Seen, check_names, known_tests
+from nsa.lab.correctness.mutants import MUTANTS, ROOT, mutant
+from nsa.lab.speed.shapes import TINY_CONFIG, Shape
 from nsa.workbook import correctness_claims, correctness_plots, correctness_table
 from nsa.workbook.store import Run
 
@@ -93,7 +93,7 @@ def test_copies_are_looked_at_in_forks_and_the_code_here_stays_as_it_is(tmp_path
 
 def test_a_fork_that_fails_or_dies_says_so(tmp_path):
     shutil.copytree(ROOT / "nsa", tmp_path / "nsa", ignore=shutil.ignore_patterns("__pycache__"))
-    call = {"root": str(tmp_path), "entry": "nsa.lab.correctness_probe:look"}
+    call = {"root": str(tmp_path), "entry": "nsa.lab.correctness.correctness_probe:look"}
     spec = {"view": "window", "backend": "none"}
     failed = correctness_probe._forked(call | {"spec": spec})
     assert "'none' is unknown" in failed["error"]

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from nsa.lab import recorders
-from nsa.lab.allocations import Stream
-from nsa.lab.cuda_history import Section, blocks_of, read_section
+from nsa.lab.memory import recorders
+from nsa.lab.memory.allocations import Stream
+from nsa.lab.memory.cuda_history import Section, blocks_of, read_section
 
 BASE = 0x7F0000000000
 

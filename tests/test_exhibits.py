@@ -3,13 +3,13 @@ import json
 import pytest
 import torch
 
-from nsa.lab.case_study import MEMORY_MIB
 from nsa.lab.exhibits import loop, measure, state
 from nsa.lab.exhibits.console import CASE_STUDY, PrintSchedule, last_step
 from nsa.lab.exhibits.design import DEFECTS, SEQUENTIAL, Design, design, production
 from nsa.lab.exhibits.model import build
 from nsa.lab.exhibits.saved import held, parameters, with_correct_window
 from nsa.lab.exhibits.subject import DEFAULTS, ExhibitLoop, make
+from nsa.lab.settlement.case_study import MEMORY_MIB
 from nsa.lab.trial import run_child
 from nsa.reference.nsa import nsa
 

@@ -13,8 +13,9 @@ import torch
 from planted import Told, made
 from tiny_models import one_thread
 
-from nsa.lab import ranks, trial
+from nsa.lab import trial
 from nsa.lab.faults import CONTROLS, FAULTS, PLANTED, chosen, why_not
+from nsa.lab.ranks import run as ranks
 from nsa.lab.trial import check_entry
 from nsa.lab.verdict import KINDS
 

@@ -7,8 +7,8 @@ import torch
 from tiny_models import TOKENS, tiny, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from nsa.lab import limits
-from nsa.lab.flops import StepFlops, nominal_tflops, step_flops
+from nsa.lab.speed import limits
+from nsa.lab.throughput.flops import StepFlops, nominal_tflops, step_flops
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import dense_twin, production
 

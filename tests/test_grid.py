@@ -2,8 +2,8 @@
 
 import pytest
 
-from nsa.lab import case_study
-from nsa.lab.grid import limits, memory_grid
+from nsa.lab.memory.grid import limits, memory_grid
+from nsa.lab.settlement import case_study
 
 
 def test_a_grid_is_every_combination_in_order():

@@ -155,7 +155,7 @@ def test_attention_model_and_command_line_load_with_torch_alone():
         ("reference/nsa.py", "from nsa.kernels import span", "reference must not know kernels"),
         ("reference/nsa.py", "import nsa.attention.api", "reference must not know attention"),
         ("config.py", "from nsa import blocks", "config must not know blocks"),
-        ("blocks.py", "def late():\n    import nsa.lab.memory", "blocks must not know lab"),
+        ("blocks.py", "def late():\n    import nsa.lab.memory.trials", "blocks must not know lab"),
         ("model/data.py", "from nsa.workbook.store import x", "model must not know workbook"),
         ("blocks.py", "from nsa import nsa_attention", "from the module it lives in"),
         ("model/data.py", "from . import llama", "relative"),

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nsa.attention.api import nsa_attention
-from nsa.lab.attention_inputs import draw
-from nsa.lab.implementations import backends
-from nsa.lab.row_check import check
-from nsa.lab.shapes import Shape
+from nsa.lab.speed.attention_inputs import draw
+from nsa.lab.speed.implementations import backends
+from nsa.lab.speed.row_check import check
+from nsa.lab.speed.shapes import Shape
 
 pytestmark = pytest.mark.gpu
 

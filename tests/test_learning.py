@@ -5,11 +5,11 @@ import torch
 from tiny_models import one_thread, tiny
 
 from nsa.attention import registry
-from nsa.lab import learning
-from nsa.lab.learning import LUCK, PEEK, SOLVED, Taking, learn, peek
-from nsa.lab.lessons import LESSONS, lesson
-from nsa.lab.mutant_lessons import TELLS, UNTOLD
-from nsa.lab.mutants import MUTANTS
+from nsa.lab.correctness import learning
+from nsa.lab.correctness.learning import LUCK, PEEK, SOLVED, Taking, learn, peek
+from nsa.lab.correctness.lessons import LESSONS, lesson
+from nsa.lab.correctness.mutant_lessons import TELLS, UNTOLD
+from nsa.lab.correctness.mutants import MUTANTS
 from nsa.lab.trial import run_child
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
@@ -71,7 +71,7 @@ def test_the_row_of_a_lesson_says_what_was_found():
 
 
 def test_a_lesson_runs_in_a_process_of_its_own():
-    outcome = run_child("nsa.lab.learning:learn", short(), deadline_s=100)
+    outcome = run_child("nsa.lab.correctness.learning:learn", short(), deadline_s=100)
     assert outcome.status == "ok", outcome.message
     assert outcome.result["tokens"] == 64
 

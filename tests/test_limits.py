@@ -5,9 +5,9 @@ import torch
 from cases import ODD, SMALL, TINY
 
 from nsa.blocks import count_compressed
-from nsa.lab import limits
-from nsa.lab.limits import Ceilings, Work
-from nsa.lab.shapes import NAMED, Shape
+from nsa.lab.speed import limits
+from nsa.lab.speed.limits import Ceilings, Work
+from nsa.lab.speed.shapes import NAMED, Shape
 from nsa.reference.nsa import compressed_visible, window_visible
 from nsa.reference.select import select, selected_tokens
 

@@ -105,8 +105,8 @@ def test_a_run_without_a_gpu_or_without_latencies_is_refused(run, tmp_path):
 
 
 def test_what_a_benchmark_writes_is_taken(run, tmp_path):
-    from nsa.lab import bench_table
-    from nsa.lab.shapes import Shape
+    from nsa.lab.speed import bench_table
+    from nsa.lab.speed.shapes import Shape
 
     shape = Shape(4096, heads=8, kv_heads=2, config=NSAConfig(select_count=8)).to_dict()
     cells = [

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from nsa.lab import memory
-from nsa.lab.allocations import CATEGORIES
-from nsa.lab.cell import Cell
-from nsa.lab.memory import measure, rows_to_metrics
-from nsa.lab.memory_model import predict
+from nsa.lab.memory import trials as memory
+from nsa.lab.memory.allocations import CATEGORIES
+from nsa.lab.memory.cell import Cell
+from nsa.lab.memory.memory_model import predict
+from nsa.lab.memory.trials import measure, rows_to_metrics
 from nsa.lab.trial import Outcome
 
 FAKE = "memory_entries:fake_cell"

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from nsa.lab.cell import Cell
+from nsa.lab.memory.cell import Cell
 from nsa.workbook import memory_claims, memory_table, metrics
 
 TOKENS = (256, 512, 1024, 2048)

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nsa.lab.correctness_mutants import run_tests
-from nsa.lab.mutants import MUTANTS, Mutant, copy_of_the_project
+from nsa.lab.correctness.correctness_mutants import run_tests
+from nsa.lab.correctness.mutants import MUTANTS, Mutant, copy_of_the_project
 
 pytestmark = pytest.mark.timeout(900)  # the first test runs those of all mutants
 

@@ -221,14 +221,14 @@ def test_long_trainings_are_sampled_and_still_judged():
 
 def test_a_step_that_compiles_each_time_is_named(monkeypatch):
     counted = iter(range(0, 1000, 3))
-    monkeypatch.setattr("nsa.lab.compilations._graphs", lambda: next(counted))
+    monkeypatch.setattr("nsa.lab.throughput.compilations._graphs", lambda: next(counted))
     result = one(subjects.Plain, "recompilations", steps=6)
     assert (result["ok"], result["what"]) == (False, "recompile")
 
 
 def test_compiling_in_the_first_step_is_no_fault(monkeypatch):
     steps = iter([0, 40] + [40] * 20)
-    monkeypatch.setattr("nsa.lab.compilations._graphs", lambda: next(steps))
+    monkeypatch.setattr("nsa.lab.throughput.compilations._graphs", lambda: next(steps))
     assert one(subjects.Plain, "recompilations", steps=6)["ok"]
 
 

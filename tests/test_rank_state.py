@@ -10,13 +10,13 @@ import time
 import pytest
 
 from nsa.lab import processes
-from nsa.lab.launch import check_port
-from nsa.lab.rank_log import logged
-from nsa.lab.rank_state import accounted, first_failure, say
+from nsa.lab.ranks.launch import check_port
+from nsa.lab.ranks.rank_log import logged
+from nsa.lab.ranks.rank_state import accounted, first_failure, say
 
 STUCK = """
 import ctypes, sys
-from nsa.lab import rank_state
+from nsa.lab.ranks import rank_state
 rank_state.STUCK_S = 0.2
 with rank_state.accounted(sys.argv[1], 0, lambda: print("told", flush=True)):
     print("here", flush=True)
@@ -144,7 +144,7 @@ def test_a_port_that_is_none_is_refused(port):
 
 
 def test_saying_how_a_rank_stands_needs_no_torch():
-    code = "import sys, nsa.lab.rank_state, nsa.lab.rank_log, nsa.lab.launch, nsa.lab.elastic;"
+    code = "import sys; from nsa.lab.ranks import elastic, launch, rank_log, rank_state;"
     done = subprocess.run(
         [sys.executable, "-c", f"{code} print({{'torch', 'numpy', 'psutil'}} & set(sys.modules))"],
         env=processes.environment(os.environ, "cookie"),

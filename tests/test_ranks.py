@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.lab.ranks import run_ranks
+from nsa.lab.ranks.run import run_ranks
 
 pytest.importorskip("torch.distributed.run")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nsa.lab.recorders import (
+from nsa.lab.memory.recorders import (
     CpuRecorder,
     cross_check,
     live_cpu_storages,

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from nsa.attention import registry
-from nsa.lab import dense, exact, row_check
-from nsa.lab.accuracy import Red
-from nsa.lab.attention_inputs import draw
-from nsa.lab.implementations import backends
-from nsa.lab.peers import peer
-from nsa.lab.row_check import check, sample_rows
-from nsa.lab.selection_check import revealed
-from nsa.lab.shapes import TINY_CONFIG, Shape
+from nsa.lab.speed import dense, exact, row_check
+from nsa.lab.speed.accuracy import Red
+from nsa.lab.speed.attention_inputs import draw
+from nsa.lab.speed.implementations import backends
+from nsa.lab.speed.peers import peer
+from nsa.lab.speed.row_check import check, sample_rows
+from nsa.lab.speed.selection_check import revealed
+from nsa.lab.speed.shapes import TINY_CONFIG, Shape
 from nsa.reference.nsa import nsa
 
 SHAPE = Shape(150, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)

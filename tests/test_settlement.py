@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from nsa.lab import case_study, settlement_loop, settlement_parts, settlement_trials
-from nsa.lab.settlement import ROWS, VERDICTS, Row
-from nsa.lab.settlement_trials import TRIALS, Ended
+from nsa.lab.settlement import case_study, settlement_loop, settlement_parts, settlement_trials
+from nsa.lab.settlement.rows import ROWS, VERDICTS, Row
+from nsa.lab.settlement.settlement_trials import TRIALS, Ended
 from nsa.workbook import settlement_claims, settlement_facts, settlement_plots, settlement_table
 from nsa.workbook.settlement_claims import CONTRADICTED, settle
 from nsa.workbook.settlement_loop_facts import ASKED as LOOP

@@ -11,13 +11,15 @@ import pytest
 import torch
 from throughput_entries import measured
 
-from nsa.lab import lesson_rows, loss_curves, step_profile, throughput, throughput_trial
-from nsa.lab.compilations import Compilations
-from nsa.lab.memory_samples import MemorySamples
-from nsa.lab.throughput_cell import TrainCell
-from nsa.lab.throughput_grid import curve_grid, throughput_grid
-from nsa.lab.throughput_rows import growth, windows
-from nsa.lab.training_session import session
+from nsa.lab.correctness import lesson_rows
+from nsa.lab.throughput import loss_curves, step_profile, throughput_trial
+from nsa.lab.throughput import trials as throughput
+from nsa.lab.throughput.compilations import Compilations
+from nsa.lab.throughput.memory_samples import MemorySamples
+from nsa.lab.throughput.throughput_cell import TrainCell
+from nsa.lab.throughput.throughput_grid import curve_grid, throughput_grid
+from nsa.lab.throughput.throughput_rows import growth, windows
+from nsa.lab.throughput.training_session import session
 from nsa.model.parallel import Parallel
 
 CELL = TrainCell("cpu_test", 32, backend="gather", batch=2, layers=1, steps=3)

@@ -8,10 +8,10 @@ import pytest
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from nsa.lab.throughput import row_of
-from nsa.lab.throughput_cell import TrainCell
-from nsa.lab.throughput_grid import throughput_grid
-from nsa.lab.throughput_rows import curves_to_metrics, rows_to_metrics
+from nsa.lab.throughput.throughput_cell import TrainCell
+from nsa.lab.throughput.throughput_grid import throughput_grid
+from nsa.lab.throughput.throughput_rows import curves_to_metrics, rows_to_metrics
+from nsa.lab.throughput.trials import row_of
 from nsa.workbook import (
     metrics,
     parameters,

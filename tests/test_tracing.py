@@ -4,9 +4,10 @@ import pytest
 import torch
 from tiny_models import one_thread
 
-from nsa.lab import tracing, tracing_child
-from nsa.lab.tracing import TRIALS, Setup, Trial, trace, trials_for
-from nsa.lab.tracing_faults import plant, planted, without_gradient
+from nsa.lab.tracing import tracing_child
+from nsa.lab.tracing import trials as tracing
+from nsa.lab.tracing.tracing_faults import plant, planted, without_gradient
+from nsa.lab.tracing.trials import TRIALS, Setup, Trial, trace, trials_for
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import SINGLE
 

@@ -229,7 +229,7 @@ def test_a_failure_in_the_middle_is_recorded_with_its_traceback(place, capsys, m
 
 
 def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
-    monkeypatch.setattr("nsa.lab.launch.launch", lambda *_, **__: {})
+    monkeypatch.setattr("nsa.lab.ranks.launch.launch", lambda *_, **__: {})
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
     assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
     assert record(place / "r")["status"] == "failed"

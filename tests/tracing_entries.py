@@ -3,7 +3,7 @@
 import os
 import time
 
-from nsa.lab import tracing_child
+from nsa.lab.tracing import tracing_child
 
 plain = tracing_child.trace_one
 

@@ -2,8 +2,8 @@
 
 from functools import cache
 
-from nsa.lab.tracing import STEPS, TRIALS, Setup, Traced
-from nsa.lab.tracing_faults import planted, without_gradient
+from nsa.lab.tracing.tracing_faults import planted, without_gradient
+from nsa.lab.tracing.trials import STEPS, TRIALS, Setup, Traced
 from nsa.model.llama import LanguageModel, parameter_count
 
 SETUP = Setup("cpu_test", tokens=64, batch=2, bucket_mb=0.5)

@@ -55,8 +55,8 @@ def bench(arguments) -> int:
         # Triton reads it when it is imported: its interpreter, for numbers and not for speed.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-    from nsa.lab import bench_table, peers, shapes
-    from nsa.lab.bench import bench as run_bench
+    from nsa.lab.speed import bench_table, peers, shapes
+    from nsa.lab.speed.bench import bench as run_bench
 
     if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
         raise ValueError(f"--json {arguments.json}: its folder does not exist; make it first")

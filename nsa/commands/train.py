@@ -89,7 +89,7 @@ def train(arguments) -> int:
             return GOOD
     else:
         if arguments.port is not None:
-            from nsa.lab.launch import check_port
+            from nsa.lab.ranks.launch import check_port
 
             check_port(arguments.port)  # before there is a folder
         folder = training_run.make_folder(job, sys.argv[1:], **places)

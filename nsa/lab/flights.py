@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.rank_child import put
+from nsa.lab.ranks.rank_child import put
 
 ENTRIES = 2000
 LAST = 50  # of them are kept

@@ -37,7 +37,7 @@ _WAITS = {
 _OTHERS = (
     *("site-packages", "dist-packages", "/lib/python3", "<frozen", "<string>"),
     *("nsa/lab/progress.py", "nsa/lab/counting.py", "nsa/lab/oracle_steps.py"),
-    *("nsa/lab/subject", "nsa/lab/child.py", "nsa/lab/rank_child.py"),
+    *("nsa/lab/subject", "nsa/lab/child.py", "nsa/lab/ranks/rank_child.py"),
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa.lab import preflight
 from nsa.lab.progress import Progress, Unheard
-from nsa.lab.rank_child import put
+from nsa.lab.ranks.rank_child import put
 from nsa.lab.subject import make, rank_and_ranks
 
 

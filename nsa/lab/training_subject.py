@@ -12,7 +12,7 @@ from nsa.lab.branchwise import branchwise
 from nsa.lab.factors import TRAINING_SUBJECT, Factor, known
 from nsa.lab.progress import Progress
 from nsa.lab.subject import rank_and_ranks
-from nsa.lab.tracing_faults import without_gradient
+from nsa.lab.tracing.tracing_faults import without_gradient
 from nsa.model import parallel
 from nsa.model.config import ModelConfig
 from nsa.model.data import synthetic, text

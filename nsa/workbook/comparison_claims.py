@@ -7,9 +7,10 @@ import numpy as np
 import pandas
 
 from nsa.attention import registry
-from nsa.lab import case_study, comparison, published
-from nsa.lab.published import Aim
-from nsa.lab.shapes import Shape
+from nsa.lab.settlement import case_study
+from nsa.lab.speed import comparison, published
+from nsa.lab.speed.published import Aim
+from nsa.lab.speed.shapes import Shape
 from nsa.workbook import comparison_table, metrics
 from nsa.workbook.comparison_table import DENSE, LIMITS, NSA
 from nsa.workbook.memory_claims import Claim
@@ -21,7 +22,7 @@ GIB = 1024.0  # MiB
 
 
 def all_claims(df: pandas.DataFrame, cells: Sequence[dict]) -> list[Claim]:
-    """What must hold in any run. `cells` are those of nsa.lab.comparison.compare."""
+    """What must hold in any run. `cells` are those of nsa.lab.speed.comparison.compare."""
     return [
         everything_is_accurate(cells),
         nothing_broke(cells),

@@ -7,7 +7,7 @@ import numpy as np
 import pandas
 
 from nsa.config import NSAConfig
-from nsa.lab.bench_record import NOT_COMPARED
+from nsa.lab.speed.bench_record import NOT_COMPARED
 from nsa.workbook import metrics
 
 NSA, DENSE = "nsa_attention", "dense_attention"

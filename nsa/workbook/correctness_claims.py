@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nsa.lab.correctness_definition import Definition, facts
-from nsa.lab.correctness_mutants import RIGHT, Seen, known_tests
-from nsa.lab.correctness_oracle import IMPOSTORS
-from nsa.lab.learning import PEEK
-from nsa.lab.mutants import MUTANTS
+from nsa.lab.correctness.correctness_definition import Definition, facts
+from nsa.lab.correctness.correctness_mutants import RIGHT, Seen, known_tests
+from nsa.lab.correctness.correctness_oracle import IMPOSTORS
+from nsa.lab.correctness.learning import PEEK
+from nsa.lab.correctness.mutants import MUTANTS
 from nsa.workbook.correctness_table import VISIBLE, difference
 from nsa.workbook.memory_claims import Claim
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nsa.lab.correctness_definition import Definition
-from nsa.lab.correctness_mutants import RIGHT, Seen
+from nsa.lab.correctness.correctness_definition import Definition
+from nsa.lab.correctness.correctness_mutants import RIGHT, Seen
 from nsa.workbook import looks
 from nsa.workbook.correctness_table import difference
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas
 
-from nsa.lab.correctness_mutants import RIGHT, Seen
-from nsa.lab.mutants import MUTANTS, ROOT
+from nsa.lab.correctness.correctness_mutants import RIGHT, Seen
+from nsa.lab.correctness.mutants import MUTANTS, ROOT
 from nsa.workbook import metrics
 from nsa.workbook.store import Run, Store
 

@@ -21,7 +21,7 @@ def write(folders: Iterable[str | Path], path: str | Path = measured.TABLE) -> d
     """Writes and returns the table of the runs in `folders`, nothing else kept.
 
     Taken are rows of operation "nsa_attention", metric "latency" in ms, mode forward or backward,
-    of a backend in the registry, from a run on a GPU, as `nsa.lab.bench_table` makes them. A
+    of a backend in the registry, from a run on a GPU, as `nsa.lab.speed.bench_table` makes them. A
     backend's median counts as the mean over the kinds of inputs (queries, shared_kv) that some
     backend was measured with at the shape; who lacks one of them is left out. ValueError for a run
     without any such row.

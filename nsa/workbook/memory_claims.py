@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas
 
-from nsa.lab import case_study
-from nsa.lab.activation_model import activations
+from nsa.lab.memory.activation_model import activations
+from nsa.lab.settlement import case_study
 from nsa.model.config import ModelConfig
 from nsa.workbook import memory_table, metrics
 from nsa.workbook.metrics import model_name
@@ -32,7 +32,7 @@ class Claim:
 
 
 def all_claims(df: pandas.DataFrame, rows: Sequence[dict], linear: Sequence[str]) -> list[Claim]:
-    """Every claim. `rows` are those of nsa.lab.memory.measure, `linear` the linear backends."""
+    """Every claim. `rows` are those of memory trials, `linear` the linear backends."""
     return [
         case_study_is_not_quadratic(),
         *(linear_backend_is_linear(df, backend) for backend in linear),
@@ -52,7 +52,7 @@ def case_study_is_not_quadratic() -> Claim:
     return Claim(
         f"the case study's own table is not T squared: its local exponents are {text}",
         _verdict(bool((local < 2).all() and local[-1] < 1)),
-        {"table": "nsa.lab.case_study.MEMORY_MIB"},
+        {"table": "nsa.lab.settlement.case_study.MEMORY_MIB"},
     )
 
 

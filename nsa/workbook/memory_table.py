@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pandas
 
-from nsa.lab import case_study
-from nsa.lab.activation_model import predicted_peak
-from nsa.lab.cell import Cell
+from nsa.lab.memory.activation_model import predicted_peak
+from nsa.lab.memory.cell import Cell
+from nsa.lab.settlement import case_study
 from nsa.workbook import metrics
 from nsa.workbook.metrics import model_name
 from nsa.workbook.scaling import Fit, fit_exponent, local_exponents

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.mutants import ROOT
-from nsa.lab.settlement_trials import Ended
+from nsa.lab.correctness.mutants import ROOT
+from nsa.lab.settlement.settlement_trials import Ended
 from nsa.workbook import settlement_loop_facts, settlement_part_facts
 from nsa.workbook.files import read_json
 from nsa.workbook.settlement_fact import Fact

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nsa.lab.settlement_trials import Ended
+from nsa.lab.settlement.settlement_trials import Ended
 from nsa.workbook.settlement_fact import Fact
 
 Found = dict[str, Any]

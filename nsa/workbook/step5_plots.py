@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from nsa.lab.case_study import ESTIMATE_MIB, MEMORY_MIB
 from nsa.lab.exhibits.design import production
 from nsa.lab.exhibits.investigation import OBSERVERS, PRINTS, Results
 from nsa.lab.exhibits.saved import held
 from nsa.lab.exhibits.step5 import Trial
 from nsa.lab.operations import TIMINGS
+from nsa.lab.settlement.case_study import ESTIMATE_MIB, MEMORY_MIB
 from nsa.workbook import looks, step5_decision
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#C00000", "#8a8a8a"

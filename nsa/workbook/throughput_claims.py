@@ -16,8 +16,8 @@ FLAT_SHARE = 0.01
 def all_claims(
     df: pandas.DataFrame, rows: Sequence[dict], lessons: Sequence[dict] = ()
 ) -> list[Claim]:
-    """What must hold in any run. `rows` are those of nsa.lab.throughput.measure, `lessons` those of
-    nsa.lab.lesson_rows.learn_all; without any there is no sentence about them."""
+    """What must hold in any run. `rows` are those of throughput trials, `lessons` those of
+    nsa.lab.correctness.lesson_rows.learn_all; without any there is no sentence about them."""
     return [
         nothing_broke(df),
         the_meter_is_right(df),

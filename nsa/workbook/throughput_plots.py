@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from nsa.lab import case_study
-from nsa.lab.throughput_rows import PHASES
+from nsa.lab.settlement import case_study
+from nsa.lab.throughput.throughput_rows import PHASES
 from nsa.workbook import looks, throughput_table
 from nsa.workbook.panel_rows import backends
 

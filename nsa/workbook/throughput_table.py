@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas
 
-from nsa.lab import case_study
-from nsa.lab.throughput_rows import OPERATION, PHASES, flops_of
+from nsa.lab.settlement import case_study
+from nsa.lab.throughput.throughput_rows import OPERATION, PHASES, flops_of
 from nsa.workbook import metrics
 from nsa.workbook.comparison_table import crossing
 from nsa.workbook.metrics import model_name

@@ -2,7 +2,7 @@
 
 from itertools import combinations
 
-from nsa.lab.tracing import Traced, Trial
+from nsa.lab.tracing.trials import Traced, Trial
 from nsa.workbook import tracing_table
 from nsa.workbook.memory_claims import Claim
 

@@ -5,7 +5,7 @@ What was not traced, or did not get so far, is said in the figure's place: a ver
 
 import numpy as np
 
-from nsa.lab.tracing import Traced
+from nsa.lab.tracing.trials import Traced
 from nsa.workbook import looks, tracing_table
 
 RANK_LOOKS = (("#0072B2", "o"), ("#D55E00", "x"), ("#009E73", "+"), ("#CC79A7", "1"))

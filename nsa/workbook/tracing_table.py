@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pandas
 
-from nsa.lab.tracing import Traced, Trial
-from nsa.lab.tracing_faults import planted
+from nsa.lab.tracing.tracing_faults import planted
+from nsa.lab.tracing.trials import Traced, Trial
 from nsa.workbook.files import write_atomically
 
 WHO = ["trial", "rank", "step"]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.lab.processes import PARENT, die_with_parent
-from nsa.lab.rank_log import logged
-from nsa.lab.rank_state import Failure, accounted, first_failure, one_line
+from nsa.lab.ranks.rank_log import logged
+from nsa.lab.ranks.rank_state import Failure, accounted, first_failure, one_line
 from nsa.workbook import environment, store
 from nsa.workbook.files import read_json, write_json
 from nsa.workbook.record import STATUS_OF, Record
@@ -70,7 +70,7 @@ def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
 
     Ctrl-C and SIGTERM end them all and are recorded. Raises ValueError for a port in use.
     """
-    from nsa.lab import launch
+    from nsa.lab.ranks import launch
 
     if port is not None:
         launch.check_port(port)

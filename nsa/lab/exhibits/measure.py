@@ -10,8 +10,8 @@ import torch
 
 from nsa.lab.exhibits.saved import held
 from nsa.lab.exhibits.subject import DEFAULTS, ExhibitLoop
+from nsa.lab.memory.recorders import MIB, recorder_for
 from nsa.lab.operations import count, count_kernels
-from nsa.lab.recorders import MIB, recorder_for
 
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nsa.lab import tracing_faults
 from nsa.lab.faults.small import FROM_STEP, SIZE, Small, TinyNSA
+from nsa.lab.tracing import tracing_faults
 
 
 class SpoiltNSA(TinyNSA):

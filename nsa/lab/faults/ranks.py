@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nsa.lab import subject, tracing_faults
+from nsa.lab import subject
 from nsa.lab.faults.small import FROM_STEP, Small, TinyNSA
+from nsa.lab.tracing import tracing_faults
 from nsa.model.parallel import Parallel
 
 LAST = 1  # the rank that is spoilt

@@ -1,0 +1,1 @@
+"""The definition drawn, the oracle, tasks, and mutants of the code."""

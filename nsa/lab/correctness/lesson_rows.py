@@ -1,0 +1,60 @@
+"""Lessons of `nsa.lab.correctness.lessons`, each learnt in a child process, as rows."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa.lab.correctness.learning import SOLVED
+from nsa.lab.correctness.lessons import lesson
+from nsa.lab.trial import run_child
+
+ENTRY = "nsa.lab.correctness.learning:learn"
+
+
+def learn_all(
+    names: Sequence[str],
+    tokens: int,
+    *,
+    deadline_s: float,
+    threads: int | None = None,
+    folder: str | Path | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> list[dict]:
+    """One row a lesson: `lesson`, `outcome`, `message`, `seconds` and what `learning.learn` found.
+
+    `options` are those of `lessons.lesson`. Training ends early enough to be asked within
+    `deadline_s`. ValueError for an unknown lesson before any is learnt.
+    """
+    specs = [lesson(name, tokens, **options) for name in names]
+    rows = []
+    for name, spec in zip(names, specs, strict=True):
+        ended = run_child(
+            ENTRY,
+            spec | {"threads": threads, "budget_s": 0.7 * deadline_s},
+            deadline_s=deadline_s,
+            folder=None if folder is None else Path(folder, name),
+        )
+        row = {"lesson": name, "outcome": ended.status, "message": ended.message}
+        rows.append(row | (ended.result or {}) | {"seconds": ended.seconds})
+        if progress:
+            said = ended.message or f"as expected: {rows[-1]['as_expected']}"
+            print(f"{name}, T {tokens}: {ended.status}, {ended.seconds:.1f} s, {said}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+    return rows
+
+
+def answers(rows: Sequence[dict]) -> list[dict]:
+    """A line a question: lesson, question, accuracy, by chance, wanted, steps, peek."""
+    found = []
+    for row in rows:
+        for name, accuracy in row.get("accuracy", {}).items():
+            learnable = row["expected"][name]
+            found.append({
+                "lesson": row["lesson"], "question": name, "accuracy": accuracy,
+                "by chance": row["chance"][name],
+                "wanted": f"at least {SOLVED}" if learnable else "about chance: out of reach",
+                "steps": row["steps"], "peek": row["peek"],
+            })  # fmt: skip
+    return found

@@ -1,0 +1,1 @@
+"""The case study's figures, its claims, and the trials that settle them."""

@@ -1,0 +1,1 @@
+"""Training at speed: cells, ranks, loss curves, the profile of a step."""

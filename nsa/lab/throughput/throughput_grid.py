@@ -1,0 +1,64 @@
+"""The cells of a throughput run, from lists of what is varied."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from nsa.lab.throughput.throughput_cell import LEAST_WARMUP, TrainCell
+
+DENSE = "dense"
+
+
+def throughput_grid(
+    preset: str,
+    backends: Sequence[str],
+    tokens: Sequence[int],
+    *,
+    step_tokens: int,
+    long_backends: Sequence[str] = (),
+    long_tokens: Sequence[int] = (),
+    variants: Sequence[str] = (),
+    ranks: Sequence[int] = (1,),
+    parallel: Sequence[str] = ("ddp",),
+    **fixed: Any,
+) -> list[TrainCell]:
+    """`backends` at each of `tokens`, `long_backends` at each of `long_tokens`, then the rest.
+
+    "dense" among the backends is the dense twin. A step has `step_tokens` tokens where T divides
+    them, else one sequence. `variants`, see `TrainCell.with_`, change the first backend at the
+    first T; so does each number of ranks above 1, with each kind of `parallel` and as many times
+    the batch. ValueError for anything illegal, before any cell runs, and for a grid without cells.
+    """
+
+    def plain(name: str, length: int) -> TrainCell:
+        dense = {"attention": "dense", "backend": "auto"} if name == DENSE else {"backend": name}
+        batch = max(1, step_tokens // length)
+        return TrainCell(preset=preset, tokens=length, batch=batch, **dense, **fixed)
+
+    pairs = [*product(tokens, backends), *product(long_tokens, long_backends)]
+    cells = [plain(name, length) for length, name in dict.fromkeys(pairs)]
+    if not cells:
+        raise ValueError(f"no cell to measure: backends={backends}, tokens={tokens}")
+    first = cells[0]
+    # What two GPUs are compared with comes before what may find no time.
+    for count, kind in product([count for count in ranks if count != 1], parallel):
+        cells.append(first.with_(f"batch:{count * first.batch} ranks:{count} parallel:{kind}"))
+    cells += [first.with_(text) for text in variants]
+    return cells
+
+
+def curve_grid(
+    preset: str,
+    backends: Sequence[str],
+    *,
+    tokens: int,
+    batch: int,
+    steps: int,
+    **fixed: Any,
+) -> list[TrainCell]:
+    """One cell a backend, "dense" being the twin; none where `steps` is 0."""
+    if not steps:
+        return []
+    cells = throughput_grid(preset, backends, [tokens], step_tokens=batch * tokens, **fixed)
+    return [replace(cell, steps=max(steps, LEAST_WARMUP)) for cell in cells]

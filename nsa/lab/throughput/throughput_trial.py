@@ -1,0 +1,189 @@
+"""The inside of a throughput trial: warm up, time steps that nobody watches, then watch some."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from nsa.attention import witness
+from nsa.attention.registry import Declined
+from nsa.lab import syncs
+from nsa.lab.memory.recorders import MIB, recorder_for
+from nsa.lab.phases import BETWEEN, PhaseTimes
+from nsa.lab.speed import limits
+from nsa.lab.speed.timing import wait
+from nsa.lab.throughput.compilations import Compilations
+from nsa.lab.throughput.flops import nominal_tflops
+from nsa.lab.throughput.memory_samples import MemorySamples
+from nsa.lab.throughput.throughput_cell import TrainCell
+from nsa.lab.throughput.training_session import session
+from nsa.model.llama import parameter_count
+from nsa.model.parallel import Parallel
+from nsa.model.train import Trainer
+
+WATCHED = 5  # steps that are timed by phase, and as many without communication
+CAPTURED = 2  # further steps of warm-up: the graph's capture and its first replay
+
+
+def measure_rank(spec: dict) -> dict:
+    """One rank's measurements: {"cell": TrainCell.to_dict(), "threads": int or None}.
+
+    `tokens_s` is the whole job's, by the device's own clock over all timed steps, and
+    `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`,
+    of DDP alone, is what a step takes longer than one whose gradients stay on their rank; FSDP2
+    could not go on without. `device_mib` and `host_mib` are taken after each timed step.
+    `recompilations` are those after the warm-up, `syncs` the host's waits in one step, None without
+    a GPU. `loader_wait_ms` is a step's mean. Where the backend does not take the model, it is
+    {"declined": why}.
+    """
+    cell = TrainCell.from_dict(spec["cell"])
+    with session(cell, spec.get("threads")) as trainer, _noted(trainer):
+        try:
+            with witness.recording() as seen:
+                losses = [float(trainer.step(0))]
+        except Declined as refusal:
+            return {"declined": str(refusal)}
+        warmup = cell.warmup + (CAPTURED if cell.cuda_graph else 0)
+        losses += [float(trainer.step(step)) for step in range(1, warmup)]
+        found = _timed(trainer, cell.steps)
+        found["losses"] = losses + found["losses"]
+        found["phase_ms"] = _by_phase(trainer)
+        found["syncs"] = None
+        if cell.device == "cuda":
+            found["syncs"] = syncs.count(lambda: trainer.step(trainer.steps_done)).total
+        else:
+            found["peak_mib"] = _cpu_peak(trainer)
+        if cell.parallel == "ddp":
+            found["communication_ms"] = found["step_ms"] - _unsynced_ms(trainer)
+        return found | _facts(trainer, cell) | {"paths": _paths(seen)}
+
+
+def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Steps that nobody watches, from idle to idle."""
+    device, first = trainer.device, trainer.steps_done
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    waited, batches = trainer.data.waited_s, trainer.data.batches
+    losses, memory = [], MemorySamples(device)
+    with Compilations() as compiled:
+        wait(device)
+        started = time.perf_counter()
+        marks = [_mark(device)]
+        for step in range(first, first + steps):
+            losses.append(trainer.step(step))
+            memory.take()
+            marks.append(_mark(device))
+        wait(device)
+        wall_s = time.perf_counter() - started
+    ms = [_between_ms(a, b) for a, b in pairwise(marks)]
+    tokens = trainer.config.batch * trainer.config.tokens * steps
+    found = {
+        "step_ms": float(np.median(ms)),
+        "step_ms_q20": float(np.quantile(ms, 0.2)),
+        "step_ms_q80": float(np.quantile(ms, 0.8)),
+        "step_ms_each": ms,
+        "tokens_s": 1e3 * tokens / sum(ms),
+        "recount_tokens_s": tokens / wall_s,
+        "losses": torch.stack(losses).tolist(),
+        "device_mib": memory.device_mib,
+        "host_mib": memory.host_mib,
+        "recompilations": compiled.count,
+        "loader_wait_ms": 1e3 * (trainer.data.waited_s - waited)
+        / max(1, trainer.data.batches - batches),
+    }  # fmt: skip
+    if device.type == "cuda":
+        found["peak_mib"] = torch.cuda.max_memory_allocated(device) / MIB
+    return found
+
+
+def _by_phase(trainer: Trainer) -> dict[str, float]:
+    times = PhaseTimes(trainer.device)
+    with observed(trainer, times):
+        for step in range(trainer.steps_done, trainer.steps_done + WATCHED):
+            trainer.step(step)
+    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
+
+
+def _unsynced_ms(trainer: Trainer) -> float:
+    """A step's median when gradients stay on their rank. The ranks' weights differ afterwards."""
+    kept = trainer.parallel
+    trainer.parallel = _Unsynced.like(kept)
+    try:
+        return _timed(trainer, WATCHED)["step_ms"]
+    finally:
+        trainer.parallel = kept
+
+
+class _Unsynced(Parallel):
+    """None of its micro-batches is the last."""
+
+    @classmethod
+    def like(cls, other: Parallel) -> "_Unsynced":
+        return cls(**{f.name: getattr(other, f.name) for f in fields(other) if f.init})
+
+    def micro(self, wrapped, last: bool):
+        return super().micro(wrapped, False)
+
+
+def _cpu_peak(trainer: Trainer) -> float:
+    """What torch's allocator holds at most in one step, in MiB."""
+    recorder = recorder_for("cpu", dict)
+    with recorder, observed(trainer, recorder):
+        trainer.step(trainer.steps_done)
+    return recorder.record()["peak"] / MIB
+
+
+def _facts(trainer: Trainer, cell: TrainCell) -> dict[str, Any]:
+    device = trainer.device
+    low = cell.precision != "fp32"
+    ceilings = limits.measure_ceilings(device, torch.bfloat16 if low else torch.float32)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "parameters": parameter_count(trainer.model),
+        "matmul_tflops": ceilings.matmul_tflops,
+        "nominal_tflops": nominal_tflops(name) if low else float("nan"),
+        "device_name": name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _paths(seen: witness.Witness) -> dict[str, list[str]]:
+    return {branch: sorted(served) for branch, served in seen.record()["paths"].items()}
+
+
+def _mark(device: torch.device):
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between_ms(start, end) -> float:
+    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+@contextlib.contextmanager
+def observed(trainer: Trainer, observer: Any) -> Iterator[None]:
+    """Steps inside have this observer, too."""
+    before = trainer.observers
+    trainer.observers = (*before, observer)
+    try:
+        yield
+    finally:
+        trainer.observers = before
+
+
+@contextlib.contextmanager
+def _noted(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"after {trainer.steps_done} steps")
+        raise

@@ -1,0 +1,1 @@
+"""What arrives on which rank: traced training steps, with planted faults."""
