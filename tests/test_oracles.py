@@ -188,7 +188,7 @@ def test_memory_that_grows_by_2_mib_a_step_is_a_leak():
             return torch.full((2**19,), float(i))
 
     result = one(Keeps, "memory", steps=24)
-    assert (result["ok"], result["what"]) == (False, "host-leak")
+    assert (result["ok"], result["what"]) == (False, "host-leak"), result["detail"]
 
 
 @pytest.mark.gpu

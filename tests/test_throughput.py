@@ -1,9 +1,11 @@
 """Cells, trials and their endings: what the throughput notebook measures, on tiny models."""
 
 import contextlib
+import ctypes
 import json
 import math
 import mmap
+import platform
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from throughput_entries import measured
 
 from nsa.lab.correctness import lesson_rows
-from nsa.lab.throughput import loss_curves, step_profile, throughput_trial
+from nsa.lab.throughput import loss_curves, memory_samples, step_profile, throughput_trial
 from nsa.lab.throughput import trials as throughput
 from nsa.lab.throughput.compilations import Compilations
 from nsa.lab.throughput.memory_samples import MemorySamples
@@ -237,6 +239,24 @@ def test_memory_is_sampled_after_each_step():
         samples.take()
     assert samples.host_mib[1] - samples.host_mib[0] > 30
     assert samples.device_mib == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_freed_memory_that_malloc_keeps_hides_no_growth():
+    """It is given back before the first sample; blocks that live hold it between them."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    blocks = [libc.malloc(2**16) for _ in range(1024)]
+    for block in blocks:
+        ctypes.memset(block, 1, 2**16)
+    for block in blocks[::2]:
+        libc.free(block)
+    kept = memory_samples.resident_mib()
+    MemorySamples(torch.device("cpu")).take()
+    assert kept - memory_samples.resident_mib() > 24  # of the 32 that are free
+    for block in blocks[1::2]:
+        libc.free(block)
 
 
 def test_growth_is_a_slope_that_a_jump_does_not_move():
