@@ -1,10 +1,11 @@
 """What an exhibit is built as: its sizes, its path, and the case study's defects that it has."""
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 from nsa.config import NSAConfig
+from nsa.lab.cells import check_fields
 
 PATHS = ("loop", "masked")
 DEFECTS = {
@@ -80,12 +81,7 @@ class Design:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Design":
         """The design of `to_dict`. ValueError names the nearest of an unknown field."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                near = get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-                raise ValueError(f"an exhibit has no field {name!r}; {hint}")
+        check_fields(cls, values, "an exhibit", needed=())
         given = dict(values)
         if isinstance(given.get("nsa"), dict):
             given["nsa"] = NSAConfig(**given["nsa"])

@@ -1,15 +1,14 @@
 """One cell of a memory table: a model, a backend and a size, checked before anything runs."""
 
-from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from nsa.lab.cells import DATA, DEVICES, check_choices, check_fields, check_model, check_whole
 
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
 
 DTYPES = ("fp32", "bf16")
-DEVICES = ("cpu", "cuda")
-DATA = ("text", "synthetic")
 
 
 @dataclass(frozen=True)
@@ -37,24 +36,9 @@ class Cell:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("batch", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-        for name, known in (("dtype", DTYPES), ("device", DEVICES), ("data", DATA)):
-            if getattr(self, name) not in known:
-                choices = ", ".join(known)
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known are {choices}")
-        if not isinstance(self.changes, dict):
-            raise ValueError(f"changes={self.changes!r} must be a mapping of ModelConfig fields")
-        twice = sorted({"layers", "backend", "checkpoint"} & set(self.changes))
-        if twice:
-            raise ValueError(f"changes names {', '.join(twice)}, which the cell itself has")
-        config = self.config()
-        if config.max_tokens is not None and self.tokens > config.max_tokens:
-            raise ValueError(f"tokens={self.tokens} is more than max_tokens={config.max_tokens}")
-        if self.data == "text" and config.vocab < 256:
-            raise ValueError(f"data='text' has 256 byte values, vocab={config.vocab} is too few")
+        check_whole(self, {"tokens": 1, "batch": 1, "seed": 0})
+        check_choices(self, {"dtype": DTYPES, "device": DEVICES, "data": DATA})
+        check_model(self, own={"layers", "backend", "checkpoint"})
 
     def config(self) -> "ModelConfig":
         """The model's config. ValueError where preset, layers, backend or changes are wrong."""
@@ -81,15 +65,7 @@ class Cell:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Cell":
         """The cell of `to_dict`. ValueError for a field it does not have, naming the nearest."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                near = get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-                raise ValueError(f"a cell has no field {name!r}; {hint}")
-        missing = [name for name in ("preset", "backend", "tokens") if name not in values]
-        if missing:
-            raise ValueError(f"a cell needs {', '.join(missing)}")
+        check_fields(cls, values, "a cell", needed=("preset", "backend", "tokens"))
         return cls(**values)
 
     def __str__(self) -> str:

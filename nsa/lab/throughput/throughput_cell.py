@@ -1,10 +1,10 @@
 """One cell of a throughput table: a model, how it is trained, and for how long."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from nsa.lab.memory.cell import DATA, DEVICES
+from nsa.lab.cells import DATA, DEVICES, check_choices, check_fields, check_model, check_whole
 
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
@@ -51,33 +51,17 @@ class TrainCell:
 
     def __post_init__(self) -> None:
         least = {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0, "warmup": LEAST_WARMUP, "steps": 2}
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {smallest}")
+        check_whole(self, least)
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         choices = {"attention": ATTENTIONS, "parallel": PARALLELS, "device": DEVICES, "data": DATA}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; known are {', '.join(known)}"
-                )
+        check_choices(self, choices)
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
         if self.batch % self.ranks:
             raise ValueError(f"batch={self.batch} is not a multiple of ranks={self.ranks}")
-        if not isinstance(self.changes, dict):
-            raise ValueError(f"changes={self.changes!r} must be a mapping of ModelConfig fields")
-        twice = sorted({"attention", "layers", "backend", "checkpoint"} & set(self.changes))
-        if twice:
-            raise ValueError(f"changes names {', '.join(twice)}, which the cell itself has")
-        config = self.config()
-        if config.max_tokens is not None and self.tokens > config.max_tokens:
-            raise ValueError(f"tokens={self.tokens} is more than max_tokens={config.max_tokens}")
-        if self.data == "text" and config.vocab < 256:
-            raise ValueError(f"data='text' has 256 byte values, vocab={config.vocab} is too few")
+        check_model(self, own={"attention", "layers", "backend", "checkpoint"})
         self.training()
 
     @property
@@ -148,15 +132,7 @@ class TrainCell:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainCell":
         """The cell of `to_dict`. ValueError for a field it does not have, naming the nearest."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                near = get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-                raise ValueError(f"a cell has no field {name!r}; {hint}")
-        missing = [name for name in ("preset", "tokens") if name not in values]
-        if missing:
-            raise ValueError(f"a cell needs {', '.join(missing)}")
+        check_fields(cls, values, "a cell", needed=("preset", "tokens"))
         return cls(**values)
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.lab.memory.cell import DATA, DEVICES
+from nsa.lab.cells import DATA, DEVICES
 from nsa.lab.ranks.run import run_ranks
 from nsa.lab.tracing.tracing_faults import FAULTS
 
