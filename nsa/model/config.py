@@ -109,9 +109,9 @@ class ModelConfig:
 
     def with_(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed; `nsa={"window": 64}` changes fields of the NSAConfig."""
-        _check_names(type(self), changes)
+        check_names(type(self), changes)
         if isinstance(changes.get("nsa"), dict):
-            _check_names(NSAConfig, changes["nsa"], prefix="nsa.")
+            check_names(NSAConfig, changes["nsa"], prefix="nsa.")
             changes["nsa"] = replace(self.nsa, **changes["nsa"])
         return replace(self, **changes)
 
@@ -122,7 +122,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """The config that `to_dict` described. Raises ValueError for names unknown or missing."""
-        _check_names(cls, values)
+        check_names(cls, values)
         needed = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
         missing = [name for name in needed if name not in values]
         if missing:
@@ -132,7 +132,7 @@ class ModelConfig:
             )
         nested = values.get("nsa", {})
         if isinstance(nested, dict):
-            _check_names(NSAConfig, nested, prefix="nsa.")
+            check_names(NSAConfig, nested, prefix="nsa.")
             nested = NSAConfig(**nested)
         return cls(**{**values, "nsa": nested})
 
@@ -180,7 +180,8 @@ def _check_choice(name: str, value: Any, known: tuple[str, ...], also: str = "")
         raise ValueError(f"{name}={value!r} is unknown; known are {choices}")
 
 
-def _check_names(owner: type, given: dict[str, Any], prefix: str = "") -> None:
+def check_names(owner: type, given: dict[str, Any], prefix: str = "") -> None:
+    """Raises ValueError for a name that is no field of `owner`, naming the nearest one."""
     known = [f.name for f in fields(owner)]
     for name in given:
         if name not in known:

@@ -1,10 +1,10 @@
 """Everything that decides how a model is trained, as one frozen value that is stored with a run."""
 
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
+from nsa.model.config import check_names
 from nsa.model.precision import check_precision
 from nsa.model.schedule import SCHEDULES, learning_rate
 
@@ -92,7 +92,7 @@ class TrainConfig:
 
     def with_(self, **changes: Any) -> "TrainConfig":
         """A copy with some fields changed. Raises ValueError for a field it does not have."""
-        _check_names(changes)
+        check_names(type(self), changes)
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
         """The config that `to_dict` described. Raises ValueError for names unknown or missing."""
-        _check_names(values)
+        check_names(cls, values)
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             raise ValueError(
@@ -136,12 +136,3 @@ def _check_number(
         raise ValueError(
             f"{name}={value} must be finite and {' and '.join(text for _, text in wanted)}"
         )
-
-
-def _check_names(given: dict[str, Any]) -> None:
-    known = [f.name for f in fields(TrainConfig)]
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise ValueError(f"TrainConfig has no field {name}; {hint}")
