@@ -1,6 +1,7 @@
 """What a loss depends on, read from its autograd graph before any backward."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,14 +30,20 @@ def unreachable(
 
 def count_nodes(roots: Iterable[Tensor]) -> int:
     """How many autograd nodes are behind these tensors, each once; about 1 us a node."""
-    seen = {root.grad_fn for root in roots if root.grad_fn is not None}
-    waiting = list(seen)
+    return sum(1 for _ in _nodes(roots))
+
+
+def _nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
+    """The autograd nodes behind these tensors, each once."""
+    waiting = list({root.grad_fn for root in roots if root.grad_fn is not None})
+    seen = set(waiting)
     while waiting:
-        for following, _ in waiting.pop().next_functions:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return len(seen)
 
 
 def _leaves(loss: Tensor) -> set[int]:
@@ -44,9 +51,7 @@ def _leaves(loss: Tensor) -> set[int]:
     if loss.grad_fn is None:
         return {id(loss)}
     found: set[int] = set()
-    waiting, seen = [loss.grad_fn], {loss.grad_fn}
-    while waiting:
-        node = waiting.pop()
+    for node in _nodes([loss]):
         kind = type(node).__name__
         if kind == "AccumulateGrad":
             found.add(id(node.variable))
@@ -55,8 +60,4 @@ def _leaves(loss: Tensor) -> set[int]:
                 "a reentrant checkpoint hides the parameters inside it from the graph; "
                 "checkpoint(..., use_reentrant=False) shows them"
             )
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
     return found

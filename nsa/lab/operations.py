@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa.lab.graph import count_nodes
+
 BAND_US = (9.5, 14.5)  # of all nine timings
 
 # ATen operations of one layer's forward and backward in the case study's code, batch 1, by design
@@ -103,7 +105,7 @@ def count(loss: Callable[[], Tensor]) -> Operations:
     with counter:
         value = loss()
         forward = counter.by_name.total()
-        nodes = graph_nodes(value)
+        nodes = count_nodes([value])
         value.backward()
     names = counter.by_name
     return Operations(
@@ -128,15 +130,3 @@ def count_kernels(step: Callable[[], object]) -> int:
         torch.cuda.synchronize()
     kernels = (event for event in profile.events() if "CUDA" in str(event.device_type))
     return sum(not event.name.startswith(("Memcpy", "Memset")) for event in kernels)
-
-
-def graph_nodes(loss: Tensor) -> int:
-    """Nodes of the autograd graph behind `loss`."""
-    waiting = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return len(seen)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from nsa.lab.exhibits.subject import DEFAULTS, ExhibitLoop
-from nsa.lab.operations import Count, graph_nodes
+from nsa.lab.graph import count_nodes
+from nsa.lab.operations import Count
 
 CHANGES = ("weights", "first moments", "second moments", "optimizer's step")  # as they should
 
@@ -52,7 +53,7 @@ def _watched_step(loop: ExhibitLoop, i: int) -> dict[str, Any]:
     def watched(*args):
         found = forward(*args)
         # The forward's own operations vary with the ranges that its tokens select.
-        seen[:] = graph_nodes(found[1]), counter.by_name.total()
+        seen[:] = count_nodes([found[1]]), counter.by_name.total()
         return found
 
     loop.model.forward = watched

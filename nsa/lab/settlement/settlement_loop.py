@@ -114,14 +114,14 @@ def recompiles() -> dict[str, Any]:
 def freeing() -> dict[str, Any]:
     """Seconds to free a graph that nobody ran backward, beside those that made it."""
     from nsa.lab.exhibits.subject import make
-    from nsa.lab.operations import graph_nodes
+    from nsa.lab.graph import count_nodes
 
     loop = make({"tokens": 256}, None)
     tokens, targets = loop.batch(0)
     started = time.perf_counter()
     loss = loop.model(tokens, targets)[1]
     made = time.perf_counter() - started
-    nodes = graph_nodes(loss)
+    nodes = count_nodes([loss])
     started = time.perf_counter()
     del loss
     return {"nodes": nodes, "forward_s": made, "free_s": time.perf_counter() - started}
