@@ -9,8 +9,10 @@ import pandas
 from nsa.config import NSAConfig
 from nsa.lab.speed.bench_record import NOT_COMPARED
 from nsa.workbook import metrics
+from nsa.workbook.panel_rows import by_tokens
 
 NSA, DENSE = "nsa_attention", "dense_attention"
+LINES = ("shape", "queries", "backend")  # of a table
 LIMITS = {NSA: "limit", DENSE: "dense limit"}
 LETTERS = {
     "compress_block": "l", "compress_stride": "d", "select_block": "l'", "select_count": "n",
@@ -51,7 +53,7 @@ def wide(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
     """One row a shape, kind of queries and implementation, one column a T; NaN where it failed."""
     rows = labelled(df)
     rows = rows[(rows["metric"] == metric) & (rows["mode"] == mode)]
-    return _pivot(rows, "median").astype(float)
+    return by_tokens(rows, "median", LINES).astype(float)
 
 
 def shown(df: pandas.DataFrame, metric: str, mode: str, digits: int = 3) -> pandas.DataFrame:
@@ -62,7 +64,7 @@ def shown(df: pandas.DataFrame, metric: str, mode: str, digits: int = 3) -> pand
         _figures(value, digits) if np.isfinite(value) else outcome if outcome != "ok" else "none"
         for value, outcome in zip(rows["median"], rows["outcome"], strict=True)
     ]
-    table = _pivot(rows.assign(text=texts), "text").fillna("")
+    table = by_tokens(rows.assign(text=texts), "text", LINES).fillna("")
     return table if metric != "latency" else _named(table, rows, "T")
 
 
@@ -77,14 +79,6 @@ def _figures(value: float, digits: int) -> str:
     if value == 0 or abs(value) >= 10**digits:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
-
-
-def _pivot(rows: pandas.DataFrame, values: str) -> pandas.DataFrame:
-    index = ["shape", "queries", "backend"]
-    table = rows.pivot_table(
-        index=index, columns="x_value", values=values, aggfunc="last", sort=False, dropna=False
-    )
-    return table[sorted(table.columns)].rename_axis(columns="T").dropna(how="all")
 
 
 def notes(df: pandas.DataFrame) -> pandas.DataFrame:

@@ -11,6 +11,7 @@ from nsa.lab.memory.cell import Cell
 from nsa.lab.settlement import case_study
 from nsa.workbook import metrics
 from nsa.workbook.metrics import model_name
+from nsa.workbook.panel_rows import by_tokens
 from nsa.workbook.scaling import Fit, fit_exponent, local_exponents
 
 # What a step holds whatever T is; the rest of a peak is what grows.
@@ -35,7 +36,7 @@ def peaks(df: pandas.DataFrame) -> pandas.DataFrame:
         f"{mib:,.1f}" if np.isfinite(mib) else outcome
         for mib, outcome in zip(rows["median"].astype(float), rows["outcome"], strict=True)
     ]
-    return _wide(rows.assign(shown=shown), "shown").fillna("")
+    return by_tokens(rows.assign(shown=shown), "shown").fillna("")
 
 
 def growing(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -50,7 +51,7 @@ def growing(df: pandas.DataFrame) -> pandas.DataFrame:
     keys = ["model", "backend", "x_value"]
     rows = rows.drop_duplicates([*keys, "metric"], keep="last")
     total = rows.groupby(keys, sort=False)["median"].sum(min_count=1).reset_index()
-    return _wide(total, "median").astype(float)
+    return by_tokens(total, "median").astype(float)
 
 
 def exponents(table: pandas.DataFrame) -> pandas.DataFrame:
@@ -80,14 +81,6 @@ def paths(rows: list[dict]) -> pandas.DataFrame:
             served = row["witness"]["paths"]
             found[row["backend"]] = {b: ", ".join(sorted(served[b])) for b in served}
     return pandas.DataFrame.from_dict(found, orient="index").fillna("-")
-
-
-def _wide(rows: pandas.DataFrame, values: str) -> pandas.DataFrame:
-    wide = rows.pivot_table(
-        index=["model", "backend"], columns="x_value", values=values, aggfunc="last", sort=False,
-        dropna=False,
-    )  # fmt: skip
-    return wide[sorted(wide.columns)].rename_axis(columns="T").dropna(how="all")
 
 
 def predicted(cells: Sequence[Cell]) -> dict[str, dict[str, tuple[list[int], list[float]]]]:

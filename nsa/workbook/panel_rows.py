@@ -33,6 +33,15 @@ def models(rows) -> dict:
     }
 
 
+def by_tokens(rows, values: str, index=("model", "backend")):
+    """One line for each `index`, a column for each T; lines in order of appearance."""
+    table = rows.pivot_table(
+        index=list(index), columns="x_value", values=values, aggfunc="last", sort=False,
+        dropna=False,
+    )  # fmt: skip
+    return table[sorted(table.columns)].rename_axis(columns="T").dropna(how="all")
+
+
 def backends(frame) -> list[tuple]:
     """(backend, its rows), those of `looks.LOOKS` first and in that order."""
     order = list(looks.LOOKS)

@@ -10,6 +10,7 @@ from nsa.lab.throughput.throughput_rows import OPERATION, PHASES, flops_of
 from nsa.workbook import metrics
 from nsa.workbook.comparison_table import crossing
 from nsa.workbook.metrics import model_name
+from nsa.workbook.panel_rows import by_tokens
 
 PLAIN = ""  # the variant of a cell that is not one
 POINT = ["model", "backend", "variant", "x_value"]
@@ -45,7 +46,7 @@ def over_tokens(
 
 def wide(df: pandas.DataFrame, metric: str, mode: str = "step") -> pandas.DataFrame:
     """One row a model and backend, one column a T; NaN where it failed."""
-    return _pivot(over_tokens(df, metric, mode), "median").astype(float)
+    return by_tokens(over_tokens(df, metric, mode), "median").astype(float)
 
 
 def speed(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -61,7 +62,7 @@ def step_times(df: pandas.DataFrame) -> pandas.DataFrame:
         else row.outcome
         for row in rows[["median", "q20", "q80", "outcome"]].itertuples(index=False)
     ])  # fmt: skip
-    return named(_pivot(rows, "text").fillna(""), df)
+    return named(by_tokens(rows, "text").fillna(""), df)
 
 
 def meters(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -218,20 +219,12 @@ def _model(config: dict) -> str:
     return f"{model_name(config)}, {config.get('precision', '')}".strip(", ")
 
 
-def _pivot(rows: pandas.DataFrame, values: str) -> pandas.DataFrame:
-    table = rows.pivot_table(
-        index=["model", "backend"], columns="x_value", values=values, aggfunc="last", sort=False,
-        dropna=False,
-    )  # fmt: skip
-    return table[sorted(table.columns)].rename_axis(columns="T").dropna(how="all")
-
-
 def _shown(rows: pandas.DataFrame, form: str) -> pandas.DataFrame:
     texts = [
         form.format(value) if np.isfinite(value) else outcome
         for value, outcome in zip(rows["median"], rows["outcome"], strict=True)
     ]
-    return named(_pivot(rows.assign(text=texts), "text").fillna(""), rows)
+    return named(by_tokens(rows.assign(text=texts), "text").fillna(""), rows)
 
 
 def _columns(df, wanted: dict[str, tuple[str, str]], failures: bool = False) -> pandas.DataFrame:
