@@ -136,7 +136,7 @@ def job_from(arguments, ranks: int | None = None) -> "Job":
             seed=arguments.seed,
             device=arguments.device,
             ranks=ranks or arguments.ranks or 1,
-            kind=arguments.parallel or ("ddp" if arguments.ranks else "none"),
+            kind=_kind(arguments),
             backend=arguments.dist_backend,
             static_graph=arguments.static_graph,
             find_unused=arguments.find_unused,
@@ -171,6 +171,11 @@ def changes_from(texts: list[str]) -> dict[str, Any]:
     return changes
 
 
+def _kind(arguments) -> str:
+    """How ranks share the work: what --ranks starts is DDP unless another way is named."""
+    return arguments.parallel or ("ddp" if arguments.ranks else "none")
+
+
 def _check_start(arguments, started_by_torchrun: bool) -> None:
     """Who starts the ranks, and that there are some where there must be."""
     from_torchrun = int(os.environ["WORLD_SIZE"]) if started_by_torchrun else 1
@@ -178,7 +183,7 @@ def _check_start(arguments, started_by_torchrun: bool) -> None:
         raise ValueError("--ranks starts torchrun itself; under torchrun leave it out")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ValueError(f"--ranks {arguments.ranks} must be at least 1")
-    kind = arguments.parallel or ("ddp" if arguments.ranks else "none")
+    kind = _kind(arguments)
     if kind == "none" and max(from_torchrun, arguments.ranks or 1) > 1:
         count = arguments.ranks or from_torchrun
         raise ValueError(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.lab.graph import unreachable
+from nsa.lab.kept import kept_step
 from nsa.lab.later import Later
 
 __all__ = ["GradientArrival", "compare", "summary", "unreachable"]
@@ -110,12 +111,7 @@ class GradientArrival:
         """
         for record, values in self._norms.all():
             record.largest = values.tolist()
-        kept = {record.number: record for record in self._steps}
-        if not kept:
-            raise ValueError("no step was observed yet; the trainer must have this as an observer")
-        if step is not None and step not in kept:
-            raise ValueError(f"step {step} was not kept; kept are {', '.join(map(str, kept))}")
-        record = self._steps[-1] if step is None else kept[step]
+        record = kept_step(self._steps, step)
         largest = dict(zip(record.looked_at, record.largest or (), strict=False))
         first: dict[int, float] = {}
         counts = [0] * len(self._names)

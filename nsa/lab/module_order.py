@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nsa.lab.kept import kept_step
+
 _KEY = "nsa.modules"
 
 
@@ -89,12 +91,7 @@ class ModuleOrder:
         `micro` counts the backwards of a step (accumulation). Default: the last step observed.
         ValueError for a step that is not kept.
         """
-        kept = {record.number: record for record in self._steps}
-        if not kept:
-            raise ValueError("no step was observed yet; the trainer must have this as an observer")
-        if step is not None and step not in kept:
-            raise ValueError(f"step {step} was not kept; kept are {', '.join(map(str, kept))}")
-        record = self._steps[-1] if step is None else kept[step]
+        record = kept_step(self._steps, step)
         order: dict[tuple[int, str], float] = {}
         for micro, name, seconds in record.entered:
             order.setdefault((micro, name), seconds)

@@ -33,13 +33,6 @@ _WAITS = {
     ),
 }  # fmt: skip
 
-# Whose frames are not the place: libraries, and those of the lab that stand around a step.
-_OTHERS = (
-    *("site-packages", "dist-packages", "/lib/python3", "<frozen", "<string>"),
-    *("nsa/lab/progress.py", "nsa/lab/counting.py", "nsa/lab/oracle_steps.py"),
-    *("nsa/lab/subject", "nsa/lab/child.py", "nsa/lab/ranks/rank_child.py"),
-)
-
 
 @dataclass
 class Rest:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-NEEDS = ("", "gpu", "gpus2")
 _HERE = "nsa.lab.faults"
 
 

@@ -17,16 +17,6 @@ from nsa.model.train import Trainer
 DATA_SEED = 1337  # the same batches for every seed of the weights
 
 
-class Place:
-    """Remembers where the loop is, so that an error can say it."""
-
-    def __init__(self) -> None:
-        self.place = "before the first step"
-
-    def on_phase(self, name: str, step: int) -> None:
-        self.place = f"in step {step}, phase {name}"
-
-
 @contextlib.contextmanager
 def session(cell: TrainCell, threads: int | None = None, **changes: Any) -> Iterator[Trainer]:
     """The cell's trainer, without observers; `changes` are those of its TrainConfig.
