@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa.lab.arrival import GradientArrival
-from nsa.lab.ddp import BucketTrace
-from nsa.lab.module_order import ModuleOrder
+from nsa.lab.observers.arrival import GradientArrival
+from nsa.lab.observers.ddp import BucketTrace
+from nsa.lab.observers.module_order import ModuleOrder
 from nsa.model import parallel
 
 SIZES = (64, 48, 32, 16)

@@ -7,9 +7,9 @@ from tiny_models import one_thread, tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa.lab.arrival import GradientArrival, compare, summary
 from nsa.lab.graph import unreachable
-from nsa.lab.later import Later
+from nsa.lab.observers.arrival import GradientArrival, compare, summary
+from nsa.lab.observers.later import Later
 from nsa.model.llama import LanguageModel
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from nsa.attention import witness
 from nsa.config import NSAConfig
-from nsa.lab.attention_stats import (
+from nsa.lab.observers.attention_stats import (
     NAMES,
     AttentionStats,
     distances,
@@ -17,7 +17,7 @@ from nsa.lab.attention_stats import (
     layer_inputs,
     look,
 )
-from nsa.lab.later import Later
+from nsa.lab.observers.later import Later
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
 from nsa.reference.nsa import BRANCHES, nsa

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.lab import beat
-from nsa.lab.beat import Heartbeat, line, stacks_on_signal
+from nsa.lab.observers import beat
+from nsa.lab.observers.beat import Heartbeat, line, stacks_on_signal
 
 FIELDS = {
     *("ts", "iso", "pid", "rank", "step", "phase", "phase_s"),
@@ -218,7 +218,7 @@ def test_where_proc_tells_nothing_neither_does_it(monkeypatch):
 
 STUCK = """
 import os, signal, sys, threading, time, torch
-from nsa.lab.beat import stacks_on_signal
+from nsa.lab.observers.beat import stacks_on_signal
 
 class Stuck(torch.autograd.Function):
     @staticmethod

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from nsa.lab.arrival import compare, summary
-from nsa.lab.ddp import BucketTrace
+from nsa.lab.observers.arrival import compare, summary
+from nsa.lab.observers.ddp import BucketTrace
 
 HERE = Path(__file__).parent
 PARAMETERS = 64 * 48 + 48 + 48 * 32 + 32 + 32 * 16 + 16

@@ -7,10 +7,10 @@ from verdict_rank_cases import FLIGHTS, RANKS
 
 from nsa.cli import main
 from nsa.lab.evidence import P, Sample
-from nsa.lab.explain import page
-from nsa.lab.explain_sections import strip
-from nsa.lab.ledger import Ledger
+from nsa.lab.plans.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
+from nsa.lab.verdict.explain import page
+from nsa.lab.verdict.explain_sections import strip
 
 
 def hung(**more):

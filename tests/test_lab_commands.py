@@ -24,7 +24,9 @@ oracles: []
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """The current folder has a plan; trials are made up, and crash where both are on."""
-    from nsa.lab import ledger, preflight, runner
+    from nsa.lab import runner
+    from nsa.lab.plans import ledger
+    from nsa.lab.supervision import preflight
     from nsa.lab.verdict import Verdict
 
     def run(spec, *, folder, **options):

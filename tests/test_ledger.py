@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.lab import ledger, preflight
 from nsa.lab.evidence import End, Evidence, P, Sample
-from nsa.lab.ledger import Ledger
+from nsa.lab.plans import ledger
+from nsa.lab.plans.ledger import Ledger
 from nsa.lab.runner import Spec
+from nsa.lab.supervision import preflight
 from nsa.lab.verdict import Verdict
 
 SPEC = Spec("stranger:Training", {"width": 8})
@@ -126,7 +127,7 @@ def alive(pid):
 def test_a_killed_supervisor_leaves_a_store_that_goes_on(tmp_path):
     pid, root = tmp_path / "pid", tmp_path / "store"
     code = (
-        "from nsa.lab.ledger import Ledger\nfrom nsa.lab.runner import Spec\n"
+        "from nsa.lab.plans.ledger import Ledger\nfrom nsa.lab.runner import Spec\n"
         f"store = Ledger({str(root)!r})\n"
         f"store.run(Spec('subject_entries:unlike', {{'pids': {str(pid)!r}}}), stall_s=60.0)\n"
     )

@@ -6,7 +6,7 @@ from observed import trainer
 from tiny_models import one_thread, tiny
 from torch import nn
 
-from nsa.lab.module_order import ModuleOrder
+from nsa.lab.observers.module_order import ModuleOrder
 from nsa.model.llama import LanguageModel
 
 

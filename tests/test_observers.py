@@ -7,13 +7,13 @@ import torch
 from observed import trainer
 from tiny_models import TOKENS, one_thread, tiny
 
-from nsa.lab import syncs
-from nsa.lab.arrival import GradientArrival
-from nsa.lab.attention_stats import AttentionStats
-from nsa.lab.beat import Heartbeat
-from nsa.lab.module_order import ModuleOrder
-from nsa.lab.phases import PhaseTimes
-from nsa.lab.writers import CsvWriter
+from nsa.lab.observers import syncs
+from nsa.lab.observers.arrival import GradientArrival
+from nsa.lab.observers.attention_stats import AttentionStats
+from nsa.lab.observers.beat import Heartbeat
+from nsa.lab.observers.module_order import ModuleOrder
+from nsa.lab.observers.phases import PhaseTimes
+from nsa.lab.observers.writers import CsvWriter
 from nsa.model.llama import LanguageModel
 
 

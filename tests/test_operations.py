@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from nsa.lab import operations
-from nsa.lab.exhibits import measure
+from nsa.lab.exhibits import measure, operations
+from nsa.lab.exhibits.operations import TIMINGS, count, count_kernels
 from nsa.lab.graph import count_nodes
-from nsa.lab.operations import TIMINGS, count, count_kernels
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,7 @@ import pytest
 from evidences import STEPS, moving, p, resting, trial
 
 from nsa.lab.evidence import P, Sample
-from nsa.lab.pace import backward_eta_s, fraction, moves, pace
+from nsa.lab.verdict.pace import backward_eta_s, fraction, moves, pace
 
 
 def backward(rates, total=1000, until=0.5):

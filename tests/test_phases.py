@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nsa.lab.phases import BETWEEN, PhaseTimes
+from nsa.lab.observers.phases import BETWEEN, PhaseTimes
 
 STEP = (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("optimizer", 3.0))
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa.lab.factors import TRAINING_SUBJECT, find, known
-from nsa.lab.plan import ATTEMPT, Plan
-from nsa.lab.training_factors import listed
+from nsa.lab.plans.factors import TRAINING_SUBJECT, find, known
+from nsa.lab.plans.plan import ATTEMPT, Plan
+from nsa.lab.plans.training_factors import listed
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 STRANGER = "lab_entries:broken_pair"

@@ -10,12 +10,11 @@ from stranger import Stranger, Training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa.lab import counters as layout
-from nsa.lab import counting
-from nsa.lab.counters import cells_of, read
 from nsa.lab.evidence import P, Sample
-from nsa.lab.pace import backward_eta_s
-from nsa.lab.progress import Progress, Unheard
+from nsa.lab.progress import Progress, Unheard, counting
+from nsa.lab.progress import counters as layout
+from nsa.lab.progress.counters import cells_of, read
+from nsa.lab.verdict.pace import backward_eta_s
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset

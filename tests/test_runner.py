@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa.lab import looks, preflight
 from nsa.lab.evidence import End, Evidence, P, Sample, thinned
 from nsa.lab.runner import Spec, run, run_until_proven
+from nsa.lab.supervision import looks, preflight
 from nsa.lab.verdict import judge
 
 STALL_S = 1.0

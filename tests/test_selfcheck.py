@@ -10,10 +10,10 @@ from judged_rows import control, row, skipped
 from nsa import cli
 from nsa.commands import selfcheck as command
 from nsa.lab import selfcheck
-from nsa.lab.blind import blind
 from nsa.lab.evidence import End, Evidence, Look, P, Sample
 from nsa.lab.faults import FAULTS, chosen
-from nsa.lab.judged import line, matrix
+from nsa.lab.faults.blind import blind
+from nsa.lab.faults.judged import line, matrix
 from nsa.lab.verdict import Verdict, judge
 
 

@@ -12,8 +12,8 @@ from nsa.lab.exhibits import investigation, step5
 from nsa.lab.exhibits.console import PrintSchedule
 from nsa.lab.exhibits.investigation import OBSERVERS, PRINTS, Results
 from nsa.lab.exhibits.step5 import BASE, Lab, Setup, Trial
-from nsa.lab.findings import Found, Row, Tried
-from nsa.lab.ledger import Ledger
+from nsa.lab.plans.ledger import Ledger
+from nsa.lab.search.findings import Found, Row, Tried
 from nsa.lab.verdict import Verdict, judge
 from nsa.workbook import step5_claims, step5_decision, step5_plots, step5_table
 

@@ -2,13 +2,14 @@ import threading
 
 import pytest
 
-from nsa.lab import ledger as ledgers
-from nsa.lab import preflight, runner
-from nsa.lab.bisect_plan import bisect
+from nsa.lab import runner
 from nsa.lab.evidence import End, Evidence
-from nsa.lab.ledger import Ledger
-from nsa.lab.plan import ATTEMPT, Plan
-from nsa.lab.sweep import Trials, same_paths, sweep
+from nsa.lab.plans import ledger as ledgers
+from nsa.lab.plans.bisect_plan import bisect
+from nsa.lab.plans.ledger import Ledger
+from nsa.lab.plans.plan import ATTEMPT, Plan
+from nsa.lab.plans.sweep import Trials, same_paths, sweep
+from nsa.lab.supervision import preflight
 from nsa.lab.verdict import Verdict
 
 STRANGER = "lab_entries:broken_pair"
@@ -160,7 +161,7 @@ def test_attempts_that_differ_are_flaky(fake):
 
 def test_arms_that_ran_the_same_code_are_invalid(fake):
     def done(backend, paths):
-        from nsa.lab.sweep import Done
+        from nsa.lab.plans.sweep import Done
 
         evidence = Evidence(witness={"paths": paths})
         return Done({"backend": backend, "layers": 1}, backend, Verdict("PASS"), evidence)

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa.lab import syncs
-from nsa.lab.syncs import Syncs, count, found_in
+from nsa.lab.observers import syncs
+from nsa.lab.observers.syncs import Syncs, count, found_in
 
 
 def event(name, start, end=None, device="DeviceType.CPU", parent=None):

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from nsa.lab.thresholds import bayes, threshold
+from nsa.lab.search.thresholds import bayes, threshold
 
 VALUES = list(range(1, 17))
 

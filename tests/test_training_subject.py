@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from nsa.attention.api import nsa_attention
-from nsa.lab.branchwise import branchwise, by_branches
+from nsa.lab.plans.branchwise import branchwise, by_branches
+from nsa.lab.plans.training_subject import make
 from nsa.lab.progress import Progress, read
-from nsa.lab.training_subject import make
 from nsa.model import layer
 
 SMALL = {"layers": 1, "tokens": 48, "device": "cpu", "backend": "gather"}

@@ -18,8 +18,8 @@ from verdict_cases import (
 from verdict_rank_cases import RANKS, RANKS_NEAR, waiting
 
 from nsa.lab.evidence import End, Evidence, P, Sample
-from nsa.lab.rests import place_of
 from nsa.lab.verdict import KINDS, Verdict, arms, compare, jeffreys, judge
+from nsa.lab.verdict.rests import place_of
 
 
 @pytest.mark.parametrize("case", [*ENDED, *ALIVE, *PROVEN, *NEAR])

@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from nsa.lab.later import Later
-from nsa.lab.writers import CsvWriter, TensorBoardWriter
+from nsa.lab.observers.later import Later
+from nsa.lab.observers.writers import CsvWriter, TensorBoardWriter
 
 
 def rows(path):

@@ -20,9 +20,9 @@ def add(commands) -> None:
 
 
 def bisect(arguments) -> int:
-    from nsa.lab.bisect_plan import bisect as search
-    from nsa.lab.findings import table, text
-    from nsa.lab.ledger import Ledger
+    from nsa.lab.plans.bisect_plan import bisect as search
+    from nsa.lab.plans.ledger import Ledger
+    from nsa.lab.search.findings import table, text
 
     plan = plan_from(arguments.plan)
     found = search(plan, Ledger(arguments.trials), budget_s=arguments.budget, say=_say)

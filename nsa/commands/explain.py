@@ -19,9 +19,9 @@ def add(commands) -> None:
 
 
 def explain(arguments) -> int:
-    from nsa.lab.explain import page
-    from nsa.lab.ledger import Ledger
+    from nsa.lab.plans.ledger import Ledger
     from nsa.lab.verdict import judge
+    from nsa.lab.verdict.explain import page
 
     given = Path(arguments.trial)
     if (given / "evidence.json").is_file():

@@ -72,7 +72,7 @@ def selfcheck(arguments) -> int:
 
 def text(rows, seconds: float) -> str:
     """The confusion matrix, what was missed, and the sum of it."""
-    from nsa.lab.judged import line, matrix
+    from nsa.lab.faults.judged import line, matrix
     from nsa.lab.verdict import KINDS
 
     counts = matrix(rows)

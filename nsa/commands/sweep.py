@@ -20,7 +20,7 @@ def add(commands) -> None:
 
 
 def sweep(arguments) -> int:
-    from nsa.lab.findings import text
+    from nsa.lab.search.findings import text
 
     plan = plan_from(arguments.plan)
     if arguments.list:
@@ -29,8 +29,8 @@ def sweep(arguments) -> int:
         print(f"{len(cells)} trials of {plan.size():,} combinations")
         return GOOD
 
-    from nsa.lab.ledger import Ledger
-    from nsa.lab.sweep import sweep as run_sweep
+    from nsa.lab.plans.ledger import Ledger
+    from nsa.lab.plans.sweep import sweep as run_sweep
 
     swept = run_sweep(plan, Ledger(arguments.trials), budget_s=arguments.budget, say=_say)
     print(text([row(done) for done in swept.done]))
@@ -50,7 +50,7 @@ def sweep(arguments) -> int:
 
 def plan_from(path: str):
     """The plan in a YAML file; what of it cannot be run here is told. ValueError names the file."""
-    from nsa.lab.plan import Plan
+    from nsa.lab.plans.plan import Plan
     from nsa.workbook.parameters import read_file
 
     import_from_here()

@@ -30,8 +30,8 @@ def add(commands) -> None:
 
 
 def trial(arguments) -> int:
-    from nsa.lab.plan import Plan
-    from nsa.lab.training_factors import listed
+    from nsa.lab.plans.plan import Plan
+    from nsa.lab.plans.training_factors import listed
 
     if arguments.factors:
         print(listed())
@@ -43,9 +43,9 @@ def trial(arguments) -> int:
         whole["oracles"] = [word for word in whole["oracles"].split(",") if word]
     plan = Plan(factors={}, settings=given, **whole)
 
-    from nsa.lab.findings import Spent
-    from nsa.lab.ledger import Ledger
-    from nsa.lab.sweep import Trials
+    from nsa.lab.plans.ledger import Ledger
+    from nsa.lab.plans.sweep import Trials
+    from nsa.lab.search.findings import Spent
 
     try:
         done = Trials(plan, Ledger(arguments.trials)).run({})

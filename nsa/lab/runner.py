@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.lab import endings, flights, preflight, timemodel, trial
-from nsa.lab.device_use import DeviceUse
+from nsa.lab import timemodel, trial
 from nsa.lab.evidence import Evidence
 from nsa.lab.out_of_memory import kernel_kills
 from nsa.lab.ranks import run as ranks
-from nsa.lab.supervisor import Proven, Supervisor
+from nsa.lab.supervision import endings, flights, preflight
+from nsa.lab.supervision.device_use import DeviceUse
+from nsa.lab.supervision.supervisor import Proven, Supervisor
 
 HARD = 4.0  # the deadline, in soft ones, where none is given
 UNPREDICTED_S = 600.0

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab import oracles, runner, trial
-from nsa.lab.blind import blind
 from nsa.lab.evidence import Evidence
 from nsa.lab.faults import FAULTS, Fault, why_not
-from nsa.lab.judged import NOTHING, Judged, line
-from nsa.lab.pace import fraction
+from nsa.lab.faults.blind import blind
+from nsa.lab.faults.judged import NOTHING, Judged, line
 from nsa.lab.verdict import Verdict, judge
+from nsa.lab.verdict.pace import fraction
 
 STALL_S = 5.0
 ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nsa.lab import preflight
 from nsa.lab.progress import Progress, Unheard
 from nsa.lab.ranks.rank_child import put
 from nsa.lab.subject import make, rank_and_ranks
+from nsa.lab.supervision import preflight
 
 
 def main(given: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nsa.lab.judged import Judged
+from nsa.lab.faults.judged import Judged
 from nsa.workbook.memory_claims import Claim
 
 NAMED_WITHIN_S = 15.0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nsa.lab.judged import Judged
+from nsa.lab.faults.judged import Judged
 from nsa.workbook import looks, selfcheck_table
 
 COLOURS = {

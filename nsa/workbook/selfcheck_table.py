@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas
 
 from nsa.lab.faults import Fault
-from nsa.lab.judged import Judged, due, matrix
+from nsa.lab.faults.judged import Judged, due, matrix
 from nsa.lab.verdict import KINDS
 from nsa.workbook.files import plain, write_json
 

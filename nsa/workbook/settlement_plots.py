@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nsa.lab.exhibits.design import production
+from nsa.lab.exhibits.operations import BAND_US, TIMINGS
 from nsa.lab.exhibits.saved import held, with_correct_window
-from nsa.lab.operations import BAND_US, TIMINGS
 from nsa.lab.settlement import case_study
 from nsa.lab.settlement.settlement_trials import Ended
 from nsa.workbook import looks

@@ -6,8 +6,8 @@ from functools import cache
 from statistics import mean, stdev
 
 from nsa.lab.exhibits.design import production
+from nsa.lab.exhibits.operations import BAND_US, PER_LAYER, TIMINGS
 from nsa.lab.exhibits.saved import held, with_correct_window
-from nsa.lab.operations import BAND_US, PER_LAYER, TIMINGS
 from nsa.lab.settlement import case_study
 from nsa.workbook.scaling import local_exponents
 from nsa.workbook.settlement_fact import Fact

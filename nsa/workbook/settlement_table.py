@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import pandas
 
 from nsa.lab.exhibits.design import production
+from nsa.lab.exhibits.operations import TIMINGS
 from nsa.lab.exhibits.saved import held, with_correct_window
-from nsa.lab.operations import TIMINGS
 from nsa.lab.settlement import case_study
 from nsa.lab.settlement.settlement_trials import Ended
 from nsa.workbook.settlement_claims import Settled

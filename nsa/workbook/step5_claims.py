@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from nsa.lab.exhibits.investigation import OBSERVERS, PRINTS, Results
+from nsa.lab.exhibits.operations import BAND_US, TIMINGS
 from nsa.lab.exhibits.step5 import FACTORS, Trial
-from nsa.lab.operations import BAND_US, TIMINGS
 from nsa.workbook import step5_decision, step5_table
 from nsa.workbook.memory_claims import Claim
 

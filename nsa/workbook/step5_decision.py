@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nsa.lab.exhibits.investigation import Results
-from nsa.lab.operations import BAND_US, TIMINGS
+from nsa.lab.exhibits.operations import BAND_US, TIMINGS
 
 TARGET = 300.0  # tokens/s, the case study's own least
 FEWER = 10.0  # times fewer operations, for a step that operations explain

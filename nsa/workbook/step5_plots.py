@@ -6,9 +6,9 @@ import numpy as np
 
 from nsa.lab.exhibits.design import production
 from nsa.lab.exhibits.investigation import OBSERVERS, PRINTS, Results
+from nsa.lab.exhibits.operations import TIMINGS
 from nsa.lab.exhibits.saved import held
 from nsa.lab.exhibits.step5 import Trial
-from nsa.lab.operations import TIMINGS
 from nsa.lab.settlement.case_study import ESTIMATE_MIB, MEMORY_MIB
 from nsa.workbook import looks, step5_decision
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pandas
 
-from nsa.lab import explain, findings
 from nsa.lab.exhibits.design import production
 from nsa.lab.exhibits.investigation import Results
+from nsa.lab.exhibits.operations import TIMINGS
 from nsa.lab.exhibits.saved import held, with_correct_window
 from nsa.lab.exhibits.step5 import Trial
-from nsa.lab.operations import TIMINGS
+from nsa.lab.search import findings
 from nsa.lab.settlement.case_study import MEMORY_MIB
+from nsa.lab.verdict import explain
 
 MIB = 2**20
 PRODUCTION_MIB = 49_023.0  # 12 layers at T 2048, as the case study measured it

@@ -28,7 +28,7 @@ def make(names: Sequence[str], trainer: Any, folder: Path) -> dict[str, Any]:
 
     The writers are rank 0's.
     """
-    from nsa.lab import beat
+    from nsa.lab.observers import beat
 
     rank = trainer.parallel.rank
     made: dict[str, Any] = {
@@ -48,7 +48,7 @@ def make(names: Sequence[str], trainer: Any, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def stacks_on_signal(file: Path) -> Iterator[None]:
     """While this is open, SIGUSR1 writes every thread's stack to the file."""
-    from nsa.lab import beat
+    from nsa.lab.observers import beat
 
     with file.open("a", encoding="utf-8") as stream:
         beat.stacks_on_signal(stream)
@@ -67,7 +67,7 @@ def write_rows(observers: Mapping[str, Any], rank: int, folder: Path) -> None:
 
 
 def _writer(name: str, folder: Path) -> Any:
-    from nsa.lab import writers
+    from nsa.lab.observers import writers
 
     if name == "csv":
         return writers.CsvWriter(folder / "observed.csv")
@@ -76,21 +76,21 @@ def _writer(name: str, folder: Path) -> Any:
 
 def _watcher(name: str, trainer: Any, writers: list[Any]) -> Any:
     if name == "arrival":
-        from nsa.lab.arrival import GradientArrival
+        from nsa.lab.observers.arrival import GradientArrival
 
         return GradientArrival(trainer.model, keep=1)
     if name == "modules":
-        from nsa.lab.module_order import ModuleOrder
+        from nsa.lab.observers.module_order import ModuleOrder
 
         return ModuleOrder(trainer.model, keep=1)
     if name == "phases":
-        from nsa.lab.phases import PhaseTimes
+        from nsa.lab.observers.phases import PhaseTimes
 
         return PhaseTimes(trainer.device)
     if name == "stats":
-        from nsa.lab.attention_stats import AttentionStats
+        from nsa.lab.observers.attention_stats import AttentionStats
 
         return AttentionStats(trainer.model, writers=writers)
-    from nsa.lab.ddp import BucketTrace
+    from nsa.lab.observers.ddp import BucketTrace
 
     return BucketTrace(trainer.wrapped)

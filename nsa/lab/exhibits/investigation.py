@@ -7,7 +7,7 @@ from typing import Any
 
 from nsa.lab import trial
 from nsa.lab.exhibits.step5 import Lab, Trial
-from nsa.lab.findings import Found
+from nsa.lab.search.findings import Found
 
 SEVERAL = "nsa.lab.exhibits.measure:several"
 STATE = "nsa.lab.exhibits.state:difference"

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from nsa.lab.exhibits.operations import count, count_kernels
 from nsa.lab.exhibits.saved import held
 from nsa.lab.exhibits.subject import DEFAULTS, ExhibitLoop
 from nsa.lab.memory.recorders import MIB, recorder_for
-from nsa.lab.operations import count, count_kernels
 
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:

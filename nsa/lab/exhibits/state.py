@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.lab.exhibits.operations import Count
 from nsa.lab.exhibits.subject import DEFAULTS, ExhibitLoop
 from nsa.lab.graph import count_nodes
-from nsa.lab.operations import Count
 
 CHANGES = ("weights", "first moments", "second moments", "optimizer's step")  # as they should
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.bisection import Bisection
 from nsa.lab.evidence import Evidence, P
 from nsa.lab.exhibits.console import PrintSchedule, last_step
 from nsa.lab.exhibits.design import LOOP_ONLY, design
-from nsa.lab.findings import Found, Tried
-from nsa.lab.ledger import Ledger
+from nsa.lab.plans.ledger import Ledger
 from nsa.lab.progress import read
 from nsa.lab.runner import Spec
+from nsa.lab.search.bisection import Bisection
+from nsa.lab.search.findings import Found, Tried
 from nsa.lab.verdict import Verdict
 
 SUBJECT = "nsa.lab.exhibits.subject:make"

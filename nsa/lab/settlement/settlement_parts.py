@@ -85,7 +85,7 @@ def in_place() -> dict[str, Any]:
 def branches() -> dict[str, Any]:
     """One branch alone of this project's model: operations, gate gradients, path witness."""
     from nsa.attention.witness import recording
-    from nsa.lab.operations import count
+    from nsa.lab.exhibits.operations import count
 
     found = {}
     for branch in (None, "cmp", "slc", "win"):
@@ -105,7 +105,7 @@ def branches() -> dict[str, Any]:
 def backends() -> dict[str, Any]:
     """Three backends of one model: operations and witnesses, which differ where programs do."""
     from nsa.attention.witness import recording
-    from nsa.lab.operations import count
+    from nsa.lab.exhibits.operations import count
 
     found = {}
     for backend in ("masked", "packed", "gather"):

@@ -8,8 +8,8 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nsa.lab.observers.syncs import WAITS
 from nsa.lab.speed.timing import wait
-from nsa.lab.syncs import WAITS
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.throughput_trial import CAPTURED
 from nsa.lab.throughput.training_session import session

@@ -12,9 +12,9 @@ import torch
 
 from nsa.attention import witness
 from nsa.attention.registry import Declined
-from nsa.lab import syncs
 from nsa.lab.memory.recorders import MIB, recorder_for
-from nsa.lab.phases import BETWEEN, PhaseTimes
+from nsa.lab.observers import syncs
+from nsa.lab.observers.phases import BETWEEN, PhaseTimes
 from nsa.lab.speed import limits
 from nsa.lab.speed.timing import wait
 from nsa.lab.throughput.compilations import Compilations

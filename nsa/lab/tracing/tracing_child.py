@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.lab.arrival import GradientArrival
-from nsa.lab.ddp import BucketTrace
-from nsa.lab.module_order import ModuleOrder
+from nsa.lab.observers.arrival import GradientArrival
+from nsa.lab.observers.ddp import BucketTrace
+from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.ranks.rank_child import failure, put, standing
 from nsa.lab.tracing.tracing_faults import plant, without_gradient
 from nsa.lab.tracing.trials import STEPS, Setup, Trial

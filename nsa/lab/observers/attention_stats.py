@@ -1,0 +1,213 @@
+"""What attention does while it trains: gates, selection distances, branch outputs."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.attention import registry
+from nsa.attention.inputs import Inputs, checked
+from nsa.attention.products import wide
+from nsa.attention.scoring import select_blocks
+from nsa.config import NSAConfig
+from nsa.lab.observers.later import Later
+from nsa.lab.observers.module_order import refuse_without_hooks
+from nsa.model.layer import NSAAttention
+from nsa.model.rotary import rotary_for
+from nsa.reference.compress import compress_keys
+from nsa.reference.nsa import BRANCHES
+
+NAMES = (
+    *(f"gate_{branch}" for branch in BRANCHES),
+    "gate_entropy",
+    "distance_blocks",
+    "distance_free_blocks",
+    "forced_share",
+    *(f"norm_{branch}" for branch in BRANCHES),
+)
+
+
+class AttentionStats:
+    """An observer that looks into every NSAAttention of the model each `every` steps.
+
+    For each layer, means over the batch, its tokens and heads:
+    gate_cmp, gate_slc, gate_win; gate_entropy, in nats, of the gates divided by their sum (ln 3 if
+    all are equal); distance_blocks, how many blocks back from a query's own the selected ones lie;
+    distance_free_blocks, the same of those that were chosen rather than forced; forced_share of the
+    selected blocks; norm_cmp, norm_slc, norm_win, of a head's output before its gate (Euclidean).
+    What there is none of (blocks not forced in a short sequence, branches that are not computed) is
+    NaN.
+
+    An observed step computes each layer's attention once more from that layer's own input, without
+    gradient; no other step has a hook. Nothing waits for the device: numbers are read when they
+    have arrived, and then handed to the `writers` (write(step, {"layer0/gate_cmp": ...})).
+
+    Cost: nothing in other steps; an observed one has one more forward of all attention, 1.4 x a
+    step of a small model on a CPU.
+
+    Raises ValueError for a model without such a layer.
+    """
+
+    def __init__(
+        self, model: nn.Module, every: int = 50, writers: Sequence[Any] = (), keep: int = 1000
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1; 50 is usual")
+        self._layers = [m for m in model.modules() if isinstance(m, NSAAttention)]
+        if not self._layers:
+            raise ValueError("the model has no NSAAttention to look into")
+        self.every, self.writers = every, tuple(writers)
+        self._hooks: list[Any] = []
+        self._found: dict[int, Tensor] = {}
+        self._later = Later()
+        self._steps: deque[tuple[int, list[list[float]]]] = deque(maxlen=keep)
+
+    def on_start(self, trainer: Any) -> None:
+        """Refuses what runs no hooks of modules: compiled models and replayed CUDA graphs."""
+        refuse_without_hooks(trainer)
+
+    def on_phase(self, name: str, step: int) -> None:
+        if name == "forward" and step % self.every == 0 and not self._found:
+            self._hooks = [
+                layer.register_forward_hook(partial(self._look, index), with_kwargs=True)
+                for index, layer in enumerate(self._layers)
+            ]
+        elif name == "backward":
+            self._unhook()  # recomputed layers and further micro-batches are not looked at
+        elif name == "end":
+            if len(self._found) == len(self._layers):
+                rows = [self._found[index] for index in range(len(self._layers))]
+                self._later.put(step, torch.stack(rows))
+            self._found = {}
+            self._take(self._later.ready())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each observed step and layer: step, layer, and NAMES. Waits for the device."""
+        self._take(self._later.all())
+        return [
+            {"step": step, "layer": layer, **dict(zip(NAMES, values, strict=True))}
+            for step, layers in self._steps
+            for layer, values in enumerate(layers)
+        ]
+
+    def close(self) -> None:
+        """Hands over what is still on its way. Waits for the device."""
+        self._unhook()
+        self._take(self._later.all())
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _take(self, arrived: Any) -> None:
+        for step, values in arrived:
+            layers = values.tolist()
+            self._steps.append((step, layers))
+            for writer in self.writers:
+                writer.write(
+                    step,
+                    {
+                        f"layer{layer}/{name}": value
+                        for layer, found in enumerate(layers)
+                        for name, value in zip(NAMES, found, strict=True)
+                    },
+                )
+
+    def _look(self, index: int, layer: NSAAttention, args: tuple, kwargs: dict, _: Any) -> None:
+        self._found[index] = look(layer, *args, **kwargs)
+
+
+@torch.no_grad()
+def look(
+    layer: NSAAttention, x: Tensor, rotary: Any = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """NAMES of this layer for the input of its forward, fp32 on the device.
+
+    Raises ValueError for packed sequences.
+    """
+    if cu_seqlens is not None:
+        raise ValueError("packed sequences cannot be looked into; a batch of one length can")
+    inputs = layer_inputs(layer, x, rotary)
+    backend = _backend(layer.config.backend, inputs)
+    nan = x.new_full((), float("nan"), dtype=torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        selected = [nan] * 3
+        if "slc" in inputs.branches:
+            inputs = with_blocks(inputs, backend.name)
+            selected = distances(inputs.blocks, inputs.config)
+        outputs = backend.run(inputs, lambda *_: None)
+        norms = [_norm(outputs[b]) if b in outputs else nan for b in BRANCHES]
+        found = [*gate_statistics(inputs.gates), *selected, *norms]
+        return torch.stack([value.float() for value in found])
+
+
+def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
+    """What this layer's attention is given for hidden states x [B, T, E]."""
+    config = layer.config
+    rotary = rotary or rotary_for(config, x.shape[1], x.device)
+    branches = (config.force_branch,) if config.force_branch else BRANCHES
+    q = rotary(layer.q_proj(x).unflatten(-1, (config.heads, config.head_dim)))
+    return checked(
+        q,
+        layer.keys(x, rotary, branches),
+        layer.values(x, branches),
+        layer.gates(x, q),
+        config.nsa,
+        phi=None if config.force_branch == "win" else layer.phi(q.dtype, rotary),
+        cu_seqlens=None,
+        blocks=None,
+        branches=branches,
+        scale=None,
+    )
+
+
+def with_blocks(inputs: Inputs, backend: str) -> Inputs:
+    """The inputs with their selection, which `triton` makes by its own kernel."""
+    if backend == "triton":
+        from nsa.attention.backends import triton
+
+        k_cmp, _ = triton.compressed(inputs)
+        return replace(inputs, blocks=triton.select_blocks(inputs, k_cmp))
+    k_cmp = compress_keys(inputs.k["cmp"], inputs.phi, inputs.config)
+    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
+    return replace(inputs, blocks=blocks)
+
+
+def gate_statistics(gates: Tensor) -> list[Tensor]:
+    """Means of g_cmp, g_slc, g_win and of the entropy in nats, for gates [..., 3]."""
+    gates = gates.to(wide(gates.dtype))
+    shares = gates / gates.sum(-1, keepdim=True)
+    entropy = torch.special.entr(shares).sum(-1).mean()
+    return [*gates.flatten(0, -2).mean(0), entropy]
+
+
+def distances(blocks: Tensor, config: NSAConfig) -> list[Tensor]:
+    """Mean distance in blocks, that of blocks not forced, share of forced; blocks [B, T, HKV, N].
+
+    A query's own block has distance 0; empty slots (-1) count nowhere.
+    """
+    tokens = torch.arange(blocks.shape[1], device=blocks.device)
+    own = (tokens // config.select_block)[:, None, None]
+    there = blocks >= 0
+    forced = there & ((blocks < config.select_initial) | (blocks > own - config.select_local))
+    free = there & ~forced
+    back = own - blocks
+    count = there.sum()
+    return [
+        (back * there).sum() / count,
+        (back * free).sum() / free.sum(),
+        forced.sum() / count,
+    ]
+
+
+def _norm(o: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(o, dim=-1, dtype=wide(o.dtype)).mean()
+
+
+def _backend(name: str, inputs: Inputs) -> registry.Backend:
+    return registry.choose(inputs).backend if name == "auto" else registry.get(name)

@@ -1,0 +1,220 @@
+"""A line at least every ten seconds that says where the training is, whatever else is printed.
+
+A loop that prints every hundredth step looks hung for as long as a hundred steps take. These lines
+come from a thread of their own, so also from inside a step that does not end; the thread needs the
+GIL now and then, so native code that never gives it up silences them. `stacks_on_signal` does not
+need it: `kill -USR1 <pid>` still shows every thread's stack then.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from nsa.lab.observers.later import Later
+
+MIB = 2**20
+WINDOW = 50  # steps whose median is the pace
+
+
+class Heartbeat:
+    """An observer that tells step, phase, seconds in it, s/step and ETA, at most `every_s` apart.
+
+    Each beat is a line on `out` (None: none) and, with `file`, a JSON object on a line of its own:
+    ts, iso, pid, rank, step, phase, phase_s, s_per_step, eta_s, loss, loss_step, mib. What is not
+    known yet is null. `loss` is the newest one whose copy has arrived: nobody waits for it. `mib`
+    is what the GPU's allocator has handed out, or on a CPU what the process holds. `detail()`,
+    where given, ends the line with more; it is called from the thread.
+
+    The host may be ahead of the GPU: a step is where the host is.
+
+    Cost: 1 us of the host's time a step, and every few seconds a copy of a loss.
+    """
+
+    def __init__(
+        self,
+        out: TextIO | None = sys.stderr,
+        every_s: float = 10.0,
+        file: str | os.PathLike | None = None,
+        total_steps: int | None = None,
+        *,
+        rank: int | None = None,
+        detail: Callable[[], str] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """rank: from the trainer, or torchrun's RANK, or 0. clock: seconds since 1970."""
+        if not every_s > 0:
+            raise ValueError(f"every_s={every_s} must be greater than 0; 10 is usual")
+        self.every_s, self.total_steps, self.detail = every_s, total_steps, detail
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self._given_rank = rank is not None
+        self._out, self._clock = out, clock
+        self._file: TextIO | None = None
+        if file is not None:
+            self._file = Path(file).open("a", buffering=1)  # noqa: SIM115 - until close()
+        # step, phase, its start, the step's start: one assignment, for the thread reads it.
+        self._place = (None, "before the first step", clock(), None)
+        self._seconds: deque[float] = deque(maxlen=WINDOW)
+        self._loss: tuple[int, float] | None = None
+        self._losses = Later()
+        self._device = torch.device("cpu")
+        self._mib: float | None = None
+        self._sampled = float("-inf")
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_start(self, trainer: Any) -> None:
+        """Takes the schedule's end, the rank and the device from the trainer; starts the beat."""
+        config, parallel = getattr(trainer, "config", None), getattr(trainer, "parallel", None)
+        if self.total_steps is None:
+            self.total_steps = getattr(config, "steps", None)
+        if not self._given_rank and parallel is not None:
+            self.rank = parallel.rank
+        self._device = torch.device(getattr(trainer, "device", "cpu"))
+        self.start()
+
+    def start(self) -> None:
+        """Starts the thread, and beats once; nothing happens if it beats already."""
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+            self._thread.start()
+
+    def on_phase(self, name: str, step: int) -> None:
+        now = self._clock()
+        before = self._place[3]
+        if name != "data":
+            self._place = (step, name, now, before)
+            return
+        if before is not None:  # what lies between two steps counts as well
+            self._seconds.append(now - before)
+        self._place = (step, name, now, now)
+        self.start()
+
+    def on_step(self, step: int, loss: Tensor) -> None:
+        for (seen, _), value in self._losses.ready():
+            self._loss = (seen, float(value))
+        now = self._clock()
+        if now - self._sampled >= self.every_s / 4 or self._loss is None:
+            self._sampled = now
+            # Asked here and not by the thread: in a stuck step the allocator may be locked.
+            if loss.is_cuda:
+                self._mib = torch.cuda.memory_allocated(loss.device) / MIB
+            if not len(self._losses):
+                self._losses.put((step, now), loss)
+
+    def beat(self) -> dict[str, Any]:
+        """Writes one beat and returns it."""
+        now = self._clock()
+        step, phase, since, began = self._place
+        pace = median(seconds) if (seconds := list(self._seconds)) else None
+        eta = None
+        if pace is not None and self.total_steps is not None:
+            eta = max(0.0, pace * (self.total_steps - step) - min(now - began, pace))
+        loss = self._loss
+        beat = {
+            "ts": round(now, 3),
+            "iso": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "step": step,
+            "phase": phase,
+            "phase_s": round(now - since, 3),
+            "s_per_step": pace,
+            "eta_s": eta,
+            "loss": None if loss is None else loss[1],
+            "loss_step": None if loss is None else loss[0],
+            "mib": self._mib if self._device.type == "cuda" else resident_mib(),
+        }
+        self._write(beat)
+        return beat
+
+    def close(self) -> None:
+        """Stops the thread, and beats once more."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+            self.beat()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _run(self) -> None:
+        while True:
+            # Neither a full disk nor a closed terminal nor a detail is a reason to fall silent.
+            with contextlib.suppress(Exception):
+                self.beat()
+            if self._stop.wait(0.9 * self.every_s):
+                return
+
+    def _write(self, beat: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(beat) + "\n")
+        if self._out is not None:
+            more = f" · {self.detail()}" if self.detail is not None else ""
+            self._out.write(line(beat, self.total_steps) + more + "\n")
+            self._out.flush()
+
+
+def line(beat: dict[str, Any], total_steps: int | None = None) -> str:
+    """The beat for people: 12:00:10 rank 0 · step 7/500 backward 3.2 s · 0.065 s/step · ..."""
+    where = beat["phase"]
+    if beat["step"] is not None:
+        of = "" if total_steps is None else f"/{total_steps}"
+        where = f"step {beat['step']}{of} {where}"
+    parts = [f"{where} {beat['phase_s']:.1f} s"]
+    if beat["s_per_step"] is not None:
+        parts.append(f"{beat['s_per_step']:.3g} s/step")
+    if beat["eta_s"] is not None:
+        parts.append(f"ETA {timedelta(seconds=round(beat['eta_s']))}")
+    if beat["loss"] is not None:
+        parts.append(f"loss {beat['loss']:.4f} (step {beat['loss_step']})")
+    if beat["mib"] is not None:
+        parts.append(f"{beat['mib']:.0f} MiB")
+    return f"{beat['iso'][11:19]} rank {beat['rank']} · " + " · ".join(parts)
+
+
+def resident_mib() -> float | None:
+    """What this process holds in RAM; None where /proc does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGESIZE") / MIB
+
+
+_dumps: list[TextIO] = []  # faulthandler keeps no reference to the file that it writes to
+
+
+def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> None:
+    """From now on SIGUSR1 writes the Python stack of every thread to `file` (stderr by default).
+
+    The dump is made in C inside the signal handler: within milliseconds, also during a backward,
+    in native code, and while some thread keeps the GIL. A path is opened for appending.
+    """
+    if isinstance(file, str | os.PathLike):
+        file = Path(file).open("a")  # noqa: SIM115 - open for as long as the process lives
+    file = sys.stderr if file is None else file
+    try:
+        file.fileno()
+    except (OSError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{file!r} has no file descriptor, to which a signal handler could write; a path or an "
+            "open file would do"
+        ) from error
+    _dumps.append(file)
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -1,0 +1,160 @@
+"""In which order the modules' backwards run, and where a step stopped."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from nsa.lab.observers.kept import kept_step
+
+_KEY = "nsa.modules"
+
+
+@dataclass
+class _Step:
+    number: int
+    passes: int = 0  # backwards so far
+    began: float = 0.0
+    entered: list[tuple[int, str, float]] = field(default_factory=list)
+
+
+class ModuleOrder:
+    """An observer that notes when each module instance's backward begins, and where it is now.
+
+    A module's backward begins when the node that made its output is about to run: outer modules
+    before inner ones that share it. Hooks are on nodes and not on tensors, so in-place operations
+    on outputs stay legal. Times are the host's. Works under DDP and with checkpointing (a layer
+    that is recomputed appears once, when its own backward begins).
+
+    `every` steps one is observed, of which the last `keep` are kept; the hooks exist in those only.
+
+    Cost: 6 to 8 us of the host's time for each module in an observed step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 1,
+        keep: int = 10,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if every < 1 or keep < 1:
+            raise ValueError(f"every={every} and keep={keep} must be at least 1")
+        self._modules = [(name, module) for name, module in model.named_modules() if name]
+        self.every, self._clock = every, clock
+        self._steps: deque[_Step] = deque(maxlen=keep)
+        self._now: _Step | None = None
+        self._hooks: list[Any] = []
+        self._last: tuple[int | None, str, str] = (None, "", "")  # step, phase, module
+
+    def on_start(self, trainer: Any) -> None:
+        """Refuses what runs no hooks of modules: compiled models and replayed CUDA graphs."""
+        refuse_without_hooks(trainer)
+
+    def on_phase(self, name: str, step: int) -> None:
+        if name == "data":
+            self._now = None if step % self.every else _Step(step)
+            if self._now is not None:
+                self._steps.append(self._now)
+                self._attach()
+        elif self._now is None:
+            return
+        elif name == "backward":
+            self._now.passes += 1
+            self._now.began = self._clock()
+        elif name == "end":
+            self._now = None
+            if self.every > 1:
+                self.close()
+        self._last = (step, name, "")
+
+    @property
+    def last(self) -> tuple[int | None, str, str]:
+        """(step, phase, module) of the last module entered; the name is "" before the first."""
+        return self._last
+
+    def here(self) -> str:
+        """The place in words; `Heartbeat(detail=order.here)` adds it to every line."""
+        step, phase, module = self._last
+        if step is None:
+            return "no step was observed yet"
+        return f"step {step}, {phase}" + (f" in {module}" if module else "")
+
+    def rows(self, step: int | None = None) -> list[dict[str, Any]]:
+        """A row for each backward of a module: step, micro, order, name, ms since backward began.
+
+        `micro` counts the backwards of a step (accumulation). Default: the last step observed.
+        ValueError for a step that is not kept.
+        """
+        record = kept_step(self._steps, step)
+        order: dict[tuple[int, str], float] = {}
+        for micro, name, seconds in record.entered:
+            order.setdefault((micro, name), seconds)
+        rows, places = [], {}
+        for (micro, name), seconds in order.items():
+            place = places[micro] = places.get(micro, -1) + 1
+            row = {"step": record.number, "micro": micro, "order": place, "name": name}
+            rows.append({**row, "ms": 1e3 * seconds})
+        return rows
+
+    def close(self) -> None:
+        """Takes every hook off the model; rows stay readable."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _attach(self) -> None:
+        if self._hooks:
+            return
+        for name, module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(partial(self._forward, name)))
+            self._hooks.append(module.register_forward_hook(partial(self._watch, name)))
+
+    def _forward(self, name: str, module: nn.Module, args: Any) -> None:
+        step, phase, _ = self._last
+        self._last = (step, phase, name)
+
+    def _watch(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for x in (output,) if isinstance(output, Tensor) else _tensors(output):
+            node = x.grad_fn
+            if node is None:
+                continue
+            names = node.metadata.get(_KEY)
+            if names is None:
+                node.metadata[_KEY] = names = [name]
+                node.register_prehook(partial(self._enter, names))
+            else:  # an outer module that returns what an inner one made
+                names.append(name)
+
+    def _enter(self, names: list[str], gradients: Any) -> None:
+        step = self._now
+        if step is None:
+            return
+        seconds = self._clock() - step.began
+        for name in reversed(names):
+            step.entered.append((step.passes - 1, name, seconds))
+        self._last = (step.number, "backward", names[0])
+
+
+def refuse_without_hooks(trainer: Any) -> None:
+    """Raises ValueError for a trainer whose steps run no hooks of modules."""
+    config = getattr(trainer, "config", None)
+    for name in ("compile", "cuda_graph"):
+        if getattr(config, name, False):
+            raise ValueError(f"{name}=True runs no hooks of modules; observe without it")
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)

@@ -1,0 +1,115 @@
+"""Losses and statistics into files, without a step waiting for them."""
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nsa.lab.observers.later import Later
+
+HEADER = "iso,step,name,value\n"
+
+
+class _Writer:
+    """An observer that writes losses once their copies have arrived, in the order of the steps.
+
+    Cost: 6 us of the host's time a step for a CsvWriter, and on a GPU a copy of 4 bytes.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1; 1 writes every step's loss")
+        self.every = every
+        self._losses = Later()
+
+    def on_step(self, step: int, loss: Tensor) -> None:
+        if step % self.every == 0:
+            self._losses.put((step, time.time()), loss)
+        for (seen, when), value in self._losses.ready():
+            self._put(seen, "loss", float(value), when)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes numbers that are on the host already, as AttentionStats hands them over."""
+        now = time.time()
+        for name, value in values.items():
+            self._put(step, name, float(value), now)
+
+    def close(self) -> None:
+        """Writes what is still on its way and closes the file. Waits for the device."""
+        for (seen, when), value in self._losses.all():
+            self._put(seen, "loss", float(value), when)
+        self._end()
+
+    def _put(self, step: int, name: str, value: float, when: float) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class CsvWriter(_Writer):
+    """One row a number: iso,step,name,value. "loss" from the steps, other names from `write`.
+
+    Every row is written whole when its number is known, so a run that is killed loses the few
+    steps that the device was behind. A file that is there is continued; a row cut short at its end
+    is dropped first.
+
+    Raises ValueError for a file that is not such a table.
+    """
+
+    def __init__(self, path: str | os.PathLike, every: int = 1) -> None:
+        super().__init__(every)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_partial_row(path)
+        self._file = path.open("a", buffering=1, newline="")
+        if self._file.tell() == 0:
+            self._file.write(HEADER)
+
+    def _put(self, step: int, name: str, value: float, when: float) -> None:
+        iso = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
+        self._file.write(f"{iso},{step},{name},{value!r}\n")
+
+    def _end(self) -> None:
+        self._file.close()
+
+
+class TensorBoardWriter(_Writer):
+    """Scalars for TensorBoard in `folder`: "loss", and other names from `write`.
+
+    Raises ModuleNotFoundError without the package tensorboard, saying how to install it.
+    """
+
+    def __init__(self, folder: str | os.PathLike, every: int = 1) -> None:
+        super().__init__(every)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "TensorBoardWriter needs tensorboard; pip install tensorboard", name=error.name
+            ) from error
+        self._writer: Any = SummaryWriter(log_dir=str(folder))
+
+    def _put(self, step: int, name: str, value: float, when: float) -> None:
+        self._writer.add_scalar(name, value, step, walltime=when)
+
+    def _end(self) -> None:
+        self._writer.close()
+
+
+def _drop_partial_row(path: Path) -> None:
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if not content.startswith(HEADER.encode()[: len(content)]):
+            start = content.split(b"\n")[0][:40].decode(errors="replace")
+            raise ValueError(
+                f"{path} begins with {start!r}, not with {HEADER.strip()!r}; name another"
+            )
+        file.truncate(whole)

@@ -1,0 +1,179 @@
+"""What must hold of a training that ends well: each oracle watches a trial and says ok or not.
+
+A rank's side: `with watch(names, subject) as seen:`, around each step `seen.begin(i)` and
+`seen.end(i, loss)`, then `seen.results(remake)`. The supervisor's side: `merge` of all ranks'.
+
+A result is {"ok", "detail", "what", "place"}: ok None where it could not tell; what, the word for
+the fault; place, the parameter or module, the same in a model of other depth.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from nsa.lab.oracles import compare, gradients
+from nsa.lab.oracles.gradients import Gradients
+from nsa.lab.oracles.growth import Census, Graph, Memory, Recompilations
+from nsa.lab.oracles.steps import Result, Steps, unknown
+
+# Name, what it takes after a colon, and what must hold.
+ORACLES = {
+    "arrival": ("", "each trainable parameter has a gradient in each step, not always zeros"),
+    "finite": ("", "gradients and parameters are finite"),
+    "ranks": ("", "the same gradients arrive on all ranks"),
+    "graph": ("", "a backward does not go through more nodes from step to step"),
+    "census": ("", "no tensors, graphs or cycles are kept from step to step"),
+    "memory": ("", "memory does not grow steadily from step to step"),
+    "recompilations": ("", "steps do not compile again and again"),
+    "checkpoint": ("", "checkpointing on and off have the same gradients"),
+    "backends": ("VALUE or SETTING=VALUE", "another backend, or setting, has the same gradients"),
+    "quadratic": ("SETTING", "what is kept does not grow with the square of settings['tokens']"),
+}
+CHEAP = ("arrival", "finite", "ranks", "graph", "census", "memory", "recompilations")
+GRADIENTS = ("arrival", "finite", "ranks")
+ANEW = ("checkpoint", "backends", "quadratic")  # make the subject once more, after the last step
+
+Remake = Callable[[dict[str, Any]], Any]
+
+
+def names() -> list[str]:
+    """Those that a spec may name; `backends` and `quadratic` take more after a colon."""
+    return list(ORACLES)
+
+
+def check(asked: Sequence[str]) -> None:
+    """ValueError for an oracle that is not known, naming the nearest, or that lacks its value."""
+    for one in asked:
+        name, colon, value = one.partition(":")
+        if name not in ORACLES:
+            near = difflib.get_close_matches(name, ORACLES, n=1)
+            told = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(ORACLES)}"
+            raise ValueError(f"no oracle {name!r}; {told}")
+        if name == "backends" and not value:
+            raise ValueError("oracle 'backends' compares with another: 'backends:sequential'")
+        if colon and not ORACLES[name][0]:
+            raise ValueError(f"oracle {name!r} takes nothing after a colon, got {value!r}")
+
+
+class Watch:
+    """The oracles of one rank, while it trains."""
+
+    def __init__(self, asked: Sequence[str], subject: Any, settings: Mapping[str, Any]) -> None:
+        check(asked)
+        self._asked, self._settings = list(dict.fromkeys(asked)), dict(settings)
+        self._model = _model(subject)
+        expected = getattr(subject, "without_gradient", ())
+        wanted = {one.partition(":")[0] for one in self._asked}
+        made = {
+            "graph": Graph,
+            "census": Census,
+            "memory": lambda: Memory(self._model),
+            "recompilations": Recompilations,
+        }
+        self._watching: dict[str, Any] = {n: make() for n, make in made.items() if n in wanted}
+        self._gradients = None
+        if self._model is not None and wanted & set(GRADIENTS):
+            self._gradients = Gradients(self._model, expected)
+        # Memory last: what the others keep of a step is let go before.
+        listeners = [self._gradients, *self._watching.values()]
+        self._steps = Steps(listener for listener in listeners if listener is not None)
+
+    def __enter__(self) -> Watch:
+        self._steps.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Takes every hook away."""
+        self._steps.close()
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        self._steps.begin(step)
+
+    def end(self, step: int, loss: Any) -> None:
+        """After it, with what it returned."""
+        self._steps.end(step, loss)
+
+    def results(self, remake: Remake | None = None) -> dict[str, Result]:
+        """What each oracle says, JSON-able.
+
+        `remake(changes)` makes the subject anew with some settings changed, for the oracles in
+        ANEW; without it those say that they could not tell. Call it after the last step, inside the
+        `with` or after it. What breaks inside an oracle is that oracle's "could not tell".
+        """
+        if self._gradients is not None:
+            self._gradients.read()
+        found = {}
+        for one in self._asked:
+            try:
+                found[one.partition(":")[0]] = self._result(one, remake)
+            except Exception as error:
+                found[one.partition(":")[0]] = unknown(
+                    f"broke off: {type(error).__name__}: {error}"
+                )
+        return found
+
+    def _result(self, one: str, remake: Remake | None) -> Result:
+        name, _, value = one.partition(":")
+        if name in GRADIENTS:
+            if self._gradients is None:
+                return unknown("the subject has no `model`, a torch.nn.Module, to look at")
+            return getattr(gradients, name)(self._gradients)
+        if name in self._watching:
+            return self._watching[name].result()
+        if remake is None:
+            return unknown("the subject cannot be made anew here")
+        if not self._settings and name != "checkpoint":
+            self._settings = dict(getattr(remake({}), "settings", {}))
+        if name == "checkpoint":
+            return compare.checkpointing(remake, self._settings)
+        if name == "quadratic":
+            return compare.quadratic(remake, self._settings, value or "tokens")
+        key, equals, other = value.partition("=")
+        key, other = (key, _value(other)) if equals else ("backend", value)
+        return compare.same_gradients(remake, self._settings, key, other)
+
+
+def watch(asked: Sequence[str], subject: Any, settings: Mapping[str, Any] | None = None) -> Watch:
+    """Watches a subject, or a torch.nn.Module, with the oracles named; see ORACLES.
+
+    subject.model is looked at, and subject.without_gradient, names of parameters that rightly have
+    no gradient, believed. settings: those that the subject was made with.
+    """
+    return Watch(asked, subject, settings or {})
+
+
+def merge(by_rank: Mapping[int, Mapping[str, Result]]) -> dict[str, Result]:
+    """All ranks' results as one: broken where one is, with the rank; and their gradients compared.
+
+    A result that every rank tells alike is told once.
+    """
+    merged: dict[str, Result] = {}
+    for name in dict.fromkeys(name for results in by_rank.values() for name in results):
+        mine = {rank: results[name] for rank, results in by_rank.items() if name in results}
+        if name == "ranks":
+            merged[name] = gradients.compare_ranks(mine)
+            continue
+        order = sorted(mine, key=lambda rank: ({False: 0, None: 1}.get(mine[rank]["ok"], 2), rank))
+        first = dict(mine[order[0]])
+        if len({str(result["detail"]) for result in mine.values()}) > 1:
+            first["detail"] = f"rank {order[0]}: {first['detail']}"
+        merged[name] = first
+    return merged
+
+
+def _model(subject: Any) -> nn.Module | None:
+    found = subject if isinstance(subject, nn.Module) else getattr(subject, "model", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,1 @@
+"""Plans of trials: their factors, the ledger of what ran, sweeps and bisections."""

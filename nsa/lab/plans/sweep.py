@@ -1,0 +1,160 @@
+"""A plan's trials, run into a ledger: each once, for as long as there is time."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Event, Timer
+from typing import Any
+
+from nsa.lab.evidence import Evidence
+from nsa.lab.plans.ledger import FULL, Ledger
+from nsa.lab.plans.plan import Plan
+from nsa.lab.runner import Spec
+from nsa.lab.search import Cell
+from nsa.lab.search.findings import Spent, Tried
+from nsa.lab.trial import Stopped
+from nsa.lab.verdict import Verdict, arms, compare
+
+# What two trials differ in when they are to have run different code.
+PATHS = (
+    "branch", "backend", "compressed_backend", "selected_backend", "window_backend", "safe_packing",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished trial: its cell, id, verdict, evidence; whether it was there before."""
+
+    cell: Cell
+    id: str
+    verdict: Verdict
+    evidence: Evidence
+    cached: bool = False
+    attempt: int = 0
+
+
+class Trials:
+    """Runs cells of a plan into a ledger, until the budget of seconds is spent.
+
+    predict(settings): seconds that a trial's steps should take, instead of the plan's predicted_s.
+    The trial in flight when time is up is ended, and is not kept: Spent. So is one for which the
+    disk has no room. ValueError where trials cannot be kept at all.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        ledger: Ledger,
+        *,
+        budget_s: float | None = None,
+        predict: Callable[[dict[str, Any]], float] | None = None,
+        say: Callable[[Done], None] = lambda done: None,
+    ) -> None:
+        if budget_s is not None and not budget_s > 0:
+            raise ValueError(f"budget_s={budget_s} must be greater than 0 seconds")
+        self.plan, self.ledger, self.budget_s = plan, ledger, budget_s
+        self._predict, self._say = predict, say
+        self._end = None if budget_s is None else time.monotonic() + budget_s
+        self.done: list[Done] = []
+
+    def run(self, cell: Cell, attempt: int = 0) -> Done:
+        """The trial of a cell, out of the ledger or run now. Raises Spent."""
+        spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
+        if self._predict is not None:
+            options["predicted_s"] = self._predict(spec.settings)
+        id = self.ledger.id(spec, **options)
+        found = self.ledger.get(id)
+        cached = found is not None and found[1].kind != "INCONCLUSIVE"
+        evidence, verdict = found if cached else self._run(spec, options)
+        done = Done(dict(cell), id, verdict, evidence, cached, attempt)
+        self.done.append(done)
+        self._say(done)
+        return done
+
+    def _run(self, spec: Spec, options: dict[str, Any]) -> tuple[Evidence, Verdict]:
+        stop, timer = Event(), None
+        if self._end is not None:
+            left = self._end - time.monotonic()
+            if left <= 0:
+                raise self._spent()
+            timer = Timer(left, stop.set)
+            timer.daemon = True
+            timer.start()
+        try:
+            _, evidence, verdict = self.ledger.run(spec, **options, stop=stop)
+        except (Stopped, InterruptedError):
+            raise self._spent() from None
+        except OSError as error:
+            if error.errno in FULL:
+                raise Spent(error.strerror) from None
+            raise ValueError(
+                f"cannot keep trials in {self.ledger.root} ({error.strerror}); name another folder"
+            ) from None
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
+            raise self._spent()
+        return evidence, verdict
+
+    def _spent(self) -> Spent:
+        return Spent(f"the budget of {_seconds(self.budget_s or 0)} is spent")
+
+    def judged(self, cell: Cell, attempt: int = 0) -> Tried:
+        """`run`, as a bisection asks for it."""
+        done = self.run(cell, attempt)
+        verdict = done.verdict
+        return Tried(verdict.kind, verdict.signature, done.id, verdict.what)
+
+
+@dataclass
+class Swept:
+    """What a sweep came to: its trials, the cells without one, and why those have none.
+
+    flaky: {number of the first attempt: Verdict} of cells whose attempts differ; invalid: pairs of
+    trials that were to run different code and did not.
+    """
+
+    done: list[Done] = field(default_factory=list)
+    not_run: list[Cell] = field(default_factory=list)
+    why: str = ""
+    flaky: dict[int, Verdict] = field(default_factory=dict)
+    invalid: list[tuple[Done, Done]] = field(default_factory=list)
+
+
+def sweep(plan: Plan, ledger: Ledger, **options: Any) -> Swept:
+    """Runs every cell of the plan that the ledger does not have; `options` as of Trials.
+
+    A sweep that was cut off goes on where it was: what is finished is in the ledger.
+    """
+    trials = Trials(plan, ledger, **options)
+    swept = Swept(done=trials.done)
+    cells = list(plan.cells())
+    for number, cell in enumerate(cells):
+        try:
+            first = len(trials.done)
+            for attempt in range(plan.attempts):
+                trials.run(cell, attempt)
+        except Spent as spent:
+            swept.why, swept.not_run = str(spent), cells[number:]
+            break
+        if plan.attempts > 1:
+            together = compare([done.verdict for done in trials.done[first:]])
+            if together.kind == "FLAKY":
+                swept.flaky[first] = together
+    swept.invalid = list(same_paths(trials.done))
+    return swept
+
+
+def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
+    """Pairs that differ in one factor that chooses code, and yet ran the same."""
+    for number, one in enumerate(done):
+        for other in done[number + 1 :]:
+            differ = [name for name in one.cell if one.cell[name] != other.cell[name]]
+            comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
+            if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
+                yield one, other
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"

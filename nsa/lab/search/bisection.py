@@ -1,0 +1,275 @@
+"""Which factors cause a fault? The smallest set that shows it, and what each trial eliminated."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nsa.lab.search.candidates import Candidates, ordered, position, word
+from nsa.lab.search.covering import Cell, Legal, cover, ddmin, everything, same
+from nsa.lab.search.findings import Found, Row, Spent, Tried
+from nsa.lab.search.thresholds import Answer, threshold
+
+__all__ = ["Bisection", "Found", "Row", "Spent", "Tried", "is_fault"]
+
+MOST = 40  # trials
+_WHOLE = "every combination of up to 3 factors was run"
+_NOT_A_FAULT = ("PASS", "INCONCLUSIVE", "INVALID", "FLAKY")
+
+
+def is_fault(tried: Tried, kind: str | None = None) -> bool:
+    """Whether this is what a search looks for: `kind`, or any verdict that blames the trial."""
+    return tried.kind == kind if kind else tried.kind not in _NOT_A_FAULT
+
+
+class Bisection:
+    """Searches for the smallest set of factors behind a fault, in at most `most` trials.
+
+    factors: {name: values}; the first value of each is its default unless `base` says otherwise.
+    run(cell, attempt): judges one cell; may raise Spent. legal(part): what may be run, see
+    `search.cover`. kind: the verdict that is looked for; None: that of the first trial to fail.
+    attempts: how often a cell that passes is run, for faults that do not always fire.
+    whole_screen: cover all pairs of values first, though a fault was found before.
+
+    First the base and the cell with every factor at its last value; where those do not show the
+    fault beside a PASS, a screen of all pairs of values, then of all triples. Then `ddmin` on the
+    differences between the nearest PASS and the fault, again for as long as some trial has all of
+    the cause and passed: so it ends with a set that is enough beside the defaults, of which nothing
+    can be left out. Then the threshold of each factor whose values have an order.
+    """
+
+    def __init__(
+        self,
+        factors: Mapping[str, Sequence[Any]],
+        run: Callable[[Cell, int], Tried],
+        *,
+        base: Mapping[str, Any] | None = None,
+        legal: Legal = everything,
+        kind: str | None = None,
+        most: int = MOST,
+        attempts: int = 1,
+        whole_screen: bool = False,
+        say: Callable[[Row], None] = lambda row: None,
+    ) -> None:
+        if not factors or not all(len(values) > 1 for values in factors.values()):
+            raise ValueError(
+                f"a bisection needs factors with two values or more, got {dict(factors)}"
+            )
+        self.factors = {name: list(values) for name, values in factors.items()}
+        self.base = {name: values[0] for name, values in self.factors.items()} | dict(base or {})
+        for name, value in self.base.items():
+            position(self.factors.get(name, []), value)
+        if not legal(self.base):
+            raise ValueError(f"the base itself is not legal: {self.base}")
+        self._run, self._legal, self._kind, self._say = run, legal, kind, say
+        self._most, self._attempts, self._whole_screen = most, attempts, whole_screen
+        self._known: dict[tuple[int, ...], Tried] = {}
+        self._left: Candidates | None = None
+        self.found = Found(base=self.base)
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.found.rows
+
+    def find(self) -> Found:
+        """Searches. Where trials or time are spent it returns how far it came."""
+        found = self.found
+        try:
+            self._screen()
+            if found.target is None:
+                found.why = f"no fault in {len(self.rows)} trials: {_WHOLE}"
+                if self._kind:
+                    found.why = found.why.replace("no fault", f"no {self._kind}")
+            elif not self._cells(False):
+                if len(self._cells(True)) == len(self._known):
+                    found.cause = {}
+                found.why = f"no trial of {len(self._known)} passed: there is nothing to compare"
+            else:
+                self._narrow()
+                self._refine()
+            found.finished = True
+        except Spent as spent:
+            found.why = f"not at its end: {spent}"
+        found.others = self._others()
+        return found
+
+    def _screen(self) -> None:
+        self._ask(self.base, "the defaults show it")
+        self._ask(self._farthest(), "everything changed shows it")
+        for strength in (2, 3):
+            if self._pair() and not (self._whole_screen and strength == 2):
+                return
+            tested = [self._cell(key) for key in self._known]
+            what = {2: "pair", 3: "triple"}[strength]
+            for cell in cover(self.factors, legal=self._legal, strength=strength, tested=tested):
+                self._ask(cell, f"a {what} of these values shows it")
+                if self._pair() and not self._whole_screen:
+                    return
+
+    def _narrow(self) -> None:
+        fault = self._cells(True)
+        shows = min(fault, key=lambda cell: self._distance(cell, self.base))
+        passed = self._nearest(shows)
+        cause: set[str] = set()
+        while passed is not None:
+            differ = self._differ(shows, passed)
+            near = dict(passed)  # the loop's own, for the function below
+
+            def test(part: list[str], near=near, shows=shows) -> Answer:
+                cell = near | {name: shows[name] for name in part}
+                return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
+
+            needed = ddmin(differ, test)
+            cause |= set(needed)
+            for name in needed:
+                self.found.instead.setdefault(name, passed[name])
+            self.found.cause = {name: shows[name] for name in self.factors if name in cause}
+            shows = passed | {name: shows[name] for name in needed}
+            alone = self.base | self.found.cause
+            words = self._words(alone, list(self.found.cause))
+            answer = self._ask(alone, f"{words} is enough beside the defaults")
+            if answer:
+                shows = alone
+            contrary = [
+                cell for cell in self._cells(False) if not cause & set(self._differ(cell, alone))
+            ]
+            passed = min(contrary, key=lambda c: self._distance(c, shows), default=None)
+        if self._known_answer(self.base) is False:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Each was needed beside some other cell: is it beside the defaults?"""
+        cause = self.found.cause or {}
+        changed = self._differ(self.base | cause, self.base)
+
+        def alone(part: list[str]) -> Answer:
+            cell = self.base | {name: cause[name] for name in part}
+            return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
+
+        if alone(changed) is True:
+            kept = {*ddmin(changed, alone), *(cause.keys() - set(changed))}
+            self.found.cause = {name: cause[name] for name in cause if name in kept}
+            instead = self.found.instead | {name: self.base[name] for name in changed}
+            self.found.instead = {name: instead[name] for name in self.found.cause}
+
+    def _refine(self) -> None:
+        for name, value in (self.found.cause or {}).items():
+            values = self.factors[name]
+            start, end = position(values, self.found.instead[name]), position(values, value)
+            between = values[start : end + 1] if start < end else values[end : start + 1][::-1]
+            if len(between) < 3 or not ordered(values):
+                continue
+            shows = self.base | self.found.cause
+
+            def test(one: Any, name=name, shows=shows) -> Answer:
+                return self._ask(shows | {name: one}, f"{name}={word(one)} is enough")
+
+            self.found.brackets[name] = threshold(between, test)
+
+    def _ask(self, cell: Cell, hypothesis: str) -> Answer:
+        key = self._key(cell)
+        if key in self._known:
+            return self._known_answer(cell)
+        if not self._legal(cell):
+            return None
+        attempt, again = 0, True
+        while True:
+            if len(self.rows) >= self._most:
+                raise Spent(f"{self._most} trials are spent")
+            tried = self._run(cell, attempt)
+            if tried.kind == "PASS":
+                attempt += 1
+                last = attempt >= self._attempts
+            else:  # what could not be judged gets a second chance
+                last = tried.kind != "INCONCLUSIVE" or not again
+                again = False
+            if last:
+                self._known[key] = tried
+            self._note(cell, tried, hypothesis, last)
+            if last:
+                return self._known_answer(cell)
+
+    def _note(self, cell: Cell, tried: Tried, hypothesis: str, last: bool) -> None:
+        target = self.found.target
+        if target is None and is_fault(tried, self._kind):
+            self.found.target = target = tried
+            self._left = Candidates(self.factors)
+            for key, one in self._known.items():
+                self._left.note(self._cell(key), same(target, one))
+            before = len(Candidates(self.factors))
+        elif self._left is not None:
+            before = len(self._left)
+            if last:
+                self._left.note(cell, same(target, tried))
+        left = None if self._left is None else len(self._left)
+        eliminated = "" if left is None else self._eliminated(same(target, tried), before, left)
+        changed = self._words(cell)
+        number = len(self.rows) + 1
+        row = Row(number, dict(cell), changed, hypothesis, tried, eliminated, left)
+        self.rows.append(row)
+        self._say(row)
+
+    def _eliminated(self, answer: Answer, before: int, left: int) -> str:
+        if answer is None:
+            return "nothing: another verdict hides it"
+        if not left:
+            return "every single cause: there are several, or a factor is missing"
+        return f"{before - left:,} of {before:,} causes"
+
+    def _others(self) -> list[Tried]:
+        target = self.found.target
+        kinds = {
+            (one.kind, one.signature): one
+            for one in self._known.values()
+            if is_fault(one) and (target is None or same(target, one) is None)
+        }
+        return list(kinds.values())
+
+    def _pair(self) -> bool:
+        return bool(self._cells(True)) and bool(self._cells(False))
+
+    def _cells(self, answer: bool) -> list[Cell]:
+        target = self.found.target
+        if target is None:
+            return []
+        return [self._cell(key) for key, one in self._known.items() if same(target, one) is answer]
+
+    def _nearest(self, cell: Cell | None) -> Cell | None:
+        passed = self._cells(False)
+        return min(passed, key=lambda one: self._distance(one, cell or one), default=None)
+
+    def _known_answer(self, cell: Cell) -> Answer:
+        target, one = self.found.target, self._known.get(self._key(cell))
+        if one is None:
+            return None
+        if target is None:
+            return False if one.kind == "PASS" else None
+        return same(target, one)
+
+    def _farthest(self) -> Cell:
+        cell = dict(self.base)
+        for name, values in self.factors.items():
+            last = position(values, self.base[name]) == len(values) - 1
+            end = values[0] if last else values[-1]
+            if self._legal(cell | {name: end}):
+                cell[name] = end
+        return cell
+
+    def _distance(self, one: Cell, other: Cell) -> int:
+        return len(self._differ(one, other))
+
+    def _differ(self, one: Cell, other: Cell) -> list[str]:
+        keys = zip(self.factors, self._key(one), self._key(other), strict=True)
+        return [name for name, index, another in keys if index != another]
+
+    def _key(self, cell: Cell) -> tuple[int, ...]:
+        return tuple(position(values, cell[name]) for name, values in self.factors.items())
+
+    def _cell(self, key: tuple[int, ...]) -> Cell:
+        pairs = zip(self.factors.items(), key, strict=True)
+        return {name: values[index] for (name, values), index in pairs}
+
+    def _words(self, cell: Cell, names: Sequence[str] | None = None) -> str:
+        if names is None:
+            names = self._differ(cell, self.base)
+            if not names:
+                return "(the defaults)"
+        return ", ".join(f"{name}={word(cell[name])}" for name in names)

@@ -1,0 +1,184 @@
+"""A few cells that cover every pair of values, and the smallest set that still shows a fault."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, product
+from typing import Any, Protocol
+
+from nsa.lab.search.candidates import position
+from nsa.lab.search.thresholds import Answer
+
+Cell = dict[str, Any]  # a value for every factor
+Legal = Callable[[Mapping[str, Any]], bool]
+Numbers = dict[int, int]  # of factors, by number, the number of a value
+
+
+class Judged(Protocol):
+    """What is compared of a verdict."""
+
+    kind: str
+    signature: str
+
+
+def same(target: Judged, found: Judged) -> Answer:
+    """Whether `found` is the fault of `target`. Another fault hides it, so it is None.
+
+    A run that is slow has no hang, though it was not seen to its end.
+    """
+    if (found.kind, found.signature) == (target.kind, target.signature):
+        return True
+    if found.kind == "PASS" or (found.kind == "SLOW" and target.kind == "HANG"):
+        return False
+    return None
+
+
+def everything(part: Mapping[str, Any]) -> bool:
+    """Every cell is legal."""
+    return True
+
+
+def cover(
+    factors: Mapping[str, Sequence[Any]],
+    *,
+    legal: Legal = everything,
+    strength: int = 2,
+    tested: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[Cell]:
+    """Cells that have every legal combination of the values of any `strength` factors.
+
+    `legal(part)` is asked of cells and of parts of cells; a part is illegal where nothing could
+    make it legal. `tested` cells count as done. Few: 32 cells for the pairs of 11 factors with
+    138,240 combinations.
+    """
+    names = list(factors)
+    size = min(strength, len(names))
+    sizes = [len(factors[name]) for name in names]
+
+    # Numbers instead of values: True and 1 are two values, and a list is one.
+    def cell(part: Numbers) -> Cell:
+        return {names[one]: factors[names[one]][number] for one, number in part.items()}
+
+    def fits(part: Numbers) -> bool:
+        return legal(cell(part))
+
+    left = {
+        tuple(zip(chosen, numbers, strict=True))
+        for chosen in combinations(range(len(names)), size)
+        for numbers in product(*(range(sizes[one]) for one in chosen))
+    }
+    before = [
+        {one: position(factors[name], done[name]) for one, name in enumerate(names)}
+        for done in tested
+    ]
+    for done in before:
+        left.difference_update(combinations(done.items(), size))
+    # The library covers all pairs, but leaves a third of the triples out: the rest is ours.
+    found = _by_allpairspy(sizes, fits, [x for x in before if fits(x)], size)
+    for numbers in chain(found, _completions(left, sizes, fits)):
+        fresh = left.intersection(combinations(numbers.items(), size))
+        if fresh:
+            left -= fresh
+            yield cell(numbers)
+
+
+def _by_allpairspy(
+    sizes: Sequence[int], legal: Callable[[Numbers], bool], before: Sequence[Numbers], size: int
+) -> Iterator[Numbers]:
+    if size < 2:
+        return
+    try:
+        from allpairspy import AllPairs
+    except ModuleNotFoundError:
+        raise ValueError("a screen needs allpairspy; pip install 'nsa[lab]' brings it") from None
+    for row in AllPairs(
+        [list(range(count)) for count in sizes],
+        filter_func=lambda row: legal(dict(enumerate(row))),
+        previously_tested=[list(done.values()) for done in before],
+        n=size,
+    ):
+        yield dict(enumerate(row))
+
+
+def _completions(
+    left: set[tuple[tuple[int, int], ...]], sizes: Sequence[int], legal: Callable[[Numbers], bool]
+) -> Iterator[Numbers]:
+    """Cells for what is left, which the caller strikes off; what cannot be made is dropped."""
+    while left:
+        seed = min(left)
+        found = _completed(dict(seed), left, sizes, legal)
+        if found is None:
+            left.discard(seed)
+        else:
+            yield found
+
+
+def _completed(
+    part: Numbers,
+    left: set[tuple[tuple[int, int], ...]],
+    sizes: Sequence[int],
+    legal: Callable[[Numbers], bool],
+) -> Numbers | None:
+    """`part` as a whole cell with as much as possible of what is left; None where none is legal."""
+    if not legal(part):
+        return None
+    missing = next((one for one in range(len(sizes)) if one not in part), None)
+    if missing is None:
+        return dict(sorted(part.items()))
+    fits = [one for one in left if all(part.get(f, n) == n for f, n in one)]
+    gains = Counter(number for one in fits for factor, number in one if factor == missing)
+    for number in sorted(range(sizes[missing]), key=lambda number: -gains[number]):
+        whole = _completed(part | {missing: number}, set(fits), sizes, legal)
+        if whole is not None:
+            return whole
+    return None
+
+
+def screen(
+    factors: Mapping[str, Sequence[Any]], run: Callable[[Cell], Judged], **options: Any
+) -> list[tuple[Cell, Judged]]:
+    """Every cell of `cover`, with how it was judged."""
+    return [(cell, run(cell)) for cell in cover(factors, **options)]
+
+
+def ddmin(differences: Sequence[Any], test: Callable[[list[Any]], Answer]) -> list[Any]:
+    """The part of `differences` that shows the fault and of which no single one can be left out.
+
+    `test(part)` is asked once for each part. Delta debugging by halves: the part needed of one half
+    is sought while the other half is there. About 2 k log2(n / k) + k tests for k of n differences,
+    as long as adding one never hides the fault; where that fails, one by one.
+
+    Raises ValueError where all of them together do not show it.
+    """
+    known: dict[frozenset[int], Answer] = {}
+
+    def shows(part: Sequence[int]) -> bool:
+        key = frozenset(part)
+        if key not in known:
+            known[key] = test([differences[i] for i in sorted(key)])
+        return known[key] is True
+
+    def needed(there: list[int], looked_for: list[int], ask: bool) -> list[int]:
+        if ask and shows(there):
+            return []
+        if len(looked_for) == 1:
+            return looked_for
+        half = len(looked_for) // 2
+        first, second = looked_for[:half], looked_for[half:]
+        of_second = needed([*there, *first], second, True)
+        return needed([*there, *of_second], first, bool(of_second)) + of_second
+
+    whole = list(range(len(differences)))
+    if not shows(whole):
+        raise ValueError(
+            f"{len(whole)} difference(s) together do not show the fault: {differences}"
+        )
+    kept = needed([], whole, True) if whole else []
+    kept = kept if shows(kept) else whole
+    shrank = True
+    while shrank:
+        shrank = False
+        for one in list(kept):
+            rest = [i for i in kept if i != one]
+            if shows(rest):
+                kept, shrank = rest, True
+    return [differences[i] for i in sorted(kept)]

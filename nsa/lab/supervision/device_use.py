@@ -1,0 +1,36 @@
+"""How busy the GPUs are, asked by a thread, because asking takes longer than a sample may."""
+
+from __future__ import annotations
+
+import threading
+
+from nsa.lab.supervision import preflight
+
+EVERY_S = 1.0
+
+
+class DeviceUse:
+    """`with DeviceUse() as use: use.percent` is the busiest GPU's, None before it was told.
+
+    A GPU counts as busy while any kernel runs, one that never ends as well.
+    """
+
+    def __init__(self) -> None:
+        self.percent: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="device use", daemon=True)
+
+    def __enter__(self) -> DeviceUse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        while True:
+            told = [float(x) for (x,) in preflight.gpus("utilization.gpu") if x.isdigit()]
+            self.percent = max(told, default=None)
+            if self._stop.wait(EVERY_S):
+                return

@@ -1,0 +1,11 @@
+"""How a trial ended, judged from what was seen of it; and several trials beside each other.
+
+`judge` is a pure function, nsa.lab.verdict.rules has its rules: a timeout alone is never HANG, and
+slow work is never HANG.
+"""
+
+from nsa.lab.verdict.comparing import arms, compare, jeffreys
+from nsa.lab.verdict.rules import judge
+from nsa.lab.verdict.ruling import KINDS, Verdict
+
+__all__ = ["KINDS", "Verdict", "arms", "compare", "jeffreys", "judge"]
