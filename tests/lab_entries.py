@@ -1,6 +1,7 @@
 """Subjects of trials in the tests: a stranger's, which know nothing of this package."""
 
 import os
+import time
 from types import SimpleNamespace
 
 
@@ -23,3 +24,23 @@ def variable(settings, progress):
             raise ValueError("switched")
 
     return SimpleNamespace(step=step)
+
+
+def paced(settings, progress):
+    """Sleeps as long as a step of that size takes: `a + b L + c L T` of its settings."""
+
+    def step(i):
+        layers, tokens = settings["layers"], settings["tokens"]
+        for _ in range(layers):
+            progress.event()
+            time.sleep(settings["b"] + settings["c"] * tokens)
+        time.sleep(settings["a"] + settings.get("first", 0.0) * (i == 0))
+        if settings.get("breaks"):
+            raise RuntimeError("at any size")
+
+    return SimpleNamespace(step=step)
+
+
+def unsized(settings, progress):
+    """Takes a twentieth of a second, whatever its settings."""
+    return SimpleNamespace(step=lambda i: time.sleep(0.05))

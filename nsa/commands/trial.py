@@ -8,7 +8,7 @@ from typing import Any
 from nsa.commands.options import FAILED, GOOD, command, trials_option
 
 # What is said of the trial itself and not of its subject.
-OF_THE_PLAN = ("subject", "steps", "deadline_s", "predicted_s", "stall_s", "oracles")
+OF_THE_PLAN = ("subject", "steps", "deadline_s", "predicted_s", "stall_s", "calibrate", "oracles")
 
 
 def add(commands) -> None:
@@ -55,6 +55,8 @@ def trial(arguments) -> int:
     print(f"{done.verdict.label}  trial {done.id}{'  (was there)' if done.cached else ''}")
     for sentence in done.verdict.because:
         print(f"  {sentence}")
+    if done.calibrated:
+        print(f"  {done.calibrated}")
     print(f"  more: nsa explain {done.id}")
     return GOOD if done.verdict.kind == "PASS" else FAILED
 

@@ -133,6 +133,7 @@ class Evidence:
     samples, looks: in order of time, of all ranks. end: None while it runs. oracles: name to
     {"ok", "detail"}. flights: of each rank, what its Flight Recorder held. losses: of rank 0.
     witness: which implementations ran, None where not recorded. memory: at a stall on a GPU.
+    result: what rank 0's subject made of its steps, None where it tells nothing.
     again: the rerun at twice the deadline. notes: what else a reader should know.
     """
 

@@ -3,7 +3,7 @@
 "package.module:make" names a function make(settings, progress) that returns an object with
 step(i) -> the step's loss, or None. That is all a stranger's training needs. What else it has is
 used: `model`, a torch.nn.Module; `close()`; `oracles()` -> {name: {"ok", "detail"}}, asked at the
-end; `witness()` -> what ran, JSON-able.
+end; `witness()` -> what ran and `result()` -> what came of it, both JSON-able.
 
 Of several ranks each makes its own subject, under torchrun's variables; it joins its process group
 itself, with `join` or any other way.

@@ -24,6 +24,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     progress = Progress(folder / f"progress-{rank}.bin", rank=rank, lasting=True)
     progress.listens()
     left: dict[str, Any] = {"losses": [], "oracles": {}, "witness": None, "peak_mib": None}
+    left["result"] = None
     losses: list[Any] = []
     try:
         _run(spec, progress, losses, left)
@@ -58,6 +59,8 @@ def _run(spec: dict[str, Any], progress: Progress, losses: list[Any], left: dict
         left["oracles"] = seen.results(remake)
         if hasattr(subject, "oracles"):
             left["oracles"] |= subject.oracles()
+        if hasattr(subject, "result"):
+            left["result"] = subject.result()
     if hasattr(subject, "close"):
         subject.close()
 

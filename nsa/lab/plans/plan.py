@@ -32,7 +32,8 @@ class Plan:
     oracles: of every trial; deadline_s is before its deadline_factor; by default the oracles are
     arrival and finite, and ranks where there are several. kind: the verdict that a
     bisection looks for, in at most `most` trials; attempts: how often it runs what passes; screen:
-    whether it covers all pairs though it found a fault before.
+    whether it covers all pairs though it found a fault before. calibrate: predicted_s and stall_s
+    are measured for each cell, by smaller trials beforehand (nsa.lab.plans.calibration).
 
     Values of the training subject and of what every subject has are checked; what does not go
     together is left out of `values`, see `left_out`. Raises ValueError for what is not known or not
@@ -53,6 +54,7 @@ class Plan:
     most: int = 40
     attempts: int = 1
     screen: bool = False
+    calibrate: bool = False
     question: str = ""
     left_out: tuple[str, ...] = field(default=(), init=False, compare=False)
     values: dict[str, list[Any]] = field(default_factory=dict, init=False, compare=False)
@@ -211,6 +213,10 @@ class Plan:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise ValueError(f"{name}={value!r} must be a number of seconds greater than 0")
+        if self.calibrate not in (True, False):
+            raise ValueError(f"calibrate={self.calibrate!r} must be true or false")
+        if self.calibrate and self.predicted_s is not None:
+            raise ValueError(f"predicted_s={self.predicted_s} is given; calibrate would measure it")
         for name, choices in (("cover", COVERS), ("kind", (None, *KINDS))):
             if (value := getattr(self, name)) not in choices:
                 near = get_close_matches(str(value), [str(c) for c in choices], n=1)

@@ -7,6 +7,7 @@ from threading import Event, Timer
 from typing import Any
 
 from nsa.lab.evidence import Evidence
+from nsa.lab.plans import calibration
 from nsa.lab.plans.ledger import FULL, Ledger
 from nsa.lab.plans.plan import Plan
 from nsa.lab.runner import Spec
@@ -23,7 +24,10 @@ PATHS = (
 
 @dataclass(frozen=True)
 class Done:
-    """A finished trial: its cell, id, verdict, evidence; whether it was there before."""
+    """A finished trial: its cell, id, verdict, evidence; whether it was there before.
+
+    calibrated: what a calibration said of it before, "" where there was none.
+    """
 
     cell: Cell
     id: str
@@ -31,12 +35,14 @@ class Done:
     evidence: Evidence
     cached: bool = False
     attempt: int = 0
+    calibrated: str = ""
 
 
 class Trials:
     """Runs cells of a plan into a ledger, until the budget of seconds is spent.
 
-    predict(settings): seconds that a trial's steps should take, instead of the plan's predicted_s.
+    predict(settings): seconds that a trial's steps should take, instead of the plan's predicted_s
+    and of its calibrations.
     The trial in flight when time is up is ended, and is not kept: Spent. So is one for which the
     disk has no room. ValueError where trials cannot be kept at all.
     """
@@ -60,16 +66,40 @@ class Trials:
     def run(self, cell: Cell, attempt: int = 0) -> Done:
         """The trial of a cell, out of the ledger or run now. Raises Spent."""
         spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
+        told = ""
         if self._predict is not None:
             options["predicted_s"] = self._predict(spec.settings)
-        id = self.ledger.id(spec, **options)
-        found = self.ledger.get(id)
-        cached = found is not None and found[1].kind != "INCONCLUSIVE"
-        evidence, verdict = found if cached else self._run(spec, options)
-        done = Done(dict(cell), id, verdict, evidence, cached, attempt)
+        elif self.plan.calibrate:
+            told = self._calibrate(cell, options)
+        id, evidence, verdict, cached = self._found_or_run(spec, options)
+        done = Done(dict(cell), id, verdict, evidence, cached, attempt, told)
         self.done.append(done)
         self._say(done)
         return done
+
+    def _calibrate(self, cell: Cell, options: dict[str, Any]) -> str:
+        """Puts a cell's times into `options`; says what they are, and by which trial."""
+        spec = calibration.calibration_spec(self.plan, cell)
+        id, evidence, verdict, _ = self._found_or_run(spec, {"deadline_s": calibration.DEADLINE_S})
+        found = calibration.Calibration.of(evidence) if verdict.kind == "PASS" else None
+        if found is None:
+            return f"nothing was predicted: its calibration {id} ended as {verdict.label}"
+        size = calibration.size_of(self.plan, cell)
+        options["predicted_s"] = found.predicted_s(size, self.plan.steps)
+        # Two digits: what was measured elsewhere within its noise makes no other trial of it.
+        options["stall_s"] = max(options["stall_s"], float(f"{found.stall_s(size):.2g}"))
+        return (
+            f"predicted {options['predicted_s']:.3g} s, P may rest {options['stall_s']:.3g} s: "
+            f"by calibration {id}"
+        )
+
+    def _found_or_run(
+        self, spec: Spec, options: dict[str, Any]
+    ) -> tuple[str, Evidence, Verdict, bool]:
+        id = self.ledger.id(spec, **options)
+        found = self.ledger.get(id)
+        cached = found is not None and found[1].kind != "INCONCLUSIVE"
+        return (id, *(found if cached else self._run(spec, options)), cached)
 
     def _run(self, spec: Spec, options: dict[str, Any]) -> tuple[Evidence, Verdict]:
         stop, timer = Event(), None
