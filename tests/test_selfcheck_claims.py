@@ -3,6 +3,7 @@
 import pytest
 from judged_rows import control, row, skipped
 
+from nsa.lab.trial import Outcome
 from nsa.workbook import metrics, selfcheck_claims, selfcheck_plots, selfcheck_table
 
 
@@ -116,3 +117,35 @@ def test_figures_are_drawn_whatever_was_found(figure, rows):
     drawn = figure(rows)
     drawn.canvas.draw()
     plt.close(drawn)
+
+
+COUNTING = {"ratio": 1.07, "plain_ms": 100.0, "counted_ms": 107.0, "clock": "processor time"}
+FORETOLD = {"worst": 0.2, "left_at_half": 0.1, "seconds": 2.0, "looks": 9, "nodes": 4000}
+LOST = Outcome("timeout", None, 120.0, "still running after 120 s", -9)
+
+
+def ended(result):
+    return Outcome("ok", result, 3.0, "", 0)
+
+
+def test_counting_and_foretelling_have_aims_and_a_gpu_a_stricter_one():
+    def verdicts(counting, foretold, on_gpu=False):
+        found = selfcheck_claims.aims(counting, foretold, on_gpu=on_gpu)
+        return [claim.verdict for claim in found]
+
+    good = ended(COUNTING), ended(FORETOLD)
+    assert verdicts(*good) == ["PASS", "PASS"]
+    assert verdicts(*good, on_gpu=True) == ["FAIL", "PASS"]
+    assert verdicts(ended(COUNTING | {"ratio": 1.11}), LOST) == ["FAIL", "INCONCLUSIVE"]
+    assert verdicts(LOST, ended(FORETOLD | {"worst": 0.26})) == ["INCONCLUSIVE", "FAIL"]
+
+
+def test_what_watching_was_measured_on_is_told_beside_it():
+    step = {"preset": "cpu_test", "backend": "gather", "layers": 4, "tokens": 256}
+    table = selfcheck_table.watching(step, step, ended(COUNTING), ended(FORETOLD))
+    assert list(table["found"]) == ["1.070", "20% of 2 s at most"]
+    assert list(table["step"]) == ["cpu_test, gather, 4 layers, 256 tokens"] * 2
+    assert "4,000 nodes" in table["by"].iloc[1]
+    table = selfcheck_table.watching(step, step, LOST, LOST)
+    assert set(table["found"]) == {"not measured"}
+    assert set(table["by"]) == {"still running after 120 s"}

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 from nsa.lab.faults.judged import Judged
+from nsa.lab.trial import Outcome
 from nsa.workbook.memory_claims import Claim
 
 NAMED_WITHIN_S = 15.0
+COUNTED = {"a GPU": 1.05, "a CPU": 1.10}  # of a step
+FORETOLD = 0.25  # of a backward
 FAULTS, CONTROLS = 24, 8
 
 
@@ -20,6 +23,31 @@ def all_claims(rows: Sequence[Judged]) -> list[Claim]:
         rounds_agree(rows),
         there_are_enough(rows),
     ]
+
+
+def aims(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:
+    """Each aim of watching with what was measured; INCONCLUSIVE where it was not."""
+    return [counting_is_cheap(counting, on_gpu=on_gpu), an_end_is_foretold(foretold)]
+
+
+def counting_is_cheap(ended: Outcome, *, on_gpu: bool) -> Claim:
+    """A step counted as in a trial, over the same step without."""
+    machine = "a GPU" if on_gpu else "a CPU"
+    sentence = f"counting takes at most {COUNTED[machine]:.2f} of a step on {machine}"
+    if ended.result is None:
+        return Claim(f"{sentence}: {ended.message}", "INCONCLUSIVE", {})
+    ratio = ended.result["ratio"]
+    holds = ratio <= COUNTED[machine]
+    return Claim(f"{sentence}: {ratio:.3f}", _verdict(holds, [ratio]), ended.result)
+
+
+def an_end_is_foretold(ended: Outcome) -> Claim:
+    """From half of its nodes on."""
+    sentence = f"the end of a backward is foretold within {FORETOLD:.0%} of it from its half on"
+    if ended.result is None:
+        return Claim(f"{sentence}: {ended.message}", "INCONCLUSIVE", {})
+    worst = ended.result["worst"]
+    return Claim(f"{sentence}: {worst:.0%}", _verdict(worst <= FORETOLD, [worst]), ended.result)
 
 
 def every_fault_is_named(rows: Sequence[Judged]) -> Claim:

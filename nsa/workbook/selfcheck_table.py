@@ -1,13 +1,15 @@
 """What a selfcheck planted and what it found, as tables."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas
 
 from nsa.lab.faults import Fault
 from nsa.lab.faults.judged import Judged, due, matrix
+from nsa.lab.trial import Outcome
 from nsa.lab.verdict import KINDS
 from nsa.workbook.files import plain, write_json
 
@@ -86,6 +88,29 @@ def hangs(rows: Sequence[Judged]) -> pandas.DataFrame:
     ]
     table = pandas.DataFrame(found, columns=columns).round({"rested, s": 1, "trial, s": 1})
     return table.set_index("fault")
+
+
+def watching(
+    step: Mapping[str, Any], backward: Mapping[str, Any], counting: Outcome, foretold: Outcome
+) -> pandas.DataFrame:
+    """What counting costs the one, and how well the end of the other is foretold."""
+    lines = []
+    for what, settings, ended in (
+        ("a step counted, over one that is not", step, counting),
+        ("a backward's end, off by", backward, foretold),
+    ):
+        found = ended.result or {}
+        size = ", ".join(f"{settings[name]} {name}" for name in ("layers", "tokens"))
+        line = {"what": what, "step": f"{settings['preset']}, {settings['backend']}, {size}"}
+        if "ratio" in found:
+            line |= {"found": f"{found['ratio']:.3f}", "by": found["clock"]}
+        elif "worst" in found:
+            line["found"] = f"{found['worst']:.0%} of {found['seconds']:.2g} s at most"
+            line["by"] = f"{found['looks']} looks after half of {found['nodes']:,} nodes"
+        else:
+            line |= {"found": "not measured", "by": ended.message or ended.status}
+        lines.append(line)
+    return pandas.DataFrame(lines).set_index("what")
 
 
 def facts(rows: Sequence[Judged]) -> list[str]:

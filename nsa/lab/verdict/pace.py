@@ -40,19 +40,20 @@ def first_move(samples: Sequence[Sample]) -> Sample | None:
 def backward_eta_s(samples: Sequence[Sample]) -> float | None:
     """Seconds until the backward that the last sample is in will be done; None outside of one.
 
-    Nodes that are left over the rate of the latest half of those that ran.
+    Nodes that are left, at the mean of the pace of all that ran and of the latest half of them:
+    all, for one heavy node in each layer makes a pace come and go; the latest, for a pace that
+    changes for good.
     """
     last = samples[-1] if samples else None
     if last is None or not 0 < last.p.fired < last.p.total:
         return None
     mine = [s for s in samples if s.p.step == last.p.step and s.p.fired > 0]
-    since = next((s for s in mine if s.p.fired >= last.p.fired / 2), last)
-    if last.t <= since.t or last.p.fired <= since.p.fired:
-        since = mine[0]
-    if last.t <= since.t or last.p.fired <= since.p.fired:
+    latest = next((s for s in mine if s.p.fired >= last.p.fired / 2), last)
+    since = [s for s in (mine[0], latest) if s.t < last.t and s.p.fired < last.p.fired]
+    if not since:
         return None
-    rate = (last.p.fired - since.p.fired) / (last.t - since.t)
-    return (last.p.total - last.p.fired) / rate
+    node_s = [(last.t - s.t) / (last.p.fired - s.p.fired) for s in since]
+    return (last.p.total - last.p.fired) * sum(node_s) / len(node_s)
 
 
 def pace(evidence: Evidence) -> dict[str, float | None]:

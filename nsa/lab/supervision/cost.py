@@ -1,0 +1,164 @@
+"""What it costs a training to be counted, and how early its counters tell when a backward ends.
+
+Both are measured in a child process on the training step of this package.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from nsa.lab.evidence import Sample
+from nsa.lab.progress import Progress, Unheard, read
+from nsa.lab.trial import Outcome, run_child
+from nsa.lab.verdict.pace import backward_eta_s
+
+EVERY_S = 0.02  # between two looks at a backward
+_COUNTING = "nsa.lab.supervision.cost:counting"
+_FORETOLD = "nsa.lab.supervision.cost:foretold"
+
+
+def cost_of_counting(
+    settings: dict[str, Any], *, steps: int = 8, rounds: int = 5, deadline_s: float = 120.0
+) -> Outcome:
+    """The outcome of `counting` in a process of its own."""
+    spec = {"settings": settings, "steps": steps, "rounds": rounds}
+    return run_child(_COUNTING, spec, deadline_s=deadline_s)
+
+
+def end_of_a_backward(
+    settings: dict[str, Any], *, steps: int = 3, deadline_s: float = 120.0
+) -> Outcome:
+    """The outcome of `foretold` in a process of its own."""
+    return run_child(_FORETOLD, {"settings": settings, "steps": steps}, deadline_s=deadline_s)
+
+
+def counting(spec: dict[str, Any]) -> dict[str, Any]:
+    """{"ratio", "counted_ms", "plain_ms", "clock"} of a step: counted as in a trial, over not.
+
+    spec: "settings" of nsa.lab.plans.training_subject, "steps" a turn, "rounds". Both take turns,
+    in changing order, so that a machine that slows down slows both; the ratio is the median of the
+    rounds' own. On a CPU processor time counts, of all threads, for its cores are shared; on a GPU
+    the time until the device is done.
+    """
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        subject = _subject(spec["settings"], Path(folder, "unheard.bin"))
+        trainer = subject.trainer
+        on_gpu = trainer.device.type == "cuda"
+        clock = time.perf_counter if on_gpu else time.process_time
+        done = 0
+
+        def turn() -> float:
+            nonlocal done
+            began = clock()
+            for _ in range(spec["steps"]):
+                subject.step(done)
+                done += 1
+            if on_gpu:
+                torch.cuda.synchronize()
+            return 1e3 * (clock() - began) / spec["steps"]
+
+        def counted() -> float:
+            progress = Progress(Path(folder, f"progress-{done}.bin"))
+            progress.attach()
+            trainer.observers = (progress,)
+            try:
+                return turn()
+            finally:
+                trainer.observers = ()
+                progress.close()
+
+        trainer.observers = ()
+        turn()
+        counted()
+        found = [_pair(turn, counted, first=number % 2) for number in range(spec["rounds"])]
+        subject.close()
+    plain, watched = zip(*found, strict=True)
+    return {
+        "ratio": statistics.median(b / a for a, b in found),
+        "plain_ms": statistics.median(plain),
+        "counted_ms": statistics.median(watched),
+        "clock": "until the device is done" if on_gpu else "processor time",
+    }
+
+
+def foretold(spec: dict[str, Any]) -> dict[str, Any]:
+    """{"worst", "left_at_half", "seconds", "looks", "nodes"}: how well a backward's end is known.
+
+    spec: "settings" of nsa.lab.plans.training_subject, "steps", of which the longest backward
+    counts. worst: how far off `backward_eta_s` is at most once half of the nodes have run, as a
+    share of the backward's `seconds`; left_at_half: at the first look after that half, as a share
+    of what was left. looks, after the half.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "progress.bin")
+        subject = _subject(spec["settings"], file, heard=True)
+        samples: list[Sample] = []
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(EVERY_S):
+                samples.append(Sample(time.perf_counter(), 0, read(file)[0]))
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        for i in range(spec["steps"]):
+            subject.step(i)
+        over.set()
+        thread.join()
+        subject.close()
+    found = [errors_of(samples, step) for step in range(spec["steps"])]
+    return max(found, key=lambda one: one["seconds"])
+
+
+def errors_of(samples: list[Sample], step: int) -> dict[str, Any]:
+    """`foretold` of one step's backward, from samples of the counters.
+
+    ValueError where no look fell into its second half.
+    """
+    began = next((n for n, s in enumerate(samples) if s.p.step == step and s.p.fired), len(samples))
+    mine = list(takewhile(lambda s: s.p.step == step and s.p.fired < s.p.total, samples[began:]))
+    after = samples[began + len(mine) : began + len(mine) + 1]  # the first look that found it done
+    later = [n for n, s in enumerate(mine) if s.p.fired >= s.p.total / 2]
+    if not after or not later:
+        raise ValueError(f"no look into the second half of the backward of step {step}: too short")
+    ended, seconds = after[0].t, after[0].t - mine[0].t
+    errors = []
+    for n in later:
+        left = ended - mine[n].t
+        eta = backward_eta_s(mine[: n + 1])
+        if eta is not None:
+            errors.append((abs(eta - left), left))
+    return {
+        "worst": max(off for off, _ in errors) / seconds,
+        "left_at_half": errors[0][0] / errors[0][1],
+        "seconds": seconds,
+        "looks": len(errors),
+        "nodes": mine[-1].p.total,
+    }
+
+
+def _pair(turn: Callable[[], float], counted: Callable[[], float], *, first: int) -> tuple:
+    if first:
+        watched = counted()
+        return turn(), watched
+    return turn(), counted()
+
+
+def _subject(settings: dict[str, Any], file: Path, *, heard: bool = False) -> Any:
+    from nsa.lab.plans.training_subject import make
+
+    progress = Progress(file)
+    if not heard:
+        progress.close()
+        return make(settings, Unheard(progress))
+    progress.attach()
+    return make(settings, progress)
