@@ -79,6 +79,7 @@ def bisect(
         most=plan.most,
         attempts=plan.attempts,
         whole_screen=plan.screen,
+        seen={name: value for name, value in plan.seen.items() if name in varied},
         say=say,
     ).find()
 

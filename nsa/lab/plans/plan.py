@@ -32,8 +32,10 @@ class Plan:
     oracles: of every trial; deadline_s is before its deadline_factor; by default the oracles are
     arrival and finite, and ranks where there are several. kind: the verdict that a
     bisection looks for, in at most `most` trials; attempts: how often it runs what passes; screen:
-    whether it covers all pairs though it found a fault before. calibrate: predicted_s and stall_s
-    are measured for each cell, by smaller trials beforehand (nsa.lab.plans.calibration).
+    whether it covers all pairs though it found a fault before; seen: values of factors that showed
+    the fault elsewhere, where a bisection begins, the others at their defaults. calibrate:
+    predicted_s and stall_s are measured for each cell, by smaller trials beforehand
+    (nsa.lab.plans.calibration).
 
     Values of the training subject and of what every subject has are checked; what does not go
     together is left out of `values`, see `left_out`. Raises ValueError for what is not known or not
@@ -54,6 +56,7 @@ class Plan:
     most: int = 40
     attempts: int = 1
     screen: bool = False
+    seen: dict[str, Any] = field(default_factory=dict)
     calibrate: bool = False
     question: str = ""
     left_out: tuple[str, ...] = field(default=(), init=False, compare=False)
@@ -77,7 +80,13 @@ class Plan:
         if "deadline_factor" in self.settings | self.factors and self.deadline_s is None:
             raise ValueError("deadline_factor has nothing to multiply; give deadline_s in seconds")
         _check_never(self.never, self.factors)
+        if not isinstance(self.seen, dict):
+            raise ValueError(f"seen={self.seen!r} must be a mapping, e.g. {{layers: 6}}")
+        for name, value in self.seen.items():
+            _check_varied("seen", name, [value], self.factors)
         self._leave_out()
+        if why := self.why_not(self.base | self.seen):
+            raise ValueError(f"what was seen cannot be run: {why}")
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Plan:
@@ -255,15 +264,21 @@ def _check_never(never: Any, varied: Mapping[str, Sequence[Any]]) -> None:
         raise ValueError(f"never={never!r} must be a list of mappings, e.g. [{{layers: 6}}]")
     for one in never:
         for name, given in one.items():
-            if name not in varied:
-                near = get_close_matches(name, varied, n=1)
-                hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(varied)}"
-                raise ValueError(f"never names {name!r}, which is not varied; {hint}")
-            for value in given if isinstance(given, list) else [given]:
-                try:
-                    position(varied[name], value)
-                except ValueError as error:
-                    raise ValueError(f"never: {name}: {error}") from None
+            _check_varied("never", name, given if isinstance(given, list) else [given], varied)
+
+
+def _check_varied(
+    key: str, name: str, values: Sequence[Any], varied: Mapping[str, Sequence[Any]]
+) -> None:
+    if name not in varied:
+        near = get_close_matches(name, varied, n=1)
+        hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(varied)}"
+        raise ValueError(f"{key} names {name!r}, which is not varied; {hint}")
+    for value in values:
+        try:
+            position(varied[name], value)
+        except ValueError as error:
+            raise ValueError(f"{key}: {name}: {error}") from None
 
 
 def _among(value: Any, given: Any) -> bool:

@@ -27,13 +27,14 @@ class Bisection:
     run(cell, attempt): judges one cell; may raise Spent. legal(part): what may be run, see
     `search.cover`. kind: the verdict that is looked for; None: that of the first trial to fail.
     attempts: how often a cell that passes is run, for faults that do not always fire.
-    whole_screen: cover all pairs of values first, though a fault was found before.
+    whole_screen: cover all pairs of values first, though a fault was found before. seen: values
+    that showed the fault elsewhere; the other factors stay at their defaults.
 
-    First the base and the cell with every factor at its last value; where those do not show the
-    fault beside a PASS, a screen of all pairs of values, then of all triples. Then `ddmin` on the
-    differences between the nearest PASS and the fault, again for as long as some trial has all of
-    the cause and passed: so it ends with a set that is enough beside the defaults, of which nothing
-    can be left out. Then the threshold of each factor whose values have an order.
+    First the base, and `seen` or else the cell with every factor at its last value; where those do
+    not show the fault beside a PASS, a screen of all pairs of values, then of all triples. Then
+    `ddmin` on the differences between the nearest PASS and the fault, again for as long as some
+    trial has all of the cause and passed: so it ends with a set that is enough beside the defaults,
+    of which nothing can be left out. Then the threshold of each factor whose values have an order.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Bisection:
         most: int = MOST,
         attempts: int = 1,
         whole_screen: bool = False,
+        seen: Mapping[str, Any] | None = None,
         say: Callable[[Row], None] = lambda row: None,
     ) -> None:
         if not factors or not all(len(values) > 1 for values in factors.values()):
@@ -55,10 +57,13 @@ class Bisection:
             )
         self.factors = {name: list(values) for name, values in factors.items()}
         self.base = {name: values[0] for name, values in self.factors.items()} | dict(base or {})
-        for name, value in self.base.items():
+        self._seen = self.base | dict(seen or {})
+        for name, value in (*self.base.items(), *self._seen.items()):
             position(self.factors.get(name, []), value)
-        if not legal(self.base):
-            raise ValueError(f"the base itself is not legal: {self.base}")
+        for cell in (self.base, self._seen):
+            if not legal(cell):
+                what = "the base itself" if cell is self.base else "what was seen"
+                raise ValueError(f"{what} is not legal: {cell}")
         self._run, self._legal, self._kind, self._say = run, legal, kind, say
         self._most, self._attempts, self._whole_screen = most, attempts, whole_screen
         self._known: dict[tuple[int, ...], Tried] = {}
@@ -93,7 +98,10 @@ class Bisection:
 
     def _screen(self) -> None:
         self._ask(self.base, "the defaults show it")
-        self._ask(self._farthest(), "everything changed shows it")
+        if self._differ(self._seen, self.base):
+            self._ask(self._seen, "what was seen shows it again")
+        if not self._pair():
+            self._ask(self._farthest(), "everything changed shows it")
         for strength in (2, 3):
             if self._pair() and not (self._whole_screen and strength == 2):
                 return
