@@ -153,10 +153,17 @@ def test_a_prediction_is_given_or_measured():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gather", "masked"])
-def test_a_real_training_is_predicted_from_seconds_of_smaller_work(tmp_path, backend):
-    settings = {"layers": 4, "tokens": 1024, "backend": backend, "threads": 1}
+@pytest.mark.parametrize(("backend", "tokens"), [("gather", 1024), ("masked", 512)])
+def test_a_real_training_is_predicted_from_seconds_of_smaller_work(tmp_path, backend, tokens):
+    settings = {"layers": 4, "tokens": tokens, "backend": backend, "threads": 1}
     done = Trials(Plan({}, settings=settings, steps=4, calibrate=True), Ledger(tmp_path)).run({})
     assert done.verdict.kind == "PASS"
     took = done.evidence.samples[-1].t - done.evidence.began_s
     assert 0.4 < took / done.evidence.predicted_s < SOFT  # late work is looked at, this is not
+
+
+@pytest.mark.slow
+def test_several_ranks_are_calibrated_in_one_launch(tmp_path):
+    settings = {"ranks": 2, "batch": 2, "layers": 2, "tokens": 128, "threads": 1}
+    done = Trials(Plan({}, settings=settings, calibrate=True), Ledger(tmp_path)).run({})
+    assert done.verdict.kind == "PASS" and done.evidence.predicted_s > 0

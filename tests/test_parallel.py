@@ -143,6 +143,28 @@ def test_what_cannot_be_started_is_refused_with_the_reason(monkeypatch, options,
     assert not torch.distributed.is_initialized()
 
 
+def test_a_group_that_another_joined_is_used_and_left_open(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (meeting | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, value)
+    dist = torch.distributed
+    first = parallel.start("ddp", backend="gloo")
+    try:
+        second = parallel.start("ddp", backend="gloo")
+        assert (first.joined, second.joined) == (True, False)
+        second.close()
+        assert dist.is_initialized()
+        monkeypatch.setattr(parallel, "devices", lambda *_: (False, "nccl"))
+        with pytest.raises(ValueError, match="meets the others by gloo, not by nccl"):
+            parallel.start("ddp", backend="nccl")
+    finally:
+        first.close()
+    assert not dist.is_initialized()
+
+
 def test_nccl_without_a_gpu_for_each_rank_is_refused():
     many = torch.cuda.device_count() + 1
     with pytest.raises(ValueError, match=rf"backend='nccl' needs a GPU for each of {many} rank"):

@@ -36,6 +36,7 @@ class Parallel:
     find_unused_parameters: bool = False
     bucket_mb: float | int = 25
     gradient_as_bucket_view: bool = True
+    joined: bool = True  # by `start`, so that `close` leaves the process group
     _learned: WeakSet = field(default_factory=WeakSet, init=False, repr=False, compare=False)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -146,8 +147,8 @@ class Parallel:
             dist.barrier()
 
     def close(self) -> None:
-        """Leaves the process group; nothing where there is none."""
-        if self.kind != "none" and dist.is_initialized():
+        """Leaves the process group; nothing where there is none, or another one joined it."""
+        if self.kind != "none" and self.joined and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -167,6 +168,8 @@ def start(
 ) -> Parallel:
     """Joins the processes that torchrun started, and says which of them this one is.
 
+    A process that is in a group already stays in that one, which must have the same backend.
+
     device: "cuda", "cpu", or "auto": a GPU for each rank if there are so many, else the CPU.
     backend: "nccl" or "gloo"; None is "nccl" for GPUs and "gloo" for CPUs. `timeout_s` is how long
     a collective may wait.
@@ -182,7 +185,11 @@ def start(
     on_gpu, backend = devices(here, backend, device)
     if on_gpu:
         torch.cuda.set_device(local)
-    _meet(backend, timeout_s, torch.device("cuda", local) if backend == "nccl" else None)
+    joined = not dist.is_initialized()
+    if joined:
+        _meet(backend, timeout_s, torch.device("cuda", local) if backend == "nccl" else None)
+    elif backend not in dist.get_backend():
+        raise ValueError(f"this process meets the others by {dist.get_backend()}, not by {backend}")
     return Parallel(
         kind=kind,
         rank=rank,
@@ -192,6 +199,7 @@ def start(
         find_unused_parameters=find_unused_parameters,
         bucket_mb=bucket_mb,
         gradient_as_bucket_view=gradient_as_bucket_view,
+        joined=joined,
     )
 
 

@@ -125,7 +125,8 @@ class Points:
     """REPEATS steps at each point, smallest first; `result` has their seconds and longest rests.
 
     A single process begins no point that would end after BUDGET_S, as the last one foretells; its
-    steps do nothing then. Of several ranks none may leave the others alone.
+    steps do nothing then. Of several ranks none may leave the others alone, and what was made first
+    stays open, for it holds their process group.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Points:
         self._points, self._progress = points, progress
         self._alone = rank_and_ranks()[1] == 1
         self._began, self._spent = time.perf_counter(), False
-        self._made: Any = None
+        self._made: list[Any] = []
         self.rows: list[dict[str, Any]] = []
 
     def step(self, i: int) -> Any:
@@ -153,7 +154,7 @@ class Points:
         row = self.rows[-1]
         with _Rests(self._progress) as rests:
             began = time.perf_counter()
-            loss = self._made.step(again)
+            loss = self._made[-1].step(again)
             _wait(loss)
             row["seconds"].append(time.perf_counter() - began)
         if again:  # the first step loads and compiles
@@ -165,9 +166,11 @@ class Points:
         return {"points": self.rows}
 
     def close(self) -> None:
-        if hasattr(self._made, "close"):
-            self._made.close()
-        self._made = None
+        """Closes what was made, the first last."""
+        while self._made:
+            made = self._made.pop()
+            if hasattr(made, "close"):
+                made.close()
 
     def _too_late(self) -> bool:
         """Whether a point that takes four times as long as the last would not be done in time."""
@@ -175,9 +178,10 @@ class Points:
         return time.perf_counter() - self._began + 4 * last_s > BUDGET_S
 
     def _open(self, point: dict[str, int]) -> None:
-        self.close()
+        if self._alone:
+            self.close()
         settings = {**self._settings, **point}
-        self._made = make_subject(self._subject, settings, Unheard(self._progress))
+        self._made.append(make_subject(self._subject, settings, Unheard(self._progress)))
         sizes = {"layers": 1, "tokens": 1} | point
         self.rows.append({**sizes, "seconds": [], "gap_s": 0.0})
 
