@@ -309,6 +309,14 @@ def test_lessons_are_rows_and_unknown_ones_refused():
     assert [line["wanted"] for line in lines] == ["at least 0.9", "about chance: out of reach"]
 
 
+def test_a_cell_that_asks_is_told_what_all_observers_cost():
+    cell = CELL.with_("observe")
+    found = throughput_trial.measure_rank({"cell": cell.to_dict(), "threads": 1})
+    assert 0.8 < found["watched_times"] < 5 and found["watched_ms"] > 0 < found["unwatched_ms"]
+    with pytest.raises(ValueError, match="which compile and cuda_graph leave out"):
+        cell.with_("compile")
+
+
 def test_a_stand_in_returns_what_a_trial_returns(found):
     assert set(measured()) <= set(found)
 

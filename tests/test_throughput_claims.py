@@ -161,6 +161,15 @@ def test_the_aims_of_one_gpu_are_reached_or_missed():
     assert fast(df, "triton").verdict == near(df, "triton").verdict == "INCONCLUSIVE"
 
 
+def test_watching_is_measured_where_a_cell_asks_for_it():
+    claim = throughput_aims.watching_costs_little
+    watched = row(variant="observe")
+    assert claim(frame(row(), watched | {"watched_times": 1.149})).verdict == "PASS"
+    told = claim(frame(watched | {"watched_times": 1.151}, row()))
+    assert told.verdict == "FAIL" and told.evidence == {"triton T 2048": 1.151}
+    assert claim(frame(row() | {"watched_times": 1.0})).verdict == "INCONCLUSIVE"
+
+
 def test_longer_than_16k_nsa_wins_at_every_length():
     claim = throughput_aims.beats_the_twin_when_long
     wins = [row(tokens=t, step_ms=100.0) for t in (8192, 16384, 32768)]
@@ -197,7 +206,7 @@ def test_nsa_learns_as_well_as_the_twin_after_500_steps():
 def test_no_other_machine_decides_an_aim(gpu):
     df = frame(row(), row("dense"), row(tokens=16384), row("dense", tokens=16384), gpu=gpu)
     found = throughput_aims.aims(df)
-    assert {claim.verdict for claim in found} == {"INCONCLUSIVE"} and len(found) == 5
+    assert {claim.verdict for claim in found} == {"INCONCLUSIVE"} and len(found) == 6
     on_the_cpu = frame(row(device="cpu"), row("dense", device="cpu"))
     assert {c.verdict for c in throughput_aims.aims(on_the_cpu)} == {"INCONCLUSIVE"}
 

@@ -11,6 +11,7 @@ TOKENS = 2048
 TWIN_STEP = 1.25
 LONG = 16384
 TWO_RANKS = 1.9
+WATCHED = 1.15
 LOSS_STEPS = 500
 LOSS_SHARE = 0.02
 
@@ -22,6 +23,7 @@ def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
         is_near_the_twin(df, backend),
         beats_the_twin_when_long(df, backend),
         two_ranks_pay(df, backend),
+        watching_costs_little(df),
         learns_as_the_twin(df),
     ]
 
@@ -79,6 +81,21 @@ def two_ranks_pay(df: pandas.DataFrame, backend: str) -> Claim:
     found = {f"T {t}": round(float(x), 3) for t, x in zip(table["T"], times, strict=False)}
     text = f"{sentence}: {times.min():.3f}"
     return Claim(text, _verdict(bool(times.min() >= TWO_RANKS)), found)
+
+
+def watching_costs_little(df: pandas.DataFrame) -> Claim:
+    """All observers on, beside the same steps with none."""
+    sentence = f"with all observers on a step takes at most {WATCHED} of one with none"
+    why = _not_aimed(df)
+    if why:
+        return _undecided(sentence, why)
+    rows = throughput_table.over_tokens(df, "observing", variant=None)
+    rows = rows[_production(rows["model"]) & rows["median"].notna()]
+    if not len(rows):
+        return _undecided(sentence, "not measured in this run")
+    found = {f"{row.backend} T {row.x_value}": round(row.median, 3) for row in rows.itertuples()}
+    worst = max(found.values())
+    return Claim(f"{sentence}: {worst:.3f}", _verdict(worst <= WATCHED), found)
 
 
 def learns_as_the_twin(df: pandas.DataFrame) -> Claim:

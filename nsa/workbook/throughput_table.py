@@ -90,6 +90,7 @@ def variants(df: pandas.DataFrame) -> pandas.DataFrame:
         "tokens/s": ("tokens_per_second", "step"),
         "step ms": ("step_time", "step"),
         "peak MiB": ("peak_memory", "step"),
+        "observed, times not": ("observing", "step"),
     }
     table = _columns(df[[c.get("ranks", 1) == 1 for c in metrics.configs(df)]], columns, True)
     keys = ["model", "backend", "T"]
@@ -99,7 +100,7 @@ def variants(df: pandas.DataFrame) -> pandas.DataFrame:
     for column in ("tokens/s", "peak MiB"):
         base = [plain[column].get((m, b, t), np.nan) for m, b, _, t in table.index]
         table[f"{column}, times plain"] = table[column] / base
-    return named(table.round(3), df)
+    return named(table.dropna(axis=1, how="all").round(3), df)
 
 
 def scaling(df: pandas.DataFrame) -> pandas.DataFrame:

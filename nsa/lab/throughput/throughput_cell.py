@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 ATTENTIONS = ("nsa", "dense")
 PARALLELS = ("none", "ddp", "fsdp")
 LEAST_WARMUP = 3  # steps 0 to 2: kernels are compiled, optimizer state is made, buckets are rebuilt
-SWITCHES = ("compile", "cuda_graph")
+SWITCHES = ("compile", "cuda_graph", "observe")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class TrainCell:
     `backend` one of dense attention's. batch: sequences of one step of the whole job, all ranks
     together. layers: None for the preset's own number. checkpoint: see ModelConfig. data: "text"
     reads the standard library's sources. seed draws the weights; the data are the same for every
-    seed. changes: further fields of ModelConfig. variant: how `with_` made this cell of another.
+    seed. observe: what all observers together cost is measured too, after the timed steps. changes:
+    further fields of ModelConfig. variant: how `with_` made this cell of another.
 
     Raises ValueError for anything that could not be run.
     """
@@ -39,6 +40,7 @@ class TrainCell:
     checkpoint: str = ""
     compile: bool = False
     cuda_graph: bool = False
+    observe: bool = False
     ranks: int = 1
     parallel: str = "none"
     device: str = "cpu"
@@ -57,6 +59,8 @@ class TrainCell:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         choices = {"attention": ATTENTIONS, "parallel": PARALLELS, "device": DEVICES, "data": DATA}
         check_choices(self, choices)
+        if self.observe and (self.compile or self.cuda_graph):
+            raise ValueError("observe hooks modules, which compile and cuda_graph leave out")
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
         if self.batch % self.ranks:

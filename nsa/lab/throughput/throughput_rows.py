@@ -19,7 +19,8 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
 
     Over tokens: "tokens_per_second" (modes "step" and "recount", by the wall clock), "step_time",
     "phase_time" by phase ("backward" with the communication that it hides, "communication" what is
-    not hidden), "peak_memory", "memory_growth" a step of "device" and "host" (median: Theil and
+    not hidden), "observing" of cells that ask for it (a step with all observers over one with
+    none), "peak_memory", "memory_growth" a step of "device" and "host" (median: Theil and
     Sen's slope, q20 and q80: its 95 % interval), "utilisation" of the "measured" and "nominal"
     ceiling, "recompilations", "syncs", "loader_wait". Over steps: "memory" of "device" and "host".
     """
@@ -86,6 +87,8 @@ def _metrics(row: dict) -> Iterator[dict]:
     for phase in PHASES:
         if phase in ms:
             yield at(phase, "phase_time", "ms", ms[phase])
+    if row["observe"]:
+        yield at("step", "observing", "1", row["watched_times"])
     yield at("step", "peak_memory", "MiB", row["peak_mib"])
     yield at("step", "recompilations", "1", row["recompilations"])
     yield at("step", "syncs", "1", math.nan if row["syncs"] is None else row["syncs"])

@@ -20,6 +20,7 @@ from nsa.lab.speed.timing import wait
 from nsa.lab.throughput.compilations import Compilations
 from nsa.lab.throughput.flops import nominal_tflops
 from nsa.lab.throughput.memory_samples import MemorySamples
+from nsa.lab.throughput.observing import observing
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.training_session import session
 from nsa.model.llama import parameter_count
@@ -38,7 +39,8 @@ def measure_rank(spec: dict) -> dict:
     of DDP alone, is what a step takes longer than one whose gradients stay on their rank; FSDP2
     could not go on without. `device_mib` and `host_mib` are taken after each timed step.
     `recompilations` are those after the warm-up, `syncs` the host's waits in one step, None without
-    a GPU. `loader_wait_ms` is a step's mean. Where the backend does not take the model, it is
+    a GPU. `loader_wait_ms` is a step's mean. A cell that asks for it has `observing.observing`'s
+    values too. Where the backend does not take the model, it is
     {"declined": why}.
     """
     cell = TrainCell.from_dict(spec["cell"])
@@ -58,6 +60,8 @@ def measure_rank(spec: dict) -> dict:
             found["syncs"] = syncs.count(lambda: trainer.step(trainer.steps_done)).total
         else:
             found["peak_mib"] = _cpu_peak(trainer)
+        if cell.observe:
+            found |= observing(trainer)
         if cell.parallel == "ddp":
             found["communication_ms"] = found["step_ms"] - _unsynced_ms(trainer)
         return found | _facts(trainer, cell) | {"paths": _paths(seen)}

@@ -18,7 +18,7 @@ EMPTY = {
         (
             "tokens_s", "recount_tokens_s", "step_ms", "step_ms_q20", "step_ms_q80",
             "communication_ms", "loader_wait_ms", "peak_mib", "parameters", "recompilations",
-            "matmul_tflops", "nominal_tflops",
+            "matmul_tflops", "nominal_tflops", "watched_ms", "unwatched_ms", "watched_times",
         ),
         math.nan,
     ),
