@@ -86,6 +86,19 @@ def test_it_is_never_larger_than_what_it_predicts():
     assert {p["tokens"] for p in points} == {1}
 
 
+def test_a_plan_that_knows_where_the_fault_was_seen_is_calibrated_like_any_other():
+    plan = Plan({"backend": ["gather", "masked"]}, seen={"backend": "masked"}, calibrate=True)
+    assert calibration_spec(plan, plan.base | plan.seen).settings["settings"]["backend"] == "masked"
+
+
+def test_settings_of_these_names_that_are_no_numbers_are_left_as_they_are():
+    settings = {"layers": [64, 64], "tokens": "all"}
+    plan = Plan({}, subject="lab_entries:unsized", settings=settings)
+    given = calibration_spec(plan, {}).settings
+    assert given["settings"] == settings | {"seed": 1337} and given["points"] == [{}]
+    assert size_of(plan, {}) == (1, 1)
+
+
 def test_points_that_would_take_too_long_are_left_out(tmp_path, monkeypatch):
     from nsa.lab.plans import calibration
 

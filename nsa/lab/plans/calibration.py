@@ -68,9 +68,9 @@ class Calibration:
 
 
 def size_of(plan: Plan, cell: Mapping[str, Any]) -> tuple[int, int]:
-    """(layers, tokens) of a cell; 1 for what its subject does not have as a setting."""
+    """(layers, tokens) of a cell; 1 for what its subject does not have as a whole number."""
     settings = plan.spec(cell).settings
-    layers, tokens = settings.get("layers"), settings.get("tokens")
+    layers, tokens = (_count(settings.get(name)) for name in ("layers", "tokens"))
     if layers is None and "preset" in settings and plan.subject == known.TRAINING_SUBJECT:
         from nsa.model.presets import preset
 
@@ -81,21 +81,23 @@ def size_of(plan: Plan, cell: Mapping[str, Any]) -> tuple[int, int]:
 def calibration_spec(plan: Plan, cell: Mapping[str, Any]) -> Spec:
     """The trial that calibrates a cell; cells that differ in size or observers alone share it.
 
-    A subject without settings of the names `layers` and `tokens` is calibrated by its first steps.
+    A subject without whole numbers `layers` and `tokens` in its settings is calibrated by its first
+    steps.
     """
     plain = dict(cell)
     for name in plan.settings | plan.factors:
         factor = known.find(plan.subject, name)
         if factor is not None and factor.slows > 1:
             plain[name] = factor.default
-    spec = replace(plan, factors={}, settings=plan.settings | plain, never=[]).spec({})
+    spec = replace(plan, factors={}, settings=plan.settings | plain, never=[], seen={}).spec({})
     settings = dict(spec.settings)
     layers, tokens = size_of(plan, cell)
     sizes: dict[str, list[int]] = {}
-    if isinstance(settings.pop("layers", None), int) or layers > 1:
+    if _count(settings.get("layers")) or layers > 1:
         sizes["layers"] = [n for n in LAYERS if n <= layers]
-    if settings.pop("tokens", None) is not None:
+    if _count(settings.get("tokens")):
         sizes["tokens"] = _lengths(tokens)
+    settings = {name: value for name, value in settings.items() if name not in sizes}
     if settings.get("checkpoint"):
         settings["checkpoint"] = "all"  # a range of layers may lie beyond those that are left
     sizes = dict(sorted(sizes.items(), reverse=True))  # all layers of a length, then the next one
@@ -105,6 +107,11 @@ def calibration_spec(plan: Plan, cell: Mapping[str, Any]) -> Spec:
     if "device" in settings:
         given["device"] = settings["device"]
     return replace(spec, subject=SUBJECT, settings=given, steps=REPEATS * len(points), oracles=())
+
+
+def _count(value: Any) -> int | None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return value if whole else None
 
 
 def _lengths(tokens: int) -> list[int]:
