@@ -318,13 +318,29 @@ def test_a_failed_point_is_a_cross_and_what_never_ran_is_not_drawn():
     assert any(text.get_text() == "masked: oom" for text in forward.texts)
 
 
-def test_a_panel_of_which_nothing_was_measured_says_so(tmp_path):
+def test_what_nothing_was_measured_of_has_no_panel_but_a_line(tmp_path):
     lost = cell("triton", replace(MAIN, kv_heads=16), None, outcome="not run")
     lost["limit_ms"] = dict.fromkeys(lost["limit_ms"], float("nan"))
     figure = comparison_plots.latency(frame(cell("triton", MAIN), lost))
-    said = [{text.get_text() for text in axes.texts} for axes in figure.axes]
-    assert ["nothing was measured" in texts for texts in said] == [False, False, True, True]
+    assert len(figure.axes) == 2 and "HKV 16" in figure.get_suptitle()
+    assert "HKV 4" not in figure.get_suptitle()
     figure.savefig(tmp_path / "figure.png")
+    alone = comparison_plots.latency(frame(lost))
+    said = [{text.get_text() for text in axes.texts} for axes in alone.axes]
+    assert ["nothing was measured" in texts for texts in said] == [True, True]
+    alone.savefig(tmp_path / "alone.png")
+
+
+def test_what_there_was_no_time_for_is_no_failure():
+    late = cell("masked", replace(MAIN, tokens=65536), None, outcome="not run")
+    full = cell("masked", replace(MAIN, tokens=16384), None)
+    half = cell("masked", replace(MAIN, tokens=4096))
+    del half["latency_ms"]["backward"]
+    panels = comparison_plots.latency(frame(cell("masked"), half, full, late)).axes
+    for axes, drawn in zip(panels, ([4096, 8192], [8192]), strict=True):
+        (crosses,) = [line for line in axes.get_lines() if line.get_marker() == "x"]
+        assert list(crosses.get_xdata()) == [16384]
+        assert list(lines(axes)["masked"].get_xdata()) == drawn
 
 
 def test_a_figure_without_rows_says_which_are_missing():

@@ -7,6 +7,7 @@ from nsa.workbook.comparison_table import LIMITS
 from nsa.workbook.panel_rows import backends
 
 MODES = ("forward", "backward")
+NO_TIME = ("not run", "ok")  # of what has no value: no failure
 LIMIT_STYLES = {"limit": ("#000000", "--"), "dense limit": ("#9a9a9a", "--")}
 
 
@@ -14,7 +15,8 @@ def latency(df, *, note: str = ""):
     """Time against T, log-log: a panel for each shape, kind of queries, and forward or backward.
 
     NSA is drawn solid, dense attention dotted, the physical limits dashed, a failure as a cross at
-    the top. `note` stands in every panel's corner. ValueError without rows of latency.
+    the top. Of what the run had no time for there is no panel, but a line above. `note` stands in
+    every panel's corner. ValueError without rows of latency.
     """
     return _over_tokens(df, "latency", "ms", note, with_limits=True)
 
@@ -37,12 +39,18 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
     # Without a GPU the spread is the machine's other work.
     with_bands = not rows["gpu"].isin(["", "cpu"]).any()
     kinds = list(rows.groupby(["shape", "queries"], sort=False))
+    measured = [(kind, frame) for kind, frame in kinds if (frame["median"] > 0).any()]
+    left = [f"{shape}, {queries}" for (shape, queries), _ in kinds]
+    if measured:
+        left = [one for one in left if one not in {f"{s}, {q}" for (s, q), _ in measured}]
+        kinds = measured
     with looks.style():
         fig, panels = looks.panels(len(kinds) * len(MODES), 3.5)
         for index, axes in enumerate(panels):
             (shape, queries), frame = kinds[index // len(MODES)]
             mode = MODES[index % len(MODES)]
-            frame = frame[frame["mode"] == mode]
+            late = frame["median"].isna() & frame["outcome"].isin(NO_TIME)
+            frame = frame[(frame["mode"] == mode) & ~late]
             for backend, line in backends(frame):
                 _line(axes, backend, line.sort_values("x_value"), with_limits, with_bands)
             axes.set_title(f"{mode}, {queries} queries\n{shape}", fontsize=9)
@@ -65,6 +73,8 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
                 zorder=5,
             )
+        if left and measured:
+            fig.suptitle("\n".join(["nothing was measured of", *left]), fontsize=8)
         looks.legend(fig, panels)
     return fig
 
