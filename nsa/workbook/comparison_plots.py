@@ -1,7 +1,5 @@
 """The figures of the backend comparison, in the looks of all others. `plots.save` writes them."""
 
-import numpy as np
-
 from nsa.workbook import comparison_table, looks
 from nsa.workbook.comparison_table import LIMITS
 from nsa.workbook.panel_rows import backends
@@ -102,17 +100,7 @@ def _line(axes, backend: str, line, with_limits: bool, with_bands: bool) -> None
 
 def _crosses(axes, frame) -> None:
     """A cross at the top for each failure of what ran at some T; what never ran is in a table."""
-    ran = set(frame[frame["median"].notna()]["backend"])
-    failed = frame[frame["median"].isna() & frame["backend"].isin(ran - set(LIMITS.values()))]
-    for level, (backend, line) in enumerate(backends(failed)):
-        colour, height = looks.look(backend)[0], 0.97 - 0.06 * level
-        where = axes.get_xaxis_transform()
-        axes.plot(
-            line["x_value"], np.full(len(line), height), "x", ms=8, mew=2, color=colour,
-            transform=where, clip_on=False, zorder=4,
-        )  # fmt: skip
-        axes.annotate(
-            f"{backend}: {', '.join(dict.fromkeys(line['outcome']))}",
-            (line["x_value"].min(), height), xycoords=where, xytext=(-7, 0),
-            textcoords="offset points", ha="right", va="center", fontsize=7.5, color=colour,
-        )  # fmt: skip
+    ran = set(frame[frame["median"].notna()]["backend"]) - set(LIMITS.values())
+    failed = frame[frame["median"].isna() & frame["backend"].isin(ran)]
+    failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
+    looks.crosses(axes, failing, frame["x_value"])

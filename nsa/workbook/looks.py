@@ -65,6 +65,26 @@ def legend(fig, axes_list) -> None:
     fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
 
 
+def crosses(axes, failures, tokens, *, top: bool = True, colour=lambda name: look(name)[0]) -> None:
+    """A row of crosses for each (name, where on the x axis, its outcomes) of `failures`.
+
+    Along the top edge, or the foot; the outcomes stand beside the first cross, or the last where
+    the first is at the smallest of `tokens`, on the side where there is room.
+    """
+    across = axes.get_xaxis_transform()
+    for level, (name, where, outcomes) in enumerate(failures):
+        height = 0.97 - 0.06 * level if top else 0.04 + 0.06 * level
+        style = {"color": colour(name), "transform": across, "clip_on": False, "zorder": 4}
+        axes.plot(where, [height] * len(where), "x", ms=8, mew=2, **style)
+        right = min(where) == min(tokens)
+        axes.annotate(
+            f"{name}: {', '.join(dict.fromkeys(outcomes))}",
+            (max(where) if right else min(where), height), xycoords=across,
+            xytext=(7 if right else -7, 0), textcoords="offset points",
+            ha="left" if right else "right", va="center", fontsize=7.5, color=colour(name),
+        )  # fmt: skip
+
+
 def plain_ticks(axes, tokens) -> None:
     """A tick at each T that was measured, written out."""
     values = sorted(set(tokens))

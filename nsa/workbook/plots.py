@@ -180,41 +180,15 @@ def _band(axes, good, scale: float, colour: str) -> None:
 
 
 def _mark_failures(axes, frame) -> None:
-    """Crosses along the top edge, one row a backend, its outcomes written before the first."""
+    """Crosses along the top edge, one row a backend, its outcomes beside them."""
     failed = frame[frame["median"].isna()]
     if not len(failed):
         return
-    where = axes.get_xaxis_transform()
-    failing = panel_rows.backends(failed)
-    for level, (backend, line) in enumerate(failing):
-        height, colour = 0.97 - 0.06 * level, looks.look(backend)[0]
-        axes.plot(
-            line["x_value"],
-            [height] * len(line),
-            marker="x",
-            ms=8,
-            mew=2,
-            color=colour,
-            ls="none",
-            transform=where,
-            clip_on=False,
-            zorder=4,
-        )
-        outcomes = dict.fromkeys(str(c.get("outcome", "failed")) for c in metrics.configs(line))
-        # Beside the first cross, on the side where there is room.
-        first, left = line["x_value"].min(), frame["x_value"].min()
-        right = first == left
-        axes.annotate(
-            f"{backend}: {', '.join(outcomes)}",
-            (line["x_value"].max() if right else first, height),
-            xycoords=where,
-            xytext=(7 if right else -7, 0),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="center",
-            fontsize=7.5,
-            color=colour,
-        )
+    failing = [
+        (name, line["x_value"], [c.get("outcome", "failed") for c in metrics.configs(line)])
+        for name, line in panel_rows.backends(failed)
+    ]
+    looks.crosses(axes, failing, frame["x_value"])
     if frame["median"].notna().any():
         # room for the crosses above the highest curve
         low, high = axes.get_ylim()

@@ -212,19 +212,9 @@ def _reported(axes) -> list[int]:
 
 def _failures(axes, frame) -> None:
     """A cross at the foot for each cell that failed, its outcome beside it."""
-    failed = frame[frame["median"].isna()]
-    where = axes.get_xaxis_transform()
-    for level, (backend, line) in enumerate(backends(failed)):
-        colour, height = _look(backend)[0], 0.04 + 0.06 * level
-        axes.plot(
-            line["x_value"], np.full(len(line), height), "x", ms=8, mew=2, color=colour,
-            transform=where, clip_on=False, zorder=4,
-        )  # fmt: skip
-        axes.annotate(
-            f"{backend}: {', '.join(dict.fromkeys(line['outcome']))}",
-            (line["x_value"].max(), height), xycoords=where, xytext=(7, 0),
-            textcoords="offset points", va="center", fontsize=7.5, color=colour,
-        )  # fmt: skip
+    failed = frame[frame["median"].isna() & (frame["outcome"] != "not run")]  # for want of time
+    failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
+    looks.crosses(axes, failing, frame["x_value"], top=False, colour=lambda name: _look(name)[0])
 
 
 def _look(backend: str) -> tuple[str, str]:
