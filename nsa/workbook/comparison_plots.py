@@ -83,7 +83,10 @@ def _line(axes, backend: str, line, with_limits: bool, with_bands: bool) -> None
         if with_limits:
             colour, style = LIMIT_STYLES[backend]
             label = {"limit": "limit of NSA", "dense limit": "limit of dense"}[backend]
-            axes.plot(good["x_value"], good["median"], style, color=colour, lw=1.1, label=label)
+            axes.plot(
+                good["x_value"], good["median"], style, color=colour, lw=1.1, label=label,
+                marker="_" if len(good) == 1 else "", ms=14,  # a line of one point is none
+            )  # fmt: skip
         return
     if not len(good):
         return
