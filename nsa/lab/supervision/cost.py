@@ -25,7 +25,7 @@ _FORETOLD = "nsa.lab.supervision.cost:foretold"
 
 
 def cost_of_counting(
-    settings: dict[str, Any], *, steps: int = 8, rounds: int = 5, deadline_s: float = 120.0
+    settings: dict[str, Any], *, steps: int = 4, rounds: int = 4, deadline_s: float = 120.0
 ) -> Outcome:
     """The outcome of `counting` in a process of its own."""
     spec = {"settings": settings, "steps": steps, "rounds": rounds}
