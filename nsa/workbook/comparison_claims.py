@@ -12,8 +12,8 @@ from nsa.lab.speed import comparison, published
 from nsa.lab.speed.published import Aim
 from nsa.lab.speed.shapes import Shape
 from nsa.workbook import comparison_table, metrics
+from nsa.workbook.claim import Claim, verdict_of
 from nsa.workbook.comparison_table import DENSE, LIMITS, NSA
-from nsa.workbook.memory_claims import Claim
 from nsa.workbook.scaling import fit_exponent
 
 SPREAD = 1.05  # memory that differs by less than this counts as identical
@@ -75,7 +75,7 @@ def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
     different = len(set(served.values()))
     return Claim(
         f"the {len(served)} backends that ran are {different} different programs",
-        _verdict(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
+        verdict_of(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
         {name: dict(line) for name, line in served.items()},
     )
 
@@ -99,7 +99,7 @@ def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
     return Claim(
         f"{sentence}: at the longest T of all, {', '.join(names)} differ by a factor of "
         f"{min(spreads):.1f} or more",
-        _verdict(min(spreads) > SPREAD),
+        verdict_of(min(spreads) > SPREAD),
         found,
     )
 
@@ -117,7 +117,7 @@ def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
     return Claim(
         f"{sentence}: the nearest is {best['backend']}, {best['mode']} at T {best['x_value']}, "
         f"with {best['median']:.0%} of it",
-        _verdict(best["median"] <= 1.03),  # the ceilings are medians, too
+        verdict_of(best["median"] <= 1.03),  # the ceilings are medians, too
         {"backend": best["backend"], "fraction": round(float(best["median"]), 3)},
     )
 
@@ -142,7 +142,7 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
     met = got[0] <= aim.forward_ms and got[1] <= aim.backward_ms
     return Claim(
         f"{what}: {got[0]:.3g} / {got[1]:.3g} ms ({wanted})",
-        _verdict(met),
+        verdict_of(met),
         {mode: round(float(ms), 4) for mode, ms in by_mode.items()},
     )
 
@@ -161,7 +161,7 @@ def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
         why = "fewer than three T from 2048 on" if _on_gpu(df) else _no_gpu()
         return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", found)
     worst = max(found.values())
-    return Claim(f"{sentence}: T^{worst:.2f}", _verdict(worst <= EXPONENT), found)
+    return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= EXPONENT), found)
 
 
 def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
@@ -178,7 +178,7 @@ def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
         return Claim(f"{sentence}: not measured in this run", "INCONCLUSIVE", {})
     return Claim(
         f"{sentence}: {found['forward']:.2f} and {found['backward']:.2f} GiB",
-        _verdict(all(found[mode] < limits[mode] for mode in limits)),
+        verdict_of(all(found[mode] < limits[mode] for mode in limits)),
         {mode: round(gib, 3) for mode, gib in found.items()},
     )
 
@@ -207,7 +207,7 @@ def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
     if untimed and ratio.min() > 1:
         text += f"; {backend} has no time at {len(untimed)} points that dense has"
         return Claim(text, "INCONCLUSIVE", found | dict.fromkeys(untimed, "not timed"))
-    return Claim(text, _verdict(bool(ratio.min() > 1)), found)
+    return Claim(text, verdict_of(bool(ratio.min() > 1)), found)
 
 
 def _lines(df: pandas.DataFrame, metric: str, mode: str, backend: str):
@@ -231,7 +231,3 @@ def _not_an_h200(df: pandas.DataFrame) -> str:
         return _no_gpu()
     gpu = df["gpu"].iloc[0]
     return "" if "H200" in gpu else f"the aims are for an H200, this is {gpu}"
-
-
-def _verdict(holds: bool) -> str:
-    return "PASS" if holds else "FAIL"

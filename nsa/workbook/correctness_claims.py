@@ -9,8 +9,8 @@ from nsa.lab.correctness.correctness_mutants import RIGHT, Seen, known_tests
 from nsa.lab.correctness.correctness_oracle import IMPOSTORS
 from nsa.lab.correctness.learning import PEEK
 from nsa.lab.correctness.mutants import MUTANTS
+from nsa.workbook.claim import Claim, verdict_of
 from nsa.workbook.correctness_table import VISIBLE, difference
-from nsa.workbook.memory_claims import Claim
 
 
 def all_claims(
@@ -22,7 +22,7 @@ def all_claims(
 ) -> list[Claim]:
     """Every claim; what was not measured is INCONCLUSIVE."""
     return [
-        *(Claim(sentence, _verdict(holds), {"tokens": found.tokens})
+        *(Claim(sentence, verdict_of(holds), {"tokens": found.tokens})
           for sentence, holds in facts(found)),
         backends_are_held(oracle),
         impostors_are_turned_down(oracle),
@@ -41,7 +41,7 @@ def backends_are_held(rows: Sequence[dict]) -> Claim:
     ran = [row for row in ours if row["outcome"] in ("held", "red")]
     names = sorted({row["who"] for row in ran})
     red = [row for row in ran if row["outcome"] == "red"]
-    verdict = "INCONCLUSIVE" if not ran else _verdict(not red)
+    verdict = "INCONCLUSIVE" if not ran else verdict_of(not red)
     return Claim(
         f"{len(names)} backends hold the accuracy rule in {len(ran)} tensors: {', '.join(names)}",
         verdict,
@@ -63,7 +63,7 @@ def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
     ]  # fmt: skip
     return Claim(
         f"the rule turns down {', '.join(IMPOSTORS)} in {' and '.join(dtypes) or 'no dtype'}",
-        _verdict(not passed) if fakes else "INCONCLUSIVE",
+        verdict_of(not passed) if fakes else "INCONCLUSIVE",
         {"passed": passed},
     )
 
@@ -80,7 +80,7 @@ def right_pictures_agree(seen: Sequence[Seen]) -> Claim:
     count = sum(len(pictures) for pictures in many.values())
     return Claim(
         f"right code gives every token the same weight in each of {count} backends' pictures",
-        _verdict(worst <= VISIBLE) if many else "INCONCLUSIVE",
+        verdict_of(worst <= VISIBLE) if many else "INCONCLUSIVE",
         {view: len(pictures) for view, pictures in many.items()} | {"worst": worst},
     )
 
@@ -141,7 +141,7 @@ def killers_exist() -> Claim:
     """Each mutant names tests, and the project's tests have them."""
     missing = [k for one in MUTANTS for k in one.killers if k not in known_tests()]
     unnamed = [one.name for one in MUTANTS if not one.killers]
-    verdict = "INCONCLUSIVE" if not known_tests() else _verdict(not missing and not unnamed)
+    verdict = "INCONCLUSIVE" if not known_tests() else verdict_of(not missing and not unnamed)
     return Claim(
         f"each of {len(MUTANTS)} mutants has a test that is to kill it",
         verdict,
@@ -159,7 +159,3 @@ def killers_kill(killed: Sequence[dict]) -> Claim:
         "FAIL" if alive else "INCONCLUSIVE" if undecided else "PASS",
         by,
     )
-
-
-def _verdict(holds: bool) -> str:
-    return "PASS" if holds else "FAIL"

@@ -1,8 +1,6 @@
 """The sentences of the memory notebook, each decided by rows and never by hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas
@@ -11,24 +9,13 @@ from nsa.lab.memory.activation_model import activations
 from nsa.lab.settlement import case_study
 from nsa.model.config import ModelConfig
 from nsa.workbook import memory_table, metrics
+from nsa.workbook.claim import Claim, verdict_of
 from nsa.workbook.metrics import model_name
 from nsa.workbook.scaling import local_exponents
 
 LIMIT = 1.1  # the largest exponent that still counts as linear
 PRODUCTION_LIMIT_GIB = 6.0
 PREDICTION_LIMIT = 0.2
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A sentence, whether the rows bear it out, and which rows those are."""
-
-    claim: str
-    verdict: str  # PASS, FAIL or INCONCLUSIVE
-    evidence: Any
-
-    def __str__(self) -> str:
-        return f"{self.verdict}: {self.claim}"
 
 
 def all_claims(df: pandas.DataFrame, rows: Sequence[dict], linear: Sequence[str]) -> list[Claim]:
@@ -51,7 +38,7 @@ def case_study_is_not_quadratic() -> Claim:
     text = ", ".join(f"{p:.2f}" for p in local)
     return Claim(
         f"the case study's own table is not T squared: its local exponents are {text}",
-        _verdict(bool((local < 2).all() and local[-1] < 1)),
+        verdict_of(bool((local < 2).all() and local[-1] < 1)),
         {"table": "nsa.lab.settlement.case_study.MEMORY_MIB"},
     )
 
@@ -70,7 +57,7 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
     return Claim(
         f"{backend} grows at most as T^{LIMIT} towards its longest T"
         + (f": T^{worst:.2f}" if found else ", but no two points of it were measured"),
-        _verdict(worst <= LIMIT) if found else "INCONCLUSIVE",
+        verdict_of(worst <= LIMIT) if found else "INCONCLUSIVE",
         {model: round(exponent, 3) for model, exponent in found.items()},
     )
 
@@ -94,7 +81,7 @@ def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
     return Claim(
         "dense masks cost more than every linear backend"
         + (f": at least {least} times what grows, at the longest T of both" if evidence else ""),
-        _verdict(all(holds)) if holds else "INCONCLUSIVE",
+        verdict_of(all(holds)) if holds else "INCONCLUSIVE",
         evidence,
     )
 
@@ -109,7 +96,7 @@ def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
             cells += 1
     return Claim(
         "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %",
-        _verdict(worst <= 0.03) if cells else "INCONCLUSIVE",
+        verdict_of(worst <= 0.03) if cells else "INCONCLUSIVE",
         {"cells": cells, "largest_deviation": round(worst, 5)},
     )
 
@@ -129,7 +116,7 @@ def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
     worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
     return Claim(
         f"activations are as predicted from shapes, to {PREDICTION_LIMIT:.0%}",
-        _verdict(abs(ratios[worst] - 1) <= PREDICTION_LIMIT),
+        verdict_of(abs(ratios[worst] - 1) <= PREDICTION_LIMIT),
         {"cells": len(ratios), "furthest": worst, "predicted/measured": round(ratios[worst], 3)},
     )
 
@@ -140,7 +127,7 @@ def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
     served = {name: tuple(line) for name, line in table.iterrows()}
     return Claim(
         f"the {len(served)} backends that ran are {len(set(served.values()))} different programs",
-        _verdict(len(set(served.values())) == len(served)) if len(served) > 1 else "INCONCLUSIVE",
+        verdict_of(len(set(served.values())) == len(served)) if len(served) > 1 else "INCONCLUSIVE",
         {name: dict(line) for name, line in table.iterrows()},
     )
 
@@ -160,10 +147,6 @@ def production_fits(df: pandas.DataFrame) -> Claim:
     gib = best["median"] / 1024
     return Claim(
         f"{sentence}: {gib:.2f} GiB with {best['backend']}",
-        _verdict(gib < PRODUCTION_LIMIT_GIB),
+        verdict_of(gib < PRODUCTION_LIMIT_GIB),
         {row["backend"]: round(row["median"] / 1024, 3) for _, row in rows.iterrows()},
     )
-
-
-def _verdict(holds: bool) -> str:
-    return "PASS" if holds else "FAIL"

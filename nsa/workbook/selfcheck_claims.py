@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from nsa.lab.faults.judged import Judged
 from nsa.lab.trial import Outcome
-from nsa.workbook.memory_claims import Claim
+from nsa.workbook.claim import Claim
 
 NAMED_WITHIN_S = 15.0
 COUNTED = {"a GPU": 1.05, "a CPU": 1.10}  # of a step

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nsa.lab.settlement.rows import ROWS, VERDICTS, Row
-from nsa.workbook.memory_claims import Claim
+from nsa.workbook.claim import Claim
 from nsa.workbook.settlement_fact import Fact
 
 CONTRADICTED = "CONTRADICTED"

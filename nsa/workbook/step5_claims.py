@@ -6,7 +6,7 @@ from nsa.lab.exhibits.investigation import OBSERVERS, PRINTS, Results
 from nsa.lab.exhibits.operations import BAND_US, TIMINGS
 from nsa.lab.exhibits.step5 import FACTORS, Trial
 from nsa.workbook import step5_decision, step5_table
-from nsa.workbook.memory_claims import Claim
+from nsa.workbook.claim import Claim, verdict_of
 
 MEMORY_LIMIT = 0.03  # of the case study's own figures
 SHAPES_LIMIT = 0.02  # of what is recorded here
@@ -154,7 +154,7 @@ def one_constant_explains_the_times() -> Claim:
     return Claim(
         f"all {len(each)} timings of the case study are {min(each):.1f} to {max(each):.1f} us an "
         f"operation, though their seconds differ {max(seconds) / min(seconds):.0f}-fold",
-        _verdict(all(low < us < high for us in each)),
+        verdict_of(all(low < us < high for us in each)),
         {str(t): round(t.microseconds, 1) for t in TIMINGS},
     )
 
@@ -170,7 +170,7 @@ def operations_follow_tokens(results: Results) -> Claim:
     loop, masked, longer = (rows[key] for key in keys)
     holds = loop > 20 * masked and longer == masked
     times = f"{loop / masked:.0f} times as many operations at T {tokens}"
-    return Claim(f"{sentence}: {times}", _verdict(holds), {str(k): rows[k] for k in keys})
+    return Claim(f"{sentence}: {times}", verdict_of(holds), {str(k): rows[k] for k in keys})
 
 
 def copies_explain_the_memory() -> Claim:
@@ -179,7 +179,7 @@ def copies_explain_the_memory() -> Claim:
     worst = float(table["error"].abs().max())
     return Claim(
         f"shapes alone give the case study's memory table, 5 and 12 layers, to {worst:.1%}",
-        _verdict(worst <= MEMORY_LIMIT),
+        verdict_of(worst <= MEMORY_LIMIT),
         {f"{layers} layers, T {tokens}": f"{error:+.1%}"
          for (layers, tokens), error in table["error"].items()},
     )  # fmt: skip
@@ -195,7 +195,7 @@ def recorded_as_predicted(results: Results) -> Claim:
     on_gpu = results.lab.setup.device == "cuda"
     limit = MEMORY_LIMIT if on_gpu else SHAPES_LIMIT  # blocks of 512 bytes, fused norms
     told = {f"{n} layers, T {t}": f"{e:+.2%}" for (n, t), e in errors.items()}
-    return Claim(f"{sentence}, to {limit:.0%}: {worst:.2%}", _verdict(worst <= limit), told)
+    return Claim(f"{sentence}, to {limit:.0%}: {worst:.2%}", verdict_of(worst <= limit), told)
 
 
 def the_tree_ends_in_slow(results: Results) -> Claim:
@@ -229,7 +229,7 @@ def _where(trial: Trial) -> str:
 def _claim(sentence: str, trials: list[Trial], holds: bool, evidence, otherwise: str = "") -> Claim:
     text = f"{sentence}{'' if holds else otherwise} [{_ids(trials)}]"
     ids = list(dict.fromkeys(t.id for t in trials))
-    return Claim(text, _verdict(holds), {"trials": ids, "found": evidence})
+    return Claim(text, verdict_of(holds), {"trials": ids, "found": evidence})
 
 
 def _ids(trials: list[Trial], most: int = 6) -> str:
@@ -241,7 +241,3 @@ def _ids(trials: list[Trial], most: int = 6) -> str:
 
 def _undecided(sentence: str, why: str = "it was not run") -> Claim:
     return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", {})
-
-
-def _verdict(holds: bool) -> str:
-    return "PASS" if holds else "FAIL"

@@ -3,7 +3,7 @@
 import pandas
 
 from nsa.workbook import throughput_table
-from nsa.workbook.memory_claims import Claim
+from nsa.workbook.claim import Claim, verdict_of
 from nsa.workbook.throughput_table import PLAIN
 
 TOKENS_S = 250_000
@@ -35,7 +35,7 @@ def is_fast(df: pandas.DataFrame, backend: str) -> Claim:
     if isinstance(line, str) or TOKENS not in line:
         return _undecided(sentence, line)
     speed = float(line[TOKENS])
-    return Claim(f"{sentence}: {speed:,.0f}", _verdict(speed >= TOKENS_S), {"tokens/s": speed})
+    return Claim(f"{sentence}: {speed:,.0f}", verdict_of(speed >= TOKENS_S), {"tokens/s": speed})
 
 
 def is_near_the_twin(df: pandas.DataFrame, backend: str) -> Claim:
@@ -47,7 +47,7 @@ def is_near_the_twin(df: pandas.DataFrame, backend: str) -> Claim:
             return _undecided(sentence, line)
     ratio = float(ours[TOKENS] / dense[TOKENS])
     evidence = {backend: float(ours[TOKENS]), "dense": float(dense[TOKENS])}
-    return Claim(f"{sentence}: {ratio:.3f}", _verdict(ratio <= TWIN_STEP), evidence)
+    return Claim(f"{sentence}: {ratio:.3f}", verdict_of(ratio <= TWIN_STEP), evidence)
 
 
 def beats_the_twin_when_long(df: pandas.DataFrame, backend: str) -> Claim:
@@ -63,7 +63,7 @@ def beats_the_twin_when_long(df: pandas.DataFrame, backend: str) -> Claim:
         return _undecided(sentence, "no such T was measured with both")
     found = {f"T {t}": round(float(r), 3) for t, r in ratio.items()}
     text = f"{sentence}: {ratio.min():.2f} times at least, at T {ratio.idxmin()}"
-    return Claim(text, _verdict(bool(ratio.min() > 1)), found)
+    return Claim(text, verdict_of(bool(ratio.min() > 1)), found)
 
 
 def two_ranks_pay(df: pandas.DataFrame, backend: str) -> Claim:
@@ -80,7 +80,7 @@ def two_ranks_pay(df: pandas.DataFrame, backend: str) -> Claim:
         return _undecided(sentence, "not measured in this run")
     found = {f"T {t}": round(float(x), 3) for t, x in zip(table["T"], times, strict=False)}
     text = f"{sentence}: {times.min():.3f}"
-    return Claim(text, _verdict(bool(times.min() >= TWO_RANKS)), found)
+    return Claim(text, verdict_of(bool(times.min() >= TWO_RANKS)), found)
 
 
 def watching_costs_little(df: pandas.DataFrame) -> Claim:
@@ -95,7 +95,7 @@ def watching_costs_little(df: pandas.DataFrame) -> Claim:
         return _undecided(sentence, "not measured in this run")
     found = {f"{row.backend} T {row.x_value}": round(row.median, 3) for row in rows.itertuples()}
     worst = max(found.values())
-    return Claim(f"{sentence}: {worst:.3f}", _verdict(worst <= WATCHED), found)
+    return Claim(f"{sentence}: {worst:.3f}", verdict_of(worst <= WATCHED), found)
 
 
 def learns_as_the_twin(df: pandas.DataFrame) -> Claim:
@@ -112,7 +112,7 @@ def learns_as_the_twin(df: pandas.DataFrame) -> Claim:
     worst = off.abs().idxmax()
     return Claim(
         f"{sentence}: {worst} {off[worst]:+.2%}",
-        _verdict(bool(off.abs().max() <= LOSS_SHARE)),
+        verdict_of(bool(off.abs().max() <= LOSS_SHARE)),
         {name: round(float(nats), 4) for name, nats in final.items()},
     )
 
@@ -142,7 +142,3 @@ def _not_aimed(df: pandas.DataFrame) -> str:
 def _undecided(sentence: str, why) -> Claim:
     reason = why if isinstance(why, str) else f"T {TOKENS} was not measured"
     return Claim(f"{sentence}: not decided, {reason}", "INCONCLUSIVE", {})
-
-
-def _verdict(holds: bool) -> str:
-    return "PASS" if holds else "FAIL"

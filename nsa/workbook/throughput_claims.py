@@ -6,7 +6,7 @@ import numpy as np
 import pandas
 
 from nsa.workbook import throughput_table
-from nsa.workbook.memory_claims import Claim
+from nsa.workbook.claim import Claim, verdict_of
 
 METER = 0.01
 FLAT_STEPS = 100  # fewer tell growth from the first steps' settling badly
@@ -56,7 +56,7 @@ def the_meter_is_right(df: pandas.DataFrame) -> Claim:
         return Claim(f"{sentence}: nothing was measured", "INCONCLUSIVE", {})
     return Claim(
         f"{sentence}: at most {off.max():.2%} apart in {len(off)} cells",
-        _verdict(off.max() <= METER),
+        verdict_of(off.max() <= METER),
         {"furthest": str(off.idxmax()), "share": round(float(off.max()), 5)},
     )
 
@@ -68,7 +68,7 @@ def programs_are_different(rows: Sequence[dict]) -> Claim:
     different = len(set(served.values()))
     return Claim(
         f"the {len(served)} attentions that ran are {different} different programs",
-        _verdict(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
+        verdict_of(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
         served,
     )
 
@@ -146,7 +146,7 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     ratio = apart / spread.clip(lower=1e-6)
     return Claim(
         f"{sentence}: at most {ratio.max():.2f} of it, at step {ratio.idxmax():.0f}",
-        _verdict(ratio.max() <= 1),
+        verdict_of(ratio.max() <= 1),
         {"nats apart": round(float(apart.max()), 6), "spread": round(float(spread.max()), 6)},
     )
 
@@ -172,7 +172,3 @@ def _by_cell(df: pandas.DataFrame, metric: str) -> dict[str, float]:
 def _cell(row) -> str:
     variant = f" {row.variant}" if row.variant else ""
     return f"{row.backend}{variant} T {row.x_value}"
-
-
-def _verdict(holds: bool) -> str:
-    return "PASS" if holds else "FAIL"

@@ -4,7 +4,7 @@ from itertools import combinations
 
 from nsa.lab.tracing.trials import Traced, Trial
 from nsa.workbook import tracing_table
-from nsa.workbook.memory_claims import Claim
+from nsa.workbook.claim import Claim, verdict_of
 
 GRADIENT_LIMIT = {"fp32": 1e-6}  # of a gradient's largest value
 LOSS_LIMIT = {"fp32": 1e-5}
@@ -63,7 +63,7 @@ def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
     told = "" if graph else "; the graph before the backward says otherwise"
     return Claim(
         f"{trial.name}: a gradient for each of {due} parameters{order}{rest}{told}",
-        _verdict(due > 0 and not len(wrong) and not len(apart) and graph),
+        verdict_of(due > 0 and not len(wrong) and not len(apart) and graph),
         {
             "unexpected": sorted(set(wrong["parameter"]))[:20],
             "ranks differ": sorted(set(apart["parameter"]))[:20],
@@ -90,7 +90,7 @@ def modules_run_in_one_order(traced: Traced) -> Claim:
     modules = table["module"].nunique()
     return Claim(
         f"{sentence}: {modules} modules in {table['trial'].nunique()} trials",
-        _verdict(not apart),
+        verdict_of(not apart),
         {"ranks differ": apart, "file": "module_order.csv"},
     )
 
@@ -104,7 +104,7 @@ def branches_are_different_programs(traced: Traced) -> Claim:
         return _undecided(sentence)
     equal = [f"{a} = {b}" for a, b in combinations(losses, 2) if losses[a] == losses[b]]
     text = f": {', '.join(equal)} in the first loss" if equal else f": {len(losses)} first losses"
-    return Claim(sentence + text, _verdict(not equal), losses)
+    return Claim(sentence + text, verdict_of(not equal), losses)
 
 
 def gradients_are_one_process(traced: Traced) -> Claim:
@@ -121,7 +121,7 @@ def gradients_are_one_process(traced: Traced) -> Claim:
     worst = errors.groupby(mine["trial"], sort=False).max()
     bad = [f"{trial} {error:.1g}" for trial, error in worst.items() if not error <= limit]
     text = f": {', '.join(bad)}" if bad else f" in {', '.join(worst.index)}"
-    return Claim(sentence + text, _verdict(not bad), worst.to_dict())
+    return Claim(sentence + text, verdict_of(not bad), worst.to_dict())
 
 
 def buckets_hold_every_parameter(traced: Traced) -> Claim:
@@ -142,7 +142,7 @@ def buckets_hold_every_parameter(traced: Traced) -> Claim:
     evidence = {"wrong": wrong, "file": "ddp_buckets.csv"}
     counted = f": {max(totals.values()):,} elements"
     return Claim(
-        sentence + (f"; not {wrong[0]}" if wrong else counted), _verdict(not wrong), evidence
+        sentence + (f"; not {wrong[0]}" if wrong else counted), verdict_of(not wrong), evidence
     )
 
 
@@ -170,7 +170,7 @@ def buckets_are_cut_anew(traced: Traced) -> Claim:
         return Claim(f"{sentence}: not seen, all fits into one bucket", "INCONCLUSIVE", found)
     return Claim(
         sentence + (f"; not so: {', '.join(wrong)}" if wrong else ""),
-        _verdict(not wrong),
+        verdict_of(not wrong),
         {"new buckets from step": found, "file": "ddp_buckets.csv"},
     )
 
@@ -185,7 +185,7 @@ def static_graph_trains_the_same(traced: Traced) -> Claim:
     apart = max(abs(a - b) / abs(a) for a, b in zip(plain, static, strict=True))
     return Claim(
         f"{sentence}: losses of {len(plain)} steps to {limit:g}",
-        _verdict(apart <= limit),
+        verdict_of(apart <= limit),
         {"ddp": plain, "static graph": static},
     )
 
@@ -198,7 +198,7 @@ def contradiction_is_refused(traced: Traced) -> Claim:
     if not rows or {row["status"] for row in rows} - {"ok", "refused"}:
         return _undecided(sentence)
     refused = all(row["status"] == "refused" and row["message"] for row in rows)
-    return Claim(sentence, _verdict(refused), {"message": rows[0]["message"]})
+    return Claim(sentence, verdict_of(refused), {"message": rows[0]["message"]})
 
 
 def fault_is_named(traced: Traced, trial: Trial) -> Claim:
@@ -223,7 +223,7 @@ def fault_is_named(traced: Traced, trial: Trial) -> Claim:
     on = "every rank" if len(where) == traced.setup.ranks else f"rank {where[0]} alone"
     return Claim(
         f"{sentence}: {len({p for _, p in due})} parameters {state} on {on}",
-        _verdict(bool(steps) and all(seen == due for seen in named.values())),
+        verdict_of(bool(steps) and all(seen == due for seen in named.values())),
         {"planted": sorted(map(str, due)), "named": sorted(map(str, named.get(1, ())))},
     )
 
@@ -242,7 +242,7 @@ def only_arrivals_tell(traced: Traced) -> Claim:
     equal = len({row["weights"] for row in rows}) == 1
     return Claim(
         f"{sentence} on {len(rows)} ranks",
-        _verdict(equal and not compared["same"].all()),
+        verdict_of(equal and not compared["same"].all()),
         {"weights": sorted({row["weights"] for row in rows})},
     )
 
@@ -264,7 +264,3 @@ def _ends(traced: Traced) -> dict[str, str]:
 
 def _undecided(sentence: str, why: str = "it was not traced to its end") -> Claim:
     return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", {})
-
-
-def _verdict(holds: bool) -> str:
-    return "PASS" if holds else "FAIL"

@@ -1,0 +1,21 @@
+"""What a notebook says of its own rows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence, whether the rows bear it out, and which rows those are."""
+
+    claim: str
+    verdict: str  # PASS, FAIL or INCONCLUSIVE
+    evidence: Any
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.claim}"
+
+
+def verdict_of(holds: bool) -> str:
+    """PASS or FAIL."""
+    return "PASS" if holds else "FAIL"
