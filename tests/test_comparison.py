@@ -13,7 +13,8 @@ from nsa.lab.speed import bench_table, comparison, published
 from nsa.lab.speed.bench_record import NOT_COMPARED
 from nsa.lab.speed.published import AIMS
 from nsa.lab.speed.shapes import TINY_CONFIG, Shape
-from nsa.workbook import comparison_claims, comparison_plots, comparison_table, looks, metrics
+from nsa.workbook import looks, metrics
+from nsa.workbook.comparison import comparison_claims, comparison_plots, comparison_table
 
 MAIN = Shape(8192)
 TOKENS = (2048, 4096, 8192, 16384, 65536)

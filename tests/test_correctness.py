@@ -14,7 +14,7 @@ from nsa.lab.correctness.correctness_definition import definition, facts
 from nsa.lab.correctness.correctness_mutants import RIGHT, SHOWS, Seen, check_names, known_tests
 from nsa.lab.correctness.mutants import MUTANTS, ROOT, mutant
 from nsa.lab.speed.shapes import TINY_CONFIG, Shape
-from nsa.workbook import correctness_claims, correctness_plots, correctness_table
+from nsa.workbook.correctness import correctness_claims, correctness_plots, correctness_table
 from nsa.workbook.store import Run
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("pandas")
 
 from nsa.attention import measured
 from nsa.config import NSAConfig
-from nsa.workbook import measured_table
+from nsa.workbook.comparison import measured_table
 from nsa.workbook.store import Run
 
 GPU = {"name": "NVIDIA H200", "memory_gib": 140.4, "compute_capability": "9.0", "driver": "580"}

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from nsa.lab.memory.cell import Cell
-from nsa.workbook import memory_claims, memory_table, metrics
+from nsa.workbook import metrics
+from nsa.workbook.memory import memory_claims, memory_table
 
 TOKENS = (256, 512, 1024, 2048)
 

@@ -4,7 +4,8 @@ import pytest
 from judged_rows import control, row, skipped
 
 from nsa.lab.trial import Outcome
-from nsa.workbook import metrics, selfcheck_claims, selfcheck_plots, selfcheck_table
+from nsa.workbook import metrics
+from nsa.workbook.selfcheck import selfcheck_claims, selfcheck_plots, selfcheck_table
 
 
 def verdicts(rows):

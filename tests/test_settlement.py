@@ -9,12 +9,17 @@ import pytest
 from nsa.lab.settlement import case_study, settlement_loop, settlement_parts, settlement_trials
 from nsa.lab.settlement.rows import ROWS, VERDICTS, Row
 from nsa.lab.settlement.settlement_trials import TRIALS, Ended
-from nsa.workbook import settlement_claims, settlement_facts, settlement_plots, settlement_table
-from nsa.workbook.settlement_claims import CONTRADICTED, settle
-from nsa.workbook.settlement_loop_facts import ASKED as LOOP
-from nsa.workbook.settlement_measured import measured
-from nsa.workbook.settlement_part_facts import ASKED as PARTS
-from nsa.workbook.settlement_reread import reread
+from nsa.workbook.settlement import (
+    settlement_claims,
+    settlement_facts,
+    settlement_plots,
+    settlement_table,
+)
+from nsa.workbook.settlement.settlement_claims import CONTRADICTED, settle
+from nsa.workbook.settlement.settlement_loop_facts import ASKED as LOOP
+from nsa.workbook.settlement.settlement_measured import measured
+from nsa.workbook.settlement.settlement_part_facts import ASKED as PARTS
+from nsa.workbook.settlement.settlement_reread import reread
 
 QUICK = ("one-query", "boolean-mask", "fp16-adamw", "in-place", "planted-nan", "branches")
 

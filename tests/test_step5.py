@@ -15,7 +15,7 @@ from nsa.lab.exhibits.step5 import BASE, Lab, Setup, Trial
 from nsa.lab.plans.ledger import Ledger
 from nsa.lab.search.findings import Found, Row, Tried
 from nsa.lab.verdict import Verdict, judge
-from nsa.workbook import step5_claims, step5_decision, step5_plots, step5_table
+from nsa.workbook.step5 import step5_claims, step5_decision, step5_plots, step5_table
 
 STEP_S = 0.25
 STEPS = 31

@@ -12,9 +12,8 @@ from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.throughput_grid import throughput_grid
 from nsa.lab.throughput.throughput_rows import curves_to_metrics, rows_to_metrics
 from nsa.lab.throughput.trials import row_of
-from nsa.workbook import (
-    metrics,
-    parameters,
+from nsa.workbook import metrics, parameters
+from nsa.workbook.throughput import (
     throughput_aims,
     throughput_claims,
     throughput_plots,

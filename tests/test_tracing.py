@@ -155,7 +155,7 @@ def traced(tmp_path_factory):
 
 def test_two_ranks_bear_out_every_claim_in_one_launch(traced):
     pytest.importorskip("pandas")
-    from nsa.workbook import tracing_claims
+    from nsa.workbook.tracing import tracing_claims
 
     found, folder = traced
     assert found.launches == 1
@@ -234,7 +234,7 @@ def test_ranks_that_never_meet_fail_every_trial_in_one_launch(tmp_path):
 @pytest.mark.gpus2
 def test_two_gpus_bear_out_every_claim_under_nccl(tmp_path):
     pytest.importorskip("pandas")
-    from nsa.workbook import tracing_claims
+    from nsa.workbook.tracing import tracing_claims
 
     setup = Setup("smoke", tokens=512, batch=2, device="cuda", communication="nccl")
     found = trace(setup, TRIALS, deadline_s=300, folder=tmp_path)

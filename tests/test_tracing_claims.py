@@ -5,7 +5,7 @@ pytest.importorskip("pandas")
 from tracing_rows import SETUP, healthy
 
 from nsa.lab.tracing.trials import TRIALS, Setup, Traced, trials_for
-from nsa.workbook import tracing_claims, tracing_table
+from nsa.workbook.tracing import tracing_claims, tracing_table
 
 KEYS = "blocks.1.attention.k_proj.win.weight"
 

@@ -18,7 +18,7 @@ from nsa.lab import processes
 from nsa.model import saving
 from nsa.model.presets import preset
 from nsa.model.train_config import TrainConfig
-from nsa.workbook.training_job import EVALUATION_BATCHES, Job, evaluation, source_of
+from nsa.workbook.training.training_job import EVALUATION_BATCHES, Job, evaluation, source_of
 
 HOME = Path(__file__).parents[1]
 TINY = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nsa.commands.options import BAD_INPUT, FAILED, GOOD, command, runs_option, words
 
 if TYPE_CHECKING:
-    from nsa.workbook.training_job import Job
+    from nsa.workbook.training.training_job import Job
 
 TOKENS = {"production": 2048, "smoke": 1024, "step5": 1024}  # what the presets are made for
 OTHER_TOKENS = 512
@@ -80,7 +80,7 @@ def train(arguments) -> int:
     _check_start(arguments, started_by_torchrun)
     job = job_from(arguments, int(os.environ["WORLD_SIZE"]) if started_by_torchrun else None)
 
-    from nsa.workbook import training_run
+    from nsa.workbook.training import training_run
 
     places = {"runs": arguments.runs, "given": arguments.into}
     if started_by_torchrun and job.kind != "none":
@@ -107,7 +107,7 @@ def job_from(arguments, ranks: int | None = None) -> "Job":
 
     from nsa.model import presets
     from nsa.model.train_config import TrainConfig
-    from nsa.workbook.training_job import Job
+    from nsa.workbook.training.training_job import Job
 
     if arguments.resume is not None and not Path(arguments.resume).exists():
         raise ValueError(f"--resume {arguments.resume}: there is no such file or folder")

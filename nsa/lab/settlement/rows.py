@@ -2,8 +2,8 @@
 
 C rows are contradictions: one report says, another says. H rows are causes that were proposed for
 "hang", "slow" or "NaN". A row's verdict holds as long as all of its facts do; the facts are
-measured or recomputed in `nsa.workbook.settlement_facts`. What no fact here can decide is
-INCONCLUSIVE, with what would.
+measured or recomputed in `nsa.workbook.settlement.settlement_facts`. What no fact here can decide
+is INCONCLUSIVE, with what would.
 """
 
 from dataclasses import dataclass

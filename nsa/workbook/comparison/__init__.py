@@ -1,0 +1,1 @@
+"""Every backend beside the others and dense attention: tables, figures, sentences."""

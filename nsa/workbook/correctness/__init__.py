@@ -1,0 +1,1 @@
+"""The definition, the oracle and the mutants: tables, figures, sentences."""

@@ -1,0 +1,1 @@
+"""Memory of a training step: tables and sentences."""

@@ -1,0 +1,1 @@
+"""Planted against found: tables, figures, sentences."""

@@ -1,0 +1,1 @@
+"""The case study's figures read again, and what decides between its claims."""

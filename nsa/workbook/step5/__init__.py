@@ -1,0 +1,1 @@
+"""The step-5 hang: tables, figures, sentences, the decision."""

@@ -1,0 +1,1 @@
+"""Training speed: tables, figures, sentences, aims."""

@@ -1,0 +1,1 @@
+"""What arrived on which rank: tables, figures, sentences."""

@@ -1,0 +1,1 @@
+"""`nsa train`: the job, its ranks, its observers and its run folder."""
