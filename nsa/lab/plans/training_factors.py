@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from nsa.lab.plans.factors import (
+from nsa.lab.plans.factor import (
     COMMON,
     Factor,
     Rule,
