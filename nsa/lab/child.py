@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 
+from nsa.lab import whole
 from nsa.lab.out_of_memory import is_out_of_memory
 from nsa.lab.processes import die_with_parent
 
@@ -35,10 +36,7 @@ def main(entry: str, spec_file: str, result_file: str) -> int:
         outcome = _failure("error", error)
         outcome["message"] = f"{entry} returned what JSON cannot hold: {error}"
         text = json.dumps(outcome)
-    unfinished = f"{result_file}.unfinished"
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(unfinished, result_file)
+    whole.write(result_file, text)
     return 0 if outcome["status"] == "ok" else 1
 
 

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.lab import child, processes
+from nsa.lab import child, processes, stacks
 from nsa.lab.out_of_memory import kernel_kills
 
 STATUSES = ("ok", "oom", "timeout", "crash", "error")
 _POLL_S = 0.02
-_STACK_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
 _TERM_S = 2.0
 _TAIL_BYTES = 4000
 
@@ -113,7 +112,7 @@ def _run(
             start_new_session=True,
             env=_environment(env, cookie, python),
         )
-    stacks = late = None
+    seen = late = None
     roots = {process.pid}
     try:
         while process.poll() is None:
@@ -124,7 +123,7 @@ def _run(
                 late = late or f"still running after {deadline_s:g} s"
             if late and process.poll() is None:
                 # Who watches has looked already.
-                stacks = "" if watch is not None else _stacks(process, folder / "stderr.txt")
+                seen = "" if watch is not None else _stacks(process, folder / "stderr.txt")
                 roots = processes.family(cookie, roots)  # while it still leads to all of them
                 _terminate(process)
                 break
@@ -135,8 +134,8 @@ def _run(
             roots = roots - {process.pid}  # reaped, so the number may be somebody else's by now
         processes.end_family(cookie, roots)
         process.wait()
-    if stacks is not None:
-        return Outcome("timeout", None, seconds, late, process.returncode, stacks)
+    if seen is not None:
+        return Outcome("timeout", None, seconds, late, process.returncode, seen)
     return _judge(entry, process.returncode, folder, seconds, kills_before)
 
 
@@ -175,20 +174,9 @@ def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[s
 
 
 def _stacks(process: subprocess.Popen, stderr: Path) -> str:
-    """Every thread's Python stack, which faulthandler writes even while the GIL is held."""
-    before = stderr.stat().st_size
     with contextlib.suppress(OSError):
-        process.send_signal(signal.SIGUSR1)
-    seen = before
-    for _ in range(round(_STACK_S / 0.05)):
-        time.sleep(0.05)
-        now = stderr.stat().st_size
-        if now > before and now == seen:
-            break
-        seen = now
-    with open(stderr, "rb") as file:
-        file.seek(before)
-        return file.read(4 * _TAIL_BYTES).decode(errors="replace")
+        return stacks.asked(process.pid, stderr)[: 4 * _TAIL_BYTES]
+    return ""
 
 
 def _terminate(process: subprocess.Popen) -> None:

@@ -15,6 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
+from nsa.lab import whole
 from nsa.lab.out_of_memory import is_out_of_memory
 from nsa.lab.processes import die_with_parent
 
@@ -31,9 +32,7 @@ def standing(place: str) -> None:
 
 def put(path: Path, content: dict) -> None:
     """Writes JSON that appears whole or not at all."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(unfinished, path)
+    whole.write(path, json.dumps(content))
 
 
 def failure(error: BaseException) -> dict:

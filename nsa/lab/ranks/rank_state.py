@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa.lab import whole
 from nsa.lab.processes import signal_name
 
 STUCK_S = 5.0  # how long a rank may take to end after Ctrl-C; a collective never looks for one
@@ -40,10 +41,7 @@ class Failure:
 def say(folder: Path, rank: int, state: str, **more) -> None:
     """Puts down how this rank stands; the file appears whole or not at all."""
     content = {"rank": rank, "pid": os.getpid(), "state": state, "time": time.time(), **more}
-    path = Path(folder, f"rank{rank}.json")
-    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
-    unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    os.replace(unfinished, path)
+    whole.write(Path(folder, f"rank{rank}.json"), json.dumps(content, indent=1))
 
 
 @contextmanager

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from nsa.lab import stacks
 from nsa.lab.evidence import Look
 from nsa.lab.progress import counters
 from nsa.lab.supervision import procfs
 
 PY_SPY_S = 8.0
-SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
 _THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 Threads = list[dict[str, Any]]
@@ -37,8 +34,8 @@ def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None
     elif tool != "faulthandler":
         threads, message = py_spy(pid, native=tool == "native")
     elif cells[counters.LISTENS]:
-        stacks = counted.with_name(f"stacks-{rank}.txt")
-        threads, message = faulthandler(pid, stacks, cells[counters.MAIN_THREAD])
+        written = counted.with_name(f"stacks-{rank}.txt")
+        threads, message = faulthandler(pid, written, cells[counters.MAIN_THREAD])
     else:
         threads, message = [], "the process does not listen to SIGUSR1 yet"
     after = counters.cells_of(counted) or cells
@@ -96,21 +93,12 @@ def faulthandler(pid: int, file: Path, main: int) -> tuple[Threads, str]:
     process must have registered: else the signal ends it.
     """
     try:
-        before = seen = file.stat().st_size
-        os.kill(pid, signal.SIGUSR1)
+        written = stacks.asked(pid, file)
     except OSError as error:
         return [], f"faulthandler: {error}"
-    end = time.monotonic() + SIGNAL_S
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        now = file.stat().st_size
-        if now > before and now == seen:
-            break
-        seen = now
-    with open(file, "rb") as stream:
-        stream.seek(before)
-        found = parse(stream.read().decode(errors="replace"), main)
-    return (found, "") if found else ([], f"faulthandler wrote nothing within {SIGNAL_S:g} s")
+    found = parse(written, main)
+    none = f"faulthandler wrote nothing within {stacks.SIGNAL_S:g} s"
+    return (found, "") if found else ([], none)
 
 
 def parse(text: str, main: int) -> Threads:
