@@ -1,5 +1,7 @@
 """Each sentence of the selfcheck has rows that refute it, and what was not run decides nothing."""
 
+import json
+
 import pytest
 from judged_rows import control, row, skipped
 
@@ -150,3 +152,11 @@ def test_what_watching_was_measured_on_is_told_beside_it():
     table = selfcheck_table.watching(step, step, LOST, LOST)
     assert set(table["found"]) == {"not measured"}
     assert set(table["by"]) == {"still running after 120 s"}
+
+
+def test_evidence_is_written_without_a_machines_paths(tmp_path):
+    because = ("3 looks, all at /home/somebody/lib/python3.11/re/__init__.py:175 search", "at rest")
+    selfcheck_table.write_evidence(tmp_path, [row(because=because)])
+    (kept,) = json.loads((tmp_path / "selfcheck.json").read_text())
+    assert kept["because"] == ["3 looks, all at re/__init__.py:175 search", "at rest"]
+    assert kept["name"] == row().name

@@ -34,8 +34,9 @@ def planted(faults: Iterable[Fault]) -> pandas.DataFrame:
 
 
 def write_evidence(folder: str | Path, rows: Iterable[Judged]) -> None:
-    """Writes selfcheck.json into `folder`: a row a trial."""
-    write_json(Path(folder, "selfcheck.json"), plain([row.to_dict() for row in rows]))
+    """Writes selfcheck.json into `folder`: a row a trial, files named by their last two parts."""
+    found = [row.to_dict() | {"because": [_short(why) for why in row.because]} for row in rows]
+    write_json(Path(folder, "selfcheck.json"), plain(found))
 
 
 def matrix_of(rows: Sequence[Judged], *, controls: bool | None = None) -> pandas.DataFrame:
