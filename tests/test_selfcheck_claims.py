@@ -155,7 +155,7 @@ def test_what_watching_was_measured_on_is_told_beside_it():
 
 
 def test_evidence_is_written_without_a_machines_paths(tmp_path):
-    because = ("3 looks, all at /home/somebody/lib/python3.11/re/__init__.py:175 search", "at rest")
+    because = ("3 looks, all at /usr/lib/python3.11/re/__init__.py:175 search", "at rest")
     selfcheck_table.write_evidence(tmp_path, [row(because=because)])
     (kept,) = json.loads((tmp_path / "selfcheck.json").read_text())
     assert kept["because"] == ["3 looks, all at re/__init__.py:175 search", "at rest"]
