@@ -162,7 +162,10 @@ class Points:
         with _Rests(self._progress) as rests:
             began = time.perf_counter()
             loss = self._made[-1].step(again)
-            _wait(loss)
+            if getattr(loss, "is_cuda", False):
+                from nsa.lab.speed.timing import wait  # torch, which plans are read without
+
+                wait(loss.device)
             row["seconds"].append(time.perf_counter() - began)
         if again:  # the first step loads and compiles
             row["gap_s"] = max(row["gap_s"], rests.longest_s())
@@ -218,10 +221,3 @@ class _Rests:
     def _look(self) -> None:
         while not self._over.wait(EVERY_S):
             self._ticks.append((time.perf_counter(), read(self._file)[0]))
-
-
-def _wait(loss: Any) -> None:
-    if getattr(loss, "is_cuda", False):
-        import torch
-
-        torch.cuda.synchronize(loss.device)

@@ -5,11 +5,11 @@ Both are measured in a child process on the training step of this package.
 
 from __future__ import annotations
 
-import statistics
+import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -42,51 +42,34 @@ def end_of_a_backward(
 def counting(spec: dict[str, Any]) -> dict[str, Any]:
     """{"ratio", "counted_ms", "plain_ms", "clock"} of a step: counted as in a trial, over not.
 
-    spec: "settings" of nsa.lab.plans.training_subject, "steps" a turn, "rounds". Both take turns,
-    in changing order, so that a machine that slows down slows both; the ratio is the median of the
-    rounds' own. On a CPU processor time counts, of all threads, for its cores are shared; on a GPU
-    the time until the device is done.
+    spec: "settings" of nsa.lab.plans.training_subject, "steps" a turn, "rounds"; see
+    nsa.lab.throughput.turns.
     """
-    import torch
+    from nsa.lab.throughput.turns import turns
 
     with tempfile.TemporaryDirectory() as folder:
         subject = _subject(spec["settings"], Path(folder, "unheard.bin"))
         trainer = subject.trainer
-        on_gpu = trainer.device.type == "cuda"
-        clock = time.perf_counter if on_gpu else time.process_time
-        done = 0
 
-        def turn() -> float:
-            nonlocal done
-            began = clock()
-            for _ in range(spec["steps"]):
-                subject.step(done)
-                done += 1
-            if on_gpu:
-                torch.cuda.synchronize()
-            return 1e3 * (clock() - began) / spec["steps"]
-
-        def counted() -> float:
-            progress = Progress(Path(folder, f"progress-{done}.bin"))
+        @contextlib.contextmanager
+        def counted() -> Iterator[None]:
+            progress = Progress(Path(folder, f"progress-{trainer.steps_done}.bin"))
             progress.attach()
             trainer.observers = (progress,)
             try:
-                return turn()
+                yield
             finally:
                 trainer.observers = ()
                 progress.close()
 
         trainer.observers = ()
-        turn()
-        counted()
-        found = [_pair(turn, counted, first=number % 2) for number in range(spec["rounds"])]
+        found = turns(trainer, counted, rounds=spec["rounds"], steps=spec["steps"])
         subject.close()
-    plain, watched = zip(*found, strict=True)
     return {
-        "ratio": statistics.median(b / a for a, b in found),
-        "plain_ms": statistics.median(plain),
-        "counted_ms": statistics.median(watched),
-        "clock": "until the device is done" if on_gpu else "processor time",
+        "ratio": found.ratio,
+        "plain_ms": found.plain_ms,
+        "counted_ms": found.watched_ms,
+        "clock": found.clock,
     }
 
 
@@ -144,13 +127,6 @@ def errors_of(samples: list[Sample], step: int) -> dict[str, Any]:
         "looks": len(errors),
         "nodes": mine[-1].p.total,
     }
-
-
-def _pair(turn: Callable[[], float], counted: Callable[[], float], *, first: int) -> tuple:
-    if first:
-        watched = counted()
-        return turn(), watched
-    return turn(), counted()
 
 
 def _subject(settings: dict[str, Any], file: Path, *, heard: bool = False) -> Any:

@@ -3,9 +3,7 @@
 import contextlib
 import io
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.writers import CsvWriter
-from nsa.lab.speed.timing import wait
+from nsa.lab.throughput.turns import turns
 from nsa.model.train import Trainer
 
 ROUNDS, TURN = 3, 10  # steps of a turn: one of them has the attention's statistics
@@ -26,35 +24,15 @@ STATISTICS_EVERY = 10
 def observing(trainer: Trainer) -> dict[str, float]:
     """{"watched_ms", "unwatched_ms", "watched_times"} of a step, with all observers and with none.
 
-    Both take turns, so that a machine that slows down slows both; watched_times is the median of
-    the rounds' ratios. From idle device to idle device; without one processor time counts, for its
-    cores are shared. Observed are the heartbeat, gradients' arrival, the modules' order, times by
-    phase and losses in every step, the attention's statistics in every tenth.
+    See `turns`. Observed are the heartbeat, gradients' arrival, the modules' order, times by phase
+    and losses in every step, the attention's statistics in every tenth.
     """
-    _turn(trainer)
-    pairs = []
-    for _ in range(ROUNDS):
-        plain = _turn(trainer)
-        with _all_observers(trainer):
-            pairs.append((plain, _turn(trainer)))
-    plain, watched = zip(*pairs, strict=True)
+    found = turns(trainer, lambda: _all_observers(trainer), rounds=ROUNDS, steps=TURN)
     return {
-        "unwatched_ms": statistics.median(plain),
-        "watched_ms": statistics.median(watched),
-        "watched_times": statistics.median(b / a for a, b in pairs),
+        "unwatched_ms": found.plain_ms,
+        "watched_ms": found.watched_ms,
+        "watched_times": found.ratio,
     }
-
-
-def _turn(trainer: Trainer) -> float:
-    """ms a step."""
-    on_gpu = trainer.device.type == "cuda"
-    clock = time.perf_counter if on_gpu else time.process_time
-    wait(trainer.device)
-    began = clock()
-    for step in range(trainer.steps_done, trainer.steps_done + TURN):
-        trainer.step(step)
-    wait(trainer.device)
-    return 1e3 * (clock() - began) / TURN
 
 
 @contextlib.contextmanager

@@ -1,0 +1,59 @@
+"""A step that is watched and one that is not, timed in turn."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from nsa.lab.speed.timing import wait
+from nsa.model.train import Trainer
+
+
+@dataclass(frozen=True)
+class Turns:
+    """ms of a step, plain and watched, the median of the rounds' ratios, and what was timed."""
+
+    plain_ms: float
+    watched_ms: float
+    ratio: float
+    clock: str
+
+
+def turns(
+    trainer: Trainer,
+    watching: Callable[[], AbstractContextManager],
+    *,
+    rounds: int,
+    steps: int,
+) -> Turns:
+    """Times `steps` steps inside `watching()` and as many outside, in `rounds` rounds.
+
+    Both take turns, in changing order, so that a machine that slows down slows both. From idle
+    device to idle device; without one processor time of all threads counts, for its cores are
+    shared. One round before is not timed.
+    """
+    on_gpu = trainer.device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+
+    def turn(watched: bool) -> float:
+        with watching() if watched else nullcontext():
+            wait(trainer.device)
+            began = clock()
+            for step in range(trainer.steps_done, trainer.steps_done + steps):
+                trainer.step(step)
+            wait(trainer.device)
+            return 1e3 * (clock() - began) / steps
+
+    found = []
+    for number in range(rounds + 1):
+        order = (False, True) if number % 2 else (True, False)
+        ms = {watched: turn(watched) for watched in order}
+        found.append((ms[False], ms[True]))
+    plain, watched = zip(*found[1:], strict=True)
+    return Turns(
+        statistics.median(plain),
+        statistics.median(watched),
+        statistics.median(b / a for a, b in found[1:]),
+        "until the device is done" if on_gpu else "processor time",
+    )
