@@ -38,11 +38,9 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
     # Without a GPU the spread is the machine's other work.
     with_bands = not rows["gpu"].isin(["", "cpu"]).any()
     kinds = list(rows.groupby(["shape", "queries"], sort=False))
-    measured = [(kind, frame) for kind, frame in kinds if (frame["median"] > 0).any()]
-    left = [f"{shape}, {queries}" for (shape, queries), _ in kinds]
-    if measured:
-        left = [one for one in left if one not in {f"{s}, {q}" for (s, q), _ in measured}]
-        kinds = measured
+    measured = [kind for kind in kinds if (kind[1]["median"] > 0).any()]
+    left = [", ".join(name) for name, frame in kinds if not (frame["median"] > 0).any()]
+    kinds = measured or kinds  # of nothing at all the panels say so
     with looks.style():
         fig, panels = looks.panels(len(kinds) * len(MODES), 3.5)
         for index, axes in enumerate(panels):
