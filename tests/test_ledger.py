@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from living import alive
 
 from nsa.lab.evidence import End, Evidence, P, Sample
 from nsa.lab.plans import ledger
@@ -115,13 +116,6 @@ def test_a_folder_that_was_never_finished_is_none(tmp_path):
     assert Ledger(tmp_path).get("abc") is None and Ledger(tmp_path).ids() == []
     place = Ledger(tmp_path).put("abd", Evidence(), Verdict("PASS"))
     assert place == tmp_path / "abd" and Ledger(tmp_path).ids() == ["abd"]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_killed_supervisor_leaves_a_store_that_goes_on(tmp_path):

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from living import wait_until_gone
 
 from nsa.lab.evidence import End, Evidence, P, Sample, thinned
 from nsa.lab.runner import Spec, run, run_until_proven
@@ -43,18 +44,8 @@ def stuck(tmp_path_factory):
         return dict(zip(AT_ONCE, pool.map(one, AT_ONCE), strict=True))
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def gone(pids, within_s=5.0):
-    end = time.monotonic() + within_s
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
+def gone(pids):
+    return not wait_until_gone(pids)
 
 
 def by(evidence, tool):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from living import wait_until_gone
 
 from nsa.lab import trial
 from nsa.lab.out_of_memory import is_out_of_memory, kernel_kills
@@ -16,20 +17,6 @@ from nsa.lab.trial import Stopped, run_child
 
 def run(name, spec=None, deadline_s=60, **options):
     return run_child(f"trial_entries:{name}", spec or {}, deadline_s=deadline_s, **options)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_until_gone(pids, within_s=5.0):
-    end = time.monotonic() + within_s
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return [pid for pid in pids if alive(pid)]
 
 
 def test_a_result_comes_back_from_a_process_in_a_session_of_its_own(tmp_path):
