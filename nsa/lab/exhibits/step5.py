@@ -157,7 +157,7 @@ class Lab:
         return factor * self.setup.allowed * self.step_s
 
     def predicted_s(self, cell: dict[str, Any], steps: int) -> float:
-        """By operation count: as many as layers; a hundredth of them with masks."""
+        """By operation count, as many as layers; with masks a tenth of that, which is ample."""
         share = cell["layers"] if cell["path"] == "loop" else 0.1 * cell["layers"]
         return steps * self.step_s * share
 
