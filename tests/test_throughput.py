@@ -322,6 +322,7 @@ def test_a_stand_in_returns_what_a_trial_returns(found):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # compile
 @pytest.mark.parametrize("variant", ["", "compile", "cuda_graph"])
 def test_a_gpu_step_waits_for_nothing_and_compiles_nothing_late(variant):
     cell = TrainCell("cpu_test", 512, backend="triton", batch=2, precision="bf16", device="cuda")

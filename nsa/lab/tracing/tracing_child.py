@@ -108,8 +108,9 @@ def beside_one_process(
     gradient's largest value. way "rows": each rank's rows in turn and the mean, the same sums but
     for the mean over ranks; "batch": all rows at once, so that matrix products round otherwise.
     """
-    model = LanguageModel(setup.config(trial)).to(here.device)
-    model.reset_parameters(setup.seed)
+    model = LanguageModel(setup.config(trial))
+    model.reset_parameters(setup.seed)  # before it moves, as the trainer's: devices draw otherwise
+    model.to(here.device)
     inputs, targets = (x.to(here.device) for x in data.batch(0, setup.batch, setup.tokens))
     found = []
     for way, parts in (("rows", here.ranks), ("batch", 1)):
