@@ -47,6 +47,17 @@ def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backen
 
 
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
+def test_a_graph_that_is_kept_goes_back_twice(backend):
+    drawn = draw(Case(300), torch.bfloat16 if DEVICE == "cuda" else torch.float32, DEVICE)
+    loss, leaves = attend(drawn, backend).square().mean(), list(drawn.leaves.values())
+    first = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    again = torch.autograd.grad(loss, leaves, allow_unused=True)
+    for a, b in zip(first, again, strict=True):
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", WITH_GRADIENT)
 def test_rows_without_a_key_give_zero_and_zero_gradient(backend):
     """ "Safe packing": here a property of every backend, with nothing to switch on."""
     drawn = draw(Case(30, config=ODD), torch.float32, DEVICE)

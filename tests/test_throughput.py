@@ -77,17 +77,17 @@ def test_a_variant_that_changes_nothing_is_refused():
         TrainCell.from_dict({"preset": "cpu_test", "tokens": 8, "batches": 1})
 
 
-def test_a_grid_has_plain_cells_then_ranks_then_variants():
+def test_a_grid_has_what_decides_then_ranks_then_variants_then_other_backends():
     cells = throughput_grid(
-        "cpu_test", ["gather", "dense"], [64, 128], step_tokens=128, long_backends=["dense"],
-        long_tokens=[128, 256], variants=["checkpoint:all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
+        "cpu_test", ["gather", "masked", "dense"], [64, 128], step_tokens=128,
+        long_backends=["dense"], long_tokens=[128, 256], variants=["checkpoint:all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
     )  # fmt: skip
     assert [(c.name, c.tokens, c.batch, c.ranks, c.variant) for c in cells] == [
         ("gather", 64, 2, 1, ""), ("dense", 64, 2, 1, ""), ("gather", 128, 1, 1, ""),
         ("dense", 128, 1, 1, ""), ("dense", 256, 1, 1, ""),
         ("gather", 64, 4, 2, "batch:4 ranks:2 parallel:ddp"),
         ("gather", 64, 4, 2, "batch:4 ranks:2 parallel:fsdp"),
-        ("gather", 64, 2, 1, "checkpoint:all"),
+        ("gather", 64, 2, 1, "checkpoint:all"), ("masked", 64, 2, 1, ""), ("masked", 128, 1, 1, ""),
     ]  # fmt: skip
     assert curve_grid("cpu_test", ["gather"], tokens=64, batch=3, steps=0) == []
     (curve,) = curve_grid("cpu_test", ["dense"], tokens=64, batch=3, steps=40)
@@ -173,13 +173,16 @@ def test_every_ending_of_a_cell_is_a_row(seed, outcome, message, capsys):
     assert f"[1/1] {CELL}: {outcome}" in capsys.readouterr().err
 
 
-def test_a_late_cell_and_one_without_time_are_rows():
-    cells = [replace(CELL, seed=3), CELL]
-    late, unrun = throughput.measure(
-        cells, deadline_s=60, budget_s=1.0, entry=ENTRY, progress=False
-    )
+def test_a_late_cell_and_those_without_time_are_rows():
+    slow = replace(CELL, seed=3)
+    (late,) = throughput.measure([slow], deadline_s=1.0, entry=ENTRY, progress=False)
     assert late["outcome"] == "timeout"
-    assert unrun["outcome"] == "not run" and "budget of 1 s" in unrun["message"]
+    cut, unrun = throughput.measure(
+        [slow, CELL], deadline_s=60, budget_s=1.0, entry=ENTRY, progress=False
+    )
+    assert {cut["outcome"], unrun["outcome"]} == {"not run"}
+    assert cut["message"] == "the budget of 1 s was used up after 1 s of this one"
+    assert unrun["message"] == "the budget of 1 s was used up"
 
 
 def test_a_job_names_the_rank_that_failed_first():
@@ -331,6 +334,12 @@ def test_a_gpu_step_waits_for_nothing_and_compiles_nothing_late(variant):
     assert found["recount_tokens_s"] == pytest.approx(found["tokens_s"], rel=0.02)
     # The losses that are kept take 512 bytes each.
     assert max(found["device_mib"]) - min(found["device_mib"]) <= 0.001 * cell.steps
+
+
+@pytest.mark.gpu
+def test_flex_does_not_make_the_host_wait_either():
+    cell = TrainCell("cpu_test", 512, backend="flex", layers=1, precision="bf16", device="cuda")
+    assert throughput_trial.measure_rank({"cell": cell.to_dict()})["syncs"] == 0
 
 
 @pytest.mark.gpus2

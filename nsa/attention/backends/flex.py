@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 from nsa.attention.inputs import Inputs
@@ -55,8 +56,8 @@ def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> Tensor:
         ended = t + 1 - length - s * stride
         return (ended >= 0) & (ended < reach)
 
-    tiles = span_tiles(span, q.shape[1], k.shape[1])
-    return _flex(inputs, k, v, visible, tiles[None, None].to(q.device))
+    tiles = span_tiles(span, q.shape[1], k.shape[1], q.device)
+    return _flex(inputs, k, v, visible, tiles[None, None])
 
 
 def _attend_selected(inputs: Inputs, blocks: Tensor) -> Tensor:
@@ -99,14 +100,17 @@ def selection_tiles(blocks: Tensor, keys: int, size: int) -> Tensor:
     return tiles[..., :columns] & (torch.arange(columns, device=blocks.device) * TILE < row_end)
 
 
-def span_tiles(span: Span, tokens: int, keys: int) -> Tensor:
-    """[T / TILE, keys / TILE]: does a query of the tile see a key of it?"""
-    tiles = torch.zeros(-(-tokens // TILE), -(-keys // TILE), dtype=torch.bool)
-    for i in range(tiles.shape[0]):
-        low, _ = span.seen(i * TILE)
-        _, high = span.seen(min((i + 1) * TILE, tokens) - 1)
-        tiles[i, low // TILE : -(-high // TILE)] = True
-    return tiles
+def span_tiles(span: Span, tokens: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
+    """[T / TILE, keys / TILE]: does a query of the tile see a key of it? Made on the device."""
+    first = torch.arange(0, tokens, TILE, device=device)[:, None]
+    column = torch.arange(-(-keys // TILE), device=device)
+
+    def seen(position: Tensor) -> Tensor:  # `Span.seen`'s high
+        return ((position + 1 - span.length) // span.stride + 1).clamp(min=0)
+
+    low = seen(first) - (keys if span.lookback is None else span.lookback)
+    high = seen((first + TILE).clamp(max=tokens) - 1)
+    return (column >= low.clamp(min=0) // TILE) & (column * TILE < high)
 
 
 def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor) -> Tensor:
@@ -125,7 +129,10 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
         seq_lengths=(q.shape[1], k.shape[1]),
     )
     # The default of 8 shapes is few for a process that sweeps them; a miss raises, never degrades.
-    with torch._dynamo.config.patch(recompile_limit=256), warnings.catch_warnings():
+    recompiles = torch._dynamo.config.patch(recompile_limit=256)
+    # A backward that gives its buffers away refuses to run a second time (retain_graph).
+    keeps = torch._functorch.config.patch(donated_buffer=False)
+    with recompiles, keeps, warnings.catch_warnings():
         # The docstring and the path witness say "uncompiled" where torch would warn of it.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         # Dynamo looks at inputs that are no leaves, and hides this from the console only.

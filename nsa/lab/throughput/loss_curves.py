@@ -3,12 +3,12 @@
 import math
 import re
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nsa.attention.registry import Declined
+from nsa.lab.throughput.budget import Budget
 from nsa.lab.throughput.memory_samples import MemorySamples
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.training_session import session
@@ -36,23 +36,24 @@ def measure(
     after the other in one child process. Times are not taken, so on a CPU `workers` cells may run
     at once.
     """
-    end, done = time.monotonic() + budget_s, 0
+    budget, done = Budget(budget_s), 0
 
     def one(numbered: tuple[int, TrainCell]) -> dict:
         nonlocal done
         number, cell = numbered
-        left = min(deadline_s, end - time.monotonic())
+        left = budget.share(deadline_s)
         row = {**cell.to_dict(), "name": cell.name, "variant": VARIANT, "seconds": 0.0}
         row |= {"losses": {}, "device_mib": [], "host_mib": [], "timing": "none"}
         if left <= 0:
-            row |= {"outcome": "not run", "message": f"the budget of {budget_s:g} s was used up"}
+            row |= {"outcome": "not run", "message": budget.used_up}
         else:
             name = f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(cell))}"
             spec = {"cell": cell.to_dict(), "seeds": list(seeds), "threads": threads}
             ended = run_child(
                 ENTRY, spec, deadline_s=left, folder=None if folder is None else Path(folder, name)
             )
-            row |= {"outcome": ended.status, "message": ended.message, "seconds": ended.seconds}
+            outcome, message = budget.judged(ended.status, ended.message, left, deadline_s)
+            row |= {"outcome": outcome, "message": message, "seconds": ended.seconds}
             found = ended.result or {}
             if "declined" in found:
                 row |= {"outcome": "declined", "message": found["declined"]}

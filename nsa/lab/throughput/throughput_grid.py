@@ -23,12 +23,15 @@ def throughput_grid(
     parallel: Sequence[str] = ("ddp",),
     **fixed: Any,
 ) -> list[TrainCell]:
-    """`backends` at each of `tokens`, `long_backends` at each of `long_tokens`, then the rest.
+    """The cells, in the order of what they decide, for what comes last may find no time.
 
-    "dense" among the backends is the dense twin. A step has `step_tokens` tokens where T divides
-    them, else one sequence. `variants`, see `TrainCell.with_`, change the first backend at the
-    first T; so does each number of ranks above 1, with each kind of `parallel` and as many times
-    the batch. ValueError for anything illegal, before any cell runs, and for a grid without cells.
+    First the first of `backends` and its dense twin at each of `tokens`, then `long_backends` at
+    each of `long_tokens`, then ranks and variants, last the other backends. "dense" among the
+    backends is the dense twin. A step has `step_tokens` tokens where T divides them, else one
+    sequence. `variants`, see `TrainCell.with_`, change the first backend at the first T; so does
+    each number of ranks above 1, with each kind of `parallel` and as many times the batch.
+
+    ValueError for anything illegal, before any cell runs, and for a grid without cells.
     """
 
     def plain(name: str, length: int) -> TrainCell:
@@ -36,16 +39,17 @@ def throughput_grid(
         batch = max(1, step_tokens // length)
         return TrainCell(preset=preset, tokens=length, batch=batch, **dense, **fixed)
 
-    pairs = [*product(tokens, backends), *product(long_tokens, long_backends)]
-    cells = [plain(name, length) for length, name in dict.fromkeys(pairs)]
+    deciding = [name for name in backends if name in (backends[0], DENSE)]
+    pairs = dict.fromkeys([*product(tokens, deciding), *product(long_tokens, long_backends)])
+    cells = [plain(name, length) for length, name in pairs]
     if not cells:
         raise ValueError(f"no cell to measure: backends={backends}, tokens={tokens}")
     first = cells[0]
-    # What two GPUs are compared with comes before what may find no time.
     for count, kind in product([count for count in ranks if count != 1], parallel):
         cells.append(first.with_(f"batch:{count * first.batch} ranks:{count} parallel:{kind}"))
     cells += [first.with_(text) for text in variants]
-    return cells
+    others = [pair for pair in product(tokens, backends) if pair not in pairs]
+    return cells + [plain(name, length) for length, name in dict.fromkeys(others)]
 
 
 def curve_grid(

@@ -4,11 +4,11 @@ import math
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from nsa.lab.ranks.run import run_ranks
+from nsa.lab.throughput.budget import Budget
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.trial import run_child
 
@@ -48,22 +48,24 @@ def measure(
     `throughput_trial.measure_rank`, NaN or empty where the outcome is not "ok". Several ranks run
     under torchrun; the row then is the job's, and `by_rank` keeps each rank's own.
 
-    deadline_s: for each cell. budget_s: for all; the last ones may not be run. threads: torch's CPU
-    threads in each rank. folder: keeps each trial's files. Raises ValueError for an illegal cell or
-    deadline before any cell runs.
+    deadline_s: for each cell. budget_s: for all; the last ones may not be run to their end.
+    threads: torch's CPU threads in each rank. folder: keeps each trial's files. Raises ValueError
+    for an illegal cell or deadline before any cell runs.
     """
     checked = [cell if isinstance(cell, TrainCell) else TrainCell.from_dict(cell) for cell in cells]
     if not deadline_s > 0:
         raise ValueError(f"deadline_s={deadline_s} must be greater than 0 seconds")
-    end, rows = time.monotonic() + budget_s, []
+    budget, rows = Budget(budget_s), []
     for number, cell in enumerate(checked):
-        left = min(deadline_s, end - time.monotonic())
+        left = budget.share(deadline_s)
         spec = {"cell": cell.to_dict(), "threads": threads, "deadline_s": left}
         if left <= 0:
-            row = row_of(cell, "not run", f"the budget of {budget_s:g} s was used up")
+            row = row_of(cell, "not run", budget.used_up)
         else:
             name = f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(cell))}"
             row = _trial(cell, entry, spec, left, None if folder is None else Path(folder, name))
+            ended = budget.judged(row["outcome"], row["message"], left, deadline_s)
+            row["outcome"], row["message"] = ended
         rows.append(row)
         if progress:
             print(f"[{len(rows)}/{len(checked)}] {line_of(cell, row)}", file=sys.stderr, flush=True)
