@@ -232,6 +232,18 @@ def test_an_aim_is_of_its_own_shape_and_queries():
     assert comparison_claims.reaches(df, AIMS[1], "triton").verdict == "PASS"
 
 
+def test_a_short_shapes_aim_is_decided_by_its_cuda_graph():
+    aim = next(aim for aim in AIMS if aim.tokens == 2048)
+    shape = replace(MAIN, tokens=2048, heads=12, dim=64, value_dim=64)
+    ms = {"forward": 1.3, "backward": 2.5, "graph_forward": 0.12, "graph_backward": 0.28}
+    times = {mode: [x, 0.9 * x, 1.1 * x] for mode, x in ms.items()}
+    limits = {"forward": 0.01, "backward": 0.02, "step": 0.03}
+    row = cell("triton", shape, 1.3, latency_ms=times, limit_ms=limits)
+    claim = comparison_claims.reaches(frame(row), aim, "triton")
+    assert claim.verdict == "PASS"
+    assert "0.12 / 0.28 ms in a CUDA graph, 1.3 / 2.5 without" in claim.claim
+
+
 def test_the_aims_are_those_that_were_set():
     found = {(a.tokens, a.kv_heads, a.heads, a.dim, a.queries): a for a in AIMS}
     assert len(found) == 14

@@ -80,7 +80,8 @@ def test_a_variant_that_changes_nothing_is_refused():
 def test_a_grid_has_what_decides_then_ranks_then_variants_then_other_backends():
     cells = throughput_grid(
         "cpu_test", ["gather", "masked", "dense"], [64, 128], step_tokens=128,
-        long_backends=["dense"], long_tokens=[128, 256], variants=["checkpoint:all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
+        long_backends=["dense"], long_tokens=[128, 256],
+        variants=["checkpoint:all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
     )  # fmt: skip
     assert [(c.name, c.tokens, c.batch, c.ranks, c.variant) for c in cells] == [
         ("gather", 64, 2, 1, ""), ("dense", 64, 2, 1, ""), ("gather", 128, 1, 1, ""),

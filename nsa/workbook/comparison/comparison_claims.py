@@ -124,7 +124,10 @@ def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
 
 
 def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
-    """Forward and backward within the aim; the best public kernel's figures stand beside."""
+    """Forward and backward within the aim; the best public kernel's figures stand beside.
+
+    Where T is so short that the host's launches are what takes the time, a CUDA graph's count.
+    """
     what = f"{backend} at {aim}"
     wanted = f"aim {aim.forward_ms:g} / {aim.backward_ms:g} ms"
     if aim.public_ms:
@@ -139,10 +142,14 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
     by_mode = rows.dropna(subset="median").set_index("mode")["median"]
     if not {"forward", "backward"} <= set(by_mode.index):
         return Claim(f"{what}: {wanted}; not measured in this run", "INCONCLUSIVE", {})
-    got = [float(by_mode[mode]) for mode in ("forward", "backward")]
+    launched = [float(by_mode[mode]) for mode in ("forward", "backward")]
+    graph = [float(by_mode.get(f"graph_{mode}", np.nan)) for mode in ("forward", "backward")]
+    got, how = launched, ""
+    if not np.isnan(graph).any():
+        got, how = graph, " in a CUDA graph, {:.3g} / {:.3g} without".format(*launched)
     met = got[0] <= aim.forward_ms and got[1] <= aim.backward_ms
     return Claim(
-        f"{what}: {got[0]:.3g} / {got[1]:.3g} ms ({wanted})",
+        f"{what}: {got[0]:.3g} / {got[1]:.3g} ms{how} ({wanted})",
         verdict_of(met),
         {mode: round(float(ms), 4) for mode, ms in by_mode.items()},
     )
