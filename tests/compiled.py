@@ -74,7 +74,7 @@ def record(architecture: int) -> dict:
 
 def reach(name: str, tokens: int, packed: bool) -> None:
     """Launches every kernel that a forward and a backward of the shape need."""
-    from nsa.kernels import compress_op, ops
+    from nsa.kernels import compress_op, ops, rotary
     from nsa.kernels.registration import sizes_of
 
     (dim, value_dim, dtype, group), kv_heads, config = SHAPES[name], 2, NSAConfig()
@@ -93,6 +93,9 @@ def reach(name: str, tokens: int, packed: bool) -> None:
     given = q, k_cmp, v_cmp, k, v, k, v, gates
     o, *kept, blocks = ops.attend(*given, None, *where, scale, True)
     ops.attend_backward(o, *given, blocks, cu_seqlens, *kept, 1, sizes, scale, True)
+    table, positions = torch.zeros(tokens, dim // 2), torch.arange(tokens) if packed else None
+    for back in (False, True):
+        rotary.rotate(q[None], table, table, positions, back)
 
 
 def kernels() -> list[str]:

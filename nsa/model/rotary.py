@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nsa.attention.backends import triton
 from nsa.model.config import ModelConfig
 from nsa.reference.rotary import rotary_tables, rotate
 
@@ -19,7 +20,22 @@ class Rotary:
     positions: Tensor | None = None  # [T] int64 within each sequence; None: 0 .. T-1
 
     def __call__(self, x: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
-        return rotate(x, self.cos, self.sin, positions=self.positions)
+        if not has_kernel(x):
+            return rotate(x, self.cos, self.sin, positions=self.positions)
+        from nsa.kernels import rotary
+
+        return rotary.rotate(x, self.cos, self.sin, self.positions, False)
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether one kernel turns x; torch.compile makes its own of the plain form."""
+    return (
+        x.is_cuda
+        and triton.INSTALLED
+        and x.dtype in triton.DTYPES
+        and not torch.compiler.is_compiling()
+        and torch.cuda.get_device_capability(x.device) >= triton.CAPABILITY
+    )
 
 
 def rotary_for(

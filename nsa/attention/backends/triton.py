@@ -18,6 +18,7 @@ from nsa.reference.nsa import BRANCHES
 from nsa.reference.rotary import rotate
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CAPABILITY = (8, 0)
 SMALLEST, LARGEST = 16, 256  # head dims
 # Read once: torch.compile can trace neither question.
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -166,8 +167,8 @@ def why_not(inputs: Inputs) -> list[str]:
     if q.is_cuda:
         # torch.compile cannot trace the question; on an older GPU Triton then gives its own error.
         known = not torch.compiler.is_compiling()
-        capability = torch.cuda.get_device_capability(q.device) if known else (8, 0)
-        if capability < (8, 0):
+        capability = torch.cuda.get_device_capability(q.device) if known else CAPABILITY
+        if capability < CAPABILITY:
             name = torch.cuda.get_device_name(q.device)
             reasons.append(
                 f"needs compute capability 8.0 (Ampere) or newer, {name} has {capability}"

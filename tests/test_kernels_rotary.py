@@ -1,0 +1,80 @@
+"""Rotary embedding as a kernel, against its definition in plain torch."""
+
+import pytest
+import torch
+from backend_calls import DEVICE
+from interpreted import true_bfloat16
+from test_kernels_compress import DTYPES
+
+from nsa.kernels.rotary import rotate
+from nsa.model.rotary import Rotary, has_kernel
+from nsa.reference import rotary
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_as_on_a_gpu(monkeypatch):
+    true_bfloat16(monkeypatch)
+
+
+def drawn(batch=2, tokens=37, heads=3, dim=24, dtype=torch.float32, restart=None):
+    x = torch.randn(batch, tokens, heads, dim, dtype=torch.float64).to(DEVICE, dtype)
+    cos, sin = rotary.rotary_tables(tokens, dim, device=DEVICE)
+    positions = None
+    if restart is not None:
+        index = torch.arange(tokens, device=DEVICE)
+        positions = torch.where(index < restart, index, index - restart)
+    return x.requires_grad_(), cos, sin, positions
+
+
+def both(x, cos, sin, positions):
+    """(o, gradient of x) of the kernel and of the definition."""
+    found = []
+    for o in (
+        rotate(x, cos, sin, positions, False),
+        rotary.rotate(x, cos, sin, positions=positions),
+    ):
+        do = torch.linspace(-1, 1, o.numel(), device=DEVICE).to(o.dtype).view_as(o)
+        found.append((o, *torch.autograd.grad(o, x, do)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("restart", [None, 20], ids=["dense", "packed"])
+@pytest.mark.parametrize("dim", [2, 24, 128])
+def test_the_kernel_turns_as_the_definition_does(dim, restart, dtype):
+    mine, wanted = both(*drawn(dim=dim, dtype=dtype, restart=restart))
+    for got, want in zip(mine, wanted, strict=True):
+        assert got.dtype == dtype
+        # Products of fp32 that are added as one round otherwise; then both round to the dtype.
+        torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_views_of_a_wider_row_are_read_where_they_lie():
+    _, cos, sin, _ = drawn()
+    row = torch.randn(2, 37, 5 * 24, device=DEVICE)
+    x = row[..., 24:96].unflatten(-1, (3, 24))
+    want = rotary.rotate(x, cos, sin)
+    torch.testing.assert_close(rotate(x, cos, sin, None, False), want)
+    last = x.transpose(2, 3).contiguous().transpose(2, 3)  # not contiguous in D
+    torch.testing.assert_close(rotate(last, cos, sin, None, False), want)
+
+
+@pytest.mark.parametrize("restart", [None, 20], ids=["dense", "packed"])
+def test_it_is_a_sound_operator(restart):
+    torch.library.opcheck(rotate, (*drawn(tokens=9, restart=restart and 4), False))
+    x = torch.empty(0, 5, 2, 8, device=DEVICE)
+    assert rotate(x, *rotary.rotary_tables(5, 8, device=DEVICE), None, False).shape == x.shape
+
+
+def test_a_model_uses_it_on_a_gpu_and_the_definition_elsewhere(monkeypatch):
+    x, cos, sin, positions = drawn(restart=20)
+    assert has_kernel(x) == (DEVICE == "cuda")
+    assert not has_kernel(x.double())
+    called = []
+    monkeypatch.setattr("nsa.model.rotary.has_kernel", lambda x: called.append(1) or True)
+    torch.testing.assert_close(
+        Rotary(cos, sin, positions)(x), rotary.rotate(x, cos, sin, positions=positions)
+    )
+    assert called
