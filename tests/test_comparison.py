@@ -331,6 +331,13 @@ def test_a_failed_point_is_a_cross_and_what_never_ran_is_not_drawn():
     assert any(text.get_text() == "masked: oom" for text in forward.texts)
 
 
+def test_a_shape_with_one_length_is_left_to_the_tables_where_others_have_more():
+    single = cell("triton", replace(MAIN, kv_heads=16), 1.0)
+    assert len(comparison_plots.latency(frame(single)).axes) == 2
+    drawn = comparison_plots.latency(frame(*over_tokens(), single)).axes
+    assert len(drawn) == 2 and "HKV 4" in drawn[0].get_title()
+
+
 def test_what_nothing_was_measured_of_has_no_panel_but_a_line(tmp_path):
     lost = cell("triton", replace(MAIN, kv_heads=16), None, outcome="not run")
     lost["limit_ms"] = dict.fromkeys(lost["limit_ms"], float("nan"))

@@ -14,8 +14,9 @@ def latency(df, *, note: str = ""):
     """Time against T, log-log: a panel for each shape, kind of queries, and forward or backward.
 
     NSA is drawn solid, dense attention dotted, the physical limits dashed, a failure as a cross at
-    the top. Of what the run had no time for there is no panel, but a line above. `note` stands in
-    every panel's corner. ValueError without rows of latency.
+    the top. Of what the run had no time for there is no panel, but a line above; nor of a shape
+    with a single T where others have more: the tables have it. `note` stands in every panel's
+    corner. ValueError without rows of latency.
     """
     return _over_tokens(df, "latency", "ms", note, with_limits=True)
 
@@ -40,7 +41,8 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
     kinds = list(rows.groupby(["shape", "queries"], sort=False))
     measured = [kind for kind in kinds if (kind[1]["median"] > 0).any()]
     left = [", ".join(name) for name, frame in kinds if not (frame["median"] > 0).any()]
-    kinds = measured or kinds  # of nothing at all the panels say so
+    lines = [kind for kind in measured if _lengths(kind[1]) > 1]
+    kinds = lines or measured or kinds  # of nothing at all the panels say so
     with looks.style():
         fig, panels = looks.panels(len(kinds) * len(MODES), 3.5)
         for index, axes in enumerate(panels):
@@ -74,6 +76,10 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
             fig.suptitle("\n".join(["nothing was measured of", *left]), fontsize=8)
         looks.legend(fig, panels)
     return fig
+
+
+def _lengths(frame) -> int:
+    return frame[frame["median"] > 0]["x_value"].nunique()
 
 
 def _line(axes, backend: str, line, with_limits: bool, with_bands: bool) -> None:

@@ -5,7 +5,7 @@ What was not traced, or did not get so far, is said in the figure's place: a ver
 
 import numpy as np
 
-from nsa.lab.tracing.trials import Traced
+from nsa.lab.tracing.trials import STEPS, Traced
 from nsa.workbook import looks
 from nsa.workbook.tracing import tracing_table
 
@@ -65,10 +65,11 @@ def buckets(traced: Traced, trials: list[str]):
     return fig
 
 
-def module_timeline(traced: Traced, trial: str, step: int = 1, depth: int = 3):
+def module_timeline(traced: Traced, trial: str, step: int = STEPS, depth: int = 3):
     """When each module's backward begins on each rank, ms since the backward began.
 
-    Modules more than `depth` names deep are left out.
+    By default in the last step: in the first, kernels are compiled. Modules more than `depth` names
+    deep are left out.
     """
     table = tracing_table.modules(traced, trial, step)
     table = table[[name.count(".") < depth for name in table.index]]
