@@ -7,6 +7,7 @@ import math
 import mmap
 import platform
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -294,6 +295,24 @@ def test_the_most_expensive_kernels_come_first_and_the_rest_together():
     assert sum(row["share"] for row in rows) == 1
 
 
+def test_kernels_of_torch_go_by_the_operator_that_launched_them():
+    def launched(by, *kernels):
+        found = [SimpleNamespace(name=name, duration=us) for name, us in kernels]
+        return SimpleNamespace(name=by, kernels=found)
+
+    events = [
+        launched("aten::mm", ("nvjet_tst_256x128", 3000.0)),
+        launched("aten::mm", ("nvjet_tst_64x64", 1000.0)),
+        launched("nsa::attend", ("_selected_forward", 2000.0), ("_unions", 500.0)),
+        SimpleNamespace(name="on the device"),
+    ]
+    kernels = {"nvjet": [(0.0, 4.0)], "ours": [(4.0, 6.5)]}
+    found = step_profile.by_operator(events, kernels)
+    assert found["aten::mm"] == [(0.0, 3.0), (0.0, 1.0)]
+    assert set(found) == {"aten::mm", "_selected_forward", "_unions"}
+    assert step_profile.by_operator(events[:1], kernels) is kernels  # most is not linked
+
+
 def test_a_step_is_profiled_on_a_cpu():
     found = step_profile.profile_cell({"cell": CELL.to_dict(), "threads": 1})
     names = [row["name"] for row in found["kernels"]]
@@ -372,3 +391,4 @@ def test_a_gpu_step_is_profiled_kernel_by_kernel():
     found = step_profile.profile_cell({"cell": cell.to_dict()})
     assert found["launches"] > 50 and found["syncs"] == 0
     assert found["busy_ms"] + found["idle_ms"] == pytest.approx(found["step_ms"])
+    assert {"aten::mm", "_selected_forward"} <= {row["name"] for row in found["kernels"]}
