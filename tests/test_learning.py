@@ -105,6 +105,96 @@ def test_its_time_is_limited():
     assert learn(spec)["steps"] == 1
 
 
+def staged(monkeypatch, looks, steps=4):
+    """`learn` on two stages, T 128 and 512, and answers made up for each look: (row, asked)."""
+    asked, given = [], iter(looks)
+
+    def answer(model, task, train):
+        asked.append((train.tokens, task.distance))
+        return next(given)
+
+    monkeypatch.setattr(learning, "_asked", answer)
+    spec = lesson("compressed", 512, backend="sdpa", batch=1) | {"every": 1}
+    spec["train"] |= {"steps": steps}
+    spec["stages"][0] |= {"steps": steps}
+    return learn(spec), asked
+
+
+def test_a_stage_ends_once_solved_and_questions_at_the_full_length_decide(monkeypatch):
+    row, asked = staged(monkeypatch, [1.0, 1.0, 0.1, 0.1, 0.1, 0.1])
+    assert asked == [(128, (32, 127))] * 2 + [(512, (32, 511))] * 4
+    assert [(look["tokens"], look["step"]) for look in row["curve"]] == [
+        (128, 1), (128, 2), (512, 3), (512, 4), (512, 5), (512, 6)
+    ]  # fmt: skip
+    assert row["accuracy"] == {"far": 0.1} and not row["as_expected"]
+    assert (row["steps"], row["tokens"]) == (6, 512)
+
+
+def test_a_stage_that_is_not_solved_ends_at_its_steps(monkeypatch):
+    row, asked = staged(monkeypatch, [0.1, 1.0, 0.1, 1.0, 1.0], steps=3)
+    assert [tokens for tokens, _ in asked] == [128] * 3 + [512] * 2
+    assert row["as_expected"]
+
+
+def test_after_a_stage_that_is_not_learnt_the_full_length_comes_at_once(monkeypatch):
+    monkeypatch.setattr(learning, "_asked", lambda *_: 0.1)
+    spec = lesson("copy", 128, backend="sdpa", batch=1) | {"every": 1}
+    spec["train"] |= {"steps": 1}
+    for stage in spec["stages"]:
+        stage |= {"steps": 2}
+    assert [look["tokens"] for look in learn(spec)["curve"]] == [64, 64, 128]
+
+
+def test_short_of_time_only_the_full_length_is_trained():
+    spec = lesson("compressed", 512, backend="sdpa", batch=1)
+    row = learn(spec | {"every": 1, "budget_s": 0.0})
+    assert [(look["tokens"], look["step"]) for look in row["curve"]] == [(512, 1)]
+
+
+def test_a_stage_goes_on_with_the_weights_of_the_one_before(monkeypatch):
+    """Only the first draws them: a stage at a rate of nearly nothing leaves what it found."""
+    seen = []
+
+    def answer(model, task, train):
+        seen.append(model.head.weight.detach().clone())
+        return 1.0
+
+    monkeypatch.setattr(learning, "_asked", answer)
+    spec = lesson("compressed", 512, backend="sdpa", batch=1)
+    spec["train"] |= {"steps": 1, "lr": 1e-12}
+    spec["stages"] = [spec["stages"][0] | {"steps": 1}] * 2
+    torch.manual_seed(0)
+    learn(spec)
+    assert torch.allclose(seen[0], seen[1]) and torch.allclose(seen[1], seen[2])
+
+
+def test_the_stages_of_a_lesson_have_its_blocks_and_tasks_that_fit():
+    assert [stage["tokens"] for stage in lesson("selection", 2048)["stages"]] == [128, 512]
+    assert [stage["tokens"] for stage in lesson("selection", 8192)["stages"]] == [512, 2048]
+    assert lesson("selection", 128)["stages"] == lesson("window", 2048)["stages"] == []
+    for name in LESSONS:
+        spec = lesson(name, 2048)
+        for stage in spec["stages"]:
+            assert stage["questions"].keys() == spec["questions"].keys()
+            for one in [*stage["tasks"], *(q["task"] for q in stage["questions"].values())]:
+                learning.task(**one).batch(0, 2, stage["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "precision", "graph"),
+    [
+        ("cuda", "triton", "fp32", True),
+        ("cuda:1", "auto", "bf16", True),
+        ("cuda", "triton", "fp16", False),
+        ("cuda", "gather", "fp32", False),
+        ("cpu", "auto", "fp32", False),
+    ],
+)
+def test_steps_are_one_graph_where_launches_bind_them(device, backend, precision, graph):
+    spec = lesson("window", 64, device=device, backend=backend, precision=precision)
+    assert spec["train"]["cuda_graph"] is graph
+
+
 def test_tasks_are_taken_in_turn():
     one, two = Copy(), Recall(vocab=64)
     both = Taking((one, two))

@@ -50,30 +50,30 @@ def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
     `solved` says whether right attention learns that one; "device"; optionally "every", the steps
     between two looks (25), "budget_s", after which it trains no further, and "threads".
 
-    Training ends at train.steps, or as soon as everything is as right attention has it at two looks
-    in a row. `as_expected` is the verdict: every question as it should be and `peek` below PEEK.
+    Optionally "stages": the same model is first trained on shorter rows, each stage with "tokens",
+    "steps", "tasks" and "questions" of its own and an optimizer made anew; after one that is not
+    learnt, or too late, the full rows of "train" come at once. Only what is asked on them decides.
+
+    A stage ends at its steps, or as soon as everything is as right attention has it at two looks in
+    a row. `as_expected` is the verdict: every question as it should be and `peek` below PEEK.
     """
     started = time.monotonic()
+    ends = started + spec.get("budget_s", float("inf"))
     if spec.get("threads"):
         torch.set_num_threads(spec["threads"])
     config, train = ModelConfig.from_dict(spec["model"]), TrainConfig.from_dict(spec["train"])
     if train.steps is None:
         raise ValueError("steps=None: a lesson needs an end")
-    questions = {name: (task(**q["task"]), q["solved"]) for name, q in spec["questions"].items()}
-    device = spec.get("device", "cpu")
     model = LanguageModel(config)
-    trainer = Trainer(model, _data(spec["tasks"]), train, device=device)
     curve: list[dict[str, Any]] = []
-    for step in range(train.steps):
-        loss = trainer.step(step)
-        if (step + 1) % spec.get("every", 25) and step + 1 < train.steps:
-            continue
-        found = {name: _asked(model, asked, train) for name, (asked, _) in questions.items()}
-        right = all(_as_expected(found[name], *question) for name, question in questions.items())
-        curve.append({"step": step + 1, "loss": float(loss), **found, "right": right})
-        late = time.monotonic() - started > spec.get("budget_s", float("inf"))
-        if late or (right and len(curve) > 1 and curve[-2]["right"]):
+    for stage in spec.get("stages", ()):
+        if time.monotonic() > ends or (curve and not curve[-1]["right"]):
             break
+        shorter = train.with_(tokens=stage["tokens"], steps=stage["steps"])
+        curve += _stage(model, spec | stage, shorter, ends, curve)
+    curve += _stage(model, spec, train, ends, curve)
+    questions = _questions(spec)
+    device = next(model.parameters()).device
     seen = peek(model, train.tokens, precision=train.precision)
     last = curve[-1]
     return {
@@ -88,8 +88,34 @@ def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": time.monotonic() - started,
         "parameters": parameter_count(model),
         "tokens": train.tokens,
-        "device_name": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
+        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }
+
+
+def _stage(
+    model: nn.Module,
+    stage: Mapping[str, Any],
+    train: TrainConfig,
+    ends: float,
+    before: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Trains a stage; what each look found. Weights are drawn where no stage was `before`."""
+    if before:
+        train = train.with_(seed=None)
+    trainer = Trainer(model, _data(stage["tasks"]), train, device=stage.get("device", "cpu"))
+    questions, done = _questions(stage), before[-1]["step"] if before else 0
+    looks: list[dict[str, Any]] = []
+    for step in range(train.steps):
+        loss = trainer.step(step)
+        if (step + 1) % stage.get("every", 25) and step + 1 < train.steps:
+            continue
+        found = {name: _asked(model, asked, train) for name, (asked, _) in questions.items()}
+        right = all(_as_expected(found[name], *question) for name, question in questions.items())
+        look = {"step": done + step + 1, "tokens": train.tokens, "loss": float(loss)}
+        looks.append({**look, **found, "right": right})
+        if time.monotonic() > ends or (right and len(looks) > 1 and looks[-2]["right"]):
+            break
+    return looks
 
 
 def peek(model: nn.Module, tokens: int, *, precision: str = "fp32", cuts: int = 3) -> float:
@@ -110,6 +136,10 @@ def peek(model: nn.Module, tokens: int, *, precision: str = "fp32", cuts: int = 
         moved = float((plain - other).abs().max() / plain.std())
         farthest = max(farthest, moved if moved == moved else float("inf"))
     return farthest
+
+
+def _questions(stage: Mapping[str, Any]) -> dict[str, tuple[Task, bool]]:
+    return {name: (task(**q["task"]), q["solved"]) for name, q in stage["questions"].items()}
 
 
 def _data(tasks: Sequence[Mapping[str, Any]]) -> Data:

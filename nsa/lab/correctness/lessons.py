@@ -7,11 +7,24 @@ found by their importance, compressed keys alone, and all branches in two layers
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig
 from nsa.model.train_config import TrainConfig
 
 VOCAB = 34
+# Of a head's eight pairs of channels five turn by less than a radian in 8192 tokens: what is learnt
+# at one distance holds at others.
+FAR = {"rope_base": 1e14}
+# Blocks of the shorter rows on which a lesson is learnt before. Two layers that found a string a
+# little farther back each time find it by what it is; one long step, and they are back at chance.
+STAGES = {
+    "selection": (8, 32),
+    "compressed": (8, 32),
+    "recall": (4, 5, 6, 8, 12, 16, 32, 64),
+    "copy": (4, 5, 6, 8, 12, 16, 32, 64),
+}
 
 
 def lesson(
@@ -28,6 +41,9 @@ def lesson(
 
     Blocks are small, so that a query sees few of them and a needle shows in their mean: l' = l =
     T / 128, but at least 16, d = l / 4, w = 2 l', three blocks a query in one layer.
+
+    What has to be found among many blocks is found by luck first, and learnt only then. So the
+    same model, its blocks those of T, learns it on rows of a few blocks first, see STAGES.
     Raises ValueError for an unknown lesson and for T below 64.
     """
     if name not in LESSONS:
@@ -55,14 +71,30 @@ def lesson(
         backend=backend,
     )
     model, tasks, questions, steps = LESSONS[name](tokens, block)
+    stages = []
+    for count in STAGES.get(name, ()):
+        if (short := count * block) < tokens:
+            _, easier, asked, _ = LESSONS[name](short, block)
+            stages.append({"tokens": short, "steps": steps, "tasks": easier, "questions": asked})
     # Of two layers the first learns only once the second does, and both forget at a higher rate.
     lr = 5e-3 if model.get("layers", 1) == 1 else 3e-3
-    train = TrainConfig(batch=batch, tokens=tokens, steps=steps, lr=lr, precision=precision, seed=1)
+    # Steps this small are bound by their launches.
+    graph = torch.device(device).type == "cuda" and backend in ("auto", "triton")
+    train = TrainConfig(
+        batch=batch,
+        tokens=tokens,
+        steps=steps,
+        lr=lr,
+        precision=precision,
+        cuda_graph=graph and precision in ("fp32", "bf16"),
+        seed=1,
+    )
     return {
         "model": config.with_(**{**model, **changes}).to_dict(),
         "train": train.to_dict(),
         "tasks": tasks,
         "questions": questions,
+        "stages": stages,
         "device": device,
     }
 
@@ -83,7 +115,8 @@ def _asks(solved: bool, task: dict[str, Any]) -> dict[str, Any]:
 
 def _two_layers(tokens: int, block: int) -> dict[str, Any]:
     count = max(3, min(8, tokens // block // 4))
-    return {"layers": 2, "dim": 128, "nsa": {"select_count": count}}
+    far = {"head_dim": 32, "rope_base": 1e9, "shared_kv": True}
+    return {"layers": 2, "dim": 128, "nsa": {"select_count": count}, **far}
 
 
 def window(tokens: int, block: int):
@@ -114,13 +147,13 @@ def selection(tokens: int, block: int):
     """
     own, any_ = _needle(1, block - 1, filler=1), _needle(block, tokens - block - 1, filler=1)
     questions = {"own": _asks(True, own), "far": _asks(True, any_)}
-    return {"force_branch": "slc", "shared_kv": True}, [own, any_], questions, 1500
+    return {"force_branch": "slc", "shared_kv": True, **FAR}, [own, any_], questions, 1500
 
 
 def compressed(tokens: int, block: int):
     """Compressed keys alone: a needle in any block that has ended."""
     far = _needle(2 * block, tokens - 1, filler=1)
-    return {"force_branch": "cmp"}, [far], {"far": _asks(True, far)}, 300
+    return {"force_branch": "cmp", **FAR}, [far], {"far": _asks(True, far)}, 300
 
 
 def recall(tokens: int, block: int):
