@@ -25,6 +25,8 @@ STAGES = {
     "recall": (4, 5, 6, 8, 12, 16, 32, 64),
     "copy": (4, 5, 6, 8, 12, 16, 32, 64),
 }
+# Of two layers the first learns only once the second does, and both forget at a higher rate.
+RATES = {"recall": 1e-3, "copy": 3e-3}
 
 
 def lesson(
@@ -76,8 +78,7 @@ def lesson(
         if (short := count * block) < tokens:
             _, easier, asked, _ = LESSONS[name](short, block)
             stages.append({"tokens": short, "steps": steps, "tasks": easier, "questions": asked})
-    # Of two layers the first learns only once the second does, and both forget at a higher rate.
-    lr = 5e-3 if model.get("layers", 1) == 1 else 3e-3
+    lr = RATES.get(name, 5e-3)
     # Steps this small are bound by their launches.
     graph = torch.device(device).type == "cuda" and backend in ("auto", "triton")
     train = TrainConfig(
@@ -160,7 +161,7 @@ def recall(tokens: int, block: int):
     """All branches, two layers: eight pairs asked for once more, near and as far as T allows."""
     near = {"name": "recall", "vocab": VOCAB, "pairs": 8, "gap": [0, tokens - 31]}
     far = {"name": "recall", "vocab": VOCAB, "pairs": 8}
-    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
+    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 6000
 
 
 def copy(tokens: int, block: int):
