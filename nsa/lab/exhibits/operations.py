@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.lab.graph import count_nodes
+from nsa.lab.profiling import profiled
 
 BAND_US = (9.5, 14.5)  # of all nine timings
 
@@ -125,7 +126,7 @@ def count_kernels(step: Callable[[], object]) -> int:
     if not torch.cuda.is_available():
         raise ValueError("kernels are a GPU's, and torch sees none here; `count` counts operations")
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with profiled([torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
     kernels = (event for event in profile.events() if "CUDA" in str(event.device_type))

@@ -10,13 +10,13 @@ much larger, form.
 """
 
 import gc
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.lab import profiling
 from nsa.lab.memory.allocations import Stream, replay
 from nsa.lab.memory.cuda_history import Section, blocks_of, read_section
 
@@ -110,10 +110,7 @@ class CpuRecorder(Recorder):
         self._profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         )
-        with warnings.catch_warnings():
-            # torch 2.11 warns of further cycles, of which there are none.
-            warnings.filterwarnings("ignore", message=".*Profiler clears events")
-            self._profile.start()
+        profiling.start(self._profile)
         torch.autograd._enable_record_function(False)
 
     def _close(self, phase: str) -> None:

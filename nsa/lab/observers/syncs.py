@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from nsa.lab.profiling import profiled
+
 # cudaMemcpyAsync returns at once; where it must not, torch has a cudaStreamSynchronize follow.
 WAITS = re.compile(r"cuda\w+Synchronize|cu(Stream|Ctx|Event)Synchronize|cu(da)?Memcpy[^A]*")
 # These wait for the device now and then; a warm caching allocator makes none of them.
@@ -44,16 +46,8 @@ def count(step: Callable[[], Any], *, warm: int = 2) -> Syncs:
         step()
     torch.cuda.synchronize()
     activities = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
-    profile = torch.profiler.profile(activities=activities)
-    with warnings.catch_warnings():
-        # torch 2.11 warns of further cycles, of which there are none.
-        warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        profile.start()
-    try:
-        with torch.profiler.record_function(_RANGE):
-            step()
-    finally:
-        profile.stop()
+    with profiled(activities) as profile, torch.profiler.record_function(_RANGE):
+        step()
     found = found_in(profile.events())
     torch.cuda.synchronize()
     found.by_line = _lines(step)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from nsa.lab.observers.syncs import WAITS
+from nsa.lab.profiling import profiled
 from nsa.lab.speed.timing import wait
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.throughput_trial import CAPTURED
@@ -52,7 +53,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
         activities = [ProfilerActivity.CPU]
         activities += [ProfilerActivity.CUDA] * (device.type == "cuda")
         wait(device)
-        with profile(activities=activities) as seen:
+        with profiled(activities) as seen:
             with record_function(STEP):
                 trainer.step(trainer.steps_done)
             wait(device)
