@@ -162,7 +162,7 @@ def test_a_stage_goes_on_with_the_weights_of_the_one_before(monkeypatch):
     monkeypatch.setattr(learning, "_asked", answer)
     spec = lesson("compressed", 512, backend="sdpa", batch=1)
     spec["train"] |= {"steps": 1, "lr": 1e-12}
-    spec["stages"] = [spec["stages"][0] | {"steps": 1}] * 2
+    spec["stages"] = [spec["stages"][0] | {"steps": 1, "lr": 1e-12}] * 2
     torch.manual_seed(0)
     learn(spec)
     assert torch.allclose(seen[0], seen[1]) and torch.allclose(seen[1], seen[2])
@@ -172,6 +172,8 @@ def test_the_stages_of_a_lesson_have_its_blocks_and_tasks_that_fit():
     assert [stage["tokens"] for stage in lesson("selection", 2048)["stages"]] == [128, 512]
     assert [stage["tokens"] for stage in lesson("selection", 8192)["stages"]] == [512, 2048]
     assert lesson("selection", 128)["stages"] == lesson("window", 2048)["stages"] == []
+    taught = [(s["tokens"], s["tasks"][0]["name"], s["lr"]) for s in lesson("recall")["stages"]]
+    assert taught[3:5] == [(128, "copy", 3e-3), (128, "recall", 1e-3)]  # copying is learnt first
     for name in LESSONS:
         spec = lesson(name, 2048)
         for stage in spec["stages"]:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import math
+import time
 import mmap
 import platform
 from dataclasses import replace
@@ -330,6 +331,17 @@ def test_lessons_are_rows_and_unknown_ones_refused():
     }  # fmt: skip
     lines = lesson_rows.answers([row, {"lesson": "copy"}])
     assert [line["wanted"] for line in lines] == ["at least 0.9", "about chance: out of reach"]
+
+
+def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
+    def child(entry, spec, **_):
+        time.sleep(0.2 if spec["model"]["name"] == "lesson-window" else 0.0)
+        return SimpleNamespace(status="timeout", message="late", result=None, seconds=1.0)
+
+    monkeypatch.setattr(lesson_rows, "run_child", child)
+    rows = lesson_rows.learn_all(["window", "copy"], 64, deadline_s=9, workers=2, progress=False)
+    assert [row["lesson"] for row in rows] == ["window", "copy"]
+    assert {row["outcome"] for row in rows} == {"timeout"}
 
 
 def test_a_cell_that_asks_is_told_what_all_observers_cost():

@@ -26,6 +26,7 @@ SOLVED = 0.9  # accuracy from which a task counts as solved
 LUCK = 0.2  # above chance that 64 answers of 8 possible ones do not reach by luck
 # A logit moves by less than this, in standard deviations, when only later tokens change: rounding.
 PEEK = 0.02
+PACED = ("tokens", "steps", "lr", "warmup_steps")  # of training, each stage's own
 _EVALUATED = 4  # batches behind each accuracy
 
 
@@ -50,9 +51,10 @@ def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
     `solved` says whether right attention learns that one; "device"; optionally "every", the steps
     between two looks (25), "budget_s", after which it trains no further, and "threads".
 
-    Optionally "stages": the same model is first trained on shorter rows, each stage with "tokens",
-    "steps", "tasks" and "questions" of its own and an optimizer made anew; after one that is not
-    learnt, or too late, the full rows of "train" come at once. Only what is asked on them decides.
+    Optionally "stages": the same model is first trained on shorter rows, each stage with the fields
+    PACED of "train", "tasks" and "questions" of its own and an optimizer made anew; after one that
+    is not learnt, or too late, the full rows of "train" come at once. Only what is asked on them
+    decides.
 
     A stage ends at its steps, or as soon as everything is as right attention has it at two looks in
     a row. `as_expected` is the verdict: every question as it should be and `peek` below PEEK.
@@ -69,7 +71,7 @@ def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
     for stage in spec.get("stages", ()):
         if time.monotonic() > ends or (curve and not curve[-1]["right"]):
             break
-        shorter = train.with_(tokens=stage["tokens"], steps=stage["steps"])
+        shorter = train.with_(**{name: stage[name] for name in PACED})
         curve += _stage(model, spec | stage, shorter, ends, curve)
     curve += _stage(model, spec, train, ends, curve)
     questions = _questions(spec)

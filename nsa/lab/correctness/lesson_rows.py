@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ def learn_all(
     tokens: int,
     *,
     deadline_s: float,
+    workers: int = 1,
     threads: int | None = None,
     folder: str | Path | None = None,
     progress: bool = True,
@@ -24,25 +26,29 @@ def learn_all(
 ) -> list[dict]:
     """One row a lesson: `lesson`, `outcome`, `message`, `seconds` and what `learning.learn` found.
 
-    `options` are those of `lessons.lesson`. Training ends early enough to be asked within
-    `deadline_s`. ValueError for an unknown lesson before any is learnt.
+    `workers` lessons at once; times are not taken. `options` are those of `lessons.lesson`.
+    Training ends early enough to be asked within `deadline_s`. ValueError for an unknown lesson
+    before any is learnt.
     """
-    specs = [lesson(name, tokens, **options) for name in names]
-    rows = []
-    for name, spec in zip(names, specs, strict=True):
+    specs = {name: lesson(name, tokens, **options) for name in names}
+
+    def one(name: str) -> dict:
         ended = run_child(
             ENTRY,
-            spec | {"threads": threads, "budget_s": 0.7 * deadline_s},
+            specs[name] | {"threads": threads, "budget_s": 0.7 * deadline_s},
             deadline_s=deadline_s,
             folder=None if folder is None else Path(folder, name),
         )
         row = {"lesson": name, "outcome": ended.status, "message": ended.message}
-        rows.append(row | (ended.result or {}) | {"seconds": ended.seconds})
+        row |= (ended.result or {}) | {"seconds": ended.seconds}
         if progress:
-            said = ended.message or f"as expected: {rows[-1]['as_expected']}"
+            said = ended.message or f"as expected: {row['as_expected']}"
             print(f"{name}, T {tokens}: {ended.status}, {ended.seconds:.1f} s, {said}",
                   file=sys.stderr, flush=True)  # fmt: skip
-    return rows
+        return row
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(one, names))
 
 
 def answers(rows: Sequence[dict]) -> list[dict]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nsa.config import NSAConfig
+from nsa.lab.correctness.learning import PACED
 from nsa.model.config import ModelConfig
 from nsa.model.train_config import TrainConfig
 
@@ -17,16 +18,18 @@ VOCAB = 34
 # Of a head's eight pairs of channels five turn by less than a radian in 8192 tokens: what is learnt
 # at one distance holds at others.
 FAR = {"rope_base": 1e14}
-# Blocks of the shorter rows on which a lesson is learnt before. Two layers that found a string a
-# little farther back each time find it by what it is; one long step, and they are back at chance.
+# What is learnt before a lesson: which one, on rows of how many blocks. Two layers that found a
+# string a little farther back each time find it by what it is; one long step, and they are back at
+# chance. And who can copy has what recall needs, which by itself stands on a plateau.
 STAGES = {
-    "selection": (8, 32),
-    "compressed": (8, 32),
-    "recall": (4, 5, 6, 8, 12, 16, 32, 64),
-    "copy": (4, 5, 6, 8, 12, 16, 32, 64),
+    "selection": (("selection", (8, 32)),),
+    "compressed": (("compressed", (8, 32)),),
+    "copy": (("copy", (4, 5, 6, 8, 12, 16, 32, 64)),),
+    "recall": (("copy", (4, 5, 6, 8)), ("recall", (8, 16, 32, 64))),
 }
-# Of two layers the first learns only once the second does, and both forget at a higher rate.
-RATES = {"recall": 1e-3, "copy": 3e-3}
+# Rate and warm-up. Of two layers the first learns only once the second does, and both forget at a
+# higher rate, or where AdamW, made anew for each stage, begins with steps of full size.
+PACE = {"recall": (1e-3, 200), "copy": (3e-3, 100)}
 
 
 def lesson(
@@ -72,32 +75,33 @@ def lesson(
         ),
         backend=backend,
     )
-    model, tasks, questions, steps = LESSONS[name](tokens, block)
-    stages = []
-    for count in STAGES.get(name, ()):
-        if (short := count * block) < tokens:
-            _, easier, asked, _ = LESSONS[name](short, block)
-            stages.append({"tokens": short, "steps": steps, "tasks": easier, "questions": asked})
-    lr = RATES.get(name, 5e-3)
+    model, *_ = LESSONS[name](tokens, block)
+    before = [(other, n * block) for other, counts in STAGES.get(name, ()) for n in counts]
+    last = _stage(name, tokens, block)
     # Steps this small are bound by their launches.
     graph = torch.device(device).type == "cuda" and backend in ("auto", "triton")
     train = TrainConfig(
         batch=batch,
-        tokens=tokens,
-        steps=steps,
-        lr=lr,
         precision=precision,
         cuda_graph=graph and precision in ("fp32", "bf16"),
         seed=1,
+        **{field: last.pop(field) for field in PACED},
     )
     return {
         "model": config.with_(**{**model, **changes}).to_dict(),
         "train": train.to_dict(),
-        "tasks": tasks,
-        "questions": questions,
-        "stages": stages,
+        **last,
+        "stages": [_stage(other, short, block) for other, short in before if short < tokens],
         "device": device,
     }
+
+
+def _stage(name: str, tokens: int, block: int) -> dict[str, Any]:
+    """What is taught and asked on rows of `tokens` tokens, and the fields PACED of training."""
+    _, tasks, questions, steps = LESSONS[name](tokens, block)
+    lr, warmup = PACE.get(name, (5e-3, 10))
+    paced = {"tokens": tokens, "steps": steps, "lr": lr, "warmup_steps": warmup}
+    return {**paced, "tasks": tasks, "questions": questions}
 
 
 def _needle(low: int, high: int, filler: int = 4) -> dict[str, Any]:
@@ -161,7 +165,7 @@ def recall(tokens: int, block: int):
     """All branches, two layers: eight pairs asked for once more, near and as far as T allows."""
     near = {"name": "recall", "vocab": VOCAB, "pairs": 8, "gap": [0, tokens - 31]}
     far = {"name": "recall", "vocab": VOCAB, "pairs": 8}
-    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 6000
+    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
 
 
 def copy(tokens: int, block: int):
