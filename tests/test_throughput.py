@@ -4,9 +4,9 @@ import contextlib
 import ctypes
 import json
 import math
-import time
 import mmap
 import platform
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
