@@ -15,7 +15,9 @@ class Budget:
         """Seconds for the next trial, at most its deadline; 0 or less when none are left."""
         return min(deadline_s, self._end - time.monotonic())
 
-    def judged(self, status: str, message: str, share_s: float, deadline_s: float):
+    def judged(
+        self, status: str, message: str, share_s: float, deadline_s: float
+    ) -> tuple[str, str]:
         """(status, message) of a trial that had `share_s`: cut short by the budget, it is no
         "timeout" but "not run"."""
         if status != "timeout" or share_s >= deadline_s:

@@ -22,6 +22,8 @@ TOP = 20
 LAUNCHES = ("LaunchKernel", "GraphLaunch")  # parts of CUDA's own names, runtime's and driver's
 _NAME = 80
 
+Spans = dict[str, list[tuple[float, float]]]  # of each name (start, end) in ms
+
 
 def profile_step(
     cell: TrainCell,
@@ -78,7 +80,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
     return {"kernels": top(spans), "step_ms": step_ms, "busy_ms": busy, **empty}
 
 
-def top(spans: dict[str, list[tuple[float, float]]], count: int = TOP) -> list[dict[str, Any]]:
+def top(spans: Spans, count: int = TOP) -> list[dict[str, Any]]:
     """The names that took longest, by each one's (start, end) in ms; then a row for the rest."""
     total = _total(spans)
     rows = [
@@ -122,7 +124,7 @@ def gaps(spans: Iterable[tuple[float, float]]) -> dict[str, float | int]:
     }
 
 
-def _device_work(events) -> dict[str, list[tuple[float, float]]]:
+def _device_work(events: Iterable) -> Spans:
     """{kernel, copy or fill: its (start, end) in ms}; annotations mirrored there are no work."""
     spans = defaultdict(list)
     for event in events:
@@ -133,7 +135,7 @@ def _device_work(events) -> dict[str, list[tuple[float, float]]]:
     return spans
 
 
-def by_operator(events, kernels: dict[str, list[tuple[float, float]]]):
+def by_operator(events: Iterable, kernels: Spans) -> Spans:
     """The device's work, that of torch's operators under their names: aten::mm rather than one of
     many matrix products, or of templates whose names tell nothing.
 
@@ -148,7 +150,7 @@ def by_operator(events, kernels: dict[str, list[tuple[float, float]]]):
     return spans if _total(spans) >= 0.9 * _total(kernels) else kernels
 
 
-def _total(spans: dict[str, list[tuple[float, float]]]) -> float:
+def _total(spans: Spans) -> float:
     return sum(end - start for found in spans.values() for start, end in found)
 
 
