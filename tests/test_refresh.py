@@ -1,5 +1,7 @@
 """Refreshing executes a notebook here, keeps what nbval compares, and spoils nothing."""
 
+import base64
+import io
 import json
 import sys
 
@@ -7,6 +9,8 @@ import pytest
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("papermill")
+Image = pytest.importorskip("PIL.Image")
+ImageChops = pytest.importorskip("PIL.ImageChops")
 
 from nsa.workbook.refresh import main  # noqa: E402
 
@@ -40,6 +44,20 @@ def test_a_refreshed_notebook_ran_on_this_interpreter_and_is_clean(tmp_path, for
     assert notebook.metadata.kernelspec.name == "python3"
     assert "widgets" not in notebook.metadata
     assert "version" not in notebook.metadata.language_info
+
+
+def test_plots_are_kept_with_few_colours(tmp_path):
+    plot = "from PIL import Image; from IPython.display import display; "
+    plot += "display(Image.radial_gradient('L').convert('RGB').resize((600, 400)))"
+    path = written(tmp_path / "n.ipynb", plot)
+    main([str(path)])
+    (output,) = nbformat.read(path, as_version=4).cells[0].outputs
+    png = base64.b64decode(output.data["image/png"])
+    kept = Image.open(io.BytesIO(png))
+    assert kept.size == (600, 400) and kept.mode == "P"
+    drawn = Image.radial_gradient("L").convert("RGB").resize((600, 400))
+    far = ImageChops.difference(kept.convert("RGB"), drawn).getextrema()
+    assert max(high for _, high in far) <= 16
 
 
 def test_refreshing_twice_changes_nothing(tmp_path):
