@@ -2,12 +2,12 @@
 
 import re
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+from nsa.lab.budget import Budget
 from nsa.lab.speed import bench, limits
 from nsa.lab.speed.bench_record import empty
 from nsa.lab.speed.clock import CAP_S
@@ -55,17 +55,16 @@ def compare(
         "cpu_memory": True,
         "cap_s": share_s,
     }
-    end, done = time.monotonic() + budget_s, 0
+    budget, done = Budget(budget_s), 0
 
     def one(shape: Shape) -> list[dict]:
         nonlocal done
         place = None
         if folder is not None:
             place = Path(folder) / re.sub("[^A-Za-z0-9.=]+", "-", str(shape))
-        mine_s = min(deadline_s, end - time.monotonic())
+        mine_s = budget.share(deadline_s)
         if mine_s <= 0:
-            why = f"the budget of {budget_s:g} s was used up"
-            return [_lost(shape, i, "not run", why, device) for i in every]
+            return [_lost(shape, i, "not run", budget.used_up, device) for i in every]
         within = {"shapes": [shape.to_dict()], "budget_s": max(mine_s - MARGIN_S, 0.7 * mine_s)}
         outcome = run_child(
             entry,

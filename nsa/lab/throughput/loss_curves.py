@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nsa.attention.registry import Declined
-from nsa.lab.throughput.budget import Budget
+from nsa.lab.budget import Budget
 from nsa.lab.throughput.memory_samples import MemorySamples
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.training_session import session

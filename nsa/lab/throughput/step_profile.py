@@ -42,10 +42,10 @@ def profile_cell(spec: dict) -> dict[str, Any]:
 
     `kernels`: the most expensive, {name, ms, share, calls}; on a GPU the device's own times, of
     torch's kernels by the operator that launched them, on a CPU each operator's own without those
-    it calls. `step_ms` from the first kernel's start to the last
-    one's end, `busy_ms` while at least one ran, `idle_ms` the gaps between them, `gaps` how many,
-    `longest_gap_ms`; `launches` and `syncs` counted while the step was issued. On a CPU, where
-    nothing is launched, the last five are None.
+    it calls. `step_ms` from the first kernel's start to the last one's end, `busy_ms` while at
+    least one ran, `idle_ms` the gaps between them, `gaps` how many, `longest_gap_ms`; `launches`
+    and `syncs` counted while the step was issued. On a CPU, where nothing is launched, the last
+    five are None.
     """
     cell = TrainCell.from_dict(spec["cell"])
     with session(cell, spec.get("threads")) as trainer:

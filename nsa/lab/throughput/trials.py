@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa.lab.budget import Budget
 from nsa.lab.ranks.run import run_ranks
-from nsa.lab.throughput.budget import Budget
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.trial import run_child
 
