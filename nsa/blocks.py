@@ -22,9 +22,13 @@ class Span:
     stride: int = 1
     lookback: int | None = None
 
+    def ended(self, position):
+        """Keys that have ended by a position, or by each of an array; 0 or less where none has."""
+        return (position + 1 - self.length) // self.stride + 1
+
     def seen(self, position: int) -> tuple[int, int]:
         """[low, high): the keys that the query at `position` sees."""
-        high = max(0, (position + 1 - self.length) // self.stride + 1)
+        high = max(0, self.ended(position))
         return (0 if self.lookback is None else max(0, high - self.lookback)), high
 
 

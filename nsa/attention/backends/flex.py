@@ -104,12 +104,8 @@ def span_tiles(span: Span, tokens: int, keys: int, device: torch.device | str = 
     """[T / TILE, keys / TILE]: does a query of the tile see a key of it? Made on the device."""
     first = torch.arange(0, tokens, TILE, device=device)[:, None]
     column = torch.arange(-(-keys // TILE), device=device)
-
-    def seen(position: Tensor) -> Tensor:  # `Span.seen`'s high
-        return ((position + 1 - span.length) // span.stride + 1).clamp(min=0)
-
-    low = seen(first) - (keys if span.lookback is None else span.lookback)
-    high = seen((first + TILE).clamp(max=tokens) - 1)
+    low = span.ended(first) - (keys if span.lookback is None else span.lookback)
+    high = span.ended((first + TILE).clamp(max=tokens) - 1)
     return (column >= low.clamp(min=0) // TILE) & (column * TILE < high)
 
 

@@ -41,7 +41,7 @@ def pairs(tokens: int, config: NSAConfig) -> dict[str, int]:
     """Pairs of a query and a key it sees, of one head and sequence: cmp, slc, win and dense."""
     t = np.arange(tokens, dtype=np.int64)
     compressed, window = compressed_span(config), window_span(config)
-    cmp = np.maximum(0, (t + 1 - compressed.length) // compressed.stride + 1)
+    cmp = np.maximum(0, compressed.ended(t))
     own = t // config.select_block
     others = np.minimum(config.select_count, own + 1) - 1
     slc = others * config.select_block + t % config.select_block + 1
