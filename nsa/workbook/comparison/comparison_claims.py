@@ -142,11 +142,10 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
     by_mode = rows.dropna(subset="median").set_index("mode")["median"]
     if not {"forward", "backward"} <= set(by_mode.index):
         return Claim(f"{what}: {wanted}; not measured in this run", "INCONCLUSIVE", {})
-    launched = [float(by_mode[mode]) for mode in ("forward", "backward")]
-    graph = [float(by_mode.get(f"graph_{mode}", np.nan)) for mode in ("forward", "backward")]
-    got, how = launched, ""
-    if not np.isnan(graph).any():
-        got, how = graph, " in a CUDA graph, {:.3g} / {:.3g} without".format(*launched)
+    got, how = by_mode[["forward", "backward"]].tolist(), ""
+    if {"graph_forward", "graph_backward"} <= set(by_mode.index):
+        how = " in a CUDA graph, {:.3g} / {:.3g} without".format(*got)
+        got = by_mode[["graph_forward", "graph_backward"]].tolist()
     met = got[0] <= aim.forward_ms and got[1] <= aim.backward_ms
     return Claim(
         f"{what}: {got[0]:.3g} / {got[1]:.3g} ms{how} ({wanted})",
