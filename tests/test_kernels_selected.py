@@ -88,7 +88,8 @@ def ours(
     )
     backward = q, k, v, do, lse2
     dq, delta = selected_dq(*backward, gates, BRANCH, planned, sequences, scale, **options)
-    dk, dv = selected_dkdv(*backward, delta, gates, BRANCH, blocks, sequences, scale, task=task)
+    lookup = inverse(blocks, sequences, task)
+    dk, dv = selected_dkdv(*backward, delta, gates, BRANCH, lookup, sequences, scale)
     return {"o": o, "lse2": lse2, "dq": dq, "delta": delta, "dk": dk, "dv": dv}
 
 
@@ -167,9 +168,11 @@ def test_the_tile_changes_nothing_but_rounding(tile):
     case = Case((40,), group=4, select_block=32)
     given = case.draw()
     got = ours(case, given, tile={"small": tile, "large": tile})
-    sums = got["lse2"], got["delta"], given["gates"], BRANCH, given["blocks"]
+    sequences = case.sequences()
+    lookup = inverse(given["blocks"], sequences)
+    sums = got["lse2"], got["delta"], given["gates"], BRANCH, lookup
     keys = selected_dkdv(
-        *(given[n] for n in ("q", "k", "v", "do")), *sums, case.sequences(), 0.25, tile=tile
+        *(given[n] for n in ("q", "k", "v", "do")), *sums, sequences, 0.25, tile=tile
     )
     assert_right(case, given, got | {"dk": keys[0], "dv": keys[1]})
 

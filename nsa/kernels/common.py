@@ -81,6 +81,11 @@ def finish(m, total):
     return total, m + tl.log2(total)
 
 
+def contiguous_like(x: Tensor) -> Tensor:
+    """Room for a gradient of x: its shape and dtype, contiguous whatever x is."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 def ceil_div(n: int, size: int) -> int:
     """How many of `size` cover n. Triton's own is made for kernels and takes 10 us on the host."""
     return -(-n // size)

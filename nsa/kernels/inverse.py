@@ -12,6 +12,8 @@ from nsa.kernels.sequences import Sequences
 
 CHUNK = 1024  # lists or slots that a program takes at a time
 SCAN = 4096  # slots that a program of the scan takes at a time
+# Tokens of one task; a block chosen by more is summed from parts.
+LEAST_TASK, MOST_TASK, TASKS = 512, 1024, 1024
 SCANNED = 2048  # tasks of the scan, which cannot know how few there are, that memory is spent on
 
 
@@ -33,17 +35,25 @@ class Inverse:
     partial_ends: Tensor  # [lists] int32
     task_list: Tensor  # [bound on tasks] int32; not written past the last task
     partials: int  # a bound on partial sums, whatever the selection
+    task: int  # the most tokens of one task
 
 
 def inverse(
-    blocks: Tensor, sequences: Sequences, task: int, *, scanned: bool | None = None
+    blocks: Tensor,
+    sequences: Sequences,
+    task: int | None = None,
+    *,
+    scanned: bool | None = None,
 ) -> Inverse:
-    """The inverse of blocks [tokens, HKV, N] int32 in tasks of up to `task` tokens.
+    """The inverse of blocks [tokens, HKV, N] int32 in tasks of up to `task` tokens, None: by size.
 
     A slot counts when its block starts at or before its token and is not negative, the first time
     that the token names it. The same on every call. `scanned` chooses between a scan of all tokens
     for each list, in one launch, and a sort; None: by size.
     """
+    if task is None:  # short ones where there is little to do, so that all processors have a share
+        wanted = next_power_of_two(max(1, blocks.numel() // TASKS))
+        task = min(max(wanted, LEAST_TASK), MOST_TASK)
     most = sequences.selectable.rows * blocks.shape[1] * ceil_div(sequences.tokens.length, task)
     if most <= SCANNED if scanned is None else scanned:
         return _by_scans(blocks, sequences, task)
@@ -70,7 +80,7 @@ def _by_scans(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
             PACKED=sequences.tokens.packed,
         )  # fmt: skip
     partials = lists * tasks if tasks > 1 else 0
-    return Inverse(tokens, starts, stops, ends, partial_ends, task_list, partials)
+    return Inverse(tokens, starts, stops, ends, partial_ends, task_list, partials, task)
 
 
 @triton.jit
@@ -124,7 +134,7 @@ def _by_sorting(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
         )  # fmt: skip
     # A list of several tasks has more than `task` tokens, and at most one of its tasks is not full.
     partials = min(lists + full_tasks, 2 * full_tasks)
-    return Inverse(tokens, starts[:-1], starts[1:], ends, partial_ends, task_list, partials)
+    return Inverse(tokens, starts[:-1], starts[1:], ends, partial_ends, task_list, partials, task)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from nsa.blocks import compressed_span, window_span
 from nsa.config import NSAConfig
 from nsa.kernels import (
     combine,
+    inverse,
     selected_dkdv,
     selected_dq,
     selected_fwd,
@@ -23,6 +24,8 @@ from nsa.kernels import (
     span_fwd,
     topk,
 )
+from nsa.kernels.common import contiguous_like
+from nsa.kernels.lanes import Lane
 from nsa.kernels.registration import contiguous, on_its_device, sequences_of
 from nsa.kernels.sequences import Sequences
 
@@ -102,12 +105,17 @@ def attend(
         if keep:
             kept |= {"o_cmp": o, "lse_cmp": lse_cmp}
         mix = {"base": o, "base_branch": CMP, "out": None if keep else o}
+    lane = Lane(q)  # the window beside the scores
     if v_win is not None:
-        o, lse_win = span_fwd.span_forward(
-            q, k_win, v_win, window_span(config), tokens, tokens, scale,
-            gates=gates, branch=WIN, **mix,
-        )  # fmt: skip
-        mix = {"base": o, "out": o}
+        out = mix.pop("out", None)
+        out = q.new_empty(*q.shape[:2], v_win.shape[2]) if out is None else out
+        lse_win = torch.empty(q.shape[1::-1], dtype=torch.float32, device=q.device)
+        with lane:
+            span_fwd.span_forward(
+                q, k_win, v_win, window_span(config), tokens, tokens, scale,
+                gates=gates, branch=WIN, out=out, lse2=lse_win, **mix,
+            )  # fmt: skip
+        o, mix = out, {"base": out, "out": out}
         if keep:
             kept["lse_win"] = lse_win
     if v_slc is not None:
@@ -117,11 +125,13 @@ def attend(
             if keep:
                 kept["blocks"] = blocks
         plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
+        lane.join()
         o, lse_slc = selected_fwd.selected_forward(
             q, k_slc, v_slc, plan, sequences, scale, gates=gates, branch=SLC, **mix
         )
         if keep:
             kept["lse_slc"] = lse_slc
+    lane.join()
     if v_win is None and v_slc is None:
         if gates is not None:
             o = (o * gates[..., CMP, None]).to(q.dtype)
@@ -191,31 +201,48 @@ def attend_backward(
         by_branch = gates.permute(2, 1, 0)
         by_branch = by_branch.to(torch.float32, memory_format=torch.contiguous_format)
         gates = by_branch.contiguous().permute(2, 1, 0)
-    dq = None
+    # Queries' gradients follow each other here, keys' and values' in a lane beside them; what a
+    # branch needs (`deltas`) is kept until both have met.
+    lane, deltas, dq = Lane(q), [], None
     grads = [q.new_empty(0) for _ in range(6)]
+    if keys:
+        given = k_cmp, v_cmp, k_slc, v_slc, k_win, v_win
+        values = v_cmp, v_cmp, v_slc, v_slc, v_win, v_win
+        for i, (x, value) in enumerate(zip(given, values, strict=True)):
+            grads[i] = grads[i] if value is None else contiguous_like(x)
+    if v_slc is not None:
+        plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
+        if keys:
+            with lane:
+                lookup = inverse.inverse(blocks, sequences)
     if v_cmp is not None:
         span = compressed_span(config), tokens, sequences.compressed, scale
-        delta = combine.delta_of(do, o_cmp, dgates, CMP)
+        deltas += [combine.delta_of(do, o_cmp, dgates, CMP)]
         given = q, k_cmp, v_cmp, do, lse_cmp
-        dq, _ = span_bwd.span_dq(*given, gates, CMP, *span, delta=delta)
         if keys:
-            grads[0:2] = span_bwd.span_dkdv(*given, delta, gates, CMP, *span)
+            with lane:
+                span_bwd.span_dkdv(*given, deltas[-1], gates, CMP, *span, out=grads[0:2])
+        dq, _ = span_bwd.span_dq(*given, gates, CMP, *span, delta=deltas[-1])
     if v_win is not None:
         span = window_span(config), tokens, tokens, scale
         given = q, k_win, v_win, do, lse_win
         dq, delta = span_bwd.span_dq(*given, gates, WIN, *span, dgates=dgates, dq=dq)
+        deltas += [delta]
         if keys:
-            grads[4:6] = span_bwd.span_dkdv(*given, delta, gates, WIN, *span)
+            with lane:
+                span_bwd.span_dkdv(*given, delta, gates, WIN, *span, out=grads[4:6])
     if v_slc is not None:
-        plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
         given = q, k_slc, v_slc, do, lse_slc
         dq, delta = selected_dq.selected_dq(
             *given, gates, SLC, plan, sequences, scale, dgates=dgates, dq=dq
         )
+        deltas += [delta]
         if keys:
-            grads[2:4] = selected_dkdv.selected_dkdv(
-                *given, delta, gates, SLC, blocks, sequences, scale
-            )
+            with lane:
+                selected_dkdv.selected_dkdv(
+                    *given, delta, gates, SLC, lookup, sequences, scale, out=grads[2:4]
+                )
+    lane.join()
     return dq, *grads, q.new_empty(0) if dgates is None else dgates
 
 

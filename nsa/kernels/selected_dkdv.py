@@ -1,5 +1,7 @@
 """Selected attention, backward, the keys' side: dK and dV, by the tokens that selected a block."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -9,21 +11,20 @@ from nsa.kernels.common import (
     LOG2E,
     axis_arguments,
     ceil_div,
+    contiguous_like,
     extent,
     locate,
     next_power_of_two,
     power_of_two,
     precision,
 )
-from nsa.kernels.inverse import inverse
+from nsa.kernels.inverse import Inverse
 from nsa.kernels.selected import load_keys, load_rows
 from nsa.kernels.selected_plan import MOST_ROWS
 from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.tiles import Tile
 
-# Tokens that one program takes; a block chosen by more is summed from parts.
-LEAST_TASK, MOST_TASK, TASKS = 512, 1024, 1024
 SUMMED = 16  # keys whose parts one program sums
 
 
@@ -36,30 +37,26 @@ def selected_dkdv(
     delta: Tensor,
     gates: Tensor | None,
     branch: int,
-    blocks: Tensor,
+    lookup: Inverse,
     sequences: Sequences,
     scale: float,
     *,
+    out: Sequence[Tensor] = (),
     tile: Tile | None = None,
-    task: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dk like k, dv like v), contiguous; every sum is in a fixed order.
+    """(dk like k, dv like v), contiguous, or the two of `out`; every sum is in a fixed order.
 
-    blocks is [tokens, HKV, N] int32; lse2 and delta [tokens, HQ] fp32 are the forward's and dQ's,
-    gates None weighs 1. `tile.rows` is how many rows of queries are taken at a time, `task` the
-    most tokens of one program; None: by size. Memory: fp32 sums of the blocks that more than `task`
-    tokens chose, at most 2 * tokens * HKV * N / task of them or, in short calls, 2048.
+    lookup is the selection's `inverse`; lse2 and delta [tokens, HQ] fp32 are the forward's and
+    dQ's, gates None weighs 1. `tile.rows` is how many rows of queries are taken at a time. Memory:
+    fp32 sums of the blocks that more than lookup.task tokens chose, at most 2 * tokens * HKV * N /
+    task of them or, in short calls, 2048.
     """
-    dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), v.new_empty(v.shape)
+    dk, dv = out or (contiguous_like(k), contiguous_like(v))
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     select_block = sequences.config.select_block
     tile = tile or default_tile("dkdv", MOST_ROWS, q, v, select_block)
     heads = min(group, tile.rows)
     parts = ceil_div(select_block, tile.keys)
-    if task is None:  # short ones where there is little to do, so that all processors have a share
-        wanted = next_power_of_two(max(1, blocks.numel() // TASKS))
-        task = min(max(wanted, LEAST_TASK), MOST_TASK)
-    lookup = inverse(blocks, sequences, task)
     width = k.shape[2] + v.shape[2]
     partial = torch.empty(
         lookup.partials, parts * tile.keys, width, dtype=torch.float32, device=q.device
@@ -78,7 +75,7 @@ def selected_dkdv(
     lists = lookup.ends.shape[0]
     sizes = lists // kv_heads, kv_heads, select_block
     constants = {
-        "TASK": task, "KEYS": tile.keys, "PARTS": parts, "D": k.shape[2], "DV": v.shape[2],
+        "TASK": lookup.task, "KEYS": tile.keys, "PARTS": parts, "D": k.shape[2], "DV": v.shape[2],
         "BLOCK_D": power_of_two(k.shape[2]), "BLOCK_DV": power_of_two(v.shape[2]),
         "PACKED": sequences.tokens.packed,
     }  # fmt: skip

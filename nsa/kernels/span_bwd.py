@@ -1,10 +1,19 @@
 """Backward of the compressed and the window branch, with the gate folded in."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from nsa.blocks import Span
-from nsa.kernels.common import LOG2E, axis_arguments, ceil_div, power_of_two, precision
+from nsa.kernels.common import (
+    LOG2E,
+    axis_arguments,
+    ceil_div,
+    contiguous_like,
+    power_of_two,
+    precision,
+)
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_bwd_kernels import dkdv_kernel, dq_kernel, sum_parts
 from nsa.kernels.span_common import (
@@ -93,10 +102,11 @@ def span_dkdv(
     keys: Axis,
     scale: float,
     *,
+    out: Sequence[Tensor] = (),
     tile: Tile | None = None,
     descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dk [keys, HKV, D], dv [keys, HKV, DV]), contiguous, in the dtypes of k and v.
+    """(dk [keys, HKV, D], dv [keys, HKV, DV]), contiguous, in the dtypes of k and v, or `out`.
 
     With a lookback one program sums over the heads of the group; without, few keys are seen by
     many queries, so each head writes fp32 parts, which are then summed in order; and so where
@@ -104,7 +114,7 @@ def span_dkdv(
     tile, descriptors: as span_forward takes them.
     """
     total, heads, dim = q.shape
-    rows, kv_heads, value_dim = v.shape
+    _, kv_heads, value_dim = v.shape
     group = heads // kv_heads
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
@@ -112,8 +122,7 @@ def span_dkdv(
     place, count = axis_arguments(keys, tile.keys)
     each, splits = _shares(span, tokens, count * kv_heads, group, tile, q.device)
     parts = group // each * splits
-    dk = torch.empty(rows, kv_heads, dim, dtype=k.dtype, device=k.device)
-    dv = torch.empty(rows, kv_heads, value_dim, dtype=v.dtype, device=v.device)
+    dk, dv = out or (contiguous_like(k), contiguous_like(v))
     dk_parts, dv_parts = dk[None], dv[None]
     past_end = keys.packed and keys.bounds is not tokens.bounds
     if parts > 1 or past_end:

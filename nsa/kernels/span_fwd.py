@@ -112,6 +112,7 @@ def span_forward(
     base: Tensor | None = None,
     base_branch: int | None = None,
     out: Tensor | None = None,
+    lse2: Tensor | None = None,
     tile: Tile | None = None,
     descriptors: bool | None = None,
 ) -> tuple[Tensor | None, Tensor]:
@@ -123,8 +124,8 @@ def span_forward(
 
     With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
     + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
-    given; it may be `base`. tile: default_tile's if None. descriptors: whether TMA fetches the
-    tiles; None: where it can.
+    given, `lse2` its own; `out` may be `base`. tile: default_tile's if None. descriptors: whether
+    TMA fetches the tiles; None: where it can.
     """
     if not scale > 0:
         raise ValueError(f"scale={scale}: the softmax takes a positive scale; negate q instead")
@@ -133,7 +134,8 @@ def span_forward(
     o = out
     if v is not None and out is None:
         o = torch.empty(total, heads, value_dim, dtype=q.dtype, device=q.device)
-    lse2 = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    if lse2 is None:
+        lse2 = torch.empty(heads, total, dtype=torch.float32, device=q.device)
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, *(x for x in (q, k, v) if x is not None))
     tile = tile or default_tile("forward", value_dim, span, q, descriptors)
