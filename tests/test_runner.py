@@ -1,6 +1,7 @@
 """Every way a trial can come to its end: what was seen of it, and that nothing of it is left."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from living import wait_until_gone
 
 from nsa.lab.evidence import End, Evidence, P, Sample, thinned
 from nsa.lab.runner import Spec, run, run_until_proven
-from nsa.lab.supervision import looks, preflight
+from nsa.lab.supervision import flights, looks, preflight
 from nsa.lab.verdict import judge
 
 STALL_S = 1.0
@@ -241,6 +242,44 @@ def test_a_foreign_process_on_the_gpu_is_a_reason_to_trust_nothing(monkeypatch):
     monkeypatch.setattr(preflight, "_smi", lambda query: rows)
     assert preflight.reasons(True) == ["the GPU is also used by process 4294967 (1000 MiB)"]
     assert preflight.reasons(False) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [
+        (None, None),
+        ("", None),
+        ("1", "1"),
+        ("2, 0", "2,0"),
+        ("GPU-3a", None),  # nvidia-smi knows no short forms
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",) * 2,
+    ],
+)
+def test_only_visible_gpus_are_asked_about(visible, asked, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "$@" | tr " " "\\n"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    wanted = [f"--id={asked}"] if asked else []
+    told = [",".join(row) for row in preflight.gpus("name")]
+    assert told == ["--query-gpu=name", "--format=csv,noheader,nounits", *wanted]
+
+
+def test_both_flight_recorders_are_read(monkeypatch):
+    import torch
+    import torch._C._distributed_c10d as c10d
+
+    def dump(name):
+        entry = {"process_group": ("0", "default"), "collective_seq_id": 3, "profiling_name": name}
+        return lambda *_: pickle.dumps({"entries": [entry]})
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(c10d, "_dump_fr_trace", dump("gloo:all_reduce"))
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", dump("nccl:all_reduce"), raising=False)
+    assert [e["op"] for e in flights.recorded()] == ["gloo:all_reduce", "nccl:all_reduce"]
 
 
 def test_memory_that_nobody_is_seen_to_hold_is_one_as_well(monkeypatch):

@@ -37,6 +37,11 @@ RANKS = {
         two(waiting(0, 11), resting(3, 11, rank=1, **SOCKET), flights=FLIGHTS),
         "HANG:collective", 1,
     ),
+    "one leaves out a collective, and the other spins until its device is done with it": (
+        two(resting(3, 11, gpu=100.0, at=p(step=4, phase="data")),
+            resting(3, 11, rank=1, gpu=100.0, **SOCKET), flights=FLIGHTS),
+        "HANG:collective", 1,
+    ),
     "one leaves out a collective, told by the counts alone": (
         two(waiting(0, 11, at=p(collectives=9)),
             resting(3, 11, rank=1, at=p(collectives=8), **SOCKET)),

@@ -73,6 +73,7 @@ def spin(seconds: float) -> None:
         raise ValueError(f"seconds={seconds} must be greater than 0 and at most {LONGEST_S:g}")
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 20_000_000
+    torch.cuda._sleep(20 * cycles)  # an idle device's clock takes a moment to rise
     torch.cuda.synchronize()
     began.record()
     torch.cuda._sleep(cycles)

@@ -141,7 +141,7 @@ PLANTED: tuple[Fault, ...] = (
     _fault("device OOM", "OOM", "device", "devices:TooMuch", "tensors until the device is full",
            needs="gpu"),
     _fault("spinning kernel", "HANG", "", "devices:Spins", "a kernel that spins for a minute",
-           settings={"spin_s": 60.0}, needs="gpu", busy=True),
+           settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=7.0, takes_s=30.0),
     _fault("device assertion", "CRASH", "", "devices:BadIndex", "an index beyond its table",
            needs="gpu"),
     _fault("kept on the device", "FAIL", "tensor-list", "devices:KeptOnDevice",

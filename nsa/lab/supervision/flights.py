@@ -15,6 +15,7 @@ from typing import Any
 
 from nsa.lab.ranks.rank_child import put
 
+RECORDERS = "_dump_fr_trace", "_dump_nccl_trace"  # of gloo and of NCCL: each has its own
 ENTRIES = 2000
 LAST = 50  # of them are kept
 FRAMES = 4
@@ -39,13 +40,14 @@ def write(folder: Path, rank: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
-            stats = torch.cuda.memory_stats()
-            put(folder / f"memory-{rank}.json", {name: stats.get(name) for name in MEMORY})
+            every = [torch.cuda.memory_stats(i) for i in range(torch.cuda.device_count())]
+            held = {name: sum(stats.get(name, 0) for stats in every) for name in MEMORY}
+            put(folder / f"memory-{rank}.json", held)
             torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
 
 
 def recorded() -> list[dict[str, Any]]:
-    """This process's last collectives, oldest first; empty where it has no process group.
+    """This process's last collectives, by recorder, oldest first; empty without a process group.
 
     Each: seq, op, state ("scheduled", "started", "completed"), group, sizes, frames (innermost
     first, torch's own left out; none where torch would have to load its compiler to name them,
@@ -57,10 +59,14 @@ def recorded() -> list[dict[str, Any]]:
         return []
     import torch._C._distributed_c10d as c10d
 
-    dump = getattr(c10d, "_dump_fr_trace", None) or c10d._dump_nccl_trace
     named = "torch._inductor" in sys.modules
-    found = pickle.loads(dump(True, named))
-    return [_entry(x, found.get("pg_status", {})) for x in found.get("entries", [])[-LAST:]]
+    entries = []
+    for name in RECORDERS:
+        if dump := getattr(c10d, name, None):
+            found = pickle.loads(dump(True, named))
+            mine = found.get("entries", [])[-LAST:]
+            entries += [_entry(x, found.get("pg_status", {})) for x in mine]
+    return entries
 
 
 def _entry(entry: dict[str, Any], status: dict[Any, dict[str, int]]) -> dict[str, Any]:

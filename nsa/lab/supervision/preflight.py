@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ NOT_RUN = ("workbook", "commands", "cli.py", "__main__.py")  # no trial imports 
 FREE_MIB = 256  # what a device may keep, beyond what it had
 UNSEEN_MIB = 1024  # an idle driver holds some hundreds at most
 DISTRIBUTIONS = ("torch", "triton", "flash-attn", "numpy")
+_GPU = re.compile(r"\d+|GPU-[0-9a-f-]{36}")  # as nvidia-smi takes them; it knows no short forms
 _TOLD = (
     "import importlib.metadata as m, json, platform\n"
     "def version(name):\n"
@@ -185,15 +187,23 @@ def gpus(fields: str) -> list[list[str]]:
 
 
 def _smi(query: str) -> list[list[str]]:
-    """nvidia-smi's rows; none where there is none, or it does not answer."""
+    """nvidia-smi's rows; none where there is none, or it does not answer.
+
+    Of the GPUs that CUDA_VISIBLE_DEVICES names: who uses the others disturbs no trial.
+    """
+    only = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    named = only and all(_GPU.fullmatch(name) for name in only.split(","))
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            [
+                "nvidia-smi", query, "--format=csv,noheader,nounits",
+                *([f"--id={only}"] if named else []),
+            ],
             capture_output=True,
             text=True,
             timeout=20,
             check=False,
-        )
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return []
     if done.returncode:
