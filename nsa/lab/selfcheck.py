@@ -138,13 +138,17 @@ def track(evidence: Evidence, rank: int = 0, points: int = 200) -> tuple[tuple[f
 
 
 def spec(fault: Fault) -> runner.Spec:
-    """What is run: the same oracles for all, so that they tell nothing of what is planted."""
+    """What is run: the same oracles for all, so that they tell nothing of what is planted.
+
+    What needs no GPU sees none, so that it may run beside a trial that does.
+    """
     return runner.Spec(
         subject=fault.subject,
         settings=fault.settings,
         steps=fault.steps,
         ranks=fault.ranks,
         oracles=ORACLES,
+        env={} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""},
     )
 
 
