@@ -147,7 +147,7 @@ def test_what_watching_was_measured_on_is_told_beside_it():
     step = {"preset": "cpu_test", "backend": "gather", "layers": 4, "tokens": 256}
     table = selfcheck_table.watching(step, step, ended(COUNTING), ended(FORETOLD))
     assert list(table["found"]) == ["1.070", "20% of 2 s at most"]
-    assert list(table["step"]) == ["cpu_test, gather, 4 layers, 256 tokens"] * 2
+    assert list(table["step"]) == ["cpu_test, gather, 4 layers, 1 x 256 tokens"] * 2
     assert "4,000 nodes" in table["by"].iloc[1]
     table = selfcheck_table.watching(step, step, LOST, LOST)
     assert set(table["found"]) == {"not measured"}

@@ -101,7 +101,8 @@ def watching(
         ("a backward's end, off by", backward, foretold),
     ):
         found = ended.result or {}
-        size = ", ".join(f"{settings[name]} {name}" for name in ("layers", "tokens"))
+        batch = settings.get("batch", 1)
+        size = f"{settings['layers']} layers, {batch} x {settings['tokens']} tokens"
         line = {"what": what, "step": f"{settings['preset']}, {settings['backend']}, {size}"}
         if "ratio" in found:
             line |= {"found": f"{found['ratio']:.3f}", "by": found["clock"]}
