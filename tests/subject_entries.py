@@ -38,6 +38,13 @@ def lock(settings, progress):
     return at_step(settings, taken_twice)
 
 
+def visible(settings, progress):
+    def seen(settings):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == settings["wanted"]
+
+    return at_step(settings, seen)
+
+
 def stop(settings, progress):
     return at_step(settings, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 

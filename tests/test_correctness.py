@@ -14,6 +14,7 @@ from nsa.lab.correctness.correctness_definition import definition, facts
 from nsa.lab.correctness.correctness_mutants import RIGHT, SHOWS, Seen, check_names, known_tests
 from nsa.lab.correctness.mutants import MUTANTS, ROOT, mutant
 from nsa.lab.speed.shapes import TINY_CONFIG, Shape
+from nsa.lab.trial import Outcome
 from nsa.workbook.correctness import correctness_claims, correctness_plots, correctness_table
 from nsa.workbook.store import Run
 
@@ -131,6 +132,28 @@ def test_a_backend_that_is_red_or_an_impostor_that_passes_is_a_failure(oracle):
     assert claim.verdict == "FAIL"
     assert claim.evidence["passed"] == ["x 1.01, fp32"]
     assert correctness_claims.backends_are_held([]).verdict == "INCONCLUSIVE"
+
+
+def test_children_that_share_an_oracle_find_the_same_in_the_same_order(monkeypatch):
+    def held(entry, spec, **_):
+        rows = [
+            {"shape": str(Shape.from_dict(one)), "dtype": one["dtype"], "who": who}
+            for one in spec["shapes"]
+            for who in ("gather", "triton")
+        ]
+        return Outcome("ok", {"rows": rows}, 1.0, "", 0)
+
+    monkeypatch.setattr(correctness_oracle, "run_child", held)
+    plain = shape().to_dict()
+    shapes = [
+        plain | {"tokens": t, "dtype": dtype} for dtype in ("fp32", "bf16") for t in (1, 33, 20)
+    ]
+    alone = correctness_oracle.measure(shapes)
+    assert [(row["dtype"], row["who"]) for row in alone[:3]] == [
+        ("fp32", "gather"), ("fp32", "triton"), ("fp32", "gather"),
+    ]  # fmt: skip
+    for workers in (2, 4, 9):
+        assert correctness_oracle.measure(shapes, workers=workers) == alone
 
 
 def test_an_oracle_that_does_not_end_is_no_oracle():

@@ -87,6 +87,7 @@ def run(
     stall_s: float = 5.0,
     factor: float = 1.0,
     keep: bool = True,
+    gpu: str | None = None,
     stop: threading.Event | None = None,
     proven: Proven | None = None,
 ) -> Evidence:
@@ -97,7 +98,8 @@ def run(
     nothing is predicted). Both count from the first step, not from the start of the process.
     stall_s: how long P may rest until it is looked at closely. proven: says of the evidence so far
     whether it need not go on; None is a verdict of HANG. keep: what the processes wrote stays in
-    `folder`, which is emptied first. stop: ends it from another thread.
+    `folder`, which is emptied first. gpu: the only one that it sees, as `nsa.lab.supervision.gpus`
+    lends them; which one that is makes no other trial of it. stop: ends it from another thread.
 
     Raises ValueError for a subject, an oracle, an interpreter or times that cannot be, OSError
     where `folder` cannot be written.
@@ -107,31 +109,33 @@ def run(
     folder = Path(folder).resolve()
     _empty(folder)
     source = preflight.source_hash(spec.subject)
-    on_gpu = preflight.uses_gpu(spec.settings, spec.env)
+    env = spec.env if gpu is None else {**spec.env, "CUDA_VISIBLE_DEVICES": gpu}
+    on_gpu = preflight.uses_gpu(spec.settings, env)
     evidence = Evidence(
         spec=spec.to_dict(),
         environment={**preflight.environment(spec.python), "source": source},
-        preflight=preflight.reasons(on_gpu),
+        preflight=preflight.reasons(on_gpu, gpu),
         predicted_s=predicted_s,
         factor=factor,
         soft_s=soft_s,
         deadline_s=deadline_s or (HARD * soft_s if soft_s else UNPREDICTED_S),
         stall_s=stall_s,
     )
-    used = preflight.used_mib() if on_gpu else []
+    used = preflight.used_mib(gpu) if on_gpu else []
     kills = kernel_kills() or 0
-    with DeviceUse() if on_gpu else contextlib.nullcontext() as use:
+    with DeviceUse(gpu) if on_gpu else contextlib.nullcontext() as use:
         supervisor = Supervisor(
             evidence, folder, spec.ranks, proven=proven or is_proven, stop=stop, use=use
         )
         started = time.monotonic()
-        ended = _launch(spec, folder, supervisor)
+        ended = _launch(spec, env, folder, supervisor)
         supervisor.close()
     evidence.seconds = time.monotonic() - started
     endings.settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
     if on_gpu:
-        evidence.notes += preflight.wait_until_free(used)
-        evidence.preflight += [r for r in preflight.reasons(True) if r not in evidence.preflight]
+        evidence.notes += preflight.wait_until_free(used, only=gpu)
+        now = preflight.reasons(True, gpu)
+        evidence.preflight += [reason for reason in now if reason not in evidence.preflight]
     for pid, since in supervisor.pids.items():
         if preflight.remember(pid, since):
             evidence.notes.append(f"process {pid} could not be ended")
@@ -172,13 +176,13 @@ def _rested_unproven(evidence: Evidence) -> bool:
     return any(evidence.frozen_s(rank) >= evidence.stall_s for rank in evidence.ranks())
 
 
-def _launch(spec: Spec, folder: Path, supervisor: Supervisor) -> Any:
+def _launch(spec: Spec, env: dict[str, str], folder: Path, supervisor: Supervisor) -> Any:
     """A trial.Outcome, or the rows of ranks.run_ranks where there are several."""
     entry, given = "nsa.lab.subject_child:main", {"spec": spec.to_dict(), "folder": str(folder)}
     options: dict[str, Any] = {
         "deadline_s": FAR_S,
         "folder": folder,
-        "env": {**flights.environment(), **spec.env},
+        "env": {**flights.environment(), **env},
         "watch": supervisor,
         "python": spec.python,
     }

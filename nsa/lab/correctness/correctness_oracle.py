@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nsa.lab.speed.shapes import Shape
 from nsa.lab.trial import run_child
 
 ENTRY = "nsa.lab.correctness.correctness_oracle:hold_all"
@@ -20,17 +22,30 @@ def measure(
     shapes: Sequence[dict[str, Any]],
     *,
     device: str = "cpu",
+    workers: int = 1,
     deadline_s: float = 120.0,
     folder: str | Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of `hold_all` on these shapes (Shape.to_dict()); RuntimeError if the child did not end
-    well: without its oracle there is nothing to look at."""
+    """Rows of `hold_all` on these shapes (Shape.to_dict()), which up to `workers` children share.
+
+    RuntimeError if a child did not end well: without its oracle there is nothing to look at.
+    """
     env = {} if device == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    spec = {"shapes": list(shapes), "device": device}
-    ended = run_child(ENTRY, spec, deadline_s=deadline_s, folder=folder, env=env)
-    if ended.status != "ok":
-        raise RuntimeError(f"the oracle ended as {ended.status}: {ended.message}\n{ended.evidence}")
-    return ended.result["rows"]
+    shares = [list(shapes[number::workers]) for number in range(min(workers, len(shapes)))]
+
+    def held(number: int) -> list[dict[str, Any]]:
+        spec = {"shapes": shares[number], "device": device}
+        place = None if folder is None else Path(folder) / f"{number}"
+        ended = run_child(ENTRY, spec, deadline_s=deadline_s, folder=place, env=env)
+        if ended.status != "ok":
+            said = f"the oracle ended as {ended.status}: {ended.message}"
+            raise RuntimeError(f"{said}\n{ended.evidence}")
+        return ended.result["rows"]
+
+    with ThreadPoolExecutor(max(1, len(shares))) as pool:
+        rows = [row for mine in pool.map(held, range(len(shares))) for row in mine]
+    order = [(str(Shape.from_dict(shape)), shape["dtype"]) for shape in shapes]
+    return sorted(rows, key=lambda row: order.index((row["shape"], row["dtype"])))
 
 
 def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +59,6 @@ def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
 
     from nsa.attention import registry
     from nsa.lab.speed.attention_inputs import draw
-    from nsa.lab.speed.shapes import Shape
 
     if spec["device"] == "cpu":
         torch.set_num_threads(1)

@@ -67,8 +67,8 @@ def investigate(
 ) -> Results:
     """Calibrates, then runs all of it, `workers` processes at a time.
 
-    memory: settings of exhibits.measure.memory, one for each cell. A single worker keeps trials
-    from sharing a GPU, on which they would not be trusted.
+    memory: settings of exhibits.measure.memory, one for each cell. Workers beyond `lab.gpus` wait
+    for one of those: trials that share a GPU are not trusted.
     """
     lab.calibrate()
     small = lab.with_tokens(bisect_tokens or lab.setup.tokens)
@@ -81,7 +81,9 @@ def investigate(
 
     def measured(name: str, entry: str, spec: dict[str, Any]) -> dict[str, Any] | None:
         place = None if folder is None else Path(folder) / name
-        outcome = trial.run_child(entry, spec, deadline_s=deadline_s, folder=place)
+        with lab.gpus.one() as gpu:
+            env = None if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+            outcome = trial.run_child(entry, spec, deadline_s=deadline_s, folder=place, env=env)
         if outcome.status != "ok":
             failed.append(f"{name}: {outcome.status}, {outcome.message}")
         return outcome.result

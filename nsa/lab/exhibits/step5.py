@@ -18,6 +18,7 @@ from nsa.lab.progress import read
 from nsa.lab.runner import Spec
 from nsa.lab.search.bisection import Bisection
 from nsa.lab.search.findings import Found, Tried
+from nsa.lab.supervision.gpus import Gpus
 from nsa.lab.verdict import Verdict
 
 SUBJECT = "nsa.lab.exhibits.subject:make"
@@ -111,12 +112,14 @@ class Trial:
 class Lab:
     """Runs cells into a ledger, and knows how long a step takes.
 
-    calibrated: a short trial without a deadline; step_s: its seconds a step.
+    gpus: lent to a trial each. calibrated: a short trial without a deadline; step_s: its seconds a
+    step.
     """
 
     ledger: Ledger
     setup: Setup
     say: Callable[[Trial], None] = lambda trial: None
+    gpus: Gpus = field(default_factory=Gpus)
     step_s: float = 0.0
     trials: list[Trial] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
@@ -148,7 +151,7 @@ class Lab:
         """Itself, or a calibrated one of another sequence length beside it."""
         if tokens == self.setup.tokens:
             return self
-        other = Lab(self.ledger, replace(self.setup, tokens=tokens), self.say)
+        other = Lab(self.ledger, replace(self.setup, tokens=tokens), self.say, self.gpus)
         other.calibrate()
         return other
 
@@ -174,7 +177,8 @@ class Lab:
         return Bisection(factors, judged, kind="HANG", whole_screen=True).find()
 
     def _run(self, cell: dict[str, Any], steps: int, options: dict[str, Any]) -> Trial:
-        id, evidence, verdict = self.ledger.run(self.spec(cell, steps), **options)
+        with self.gpus.one() as gpu:
+            id, evidence, verdict = self.ledger.run(self.spec(cell, steps), gpu=gpu, **options)
         folder = Path(self.ledger.root) / id
         console = (folder / "stdout.txt").read_text(errors="replace")
         counted = folder / "progress-0.bin"

@@ -12,10 +12,13 @@ EVERY_S = 1.0
 class DeviceUse:
     """`with DeviceUse() as use: use.percent` is the busiest GPU's, None before it was told.
 
+    only: the GPUs that count, as CUDA_VISIBLE_DEVICES names them; None: those of this process.
+
     A GPU counts as busy while any kernel runs, one that never ends as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only: str | None = None) -> None:
+        self._only = only
         self.percent: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="device use", daemon=True)
@@ -30,7 +33,9 @@ class DeviceUse:
 
     def _ask(self) -> None:
         while True:
-            told = [float(x) for (x,) in preflight.gpus("utilization.gpu") if x.isdigit()]
+            told = [
+                float(x) for (x,) in preflight.gpus("utilization.gpu", self._only) if x.isdigit()
+            ]
             self.percent = max(told, default=None)
             if self._stop.wait(EVERY_S):
                 return

@@ -96,12 +96,16 @@ def _asked(python: str) -> str:
     return done.stdout
 
 
-def reasons(uses_gpu: bool) -> list[str]:
-    """Why a trial that starts now would prove nothing; empty where nothing speaks against it."""
+def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
+    """Why a trial that starts now would prove nothing; empty where nothing speaks against it.
+
+    only: the GPUs that it may use, as CUDA_VISIBLE_DEVICES names them; None: as this process may.
+    """
     found = []
     if uses_gpu:
-        found += [f"the GPU is also used by process {pid} ({mib} MiB)" for pid, mib in foreign()]
-        found += _unexplained() if not found else []
+        there = foreign(only)
+        found += [f"the GPU is also used by process {pid} ({mib} MiB)" for pid, mib in there]
+        found += _unexplained(only) if not found else []
     for pid, started in list(_left.items()):
         seen = procfs.process(pid)
         if seen is None or seen.started != started or seen.state in "ZX":
@@ -111,14 +115,15 @@ def reasons(uses_gpu: bool) -> list[str]:
     return found
 
 
-def _unexplained() -> list[str]:
+def _unexplained(only: str | None) -> list[str]:
     """A container is not told who uses its GPUs, but how much of them is."""
     torch = sys.modules.get("torch")
-    if (torch is not None and torch.cuda.is_initialized()) or _smi("--query-compute-apps=pid"):
+    initialized = torch is not None and torch.cuda.is_initialized()
+    if initialized or _smi("--query-compute-apps=pid", only):
         return []
     return [
         f"{mib} MiB of GPU {index} are in use by a process that cannot be seen"
-        for index, mib in enumerate(used_mib())
+        for index, mib in enumerate(used_mib(only))
         if mib > UNSEEN_MIB
     ]
 
@@ -141,24 +146,26 @@ def uses_gpu(settings: dict[str, Any], env: dict[str, str]) -> bool:
     return settings.get("device") != "cpu" and visible != "" and bool(gpus("name"))
 
 
-def foreign() -> list[tuple[int, int]]:
+def foreign(only: str | None = None) -> list[tuple[int, int]]:
     """(pid, MiB) of the GPU's processes that are neither this one nor one of its ancestors."""
     own = _ancestors()
-    rows = _smi("--query-compute-apps=pid,used_memory")
+    rows = _smi("--query-compute-apps=pid,used_memory", only)
     found = [(int(pid), int(mib) if mib.isdigit() else 0) for pid, mib in rows if pid.isdigit()]
     return [(pid, mib) for pid, mib in found if pid not in own]
 
 
-def used_mib() -> list[int]:
+def used_mib(only: str | None = None) -> list[int]:
     """Memory in use on each GPU."""
-    return [int(mib) for (mib,) in gpus("memory.used") if mib.isdigit()]
+    return [int(mib) for (mib,) in gpus("memory.used", only) if mib.isdigit()]
 
 
-def wait_until_free(before: list[int], within_s: float = 15.0) -> list[str]:
+def wait_until_free(
+    before: list[int], within_s: float = 15.0, only: str | None = None
+) -> list[str]:
     """Waits until each GPU holds no more than `before`; says which of them still does."""
     end = time.monotonic() + within_s
     while True:
-        now = used_mib()
+        now = used_mib(only)
         more = [
             f"GPU {index} still holds {mib - was} MiB of the trial"
             for index, (was, mib) in enumerate(zip(before, now, strict=False))
@@ -181,17 +188,18 @@ def _ancestors() -> set[int]:
     return found
 
 
-def gpus(fields: str) -> list[list[str]]:
+def gpus(fields: str, only: str | None = None) -> list[list[str]]:
     """nvidia-smi's `fields` of each GPU, as text; [] where there is none."""
-    return _smi(f"--query-gpu={fields}")
+    return _smi(f"--query-gpu={fields}", only)
 
 
-def _smi(query: str) -> list[list[str]]:
+def _smi(query: str, only: str | None = None) -> list[list[str]]:
     """nvidia-smi's rows; none where there is none, or it does not answer.
 
-    Of the GPUs that CUDA_VISIBLE_DEVICES names: who uses the others disturbs no trial.
+    Of the GPUs that `only`, or else CUDA_VISIBLE_DEVICES, names: who uses others disturbs nobody.
     """
-    only = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    if only is None:
+        only = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     named = only and all(_GPU.fullmatch(name) for name in only.split(","))
     try:
         done = subprocess.run(
