@@ -20,7 +20,7 @@ def confusion(rows: Sequence[Judged]):
     if table.empty:
         return _nothing("nothing was run")
     with looks.style():
-        fig, (axes,) = looks.panels(1, 0.42 * len(table) + 0.9)
+        fig, (axes,) = looks.panels(1, 0.42 * len(table) + 1.3)
         shares = table.to_numpy() / table.to_numpy().sum(axis=1, keepdims=True)
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
         axes.grid(False)
@@ -34,7 +34,8 @@ def confusion(rows: Sequence[Judged]):
                               color="#c00000" if wrong else "black")  # fmt: skip
                     if wrong:
                         axes.add_patch(_frame(x, y))
-        axes.set_xticks(range(len(table.columns)), table.columns)
+        slanted = {"rotation": 30, "ha": "left", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(table.columns)), table.columns, **slanted)
         axes.set_yticks(range(len(table.index)), table.index)
         axes.xaxis.tick_top()
         axes.xaxis.set_label_position("top")
