@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from cases import Case, draw
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.attention import witness
 from nsa.attention.api import nsa_attention
@@ -78,6 +79,42 @@ def test_a_non_finite_output_warns_once_and_is_counted():
             call(poison=("v_win",))
             call()
     assert seen.record()["non_finite"] == {"layer 2": 2}
+
+
+def test_outputs_are_counted_across_looks_dtypes_and_places():
+    bad, good = torch.tensor([1.0, float("inf")]), torch.ones(3)
+    calls = [bad, good, bad.double(), bad, good.half()] * witness.TOGETHER
+    with witness.recording() as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, o in enumerate(calls):
+            with witness.where(layer=number % 2):
+                witness.saw_output(o)
+        assert sum(map(len, seen._norms.values())) < 2 * 3 * witness.TOGETHER
+        for _ in range(2):  # to read them changes nothing
+            assert seen.non_finite() == {"layer 0": 12, "layer 1": 12}
+
+
+def test_most_outputs_are_kept_for_a_look_at_several():
+    names = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen, norm = witness.Witness(), torch.ones(())
+    with Operations():
+        for _ in range(witness.TOGETHER - 1):
+            seen.saw_output(norm)
+        assert names == []
+        seen.saw_output(norm)
+    assert 0 < len(names) < witness.TOGETHER and seen.non_finite() == {}
+
+
+def test_a_tensor_without_values_is_not_looked_at():
+    with witness.recording() as seen:
+        witness.saw_output(torch.ones(4, device="meta"))
+    assert seen.non_finite() == {}
 
 
 def test_a_gate_of_zero_does_not_hide_a_nan():

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+TOGETHER = 8  # outputs of a place that are looked at in one go
+
 _lock = threading.RLock()
 _place: dict[str, int] = {}
 
@@ -28,22 +30,36 @@ class Witness:
     def __init__(self) -> None:
         self.paths: Counter[tuple[str, str]] = Counter()
         self.backends: Counter[str] = Counter()
-        self._non_finite: dict[str, Tensor] = {}
+        # Of each place: the largest magnitudes not looked at yet, and how many before were bad.
+        self._norms: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
+        self._non_finite: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self.warned = False
 
     def saw(self, branch: str, implementation: str) -> None:
         """Counts one use of `implementation` for `branch` ("score" for the selection's scores)."""
         self.paths[branch, implementation] += 1
 
-    def saw_output(self, bad: Tensor) -> None:
-        """Counts an output whose flag `bad` is set, without a sync on a GPU."""
+    def saw_output(self, norm: Tensor) -> None:
+        """Counts an output by its largest magnitude `norm` [], without a sync on a GPU."""
         here = place(without="step")  # or a long run would hold a tensor a step
-        before = self._non_finite.get(here)
-        self._non_finite[here] = bad.int() if before is None else before + bad
+        key = here, norm.dtype, norm.device
+        waiting = self._norms.setdefault(key, [])
+        waiting.append(norm)
+        if len(waiting) >= TOGETHER:
+            self._look(key)
+
+    def _look(self, key: tuple[str, torch.dtype, torch.device]) -> None:
+        bad = (~torch.stack(self._norms.pop(key)).isfinite()).sum()
+        self._non_finite[key] = bad + self._non_finite.get(key, 0)
 
     def non_finite(self) -> dict[str, int]:
         """Calls whose output held a non-finite value, by place. Waits for the GPU."""
-        counts = {here: int(count) for here, count in self._non_finite.items()}
+        with _lock:
+            for key in list(self._norms):
+                self._look(key)
+            counts: Counter[str] = Counter()
+            for (here, *_), count in self._non_finite.items():
+                counts[here] += int(count)
         found = {here: count for here, count in counts.items() if count}
         if found:
             self.warn(next(iter(found)))
@@ -106,19 +122,22 @@ def saw_output(o: Tensor) -> None:
     """Tells every open witness whether an output holds a non-finite value, without a sync on a GPU.
 
     There the warning waits until a witness is read; on a CPU it comes at once. A subclass of Tensor
-    (FakeTensor, say) may have no values to look at.
+    (FakeTensor, say), or one on "meta", may have no values to look at.
     """
     # A CUDA graph's replays go unseen, and its capture must not leave tensors of its memory here.
-    if type(o) is not Tensor or (o.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if (
+        type(o) is not Tensor
+        or o.is_meta
+        or (o.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return
-    # An infinity norm lets NaN and inf through and needs no temporary of o's size; such a norm less
-    # itself is NaN. Every operation here is a launch that a small call feels.
+    # An infinity norm lets NaN and inf through and needs no temporary of o's size. It is the only
+    # operation here, for each is a launch that a small call feels.
     norm = torch.linalg.vector_norm(o.detach(), ord=float("inf"))
-    bad = (norm - norm) != 0
     with _lock:
         for witness in _witnesses:
-            witness.saw_output(bad)
-        if o.device.type == "cpu" and bad:
+            witness.saw_output(norm)
+        if o.device.type == "cpu" and not norm.isfinite():
             _witnesses[-1].warn(place())
             for witness in _witnesses:
                 witness.warned = True
