@@ -5,6 +5,7 @@ process-wide, because autograd recomputes checkpointed blocks in threads of its 
 place (layer, step) of a call: one training loop a process.
 """
 
+import math
 import threading
 import warnings
 from collections import Counter
@@ -49,7 +50,7 @@ class Witness:
             self._look(key)
 
     def _look(self, key: tuple[str, torch.dtype, torch.device]) -> None:
-        bad = (~torch.stack(self._norms.pop(key)).isfinite()).sum()
+        bad = (~(torch.stack(self._norms.pop(key)) < math.inf)).sum()  # NaN is not less either
         self._non_finite[key] = bad + self._non_finite.get(key, 0)
 
     def non_finite(self) -> dict[str, int]:
@@ -133,7 +134,7 @@ def saw_output(o: Tensor) -> None:
         return
     # An infinity norm lets NaN and inf through and needs no temporary of o's size. It is the only
     # operation here, for each is a launch that a small call feels.
-    norm = torch.linalg.vector_norm(o.detach(), ord=float("inf"))
+    norm = torch.linalg.vector_norm(o.detach(), ord=math.inf)
     with _lock:
         for witness in _witnesses:
             witness.saw_output(norm)
