@@ -15,8 +15,8 @@ class Lane:
 
     Work enqueued inside `with lane:` begins after all that the current stream had been given by
     then; after `join` the current stream waits for all of it. A second stream fills the processors
-    that one kernel's last programs leave idle. It costs the host up to 0.17 ms for each `with`, so without
-    a CUDA graph it is taken from ENOUGH rows on.
+    that one kernel's last programs leave idle. It costs the host up to 0.17 ms for each `with`, so
+    without a CUDA graph it is taken from ENOUGH rows on.
 
     The caching allocator knows the use of memory on the stream that it was allocated on and on no
     other. So what is allocated in a lane is for the lane alone, results are allocated before, and
@@ -26,6 +26,7 @@ class Lane:
     def __init__(self, q: Tensor) -> None:
         """For queries q [tokens, HQ, D]."""
         self._stream: torch.cuda.Stream | None = None
+        self._used = False  # since the last join
         if q.is_cuda:
             many = q.shape[0] * q.shape[1] >= ENOUGH
             if many or torch.cuda.is_current_stream_capturing():
@@ -35,6 +36,7 @@ class Lane:
 
     def __enter__(self) -> None:
         if self._stream is not None:
+            self._used = True
             self._stream.wait_stream(self._current)
             self._inside.__enter__()
 
@@ -49,7 +51,8 @@ class Lane:
 
     def join(self) -> None:
         """Makes the current stream wait for the lane."""
-        if self._stream is not None:
+        if self._stream is not None and self._used:
+            self._used = False
             self._current.wait_stream(self._stream)
 
 
