@@ -13,6 +13,8 @@ from nsa.attention.api import nsa_attention
 from nsa.kernels import lanes, ops
 from nsa.kernels.compress_op import compress_mean
 from nsa.kernels.registration import sizes_of
+from nsa.lab.speed import timing
+from nsa.reference.nsa import BRANCHES
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -215,6 +217,21 @@ def test_a_second_stream_changes_no_bit(case, monkeypatch):
     for _ in range(20):  # its kernels race with those of the call before for the same memory
         for name, a, b in zip(["o", *drawn.leaves], results(0), want, strict=True):
             assert torch.equal(a, b), name
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("branches", [*SUBSETS, list(BRANCHES)], ids="+".join)
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen keys"])
+def test_a_capture_holds_whatever_streams_are_needed(branches, frozen):
+    """One that nobody used must not be waited for: it is no part of the capture."""
+    drawn = draw(replace(CASE, tokens=700), torch.float32, DEVICE)
+    names = [n for n in drawn.leaves if "_" not in n or n[-3:] in branches]
+    if frozen:
+        names = ["q", "gates"]
+        for name, leaf in drawn.leaves.items():
+            leaf.requires_grad_(name in names)
+    leaves, do = [drawn.leaves[name] for name in names], torch.randn_like(drawn.leaves["q"])
+    timing.graph_latency(lambda: attend(drawn, "triton", branches=branches), leaves, do)
 
 
 def test_there_is_one_stream_for_little_work_and_on_a_cpu():
