@@ -6,6 +6,7 @@ for its modules.
 """
 
 import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 os.environ["NSA_HEADLESS"] = "1"
+# A shell ignores Ctrl-C for what it puts in the background, and so do all children of that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not DEVICES:
     os.environ["TRITON_INTERPRET"] = "1"  # read when @triton.jit decorates, so before any kernel
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
