@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import platform
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.throughput_grid import curve_grid, throughput_grid
 from nsa.lab.throughput.throughput_rows import growth, windows
 from nsa.lab.throughput.training_session import session
+from nsa.lab.trial import Outcome
 from nsa.model.parallel import Parallel
 
 CELL = TrainCell("cpu_test", 32, backend="gather", batch=2, layers=1, steps=3)
@@ -221,6 +223,22 @@ def test_curves_of_equal_seeds_are_equal_and_of_other_weights_others():
     assert len(found["losses"]["2"]) == len(found["host_mib"]) == 4
     declined = {"cell": replace(cell, backend="flex").to_dict(), "seeds": [1]}
     assert "no backward" in loss_curves.train_seeds(declined)["declined"]
+
+
+def test_curves_on_several_gpus_are_trained_beside_each_other(monkeypatch):
+    seen, meet = [], threading.Barrier(2, timeout=20)
+
+    def child(entry, spec, *, env, **_):
+        seen.append(env["CUDA_VISIBLE_DEVICES"])
+        meet.wait()  # for the other GPU's
+        return Outcome("ok", {"losses": {"1": [float(spec["cell"]["tokens"])]}}, 0.1, "", 0)
+
+    monkeypatch.setattr(loss_curves, "run_child", child)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")
+    cells = [TrainCell("cpu_test", tokens, device="cuda") for tokens in (32, 64, 128, 256)]
+    rows = loss_curves.measure(cells, [1], deadline_s=9, progress=False)
+    assert sorted(seen) == ["2", "2", "7", "7"]
+    assert [row["losses"]["1"] for row in rows] == [[32.0], [64.0], [128.0], [256.0]]
 
 
 def test_what_is_compiled_meanwhile_is_counted():

@@ -20,7 +20,7 @@ from nsa.lab import timemodel, trial
 from nsa.lab.evidence import Evidence
 from nsa.lab.out_of_memory import kernel_kills
 from nsa.lab.ranks import run as ranks
-from nsa.lab.supervision import endings, flights, preflight
+from nsa.lab.supervision import endings, flights, gpus, preflight
 from nsa.lab.supervision.device_use import DeviceUse
 from nsa.lab.supervision.supervisor import Proven, Supervisor
 
@@ -109,7 +109,7 @@ def run(
     folder = Path(folder).resolve()
     _empty(folder)
     source = preflight.source_hash(spec.subject)
-    env = spec.env if gpu is None else {**spec.env, "CUDA_VISIBLE_DEVICES": gpu}
+    env = {**spec.env, **gpus.only(gpu)}
     on_gpu = preflight.uses_gpu(spec.settings, env)
     evidence = Evidence(
         spec=spec.to_dict(),

@@ -8,6 +8,7 @@ from typing import Any
 from nsa.lab import trial
 from nsa.lab.exhibits.step5 import Lab, Trial
 from nsa.lab.search.findings import Found
+from nsa.lab.supervision.gpus import only
 
 SEVERAL = "nsa.lab.exhibits.measure:several"
 STATE = "nsa.lab.exhibits.state:difference"
@@ -82,8 +83,9 @@ def investigate(
     def measured(name: str, entry: str, spec: dict[str, Any]) -> dict[str, Any] | None:
         place = None if folder is None else Path(folder) / name
         with lab.gpus.one() as gpu:
-            env = None if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-            outcome = trial.run_child(entry, spec, deadline_s=deadline_s, folder=place, env=env)
+            outcome = trial.run_child(
+                entry, spec, deadline_s=deadline_s, folder=place, env=only(gpu)
+            )
         if outcome.status != "ok":
             failed.append(f"{name}: {outcome.status}, {outcome.message}")
         return outcome.result

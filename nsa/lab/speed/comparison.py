@@ -13,6 +13,7 @@ from nsa.lab.speed.bench_record import empty
 from nsa.lab.speed.clock import CAP_S
 from nsa.lab.speed.limits import Ceilings
 from nsa.lab.speed.shapes import Shape
+from nsa.lab.supervision import gpus
 from nsa.lab.trial import run_child
 
 ENTRY = "nsa.lab.speed.bench:measure_spec"
@@ -42,8 +43,9 @@ def compare(
     Within a shape all implementations share one process and its inputs. deadline_s: for each shape;
     a budget somewhat below it lets the child say what did not fit. budget_s: for all; a shape whose
     turn comes later is not run. share_s: for each implementation, see `bench`. workers: shapes at
-    once, always 1 on a GPU. On a CPU Triton's kernels run interpreted. A child that gives no result
-    leaves a cell for each implementation, `outcome` "oom", "error" or "not run", and the reason.
+    once on a CPU, where Triton's kernels run interpreted; on "cuda" one on each visible GPU. A
+    child that gives no result leaves a cell for each implementation, `outcome` "oom", "error" or
+    "not run", and the reason.
     """
     every = bench.all_implementations(backends, peers, with_dense)
     spec = {
@@ -56,8 +58,13 @@ def compare(
         "cap_s": share_s,
     }
     budget, done = Budget(budget_s), 0
+    lent = gpus.all_visible() if device == "cuda" else gpus.Gpus()
 
     def one(shape: Shape) -> list[dict]:
+        with lent.one() as gpu:
+            return measured_on(gpu, shape)
+
+    def measured_on(gpu: str | None, shape: Shape) -> list[dict]:
         nonlocal done
         place = None
         if folder is not None:
@@ -71,7 +78,7 @@ def compare(
             spec | within,
             deadline_s=mine_s,
             folder=place,
-            env={"TRITON_INTERPRET": "1"} if device == "cpu" else None,
+            env={"TRITON_INTERPRET": "1"} if device == "cpu" else gpus.only(gpu),
         )
         done += 1
         if progress:
@@ -83,7 +90,7 @@ def compare(
         message = f"{PROCESS}: {outcome.status}, {outcome.message}"
         return [_lost(shape, i, status, message, device) for i in every]
 
-    with ThreadPoolExecutor(1 if device.startswith("cuda") else workers) as pool:
+    with ThreadPoolExecutor(lent.at_once if device.startswith("cuda") else workers) as pool:
         return [cell for cells in pool.map(one, shapes) for cell in cells]
 
 

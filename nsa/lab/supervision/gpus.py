@@ -23,6 +23,11 @@ class Gpus:
         for name in self.names:
             self._free.put(name)
 
+    @property
+    def at_once(self) -> int:
+        """How many can have one at a time; 1 where none can be told apart."""
+        return len(self.names) or 1
+
     @contextmanager
     def one(self) -> Iterator[str | None]:
         if not self.names:
@@ -33,6 +38,11 @@ class Gpus:
             yield name
         finally:
             self._free.put(name)
+
+
+def only(gpu: str | None) -> dict[str, str]:
+    """The variables under which a child process sees this GPU and no other; none for None."""
+    return {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
 
 
 def all_visible() -> Gpus:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nsa.attention.registry import Declined
 from nsa.lab.budget import Budget
+from nsa.lab.supervision import gpus
 from nsa.lab.throughput.memory_samples import MemorySamples
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.training_session import session
@@ -33,12 +34,18 @@ def measure(
     the first seed, `device_mib` and `host_mib` after each step.
 
     A cell's `steps` are all there are, with a cosine schedule down to 0. Its seeds are trained one
-    after the other in one child process. Times are not taken, so on a CPU `workers` cells may run
-    at once.
+    after the other in one child process. Times are not taken, so `workers` cells may run at once on
+    a CPU; of cells for "cuda" one runs on each visible GPU.
     """
     budget, done = Budget(budget_s), 0
+    on_gpu = any(cell.device == "cuda" for cell in cells)
+    lent = gpus.all_visible() if on_gpu else gpus.Gpus()
 
     def one(numbered: tuple[int, TrainCell]) -> dict:
+        with lent.one() as gpu:
+            return trained_on(gpu, numbered)
+
+    def trained_on(gpu: str | None, numbered: tuple[int, TrainCell]) -> dict:
         nonlocal done
         number, cell = numbered
         left = budget.share(deadline_s)
@@ -50,7 +57,11 @@ def measure(
             name = f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(cell))}"
             spec = {"cell": cell.to_dict(), "seeds": list(seeds), "threads": threads}
             ended = run_child(
-                ENTRY, spec, deadline_s=left, folder=None if folder is None else Path(folder, name)
+                ENTRY,
+                spec,
+                deadline_s=left,
+                folder=None if folder is None else Path(folder, name),
+                env=gpus.only(gpu),
             )
             outcome, message = budget.judged(ended.status, ended.message, left, deadline_s)
             row |= {"outcome": outcome, "message": message, "seconds": ended.seconds}
@@ -66,8 +77,7 @@ def measure(
             print(f"[{done}/{len(cells)}] {said}", file=sys.stderr, flush=True)
         return row
 
-    on_gpu = any(cell.device == "cuda" for cell in cells)
-    with ThreadPoolExecutor(1 if on_gpu else workers) as pool:
+    with ThreadPoolExecutor(lent.at_once if on_gpu else workers) as pool:
         return list(pool.map(one, enumerate(cells)))
 
 
