@@ -201,8 +201,8 @@ def test_the_id_changes_with_the_packages_source(tmp_path, monkeypatch):
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("name", ["01_tiny", "tiny", "01", "ti", "01_tiny.ipynb"])
-def test_a_notebook_is_found_by_name_number_or_beginning(place, name):
+@pytest.mark.parametrize("name", ["01_tiny", "tiny", "01", "ti", "iny", "01_tiny.ipynb"])
+def test_a_notebook_is_found_by_name_number_or_part(place, name):
     write_notebook(place / "notebooks" / "02_speed.ipynb", "1")
     assert identity.find_notebook(name, place / "notebooks").stem == "01_tiny"
 
@@ -223,6 +223,9 @@ def test_an_unknown_or_unclear_notebook_is_refused_with_the_nearest(place):
         start(place, name="tyni")
     with pytest.raises(ValueError, match="'ti' fits 01_tiny, 02_tidy"):
         start(place, name="ti")
+    with pytest.raises(ValueError, match="'t' fits 01_tiny, 02_tidy"):  # not 03_most
+        write_notebook(place / "notebooks" / "03_most.ipynb", "1")
+        start(place, name="t")
     with pytest.raises(ValueError, match="no notebooks in"):
         run_notebook("tiny", {}, notebooks=place / "none")
 

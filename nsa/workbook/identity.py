@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
-    """A notebook by path, name, number or part of its name (`01`, `memory_scaling`).
+    """A notebook by path, name, number or part of its name (`01`, `memory_scaling`, `scaling`).
 
     ValueError when the path leads nowhere; when no name or several fit, it names the nearest.
     """
@@ -28,6 +28,7 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
     if name in found or name in without_number:
         return found[without_number.get(name, name)]
     fits = [s for s in found if s.startswith(name) or re.sub(r"^\d+_", "", s).startswith(name)]
+    fits = fits or [stem for stem in found if name and name in stem]
     if len(fits) == 1:
         return found[fits[0]]
     if fits:
