@@ -27,12 +27,11 @@ class Lane:
         """For queries q [tokens, HQ, D]."""
         self._stream: torch.cuda.Stream | None = None
         self._used = False  # since the last join
-        if q.is_cuda:
-            many = q.shape[0] * q.shape[1] >= ENOUGH
-            if many or torch.cuda.is_current_stream_capturing():
-                self._current = torch.cuda.current_stream(q.device)
-                self._stream = _beside(q.device.index, self._current.cuda_stream)
-                self._inside = torch.cuda.stream(self._stream)
+        many = q.shape[0] * q.shape[1] >= ENOUGH
+        if q.is_cuda and (many or torch.cuda.is_current_stream_capturing()):
+            self._current = torch.cuda.current_stream(q.device)
+            self._stream = _beside(q.device.index, self._current.cuda_stream)
+            self._inside = torch.cuda.stream(self._stream)
 
     def __enter__(self) -> None:
         if self._stream is not None:

@@ -109,7 +109,7 @@ def attend(
     if v_win is not None:
         out = mix.pop("out", None)
         out = q.new_empty(*q.shape[:2], v_win.shape[2]) if out is None else out
-        lse_win = torch.empty(q.shape[1::-1], dtype=torch.float32, device=q.device)
+        lse_win = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         with lane:
             span_fwd.span_forward(
                 q, k_win, v_win, window_span(config), tokens, tokens, scale,
@@ -163,6 +163,17 @@ def _(
     )
 
 
+def _room(
+    q: Tensor, branches: Sequence[tuple[Tensor | None, Tensor | None]], keys: bool
+) -> list[Tensor]:
+    """For gradients of each branch's k and v; empty where it has no values, and unless `keys`."""
+    return [
+        contiguous_like(x) if keys and v is not None else q.new_empty(0)
+        for k, v in branches
+        for x in (k, v)
+    ]
+
+
 @torch.library.custom_op("nsa::attend_backward", mutates_args=())
 @on_its_device
 def attend_backward(
@@ -201,15 +212,10 @@ def attend_backward(
         by_branch = gates.permute(2, 1, 0)
         by_branch = by_branch.to(torch.float32, memory_format=torch.contiguous_format)
         gates = by_branch.contiguous().permute(2, 1, 0)
-    # Queries' gradients follow each other here, keys' and values' in a lane beside them; what a
-    # branch needs (`deltas`) is kept until both have met.
-    lane, deltas, dq = Lane(q), [], None
-    grads = [q.new_empty(0) for _ in range(6)]
-    if keys:
-        given = k_cmp, v_cmp, k_slc, v_slc, k_win, v_win
-        values = v_cmp, v_cmp, v_slc, v_slc, v_win, v_win
-        for i, (x, value) in enumerate(zip(given, values, strict=True)):
-            grads[i] = grads[i] if value is None else contiguous_like(x)
+    # Queries' gradients follow each other here, keys' and values' in a lane beside them. Each delta
+    # has a name of its own, for the lane may read it until both have met.
+    lane, dq = Lane(q), None
+    grads = _room(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     if v_slc is not None:
         plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
         if keys:
@@ -217,30 +223,28 @@ def attend_backward(
                 lookup = inverse.inverse(blocks, sequences)
     if v_cmp is not None:
         span = compressed_span(config), tokens, sequences.compressed, scale
-        deltas += [combine.delta_of(do, o_cmp, dgates, CMP)]
+        delta_cmp = combine.delta_of(do, o_cmp, dgates, CMP)
         given = q, k_cmp, v_cmp, do, lse_cmp
         if keys:
             with lane:
-                span_bwd.span_dkdv(*given, deltas[-1], gates, CMP, *span, out=grads[0:2])
-        dq, _ = span_bwd.span_dq(*given, gates, CMP, *span, delta=deltas[-1])
+                span_bwd.span_dkdv(*given, delta_cmp, gates, CMP, *span, out=grads[0:2])
+        dq, _ = span_bwd.span_dq(*given, gates, CMP, *span, delta=delta_cmp)
     if v_win is not None:
         span = window_span(config), tokens, tokens, scale
         given = q, k_win, v_win, do, lse_win
-        dq, delta = span_bwd.span_dq(*given, gates, WIN, *span, dgates=dgates, dq=dq)
-        deltas += [delta]
+        dq, delta_win = span_bwd.span_dq(*given, gates, WIN, *span, dgates=dgates, dq=dq)
         if keys:
             with lane:
-                span_bwd.span_dkdv(*given, delta, gates, WIN, *span, out=grads[4:6])
+                span_bwd.span_dkdv(*given, delta_win, gates, WIN, *span, out=grads[4:6])
     if v_slc is not None:
         given = q, k_slc, v_slc, do, lse_slc
-        dq, delta = selected_dq.selected_dq(
+        dq, delta_slc = selected_dq.selected_dq(
             *given, gates, SLC, plan, sequences, scale, dgates=dgates, dq=dq
         )
-        deltas += [delta]
         if keys:
             with lane:
                 selected_dkdv.selected_dkdv(
-                    *given, delta, gates, SLC, lookup, sequences, scale, out=grads[2:4]
+                    *given, delta_slc, gates, SLC, lookup, sequences, scale, out=grads[2:4]
                 )
     lane.join()
     return dq, *grads, q.new_empty(0) if dgates is None else dgates
@@ -251,12 +255,7 @@ def _(
     do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens,
     o_cmp, lse_cmp, lse_win, lse_slc, batch, sizes, scale, keys,
 ):  # fmt: skip
-    def like(x, value):
-        return q.new_empty(x.shape if keys and value is not None else (0,))
-
-    values = v_cmp, v_cmp, v_slc, v_slc, v_win, v_win
-    given = k_cmp, v_cmp, k_slc, v_slc, k_win, v_win
-    grads = [like(x, value) for x, value in zip(given, values, strict=True)]
+    grads = _room(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     dgates = q.new_empty(0) if gates is None else gates.new_empty(gates.shape)
     return q.new_empty(q.shape), *grads, dgates
 
