@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from nsa.lab import child, processes
+from nsa.lab.supervision import preflight
 
 PREFIXES = (
     "TORCH",
@@ -129,10 +130,9 @@ def visible_gpus(text: str, visible: str | None) -> list[dict]:
         found.append((index, uuid, gpu))
     if visible is None:
         return [gpu for _, _, gpu in found]
-    wanted = [name.strip() for name in visible.split(",") if name.strip()]
     return [
         gpu
-        for name in wanted
+        for name in preflight.visible(visible) or ()
         for index, uuid, gpu in found
         if name == index or (not name.isdigit() and uuid.startswith(name))
     ]

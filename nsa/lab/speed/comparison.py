@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -60,11 +59,7 @@ def compare(
     budget, done = Budget(budget_s), 0
     lent = gpus.all_visible() if device == "cuda" else gpus.Gpus()
 
-    def one(shape: Shape) -> list[dict]:
-        with lent.one() as gpu:
-            return measured_on(gpu, shape)
-
-    def measured_on(gpu: str | None, shape: Shape) -> list[dict]:
+    def one(gpu: str | None, shape: Shape) -> list[dict]:
         nonlocal done
         place = None
         if folder is not None:
@@ -90,8 +85,8 @@ def compare(
         message = f"{PROCESS}: {outcome.status}, {outcome.message}"
         return [_lost(shape, i, status, message, device) for i in every]
 
-    with ThreadPoolExecutor(lent.at_once if device.startswith("cuda") else workers) as pool:
-        return [cell for cells in pool.map(one, shapes) for cell in cells]
+    at_once = 1 if device.startswith("cuda") else workers  # unless there are GPUs to lend
+    return [cell for cells in lent.map(one, shapes, at_once) for cell in cells]
 
 
 def _lost(shape: Shape, implementation, outcome: str, message: str, device: str) -> dict:

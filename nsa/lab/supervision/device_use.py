@@ -33,9 +33,7 @@ class DeviceUse:
 
     def _ask(self) -> None:
         while True:
-            told = [
-                float(x) for (x,) in preflight.gpus("utilization.gpu", self._only) if x.isdigit()
-            ]
-            self.percent = max(told, default=None)
+            told = preflight.numbers("utilization.gpu", self._only)
+            self.percent = max(map(float, told), default=None)
             if self._stop.wait(EVERY_S):
                 return

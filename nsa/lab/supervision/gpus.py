@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 from nsa.lab.supervision import preflight
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class Gpus:
@@ -23,11 +26,6 @@ class Gpus:
         for name in self.names:
             self._free.put(name)
 
-    @property
-    def at_once(self) -> int:
-        """How many can have one at a time; 1 where none can be told apart."""
-        return len(self.names) or 1
-
     @contextmanager
     def one(self) -> Iterator[str | None]:
         if not self.names:
@@ -39,6 +37,18 @@ class Gpus:
         finally:
             self._free.put(name)
 
+    def map(
+        self, function: Callable[[str | None, Item], Result], items: Iterable[Item], workers: int
+    ) -> list[Result]:
+        """function(gpu, item) of each, in their order: one on each GPU at once, else `workers`."""
+
+        def lent(item: Item) -> Result:
+            with self.one() as gpu:
+                return function(gpu, item)
+
+        with ThreadPoolExecutor(len(self.names) or workers) as pool:
+            return list(pool.map(lent, items))
+
 
 def only(gpu: str | None) -> dict[str, str]:
     """The variables under which a child process sees this GPU and no other; none for None."""
@@ -47,7 +57,7 @@ def only(gpu: str | None) -> dict[str, str]:
 
 def all_visible() -> Gpus:
     """Those that this process may use."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if told is None:
-        return Gpus(tuple(str(index) for index in range(len(preflight.gpus("name")))))
-    return Gpus(tuple(name.strip() for name in told.split(",") if name.strip()))
+    names = preflight.visible()
+    if names is None:
+        names = [str(index) for index in range(len(preflight.gpus("name")))]
+    return Gpus(tuple(names))

@@ -142,8 +142,8 @@ def remember(pid: int, started: int) -> bool:
 
 def uses_gpu(settings: dict[str, Any], env: dict[str, str]) -> bool:
     """Whether a trial with these settings can touch a GPU of this machine."""
-    visible = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES")
-    return settings.get("device") != "cpu" and visible != "" and bool(gpus("name"))
+    told = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES")
+    return settings.get("device") != "cpu" and told != "" and bool(gpus("name"))
 
 
 def foreign(only: str | None = None) -> list[tuple[int, int]]:
@@ -156,7 +156,7 @@ def foreign(only: str | None = None) -> list[tuple[int, int]]:
 
 def used_mib(only: str | None = None) -> list[int]:
     """Memory in use on each GPU."""
-    return [int(mib) for (mib,) in gpus("memory.used", only) if mib.isdigit()]
+    return numbers("memory.used", only)
 
 
 def wait_until_free(
@@ -188,6 +188,17 @@ def _ancestors() -> set[int]:
     return found
 
 
+def numbers(field: str, only: str | None = None) -> list[int]:
+    """One of nvidia-smi's whole-numbered fields, of each GPU that tells it."""
+    return [int(x) for (x,) in gpus(field, only) if x.isdigit()]
+
+
+def visible(told: str | None = None) -> list[str] | None:
+    """The names in `told`, or else in CUDA_VISIBLE_DEVICES; None where that is not set."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES") if told is None else told
+    return None if told is None else [name.strip() for name in told.split(",") if name.strip()]
+
+
 def gpus(fields: str, only: str | None = None) -> list[list[str]]:
     """nvidia-smi's `fields` of each GPU, as text; [] where there is none."""
     return _smi(f"--query-gpu={fields}", only)
@@ -198,14 +209,13 @@ def _smi(query: str, only: str | None = None) -> list[list[str]]:
 
     Of the GPUs that `only`, or else CUDA_VISIBLE_DEVICES, names: who uses others disturbs nobody.
     """
-    if only is None:
-        only = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
-    named = only and all(_GPU.fullmatch(name) for name in only.split(","))
+    names = visible(only)
+    named = names and all(_GPU.fullmatch(name) for name in names)
     try:
         done = subprocess.run(
             [
                 "nvidia-smi", query, "--format=csv,noheader,nounits",
-                *([f"--id={only}"] if named else []),
+                *([f"--id={','.join(names)}"] if named else []),
             ],
             capture_output=True,
             text=True,

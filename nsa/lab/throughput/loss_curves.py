@@ -4,7 +4,6 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nsa.attention.registry import Declined
@@ -41,11 +40,7 @@ def measure(
     on_gpu = any(cell.device == "cuda" for cell in cells)
     lent = gpus.all_visible() if on_gpu else gpus.Gpus()
 
-    def one(numbered: tuple[int, TrainCell]) -> dict:
-        with lent.one() as gpu:
-            return trained_on(gpu, numbered)
-
-    def trained_on(gpu: str | None, numbered: tuple[int, TrainCell]) -> dict:
+    def one(gpu: str | None, numbered: tuple[int, TrainCell]) -> dict:
         nonlocal done
         number, cell = numbered
         left = budget.share(deadline_s)
@@ -77,8 +72,7 @@ def measure(
             print(f"[{done}/{len(cells)}] {said}", file=sys.stderr, flush=True)
         return row
 
-    with ThreadPoolExecutor(lent.at_once if on_gpu else workers) as pool:
-        return list(pool.map(one, enumerate(cells)))
+    return lent.map(one, enumerate(cells), 1 if on_gpu else workers)
 
 
 def train_seeds(spec: dict) -> dict:
