@@ -17,6 +17,8 @@ from torch import Tensor
 
 TOGETHER = 8  # outputs of a place that are looked at in one go
 
+Key = tuple[str, torch.dtype, torch.device]  # a place, and what can be looked at in one go
+
 _lock = threading.RLock()
 _place: dict[str, int] = {}
 
@@ -32,8 +34,8 @@ class Witness:
         self.paths: Counter[tuple[str, str]] = Counter()
         self.backends: Counter[str] = Counter()
         # Of each place: the largest magnitudes not looked at yet, and how many before were bad.
-        self._norms: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
-        self._non_finite: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._norms: dict[Key, list[Tensor]] = {}
+        self._non_finite: dict[Key, Tensor] = {}
         self.warned = False
 
     def saw(self, branch: str, implementation: str) -> None:
@@ -49,7 +51,7 @@ class Witness:
         if len(waiting) >= TOGETHER:
             self._look(key)
 
-    def _look(self, key: tuple[str, torch.dtype, torch.device]) -> None:
+    def _look(self, key: Key) -> None:
         bad = (~(torch.stack(self._norms.pop(key)) < math.inf)).sum()  # NaN is not less either
         self._non_finite[key] = bad + self._non_finite.get(key, 0)
 

@@ -28,7 +28,7 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
     if name in found or name in without_number:
         return found[without_number.get(name, name)]
     fits = [s for s in found if s.startswith(name) or re.sub(r"^\d+_", "", s).startswith(name)]
-    fits = fits or [stem for stem in found if name and name in stem]
+    fits = fits or [stem for stem in found if name in stem]
     if len(fits) == 1:
         return found[fits[0]]
     if fits:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.speed.shapes import Shape
 from nsa.lab.trial import run_child
 
 ENTRY = "nsa.lab.correctness.correctness_oracle:hold_all"
@@ -31,7 +30,8 @@ def measure(
     RuntimeError if a child did not end well: without its oracle there is nothing to look at.
     """
     env = {} if device == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    shares = [list(shapes[number::workers]) for number in range(min(workers, len(shapes)))]
+    each = max(1, -(-len(shapes) // workers))
+    shares = [list(shapes[first : first + each]) for first in range(0, len(shapes), each)]
 
     def held(number: int) -> list[dict[str, Any]]:
         spec = {"shapes": shares[number], "device": device}
@@ -43,9 +43,7 @@ def measure(
         return ended.result["rows"]
 
     with ThreadPoolExecutor(max(1, len(shares))) as pool:
-        rows = [row for mine in pool.map(held, range(len(shares))) for row in mine]
-    order = [(str(Shape.from_dict(shape)), shape["dtype"]) for shape in shapes]
-    return sorted(rows, key=lambda row: order.index((row["shape"], row["dtype"])))
+        return [row for mine in pool.map(held, range(len(shares))) for row in mine]
 
 
 def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +57,7 @@ def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
 
     from nsa.attention import registry
     from nsa.lab.speed.attention_inputs import draw
+    from nsa.lab.speed.shapes import Shape
 
     if spec["device"] == "cpu":
         torch.set_num_threads(1)
