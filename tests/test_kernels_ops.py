@@ -203,7 +203,7 @@ def test_head_dims_that_are_padded():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="a second stream needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASE, PACKED, replace(CASE, tokens=700, batch=2)], ids=str)
 def test_a_second_stream_changes_no_bit(case, monkeypatch):
     drawn = draw(case, torch.float32, DEVICE)
@@ -219,7 +219,7 @@ def test_a_second_stream_changes_no_bit(case, monkeypatch):
             assert torch.equal(a, b), name
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("branches", [*SUBSETS, list(BRANCHES)], ids="+".join)
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen keys"])
 def test_a_capture_holds_whatever_streams_are_needed(branches, frozen):
