@@ -312,6 +312,22 @@ def test_visible_gpus_are_lent_one_by_one(visible, names, monkeypatch):
         assert set(used) == {None} and max(map(len, most)) > 2  # nobody waits
 
 
+def test_a_gpu_goes_to_whoever_asked_first():
+    """Else one of long trials could keep a chain of short ones waiting to the end."""
+    pool, served = gpus.Gpus(("0",)), []
+
+    def use(number):
+        with pool.one():
+            served.append(number)
+
+    with ThreadPoolExecutor(20) as many, pool.one():
+        for number in range(20):
+            many.submit(use, number)
+            while len(pool._waiting) <= number:
+                time.sleep(0.001)
+    assert served == list(range(20)) and list(pool._free) == ["0"]
+
+
 def test_both_flight_recorders_are_read(monkeypatch):
     import torch
     import torch._C._distributed_c10d as c10d

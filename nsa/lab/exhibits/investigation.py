@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab import trial
-from nsa.lab.exhibits.step5 import Lab, Trial
+from nsa.lab.exhibits.step5 import BASE, Lab, Trial
 from nsa.lab.search.findings import Found
 from nsa.lab.supervision.gpus import only
 
@@ -68,16 +68,17 @@ def investigate(
 ) -> Results:
     """Calibrates, then runs all of it, `workers` processes at a time.
 
-    memory: settings of exhibits.measure.memory, one for each cell. Workers beyond `lab.gpus` wait
-    for one of those: trials that share a GPU are not trusted.
+    memory: settings of exhibits.measure.memory, one for each cell. Where there are `lab.gpus`, as
+    many as those: trials that share a GPU are not trusted.
     """
     lab.calibrate()
     small = lab.with_tokens(bisect_tokens or lab.setup.tokens)
     named = cells(deadlines, layers)
     setup, failed = lab.setup, []
+    layers_of_all = {"layers": BASE["layers"]}
     settings = {"design": setup.design, "tokens": setup.tokens, "device": setup.device,
-                "threads": setup.threads}  # fmt: skip
-    fast = {"changes": {"path": "masked", "defects": []}}
+                "threads": setup.threads, "changes": layers_of_all}  # fmt: skip
+    fast = {"changes": {"path": "masked", "defects": [], **layers_of_all}}
     counted = [settings, settings | fast, settings | {"tokens": 2 * setup.tokens} | fast]
 
     def measured(name: str, entry: str, spec: dict[str, Any]) -> dict[str, Any] | None:
@@ -94,9 +95,12 @@ def investigate(
         found = measured(name, SEVERAL, {"measure": name, "settings": each}) if each else None
         return found["rows"] if found else []
 
-    with ThreadPoolExecutor(max(1, workers)) as pool:
+    # The bisection is one trial after another, so one worker more: a GPU waits for none of it.
+    at_once = len(lab.gpus.names) + 1 if lab.gpus.names else max(1, workers)
+    longest_first = sorted(named, key=lambda name: -named[name].get("deadline", 1.0))
+    with ThreadPoolExecutor(at_once) as pool:
         found = pool.submit(small.bisect, bisect_steps)
-        ran: dict[str, Future] = {n: pool.submit(lab.run, **c) for n, c in named.items()}
+        ran: dict[str, Future] = {n: pool.submit(lab.run, **named[n]) for n in longest_first}
         state = pool.submit(measured, "state", STATE, {"settings": settings, "after": 4})
         operations = pool.submit(rows, "operations", counted)
         held = pool.submit(rows, "memory", memory)
@@ -104,7 +108,7 @@ def investigate(
         lab.trials += small.trials
     return Results(
         lab,
-        {name: future.result() for name, future in ran.items()},
+        {name: ran[name].result() for name in named},
         found.result(),
         state.result(),
         operations.result(),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock
 from typing import TypeVar
 
 from nsa.lab.supervision import preflight
@@ -14,7 +15,7 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class Gpus:
-    """`with gpus.one() as gpu:` waits until one is free and has it alone.
+    """`with gpus.one() as gpu:` waits until one is free and has it alone; who asked first is first.
 
     gpu is what CUDA_VISIBLE_DEVICES, and `runner.run`, take; None where `names` is empty: what
     needs none waits for nobody.
@@ -22,20 +23,35 @@ class Gpus:
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         self.names = tuple(names)
-        self._free: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for name in self.names:
-            self._free.put(name)
+        self._lock = Lock()
+        self._free = deque(self.names)
+        self._waiting: deque[Future[str]] = deque()
 
     @contextmanager
     def one(self) -> Iterator[str | None]:
         if not self.names:
             yield None
             return
-        name = self._free.get()
+        name = self._take()
         try:
             yield name
         finally:
-            self._free.put(name)
+            self._give(name)
+
+    def _take(self) -> str:
+        with self._lock:
+            if self._free:
+                return self._free.popleft()
+            turn: Future[str] = Future()
+            self._waiting.append(turn)
+        return turn.result()
+
+    def _give(self, name: str) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set_result(name)
+            else:
+                self._free.append(name)
 
     def map(
         self, function: Callable[[str | None, Item], Result], items: Iterable[Item], workers: int
