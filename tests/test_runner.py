@@ -69,12 +69,22 @@ def test_what_stands_is_looked_at_three_times_and_ended_with_its_proof(stuck, na
 
 @pytest.mark.parametrize("name", ["lock", "gil"])
 def test_the_stacks_name_the_line(stuck, name):
-    for tool in ("py-spy", "faulthandler"):
-        if tool == "py-spy" and not by(stuck[name], tool):
-            assert "py-spy" in stuck[name].looks[0].message
-            continue
-        main = by(stuck[name], tool)[-1].main()
-        assert any("subject_entries.py" in frame for frame in main["frames"])
+    evidence = stuck[name]
+    shown = by(evidence, "py-spy")
+    if not shown:
+        assert "py-spy" in next(look.message for look in evidence.looks if look.message)
+    main = (shown or by(evidence, "faulthandler"))[-1].main()
+    assert any("subject_entries.py" in frame for frame in main["frames"])
+
+
+@pytest.mark.parametrize("name", ["lock", "gil", "slow"])
+def test_faulthandler_is_not_asked_where_py_spy_shows_the_stacks(stuck, name):
+    """Its dump ends a process now and then."""
+    looks = [look for look in stuck[name].looks if look.tool in ("py-spy", "faulthandler")]
+    for before, look in pairwise(looks):
+        if look.tool == "faulthandler":
+            assert before.tool == "py-spy" and not before.threads
+    assert looks and looks[0].tool == "py-spy"
 
 
 def test_the_kernel_tells_who_is_stopped_and_who_waits(stuck):

@@ -69,6 +69,25 @@ ENDED = {
               environment={"env": {"TORCH_DISTRIBUTED_DEBUG": "INFO"}}),
         "CRASH:SIGSEGV",
     ),
+    "faulthandler ended it": (
+        trial(moving(2), looks(1.5, tool="faulthandler", count=1),
+              end=End("signal", -11, "SIGSEGV")),
+        "INCONCLUSIVE:tool-crash",
+    ),
+    "faulthandler had been gone for long": (
+        trial(moving(9), looks(1.5, tool="faulthandler", count=1),
+              end=End("signal", -11, "SIGSEGV")),
+        "CRASH:SIGSEGV",
+    ),
+    "another signal than a dump's": (
+        trial(moving(2), looks(1.5, tool="faulthandler", count=1),
+              end=End("signal", -6, "SIGABRT")),
+        "CRASH:SIGABRT",
+    ),
+    "only py-spy had looked": (
+        trial(moving(2), looks(1.5, count=1), end=End("signal", -11, "SIGSEGV")),
+        "CRASH:SIGSEGV",
+    ),
     "its caller stopped it": (
         trial(moving(9), end=End("stopped by the supervisor", -15, "caller")),
         "INCONCLUSIVE:stopped-early",

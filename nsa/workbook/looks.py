@@ -60,9 +60,11 @@ def legend(fig, axes_list) -> None:
     for axes in axes_list:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    # About two inches a name, or the legend is cut off at both sides of the figure.
-    columns = max(1, min(len(found), int(fig.get_figwidth() / 2.1)))
-    fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
+    for columns in range(max(1, min(len(found), int(fig.get_figwidth() / 2.1))), 0, -1):
+        made = fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
+        if columns == 1 or made.get_window_extent().width < fig.bbox.width:
+            break
+        made.remove()  # it would be cut off at both sides of the figure
 
 
 def crosses(axes, failures, tokens, *, top: bool = True, colour=lambda name: look(name)[0]) -> None:

@@ -24,8 +24,6 @@ _IN_COPY = "nsa.lab.correctness.correctness_probe:in_copy"
 _IN_COPIES = "nsa.lab.correctness.correctness_probe:in_copies"
 _LOOK = "nsa.lab.correctness.correctness_probe:look"
 _LEARN = "nsa.lab.correctness.learning:learn"
-# The kernels run without a GPU, too, one program after the other.
-_INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 # mutant -> (view, backend): where the mutated line shows.
 SHOWS = {
@@ -76,39 +74,49 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 def look_at(
     names: Sequence[str] = ("all",),
     *,
+    device: str = "cpu",
     workers: int = 2,
     deadline_s: float = 120.0,
     folder: str | Path | None = None,
 ) -> list[Seen]:
     """What each mutant shows, and before them what the code as it is shows in the same views.
 
-    In `workers` child processes at once. ValueError for an unknown mutant.
+    In `workers` child processes at once; the kernels on `device`, "cuda" or, interpreted, "cpu".
+    ValueError for an unknown mutant.
     """
     names = check_names(names)
     wanted = [(RIGHT, *view) for view in dict.fromkeys(SHOWS[name] for name in names)]
     wanted += [(name, *SHOWS[name]) for name in names]
-    # Interpreted kernels take longest, so each worker gets its share of them.
+    # Kernels take longest, interpreted or compiled, so each worker gets its share of them.
     wanted.sort(key=lambda one: one[2] == "triton")
     shares = [wanted[start::workers] for start in range(workers)]
     with ThreadPoolExecutor(workers) as pool:
-        parts = pool.map(lambda share: _look_at(share, deadline_s, folder), filter(None, shares))
+        parts = pool.map(
+            lambda share: _look_at(share, device, deadline_s, folder), filter(None, shares)
+        )
         found = [seen for part in parts for seen in part]
     order = {name: number for number, name in enumerate((RIGHT, *names))}
     return sorted(found, key=lambda seen: order[seen.mutant])
 
 
 def _look_at(
-    share: Sequence[tuple[str, str, str]], deadline_s: float, folder: str | Path | None
+    share: Sequence[tuple[str, str, str]],
+    device: str,
+    deadline_s: float,
+    folder: str | Path | None,
 ) -> list[Seen]:
     with tempfile.TemporaryDirectory(prefix="nsa-mutants-") as place:
         calls = []
         for number, (name, view, backend) in enumerate(share):
             root = _copy(None if name == RIGHT else mutant(name), Path(place, str(number)))
-            spec = {"view": view, "backend": backend}
+            on = device if backend == "triton" else "cpu"
+            spec = {"view": view, "backend": backend, "device": on}
             calls.append({"root": str(root), "entry": _LOOK, "spec": spec})
         spec = {"calls": calls, "triton": any(backend == "triton" for *_, backend in share)}
         kept = None if folder is None else Path(folder, f"looks-{share[0][0]}-{share[0][1]}")
-        ended = run_child(_IN_COPIES, spec, deadline_s=deadline_s, folder=kept, env=_INTERPRETED)
+        ended = run_child(
+            _IN_COPIES, spec, deadline_s=deadline_s, folder=kept, env=_environment(device)
+        )
     lost = {"error": ended.message or ended.status}
     found = (ended.result or {}).get("found", [lost] * len(share))
     return [
@@ -241,11 +249,17 @@ def in_copy(
 
     On a CPU Triton's kernels are interpreted.
     """
-    env = _INTERPRETED if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as place:
         root = _copy(None if name == RIGHT else mutant(name), Path(place))
         given = {"root": str(root), "entry": entry, "spec": spec}
-        return run_child(_IN_COPY, given, deadline_s=deadline_s, folder=folder, env=env)
+        return run_child(
+            _IN_COPY, given, deadline_s=deadline_s, folder=folder, env=_environment(device)
+        )
+
+
+def _environment(device: str) -> dict[str, str]:
+    """The kernels run without a GPU, too, one program after the other."""
+    return {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
 
 
 def _copy(changed: Mutant | None, place: Path) -> Path:

@@ -73,56 +73,60 @@ def _forked(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"picture": rows of numbers}: spec["view"] of spec["backend"], one of VIEWS."""
-    picture = VIEWS[spec["view"]](spec["backend"], spec.get("seed", 0))
-    return {"picture": [[round(float(x), 5) for x in row] for row in picture]}
+    """{"picture": rows of numbers}: spec["view"] of spec["backend"], one of VIEWS.
+
+    On spec["device"], "cpu" by default.
+    """
+    view = VIEWS[spec["view"]]
+    picture = view(spec["backend"], spec.get("seed", 0), spec.get("device", "cpu"))
+    return {"picture": [[round(x, 5) for x in row] for row in picture.tolist()]}
 
 
-def compressed(backend: str, seed: int):
+def compressed(backend: str, seed: int, device: str):
     """[T, T]: the weight that each query gives to each token through compressed keys."""
-    return _weights(backend, seed, ("cmp",))
+    return _weights(backend, seed, device, ("cmp",))
 
 
-def selected(backend: str, seed: int):
+def selected(backend: str, seed: int, device: str):
     """[T, T]: the weight on each token of the selected blocks."""
-    return _weights(backend, seed, ("slc",))
+    return _weights(backend, seed, device, ("slc",))
 
 
-def window(backend: str, seed: int):
+def window(backend: str, seed: int, device: str):
     """[T, T]: the weight on each token of the window."""
-    return _weights(backend, seed, ("win",))
+    return _weights(backend, seed, device, ("win",))
 
 
-def mixed(backend: str, seed: int):
+def mixed(backend: str, seed: int, device: str):
     """[T, T]: the gated sum of compressed and selected tokens, gates between 0.2 and 0.8."""
-    return _weights(backend, seed, ("cmp", "slc"), gated=True)
+    return _weights(backend, seed, device, ("cmp", "slc"), gated=True)
 
 
-def gate_gradient(backend: str, seed: int):
+def gate_gradient(backend: str, seed: int, device: str):
     """[T, 3]: what the kernel that makes <do, o> writes as the gradient of the second gate."""
     import torch
 
     from nsa.kernels.combine import delta_of
 
     random = torch.Generator().manual_seed(seed)
-    do, o = (torch.randn(TOKENS, HEADS, DIM, generator=random) for _ in range(2))
-    gradient = torch.zeros(TOKENS, HEADS, 3)
+    do, o = (torch.randn(TOKENS, HEADS, DIM, generator=random).to(device) for _ in range(2))
+    gradient = torch.zeros(TOKENS, HEADS, 3, device=device)
     delta_of(do, o, gradient, 1)
     return gradient[:, HEAD]
 
 
-def query_gradient(backend: str, seed: int):
+def query_gradient(backend: str, seed: int, device: str):
     """[T, D]: the queries' gradient under all branches, from the first quarter of the tokens."""
     import torch
 
-    x = drawn(backend, seed, DIM)
+    x = drawn(backend, seed, DIM, device)
     x = {n: t[:, : TOKENS // 4].clone().requires_grad_() for n, t in x.items()}
     o = output(backend, x)
-    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(seed + 1)).to(o.dtype)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(seed + 1)).to(o)
     return torch.autograd.grad(o, x["q"], do)[0][0, :, HEAD]
 
 
-def recomputed(backend: str, seed: int):
+def recomputed(backend: str, seed: int, device: str):
     """[L, L]: in a backward over 4 checkpointed layers, which layer (column) ran in whose place."""
     import torch
 
@@ -135,11 +139,11 @@ def recomputed(backend: str, seed: int):
     model = LanguageModel(
         ModelConfig("probe", layers, 32, 4, 2, 8, nsa=NSAConfig(**SIZES), backend=backend,
                     checkpoint="all")
-    )  # fmt: skip
+    ).to(device)  # fmt: skip
     ran = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda b, _: ran.append(b.index))
-    ids = torch.randint(256, (1, 32))
+    ids = torch.randint(256, (1, 32), device=device)
     _, loss = model(ids, ids)
     ran.clear()
     loss.backward()
@@ -155,7 +159,7 @@ VIEWS = {
 }
 
 
-def drawn(backend: str, seed: int, value_dim: int = TOKENS) -> dict[str, Any]:
+def drawn(backend: str, seed: int, value_dim: int = TOKENS, device: str = "cpu") -> dict[str, Any]:
     """q, k_*, v_* and gates; fp32 for kernels, else fp64. Values name their token by default."""
     import torch
 
@@ -163,14 +167,17 @@ def drawn(backend: str, seed: int, value_dim: int = TOKENS) -> dict[str, Any]:
     random = torch.Generator().manual_seed(seed)
 
     def normal(heads: int, dim: int):
-        # drawn in fp32, so that both dtypes hold the same numbers
-        return torch.randn(1, TOKENS, heads, dim, generator=random).to(dtype)
+        # drawn in fp32 on the host, so that both dtypes and all devices hold the same numbers
+        return torch.randn(1, TOKENS, heads, dim, generator=random).to(device, dtype)
 
     found = {"q": normal(HEADS, DIM)}
     found |= {f"k_{b}": normal(KV_HEADS, DIM) for b in ("cmp", "slc", "win")}
-    found["gates"] = torch.rand(1, TOKENS, HEADS, 3, generator=random).to(dtype) * 0.6 + 0.2
+    gates = torch.rand(1, TOKENS, HEADS, 3, generator=random).to(device, dtype)
+    found["gates"] = gates * 0.6 + 0.2
     if value_dim == TOKENS:
-        named = torch.eye(TOKENS, dtype=dtype)[None, :, None].expand(1, -1, KV_HEADS, -1)
+        named = torch.eye(TOKENS, dtype=dtype, device=device)[None, :, None].expand(
+            1, -1, KV_HEADS, -1
+        )
         return found | {f"v_{b}": named.contiguous() for b in ("cmp", "slc", "win")}
     return found | {f"v_{b}": normal(KV_HEADS, value_dim) for b in ("cmp", "slc", "win")}
 
@@ -193,10 +200,10 @@ def output(backend: str, x: dict[str, Any], branches=("cmp", "slc", "win")):
         span.ELEMENTS = before
 
 
-def _weights(backend: str, seed: int, branches: tuple[str, ...], gated: bool = False):
+def _weights(backend: str, seed: int, device: str, branches: tuple[str, ...], gated: bool = False):
     import torch
 
-    x = drawn(backend, seed)
+    x = drawn(backend, seed, device=device)
     if not gated:
         x["gates"] = torch.ones_like(x["gates"])
     with torch.no_grad():

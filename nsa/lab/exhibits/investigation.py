@@ -72,7 +72,6 @@ def investigate(
     many as those: trials that share a GPU are not trusted.
     """
     lab.calibrate()
-    small = lab.with_tokens(bisect_tokens or lab.setup.tokens)
     named = cells(deadlines, layers)
     setup, failed = lab.setup, []
     layers_of_all = {"layers": BASE["layers"]}
@@ -95,17 +94,23 @@ def investigate(
         found = measured(name, SEVERAL, {"measure": name, "settings": each}) if each else None
         return found["rows"] if found else []
 
+    def bisected() -> Found:
+        small = lab.with_tokens(bisect_tokens or setup.tokens)
+        try:
+            return small.bisect(bisect_steps)
+        finally:
+            if small is not lab:
+                lab.trials += small.trials
+
     # The bisection is one trial after another, so one worker more: a GPU waits for none of it.
     at_once = len(lab.gpus.names) + 1 if lab.gpus.names else max(1, workers)
     longest_first = sorted(named, key=lambda name: -named[name].get("deadline", 1.0))
     with ThreadPoolExecutor(at_once) as pool:
-        found = pool.submit(small.bisect, bisect_steps)
-        ran: dict[str, Future] = {n: pool.submit(lab.run, **named[n]) for n in longest_first}
-        state = pool.submit(measured, "state", STATE, {"settings": settings, "after": 4})
+        found = pool.submit(bisected)
         operations = pool.submit(rows, "operations", counted)
+        state = pool.submit(measured, "state", STATE, {"settings": settings, "after": 4})
         held = pool.submit(rows, "memory", memory)
-    if small is not lab:
-        lab.trials += small.trials
+        ran: dict[str, Future] = {n: pool.submit(lab.run, **named[n]) for n in longest_first}
     return Results(
         lab,
         {name: ran[name].result() for name in named},

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from nsa.lab.evidence import Evidence, P, Sample, thinned
+from nsa.lab.evidence import Evidence, Look, P, Sample, thinned
 from nsa.lab.progress import counters
 from nsa.lab.supervision import flights, looks, procfs
 from nsa.lab.supervision.device_use import DeviceUse
@@ -32,11 +32,12 @@ Proven = Callable[[Evidence], bool]
 class Supervisor:
     """What `trial.run_child` calls as its `watch`; `evidence` fills up meanwhile.
 
-    At the soft deadline the stacks are taken once. Where a rank's P rests for stall_s, three times,
-    at least half a second apart, with native stacks, /proc, the Flight Recorders and the device's
-    memory; if P still rests, `proven` is asked, and ends the trial at once if it says yes. Else it
-    goes on to its deadline, and is looked at again meanwhile. At the deadline a trial that moves is
-    ended; one that has just come to rest is watched until it moves, or has rested for stall_s.
+    At the soft deadline py-spy takes the stacks once. Where a rank's P rests for stall_s they are
+    taken three times, at least half a second apart, with native stacks, /proc, the Flight Recorders
+    and the device's memory; if P still rests, `proven` is asked, and ends the trial at once if it
+    says yes. Else it goes on to its deadline, and is looked at again meanwhile. At the deadline a
+    trial that moves is ended; one that has just come to rest is watched until it moves, or has
+    rested for stall_s.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Supervisor:
             self._look_closely()
             if self._at_rest(looked=True):
                 proven = self.proven(self._so_far())
-                self._look("native")  # last, for it may take seconds
+                self._look("native", self._live)  # last, for it may take seconds
                 if not proven:
                     self.sample()
                     proven = self._at_rest(looked=True) and self.proven(self._so_far())
@@ -87,11 +88,11 @@ class Supervisor:
                 if late and self._at_rest(looked=True):
                     return self._end("deadline", late)
         elif late and self._rest_s() < FRESH_S:
-            self._look("py-spy", "faulthandler")
+            self._look_at_stacks()
             return self._end("deadline", late)
         elif self._worked_s() > (evidence.soft_s or float("inf")) and not self._soft_done:
             self._soft_done = True
-            self._look("py-spy", "faulthandler")
+            self._look("py-spy", self._live)  # by nothing that could end it
         return ""
 
     def sample(self) -> None:
@@ -184,12 +185,8 @@ class Supervisor:
         for number in range(LOOKS):
             if number:
                 self._pause(APART_S)
-            self._look("py-spy", "proc")
-        self._look("faulthandler")
-        if not any(look.tool == "py-spy" and look.threads for look in self.evidence.looks):
-            for _ in range(LOOKS - 1):
-                self._pause(APART_S)
-                self._look("faulthandler")
+            self._look("proc", self._live)
+            self._look_at_stacks()
         self._gather(flying)
         self.sample()
         for rank, rest in self._rests().items():
@@ -202,15 +199,25 @@ class Supervisor:
             time.sleep(min(EVERY_S, left))
             self.sample()
 
-    def _look(self, *tools: str) -> None:
-        """By each tool at every rank that lives, at all of them at once, P beside it."""
-        for tool in tools:
-            with ThreadPoolExecutor(max(1, len(self._live))) as pool:
-                taken = [
-                    pool.submit(looks.look, tool, rank, pid, self._files[rank], self.t)
-                    for rank, pid in self._live.items()
-                ]
-            self.evidence.looks += [found for each in taken if (found := each.result())]
+    def _look_at_stacks(self) -> None:
+        """By py-spy; of ranks that it does not show, by faulthandler, which now and then ends one.
+
+        In one of 180 dumps of a process with another thread at work (Python 3.11): it reads that
+        thread's frames while they change.
+        """
+        seen = {look.rank for look in self._look("py-spy", self._live) if look.threads}
+        self._look("faulthandler", {k: pid for k, pid in self._live.items() if k not in seen})
+
+    def _look(self, tool: str, pids: dict[int, int]) -> list[Look]:
+        """By one tool at these ranks, at all of them at once, P beside it."""
+        with ThreadPoolExecutor(max(1, len(pids))) as pool:
+            taken = [
+                pool.submit(looks.look, tool, rank, pid, self._files[rank], self.t)
+                for rank, pid in pids.items()
+            ]
+        found = [look for each in taken if (look := each.result())]
+        self.evidence.looks += found
+        return found
 
     def _ask(self) -> list[int]:
         """Asks for Flight Recorders and the device's memory, where there are any and it can answer.

@@ -22,6 +22,8 @@ ORDER = (
     *("memory", "recompilations"),
 )
 SLOW_ONLY = "recompile"  # what is right and late
+FAULTS = ("SIGSEGV", "SIGBUS")
+DUMPING_S = 2.0  # between the beginning of a dump and the end that it brings
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -50,10 +52,21 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
     if detail and end.how == "signal" and end.type == "SIGSEGV":
         why = "TORCH_DISTRIBUTED_DEBUG=DETAIL itself ends in SIGSEGV with some versions; use INFO"
         return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
+    if end.how == "signal" and end.type in FAULTS and _was_dumping(evidence):
+        why = (
+            f"{end.type} while faulthandler wrote its stacks, which reads threads that run; with "
+            "py-spy installed, and allowed to ptrace, it is not asked"
+        )
+        return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
     if end.how == "stopped by the supervisor" and end.type == "caller":
         why = f"it was stopped after {evidence.seconds:.1f} s: {end.message or 'somebody asked'}"
         return Verdict("INCONCLUSIVE", "stopped-early", "stopped by its caller", [why])
     return None
+
+
+def _was_dumping(evidence: Evidence) -> bool:
+    last = max((x.t for x in evidence.looks if x.tool == "faulthandler"), default=-math.inf)
+    return evidence.seconds - last < DUMPING_S
 
 
 def _ended(evidence: Evidence) -> Verdict | None:

@@ -1,5 +1,6 @@
 """The figures of the correctness notebook: the definition, and what each mutant attends to."""
 
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -113,7 +114,9 @@ def gallery(all_seen: Sequence[Seen]):
             axes.set_xlabel(f"{seen.view.replace('_', ' ')}, {seen.backend}", fontsize=6.5)
             wrong = difference(seen, all_seen)
             if wrong is None:
-                axes.text(0.5, 0.5, seen.message[:60], ha="center", fontsize=6, wrap=True)
+                why = textwrap.fill(textwrap.shorten(seen.message, 90), 24)
+                axes.text(0.5, 0.5, why, ha="center", va="center", fontsize=6).set_in_layout(False)
+                axes.set_box_aspect(1)
                 continue
             square = wrong.shape[0] == wrong.shape[1]
             right = np.array(seen.picture) - wrong
