@@ -151,12 +151,17 @@ def learn(
     wanted = [(RIGHT, *one) for one in dict.fromkeys(asked.values())]
     wanted += [(name, *one) for name, one in asked.items()]
 
-    def one(given: tuple[str, str, str, int]) -> dict[str, Any]:
+    def spec_of(given: tuple[str, str, str, int]) -> dict[str, Any]:
         name, which, served_by, length = given
         changes = {"checkpoint": "all"} if name == "late-binding-checkpoint" else {}
         spec = lesson(which, length, backend=served_by, device=device, batch=batch,
                       precision=precision, **changes)  # fmt: skip
-        spec |= {"threads": threads, "budget_s": 0.7 * deadline_s}
+        return spec | {"threads": threads, "budget_s": 0.7 * deadline_s}
+
+    specs = {given: spec_of(given) for given in wanted}
+
+    def one(given: tuple[str, str, str, int]) -> dict[str, Any]:
+        (name, which, served_by, length), spec = given, specs[given]
         kept = None if folder is None else Path(folder, f"lesson-{name}-{which}-{served_by}")
         ended = in_copy(name, _LEARN, spec, deadline_s=deadline_s, folder=kept, device=device)
         row = {"mutant": name, "lesson": which, "backend": served_by, "tokens": length}
@@ -167,9 +172,13 @@ def learn(
                   file=sys.stderr, flush=True)  # fmt: skip
         return row | {"seconds": ended.seconds}
 
+    # Right attention stops once it has learnt; what does not learn takes all of its lesson's steps.
+    longest_first = sorted(
+        wanted, key=lambda given: (given[0] == RIGHT, -specs[given]["train"]["steps"])
+    )
     with ThreadPoolExecutor(workers) as pool:
-        rows = list(pool.map(one, wanted))
-    return rows + [
+        rows = dict(zip(longest_first, pool.map(one, longest_first), strict=True))
+    return [rows[given] for given in wanted] + [
         {"mutant": name, "outcome": "untold", "message": UNTOLD[name], "seconds": 0.0}
         for name in names
         if name in UNTOLD

@@ -156,7 +156,7 @@ def curves(rows: Sequence[dict]):
                     [look["loss"] for look in row["curve"]],
                     color="black" if right else LINES[number % len(LINES)],
                     lw=2.6 if right else 1.4, ls="-" if right else "--", label=row["mutant"],
-                    marker="o", ms=3.5,
+                    marker="o" if len(row["curve"]) < 40 else "", ms=3.5,
                 )  # fmt: skip
             axes.set(title=f"{name[0]}, {name[1]}, T = {name[2]}", xlabel="step",
                      ylabel="loss (nats)", yscale="log")  # fmt: skip
