@@ -9,6 +9,7 @@ from cases import ODD, SMALL, TINY, Case, draw
 
 from nsa.attention import registry, witness
 from nsa.attention.api import explain, nsa_attention
+from nsa.attention.backends import triton
 from nsa.attention.backends.flex import selection_tiles, span_tiles
 from nsa.blocks import Span
 from nsa.config import NSAConfig
@@ -288,3 +289,18 @@ def test_the_witness_tells_backends_apart(backend):
             nsa_attention(*args, **kwargs, backend=name)
         others.append(other.record()["paths"])
     assert seen.record()["paths"] not in others
+
+
+@pytest.mark.parametrize(
+    ("versions", "fails"),
+    [
+        (("3.6.0", "2.5.2"), True),
+        (("3.6.0+git1", "2.5.0"), True),
+        (("3.6.0", "2.4.6"), False),
+        (("3.7.1", "2.5.2"), False),
+        (("4.0", "3.0.1"), False),
+    ],
+)
+def test_an_interpreter_that_fails_on_everything_is_told_by_its_versions(versions, fails):
+    why = triton._not_interpreted(*versions)
+    assert all(version in why for version in versions) if fails else why == ""

@@ -6,6 +6,8 @@ for the GPU. For tests without one, Triton's interpreter runs the same kernels (
 
 import importlib.util
 import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -175,9 +177,28 @@ def why_not(inputs: Inputs) -> list[str]:
             )
     elif not INTERPRETED:
         reasons.append(f"needs a GPU, got {q.device}; for tests TRITON_INTERPRET=1 runs it there")
+    elif UNREADABLE:
+        reasons.append(UNREADABLE)
     elif q.dtype == torch.bfloat16:
         reasons.append("Triton's interpreter multiplies the bits of bf16; fp32 and fp16 would do")
     return reasons
+
+
+def _not_interpreted(triton: str, numpy: str) -> str:
+    """Why Triton's interpreter would fail on any kernel, "" where it does not."""
+    older = [tuple(map(int, v.split(".")[:2])) for v in (triton, numpy)]
+    if older[0] >= (3, 7) or older[1] < (2, 5):
+        return ""
+    return (
+        f"Triton {triton} interprets nothing with NumPy {numpy}, which no longer takes an array of "
+        "one for a number; Triton 3.7 or NumPy below 2.5 would do"
+    )
+
+
+UNREADABLE = ""
+if INTERPRETED:
+    with suppress(PackageNotFoundError):
+        UNREADABLE = _not_interpreted(version("triton"), version("numpy"))
 
 
 def not_for_auto(inputs: Inputs) -> list[str]:
