@@ -74,6 +74,19 @@ def test_a_sweep_prints_its_table_and_goes_on(place, capsys):
     assert cli.main(["sweep", "plan.yaml"]) == 0
 
 
+@pytest.mark.parametrize(("device", "lent"), [("cuda", ("0", "1")), ("cpu", None)])
+def test_a_sweep_uses_all_gpus_where_a_trial_of_it_can(monkeypatch, device, lent):
+    from nsa.commands.sweep import gpus_of
+    from nsa.lab.plans.plan import Plan
+    from nsa.lab.supervision import preflight
+
+    monkeypatch.setattr(preflight, "gpus", lambda fields: [["H200"], ["H200"]])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plan = Plan({"one": [1, 2]}, subject=SUBJECT, settings={"device": device})
+    found = gpus_of(plan)
+    assert lent == (found.names if found else None)
+
+
 def test_a_sweep_can_be_listed_without_running(place, capsys):
     assert cli.main(["sweep", "plan.yaml", "--list"]) == 0
     assert "4 trials of 4 combinations" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from nsa.lab.plans.ledger import Ledger
 from nsa.lab.plans.plan import ATTEMPT, Plan
 from nsa.lab.plans.sweep import Trials, same_paths, sweep
 from nsa.lab.supervision import preflight
+from nsa.lab.supervision.gpus import Gpus
 from nsa.lab.verdict import Verdict
 
 STRANGER = "lab_entries:broken_pair"
@@ -131,6 +132,58 @@ def test_a_trial_that_ends_by_itself_as_time_is_up_is_kept(fake):
     ledger, _ = fake(ends)
     swept = sweep(plan(), ledger, budget_s=0.2)
     assert len(swept.done) >= 1 and len(ledger.ids()) == len(swept.done)
+
+
+def test_one_trial_runs_on_each_gpu_and_the_table_is_in_the_plans_order(fake):
+    both, first = threading.Barrier(2, timeout=10), threading.Event()
+
+    def ends(settings, attempt, stop):
+        both.wait()  # nobody passes alone
+        if not first.is_set():
+            first.set()
+            stop.wait(0.2)  # so that others overtake it
+        return crashed(settings, attempt, stop)
+
+    ledger, ran = fake(ends)
+    swept = sweep(plan(), ledger, gpus=Gpus(("0", "3")))
+    assert [done.cell for done in swept.done] == list(plan().cells()) and not swept.not_run
+    assert {asked["gpu"] for asked in ran.asked} == {"0", "3"}
+    again = sweep(plan(), ledger)
+    assert all(done.cached for done in again.done)
+
+
+def test_a_plan_with_several_ranks_is_run_one_trial_after_another(fake):
+    ledger, ran = fake(crashed)
+    factors = {"cache": [False, True], "fast": [False], "ranks": [1, 2]}
+    sweep(plan(factors=factors), ledger, gpus=Gpus(("0", "1")))
+    assert len(ran.asked) == 4 and {asked["gpu"] for asked in ran.asked} == {None}
+
+
+def test_one_that_breaks_off_ends_those_on_the_other_gpus(fake):
+    both = threading.Barrier(2, timeout=10)
+    ended = []
+
+    def ends(settings, attempt, stop):
+        if both.wait() == 0:
+            return RuntimeError("the lab itself is broken")
+        ended.append(stop.wait(10))
+        return End("stopped by the supervisor", type="caller")
+
+    ledger, ran = fake(ends)
+    with pytest.raises(RuntimeError, match="the lab itself"):
+        sweep(plan(), ledger, gpus=Gpus(("0", "1")))
+    assert ended == [True] and len(ran.asked) == 2
+
+
+def test_a_budget_on_several_gpus_ends_all_in_flight(fake):
+    def ends(settings, attempt, stop):
+        assert stop.wait(10)
+        return End("stopped by the supervisor", type="caller")
+
+    ledger, _ = fake(ends)
+    swept = sweep(plan(), ledger, gpus=Gpus(("0", "1")), budget_s=0.2)
+    assert not swept.done and swept.not_run == list(plan().cells())
+    assert swept.why == "the budget of 0.2 s is spent"
 
 
 def test_a_budget_must_be_a_time(fake):

@@ -15,6 +15,11 @@ def add(commands) -> None:
     made = command(commands, "sweep", sweep, text)
     made.add_argument("plan", metavar="PLAN", help="YAML file: factors, settings, steps, ...")
     made.add_argument("--budget", type=duration, metavar="TIME", help="90, 90s, 20m or 2h")
+    made.add_argument(
+        "--one-at-a-time",
+        action="store_true",
+        help="also on several GPUs, which else have a trial each: those share a host",
+    )
     made.add_argument("--list", action="store_true", help="tell what would be run, and end")
     trials_option(made)
 
@@ -32,7 +37,13 @@ def sweep(arguments) -> int:
     from nsa.lab.plans.ledger import Ledger
     from nsa.lab.plans.sweep import sweep as run_sweep
 
-    swept = run_sweep(plan, Ledger(arguments.trials), budget_s=arguments.budget, say=_say)
+    swept = run_sweep(
+        plan,
+        Ledger(arguments.trials),
+        gpus=None if arguments.one_at_a_time else gpus_of(plan),
+        budget_s=arguments.budget,
+        say=_say,
+    )
     print(text([row(done) for done in swept.done]))
     for number, verdict in swept.flaky.items():
         print(f"trial {swept.done[number].id} and its repeats: {verdict.label}")
@@ -62,6 +73,15 @@ def plan_from(path: str):
     for note in plan.left_out:
         print(f"left out: {note}", file=sys.stderr)
     return plan
+
+
+def gpus_of(plan):
+    """The visible GPUs if any trial of the plan can use one, else None."""
+    from nsa.lab.supervision import gpus, preflight
+
+    specs = map(plan.spec, plan.cells())
+    uses = any(preflight.uses_gpu(spec.settings, spec.env) for spec in specs)
+    return gpus.all_visible() if uses else None
 
 
 def row(done) -> dict:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from threading import Event, Timer
+from threading import Event, Lock, Timer
 from typing import Any
 
 from nsa.lab.evidence import Evidence
@@ -13,6 +13,7 @@ from nsa.lab.plans.plan import Plan
 from nsa.lab.runner import Spec
 from nsa.lab.search import Cell
 from nsa.lab.search.findings import Spent, Tried
+from nsa.lab.supervision.gpus import Gpus
 from nsa.lab.trial import Stopped
 from nsa.lab.verdict import Verdict, arms, compare
 
@@ -43,8 +44,8 @@ class Trials:
 
     predict(settings): seconds that a trial's steps should take, instead of the plan's predicted_s
     and of its calibrations.
-    The trial in flight when time is up is ended, and is not kept: Spent. So is one for which the
-    disk has no room. ValueError where trials cannot be kept at all.
+    The trial in flight when time is up, or when `stop` is set, is ended and is not kept: Spent. So
+    is one for which the disk has no room. ValueError where trials cannot be kept at all.
     """
 
     def __init__(
@@ -62,25 +63,31 @@ class Trials:
         self._predict, self._say = predict, say
         self._end = None if budget_s is None else time.monotonic() + budget_s
         self.done: list[Done] = []
+        self.stop, self._lock = Event(), Lock()
 
-    def run(self, cell: Cell, attempt: int = 0) -> Done:
-        """The trial of a cell, out of the ledger or run now. Raises Spent."""
+    def run(self, cell: Cell, attempt: int = 0, gpu: str | None = None) -> Done:
+        """The trial of a cell, out of the ledger or run now, `gpu` as of runner.run. Raises Spent.
+
+        Several threads may run one each.
+        """
         spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
         told = ""
         if self._predict is not None:
             options["predicted_s"] = self._predict(spec.settings)
         elif self.plan.calibrate:
-            told = self._calibrate(cell, options)
-        id, evidence, verdict, cached = self._found_or_run(spec, options)
+            told = self._calibrate(cell, options, gpu)
+        id, evidence, verdict, cached = self._found_or_run(spec, options, gpu)
         done = Done(dict(cell), id, verdict, evidence, cached, attempt, told)
-        self.done.append(done)
-        self._say(done)
+        with self._lock:
+            self.done.append(done)
+            self._say(done)
         return done
 
-    def _calibrate(self, cell: Cell, options: dict[str, Any]) -> str:
+    def _calibrate(self, cell: Cell, options: dict[str, Any], gpu: str | None) -> str:
         """Puts a cell's times into `options`; says what they are, and by which trial."""
         spec = calibration.calibration_spec(self.plan, cell)
-        id, evidence, verdict, _ = self._found_or_run(spec, {"deadline_s": calibration.DEADLINE_S})
+        limit = {"deadline_s": calibration.DEADLINE_S}
+        id, evidence, verdict, _ = self._found_or_run(spec, limit, gpu)
         found = calibration.Calibration.of(evidence) if verdict.kind == "PASS" else None
         if found is None:
             return f"nothing was predicted: its calibration {id} ended as {verdict.label}"
@@ -94,24 +101,26 @@ class Trials:
         )
 
     def _found_or_run(
-        self, spec: Spec, options: dict[str, Any]
+        self, spec: Spec, options: dict[str, Any], gpu: str | None
     ) -> tuple[str, Evidence, Verdict, bool]:
         id = self.ledger.id(spec, **options)
         found = self.ledger.get(id)
         cached = found is not None and found[1].kind != "INCONCLUSIVE"
-        return (id, *(found if cached else self._run(spec, options)), cached)
+        return (id, *(found if cached else self._run(spec, options | {"gpu": gpu})), cached)
 
     def _run(self, spec: Spec, options: dict[str, Any]) -> tuple[Evidence, Verdict]:
-        stop, timer = Event(), None
+        timer = None
+        if self.stop.is_set():
+            raise self._spent()
         if self._end is not None:
             left = self._end - time.monotonic()
             if left <= 0:
                 raise self._spent()
-            timer = Timer(left, stop.set)
+            timer = Timer(left, self.stop.set)
             timer.daemon = True
             timer.start()
         try:
-            _, evidence, verdict = self.ledger.run(spec, **options, stop=stop)
+            _, evidence, verdict = self.ledger.run(spec, **options, stop=self.stop)
         except (Stopped, InterruptedError):
             raise self._spent() from None
         except OSError as error:
@@ -123,7 +132,7 @@ class Trials:
         finally:
             if timer is not None:
                 timer.cancel()
-        if stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
+        if self.stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
             raise self._spent()
         return evidence, verdict
 
@@ -152,27 +161,38 @@ class Swept:
     invalid: list[tuple[Done, Done]] = field(default_factory=list)
 
 
-def sweep(plan: Plan, ledger: Ledger, **options: Any) -> Swept:
+def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: Any) -> Swept:
     """Runs every cell of the plan that the ledger does not have; `options` as of Trials.
 
-    A sweep that was cut off goes on where it was: what is finished is in the ledger.
+    One trial on each of `gpus` at once, unless one of the plan has several ranks; else one after
+    another. A sweep that was cut off goes on where it was: what is finished is in the ledger.
     """
-    trials = Trials(plan, ledger, **options)
-    swept = Swept(done=trials.done)
-    cells = list(plan.cells())
-    for number, cell in enumerate(cells):
+    trials, cells = Trials(plan, ledger, **options), list(plan.cells())
+    swept = Swept()
+
+    def attempts(gpu: str | None, cell: Cell) -> list[Done]:
+        found: list[Done] = []
         try:
-            first = len(trials.done)
-            for attempt in range(plan.attempts):
-                trials.run(cell, attempt)
+            while len(found) < plan.attempts and not swept.why:
+                found.append(trials.run(cell, len(found), gpu))
         except Spent as spent:
-            swept.why, swept.not_run = str(spent), cells[number:]
-            break
-        if plan.attempts > 1:
-            together = compare([done.verdict for done in trials.done[first:]])
+            swept.why = str(spent)
+        return found
+
+    several = gpus is not None and len(gpus.names) > 1
+    if several and all(plan.spec(cell).ranks == 1 for cell in cells):
+        rows = gpus.map(attempts, cells, stop=trials.stop)
+    else:
+        rows = [attempts(None, cell) for cell in cells]
+    for cell, found in zip(cells, rows, strict=True):
+        if len(found) < plan.attempts:
+            swept.not_run.append(cell)
+        elif plan.attempts > 1:
+            together = compare([done.verdict for done in found])
             if together.kind == "FLAKY":
-                swept.flaky[first] = together
-    swept.invalid = list(same_paths(trials.done))
+                swept.flaky[len(swept.done)] = together
+        swept.done += found
+    swept.invalid = list(same_paths(swept.done))
     return swept
 
 

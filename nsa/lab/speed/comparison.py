@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +57,7 @@ def compare(
         "cpu_memory": True,
         "cap_s": share_s,
     }
-    budget, done = Budget(budget_s), 0
+    budget, done, stop = Budget(budget_s), 0, threading.Event()
     lent = gpus.all_visible() if device == "cuda" else gpus.Gpus()
 
     def one(gpu: str | None, shape: Shape) -> list[dict]:
@@ -74,6 +75,7 @@ def compare(
             deadline_s=mine_s,
             folder=place,
             env={"TRITON_INTERPRET": "1"} if device == "cpu" else gpus.only(gpu),
+            stop=stop,
         )
         done += 1
         if progress:
@@ -86,7 +88,7 @@ def compare(
         return [_lost(shape, i, status, message, device) for i in every]
 
     at_once = 1 if device.startswith("cuda") else workers  # unless there are GPUs to lend
-    return [cell for cells in lent.map(one, shapes, at_once) for cell in cells]
+    return [cell for cells in lent.map(one, shapes, at_once, stop=stop) for cell in cells]
 
 
 def _lost(shape: Shape, implementation, outcome: str, message: str, device: str) -> dict:

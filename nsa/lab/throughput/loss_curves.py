@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def measure(
     after the other in one child process. Times are not taken, so `workers` cells may run at once on
     a CPU; of cells for "cuda" one runs on each visible GPU.
     """
-    budget, done = Budget(budget_s), 0
+    budget, done, stop = Budget(budget_s), 0, threading.Event()
     on_gpu = any(cell.device == "cuda" for cell in cells)
     lent = gpus.all_visible() if on_gpu else gpus.Gpus()
 
@@ -57,6 +58,7 @@ def measure(
                 deadline_s=left,
                 folder=None if folder is None else Path(folder, name),
                 env=gpus.only(gpu),
+                stop=stop,
             )
             outcome, message = budget.judged(ended.status, ended.message, left, deadline_s)
             row |= {"outcome": outcome, "message": message, "seconds": ended.seconds}
@@ -72,7 +74,7 @@ def measure(
             print(f"[{done}/{len(cells)}] {said}", file=sys.stderr, flush=True)
         return row
 
-    return lent.map(one, enumerate(cells), 1 if on_gpu else workers)
+    return lent.map(one, enumerate(cells), 1 if on_gpu else workers, stop=stop)
 
 
 def train_seeds(spec: dict) -> dict:
