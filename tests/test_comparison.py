@@ -1,7 +1,5 @@
 """The comparison notebook's sentences, tables and figures, on cells made to deserve them."""
 
-import threading
-import time
 from dataclasses import replace
 
 import matplotlib
@@ -15,7 +13,6 @@ from nsa.lab.speed import bench_table, comparison, published
 from nsa.lab.speed.bench_record import NOT_COMPARED
 from nsa.lab.speed.published import AIMS
 from nsa.lab.speed.shapes import TINY_CONFIG, Shape
-from nsa.lab.trial import Outcome
 from nsa.workbook import looks, metrics
 from nsa.workbook.comparison import comparison_claims, comparison_plots, comparison_table
 
@@ -394,37 +391,3 @@ def test_a_shape_after_the_budget_is_not_run():
     cells = comparison.compare([MAIN], deadline_s=9, budget_s=1e-9, backends=["gather"])
     assert {c["outcome"] for c in cells} == {"not run"}
     assert "the budget of 1e-09 s was used up" in cells[0]["message"]
-
-
-@pytest.mark.parametrize(
-    ("device", "visible", "wanted", "at_once"),
-    [
-        ("cuda", "3,5", {"3", "5"}, 2),
-        ("cuda", "1", {"1"}, 1),
-        ("cuda:1", "0,1", {None}, 1),
-        ("cpu", "0,1", {None}, 4),
-    ],
-)
-def test_each_visible_gpu_measures_a_shape_at_a_time(device, visible, wanted, at_once, monkeypatch):
-    seen, now, most, lock = [], [], [], threading.Lock()
-
-    def child(entry, spec, *, env, **_):
-        gpu = env.get("CUDA_VISIBLE_DEVICES")
-        with lock:
-            seen.append(gpu)
-            now.append(gpu)
-            most.append(len(now))
-            assert gpu is None or now.count(gpu) == 1
-        time.sleep(0.05)
-        with lock:
-            now.remove(gpu)
-        return Outcome("ok", {"cells": [spec["shapes"][0]["tokens"]]}, 0.1, "", 0)
-
-    monkeypatch.setattr(comparison, "run_child", child)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    shapes = [replace(MAIN, tokens=1024 * n) for n in range(1, 9)]
-    cells = comparison.compare(
-        shapes, deadline_s=9, device=device, workers=4, backends=["gather"], progress=False
-    )
-    assert cells == [shape.tokens for shape in shapes]  # in the order asked for
-    assert set(seen) == wanted and max(most) == at_once

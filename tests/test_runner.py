@@ -16,7 +16,7 @@ from living import wait_until_gone
 
 from nsa.lab.evidence import End, Evidence, P, Sample, thinned
 from nsa.lab.runner import Spec, run, run_until_proven
-from nsa.lab.supervision import flights, gpus, looks, preflight
+from nsa.lab.supervision import flights, looks, preflight
 from nsa.lab.verdict import judge
 
 STALL_S = 1.0
@@ -247,97 +247,6 @@ def test_thinning_keeps_the_moves_and_every_other_sample_of_each_rank():
     assert {s.rank for s in kept} == {0, 1} and kept == sorted(kept, key=lambda s: s.t)
 
 
-def test_a_foreign_process_on_the_gpu_is_a_reason_to_trust_nothing(monkeypatch):
-    rows = [["4294967", "1000"], [str(os.getpid()), "50"]]
-    monkeypatch.setattr(preflight, "_smi", lambda query, only=None: rows)
-    assert preflight.reasons(True) == ["the GPU is also used by process 4294967 (1000 MiB)"]
-    assert preflight.reasons(False) == []
-
-
-@pytest.mark.parametrize(
-    ("visible", "asked"),
-    [
-        (None, None),
-        ("", None),
-        ("1", "1"),
-        ("2, 0", "2,0"),
-        ("GPU-3a", None),  # nvidia-smi knows no short forms
-        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",) * 2,
-    ],
-)
-def test_only_visible_gpus_are_asked_about(visible, asked, tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\necho "$@" | tr " " "\\n"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    wanted = [f"--id={asked}"] if asked else []
-    told = [",".join(row) for row in preflight.gpus("name")]
-    assert told == ["--query-gpu=name", "--format=csv,noheader,nounits", *wanted]
-
-
-def test_a_lent_gpu_is_the_only_one_that_a_trial_sees_and_is_asked_about(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(preflight, "uses_gpu", lambda settings, env: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    preflight.environment()  # asks about all, once
-    (tmp_path / "asked").unlink(missing_ok=True)
-    evidence = trial("visible", tmp_path / "trial", {"wanted": "1"}, gpu="1")
-    assert (evidence.end.how, evidence.preflight) == ("returned", [])
-    assert "CUDA_VISIBLE_DEVICES" not in evidence.spec["env"]
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked and all("--id=1" in line for line in asked)
-
-
-@pytest.mark.parametrize(("visible", "names"), [("2, 5", ("2", "5")), ("", ()), (None, ("0", "1"))])
-def test_visible_gpus_are_lent_one_by_one(visible, names, monkeypatch):
-    monkeypatch.setattr(preflight, "gpus", lambda fields: [["H200"], ["H200"]])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    pool = gpus.all_visible()
-    assert pool.names == names
-    held, most, lock = [], [], threading.Lock()
-
-    def use(_):
-        with pool.one() as gpu:
-            with lock:
-                held.append(gpu)
-                most.append(list(held))
-            time.sleep(0.01)
-            with lock:
-                held.remove(gpu)
-        return gpu
-
-    with ThreadPoolExecutor(6) as many:
-        used = list(many.map(use, range(12)))
-    if names:
-        assert set(used) == set(names) and all(len(set(now)) == len(now) for now in most)
-    else:
-        assert set(used) == {None} and max(map(len, most)) > 2  # nobody waits
-
-
-def test_a_gpu_goes_to_whoever_asked_first():
-    """Else one of long trials could keep a chain of short ones waiting to the end."""
-    pool, served = gpus.Gpus(("0",)), []
-
-    def use(number):
-        with pool.one():
-            served.append(number)
-
-    with ThreadPoolExecutor(20) as many, pool.one():
-        for number in range(20):
-            many.submit(use, number)
-            while len(pool._waiting) <= number:
-                time.sleep(0.001)
-    assert served == list(range(20)) and list(pool._free) == ["0"]
-
-
 def test_both_flight_recorders_are_read(monkeypatch):
     import torch
     import torch._C._distributed_c10d as c10d
@@ -350,32 +259,6 @@ def test_both_flight_recorders_are_read(monkeypatch):
     monkeypatch.setattr(c10d, "_dump_fr_trace", dump("gloo:all_reduce"))
     monkeypatch.setattr(c10d, "_dump_nccl_trace", dump("nccl:all_reduce"), raising=False)
     assert [e["op"] for e in flights.recorded()] == ["gloo:all_reduce", "nccl:all_reduce"]
-
-
-def test_memory_that_nobody_is_seen_to_hold_is_one_as_well(monkeypatch):
-    rows = {"--query-gpu=memory.used": [["4"], ["9000"]]}
-    monkeypatch.setattr(preflight, "_smi", lambda query, only=None: rows.get(query, []))
-    said = ["9000 MiB of GPU 1 are in use by a process that cannot be seen"]
-    assert preflight.reasons(True) == said and preflight.reasons(False) == []
-
-
-def test_who_could_not_be_ended_speaks_against_the_next_trial():
-    sleeper = subprocess.Popen(["sleep", "60"])
-    started = preflight.procfs.process(sleeper.pid).started
-    try:
-        assert preflight.remember(sleeper.pid, started)
-        assert preflight.reasons(False) == [f"process {sleeper.pid} of an earlier trial still runs"]
-    finally:
-        sleeper.kill()
-        sleeper.wait()
-    assert preflight.reasons(False) == [] and not preflight.remember(sleeper.pid, started)
-
-
-def test_a_device_that_stays_full_is_told(monkeypatch):
-    monkeypatch.setattr(preflight, "used_mib", lambda only: [5000, 100])
-    told = preflight.wait_until_free([100, 100], within_s=0.0)
-    assert told == ["GPU 0 still holds 4900 MiB of the trial"]
-    assert preflight.wait_until_free([5000, 100]) == []
 
 
 def test_the_same_spec_source_and_environment_have_the_same_id():
