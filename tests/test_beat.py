@@ -2,8 +2,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from itertools import pairwise
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from nsa.lab.observers import beat
-from nsa.lab.observers.beat import Heartbeat, line, stacks_on_signal
+from nsa.lab.observers.beat import Heartbeat, line
 
 FIELDS = {
     *("ts", "iso", "pid", "rank", "step", "phase", "phase_s"),
@@ -214,45 +212,3 @@ def test_a_pace_of_zero_is_refused():
 def test_where_proc_tells_nothing_neither_does_it(monkeypatch):
     monkeypatch.setattr(beat.Path, "read_text", lambda self: "")
     assert beat.resident_mib() is None
-
-
-STUCK = """
-import os, signal, sys, threading, time, torch
-from nsa.lab.observers.beat import stacks_on_signal
-
-class Stuck(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dx):
-        loop_that_does_not_end()
-
-def loop_that_does_not_end():
-    os.kill(os.getpid(), signal.SIGUSR1)
-    while not os.path.getsize(sys.argv[1]):
-        time.sleep(0.01)
-    sys.stdout.flush()
-    os._exit(0)
-
-threading.Thread(target=threading.Event().wait, name="other", daemon=True).start()
-stacks_on_signal(sys.argv[1])
-Stuck.apply(torch.ones(1, requires_grad=True)).sum().backward()
-"""
-
-
-def test_sigusr1_writes_the_stack_of_every_thread_from_inside_a_backward(tmp_path):
-    file = tmp_path / "stacks.txt"
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK, str(file)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    stacks = file.read_text()
-    assert "loop_that_does_not_end" in stacks
-    assert stacks.count("hread 0x") == 2
-
-
-def test_a_file_without_a_descriptor_is_refused():
-    with pytest.raises(ValueError, match=r"no file descriptor.* a path or an open file would do"):
-        stacks_on_signal(io.StringIO())

@@ -2,15 +2,13 @@
 
 A loop that prints every hundredth step looks hung for as long as a hundred steps take. These lines
 come from a thread of their own, so also from inside a step that does not end; the thread needs the
-GIL now and then, so native code that never gives it up silences them. `stacks_on_signal` does not
-need it: `kill -USR1 <pid>` still shows every thread's stack then.
+GIL now and then, so native code that never gives it up silences them, as it does
+`stacks_on_signal`; `py-spy dump --pid` shows where that is.
 """
 
 import contextlib
-import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -195,29 +193,3 @@ def resident_mib() -> float | None:
     except (OSError, IndexError, ValueError):
         return None
     return pages * os.sysconf("SC_PAGESIZE") / MIB
-
-
-_dumps: list[TextIO] = []  # faulthandler keeps no reference to the file that it writes to
-
-
-def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> None:
-    """From now on SIGUSR1 writes the Python stack of every thread to `file` (stderr by default).
-
-    The dump is made in C inside the signal handler: within milliseconds, also during a backward,
-    in native code, and while some thread keeps the GIL. A path is opened for appending.
-
-    It reads other threads' frames while they change, so one in 180 dumps ended a process whose
-    second thread did nothing but call functions (Python 3.11). Where py-spy may look, it is safe.
-    """
-    if isinstance(file, str | os.PathLike):
-        file = Path(file).open("a")  # noqa: SIM115 - open for as long as the process lives
-    file = sys.stderr if file is None else file
-    try:
-        file.fileno()
-    except (OSError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{file!r} has no file descriptor, to which a signal handler could write; a path or an "
-            "open file would do"
-        ) from error
-    _dumps.append(file)
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nsa.lab.observers.stacks_on_signal import stacks_on_signal
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
@@ -129,7 +130,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     device = place.device if place.kind != "none" else _own_device(job.device)
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
-    with training_observers.stacks_on_signal(stacks), Prefetch(source) as ahead:
+    with stacks_on_signal(stacks), Prefetch(source) as ahead:
         trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)

@@ -1,10 +1,7 @@
 """Observers by the names that `nsa train --observe` knows, and what they leave in a folder."""
 
-import contextlib
-import faulthandler
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +40,6 @@ def make(names: Sequence[str], trainer: Any, folder: Path) -> dict[str, Any]:
         if name not in WRITERS:
             made[name] = _watcher(name, trainer, list(writers.values()))
     return made | writers  # last, so that what the others still hand them is written
-
-
-@contextlib.contextmanager
-def stacks_on_signal(file: Path) -> Iterator[None]:
-    """While this is open, SIGUSR1 writes every thread's stack to the file."""
-    from nsa.lab.observers import beat
-
-    with file.open("a", encoding="utf-8") as stream:
-        beat.stacks_on_signal(stream)
-        try:
-            yield
-        finally:
-            faulthandler.unregister(signal.SIGUSR1)
 
 
 def write_rows(observers: Mapping[str, Any], rank: int, folder: Path) -> None:
