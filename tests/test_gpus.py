@@ -107,6 +107,27 @@ def test_a_gpu_goes_to_whoever_asked_first():
     assert served == list(range(20)) and list(pool._free) == ["0"]
 
 
+@pytest.mark.parametrize("had", [False, True], ids=["waiting", "just served"])
+def test_who_is_interrupted_while_it_waits_keeps_no_gpu(had, monkeypatch):
+    pool, plain = gpus.Gpus(("0",)), gpus.Future.result
+    holder = pool.one()
+    holder.__enter__()
+
+    def interrupted(turn):
+        monkeypatch.setattr(gpus.Future, "result", plain)
+        if had:
+            holder.__exit__(None, None, None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpus.Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt), pool.one():
+        pass
+    if not had:
+        holder.__exit__(None, None, None)
+    with pool.one() as gpu:
+        assert gpu == "0"
+
+
 def test_memory_that_nobody_is_seen_to_hold_is_one_as_well(monkeypatch):
     rows = {"--query-gpu=memory.used": [["4"], ["9000"]]}
     monkeypatch.setattr(preflight, "_smi", lambda query, only=None: rows.get(query, []))

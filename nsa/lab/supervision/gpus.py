@@ -44,14 +44,21 @@ class Gpus:
                 return self._free.popleft()
             turn: Future[str] = Future()
             self._waiting.append(turn)
-        return turn.result()
+        try:
+            return turn.result()
+        except BaseException:  # interrupted: what it gets now, or has just got, is for the next
+            if not turn.cancel():
+                self._give(turn.result())
+            raise
 
     def _give(self, name: str) -> None:
         with self._lock:
-            if self._waiting:
-                self._waiting.popleft().set_result(name)
-            else:
-                self._free.append(name)
+            while self._waiting:
+                turn = self._waiting.popleft()
+                if turn.set_running_or_notify_cancel():
+                    turn.set_result(name)
+                    return
+            self._free.append(name)
 
     def map(
         self,
