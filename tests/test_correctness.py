@@ -92,6 +92,28 @@ def test_copies_are_looked_at_in_forks_and_the_code_here_stays_as_it_is(tmp_path
     assert again == next(s.picture for s in seen if (s.mutant, s.view) == (RIGHT, "window"))
 
 
+@pytest.mark.parametrize(("device", "shares"), [("cpu", 2), ("cuda", 6)])
+def test_on_a_gpu_each_kernel_is_looked_at_there_in_a_process_of_its_own(
+    device, shares, monkeypatch
+):
+    asked = []
+
+    def child(entry, spec, *, env, **_):
+        asked.append([(call["spec"]["backend"], call["spec"]["device"]) for call in spec["calls"]])
+        assert ("TRITON_INTERPRET" in env) == (device == "cpu")
+        found = [{"result": {"picture": [[0.0]]}} for _ in spec["calls"]]
+        return Outcome("ok", {"found": found}, 0.1, "", 0)
+
+    monkeypatch.setattr(correctness_mutants, "run_child", child)
+    names = ["kernel-window-off-by-one", "kernel-base-not-gated", "window-off-by-one"]
+    seen = correctness_mutants.look_at(names, device=device, workers=2)
+    assert [one.mutant for one in seen] == [RIGHT, RIGHT, RIGHT, *names]
+    assert len(asked) == shares and sum(map(len, asked)) == 6
+    for calls in asked:
+        assert all(where == (device if name == "triton" else "cpu") for name, where in calls)
+        assert len(calls) == 1 or device == "cpu"
+
+
 def test_a_fork_that_fails_or_dies_says_so(tmp_path):
     shutil.copytree(ROOT / "nsa", tmp_path / "nsa", ignore=shutil.ignore_patterns("__pycache__"))
     call = {"root": str(tmp_path), "entry": "nsa.lab.correctness.correctness_probe:look"}

@@ -87,9 +87,12 @@ def look_at(
     names = check_names(names)
     wanted = [(RIGHT, *view) for view in dict.fromkeys(SHOWS[name] for name in names)]
     wanted += [(name, *SHOWS[name]) for name in names]
-    # Kernels take longest, interpreted or compiled, so each worker gets its share of them.
+    # Interpreted kernels take longest, so each worker gets its share of them. On a GPU each has a
+    # process: what a fork takes along of CUDA does not work.
     wanted.sort(key=lambda one: one[2] == "triton")
-    shares = [wanted[start::workers] for start in range(workers)]
+    alone = [one for one in wanted if one[2] == "triton" and device != "cpu"]
+    shared = [one for one in wanted if one not in alone]
+    shares = [[one] for one in alone] + [shared[start::workers] for start in range(workers)]
     with ThreadPoolExecutor(workers) as pool:
         parts = pool.map(
             lambda share: _look_at(share, device, deadline_s, folder), filter(None, shares)

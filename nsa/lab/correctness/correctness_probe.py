@@ -43,7 +43,8 @@ def in_copy(spec: dict[str, Any]) -> dict[str, Any]:
 def in_copies(spec: dict[str, Any]) -> dict[str, Any]:
     """{"found": [{"result": ...} or {"error": why}]}: `in_copy` for each of spec["calls"].
 
-    Each in a fork of its own, so that torch is loaded once and no copy meets another.
+    Each in a fork of its own, so that torch is loaded once and no copy meets another; a single one
+    right here.
     """
     import torch
     import torch._dynamo  # operators and checkpoints load it, which takes each of them seconds
@@ -51,19 +52,23 @@ def in_copies(spec: dict[str, Any]) -> dict[str, Any]:
     if spec.get("triton"):
         import triton  # noqa: F401
     torch.set_num_threads(1)  # a thread that a fork leaves behind would be waited for
-    return {"found": [_forked(call) for call in spec["calls"]]}
+    called = _called if len(spec["calls"]) == 1 else _forked
+    return {"found": [called(call) for call in spec["calls"]]}
+
+
+def _called(call: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"result": in_copy(call)}
+    except BaseException as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _forked(call: dict[str, Any]) -> dict[str, Any]:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        try:
-            left = {"result": in_copy(call)}
-        except BaseException as error:
-            left = {"error": f"{type(error).__name__}: {error}"}
         with os.fdopen(write, "w") as file:
-            json.dump(left, file)
+            json.dump(_called(call), file)
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as file:
