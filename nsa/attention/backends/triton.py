@@ -177,8 +177,8 @@ def why_not(inputs: Inputs) -> list[str]:
             )
     elif not INTERPRETED:
         reasons.append(f"needs a GPU, got {q.device}; for tests TRITON_INTERPRET=1 runs it there")
-    elif UNREADABLE:
-        reasons.append(UNREADABLE)
+    elif NOT_INTERPRETED:
+        reasons.append(NOT_INTERPRETED)
     elif q.dtype == torch.bfloat16:
         reasons.append("Triton's interpreter multiplies the bits of bf16; fp32 and fp16 would do")
     return reasons
@@ -186,8 +186,8 @@ def why_not(inputs: Inputs) -> list[str]:
 
 def _not_interpreted(triton: str, numpy: str) -> str:
     """Why Triton's interpreter would fail on any kernel, "" where it does not."""
-    older = [tuple(map(int, v.split(".")[:2])) for v in (triton, numpy)]
-    if older[0] >= (3, 7) or older[1] < (2, 5):
+    ours, theirs = (tuple(map(int, v.split(".")[:2])) for v in (triton, numpy))
+    if ours >= (3, 7) or theirs < (2, 5):
         return ""
     return (
         f"Triton {triton} interprets nothing with NumPy {numpy}, which no longer takes an array of "
@@ -195,10 +195,10 @@ def _not_interpreted(triton: str, numpy: str) -> str:
     )
 
 
-UNREADABLE = ""
+NOT_INTERPRETED = ""
 if INTERPRETED:
     with suppress(PackageNotFoundError):
-        UNREADABLE = _not_interpreted(version("triton"), version("numpy"))
+        NOT_INTERPRETED = _not_interpreted(version("triton"), version("numpy"))
 
 
 def not_for_auto(inputs: Inputs) -> list[str]:
