@@ -94,7 +94,7 @@ def test_sigusr1_writes_the_stack_of_every_thread_from_inside_a_backward(tmp_pat
     assert done.returncode == 0, done.stderr
     found = looks.parse((tmp_path / "stacks.txt").read_text(), 0)
     assert [thread["name"] for thread in found] == ["other", "MainThread"]
-    assert "loop_that_does_not_end" in found[-1]["frames"][0]
+    assert any("loop_that_does_not_end" in frame for frame in found[-1]["frames"])
 
 
 def test_native_code_is_shown_while_it_runs(tmp_path):
