@@ -109,3 +109,15 @@ def test_it_loads_neither_torch_nor_psutil():
 def test_a_signal_without_a_name_is_called_by_its_number():
     assert processes.signal_name(9) == "SIGKILL"
     assert processes.signal_name(40) == "signal 40"
+
+
+def test_a_child_asks_the_kernel_to_let_others_look_at_it(monkeypatch):
+    asked = []
+
+    class Library:
+        def prctl(self, option, value):
+            asked.append((option, value.value))
+
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda _: Library())
+    processes.let_others_look()
+    assert asked == [(int.from_bytes(b"Yama"), 2**64 - 1)]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nsa.lab import whole
 from nsa.lab.out_of_memory import is_out_of_memory
-from nsa.lab.processes import die_with_parent
+from nsa.lab.processes import die_with_parent, let_others_look
 
 FOLDER = "NSA_RANK_FOLDER"
 TAIL_LINES = 30
@@ -50,6 +50,7 @@ def failure(error: BaseException) -> dict:
 def main(entry: str, spec_file: str, folder: str) -> int:
     """Runs the rank; 0 if `entry` returned, else 1."""
     die_with_parent()
+    let_others_look()
     rank = os.environ["RANK"]
     os.environ[FOLDER] = folder
     stacks = open(Path(folder, f"stacks-{rank}.txt"), "w")  # noqa: SIM115  open as long as we live
