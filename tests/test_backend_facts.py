@@ -49,7 +49,8 @@ def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backen
 
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
 def test_a_graph_that_is_kept_goes_back_twice(backend):
-    drawn = draw(Case(300), torch.bfloat16 if DEVICE == "cuda" else torch.float32, DEVICE)
+    tokens = 70 if (backend, DEVICE) == ("triton", "cpu") else 300  # interpreted, or in chunks
+    drawn = draw(Case(tokens), torch.bfloat16 if DEVICE == "cuda" else torch.float32, DEVICE)
     loss, leaves = attend(drawn, backend).square().mean(), list(drawn.leaves.values())
     first = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     again = torch.autograd.grad(loss, leaves, allow_unused=True)

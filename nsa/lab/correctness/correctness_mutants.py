@@ -228,9 +228,10 @@ def run_tests(
     """
     files = sorted({test.split("::")[0] for test in tests})
     picked = " or ".join(test.split("::")[1] for test in tests)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line"]
+    without = ["-p", "no:cacheprovider", "-p", "no:nbval"]  # loading that takes as long as torch
     return subprocess.run(
-        [*command, *files, "-k", picked],
+        [*command, *without, *files, "-k", picked],
         cwd=root, capture_output=True, text=True, timeout=deadline_s, check=False,
     )  # fmt: skip
 
