@@ -133,6 +133,16 @@ def test_afterwards_the_signal_is_what_it_was_and_who_was_woken_before_still_is(
         os.close(writer)
 
 
+def test_afterwards_a_signal_that_nobody_handled_is_not_handled():
+    old = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with stacks_on_signal(sys.stderr):
+            assert signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+
+
 def test_another_signal_writes_nothing(tmp_path):
     old = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:

@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 
@@ -32,7 +32,8 @@ def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> Iterator
         out = sys.stderr if file is None else file
         before = signal.signal(signal.SIGUSR1, lambda *_: None)
         # What handled it in C, as faulthandler does, is not told; ignoring at least ends nobody.
-        stack.callback(signal.signal, signal.SIGUSR1, before or signal.SIG_IGN)
+        after = signal.SIG_IGN if before is None else before
+        stack.callback(signal.signal, signal.SIGUSR1, after)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -71,12 +72,8 @@ def stacks() -> str:
             which = "Current thread" if ident == main else "Thread"
             name = names.get(ident, "?")
             found.append(f"{which} 0x{ident:016x} [{name}] (most recent call first):")
-            found += [*_lines(frame), ""]
+            for each, line in traceback.walk_stack(frame):
+                code = each.f_code
+                found.append(f'  File "{code.co_filename}", line {line} in {code.co_name}')
+            found.append("")
     return "\n".join(found) + "\n"
-
-
-def _lines(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        code = frame.f_code
-        yield f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}'
-        frame = frame.f_back
