@@ -126,14 +126,15 @@ def test_a_strangers_training_is_calibrated_by_the_names_that_it_has(tmp_path):
 
 def test_a_cell_is_predicted_before_it_runs_and_the_next_one_by_the_same_calibration(tmp_path):
     plan = Plan({"layers": [6, 8]}, settings=SLOW | {"tokens": 1024}, calibrate=True, **PACED)
-    trials = Trials(plan, Ledger(tmp_path))
+    told = []
+    trials = Trials(plan, Ledger(tmp_path), say=told.append)
     for cell in plan.cells():
         done = trials.run(cell)
         step = 0.02 + cell["layers"] * (0.01 + 1e-4 * 1024)
         assert 0.8 < done.evidence.predicted_s / (2 * step) < 2
         assert done.evidence.soft_s == pytest.approx(3 * done.evidence.predicted_s)
         assert "by calibration" in done.calibrated and not done.cached
-    calibrations = [i for i in trials.ledger.ids() if i not in {d.id for d in trials.done}]
+    calibrations = [i for i in trials.ledger.ids() if i not in {d.id for d in told}]
     assert len(calibrations) == 1 and calibrations[0] in done.calibrated
     assert trials.run(plan.base).cached
 

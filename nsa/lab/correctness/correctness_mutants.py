@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nsa.lab.correctness.correctness_oracle import environment
 from nsa.lab.correctness.lessons import lesson
 from nsa.lab.correctness.mutant_lessons import TELLS, UNTOLD
 from nsa.lab.correctness.mutants import MUTANTS, ROOT, Mutant, copy_of_the_project, mutant
@@ -118,7 +119,7 @@ def _look_at(
         spec = {"calls": calls, "triton": any(backend == "triton" for *_, backend in share)}
         kept = None if folder is None else Path(folder, f"looks-{share[0][0]}-{share[0][1]}")
         ended = run_child(
-            _IN_COPIES, spec, deadline_s=deadline_s, folder=kept, env=_environment(device)
+            _IN_COPIES, spec, deadline_s=deadline_s, folder=kept, env=environment(device)
         )
     lost = {"error": ended.message or ended.status}
     found = (ended.result or {}).get("found", [lost] * len(share))
@@ -266,13 +267,8 @@ def in_copy(
         root = _copy(None if name == RIGHT else mutant(name), Path(place))
         given = {"root": str(root), "entry": entry, "spec": spec}
         return run_child(
-            _IN_COPY, given, deadline_s=deadline_s, folder=folder, env=_environment(device)
+            _IN_COPY, given, deadline_s=deadline_s, folder=folder, env=environment(device)
         )
-
-
-def _environment(device: str) -> dict[str, str]:
-    """The kernels run without a GPU, too, one program after the other."""
-    return {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
 
 
 def _copy(changed: Mutant | None, place: Path) -> Path:

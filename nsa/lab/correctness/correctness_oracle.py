@@ -29,7 +29,7 @@ def measure(
 
     RuntimeError if a child did not end well: without its oracle there is nothing to look at.
     """
-    env = {} if device == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = environment(device)
     each = max(1, -(-len(shapes) // workers))
     shares = [list(shapes[first : first + each]) for first in range(0, len(shapes), each)]
 
@@ -44,6 +44,11 @@ def measure(
 
     with ThreadPoolExecutor(max(1, len(shares))) as pool:
         return [row for mine in pool.map(held, range(len(shares))) for row in mine]
+
+
+def environment(device: str) -> dict[str, str]:
+    """Variables of a child: without a GPU the kernels run, too, one program after the other."""
+    return {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
 
 
 def hold_all(spec: dict[str, Any]) -> dict[str, Any]:

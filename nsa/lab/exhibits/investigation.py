@@ -74,10 +74,10 @@ def investigate(
     lab.calibrate()
     named = cells(deadlines, layers)
     setup, failed = lab.setup, []
-    layers_of_all = {"layers": BASE["layers"]}
+    changes = {"layers": BASE["layers"]}
     settings = {"design": setup.design, "tokens": setup.tokens, "device": setup.device,
-                "threads": setup.threads, "changes": layers_of_all}  # fmt: skip
-    fast = {"changes": {"path": "masked", "defects": [], **layers_of_all}}
+                "threads": setup.threads, "changes": changes}  # fmt: skip
+    fast = {"changes": {"path": "masked", "defects": [], **changes}}
     counted = [settings, settings | fast, settings | {"tokens": 2 * setup.tokens} | fast]
 
     def measured(name: str, entry: str, spec: dict[str, Any]) -> dict[str, Any] | None:

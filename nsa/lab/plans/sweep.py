@@ -62,7 +62,6 @@ class Trials:
         self.plan, self.ledger, self.budget_s = plan, ledger, budget_s
         self._predict, self._say = predict, say
         self._end = None if budget_s is None else time.monotonic() + budget_s
-        self.done: list[Done] = []
         self.stop, self._lock = Event(), Lock()
 
     def run(self, cell: Cell, attempt: int = 0, gpu: str | None = None) -> Done:
@@ -79,7 +78,6 @@ class Trials:
         id, evidence, verdict, cached = self._found_or_run(spec, options, gpu)
         done = Done(dict(cell), id, verdict, evidence, cached, attempt, told)
         with self._lock:
-            self.done.append(done)
             self._say(done)
         return done
 

@@ -72,7 +72,6 @@ class Gpus:
 
         stop: set when the caller is interrupted or one of them raises, for the others in flight.
         """
-
         stop = stop or Event()
 
         def lent(item: Item) -> Result:
