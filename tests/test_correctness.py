@@ -94,11 +94,12 @@ def test_copies_are_looked_at_in_forks_and_the_code_here_stays_as_it_is(tmp_path
 
 @pytest.mark.parametrize(("device", "shares"), [("cpu", 2), ("cuda", 6)])
 def test_on_a_gpu_each_kernel_is_looked_at_there_in_a_process_of_its_own(
-    device, shares, monkeypatch
+    device, shares, monkeypatch, tmp_path
 ):
-    asked = []
+    asked, folders = [], set()
 
-    def child(entry, spec, *, env, **_):
+    def child(entry, spec, *, env, folder, **_):
+        folders.add(folder)
         asked.append([(call["spec"]["backend"], call["spec"]["device"]) for call in spec["calls"]])
         assert ("TRITON_INTERPRET" in env) == (device == "cpu")
         found = [{"result": {"picture": [[0.0]]}} for _ in spec["calls"]]
@@ -106,9 +107,9 @@ def test_on_a_gpu_each_kernel_is_looked_at_there_in_a_process_of_its_own(
 
     monkeypatch.setattr(correctness_mutants, "run_child", child)
     names = ["kernel-window-off-by-one", "kernel-base-not-gated", "window-off-by-one"]
-    seen = correctness_mutants.look_at(names, device=device, workers=2)
+    seen = correctness_mutants.look_at(names, device=device, workers=2, folder=tmp_path)
     assert [one.mutant for one in seen] == [RIGHT, RIGHT, RIGHT, *names]
-    assert len(asked) == shares and sum(map(len, asked)) == 6
+    assert len(asked) == len(folders) == shares and sum(map(len, asked)) == 6
     for calls in asked:
         assert all(where == (device if name == "triton" else "cpu") for name, where in calls)
         assert len(calls) == 1 or device == "cpu"

@@ -216,13 +216,15 @@ def test_two_ranks_train_with_gloo_and_ddp_says_what_communication_costs(kind):
 
 def test_curves_of_equal_seeds_are_equal_and_of_other_weights_others():
     cell = replace(CELL, steps=4)
-    found = loss_curves.train_seeds({"cell": cell.to_dict(), "seeds": [1, 2], "threads": 1})
-    again = loss_curves.train_seeds({"cell": cell.to_dict(), "seeds": [1], "threads": 1})
-    assert found["losses"]["1"] == again["losses"]["1"]
-    assert found["losses"]["1"] != found["losses"]["2"]
-    assert len(found["losses"]["2"]) == len(found["host_mib"]) == 4
-    declined = {"cell": replace(cell, backend="flex").to_dict(), "seeds": [1]}
-    assert "no backward" in loss_curves.train_seeds(declined)["declined"]
+
+    def curve(seed, **changes):
+        given = replace(cell, **changes).to_dict()
+        return loss_curves.train({"cell": given, "seed": seed, "threads": 1})
+
+    first, other = curve(1), curve(2)
+    assert first["losses"]["1"] == curve(1)["losses"]["1"] != other["losses"]["2"]
+    assert len(other["losses"]["2"]) == len(first["host_mib"]) == 4
+    assert "no backward" in curve(1, backend="flex")["declined"]
 
 
 def test_curves_on_several_gpus_are_trained_beside_each_other(monkeypatch):
@@ -231,14 +233,28 @@ def test_curves_on_several_gpus_are_trained_beside_each_other(monkeypatch):
     def child(entry, spec, *, env, **_):
         seen.append(env["CUDA_VISIBLE_DEVICES"])
         meet.wait()  # for the other GPU's
-        return Outcome("ok", {"losses": {"1": [float(spec["cell"]["tokens"])]}}, 0.1, "", 0)
+        losses = {str(spec["seed"]): [float(spec["cell"]["tokens"])]}
+        return Outcome("ok", {"losses": losses}, 0.1, "", 0)
 
     monkeypatch.setattr(loss_curves, "run_child", child)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")
-    cells = [TrainCell("cpu_test", tokens, device="cuda") for tokens in (32, 64, 128, 256)]
-    rows = loss_curves.measure(cells, [1], deadline_s=9, progress=False)
+    cells = [TrainCell("cpu_test", tokens, device="cuda") for tokens in (32, 64)]
+    rows = loss_curves.measure(cells, [1, 2], deadline_s=9, progress=False)
     assert sorted(seen) == ["2", "2", "7", "7"]
-    assert [row["losses"]["1"] for row in rows] == [[32.0], [64.0], [128.0], [256.0]]
+    assert [row["losses"] for row in rows] == [{"1": [t], "2": [t]} for t in (32.0, 64.0)]
+
+
+def test_a_seed_that_breaks_off_leaves_the_others_losses(monkeypatch):
+    def child(entry, spec, **_):
+        if spec["seed"] == 2:
+            return Outcome("timeout", None, 9.0, "still running", -9)
+        return Outcome("ok", {"losses": {"1": [5.0]}, "host_mib": [7.0]}, 1.0, "", 0)
+
+    monkeypatch.setattr(loss_curves, "run_child", child)
+    cells = [TrainCell("cpu_test", 32, device="cpu")]
+    (row,) = loss_curves.measure(cells, [1, 2], deadline_s=9, progress=False)
+    assert (row["outcome"], row["message"], row["seconds"]) == ("timeout", "still running", 10.0)
+    assert (row["losses"], row["host_mib"]) == ({"1": [5.0]}, [7.0])
 
 
 def test_what_is_compiled_meanwhile_is_counted():

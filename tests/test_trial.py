@@ -37,6 +37,16 @@ def test_an_old_result_in_the_folder_is_not_taken_for_a_new_one(tmp_path):
     assert run("leave_early", {"code": 0}, folder=tmp_path).status == "error"
 
 
+def test_a_folder_that_a_trial_still_writes_to_is_refused_to_another(tmp_path):
+    def meanwhile(pid):
+        with pytest.raises(ValueError, match="another trial's, which still runs"):
+            run("echo", folder=tmp_path / ".")
+        return ""
+
+    assert run("echo", folder=tmp_path, watch=meanwhile).status == "ok"
+    assert run("echo", folder=tmp_path).status == "ok"
+
+
 def test_env_reaches_the_child_and_not_this_process():
     outcome = run("environment", {"name": "NSA_PLANTED"}, env={"NSA_PLANTED": "yes"})
     assert outcome.result == {"value": "yes"}

@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ STATUSES = ("ok", "oom", "timeout", "crash", "error")
 _POLL_S = 0.02
 _TERM_S = 2.0
 _TAIL_BYTES = 4000
+_KEPT: set[Path] = set()  # the folders of the trials that this process runs just now
+_KEPT_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,9 @@ def run_child(
     reason, the child is ended as at a deadline, with that as its message. `python` is another
     interpreter, with packages of its own: of this one's path it gets what is no package.
 
-    Raises ValueError for an entry that does not exist, a spec that is no JSON, or a deadline that
-    is not positive; Stopped after `stop`; nothing for how the child ended.
+    Raises ValueError for an entry that does not exist, a spec that is no JSON, a deadline that is
+    not positive, or a folder that another call still writes to; Stopped after `stop`; nothing for
+    how the child ended.
     """
     check_entry(entry)
     if not deadline_s > 0:
@@ -81,8 +84,22 @@ def run_child(
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="nsa-trial-") as temporary:
             return _run(entry, text, deadline_s, Path(temporary), env or {}, stop, watch, python)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return _run(entry, text, deadline_s, Path(folder).resolve(), env or {}, stop, watch, python)
+    with _alone_in(Path(folder).resolve()) as kept:
+        return _run(entry, text, deadline_s, kept, env or {}, stop, watch, python)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[Path]:
+    with _KEPT_LOCK:
+        if folder in _KEPT:
+            raise ValueError(f"folder={str(folder)!r} is another trial's, which still runs")
+        _KEPT.add(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    finally:
+        with _KEPT_LOCK:
+            _KEPT.remove(folder)
 
 
 def _run(

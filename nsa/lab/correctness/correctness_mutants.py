@@ -117,7 +117,7 @@ def _look_at(
             spec = {"view": view, "backend": backend, "device": on}
             calls.append({"root": str(root), "entry": _LOOK, "spec": spec})
         spec = {"calls": calls, "triton": any(backend == "triton" for *_, backend in share)}
-        kept = None if folder is None else Path(folder, f"looks-{share[0][0]}-{share[0][1]}")
+        kept = None if folder is None else Path(folder, "looks-" + "-".join(share[0]))
         ended = run_child(
             _IN_COPIES, spec, deadline_s=deadline_s, folder=kept, env=environment(device)
         )

@@ -15,7 +15,7 @@ from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.training_session import session
 from nsa.lab.trial import run_child
 
-ENTRY = "nsa.lab.throughput.loss_curves:train_seeds"
+ENTRY = "nsa.lab.throughput.loss_curves:train"
 VARIANT = "curve"
 
 
@@ -33,63 +33,75 @@ def measure(
     """One row a cell: its fields, `outcome`, `message`, `seconds`, `losses` {seed: nats} and, of
     the first seed, `device_mib` and `host_mib` after each step.
 
-    A cell's `steps` are all there are, with a cosine schedule down to 0. Its seeds are trained one
-    after the other in one child process. Times are not taken, so `workers` cells may run at once on
-    a CPU; of cells for "cuda" one runs on each visible GPU.
+    A cell's `steps` are all there are, with a cosine schedule down to 0. Each seed is trained in a
+    child process of its own, within `deadline_s`; where one breaks off, the row keeps the others'
+    losses and has its outcome. Times are not taken, so `workers` of them may run at once on a CPU;
+    for "cuda" one runs on each visible GPU.
     """
     budget, done, stop = Budget(budget_s), 0, threading.Event()
     on_gpu = any(cell.device == "cuda" for cell in cells)
     lent = gpus.all_visible() if on_gpu else gpus.Gpus()
+    asked = [(number, cell, seed) for number, cell in enumerate(cells) for seed in seeds]
 
-    def one(gpu: str | None, numbered: tuple[int, TrainCell]) -> dict:
+    def one(gpu: str | None, job: tuple[int, TrainCell, int]) -> dict:
         nonlocal done
-        number, cell = numbered
+        number, cell, seed = job
         left = budget.share(deadline_s)
-        row = {**cell.to_dict(), "name": cell.name, "variant": VARIANT, "seconds": 0.0}
-        row |= {"losses": {}, "device_mib": [], "host_mib": [], "timing": "none"}
+        curve = {"losses": {}, "device_mib": [], "host_mib": [], "seconds": 0.0}
         if left <= 0:
-            row |= {"outcome": "not run", "message": budget.used_up}
+            curve |= {"outcome": "not run", "message": budget.used_up}
         else:
-            name = f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(cell))}"
-            spec = {"cell": cell.to_dict(), "seeds": list(seeds), "threads": threads}
+            name = f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(cell))}-seed-{seed}"
             ended = run_child(
                 ENTRY,
-                spec,
+                {"cell": cell.to_dict(), "seed": seed, "threads": threads},
                 deadline_s=left,
                 folder=None if folder is None else Path(folder, name),
                 env=gpus.only(gpu),
                 stop=stop,
             )
             outcome, message = budget.judged(ended.status, ended.message, left, deadline_s)
-            row |= {"outcome": outcome, "message": message, "seconds": ended.seconds}
             found = ended.result or {}
             if "declined" in found:
-                row |= {"outcome": "declined", "message": found["declined"]}
-            else:
-                row |= found
+                outcome, message, found = "declined", found["declined"], {}
+            curve |= {"outcome": outcome, "message": message, "seconds": ended.seconds, **found}
         done += 1
         if progress:
-            last = ", ".join(f"{losses[-1]:.4f}" for losses in row["losses"].values())
-            said = f"{cell}: {row['outcome']}, {row['seconds']:.1f} s, last losses {last}"
-            print(f"[{done}/{len(cells)}] {said}", file=sys.stderr, flush=True)
-        return row
+            last = "".join(f", last loss {losses[-1]:.4f}" for losses in curve["losses"].values())
+            said = f"{cell} seed {seed}: {curve['outcome']}, {curve['seconds']:.1f} s{last}"
+            print(f"[{done}/{len(asked)}] {said}", file=sys.stderr, flush=True)
+        return curve
 
-    return lent.map(one, enumerate(cells), 1 if on_gpu else workers, stop=stop)
+    curves = lent.map(one, asked, 1 if on_gpu else workers, stop=stop)
+    return [
+        _row(cell, [curve for (of, _, _), curve in zip(asked, curves, strict=True) if of == number])
+        for number, cell in enumerate(cells)
+    ]
 
 
-def train_seeds(spec: dict) -> dict:
-    """The inside of a child: {"losses": ..., "device_mib": ..., "host_mib": ...} as `measure` has
-    them, or {"declined": why}."""
-    cell, losses, memory = TrainCell.from_dict(spec["cell"]), {}, None
+def _row(cell: TrainCell, curves: Sequence[dict]) -> dict:
+    """The cell's row from the curves of its seeds."""
+    told = next((curve for curve in curves if curve["outcome"] != "ok"), curves[0])
+    row = {**cell.to_dict(), "name": cell.name, "variant": VARIANT, "timing": "none"}
+    row |= {name: told[name] for name in ("outcome", "message")}
+    row |= {name: curves[0][name] for name in ("device_mib", "host_mib")}
+    row["seconds"] = sum(curve["seconds"] for curve in curves)
+    row["losses"] = {seed: each for curve in curves for seed, each in curve["losses"].items()}
+    return row
+
+
+def train(spec: dict) -> dict:
+    """The inside of a child: {"losses": {seed: nats}, "device_mib": ..., "host_mib": ...} as
+    `measure` has them, or {"declined": why}."""
+    cell, seed = TrainCell.from_dict(spec["cell"]), spec["seed"]
     warmup = min(10, max(1, cell.steps // 10))
-    for seed in spec["seeds"]:
-        changes = {"seed": seed, "steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
-        with session(cell, spec.get("threads"), **changes) as trainer:
-            if memory is None:
-                memory = MemorySamples(trainer.device)
-                trainer.observers = (memory,)
-            try:
-                losses[str(seed)] = trainer.run(cell.steps)
-            except Declined as refusal:
-                return {"declined": str(refusal)}
-    return {"losses": losses, "device_mib": memory.device_mib, "host_mib": memory.host_mib}
+    changes = {"seed": seed, "steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
+    with session(cell, spec.get("threads"), **changes) as trainer:
+        memory = MemorySamples(trainer.device)
+        trainer.observers = (memory,)
+        try:
+            losses = trainer.run(cell.steps)
+        except Declined as refusal:
+            return {"declined": str(refusal)}
+    found = {"device_mib": memory.device_mib, "host_mib": memory.host_mib}
+    return {"losses": {str(seed): losses}, **found}
