@@ -10,6 +10,15 @@ def right(q, k, v, gates, config):
     return nsa_attention(q, k, v, gates, config, backend="gather")
 
 
+@torch.compile(backend="aot_eager")
+def _bent(o):
+    return 8 * (o / 8).tanh().atanh()  # o, by way of what its backward needs
+
+
+def compiled(q, k, v, gates, config):
+    return _bent(right(q, k, v, gates, config))
+
+
 def zeros(q, k, v, gates, config):
     return right(q, k, v, gates, config) * 0
 

@@ -55,6 +55,14 @@ def test_a_right_implementation_has_times_errors_and_its_paths():
     assert cell["dense-fa4"]["outcome"] == "declined" and cell["dense-fa4"]["message"]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")  # Dynamo's own
+def test_a_compiled_backward_is_timed_after_it_was_checked():
+    """Its first run must not free the graph, or it refuses to keep it ever after."""
+    cell = run("compiled")["compiled"]
+    assert (cell["outcome"], cell["message"]) == ("ok", "")
+    assert set(cell["latency_ms"]) == {"forward", "backward"}
+
+
 @pytest.mark.parametrize(
     "name", ["scaled", "newest_blocks", "wrong_dk", "zeros", "window_one_short", "wrong_dgates"]
 )

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-import torch._functorch.config
 from torch import Tensor
 
 from nsa.attention.inputs import Inputs
@@ -126,9 +125,7 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
     )
     # The default of 8 shapes is few for a process that sweeps them; a miss raises, never degrades.
     recompiles = torch._dynamo.config.patch(recompile_limit=256)
-    # A backward that gives its buffers away refuses to run a second time (retain_graph).
-    keeps = torch._functorch.config.patch(donated_buffer=False)
-    with recompiles, keeps, warnings.catch_warnings():
+    with recompiles, warnings.catch_warnings():
         # The docstring and the path witness say "uncompiled" where torch would warn of it.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         # Dynamo looks at inputs that are no leaves, and hides this from the console only.

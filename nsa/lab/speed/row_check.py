@@ -116,7 +116,7 @@ def check(
     if backward:
         inputs = {n: leaves[n] for n in names}
         if not every:
-            whole = _gradients(o, inputs, drawn.do, keep=True)
+            whole = _gradients(o, inputs, drawn.do)
             bad = [f"d{name}" for name, grad in whole.items() if not bool(grad.isfinite().all())]
             if bad:
                 raise Red(f"{', '.join(bad)} with dO at all queries: not finite")
@@ -144,9 +144,13 @@ def check(
     return Checked(what, tuple(errors), own, stick.o, truth.o)
 
 
-def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor, keep: bool = False):
-    """By name; Red where one does not reach its input."""
-    found = torch.autograd.grad(o, [*inputs.values()], do, retain_graph=keep, allow_unused=True)
+def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
+    """By name; Red where one does not reach its input.
+
+    The graph is kept: a compiled backward whose first run frees it refuses ever to keep it, which
+    timing the backward alone needs (torch's donated buffers).
+    """
+    found = torch.autograd.grad(o, [*inputs.values()], do, retain_graph=True, allow_unused=True)
     missing = [f"d{name}" for name, grad in zip(inputs, found, strict=True) if grad is None]
     if missing:
         raise Red(f"no gradient reaches {', '.join(missing)}")
