@@ -55,6 +55,7 @@ def test_a_notebook_without_parameters_cell_is_refused(tmp_path):
         ("[]", "list[int]", []),
         ("gather, sdpa", "list[str]", ["gather", "sdpa"]),
         ("0.5,1", "list[float]", [0.5, 1.0]),
+        ("""["a=1,b=2", 'c,d', e]""", "list[str]", ["a=1,b=2", "c,d", "e"]),
     ],
 )
 def test_command_line_text_becomes_a_value(text, kind, value):

@@ -100,14 +100,15 @@ def _parameter(notebook: str, entry: dict) -> Parameter:
 def parse(text: str, kind: str) -> Any:
     """One `-p name=text` of the command line as a value of type `kind`.
 
-    Lists are `128,256` or `[128, 256]`. What does not parse comes back as the text itself, for
-    `check` to refuse with the parameter's name.
+    Lists are `128,256` or `[128, 256]`, an item that holds a comma in quotes. What does not parse
+    comes back as the text itself, for `check` to refuse with the parameter's name.
     """
     text = text.strip()
     if kind.startswith("list["):
         body = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         inner = kind[5:-1]
-        return [parse(part, inner) for part in body.split(",") if part.strip()]
+        parts = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)""", body)
+        return [parse(part, inner) for part in parts if part.strip()]
     if kind == "bool":
         return {"true": True, "yes": True, "false": False, "no": False}.get(text.lower(), text)
     if kind == "str":
