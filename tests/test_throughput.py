@@ -252,9 +252,11 @@ def test_a_seed_that_breaks_off_leaves_the_others_losses(monkeypatch):
 
     monkeypatch.setattr(loss_curves, "run_child", child)
     cells = [TrainCell("cpu_test", 32, device="cpu")]
-    (row,) = loss_curves.measure(cells, [1, 2], deadline_s=9, progress=False)
-    assert (row["outcome"], row["message"], row["seconds"]) == ("timeout", "still running", 10.0)
-    assert (row["losses"], row["host_mib"]) == ({"1": [5.0]}, [7.0])
+    (row,) = loss_curves.measure(cells, [1, 2, 1], deadline_s=9, progress=False)
+    assert (row["outcome"], row["message"]) == ("timeout", "seed 2: still running")
+    assert (row["losses"], row["host_mib"], row["seconds"]) == ({"1": [5.0]}, [7.0], 10.0)
+    with pytest.raises(ValueError, match="trains nothing"):
+        loss_curves.measure(cells, [], deadline_s=9)
 
 
 def test_what_is_compiled_meanwhile_is_counted():

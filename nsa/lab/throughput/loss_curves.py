@@ -36,8 +36,11 @@ def measure(
     A cell's `steps` are all there are, with a cosine schedule down to 0. Each seed is trained in a
     child process of its own, within `deadline_s`; where one breaks off, the row keeps the others'
     losses and has its outcome. Times are not taken, so `workers` of them may run at once on a CPU;
-    for "cuda" one runs on each visible GPU.
+    for "cuda" one runs on each visible GPU. ValueError without a seed.
     """
+    seeds = tuple(dict.fromkeys(seeds))
+    if cells and not seeds:
+        raise ValueError("seeds=[] trains nothing; each is a whole number from 0 on, as in [1, 2]")
     budget, done, stop = Budget(budget_s), 0, threading.Event()
     on_gpu = any(cell.device == "cuda" for cell in cells)
     lent = gpus.all_visible() if on_gpu else gpus.Gpus()
@@ -47,7 +50,7 @@ def measure(
         nonlocal done
         number, cell, seed = job
         left = budget.share(deadline_s)
-        curve = {"losses": {}, "device_mib": [], "host_mib": [], "seconds": 0.0}
+        curve = {"seed": seed, "losses": {}, "device_mib": [], "host_mib": [], "seconds": 0.0}
         if left <= 0:
             curve |= {"outcome": "not run", "message": budget.used_up}
         else:
@@ -81,9 +84,10 @@ def measure(
 
 def _row(cell: TrainCell, curves: Sequence[dict]) -> dict:
     """The cell's row from the curves of its seeds."""
-    told = next((curve for curve in curves if curve["outcome"] != "ok"), curves[0])
     row = {**cell.to_dict(), "name": cell.name, "variant": VARIANT, "timing": "none"}
-    row |= {name: told[name] for name in ("outcome", "message")}
+    row |= {"outcome": "ok", "message": ""}
+    if broke := next((curve for curve in curves if curve["outcome"] != "ok"), None):
+        row |= {"outcome": broke["outcome"], "message": f"seed {broke['seed']}: {broke['message']}"}
     row |= {name: curves[0][name] for name in ("device_mib", "host_mib")}
     row["seconds"] = sum(curve["seconds"] for curve in curves)
     row["losses"] = {seed: each for curve in curves for seed, each in curve["losses"].items()}
