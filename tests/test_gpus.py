@@ -163,10 +163,13 @@ def test_a_device_that_stays_full_is_told(monkeypatch):
         ("cpu", "0,1", {None}, 4),
     ],
 )
-def test_each_visible_gpu_measures_a_shape_at_a_time(device, visible, wanted, at_once, monkeypatch):
-    seen, now, most, lock = [], [], [], threading.Lock()
+def test_each_visible_gpu_measures_a_shape_at_a_time(
+    device, visible, wanted, at_once, monkeypatch, tmp_path
+):
+    seen, now, most, places, lock = [], [], [], set(), threading.Lock()
 
-    def child(entry, spec, *, env, **_):
+    def child(entry, spec, *, env, folder, **_):
+        places.add(folder)
         gpu = env.get("CUDA_VISIBLE_DEVICES")
         with lock:
             seen.append(gpu)
@@ -180,9 +183,11 @@ def test_each_visible_gpu_measures_a_shape_at_a_time(device, visible, wanted, at
 
     monkeypatch.setattr(comparison, "run_child", child)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    shapes = [Shape(1024 * n) for n in range(1, 9)]
+    shapes = [Shape(1024 * n) for n in range(1, 8)] + [Shape(1024)]  # one of them twice
     cells = comparison.compare(
-        shapes, deadline_s=9, device=device, workers=4, backends=["gather"], progress=False
-    )
+        shapes, deadline_s=9, device=device, workers=4, backends=["gather"], progress=False,
+        folder=tmp_path,
+    )  # fmt: skip
+    assert len(places) == len(shapes)
     assert cells == [shape.tokens for shape in shapes]  # in the order asked for
     assert set(seen) == wanted and max(most) == at_once

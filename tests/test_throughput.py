@@ -222,8 +222,8 @@ def test_curves_of_equal_seeds_are_equal_and_of_other_weights_others():
         return loss_curves.train({"cell": given, "seed": seed, "threads": 1})
 
     first, other = curve(1), curve(2)
-    assert first["losses"]["1"] == curve(1)["losses"]["1"] != other["losses"]["2"]
-    assert len(other["losses"]["2"]) == len(first["host_mib"]) == 4
+    assert first["losses"] == curve(1)["losses"] != other["losses"]
+    assert len(other["losses"]) == len(first["host_mib"]) == 4
     assert "no backward" in curve(1, backend="flex")["declined"]
 
 
@@ -233,8 +233,7 @@ def test_curves_on_several_gpus_are_trained_beside_each_other(monkeypatch):
     def child(entry, spec, *, env, **_):
         seen.append(env["CUDA_VISIBLE_DEVICES"])
         meet.wait()  # for the other GPU's
-        losses = {str(spec["seed"]): [float(spec["cell"]["tokens"])]}
-        return Outcome("ok", {"losses": losses}, 0.1, "", 0)
+        return Outcome("ok", {"losses": [float(spec["cell"]["tokens"])]}, 0.1, "", 0)
 
     monkeypatch.setattr(loss_curves, "run_child", child)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")
@@ -248,7 +247,7 @@ def test_a_seed_that_breaks_off_leaves_the_others_losses(monkeypatch):
     def child(entry, spec, **_):
         if spec["seed"] == 2:
             return Outcome("timeout", None, 9.0, "still running", -9)
-        return Outcome("ok", {"losses": {"1": [5.0]}, "host_mib": [7.0]}, 1.0, "", 0)
+        return Outcome("ok", {"losses": [5.0], "host_mib": [7.0]}, 1.0, "", 0)
 
     monkeypatch.setattr(loss_curves, "run_child", child)
     cells = [TrainCell("cpu_test", 32, device="cpu")]

@@ -88,6 +88,16 @@ def run_child(
         return _run(entry, text, deadline_s, kept, env or {}, stop, watch, python)
 
 
+def place_of(folder: str | Path | None, number: int, what: object) -> Path | None:
+    """Where one of several trials keeps its files: `folder`/007-what-it-is; None without a folder.
+
+    The number tells those apart that say the same of themselves.
+    """
+    if folder is None:
+        return None
+    return Path(folder, f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(what))}")
+
+
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[Path]:
     with _KEPT_LOCK:

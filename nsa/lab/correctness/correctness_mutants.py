@@ -65,11 +65,11 @@ class Seen:
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The mutants of these names, every one for "all"; ValueError for an unknown one."""
+    """The mutants of these names, each once, all for "all"; ValueError for an unknown one."""
     names = tuple(names)
     if names == ("all",):
         return tuple(one.name for one in MUTANTS)
-    return tuple(mutant(name).name for name in names)
+    return tuple(dict.fromkeys(mutant(name).name for name in names))
 
 
 def look_at(

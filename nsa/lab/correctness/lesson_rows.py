@@ -48,7 +48,7 @@ def learn_all(
         return row
 
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(one, names))
+        return list(pool.map(one, specs))  # a name that stands twice is learnt once
 
 
 def answers(rows: Sequence[dict]) -> list[dict]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from nsa.lab.memory.cell import Cell
-from nsa.lab.trial import Outcome, Stopped, run_child
+from nsa.lab.trial import Outcome, Stopped, place_of, run_child
 
 ENTRY = "nsa.lab.memory.training_step:measure_cell"
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -99,9 +98,7 @@ class _Sweep:
         if self.stop.is_set():
             raise Stopped("before it started")
         cell = self.cells[number]
-        folder = None
-        if self.folder is not None:
-            folder = self.folder / f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(cell))}"
+        folder = place_of(self.folder, number, cell)
         spec = {"cell": cell.to_dict(), "deadline_s": self.deadline_s, "threads": self.threads}
         return run_child(
             self.entry, spec, deadline_s=self.deadline_s, folder=folder, stop=self.stop

@@ -1,6 +1,5 @@
 """A benchmark whose shapes each run in a child process: one that crashes or hangs leaves rows."""
 
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from nsa.lab.speed.clock import CAP_S
 from nsa.lab.speed.limits import Ceilings
 from nsa.lab.speed.shapes import Shape
 from nsa.lab.supervision import gpus
-from nsa.lab.trial import run_child
+from nsa.lab.trial import place_of, run_child
 
 ENTRY = "nsa.lab.speed.bench:measure_spec"
 PROCESS = "the process that measured this shape"
@@ -60,11 +59,9 @@ def compare(
     budget, done, stop = Budget(budget_s), 0, threading.Event()
     lent = gpus.all_visible() if device == "cuda" else gpus.Gpus()
 
-    def one(gpu: str | None, shape: Shape) -> list[dict]:
+    def one(gpu: str | None, numbered: tuple[int, Shape]) -> list[dict]:
         nonlocal done
-        place = None
-        if folder is not None:
-            place = Path(folder) / re.sub("[^A-Za-z0-9.=]+", "-", str(shape))
+        number, shape = numbered
         mine_s = budget.share(deadline_s)
         if mine_s <= 0:
             return [_lost(shape, i, "not run", budget.used_up, device) for i in every]
@@ -73,7 +70,7 @@ def compare(
             entry,
             spec | within,
             deadline_s=mine_s,
-            folder=place,
+            folder=place_of(folder, number, shape),
             env={"TRITON_INTERPRET": "1"} if device == "cpu" else gpus.only(gpu),
             stop=stop,
         )
@@ -88,7 +85,8 @@ def compare(
         return [_lost(shape, i, status, message, device) for i in every]
 
     at_once = 1 if device.startswith("cuda") else workers  # unless there are GPUs to lend
-    return [cell for cells in lent.map(one, shapes, at_once, stop=stop) for cell in cells]
+    found = lent.map(one, enumerate(shapes), at_once, stop=stop)
+    return [cell for cells in found for cell in cells]
 
 
 def _lost(shape: Shape, implementation, outcome: str, message: str, device: str) -> dict:

@@ -1,7 +1,6 @@
 """Training losses step by step, the same batches for every backend and seed."""
 
 import math
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from nsa.lab.supervision import gpus
 from nsa.lab.throughput.memory_samples import MemorySamples
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.training_session import session
-from nsa.lab.trial import run_child
+from nsa.lab.trial import place_of, run_child
 
 ENTRY = "nsa.lab.throughput.loss_curves:train"
 VARIANT = "curve"
@@ -49,17 +48,17 @@ def measure(
     def one(gpu: str | None, job: tuple[int, TrainCell, int]) -> dict:
         nonlocal done
         number, cell, seed = job
+        name = f"{cell} seed {seed}"
         left = budget.share(deadline_s)
-        curve = {"seed": seed, "losses": {}, "device_mib": [], "host_mib": [], "seconds": 0.0}
+        curve = {"seed": seed, "losses": [], "device_mib": [], "host_mib": [], "seconds": 0.0}
         if left <= 0:
             curve |= {"outcome": "not run", "message": budget.used_up}
         else:
-            name = f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(cell))}-seed-{seed}"
             ended = run_child(
                 ENTRY,
                 {"cell": cell.to_dict(), "seed": seed, "threads": threads},
                 deadline_s=left,
-                folder=None if folder is None else Path(folder, name),
+                folder=place_of(folder, number, name),
                 env=gpus.only(gpu),
                 stop=stop,
             )
@@ -70,8 +69,8 @@ def measure(
             curve |= {"outcome": outcome, "message": message, "seconds": ended.seconds, **found}
         done += 1
         if progress:
-            last = "".join(f", last loss {losses[-1]:.4f}" for losses in curve["losses"].values())
-            said = f"{cell} seed {seed}: {curve['outcome']}, {curve['seconds']:.1f} s{last}"
+            last = f", last loss {curve['losses'][-1]:.4f}" if curve["losses"] else ""
+            said = f"{name}: {curve['outcome']}, {curve['seconds']:.1f} s{last}"
             print(f"[{done}/{len(asked)}] {said}", file=sys.stderr, flush=True)
         return curve
 
@@ -90,22 +89,21 @@ def _row(cell: TrainCell, curves: Sequence[dict]) -> dict:
         row |= {"outcome": broke["outcome"], "message": f"seed {broke['seed']}: {broke['message']}"}
     row |= {name: curves[0][name] for name in ("device_mib", "host_mib")}
     row["seconds"] = sum(curve["seconds"] for curve in curves)
-    row["losses"] = {seed: each for curve in curves for seed, each in curve["losses"].items()}
+    row["losses"] = {str(curve["seed"]): curve["losses"] for curve in curves if curve["losses"]}
     return row
 
 
 def train(spec: dict) -> dict:
-    """The inside of a child: {"losses": {seed: nats}, "device_mib": ..., "host_mib": ...} as
-    `measure` has them, or {"declined": why}."""
-    cell, seed = TrainCell.from_dict(spec["cell"]), spec["seed"]
+    """The inside of a child: {"losses", "device_mib", "host_mib"} of one seed, each a list with a
+    number a step, or {"declined": why}."""
+    cell = TrainCell.from_dict(spec["cell"])
     warmup = min(10, max(1, cell.steps // 10))
-    changes = {"seed": seed, "steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
-    with session(cell, spec.get("threads"), **changes) as trainer:
+    changes = {"steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
+    with session(cell, spec.get("threads"), seed=spec["seed"], **changes) as trainer:
         memory = MemorySamples(trainer.device)
         trainer.observers = (memory,)
         try:
             losses = trainer.run(cell.steps)
         except Declined as refusal:
             return {"declined": str(refusal)}
-    found = {"device_mib": memory.device_mib, "host_mib": memory.host_mib}
-    return {"losses": {str(seed): losses}, **found}
+    return {"losses": losses, "device_mib": memory.device_mib, "host_mib": memory.host_mib}

@@ -1,7 +1,6 @@
 """Training throughput, one cell after another, each in processes of its own."""
 
 import math
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from nsa.lab.budget import Budget
 from nsa.lab.ranks.run import run_ranks
 from nsa.lab.throughput.throughput_cell import TrainCell
-from nsa.lab.trial import run_child
+from nsa.lab.trial import place_of, run_child
 
 ENTRY = "nsa.lab.throughput.throughput_trial:measure_rank"
 EMPTY = {
@@ -62,8 +61,7 @@ def measure(
         if left <= 0:
             row = row_of(cell, "not run", budget.used_up)
         else:
-            name = f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(cell))}"
-            row = _trial(cell, entry, spec, left, None if folder is None else Path(folder, name))
+            row = _trial(cell, entry, spec, left, place_of(folder, number, cell))
             ended = budget.judged(row["outcome"], row["message"], left, deadline_s)
             row["outcome"], row["message"] = ended
         rows.append(row)
