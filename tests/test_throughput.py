@@ -227,18 +227,19 @@ def test_curves_of_equal_seeds_are_equal_and_of_other_weights_others():
     assert "no backward" in curve(1, backend="flex")["declined"]
 
 
-def test_curves_on_several_gpus_are_trained_beside_each_other(monkeypatch):
-    seen, meet = [], threading.Barrier(2, timeout=20)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_curves_on_several_gpus_are_trained_beside_each_other(monkeypatch, workers):
+    seen, meet = [], threading.Barrier(2 * workers, timeout=20)
 
     def child(entry, spec, *, env, **_):
         seen.append(env["CUDA_VISIBLE_DEVICES"])
-        meet.wait()  # for the other GPU's
+        meet.wait()  # for the other GPU's, and for those beside it
         return Outcome("ok", {"losses": [float(spec["cell"]["tokens"])]}, 0.1, "", 0)
 
     monkeypatch.setattr(loss_curves, "run_child", child)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")
     cells = [TrainCell("cpu_test", tokens, device="cuda") for tokens in (32, 64)]
-    rows = loss_curves.measure(cells, [1, 2], deadline_s=9, progress=False)
+    rows = loss_curves.measure(cells, [1, 2], deadline_s=9, workers=workers, progress=False)
     assert sorted(seen) == ["2", "2", "7", "7"]
     assert [row["losses"] for row in rows] == [{"1": [t], "2": [t]} for t in (32.0, 64.0)]
 

@@ -73,6 +73,15 @@ def frame(*rows, curves=(), gpu=H200):
     return metrics.table([metrics.row(line, {"gpu": gpu}) for line in found])
 
 
+def test_where_no_cell_ran_the_tables_behind_figures_are_empty_and_curves_go_on():
+    df = frame(row(outcome="timeout"), curves=[curve()])
+    assert throughput_table.phases(df).empty
+    assert set(throughput_table.memory_over_steps(df)["backend"]) == {"triton"}
+    assert throughput_table.memory_over_steps(frame(row(outcome="timeout"))).empty
+    for drawn in (throughput_plots.speed, throughput_plots.memory, throughput_plots.losses):
+        assert drawn(df).axes
+
+
 def test_a_failed_cell_refutes_and_out_of_memory_does_not():
     claim = throughput_claims.nothing_broke
     assert claim(frame(row(), row("masked", outcome="oom"))).verdict == "PASS"

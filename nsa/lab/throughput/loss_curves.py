@@ -34,15 +34,15 @@ def measure(
 
     A cell's `steps` are all there are, with a cosine schedule down to 0. Each seed is trained in a
     child process of its own, within `deadline_s`; where one breaks off, the row keeps the others'
-    losses and has its outcome. Times are not taken, so `workers` of them may run at once on a CPU;
-    for "cuda" one runs on each visible GPU. ValueError without a seed.
+    losses and has its outcome. Times are not taken, so `workers` of them may run at once: for
+    "cuda" that many on each visible GPU, whose memory they then share. ValueError without a seed.
     """
     seeds = tuple(dict.fromkeys(seeds))
     if cells and not seeds:
         raise ValueError("seeds=[] trains nothing; each is a whole number from 0 on, as in [1, 2]")
     budget, done, stop = Budget(budget_s), 0, threading.Event()
     on_gpu = any(cell.device == "cuda" for cell in cells)
-    lent = gpus.all_visible() if on_gpu else gpus.Gpus()
+    lent = gpus.Gpus(gpus.all_visible().names * workers if on_gpu else ())
     asked = [(number, cell, seed) for number, cell in enumerate(cells) for seed in seeds]
 
     def one(gpu: str | None, job: tuple[int, TrainCell, int]) -> dict:
@@ -74,7 +74,7 @@ def measure(
             print(f"[{done}/{len(asked)}] {said}", file=sys.stderr, flush=True)
         return curve
 
-    curves = lent.map(one, asked, 1 if on_gpu else workers, stop=stop)
+    curves = lent.map(one, asked, workers, stop=stop)
     return [
         _row(cell, [curve for (of, _, _), curve in zip(asked, curves, strict=True) if of == number])
         for number, cell in enumerate(cells)

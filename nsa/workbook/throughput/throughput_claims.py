@@ -101,8 +101,7 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
     """Unless the slope's 95 % interval is above 0 and all steps together add more than 1 %."""
     sentence = f"memory, the device's and the host's, grows by at most {FLAT_SHARE:.0%} in a run"
     found, grown = {}, {}
-    levels = throughput_table.labelled(df)
-    levels = levels[(levels["metric"] == "memory") & (levels["x_name"] == "step")]
+    levels = throughput_table.memory_over_steps(df)
     for mode in ("device", "host"):
         for row in throughput_table.over_tokens(df, "memory_growth", mode, None).itertuples():
             if row.steps < FLAT_STEPS or not np.isfinite(row.median):

@@ -141,8 +141,7 @@ def memory_over_steps(df):
 
     Cells of fewer than ten steps are left out, unless there are no others.
     """
-    rows = throughput_table.labelled(df)
-    rows = _needed(rows[(rows["metric"] == "memory") & (rows["x_name"] == "step")], "memory")
+    rows = _needed(throughput_table.memory_over_steps(df), "memory")
     modes = [mode for mode in ("device", "host") if (rows["mode"] == mode).any()]
     with looks.style():
         fig, panels = looks.panels(len(modes), 2.6)

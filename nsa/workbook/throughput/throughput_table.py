@@ -84,6 +84,12 @@ def phases(df: pandas.DataFrame) -> pandas.DataFrame:
     return named(_columns(df, columns).dropna(axis=1, how="all").round(3), df)
 
 
+def memory_over_steps(df: pandas.DataFrame) -> pandas.DataFrame:
+    """The labelled rows of memory held after each step, in MiB; modes "device" and "host"."""
+    rows = labelled(df)
+    return rows[(rows["metric"] == "memory") & (rows["x_name"] == "step")]
+
+
 def variants(df: pandas.DataFrame) -> pandas.DataFrame:
     """Every variant on one rank beside the plain cell of the same backend and T, which is 1."""
     columns = {
