@@ -101,6 +101,76 @@ def test_of_a_large_graph_every_nth_node_is_counted_for_n(counters, monkeypatch)
     assert 40 <= during[0] <= 60
 
 
+class Scaled(nn.Module):
+    """`nodes` products, one of which tells `seen` when its backward runs."""
+
+    def __init__(self, nodes, seen=None):
+        super().__init__()
+        self.nodes, self.seen = nodes, seen
+
+    def forward(self, x):
+        for _ in range(self.nodes):
+            x = x * 1.0
+        if self.seen is not None:
+            x.register_hook(lambda _: self.seen())
+        return x
+
+
+def test_where_modules_are_small_their_outputs_count_the_nodes(counters, monkeypatch):
+    during, walked = [], []
+    walk = counting._nodes
+    monkeypatch.setattr(counting, "_nodes", lambda *given: walked.append(1) or walk(*given))
+    layers = [Scaled(3) for _ in range(40)]
+    layers[19] = Scaled(3, lambda: during.append(here(counters)))
+    model = nn.Sequential(*layers)
+    x = torch.ones(4, requires_grad=True)
+    for watched in (True, False):  # of this model alone, and by whoever attaches
+        counters.watch(model) if watched else counters.attach()
+        for step in range(3):
+            counters.step(step)
+            model(x).sum().backward()
+            assert here(counters).fired == here(counters).total == 121
+        assert len(walked) == 2 - watched  # the first of each: nobody knew how far apart they lie
+    assert len(during) == 6
+    for p in during:
+        assert (p.phase, p.total) == ("backward", 121) and 55 <= p.fired <= 65
+
+
+def test_modules_far_apart_are_counted_by_a_walk(counters):
+    counters.attach()
+    during = []
+    model = nn.Sequential(Scaled(3), Scaled(100, lambda: during.append(here(counters))), Scaled(3))
+    deep = nn.Sequential(*(Scaled(1) for _ in range(100)))
+    x = torch.ones(4, requires_grad=True)
+    for step in range(4):
+        counters.step(step)
+        loss = model(deep(x) if step % 2 else x).sum()
+        expected = nodes_of(loss)
+        loss.backward()
+        assert here(counters).fired == here(counters).total == expected
+    assert [p.total for p in during] == 2 * [107, 207]
+    assert not counters.outputs._hooks  # none is paid for in vain
+
+
+def test_a_forward_counts_in_its_own_backward_alone(counters):
+    counters.attach()
+    model = nn.Sequential(*(Scaled(2) for _ in range(50)))
+    x = torch.ones(4, requires_grad=True)
+    model(x).sum().backward()
+    counters.step(0)
+    first, second = model(x).sum(), model(x).sum()
+    first.backward(retain_graph=True)
+    assert here(counters).fired == here(counters).total == 202  # two forwards were made
+    for n, loss in enumerate((first, second), 1):  # and are walked from now on
+        loss.backward()
+        assert here(counters).fired == here(counters).total == 202 + 101 * n
+    for step in range(2):
+        model(x)  # whose backward never comes
+        counters.step(step)
+        model(x).sum().backward()
+        assert here(counters).fired == here(counters).total == 101
+
+
 def test_micro_batches_add_up_within_a_step(counters):
     counters.attach()
     training = Training({}, counters)

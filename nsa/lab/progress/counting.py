@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from nsa.lab.progress.progress import Progress
 
 MOST_HOOKS = 256  # of one backward: each costs 2 to 3 us, and a finer count tells nobody more
+MOST_BETWEEN = 64  # nodes from one hooked output to the next; else the graph is walked
+APART = 24  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
+FEW_HOOKS = 64
 MOST_EVENTS = 4096  # under way on a device
 OTHER = PHASES.index("other")
 Undo = Callable[[], Any]
@@ -24,28 +28,46 @@ Undo = Callable[[], Any]
 
 def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
     """Counts the forwards of a model and of all modules inside it."""
-    ended, begins = _ended(progress), _begins(progress)
-    handles = [model.register_forward_pre_hook(begins)]
-    handles += [module.register_forward_hook(ended) for module in model.modules()]
-    return [handle.remove for handle in handles]
+    ended = _ended(progress)
+    handles = [module.register_forward_hook(ended) for module in model.modules()]
+    return [
+        _begins(progress, model.register_forward_pre_hook),
+        *(handle.remove for handle in handles),
+        _outputs(progress),
+    ]
 
 
 def all_modules(progress: Progress) -> list[Undo]:
     """Counts every module's forward in this process."""
     return [
-        nn.modules.module.register_module_forward_pre_hook(_begins(progress)).remove,
+        _begins(progress, nn.modules.module.register_module_forward_pre_hook),
         nn.modules.module.register_module_forward_hook(_ended(progress)).remove,
+        _outputs(progress),
     ]
 
 
-def _begins(progress: Progress) -> Callable[..., None]:
+def _outputs(progress: Progress) -> Undo:
+    progress.outputs = Outputs(progress)
+
+    def undo() -> None:
+        progress.outputs = None
+
+    return undo
+
+
+def _begins(progress: Progress, register: Callable[..., Any]) -> Undo:
+    """Guesses that a forward begins with a module, until somebody names the phases."""
+
     def begins(module: nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if not progress.told and progress.cells[PHASE] == OTHER:
+        if progress.told:
+            handle.remove()  # a hook on all modules costs as much as counting them
+        elif progress.cells[PHASE] == OTHER:
             progress.enter("forward")
 
-    return begins
+    handle = register(begins)
+    return handle.remove
 
 
 def _ended(progress: Progress) -> Callable[..., None]:
@@ -57,8 +79,67 @@ def _ended(progress: Progress) -> Callable[..., None]:
         cells[MODULES] += 1
         if not cells[MODULES] & 15:
             progress.mark()
+        if progress.outputs is not None:
+            progress.outputs.add(output)
 
     return ended
+
+
+class Outputs:
+    """What modules put out in one forward: hooks on the nodes that made it tell how far its
+    backward has come, so that the graph need not be walked.
+
+    A thread numbers its nodes as it makes them, and a backward runs them from the last one on. So
+    where an output's node runs, all nodes of higher numbers have run. The first forward, and any
+    after one whose outputs lay too far apart, only looks how far they do.
+    """
+
+    def __init__(self, progress: Progress, apart: int = 0, *, hooks: bool = False) -> None:
+        """apart: nodes from one output that counts to the next, at least."""
+        self._progress, self._apart, self._hooks = progress, apart, hooks
+        self._first = self._last = torch.autograd._get_sequence_nr()
+        self._widest, self._made, self._near = 0, 0, False
+        self._left: int | None = None  # nodes that have not run, while a backward is counted
+        self._calls = 0
+
+    def renew(self) -> None:
+        """Forgets what was put out: a step begins."""
+        self._progress.outputs = Outputs(self._progress, self._apart, hooks=self._hooks)
+
+    def add(self, output: Any) -> None:
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        if node is None:
+            return
+        number = node._sequence_nr()
+        between = number - self._last
+        if between > self._apart:
+            self._last, self._widest = number, max(self._widest, between)
+            if self._hooks:
+                node.register_prehook(partial(self._fired, number))
+
+    def begin(self) -> int:
+        """How many nodes there are to run, 0 where only a walk can tell how they run."""
+        end = torch.autograd._get_sequence_nr()
+        self._left = self._made = end - self._first
+        widest = max(self._widest, end - self._last)
+        self._near = widest <= MOST_BETWEEN < self._made
+        return self._made if self._near and self._hooks else 0
+
+    def end(self) -> None:
+        """The backward is over: what is left of the hooks counts nothing any more."""
+        self._left = None
+        apart = min(self._made // FEW_HOOKS, APART)
+        self._progress.outputs = Outputs(self._progress, apart, hooks=self._near)
+
+    def _fired(self, number: int, gradients: Any) -> None:
+        left = number + 1 - self._first
+        if self._left is None or left >= self._left:
+            return
+        self._progress.cells[FIRED] += self._left - left
+        self._left = left
+        self._calls += 1
+        if not self._calls & 7:
+            self._progress.mark()
 
 
 def optimizers(progress: Progress) -> list[Undo]:
@@ -106,35 +187,50 @@ def _tensors(given: Any) -> Sequence[Any]:
 def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False) -> Iterator[None]:
     """Around a backward from `roots`: its nodes are counted as they are about to run.
 
-    Of more than MOST_HOOKS nodes every n-th is counted, for n. Gradient accumulators are not: they
-    outlive the graph. Nodes that a backward leaves out count as run when it has ended.
+    Where modules have put something out every few nodes, by these outputs: see `Outputs`. Else the
+    graph is walked, and of more than MOST_HOOKS nodes every n-th is counted, for n. Gradient
+    accumulators are not: they outlive the graph. Nodes that a backward leaves out count as run when
+    it has ended.
     """
     cells = progress.cells
     phase = PHASES[cells[PHASE]]
     if not progress.told:
         progress.enter("backward")
     first, before_it = cells[FIRED], cells[TOTAL]
-    nodes = _nodes(roots, cells)
-    cells[TOTAL] = before_it + len(nodes)
-    every = 1 + len(nodes) // MOST_HOOKS
+    # None inside another backward, which recomputes what it needs.
+    outputs, progress.outputs = progress.outputs, None
+    made = outputs.begin() if outputs is not None else 0
+    handles = []
+    if made:
+        cells[TOTAL] = before_it + made
+    else:
+        nodes = _nodes(roots, cells)
+        cells[TOTAL] = before_it + len(nodes)
+        handles = _hooked(nodes, progress)
+        del nodes
+    try:
+        yield
+        cells[FIRED] = first + cells[TOTAL] - before_it
+    finally:
+        if outputs is not None:
+            outputs.end()
+        if retained:  # they would count again
+            for handle in handles:
+                handle.remove()
+        if not progress.told:
+            progress.enter(phase if phase == "backward" else "other")
+
+
+def _hooked(nodes: Sequence[Any], progress: Progress) -> list[Any]:
+    """Handles of the hooks that count these nodes, MOST_HOOKS at most."""
+    cells, every = progress.cells, 1 + len(nodes) // MOST_HOOKS
 
     def fired(gradients: Any) -> None:
         cells[FIRED] += every
         if not cells[FIRED] // every & 15:
             progress.mark()
 
-    hooked = nodes[every // 2 :: every]
-    handles = [node.register_prehook(fired) for node in hooked]
-    del nodes, hooked
-    try:
-        yield
-        cells[FIRED] = first + cells[TOTAL] - before_it
-    finally:
-        if retained:  # they would count again
-            for handle in handles:
-                handle.remove()
-        if not progress.told:
-            progress.enter(phase if phase == "backward" else "other")
+    return [node.register_prehook(fired) for node in nodes[every // 2 :: every]]
 
 
 def _nodes(roots: Sequence[Any], cells: memoryview) -> list[Any]:
