@@ -19,6 +19,7 @@ from nsa.model.captured import WARMUP
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
+from nsa.model.presets import dense_twin
 from nsa.model.train import TrainConfig, Trainer
 
 # torch.compile reads .grad of every input and hides the warning only from the console.
@@ -86,7 +87,17 @@ def test_kernels_train_inside_generated_code(precision):
     ids=["fp32", "bf16 accumulated", "cosine"],
 )
 def test_a_captured_step_trains_as_one_that_is_launched(settings):
-    config = tiny(head_dim=16, backend="triton")
+    trains_alike(tiny(head_dim=16, backend="triton"), settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["gather", "masked", "sdpa", "dense"])
+def test_so_does_a_captured_step_of_what_runs_on_torch_alone(backend):
+    twin = dense_twin(tiny(head_dim=16), backend="sdpa")
+    trains_alike(twin if backend == "dense" else tiny(head_dim=16, backend=backend), {})
+
+
+def trains_alike(config, settings):
     captured = trainer(config, "cuda", cuda_graph=True, **settings)
     plain = trainer(config, "cuda", **settings)
     steps = WARMUP + 5

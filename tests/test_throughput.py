@@ -97,6 +97,9 @@ def test_a_grid_has_what_decides_then_ranks_then_variants_then_other_backends():
     assert curve_grid("cpu_test", ["gather"], tokens=64, batch=3, steps=0) == []
     (curve,) = curve_grid("cpu_test", ["dense"], tokens=64, batch=3, steps=40)
     assert (curve.name, curve.batch, curve.steps) == ("dense", 3, 40)
+    sizes = {"tokens": 64, "batch": 3, "steps": 40}
+    (curve,) = curve_grid("cpu_test", ["gather"], variant="cuda_graph", device="cuda", **sizes)
+    assert curve.cuda_graph and (curve.steps, curve.variant) == (40, "cuda_graph")
     with pytest.raises(ValueError, match="no cell to measure"):
         throughput_grid("cpu_test", [], [64], step_tokens=64)
 

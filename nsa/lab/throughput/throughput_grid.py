@@ -59,10 +59,11 @@ def curve_grid(
     tokens: int,
     batch: int,
     steps: int,
+    variant: str = "",
     **fixed: Any,
 ) -> list[TrainCell]:
-    """One cell a backend, "dense" being the twin; none where `steps` is 0."""
+    """One cell a backend, "dense" being the twin; none where `steps` is 0. `variant` is of all."""
     if not steps:
         return []
     cells = throughput_grid(preset, backends, [tokens], step_tokens=batch * tokens, **fixed)
-    return [replace(cell, steps=max(steps, LEAST_WARMUP)) for cell in cells]
+    return [replace(cell, steps=max(steps, LEAST_WARMUP)).with_(variant) for cell in cells]
