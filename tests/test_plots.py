@@ -170,3 +170,16 @@ def test_drawing_leaves_the_users_style_alone():
     before = dict(matplotlib.rcParams)
     plots.memory_scaling(frame())
     assert dict(matplotlib.rcParams) == before
+
+
+def test_a_log_axis_of_less_than_a_decade_keeps_its_labels():
+    fig, (axes,) = looks.panels(1, 3.0)
+    axes.plot(TOKENS, [0.3, 0.4, 0.6, 0.7])
+    axes.set(xscale="log", yscale="log")
+    looks.plain_ticks(axes, TOKENS)
+    fig.canvas.draw()
+    low, high = axes.get_ylim()
+    said = [tick for tick in axes.yaxis.get_ticklabels(which="both") if tick.get_text()]
+    assert sum(low <= tick.get_position()[1] <= high for tick in said) >= 2
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [str(t) for t in TOKENS]
+    assert not len(axes.xaxis.get_minorticklocs())

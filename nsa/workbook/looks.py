@@ -91,7 +91,7 @@ def plain_ticks(axes, tokens) -> None:
     """A tick at each T that was measured, written out."""
     values = sorted(set(tokens))
     axes.set_xticks(values, [f"{value:.0f}" for value in values])
-    axes.minorticks_off()
+    axes.xaxis.minorticks_off()  # those of a log y axis carry its labels where it spans no decade
 
 
 def style():
