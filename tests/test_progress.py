@@ -136,6 +136,37 @@ def test_where_modules_are_small_their_outputs_count_the_nodes(counters, monkeyp
         assert (p.phase, p.total) == ("backward", 121) and 55 <= p.fired <= 65
 
 
+def test_a_backward_that_takes_long_is_counted_more_finely_from_then_on(counters, monkeypatch):
+    counters.attach()
+    during = []
+    layers = [Scaled(20) for _ in range(8)]
+    model, x = nn.Sequential(*layers), torch.ones(4, requires_grad=True)
+
+    def stages():
+        """How many counts are seen while one module's 20 nodes run."""
+        during.clear()
+        y = model(x)
+        for node in nodes_between(y, 65, 85):
+            node.register_prehook(lambda _: during.append(here(counters).fired))
+        y.sum().backward()
+        return len(set(during))
+
+    stages()
+    assert stages() <= 2
+    monkeypatch.setattr(counting, "SHORT_S", 0.0)
+    stages()
+    assert stages() >= 19
+
+
+def nodes_between(y, first, last):
+    """Of a chain of nodes, those that run in these places."""
+    node, chain = y.grad_fn, []
+    while node is not None and node.next_functions:
+        chain.append(node)
+        node = node.next_functions[0][0]
+    return chain[first:last]
+
+
 def test_modules_far_apart_are_counted_by_a_walk(counters):
     counters.attach()
     during = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 MOST_HOOKS = 256  # of one backward: each costs 2 to 3 us, and a finer count tells nobody more
 MOST_BETWEEN = 64  # nodes from one hooked output to the next; else the graph is walked
+SHORT_S = 1.0  # a backward that takes longer can afford the walk, and a finer count
 APART = 24  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
 FEW_HOOKS = 64
 MOST_EVENTS = 4096  # under way on a device
@@ -91,7 +93,8 @@ class Outputs:
 
     A thread numbers its nodes as it makes them, and a backward runs them from the last one on. So
     where an output's node runs, all nodes of higher numbers have run. The first forward, and any
-    after one whose outputs lay too far apart, only looks how far they do.
+    after one whose outputs lay too far apart or whose backward took long, only looks how far they
+    are apart.
     """
 
     def __init__(self, progress: Progress, apart: int = 0, *, hooks: bool = False) -> None:
@@ -100,7 +103,7 @@ class Outputs:
         self._first = self._last = torch.autograd._get_sequence_nr()
         self._widest, self._made, self._near = 0, 0, False
         self._left: int | None = None  # nodes that have not run, while a backward is counted
-        self._calls = 0
+        self._calls, self._began = 0, 0.0
 
     def renew(self) -> None:
         """Forgets what was put out: a step begins."""
@@ -119,7 +122,7 @@ class Outputs:
 
     def begin(self) -> int:
         """How many nodes there are to run, 0 where only a walk can tell how they run."""
-        end = torch.autograd._get_sequence_nr()
+        self._began, end = time.monotonic(), torch.autograd._get_sequence_nr()
         self._left = self._made = end - self._first
         widest = max(self._widest, end - self._last)
         self._near = widest <= MOST_BETWEEN < self._made
@@ -128,8 +131,8 @@ class Outputs:
     def end(self) -> None:
         """The backward is over: what is left of the hooks counts nothing any more."""
         self._left = None
-        apart = min(self._made // FEW_HOOKS, APART)
-        self._progress.outputs = Outputs(self._progress, apart, hooks=self._near)
+        apart, short = min(self._made // FEW_HOOKS, APART), time.monotonic() - self._began < SHORT_S
+        self._progress.outputs = Outputs(self._progress, apart, hooks=self._near and short)
 
     def _fired(self, number: int, gradients: Any) -> None:
         left = number + 1 - self._first
@@ -187,10 +190,10 @@ def _tensors(given: Any) -> Sequence[Any]:
 def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False) -> Iterator[None]:
     """Around a backward from `roots`: its nodes are counted as they are about to run.
 
-    Where modules have put something out every few nodes, by these outputs: see `Outputs`. Else the
-    graph is walked, and of more than MOST_HOOKS nodes every n-th is counted, for n. Gradient
-    accumulators are not: they outlive the graph. Nodes that a backward leaves out count as run when
-    it has ended.
+    A short one by modules' outputs where these lie every few nodes: see `Outputs`. Else the graph
+    is walked, and of more than MOST_HOOKS nodes every n-th is counted, for n. Gradient accumulators
+    are not: they outlive the graph. Nodes that a backward leaves out count as run when it has
+    ended.
     """
     cells = progress.cells
     phase = PHASES[cells[PHASE]]
