@@ -183,6 +183,21 @@ def test_modules_far_apart_are_counted_by_a_walk(counters):
     assert not counters.outputs._hooks  # none is paid for in vain
 
 
+def test_where_a_walk_counts_outputs_do_not(counters):
+    counters.attach()
+    seen = []
+    near = nn.Sequential(*(Scaled(2, lambda: seen.append(here(counters))) for _ in range(50)))
+    x = torch.ones(4, requires_grad=True)
+    for step, far in enumerate((Scaled(1), Scaled(1), Scaled(100))):  # the last was not foreseen
+        counters.step(step)
+        seen.clear()
+        far(near(x)).sum().backward()
+    assert len(seen) == 50
+    assert all(100 <= p.fired <= p.total == 201 for p in seen)
+    assert [p.fired for p in seen] == sorted(p.fired for p in seen)
+    assert seen[24].fired == pytest.approx(151, abs=3)
+
+
 def test_a_forward_counts_in_its_own_backward_alone(counters):
     counters.attach()
     model = nn.Sequential(*(Scaled(2) for _ in range(50)))

@@ -102,7 +102,7 @@ class Outputs:
         self._progress, self._apart, self._hooks = progress, apart, hooks
         self._first = self._last = torch.autograd._get_sequence_nr()
         self._widest, self._made, self._near = 0, 0, False
-        self._left: int | None = None  # nodes that have not run, while a backward is counted
+        self._left: int | None = None  # nodes that have not run, while hooks count a backward
         self._calls, self._began = 0, 0.0
 
     def renew(self) -> None:
@@ -121,12 +121,15 @@ class Outputs:
                 node.register_prehook(partial(self._fired, number))
 
     def begin(self) -> int:
-        """How many nodes there are to run, 0 where only a walk can tell how they run."""
+        """How many nodes there are to run, 0 where a walk has to count them, and no hook here."""
         self._began, end = time.monotonic(), torch.autograd._get_sequence_nr()
-        self._left = self._made = end - self._first
+        self._made = end - self._first
         widest = max(self._widest, end - self._last)
         self._near = widest <= MOST_BETWEEN < self._made
-        return self._made if self._near and self._hooks else 0
+        if not (self._near and self._hooks):
+            return 0
+        self._left = self._made
+        return self._made
 
     def end(self) -> None:
         """The backward is over: what is left of the hooks counts nothing any more."""

@@ -18,7 +18,7 @@ class Gpus:
     """`with gpus.one() as gpu:` waits until one is free and has it alone; who asked first is first.
 
     gpu is what CUDA_VISIBLE_DEVICES, and `runner.run`, take; None where `names` is empty: what
-    needs none waits for nobody.
+    needs none waits for nobody. A name that stands there n times is lent to n, who share it.
     """
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
