@@ -66,6 +66,18 @@ def test_a_graph_that_is_kept_counts_again_but_not_twice(counters):
     assert here(counters).fired == here(counters).total == 4
 
 
+def test_those_that_stop_in_the_order_in_which_they_began_leave_nothing_behind(tmp_path):
+    before = torch.autograd.backward, torch.autograd.grad
+    one, other = Progress(tmp_path / "one"), Progress(tmp_path / "other")
+    one.attach()
+    other.attach()
+    one.close()
+    torch.ones(4, requires_grad=True).exp().sum().backward()
+    assert here(one).fired == 0 and here(other).fired == 2
+    other.close()
+    assert (torch.autograd.backward, torch.autograd.grad) == before
+
+
 def test_grad_is_counted_like_backward(counters):
     counters.attach()
     x = torch.ones(4, requires_grad=True)
@@ -115,7 +127,22 @@ def test_a_compiled_block_is_left_in_one_piece(counters):
     model[0].compile(fullgraph=True, backend="eager")
     model(torch.ones(2, 16)).sum().backward()
     p = here(counters)
-    assert p.modules == 2 and p.fired == p.total > 2
+    # The whole, its two parts, and nothing of what is inside the compiled one.
+    assert p.modules == 3 and p.fired == p.total > 2
+
+
+def test_what_is_compiled_before_counting_begins_is_not_compiled_anew(counters):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(Stranger(), fullgraph=True, backend=backend)
+    compiled(torch.ones(2, 16))
+    counters.attach()
+    compiled(torch.ones(2, 16))
+    assert len(graphs) == 1 and here(counters).modules >= 1
 
 
 def test_a_forward_without_modules_moves_as_well(counters):
@@ -152,17 +179,13 @@ def test_the_gil_beats_and_stops_when_it_is_closed(tmp_path):
 
 
 def test_closing_takes_every_hook_away(tmp_path):
-    plain = (torch.autograd.backward, torch.autograd.grad)
-    modules = nn.modules.module
-    before = (len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks))
+    plain = (nn.Module.__call__, torch.autograd.backward, torch.autograd.grad)
     model, counters = Stranger(), Progress(tmp_path / "p.bin")
     counters.watch(model)
     counters.attach()
-    assert torch.autograd.backward is not plain[0]
+    assert nn.Module.__call__ is not plain[0] and torch.autograd.backward is not plain[1]
     counters.close()
-    assert (torch.autograd.backward, torch.autograd.grad) == plain
-    after = (len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks))
-    assert after == before
+    assert (nn.Module.__call__, torch.autograd.backward, torch.autograd.grad) == plain
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 

@@ -138,6 +138,16 @@ def test_the_place_of_an_exception_is_its_own_code():
     assert place_of(["libc.so:0 wait"]) == ""
 
 
+def test_what_counts_a_module_is_not_where_it_rests():
+    counted = "/x/nsa/lab/progress/counting.py:9 counted"
+    frames = ["/x/site-packages/torch/nn/linear.py:1 forward", counted, "/mine/model.py:3 forward"]
+    assert place_of(frames) == "model.py forward"
+    assert (
+        place_of(["/x/site-packages/torch/autograd/graph.py:8 f", counted, "/mine/a.py:3 step"])
+        == "a.py step"
+    )
+
+
 def test_slow_work_is_told_with_its_rate_and_what_is_left():
     verdict = judge(trial(moving(20, each_s=10.0)))
     assert verdict.numbers["steps_per_s"] == pytest.approx(0.05, rel=0.1)

@@ -1,9 +1,8 @@
-"""Hooks that feed a Progress: modules whose forward ends, nodes that a backward runs, events."""
+"""Hooks that feed a Progress: modules whose forward ends, nodes that a backward runs."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,34 +17,52 @@ from nsa.lab.progress.counters import FIRED, MODULES, PHASE, TOTAL
 if TYPE_CHECKING:
     from nsa.lab.progress.progress import Progress
 
-MOST_HOOKS = 256  # of one backward: each costs 2 to 3 us, and a finer count tells nobody more
-MOST_BETWEEN = 64  # nodes from one hooked output to the next; else the graph is walked
+MOST_HOOKS = 256  # of one backward: each costs 5 us, and a finer count tells nobody more
+MOST_BETWEEN = 128  # nodes from one hooked output to the next; else the graph is walked
 SHORT_S = 1.0  # a backward that takes longer can afford the walk, and a finer count
-APART = 24  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
-FEW_HOOKS = 64
-MOST_EVENTS = 4096  # under way on a device
+APART = 64  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
+FEW_HOOKS = 24
 OTHER = PHASES.index("other")
+_nodes_made = torch.autograd._get_sequence_nr  # by this thread
 Undo = Callable[[], Any]
 
 
 def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
     """Counts the forwards of a model and of all modules inside it."""
-    ended = _ended(progress)
+
+    def begins(module: nn.Module, arguments: Any) -> None:
+        if not (torch.compiler.is_compiling() or progress.told):
+            _begins(progress)
+
+    def ended(module: nn.Module, arguments: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():  # inside a compiled region nothing is left of this
+            _ended(progress, output)
+
+    handle = model.register_forward_pre_hook(begins)
     handles = [module.register_forward_hook(ended) for module in model.modules()]
-    return [
-        _begins(progress, model.register_forward_pre_hook),
-        *(handle.remove for handle in handles),
-        _outputs(progress),
-    ]
+    return [handle.remove, *(one.remove for one in handles), _outputs(progress)]
 
 
 def all_modules(progress: Progress) -> list[Undo]:
-    """Counts every module's forward in this process."""
-    return [
-        _begins(progress, nn.modules.module.register_module_forward_pre_hook),
-        nn.modules.module.register_module_forward_hook(_ended(progress)).remove,
-        _outputs(progress),
-    ]
+    """Counts every module's forward in this process.
+
+    In the place of a module's call, for torch's hook on all modules sends each through a longer way
+    that takes four times as long as the counting.
+    """
+
+    def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or counted.over:
+                return plain(module, *args, **kwargs)
+            if not progress.told:
+                _begins(progress)
+            output = plain(module, *args, **kwargs)
+            _ended(progress, output)
+            return output
+
+        return counted
+
+    return [_in_place_of(nn.Module, "__call__", counting), _outputs(progress)]
 
 
 def _outputs(progress: Progress) -> Undo:
@@ -57,34 +74,20 @@ def _outputs(progress: Progress) -> Undo:
     return undo
 
 
-def _begins(progress: Progress, register: Callable[..., Any]) -> Undo:
-    """Guesses that a forward begins with a module, until somebody names the phases."""
-
-    def begins(module: nn.Module, arguments: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if progress.told:
-            handle.remove()  # a hook on all modules costs as much as counting them
-        elif progress.cells[PHASE] == OTHER:
-            progress.enter("forward")
-
-    handle = register(begins)
-    return handle.remove
+def _begins(progress: Progress) -> None:
+    """Guesses that a forward begins with a module."""
+    if progress.cells[PHASE] == OTHER:
+        progress.enter("forward")
 
 
-def _ended(progress: Progress) -> Callable[..., None]:
-    def ended(module: nn.Module, arguments: Any, output: Any) -> None:
-        # Inside a compiled region nothing must be left of this.
-        if torch.compiler.is_compiling():
-            return
-        cells = progress.cells
-        cells[MODULES] += 1
-        if not cells[MODULES] & 15:
-            progress.mark()
-        if progress.outputs is not None:
-            progress.outputs.add(output)
-
-    return ended
+def _ended(progress: Progress, output: Any) -> None:
+    """A module's forward has ended."""
+    cells = progress.cells
+    cells[MODULES] += 1
+    if not cells[MODULES] & 15:
+        progress.mark()
+    if progress.outputs is not None:
+        progress.outputs.add(output)
 
 
 class Outputs:
@@ -100,7 +103,7 @@ class Outputs:
     def __init__(self, progress: Progress, apart: int = 0, *, hooks: bool = False) -> None:
         """apart: nodes from one output that counts to the next, at least."""
         self._progress, self._apart, self._hooks = progress, apart, hooks
-        self._first = self._last = torch.autograd._get_sequence_nr()
+        self._first = self._last = _nodes_made()
         self._widest, self._made, self._near = 0, 0, False
         self._left: int | None = None  # nodes that have not run, while hooks count a backward
         self._calls, self._began = 0, 0.0
@@ -110,6 +113,8 @@ class Outputs:
         self._progress.outputs = Outputs(self._progress, self._apart, hooks=self._hooks)
 
     def add(self, output: Any) -> None:
+        if _nodes_made() - self._last <= self._apart:
+            return  # no node can lie far enough; an output's own is dearer to ask for
         node = output.grad_fn if isinstance(output, Tensor) else None
         if node is None:
             return
@@ -122,7 +127,7 @@ class Outputs:
 
     def begin(self) -> int:
         """How many nodes there are to run, 0 where a walk has to count them, and no hook here."""
-        self._began, end = time.monotonic(), torch.autograd._get_sequence_nr()
+        self._began, end = time.monotonic(), _nodes_made()
         self._made = end - self._first
         widest = max(self._widest, end - self._last)
         self._near = widest <= MOST_BETWEEN < self._made
@@ -168,20 +173,42 @@ def optimizers(progress: Progress) -> list[Undo]:
 
 def backwards(progress: Progress) -> list[Undo]:
     """Counts the nodes of every backward() and grad() that this process calls from Python."""
-    undo: list[Undo] = []
-    for name, roots in (("backward", "tensors"), ("grad", "outputs")):
-        plain = getattr(torch.autograd, name)
+    places = ("backward", "tensors"), ("grad", "outputs")
+    return [_counted(name, roots, progress) for name, roots in places]
 
-        def counted(*args: Any, _plain: Any = plain, _roots: str = roots, **options: Any) -> Any:
-            given = args[0] if args else options.get(_roots, ())
-            if torch.compiler.is_compiling():
-                return _plain(*args, **options)
+
+def _counted(name: str, roots: str, progress: Progress) -> Undo:
+    def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or counted.over:
+                return plain(*args, **options)
+            given = args[0] if args else options.get(roots, ())
             retained = bool(options.get("retain_graph") or options.get("create_graph"))
             with backward(_tensors(given), progress, retained=retained):
-                return _plain(*args, **options)
+                return plain(*args, **options)
 
-        setattr(torch.autograd, name, counted)
-        undo.append(lambda name=name, plain=plain: setattr(torch.autograd, name, plain))
+        return counted
+
+    return _in_place_of(torch.autograd, name, counting)
+
+
+def _in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
+    """Puts counting(plain) in the place of the owner's function; several may count at once.
+
+    They end in any order: one that is `over` calls the next, and goes when none above it counts.
+    """
+    plain = getattr(owner, name)
+    counted = counting(plain)
+    counted.plain, counted.over = plain, False
+
+    def undo() -> None:
+        counted.over = True
+        now = getattr(owner, name)  # not counted, where another began later
+        while getattr(now, "over", False):
+            now = now.plain
+        setattr(owner, name, now)
+
+    setattr(owner, name, counted)
     return undo
 
 
@@ -258,30 +285,3 @@ def _nodes(roots: Sequence[Any], cells: memoryview) -> list[Any]:
                 seen.add(one)
                 waiting.append(one)
     return found
-
-
-class DeviceEvents:
-    """CUDA events recorded along the work: those that the device has passed are progress."""
-
-    def __init__(self) -> None:
-        self.quiet = False
-        self._waiting: deque[torch.cuda.Event] = deque()
-
-    def record(self) -> bool:
-        """Marks this place of the current stream; False while that is not possible."""
-        if self.quiet or len(self._waiting) >= MOST_EVENTS:
-            return False
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        event = torch.cuda.Event()
-        event.record()
-        self._waiting.append(event)
-        return True
-
-    def passed(self) -> int:
-        """How many the device has passed since it was asked last."""
-        count = 0
-        while not self.quiet and self._waiting and self._waiting[0].query():
-            self._waiting.popleft()
-            count += 1
-        return count

@@ -56,9 +56,10 @@ class Progress:
     autograd that has made, so that a forward without modules moves as well. Another thread reads
     the process group's sequence number, follows the device's events, and answers `ask`.
 
-    Cost, of the host's time: 1 to 2 us a module, and 3 us each for about 64 nodes of autograd or,
-    where modules lie far apart, 1 us a node and 3 us each for 256 of them; 1.01 to 1.03 of a step
-    on a CPU (4 layers, 256 tokens, processor time).
+    Cost, of the host's time: 1 us a module, 2 to 3 where only a model is watched, and up to six
+    times that with cold caches; 5 us each for about 24 nodes of autograd or, where modules lie far
+    apart, 1 us a node and 5 us each for 256 of them; 1.01 to 1.03 of a step on a CPU (4 layers, 256
+    tokens, processor time).
     """
 
     def __init__(self, file: str | os.PathLike, *, rank: int = 0, lasting: bool = False) -> None:
@@ -209,7 +210,7 @@ class Progress:
     def _look_for_a_device(self) -> None:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            from nsa.lab.progress.counting import DeviceEvents
+            from nsa.lab.progress.device_events import DeviceEvents
 
             self._device = DeviceEvents()
 

@@ -77,9 +77,10 @@ def foretold(spec: dict[str, Any]) -> dict[str, Any]:
     """{"worst", "left_at_half", "seconds", "looks", "nodes"}: how well a backward's end is known.
 
     spec: "settings" of nsa.lab.plans.training_subject, "steps", of which the longest backward
-    counts. worst: how far off `backward_eta_s` is at most once half of the nodes have run, as a
-    share of the backward's `seconds`; left_at_half: at the first look after that half, as a share
-    of what was left. looks, after the half.
+    that was looked at in its second half counts; ValueError where none was. worst: how far off
+    `backward_eta_s` is at most once half of the nodes have run, as a share of the backward's
+    `seconds`; left_at_half: at the first look after that half, as a share of what was left.
+    looks, after the half.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "progress.bin")
@@ -88,7 +89,9 @@ def foretold(spec: dict[str, Any]) -> dict[str, Any]:
         over = threading.Event()
 
         def look() -> None:
-            while not over.wait(EVERY_S):
+            done = False
+            while not done:
+                done = over.wait(EVERY_S)  # one more look after the last step: it ended
                 samples.append(Sample(time.perf_counter(), 0, read(file)[0]))
 
         thread = threading.Thread(target=look, daemon=True)
@@ -98,28 +101,31 @@ def foretold(spec: dict[str, Any]) -> dict[str, Any]:
         over.set()
         thread.join()
         subject.close()
-    found = [errors_of(samples, step) for step in range(spec["steps"])]
+    found = [one for step in range(spec["steps"]) if (one := errors_of(samples, step))]
+    if not found:
+        raise ValueError(
+            f"no look into the second half of any of {spec['steps']} backwards, with one every "
+            f"{EVERY_S * 1000:.0f} ms: they are too short; more layers or tokens make them longer"
+        )
     return max(found, key=lambda one: one["seconds"])
 
 
-def errors_of(samples: list[Sample], step: int) -> dict[str, Any]:
+def errors_of(samples: list[Sample], step: int) -> dict[str, Any] | None:
     """`foretold` of one step's backward, from samples of the counters.
 
-    ValueError where no look fell into its second half.
+    None where no look that can tell an end fell into its second half.
     """
     began = next((n for n, s in enumerate(samples) if s.p.step == step and s.p.fired), len(samples))
     mine = list(takewhile(lambda s: s.p.step == step and s.p.fired < s.p.total, samples[began:]))
     after = samples[began + len(mine) : began + len(mine) + 1]  # the first look that found it done
     later = [n for n, s in enumerate(mine) if s.p.fired >= s.p.total / 2]
-    if not after or not later:
-        raise ValueError(f"no look into the second half of the backward of step {step}: too short")
-    ended, seconds = after[0].t, after[0].t - mine[0].t
-    errors = []
-    for n in later:
-        left = ended - mine[n].t
-        eta = backward_eta_s(mine[: n + 1])
-        if eta is not None:
-            errors.append((abs(eta - left), left))
+    if not after:
+        return None
+    told = [(backward_eta_s(mine[: n + 1]), after[0].t - mine[n].t) for n in later]
+    errors = [(abs(eta - left), left) for eta, left in told if eta is not None]
+    if not errors:
+        return None
+    seconds = after[0].t - mine[0].t
     return {
         "worst": max(off for off, _ in errors) / seconds,
         "left_at_half": errors[0][0] / errors[0][1],

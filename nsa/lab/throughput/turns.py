@@ -31,13 +31,15 @@ def turns(
 
     Both take turns, in changing order, so that a machine that slows down slows both. From idle
     device to idle device; without one processor time of all threads counts, for its cores are
-    shared. One round before is not timed.
+    shared. Not timed are one round before and the first step of every turn: what watching learns in
+    its first step, and whatever the change of turns costs, a training pays once.
     """
     on_gpu = trainer.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
 
     def turn(watched: bool) -> float:
         with watching() if watched else nullcontext():
+            trainer.step(trainer.steps_done)
             wait(trainer.device)
             began = clock()
             for step in range(trainer.steps_done, trainer.steps_done + steps):

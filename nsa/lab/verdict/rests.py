@@ -209,7 +209,7 @@ def _library(frame: str) -> bool:
             "dist-packages",
             "/lib/python3",
             "<frozen",
-            "nsa/lab/progress/progress",
+            "nsa/lab/progress/",  # which stands between a module and whoever calls it
         )
     )
 

@@ -1,0 +1,50 @@
+import contextlib
+import time
+
+import pytest
+import torch
+
+from nsa.lab.throughput.turns import turns
+
+
+class Trainer:
+    """Every step takes 4 ms of the processor, watched ones 6, and the first of those 40 more."""
+
+    def __init__(self):
+        self.device, self.steps_done = torch.device("cpu"), 0
+        self.numbers, self.watched = [], []
+        self.is_watched = self.new = False
+
+    @contextlib.contextmanager
+    def watching(self):
+        self.new, self.is_watched = True, True
+        try:
+            yield
+        finally:
+            self.is_watched = False
+
+    def step(self, number):
+        ms = 4 + 2 * self.is_watched + 40 * (self.is_watched and self.new)
+        self.new = False
+        end = time.process_time() + ms / 1e3
+        while time.process_time() < end:
+            pass
+        self.numbers.append(number)
+        self.watched.append(self.is_watched)
+        self.steps_done += 1
+
+
+def test_a_watched_step_is_held_against_one_that_is_not_without_what_is_paid_once():
+    trainer = Trainer()
+    found = turns(trainer, trainer.watching, rounds=3, steps=4)
+    assert found.ratio == pytest.approx(1.5, rel=0.1)
+    assert found.plain_ms == pytest.approx(4, rel=0.1)
+    assert found.watched_ms == pytest.approx(6, rel=0.1)
+    assert found.clock == "processor time"
+
+
+def test_turns_change_their_order_and_leave_no_step_out():
+    trainer = Trainer()
+    turns(trainer, trainer.watching, rounds=1, steps=2)
+    assert trainer.numbers == list(range(12))  # a round more, and a step more each turn
+    assert trainer.watched == [*[True] * 3, *[False] * 3, *[False] * 3, *[True] * 3]
