@@ -140,6 +140,14 @@ def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
     assert dead.message == "the kernel died of SIGKILL"
 
 
+def test_a_notebook_with_a_timeout_ends_its_budgets_before_it(place):
+    budget = "from nsa.lab.budget import Budget; print(round(Budget(3600).share(3600)))"
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, budget)
+    for timeout_s, least, most in ((None, 3599, 3600), (300.0, 200, 270)):
+        folder = start(place, timeout_s=timeout_s, again=True).folder
+        assert least <= int((folder / "stdout.log").read_text()) <= most
+
+
 def test_a_failed_claim_is_a_finished_run_that_is_not_good(place):
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, "run.verdict('c', 'FAIL', 1)")
     result = start(place)

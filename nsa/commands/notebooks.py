@@ -37,7 +37,10 @@ def add(commands) -> None:
         help="YAML file of parameters; later files win",
     )
     made.add_argument(
-        "--timeout", type=duration, metavar="TIME", help="for the whole notebook: 90, 90s, 20m, 2h"
+        "--timeout",
+        type=duration,
+        metavar="TIME",
+        help="for the whole notebook, whose budgets end before it: 90, 90s, 20m, 2h",
     )
     made.add_argument(
         "--cell-timeout", type=duration, metavar="TIME", help="for each cell: 90, 90s, 20m, 2h"

@@ -5,11 +5,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nsa.lab.budget import RUN_ENDS
 from nsa.workbook import environment, identity, parameters, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.publish import publish_figures
@@ -116,6 +118,8 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
         "NSA_HEADLESS": "1",
         "NSA_RUN": str(folder.resolve()),
     }
+    if timeout_s is not None:
+        kernel_environment[RUN_ENDS] = str(time.monotonic() + timeout_s)
     output = folder / "notebook.ipynb"
     message = ""
     with contextlib.ExitStack() as files:
