@@ -97,6 +97,11 @@ def test_so_does_a_captured_step_of_what_runs_on_torch_alone(backend):
     trains_alike(twin if backend == "dense" else tiny(head_dim=16, backend=backend), {})
 
 
+@pytest.mark.gpu
+def test_and_one_whose_blocks_are_compiled():
+    trains_alike(tiny(head_dim=16, backend="triton"), {"compile": True, "precision": "bf16"})
+
+
 def trains_alike(config, settings):
     captured = trainer(config, "cuda", cuda_graph=True, **settings)
     plain = trainer(config, "cuda", **settings)

@@ -443,3 +443,11 @@ def test_a_gpu_step_is_profiled_kernel_by_kernel():
     assert found["launches"] > 50 and found["syncs"] == 0
     assert found["busy_ms"] + found["idle_ms"] == pytest.approx(found["step_ms"])
     assert {"aten::mm", "_selected_forward"} <= {row["name"] for row in found["kernels"]}
+
+
+@pytest.mark.gpu
+def test_what_a_graph_keeps_counts_in_its_peak():
+    cell = TrainCell("cpu_test", 512, backend="triton", batch=8, precision="bf16", device="cuda")
+    cells = [cell, cell.with_("cuda_graph")]
+    plain, captured = throughput.measure(cells, deadline_s=200, progress=False)
+    assert captured["peak_mib"] >= 0.9 * plain["peak_mib"]

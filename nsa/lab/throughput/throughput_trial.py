@@ -38,6 +38,8 @@ def measure_rank(spec: dict) -> dict:
     `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`,
     of DDP alone, is what a step takes longer than one whose gradients stay on their rank; FSDP2
     could not go on without. `device_mib` and `host_mib` are taken after each timed step.
+    `peak_mib` is that of the timed steps, of a CUDA graph that since the process began: what the
+    capture took is the graph's to keep, and no replay allocates it again.
     `recompilations` are those after the warm-up, `syncs` the host's waits in one step, None without
     a GPU. `loader_wait_ms` is a step's mean. A cell that asks for it has `observing.observing`'s
     values too. Where the backend does not take the model, it is
@@ -70,7 +72,7 @@ def measure_rank(spec: dict) -> dict:
 def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
     """Steps that nobody watches, from idle to idle."""
     device, first = trainer.device, trainer.steps_done
-    if device.type == "cuda":
+    if device.type == "cuda" and not trainer.config.cuda_graph:
         torch.cuda.reset_peak_memory_stats(device)
     waited, batches = trainer.data.waited_s, trainer.data.batches
     losses, memory = [], MemorySamples(device)
