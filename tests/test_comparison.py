@@ -320,6 +320,16 @@ def test_each_kind_of_queries_and_each_shape_has_panels_of_its_own():
     assert len(comparison_plots.of_limit(df).axes) == 6
 
 
+def test_shares_of_the_limit_begin_at_0_unless_one_would_be_lost_there():
+    cells = [*over_tokens(), *over_tokens("packed", 2e-4)]
+    near = comparison_plots.of_limit(frame(*cells)).axes[0]
+    shares = [y for line in near.get_lines() for y in line.get_ydata()]
+    assert near.get_yscale() == "linear" and near.get_ylim()[0] == 0
+    assert near.get_ylim()[1] > 1.04 * max(shares)
+    far = comparison_plots.of_limit(frame(*cells, *over_tokens("sequential", 1.0))).axes[0]
+    assert far.get_yscale() == "log"
+
+
 def test_a_failed_point_is_a_cross_and_what_never_ran_is_not_drawn():
     shapes = [replace(MAIN, tokens=t) for t in TOKENS]
     cells = [cell("masked", s, 5.0 if s.tokens < 8192 else None) for s in shapes]

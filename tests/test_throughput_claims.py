@@ -282,7 +282,10 @@ def test_figures_are_drawn_with_failures_in_them():
     figure = throughput_plots.speed(df, note="H200")
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert "masked: oom" in texts and any(text.startswith("153") for text in texts)
-    assert len(throughput_plots.memory(df).axes) == 1
+    memory = throughput_plots.memory(df).axes[0]
+    highest = max(max(line.get_ydata()) for line in memory.get_lines())
+    assert memory.get_ylim()[0] == 0 and memory.get_ylim()[1] > 1.04 * highest
+    throughput_plots.memory(frame(row(outcome="oom")))  # no line at all
     bars = throughput_plots.phases(df).axes[0]
     assert len(bars.get_yticklabels()) == 4
     lines = throughput_plots.scaling(df).axes[0].get_lines()

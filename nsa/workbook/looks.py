@@ -67,6 +67,12 @@ def legend(fig, axes_list) -> None:
         made.remove()  # it would be cut off at both sides of the figure
 
 
+def from_zero(axes) -> None:
+    """The y axis from 0, with a twentieth of it free above what is drawn."""
+    top = axes.dataLim.y1  # -inf where nothing is drawn
+    axes.set_ylim(0, top / 0.95 if top > 0 else None)
+
+
 def crosses(axes, failures, tokens, *, top: bool = True, colour=lambda name: look(name)[0]) -> None:
     """A row of crosses for each (name, where on the x axis, its outcomes) of `failures`.
 

@@ -23,15 +23,20 @@ def latency(df, *, note: str = ""):
 
 def memory(df, *, note: str = ""):
     """Memory beyond inputs and outputs at the peak against T, panels as in `latency`."""
-    return _over_tokens(df, "peak_memory", "MiB", note, with_limits=False)
+    return _over_tokens(df, "peak_memory", "MiB", note)
 
 
 def of_limit(df, *, note: str = ""):
-    """The share of the physical limit that each NSA implementation reaches, against T."""
-    return _over_tokens(df, "fraction_of_limit", "share of the limit", note, with_limits=False)
+    """The share of the physical limit that each implementation reaches, against T.
+
+    From 0 on, unless the least is lost beside the greatest: then log.
+    """
+    return _over_tokens(df, "fraction_of_limit", "share of the limit", note, shares=True)
 
 
-def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
+def _over_tokens(
+    df, metric: str, unit: str, note: str, *, with_limits: bool = False, shares: bool = False
+):
     rows = comparison_table.labelled(df)
     rows = rows[(rows["metric"] == metric) & rows["mode"].isin(MODES)]
     if not len(rows):
@@ -56,7 +61,10 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
             axes.set(xlabel="T (tokens)", ylabel=unit)
             if (frame["median"] > 0).any():
                 axes.set_xscale("log", base=2)
-                axes.set_yscale("log")
+                if shares and _of_one_size(frame):
+                    looks.from_zero(axes)
+                else:
+                    axes.set_yscale("log")
                 _crosses(axes, frame)
                 looks.plain_ticks(axes, frame["x_value"])
             else:  # a logarithmic axis needs a number
@@ -80,6 +88,11 @@ def _over_tokens(df, metric: str, unit: str, note: str, *, with_limits: bool):
 
 def _lengths(frame) -> int:
     return frame[frame["median"] > 0]["x_value"].nunique()
+
+
+def _of_one_size(frame) -> bool:
+    found = frame["median"][frame["median"] > 0]
+    return found.min() > 0.05 * found.max()
 
 
 def _line(axes, backend: str, line, with_limits: bool, with_bands: bool) -> None:

@@ -48,7 +48,8 @@ def memory(df, *, note: str = ""):
         for axes, (model, frame) in zip(panels, rows.groupby("model", sort=False), strict=True):
             _lines(axes, frame, bands=False)
             _title(axes, model, note)
-            axes.set(xlabel="T (tokens)", ylabel="peak of a step (MiB)", ylim=(0, None))
+            axes.set(xlabel="T (tokens)", ylabel="peak of a step (MiB)")
+            looks.from_zero(axes)
             axes.set_xscale("log", base=2)
             _failures(axes, frame)
             looks.plain_ticks(axes, frame["x_value"])
