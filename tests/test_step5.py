@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from nsa.lab.exhibits.step5 import BASE, Lab, Setup, Trial
 from nsa.lab.plans.ledger import Ledger
 from nsa.lab.search.findings import Found, Row, Tried
 from nsa.lab.verdict import Verdict, judge
+from nsa.workbook import parameters
 from nsa.workbook.step5 import step5_claims, step5_decision, step5_plots, step5_table
 
 STEP_S = 0.25
@@ -291,6 +293,22 @@ def test_a_healthy_loop_is_said_to_hang_at_step_5_and_found_slow(tmp_path):
     assert not cut.finished and cut.verdict.kind == "SLOW"
     assert cut.said in cut.expected()
     assert cut.reached > 5 or cut.said <= 5
+
+
+@pytest.mark.parametrize("name", [None, "03_smoke", "03_h200"])
+def test_a_machine_twice_as_fast_or_slow_leaves_the_bisections_verdicts_alone(name):
+    pytest.importorskip("papermill")
+    folder = Path(__file__).parents[1] / "notebooks"
+    declared = parameters.declared(folder / "03_step5_hang_bisection.ipynb")
+    given = {parameter.name: parameter.default for parameter in declared.values()}
+    if name:
+        file = parameters.read_file(folder / f"params/{name}.yaml")
+        given |= parameters.check(declared, file)
+    steps, allowed = given["bisect_steps"], given["allowed"]
+    longest, shortest = step5.FACTORS["deadline"]
+    observed = step5.slowed({n: n in step5.FACTORS for n in step5.SLOWS})
+    assert 2 * shortest * allowed < steps, "the loop ends before the old deadline"
+    assert longest * allowed > 2 * observed * steps, "an observed loop misses the long deadline"
 
 
 def test_what_is_varied_is_varied_alone():
