@@ -1,7 +1,7 @@
 import pytest
 from sample_notebooks import write_notebook
 
-from nsa.workbook.parameters import check, declared, parse, read_file, table
+from nsa.workbook.parameters import check, declared, filled, parse, read_file, table
 
 
 @pytest.fixture
@@ -118,6 +118,12 @@ def test_the_range_of_a_list_holds_for_each_member(known):
 def test_a_word_that_is_no_choice_is_refused_with_the_nearest(known):
     with pytest.raises(ValueError, match="not one of fp32, bf16; the nearest is 'bf16'"):
         check(known, {"precision": "bf61"})
+
+
+def test_what_is_not_given_has_its_default(known):
+    full = filled(known, {"layers": 3})
+    assert list(full) == list(known) and full["layers"] == 3
+    assert {full[name] == known[name].default for name in known if name != "layers"} == {True}
 
 
 def test_a_parameter_file_is_a_mapping_of_names(tmp_path):

@@ -300,11 +300,9 @@ def test_a_machine_twice_as_fast_or_slow_leaves_the_bisections_verdicts_alone(na
     pytest.importorskip("papermill")
     folder = Path(__file__).parents[1] / "notebooks"
     declared = parameters.declared(folder / "03_step5_hang_bisection.ipynb")
-    given = {parameter.name: parameter.default for parameter in declared.values()}
-    if name:
-        file = parameters.read_file(folder / f"params/{name}.yaml")
-        given |= parameters.check(declared, file)
-    steps, allowed = given["bisect_steps"], given["allowed"]
+    given = parameters.read_file(folder / f"params/{name}.yaml") if name else {}
+    full = parameters.filled(declared, parameters.check(declared, given))
+    steps, allowed = full["bisect_steps"], full["allowed"]
     longest, shortest = step5.FACTORS["deadline"]
     observed = step5.slowed({n: n in step5.FACTORS for n in step5.SLOWS})
     assert 2 * shortest * allowed < steps, "the loop ends before the old deadline"

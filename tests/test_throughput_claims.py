@@ -304,7 +304,7 @@ def test_the_parameter_files_fit_the_notebook_and_make_legal_cells(name):
     folder = Path(__file__).parents[1] / "notebooks"
     declared = parameters.declared(folder / "04_throughput.ipynb")
     given = parameters.check(declared, parameters.read_file(folder / f"params/{name}.yaml"))
-    full = {key: entry.default for key, entry in declared.items()} | given
+    full = parameters.filled(declared, given)
     keys = ["step_tokens", "long_backends", "long_tokens", "variants", "ranks", "parallel"]
     cells = throughput_grid(
         full["preset"], full["backends"], full["tokens"], precision=full["precision"],

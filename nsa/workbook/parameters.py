@@ -151,6 +151,11 @@ def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, An
     return {name: _checked(_find(declared, name), value) for name, value in given.items()}
 
 
+def filled(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
+    """Every parameter's value: the default of what is not `given`. Checks nothing."""
+    return {name: parameter.default for name, parameter in declared.items()} | given
+
+
 def _find(declared: dict[str, Parameter], name: str) -> Parameter:
     if name in declared:
         return declared[name]

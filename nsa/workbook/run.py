@@ -64,7 +64,7 @@ def run_notebook(
     notebook = identity.find_notebook(name_or_path, notebooks)
     declared = parameters.declared(notebook)
     given = parameters.check(declared, given or {})
-    full = {name: p.default for name, p in declared.items()} | given
+    full = parameters.filled(declared, given)
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
