@@ -142,6 +142,14 @@ def test_losses_are_those_of_an_unobserved_run():
     assert trainer(GradientArrival).run(3) == trainer().run(3)
 
 
+def test_a_training_that_goes_on_is_looked_at_from_its_first_step():
+    arrival = GradientArrival(Parts(), every=10)
+    for step in range(13, 25):
+        arrival.on_phase("data", step)
+    assert {row["step"] for row in arrival.rows()} == {23}
+    assert {row["step"] for row in arrival.rows(13)} == {13}
+
+
 def test_only_observed_steps_have_hooks():
     model = Parts()
     arrival = GradientArrival(model, every=2, keep=2)

@@ -135,11 +135,11 @@ def test_losses_are_those_of_an_unobserved_run():
 def test_only_observed_steps_have_hooks():
     model = nn.Sequential(nn.Linear(4, 4))
     order = ModuleOrder(model, every=2, keep=1)
-    for step in range(3):
+    for step in range(7, 10):
         run(model, order, step)
         assert not model[0]._forward_hooks
-    with pytest.raises(ValueError, match="step 1 was not kept; kept are 2"):
-        order.rows(1)
+    with pytest.raises(ValueError, match="step 8 was not kept; kept are 9"):
+        order.rows(8)
     assert names(order) == ["0"]
 
 

@@ -15,6 +15,7 @@ from tiny_models import one_thread
 
 from nsa import cli
 from nsa.lab import processes
+from nsa.lab.observers.kept import SAMPLED
 from nsa.model import saving
 from nsa.model.presets import preset
 from nsa.model.train_config import TrainConfig
@@ -119,6 +120,7 @@ BAD_INPUT = [
     (["--observe", "csv,gradients"], "no observer 'gradients'; there are csv, tensorboard"),
     (["--observe", "buckets"], "buckets are DDP's"),
     (["--save-every", "0"], "save_every=0 must be at least 1 step"),
+    (["--observe-every", "0"], "observe_every=0 must be at least 1 step"),
     (["--accumulate", "3"], "batch=4 is not a multiple of accumulate=3"),
     (["--ranks", "3"], "batch=4 cannot be split over 3 rank(s) x 1 micro-batch(es)"),
     (["--ranks", "0"], "--ranks 0 must be at least 1"),
@@ -188,12 +190,17 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     ended = record(first)
     assert ended["status"] == "ok" and ended["result"]["steps"] == 5
     content = json.loads((first / "job.json").read_text())
-    assert content.pop("argv") is not None
+    assert content.pop("argv") is not None and content["observe_every"] == SAMPLED
     assert Job.from_dict(content).to_dict() == content
 
     # a run that was cut in two ends where the whole one did
     assert cli.main([*TINY, "--steps", "3", "--save-every", "3", "--into", "half"]) == 0
-    assert cli.main([*TINY, "--steps", "5", "--resume", "half", "--into", "other"]) == 0
+    words = ["--observe", "arrival,modules", "--observe-every", "1"]
+    assert cli.main([*TINY, "--steps", "5", "--resume", "half", "--into", "other", *words]) == 0
+    for run, last in (("first", 0), ("other", 4)):
+        for name in ("arrival", "modules"):
+            looked_at = json.loads((place / run / f"{name}-rank0.json").read_text())
+            assert {row["step"] for row in looked_at} == {last}, (run, name)
     assert rows(place / "other" / "losses.csv") == rows(first / "losses.csv")[3:]
     capsys.readouterr()
 

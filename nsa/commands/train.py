@@ -70,6 +70,13 @@ def add(commands) -> None:
         help="csv, tensorboard, arrival, buckets, modules, phases, stats; what each costs stands "
         "in its docstring",
     )
+    option(
+        "--observe-every",
+        type=int,
+        default=10,
+        metavar="STEPS",
+        help="from one look of arrival and modules to the next; 1 looks at all",
+    )
     # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     runs_option(made)
@@ -145,6 +152,7 @@ def job_from(arguments, ranks: int | None = None) -> "Job":
             eval_every=arguments.eval_every,
             resume=arguments.resume,
             observe=tuple(arguments.observe),
+            observe_every=arguments.observe_every,
         )
     except TypeError as error:  # --set layers=ten
         raise ValueError(str(error)) from None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.lab.graph import unreachable
-from nsa.lab.observers.kept import kept_step
+from nsa.lab.observers.kept import Sampled, kept_step
 from nsa.lab.observers.later import Later
 
 __all__ = ["GradientArrival", "compare", "summary", "unreachable"]
@@ -45,9 +45,10 @@ class GradientArrival:
     and warned of (warn=False: only put there); where the graph does not tell, it stays None and
     `unreachable_unknown` says why.
 
-    `every` steps one is observed, of which the last `keep` are kept; the hooks exist in those only.
+    The first step and every so manyth after it is observed, of which the last `keep` are kept; the
+    hooks exist in those only.
 
-    Cost: 3 to 5 us of the host's time for each parameter in an observed step, and one reduction of
+    Cost: 3 to 7 us of the host's time for each parameter in an observed step, and one reduction of
     all gradients on the device; before the first backward 1 to 3 us for each node of the graph.
 
     Raises ValueError for a model without a trainable parameter.
@@ -66,7 +67,7 @@ class GradientArrival:
             raise ValueError(f"every={every} and keep={keep} must be at least 1")
         self._model = model
         self._bind()
-        self.every, self._warn, self._clock = every, warn, clock
+        self._sampled, self._warn, self._clock = Sampled(every), warn, clock
         self._steps: deque[_Step] = deque(maxlen=keep)
         self._now: _Step | None = None
         self._norms = Later()
@@ -99,7 +100,7 @@ class GradientArrival:
             self._look(self._now)
         elif name == "end":
             self._now = None
-            if self.every > 1:
+            if self._sampled.every > 1:
                 self._detach()
 
     def rows(self, step: int | None = None) -> list[dict[str, Any]]:
@@ -150,7 +151,7 @@ class GradientArrival:
         self._parameters = [p for _, p in trained]
 
     def _begin(self, step: int) -> None:
-        if step % self.every:
+        if not self._sampled(step):
             self._now = None
             return
         self._now = _Step(step)

@@ -1,7 +1,25 @@
-"""The steps that an observer has kept."""
+"""Which steps an observer looks at, and which of them it has kept."""
 
 from collections.abc import Sequence
 from typing import Any
+
+SAMPLED = 10  # steps from one to the next in a long run, where looking at all would be paid for
+
+
+class Sampled:
+    """Whether a step is looked at: the first one that it is asked about, and every so manyth on.
+
+    A training that is resumed between two of them is looked at from its own first step.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._first: int | None = None
+
+    def __call__(self, step: int) -> bool:
+        if self._first is None:
+            self._first = step
+        return (step - self._first) % self.every == 0
 
 
 def kept_step(steps: Sequence[Any], number: int | None) -> Any:

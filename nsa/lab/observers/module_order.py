@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nsa.lab.observers.kept import kept_step
+from nsa.lab.observers.kept import Sampled, kept_step
 
 _KEY = "nsa.modules"
 
@@ -30,9 +30,11 @@ class ModuleOrder:
     on outputs stay legal. Times are the host's. Works under DDP and with checkpointing (a layer
     that is recomputed appears once, when its own backward begins).
 
-    `every` steps one is observed, of which the last `keep` are kept; the hooks exist in those only.
+    The first step and every so manyth after it is observed, of which the last `keep` are kept; the
+    hooks exist in those only.
 
-    Cost: 6 to 8 us of the host's time for each module in an observed step.
+    Cost: 6 us of the host's time for each module in an observed step where nothing else is in its
+    caches, 15 in a step of 54 ms.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class ModuleOrder:
         if every < 1 or keep < 1:
             raise ValueError(f"every={every} and keep={keep} must be at least 1")
         self._modules = [(name, module) for name, module in model.named_modules() if name]
-        self.every, self._clock = every, clock
+        self._sampled, self._clock = Sampled(every), clock
         self._steps: deque[_Step] = deque(maxlen=keep)
         self._now: _Step | None = None
         self._hooks: list[Any] = []
@@ -58,7 +60,7 @@ class ModuleOrder:
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "data":
-            self._now = None if step % self.every else _Step(step)
+            self._now = _Step(step) if self._sampled(step) else None
             if self._now is not None:
                 self._steps.append(self._now)
                 self._attach()
@@ -69,7 +71,7 @@ class ModuleOrder:
             self._now.began = self._clock()
         elif name == "end":
             self._now = None
-            if self.every > 1:
+            if self._sampled.every > 1:
                 self.close()
         self._last = (step, name, "")
 

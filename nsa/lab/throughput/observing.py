@@ -11,21 +11,22 @@ from typing import Any
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
+from nsa.lab.observers.kept import SAMPLED
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.writers import CsvWriter
 from nsa.lab.throughput.turns import turns
 from nsa.model.train import Trainer
 
-ROUNDS, TURN = 3, 10  # steps of a turn: one of them has the attention's statistics
-STATISTICS_EVERY = 10
+ROUNDS, TURN = 3, SAMPLED  # steps of a turn: one of them is looked at by all
 
 
 def observing(trainer: Trainer) -> dict[str, float]:
     """{"watched_ms", "unwatched_ms", "watched_times"} of a step, with all observers and with none.
 
-    See `turns`. Observed are the heartbeat, gradients' arrival, the modules' order, times by phase
-    and losses in every step, the attention's statistics in every tenth.
+    See `turns`. As in a long run, the heartbeat, times by phase and losses are of every step,
+    gradients' arrival and the modules' order of every tenth, and so, five times as often as there,
+    the attention's statistics.
     """
     found = turns(trainer, lambda: _all_observers(trainer), rounds=ROUNDS, steps=TURN)
     return {
@@ -42,9 +43,9 @@ def _all_observers(trainer: Trainer) -> Iterator[None]:
         writer = CsvWriter(Path(folder, f"losses-{rank}.csv"))
         observers: tuple[Any, ...] = (
             Heartbeat(io.StringIO(), file=Path(folder, f"beat-{rank}.jsonl")),
-            GradientArrival(trainer.model),
-            ModuleOrder(trainer.model),
-            AttentionStats(trainer.model, every=STATISTICS_EVERY, writers=[writer]),
+            GradientArrival(trainer.model, every=SAMPLED),
+            ModuleOrder(trainer.model, every=SAMPLED),
+            AttentionStats(trainer.model, every=SAMPLED, writers=[writer]),
             PhaseTimes(trainer.device),
             writer,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nsa.lab.observers.kept import SAMPLED
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
@@ -46,9 +47,10 @@ class Job:
     eval_every: int | None = None
     resume: str | None = None
     observe: tuple[str, ...] = ()
+    observe_every: int = SAMPLED  # of arrival and modules
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "eval_every"):
+        for name in ("save_every", "eval_every", "observe_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1 step")
@@ -134,7 +136,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
-        observers = training_observers.make(job.observe, trainer, folder)
+        observers = training_observers.make(job.observe, trainer, folder, job.observe_every)
         trainer.observers = observers.values()
         try:
             result = _loop(job, trainer, folder, evaluation(source))

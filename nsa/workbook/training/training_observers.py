@@ -20,10 +20,11 @@ def check(names: Sequence[str], kind: str) -> None:
         raise ValueError(f"buckets are DDP's; parallel={kind!r} has none, parallel='ddp' would do")
 
 
-def make(names: Sequence[str], trainer: Any, folder: Path) -> dict[str, Any]:
+def make(names: Sequence[str], trainer: Any, folder: Path, every: int) -> dict[str, Any]:
     """This rank's observers by name: always a heartbeat, whose lines rank 0 prints.
 
-    The writers are rank 0's.
+    Arrival and modules look at the first step and every `every`-th after it. The writers are rank
+    0's.
     """
     from nsa.lab.observers import beat
 
@@ -38,12 +39,12 @@ def make(names: Sequence[str], trainer: Any, folder: Path) -> dict[str, Any]:
     writers = {name: _writer(name, folder) for name in names if name in WRITERS and rank == 0}
     for name in names:
         if name not in WRITERS:
-            made[name] = _watcher(name, trainer, list(writers.values()))
+            made[name] = _watcher(name, trainer, list(writers.values()), every)
     return made | writers  # last, so that what the others still hand them is written
 
 
 def write_rows(observers: Mapping[str, Any], rank: int, folder: Path) -> None:
-    """<name>-rank<r>.json of the observers that kept rows; of those by step, the last."""
+    """<name>-rank<r>.json of the observers that kept rows; of those by step, the last looked at."""
     for name, observer in observers.items():
         rows = getattr(observer, "rows", None) or getattr(observer, "table", None)
         if rows is not None:
@@ -58,15 +59,15 @@ def _writer(name: str, folder: Path) -> Any:
     return writers.TensorBoardWriter(folder / "tensorboard")
 
 
-def _watcher(name: str, trainer: Any, writers: list[Any]) -> Any:
+def _watcher(name: str, trainer: Any, writers: list[Any], every: int) -> Any:
     if name == "arrival":
         from nsa.lab.observers.arrival import GradientArrival
 
-        return GradientArrival(trainer.model, keep=1)
+        return GradientArrival(trainer.model, every=every, keep=1)
     if name == "modules":
         from nsa.lab.observers.module_order import ModuleOrder
 
-        return ModuleOrder(trainer.model, keep=1)
+        return ModuleOrder(trainer.model, every=every, keep=1)
     if name == "phases":
         from nsa.lab.observers.phases import PhaseTimes
 
