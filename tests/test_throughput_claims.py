@@ -147,6 +147,28 @@ def test_a_backend_that_learns_otherwise_refutes():
     assert claim(frame(curves=[curve(), lost])).verdict == "FAIL"
 
 
+def test_where_seeds_cross_their_spread_is_that_around_it():
+    claim = throughput_claims.backends_learn_alike
+
+    def crossing(apart, **changes):
+        made = curve(**changes)
+        first = made["losses"]["1"]
+        made["losses"]["2"] = [loss + apart(step) for step, loss in enumerate(first)]
+        return made
+
+    def cross(step):  # in the window of the steps 240 to 249 nothing lies between them
+        return 0.01 * ((step >= 250) - (step < 240))
+
+    def late(step):
+        return 0.01 * (step >= 250)
+
+    both = [crossing(cross), crossing(cross, backend="gather", offset=0.005)]
+    assert claim(frame(curves=both)).verdict == "PASS"
+    both = [crossing(late), crossing(late, backend="gather", offset=0.005)]
+    told = claim(frame(curves=both))
+    assert told.verdict == "FAIL" and told.evidence == {"nats apart": 0.005, "spread": 0}
+
+
 def test_a_lesson_that_went_otherwise_refutes():
     claim = throughput_claims.lessons_are_learnt
     learnt = {"lesson": "window", "outcome": "ok", "as_expected": True, "accuracy": {"in": 1.0}}
@@ -205,6 +227,9 @@ def test_nsa_learns_as_well_as_the_twin_after_500_steps():
     claim = throughput_aims.learns_as_the_twin
     assert claim(frame(curves=[curve(offset=0.03), curve("dense")])).verdict == "PASS"
     assert claim(frame(curves=[curve(offset=0.1), curve("dense")])).verdict == "FAIL"
+    # What all its backends compute is the same, so each is a sample more.
+    both = [curve(offset=0.06), curve("gather", offset=-0.06), curve("dense")]
+    assert claim(frame(curves=both)).claim.endswith("+0.00%")
     short = [curve(steps=100), curve("dense", steps=100)]
     assert claim(frame(curves=short)).verdict == "INCONCLUSIVE"
     assert claim(frame(curves=[curve()])).verdict == "INCONCLUSIVE"

@@ -99,7 +99,10 @@ def watching_costs_little(df: pandas.DataFrame) -> Claim:
 
 
 def learns_as_the_twin(df: pandas.DataFrame) -> Claim:
-    """The last tenth of the curves; fewer steps than 500 do not tell."""
+    """The last tenth of the curves; fewer steps than 500 do not tell.
+
+    NSA's are all its backends' together: what they compute is the same, so each is a sample more.
+    """
     sentence = f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's"
     rows = throughput_table.labelled(df)
     rows = rows[(rows["metric"] == "loss") & rows["median"].notna()]
@@ -108,11 +111,10 @@ def learns_as_the_twin(df: pandas.DataFrame) -> Claim:
     final = throughput_table.final_losses(df).mean(axis=1)
     if "dense" not in final.index or len(final) < 2:
         return _undecided(sentence, "not both were trained")
-    off = final.drop("dense") / final["dense"] - 1
-    worst = off.abs().idxmax()
+    off = final.drop("dense").mean() / final["dense"] - 1
     return Claim(
-        f"{sentence}: {worst} {off[worst]:+.2%}",
-        verdict_of(bool(off.abs().max() <= LOSS_SHARE)),
+        f"{sentence}: {off:+.2%}",
+        verdict_of(bool(abs(off) <= LOSS_SHARE)),
         {name: round(float(nats), 4) for name, nats in final.items()},
     )
 
