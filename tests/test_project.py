@@ -1,6 +1,7 @@
 """The project's own files agree with one another, and tell nothing of where they were made."""
 
 import importlib
+import os
 import re
 import subprocess
 import tomllib
@@ -95,6 +96,20 @@ def test_the_readme_lists_every_backend_in_the_order_of_preference():
 
     rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", (ROOT / "README.md").read_text(), re.M)
     assert rows == [(b.name, "yes" if b.quadratic else "no") for b in backends()]
+
+
+def test_links_lead_to_what_a_checkout_holds():
+    files = {str(path.relative_to(ROOT)) for path in tracked()}
+    held = files | {str(folder) for name in files for folder in Path(name).parents}
+    lost = []
+    for name in sorted(files):
+        if not name.endswith(".md"):
+            continue
+        for link in re.findall(r"\]\(([^)\s#]+)", (ROOT / name).read_text()):
+            to = os.path.normpath(Path(name).parent / link)
+            if not re.match(r"[a-z]+:", link) and to not in held:
+                lost.append(f"{name}: {link}")
+    assert lost == []
 
 
 def test_ci_runs_what_the_readme_tells():
