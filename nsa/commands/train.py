@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.commands.options import BAD_INPUT, FAILED, GOOD, command, runs_option, words
+from nsa.lab.observers.kept import SAMPLED
 
 if TYPE_CHECKING:
     from nsa.workbook.training.training_job import Job
@@ -73,7 +74,7 @@ def add(commands) -> None:
     option(
         "--observe-every",
         type=int,
-        default=10,
+        default=SAMPLED,
         metavar="STEPS",
         help="from one look of arrival and modules to the next; 1 looks at all",
     )

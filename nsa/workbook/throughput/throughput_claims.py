@@ -149,7 +149,7 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     worst = ratio.idxmax()
     return Claim(
         f"{sentence}: at most {ratio[worst]:.2f} of it, at step {worst:.0f}",
-        verdict_of(bool(ratio[worst] <= 1)),
+        verdict_of(ratio[worst] <= 1),
         {"nats apart": round(float(apart[worst]), 6), "spread": round(float(spread[worst]), 6)},
     )
 
