@@ -3,6 +3,7 @@ import inspect
 import pytest
 import torch
 from tiny_models import TOKENS, gradients, hidden, tiny
+from torch.overrides import TorchFunctionMode
 
 from nsa.attention.witness import recording
 from nsa.model.layer import NSAAttention
@@ -111,6 +112,27 @@ def test_a_forced_branch_leaves_the_others_and_the_gate_without_gradient(force_b
     assert without == gate | others | unused
 
 
+def test_projections_that_are_more_than_a_weight_are_traced_as_they_are(monkeypatch):
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    def hook(module, args, output):
+        return 3 * output
+
+    config = tiny()
+    layer, x = NSAAttention(config), hidden(config)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    plain = layer.projections(x, BRANCHES)["v win"]
+    handle = layer.v_proj["win"].register_forward_hook(hook)
+    torch.testing.assert_close(layer.projections(x, BRANCHES)["v win"], 3 * plain)
+    handle.remove()
+    doubled = Doubled(config.dim, plain.shape[-1], bias=False)
+    doubled.load_state_dict(layer.v_proj["win"].state_dict())
+    layer.v_proj["win"] = doubled
+    torch.testing.assert_close(layer.projections(x, BRANCHES)["v win"], 2 * plain)
+
+
 def applied_projections(layer):
     """A list to which each application of a key or value projection adds its name."""
     applied = []
@@ -118,6 +140,46 @@ def applied_projections(layer):
         for name, projection in getattr(layer, side).items():
             projection.register_forward_hook(lambda *_, at=f"{side}.{name}": applied.append(at))
     return applied
+
+
+class Products(TorchFunctionMode):
+    """Counts the linear products without bias."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        plain = args[2:] in ((), (None,)) and not kwargs
+        self.count += function is torch.nn.functional.linear and plain
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"phi": "mlp", "compress_rope": "after"},
+        {"shared_kv": True},
+        {"force_branch": "cmp"},
+        {"force_branch": "win"},
+        {"force_branch": "slc"},
+        {"attention": "dense", "backend": "sdpa"},
+    ],
+    ids=str,
+)
+def test_projections_traced_as_one_product_make_the_same(monkeypatch, changes):
+    model = LanguageModel(tiny(layers=1, **changes))
+    apart = gradients(model)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with Products() as counted:
+        together = gradients(model)
+    # q, k and v; out_proj; gate and up; down; the head. Keys that only score blocks stay apart, so
+    # that their weight has no gradient.
+    assert counted.count == 5 + (changes.get("force_branch") == "slc")
+    for name, gradient in apart.items():
+        if gradient is None:
+            assert together[name] is None, name
+        else:
+            torch.testing.assert_close(together[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("rope", ["before", "after"])
@@ -136,7 +198,7 @@ def test_keys_that_only_score_blocks_keep_nothing_for_a_backward(rope, shared):
     config = tiny(force_branch="slc", shared_kv=shared, compress_rope=rope)
     layer = NSAAttention(config)
     rotary = rotary_for(config, TOKENS, torch.device("cpu"))
-    keys = layer.keys(hidden(config), rotary, ("slc",))
+    keys = layer.keys(layer.projections(hidden(config), ("slc",)), rotary, ("slc",))
     assert {name: k.requires_grad for name, k in keys.items()} == {"slc": True, "cmp": False}
 
 

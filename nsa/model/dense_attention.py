@@ -12,6 +12,7 @@ from nsa.attention import dense, witness
 from nsa.attention.inputs import sequence_bounds
 from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
+from nsa.model.projections import Projections
 from nsa.model.rotary import Rotary, rotary_for
 
 BACKENDS = ("auto", "sdpa", "flash")
@@ -63,9 +64,11 @@ class DenseAttention(nn.Module):
         """
         config = self.config
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
-        q = rotary(self.q_proj(x).unflatten(-1, (config.heads, config.head_dim)))
-        k = rotary(self.k_proj(x).unflatten(-1, (config.kv_heads, config.head_dim)))
-        v = self.v_proj(x).unflatten(-1, (config.kv_heads, config.value_size))
+        linears = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
+        made = Projections(x, linears, tuple(linears))
+        q = rotary(made["q"].unflatten(-1, (config.heads, config.head_dim)))
+        k = rotary(made["k"].unflatten(-1, (config.kv_heads, config.head_dim)))
+        v = made["v"].unflatten(-1, (config.kv_heads, config.value_size))
         o, served = self._attend(q, k, v, cu_seqlens)
         if not torch.compiler.is_compiling():
             witness.saw_call("dense", [("dense", served)])

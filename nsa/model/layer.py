@@ -10,6 +10,7 @@ from nsa.attention import registry
 from nsa.attention.api import nsa_attention
 from nsa.model.config import ModelConfig
 from nsa.model.phi import LEARNED_PHI
+from nsa.model.projections import Projections
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.reference.compress import Phi
 from nsa.reference.gate import sigmoid_gates, softmax_gates
@@ -85,9 +86,10 @@ class NSAAttention(nn.Module):
         config = self.config
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
         branches = (config.force_branch,) if config.force_branch else BRANCHES
-        q = rotary(self.q_proj(x).unflatten(-1, (config.heads, config.head_dim)))
-        k = self.keys(x, rotary, branches)
-        v = self.values(x, branches)
+        projections = self.projections(x, branches)
+        q = rotary(projections["q"].unflatten(-1, (config.heads, config.head_dim)))
+        k = self.keys(projections, rotary, branches)
+        v = self.values(projections, branches)
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.force_branch != "slc"):
             phi = None if config.force_branch == "win" else self.phi(q.dtype, rotary)
         o = nsa_attention(
@@ -104,8 +106,17 @@ class NSAAttention(nn.Module):
         )
         return self.out_proj(o.flatten(2))
 
+    def projections(self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]) -> Projections:
+        """`q`, `k SOURCE` and `v SOURCE`, not rotated; a source is a branch, or `shared`."""
+        linears = {"q": self.q_proj}
+        for kind, by_source in (("k", self.k_proj), ("v", self.v_proj)):
+            linears |= {f"{kind} {source}": linear for source, linear in by_source.items()}
+        sources = ("shared",) if self.config.shared_kv else branches
+        together = ["q", *(f"{kind} {source}" for kind in "kv" for source in sources)]
+        return Projections(x, linears, together)
+
     def keys(
-        self, x: Float[Tensor, "B T E"], rotary: Rotary, branches: tuple[str, ...]
+        self, projections: Projections, rotary: Rotary, branches: tuple[str, ...]
     ) -> dict[str, Float[Tensor, "B T HKV D"]]:
         """The keys of these branches; what branches share is projected and rotated once.
 
@@ -120,7 +131,7 @@ class NSAAttention(nn.Module):
             rotated = name != "cmp" or config.compress_rope == "before"
             if (source, False) not in made:
                 shape = (config.kv_heads, config.head_dim)
-                made[source, False] = self.k_proj[source](x).unflatten(-1, shape)
+                made[source, False] = projections[f"k {source}"].unflatten(-1, shape)
             if rotated and (source, True) not in made:
                 made[source, True] = rotary(made[source, False])
             return made[source, rotated]
@@ -132,13 +143,13 @@ class NSAAttention(nn.Module):
         return found
 
     def values(
-        self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]
+        self, projections: Projections, branches: tuple[str, ...]
     ) -> dict[str, Float[Tensor, "B T HKV DV"]]:
         """The values of these branches."""
         shape = (self.config.kv_heads, self.config.value_size)
         if self.config.shared_kv:
-            return dict.fromkeys(branches, self.v_proj["shared"](x).unflatten(-1, shape))
-        return {name: self.v_proj[name](x).unflatten(-1, shape) for name in branches}
+            return dict.fromkeys(branches, projections["v shared"].unflatten(-1, shape))
+        return {name: projections[f"v {name}"].unflatten(-1, shape) for name in branches}
 
     def phi(self, dtype: torch.dtype, rotary: Rotary) -> Phi:
         """How compressed keys and values are made, with this layer's parameters."""

@@ -14,6 +14,7 @@ from nsa.model import checkpoint
 from nsa.model.config import ModelConfig
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention
+from nsa.model.projections import Projections
 from nsa.model.rotary import Rotary, rotary_for
 
 ATTENTION = {"nsa": NSAAttention, "dense": DenseAttention}
@@ -37,7 +38,8 @@ class SwiGLU(nn.Module):
         nn.init.normal_(self.down.weight, std=0.02 / sqrt(2 * self.layers), generator=generator)
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        made = Projections(x, {"gate": self.gate, "up": self.up}, ("gate", "up"))
+        return self.down(F.silu(made["gate"]) * made["up"])
 
 
 class Block(nn.Module):

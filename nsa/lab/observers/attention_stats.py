@@ -151,11 +151,12 @@ def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
     config = layer.config
     rotary = rotary or rotary_for(config, x.shape[1], x.device)
     branches = (config.force_branch,) if config.force_branch else BRANCHES
-    q = rotary(layer.q_proj(x).unflatten(-1, (config.heads, config.head_dim)))
+    projections = layer.projections(x, branches)
+    q = rotary(projections["q"].unflatten(-1, (config.heads, config.head_dim)))
     return checked(
         q,
-        layer.keys(x, rotary, branches),
-        layer.values(x, branches),
+        layer.keys(projections, rotary, branches),
+        layer.values(projections, branches),
         layer.gates(x, q),
         config.nsa,
         phi=None if config.force_branch == "win" else layer.phi(q.dtype, rotary),
