@@ -1,10 +1,12 @@
 """Training steps under torch.compile: a program of its own, for it cannot trace checked types.
 
-Prints a JSON object {name of the case: what happened}. The argument is torch.compile's backend.
+Prints a JSON object {name of the case: what happened}. The argument is torch.compile's backend;
+"eager" generates no code.
 """
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 from tiny_models import tiny
@@ -15,6 +17,7 @@ from nsa.model.llama import LanguageModel
 from nsa.model.train import TrainConfig, Trainer
 
 STEPS = 5
+products: list[int] = []  # of each graph that was traced
 CASES = {
     "three layers, a cosine": (
         tiny(layers=3),
@@ -31,8 +34,15 @@ def graphs() -> list[int]:
     return [counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())]
 
 
+def traced(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    """A backend that runs the graph as it is, and notes how many linear products it has."""
+    linear = torch.nn.functional.linear
+    products.append(sum(node.target in (linear, torch._C._nn.linear) for node in graph.graph.nodes))
+    return graph.forward
+
+
 def train(name: str) -> dict:
-    """The case's losses, compiled and not, and the graphs after two steps and after all."""
+    """The case's losses, compiled and not, its products, graphs after two steps and after all."""
     model, settings = CASES[name]
     settings = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, "lr": 3e-3, **settings})
 
@@ -41,6 +51,7 @@ def train(name: str) -> dict:
 
     torch._dynamo.reset()
     counters.clear()
+    products.clear()
     compiled = trainer(compile=True)
     losses = compiled.run(2)
     early = graphs()
@@ -49,13 +60,14 @@ def train(name: str) -> dict:
         "losses": losses,
         "plain": trainer().run(STEPS),
         "graphs": [early, graphs()],
+        "products": list(products),
         "names": list(compiled.model.state_dict()) == list(trainer().model.state_dict()),
     }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    plain, backend = torch.nn.Module.compile, sys.argv[1]
+    plain, backend = torch.nn.Module.compile, traced if sys.argv[1] == "eager" else sys.argv[1]
     torch.nn.Module.compile = lambda self, **options: plain(self, backend=backend, **options)
     names = sys.argv[2:] or CASES
     print(json.dumps({name: train(name) for name in names}))

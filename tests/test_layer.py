@@ -127,6 +127,9 @@ def test_projections_that_are_more_than_a_weight_are_traced_as_they_are(monkeypa
     handle = layer.v_proj["win"].register_forward_hook(hook)
     torch.testing.assert_close(layer.projections(x, BRANCHES)["v win"], 3 * plain)
     handle.remove()
+    layer.v_proj["win"].forward = lambda x: 4 * plain
+    torch.testing.assert_close(layer.projections(x, BRANCHES)["v win"], 4 * plain)
+    del layer.v_proj["win"].forward
     doubled = Doubled(config.dim, plain.shape[-1], bias=False)
     doubled.load_state_dict(layer.v_proj["win"].state_dict())
     layer.v_proj["win"] = doubled

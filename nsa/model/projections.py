@@ -15,7 +15,8 @@ class Projections:
     torch.compile traces, those of `together` are one product with their weights end to end, and so
     are their two in a backward: wide products keep a GPU busier, and x's gradient is not added up
     part by part. There a weight that no loss reaches has a gradient of zeros, instead of none, if
-    one does reach another. Layers with a bias or hooks, or of another class, stay apart.
+    one does reach another. Layers with a bias, hooks or a forward of their own, or of
+    another class, stay apart.
     """
 
     def __init__(
@@ -39,7 +40,12 @@ class Projections:
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether the layer is its weight and nothing else."""
-    return type(layer) is nn.Linear and layer.bias is None and not _has_hooks(layer)
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and "forward" not in layer.__dict__
+        and not _has_hooks(layer)
+    )
 
 
 def _has_hooks(layer: nn.Module) -> bool:
