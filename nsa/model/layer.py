@@ -1,6 +1,7 @@
 """NSA as a layer: projections per branch, rotary, phi, gates, and the attention behind them."""
 
 from math import sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -83,6 +84,17 @@ class NSAAttention(nn.Module):
 
         `rotary` spares a model to make the tables in every layer; by default they are made here.
         """
+        arguments = self.arguments(x, rotary, cu_seqlens)
+        o = nsa_attention(**arguments, backend=self.config.backend, strict=self.config.strict)
+        return self.out_proj(o.flatten(2))
+
+    def arguments(
+        self,
+        x: Float[Tensor, "B T E"],
+        rotary: Rotary | None = None,
+        cu_seqlens: Int[Tensor, " N1"] | None = None,
+    ) -> dict[str, Any]:
+        """What `nsa_attention` is called with for x, but for who computes it and how strictly."""
         config = self.config
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
         branches = (config.force_branch,) if config.force_branch else BRANCHES
@@ -92,19 +104,16 @@ class NSAAttention(nn.Module):
         v = self.values(projections, branches)
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.force_branch != "slc"):
             phi = None if config.force_branch == "win" else self.phi(q.dtype, rotary)
-        o = nsa_attention(
-            q,
-            k,
-            v,
-            self.gates(x, q),
-            config.nsa,
-            phi=phi,
-            cu_seqlens=cu_seqlens,
-            backend=config.backend,
-            branches=branches,
-            strict=config.strict,
-        )
-        return self.out_proj(o.flatten(2))
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "gates": self.gates(x, q),
+            "config": config.nsa,
+            "phi": phi,
+            "cu_seqlens": cu_seqlens,
+            "branches": branches,
+        }
 
     def projections(self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]) -> Projections:
         """`q`, `k SOURCE` and `v SOURCE`, not rotated; a source is a branch, or `shared`."""

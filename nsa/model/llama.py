@@ -38,7 +38,7 @@ class SwiGLU(nn.Module):
         nn.init.normal_(self.down.weight, std=0.02 / sqrt(2 * self.layers), generator=generator)
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        made = Projections(x, {"gate": self.gate, "up": self.up}, ("gate", "up"))
+        made = Projections(x, {"gate": self.gate, "up": self.up})
         return self.down(F.silu(made["gate"]) * made["up"])
 
 

@@ -1,6 +1,6 @@
 """Linear layers of one input: one product where torch.compile makes code of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from jaxtyping import Float
@@ -12,22 +12,23 @@ class Projections:
     """What linear layers make of one input x [B, T, E], by the layers' names.
 
     Each is applied when it is asked for, so that nothing is held before it is used. Where
-    torch.compile traces, those of `together` are one product with their weights end to end, and so
-    are their two in a backward: wide products keep a GPU busier, and x's gradient is not added up
-    part by part. There a weight that no loss reaches has a gradient of zeros, instead of none, if
-    one does reach another. Layers with a bias, hooks or a forward of their own, or of
-    another class, stay apart.
+    torch.compile traces, those of `together`, by default all, are one product with their weights
+    end to end, and so are their two in a backward: wide products keep a GPU busier, and x's
+    gradient is not added up part by part. There a weight that no loss reaches has a gradient of
+    zeros, instead of none, if one does reach another. Layers with a bias, hooks or a forward of
+    their own, or of another class, stay apart.
     """
 
     def __init__(
         self,
         x: Float[Tensor, "B T E"],
         linears: Mapping[str, nn.Module],
-        together: Sequence[str],
+        together: Collection[str] | None = None,
     ) -> None:
         self._x = x
         self._linears = linears
         self._made: dict[str, Tensor] = {}
+        together = linears if together is None else together
         if torch.compiler.is_compiling() and all(_is_plain(linears[name]) for name in together):
             weights = [linears[name].weight for name in together]
             product = F.linear(x, torch.cat(weights))

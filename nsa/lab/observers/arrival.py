@@ -45,8 +45,8 @@ class GradientArrival:
     and warned of (warn=False: only put there); where the graph does not tell, it stays None and
     `unreachable_unknown` says why.
 
-    The first step and every so manyth after it is observed, of which the last `keep` are kept; the
-    hooks exist in those only.
+    Observed are the first step and each that is a multiple of `every` steps after it; the last
+    `keep` of them are kept, and the hooks exist in those only.
 
     Cost: 3 to 7 us of the host's time for each parameter in an observed step, and one reduction of
     all gradients on the device; before the first backward 1 to 3 us for each node of the graph.

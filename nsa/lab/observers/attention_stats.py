@@ -17,7 +17,6 @@ from nsa.config import NSAConfig
 from nsa.lab.observers.later import Later
 from nsa.lab.observers.module_order import refuse_without_hooks
 from nsa.model.layer import NSAAttention
-from nsa.model.rotary import rotary_for
 from nsa.reference.compress import compress_keys
 from nsa.reference.nsa import BRANCHES
 
@@ -148,23 +147,7 @@ def look(
 
 def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
     """What this layer's attention is given for hidden states x [B, T, E]."""
-    config = layer.config
-    rotary = rotary or rotary_for(config, x.shape[1], x.device)
-    branches = (config.force_branch,) if config.force_branch else BRANCHES
-    projections = layer.projections(x, branches)
-    q = rotary(projections["q"].unflatten(-1, (config.heads, config.head_dim)))
-    return checked(
-        q,
-        layer.keys(projections, rotary, branches),
-        layer.values(projections, branches),
-        layer.gates(x, q),
-        config.nsa,
-        phi=None if config.force_branch == "win" else layer.phi(q.dtype, rotary),
-        cu_seqlens=None,
-        blocks=None,
-        branches=branches,
-        scale=None,
-    )
+    return checked(**layer.arguments(x, rotary), blocks=None, scale=None)
 
 
 def with_blocks(inputs: Inputs, backend: str) -> Inputs:

@@ -7,7 +7,7 @@ SAMPLED = 10  # steps from one to the next in a long run, where looking at all w
 
 
 class Sampled:
-    """Whether a step is looked at: the first one that it is asked about, and every so manyth on.
+    """Whether a step is looked at: the first asked about, and each a multiple of `every` later.
 
     A training that is resumed between two of them is looked at from its own first step.
     """

@@ -30,8 +30,8 @@ class ModuleOrder:
     on outputs stay legal. Times are the host's. Works under DDP and with checkpointing (a layer
     that is recomputed appears once, when its own backward begins).
 
-    The first step and every so manyth after it is observed, of which the last `keep` are kept; the
-    hooks exist in those only.
+    Observed are the first step and each that is a multiple of `every` steps after it; the last
+    `keep` of them are kept, and the hooks exist in those only.
 
     Cost: 6 us of the host's time for each module in an observed step where nothing else is in its
     caches, 15 in a step of 54 ms.
