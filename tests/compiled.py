@@ -27,6 +27,7 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Head dims, dtype, group: the aims' shape and such as take other paths.
 SHAPES = {
     "main": (128, 128, torch.bfloat16, 16),
+    "narrow": (64, 64, torch.bfloat16, 6),
     "fp32": (64, 64, torch.float32, 4),
     "wide": (192, 128, torch.float16, 16),
 }

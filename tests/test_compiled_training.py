@@ -55,8 +55,8 @@ def test_all_blocks_are_one_graph_which_no_later_step_makes_anew(name):
     assert found["graphs"] == [[1, 0], [1, 0]]
     assert found["losses"] == pytest.approx(found["plain"], abs=ALLOWED[name])
     assert found["names"], "a parameter changed its name"
-    # q, k and v; out_proj; gate and up; down. An MLP of two layers makes the gates.
-    assert found["products"] == [4 if name == "dense" else 6]
+    # q, k and v; out_proj; gate; up; down. An MLP of two layers makes the gates.
+    assert found["products"] == [5 if name == "dense" else 7]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ TARGETS = [
     *(
         pytest.param(architecture, shape, "dense", marks=pytest.mark.slow)
         for architecture in SHARED_KIB
-        for shape in ("fp32", "wide")
+        for shape in ("narrow", "fp32", "wide")
     ),
 ]
 

@@ -10,14 +10,15 @@ from backend_calls import DEVICE
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.kernels.common import power_of_two
 from nsa.kernels.inverse import inverse
 from nsa.kernels.selected_dkdv import selected_dkdv
 from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
-from nsa.kernels.selected_plan import plan, tile_tokens
+from nsa.kernels.selected_plan import SIZES, Plan, launches, plan, tile_tokens
 from nsa.kernels.sequences import Sequences, dense, packed
 from nsa.kernels.tiles import Tile
-from nsa.kernels.unions import nested_unions, unions
+from nsa.kernels.unions import Unions, nested_unions, unions
 from nsa.reference.attend import attend
 from nsa.reference.select import selected_tokens
 
@@ -149,10 +150,25 @@ if DEVICE == "cuda":  # what only tensor cores and TMA show
     ]
 
 
+@pytest.fixture(params=["one size", "both sizes"])
+def sizes(request, monkeypatch):
+    """Short sequences are left to large tiles; with "both sizes" kernels choose all the same."""
+    if request.param == "both sizes":
+        monkeypatch.setattr(Plan, "always_large", lambda *_: False)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward_and_gradients_are_as_accurate_as_torch(case):
+def test_forward_and_gradients_are_as_accurate_as_torch(case, sizes):
     given = case.draw()
     assert_right(case, given, ours(case, given))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_keys_as_rows_are_as_accurate_as_torch(case):
+    given = case.draw()
+    keys = min(64, power_of_two(case.select_block))
+    turned = {size: Tile(16, keys, 4, 2, turned=True) for size in SIZES}
+    assert_right(case, given, ours(case, given, tile=turned, force="small"))
 
 
 @pytest.mark.parametrize("force", ["small", "large"])
@@ -163,7 +179,9 @@ def test_each_size_of_tile_alone_is_right(group, force):
     assert_right(case, given, ours(case, given, force=force))
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(32, 32, 4, 2)])
+@pytest.mark.parametrize(
+    "tile", [Tile(16, 16, 4, 1), Tile(32, 32, 4, 2), Tile(16, 16, 4, 2, turned=True)]
+)
 def test_the_tile_changes_nothing_but_rounding(tile):
     case = Case((40,), group=4, select_block=32)
     given = case.draw()
@@ -424,6 +442,36 @@ def test_a_large_tile_is_a_whole_number_of_small_ones(group):
     heads, small, large = tile_tokens(group)
     assert large % small == 0
     assert heads * large <= 64
+
+
+@pytest.mark.parametrize(
+    ("group", "blocks", "expected"),
+    [
+        (16, 20, True),
+        (16, 128, True),
+        (16, 256, False),
+        (16, 1024, False),
+        (4, 256, True),
+        (64, 8, False),
+    ],
+)
+def test_short_sequences_are_left_to_large_tiles(group, blocks, expected):
+    _, small, large = tile_tokens(group)
+    slots = torch.zeros(1, 1, 16 * small), torch.zeros(1, 1, 16 * large)
+    unions = [Unions(n, x, x, x) for n, x in zip((small, large), slots, strict=True)]
+    planned = Plan(group, group, unions[0], unions[1] if large > small else None)
+    assert planned.always_large(blocks, 3, 1.3) is expected
+
+
+def test_the_size_of_tiles_that_is_left_out_is_not_launched():
+    case = Case((40,), group=4)
+    given, sequences = case.draw(), case.sequences()
+    q, k, v = given["q"], given["k"], given["v"]
+    planned = plan(given["blocks"], sequences, case.group)
+    made = launches("forward", q, k, v, planned, sequences, None, 0.1, None, None)
+    assert [launch.constants["LARGE"] for launch in made] == [True]
+    made = launches("forward", q, k, v, planned, sequences, None, 100.0, None, None)
+    assert [launch.constants["LARGE"] for launch in made] == [False, True]
 
 
 def test_a_size_of_tile_that_there_is_not_is_refused():

@@ -175,9 +175,9 @@ def test_projections_traced_as_one_product_make_the_same(monkeypatch, changes):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with Products() as counted:
         together = gradients(model)
-    # q, k and v; out_proj; gate and up; down; the head. Keys that only score blocks stay apart, so
+    # q, k and v; out_proj; gate; up; down; the head. Keys that only score blocks stay apart, so
     # that their weight has no gradient.
-    assert counted.count == 5 + (changes.get("force_branch") == "slc")
+    assert counted.count == 6 + (changes.get("force_branch") == "slc")
     for name, gradient in apart.items():
         if gradient is None:
             assert together[name] is None, name

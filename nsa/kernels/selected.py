@@ -129,12 +129,18 @@ def load_keys(x, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr, BLOC
 @triton.jit
 def block_scores(q, k, token, position, member, first_key, width, KEYS: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
-    """q k [ROWS, KEYS] of keys [first_key, first_key + width), -inf where not seen.
+    """q k [ROWS, KEYS] of keys [first_key, first_key + width), -inf where not seen."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    last = last_seen(token, position, member, first_key, width)
+    return tl.where(tl.arange(0, KEYS)[None, :] <= last[:, None], s, float("-inf"))
+
+
+@triton.jit
+def last_seen(token, position, member, first_key, width):
+    """The last of the keys [first_key, first_key + width) that each row sees, -1 for none.
 
     A row sees a block when its token's bit of `member` is set, and there the keys up to its
     position: one bound a row.
     """
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     last = tl.minimum(position - first_key, width - 1)
-    last = tl.where(((member >> token) & 1) == 1, last, -1)
-    return tl.where(tl.arange(0, KEYS)[None, :] <= last[:, None], s, float("-inf"))
+    return tl.where(((member >> token) & 1) == 1, last, -1)

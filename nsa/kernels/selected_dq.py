@@ -10,6 +10,7 @@ from torch import Tensor
 from nsa.kernels.common import LOG2E, partial_sums
 from nsa.kernels.selected import (
     block_scores,
+    last_seen,
     load_block,
     load_rows,
     of_head,
@@ -55,7 +56,8 @@ def selected_dq(
         (0, 0, 0) if x is None else x.stride() for x in (q, k, v, do, gates, dq, dgates)
     )
     for launch in launches("dq", q, k, v, plan, sequences, force, cost, tile, descriptors):
-        _selected_dq[launch.grid](
+        kernel = _selected_dq_turned if launch.turned else _selected_dq
+        kernel[launch.grid](
             q, launch.keys, launch.values, v, do, lse2, gates, dq, delta, dgates, strides,
             launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale * LOG2E,
             BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), **launch.constants,
@@ -96,17 +98,11 @@ def _selected_dq(
         token, position, row, heads, valid = tile_rows(
             start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
         )
-        queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
-        dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
         flat = row * (sizes[1] * sizes[2]) + heads
-        lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
-        lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
+        queries, dos, lse2, shift = _rows_of(
+            q, do, v_rows, lse, row, heads, kv_head, flat, valid, strides, D, DV, BLOCK_D, BLOCK_DV
+        )
         blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
-        shift = tl.zeros([ROWS], tl.float32)
-        if queries.dtype != tl.float32:
-            sees = valid & (lse2 < float("inf"))
-            own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
-            shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
 
         total = tl.zeros([ROWS, 8], tl.float32)
         ones = tl.full([KEYS, 16], 1.0, queries.dtype)
@@ -139,24 +135,130 @@ def _selected_dq(
             p_sum = _add_rows(p, ones, p_sum, PRECISION)
             dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
 
-        delta_rows = tl.sum(total, 1) + shift  # probabilities add up to 1
-        tl.store(delta + flat, delta_rows, mask=valid)
         p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
         rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
-        grad = weighted - rounded[:, None] * plain
-        factor = tl.zeros([ROWS], tl.float32) + scale
-        if gates is not None:
-            at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1] + BRANCH * strides[4][2]
-            factor *= tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
-        if dgates is not None:
-            at = row * strides[6][0] + heads.to(tl.int64) * strides[6][1] + BRANCH * strides[6][2]
-            tl.store(dgates + at, delta_rows.to(dgates.dtype.element_ty), mask=valid)
-        grad *= factor[:, None]
-        if ADD:
-            grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
-        store_rows(dq, grad, row, heads, valid, strides[5], D, BLOCK_D)
+        _store_rows_of(
+            dq, delta, gates, dgates, weighted - rounded[:, None] * plain,
+            tl.sum(total, 1) + shift, row, heads, flat, valid, strides, scale,
+            BRANCH, ADD, D, BLOCK_D,
+        )  # fmt: skip
         tile += 1
         first += TOKENS
+
+
+@triton.jit
+def _selected_dq_turned(
+    q, k, v, v_rows, do, lse, gates, dq, delta, dgates, strides,
+    union, rivals, axis, sizes, scale, scale2,
+    BRANCH: tl.constexpr, ADD: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
+    MERGED: tl.constexpr, RATIO: tl.constexpr, DECIDE: tl.constexpr, LARGE: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_selected_dq` with everything turned: keys are the rows of all products, queries columns.
+
+    wgmma takes 64 rows, which a tile of few queries does not have and a block of keys does. A and
+    R are one product [BLOCK_D, 2 ROWS], their columns in turns, so that K is read once for both.
+    """
+    sequence, start, rows, first, kv_head, head, tile, mine = place(
+        axis, rivals, sizes, TOKENS, PIECES, MERGED, RATIO, DECIDE, LARGE, HEADS, PACKED
+    )
+    if not mine:
+        return
+    k = of_head(k, start, kv_head, strides[1], DESCRIPTORS)
+    v = of_head(v, start, kv_head, strides[2], DESCRIPTORS)
+    v_strides = strides[1 if ALIKE else 2]
+    n = tl.arange(0, KEYS)[:, None]
+    for _ in range(PIECES if MERGED else 1):
+        token, position, row, heads, valid = tile_rows(
+            start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
+        )
+        flat = row * (sizes[1] * sizes[2]) + heads
+        queries, dos, lse2, shift = _rows_of(
+            q, do, v_rows, lse, row, heads, kv_head, flat, valid, strides, D, DV, BLOCK_D, BLOCK_DV
+        )
+        blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
+
+        total = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
+        p_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
+        dp_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
+        both = tl.zeros([BLOCK_D, 2 * ROWS], tl.float32)
+        for i in range(count * PARTS):
+            part = i % PARTS * KEYS
+            width = tl.minimum(sizes[3] - part, KEYS)
+            first_key = tl.load(blocks + i // PARTS) * sizes[3] + part
+            member = tl.load(members + i // PARTS)
+            left = tl.minimum(rows - first_key, width)
+            keys = load_block(
+                k, sequence, kv_head, first_key, left, strides[1], KEYS, D, BLOCK_D, DESCRIPTORS
+            )
+            values = load_block(
+                v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
+            )
+            s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # [KEYS, ROWS]
+            dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
+            last = last_seen(token, position, member, first_key, width)
+            s = tl.where(n <= last[None, :], s, float("-inf"))
+            p = tl.exp2(s * scale2 - lse2[None, :])
+            dp = p * (dp - shift[None, :])
+            total += _add_pairs(dp)
+            p, dp = p.to(queries.dtype), dp.to(queries.dtype)
+            p_sum += _add_pairs(p.to(tl.float32))
+            dp_sum += _add_pairs(dp.to(tl.float32))
+            pair = tl.reshape(tl.join(p, dp), [KEYS, 2 * ROWS])
+            both = tl.dot(tl.trans(keys), pair, both, input_precision=PRECISION)
+
+        plain, weighted = tl.split(tl.reshape(both, [BLOCK_D, ROWS, 2]))
+        p_rounded, dp_rounded = _add_rest(p_sum), _add_rest(dp_sum)
+        rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
+        _store_rows_of(
+            dq, delta, gates, dgates, tl.trans(weighted - rounded[None, :] * plain),
+            _add_rest(total) + shift, row, heads, flat, valid, strides, scale,
+            BRANCH, ADD, D, BLOCK_D,
+        )  # fmt: skip
+        tile += 1
+        first += TOKENS
+
+
+@triton.jit
+def _rows_of(
+    q, do, v_rows, lse, row, heads, kv_head, flat, valid, strides,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """(q, do, lse2 with inf for rows that see no key, what dP is taken less) of a tile's rows."""
+    queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
+    dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
+    lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
+    shift = tl.sum(tl.zeros_like(dos).to(tl.float32), 1)
+    if queries.dtype != tl.float32:
+        sees = valid & (lse2 < float("inf"))
+        own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
+        shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
+    return queries, dos, lse2, shift
+
+
+@triton.jit
+def _store_rows_of(
+    dq, delta, gates, dgates, grad, delta_rows, row, heads, flat, valid, strides, scale,
+    BRANCH: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile's delta [ROWS], and its grad [ROWS, BLOCK_D] times scale and gate to dq."""
+    tl.store(delta + flat, delta_rows, mask=valid)
+    factor = tl.zeros_like(delta_rows) + scale
+    if gates is not None:
+        at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1] + BRANCH * strides[4][2]
+        factor *= tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+    if dgates is not None:
+        at = row * strides[6][0] + heads.to(tl.int64) * strides[6][1] + BRANCH * strides[6][2]
+        tl.store(dgates + at, delta_rows.to(dgates.dtype.element_ty), mask=valid)
+    grad *= factor[:, None]
+    if ADD:
+        grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
+    store_rows(dq, grad, row, heads, valid, strides[5], D, BLOCK_D)
 
 
 @triton.jit
@@ -167,3 +269,15 @@ def _add_rows(x, ones, sums, PRECISION: tl.constexpr):
     else:
         sums += partial_sums(x.to(tl.float32))
     return sums
+
+
+@triton.jit
+def _add_pairs(x):
+    """x [KEYS, ROWS] with key i + 8 of each 16 added to key i: a thread of a wgmma holds both."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
+
+
+@triton.jit
+def _add_rest(x):
+    """The sums over all keys, [ROWS], of what `_add_pairs` left."""
+    return tl.sum(tl.sum(x, 1), 0)

@@ -14,16 +14,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.kernels.common import axis_arguments, ceil_div, power_of_two, precision
-from nsa.kernels.selected_tiles import default_tile
+from nsa.kernels.selected_tiles import default_cost, default_tile
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import descriptors_fit, operand, processors
 from nsa.kernels.tiles import Tile
 from nsa.kernels.unions import Unions, nested_unions
 
 MOST_ROWS = 64  # of a large tile: what one wgmma takes
-# Time of a block in a large tile over its time in a small one.
-COST = {"forward": 1.4, "dq": 1.4}
 MERGED = 16  # tiles to a processor from which on a program takes all small ones of a large one's
+BOTH = 1.03  # what it costs to launch tiles of both sizes, over those of one
 SIZES = ("small", "large")
 
 
@@ -44,12 +43,30 @@ class Plan:
         """Small tiles in a large one."""
         return self.large.tokens_per_tile // self.small.tokens_per_tile if self.large else 1
 
+    def always_large(self, blocks: int, forced: int, cost: float) -> bool:
+        """Whether small tiles do not pay in sequences of so many blocks even for white queries.
+
+        Those share the `forced` blocks that all select, and others by chance alone. cost: of a
+        block in a large tile, in terms of a small one.
+        """
+        if self.large is None:
+            return False
+        slots = self.small.blocks.shape[2] // self.small.tokens_per_tile
+        chosen, others = max(0, slots - forced), max(1, blocks - forced)
+
+        def union(tokens: int) -> float:
+            return forced + others * (1 - (1 - min(1.0, chosen / others)) ** tokens)
+
+        small, large = self.small.tokens_per_tile, self.large.tokens_per_tile
+        return union(large) * cost <= union(small) * self.pieces * BOTH
+
 
 def tile_tokens(group: int) -> tuple[int, int, int]:
     """(heads, tokens of a small tile, tokens of a large tile) for a group of query heads."""
     heads = min(group, MOST_ROWS)
-    small = max(1, 16 // heads)
     large = min(16, max(1, MOST_ROWS // heads))
+    most = max(1, 16 // heads)
+    small = min(range(most // 2 + 1, most + 1), key=lambda n: (large % n, -n))
     return heads, small, large - large % small
 
 
@@ -69,6 +86,7 @@ class Launch(NamedTuple):
     rivals: tuple  # counts of large tiles and of small ones, and what a large one's block costs
     axis: tuple
     sizes: tuple[int, int, int, int]  # tiles, HKV, G, select_block
+    turned: bool  # whether keys are the rows of its products
     constants: dict
 
 
@@ -89,9 +107,17 @@ def launches(
         raise ValueError(f"force={force!r} is neither None nor one of {', '.join(SIZES)}")
     # Rows of more than 512 bytes leave no room for a large tile in an SM.
     only_small = plan.large is None or max(q.shape[2], v.shape[2]) * q.element_size() > 512
-    decide = not only_small and force is None
-    sizes = ["small"] if only_small else [force] if force else list(SIZES)
-    tokens, select_block = sequences.tokens, sequences.config.select_block
+    tokens, config = sequences.tokens, sequences.config
+    select_block, forced = config.select_block, config.select_initial + config.select_local
+    cost = float(cost or default_cost(kernel, q, v))
+    if only_small:
+        sizes = ["small"]
+    elif force:
+        sizes = [force]
+    elif plan.always_large(ceil_div(tokens.length, select_block), forced, cost):
+        sizes = ["large"]
+    else:
+        sizes = list(SIZES)
     kv_heads, chunks = k.shape[1], ceil_div(plan.group, plan.heads)
     made = []
     for size in sizes:
@@ -113,12 +139,13 @@ def launches(
                 operand(k, tokens, chosen.keys, fetched),
                 operand(v, tokens, chosen.keys, fetched),
                 (union.blocks, union.members, union.counts),
-                ((plan.large or plan.small).counts, plan.small.counts, float(cost or COST[kernel])),
+                ((plan.large or plan.small).counts, plan.small.counts, cost),
                 axis,
                 (count, kv_heads, plan.group, select_block),
+                chosen.turned,
                 {
                     "TOKENS": union.tokens_per_tile, "PIECES": pieces, "MERGED": merged,
-                    "RATIO": plan.pieces, "DECIDE": decide, "LARGE": size == "large",
+                    "RATIO": plan.pieces, "DECIDE": len(sizes) > 1, "LARGE": size == "large",
                     "HEADS": plan.heads, "ROWS": rows, "SLOTS": union.blocks.shape[2],
                     "KEYS": chosen.keys, "PARTS": ceil_div(select_block, chosen.keys),
                     "D": q.shape[2], "DV": v.shape[2],

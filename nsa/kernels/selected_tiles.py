@@ -8,19 +8,34 @@ from nsa.kernels.tiles import Tile, architecture
 # KiB of shared memory by architecture, for as many programs on an SM as their registers allow.
 SHARED = {80: 81, 86: 98, 87: 81, 89: 98, 90: 112, 100: 112, 103: 112, 120: 98, 121: 98}
 ACCUMULATED = 16384  # elements of the sums that 4 warps hold in registers
-# The fastest of those tried at D = DV = 128 and 16 bits, by kernel and rows.
+# The fastest of those tried at D = DV = 128 or 64 and 16 bits, by kernel and rows.
 HOPPER = {
-    ("forward", 16): Tile(16, 32, 1, 3),
-    ("forward", 64): Tile(64, 64, 4, 3),
-    ("dq", 16): Tile(16, 64, 2, 2),
-    ("dq", 64): Tile(64, 32, 4, 3),
+    128: {
+        ("forward", 16): Tile(16, 32, 1, 3),
+        ("forward", 64): Tile(64, 64, 4, 3),
+        ("dq", 16): Tile(16, 64, 4, 2, turned=True),
+        ("dq", 64): Tile(64, 64, 4, 2),
+        ("dkdv", 32): Tile(32, 64, 4, 2),
+    },
+    64: {
+        ("forward", 16): Tile(16, 32, 1, 3),
+        ("forward", 64): Tile(64, 64, 4, 3),
+        ("dq", 16): Tile(16, 64, 1, 2),
+        ("dq", 64): Tile(64, 64, 4, 3),
+        ("dkdv", 32): Tile(128, 64, 4, 2),
+        ("dkdv", 64): Tile(128, 64, 4, 2),
+    },
 }
 
+# Time of a block in a large tile over its time in a small one.
+COST = {128: {"forward": 1.3, "dq": 1.37}, 64: {"forward": 1.65, "dq": 1.8}}
 
-def fits_hopper(q: Tensor, v: Tensor) -> bool:
-    """Whether the tiles in HOPPER are meant for these."""
-    wide = max(q.shape[2], v.shape[2])
-    return architecture(q.device) == 90 and q.element_size() == 2 and 64 < wide <= 128
+
+def hopper(q: Tensor, v: Tensor) -> dict:
+    """The tiles of HOPPER that are meant for these, if any."""
+    wide = power_of_two(max(q.shape[2], v.shape[2]))
+    meant = architecture(q.device) == 90 and q.element_size() == 2
+    return HOPPER.get(wide, {}) if meant else {}
 
 
 def default_tile(kernel: str, rows: int, q: Tensor, v: Tensor, select_block: int) -> Tile:
@@ -28,8 +43,8 @@ def default_tile(kernel: str, rows: int, q: Tensor, v: Tensor, select_block: int
 
     Small tiles wait for memory more than they compute: theirs is a deeper pipeline.
     """
-    found = HOPPER.get((kernel, rows))
-    if found and fits_hopper(q, v) and select_block % found.keys == 0:
+    found = hopper(q, v).get((kernel, rows))
+    if found and select_block % found.keys == 0:
         return found
     shared = SHARED.get(architecture(q.device), min(SHARED.values())) * 1024
     dims = power_of_two(q.shape[2]), power_of_two(v.shape[2])
@@ -50,6 +65,12 @@ def default_tile(kernel: str, rows: int, q: Tensor, v: Tensor, select_block: int
             break
     sums = {"forward": rows * dims[1], "dq": rows * 2 * dims[0], "dkdv": keys * width}[kernel]
     return Tile(rows, keys, 4 if sums <= ACCUMULATED else 8, stages)
+
+
+def default_cost(kernel: str, q: Tensor, v: Tensor) -> float:
+    """What a block costs in a large tile of "forward" or "dq", in terms of a small one."""
+    wide = 64 if hopper(q, v) is HOPPER[64] else 128
+    return COST[wide][kernel]
 
 
 def shared_bytes(kernel: str, rows: int, keys: int, stages: int, q: Tensor, v: Tensor) -> int:

@@ -225,12 +225,15 @@ def default_tile(
         # Several small tiles to a processor spread more evenly where there are few large ones, and
         # waste less where a window's edges, of which half is masked, are much of what is seen.
         few = total * heads < 2 * 128 * processors(q.device)
-        if wide <= 128 and (few or span.lookback is not None):
-            tiles = {
-                "forward": (Tile(64, 64, 4, 3),),
-                "dq": (Tile(64, 64, 4, 2),),
-                "dkdv": (Tile(64, 64, 4, 2) if descriptors else Tile(32, 64, 4, 3),),
-            }
+        spread = wide <= 128 and (few or span.lookback is not None)
+        if spread or wide <= 64:
+            narrow = wide <= 64
+            tiles["forward"] = (Tile(64, 64, 4, 2 if narrow else 3),)
+            if spread:
+                tiles["dq"] = (Tile(64, 32, 4, 3) if narrow else Tile(64, 64, 4, 2),)
+            tiles["dkdv"] = (
+                Tile(64, 64, 4, 3 if narrow else 2) if descriptors else Tile(32, 64, 4, 3),
+            )
     else:
         # Without a delta to start from (the window), dq's second accumulator takes the registers.
         keys = 64 if span.lookback is None else 32

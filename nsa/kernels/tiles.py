@@ -7,12 +7,16 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and keys that one program holds at a time, its warps and the depth of its pipeline."""
+    """Rows and keys that one program holds at a time, its warps and the depth of its pipeline.
+
+    turned: whether keys, not queries, are the rows of its products; dQ of the selected branch can.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    turned: bool = False
 
 
 def architecture(device: torch.device) -> int:

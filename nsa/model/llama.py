@@ -14,7 +14,6 @@ from nsa.model import checkpoint
 from nsa.model.config import ModelConfig
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention
-from nsa.model.projections import Projections
 from nsa.model.rotary import Rotary, rotary_for
 
 ATTENTION = {"nsa": NSAAttention, "dense": DenseAttention}
@@ -38,8 +37,7 @@ class SwiGLU(nn.Module):
         nn.init.normal_(self.down.weight, std=0.02 / sqrt(2 * self.layers), generator=generator)
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        made = Projections(x, {"gate": self.gate, "up": self.up})
-        return self.down(F.silu(made["gate"]) * made["up"])
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
