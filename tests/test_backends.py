@@ -18,6 +18,7 @@ from backend_calls import (
 from cases import CASES, ODD, SMALL, TINY, Case, draw
 
 from nsa.attention.api import nsa_attention
+from nsa.attention.backends import gather
 from nsa.attention.scoring import select_blocks
 from nsa.config import NSAConfig
 from nsa.reference.compress import compress_keys
@@ -119,7 +120,7 @@ def test_backend_selects_and_attends_as_the_reference_from_end_to_end(backend, c
 @pytest.mark.parametrize("backend", FAST)
 def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
     """Small chunks on a small shape take the same path as real ones on a long sequence."""
-    monkeypatch.setattr("nsa.attention.backends.gather.ELEMENTS", 1)
+    monkeypatch.setitem(gather.ELEMENTS, DEVICE, 1)
     monkeypatch.setattr("nsa.attention.backends.packed.ELEMENTS", 1)
     monkeypatch.setattr("nsa.attention.span.ELEMENTS", 20_000)
     check(backend, replace(CASES[8], batch=2), torch.float32, with_gradient=True)

@@ -460,7 +460,7 @@ def test_short_sequences_are_left_to_large_tiles(group, blocks, expected):
     slots = torch.zeros(1, 1, 16 * small), torch.zeros(1, 1, 16 * large)
     unions = [Unions(n, x, x, x) for n, x in zip((small, large), slots, strict=True)]
     planned = Plan(group, group, unions[0], unions[1] if large > small else None)
-    assert planned.always_large(blocks, 3, 1.3) is expected
+    assert planned.always_large(blocks, 3, 1.4) is expected
 
 
 def test_the_size_of_tiles_that_is_left_out_is_not_launched():

@@ -22,7 +22,7 @@ from nsa.kernels.unions import Unions, nested_unions
 
 MOST_ROWS = 64  # of a large tile: what one wgmma takes
 MERGED = 16  # tiles to a processor from which on a program takes all small ones of a large one's
-BOTH = 1.03  # what it costs to launch tiles of both sizes, over those of one
+BOTH = 1.05  # what it costs to launch tiles of both sizes, over those of one
 SIZES = ("small", "large")
 
 
