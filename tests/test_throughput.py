@@ -40,6 +40,8 @@ def test_a_cell_survives_json_and_says_what_it_is():
     assert str(TWO).endswith("2 ranks ddp")
     assert TWO.variant == "ranks:2 parallel:ddp"
     assert CELL.with_("compile").with_("batch:1").variant == "compile batch:1"
+    twin = CELL.with_("attention:dense backend:auto tokens:64 compile")
+    assert (twin.name, twin.tokens, twin.variant) == ("dense", 64, "compile")
 
 
 def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():

@@ -14,6 +14,7 @@ ATTENTIONS = ("nsa", "dense")
 PARALLELS = ("none", "ddp", "fsdp")
 LEAST_WARMUP = 3  # steps 0 to 2: kernels are compiled, optimizer state is made, buckets are rebuilt
 SWITCHES = ("compile", "cuda_graph", "observe")
+TOLD = ("attention", "backend", "tokens")  # by a cell's name and T, wherever it is shown
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,17 @@ class TrainCell:
     def with_(self, text: str) -> "TrainCell":
         """A copy with the fields that words name: "compile", "checkpoint:all batch:1".
 
+        "attention:dense backend:auto" makes the twin of it. Its variant is the words but for TOLD.
+
         ValueError for a field that a cell does not have, naming the nearest.
         """
-        values = self.to_dict()
+        values, words = self.to_dict(), self.variant.split()
         for word in text.split():
             name, colon, value = word.partition(":")
             if name not in values or (not colon and name not in SWITCHES):
                 near = get_close_matches(name, values, n=1, cutoff=0.0)[0]
                 raise ValueError(f"{word!r} in {text!r} changes nothing; the nearest is {near}:...")
+            words += [word] * (name not in TOLD)
             old = getattr(self, name)
             if not colon:
                 values[name] = True
@@ -127,7 +131,7 @@ class TrainCell:
                 values[name] = value.lower() == "true"
             else:
                 values[name] = int(value) if value.isdigit() else value
-        return TrainCell(**values | {"variant": " ".join([*self.variant.split(), *text.split()])})
+        return TrainCell(**values | {"variant": " ".join(words)})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same cell back."""
