@@ -9,6 +9,7 @@ from accuracy import assert_as_accurate, assert_same
 from backend_calls import DEVICE
 from torch import Tensor
 
+from nsa.blocks import compressed_span, window_span
 from nsa.config import NSAConfig
 from nsa.kernels.common import power_of_two
 from nsa.kernels.inverse import inverse
@@ -16,7 +17,9 @@ from nsa.kernels.selected_dkdv import selected_dkdv
 from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
 from nsa.kernels.selected_plan import SIZES, Plan, launches, plan, tile_tokens
+from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences, dense, packed
+from nsa.kernels.span_common import default_tile as span_tile
 from nsa.kernels.tiles import Tile
 from nsa.kernels.unions import Unions, nested_unions, unions
 from nsa.reference.attend import attend
@@ -472,6 +475,17 @@ def test_the_size_of_tiles_that_is_left_out_is_not_launched():
     assert [launch.constants["LARGE"] for launch in made] == [True]
     made = launches("forward", q, k, v, planned, sequences, None, 100.0, None, None)
     assert [launch.constants["LARGE"] for launch in made] == [False, True]
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128, 192, 256])
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_what_descriptors_fetch_has_two_stages(kernel, dim):
+    """With one, Triton 3.6 lets TMA use a barrier that it does not know of yet."""
+    x = torch.zeros(1, 1, dim, dtype=torch.float16)
+    for rows in (16, 32, 64):
+        assert default_tile(kernel, rows, x, x, select_block=64).stages > 1
+    span = compressed_span(NSAConfig()), window_span(NSAConfig())
+    assert all(span_tile(kernel, dim, one, x).stages > 1 for one in span)
 
 
 def test_a_size_of_tile_that_there_is_not_is_refused():
