@@ -111,17 +111,10 @@ def _selected_dq(
         weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
         plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for i in range(count * PARTS):
-            part = i % PARTS * KEYS
-            width = tl.minimum(sizes[3] - part, KEYS)
-            first_key = tl.load(blocks + i // PARTS) * sizes[3] + part
-            member = tl.load(members + i // PARTS)
-            left = tl.minimum(rows - first_key, width)
-            keys = load_block(
-                k, sequence, kv_head, first_key, left, strides[1], KEYS, D, BLOCK_D, DESCRIPTORS
-            )
-            values = load_block(
-                v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
-            )
+            first_key, width, member, keys, values = _next_keys(
+                k, v, blocks, members, i, sequence, kv_head, rows, sizes[3], strides[1], v_strides,
+                DESCRIPTORS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
             s = block_scores(
                 queries, keys, token, position, member, first_key, width, KEYS, PRECISION
             )
@@ -187,17 +180,10 @@ def _selected_dq_turned(
         dp_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
         both = tl.zeros([BLOCK_D, 2 * ROWS], tl.float32)
         for i in range(count * PARTS):
-            part = i % PARTS * KEYS
-            width = tl.minimum(sizes[3] - part, KEYS)
-            first_key = tl.load(blocks + i // PARTS) * sizes[3] + part
-            member = tl.load(members + i // PARTS)
-            left = tl.minimum(rows - first_key, width)
-            keys = load_block(
-                k, sequence, kv_head, first_key, left, strides[1], KEYS, D, BLOCK_D, DESCRIPTORS
-            )
-            values = load_block(
-                v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
-            )
+            first_key, width, member, keys, values = _next_keys(
+                k, v, blocks, members, i, sequence, kv_head, rows, sizes[3], strides[1], v_strides,
+                DESCRIPTORS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
             s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # [KEYS, ROWS]
             dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
             last = last_seen(token, position, member, first_key, width)
@@ -239,6 +225,27 @@ def _rows_of(
         own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
         shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
     return queries, dos, lse2, shift
+
+
+@triton.jit
+def _next_keys(
+    k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
+    DESCRIPTORS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Of part number i of a union: (first key, keys in it, members, k [KEYS, *], v [KEYS, *])."""
+    part = i % PARTS * KEYS
+    width = tl.minimum(select_block - part, KEYS)
+    first_key = tl.load(blocks + i // PARTS) * select_block + part
+    member = tl.load(members + i // PARTS)
+    left = tl.minimum(rows - first_key, width)
+    keys = load_block(
+        k, sequence, kv_head, first_key, left, k_strides, KEYS, D, BLOCK_D, DESCRIPTORS
+    )
+    values = load_block(
+        v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
+    )
+    return first_key, width, member, keys, values
 
 
 @triton.jit
