@@ -16,7 +16,7 @@ from nsa.kernels.inverse import inverse
 from nsa.kernels.selected_dkdv import selected_dkdv
 from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
-from nsa.kernels.selected_plan import SIZES, Plan, launches, plan, tile_tokens
+from nsa.kernels.selected_plan import SIZES, Plan, kept_plan, launches, plan, tile_tokens
 from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences, dense, packed
 from nsa.kernels.span_common import default_tile as span_tile
@@ -462,8 +462,26 @@ def test_short_sequences_are_left_to_large_tiles(group, blocks, expected):
     _, small, large = tile_tokens(group)
     slots = torch.zeros(1, 1, 16 * small), torch.zeros(1, 1, 16 * large)
     unions = [Unions(n, x, x, x) for n, x in zip((small, large), slots, strict=True)]
-    planned = Plan(group, group, unions[0], unions[1] if large > small else None)
+    planned = Plan(group, group, slots[0], unions[0], unions[1] if large > small else None)
     assert planned.always_large(blocks, 3, 1.4) is expected
+
+
+@pytest.mark.parametrize("group", [3, 16, 64])
+@pytest.mark.parametrize("lengths", [(37, 37), (5, 0, 14, 18)])
+def test_a_plan_that_was_kept_is_the_plan(group, lengths):
+    case = Case(lengths, group=group, kv_heads=2)
+    blocks, sequences = case.draw()["blocks"], case.sequences()
+    made = plan(blocks, sequences, group)
+    kept = kept_plan(made.room.clone(), blocks, sequences, group)
+    assert (kept.heads, kept.pieces) == (made.heads, made.pieces)
+    for size in ("small", "large") if made.large else ("small",):
+        one, other = getattr(made, size), getattr(kept, size)
+        assert one.tokens_per_tile == other.tokens_per_tile
+        assert torch.equal(one.counts, other.counts)
+        written = torch.arange(one.blocks.shape[2]) < one.counts[..., None]
+        assert torch.equal(one.blocks[written], other.blocks[written])
+        assert torch.equal(one.members[written], other.members[written])
+        assert all(x.data_ptr() % 16 == 0 for x in one.tensors())
 
 
 def test_the_size_of_tiles_that_is_left_out_is_not_launched():

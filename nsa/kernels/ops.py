@@ -1,9 +1,10 @@
 """Selection and attention as torch operators: what autograd, torch.compile and export see.
 
 Launchers run inside; here is only what to save, what to launch and in which order. A forward keeps
-o of the compressed branch, a log-sum-exp for each branch and the selection: the other branches'
-<do, o> follow from the probabilities that their backward computes anyway, so their outputs exist
-only inside the gated sum. All sums are in a fixed order: the same inputs give the same bits.
+o of the compressed branch, a log-sum-exp for each branch, the selection and the tiles planned for
+it: the other branches' <do, o> follow from the probabilities that their backward computes anyway,
+so their outputs exist only inside the gated sum. All sums are in a fixed order: the same inputs
+give the same bits.
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ def attend(
     sizes: Sequence[int],
     scale: float,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gated sum (Eq. 5) of the branches whose values are given, and what its backward needs.
 
     Args:
@@ -90,12 +91,13 @@ def attend(
         keep: whether a backward may follow.
 
     Returns (o [tokens, HQ, DV], o of the compressed branch, lse2 [HQ, tokens] of the compressed and
-    of the window branch, lse2 [tokens, HQ] of the selected one, blocks); what is not kept is empty.
+    of the window branch, lse2 [tokens, HQ] of the selected one, its plan, see `selected_plan.Plan`,
+    int32, blocks); what is not kept is empty.
     """
     sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     config, tokens = sequences.config, sequences.tokens
     kept = {name: q.new_empty(0) for name in ("o_cmp", "lse_cmp", "lse_win", "lse_slc")}
-    kept["blocks"] = q.new_empty(0, dtype=torch.int32)
+    kept |= {name: q.new_empty(0, dtype=torch.int32) for name in ("plan", "blocks")}
     o, lse_cmp, mix = None, None, {}
     if v_cmp is not None:
         span = compressed_span(config)
@@ -130,7 +132,7 @@ def attend(
             q, k_slc, v_slc, plan, sequences, scale, gates=gates, branch=SLC, **mix
         )
         if keep:
-            kept["lse_slc"] = lse_slc
+            kept |= {"lse_slc": lse_slc, "plan": plan.room}
     lane.join()
     if v_win is None and v_slc is None:
         if gates is not None:
@@ -153,12 +155,18 @@ def _(
         return q.new_empty(shape if keep and wanted else (0,), dtype=dtype)
 
     slots = tokens, v.shape[1], NSAConfig(*sizes).select_count
+    planned = 0
+    if v_slc is not None:
+        each = slots[1:] if blocks is None else blocks.shape[1:]
+        axis = sequences_of(tokens, cu_seqlens, batch, sizes).tokens
+        planned = selected_plan.layout_of(axis, *each, heads // each[0]).elements()
     return (
         o,
         kept(v_cmp is not None, *o.shape, dtype=q.dtype),
         kept(v_cmp is not None, heads, tokens),
         kept(v_win is not None, heads, tokens),
         kept(v_slc is not None, tokens, heads),
+        kept(v_slc is not None, planned, dtype=torch.int32),
         kept(v_slc is not None and blocks is None, *slots, dtype=torch.int32),
     )
 
@@ -192,6 +200,7 @@ def attend_backward(
     lse_cmp: Tensor,
     lse_win: Tensor,
     lse_slc: Tensor,
+    plan: Tensor,
     batch: int,
     sizes: Sequence[int],
     scale: float,
@@ -217,7 +226,7 @@ def attend_backward(
     lane, dq = Lane(q), None
     grads = _room(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     if v_slc is not None:
-        plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
+        planned = selected_plan.kept_plan(plan, blocks, sequences, q.shape[1] // k_slc.shape[1])
         if keys:
             with lane:
                 lookup = inverse.inverse(blocks, sequences)
@@ -239,7 +248,7 @@ def attend_backward(
     if v_slc is not None:
         given = q, k_slc, v_slc, do, lse_slc
         dq, delta_slc = selected_dq.selected_dq(
-            *given, gates, SLC, plan, sequences, scale, dgates=dgates, dq=dq
+            *given, gates, SLC, planned, sequences, scale, dgates=dgates, dq=dq
         )
         if keys:
             with lane:
@@ -253,7 +262,7 @@ def attend_backward(
 @attend_backward.register_fake
 def _(
     do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens,
-    o_cmp, lse_cmp, lse_win, lse_slc, batch, sizes, scale, keys,
+    o_cmp, lse_cmp, lse_win, lse_slc, plan, batch, sizes, scale, keys,
 ):  # fmt: skip
     grads = _room(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     dgates = q.new_empty(0) if gates is None else gates.new_empty(gates.shape)

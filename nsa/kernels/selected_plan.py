@@ -2,23 +2,24 @@
 
 A tile is some neighbouring tokens of one sequence times the heads of one KV head, and walks the
 union of its tokens' blocks. Large tiles pay where neighbours select alike, small ones where they do
-not. Both kinds are launched everywhere, and every program finds out from the sizes of the unions
-whether its kind has this place.
+not. In long sequences both kinds are launched everywhere, and every program finds out from the
+sizes of the unions whether its kind has this place.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.kernels.common import axis_arguments, ceil_div, power_of_two, precision
 from nsa.kernels.selected_tiles import default_cost, default_tile
-from nsa.kernels.sequences import Sequences
+from nsa.kernels.sequences import Axis, Sequences
 from nsa.kernels.span_common import descriptors_fit, operand, processors
 from nsa.kernels.tiles import Tile
-from nsa.kernels.unions import Unions, nested_unions
+from nsa.kernels.unions import Layout, Unions, nested_unions
 
 MOST_ROWS = 64  # of a large tile: what one wgmma takes
 MERGED = 16  # tiles to a processor from which on a program takes all small ones of a large one's
@@ -30,11 +31,13 @@ SIZES = ("small", "large")
 class Plan:
     """The unions of the small tiles and, unless a small tile is as large as they get, of the large.
 
-    `heads` of a group share a tile; a larger group is cut.
+    `heads` of a group share a tile; a larger group is cut. All unions lie in `room`, int32, which
+    is what a forward keeps for its backward.
     """
 
     group: int
     heads: int
+    room: Tensor
     small: Unions
     large: Unions | None
 
@@ -70,10 +73,24 @@ def tile_tokens(group: int) -> tuple[int, int, int]:
     return heads, small, large - large % small
 
 
+def layout_of(tokens: Axis, kv_heads: int, slots: int, group: int) -> Layout:
+    """How a plan of `slots` slots a token and `group` query heads a KV head lies in memory."""
+    _, small, large = tile_tokens(group)
+    return Layout(tokens, kv_heads, slots, small, large // small)
+
+
 def plan(blocks: Tensor, sequences: Sequences, group: int) -> Plan:
     """Tiles for blocks [tokens, HKV, N] int32 and `group` query heads a KV head."""
     heads, small, large = tile_tokens(group)
-    return Plan(group, heads, *nested_unions(blocks, sequences, small, large // small))
+    layout = layout_of(sequences.tokens, *blocks.shape[1:], group)
+    room = blocks.new_empty(layout.elements(), dtype=torch.int32)
+    return Plan(group, heads, room, *nested_unions(blocks, sequences, small, large // small, room))
+
+
+def kept_plan(room: Tensor, blocks: Tensor, sequences: Sequences, group: int) -> Plan:
+    """The plan that `plan` made of the same blocks, sequences and group, by its room."""
+    layout = layout_of(sequences.tokens, *blocks.shape[1:], group)
+    return Plan(group, tile_tokens(group)[0], room, *layout.of(room))
 
 
 class Launch(NamedTuple):

@@ -31,17 +31,23 @@ class Axis:
         """Rows of the flat axis; packed, an upper bound."""
         return self.length if self.packed else self.count * self.length
 
+    def tile_count(self, size: int) -> int:
+        """How many tiles of `size` rows there are; packed, a bound on what any lengths can need."""
+        if self.packed:
+            return self.rows // size + self.count
+        return self.count * -(-self.length // size)
+
     def tiles(self, size: int) -> tuple[Tensor | None, int]:
         """(table, count) of the tiles of `size` rows, none of which spans two sequences.
 
-        Packed, `table` [count, 2] int32 holds each tile's sequence and its number there; the count
-        bounds what any lengths can need, and the tiles beyond start past their sequence's end.
+        Packed, `table` [count, 2] int32 holds each tile's sequence and its number there; tiles
+        beyond those that are needed start past their sequence's end.
         """
         if not self.packed:
-            return None, self.count * -(-self.length // size)
+            return None, self.tile_count(size)
         needed = (self.bounds.diff() + size - 1) // size
         ends = needed.cumsum(0)
-        tile = torch.arange(self.rows // size + self.count, device=ends.device)
+        tile = torch.arange(self.tile_count(size), device=ends.device)
         sequence = torch.searchsorted(ends, tile, right=True).clamp(max=self.count - 1)
         number = tile - (ends - needed)[sequence]
         return torch.stack([sequence, number], dim=1).int(), tile.shape[0]

@@ -4,6 +4,7 @@ Neighbours select mostly the same blocks, so a tile that walks their union loads
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import triton
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import axis_arguments, locate, next_power_of_two
-from nsa.kernels.sequences import Sequences
+from nsa.kernels.sequences import Axis, Sequences
 
 CHUNK = 32  # slots that every entry is compared with at a time
 
@@ -43,28 +44,66 @@ def unions(blocks: Tensor, sequences: Sequences, tokens_per_tile: int) -> Unions
     return nested_unions(blocks, sequences, tokens_per_tile, 1)[0]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the unions over small tiles, and over large ones of `pieces` of them, share one buffer.
+
+    `slots` are those of a token. Small tile number i * pieces + p is piece p of large tile i.
+    """
+
+    tokens: Axis
+    kv_heads: int
+    slots: int
+    tokens_per_tile: int
+    pieces: int
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of blocks, members and counts of the small tiles and, if any, of the large ones."""
+        count = self.tokens.tile_count(self.tokens_per_tile * self.pieces)
+        sizes = [(count * self.pieces, self.tokens_per_tile)]
+        if self.pieces > 1:
+            sizes.append((count, self.tokens_per_tile * self.pieces))
+        found = []
+        for tiles, tokens in sizes:
+            each = tiles, self.kv_heads
+            found += [(*each, tokens * self.slots), (*each, tokens * self.slots), each]
+        return found
+
+    def elements(self) -> int:
+        """What the buffer holds, int32; each part starts at a multiple of 16 bytes."""
+        return sum(-(-prod(shape) // 4) * 4 for shape in self.shapes())
+
+    def of(self, room: Tensor) -> tuple[Unions, Unions | None]:
+        """The unions, small and large, that lie in room [elements] int32."""
+        parts, first = [], 0
+        for shape in self.shapes():
+            parts.append(room[first : first + prod(shape)].view(shape))
+            first += -(-prod(shape) // 4) * 4
+        small = Unions(self.tokens_per_tile, *parts[:3])
+        whole = self.tokens_per_tile * self.pieces
+        return small, Unions(whole, *parts[3:]) if self.pieces > 1 else None
+
+
 def nested_unions(
-    blocks: Tensor, sequences: Sequences, tokens_per_tile: int, pieces: int
+    blocks: Tensor,
+    sequences: Sequences,
+    tokens_per_tile: int,
+    pieces: int,
+    room: Tensor | None = None,
 ) -> tuple[Unions, Unions | None]:
     """The unions over small tiles and over large ones of `pieces` of them, in one launch.
 
-    Small tile number i * pieces + p is piece p of large tile i. None where they are the same.
+    They lie in `room`, see Layout. None where large tiles are the same.
     """
     whole = tokens_per_tile * pieces
     if not 1 <= whole <= 32:
         raise ValueError(f"a tile of a union holds 1 to 32 tokens, got {whole}")
     _, kv_heads, slots = blocks.shape
     axis, count = axis_arguments(sequences.tokens, whole)
-
-    def allocate(tokens: int, tiles: int) -> Unions:
-        out = [
-            blocks.new_empty((tiles, kv_heads, *entries), dtype=torch.int32)
-            for entries in ((tokens * slots,), (tokens * slots,), ())
-        ]
-        return Unions(tokens, *out)
-
-    small = allocate(tokens_per_tile, count * pieces)
-    large = allocate(whole, count) if pieces > 1 else None
+    layout = Layout(sequences.tokens, kv_heads, slots, tokens_per_tile, pieces)
+    if room is None:
+        room = blocks.new_empty(layout.elements(), dtype=torch.int32)
+    small, large = layout.of(room)
     padded = next_power_of_two(whole * slots)
     if count * kv_heads:
         _unions[(count * kv_heads,)](
