@@ -56,9 +56,8 @@ def selected_dkdv(
     dk, dv = out or (contiguous_like(k), contiguous_like(v))
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     select_block = sequences.config.select_block
-    # Of few tasks, all should run at once: short tiles let more of them on a processor.
     few = lookup.task_list.shape[0] <= FEW * processors(q.device)
-    tile = tile or default_tile("dkdv", MOST_ROWS // (1 + few), q, v, select_block)
+    tile = tile or default_tile("dkdv", MOST_ROWS, q, v, select_block, few=few)
     heads = min(group, tile.rows)
     parts = ceil_div(select_block, tile.keys)
     width = k.shape[2] + v.shape[2]

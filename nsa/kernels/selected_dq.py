@@ -219,7 +219,7 @@ def _rows_of(
     dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
     lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
     lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
-    shift = tl.sum(tl.zeros_like(dos).to(tl.float32), 1)
+    shift = tl.zeros_like(lse2)
     if queries.dtype != tl.float32:
         sees = valid & (lse2 < float("inf"))
         own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)

@@ -22,7 +22,6 @@ HOPPER = {
         ("forward", 64): Tile(64, 64, 4, 3),
         ("dq", 16): Tile(16, 64, 1, 2),
         ("dq", 64): Tile(64, 64, 4, 3),
-        ("dkdv", 32): Tile(128, 64, 4, 2),
         ("dkdv", 64): Tile(128, 64, 4, 2),
     },
 }
@@ -38,12 +37,16 @@ def hopper(q: Tensor, v: Tensor) -> dict:
     return HOPPER.get(wide, {}) if meant else {}
 
 
-def default_tile(kernel: str, rows: int, q: Tensor, v: Tensor, select_block: int) -> Tile:
+def default_tile(
+    kernel: str, rows: int, q: Tensor, v: Tensor, select_block: int, *, few: bool = False
+) -> Tile:
     """The tile of "forward", "dq" or "dkdv" for tiles of `rows` rows of queries.
 
-    Small tiles wait for memory more than they compute: theirs is a deeper pipeline.
+    Small tiles wait for memory more than they compute: theirs is a deeper pipeline. Of few
+    programs, all should run at once: fewer rows let more of them on a processor.
     """
-    found = hopper(q, v).get((kernel, rows))
+    tiles = hopper(q, v)
+    found = (few and tiles.get((kernel, rows // 2))) or tiles.get((kernel, rows))
     if found and select_block % found.keys == 0:
         return found
     shared = SHARED.get(architecture(q.device), min(SHARED.values())) * 1024

@@ -226,8 +226,8 @@ def default_tile(
         # waste less where a window's edges, of which half is masked, are much of what is seen.
         few = total * heads < 2 * 128 * processors(q.device)
         spread = wide <= 128 and (few or span.lookback is not None)
-        if spread or wide <= 64:
-            narrow = wide <= 64
+        narrow = wide <= 64
+        if spread or narrow:
             tiles["forward"] = (Tile(64, 64, 4, 2 if narrow else 3),)
             if spread:
                 tiles["dq"] = (Tile(64, 32, 4, 3) if narrow else Tile(64, 64, 4, 2),)
