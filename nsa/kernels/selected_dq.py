@@ -56,11 +56,11 @@ def selected_dq(
         (0, 0, 0) if x is None else x.stride() for x in (q, k, v, do, gates, dq, dgates)
     )
     for launch in launches("dq", q, k, v, plan, sequences, force, cost, tile, descriptors):
-        kernel = _selected_dq_turned if launch.turned else _selected_dq
-        kernel[launch.grid](
+        _selected_dq[launch.grid](
             q, launch.keys, launch.values, v, do, lse2, gates, dq, delta, dgates, strides,
             launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale * LOG2E,
-            BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), **launch.constants,
+            BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), TURNED=launch.turned,
+            **launch.constants,
         )  # fmt: skip
     return dq, delta
 
@@ -69,7 +69,7 @@ def selected_dq(
 def _selected_dq(
     q, k, v, v_rows, do, lse, gates, dq, delta, dgates, strides,
     union, rivals, axis, sizes, scale, scale2,
-    BRANCH: tl.constexpr, ADD: tl.constexpr,
+    BRANCH: tl.constexpr, ADD: tl.constexpr, TURNED: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
     MERGED: tl.constexpr, RATIO: tl.constexpr, DECIDE: tl.constexpr, LARGE: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
@@ -98,133 +98,124 @@ def _selected_dq(
         token, position, row, heads, valid = tile_rows(
             start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
         )
+        queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
+        dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
         flat = row * (sizes[1] * sizes[2]) + heads
-        queries, dos, lse2, shift = _rows_of(
-            q, do, v_rows, lse, row, heads, kv_head, flat, valid, strides, D, DV, BLOCK_D, BLOCK_DV
-        )
+        lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
+        lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
+        shift = tl.zeros([ROWS], tl.float32)
+        if queries.dtype != tl.float32:
+            sees = valid & (lse2 < float("inf"))
+            own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
+            shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
         blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
-
-        total = tl.zeros([ROWS, 8], tl.float32)
-        ones = tl.full([KEYS, 16], 1.0, queries.dtype)
-        p_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
-        dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
-        weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for i in range(count * PARTS):
-            first_key, width, member, keys, values = _next_keys(
-                k, v, blocks, members, i, sequence, kv_head, rows, sizes[3], strides[1], v_strides,
-                DESCRIPTORS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV,
+        if TURNED:
+            grad, delta_rows = _walk_turned(
+                queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
+                sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2,
+                DESCRIPTORS, ROWS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
-            s = block_scores(
-                queries, keys, token, position, member, first_key, width, KEYS, PRECISION
-            )
-            p = tl.exp2(s * scale2 - lse2[:, None])
-            dp = tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
-            dp = p * (dp - shift[:, None])
-            total += partial_sums(dp)
-            p, dp = p.to(queries.dtype), dp.to(queries.dtype)
-            plain = tl.dot(p, keys, plain, input_precision=PRECISION)
-            weighted = tl.dot(dp, keys, weighted, input_precision=PRECISION)
-            p_sum = _add_rows(p, ones, p_sum, PRECISION)
-            dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
+        else:
+            grad, delta_rows = _walk(
+                queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
+                sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2,
+                DESCRIPTORS, ROWS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+            )  # fmt: skip
 
-        p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
-        rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
-        _store_rows_of(
-            dq, delta, gates, dgates, weighted - rounded[:, None] * plain,
-            tl.sum(total, 1) + shift, row, heads, flat, valid, strides, scale,
-            BRANCH, ADD, D, BLOCK_D,
-        )  # fmt: skip
+        tl.store(delta + flat, delta_rows, mask=valid)
+        factor = tl.zeros([ROWS], tl.float32) + scale
+        if gates is not None:
+            at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1] + BRANCH * strides[4][2]
+            factor *= tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+        if dgates is not None:
+            at = row * strides[6][0] + heads.to(tl.int64) * strides[6][1] + BRANCH * strides[6][2]
+            tl.store(dgates + at, delta_rows.to(dgates.dtype.element_ty), mask=valid)
+        grad *= factor[:, None]
+        if ADD:
+            grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
+        store_rows(dq, grad, row, heads, valid, strides[5], D, BLOCK_D)
         tile += 1
         first += TOKENS
 
 
 @triton.jit
-def _selected_dq_turned(
-    q, k, v, v_rows, do, lse, gates, dq, delta, dgates, strides,
-    union, rivals, axis, sizes, scale, scale2,
-    BRANCH: tl.constexpr, ADD: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
-    MERGED: tl.constexpr, RATIO: tl.constexpr, DECIDE: tl.constexpr, LARGE: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+def _walk(
+    queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
+    sequence, kv_head, rows, select_block, k_strides, v_strides, scale2,
+    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_selected_dq` with everything turned: keys are the rows of all products, queries columns.
+    """(A - delta R [ROWS, BLOCK_D], delta [ROWS]) over `count` blocks, before scale and gate."""
+    total = tl.zeros([ROWS, 8], tl.float32)
+    ones = tl.full([KEYS, 16], 1.0, queries.dtype)
+    p_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
+    dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
+    weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for i in range(count * PARTS):
+        first_key, width, member, keys, values = _next_keys(
+            k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
+            DESCRIPTORS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        s = block_scores(queries, keys, token, position, member, first_key, width, KEYS, PRECISION)
+        p = tl.exp2(s * scale2 - lse2[:, None])
+        dp = tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
+        dp = p * (dp - shift[:, None])
+        total += partial_sums(dp)
+        p, dp = p.to(queries.dtype), dp.to(queries.dtype)
+        plain = tl.dot(p, keys, plain, input_precision=PRECISION)
+        weighted = tl.dot(dp, keys, weighted, input_precision=PRECISION)
+        p_sum = _add_rows(p, ones, p_sum, PRECISION)
+        dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
+
+    delta = tl.sum(total, 1) + shift  # probabilities add up to 1
+    p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
+    rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
+    return weighted - rounded[:, None] * plain, delta
+
+
+@triton.jit
+def _walk_turned(
+    queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
+    sequence, kv_head, rows, select_block, k_strides, v_strides, scale2,
+    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_walk` with everything turned: keys are the rows of all products, queries the columns.
 
     wgmma takes 64 rows, which a tile of few queries does not have and a block of keys does. A and
     R are one product [BLOCK_D, 2 ROWS], their columns in turns, so that K is read once for both.
     """
-    sequence, start, rows, first, kv_head, head, tile, mine = place(
-        axis, rivals, sizes, TOKENS, PIECES, MERGED, RATIO, DECIDE, LARGE, HEADS, PACKED
-    )
-    if not mine:
-        return
-    k = of_head(k, start, kv_head, strides[1], DESCRIPTORS)
-    v = of_head(v, start, kv_head, strides[2], DESCRIPTORS)
-    v_strides = strides[1 if ALIKE else 2]
     n = tl.arange(0, KEYS)[:, None]
-    for _ in range(PIECES if MERGED else 1):
-        token, position, row, heads, valid = tile_rows(
-            start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
-        )
-        flat = row * (sizes[1] * sizes[2]) + heads
-        queries, dos, lse2, shift = _rows_of(
-            q, do, v_rows, lse, row, heads, kv_head, flat, valid, strides, D, DV, BLOCK_D, BLOCK_DV
-        )
-        blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
-
-        total = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
-        p_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
-        dp_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
-        both = tl.zeros([BLOCK_D, 2 * ROWS], tl.float32)
-        for i in range(count * PARTS):
-            first_key, width, member, keys, values = _next_keys(
-                k, v, blocks, members, i, sequence, kv_head, rows, sizes[3], strides[1], v_strides,
-                DESCRIPTORS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV,
-            )  # fmt: skip
-            s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # [KEYS, ROWS]
-            dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
-            last = last_seen(token, position, member, first_key, width)
-            s = tl.where(n <= last[None, :], s, float("-inf"))
-            p = tl.exp2(s * scale2 - lse2[None, :])
-            dp = p * (dp - shift[None, :])
-            total += _add_pairs(dp)
-            p, dp = p.to(queries.dtype), dp.to(queries.dtype)
-            p_sum += _add_pairs(p.to(tl.float32))
-            dp_sum += _add_pairs(dp.to(tl.float32))
-            pair = tl.reshape(tl.join(p, dp), [KEYS, 2 * ROWS])
-            both = tl.dot(tl.trans(keys), pair, both, input_precision=PRECISION)
-
-        plain, weighted = tl.split(tl.reshape(both, [BLOCK_D, ROWS, 2]))
-        p_rounded, dp_rounded = _add_rest(p_sum), _add_rest(dp_sum)
-        rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
-        _store_rows_of(
-            dq, delta, gates, dgates, tl.trans(weighted - rounded[None, :] * plain),
-            _add_rest(total) + shift, row, heads, flat, valid, strides, scale,
-            BRANCH, ADD, D, BLOCK_D,
+    total = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
+    p_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
+    dp_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
+    both = tl.zeros([BLOCK_D, 2 * ROWS], tl.float32)
+    for i in range(count * PARTS):
+        first_key, width, member, keys, values = _next_keys(
+            k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
+            DESCRIPTORS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-        tile += 1
-        first += TOKENS
+        s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # [KEYS, ROWS]
+        dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
+        last = last_seen(token, position, member, first_key, width)
+        s = tl.where(n <= last[None, :], s, float("-inf"))
+        p = tl.exp2(s * scale2 - lse2[None, :])
+        dp = p * (dp - shift[None, :])
+        total += _add_pairs(dp)
+        p, dp = p.to(queries.dtype), dp.to(queries.dtype)
+        p_sum += _add_pairs(p.to(tl.float32))
+        dp_sum += _add_pairs(dp.to(tl.float32))
+        pair = tl.reshape(tl.join(p, dp), [KEYS, 2 * ROWS])
+        both = tl.dot(tl.trans(keys), pair, both, input_precision=PRECISION)
 
-
-@triton.jit
-def _rows_of(
-    q, do, v_rows, lse, row, heads, kv_head, flat, valid, strides,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """(q, do, lse2 with inf for rows that see no key, what dP is taken less) of a tile's rows."""
-    queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
-    dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
-    lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
-    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
-    shift = tl.zeros_like(lse2)
-    if queries.dtype != tl.float32:
-        sees = valid & (lse2 < float("inf"))
-        own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
-        shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
-    return queries, dos, lse2, shift
+    delta = _add_rest(total) + shift
+    plain, weighted = tl.split(tl.reshape(both, [BLOCK_D, ROWS, 2]))
+    p_rounded, dp_rounded = _add_rest(p_sum), _add_rest(dp_sum)
+    rounded = dp_rounded / tl.where(p_rounded == 0.0, 1.0, p_rounded)
+    return tl.trans(weighted - rounded[None, :] * plain), delta
 
 
 @triton.jit
@@ -246,26 +237,6 @@ def _next_keys(
         v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
     )
     return first_key, width, member, keys, values
-
-
-@triton.jit
-def _store_rows_of(
-    dq, delta, gates, dgates, grad, delta_rows, row, heads, flat, valid, strides, scale,
-    BRANCH: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Writes a tile's delta [ROWS], and its grad [ROWS, BLOCK_D] times scale and gate to dq."""
-    tl.store(delta + flat, delta_rows, mask=valid)
-    factor = tl.zeros_like(delta_rows) + scale
-    if gates is not None:
-        at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1] + BRANCH * strides[4][2]
-        factor *= tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
-    if dgates is not None:
-        at = row * strides[6][0] + heads.to(tl.int64) * strides[6][1] + BRANCH * strides[6][2]
-        tl.store(dgates + at, delta_rows.to(dgates.dtype.element_ty), mask=valid)
-    grad *= factor[:, None]
-    if ADD:
-        grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
-    store_rows(dq, grad, row, heads, valid, strides[5], D, BLOCK_D)
 
 
 @triton.jit

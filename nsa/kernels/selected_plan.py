@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -68,6 +67,7 @@ def tile_tokens(group: int) -> tuple[int, int, int]:
     """(heads, tokens of a small tile, tokens of a large tile) for a group of query heads."""
     heads = min(group, MOST_ROWS)
     large = min(16, max(1, MOST_ROWS // heads))
+    # As many tokens as fit 16 rows, or a few less if large tiles are then larger.
     most = max(1, 16 // heads)
     small = min(range(most // 2 + 1, most + 1), key=lambda n: (large % n, -n))
     return heads, small, large - large % small
@@ -82,9 +82,7 @@ def layout_of(tokens: Axis, kv_heads: int, slots: int, group: int) -> Layout:
 def plan(blocks: Tensor, sequences: Sequences, group: int) -> Plan:
     """Tiles for blocks [tokens, HKV, N] int32 and `group` query heads a KV head."""
     heads, small, large = tile_tokens(group)
-    layout = layout_of(sequences.tokens, *blocks.shape[1:], group)
-    room = blocks.new_empty(layout.elements(), dtype=torch.int32)
-    return Plan(group, heads, room, *nested_unions(blocks, sequences, small, large // small, room))
+    return Plan(group, heads, *nested_unions(blocks, sequences, small, large // small))
 
 
 def kept_plan(room: Tensor, blocks: Tensor, sequences: Sequences, group: int) -> Plan:

@@ -4,6 +4,7 @@ Neighbours select mostly the same blocks, so a tile that walks their union loads
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import axis_arguments, locate, next_power_of_two
+from nsa.kernels.common import axis_arguments, ceil_div, locate, next_power_of_two
 from nsa.kernels.sequences import Axis, Sequences
 
 CHUNK = 32  # slots that every entry is compared with at a time
@@ -41,7 +42,7 @@ def unions(blocks: Tensor, sequences: Sequences, tokens_per_tile: int) -> Unions
     a token names twice counts once. Blocks come in the order in which the tile's tokens, one after
     the other, first name them: what later tokens select never moves an earlier token's blocks.
     """
-    return nested_unions(blocks, sequences, tokens_per_tile, 1)[0]
+    return nested_unions(blocks, sequences, tokens_per_tile, 1)[1]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Layout:
     tokens_per_tile: int
     pieces: int
 
+    @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """Of blocks, members and counts of the small tiles and, if any, of the large ones."""
         count = self.tokens.tile_count(self.tokens_per_tile * self.pieces)
@@ -70,30 +72,31 @@ class Layout:
         return found
 
     def elements(self) -> int:
-        """What the buffer holds, int32; each part starts at a multiple of 16 bytes."""
-        return sum(-(-prod(shape) // 4) * 4 for shape in self.shapes())
+        """What the buffer holds, int32."""
+        return sum(_padded(shape) for shape in self.shapes)
 
     def of(self, room: Tensor) -> tuple[Unions, Unions | None]:
         """The unions, small and large, that lie in room [elements] int32."""
         parts, first = [], 0
-        for shape in self.shapes():
+        for shape in self.shapes:
             parts.append(room[first : first + prod(shape)].view(shape))
-            first += -(-prod(shape) // 4) * 4
+            first += _padded(shape)
         small = Unions(self.tokens_per_tile, *parts[:3])
         whole = self.tokens_per_tile * self.pieces
         return small, Unions(whole, *parts[3:]) if self.pieces > 1 else None
 
 
+def _padded(shape: tuple[int, ...]) -> int:
+    """Elements up to a multiple of 16 bytes, where Triton likes a tensor to start."""
+    return ceil_div(prod(shape), 4) * 4
+
+
 def nested_unions(
-    blocks: Tensor,
-    sequences: Sequences,
-    tokens_per_tile: int,
-    pieces: int,
-    room: Tensor | None = None,
-) -> tuple[Unions, Unions | None]:
+    blocks: Tensor, sequences: Sequences, tokens_per_tile: int, pieces: int
+) -> tuple[Tensor, Unions, Unions | None]:
     """The unions over small tiles and over large ones of `pieces` of them, in one launch.
 
-    They lie in `room`, see Layout. None where large tiles are the same.
+    First the room that they lie in, see Layout. None where large tiles are the same.
     """
     whole = tokens_per_tile * pieces
     if not 1 <= whole <= 32:
@@ -101,8 +104,7 @@ def nested_unions(
     _, kv_heads, slots = blocks.shape
     axis, count = axis_arguments(sequences.tokens, whole)
     layout = Layout(sequences.tokens, kv_heads, slots, tokens_per_tile, pieces)
-    if room is None:
-        room = blocks.new_empty(layout.elements(), dtype=torch.int32)
+    room = blocks.new_empty(layout.elements(), dtype=torch.int32)
     small, large = layout.of(room)
     padded = next_power_of_two(whole * slots)
     if count * kv_heads:
@@ -113,7 +115,7 @@ def nested_unions(
             CHUNK=min(CHUNK, next_power_of_two(slots)), PACKED=sequences.tokens.packed,
             num_warps=1 if padded <= 64 else 4,
         )  # fmt: skip
-    return small, large
+    return room, small, large
 
 
 @triton.jit

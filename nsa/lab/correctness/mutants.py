@@ -243,8 +243,8 @@ MUTANTS = (
         "kernel-gradient-overwritten",
         "the last branch's dq replaces the sum of the others",
         "nsa/kernels/selected_dq.py",
-        "    if ADD:\n",
-        "    if ADD and False:\n",
+        "        if ADD:\n",
+        "        if ADD and False:\n",
         (SELECTED + "test_dq_is_added_to_and_the_gates_gradient_written_where_asked",),
     ),
     Mutant(
