@@ -223,6 +223,17 @@ def test_two_gpus_pay_or_not():
     assert claim(frame(row(), fsdp), "triton").verdict == "INCONCLUSIVE"
 
 
+def test_ranks_that_run_compiled_are_held_against_one_that_does():
+    claim, two = throughput_aims.two_ranks_pay, "batch:32 ranks:2 parallel:ddp"
+    plain, compiled = row(variant=two, step_ms=90.0), row(variant=f"{two} compile", step_ms=80.0)
+    rows = [row(), plain, row(variant="compile", step_ms=70.0), compiled]
+    told = claim(frame(*rows), "triton")
+    assert told.verdict == "FAIL"
+    assert told.evidence == {"T 2048": 2.222, "T 2048 compile": 1.75}
+    assert claim(frame(row(), compiled), "triton").verdict == "INCONCLUSIVE"
+    assert len(throughput_plots.scaling(frame(*rows)).axes[0].get_lines()) == 3
+
+
 def test_nsa_learns_as_well_as_the_twin_after_500_steps():
     claim = throughput_aims.learns_as_the_twin
     assert claim(frame(curves=[curve(offset=0.03), curve("dense")])).verdict == "PASS"

@@ -67,7 +67,7 @@ def beats_the_twin_when_long(df: pandas.DataFrame, backend: str) -> Claim:
 
 
 def two_ranks_pay(df: pandas.DataFrame, backend: str) -> Claim:
-    """DDP with twice the batch."""
+    """DDP with twice the batch, however else it was run."""
     sentence = f"two GPUs train at least {TWO_RANKS} times the tokens/s of one, with DDP"
     why = _not_aimed(df)
     if why:
@@ -75,10 +75,12 @@ def two_ranks_pay(df: pandas.DataFrame, backend: str) -> Claim:
     table = throughput_table.scaling(df).reset_index()
     table = table[(table["backend"] == backend) & (table["ranks"] == 2)]
     table = table[(table["parallel"] == "ddp") & _production(table["model"])]
-    times = table["times one rank"].dropna()
+    table = table.dropna(subset="times one rank")
+    times = table["times one rank"]
     if not len(times):
         return _undecided(sentence, "not measured in this run")
-    found = {f"T {t}": round(float(x), 3) for t, x in zip(table["T"], times, strict=False)}
+    where = [f"T {t} {how}".strip() for t, how in zip(table["T"], table["how"], strict=True)]
+    found = {name: round(float(x), 3) for name, x in zip(where, times, strict=True)}
     text = f"{sentence}: {times.min():.3f}"
     return Claim(text, verdict_of(bool(times.min() >= TWO_RANKS)), found)
 

@@ -93,15 +93,16 @@ def scaling(df, *, note: str = ""):
         most = int(table["ranks"].max())
         axes.plot([1, most], [1, most], "--", color=GREY, lw=1.1, label="perfect")
         many = table[table["parallel"] != "none"]
-        for number, ((model, backend, tokens, parallel), line) in enumerate(
-            many.groupby(["model", "backend", "T", "parallel"], sort=False)
+        for number, ((model, backend, tokens, how, parallel), line) in enumerate(
+            many.groupby(["model", "backend", "T", "how", "parallel"], sort=False)
         ):
             line = line[line["ranks"] > 1].sort_values("ranks")
             colour, marker = _look(backend)
-            label = f"{backend}, {parallel}, T {tokens}\n{model}"
+            label = f"{' '.join([backend, how]).strip()}, {parallel}, T {tokens}\n{model}"
             axes.plot(
                 [1, *line["ranks"]], [1.0, *line["times one rank"]], ["-", "-.", ":"][number % 3],
                 color=colour, marker=marker, label=label,
+                alpha=0.6 if how else 1.0,
             )  # fmt: skip
         top = 1.08 * max(most, table["times one rank"].max())
         axes.set(xlabel="ranks", ylabel="tokens / s, times one rank", ylim=(0, top))

@@ -110,31 +110,42 @@ def variants(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
-    """Tokens a second by ranks, in times of one rank of the same backend and T."""
+    """Tokens a second by ranks, in times of one rank of the same backend and T, run the same way.
+
+    `how` holds what else the variant changes: "compile" is held against one rank compiled.
+    """
     rows = over_tokens(df, "tokens_per_second", variant=None)
+    rows = rows.assign(how=[_how(text) for text in rows["variant"]])
     many = rows[rows["parallel"] != "none"]
     waits = over_tokens(df, "phase_time", "communication", variant=None)
     waits = waits.set_index([*POINT])["median"]
     peaks = over_tokens(df, "peak_memory", variant=None).set_index([*POINT])["median"]
     found = []
-    for key, group in many.groupby(["model", "backend", "x_value"], sort=False):
-        model, backend, tokens = key
-        one = rows[(rows["variant"] == PLAIN) & (rows["model"] == model)]
+    for key, group in many.groupby(["model", "backend", "how", "x_value"], sort=False):
+        model, backend, how, tokens = key
+        one = rows[(rows["variant"] == how) & (rows["model"] == model)]
         one = one[(one["backend"] == backend) & (one["x_value"] == tokens)]
         lines = [*one.itertuples(), *group.itertuples()]
         base = float(one["median"].iloc[0]) if len(one) else np.nan
         for line in lines:
             point = (model, backend, line.variant, tokens)
             found.append({
-                "model": model, "backend": backend, "T": tokens, "parallel": line.parallel,
-                "ranks": line.ranks, "tokens/s": line.median, "times one rank": line.median / base,
+                "model": model, "backend": backend, "T": tokens, "how": how,
+                "parallel": line.parallel, "ranks": line.ranks,
+                "tokens/s": line.median, "times one rank": line.median / base,
                 "communication ms": waits.get(point, np.nan), "peak MiB a rank": peaks.get(point),
                 "outcome": line.outcome,
             })  # fmt: skip
     columns = ["tokens/s", "times one rank", "communication ms", "peak MiB a rank", "outcome"]
-    keys = ["model", "backend", "T", "parallel", "ranks"]
+    keys = ["model", "backend", "T", "how", "parallel", "ranks"]
     table = pandas.DataFrame(found, columns=[*keys, *columns])
     return named(table.drop_duplicates(keys).set_index(keys).round(3), df)
+
+
+def _how(variant: str) -> str:
+    """What a variant changes besides its ranks and the batch that they share."""
+    spread = ("ranks:", "parallel:", "batch:")
+    return " ".join(word for word in variant.split() if not word.startswith(spread))
 
 
 def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
