@@ -88,14 +88,13 @@ def phases(df, *, note: str = ""):
 def scaling(df, *, note: str = ""):
     """Tokens a second by ranks in times of one rank; dashed is what perfect scaling gives."""
     table = _needed(throughput_table.scaling(df), "more than one rank").reset_index()
+    many = table[table["parallel"] != "none"]
+    lines = list(many.groupby(["model", "backend", "T", "how", "parallel"], sort=False))
     with looks.style():
-        fig, (axes,) = looks.panels(1, 2.6)
+        fig, (axes,) = looks.panels(1, 2.2 + 0.4 * (len(lines) // 2 + 1))  # the legend's rows
         most = int(table["ranks"].max())
         axes.plot([1, most], [1, most], "--", color=GREY, lw=1.1, label="perfect")
-        many = table[table["parallel"] != "none"]
-        for number, ((model, backend, tokens, how, parallel), line) in enumerate(
-            many.groupby(["model", "backend", "T", "how", "parallel"], sort=False)
-        ):
+        for number, ((model, backend, tokens, how, parallel), line) in enumerate(lines):
             line = line[line["ranks"] > 1].sort_values("ranks")
             colour, marker = _look(backend)
             label = f"{' '.join([backend, how]).strip()}, {parallel}, T {tokens}\n{model}"
