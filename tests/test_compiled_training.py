@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from compiled_steps import CASES, STEPS, graphs
 from tiny_models import one_thread, tiny
 from torch._dynamo.utils import counters
@@ -18,7 +19,7 @@ from nsa.model import train
 from nsa.model.captured import WARMUP
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
-from nsa.model.parallel import Parallel
+from nsa.model.parallel import SINGLE, Parallel
 from nsa.model.presets import dense_twin
 from nsa.model.train import TrainConfig, Trainer
 
@@ -155,16 +156,29 @@ def test_a_captured_step_needs_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "message"),
+    ("settings", "parallel", "message"),
     [
-        ({"precision": "fp16"}, 1, r"precision='fp16'.*'bf16' needs no scaler"),
-        ({}, 2, "with 2 ranks: collectives are not captured"),
+        ({"precision": "fp16"}, {}, r"precision='fp16'.*'bf16' needs no scaler"),
+        ({}, {"kind": "fsdp"}, "parallel='fsdp'.*parallel='ddp' would do"),
+        ({}, {"find_unused_parameters": True}, "static_graph=True finds it once"),
     ],
 )
-def test_what_cannot_be_captured_is_refused_with_the_reason(settings, ranks, message):
+def test_what_cannot_be_captured_is_refused_with_the_reason(settings, parallel, message):
     config = TrainConfig(batch=2, tokens=32, cuda_graph=True, **settings)
+    place = Parallel(**{"kind": "ddp", "rank": 0, "ranks": 2} | parallel)
     with pytest.raises(ValueError, match=message):
-        train.check_capturable(config, torch.device("cuda"), Parallel("ddp", 0, ranks))
+        train.check_capturable(config, torch.device("cuda"), place)
+
+
+def test_of_ranks_only_what_nccl_sends_is_captured(monkeypatch):
+    config, place = TrainConfig(batch=2, tokens=32, cuda_graph=True), Parallel("ddp", 0, 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    with pytest.raises(ValueError, match=r"backend='gloo'.*backend='nccl' would do"):
+        train.check_capturable(config, torch.device("cuda"), place)
+    train.check_capturable(config, torch.device("cuda"), SINGLE)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    train.check_capturable(config, torch.device("cuda"), place)
 
 
 def test_strict_models_are_neither_compiled_nor_captured():

@@ -26,6 +26,7 @@ from nsa.lab.throughput.throughput_grid import curve_grid, throughput_grid
 from nsa.lab.throughput.throughput_rows import growth, windows
 from nsa.lab.throughput.training_session import session
 from nsa.lab.trial import Outcome
+from nsa.model.captured import DDP_WARMUP
 from nsa.model.parallel import Parallel
 
 CELL = TrainCell("cpu_test", 32, backend="gather", batch=2, layers=1, steps=3)
@@ -423,6 +424,22 @@ def test_two_gpus_train_as_one(kind):
     assert [row["outcome"] for row in rows] == ["ok", "ok"], rows[1]["message"]
     assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-3)
     assert rows[1]["syncs"] == 0
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpus2)]
+)
+@pytest.mark.parametrize("how", ["", "compile"])
+def test_ranks_under_ddp_train_by_a_cuda_graph_as_they_do_without(ranks, how):
+    one = replace(CELL, device="cuda", backend="triton", tokens=256, precision="bf16", steps=15)
+    many = one.with_(f"ranks:{ranks} parallel:ddp {how}".strip())
+    cells = [many, many.with_("cuda_graph")]
+    plain, captured = throughput.measure(cells, deadline_s=200, progress=False)
+    assert [plain["outcome"], captured["outcome"]] == ["ok", "ok"], captured["message"]
+    both = zip(plain["losses"], captured["losses"], strict=False)
+    assert all(a == pytest.approx(b, abs=2e-3) for a, b in both)
+    assert len(captured["losses"]) > DDP_WARMUP + 5 and captured["syncs"] == 0
+    assert math.isnan(captured["communication_ms"])
 
 
 @pytest.mark.gpu

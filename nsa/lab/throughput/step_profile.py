@@ -12,7 +12,7 @@ from nsa.lab.observers.syncs import WAITS
 from nsa.lab.profiling import profiled
 from nsa.lab.speed.timing import wait
 from nsa.lab.throughput.throughput_cell import TrainCell
-from nsa.lab.throughput.throughput_trial import CAPTURED
+from nsa.lab.throughput.throughput_trial import warmup_of
 from nsa.lab.throughput.training_session import session
 from nsa.lab.trial import Outcome, run_child
 
@@ -49,7 +49,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
     """
     cell = TrainCell.from_dict(spec["cell"])
     with session(cell, spec.get("threads")) as trainer:
-        for step in range(cell.warmup + (CAPTURED if cell.cuda_graph else 0)):
+        for step in range(warmup_of(trainer, cell)):
             trainer.step(step)
         device = trainer.device
         activities = [ProfilerActivity.CPU]

@@ -23,12 +23,13 @@ from nsa.lab.throughput.memory_samples import MemorySamples
 from nsa.lab.throughput.observing import observing
 from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.training_session import session
+from nsa.model.captured import warmup_steps
 from nsa.model.llama import parameter_count
 from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 
 WATCHED = 5  # steps that are timed by phase, and as many without communication
-CAPTURED = 2  # further steps of warm-up: the graph's capture and its first replay
+CAPTURED = 2  # steps: the graph's capture and its first replay
 
 
 def measure_rank(spec: dict) -> dict:
@@ -37,9 +38,10 @@ def measure_rank(spec: dict) -> dict:
     `tokens_s` is the whole job's, by the device's own clock over all timed steps, and
     `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`,
     of DDP alone, is what a step takes longer than one whose gradients stay on their rank; FSDP2
-    could not go on without. `device_mib` and `host_mib` are taken after each timed step.
-    `peak_mib` is that of the timed steps, of a CUDA graph that since the process began: what the
-    capture took is the graph's to keep, and no replay allocates it again.
+    could not go on without, and a CUDA graph is replayed as it was captured. `device_mib` and
+    `host_mib` are taken after each timed step. `peak_mib` is that of the timed steps, of a CUDA
+    graph that since the process began: what the capture took is the graph's to keep, and no replay
+    allocates it again.
     `recompilations` are those after the warm-up, `syncs` the host's waits in one step, None without
     a GPU. `loader_wait_ms` is a step's mean. A cell that asks for it has `observing.observing`'s
     values too. Where the backend does not take the model, it is
@@ -52,7 +54,7 @@ def measure_rank(spec: dict) -> dict:
                 losses = [float(trainer.step(0))]
         except Declined as refusal:
             return {"declined": str(refusal)}
-        warmup = cell.warmup + (CAPTURED if cell.cuda_graph else 0)
+        warmup = warmup_of(trainer, cell)
         losses += [float(trainer.step(step)) for step in range(1, warmup)]
         found = _timed(trainer, cell.steps)
         found["losses"] = losses + found["losses"]
@@ -64,9 +66,16 @@ def measure_rank(spec: dict) -> dict:
             found["peak_mib"] = _cpu_peak(trainer)
         if cell.observe:
             found |= observing(trainer)
-        if cell.parallel == "ddp":
+        if cell.parallel == "ddp" and not cell.cuda_graph:
             found["communication_ms"] = found["step_ms"] - _unsynced_ms(trainer)
         return found | _facts(trainer, cell) | {"paths": _paths(seen)}
+
+
+def warmup_of(trainer: Trainer, cell: TrainCell) -> int:
+    """Steps before those that count; a CUDA graph is captured and replayed among them."""
+    if not cell.cuda_graph:
+        return cell.warmup
+    return max(cell.warmup, warmup_steps(trainer.parallel)) + CAPTURED
 
 
 def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:

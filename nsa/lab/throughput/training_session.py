@@ -44,6 +44,9 @@ def session(cell: TrainCell, threads: int | None = None, **changes: Any) -> Iter
                 parallel=place,
             )
             trainer.model.train()
-            yield trainer
+            try:
+                yield trainer
+            finally:
+                trainer.close()
     finally:
         place.close()
