@@ -96,7 +96,7 @@ def reach(name: str, tokens: int, packed: bool) -> None:
     ops.attend_backward(o, *given, blocks, cu_seqlens, *kept, 1, sizes, scale, True)
     table, positions = torch.zeros(tokens, dim // 2), torch.arange(tokens) if packed else None
     for back in (False, True):
-        rotary.rotate(q[None], table, table, positions, back)
+        rotary.rotate(table, table, positions, back, [q[None], k[None]])
 
 
 def kernels() -> list[str]:

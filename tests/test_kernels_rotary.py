@@ -18,6 +18,11 @@ def bfloat16_as_on_a_gpu(monkeypatch):
     true_bfloat16(monkeypatch)
 
 
+def turned(x, cos, sin, positions=None):
+    """One x by the kernel."""
+    return rotate(cos, sin, positions, False, [x])[0]
+
+
 def drawn(batch=2, tokens=37, heads=3, dim=24, dtype=torch.float32, restart=None):
     x = torch.randn(batch, tokens, heads, dim, dtype=torch.float64).to(DEVICE, dtype)
     cos, sin = rotary.rotary_tables(tokens, dim, device=DEVICE)
@@ -32,7 +37,7 @@ def both(x, cos, sin, positions):
     """(o, gradient of x) of the kernel and of the definition."""
     found = []
     for o in (
-        rotate(x, cos, sin, positions, False),
+        turned(x, cos, sin, positions),
         rotary.rotate(x, cos, sin, positions=positions),
     ):
         do = torch.linspace(-1, 1, o.numel(), device=DEVICE).to(o.dtype).view_as(o)
@@ -56,16 +61,39 @@ def test_views_of_a_wider_row_are_read_where_they_lie():
     row = torch.randn(2, 37, 5 * 24, device=DEVICE)
     x = row[..., 24:96].unflatten(-1, (3, 24))
     want = rotary.rotate(x, cos, sin)
-    torch.testing.assert_close(rotate(x, cos, sin, None, False), want)
+    torch.testing.assert_close(turned(x, cos, sin), want)
     last = x.transpose(2, 3).contiguous().transpose(2, 3)  # not contiguous in D
-    torch.testing.assert_close(rotate(last, cos, sin, None, False), want)
+    torch.testing.assert_close(turned(last, cos, sin), want)
+
+
+def test_queries_and_keys_are_turned_by_one_launch_each_with_its_own_heads_and_strides():
+    x, cos, sin, positions = drawn(heads=6, restart=20)
+    row = torch.randn(2, 37, 5 * 24, device=DEVICE, requires_grad=True)
+    others = row[..., :24].unflatten(-1, (1, 24)), row[..., 24:96].unflatten(-1, (3, 24))
+    found = rotate(cos, sin, positions, False, [x, *others])
+    wanted = [rotary.rotate(each, cos, sin, positions=positions) for each in (x, *others)]
+    torch.testing.assert_close(found, wanted)
+    dos = [torch.randn_like(each) for each in wanted]
+    mine, want = (torch.autograd.grad(outs, [x, row], dos) for outs in (found, wanted))
+    torch.testing.assert_close(mine, want)
+
+
+def test_what_no_loss_reaches_has_a_gradient_of_zero():
+    x, cos, sin, _ = drawn()
+    y = x.detach().clone().requires_grad_()
+    found = rotate(cos, sin, None, False, [x, y])
+    dx, dy = torch.autograd.grad(found[0].sum(), [x, y])
+    want = torch.autograd.grad(rotary.rotate(x, cos, sin).sum(), x)[0]
+    torch.testing.assert_close(dx, want)
+    assert not dy.any()
 
 
 @pytest.mark.parametrize("restart", [None, 20], ids=["dense", "packed"])
 def test_it_is_a_sound_operator(restart):
-    torch.library.opcheck(rotate, (*drawn(tokens=9, restart=restart and 4), False))
+    x, *tables = drawn(tokens=9, restart=restart and 4)
+    torch.library.opcheck(rotate, (*tables, False, [x, x.detach()[:, :, :1]]))
     x = torch.empty(0, 5, 2, 8, device=DEVICE)
-    assert rotate(x, *rotary.rotary_tables(5, 8, device=DEVICE), None, False).shape == x.shape
+    assert turned(x, *rotary.rotary_tables(5, 8, device=DEVICE)).shape == x.shape
 
 
 def test_a_model_uses_it_on_a_gpu_and_the_definition_elsewhere(monkeypatch):
@@ -75,6 +103,6 @@ def test_a_model_uses_it_on_a_gpu_and_the_definition_elsewhere(monkeypatch):
     called = []
     monkeypatch.setattr("nsa.model.rotary.has_kernel", lambda x: called.append(1) or True)
     torch.testing.assert_close(
-        Rotary(cos, sin, positions)(x), rotary.rotate(x, cos, sin, positions=positions)
+        Rotary(cos, sin, positions)(x)[0], rotary.rotate(x, cos, sin, positions=positions)
     )
     assert called

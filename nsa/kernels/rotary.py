@@ -1,7 +1,11 @@
-"""Rotary position embedding in one pass over its input, as a torch operator with its gradient.
+"""Rotary position embedding of queries and keys in one launch, as a torch operator with gradient.
 
-In plain torch it is ten passes forward and as many backward, most of them in fp32.
+In plain torch it is ten passes over each forward and as many backward, most of them in fp32. One
+operator for all: launched one by one, what an operator costs the host is more than what it does.
 """
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -16,18 +20,38 @@ ROWS = 64  # heads of tokens a program turns
 
 @triton.jit
 def _rotate(
-    x, out, cos, sin, positions, strides, tokens, heads, rows,
+    xs, outs, strides, heads, ends, cos, sin, positions, tokens, batch,
     BACK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS heads, those of a token side by side."""
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """One program: ROWS heads of one x, those of a token side by side.
+
+    Programs up to ends[0] are the first x's, then up to ends[1] the second's.
+    """
+    program = tl.program_id(0)
+    first = 0
+    for j in tl.static_range(len(xs)):
+        if (program >= first) & (program < ends[j]):
+            at = strides[3 * j], strides[3 * j + 1], strides[3 * j + 2]
+            _turn(
+                xs[j], outs[j], at, heads[j], program - first, cos, sin, positions, tokens, batch,
+                BACK, HALF, BLOCK, ROWS,
+            )  # fmt: skip
+        first = ends[j]
+
+
+@triton.jit
+def _turn(
+    x, out, strides, heads, number, cos, sin, positions, tokens, batch,
+    BACK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The ROWS heads of tokens with this number of one x."""
+    i = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head, t, b = i % heads, i // heads % tokens, i // heads // tokens
     d = tl.arange(0, BLOCK)[None, :]
-    valid = i < rows
-    mask = valid[:, None] & (d < HALF)
+    mask = (b < batch)[:, None] & (d < HALF)
     at = t
     if positions is not None:
-        at = tl.load(positions + t, mask=valid, other=0)
+        at = tl.load(positions + t, mask=b < batch, other=0)
     c = tl.load(cos + at[:, None] * HALF + d, mask=mask, other=0.0)
     s = tl.load(sin + at[:, None] * HALF + d, mask=mask, other=0.0)
     if BACK:
@@ -42,38 +66,41 @@ def _rotate(
 
 @torch.library.custom_op("nsa::rotate", mutates_args=())
 @on_its_device
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, back: bool) -> Tensor:
-    """x [B, T, H, D] turned by its position, `back` the other way; dtype in, dtype out.
+def rotate(
+    cos: Tensor, sin: Tensor, positions: Tensor | None, back: bool, xs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Each of xs [B, T, H, D] turned by its position, `back` the other way; dtype in, dtype out.
 
-    As `nsa.reference.rotary.rotate` does for fp32 tables cos, sin [P, D/2] and positions [T] int64:
-    in fp32, rounded once.
+    B, T, D and the dtype are those of all, H is each one's own. As `nsa.reference.rotary.rotate`
+    does for fp32 tables cos, sin [P, D/2] and positions [T] int64: in fp32, rounded once.
     """
-    x = contiguous(x)
-    batch, tokens, heads, dim = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = batch * tokens * heads
-    if rows:
-        _rotate[(ceil_div(rows, ROWS),)](
-            x, out, cos.contiguous(), sin.contiguous(), positions, x.stride()[:3],
-            tokens, heads, rows, BACK=back, HALF=dim // 2, BLOCK=power_of_two(dim // 2), ROWS=ROWS,
-            num_warps=4,
+    xs = [contiguous(x) for x in xs]
+    batch, tokens, _, dim = xs[0].shape
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    heads = [x.shape[2] for x in xs]
+    ends = list(accumulate(ceil_div(batch * tokens * count, ROWS) for count in heads))
+    if ends[-1]:
+        _rotate[(ends[-1],)](
+            tuple(xs), tuple(outs), tuple(s for x in xs for s in x.stride()[:3]), tuple(heads),
+            tuple(ends), cos.contiguous(), sin.contiguous(), positions, tokens, batch,
+            BACK=back, HALF=dim // 2, BLOCK=power_of_two(dim // 2), ROWS=ROWS, num_warps=4,
         )  # fmt: skip
-    return out
+    return outs
 
 
 @rotate.register_fake
-def _(x, cos, sin, positions, back):
-    return x.new_empty(x.shape)
+def _(cos, sin, positions, back, xs):
+    return [x.new_empty(x.shape) for x in xs]
 
 
 def _save(ctx, inputs, output):
-    _, cos, sin, positions, ctx.back = inputs
+    cos, sin, positions, ctx.back, _ = inputs
     ctx.save_for_backward(cos, sin, positions)
 
 
-def _turn_back(ctx, dout):
+def _turn_back(ctx, douts):
     cos, sin, positions = ctx.saved_tensors
-    return rotate(dout, cos, sin, positions, not ctx.back), None, None, None, None
+    return None, None, None, None, rotate(cos, sin, positions, not ctx.back, douts)
 
 
 rotate.register_autograd(_turn_back, setup_context=_save)

@@ -65,8 +65,10 @@ class DenseAttention(nn.Module):
         config = self.config
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
         made = Projections(x, {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj})
-        q = rotary(made["q"].unflatten(-1, (config.heads, config.head_dim)))
-        k = rotary(made["k"].unflatten(-1, (config.kv_heads, config.head_dim)))
+        q, k = rotary(
+            made["q"].unflatten(-1, (config.heads, config.head_dim)),
+            made["k"].unflatten(-1, (config.kv_heads, config.head_dim)),
+        )
         v = made["v"].unflatten(-1, (config.kv_heads, config.value_size))
         o, served = self._attend(q, k, v, cu_seqlens)
         if not torch.compiler.is_compiling():

@@ -99,8 +99,7 @@ class NSAAttention(nn.Module):
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
         branches = (config.force_branch,) if config.force_branch else BRANCHES
         projections = self.projections(x, branches)
-        q = rotary(projections["q"].unflatten(-1, (config.heads, config.head_dim)))
-        k = self.keys(projections, rotary, branches)
+        q, k = self.queries_and_keys(projections, rotary, branches)
         v = self.values(projections, branches)
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.force_branch != "slc"):
             phi = None if config.force_branch == "win" else self.phi(q.dtype, rotary)
@@ -124,32 +123,38 @@ class NSAAttention(nn.Module):
         together = ["q", *(f"{kind} {source}" for kind in "kv" for source in sources)]
         return Projections(x, linears, together)
 
-    def keys(
+    def queries_and_keys(
         self, projections: Projections, rotary: Rotary, branches: tuple[str, ...]
-    ) -> dict[str, Float[Tensor, "B T HKV D"]]:
-        """The keys of these branches; what branches share is projected and rotated once.
+    ) -> tuple[Float[Tensor, "B T HQ D"], dict[str, Float[Tensor, "B T HKV D"]]]:
+        """Queries and the keys of these branches, turned together.
 
-        For "slc" alone also those of "cmp", which score its blocks, without gradient.
+        What branches share is projected and turned once. For "slc" alone also the keys of "cmp",
+        which score its blocks, without gradient.
         """
         config = self.config
 
-        made: dict[tuple[str, bool], Tensor] = {}
+        def source(name: str) -> str:
+            return "shared" if config.shared_kv else name
 
-        def key(name: str) -> Tensor:
-            source = "shared" if config.shared_kv else name
-            rotated = name != "cmp" or config.compress_rope == "before"
-            if (source, False) not in made:
-                shape = (config.kv_heads, config.head_dim)
-                made[source, False] = projections[f"k {source}"].unflatten(-1, shape)
-            if rotated and (source, True) not in made:
-                made[source, True] = rotary(made[source, False])
-            return made[source, rotated]
+        def plain(name: str) -> Tensor:
+            return projections[f"k {name}"].unflatten(-1, (config.kv_heads, config.head_dim))
 
-        found = {name: key(name) for name in branches}
+        before = config.compress_rope == "before"
+        turns = [b for b in branches if b != "cmp" or before]
+        q = projections["q"].unflatten(-1, (config.heads, config.head_dim))
+        keys = {name: plain(name) for name in dict.fromkeys(map(source, branches))}
+        names = list(dict.fromkeys(map(source, turns)))
+        q, *turned = rotary(q, *(keys[name] for name in names))
+        turned = dict(zip(names, turned, strict=True))
+        found = {b: (turned if b in turns else keys)[source(b)] for b in branches}
         if branches == ("slc",):
             with torch.no_grad():
-                found["cmp"] = key("cmp").detach()
-        return found
+                if config.shared_kv:
+                    k_cmp = (turned if before else keys)["shared"]
+                else:
+                    k_cmp = rotary(plain("cmp"))[0] if before else plain("cmp")
+            found["cmp"] = k_cmp.detach()
+        return q, found
 
     def values(
         self, projections: Projections, branches: tuple[str, ...]

@@ -13,18 +13,19 @@ from nsa.reference.rotary import rotary_tables, rotate
 
 @dataclass(frozen=True)
 class Rotary:
-    """Tables of angles, made once for all layers of a forward; calling it turns q or k."""
+    """Tables of angles, made once for all layers of a forward; calling it turns q and k."""
 
     cos: Tensor  # [T, D/2] fp32
     sin: Tensor  # [T, D/2] fp32
     positions: Tensor | None = None  # [T] int64 within each sequence; None: 0 .. T-1
 
-    def __call__(self, x: Float[Tensor, "B T H D"]) -> Float[Tensor, "B T H D"]:
-        if not has_kernel(x):
-            return rotate(x, self.cos, self.sin, positions=self.positions)
+    def __call__(self, *xs: Float[Tensor, "B T _ D"]) -> list[Float[Tensor, "B T _ D"]]:
+        """Each x turned; queries and keys are best turned by one call."""
+        if not has_kernel(xs[0]):
+            return [rotate(x, self.cos, self.sin, positions=self.positions) for x in xs]
         from nsa.kernels import rotary
 
-        return rotary.rotate(x, self.cos, self.sin, self.positions, False)
+        return rotary.rotate(self.cos, self.sin, self.positions, False, xs)
 
 
 def has_kernel(x: Tensor) -> bool:
