@@ -141,6 +141,18 @@ def test_a_replayed_step_does_not_wait_for_the_gpu():
 
 
 @pytest.mark.gpu
+def test_a_closed_trainer_has_no_graph_and_a_further_step_captures_one():
+    config = tiny(head_dim=16, backend="triton")
+    captured, plain = (trainer(config, "cuda", cuda_graph=graph) for graph in (True, False))
+    losses = captured.run(WARMUP + 2)
+    captured.close()
+    assert captured._captured.graph is None
+    losses += captured.run(2)
+    assert captured._captured.graph is not None
+    assert losses == pytest.approx(plain.run(WARMUP + 4), abs=1e-3)
+
+
+@pytest.mark.gpu
 def test_a_capture_leaves_no_count_of_non_finite_outputs_behind():
     captured = trainer(tiny(head_dim=16, backend="triton"), "cuda", cuda_graph=True)
     with recording() as seen:

@@ -46,7 +46,7 @@ class CapturedStep:
     DDP must have been made too; the next one captures it. Each call trains one step. Inputs are
     copied into buffers that the graph reads; batches must keep their shapes. What the graph
     allocates stays allocated. Ranks capture and replay together, with NCCL's collectives in the
-    graph, and must let go of it before they leave the process group.
+    graph, and must `release` it before they leave the process group.
     """
 
     def __init__(
@@ -55,6 +55,8 @@ class CapturedStep:
         self.body, self.stream, self.warmup, self.calls = body, stream, warmup, 0
         self.device = stream.device
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.buffers: Share | None = None
+        self.loss: Tensor | None = None
 
     def __call__(self, share: Share) -> Tensor:
         self.calls += 1
@@ -66,6 +68,13 @@ class CapturedStep:
             buffer.copy_(x, non_blocking=True)
         self.graph.replay()
         return self.loss.clone()  # the next replay overwrites it
+
+    def release(self) -> None:
+        """Waits for the graph and lets go of it and its memory; the next call captures another."""
+        if self.graph is not None:
+            torch.cuda.synchronize(self.device)
+            self.graph.reset()
+        self.graph = self.buffers = self.loss = None
 
     def _warm_up(self, share: Share) -> Tensor:
         current = torch.cuda.current_stream(self.device)

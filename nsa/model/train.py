@@ -192,13 +192,14 @@ class Trainer:
         self._captured = self._capture()  # the old one reads what was replaced
 
     def close(self) -> None:
-        """Closes the observers and lets go of a captured step, which a later one captures anew.
+        """Closes the observers and lets go of a captured step; a further one captures it anew.
 
         The process group is its owner's to close, after this.
         """
         for close in _methods(self._observers, "close"):
             close()
-        self._captured = self._capture()
+        if self._captured is not None:
+            self._captured.release()
 
     def _train_on(self, share: Share, enter: Callable[[str], None]) -> Tensor:
         """Forward, backward and optimizer of a batch on the device; returns the loss."""
