@@ -201,7 +201,8 @@ def test_keys_that_only_score_blocks_keep_nothing_for_a_backward(rope, shared):
     config = tiny(force_branch="slc", shared_kv=shared, compress_rope=rope)
     layer = NSAAttention(config)
     rotary = rotary_for(config, TOKENS, torch.device("cpu"))
-    keys = layer.keys(layer.projections(hidden(config), ("slc",)), rotary, ("slc",))
+    projections = layer.projections(hidden(config), ("slc",))
+    _, keys = layer.queries_and_keys(projections, rotary, ("slc",))
     assert {name: k.requires_grad for name, k in keys.items()} == {"slc": True, "cmp": False}
 
 
