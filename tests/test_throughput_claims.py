@@ -98,6 +98,7 @@ def test_a_meter_that_the_clock_contradicts_refutes():
     assert claim(frame(row())).verdict == "PASS"
     told = claim(frame(row(), row("dense", tokens_s=66.0, recount_tokens_s=13.2)))
     assert told.verdict == "FAIL" and "400.00%" in told.claim
+    assert told.evidence["furthest"].endswith("dense, , 2048")
     assert claim(frame(row(outcome="oom"))).verdict == "INCONCLUSIVE"
 
 

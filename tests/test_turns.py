@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import time
 
 import pytest
@@ -48,3 +49,35 @@ def test_turns_change_their_order_and_leave_no_step_out():
     turns(trainer, trainer.watching, rounds=1, steps=2)
     assert trainer.numbers == list(range(12))  # a round more, and a step more each turn
     assert trainer.watched == [*[True] * 3, *[False] * 3, *[False] * 3, *[True] * 3]
+
+
+class Hoarder(Trainer):
+    """Each step makes a sixteenth of all objects there are anew, and keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.share, self.kept, self.stepping = len(gc.get_objects()) // 16, [], False
+
+    def step(self, number):
+        self.stepping = True
+        self.kept.append([[] for _ in range(self.share)])
+        self.steps_done += 1
+        self.stepping = False
+
+
+def test_no_full_collection_of_garbage_falls_into_a_step():
+    trainer, found = Hoarder(), []
+
+    def note(phase, about):
+        if phase == "start" and about["generation"] == 2:
+            found.append(trainer.stepping)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(100, 2, 2)
+    try:
+        turns(trainer, contextlib.nullcontext, rounds=1, steps=2)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert found and not any(found)

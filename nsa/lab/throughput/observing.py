@@ -18,7 +18,7 @@ from nsa.lab.observers.writers import CsvWriter
 from nsa.lab.throughput.turns import turns
 from nsa.model.train import Trainer
 
-ROUNDS, TURN = 3, SAMPLED  # steps of a turn: whoever samples looks at one of them
+ROUNDS, TURN = 5, SAMPLED  # steps of a turn: whoever samples looks at one of them
 
 
 def observing(trainer: Trainer) -> dict[str, float]:

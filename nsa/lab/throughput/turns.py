@@ -1,5 +1,6 @@
 """A step that is watched and one that is not, timed in turn."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def turns(
     clock = time.perf_counter if on_gpu else time.process_time
 
     def turn(watched: bool) -> float:
+        gc.collect()
         with watching() if watched else nullcontext():
             trainer.step(trainer.steps_done)
             wait(trainer.device)

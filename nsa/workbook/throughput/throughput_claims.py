@@ -58,7 +58,7 @@ def the_meter_is_right(df: pandas.DataFrame) -> Claim:
     return Claim(
         f"{sentence}: at most {off.max():.2%} apart in {len(off)} cells",
         verdict_of(off.max() <= METER),
-        {"furthest": str(off.idxmax()), "share": round(float(off.max()), 5)},
+        {"furthest": ", ".join(map(str, off.idxmax())), "share": round(float(off.max()), 5)},
     )
 
 
