@@ -24,17 +24,17 @@ class Prefetch:
     `batches` their number. An error of the thread is raised by `batch`, with the thread's
     traceback. `close`, leaving a `with`, or dropping the object ends the thread.
 
-    While a CUDA graph is captured a thread that pins memory would spoil the capture, unless that is
-    of mode "thread_local".
+    A CUDA graph is captured beside it in the mode "thread_local": in any other, the thread that
+    pins memory would spoil the capture.
 
     Raises ValueError for a depth below 1.
     """
 
-    def __init__(self, data: Data, depth: int = 2, *, pin: bool = True) -> None:
+    def __init__(self, data: Data, depth: int = 2) -> None:
         if depth < 1:
             raise ValueError(f"depth={depth} must be at least 1: the next batch")
         self.data, self.depth = data, depth
-        self.pin = pin and torch.cuda.is_available()  # only a GPU copies from pinned memory
+        self.pin = torch.cuda.is_available()  # only a GPU copies from pinned memory
         self.wait_s = self.waited_s = 0.0
         self.batches = 0
         self._drawer: _Drawer | None = None

@@ -34,8 +34,7 @@ def session(cell: TrainCell, threads: int | None = None, **changes: Any) -> Iter
     try:
         config = cell.config()
         source = text(seed=DATA_SEED) if cell.data == "text" else synthetic(DATA_SEED, config.vocab)
-        # A thread that pins memory would spoil the capture of a CUDA graph.
-        with Prefetch(source, pin=not cell.cuda_graph) as data:
+        with Prefetch(source) as data:
             trainer = Trainer(
                 LanguageModel(config),
                 data,
