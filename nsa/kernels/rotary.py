@@ -96,11 +96,13 @@ def _(cos, sin, positions, back, xs):
 def _save(ctx, inputs, output):
     cos, sin, positions, ctx.back, _ = inputs
     ctx.save_for_backward(cos, sin, positions)
+    ctx.set_materialize_grads(False)  # what no loss reaches has no gradient, rather than zero
 
 
 def _turn_back(ctx, douts):
     cos, sin, positions = ctx.saved_tensors
-    return None, None, None, None, rotate(cos, sin, positions, not ctx.back, douts)
+    turned = iter(rotate(cos, sin, positions, not ctx.back, [x for x in douts if x is not None]))
+    return None, None, None, None, [None if x is None else next(turned) for x in douts]
 
 
 rotate.register_autograd(_turn_back, setup_context=_save)
