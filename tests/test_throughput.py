@@ -17,7 +17,13 @@ import torch
 from throughput_entries import measured
 
 from nsa.lab.correctness import lesson_rows
-from nsa.lab.throughput import loss_curves, memory_samples, step_profile, throughput_trial
+from nsa.lab.throughput import (
+    communication,
+    loss_curves,
+    memory_samples,
+    step_profile,
+    throughput_trial,
+)
 from nsa.lab.throughput import trials as throughput
 from nsa.lab.throughput.compilations import Compilations
 from nsa.lab.throughput.memory_samples import MemorySamples
@@ -140,9 +146,11 @@ def test_observers_and_the_place_among_ranks_are_put_back():
         trainer.step(0)
         place = trainer.parallel
         throughput_trial._by_phase(trainer)
-        throughput_trial._unsynced_ms(trainer)
+        communication.communication_ms(trainer)
         assert trainer.observers == () and trainer.parallel is place
-        assert trainer.steps_done == 1 + 2 * throughput_trial.WATCHED
+        turns = 2 * (communication.ROUNDS + 1)
+        looked = 1 + throughput_trial.WATCHED + turns * (communication.TURN + 1)
+        assert trainer.steps_done == looked
 
 
 def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch():
@@ -153,13 +161,29 @@ def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch()
             seen.append("no sync")
             return contextlib.nullcontext()
 
-    inner = Parallel("ddp", 1, 2)
-    unsynced = throughput_trial._Unsynced.like(inner)
-    with inner.micro(Wrapped(), True):
+    trainer = SimpleNamespace(parallel=Parallel("ddp", 1, 2))
+    with trainer.parallel.micro(Wrapped(), True):
         assert seen == []
-    with unsynced.micro(Wrapped(), True):
-        assert seen == ["no sync"]
-    assert (unsynced.kind, unsynced.rank, unsynced.ranks) == ("ddp", 1, 2)
+    with communication.unsynced(trainer):
+        with trainer.parallel.micro(Wrapped(), True):
+            assert seen == ["no sync"]
+        assert trainer.parallel.kind == "ddp"
+        assert (trainer.parallel.rank, trainer.parallel.ranks) == (1, 2)
+    assert type(trainer.parallel) is Parallel
+
+
+def test_communication_is_what_a_step_waits_for_others():
+    class Waiting(SimpleNamespace):
+        """2 ms of a step are its own, 6 more a wait for another rank's gradients."""
+
+        device, steps_done = torch.device("cpu"), 0
+
+        def step(self, number):
+            self.steps_done += 1
+            time.sleep(0.008 if type(self.parallel) is Parallel else 0.002)
+
+    found = communication.communication_ms(Waiting(parallel=Parallel("ddp", 0, 2)))
+    assert found == pytest.approx(6, rel=0.25)
 
 
 def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):

@@ -44,6 +44,18 @@ def test_a_watched_step_is_held_against_one_that_is_not_without_what_is_paid_onc
     assert found.clock == "processor time"
 
 
+def test_by_the_wall_a_wait_counts():
+    class Waiting(Trainer):
+        def step(self, number):
+            time.sleep(0.004 + 0.004 * self.is_watched)
+            self.steps_done += 1
+
+    trainer = Waiting()
+    found = turns(trainer, trainer.watching, rounds=1, steps=3, wall=True)
+    assert found.ratio == pytest.approx(2, rel=0.2)
+    assert found.clock == "until the device is done"
+
+
 def test_turns_change_their_order_and_leave_no_step_out():
     trainer = Trainer()
     turns(trainer, trainer.watching, rounds=1, steps=2)

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +16,7 @@ from nsa.lab.observers import syncs
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
 from nsa.lab.speed import limits
 from nsa.lab.speed.timing import wait
+from nsa.lab.throughput.communication import communication_ms
 from nsa.lab.throughput.compilations import Compilations
 from nsa.lab.throughput.flops import nominal_tflops
 from nsa.lab.throughput.memory_samples import MemorySamples
@@ -25,10 +25,9 @@ from nsa.lab.throughput.throughput_cell import TrainCell
 from nsa.lab.throughput.training_session import session
 from nsa.model.captured import warmup_steps
 from nsa.model.llama import parameter_count
-from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 
-WATCHED = 5  # steps that are timed by phase, and as many without communication
+WATCHED = 5  # steps that are timed by phase
 CAPTURED = 2  # steps: the graph's capture and its first replay
 
 
@@ -36,12 +35,11 @@ def measure_rank(spec: dict) -> dict:
     """One rank's measurements: {"cell": TrainCell.to_dict(), "threads": int or None}.
 
     `tokens_s` is the whole job's, by the device's own clock over all timed steps, and
-    `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`,
-    of DDP alone, is what a step takes longer than one whose gradients stay on their rank; FSDP2
-    could not go on without, and a CUDA graph is replayed as it was captured. `device_mib` and
-    `host_mib` are taken after each timed step. `peak_mib` is that of the timed steps, of a CUDA
-    graph that since the process began: what the capture took is the graph's to keep, and no replay
-    allocates it again.
+    `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`
+    is of DDP alone: FSDP2 could not go on without sending, and a CUDA graph is replayed as it was
+    captured. `device_mib` and `host_mib` are taken after each timed step. `peak_mib` is that of the
+    timed steps, of a CUDA graph that since the process began: what the capture took is the graph's
+    to keep, and no replay allocates it again.
     `recompilations` are those after the warm-up, `syncs` the host's waits in one step, None without
     a GPU. `loader_wait_ms` is a step's mean. A cell that asks for it has `observing.observing`'s
     values too. Where the backend does not take the model, it is
@@ -67,7 +65,7 @@ def measure_rank(spec: dict) -> dict:
         if cell.observe:
             found |= observing(trainer)
         if cell.parallel == "ddp" and not cell.cuda_graph:
-            found["communication_ms"] = found["step_ms"] - _unsynced_ms(trainer)
+            found["communication_ms"] = communication_ms(trainer)
         return found | _facts(trainer, cell) | {"paths": _paths(seen)}
 
 
@@ -122,27 +120,6 @@ def _by_phase(trainer: Trainer) -> dict[str, float]:
         for step in range(trainer.steps_done, trainer.steps_done + WATCHED):
             trainer.step(step)
     return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
-
-
-def _unsynced_ms(trainer: Trainer) -> float:
-    """A step's median when gradients stay on their rank. The ranks' weights differ afterwards."""
-    kept = trainer.parallel
-    trainer.parallel = _Unsynced.like(kept)
-    try:
-        return _timed(trainer, WATCHED)["step_ms"]
-    finally:
-        trainer.parallel = kept
-
-
-class _Unsynced(Parallel):
-    """None of its micro-batches is the last."""
-
-    @classmethod
-    def like(cls, other: Parallel) -> "_Unsynced":
-        return cls(**{f.name: getattr(other, f.name) for f in fields(other) if f.init})
-
-    def micro(self, wrapped, last: bool):
-        return super().micro(wrapped, False)
 
 
 def _cpu_peak(trainer: Trainer) -> float:

@@ -27,16 +27,22 @@ def turns(
     *,
     rounds: int,
     steps: int,
+    wall: bool = False,
 ) -> Turns:
     """Times `steps` steps inside `watching()` and as many outside, in `rounds` rounds.
 
     Both take turns, in changing order, so that a machine that slows down slows both. From idle
     device to idle device; without one processor time of all threads counts, for its cores are
-    shared. Not timed are one round before and the first step of every turn: what watching learns in
-    its first step, and whatever the change of turns costs, a training pays once.
+    shared, but not if `wall`: a wait for another rank takes none.
+
+    Not timed are one round before and the first step of every turn: what watching learns in its
+    first step, and whatever the change of turns costs, a training pays once. Nor is a full
+    collection of Python's garbage, which takes longer than a step and would fall into any turn: one
+    is made before each.
     """
-    on_gpu = trainer.device.type == "cuda"
-    clock = time.perf_counter if on_gpu else time.process_time
+    clock, name = time.process_time, "processor time"
+    if wall or trainer.device.type == "cuda":
+        clock, name = time.perf_counter, "until the device is done"
 
     def turn(watched: bool) -> float:
         gc.collect()
@@ -59,5 +65,5 @@ def turns(
         statistics.median(plain),
         statistics.median(watched),
         statistics.median(b / a for a, b in found[1:]),
-        "until the device is done" if on_gpu else "processor time",
+        name,
     )
