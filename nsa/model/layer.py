@@ -132,28 +132,27 @@ class NSAAttention(nn.Module):
         which score its blocks, without gradient.
         """
         config = self.config
+        needed = (*branches, "cmp") if branches == ("slc",) else branches
+        before = config.compress_rope == "before"
+        turns = [b for b in needed if b != "cmp" or before]
 
-        def source(name: str) -> str:
-            return "shared" if config.shared_kv else name
+        def source(branch: str) -> str:
+            return "shared" if config.shared_kv else branch
+
+        trained = set(map(source, branches))
 
         def plain(name: str) -> Tensor:
-            return projections[f"k {name}"].unflatten(-1, (config.kv_heads, config.head_dim))
+            with torch.set_grad_enabled(torch.is_grad_enabled() and name in trained):
+                return projections[f"k {name}"].unflatten(-1, (config.kv_heads, config.head_dim))
 
-        before = config.compress_rope == "before"
-        turns = [b for b in branches if b != "cmp" or before]
         q = projections["q"].unflatten(-1, (config.heads, config.head_dim))
-        keys = {name: plain(name) for name in dict.fromkeys(map(source, branches))}
+        keys = {name: plain(name) for name in dict.fromkeys(map(source, needed))}
         names = list(dict.fromkeys(map(source, turns)))
         q, *turned = rotary(q, *(keys[name] for name in names))
         turned = dict(zip(names, turned, strict=True))
-        found = {b: (turned if b in turns else keys)[source(b)] for b in branches}
-        if branches == ("slc",):
-            with torch.no_grad():
-                if config.shared_kv:
-                    k_cmp = (turned if before else keys)["shared"]
-                else:
-                    k_cmp = rotary(plain("cmp"))[0] if before else plain("cmp")
-            found["cmp"] = k_cmp.detach()
+        found = {b: (turned if b in turns else keys)[source(b)] for b in needed}
+        if needed != branches:
+            found["cmp"] = found["cmp"].detach()
         return q, found
 
     def values(
