@@ -39,11 +39,10 @@ def measure_rank(spec: dict) -> dict:
     is of DDP alone: FSDP2 could not go on without sending, and a CUDA graph is replayed as it was
     captured. `device_mib` and `host_mib` are taken after each timed step. `peak_mib` is that of the
     timed steps, of a CUDA graph that since the process began: what the capture took is the graph's
-    to keep, and no replay allocates it again.
-    `recompilations` are those after the warm-up, `syncs` the host's waits in one step, None without
-    a GPU. `loader_wait_ms` is a step's mean. A cell that asks for it has `observing.observing`'s
-    values too. Where the backend does not take the model, it is
-    {"declined": why}.
+    to keep, and no replay allocates it again. `recompilations` are those after the warm-up, `syncs`
+    the host's waits in one step, None without a GPU. `loader_wait_ms` is a step's mean. A cell that
+    asks for it has `observing.observing`'s values too. Where the backend does not take the model,
+    it is {"declined": why}.
     """
     cell = TrainCell.from_dict(spec["cell"])
     with session(cell, spec.get("threads")) as trainer, _noted(trainer):

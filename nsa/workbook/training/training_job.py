@@ -17,6 +17,7 @@ from nsa.model.prefetch import Prefetch
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
 from nsa.workbook.files import write_atomically, write_json
+from nsa.workbook.machine import find_machine
 from nsa.workbook.training import training_observers
 
 TASKS = ("copy", "needle", "recall")
@@ -129,7 +130,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     Rank 0 writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and
     returns what it wrote into the last.
     """
-    device = place.device if place.kind != "none" else _own_device(job.device)
+    device = place.device if place.kind != "none" else find_machine(job.device)[0]
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
     with stacks_on_signal(stacks), Prefetch(source) as ahead:
@@ -148,10 +149,6 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     if place.rank == 0:
         write_json(folder / "result.json", result)
     return result
-
-
-def _own_device(device: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def _resume(trainer: Trainer, path: str) -> None:
