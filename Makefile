@@ -10,7 +10,7 @@ READY := $(VENV)/installed
 NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 # The project's own pytest options belong to tests/: shape checks stay out of the notebooks' kernels.
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=240 \
-	--nbval-sanitize-with tests/nbval.cfg -p no:cacheprovider -o addopts=""
+	--nbval-sanitize-with tests/support/nbval.cfg -p no:cacheprovider -o addopts=""
 
 export NSA_HEADLESS := 1
 export JUPYTER_PLATFORM_DIRS := 1

@@ -2,7 +2,7 @@
 
 import sys
 
-from nsa.cli import main
+from nsa.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbclient.util import ensure_async
 from papermill.clientwrap import PapermillNotebookClient
 
-from nsa.lab import processes
+from nsa.lab.process import family as processes
 from nsa.workbook.interpreter import kernel_manager
 
 

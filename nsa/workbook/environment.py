@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
-from nsa.lab import budget, child, processes
-from nsa.lab.supervision import preflight
+from nsa.lab.process import budget, child, preflight
+from nsa.lab.process import family as processes
 
 PREFIXES = (
     "TORCH",

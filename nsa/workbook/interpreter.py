@@ -10,7 +10,7 @@ from jupyter_client.manager import AsyncKernelManager
 class OwnInterpreter(KernelSpecManager):
     """Every kernel runs on the interpreter that runs us, whatever kernel specs are installed.
 
-    What starts one gives it `nsa.lab.processes.environment`, or it does not find this package.
+    What starts one gives it `nsa.lab.process.family.environment`, or it does not find this package.
     """
 
     def get_kernel_spec(self, kernel_name):

@@ -10,7 +10,7 @@ import sys
 def main() -> None:
     # a script's own folder comes first on sys.path, and would shadow modules by its file names
     del sys.path[0]
-    from nsa.lab.processes import die_with_parent
+    from nsa.lab.process.family import die_with_parent
 
     die_with_parent()
     from ipykernel import kernelapp

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nsa.lab import processes
+from nsa.lab.process import family as processes
 from nsa.workbook.files import write_notebook
 
 CELL_TIMEOUT_S = 600

@@ -59,3 +59,17 @@ def _pairs(x, y) -> tuple[np.ndarray, np.ndarray]:
     if (y <= 0).any():
         raise ValueError(f"y must be positive (NaN where it failed), got {y.tolist()}")
     return x, y
+
+
+def crossing(tokens: list[int], ours: list[float], dense: list[float]) -> str:
+    """From which T on ours stays below dense, in words; see `break_even`."""
+    gap = np.log(np.asarray(ours, float)) - np.log(np.asarray(dense, float))
+    losing = np.flatnonzero(gap >= 0)
+    if not len(losing):
+        return f"below {tokens[0]}"
+    last = int(losing[-1])
+    if last == len(tokens) - 1:
+        return f"beyond {tokens[-1]}"
+    x = np.log(np.asarray(tokens, float))
+    share = gap[last] / (gap[last] - gap[last + 1])
+    return f"{math.exp(x[last] + share * (x[last + 1] - x[last])):.0f}"

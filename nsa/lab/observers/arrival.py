@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.lab.graph import unreachable
+from nsa.lab.observers.deferred import Later
+from nsa.lab.observers.graph import unreachable
 from nsa.lab.observers.kept import Sampled, kept_step
-from nsa.lab.observers.later import Later
 
 __all__ = ["GradientArrival", "compare", "summary", "unreachable"]
 

@@ -14,7 +14,7 @@ from nsa.attention.inputs import Inputs, checked
 from nsa.attention.products import wide
 from nsa.attention.scoring import select_blocks
 from nsa.config import NSAConfig
-from nsa.lab.observers.later import Later
+from nsa.lab.observers.deferred import Later
 from nsa.lab.observers.module_order import refuse_without_hooks
 from nsa.model.layer import NSAAttention
 from nsa.reference.compress import compress_keys

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from nsa.lab.observers.later import Later
+from nsa.lab.observers.deferred import Later
 
 MIB = 2**20
 WINDOW = 50  # steps whose median is the pace

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa.lab.observers.later import Later
+from nsa.lab.observers.deferred import Later
 
 HEADER = "iso,step,name,value\n"
 

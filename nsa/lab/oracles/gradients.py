@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa.lab.graph import unreachable
 from nsa.lab.observers.arrival import MISSING, ZERO, GradientArrival
+from nsa.lab.observers.graph import unreachable
 from nsa.lab.oracles.steps import Result, any_layer, broken, ok, some, unknown
 
 KEEP = 50  # steps between two readings, which wait for the device

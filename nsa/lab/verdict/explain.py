@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from textwrap import wrap
 
-from nsa.lab.evidence import Evidence
 from nsa.lab.verdict.explain_sections import Section, sections
 from nsa.lab.verdict.rules import judge
 from nsa.lab.verdict.ruling import Verdict
+from nsa.lab.watch.evidence import Evidence
 
 WIDTH = 100
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from nsa.lab.evidence import End, Evidence, Look, Sample
 from nsa.lab.verdict.pace import fraction
-from nsa.lab.verdict.rests import at_work
 from nsa.lab.verdict.ruling import Verdict
+from nsa.lab.verdict.stalls import at_work
+from nsa.lab.watch.evidence import End, Evidence, Look, Sample
 
 WIDTH = 60  # of the strip
 ROWS = 8  # of progress

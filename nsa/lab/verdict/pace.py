@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from nsa.lab.evidence import Evidence, P, Sample
+from nsa.lab.watch.evidence import Evidence, P, Sample
 
 RECENT_S = 5.0
 # Of a step's time, until more is known: the share that is over when a phase begins.

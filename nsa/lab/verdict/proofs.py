@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa.lab.evidence import Evidence
-from nsa.lab.verdict.rests import LOOKS, Rest, at_work, functions, rests, step_s
+from nsa.lab.verdict.stalls import LOOKS, Rest, at_work, functions, rests, step_s
+from nsa.lab.watch.evidence import Evidence
 
 # Two times the bound for what could end by itself: somebody's sleep, a program that starts another,
 # a first step that loads and compiles.

@@ -10,11 +10,11 @@ import math
 import re
 from collections.abc import Mapping
 
-from nsa.lab.evidence import End, Evidence
 from nsa.lab.verdict import proofs
 from nsa.lab.verdict.pace import moves, pace
-from nsa.lab.verdict.rests import Rest, place_of, rests
 from nsa.lab.verdict.ruling import Verdict
+from nsa.lab.verdict.stalls import Rest, place_of, rests
+from nsa.lab.watch.evidence import End, Evidence
 
 # Which of several broken oracles names the verdict: what explains the others comes first.
 ORDER = (

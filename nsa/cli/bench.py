@@ -1,0 +1,104 @@
+"""`nsa bench`: every attention backend, accuracy first."""
+
+import os
+import sys
+from pathlib import Path
+
+from nsa.cli.options import FAILED, GOOD, command, duration, words
+
+
+def add(commands) -> None:
+    """Its parser."""
+    made = command(
+        commands, "bench", bench, "Time every attention backend; accuracy is checked first."
+    )
+    made.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="SHAPE",
+        help="main, small, g4, tiny, or sizes as tokens=4k,heads=32,kv_heads=8,dim=128; "
+        "main on a GPU, tiny without",
+    )
+    made.add_argument("--tokens", type=words, default=[], metavar="T,T", help="8k,32k: other T")
+    made.add_argument(
+        "--backends", type=words, metavar="NAME,NAME", help="ours to run; all by default"
+    )
+    made.add_argument(
+        "--queries",
+        type=words,
+        default=["random", "correlated"],
+        metavar="KIND",
+        help="random (white), correlated (neighbours alike), or both: the default",
+    )
+    made.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="import.path:function, called as f(q, k, v, gates, config) -> o [B, T, HQ, DV]",
+    )
+    made.add_argument("--no-dense", action="store_true", help="without dense attention")
+    made.add_argument(
+        "--budget", type=duration, metavar="TIME", help="what does not fit says so: 5m"
+    )
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
+    made.add_argument("--json", metavar="FILE", help="write the rows, as in metrics.csv, there")
+
+
+def bench(arguments) -> int:
+    import torch
+
+    gpu = torch.cuda.is_available() if arguments.device == "auto" else arguments.device == "cuda"
+    if gpu and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU; --device cpu runs a tiny shape")
+    if not gpu:
+        # Triton reads it when it is imported: its interpreter, for numbers and not for speed.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+    from nsa.experiments.comparison import peers
+    from nsa.experiments.comparison import text as bench_table
+    from nsa.experiments.comparison.bench import bench as run_bench
+    from nsa.lab.measure import shapes
+
+    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
+        raise ValueError(f"--json {arguments.json}: its folder does not exist; make it first")
+    if arguments.json and Path(arguments.json).is_dir():
+        raise ValueError(f"--json {arguments.json} is a folder; name a file")
+    if os.getcwd() not in sys.path:  # `nsa` does not look there, `python -m nsa` does
+        sys.path.append(os.getcwd())
+    wrong = peers.wrong_paths(arguments.peer)
+    if wrong:
+        raise ValueError(f"--peer: {'; '.join(wrong)}")
+    chosen = shapes.shapes_from(
+        arguments.shapes or (["main"] if gpu else ["tiny"]),
+        tokens=[shapes.count(text) for text in arguments.tokens],
+        queries=arguments.queries,
+    )
+    cells, interrupted = [], False
+    try:
+        run_bench(
+            chosen,
+            backends=arguments.backends,
+            peers=arguments.peer,
+            with_dense=not arguments.no_dense,
+            device="cuda" if gpu else "cpu",
+            budget_s=arguments.budget,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+            into=cells,
+        )
+    except KeyboardInterrupt:
+        interrupted = True
+        print("nsa: interrupted; what was measured until then:", file=sys.stderr)
+    print(bench_table.text(cells), flush=True)
+    if arguments.json:
+        from nsa.workbook import environment, metrics
+        from nsa.workbook.files import plain, write_json
+
+        facts = environment.provenance(environment.snapshot()) | {"date": environment.utc_now()}
+        rows = [metrics.row(row, facts) for row in bench_table.rows(cells)]
+        write_json(arguments.json, plain(rows))
+    failed = [(w, line) for w in ("red", "error") for line in bench_table.ended(cells, w)]
+    for how, line in failed:
+        what = "NOT ACCURATE" if how == "red" else "BROKE OFF"
+        print(f"{what}: {line}", file=sys.stderr)
+    return FAILED if failed or interrupted else GOOD

@@ -1,0 +1,141 @@
+"""The exhibit as a trial's subject: its loop, its console, and what slowed it."""
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.experiments.case_study.loop.console import PrintSchedule
+from nsa.experiments.case_study.loop.design import Design, design
+from nsa.experiments.case_study.loop.model import build
+
+DEFAULTS = {
+    "design": "tiny",  # a name of nsa.experiments.case_study.loop.design, or a design's own fields
+    "changes": {},  # of the design that is named
+    "tokens": 128,
+    "batch": 1,
+    "device": "cpu",
+    "seed": 1337,
+    "lr": 1e-5,
+    "first": 5,  # print schedule
+    "every": 20,
+    "aux_stats": False,  # gate statistics, read to the host in every step
+    "tracing": False,  # every operation by name
+    "checkpointing": False,
+    "threads": None,
+}
+
+
+def make(settings: dict[str, Any], progress: Any) -> "ExhibitLoop":
+    """The subject. ValueError for a setting it does not have."""
+    unknown = sorted(set(settings) - set(DEFAULTS))
+    if unknown:
+        raise ValueError(f"an exhibit has no setting {unknown[0]!r}; it has {', '.join(DEFAULTS)}")
+    return ExhibitLoop({**DEFAULTS, **settings}, progress)
+
+
+class ExhibitLoop:
+    """Trains on random bytes with AdamW, and prints what the case study's script printed."""
+
+    def __init__(self, settings: dict[str, Any], progress: Any = None) -> None:
+        if settings["threads"]:
+            torch.set_num_threads(settings["threads"])
+        self.settings, self.progress = settings, progress
+        self.schedule = PrintSchedule(settings["first"], settings["every"])
+        self.model = build(
+            the_design(settings),
+            settings["seed"],
+            settings["device"],
+            checkpointing=settings["checkpointing"],
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings["lr"])
+        self.stats: list[float] = []
+        self.nodes = 0
+        if settings["aux_stats"]:
+            for block in self.model.blocks:
+                block.attention.gate.register_forward_hook(self._statistics)
+
+    def step(self, i: int) -> torch.Tensor:
+        """Step i, from 0; the console counts from 1."""
+        if not self.settings["tracing"]:
+            return self._step(i)
+        with Trace():
+            return self._step(i)
+
+    def _step(self, i: int) -> torch.Tensor:
+        self._enter("data")
+        tokens, targets = self.batch(i)
+        if self.schedule.at_start(i + 1):
+            self._print(self.schedule.debug(i + 1, tokens.shape))
+        self._enter("forward")
+        _, loss = self.model(tokens, targets)
+        self._enter("backward")
+        if self.progress is None:
+            loss.backward()
+        else:
+            self.progress.backward(loss)
+        self._enter("optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.schedule.at_end(i + 1):
+            self._print(self.schedule.loss(i + 1, loss.item(), self.settings["lr"]))
+        self._enter("end")
+        return loss.detach()
+
+    def batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random bytes of step i and the ones after them: nothing to learn but their range."""
+        settings = self.settings
+        generator = torch.Generator().manual_seed(settings["seed"] + i)
+        shape = (settings["batch"], settings["tokens"] + 1)
+        drawn = torch.randint(self.model.design.vocab, shape, generator=generator)
+        drawn = drawn.to(settings["device"])
+        return drawn[:, :-1], drawn[:, 1:]
+
+    def witness(self) -> dict[str, Any]:
+        """What ran: two arms of a comparison with the same one compared a program with itself."""
+        settings = self.settings
+        return {
+            "attention": self.model.design.path,
+            "defects": list(self.model.design.defects),
+            "aux_stats": settings["aux_stats"],
+            "tracing": settings["tracing"],
+            "checkpointing": settings["checkpointing"],
+        }
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+    def _statistics(self, gate, args, weights) -> None:
+        entropy = -(weights * weights.clamp_min(1e-9).log()).sum(-1)
+        self.stats = [entropy.mean().item() / math.log(3), weights.max().item()]
+
+    def _enter(self, phase: str) -> None:
+        if self.progress is not None:
+            self.progress.phase(phase)
+
+    @staticmethod
+    def _print(line: str) -> None:
+        print(line, flush=True)
+
+
+class Trace(TorchDispatchMode):
+    """Writes down every operation with its first shape, as a trace of the hang was taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
+        self.lines.append(f"{operation} {shape}")
+        return operation(*args, **(kwargs or {}))
+
+
+def the_design(settings: dict[str, Any]) -> Design:
+    """The design that the settings name or hold."""
+    named = settings["design"]
+    if isinstance(named, dict):
+        return Design.from_dict(named)
+    return design(named, **settings["changes"])

@@ -1,0 +1,1 @@
+"""The case study's claims, each with the facts that decide it."""

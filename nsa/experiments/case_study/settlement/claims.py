@@ -1,0 +1,94 @@
+"""The rows of the settlement, each with the verdict that its facts allow."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nsa.experiments.case_study.settlement.fact import Fact
+from nsa.experiments.case_study.settlement.rows import ROWS, VERDICTS, Row
+from nsa.workbook.claim import Claim
+
+CONTRADICTED = "CONTRADICTED"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A row and what became of it: its own verdict where all of its facts hold.
+
+    CONTRADICTED where a fact does not hold, INCONCLUSIVE where one is not known.
+    """
+
+    row: Row
+    facts: tuple[Fact, ...]
+
+    @property
+    def verdict(self) -> str:
+        known = [fact.holds for fact in self.facts]
+        if False in known:
+            return CONTRADICTED
+        return "INCONCLUSIVE" if None in known else self.row.verdict
+
+    @property
+    def evidence(self) -> list[str]:
+        """Ids of the tables, trials and runs behind it, each once."""
+        return list(dict.fromkeys(one for fact in self.facts for one in fact.evidence))
+
+    @property
+    def settles(self) -> str:
+        """What would decide an undecided row."""
+        if self.verdict != "INCONCLUSIVE":
+            return ""
+        lacking = [f"{one}: {fact.seen or 'not there'}" for fact in self.facts
+                   if fact.holds is None for one in (fact.evidence or (fact.name,))]  # fmt: skip
+        return "; ".join(lacking) or self.row.settles
+
+    def __str__(self) -> str:
+        return f"{self.row.id} {self.verdict}: {self.row.claim}"
+
+
+def settle(facts: Mapping[str, Fact], rows: Sequence[Row] = ROWS) -> list[Settled]:
+    """Every row with its facts. ValueError for a row that names a fact or verdict there is not, or
+    that decides something without a fact."""
+    settled = []
+    for row in rows:
+        if unknown := [name for name in row.facts if name not in facts]:
+            raise ValueError(f"{row.id} stands on {unknown[0]!r}, which is no fact")
+        if row.verdict not in VERDICTS:
+            raise ValueError(
+                f"{row.id}: verdict {row.verdict!r} is not one of {', '.join(VERDICTS)}"
+            )
+        if row.verdict == "INCONCLUSIVE" and not row.settles:
+            raise ValueError(f"{row.id} is INCONCLUSIVE and does not say what would settle it")
+        if row.verdict != "INCONCLUSIVE" and not row.facts:
+            raise ValueError(f"{row.id} is {row.verdict} without a fact")
+        settled.append(Settled(row, tuple(facts[name] for name in row.facts)))
+    return settled
+
+
+def all_claims(settled: Sequence[Settled]) -> list[Claim]:
+    """One claim a row for verdicts.json: PASS where its verdict stands on facts that hold."""
+    kinds = {CONTRADICTED: "FAIL", "INCONCLUSIVE": "INCONCLUSIVE"}
+    return [
+        Claim(
+            str(one),
+            kinds.get(one.verdict, "PASS"),
+            {
+                "evidence": one.evidence,
+                "facts": {fact.name: fact.sentence for fact in one.facts},
+                "retracted": one.row.retraction,
+                "would settle it": one.settles,
+            },
+        )
+        for one in settled
+    ]
+
+
+def fewer_undecided_than(settled: Sequence[Settled], most: int) -> Claim:
+    """Whether the settlement settles: no row contradicted, at most so many left undecided."""
+    undecided = [one.row.id for one in settled if one.verdict == "INCONCLUSIVE"]
+    wrong = [one.row.id for one in settled if one.verdict == CONTRADICTED]
+    decided = len(settled) - len(undecided) - len(wrong)
+    return Claim(
+        f"{decided} of {len(settled)} rows are decided; open: {', '.join(undecided) or 'none'}",
+        "FAIL" if wrong else "PASS" if len(undecided) <= most else "INCONCLUSIVE",
+        {"contradicted": wrong, "undecided": undecided},
+    )

@@ -1,0 +1,1 @@
+"""The step-5 hang: is it hung or slow?"""

@@ -1,0 +1,162 @@
+"""The tables of the step-5 question."""
+
+import math
+import re
+from dataclasses import replace
+
+import pandas
+
+from nsa.experiments.case_study.figures import MEMORY_MIB
+from nsa.experiments.case_study.loop.design import production
+from nsa.experiments.case_study.loop.operations import TIMINGS
+from nsa.experiments.case_study.loop.saved import held, with_correct_window
+from nsa.experiments.case_study.step5.investigation import Results
+from nsa.experiments.case_study.step5.trials import Trial
+from nsa.lab.search import findings
+from nsa.lab.verdict import explain
+
+MIB = 2**20
+PRODUCTION_MIB = 49_023.0  # 12 layers at T 2048, as the case study measured it
+
+
+def trials(results: Results) -> pandas.DataFrame:
+    """One row a trial: both verdicts side by side."""
+    names = {t.id: name for name, t in reversed(results.named.items())}
+    rows = [
+        {
+            "trial": t.id,
+            "name": names.get(t.id, ""),
+            **{k: v for k, v in t.cell.items() if k in ("path", "layers", "deadline")},
+            "allowed, s": t.evidence.deadline_s,
+            "last line": t.said,
+            "was in step": t.reached,
+            "of": t.steps,
+            "old rule": t.old_verdict,
+            "verdict": t.verdict.label,
+        }
+        for t in results.trials
+    ]
+    return pandas.DataFrame(rows).set_index("trial")
+
+
+def ledger(results: Results) -> pandas.DataFrame:
+    """The bisection of the old rule's HANG: trial, hypothesis, verdict, what it eliminated."""
+    rows = findings.table(results.bisection.rows)
+    return pandas.DataFrame(rows).set_index("number") if rows else pandas.DataFrame()
+
+
+def state(results: Results) -> pandas.DataFrame:
+    """After step 4 and after step 5, side by side."""
+    rows = (results.state or {}).get("rows", [])
+    table = pandas.DataFrame(rows, columns=["what", "before", "after", "changed", "should"])
+    table = table.rename(columns={"before": "after step 4", "after": "after step 5"})
+    return table.set_index("what")
+
+
+def timings() -> pandas.DataFrame:
+    """The case study's nine, by operation count."""
+    rows = [
+        {
+            "layers": t.layers,
+            "T": t.tokens,
+            "GPU": t.gpu,
+            "seconds": t.seconds,
+            "operations": t.operations,
+            "us an operation": round(t.microseconds, 1),
+            "said": t.said,
+        }
+        for t in TIMINGS
+    ]
+    return pandas.DataFrame(rows)
+
+
+def operations(results: Results) -> pandas.DataFrame:
+    """The exhibit's, as counted here: a step's, and each token's in one layer."""
+    columns = ["path", "layers", "tokens", "forward", "backward", "operations", "syncs", "nodes",
+               "kernels", "seconds", "microseconds"]  # fmt: skip
+    table = pandas.DataFrame(results.operations, columns=columns)
+    each = table["operations"] / table["layers"] / table["tokens"]
+    table.insert(6, "a token", each.round(1))
+    return table.set_index(["path", "tokens"])
+
+
+def memory() -> pandas.DataFrame:
+    """Its memory table, MiB, beside what shapes give: 5 layers by T, and 12 at T 2048."""
+    rows = [(5, tokens, mib) for tokens, mib in MEMORY_MIB.items()]
+    made = []
+    for layers, tokens, mib in [*rows, (12, 2048, PRODUCTION_MIB)]:
+        found = held(production(layers), tokens)
+        right = held(with_correct_window(production(layers)), tokens)
+        made.append(
+            {
+                "layers": layers,
+                "T": tokens,
+                "reported": mib,
+                "exhibit": round(found.total / MIB),
+                "error": found.total / MIB / mib - 1,
+                "with a correct window": round(right.total / MIB),
+            }
+        )
+    return pandas.DataFrame(made).set_index(["layers", "T"])
+
+
+def recorded(results: Results) -> pandas.DataFrame:
+    """What was recorded on this machine beside what shapes give."""
+    columns = ["layers", "tokens", "peak_mib", "predicted_mib", "seconds"]
+    table = pandas.DataFrame(results.memory, columns=columns)
+    table["error"] = table["peak_mib"] / table["predicted_mib"] - 1
+    return table.set_index(["layers", "tokens"])
+
+
+def page(trial: Trial) -> str:
+    """The trial's page as `nsa explain` prints it, files of its stacks by their last two names."""
+    looks = [replace(look, threads=[_short(t) for t in look.threads]) for look in
+             trial.evidence.looks]  # fmt: skip
+    return explain.page(replace(trial.evidence, looks=looks), trial.verdict, name=trial.id)
+
+
+def _short(thread: dict) -> dict:
+    """A stack that tells nothing of the machine."""
+    frames = [re.sub(r"^\S*?([^/\s]+/[^/\s]+:\d+)", r"\1", f) for f in thread.get("frames", ())]
+    return {**thread, "frames": frames}
+
+
+def console_beside_progress(trial: Trial) -> pandas.DataFrame:
+    """When each step was first seen begun, from outside, and what the console said by then."""
+    rows, seen = [], -1
+    began = trial.evidence.began_s or 0.0
+    for sample in trial.evidence.of(0):
+        if sample.p.step > seen:
+            seen = sample.p.step
+            line = trial.schedule.last_line(seen + 1, seen)
+            rows.append({"s": round(sample.t - began, 2), "heartbeat": f"step {seen + 1}",
+                         "last line": "" if line is None else f"step {line}"})  # fmt: skip
+    return pandas.DataFrame(rows)
+
+
+def to_metrics(results: Results) -> list[dict]:
+    """Rows for metrics.csv."""
+    rows = []
+    for t in results.trials:
+        config = {"trial": t.id, **t.cell, "old_rule": t.old_verdict, "verdict": t.verdict.label}
+        common = {"operation": "trial", "backend": t.cell["path"], "mode": "step", "config": config,
+                  "x_name": "deadline", "x_value": t.cell["deadline"]}  # fmt: skip
+        rows.append(common | {"metric": "steps_reached", "unit": "steps", "median": t.reached})
+        if t.said is not None:
+            rows.append(common | {"metric": "last_line", "unit": "steps", "median": t.said})
+    for row in results.operations:
+        common = {"operation": "step", "backend": row["path"], "mode": "step", "x_name": "tokens",
+                  "x_value": row["tokens"], "config": {"layers": row["layers"]}}  # fmt: skip
+        rows.append(common | {"metric": "operations", "unit": "1", "median": row["operations"]})
+        rows.append(common | {"metric": "latency", "unit": "ms", "median": 1e3 * row["seconds"]})
+    for row in results.memory:
+        if math.isfinite(row["peak_mib"]):
+            rows.append(
+                {
+                    "operation": "step", "backend": "loop", "mode": "step",
+                    "metric": "peak_memory", "unit": "MiB", "x_name": "tokens",
+                    "x_value": row["tokens"], "median": row["peak_mib"],
+                    "config": {"layers": row["layers"], "predicted": row["predicted_mib"]},
+                }
+            )  # fmt: skip
+    return rows

@@ -1,0 +1,239 @@
+"""The step-5 question as trials: the same healthy loop under deadlines, prints and observers.
+
+The old rule is the case study's: whoever has not ended at the deadline hangs, at the step of its
+last printed line. Beside it stands the verdict of the evidence.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nsa.experiments.case_study.loop.console import PrintSchedule, last_step
+from nsa.experiments.case_study.loop.design import LOOP_ONLY, design
+from nsa.lab.process.gpus import Gpus
+from nsa.lab.process.runner import Spec
+from nsa.lab.search.bisection import Bisection
+from nsa.lab.search.findings import Found, Tried
+from nsa.lab.search.ledger import Ledger
+from nsa.lab.verdict import Verdict
+from nsa.lab.watch import read
+from nsa.lab.watch.evidence import Evidence, P
+
+SUBJECT = "nsa.experiments.case_study.loop.subject:make"
+BASE = {
+    "path": "loop", "layers": 1, "deadline": 1.0, "aux_stats": False, "tracing": False,
+    "blocking": False, "prints": (5, 20),
+}  # fmt: skip
+SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}
+# Of the bisection; the first value is what nobody would call a hang. Its long deadline has room for
+# observers on a machine that slows down: a trial that ends by itself takes no more of it.
+FACTORS = {
+    "path": ["masked", "loop"],
+    "deadline": [20.0, 1.0],
+    "tracing": [False, True],
+    "aux_stats": [False, True],
+    "prints": [(5, 1), (5, 20)],
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """design, tokens, batch, device, seed and threads of every trial.
+
+    steps: that a trial is to do; allowed: as many of them as the old deadline was long.
+    """
+
+    design: str = "tiny"
+    tokens: int = 192
+    steps: int = 31
+    allowed: float = 8.0
+    device: str = "cpu"
+    seed: int = 1337
+    threads: int | None = 1
+
+    def __post_init__(self) -> None:
+        design(self.design)
+        if not 5 < self.allowed < self.steps:
+            raise ValueError(
+                f"allowed={self.allowed} steps of {self.steps}: a deadline that cuts a run after "
+                "its step 5 is longer than 5 steps and shorter than all"
+            )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial of the loop: its cell, what was seen, and what its console said at the end."""
+
+    id: str
+    cell: dict[str, Any]
+    evidence: Evidence
+    verdict: Verdict
+    console: str
+    last: P
+    steps: int
+
+    @property
+    def finished(self) -> bool:
+        return self.evidence.end is not None and self.evidence.end.how == "returned"
+
+    @property
+    def said(self) -> int | None:
+        """The step of the last printed line."""
+        return last_step(self.console)
+
+    @property
+    def old_verdict(self) -> str:
+        """What a timeout and a console make of it."""
+        return "PASS" if self.finished else f"HANG at step {self.said}"
+
+    @property
+    def reached(self) -> int:
+        """The step it was in, from 1."""
+        return self.last.step + 1
+
+    @property
+    def schedule(self) -> PrintSchedule:
+        return PrintSchedule(*self.cell["prints"])
+
+    def expected(self) -> set[int | None]:
+        """Last lines that the print schedule makes of its progress; two while a line may be out."""
+        started = self.reached
+        ended = started if self.finished or self.last.phase == "end" else started - 1
+        lines = {self.schedule.last_line(started, ended)}
+        if self.last.phase in ("data", "other"):
+            lines.add(self.schedule.last_line(max(0, started - 1), ended))
+        if self.last.phase in ("optimizer", "other"):
+            lines.add(self.schedule.last_line(started, started))
+        return lines
+
+
+@dataclass
+class Lab:
+    """Runs cells into a ledger, and knows how long a step takes.
+
+    gpus: lent to a trial each. calibrated: a short trial without a deadline; step_s: its seconds a
+    step.
+    """
+
+    ledger: Ledger
+    setup: Setup
+    say: Callable[[Trial], None] = lambda trial: None
+    gpus: Gpus = field(default_factory=Gpus)
+    step_s: float = 0.0
+    trials: list[Trial] = field(default_factory=list)
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+
+    def calibrate(self, steps: int = 8) -> Trial:
+        """Measures a step; until then there is no deadline to give."""
+        made = self._run(dict(BASE), steps, {})
+        if not made.finished:
+            raise RuntimeError(f"the calibration did not end: {made.verdict.label}")
+        self.step_s = pace(made.evidence) or made.evidence.seconds / steps
+        return made
+
+    def run(self, steps: int | None = None, **changes: Any) -> Trial:
+        """The trial of BASE with `changes`; ValueError for a factor that is not known."""
+        if unknown := sorted(set(changes) - set(BASE)):
+            raise ValueError(f"no factor {unknown[0]!r}; there are {', '.join(BASE)}")
+        if not self.step_s:
+            raise ValueError("nothing is known of a step's time yet; calibrate() first")
+        cell = BASE | changes
+        steps = steps or self.setup.steps
+        options = {
+            "deadline_s": round(self.deadline_s(cell["deadline"]), 2),
+            "predicted_s": self.predicted_s(cell, steps),
+            "factor": slowed(cell),
+        }
+        return self._run(cell, steps, options)
+
+    def with_tokens(self, tokens: int) -> "Lab":
+        """Itself, or a calibrated one of another sequence length beside it."""
+        if tokens == self.setup.tokens:
+            return self
+        other = Lab(self.ledger, replace(self.setup, tokens=tokens), self.say, self.gpus)
+        other.calibrate()
+        return other
+
+    def deadline_s(self, factor: float = 1.0) -> float:
+        """The old deadline, times `factor`."""
+        return factor * self.setup.allowed * self.step_s
+
+    def predicted_s(self, cell: dict[str, Any], steps: int) -> float:
+        """By operation count, as many as layers; with masks a tenth of that, which is ample."""
+        share = cell["layers"] if cell["path"] == "loop" else 0.1 * cell["layers"]
+        return steps * self.step_s * share
+
+    def bisect(self, steps: int, factors: dict[str, list[Any]] = FACTORS) -> Found:
+        """The smallest set of factors behind the old rule's HANG, after a screen of all pairs."""
+
+        def judged(cell: dict[str, Any], attempt: int) -> Tried:
+            made = self.run(steps, **cell)
+            kind = "PASS" if made.finished else "HANG"
+            if made.verdict.kind == "INCONCLUSIVE":
+                kind = "INCONCLUSIVE"
+            return Tried(kind, "old rule" if kind == "HANG" else "", made.id)
+
+        return Bisection(factors, judged, kind="HANG", whole_screen=True).find()
+
+    def _run(self, cell: dict[str, Any], steps: int, options: dict[str, Any]) -> Trial:
+        with self.gpus.one() as gpu:
+            id, evidence, verdict = self.ledger.run(self.spec(cell, steps), gpu=gpu, **options)
+        folder = Path(self.ledger.root) / id
+        console = (folder / "stdout.txt").read_text(errors="replace")
+        counted = folder / "progress-0.bin"
+        last = read(counted)[0] if counted.is_file() else evidence.last()
+        made = Trial(id, cell, evidence, verdict, console, last, steps)
+        with self._lock:
+            if all(made.id != known.id for known in self.trials):
+                self.trials.append(made)
+                self.say(made)
+        return made
+
+    def spec(self, cell: dict[str, Any], steps: int) -> Spec:
+        setup = self.setup
+        changes: dict[str, Any] = {"layers": cell["layers"], "path": cell["path"]}
+        if cell["path"] != "loop":
+            named = design(setup.design).defects
+            changes["defects"] = [name for name in named if name not in LOOP_ONLY]
+        first, every = cell["prints"]
+        return Spec(
+            SUBJECT,
+            {
+                "design": setup.design,
+                "changes": changes,
+                "tokens": setup.tokens,
+                "device": setup.device,
+                "seed": setup.seed,
+                "threads": setup.threads,
+                "aux_stats": cell["aux_stats"],
+                "tracing": cell["tracing"],
+                "first": first,
+                "every": every,
+            },
+            steps=steps,
+            observers=tuple(name for name in SLOWS if cell[name]),
+            env={"CUDA_LAUNCH_BLOCKING": "1"} if cell["blocking"] else {},
+        )
+
+
+def slowed(cell: dict[str, Any]) -> float:
+    """By how much its observers should slow a cell."""
+    factor = 1.0
+    for name, times in SLOWS.items():
+        factor *= times if cell[name] else 1.0
+    return factor
+
+
+def pace(evidence: Evidence) -> float | None:
+    """Seconds a step, from the first sample of step 1 on; None where too little was seen.
+
+    The first step pays for what is made once, and is left out.
+    """
+    seen = [(s.t, s.p.step) for s in evidence.of(0) if s.p.step >= 1]
+    if not seen or seen[-1][1] == seen[0][1]:
+        return None
+    (begin, first), last = seen[0], seen[-1][1]
+    end = next(t for t, step in seen if step == last)
+    return (end - begin) / (last - first)

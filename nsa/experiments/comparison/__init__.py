@@ -1,0 +1,1 @@
+"""Which backend is fastest and right at a shape?"""

@@ -1,0 +1,241 @@
+"""One implementation at one shape: accuracy, then time and memory, and how it ended."""
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+
+from nsa.attention.witness import recording
+from nsa.blocks import count_selectable
+from nsa.experiments.comparison import implementations, row_check
+from nsa.experiments.comparison.implementations import NSA, Implementation
+from nsa.experiments.comparison.record import NOT_COMPARED, add, brief, fail, note
+from nsa.lab.measure import timing
+from nsa.lab.measure.accuracy import Red
+from nsa.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
+from nsa.lab.measure.clock import Clock, NoTime
+from nsa.lab.measure.shapes import Shape
+from nsa.lab.process.out_of_memory import is_out_of_memory
+from nsa.reference.compress import Phi, compress_keys
+
+REVEAL_S = 10.0  # what finding out a selection at a benchmark's own T may take
+UNION_TILES = 64
+BEYOND = 1.03  # of the limit, whose ceilings are medians
+LATER = ("memory", "step")  # stages after which the times that matter are known
+
+
+class Runner:
+    """One process's device, clock and what was found out about implementations so far."""
+
+    def __init__(self, device: torch.device, clock: Clock, cpu_memory: bool) -> None:
+        self.device, self.clock = device, clock
+        self.memory = cpu_memory or device.type == "cuda"
+        self.stage = ""
+        self.broken = ""  # the device no longer answers, and why
+        self.small: dict[tuple[str, Shape], tuple[row_check.Checked, float]] = {}
+        self.mark: list[torch.Tensor] = []  # of the inputs as they were drawn
+
+    def draw(self, shape: Shape) -> tuple[Drawn | None, str]:
+        """The inputs, or None and the reason."""
+        found, why = None, self.broken
+        if not why:
+            try:
+                self.clock.check(0.0, "the inputs")
+                found = draw(shape, self.device)
+                self.mark = found.fingerprint()
+            except Exception as error:
+                why = brief(error)
+        if found is None:
+            self.release()
+        return found, why
+
+    def union(self, drawn: Drawn) -> dict[str, float]:
+        """Mean distinct blocks of 4 and 8 neighbouring queries, from a sample of tiles."""
+        shape, found = drawn.shape, {}
+        with contextlib.suppress(Exception), torch.no_grad():
+            rows = _tiles(shape.tokens, self.device)
+            k = drawn.by_branch("k")["cmp"].float()
+            k_cmp = compress_keys(k, Phi(), shape.config)
+            scores = importance_at(
+                drawn.q[:, rows].float(), k_cmp, rows, shape.tokens, shape.config
+            )
+            blocks = select_at(scores, rows, shape.config)
+            found = {str(n): mean_union(blocks, n) for n in (4, 8)}
+        return found
+
+    def fill(self, cell: dict, implementation: Implementation, drawn: Drawn) -> None:
+        """Runs it and writes into the cell how that went."""
+        if self.broken:
+            cell |= {"outcome": "not run", "message": self.broken}
+            return
+        self.clock.start()
+        self.stage = "start"
+        try:
+            cell["outcome"] = "ok"
+            self._measure(cell, implementation, drawn)
+        except NoTime as error:
+            cell["outcome"] = "ok" if "forward" in cell["latency_ms"] else "not run"
+            add(cell, str(error))
+        except Red as error:
+            fail(cell, "red", str(error))
+        except (Exception, SystemExit) as error:
+            text = f"{self.stage}: {brief(error)}"
+            memory = is_out_of_memory(error)
+            if memory and self.stage in LATER:
+                add(cell, text)
+            else:
+                fail(cell, "oom" if memory else "error", text)
+        self._restore(cell, drawn)
+        self.release()
+        if self.broken:
+            self.broken = f"the device failed in {implementation.name}: {self.broken}"
+
+    def _restore(self, cell: dict, drawn: Drawn) -> None:
+        """Red for whoever writes to its inputs, which are made whole for those that follow."""
+        try:
+            pairs = zip(self.mark, drawn.fingerprint(), strict=True)
+            if all(torch.equal(before, now) for before, now in pairs):
+                return
+            again = draw(drawn.shape, self.device)
+            with torch.no_grad():
+                for x, y in zip((*drawn.leaves().values(), drawn.do),
+                                (*again.leaves().values(), again.do), strict=True):  # fmt: skip
+                    x.data.copy_(y)
+        except Exception as error:
+            self.broken = brief(error)
+            return
+        fail(cell, "red", f"it changes its inputs ({cell['message'] or cell['outcome']})")
+
+    def _measure(self, cell, implementation, drawn) -> None:
+        reasons = implementation.why_not(drawn)
+        backward = not reasons
+        if reasons:
+            with torch.no_grad():
+                if implementation.why_not(drawn):
+                    cell |= {"outcome": "declined", "message": "; ".join(reasons)}
+                    return
+            add(cell, f"forward only: {'; '.join(reasons)}")
+        held = implementation.held_bytes(drawn.shape) / 2**30
+        free = implementations.free_bytes(self.device) / 2**30
+        if held > free:
+            why = f"its T x T tensors take {held:.3g} GiB, {free:.3g} GiB are free"
+            cell |= {"outcome": "skipped", "message": why}
+            return
+        self.stage = "accuracy check"
+        self.clock.check(0.0, "the accuracy check")
+        with recording() as witness:
+            try:
+                checked = self._check(cell, implementation, drawn, backward)
+            except row_check.NoGradient as error:
+                add(cell, f"forward only: {error}")
+                backward = False
+                checked = self._check(cell, implementation, drawn, backward)
+            cell["paths"] = {b: sorted(p) for b, p in witness.record()["paths"].items()}
+        self.clock.start()  # and the backward's
+        self._time(cell, implementation, drawn, backward, checked)
+
+    def _check(self, cell, implementation, drawn, backward) -> row_check.Checked | None:
+        """What was checked at this very T, None where nothing was; all of it is in the cell."""
+        if implementation.other:
+            cell["checked"] = NOT_COMPARED
+            with torch.set_grad_enabled(backward):
+                implementation.call(drawn, None)
+            return None
+        shape = drawn.shape
+        small = row_check.small(shape)
+        key = (implementation.name, small)
+        if key not in self.small or shape == small:
+            first = drawn if shape == small else draw(small, self.device)
+            checked = row_check.check(implementation, first, backward=backward)
+            ms = 0.0
+            if shape != small:
+                with torch.no_grad():
+                    ms = timing.once_ms(lambda: implementation.call(first, None), self.device)
+            self.clock.start()  # some of its kernels are compiled now
+            kept = replace(checked, rows=None, plain=None, exact=None)
+            self.small[key] = (kept, ms / 1e3)
+        found, small_s = self.small[key]
+        note(cell, found)
+        cell["checked"] = f"T={small.tokens}: {found.what}"
+        # A first guess: linear in T, which scores and masks exceed.
+        guess_s = small_s * shape.batch * shape.tokens / (small.batch * small.tokens)
+        self.clock.check(6 * guess_s if guess_s > 1 else 0.0, "this T")
+        if shape == small:
+            return checked
+        with torch.no_grad():
+            implementation.call(drawn, None)
+            self.clock.start()  # and those for this T
+            forward_s = timing.once_ms(lambda: implementation.call(drawn, None), self.device) / 1e3
+        self.clock.check(5 * forward_s, "the accuracy check at this T")
+        passes = -(-count_selectable(shape.tokens, shape.config) // shape.value_dim)
+        reveal = passes <= row_check.MOST_PASSES and passes * forward_s <= REVEAL_S
+        if implementation.operation == NSA and not (reveal or implementation.takes_blocks):
+            cell["checked"] += f"; T={shape.tokens}: not checked, it takes {passes} more forwards"
+            return None
+        checked = row_check.check(implementation, drawn, backward=backward, reveal=reveal)
+        note(cell, checked)
+        cell["checked"] += f"; T={shape.tokens}: {checked.what}"
+        return checked
+
+    def _time(self, cell, implementation, drawn, backward, checked) -> None:
+        found, device = cell["latency_ms"], self.device
+        leaves = [drawn.leaves()[n] for n in implementation.reaches(drawn)]
+        do, other = drawn.do, implementation.other
+
+        def forward():
+            with torch.set_grad_enabled(backward):
+                return implementation.call(drawn, None)
+
+        def record(mode: str, call: Callable[[], object]) -> None:
+            self.stage = mode
+            self.clock.check(0.0, mode)
+            taken = timing.latency(call, device)
+            found[mode] = [taken.median, taken.q20, taken.q80]
+
+        warm = device.type == "cuda"  # on a CPU the check has run it before, and time means little
+        if warm:
+            forward()
+        record("forward", forward)
+        if backward:
+            o = forward()
+            if warm:
+                timing.gradients(o, leaves, do, keep=True)
+            self.clock.check(0.004 * found["forward"][0], "backward")
+            record("backward", lambda: timing.gradients(o, leaves, do, keep=True))
+            del o
+        both_s = (found["forward"][0] + found.get("backward", [0])[0]) / 1e3
+        if self.memory:
+            self.stage = "memory"
+            self.clock.check(both_s, "memory")
+            gc.collect()
+            memory = timing.extra_memory(forward, leaves, do, backward)
+            cell["memory_mib"] = {m: v for m, v in asdict(memory).items() if v is not None}
+        if backward and warm:
+            self.clock.check(3 * both_s, "step")
+            record("step", lambda: timing.gradients(forward(), leaves, do))
+        self.stage = "accuracy after the timing"
+        if checked is not None:
+            checked.hold_again(forward(), self.stage)
+        for mode, limit in cell["limit_ms"].items():
+            if warm and mode in found and limit > BEYOND * found[mode][0] and not other:
+                add(cell, f"{mode}: faster than the limit, so it does not do all of the work")
+
+    def release(self) -> None:
+        """Gives back what a failed call held, and sees whether the device still answers."""
+        if self.device.type == "cuda" and not self.broken:
+            gc.collect()
+            try:
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
+            except Exception as error:
+                self.broken = brief(error)
+
+
+def _tiles(tokens: int, device: torch.device) -> torch.Tensor:
+    """Positions of up to UNION_TILES tiles of 8 neighbours, spread evenly over the sequence."""
+    tiles = tokens // 8
+    count = min(tiles, UNION_TILES)
+    first = torch.linspace(0, tiles - 1, count, device=device).long() * 8
+    return (first[:, None] + torch.arange(8, device=device)).flatten()

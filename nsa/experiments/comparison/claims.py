@@ -1,0 +1,241 @@
+"""The sentences of the backend comparison, each decided by rows and never by hand."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+import pandas
+
+from nsa.attention import registry
+from nsa.experiments.case_study import figures as case_study
+from nsa.experiments.comparison import published
+from nsa.experiments.comparison import table as comparison_table
+from nsa.experiments.comparison import trials as comparison
+from nsa.experiments.comparison.published import Aim
+from nsa.experiments.comparison.table import DENSE, LIMITS, NSA
+from nsa.lab.measure.shapes import Shape
+from nsa.workbook import metrics
+from nsa.workbook.claim import Claim, verdict_of
+from nsa.workbook.scaling import fit_exponent
+
+SPREAD = 1.05  # memory that differs by less than this counts as identical
+EXPONENT = 1.05
+GIB = 1024.0  # MiB
+
+
+def all_claims(df: pandas.DataFrame, cells: Sequence[dict]) -> list[Claim]:
+    """What must hold in any run. `cells` are those of nsa.experiments.comparison.trials.compare."""
+    return [
+        everything_is_accurate(cells),
+        nothing_broke(cells),
+        backends_are_different_programs(cells),
+        memory_is_not_identical(df),
+        nothing_beats_the_limit(df),
+    ]
+
+
+def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
+    """What a backend is meant to reach on an H200, measured against the aim and the best public."""
+    return [
+        *(reaches(df, aim, backend) for aim in published.AIMS),
+        memory_is_linear(df, backend),
+        memory_stays_small(df, backend),
+        beats_dense_from(df, 8192, backend),
+    ]
+
+
+def everything_is_accurate(cells: Sequence[dict]) -> Claim:
+    """Held to twice plain torch's own error before any time was taken."""
+    red = {f"{c['name']} T={c['shape']['tokens']}": c["message"] for c in cells
+           if c["outcome"] == "red"}  # fmt: skip
+    checked = sorted({c["name"] for c in cells if c["errors"]})
+    sentence = f"all {len(checked)} implementations that were compared keep the accuracy rule"
+    if red:
+        return Claim(f"{sentence}; wrong: {', '.join(red)}", "FAIL", red)
+    return Claim(sentence, "PASS" if checked else "INCONCLUSIVE", {"checked": checked})
+
+
+def nothing_broke(cells: Sequence[dict]) -> Claim:
+    """A backend of ours runs, or says beforehand why not; out of memory is a value."""
+    mine = [c for c in cells if c["name"] in registry.names()]
+    broken = {f"{c['name']} T={c['shape']['tokens']}": c["message"] for c in mine
+              if c["outcome"] == "error" or comparison.CRASHED in c["message"]}  # fmt: skip
+    known = {c["name"] for c in mine}
+    silent = sorted(known - {c["name"] for c in mine if c["outcome"] != "not run"})
+    sentence = f"each of {len(known)} backends ran or said why it does not"
+    if broken:
+        return Claim(f"{sentence}; broke off: {', '.join(broken)}", "FAIL", broken)
+    if silent or not known:
+        why = f"; never got to run: {', '.join(silent)}" if silent else ": there is none"
+        return Claim(sentence + why, "INCONCLUSIVE", {"never ran": silent})
+    return Claim(sentence, "PASS", {"backends": sorted(known)})
+
+
+def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
+    """Equal path witnesses would mean that a program was compared with itself."""
+    served = comparison_table.paths(list(cells))
+    different = len(set(served.values()))
+    return Claim(
+        f"the {len(served)} backends that ran are {different} different programs",
+        verdict_of(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
+        {name: dict(line) for name, line in served.items()},
+    )
+
+
+def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
+    """The reports' A/B tests ran one program under several names, hence one figure."""
+    names = list(case_study.IDENTICAL_MIB)
+    reported = f"{case_study.IDENTICAL_MIB[names[0]]:,.1f} MB"
+    sentence = f'"all backends use identical memory ({reported})" is refuted'
+    table = comparison_table.wide(df, "peak_memory", "backward") if len(df) else pandas.DataFrame()
+    found = {}
+    for key, group in table.groupby(level=["shape", "queries"], sort=False):
+        lines = group.droplevel(["shape", "queries"])
+        shared = lines.loc[[n for n in names if n in lines.index]].dropna(axis=1)
+        if len(shared) > 1 and shared.shape[1]:
+            at = shared.columns[-1]
+            found[f"{', '.join(key)} queries, T {at}"] = shared[at].round(2).to_dict()
+    if not found:
+        return Claim(f"{sentence}: no two of {', '.join(names)} ran", "INCONCLUSIVE", {})
+    spreads = [max(mib.values()) / max(min(mib.values()), 1e-9) for mib in found.values()]
+    return Claim(
+        f"{sentence}: at the longest T of all, {', '.join(names)} differ by a factor of "
+        f"{min(spreads):.1f} or more",
+        verdict_of(min(spreads) > SPREAD),
+        found,
+    )
+
+
+def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
+    """Whoever is faster than the limit does not do the work that was counted."""
+    sentence = "no implementation is faster than the physical limit"
+    rows = comparison_table.labelled(df)
+    rows = rows[(rows["metric"] == "fraction_of_limit") & rows["median"].notna()]
+    if not _on_gpu(df):
+        return Claim(f"{sentence}: not decided, {_no_gpu()}", "INCONCLUSIVE", {})
+    if not len(rows):
+        return Claim(f"{sentence}: nothing was timed", "INCONCLUSIVE", {})
+    best = rows.loc[rows["median"].idxmax()]
+    return Claim(
+        f"{sentence}: the nearest is {best['backend']}, {best['mode']} at T {best['x_value']}, "
+        f"with {best['median']:.0%} of it",
+        verdict_of(best["median"] <= 1.03),  # the ceilings are medians, too
+        {"backend": best["backend"], "fraction": round(float(best["median"]), 3)},
+    )
+
+
+def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
+    """Forward and backward within the aim; the best public kernel's figures stand beside.
+
+    Where T is so short that the host's launches are what takes the time, a CUDA graph's count.
+    """
+    what = f"{backend} at {aim}"
+    wanted = f"aim {aim.forward_ms:g} / {aim.backward_ms:g} ms"
+    if aim.public_ms:
+        wanted += ", best public {:g} / {:g}".format(*aim.public_ms)
+    why = _not_an_h200(df)
+    if why:
+        return Claim(f"{what}: {wanted}; not decided, {why}", "INCONCLUSIVE", {})
+    rows = comparison_table.labelled(df)
+    rows = rows[(rows["backend"] == backend) & (rows["metric"] == "latency")]
+    rows = rows[[aim.fits(t, c) for t, c in zip(rows["x_value"], metrics.configs(rows),
+                                                strict=True)]]  # fmt: skip
+    by_mode = rows.dropna(subset="median").set_index("mode")["median"]
+    if not {"forward", "backward"} <= set(by_mode.index):
+        return Claim(f"{what}: {wanted}; not measured in this run", "INCONCLUSIVE", {})
+    got, how = by_mode[["forward", "backward"]].tolist(), ""
+    if {"graph_forward", "graph_backward"} <= set(by_mode.index):
+        how = " in a CUDA graph, {:.3g} / {:.3g} without".format(*got)
+        got = by_mode[["graph_forward", "graph_backward"]].tolist()
+    met = got[0] <= aim.forward_ms and got[1] <= aim.backward_ms
+    return Claim(
+        f"{what}: {got[0]:.3g} / {got[1]:.3g} ms{how} ({wanted})",
+        verdict_of(met),
+        {mode: round(float(ms), 4) for mode, ms in by_mode.items()},
+    )
+
+
+def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
+    """Beyond inputs and outputs, T 2048 and longer, forward and backward."""
+    found = {}
+    for mode in ("forward", "backward"):
+        for key, line in _lines(df, "peak_memory", mode, backend):
+            line = line[(line.index >= 2048) & (line > 0)]
+            if len(line) > 2:
+                fit = fit_exponent(list(line.index), line.to_numpy())
+                found[f"{mode}, {', '.join(key)}"] = round(fit.exponent, 3)
+    sentence = f"{backend}'s memory grows at most as T^{EXPONENT}"
+    if not found or not _on_gpu(df):
+        why = "fewer than three T from 2048 on" if _on_gpu(df) else _no_gpu()
+        return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", found)
+    worst = max(found.values())
+    return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= EXPONENT), found)
+
+
+def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
+    """At T 64k of the main shape."""
+    limits = dict(zip(("forward", "backward"), published.MEMORY_64K_GIB, strict=True))
+    sentence = f"{backend} at 64k takes less than {limits['forward']:g} GiB beyond inputs and "
+    sentence += f"outputs forward and {limits['backward']:g} backward"
+    found, main = {}, comparison_table.shape_name(asdict(Shape(65536)))
+    for mode in limits:
+        for key, line in _lines(df, "peak_memory", mode, backend):
+            if 65536 in line.index and key[0] == main:
+                found[mode] = max(found.get(mode, 0.0), float(line[65536]) / GIB)
+    if set(found) != set(limits):
+        return Claim(f"{sentence}: not measured in this run", "INCONCLUSIVE", {})
+    return Claim(
+        f"{sentence}: {found['forward']:.2f} and {found['backward']:.2f} GiB",
+        verdict_of(all(found[mode] < limits[mode] for mode in limits)),
+        {mode: round(gib, 3) for mode, gib in found.items()},
+    )
+
+
+def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
+    """Against the fastest dense attention of the same process, forward and backward."""
+    sentence = f"{backend} is faster than every dense attention from T {tokens} on"
+    if not _on_gpu(df):
+        return Claim(f"{sentence}: not decided, {_no_gpu()}", "INCONCLUSIVE", {})
+    rows = comparison_table.labelled(df)
+    rows = rows[(rows["metric"] == "latency") & rows["median"].notna()]
+    rows = rows[rows["mode"].isin(["forward", "backward"]) & (rows["x_value"] >= tokens)]
+    rows = rows[~rows["backend"].isin(LIMITS.values())]
+    keys = ["shape", "queries", "x_value", "mode"]
+    theirs = rows[rows["operation"] == DENSE]
+    dense = theirs.groupby(keys)["median"].min()
+    ours = rows[(rows["operation"] == NSA) & (rows["backend"] == backend)].set_index(keys)
+    ratio = (dense / ours["median"]).dropna()
+    if not len(ratio):
+        return Claim(f"{sentence}: not both were measured", "INCONCLUSIVE", {})
+    sentence = sentence.replace("dense", f"dense ({', '.join(sorted(set(theirs['backend'])))})", 1)
+    shape, queries, at, mode = ratio.idxmin()
+    text = f"{sentence}: at least {ratio.min():.2f} times ({mode}, {queries}, T {at}, {shape})"
+    found = {", ".join(map(str, key)): round(float(r), 2) for key, r in ratio.items()}
+    untimed = [", ".join(map(str, key)) for key in dense.index.difference(ours.index)]
+    if untimed and ratio.min() > 1:
+        text += f"; {backend} has no time at {len(untimed)} points that dense has"
+        return Claim(text, "INCONCLUSIVE", found | dict.fromkeys(untimed, "not timed"))
+    return Claim(text, verdict_of(bool(ratio.min() > 1)), found)
+
+
+def _lines(df: pandas.DataFrame, metric: str, mode: str, backend: str):
+    """((shape, queries), values by T without what failed) of one backend."""
+    table = comparison_table.wide(df, metric, mode) if len(df) else pandas.DataFrame()
+    for (shape, queries, name), line in table.iterrows():
+        if name == backend:
+            yield (shape, queries), line.replace([np.inf], np.nan).dropna()
+
+
+def _on_gpu(df: pandas.DataFrame) -> bool:
+    return bool(len(df)) and not (df["gpu"].isin(["", "cpu"])).any()
+
+
+def _no_gpu() -> str:
+    return "times and sizes without a GPU say nothing about one"
+
+
+def _not_an_h200(df: pandas.DataFrame) -> str:
+    if not _on_gpu(df):
+        return _no_gpu()
+    gpu = df["gpu"].iloc[0]
+    return "" if "H200" in gpu else f"the aims are for an H200, this is {gpu}"

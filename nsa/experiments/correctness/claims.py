@@ -1,0 +1,161 @@
+"""The sentences of the correctness notebook, each decided by what was measured."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nsa.experiments.correctness.definition import Definition, facts
+from nsa.experiments.correctness.gallery import RIGHT, Seen, known_tests
+from nsa.experiments.correctness.learning import PEEK
+from nsa.experiments.correctness.mutants import MUTANTS
+from nsa.experiments.correctness.oracle import IMPOSTORS
+from nsa.experiments.correctness.table import VISIBLE, difference
+from nsa.workbook.claim import Claim, verdict_of
+
+
+def all_claims(
+    found: Definition,
+    oracle: Sequence[dict],
+    seen: Sequence[Seen],
+    lessons: Sequence[dict],
+    killed: Sequence[dict],
+) -> list[Claim]:
+    """Every claim; what was not measured is INCONCLUSIVE."""
+    return [
+        *(Claim(sentence, verdict_of(holds), {"tokens": found.tokens})
+          for sentence, holds in facts(found)),
+        backends_are_held(oracle),
+        impostors_are_turned_down(oracle),
+        right_pictures_agree(seen),
+        mutants_are_seen(seen),
+        lessons_tell(lessons),
+        losses_do_not_tell(lessons),
+        killers_exist(),
+        killers_kill(killed),
+    ]  # fmt: skip
+
+
+def backends_are_held(rows: Sequence[dict]) -> Claim:
+    """Twice the error of plain torch against fp64, o and every gradient; declined is not red."""
+    ours = [row for row in rows if row["kind"] == "backend"]
+    ran = [row for row in ours if row["outcome"] in ("held", "red")]
+    names = sorted({row["who"] for row in ran})
+    red = [row for row in ran if row["outcome"] == "red"]
+    verdict = "INCONCLUSIVE" if not ran else verdict_of(not red)
+    return Claim(
+        f"{len(names)} backends hold the accuracy rule in {len(ran)} tensors: {', '.join(names)}",
+        verdict,
+        {"red": [row["message"] for row in red],
+         "declined": sorted({row["who"] for row in ours} - set(names))},
+    )  # fmt: skip
+
+
+def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
+    """Each on at least one shape of each dtype: at T = 1 a window of w + 1 keys is no other."""
+    fakes = [row for row in rows if row["kind"] == "impostor"]
+    dtypes = sorted({row["dtype"] for row in fakes})
+    passed = [
+        f"{name}, {dtype}"
+        for name in IMPOSTORS
+        for dtype in dtypes
+        if not any(r["outcome"] == "red" for r in fakes
+                   if (r["who"], r["dtype"]) == (name, dtype))
+    ]  # fmt: skip
+    return Claim(
+        f"the rule turns down {', '.join(IMPOSTORS)} in {' and '.join(dtypes) or 'no dtype'}",
+        verdict_of(not passed) if fakes else "INCONCLUSIVE",
+        {"passed": passed},
+    )
+
+
+def right_pictures_agree(seen: Sequence[Seen]) -> Claim:
+    """Two backends that are right give every token the same weight."""
+    views: dict[str, list[np.ndarray]] = {}
+    for one in seen:
+        if one.mutant == RIGHT and one.picture is not None:
+            views.setdefault(one.view, []).append(np.array(one.picture))
+    many = {view: pictures for view, pictures in views.items() if len(pictures) > 1}
+    worst = max((float(np.abs(p - some[0]).max()) for some in many.values() for p in some),
+                default=0.0)  # fmt: skip
+    count = sum(len(pictures) for pictures in many.values())
+    return Claim(
+        f"right code gives every token the same weight in each of {count} backends' pictures",
+        verdict_of(worst <= VISIBLE) if many else "INCONCLUSIVE",
+        {view: len(pictures) for view, pictures in many.items()} | {"worst": worst},
+    )
+
+
+def mutants_are_seen(seen: Sequence[Seen]) -> Claim:
+    """A mutant whose picture is the right one would be a mutant of code that does not run."""
+    mutants = [one for one in seen if one.mutant != RIGHT]
+    wrong = {one.mutant: difference(one, seen) for one in mutants}
+    blind = [name for name, d in wrong.items() if d is not None and np.abs(d).max() <= VISIBLE]
+    lost = {one.mutant: one.message for one in mutants if wrong[one.mutant] is None}
+    verdict = "FAIL" if blind else "INCONCLUSIVE" if lost or not mutants else "PASS"
+    return Claim(
+        f"each of {len(mutants)} mutants attends to, recomputes or differentiates something else",
+        verdict,
+        {"no difference": blind, "no picture": lost},
+    )
+
+
+def lessons_tell(rows: Sequence[dict]) -> Claim:
+    """Right attention learns all as it should, a mutant does not."""
+    ran = [row for row in rows if row["outcome"] == "ok"]
+    wrong = [
+        f"{row['mutant']}, {row['lesson']}"
+        for row in ran
+        if row["as_expected"] != (row["mutant"] == RIGHT)
+    ]
+    names = sorted({row["mutant"] for row in ran} - {RIGHT})
+    lost = [row["mutant"] for row in rows if row["outcome"] not in ("ok", "untold")]
+    undecided = not names or lost
+    return Claim(
+        f"a lesson tells {len(names)} mutants from right attention: {', '.join(names) or 'none'}",
+        "FAIL" if wrong else "INCONCLUSIVE" if undecided else "PASS",
+        {"wrong": wrong, "not learnt": lost},
+    )
+
+
+def losses_do_not_tell(rows: Sequence[dict]) -> Claim:
+    """A mutant whose training loss is no higher than right attention's, and that is wrong still."""
+    ran = [row for row in rows if row["outcome"] == "ok"]
+    right = {(r["lesson"], r["backend"], r["tokens"]): r for r in ran if r["mutant"] == RIGHT}
+    hidden = {}
+    for row in ran:
+        beside = right.get((row["lesson"], row["backend"], row["tokens"]))
+        if row["mutant"] == RIGHT or beside is None or row["as_expected"]:
+            continue
+        if row["loss"] <= 1.05 * beside["loss"]:
+            how = "peeks" if row["peek"] >= PEEK else "answers what is out of reach"
+            hidden[row["mutant"]] = how
+    return Claim(
+        "a training loss does not tell: "
+        + (", ".join(f"{name} {how}" for name, how in hidden.items()) or "nothing to compare"),
+        "PASS" if hidden else "INCONCLUSIVE",
+        hidden,
+    )
+
+
+def killers_exist() -> Claim:
+    """Each mutant names tests, and the project's tests have them."""
+    missing = [k for one in MUTANTS for k in one.killers if k not in known_tests()]
+    unnamed = [one.name for one in MUTANTS if not one.killers]
+    verdict = "INCONCLUSIVE" if not known_tests() else verdict_of(not missing and not unnamed)
+    return Claim(
+        f"each of {len(MUTANTS)} mutants has a test that is to kill it",
+        verdict,
+        {"missing": missing, "unnamed": unnamed},
+    )
+
+
+def killers_kill(killed: Sequence[dict]) -> Claim:
+    """Those that were run; `pytest -m "" tests/experiments/correctness` runs all."""
+    by = {row["mutant"]: row["outcome"] for row in killed}
+    alive = [name for name, outcome in by.items() if outcome == "survived"]
+    undecided = not by or any(outcome in ("error", "no tests") for outcome in by.values())
+    return Claim(
+        f"the tests kill {', '.join(by) or 'mutants: none was tried in this run'}",
+        "FAIL" if alive else "INCONCLUSIVE" if undecided else "PASS",
+        by,
+    )

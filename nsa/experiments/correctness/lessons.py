@@ -1,0 +1,180 @@
+"""The lessons by which right attention is told from wrong, as specs for `learning.learn`.
+
+Each uses what the others leave out: the window's edge, the blocks that every query sees, blocks
+found by their importance, compressed keys alone, and all branches in two layers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa.config import NSAConfig
+from nsa.experiments.correctness.learning import PACED
+from nsa.model.config import ModelConfig
+from nsa.model.train_config import TrainConfig
+
+VOCAB = 34
+# Of a head's eight pairs of channels five turn by less than a radian in 8192 tokens: what is learnt
+# at one distance holds at others.
+FAR = {"rope_base": 1e14}
+# What is learnt before a lesson: which one, on rows of how many blocks. Two layers that found a
+# string a little farther back each time find it by what it is; one long step, and they are back at
+# chance. And who can copy has what recall needs, which by itself stands on a plateau.
+STAGES = {
+    "selection": (("selection", (8, 32)),),
+    "compressed": (("compressed", (8, 32)),),
+    "copy": (("copy", (4, 5, 6, 8, 12, 16, 32, 64)),),
+    "recall": (("copy", (4, 5, 6, 8)), ("recall", (8, 16, 32, 64))),
+}
+# Rate and warm-up. Of two layers the first learns only once the second does, and both forget at a
+# higher rate, or where AdamW, made anew for each stage, begins with steps of full size.
+PACE = {"recall": (1e-3, 200), "copy": (3e-3, 100)}
+
+
+def lesson(
+    name: str,
+    tokens: int = 2048,
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    batch: int = 16,
+    precision: str = "fp32",
+    **changes: Any,
+) -> dict[str, Any]:
+    """The spec of that lesson for rows of `tokens` tokens; `changes` are fields of the model.
+
+    Blocks are small, so that a query sees few of them and a needle shows in their mean: l' = l =
+    T / 128, but at least 16, d = l / 4, w = 2 l', three blocks a query in one layer.
+
+    What has to be found among many blocks is found by luck first, and learnt only then. So the
+    same model, its blocks those of T, learns it on rows of a few blocks first, see STAGES.
+    Raises ValueError for an unknown lesson and for T below 64.
+    """
+    if name not in LESSONS:
+        raise ValueError(f"no lesson {name!r}; there are {', '.join(LESSONS)}")
+    if tokens < 64:
+        raise ValueError(f"tokens={tokens}: a lesson needs at least 64, for blocks to leave out")
+    block = max(16, tokens // 128)
+    config = ModelConfig(
+        name=f"lesson-{name}",
+        layers=1,
+        dim=64,
+        heads=8,
+        kv_heads=2,
+        head_dim=16,
+        vocab=VOCAB,
+        nsa=NSAConfig(
+            compress_block=block,
+            compress_stride=block // 4,
+            select_block=block,
+            select_count=3,
+            select_initial=1,
+            select_local=1,
+            window=2 * block,
+        ),
+        backend=backend,
+    )
+    model, *_ = LESSONS[name](tokens, block)
+    before = [(other, n * block) for other, counts in STAGES.get(name, ()) for n in counts]
+    last = _stage(name, tokens, block)
+    # Steps this small are bound by their launches.
+    graph = torch.device(device).type == "cuda" and backend in ("auto", "triton")
+    train = TrainConfig(
+        batch=batch,
+        precision=precision,
+        cuda_graph=graph and precision in ("fp32", "bf16"),
+        seed=1,
+        **{field: last.pop(field) for field in PACED},
+    )
+    return {
+        "model": config.with_(**{**model, **changes}).to_dict(),
+        "train": train.to_dict(),
+        **last,
+        "stages": [_stage(other, short, block) for other, short in before if short < tokens],
+        "device": device,
+    }
+
+
+def _stage(name: str, tokens: int, block: int) -> dict[str, Any]:
+    """What is taught and asked on rows of `tokens` tokens, and the fields PACED of training."""
+    _, tasks, questions, steps = LESSONS[name](tokens, block)
+    lr, warmup = PACE.get(name, (5e-3, 10))
+    paced = {"tokens": tokens, "steps": steps, "lr": lr, "warmup_steps": warmup}
+    return {**paced, "tasks": tasks, "questions": questions}
+
+
+def _needle(low: int, high: int, filler: int = 4) -> dict[str, Any]:
+    return {
+        "name": "needle",
+        "vocab": VOCAB,
+        "values": 8,
+        "filler": filler,
+        "distance": [low, high],
+    }
+
+
+def _asks(solved: bool, task: dict[str, Any]) -> dict[str, Any]:
+    return {"task": task, "solved": solved}
+
+
+def _two_layers(tokens: int, block: int) -> dict[str, Any]:
+    count = max(3, min(8, tokens // block // 4))
+    far = {"head_dim": 32, "rope_base": 1e9, "shared_kv": True}
+    return {"layers": 2, "dim": 128, "nsa": {"select_count": count}, **far}
+
+
+def window(tokens: int, block: int):
+    """Window alone, trained on needles up to w back: w - 1 is the last in reach, w the first out.
+
+    A window of one more key learns both, one of other keys neither.
+    """
+    edge = 2 * block
+    questions = {
+        "inside": _asks(True, _needle(1, edge - 1)),
+        "last": _asks(True, _needle(edge - 1, edge - 1)),
+        "outside": _asks(False, _needle(edge, edge)),
+    }
+    return {"force_branch": "win"}, [_needle(1, edge)], questions, 200
+
+
+def blocks(tokens: int, block: int):
+    """Selection alone, its scores untrained: a needle in the own or first block is always seen."""
+    own, first = _needle(1, block - 1), _needle(tokens - block, tokens - 1)
+    questions = {"own": _asks(True, own), "first": _asks(True, first)}
+    return {"force_branch": "slc"}, [own, first], questions, 200
+
+
+def selection(tokens: int, block: int):
+    """Selection alone, its scores from the keys that it attends to: a needle in any block.
+
+    Of three blocks only one is free, so importance has to put the needle's own first.
+    """
+    own, any_ = _needle(1, block - 1, filler=1), _needle(block, tokens - block - 1, filler=1)
+    questions = {"own": _asks(True, own), "far": _asks(True, any_)}
+    return {"force_branch": "slc", "shared_kv": True, **FAR}, [own, any_], questions, 1500
+
+
+def compressed(tokens: int, block: int):
+    """Compressed keys alone: a needle in any block that has ended."""
+    far = _needle(2 * block, tokens - 1, filler=1)
+    return {"force_branch": "cmp", **FAR}, [far], {"far": _asks(True, far)}, 300
+
+
+def recall(tokens: int, block: int):
+    """All branches, two layers: eight pairs asked for once more, near and as far as T allows."""
+    near = {"name": "recall", "vocab": VOCAB, "pairs": 8, "gap": [0, tokens - 31]}
+    far = {"name": "recall", "vocab": VOCAB, "pairs": 8}
+    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
+
+
+def copy(tokens: int, block: int):
+    """All branches, two layers: a string of 24 symbols, near and as far as T allows."""
+    near = {"name": "copy", "vocab": VOCAB, "length": 24, "distance": [25, tokens - 24]}
+    far = {"name": "copy", "vocab": VOCAB, "length": 24}
+    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
+
+
+LESSONS: dict[str, Callable] = {
+    make.__name__: make for make in (window, blocks, selection, compressed, recall, copy)
+}

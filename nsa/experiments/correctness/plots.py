@@ -1,0 +1,186 @@
+"""The figures of the correctness notebook: the definition, and what each mutant attends to."""
+
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+
+from nsa.experiments.correctness.definition import Definition
+from nsa.experiments.correctness.gallery import RIGHT, Seen
+from nsa.experiments.correctness.table import difference
+from nsa.workbook import looks
+
+BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
+SMALL = 75  # dots an inch
+LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = {"cmp": "#E69F00", "slc": "#0072B2", "win": "#009E73"}
+
+
+def what_is_seen(found: Definition):
+    """A panel a branch: tokens (columns) that each query (rows) sees; both groups' selections."""
+    from matplotlib.colors import ListedColormap
+
+    shown = [("cmp", 0, "compressed"), ("win", 0, "window")]
+    shown += [("slc", g, f"selected, KV head {g}") for g in range(len(found.sees["slc"]))]
+    with looks.style():
+        fig, panels = _grid(len(shown), 4, 3.0)
+        size, step = found.config.select_block, found.config.compress_stride
+        for axes, (branch, group, title) in zip(panels, shown, strict=True):
+            mask = found.sees[branch][group].numpy()
+            future = np.triu(np.ones_like(mask, dtype=float), 1)
+            axes.imshow(future, cmap=ListedColormap(["white", "#eeeeee"]), vmin=0, vmax=1)
+            axes.imshow(
+                np.ma.masked_where(~mask, mask), cmap=ListedColormap([COLOURS[branch]]),
+                interpolation="nearest",
+            )  # fmt: skip
+            grid = step if branch == "cmp" else size
+            if branch != "win":
+                for edge in range(grid, found.tokens, grid):
+                    axes.axvline(edge - 0.5, color="#777777", lw=0.3)
+            axes.grid(False)
+            axes.set(title=title, xlabel="token", ylabel="query")
+    return fig
+
+
+def importance_of(found: Definition, query: int, group: int = 0):
+    """Eq. 8 to 11 for one query: p_cmp of each head, the matrix of Eq. 9, importance, the choice.
+
+    ValueError for a query or a group that there is not.
+    """
+    if not (0 <= query < found.tokens and 0 <= group < len(found.p_cmp)):
+        raise ValueError(f"query {query}, group {group}: the picture has {found.tokens} queries "
+                         f"and {len(found.p_cmp)} groups")  # fmt: skip
+    config = found.config
+    with looks.style():
+        import matplotlib.pyplot as plt
+
+        fig, (left, middle, right) = plt.subplots(1, 3, figsize=(11.5, 3.2))
+        below = np.zeros(found.p_cmp.shape[-1])
+        for head, line in enumerate(found.p_cmp[group, :, query].numpy()):
+            left.bar(np.arange(len(line)), line, bottom=below, width=0.85, label=f"head {head}",
+                     color=["#0072B2", "#56B4E9", "#999999", "#CC79A7"][head % 4])  # fmt: skip
+            below += line
+        left.set(title=f"p_cmp of query {query} (Eq. 8)", xlabel="compressed key i")
+        left.legend(fontsize=7.5)
+        image = middle.imshow(
+            found.matrix.T.numpy(), cmap="Greys", aspect="auto", interpolation="nearest"
+        )
+        middle.grid(False)
+        middle.set(title="strides shared, M (Eq. 9)", xlabel="compressed key i", ylabel="block j")
+        fig.colorbar(image, ax=middle, ticks=range(int(found.matrix.max()) + 1))
+        chosen = {int(j) for j in found.blocks[group, query] if j >= 0}
+        own = query // config.select_block
+        for j, value in enumerate(found.importance[group, query].numpy()):
+            forced = j < config.select_initial or own - config.select_local < j <= own
+            colour = "#D55E00" if forced else "#0072B2" if j in chosen else "#bbbbbb"
+            right.bar(j, value if j <= own else 0.0, color=colour, width=0.85)
+            word = "forced" if forced else "chosen" if j in chosen else "later" if j > own else ""
+            right.annotate(word, (j, value if j <= own else 0.0), ha="center", va="bottom",
+                           fontsize=7.5, color=colour)  # fmt: skip
+        for axes in (left, middle, right):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        right.set(title=f"importance, and the choice of n = {config.select_count}",
+                  xlabel="block j")  # fmt: skip
+    return fig
+
+
+def gates_of(found: Definition, head: int = 0):
+    """The three gates of one head over the tokens: each on its own, they need not add up to 1."""
+    with looks.style():
+        fig, (axes,) = looks.panels(1, 2.2)
+        for index, (branch, name) in enumerate(BRANCHES.items()):
+            axes.plot(found.gates[:, head, index], color=COLOURS[branch], label=name)
+        axes.set(title=f"gates of head {head} (Eq. 5)", xlabel="token", ylim=(0, 1))
+        fig.set_dpi(SMALL)  # lines over a grid weigh most in a notebook
+        looks.legend(fig, [axes])
+    return fig
+
+
+def gallery(all_seen: Sequence[Seen]):
+    """A panel a mutant: what it shows less what right code shows; red too much, blue too little.
+
+    Grey is what right code attends to. A picture that could not be made says why.
+    """
+    from matplotlib.colors import ListedColormap
+
+    mutants = [seen for seen in all_seen if seen.mutant != RIGHT]
+    with looks.style():
+        fig, panels = _grid(len(mutants), 6, 1.75, dpi=80)
+        for axes, seen in zip(panels, mutants, strict=True):
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.grid(False)
+            axes.set_title(_two_lines(seen.mutant), fontsize=6.8)
+            axes.set_xlabel(f"{seen.view.replace('_', ' ')}, {seen.backend}", fontsize=6.5)
+            wrong = difference(seen, all_seen)
+            if wrong is None:
+                why = textwrap.fill(textwrap.shorten(seen.message, 90), 24)
+                axes.text(0.5, 0.5, why, ha="center", va="center", fontsize=6).set_in_layout(False)
+                axes.set_box_aspect(1)
+                continue
+            square = wrong.shape[0] == wrong.shape[1]
+            right = np.array(seen.picture) - wrong
+            if square:
+                axes.imshow(right > 0, cmap=ListedColormap(["white", "#d9d9d9"]), vmin=0, vmax=1,
+                            interpolation="nearest")  # fmt: skip
+            most = np.abs(wrong).max() or 1.0
+            # Small differences are to be seen beside large ones: it is the place that tells.
+            shown = np.sign(wrong) * (np.abs(wrong) / most) ** 0.4
+            axes.imshow(np.ma.masked_where(np.abs(wrong) < 1e-4, shown), cmap="RdBu_r", vmin=-1.1,
+                        vmax=1.1, aspect="equal" if square else "auto",
+                        interpolation="nearest")  # fmt: skip
+    return fig
+
+
+def curves(rows: Sequence[dict]):
+    """Loss of each lesson while it is learnt: a panel a lesson, right attention in black."""
+    shown = [row for row in rows if row.get("curve")]
+    names = list(dict.fromkeys((row["lesson"], row["backend"], row["tokens"]) for row in shown))
+    if not names:
+        with looks.style():
+            fig, (axes,) = looks.panels(1, 0.8)
+            axes.set_axis_off()
+            axes.text(0.5, 0.5, "no lesson was learnt in this run", ha="center", va="center")
+        return fig
+    with looks.style():
+        fig, panels = looks.panels(len(names), 2.6)
+        mutants = list(dict.fromkeys(row["mutant"] for row in shown if row["mutant"] != RIGHT))
+        for axes, name in zip(panels, names, strict=True):
+            for row in shown:
+                if (row["lesson"], row["backend"], row["tokens"]) != name:
+                    continue
+                right = row["mutant"] == RIGHT
+                number = 0 if right else mutants.index(row["mutant"])
+                axes.plot(
+                    [look["step"] for look in row["curve"]],
+                    [look["loss"] for look in row["curve"]],
+                    color="black" if right else LINES[number % len(LINES)],
+                    lw=2.6 if right else 1.4, ls="-" if right else "--", label=row["mutant"],
+                    marker="o" if len(row["curve"]) < 40 else "", ms=3.5,
+                )  # fmt: skip
+            axes.set(title=f"{name[0]}, {name[1]}, T = {name[2]}", xlabel="step",
+                     ylabel="loss (nats)", yscale="log")  # fmt: skip
+        fig.set_dpi(SMALL)
+        looks.legend(fig, panels)
+    return fig
+
+
+def _grid(count: int, columns: int, inches: float, dpi: int = 100):
+    import matplotlib.pyplot as plt
+
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    size = (inches * columns, (inches + 0.42) * rows)
+    fig, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, dpi=dpi)
+    for spare in list(grid.flat)[count:]:
+        spare.set_visible(False)
+    return fig, list(grid.flat)[:count]
+
+
+def _two_lines(name: str) -> str:
+    words, middle = name.split("-"), len(name) / 2
+    if len(name) < 20:
+        return name
+    ends = [len("-".join(words[: n + 1])) for n in range(len(words) - 1)]
+    cut = min(range(len(ends)), key=lambda n: abs(ends[n] - middle)) + 1
+    return "-".join(words[:cut]) + "-\n" + "-".join(words[cut:])

@@ -1,0 +1,162 @@
+"""What the correctness notebook shows as tables, and its rows for metrics.csv. Draws nothing."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas
+
+from nsa.experiments.correctness.gallery import RIGHT, Seen
+from nsa.experiments.correctness.mutants import MUTANTS, ROOT
+from nsa.workbook import metrics
+from nsa.workbook.store import Run, Store
+
+VISIBLE = 1e-4  # of a weight or gradient: more than rounding between the dtypes of two backends
+
+
+def oracle(rows: Sequence[dict]) -> pandas.DataFrame:
+    """One row a backend and dtype: worst error over its limit, of o and of the gradients."""
+    found: dict[tuple[str, str], dict] = {}
+    for row in rows:
+        if row["kind"] != "backend":
+            continue
+        line = found.setdefault(
+            (row["who"], row["dtype"]), {"o": None, "gradients": None, "held": 0, "why not": ""}
+        )
+        if row["outcome"] in ("declined", "no gradient"):
+            line["why not"] = row["message"]
+            continue
+        column = "o" if row["tensor"] == "o" else "gradients"
+        share = row["error"] / row["limit"] if row.get("limit") else np.inf
+        line[column] = max(line[column] or 0.0, share)
+        line["held"] += row["outcome"] == "held"
+        if row["outcome"] == "red":
+            line["why not"] = row["message"]
+    table = pandas.DataFrame.from_dict(found, orient="index")
+    table.index = pandas.MultiIndex.from_tuples(found, names=["backend", "dtype"])
+    for column in ("o", "gradients"):
+        table[column] = ["-" if x is None or x != x else f"{x:.0%}" for x in table[column]]
+    return table.rename(columns={"o": "o, of the limit", "gradients": "gradients, of the limit",
+                                 "held": "tensors held"})  # fmt: skip
+
+
+def impostors(rows: Sequence[dict]) -> pandas.DataFrame:
+    """One row an impostor and shape that tells it: its error and what the rule said."""
+    chosen = [row for row in rows if row["kind"] == "impostor"]
+    table = pandas.DataFrame(chosen, columns=["who", "shape", "outcome", "error"])
+    return table.assign(error=[f"{x:.1e}" for x in table["error"]]).set_index(["who", "shape"])
+
+
+def difference(seen: Seen, all_seen: Sequence[Seen]) -> np.ndarray | None:
+    """What the mutant shows less what right code shows in that view; None where one is missing."""
+    right = next(
+        (s for s in all_seen if (s.mutant, s.view, s.backend) == (RIGHT, seen.view, seen.backend)),
+        None,
+    )
+    if right is None or right.picture is None or seen.picture is None:
+        return None
+    return np.array(seen.picture) - np.array(right.picture)
+
+
+def gallery(all_seen: Sequence[Seen]) -> pandas.DataFrame:
+    """One row a mutant: its defect, where it is looked at, how much of the picture is wrong."""
+    defects = {one.name: one.defect for one in MUTANTS}
+    found = {}
+    for seen in all_seen:
+        if seen.mutant == RIGHT:
+            continue
+        wrong = difference(seen, all_seen)
+        rows = None if wrong is None else (np.abs(wrong) > VISIBLE).any(1)
+        found[seen.mutant] = {
+            "what the defect is": defects[seen.mutant],
+            "view": f"{seen.view.replace('_', ' ')}, {seen.backend}",
+            "rows that are wrong": seen.message if rows is None else f"{rows.sum()} of {len(rows)}",
+            "sees the future": _future(seen, wrong),
+        }
+    return pandas.DataFrame.from_dict(found, orient="index").rename_axis("mutant")
+
+
+def _future(seen: Seen, wrong: np.ndarray | None) -> str:
+    """Whether weight lies on later tokens; the gradients' pictures have no such place."""
+    if wrong is None or wrong.shape[0] != wrong.shape[1] or seen.view == "recomputed":
+        return "-"
+    ahead = np.triu(np.array(seen.picture), 1)
+    return "yes" if (ahead > VISIBLE).any() else "no"
+
+
+def killers(all_seen: Sequence[Seen], killed: Sequence[dict]) -> pandas.DataFrame:
+    """One row a mutant: the tests that kill it, and how they ended where they were run here."""
+    ran = {row["mutant"]: row for row in killed}
+    shown = {seen.mutant for seen in all_seen} - {RIGHT}
+    found = {
+        one.name: {
+            "killed by": ", ".join(k.partition("::")[2] for k in one.killers),
+            "run here": ran[one.name]["outcome"] if one.name in ran else "not in this run",
+        }
+        for one in MUTANTS
+        if one.name in shown
+    }
+    return pandas.DataFrame.from_dict(found, orient="index").rename_axis("mutant")
+
+
+def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
+    """One row a mutant and one of right attention a lesson: accuracy by question, loss, peek."""
+    found = []
+    for row in rows:
+        line = {
+            "mutant": row["mutant"],
+            "lesson": row.get("lesson", "-"),
+            "T": row.get("tokens", "-"),
+        }
+        line |= {"backend": row.get("backend", "-"), "steps": row.get("steps", "-")}
+        line |= {"accuracy": "-", "loss": "-", "peek": "-"}
+        if row["outcome"] == "ok":
+            wanted = row["expected"]
+            line["accuracy"] = ", ".join(
+                f"{name} {value:.2f}{'' if wanted[name] else ' (out of reach)'}"
+                for name, value in row["accuracy"].items()
+            )
+            line |= {"loss": f"{row['loss']:.4f}", "peek": f"{row['peek']:.2g}"}
+            line["as right attention"] = "yes" if row["as_expected"] else "no"
+        else:
+            line |= {"accuracy": row["message"], "as right attention": row["outcome"]}
+        found.append(line)
+    columns = ["mutant", "lesson", "T", "backend", "steps", "accuracy", "loss", "peek"]
+    columns.append("as right attention")
+    return pandas.DataFrame(found, columns=columns).set_index("mutant")
+
+
+def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list[dict]:
+    """Rows of metrics.csv; a lesson's whole row stands in its config, to be read back."""
+    rows = [
+        {
+            "operation": "nsa_attention", "backend": row["who"], "metric": "error",
+            "mode": "forward" if row["tensor"] == "o" else "backward", "unit": "of the largest",
+            "median": row.get("error"),
+            "config": {name: row[name] for name in ("shape", "dtype", "tensor", "outcome", "kind")},
+        }
+        for row in oracle_rows
+    ]  # fmt: skip
+    return rows + [
+        {
+            "operation": "lesson", "backend": row.get("backend"), "mode": "step", "metric": "loss",
+            "unit": "nats", "x_name": "tokens", "x_value": row.get("tokens"),
+            "median": row.get("loss"),
+            "config": {"lesson_row": json.dumps({k: v for k, v in row.items() if k != "curve"})},
+        }
+        for row in lesson_rows
+    ]  # fmt: skip
+
+
+def kept_lessons(run: str, root: str | Path = ROOT / "runs") -> list[dict]:
+    """The rows of `correctness_mutants.learn`, read back from a kept run's metrics, without curves.
+
+    ValueError for a run that is not there or that taught nothing.
+    """
+    folder = Store(root).find(run)
+    df = Run(folder).metrics()
+    rows = df[df["operation"] == "lesson"]
+    if not len(rows):
+        raise ValueError(f"run {folder.name} holds no lessons; name one of 00_correctness")
+    return [json.loads(config["lesson_row"]) for config in metrics.configs(rows)]

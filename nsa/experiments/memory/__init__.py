@@ -1,0 +1,1 @@
+"""How much memory does a training step hold, and how does that grow with T?"""

@@ -1,0 +1,153 @@
+"""The sentences of the memory notebook, each decided by rows and never by hand."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas
+
+from nsa.experiments.case_study import figures as case_study
+from nsa.experiments.memory import table as memory_table
+from nsa.experiments.memory.activation_model import activations
+from nsa.model.config import ModelConfig
+from nsa.workbook import metrics
+from nsa.workbook.claim import Claim, verdict_of
+from nsa.workbook.metrics import model_name
+from nsa.workbook.scaling import local_exponents
+
+LIMIT = 1.1  # the largest exponent that still counts as linear
+PRODUCTION_LIMIT_GIB = 6.0
+PREDICTION_LIMIT = 0.2
+
+
+def all_claims(df: pandas.DataFrame, rows: Sequence[dict], linear: Sequence[str]) -> list[Claim]:
+    """Every claim. `rows` are those of memory trials, `linear` the linear backends."""
+    return [
+        case_study_is_not_quadratic(),
+        *(linear_backend_is_linear(df, backend) for backend in linear),
+        dense_masks_cost_more(df, linear),
+        state_is_sixteen_bytes_a_parameter(rows),
+        activations_are_as_predicted(rows),
+        backends_are_different_programs(rows),
+        production_fits(df),
+    ]
+
+
+def case_study_is_not_quadratic() -> Claim:
+    """The report said "O(S^2) confirmed" beside a table that says otherwise."""
+    tokens, mib = zip(*case_study.MEMORY_MIB.items(), strict=True)
+    local = local_exponents(tokens, mib)
+    text = ", ".join(f"{p:.2f}" for p in local)
+    return Claim(
+        f"the case study's own table is not T squared: its local exponents are {text}",
+        verdict_of(bool((local < 2).all() and local[-1] < 1)),
+        {"table": "nsa.experiments.case_study.figures.MEMORY_MIB"},
+    )
+
+
+def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
+    """What grows, between the longest T and a quarter of it: at most T ** LIMIT, in every model."""
+    table = memory_table.growing(df)
+    found = {}
+    for (model, name), line in table.iterrows():
+        line = line.dropna()
+        if name == backend and len(line) > 1:
+            exponent = memory_table.exponent_fit(line, first=line.index[-1] // 4).exponent
+            if np.isfinite(exponent):  # else the longest T stands alone
+                found[model] = exponent
+    worst = max(found.values(), default=np.nan)
+    return Claim(
+        f"{backend} grows at most as T^{LIMIT} towards its longest T"
+        + (f": T^{worst:.2f}" if found else ", but no two points of it were measured"),
+        verdict_of(worst <= LIMIT) if found else "INCONCLUSIVE",
+        {model: round(exponent, 3) for model, exponent in found.items()},
+    )
+
+
+def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
+    """At the longest T that masked and a linear backend both finished."""
+    table = memory_table.growing(df)
+    evidence, holds = {}, []
+    for model in table.index.unique("model"):
+        lines = table.loc[model]
+        names = [name for name in linear if name in lines.index]
+        if "masked" not in lines.index or not names:
+            continue
+        shared = lines.loc[["masked", *names]].dropna(axis=1)
+        if shared.shape[1]:
+            at = shared.columns[-1]
+            ratio = shared.loc["masked", at] / shared.loc[names, at].max()
+            evidence[model] = {"tokens": int(at), "times": round(float(ratio), 1)}
+            holds.append(ratio > 1)
+    least = min((e["times"] for e in evidence.values()), default=None)
+    return Claim(
+        "dense masks cost more than every linear backend"
+        + (f": at least {least} times what grows, at the longest T of both" if evidence else ""),
+        verdict_of(all(holds)) if holds else "INCONCLUSIVE",
+        evidence,
+    )
+
+
+def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
+    """fp32 weights, gradients and two Adam moments; a GPU's allocator rounds blocks up."""
+    worst, cells = 0.0, 0
+    for row in rows:
+        if row["outcome"] == "ok" and row["held_mib"]:
+            held = sum(row["held_mib"][n] for n in ("parameters", "gradients", "optimizer_state"))
+            worst = max(worst, abs(held * 2**20 / (16 * row["parameters"]) - 1))
+            cells += 1
+    return Claim(
+        "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %",
+        verdict_of(worst <= 0.03) if cells else "INCONCLUSIVE",
+        {"cells": cells, "largest_deviation": round(worst, 5)},
+    )
+
+
+def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
+    """What the forward kept for the backward, against the sum of its shapes."""
+    ratios = {}
+    for row in rows:
+        if row["outcome"] == "ok" and row["held_mib"] and not row["checkpoint"]:
+            config = ModelConfig.from_dict(row["model"])
+            kept = activations(config, row["tokens"], row["batch"], row["dtype"], row["backend"])
+            measured = row["held_mib"]["activations"] * 2**20
+            name = f"{model_name(row)} {row['backend']} T={row['tokens']}"
+            ratios[name] = kept.total / measured
+    if not ratios:
+        return Claim("activations are as predicted from shapes", "INCONCLUSIVE", {})
+    worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
+    return Claim(
+        f"activations are as predicted from shapes, to {PREDICTION_LIMIT:.0%}",
+        verdict_of(abs(ratios[worst] - 1) <= PREDICTION_LIMIT),
+        {"cells": len(ratios), "furthest": worst, "predicted/measured": round(ratios[worst], 3)},
+    )
+
+
+def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
+    """Equal path witnesses would mean that a program was compared with itself."""
+    table = memory_table.paths(list(rows))
+    served = {name: tuple(line) for name, line in table.iterrows()}
+    return Claim(
+        f"the {len(served)} backends that ran are {len(set(served.values()))} different programs",
+        verdict_of(len(set(served.values())) == len(served)) if len(served) > 1 else "INCONCLUSIVE",
+        {name: dict(line) for name, line in table.iterrows()},
+    )
+
+
+def production_fits(df: pandas.DataFrame) -> Claim:
+    """The case study projected 50 to 151 GB for this step."""
+    rows = memory_table.labelled(df)
+    rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == "step")]
+    rows = rows[(rows["model"] == "production, 12 layers") & (rows["x_value"] == 2048)]
+    single = np.array([c.get("batch", 1) == 1 for c in metrics.configs(rows)], dtype=bool)
+    rows = rows[rows["median"].notna() & single]
+    limit = f"under {PRODUCTION_LIMIT_GIB:.0f} GiB"
+    sentence = f"a production step of 12 layers at T 2048, batch 1, stays {limit}"
+    if not len(rows):
+        return Claim(f"{sentence}: not measured in this run", "INCONCLUSIVE", {})
+    best = rows.loc[rows["median"].idxmin()]
+    gib = best["median"] / 1024
+    return Claim(
+        f"{sentence}: {gib:.2f} GiB with {best['backend']}",
+        verdict_of(gib < PRODUCTION_LIMIT_GIB),
+        {row["backend"]: round(row["median"] / 1024, 3) for _, row in rows.iterrows()},
+    )

@@ -1,0 +1,120 @@
+"""Questions put to the memory rows of a metrics table, answered as tables. Draws nothing."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pandas
+
+from nsa.experiments.case_study import figures as case_study
+from nsa.experiments.memory.activation_model import predicted_peak
+from nsa.experiments.memory.cell import Cell
+from nsa.workbook import metrics
+from nsa.workbook.metrics import model_name
+from nsa.workbook.panel_rows import by_tokens
+from nsa.workbook.scaling import Fit, fit_exponent, local_exponents
+
+# What a step holds whatever T is; the rest of a peak is what grows.
+CONSTANT = ("parameters", "gradients", "optimizer_state", "resident")
+
+
+def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
+    """The rows of training steps over T, with columns `model` ("repro, 5 layers") and `outcome`."""
+    rows = df[(df["operation"] == "training_step") & (df["x_name"] == "tokens")].copy()
+    configs = metrics.configs(rows)
+    rows["model"] = [model_name(config) for config in configs]
+    rows["outcome"] = [config.get("outcome", "ok") for config in configs]
+    rows["x_value"] = rows["x_value"].astype(int)
+    return rows
+
+
+def peaks(df: pandas.DataFrame) -> pandas.DataFrame:
+    """Peak MiB of a step, one row a model and backend, one column a T; a failure by its name."""
+    rows = labelled(df)
+    rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == "step")]
+    shown = [
+        f"{mib:,.1f}" if np.isfinite(mib) else outcome
+        for mib, outcome in zip(rows["median"].astype(float), rows["outcome"], strict=True)
+    ]
+    return by_tokens(rows.assign(shown=shown), "shown").fillna("")
+
+
+def growing(df: pandas.DataFrame) -> pandas.DataFrame:
+    """MiB at the peak that are neither weights, gradients nor optimizer state; NaN where it failed.
+
+    One row a model and backend, one column a T; of a cell measured twice the last counts. A total
+    hides its growth behind the constant part.
+    """
+    rows = labelled(df)
+    rows = rows[rows["metric"].str.startswith("memory_") & (rows["mode"] == "step")]
+    rows = rows[~rows["metric"].str.removeprefix("memory_").isin(CONSTANT)]
+    keys = ["model", "backend", "x_value"]
+    rows = rows.drop_duplicates([*keys, "metric"], keep="last")
+    total = rows.groupby(keys, sort=False)["median"].sum(min_count=1).reset_index()
+    return by_tokens(total, "median").astype(float)
+
+
+def exponents(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Local exponents of a `growing` table, one column a pair of neighbouring T, and the fit."""
+    tokens = list(table.columns)
+    found = {}
+    for key, line in table.iterrows():
+        fit = exponent_fit(line)
+        local = local_exponents(tokens, line.to_numpy())
+        found[key] = [*(f"{p:.2f}" if np.isfinite(p) else "" for p in local), str(fit)]
+    pairs = [f"{a}-{b}" for a, b in pairwise(tokens)]
+    index = pandas.MultiIndex.from_tuples(found, names=table.index.names)
+    return pandas.DataFrame(list(found.values()), index=index, columns=[*pairs, "fit [95 %]"])
+
+
+def exponent_fit(line: pandas.Series, first: int = 0) -> Fit:
+    """The exponent of one row of a `growing` table over the T that are at least `first`."""
+    line = line[[t >= first for t in line.index]].dropna()
+    return fit_exponent(list(line.index), line.to_numpy())
+
+
+def paths(rows: list[dict]) -> pandas.DataFrame:
+    """Which implementation served each branch, from the witnesses of measured rows, by backend."""
+    found = {}
+    for row in rows:
+        if row["witness"]:
+            served = row["witness"]["paths"]
+            found[row["backend"]] = {b: ", ".join(sorted(served[b])) for b in served}
+    return pandas.DataFrame.from_dict(found, orient="index").fillna("-")
+
+
+def predicted(cells: Sequence[Cell]) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
+    """{model: {backend: (T, MiB)}}: what shapes alone say that each cell holds at its peak."""
+    curves: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+    for cell in cells:
+        if cell.backend == "auto":
+            continue
+        bytes_held = predicted_peak(
+            cell.config(), cell.tokens, cell.batch, cell.dtype, cell.backend
+        )
+        tokens, mib = curves.setdefault(model_name(cell.to_dict()), {}).setdefault(
+            cell.backend, ([], [])
+        )
+        tokens.append(cell.tokens)
+        mib.append(bytes_held / 2**20)
+    return curves
+
+
+def case_study_curve() -> dict[str, tuple[list[int], list[float]]]:
+    """{label: (T, MiB)}: the case study's own table, as a curve."""
+    table = case_study.MEMORY_MIB
+    return {"case study, 5 layers": (list(table), list(table.values()))}
+
+
+def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
+    """The case study's table with its exponents, and under it our backends' peaks in MiB."""
+    tokens, mib = list(case_study.MEMORY_MIB), list(case_study.MEMORY_MIB.values())
+    local = [f"{p:.2f}" for p in local_exponents(tokens, mib)]
+    lines = {
+        ("case study, 5 layers", "reported"): [f"{m:,.1f}" for m in mib],
+        ("case study, 5 layers", "exponent from the left"): ["", *local],
+    }
+    table = pandas.DataFrame.from_dict(lines, orient="index", columns=tokens)
+    table.index = pandas.MultiIndex.from_tuples(table.index, names=["model", "backend"])
+    both = pandas.concat([table, peaks(df)])
+    return both[sorted(both.columns)].fillna("").rename_axis(columns="T")

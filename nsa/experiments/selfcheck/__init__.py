@@ -1,0 +1,1 @@
+"""Are planted faults called what they are, and healthy runs healthy?"""

@@ -1,0 +1,146 @@
+"""What it costs a training to be counted, and how early its counters tell when a backward ends.
+
+Both are measured in a child process on the training step of this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from nsa.lab.process.trial import Outcome, run_child
+from nsa.lab.verdict.pace import backward_eta_s
+from nsa.lab.watch import Progress, Unheard, read
+from nsa.lab.watch.evidence import Sample
+
+EVERY_S = 0.02  # between two looks at a backward
+_COUNTING = "nsa.experiments.selfcheck.cost:counting"
+_FORETOLD = "nsa.experiments.selfcheck.cost:foretold"
+
+
+def cost_of_counting(
+    settings: dict[str, Any], *, steps: int = 4, rounds: int = 4, deadline_s: float = 120.0
+) -> Outcome:
+    """The outcome of `counting` in a process of its own."""
+    spec = {"settings": settings, "steps": steps, "rounds": rounds}
+    return run_child(_COUNTING, spec, deadline_s=deadline_s)
+
+
+def end_of_a_backward(
+    settings: dict[str, Any], *, steps: int = 3, deadline_s: float = 120.0
+) -> Outcome:
+    """The outcome of `foretold` in a process of its own."""
+    return run_child(_FORETOLD, {"settings": settings, "steps": steps}, deadline_s=deadline_s)
+
+
+def counting(spec: dict[str, Any]) -> dict[str, Any]:
+    """{"ratio", "counted_ms", "plain_ms", "clock"} of a step: counted as in a trial, over not.
+
+    spec: "settings" of nsa.lab.search.training_subject, "steps" a turn, "rounds"; see
+    nsa.lab.measure.interleaved.
+    """
+    from nsa.lab.measure.interleaved import turns
+
+    with tempfile.TemporaryDirectory() as folder:
+        subject = _subject(spec["settings"], Path(folder, "unheard.bin"))
+        trainer = subject.trainer
+
+        @contextlib.contextmanager
+        def counted() -> Iterator[None]:
+            progress = Progress(Path(folder, f"progress-{trainer.steps_done}.bin"))
+            progress.attach()
+            trainer.observers = (progress,)
+            try:
+                yield
+            finally:
+                trainer.observers = ()
+                progress.close()
+
+        trainer.observers = ()
+        found = turns(trainer, counted, rounds=spec["rounds"], steps=spec["steps"])
+        subject.close()
+    return {
+        "ratio": found.ratio,
+        "plain_ms": found.plain_ms,
+        "counted_ms": found.watched_ms,
+        "clock": found.clock,
+    }
+
+
+def foretold(spec: dict[str, Any]) -> dict[str, Any]:
+    """{"worst", "left_at_half", "seconds", "looks", "nodes"}: how well a backward's end is known.
+
+    spec: "settings" of nsa.lab.search.training_subject, "steps", of which the longest backward
+    that was looked at in its second half counts; ValueError where none was. worst: how far off
+    `backward_eta_s` is at most once half of the nodes have run, as a share of the backward's
+    `seconds`; left_at_half: at the first look after that half, as a share of what was left.
+    looks, after the half.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "progress.bin")
+        subject = _subject(spec["settings"], file, heard=True)
+        samples: list[Sample] = []
+        over = threading.Event()
+
+        def look() -> None:
+            done = False
+            while not done:
+                done = over.wait(EVERY_S)  # one more look after the last step: it ended
+                samples.append(Sample(time.perf_counter(), 0, read(file)[0]))
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        for i in range(spec["steps"]):
+            subject.step(i)
+        over.set()
+        thread.join()
+        subject.close()
+    found = [one for step in range(spec["steps"]) if (one := errors_of(samples, step))]
+    if not found:
+        raise ValueError(
+            f"no look into the second half of any of {spec['steps']} backwards, with one every "
+            f"{EVERY_S * 1000:.0f} ms: they are too short; more layers or tokens make them longer"
+        )
+    return max(found, key=lambda one: one["seconds"])
+
+
+def errors_of(samples: list[Sample], step: int) -> dict[str, Any] | None:
+    """`foretold` of one step's backward, from samples of the counters.
+
+    None where no look that can tell an end fell into its second half.
+    """
+    began = next((n for n, s in enumerate(samples) if s.p.step == step and s.p.fired), len(samples))
+    mine = list(takewhile(lambda s: s.p.step == step and s.p.fired < s.p.total, samples[began:]))
+    after = samples[began + len(mine) : began + len(mine) + 1]  # the first look that found it done
+    later = [n for n, s in enumerate(mine) if s.p.fired >= s.p.total / 2]
+    if not after:
+        return None
+    told = [(backward_eta_s(mine[: n + 1]), after[0].t - mine[n].t) for n in later]
+    errors = [(abs(eta - left), left) for eta, left in told if eta is not None]
+    if not errors:
+        return None
+    seconds = after[0].t - mine[0].t
+    return {
+        "worst": max(off for off, _ in errors) / seconds,
+        "left_at_half": errors[0][0] / errors[0][1],
+        "seconds": seconds,
+        "looks": len(errors),
+        "nodes": mine[-1].p.total,
+    }
+
+
+def _subject(settings: dict[str, Any], file: Path, *, heard: bool = False) -> Any:
+    from nsa.lab.search.training_subject import make
+
+    progress = Progress(file)
+    if not heard:
+        progress.close()
+        return make(settings, Unheard(progress))
+    progress.attach()
+    return make(settings, progress)

@@ -1,0 +1,216 @@
+"""Which faults and controls there are, what each should be called, and where it can be planted."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+_HERE = "nsa.experiments.selfcheck.faults"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One subject with something planted in it, or, for a control, with nothing.
+
+    name: of it. kinds: what the judge may call it; more than one where the machine's speed
+    decides. what: the verdict's own word for it, "" for any. where: "module:class" in this package.
+    settings: for the subject. steps, ranks: of the trial. needs: "", "gpu" or "gpus2".
+    predicted_s: what the steps of a healthy one take, None where it does not matter. deadline_s: of
+    the trial. busy: it wants a core of its own, or its time counts. takes_s: about how long, so
+    that the longest begin first. beside: another process is to use the device meanwhile. text: what
+    is planted.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    what: str
+    where: str
+    text: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: int = 6
+    ranks: int = 1
+    needs: str = ""
+    control: bool = False
+    predicted_s: float | None = None
+    deadline_s: float = 40.0
+    busy: bool = False
+    takes_s: float = 10.0
+    beside: bool = False
+
+    @property
+    def subject(self) -> str:
+        """Its import path, as a trial's spec has it."""
+        return f"{_HERE}.{self.where}"
+
+
+def _fault(name: str, kind: str | tuple[str, ...], what: str, where: str, text: str, **more: Any):
+    return Fault(name, (kind,) if isinstance(kind, str) else kind, what, where, text, **more)
+
+
+def _control(name: str, kind: str | tuple[str, ...], where: str, text: str, **more: Any):
+    return _fault(name, kind, "", where, text, control=True, **more)
+
+
+_GROWING = {"steps": 30}
+
+PLANTED: tuple[Fault, ...] = (
+    # gradients
+    _fault("detached branch", "FAIL", "missing-grad", "gradients:SpoiltNSA",
+           "keys and values of the window are computed without a graph",
+           settings={"plant": "detached"}),
+    _fault("gate x 0", "FAIL", "zero-grad", "gradients:SpoiltNSA",
+           "the window's gate is multiplied by zero: gradients arrive, all zero",
+           settings={"plant": "gate x 0"}),
+    _fault("argmax", "FAIL", "missing-grad", "gradients:ChosenGate",
+           "an argmax chooses, so that what it chooses by gets no gradient"),
+    _fault("detached late", "FAIL", "missing-grad", "gradients:DetachedLate",
+           "a layer that the loss reaches in the first steps only"),
+    _fault("empty softmax row", "FAIL", "nan-grad", "gradients:EmptyRow",
+           "a row masked throughout: a finite loss, NaN in the gradients",
+           settings={"additive": True}),
+    _fault("fp16 AdamW", "FAIL", "nan-grad", "gradients:HalfAdam",
+           "an eps of 1e-8 is 0 in fp16: the weights become NaN"),
+    _fault("diverging", "FAIL", "nan-grad", "gradients:Diverging",
+           "a learning rate of 1e9: losses grow until they are no numbers"),
+    _fault("changed recomputation", "FAIL", "checkpoint-mismatch", "gradients:Recomputed",
+           "a checkpointed block takes another branch when it is recomputed",
+           settings={"spoilt": True}),
+    # ends
+    _fault("in-place", "CRASH", "RuntimeError", "ends:Overwritten",
+           "a tensor that the backward needs is changed in place"),
+    _fault("missing shard", "CRASH", "KeyError", "ends:Raises",
+           "a KeyError in the middle of a step"),
+    _fault("killed", "CRASH", "SIGKILL", "ends:Killed", "killed without a word"),
+    _fault("segfault", "CRASH", "SIGSEGV", "ends:BadPointer", "a read at a bad address"),
+    _fault("aborted", "CRASH", "SIGABRT", "ends:Aborts", "abort(), as C++ does"),
+    _fault("exit 3", "CRASH", "SystemExit", "ends:Leaves", "sys.exit(3) in the middle"),
+    _fault("early exit 0", "CRASH", "exit 0", "ends:LeavesSilently",
+           "ends as if all were well, with steps left to do"),
+    _fault("host OOM", "OOM", "host", "ends:OutOfAddresses",
+           "tensors until the process may have no more"),
+    _fault("one huge tensor", "OOM", "host", "ends:TooLarge", "2^55 bytes at once"),
+    # waits
+    _fault("loop in backward", "HANG", "python-spin", "waits:LoopInBackward",
+           "a while that never ends, in a backward of its own", busy=True),
+    _fault("deaf loop in the loader", "HANG", "python-spin", "waits:DeafLoop",
+           "a filter that lets nothing through, and only SIGKILL ends it", busy=True),
+    _fault("GIL held", "HANG", "gil-held", "waits:Expression",
+           "a regular expression that backtracks for ever", busy=True),
+    _fault("GIL held asleep", "HANG", "gil-held", "waits:LockedCall",
+           "a C call that waits for a lock and keeps the GIL"),
+    _fault("lock taken twice", "HANG", "blocked", "waits:LockTwice",
+           "a lock that waits for itself"),
+    _fault("loader asleep", "HANG", "blocked", "waits:SleepingLoader", "data that does not come"),
+    _fault("dead producer", "HANG", "blocked", "waits:DeadProducer",
+           "a queue whose producer has ended"),
+    _fault("empty pipe", "HANG", "blocked", "waits:EmptyPipe", "a read that nobody answers"),
+    _fault("stop signal", "HANG", "stopped", "waits:Stopped", "stopped, as a terminal does it"),
+    _fault("native loop", "HANG", "unproven-native", "waits:NativeLoop",
+           "C code without the GIL that does not end", deadline_s=7.0, busy=True, takes_s=30.0),
+    # growth
+    _fault("kept tensors", "FAIL", "tensor-list", "growth:KeptTensors",
+           "a list that grows by 2 MiB a step", **_GROWING),
+    _fault("kept graph", "FAIL", "graph-growth", "growth:KeptGraph",
+           "a running sum of a parameter that is never detached: the graph grows", **_GROWING),
+    _fault("kept losses", "FAIL", "graph-kept", "growth:KeptLosses",
+           "a running sum of losses with their graphs", **_GROWING),
+    _fault("reference cycle", "FAIL", "cycle", "growth:Cycle",
+           "objects that hold each other, and a collector that is off", **_GROWING),
+    _fault("kept masks", "FAIL", "tensor-list", "growth:KeptMasks",
+           "a dense mask kept for every T that was seen", **_GROWING),
+    _fault("quadratic buffer", "FAIL", "quadratic", "growth:Dense",
+           "attention keeps a T x T matrix for its backward", settings={"tokens": 64}),
+    # pace
+    _fault("slow loader", "SLOW", "", "pace:SlowLoader", "0.4 s for each batch",
+           settings={"sleep_s": 0.4}, steps=100, predicted_s=0.5, deadline_s=8.0),
+    _fault("recompilations", "SLOW", "recompile", "pace:Recompiles", "each step compiles anew",
+           steps=16, busy=True),
+    # ranks
+    _fault("rank's own branch", "FAIL", "ranks-differ", "ranks:OwnBranch",
+           "one rank leaves out a branch, which find_unused_parameters hides",
+           ranks=2, settings={"find_unused_parameters": True}),
+    _fault("skipped collective", "HANG", "collective", "ranks:SkippedCollective",
+           "one rank leaves out a collective and waits for the others", ranks=2),
+    _fault("other shape", ("CRASH",), "", "ranks:OtherShape",
+           "one rank brings another number of elements", ranks=2),
+    _fault("one rank killed", "CRASH", "SIGKILL", "ranks:OneKilled",
+           "SIGKILL of one rank", ranks=2),
+    _fault("one rank without data", "HANG", "collective", "ranks:OneWithoutData",
+           "all ranks wait for one", ranks=2),
+    # devices
+    _fault("device OOM", "OOM", "device", "devices:TooMuch", "tensors until the device is full",
+           needs="gpu"),
+    _fault("spinning kernel", "HANG", "", "devices:Spins", "a kernel that spins for a minute",
+           settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=7.0, takes_s=30.0),
+    _fault("device assertion", "CRASH", "", "devices:BadIndex", "an index beyond its table",
+           needs="gpu"),
+    _fault("kept on the device", "FAIL", "tensor-list", "devices:KeptOnDevice",
+           "a list on the device that grows by 2 MiB a step", needs="gpu", **_GROWING),
+    _fault("skipped collective (NCCL)", "HANG", "", "ranks:SkippedCollective",
+           "one rank leaves out a collective and waits for the others",
+           settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+    _fault("one rank killed (NCCL)", ("CRASH",), "", "ranks:OneKilled", "SIGKILL of one rank",
+           settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+    _fault("one rank without data (NCCL)", "HANG", "", "ranks:OneWithoutData",
+           "all ranks wait for one", settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+)  # fmt: skip
+
+CONTROLS: tuple[Fault, ...] = (
+    _control("healthy", "PASS", "small:Small", "nothing"),
+    _control("healthy NSA", "PASS", "small:TinyNSA", "nothing", steps=20),
+    _control("slow loop at 100 % CPU", "SLOW", "pace:Slow",
+             "one token at a time; its stacks are alike whenever one looks",
+             settings={"tokens": 96}, steps=60, predicted_s=0.5, deadline_s=9.0, busy=True),
+    _control("one-off allocation", "PASS", "growth:OneAllocation",
+             "192 MiB made late and kept", **_GROWING),
+    _control("collected cycle", "PASS", "growth:CollectedCycle",
+             "cycles that the collector takes now and then", **_GROWING),
+    _control("long native call", ("PASS", "SLOW"), "pace:LongCall",
+             "one call into C that takes longer than a stall may", settings={"call_s": 8.0},
+             predicted_s=1.0, deadline_s=7.0, busy=True, takes_s=25.0),
+    _control("first step compiles", "PASS", "pace:CompilesOnce", "torch.compile, once", busy=True),
+    _control("late start", "PASS", "pace:LateStart", "3 s before anything is told",
+             settings={"start_s": 3.0}),
+    _control("stranger", "PASS", "pace:Stranger", "a step that has never heard of progress"),
+    _control("masked row", "PASS", "gradients:EmptyRow",
+             "a row masked throughout, whose NaN its own backward stops",
+             settings={"additive": False}),
+    _control("other strides", "PASS", "gradients:OtherStrides",
+             "gradients whose strides are not their parameters'"),
+    _control("frozen part", "PASS", "gradients:FrozenPart", "a layer that is not trained"),
+    _control("recomputation", "PASS", "gradients:Recomputed",
+             "a checkpointed block that does as it did", settings={"spoilt": False}),
+    _control("two ranks", "PASS", "ranks:Ranks", "nothing, on two ranks", ranks=2),
+    _control("straggler", "PASS", "ranks:Ranks", "one rank is 0.3 s late in each step",
+             settings={"sleep_s": 0.3}, ranks=2),
+    _control("healthy GPU", "PASS", "devices:OnDevice", "nothing, on a GPU", needs="gpu", steps=20),
+    _control("long kernel", ("PASS", "SLOW"), "devices:Spins",
+             "a kernel that takes 7 s and ends", settings={"spin_s": 7.0}, needs="gpu",
+             predicted_s=1.0, deadline_s=9.0, busy=True),
+    _control("shared device", "INCONCLUSIVE", "devices:OnDevice",
+             "another process has memory on the device", needs="gpu", beside=True, busy=True),
+    _control("two ranks (NCCL)", "PASS", "ranks:Ranks", "nothing, on two GPUs",
+             settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+)  # fmt: skip
+
+FAULTS: tuple[Fault, ...] = PLANTED + CONTROLS
+
+
+def chosen(names: Iterable[str] = ()) -> tuple[Fault, ...]:
+    """Those of these names, in the registry's order; all without a name.
+
+    Raises ValueError for a name that there is not, with the nearest.
+    """
+    wanted = list(names)
+    known = [fault.name for fault in FAULTS]
+    for name in wanted:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"no planted fault or control {name!r}; the nearest is {near!r}")
+    return tuple(fault for fault in FAULTS if not wanted or fault.name in wanted)
+
+
+def why_not(fault: Fault, gpus: int) -> str:
+    """Why this machine, with so many GPUs, cannot hold it; "" when it can."""
+    needed = {"": 0, "gpu": 1, "gpus2": 2}[fault.needs]
+    return f"needs {needed} GPU(s), here are {gpus}" if gpus < needed else ""

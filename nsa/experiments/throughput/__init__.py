@@ -1,0 +1,1 @@
+"""How fast does the model train, and where does a step's time go?"""

@@ -1,0 +1,1 @@
+"""Which gradient arrives on which rank, in which order and bucket?"""

@@ -1,0 +1,218 @@
+"""A rank's side of distributed tracing: the trials of a launch, one after the other."""
+
+import gc
+import hashlib
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.experiments.tracing.trials import STEPS, Setup, Trial
+from nsa.lab.observers.arrival import GradientArrival
+from nsa.lab.observers.ddp import BucketTrace
+from nsa.lab.observers.module_order import ModuleOrder
+from nsa.lab.process.rank_child import failure, put, standing
+from nsa.lab.search.planted import plant, without_gradient
+from nsa.model import parallel
+from nsa.model.data import synthetic, text
+from nsa.model.llama import LanguageModel, parameter_count
+from nsa.model.parallel import Parallel
+from nsa.model.precision import autocast
+from nsa.model.train import Data, Trainer
+
+COLLECTIVE_S = 600.0  # longer than any launch: the supervisor's deadline, not NCCL's, ends a rank
+
+
+def run(spec: dict) -> dict:
+    """All trials of a launch; leaves trial-<number>-rank-<rank>.json for each in spec["folder"].
+
+    A trial that the options' own check refuses is "refused" on every rank, and the next one
+    follows. Any other error is written down and ends this rank: nobody knows what the others wait
+    for by then.
+    """
+    if spec["threads"]:
+        torch.set_num_threads(spec["threads"])
+    setup = Setup(**spec["setup"])
+    everyone = parallel.start("ddp", backend=setup.communication, timeout_s=COLLECTIVE_S)
+    if setup.device == "cuda" and everyone.device == "cpu":
+        raise ValueError(f"device='cuda' needs a GPU for each of {setup.ranks} ranks on this host")
+    for number, values in spec["trials"]:
+        trial = Trial(**values)
+        file = Path(spec["folder"], f"trial-{number}-rank-{everyone.rank}.json")
+        place = _Place(f"trial {number}: {trial.name}")
+        try:
+            here = _parallel(setup, trial, everyone)
+        except ValueError as error:
+            put(file, {"status": "refused", "message": str(error), "place": place.place})
+            continue
+        try:
+            record = {"status": "ok", "message": "", "result": trace_one(setup, trial, here, place)}
+        except Exception as error:
+            seen = failure(error)
+            evidence = seen.pop("traceback")
+            put(file, {**seen, "evidence": evidence, "place": place.place})
+            raise
+        put(file, {**record, "place": place.place})
+        everyone.barrier()
+        _forget()
+    everyone.close()
+    return {}
+
+
+def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None" = None) -> dict:
+    """Three steps of one trial: losses, weights, arrivals, modules, buckets, gradients.
+
+    Steps are numbered from 1. `weights` is a fingerprint of all weights after the last step;
+    `unreachable` what the graph named before the first backward, None where it does not tell.
+    """
+    config = setup.config(trial)
+    model = LanguageModel(config)
+    expected = without_gradient(config, dict(model.named_parameters()))
+    if trial.fault:
+        plant(trial.fault, model, here.rank, here.ranks)
+    data = text(seed=setup.seed) if setup.data == "text" else synthetic(setup.seed, config.vocab)
+    trainer = Trainer(model, data, setup.training(), device=here.device, parallel=here)
+    arrival, modules = GradientArrival(model, warn=False), ModuleOrder(model)
+    observers: list[Any] = [*([place] if place else []), arrival, modules]
+    buckets = BucketTrace(trainer.wrapped, range(STEPS), out=None) if here.kind == "ddp" else None
+    observers += [buckets] if buckets else []
+    first = _FirstGradients(model) if trial.compared else None
+    observers += [first] if first else []
+    trainer.observers = observers
+    losses = trainer.run(STEPS)
+    found = {
+        "losses": losses,
+        "weights": fingerprint(model),
+        "parameters": parameter_count(model),
+        "unreachable": None if arrival.unreachable is None else list(arrival.unreachable),
+        "arrivals": [_arrival(row, expected) for s in range(STEPS) for row in arrival.rows(s)],
+        "modules": [_module(row) for step in range(STEPS) for row in modules.rows(step)],
+        "buckets": [_bucket(row) for row in buckets.rows()] if buckets else [],
+        "gradients": [],
+    }
+    trainer.close()
+    if first:
+        found["gradients"] = beside_one_process(first.gradients, setup, trial, data, here)
+    return found
+
+
+def beside_one_process(
+    gradients: dict[str, Tensor], setup: Setup, trial: Trial, data: Data, here: Parallel
+) -> list[dict]:
+    """How far the ranks' gradients are from those that this process alone computes for the batch.
+
+    Rows of `way`, `error` and `parameter` where it is largest. error: largest difference over the
+    gradient's largest value. way "rows": each rank's rows in turn and the mean, the same sums but
+    for the mean over ranks; "batch": all rows at once, so that matrix products round otherwise.
+    """
+    model = LanguageModel(setup.config(trial))
+    model.reset_parameters(setup.seed)  # before it moves, as the trainer's: devices draw otherwise
+    model.to(here.device)
+    inputs, targets = (x.to(here.device) for x in data.batch(0, setup.batch, setup.tokens))
+    found = []
+    for way, parts in (("rows", here.ranks), ("batch", 1)):
+        model.zero_grad(set_to_none=True)
+        for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+            with autocast(setup.precision, torch.device(here.device)):
+                _, loss = model(x, y)
+            (loss / parts).backward()
+        errors = {n: _error(gradients.get(n), p.grad) for n, p in model.named_parameters()}
+        worst = max(errors, key=errors.__getitem__)
+        where = worst if errors[worst] else ""
+        found.append({"way": way, "error": errors[worst], "parameter": where})
+    return found
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Equal for equal weights: a hash of each parameter's sum and sum of absolute values, fp64.
+
+    Under FSDP2 of the whole weights, so every rank must ask.
+    """
+    sums = []
+    for p in model.parameters():
+        x = _whole(p.detach()).double()
+        sums += [x.sum(), x.abs().sum()]
+    return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+class _Place:
+    """An observer that tells the supervisor of each phase."""
+
+    def __init__(self, trial: str) -> None:
+        self.trial = trial
+        self.place = f"{trial}, before step 1"
+        standing(self.place)
+
+    def on_phase(self, name: str, step: int) -> None:
+        self.place = f"{self.trial}, step {step + 1}, {name}"
+        standing(self.place)
+
+
+class _FirstGradients:
+    """An observer that keeps the gradients of the first step, whole, as the optimizer gets them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_phase(self, name: str, step: int) -> None:
+        if name == "optimizer" and not self.gradients:
+            for parameter, p in self._model.named_parameters():
+                if p.grad is not None:
+                    self.gradients[parameter] = _whole(p.grad).clone()
+
+
+def _parallel(setup: Setup, trial: Trial, everyone: Parallel) -> Parallel:
+    parallel.check(
+        trial.kind, setup.communication, trial.static_graph, trial.find_unused, setup.bucket_mb
+    )
+    return replace(
+        everyone,
+        kind=trial.kind,
+        static_graph=trial.static_graph,
+        find_unused_parameters=trial.find_unused,
+        bucket_mb=setup.bucket_mb,
+    )
+
+
+def _arrival(row: dict, expected: set[str]) -> dict:
+    return {
+        "step": row["step"] + 1,
+        "parameter": row["name"],
+        "state": row["state"],
+        "expected": "missing" if row["name"] in expected else "arrived",
+        "order": row["order"],
+        "ms": row["ms"],
+    }
+
+
+def _module(row: dict) -> dict:
+    return {"step": row["step"] + 1, "module": row["name"], "order": row["order"], "ms": row["ms"]}
+
+
+def _bucket(row: dict) -> dict:
+    kept = ("index", "elements", "bytes", "dtype", "is_last", "ms")
+    return {"step": row["step"] + 1, **{name: row[name] for name in kept}}
+
+
+def _error(mine: Tensor | None, alone: Tensor | None) -> float:
+    if mine is None or alone is None:
+        return 0.0 if mine is alone else float("inf")
+    scale = float(alone.abs().max())
+    apart = float((mine - alone).abs().max())
+    if not apart:
+        return 0.0
+    return apart / scale if scale and isfinite(apart) else float("inf")
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _forget() -> None:
+    gc.collect()  # DDP's hooks and the model hold each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,243 @@
+"""What a distributed trace found, as tables and as the evidence files of its run."""
+
+from pathlib import Path
+
+import pandas
+
+from nsa.experiments.tracing.trials import Traced, Trial
+from nsa.lab.search.planted import planted
+from nsa.workbook.files import write_atomically
+
+WHO = ["trial", "rank", "step"]
+STATES = ("arrived", "missing", "zero")
+EVIDENCE = (
+    "all_missing_params", "arrival_by_rank", "ddp_buckets", "module_order", "rank_outcomes",
+)  # fmt: skip
+OUTCOME = [
+    "trial", "rank", "status", "first", "place", "losses", "weights", "message", "evidence",
+]  # fmt: skip
+
+
+def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
+    """The tables of the run's evidence files, by EVIDENCE's names; `step` counts from 1.
+
+    all_missing_params: every gradient that is missing or zero, with whether that is right
+    (`expected`) and whether it was planted. arrival_by_rank: a row a parameter, step and trial,
+    with order, ms and state of each rank. ddp_buckets, module_order: all rows. rank_outcomes: how
+    each rank ended each trial, with the traceback or stacks of one that failed.
+    """
+    arrivals = frame(traced, "arrivals")
+    missing = arrivals[arrivals["state"] != "arrived"].copy()
+    spoilt = {
+        (trial.name, rank): planted_in(traced, trial, rank)
+        for trial in traced.trials
+        for rank in range(traced.setup.ranks)
+    }
+    missing["planted"] = [
+        row.parameter in spoilt[row.trial, row.rank] for row in missing.itertuples()
+    ]
+    columns = [*WHO, "parameter", "state", "expected", "planted"]
+    return {
+        "all_missing_params": missing[columns].reset_index(drop=True),
+        "arrival_by_rank": by_rank(arrivals),
+        "ddp_buckets": frame(traced, "buckets"),
+        "module_order": frame(traced, "modules"),
+        "rank_outcomes": pandas.DataFrame(traced.outcomes, columns=OUTCOME),
+    }
+
+
+def write_evidence(folder: str | Path, traced: Traced) -> pandas.DataFrame:
+    """Writes EVIDENCE as CSV files into `folder`; returns their names and numbers of rows."""
+    found = evidence(traced)
+    for name, table in found.items():
+        write_atomically(Path(folder, f"{name}.csv"), table.to_csv(index=False))
+    return pandas.DataFrame(
+        [{"file": f"{name}.csv", "rows": len(table)} for name, table in found.items()]
+    )
+
+
+def frame(traced: Traced, kind: str) -> pandas.DataFrame:
+    """The rows of one kind ("arrivals", "modules", "buckets", "gradients") with their columns."""
+    columns = {
+        "arrivals": ["parameter", "state", "expected", "order", "ms"],
+        "modules": ["module", "order", "ms"],
+        "buckets": ["index", "elements", "bytes", "dtype", "is_last", "ms"],
+        "gradients": ["way", "error", "parameter"],
+    }[kind]
+    who = WHO[:2] if kind == "gradients" else WHO
+    table = pandas.DataFrame(getattr(traced, kind), columns=[*who, *columns])
+    if kind == "arrivals":
+        table["order"] = table["order"].astype("Int64")  # missing ones have none
+    return table
+
+
+def by_rank(arrivals: pandas.DataFrame) -> pandas.DataFrame:
+    """A row a trial, step and parameter, with state, order and ms of each rank beside each other.
+
+    `same`: every rank has the same state and order.
+    """
+    keys = ["trial", "step", "parameter"]
+    ranks = sorted(set(arrivals["rank"]))
+    table = arrivals[keys].drop_duplicates().set_index(keys)
+    for rank in ranks:
+        mine = arrivals[arrivals["rank"] == rank].set_index(keys)
+        for name in ("state", "order", "ms"):
+            table[f"{name}_{rank}"] = mine[name]
+    same = pandas.Series(True, index=table.index)
+    for name in ("state", "order"):
+        columns = table[[f"{name}_{rank}" for rank in ranks]]
+        same &= columns.nunique(axis=1, dropna=False) == 1
+    return table.assign(same=same).reset_index()
+
+
+def outcomes(traced: Traced) -> pandas.DataFrame:
+    """A row a trial: how its ranks ended, their losses, whether they end with the same weights."""
+    rows = []
+    for trial in traced.trials:
+        mine = traced.of(trial.name)
+        ends = ", ".join(dict.fromkeys(row["status"] for row in mine))
+        losses = traced.losses(trial.name)
+        weights = {row["weights"] for row in mine}
+        rows.append(
+            {
+                "trial": trial.name,
+                "ended": ends,
+                "losses": ", ".join(f"{loss:.4f}" for loss in losses),
+                "equal weights": "" if not losses else "yes" if len(weights) == 1 else "no",
+                "why": _why(mine),
+            }
+        )
+    return pandas.DataFrame(rows).set_index("trial")
+
+
+def counts(traced: Traced, step: int = 1) -> pandas.DataFrame:
+    """Arrived, missing and zero gradients of one step, and how many of them should not be so."""
+    table = frame(traced, "arrivals")
+    table = table[table["step"] == step]
+    rows = []
+    for (trial, rank), mine in table.groupby(["trial", "rank"], sort=False):
+        numbers = {state: int((mine["state"] == state).sum()) for state in STATES}
+        wrong = int((mine["state"] != mine["expected"]).sum())
+        rows.append({"trial": trial, "rank": rank, **numbers, "unexpected": wrong})
+    columns = ["trial", "rank", *STATES, "unexpected"]
+    return pandas.DataFrame(rows, columns=columns).set_index(["trial", "rank"])
+
+
+def arrived(traced: Traced, trial: str, rank: int = 0, step: int = 1) -> list[str]:
+    """The parameters whose gradients arrived on a rank, in that order."""
+    table = frame(traced, "arrivals")
+    mine = table[(table["trial"] == trial) & (table["rank"] == rank) & (table["step"] == step)]
+    return list(mine.dropna(subset="order").sort_values("order")["parameter"])
+
+
+def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
+    """Gradients that are missing or zero and should not be, a column a rank; of one step or all."""
+    table = frame(traced, "arrivals")
+    if step is not None:
+        table = table[table["step"] == step]
+    wrong = table[table["state"] != table["expected"]]
+    keys = ["trial", "step", "parameter"]
+    wide = table.pivot(index=keys, columns="rank", values="state")
+    wide = wide.loc[wide.index.isin(pandas.MultiIndex.from_frame(wrong[keys]))]
+    order = {trial.name: number for number, trial in enumerate(traced.trials)}
+    wide = wide.sort_index(key=lambda index: index.map(order) if index.name == "trial" else index)
+    return wide.rename(columns="rank {}".format).rename_axis(columns=None)
+
+
+def buckets(traced: Traced) -> pandas.DataFrame:
+    """The elements of each bucket, a row a trial and a column a step; equal on all ranks, or both.
+
+    An empty table where no rank traced any.
+    """
+    table = frame(traced, "buckets")
+    rows: dict[str, dict[str, str]] = {}
+    for (trial, step), mine in table.groupby(["trial", "step"], sort=False):
+        layouts = dict.fromkeys(
+            " + ".join(f"{n:,}" for n in group.sort_values("index")["elements"])
+            for _, group in mine.groupby("rank", sort=True)
+        )
+        rows.setdefault(trial, {})[f"step {step}"] = " | ".join(layouts)
+    return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("trial")
+
+
+def layouts(traced: Traced, trial: str) -> dict[int, dict[int, list[int]]]:
+    """{step: {rank: elements of its buckets}} of one trial."""
+    table = frame(traced, "buckets")
+    table = table[table["trial"] == trial].sort_values("index")
+    found: dict[int, dict[int, list[int]]] = {}
+    for (step, rank), mine in table.groupby(["step", "rank"]):
+        found.setdefault(step, {})[rank] = [int(n) for n in mine["elements"]]
+    return found
+
+
+def gradients(traced: Traced) -> pandas.DataFrame:
+    """How far the ranks' gradients are from one process's, worst rank and parameter of each way."""
+    table = frame(traced, "gradients")
+    if not len(table):
+        return table
+    worst = table.loc[table.groupby(["trial", "way"], sort=False)["error"].idxmax()]
+    return worst.drop(columns="rank").set_index(["trial", "way"])
+
+
+def modules(traced: Traced, trial: str, step: int = 1) -> pandas.DataFrame:
+    """When each module's backward begins, ms since the backward's begin, a column a rank."""
+    table = frame(traced, "modules")
+    table = table[(table["trial"] == trial) & (table["step"] == step)]
+    wide = table.pivot(index="module", columns="rank", values="ms")
+    first = table[table["rank"] == table["rank"].min()].sort_values("order")["module"]
+    return wide.loc[list(first)].rename(columns="rank {}, ms".format).rename_axis(columns=None)
+
+
+def to_metrics(traced: Traced) -> list[dict]:
+    """Rows of metrics.csv: losses, counts of gradients, buckets and gradient errors, by rank."""
+    setup = traced.setup
+    common = {
+        "preset": setup.preset, "layers": setup.layers, "tokens": setup.tokens,
+        "batch": setup.batch, "ranks": setup.ranks, "device": setup.device,
+        "dtype": setup.precision, "communication": setup.communication,
+        "bucket_mb": setup.bucket_mb,
+    }  # fmt: skip
+    rows = []
+
+    def add(trial, rank, metric, value, step=1, unit="count", **more):
+        rows.append(
+            {
+                "operation": "distributed_step",
+                "backend": setup.backend,
+                "mode": "step",
+                "metric": metric,
+                "unit": unit,
+                "x_name": "step",
+                "x_value": step,
+                "median": value,
+                "config": {**common, "trial": trial, "rank": rank, **more},
+            }
+        )
+
+    for row in traced.outcomes:
+        losses = row["losses"] or [None]
+        for step, loss in enumerate(losses, 1):
+            more = {"outcome": row["status"], "weights": row["weights"]}
+            add(row["trial"], row["rank"], "loss", loss, step, "nats", **more)
+    table = frame(traced, "arrivals")
+    for (trial, rank, step), mine in table.groupby(WHO, sort=False):
+        for state in STATES:
+            add(trial, rank, f"gradients_{state}", int((mine["state"] == state).sum()), step)
+    for (trial, rank, step), mine in frame(traced, "buckets").groupby(WHO, sort=False):
+        add(trial, rank, "buckets", len(mine), step)
+    for row in traced.gradients:
+        add(row["trial"], row["rank"], "gradient_error", row["error"], 1, "", way=row["way"])
+    return rows
+
+
+def planted_in(traced: Traced, trial: Trial, rank: int) -> tuple[str, ...]:
+    """The parameters whose gradients a trial's fault spoils on this rank; none without a fault."""
+    if trial.fault is None:
+        return ()
+    fault = planted(trial.fault, traced.setup.config(trial), traced.setup.ranks)
+    return fault.parameters if rank in fault.ranks else ()
+
+
+def _why(rows: list[dict]) -> str:
+    said = sorted(rows, key=lambda row: (not row["first"], row["status"] == "ended"))
+    return next((row["message"] for row in said if row["message"]), "")

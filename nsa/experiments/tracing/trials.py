@@ -1,0 +1,261 @@
+"""Distributed training traced for three steps: each rank's gradients, buckets and modules.
+
+Trials share a launch, for starting ranks takes longer than tracing them; one that breaks a launch
+off is a row, and the trials after it get a launch of their own.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nsa.lab.cells import DATA, DEVICES
+from nsa.lab.process.ranks import run_ranks
+from nsa.lab.search.planted import FAULTS
+
+if TYPE_CHECKING:
+    from nsa.model.config import ModelConfig
+    from nsa.model.train_config import TrainConfig
+
+ENTRY = "nsa.experiments.tracing.child:run"
+STEPS = 3  # DDP cuts its buckets anew after the first, with a static graph after the second
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way of training that is traced; `compared`: also held against a single process."""
+
+    name: str
+    kind: str = "ddp"  # or "fsdp"
+    branch: str | None = None  # this branch alone
+    static_graph: bool = False
+    find_unused: bool = False
+    fault: str | None = None  # of tracing_faults.FAULTS
+    compared: bool = False
+
+
+CLEAN = (
+    Trial("ddp", compared=True),
+    Trial("static graph", static_graph=True, compared=True),
+    Trial("static graph + find unused", static_graph=True, find_unused=True),
+    Trial("fsdp", kind="fsdp", compared=True),
+)
+BRANCHES = tuple(Trial(f"{b} alone", branch=b, find_unused=True) for b in ("cmp", "slc", "win"))
+PLANTED = tuple(Trial(fault, find_unused=True, fault=fault) for fault in FAULTS)
+TRIALS = (*CLEAN, *BRANCHES, *PLANTED)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all trials have in common.
+
+    batch: sequences of a step of the whole job. communication: "gloo", "nccl", or None, which is
+    NCCL on GPUs and gloo on CPUs. backend: of attention. layers: None for the preset's own number.
+    bucket_mb: of DDP's buckets. changes: further fields of ModelConfig.
+
+    Raises ValueError for what no rank could run.
+    """
+
+    preset: str
+    tokens: int
+    batch: int
+    ranks: int = 2
+    device: str = "cpu"
+    communication: str | None = None
+    backend: str = "auto"
+    precision: str = "fp32"
+    layers: int | None = None
+    bucket_mb: float = 25.0
+    data: str = "synthetic"
+    seed: int = 1337
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from nsa.model import parallel
+
+        for name, low in (("tokens", 1), ("batch", 1), ("ranks", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {low}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device={self.device!r} is unknown; known are {', '.join(DEVICES)}")
+        if self.communication == "nccl" and self.device == "cpu":
+            raise ValueError("communication='nccl' needs GPUs; on a CPU 'gloo' would do")
+        if self.data not in DATA:
+            raise ValueError(f"data={self.data!r} is unknown; known are {', '.join(DATA)}")
+        if self.precision == "fp16":
+            raise ValueError(
+                "precision='fp16' scales gradients, so they are not those of one process; "
+                "'fp32' or 'bf16' would do"
+            )
+        parallel.check("ddp", self.communication, bucket_mb=self.bucket_mb)
+        parallel.Parallel("ddp", ranks=self.ranks).rows(self.batch)
+        self.config(Trial("ddp"))
+        self.training()
+
+    def config(self, trial: Trial) -> "ModelConfig":
+        """The model of a trial. ValueError for an unknown preset, backend or field."""
+        from nsa.attention.registry import check_name
+        from nsa.model.presets import preset
+
+        check_name(self.backend)
+        layers = {} if self.layers is None else {"layers": self.layers}
+        changes = {"backend": self.backend, "force_branch": trial.branch, **layers, **self.changes}
+        return preset(self.preset, **changes)
+
+    def training(self) -> "TrainConfig":
+        """How every trial trains. ValueError for a precision that the loop refuses."""
+        from nsa.model.train_config import TrainConfig
+
+        return TrainConfig(
+            batch=self.batch, tokens=self.tokens, precision=self.precision, seed=self.seed
+        )
+
+
+@dataclass
+class Traced:
+    """What a trace found, as rows; every row names its trial and rank.
+
+    outcomes: status ("ok", "refused" by the options' own check, or one of `run_ranks`), message,
+    evidence, place, first, losses (nats, a step each), weights (a fingerprint after the last step).
+    arrivals: step (1 is the first), parameter, state, expected, order, ms. modules: step, module,
+    order, ms. buckets: step, index, elements, bytes, dtype, is_last, ms. gradients: how far those
+    of step 1 are from one process's, see `tracing_child`.
+    """
+
+    setup: Setup
+    trials: tuple[Trial, ...]
+    outcomes: list[dict] = field(default_factory=list)
+    arrivals: list[dict] = field(default_factory=list)
+    modules: list[dict] = field(default_factory=list)
+    buckets: list[dict] = field(default_factory=list)
+    gradients: list[dict] = field(default_factory=list)
+    launches: int = 0
+    seconds: float = 0.0
+
+    def of(self, trial: str) -> list[dict]:
+        """A trial's outcomes, by rank; empty for one that was not tried."""
+        return [row for row in self.outcomes if row["trial"] == trial]
+
+    def ended(self, trial: str) -> bool:
+        """Whether it trained to its end on every rank."""
+        rows = self.of(trial)
+        return bool(rows) and all(row["status"] == "ok" for row in rows)
+
+    def losses(self, trial: str) -> list[float]:
+        """Its losses, a step each; empty for one that did not end."""
+        return self.of(trial)[0]["losses"] if self.ended(trial) else []
+
+
+def trials_for(ranks: int, names: Iterable[str] = ()) -> tuple[Trial, ...]:
+    """The trials of these names, all for none; without what needs a second rank, for one rank.
+
+    ValueError for an unknown name.
+    """
+    known = {trial.name: trial for trial in TRIALS}
+    names = tuple(names)
+    strangers = [name for name in names if name not in known]
+    if strangers:
+        raise ValueError(f"no trial {strangers[0]!r}; there are {', '.join(known)}")
+    chosen = [known[name] for name in names or known]
+    return tuple(trial for trial in chosen if ranks > 1 or trial.fault != "rank branch")
+
+
+def trace(
+    setup: Setup,
+    trials: Sequence[Trial] = TRIALS,
+    *,
+    deadline_s: float,
+    folder: str | Path,
+    threads: int | None = None,
+    progress: bool = True,
+    entry: str = ENTRY,
+) -> Traced:
+    """Three training steps of each trial on every rank, under torchrun in child processes.
+
+    deadline_s: for each launch; usually there is one. threads: torch's CPU threads in each rank.
+    `folder` keeps what each rank wrote and printed. A trial that fails is a row for each rank: the
+    traceback of who raised, or where it stood; never an exception here.
+    """
+    found = Traced(setup, tuple(trials))
+    todo = list(enumerate(trials))
+    while todo:
+        place = Path(folder, f"launch-{found.launches}")
+        place.mkdir(parents=True, exist_ok=True)
+        for left in place.glob("trial-*.json"):
+            left.unlink()
+        spec = {
+            "setup": asdict(setup),
+            "trials": [[number, asdict(trial)] for number, trial in todo],
+            "folder": str(place.resolve()),
+            "threads": threads,
+        }
+        rows = run_ranks(
+            entry, spec, ranks=setup.ranks, deadline_s=deadline_s, folder=place,
+            env={"CUDA_VISIBLE_DEVICES": ""} if setup.device == "cpu" else None,
+        )  # fmt: skip
+        found.launches += 1
+        found.seconds += rows[0]["seconds"]
+        done = _collect(found, todo, rows, place, progress)
+        todo = todo[done:]
+    return found
+
+
+def _collect(found: Traced, todo: list, rows: list[dict], place: Path, progress: bool) -> int:
+    """Adds what a launch left; returns how many of its trials are decided."""
+    none_began = not any(row["place"].startswith("trial ") for row in rows)
+    for done, (number, trial) in enumerate(todo, 1):
+        records = [_record(place / f"trial-{number}-rank-{row['rank']}.json", row) for row in rows]
+        if trial.kind == "fsdp":
+            _judge_shards_together(records)
+        for rank, record in enumerate(records):
+            _add(found, trial, rank, record)
+        if progress:
+            _say(found, trial, records)
+        if not (none_began or all(record["whole"] for record in records)):
+            return done  # this one ended the launch
+    return len(todo)
+
+
+def _record(file: Path, row: dict) -> dict:
+    """What the rank left of a trial, or, where it left nothing, how the rank ended."""
+    try:
+        left = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        status = "ended" if row["status"] == "ok" else row["status"]
+        return {**row, "status": status, "whole": False}
+    whole = left["status"] in ("ok", "refused")
+    return {**left, "first": row["first"] and not whole, "whole": whole}
+
+
+def _judge_shards_together(records: list[dict]) -> None:
+    """A rank sees its own rows of a gradient; only where all ranks' are zero is it zero."""
+    every = [row for record in records for row in (record.get("result") or {}).get("arrivals", ())]
+    alive = {(row["step"], row["parameter"]) for row in every if row["state"] == "arrived"}
+    for row in every:
+        if row["state"] == "zero" and (row["step"], row["parameter"]) in alive:
+            row["state"] = "arrived"
+
+
+def _add(found: Traced, trial: Trial, rank: int, record: dict) -> None:
+    who = {"trial": trial.name, "rank": rank}
+    kept = ("status", "message", "evidence", "place", "first")
+    result = record.get("result") or {}
+    outcome = {name: record.get(name, "") for name in kept}
+    for name in ("losses", "weights", "unreachable", "parameters"):
+        outcome[name] = result.get(name)
+    outcome["first"] = bool(outcome["first"])
+    found.outcomes.append({**who, **outcome})
+    for kind in ("arrivals", "modules", "buckets", "gradients"):
+        getattr(found, kind).extend({**who, **row} for row in result.get(kind, ()))
+
+
+def _say(found: Traced, trial: Trial, records: list[dict]) -> None:
+    ends = ", ".join(dict.fromkeys(record["status"] for record in records))
+    number = 1 + list(found.trials).index(trial)
+    said = sorted(records, key=lambda r: (not r["first"], r["status"] == "ended"))
+    why = next((r["message"] for r in said if r["message"]), "")
+    why = f" ({why.splitlines()[0][:100]})" if why else ""
+    print(f"[{number}/{len(found.trials)}] {trial.name}: {ends}{why}", file=sys.stderr, flush=True)

@@ -1,0 +1,233 @@
+"""A training job's run folder: who writes its record, and how the job's end is told.
+
+`runs/<date>/train-<id>/` holds job.json, environment.json, record.json and, for each rank, its log,
+its state and its heartbeats. With `nsa train --ranks 2` a supervisor writes the record, whatever
+becomes of the ranks. Under a torchrun of one's own, or alone, rank 0 does, and if it is killed
+whichever rank is left; where none is, the record's heartbeat stops and the run shows as lost.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nsa.lab.process.family import PARENT, die_with_parent
+from nsa.lab.process.rank_log import logged
+from nsa.lab.process.rank_state import Failure, accounted, first_failure, one_line
+from nsa.workbook import environment, store
+from nsa.workbook.files import read_json, write_json
+from nsa.workbook.record import STATUS_OF, Record
+from nsa.workbook.run import Terminated, termination_is_an_exception
+
+if TYPE_CHECKING:
+    from nsa.experiments.training.job import Job
+
+MODULE = "nsa.experiments.training.rank"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: the record's status, and the first rank to fail with what it said."""
+
+    folder: Path
+    status: str
+    message: str = ""
+    failure: Failure | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Path:
+    """The run's folder with job.json and environment.json in it.
+
+    Raises ValueError when it cannot be written, or `given` holds a run already.
+    """
+    facts = environment.snapshot(job.seed)
+    content = job.to_dict()
+    if given is None:
+        spec = json.dumps([content, facts.get("git")], sort_keys=True, default=str)
+        name = f"train-{hashlib.sha256(spec.encode()).hexdigest()[:8]}"
+        folder = store.create_folder(runs, name)
+    else:
+        folder = Path(given)
+        if (folder / "record.json").exists():
+            raise ValueError(f"--into {given} holds a run already; name a new folder, or none")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--into {given} cannot be made: {error.strerror}") from None
+    write_json(folder / "job.json", {"argv": argv, **content})
+    write_json(folder / "environment.json", facts)
+    return folder
+
+
+def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
+    """Runs the job's ranks under torchrun, in processes of their own, and writes the record.
+
+    Ctrl-C and SIGTERM end them all and are recorded. Raises ValueError for a port in use.
+    """
+    from nsa.lab.process import launch
+
+    if port is not None:
+        launch.check_port(port)
+    record = _record(folder)
+    codes: Mapping[int, int] | None = {}
+    stopped = ""
+    try:
+        with termination_is_an_exception():
+            codes = launch.launch(
+                MODULE, [str(folder.resolve())], ranks=job.ranks, folder=folder, port=port
+            )
+    except Terminated:
+        stopped = "terminated"
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    finally:
+        ended = _close(record, folder, job.ranks, codes, stopped)
+    return ended
+
+
+def alone(job: "Job", folder: Path) -> Ended:
+    """Runs the job in this process."""
+    from nsa.model.parallel import SINGLE
+
+    record = _record(folder)
+    with contextlib.suppress(Exception, KeyboardInterrupt), logged(folder, 0, console=True):
+        _rank(job, lambda: SINGLE, folder, 0, lambda: _close(record, folder, 1))
+    return _close(record, folder, 1)
+
+
+def under_torchrun(job: "Job", argv: list[str], runs: str, given: str | None) -> Ended:
+    """Runs this rank of a job that somebody's torchrun started; rank 0 makes folder and record.
+
+    Does not return to a caller that could be kept waiting: a rank that fails ends its process.
+    """
+    from torch.distributed import broadcast_object_list
+
+    os.environ.pop(PARENT, None)  # names who started torchrun, where that is one of ours
+    die_with_parent()
+    place = join(job)
+    everyone = [str(make_folder(job, argv, runs, given)) if place.rank == 0 else None]
+    broadcast_object_list(everyone, src=0)
+    folder = Path(everyone[0])
+    record = _record(folder) if place.rank == 0 else None
+
+    def close() -> Ended:
+        return _close(record, folder, place.ranks)
+
+    try:
+        with logged(folder, place.rank, console=place.rank == 0):
+            _rank(job, lambda: place, folder, place.rank, close)
+    except BaseException as error:
+        end_process(error, place.rank)
+    return close() if record is not None else Ended(folder, "ok")
+
+
+def supervised_rank(folder: Path) -> None:
+    """The inside of a rank that `supervise` started."""
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    try:
+        with logged(folder, rank, console=rank == 0):
+            from nsa.experiments.training.job import Job
+
+            content = read_json(folder / "job.json")
+            content.pop("argv")
+            job = Job.from_dict(content)
+            _rank(job, lambda: join(job), folder, rank, lambda: None)
+    except BaseException as error:
+        end_process(error)
+
+
+def join(job: "Job"):
+    """This process's place in the job; see nsa.model.parallel.start."""
+    from nsa.model import parallel
+
+    return parallel.start(
+        job.kind,
+        backend=job.backend,
+        device=job.device,
+        static_graph=job.static_graph,
+        find_unused_parameters=job.find_unused,
+        bucket_mb=job.bucket_mb,
+    )
+
+
+def end_process(error: BaseException, rank: int | None = None) -> None:
+    """Ends this process at once: leaving a group whose members may be gone can take for ever."""
+    bad_input = isinstance(error, ValueError | ModuleNotFoundError)
+    if rank == 0:
+        print(f"nsa: {one_line(error)}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if bad_input else 1)
+
+
+def _rank(
+    job: "Job", join_: Callable[[], Any], folder: Path, rank: int, when_ended: Callable[[], Any]
+) -> None:
+    import traceback
+
+    from nsa.experiments.training import job as training_job
+
+    with accounted(folder, rank, when_ended):
+        try:
+            place = join_()
+            training_job.run(job, place, folder)
+            place.close()  # a rank that failed does not: it would wait for the others
+        except Exception:
+            # into the log alone: what the terminal gets is one line
+            os.write(2, traceback.format_exc().encode())
+            raise
+
+
+def _record(folder: Path) -> Record:
+    question = "Does the model learn, and how fast?"
+    return Record(folder, "train", question)
+
+
+def _close(
+    record: Record | None,
+    folder: Path,
+    ranks: int,
+    codes: Mapping[int, int] | None = None,
+    stopped: str = "",
+) -> Ended:
+    """Writes the record's last word from what the ranks said, and tells it."""
+    failure = first_failure(folder, ranks, codes)
+    reason, message = "ok", ""
+    if failure is not None and failure.how in ("interrupted", "terminated"):
+        stopped = stopped or failure.how
+    if stopped:
+        how = "interrupted (Ctrl-C)" if stopped == "interrupted" else "asked to end (SIGTERM)"
+        reason, message, failure = stopped, f"the job was {how}", None
+    elif failure is not None:
+        reason = "rank_died" if failure.how == "killed" else "error"
+        first = f"rank {failure.rank} failed first: " if ranks > 1 else ""
+        message = first + failure.message
+    elif codes is not None:
+        known = f": {dict(codes)}" if codes else ""
+        reason, message = "error", f"no rank says why torchrun failed{known}; see torchrun.log"
+    more: dict[str, Any] = {}
+    if failure is not None:
+        more["first_failure"] = {"rank": failure.rank, "how": failure.how} | {
+            "message": failure.message,
+            "traceback": failure.traceback,
+        }
+    result = read_json(folder / "result.json", {}) if reason == "ok" else {}
+    if result:
+        more["result"] = result
+    if record is not None:
+        record.content.update(more)
+        record.close(reason, message)
+    else:  # rank 0 had it, and is gone
+        content = read_json(folder / "record.json", {})
+        if content.get("status") == "running":
+            ended = {"status": STATUS_OF[reason], "stop_reason": reason, "message": message}
+            now = environment.utc_now()
+            write_json(folder / "record.json", {**content, **more, **ended, "ended": now})
+    return Ended(folder, STATUS_OF[reason], message, failure, result)

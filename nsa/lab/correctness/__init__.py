@@ -1,1 +1,0 @@
-"""The definition drawn, the oracle, tasks, and mutants of the code."""

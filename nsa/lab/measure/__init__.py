@@ -1,0 +1,1 @@
+"""Instruments: timing, memory, accuracy, shapes, physical limits, operations counted."""

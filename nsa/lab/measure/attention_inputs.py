@@ -1,0 +1,178 @@
+"""Tensors to measure attention with, and how much neighbouring queries' selections share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nsa.attention.scoring import pool
+from nsa.blocks import count_selectable
+from nsa.config import NSAConfig
+from nsa.lab.measure.shapes import Shape
+from nsa.reference.attend import attention_probs
+from nsa.reference.nsa import BRANCHES, compressed_visible
+from nsa.reference.select import select
+
+COEFFICIENT = 0.98  # of correlated queries: neighbours share most blocks, as in trained models
+CHUNK = 256  # tokens of an AR(1) process that one matrix product makes
+ELEMENTS = 1 << 24  # slots or scores held at once
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The tensors of one call, leaves of autograd, and dO.
+
+    q [B, T, HQ, D], gates [B, T, HQ, 3], do [B, T, HQ, DV]; k and v [B, T, HKV, *], one tensor or a
+    mapping with one a branch.
+    """
+
+    shape: Shape
+    q: Tensor
+    k: Tensor | Mapping[str, Tensor]
+    v: Tensor | Mapping[str, Tensor]
+    gates: Tensor
+    do: Tensor
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Every input by name: q, k or k_cmp and so on, v likewise, gates."""
+        found = {"q": self.q}
+        for name in ("k", "v"):
+            x = getattr(self, name)
+            found |= {name: x} if isinstance(x, Tensor) else {f"{name}_{b}": x[b] for b in x}
+        return found | {"gates": self.gates}
+
+    def fresh(self) -> "Drawn":
+        """The same memory as leaves that no graph has seen.
+
+        A leaf's AccumulateGrad node belongs to the stream of the first forward that met the leaf,
+        and a backward under capture must not wait for another stream.
+        """
+
+        def again(x):
+            if isinstance(x, Tensor):
+                return x.detach().requires_grad_(x.requires_grad)
+            return {name: again(part) for name, part in x.items()}
+
+        names = ("q", "k", "v", "gates", "do")
+        return replace(self, **{name: again(getattr(self, name)) for name in names})
+
+    def fingerprint(self) -> list[Tensor]:
+        """Sums of every tensor's bits over features and over tokens: equal while none changes."""
+        found = []
+        for x in (*self.leaves().values(), self.do):
+            bits = x.detach().view(torch.int16 if x.element_size() == 2 else torch.int32)
+            found += [bits.sum((2, 3)), bits.sum(1)]
+        return found
+
+    def by_branch(self, name: str) -> dict[str, Tensor]:
+        """k or v as a mapping, whether shared or not."""
+        x = getattr(self, name)
+        return dict.fromkeys(BRANCHES, x) if isinstance(x, Tensor) else dict(x)
+
+
+def draw(shape: Shape, device: str | torch.device = "cpu", seed: int | None = None) -> Drawn:
+    """Unit variance everywhere; gates uniform in 0..1. The same seed and device, the same tensors.
+
+    Queries are white ("random") or an AR(1) process over tokens with COEFFICIENT ("correlated");
+    keys, values and dO are white.
+    """
+    generator = torch.Generator(device).manual_seed(shape.seed if seed is None else seed)
+    batch, tokens, dtype = shape.batch, shape.tokens, shape.torch_dtype
+
+    def normal(heads: int, dim: int) -> Tensor:
+        size = (batch, tokens, heads, dim)
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    def keys_or_values(dim: int) -> Tensor | dict[str, Tensor]:
+        if shape.shared_kv:
+            return normal(shape.kv_heads, dim).requires_grad_()
+        return {b: normal(shape.kv_heads, dim).requires_grad_() for b in BRANCHES}
+
+    if shape.queries == "random":
+        q = normal(shape.heads, shape.dim)
+    else:
+        size = (batch, tokens, shape.heads * shape.dim)
+        q = autoregressive(size, COEFFICIENT, generator, dtype).unflatten(2, (shape.heads, -1))
+    k, v = keys_or_values(shape.dim), keys_or_values(shape.value_dim)
+    gates = torch.rand(
+        (batch, tokens, shape.heads, 3), generator=generator, device=device, dtype=dtype
+    )
+    do = normal(shape.heads, shape.value_dim)
+    return Drawn(shape, q.requires_grad_(), k, v, gates.requires_grad_(), do)
+
+
+def autoregressive(
+    size: tuple[int, int, int],
+    coefficient: float,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """[B, T, F]: x[t] = a x[t-1] + sqrt(1 - a^2) e[t], stationary from t = 0 on, variance 1.
+
+    Made CHUNK tokens at a time by one product with the process's response, in fp32.
+    """
+    batch, tokens, features = size
+    device = generator.device
+    step = torch.arange(CHUNK + 1, device=device, dtype=torch.float32)
+    lag = (step[1:, None] - step[None, 1:]).clamp(min=0)
+    response = torch.tril(coefficient**lag) * (1 - coefficient**2) ** 0.5
+    decay = coefficient ** step[1:, None]
+    x = torch.empty(size, dtype=dtype, device=device)
+    last = torch.randn((batch, 1, features), generator=generator, device=device)
+    for start in range(0, tokens, CHUNK):
+        rows = min(CHUNK, tokens - start)
+        noise = torch.randn((batch, rows, features), generator=generator, device=device)
+        made = response[:rows, :rows] @ noise + decay[:rows] * last
+        x[:, start : start + rows] = made
+        last = made[:, -1:]
+    return x
+
+
+def mean_union(blocks: Tensor, neighbours: int) -> float:
+    """How many distinct blocks `neighbours` tokens in a row select between them, on average.
+
+    blocks [B, T, HKV, n], -1 for an empty slot; a rest of T that fills no tile is left out.
+    ValueError where T has no whole tile.
+    """
+    batch, tokens, kv_heads, slots = blocks.shape
+    tiles = tokens // neighbours
+    if tiles == 0:
+        raise ValueError(f"{tokens} tokens hold no tile of {neighbours} neighbours")
+    total = torch.zeros((), dtype=torch.int64, device=blocks.device)
+    step = max(1, ELEMENTS // (batch * kv_heads * slots * neighbours))
+    for first in range(0, tiles, step):
+        rows = blocks[:, first * neighbours : min(first + step, tiles) * neighbours]
+        tile = rows.unflatten(1, (-1, neighbours)).transpose(2, 3).flatten(3)  # [B, tiles, HKV, *]
+        tile = tile.sort(dim=-1).values
+        # a step up leads to another block; where no slot is empty, the first is reached by none
+        total += (tile.diff(dim=-1) > 0).sum() + (tile[..., 0] >= 0).sum()
+    return float(total) / (batch * kv_heads * tiles)
+
+
+def importance_at(q_rows: Tensor, k_cmp: Tensor, rows: Tensor, tokens: int, config: NSAConfig):
+    """[B, R, HKV, NB]: Eq. 9 for the queries q_rows [B, R, HQ, D] at positions rows [R].
+
+    In the dtype of the inputs, fp32 at least, as plain torch makes it; a bounded number of scores
+    is held at once.
+    """
+    count = count_selectable(tokens, config)
+    step = max(1, ELEMENTS // max(1, q_rows.shape[0] * q_rows.shape[2] * k_cmp.shape[1]))
+    parts = []
+    for chunk in range(0, len(rows), step):
+        at = slice(chunk, chunk + step)
+        visible = compressed_visible(rows[at], k_cmp.shape[1], config)
+        p_cmp, _ = attention_probs(q_rows[:, at], k_cmp, visible, q_rows.shape[3] ** -0.5)
+        parts.append(pool(p_cmp.sum(2), count, config).transpose(1, 2))
+    return torch.cat(parts, dim=1)
+
+
+def select_at(importance: Tensor, rows: Tensor, config: NSAConfig) -> Tensor:
+    """Eq. 11 for importance [B, R, HKV, NB] of queries at ascending positions rows [R]."""
+    positions = rows.tolist()
+    breaks = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+    parts = [
+        select(importance[:, first:last], config, first_position=positions[first])
+        for first, last in zip([0, *breaks], [*breaks, len(positions)], strict=True)
+    ]
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,165 @@
+"""Latency and memory of one call: forward, gradients alone, both, and as a replayed CUDA graph."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SLOW_MS = 300.0  # a call that takes longer is repeated a few times, not for a given while
+VERY_SLOW_MS = 5000.0
+LEAST = 9  # calls that a median is taken of, below SLOW_MS
+MIB = 2**20
+ORDER = 0.02  # of the largest value: what bf16 sums in another order may differ by
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds: the median and the 20 % and 80 % quantiles."""
+
+    median: float
+    q20: float
+    q80: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """MiB at the peak beyond inputs and outputs. Backward counts what the forward kept for it."""
+
+    forward: float
+    backward: float | None
+
+
+def latency(call: Callable[[], object], device: torch.device) -> Latency:
+    """Of a call that ran before: by triton's do_bench on a GPU, by the clock on a CPU."""
+    first = once_ms(call, device)
+    if device.type == "cuda" and first < SLOW_MS:
+        from triton.testing import do_bench
+
+        rep = max(200, LEAST * first)  # ms; do_bench does as many calls as fit
+        median, q20, q80 = do_bench(call, warmup=50, rep=rep, quantiles=[0.5, 0.2, 0.8])
+        return Latency(median, q20, q80)
+    times = [first]
+    if first < (VERY_SLOW_MS if device.type == "cuda" else SLOW_MS):
+        times += [once_ms(call, device) for _ in range(2 if first > SLOW_MS else 4)]
+    low, high = min(times), max(times)
+    if len(times) >= 5:
+        low, *_, high = statistics.quantiles(times, n=5, method="inclusive")
+    return Latency(statistics.median(times), low, high)
+
+
+def once_ms(call: Callable[[], object], device: torch.device) -> float:
+    """One call, from an idle device to an idle device."""
+    wait(device)
+    started = time.perf_counter()
+    call()
+    wait(device)
+    return (time.perf_counter() - started) * 1e3
+
+
+def wait(device: torch.device) -> None:
+    """Until the GPU has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def gradients(o: Tensor, leaves: Sequence[Tensor], do: Tensor, keep: bool = False):
+    """Those of the leaves, the graph kept or freed."""
+    return torch.autograd.grad(o, leaves, do, retain_graph=keep)
+
+
+def extra_memory(
+    forward: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor, backward: bool
+) -> Memory:
+    """One forward, and the gradients of `leaves` where `backward`."""
+    measure = _cuda_peaks if do.is_cuda else _cpu_peaks
+    base, peaks, sizes = measure(forward, leaves, do, backward)
+    mib = [(peak - base - size) / MIB for peak, size in zip(peaks, sizes, strict=True)]
+    return Memory(max(0.0, mib[0]), max(0.0, mib[1]) if backward else None)
+
+
+def _cuda_peaks(forward, leaves, do, backward):
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o = forward()
+    torch.cuda.synchronize()
+    peaks, sizes = [torch.cuda.max_memory_allocated()], [o.nbytes]
+    if backward:
+        torch.cuda.reset_peak_memory_stats()
+        grads = gradients(o, leaves, do)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        sizes.append(o.nbytes + sum(g.nbytes for g in grads))
+    return base, peaks, sizes
+
+
+def _cpu_peaks(forward, leaves, do, backward):
+    from nsa.lab.measure.recorders import CpuRecorder, live_cpu_storages
+
+    base = sum(live_cpu_storages().values())
+    with CpuRecorder(dict) as recorder:
+        recorder.on_phase("forward", 0)
+        o = forward()
+        sizes = [o.nbytes]
+        if backward:
+            recorder.on_phase("backward", 0)
+            grads = gradients(o, leaves, do)
+            sizes.append(o.nbytes + sum(g.nbytes for g in grads))
+        recorder.on_phase("end", 0)
+    phases = recorder.record()["phases"]
+    return base, [phases[name] for name in ("forward", "backward")[: len(sizes)]], sizes
+
+
+def graph_latency(
+    forward: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor
+) -> tuple[Latency, Latency]:
+    """(forward, backward) replayed from CUDA graphs. Raises what capturing raises.
+
+    The leaves must be those of `Drawn.fresh`. RuntimeError where a replay does not give what the
+    same call gives without a graph.
+    """
+    outside = torch.cuda.current_stream()
+    try:
+        return _captured(forward, leaves, do)
+    finally:
+        torch.cuda.set_stream(outside)  # a capture that fails does not go back to it
+
+
+def _captured(forward, leaves, do):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            o = forward()
+            want = [o.detach(), *gradients(o, leaves, do)]
+            del o  # and with it all that remembers a stream
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    ahead, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(ahead, stream=stream):
+        o = forward()
+    with torch.cuda.graph(back, pool=ahead.pool(), stream=stream):
+        kept = gradients(o, leaves, do, keep=True)
+    for x in (o.detach(), *kept):
+        x.fill_(float("nan"))
+    ahead.replay()
+    back.replay()
+    torch.cuda.synchronize()
+    same_as(want, [o.detach(), *kept])
+    del want
+    found = latency(ahead.replay, do.device), latency(back.replay, do.device)
+    del kept
+    return found
+
+
+def same_as(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
+    """RuntimeError unless both are the same but for the order in which sums are taken."""
+    for index, (x, y) in enumerate(zip(want, got, strict=True)):
+        largest = float(x.abs().max())
+        error = float((x.float() - y.float()).abs().max())
+        if not error <= ORDER * largest:
+            what = f"gradient {index}" if index else "o"
+            raise RuntimeError(f"replayed, {what} differs by {error:.2e} of at most {largest:.2e}")

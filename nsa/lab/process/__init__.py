@@ -1,0 +1,1 @@
+"""Child processes: their families, ranks and GPUs, and the runner that supervises them."""

@@ -1,0 +1,119 @@
+"""Start a child that is told from all others, and end it with everything that it started.
+
+A worker may live in a session of its own, or outlive its parent and be adopted by init, so neither
+process groups nor the tree of parents is enough. Each inherits its starter's environment, though: a
+cookie in it finds them, and whoever dropped the environment is found below one that did not, as
+long as that one lives. Finding reads /proc, so outside Linux nobody is found.
+
+Imports as little as it can: kernels and trials load it before anything else.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+COOKIE = "NSA_FAMILY_COOKIE"
+PARENT = "NSA_PARENT_PID"
+_HOME = str(Path(__file__).resolve().parents[3])
+_PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
+
+
+def new_cookie() -> str:
+    """A cookie of its own that still belongs to the family around this process, if there is one."""
+    return f"{os.environ.get(COOKIE, '')}/{uuid.uuid4().hex}"
+
+
+def environment(given: Mapping[str, str], cookie: str) -> dict[str, str]:
+    """`given` for a child of this process: it carries `cookie`, and imports this very package."""
+    paths = [_HOME, *filter(None, given.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **given,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        COOKIE: cookie,
+        PARENT: str(os.getpid()),
+    }
+
+
+def die_with_parent() -> None:
+    """Called first in a child started with `environment`: SIGKILL when its starter is gone.
+
+    Works where the child cannot, stuck in C with the GIL held. Linux sends the signal when the
+    thread that started the child ends.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None and os.getppid() != int(parent):  # it ended before the request stood
+        os._exit(1)
+
+
+def let_others_look() -> None:
+    """Called in a child: whoever may signal it may also ptrace it, as py-spy does.
+
+    Under Yama's ptrace_scope 1, the usual one of desktops, only its ancestors could, and py-spy is
+    none. Without Yama it changes nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANYBODY)
+
+
+def family(cookie: str, roots: Collection[int] = ()) -> set[int]:
+    """Live processes that carry `cookie` or one made below it, `roots`, and all descendants.
+
+    Never this process itself.
+    """
+    mark = f"{COOKIE}={cookie}/".encode()
+    parents: dict[int, int] = {}
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        # It may end, or belong to somebody else, between any two of these reads.
+        with contextlib.suppress(OSError, IndexError):
+            # after "pid (name) ", where the name may hold anything: state, parent, ...
+            stat = (folder / "stat").read_text(errors="replace")
+            state, parent = stat.rpartition(")")[2].split()[:2]
+            if state in "ZX":
+                continue
+            pid = int(folder.name)
+            parents[pid] = int(parent)
+            if pid in roots:
+                found.add(pid)
+                continue
+            entries = (folder / "environ").read_bytes().split(b"\0")
+            if any((entry + b"/").startswith(mark) for entry in entries):
+                found.add(pid)
+    grew = True
+    while grew:
+        below = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= below
+        grew = bool(below)
+    return found - {os.getpid()}
+
+
+def end_family(cookie: str, roots: Collection[int] = (), within_s: float = 5.0) -> set[int]:
+    """SIGKILL all of them, again until none is left; returns those left after `within_s`.
+
+    `roots` must not have been waited for: their numbers could be somebody else's by now.
+    """
+    deadline = time.monotonic() + within_s
+    while left := family(cookie, roots):
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return left
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; a signal without a name, as real-time ones are, by its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,183 @@
+"""One function on several ranks of one host, under torchrun, and how each rank ended."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nsa.lab.process import family as processes
+from nsa.lab.process import trial
+
+STATUSES = (*trial.STATUSES, "ended")
+_STACK_S = 1.0
+_MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
+_TAIL = 4000
+_FAILURE = re.compile(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)")
+
+
+def run_ranks(
+    entry: str,
+    spec: dict,
+    *,
+    ranks: int,
+    deadline_s: float,
+    folder: str | Path,
+    env: dict[str, str] | None = None,
+    stop: threading.Event | None = None,
+    watch: Callable[[int], str] | None = None,
+    python: str | None = None,
+) -> list[dict]:
+    """Calls `entry` ("package.module:function") with `spec` in `ranks` processes under torchrun.
+
+    One row a rank: rank; status "ok", "oom", "error", "crash" (ended by a signal), "timeout" (still
+    running at the deadline) or "ended" (taken down because another rank had failed); result, for
+    "ok" only; message; evidence, the traceback's tail, the stacks at the deadline or the tail of
+    stderr; place, where it last said to stand; first, whether it was the first to fail; raised,
+    whether the message is its exception's; seconds, of the launch. `folder` keeps what each rank
+    wrote and printed. All processes are gone at the end.
+
+    `watch` and `python` are those of `trial.run_child`.
+
+    Raises ValueError for a number of ranks below 1 and for what `trial.run_child` refuses.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    trial.check_entry(entry)
+    folder = Path(folder).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in ("rank-*.json", "place-*.json", "stacks-*.txt", "logs/*/*/*/*.log"):
+        for left in folder.glob(pattern):
+            left.unlink()
+    launched = trial.run_child(
+        "nsa.lab.process.ranks:launch",
+        {
+            "entry": entry,
+            "spec": spec,
+            "ranks": ranks,
+            "folder": str(folder),
+            "deadline_s": deadline_s,
+        },
+        deadline_s=deadline_s + _MARGIN_S,
+        folder=folder / "launch",
+        env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})},
+        stop=stop,
+        watch=watch,
+        python=python,
+    )
+    return _rows(launched, ranks, folder)
+
+
+def launch(spec: dict) -> dict:
+    """torchrun itself, watched; runs in a child process. {"returncode", "late", "stderr"}."""
+    folder = Path(spec["folder"])
+    spec_file = folder / "ranks.json"
+    spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
+    command = [
+        *(sys.executable, "-m", "nsa.lab.process.parent_death", "torch.distributed.run"),
+        *("--nproc-per-node", str(spec["ranks"])),
+        # An address of our own rather than the host's name, which need not resolve.
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("--log-dir", str(folder / "logs"), "--redirects", "3"),
+        *("-m", "nsa.lab.process.rank_child", spec["entry"], str(spec_file), str(folder)),
+    ]
+    end = time.monotonic() + spec["deadline_s"]
+    with open(folder / "torchrun.txt", "wb") as out:
+        paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
+        env = {**os.environ, "PYTHONPATH": paths, processes.PARENT: str(os.getpid())}
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+    late = process.poll() is None
+    if late:
+        _ask_for_stacks(folder)
+    text = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace")
+    return {"returncode": process.returncode, "late": late, "stderr": text[-4 * _TAIL :]}
+
+
+def _ask_for_stacks(folder: Path) -> None:
+    for place in folder.glob("place-*.json"):
+        try:
+            os.kill(json.loads(place.read_text())["pid"], signal.SIGUSR1)
+        except (OSError, ValueError):
+            continue  # it has just ended
+    time.sleep(_STACK_S)
+
+
+def _rows(launched: trial.Outcome, ranks: int, folder: Path) -> list[dict]:
+    said = launched.result or {"late": launched.status == "timeout", "stderr": launched.evidence}
+    codes = {int(rank): int(code) for rank, code in _FAILURE.findall(said["stderr"])}
+    rows = [_row(rank, said, codes.get(rank), launched, folder) for rank in range(ranks)]
+    first = _first(rows, said["stderr"])
+    for row in rows:
+        row["first"] = row["rank"] == first
+        row["seconds"] = launched.seconds
+        row["raised"] = row.pop("time") is not None
+    return rows
+
+
+def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folder: Path) -> dict:
+    left = _read(folder / f"rank-{rank}.json")
+    place = _read(folder / f"place-{rank}.json").get("place", "before its start")
+    row = {
+        "rank": rank,
+        "place": place,
+        "result": None,
+        "message": "",
+        "evidence": "",
+        "time": None,
+    }
+    if left.get("status") == "ok":
+        return row | {"status": "ok", "result": left["result"]}
+    if left:
+        return row | {
+            "status": left["status"],
+            "message": left["message"],
+            "evidence": left["traceback"],
+            "time": left["time"],
+        }
+    if said["late"]:
+        message = f"still running at the deadline, at: {place}"
+        return row | {"status": "timeout", "message": message, "evidence": _stacks(rank, folder)}
+    evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
+    if code is not None and code < 0 and code != -signal.SIGTERM:
+        message = f"ended by {processes.signal_name(-code)}"
+        return row | {"status": "crash", "message": message, "evidence": evidence}
+    if code == -signal.SIGTERM:
+        message = f"ended because another rank had failed, at: {place}"
+        return row | {"status": "ended", "message": message, "evidence": evidence}
+    message = launched.message or f"exited with {code} before it had a result"
+    return row | {"status": "error", "message": message, "evidence": evidence}
+
+
+def _first(rows: list[dict], stderr: str) -> int | None:
+    """A rank that a signal ended went before those whose connection to it broke."""
+    cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
+    named = int(cause[1]) if cause else None
+    crashed = [row["rank"] for row in rows if row["status"] == "crash"]
+    if crashed:
+        return named if named in crashed else crashed[0]
+    raised = sorted((row["time"], row["rank"]) for row in rows if row["time"] is not None)
+    return raised[0][1] if raised else named
+
+
+def _stacks(rank: int, folder: Path) -> str:
+    file = folder / f"stacks-{rank}.txt"
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
+def _tail(rank: int, folder: Path) -> str:
+    logs = sorted(folder.glob(f"logs/*/*/{rank}/stderr.log"))
+    return logs[-1].read_text(encoding="utf-8", errors="replace")[-_TAIL:] if logs else ""
+
+
+def _read(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,216 @@
+"""Runs a trial in processes of its own, under a supervisor, and returns what was seen of it.
+
+A trial that is late is looked at, not judged: what was seen is the evidence, the verdict another
+module's. Nothing is left of a trial when `run` returns, whatever it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa.lab.process import endings, gpus, preflight, ranks, renamed, trial
+from nsa.lab.process.out_of_memory import kernel_kills
+from nsa.lab.process.supervisor import Proven, Supervisor
+from nsa.lab.search import time_model as timemodel
+from nsa.lab.watch import flight_recorder as flights
+from nsa.lab.watch.device_use import DeviceUse
+from nsa.lab.watch.evidence import Evidence
+
+HARD = 4.0  # the deadline, in soft ones, where none is given
+UNPREDICTED_S = 600.0
+FAR_S = 1e6  # the supervisor ends a trial, nobody else
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a trial runs: `steps` steps of `subject` ("package.module:make", see process.subject).
+
+    settings: handed to it, JSON-able. observers: names of what slows it and is no part of it.
+    oracles: names out of nsa.lab.oracles. python: another interpreter, whose packages are used.
+    env: variables, beside this process's own.
+
+    Raises ValueError for what cannot be run.
+    """
+
+    subject: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: int = 3
+    ranks: int = 1
+    observers: tuple[str, ...] = ()
+    oracles: tuple[str, ...] = ()
+    seed: int = 0
+    python: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "observers", tuple(self.observers))
+        object.__setattr__(self, "oracles", tuple(self.oracles))
+        for name in ("steps", "ranks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        try:
+            json.dumps(self.settings)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the settings of {self.subject} must fit JSON: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Spec:
+        """What `to_dict` wrote. ValueError for a name that is not known."""
+        known = cls.__dataclass_fields__
+        if wrong := [name for name in found if name not in known]:
+            raise ValueError(f"a spec has no {wrong[0]!r}; it has {', '.join(known)}")
+        if "subject" in found:
+            found = {**found, "subject": renamed.current(found["subject"])}
+        return cls(**found)
+
+    def id(self, source_hash: str, environment: dict[str, Any]) -> str:
+        """Twelve hex digits: the same spec, source and environment have the same."""
+        what = json.dumps([self.to_dict(), source_hash, environment], sort_keys=True, default=str)
+        return hashlib.sha256(what.encode()).hexdigest()[:12]
+
+
+def run(
+    spec: Spec,
+    *,
+    folder: str | Path,
+    predicted_s: float | None = None,
+    deadline_s: float | None = None,
+    stall_s: float = 5.0,
+    factor: float = 1.0,
+    keep: bool = True,
+    gpu: str | None = None,
+    stop: threading.Event | None = None,
+    proven: Proven | None = None,
+) -> Evidence:
+    """Runs the trial; returns what was seen, and raises nothing for how it ended.
+
+    predicted_s: what its steps should take; it is looked at after 3 x that x `factor`, by which its
+    observers slow it. deadline_s: when it has to end (None: 4 x as late, or after 600 s where
+    nothing is predicted). Both count from the first step, not from the start of the process.
+    stall_s: how long P may rest until it is looked at closely. proven: says of the evidence so far
+    whether it need not go on; None is a verdict of HANG. keep: what the processes wrote stays in
+    `folder`, which is emptied first. gpu: the only one that it sees, as `nsa.lab.process.gpus`
+    lends them; which one that is makes no other trial of it. stop: ends it from another thread.
+
+    Raises ValueError for a subject, an oracle, an interpreter or times that cannot be, OSError
+    where `folder` cannot be written.
+    """
+    _check(spec, predicted_s, deadline_s, stall_s)
+    soft_s = timemodel.soft_deadline(predicted_s, factor) if predicted_s else None
+    folder = Path(folder).resolve()
+    _empty(folder)
+    source = preflight.source_hash(spec.subject)
+    env = {**spec.env, **gpus.only(gpu)}
+    on_gpu = preflight.uses_gpu(spec.settings, env)
+    evidence = Evidence(
+        spec=spec.to_dict(),
+        environment={**preflight.environment(spec.python), "source": source},
+        preflight=preflight.reasons(on_gpu, gpu),
+        predicted_s=predicted_s,
+        factor=factor,
+        soft_s=soft_s,
+        deadline_s=deadline_s or (HARD * soft_s if soft_s else UNPREDICTED_S),
+        stall_s=stall_s,
+    )
+    used = preflight.used_mib(gpu) if on_gpu else []
+    kills = kernel_kills() or 0
+    with DeviceUse(gpu) if on_gpu else contextlib.nullcontext() as use:
+        supervisor = Supervisor(
+            evidence, folder, spec.ranks, proven=proven or is_proven, stop=stop, use=use
+        )
+        started = time.monotonic()
+        ended = _launch(spec, env, folder, supervisor)
+        supervisor.close()
+    evidence.seconds = time.monotonic() - started
+    endings.settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
+    if on_gpu:
+        evidence.notes += preflight.wait_until_free(used, only=gpu)
+        now = preflight.reasons(True, gpu)
+        evidence.preflight += [reason for reason in now if reason not in evidence.preflight]
+    for pid, since in supervisor.pids.items():
+        if preflight.remember(pid, since):
+            evidence.notes.append(f"process {pid} could not be ended")
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return evidence
+
+
+def run_until_proven(spec: Spec, *, folder: str | Path, **options: Any) -> Evidence:
+    """`run`, and once more for twice as long where it rested at the end without a proof.
+
+    The same seed and the same everything: whether the second comes further is what tells slow work
+    from work that stands. The second is `.again` of the first.
+    """
+    first = run(spec, folder=folder, **options)
+    if not _rested_unproven(first):
+        return first
+    stop = options.get("stop")
+    if stop is not None and stop.is_set():
+        return first
+    cut = first.samples[-1].t - (first.began_s or 0.0)
+    longer = {**options, "deadline_s": 2 * max(cut, first.deadline_s or 0.0)}
+    first.again = run(spec, folder=Path(folder) / "again", **longer)
+    return first
+
+
+def is_proven(evidence: Evidence) -> bool:
+    """Whether the verdict of what was seen so far is HANG."""
+    from nsa.lab.verdict import judge
+
+    return judge(evidence).kind == "HANG"
+
+
+def _rested_unproven(evidence: Evidence) -> bool:
+    end = evidence.end
+    if end is None or end.type != "deadline" or evidence.preflight:
+        return False
+    return any(evidence.frozen_s(rank) >= evidence.stall_s for rank in evidence.ranks())
+
+
+def _launch(spec: Spec, env: dict[str, str], folder: Path, supervisor: Supervisor) -> Any:
+    """A trial.Outcome, or the rows of ranks.run_ranks where there are several."""
+    entry, given = (
+        "nsa.lab.process.subject_child:main",
+        {"spec": spec.to_dict(), "folder": str(folder)},
+    )
+    options: dict[str, Any] = {
+        "deadline_s": FAR_S,
+        "folder": folder,
+        "env": {**flights.environment(), **env},
+        "watch": supervisor,
+        "python": spec.python,
+    }
+    if spec.ranks == 1:
+        return trial.run_child(entry, given, **options)
+    return ranks.run_ranks(entry, given, ranks=spec.ranks, **options)
+
+
+def _check(spec: Spec, predicted_s: float | None, deadline_s: float | None, stall_s: float) -> None:
+    if spec.python is None:
+        trial.check_entry(spec.subject)
+    if spec.oracles:
+        from nsa.lab import oracles
+
+        oracles.check(spec.oracles)
+    for name, value in (
+        ("predicted_s", predicted_s), ("deadline_s", deadline_s), ("stall_s", stall_s)
+    ):  # fmt: skip
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value} must be greater than 0 seconds")
+
+
+def _empty(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)

@@ -1,0 +1,261 @@
+"""Watches a trial's counters from outside, looks closer where they rest, and says when to end it.
+
+Called many times a second by whoever waits for the processes; does something four times a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from nsa.lab.process import procfs
+from nsa.lab.watch import counters, looks
+from nsa.lab.watch import flight_recorder as flights
+from nsa.lab.watch.device_use import DeviceUse
+from nsa.lab.watch.evidence import Evidence, Look, P, Sample, thinned
+
+EVERY_S = 0.25
+LOOKS, APART_S = 3, 0.5
+AGAIN = 1.5  # after so many times as long a rest, it is looked at once more
+START_STALL_S = 20.0  # importing and building move nothing for long
+START_S = 300.0  # for all of it
+FRESH_S = 1.0  # whoever moved so recently moves
+FLIGHT_S = 3.0
+KEPT = 4000  # samples; of more, every other one of the older half goes
+Proven = Callable[[Evidence], bool]
+
+
+class Supervisor:
+    """What `trial.run_child` calls as its `watch`; `evidence` fills up meanwhile.
+
+    At the soft deadline py-spy takes the stacks once. Where a rank's P rests for stall_s they are
+    taken three times, at least half a second apart, with native stacks, /proc, the Flight Recorders
+    and the device's memory; if P still rests, `proven` is asked, and ends the trial at once if it
+    says yes. Else it goes on to its deadline, and is looked at again meanwhile. At the deadline a
+    trial that moves is ended; one that has just come to rest is watched until it moves, or has
+    rested for stall_s.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        folder: Path,
+        ranks: int,
+        *,
+        proven: Proven,
+        stop: threading.Event | None = None,
+        use: DeviceUse | None = None,
+    ) -> None:
+        self.evidence, self.folder, self.proven, self.stop = evidence, folder, proven, stop
+        self._use = use
+        self.reason = self.message = ""  # of its end: one of evidence.REASONS, and in words
+        self.pids: dict[int, int] = {}  # of all ranks seen, with the time of their start
+        self._files = {rank: folder / f"progress-{rank}.bin" for rank in range(ranks)}
+        self._start = time.monotonic()
+        self._next = 0.0
+        self._live: dict[int, int] = {}  # rank: pid
+        self._moved: dict[int, tuple[P, float]] = {}  # rank: P, and since when
+        self._look_at: dict[int, float] = {}  # rank: the rest at which it is looked at next
+        self._soft_done = False
+
+    @property
+    def t(self) -> float:
+        return time.monotonic() - self._start
+
+    def __call__(self, pid: int) -> str:
+        """An empty string to go on, else why the trial is to be ended."""
+        if self.stop is not None and self.stop.is_set():
+            return self._end("caller", "its caller asked for it")
+        if self.t < self._next:
+            return ""
+        self._next = self.t + EVERY_S
+        self.sample()
+        evidence, late = self.evidence, self._late()
+        if self._at_rest() or (late and self._at_rest(looked=True)):
+            self._look_closely()
+            if self._at_rest(looked=True):
+                proven = self.proven(self._so_far())
+                self._look("native", self._live)  # last, for it may take seconds
+                if not proven:
+                    self.sample()
+                    proven = self._at_rest(looked=True) and self.proven(self._so_far())
+                if proven:
+                    return self._end("stall", f"no progress for {self._rest_s():.1f} s")
+                if late and self._at_rest(looked=True):
+                    return self._end("deadline", late)
+        elif late and self._rest_s() < FRESH_S:
+            self._look_at_stacks()
+            return self._end("deadline", late)
+        elif self._worked_s() > (evidence.soft_s or float("inf")) and not self._soft_done:
+            self._soft_done = True
+            self._look("py-spy", self._live)  # by nothing that could end it
+        return ""
+
+    def sample(self) -> None:
+        """One sample of every rank that lives, and of one that has just begun to."""
+        for rank, file in self._files.items():
+            cells, t = counters.cells_of(file), self.t
+            pid = cells[counters.PID] if cells else 0
+            seen = procfs.process(pid) if pid else None
+            self._live.pop(rank, None)
+            if cells is None or seen is None:
+                continue
+            p = counters.coordinate(cells)
+            if seen.state not in "ZX":
+                self._live[rank] = pid
+            self.pids[pid] = seen.started
+            if rank not in self._moved or self._moved[rank][0] != p:
+                self._moved[rank] = (p, t)
+                self._look_at[rank] = self._bound(p)
+            self._note_beginning(cells)
+            what = (cells[counters.BEATS], seen.cpu_s, seen.state, seen.wchan, seen.rss_mib)
+            use = self._use.percent if self._use is not None else None
+            self.evidence.samples.append(Sample(t, rank, p, *what, use))
+        if len(self.evidence.samples) > KEPT:
+            half = KEPT // 2
+            self.evidence.samples = (
+                thinned(self.evidence.samples[:half]) + (self.evidence.samples[half:])
+            )
+
+    def close(self) -> None:
+        """When all processes have ended: how far each had come, and what it still said."""
+        self.collect()
+        for rank, file in self._files.items():
+            cells = counters.cells_of(file)
+            if cells is not None:
+                self._note_beginning(cells)
+                p, beats = counters.coordinate(cells), cells[counters.BEATS]
+                last = next((s for s in reversed(self.evidence.samples) if s.rank == rank), None)
+                if last is None or p != last.p:
+                    cpu_s = last.cpu_s if last else 0.0
+                    self.evidence.samples.append(Sample(self.t, rank, p, beats, cpu_s))
+
+    def _note_beginning(self, cells: tuple[int, ...]) -> None:
+        began_ns = cells[counters.BEGAN_NS]
+        if began_ns and self.evidence.began_s is None:
+            self.evidence.began_s = max(0.0, began_ns / 1e9 - self._start)
+
+    def _bound(self, p: P) -> float:
+        stall_s = self.evidence.stall_s
+        return stall_s if p.step >= 0 else max(stall_s, START_STALL_S)
+
+    def _rests(self) -> dict[int, float]:
+        return {rank: self.t - self._moved[rank][1] for rank in self._live}
+
+    def _rest_s(self) -> float:
+        """Of the rank that rests longest."""
+        return max(self._rests().values(), default=self.t)
+
+    def _at_rest(self, looked: bool = False) -> bool:
+        """Whether a rank has rested so long that a look is due, or was when it was taken."""
+        bounds = self._look_at if not looked else {r: self._bound(p) for r, (p, _) in
+                                                  self._moved.items()}  # fmt: skip
+        return any(rest >= bounds[rank] for rank, rest in self._rests().items())
+
+    def _worked_s(self) -> float:
+        began = self.evidence.began_s
+        return 0.0 if began is None else self.t - began
+
+    def _late(self) -> str:
+        """Why it has to end for the time it took, "" while it need not."""
+        if self.evidence.began_s is None:
+            return "" if self.t < START_S else f"no step had begun after {START_S:g} s"
+        deadline_s = self.evidence.deadline_s
+        if deadline_s is None or self._worked_s() < deadline_s:
+            return ""
+        return f"still running after {deadline_s:g} s"
+
+    def _end(self, reason: str, message: str) -> str:
+        self.reason, self.message = reason, message
+        with contextlib.suppress(OSError):
+            self.sample()
+        return message
+
+    def _so_far(self) -> Evidence:
+        return replace(self.evidence, seconds=self.t, end=None)
+
+    # what a closer look takes
+
+    def _look_closely(self) -> None:
+        flying = self._ask()
+        for number in range(LOOKS):
+            if number:
+                self._pause(APART_S)
+            self._look("proc", self._live)
+            self._look_at_stacks()
+        self._gather(flying)
+        self.sample()
+        for rank, rest in self._rests().items():
+            if rest >= self._look_at[rank]:
+                self._look_at[rank] = AGAIN * rest
+
+    def _pause(self, seconds: float) -> None:
+        end = self.t + seconds
+        while (left := end - self.t) > 0:
+            time.sleep(min(EVERY_S, left))
+            self.sample()
+
+    def _look_at_stacks(self) -> None:
+        """By py-spy; of ranks that it does not show, by faulthandler, which now and then ends one.
+
+        In one of 180 dumps of a process with another thread at work (Python 3.11): it reads that
+        thread's frames while they change.
+        """
+        seen = {look.rank for look in self._look("py-spy", self._live) if look.threads}
+        self._look("faulthandler", {k: pid for k, pid in self._live.items() if k not in seen})
+
+    def _look(self, tool: str, pids: dict[int, int]) -> list[Look]:
+        """By one tool at these ranks, at all of them at once, P beside it."""
+        with ThreadPoolExecutor(max(1, len(pids))) as pool:
+            taken = [
+                pool.submit(looks.look, tool, rank, pid, self._files[rank], self.t)
+                for rank, pid in pids.items()
+            ]
+        found = [look for each in taken if (look := each.result())]
+        self.evidence.looks += found
+        return found
+
+    def _ask(self) -> list[int]:
+        """Asks for Flight Recorders and the device's memory, where there are any and it can answer.
+
+        Whoever is stopped, or keeps its GIL, cannot.
+        """
+        if len(self._files) == 1 and self._use is None:
+            return []
+        asked = []
+        for rank in self._live:
+            if not self._beats(rank):
+                continue
+            for name in (f"flight-{rank}.json", f"memory-{rank}.json"):
+                (self.folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError, ValueError):
+                counters.ask(self._files[rank])
+                asked.append(rank)
+        return asked
+
+    def _beats(self, rank: int) -> bool:
+        """Whether it did in the last second and a half."""
+        seen = [s.beats for s in self.evidence.samples[-6 * len(self._files) :] if s.rank == rank]
+        return not seen or seen[-1] > seen[0]
+
+    def _gather(self, asked: list[int]) -> None:
+        """What they answer, within a time."""
+        waiting, end = set(asked), self.t + FLIGHT_S
+        while waiting and self.t < end:
+            waiting -= {rank for rank in waiting if flights.read(self.folder, rank) is not None}
+            if waiting:
+                self._pause(EVERY_S)
+        self.collect()
+
+    def collect(self) -> None:
+        """What the ranks have answered so far, also after they have ended."""
+        for rank in self._files:
+            if found := flights.read(self.folder, rank):
+                self.evidence.flights[rank] = found
+            if held := flights.memory(self.folder, rank):
+                self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}

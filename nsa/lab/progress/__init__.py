@@ -1,6 +1,0 @@
-"""How far a training has come, counted where others can read it while it is stuck."""
-
-from nsa.lab.progress.counters import read
-from nsa.lab.progress.progress import Progress, Unheard
-
-__all__ = ["Progress", "Unheard", "read"]

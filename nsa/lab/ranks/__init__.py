@@ -1,1 +1,0 @@
-"""Several processes of one job: started, watched, and how each ended."""

@@ -1,0 +1,207 @@
+"""A plan's trials, run into a ledger: each once, for as long as there is time."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Event, Lock, Timer
+from typing import Any
+
+from nsa.lab.process.gpus import Gpus
+from nsa.lab.process.runner import Spec
+from nsa.lab.process.trial import Stopped
+from nsa.lab.search import Cell, calibration
+from nsa.lab.search.findings import Spent, Tried
+from nsa.lab.search.ledger import FULL, Ledger
+from nsa.lab.search.plan import Plan
+from nsa.lab.verdict import Verdict, arms, compare
+from nsa.lab.watch.evidence import Evidence
+
+# What two trials differ in when they are to have run different code.
+PATHS = (
+    "branch", "backend", "compressed_backend", "selected_backend", "window_backend", "safe_packing",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished trial: its cell, id, verdict, evidence; whether it was there before.
+
+    calibrated: what a calibration said of it before, "" where there was none.
+    """
+
+    cell: Cell
+    id: str
+    verdict: Verdict
+    evidence: Evidence
+    cached: bool = False
+    attempt: int = 0
+    calibrated: str = ""
+
+
+class Trials:
+    """Runs cells of a plan into a ledger, until the budget of seconds is spent.
+
+    predict(settings): seconds that a trial's steps should take, instead of the plan's predicted_s
+    and of its calibrations.
+    The trial in flight when time is up, or when `stop` is set, is ended and is not kept: Spent. So
+    is one for which the disk has no room. ValueError where trials cannot be kept at all.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        ledger: Ledger,
+        *,
+        budget_s: float | None = None,
+        predict: Callable[[dict[str, Any]], float] | None = None,
+        say: Callable[[Done], None] = lambda done: None,
+    ) -> None:
+        if budget_s is not None and not budget_s > 0:
+            raise ValueError(f"budget_s={budget_s} must be greater than 0 seconds")
+        self.plan, self.ledger, self.budget_s = plan, ledger, budget_s
+        self._predict, self._say = predict, say
+        self._end = None if budget_s is None else time.monotonic() + budget_s
+        self.stop, self._lock = Event(), Lock()
+
+    def run(self, cell: Cell, attempt: int = 0, gpu: str | None = None) -> Done:
+        """The trial of a cell, out of the ledger or run now, `gpu` as of runner.run. Raises Spent.
+
+        Several threads may run one each.
+        """
+        spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
+        told = ""
+        if self._predict is not None:
+            options["predicted_s"] = self._predict(spec.settings)
+        elif self.plan.calibrate:
+            told = self._calibrate(cell, options, gpu)
+        id, evidence, verdict, cached = self._found_or_run(spec, options, gpu)
+        done = Done(dict(cell), id, verdict, evidence, cached, attempt, told)
+        with self._lock:
+            self._say(done)
+        return done
+
+    def _calibrate(self, cell: Cell, options: dict[str, Any], gpu: str | None) -> str:
+        """Puts a cell's times into `options`; says what they are, and by which trial."""
+        spec = calibration.calibration_spec(self.plan, cell)
+        limit = {"deadline_s": calibration.DEADLINE_S}
+        id, evidence, verdict, _ = self._found_or_run(spec, limit, gpu)
+        found = calibration.Calibration.of(evidence) if verdict.kind == "PASS" else None
+        if found is None:
+            return f"nothing was predicted: its calibration {id} ended as {verdict.label}"
+        size = calibration.size_of(self.plan, cell)
+        options["predicted_s"] = found.predicted_s(size, self.plan.steps)
+        # Two digits: what was measured elsewhere within its noise makes no other trial of it.
+        options["stall_s"] = max(options["stall_s"], float(f"{found.stall_s(size):.2g}"))
+        return (
+            f"predicted {options['predicted_s']:.3g} s, P may rest {options['stall_s']:.3g} s: "
+            f"by calibration {id}"
+        )
+
+    def _found_or_run(
+        self, spec: Spec, options: dict[str, Any], gpu: str | None
+    ) -> tuple[str, Evidence, Verdict, bool]:
+        id = self.ledger.id(spec, **options)
+        found = self.ledger.get(id)
+        cached = found is not None and found[1].kind != "INCONCLUSIVE"
+        return (id, *(found if cached else self._run(spec, options | {"gpu": gpu})), cached)
+
+    def _run(self, spec: Spec, options: dict[str, Any]) -> tuple[Evidence, Verdict]:
+        timer = None
+        if self.stop.is_set():
+            raise self._spent()
+        if self._end is not None:
+            left = self._end - time.monotonic()
+            if left <= 0:
+                raise self._spent()
+            timer = Timer(left, self.stop.set)
+            timer.daemon = True
+            timer.start()
+        try:
+            _, evidence, verdict = self.ledger.run(spec, **options, stop=self.stop)
+        except (Stopped, InterruptedError):
+            raise self._spent() from None
+        except OSError as error:
+            if error.errno in FULL:
+                raise Spent(error.strerror) from None
+            raise ValueError(
+                f"cannot keep trials in {self.ledger.root} ({error.strerror}); name another folder"
+            ) from None
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self.stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
+            raise self._spent()
+        return evidence, verdict
+
+    def _spent(self) -> Spent:
+        return Spent(f"the budget of {_seconds(self.budget_s or 0)} is spent")
+
+    def judged(self, cell: Cell, attempt: int = 0) -> Tried:
+        """`run`, as a bisection asks for it."""
+        done = self.run(cell, attempt)
+        verdict = done.verdict
+        return Tried(verdict.kind, verdict.signature, done.id, verdict.what)
+
+
+@dataclass
+class Swept:
+    """What a sweep came to: its trials, the cells without one, and why those have none.
+
+    flaky: {number of the first attempt: Verdict} of cells whose attempts differ; invalid: pairs of
+    trials that were to run different code and did not.
+    """
+
+    done: list[Done] = field(default_factory=list)
+    not_run: list[Cell] = field(default_factory=list)
+    why: str = ""
+    flaky: dict[int, Verdict] = field(default_factory=dict)
+    invalid: list[tuple[Done, Done]] = field(default_factory=list)
+
+
+def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: Any) -> Swept:
+    """Runs every cell of the plan that the ledger does not have; `options` as of Trials.
+
+    One trial on each of `gpus` at once, unless one of the plan has several ranks; else one after
+    another. A sweep that was cut off goes on where it was: what is finished is in the ledger.
+    """
+    trials, cells = Trials(plan, ledger, **options), list(plan.cells())
+    swept = Swept()
+
+    def attempts(gpu: str | None, cell: Cell) -> list[Done]:
+        found: list[Done] = []
+        try:
+            while len(found) < plan.attempts and not swept.why:
+                found.append(trials.run(cell, len(found), gpu))
+        except Spent as spent:
+            swept.why = str(spent)
+        return found
+
+    several = gpus is not None and len(gpus.names) > 1
+    if several and all(plan.spec(cell).ranks == 1 for cell in cells):
+        rows = gpus.map(attempts, cells, stop=trials.stop)
+    else:
+        rows = [attempts(None, cell) for cell in cells]
+    for cell, found in zip(cells, rows, strict=True):
+        if len(found) < plan.attempts:
+            swept.not_run.append(cell)
+        elif plan.attempts > 1:
+            together = compare([done.verdict for done in found])
+            if together.kind == "FLAKY":
+                swept.flaky[len(swept.done)] = together
+        swept.done += found
+    swept.invalid = list(same_paths(swept.done))
+    return swept
+
+
+def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
+    """Pairs that differ in one factor that chooses code, and yet ran the same."""
+    for number, one in enumerate(done):
+        for other in done[number + 1 :]:
+            differ = [name for name in one.cell if one.cell[name] != other.cell[name]]
+            comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
+            if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
+                yield one, other
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"

@@ -1,0 +1,169 @@
+"""Trials on disk: each once, by its id, with its evidence and verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nsa.lab.process import preflight, runner
+from nsa.lab.process.runner import Spec
+from nsa.lab.verdict import Verdict, judge
+from nsa.lab.watch.evidence import Evidence
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+MATTERS = ("deadline_s", "stall_s", "factor")  # of how a trial is run, beside what is run
+WAIT_S = 0.1
+
+
+class Ledger:
+    """Finished trials below `root`, one folder each: a trial that is there is not run again.
+
+    Two supervisors may share one; who wants a trial that another one runs waits for it. A folder
+    appears whole or not at all: whoever is killed loses the trial in flight and nothing else, and
+    the next one takes its place.
+
+    <id>/evidence.json and verdict.json, and what the trial's processes wrote. Names that begin
+    with a point are in flight.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def id(self, spec: Spec, **options: Any) -> str:
+        """The trial's id: of its spec, the source, the environment, and its deadlines if given."""
+        environment = preflight.environment(spec.python)
+        limits = {name: options[name] for name in MATTERS if options.get(name) is not None}
+        return spec.id(preflight.source_hash(spec.subject), {**environment, **limits})
+
+    def get(self, id: str) -> tuple[Evidence, Verdict] | None:
+        """(Evidence, Verdict) of a finished trial, else None."""
+        place = self.root / id
+        try:
+            evidence = json.loads((place / "evidence.json").read_text(encoding="utf-8"))
+            verdict = json.loads((place / "verdict.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return Evidence.from_dict(evidence), Verdict.from_dict(verdict)
+
+    def put(
+        self, id: str, evidence: Evidence, verdict: Verdict, folder: str | Path | None = None
+    ) -> Path:
+        """Stores a finished trial, and `folder` with it, which is moved; returns its folder.
+
+        Raises OSError that says so when the disk is full: what was stored before stays.
+        """
+        place = Path(folder) if folder is not None else self.root / f".{id}.{os.getpid()}"
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            _write(place / "evidence.json", json.dumps(evidence.to_dict()))
+            _write(place / "verdict.json", json.dumps(verdict.to_dict(), indent=1))
+            return self._publish(place, id)
+        except OSError as error:
+            shutil.rmtree(place, ignore_errors=True)
+            raise self._clear(error, id) from error
+
+    def run(self, spec: Spec, **options: Any) -> tuple[str, Evidence, Verdict]:
+        """(id, Evidence, Verdict), out of the store or of a trial run now and stored.
+
+        `options` are those of runner.run, but `folder`. A stored INCONCLUSIVE is run again.
+        """
+        id = self.id(spec, **options)
+        found = self._settled(id)
+        if found is not None:
+            return (id, *found)
+        with self._claimed(id, options.get("stop")):
+            found = self._settled(id)  # whoever held it may have finished it
+            if found is not None:
+                return (id, *found)
+            place = self.root / f".{id}.flight"
+            try:
+                evidence = runner.run_until_proven(spec, folder=place, **options)
+                verdict = judge(evidence)
+            except BaseException as error:
+                shutil.rmtree(place, ignore_errors=True)
+                if isinstance(error, OSError):
+                    raise self._clear(error, id) from error
+                raise
+            self.put(id, evidence, verdict, place)
+            return id, evidence, verdict
+
+    def ids(self) -> list[str]:
+        """Of all finished trials, oldest first."""
+        if not self.root.is_dir():
+            return []
+        found = []
+        for place in self.root.iterdir():
+            with contextlib.suppress(OSError):
+                if not place.name.startswith("."):
+                    found.append(((place / "verdict.json").stat().st_mtime, place.name))
+        return [name for _, name in sorted(found)]
+
+    def _settled(self, id: str) -> tuple[Evidence, Verdict] | None:
+        found = self.get(id)
+        return None if found is None or found[1].kind == "INCONCLUSIVE" else found
+
+    def _publish(self, place: Path, id: str) -> Path:
+        target = self.root / id
+        if target.exists():  # it was inconclusive
+            old = self.root / f".{id}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(target, old)
+            os.replace(place, target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(place, target)
+        return target
+
+    def _clear(self, error: OSError, id: str) -> OSError:
+        if error.errno not in FULL:
+            return error
+        return OSError(
+            error.errno,
+            f"the disk of {self.root} is full: trial {id} is lost, the {len(self.ids())} before it "
+            "are kept; free some space and run again",
+        )
+
+    @contextmanager
+    def _claimed(self, id: str, stop: threading.Event | None) -> Iterator[None]:
+        """Alone with this trial: a lock that ends with its holder, however that ends.
+
+        The file says who holds it, and is never removed: another one could hold what replaced it.
+        """
+        locks = self.root / ".locks"
+        try:
+            locks.mkdir(parents=True, exist_ok=True)
+            opened = open(locks / id, "a+")  # noqa: SIM115
+        except OSError as error:
+            raise self._clear(error, id) from error
+        with opened:
+            while True:
+                try:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if stop is not None and stop.is_set():
+                        raise InterruptedError(f"stopped while another ran trial {id}") from None
+                    time.sleep(WAIT_S)
+            with contextlib.suppress(OSError):
+                opened.truncate(0)
+                opened.write(str(os.getpid()))
+                opened.flush()
+            yield
+
+
+def _write(path: Path, text: str) -> None:
+    """On the disk when it returns: a rename may come before what it renames otherwise."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,287 @@
+"""A plan: what is varied, what is fixed, what is never run together; and the trials it means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from itertools import product
+from math import prod
+from typing import Any
+
+from nsa.lab import oracles, search
+from nsa.lab.process import trial
+from nsa.lab.process.runner import Spec
+from nsa.lab.search import Cell
+from nsa.lab.search import factors as known
+from nsa.lab.search.candidates import position, word
+from nsa.lab.search.factors import TRAINING_SUBJECT
+from nsa.lab.verdict import KINDS
+
+COVERS = ("all", "pairs", "triples")
+ATTEMPT = "NSA_ATTEMPT"  # the variable that tells repeated trials of one cell apart
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Trials of one subject: `settings` are fixed, each of `factors` takes its values in turn.
+
+    The first value of a factor is its default. never: combinations that are not run, each a mapping
+    of factors to a value or a list of them. cover: whether a sweep runs all combinations, or so
+    many that all pairs, or triples, of values are there. steps, deadline_s, predicted_s, stall_s,
+    oracles: of every trial; deadline_s is before its deadline_factor; by default the oracles are
+    arrival and finite, and ranks where there are several. kind: the verdict that a
+    bisection looks for, in at most `most` trials; attempts: how often it runs what passes; screen:
+    whether it covers all pairs though it found a fault before; seen: values of factors that showed
+    the fault elsewhere, where a bisection begins, the others at their defaults. calibrate:
+    predicted_s and stall_s are measured for each cell, by smaller trials beforehand
+    (nsa.lab.search.calibration).
+
+    Values of the training subject and of what every subject has are checked; what does not go
+    together is left out of `values`, see `left_out`. Raises ValueError for what is not known or not
+    legal, naming the nearest, and for a plan of which nothing is left.
+    """
+
+    factors: dict[str, list[Any]]
+    subject: str = TRAINING_SUBJECT
+    settings: dict[str, Any] = field(default_factory=dict)
+    never: list[dict[str, Any]] = field(default_factory=list)
+    steps: int = 3
+    deadline_s: float | None = None
+    predicted_s: float | None = None
+    stall_s: float = 5.0
+    oracles: list[str] | None = None
+    cover: str = "all"
+    kind: str | None = None
+    most: int = 40
+    attempts: int = 1
+    screen: bool = False
+    seen: dict[str, Any] = field(default_factory=dict)
+    calibrate: bool = False
+    question: str = ""
+    left_out: tuple[str, ...] = field(default=(), init=False, compare=False)
+    values: dict[str, list[Any]] = field(default_factory=dict, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        trial.check_entry(self.subject)
+        self._check_numbers()
+        oracles.check(self.oracles or ())
+        for name in ("settings", "factors"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a mapping of names")
+        if twice := sorted(self.settings.keys() & self.factors.keys()):
+            raise ValueError(f"both fixed and varied: {', '.join(twice)}; keep one of the two")
+        for name, value in self.settings.items():
+            self._check(name, [value])
+        for name, values in self.factors.items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"factor {name!r} wants a list of values, got {values!r}")
+            self._check(name, values)
+        if "deadline_factor" in self.settings | self.factors and self.deadline_s is None:
+            raise ValueError("deadline_factor has nothing to multiply; give deadline_s in seconds")
+        _check_never(self.never, self.factors)
+        if not isinstance(self.seen, dict):
+            raise ValueError(f"seen={self.seen!r} must be a mapping, e.g. {{layers: 6}}")
+        for name, value in self.seen.items():
+            _check_varied("seen", name, [value], self.factors)
+        self._leave_out()
+        if why := self.why_not(self.base | self.seen):
+            raise ValueError(f"what was seen cannot be run: {why}")
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Plan:
+        """The plan that a YAML file holds. ValueError for a key it does not have."""
+        names = [f.name for f in fields(cls) if f.init]
+        for name in found:
+            if name not in names:
+                near = get_close_matches(str(name), names, n=1)
+                hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(names)}"
+                raise ValueError(f"a plan has no {name!r}; {hint}")
+        if not found.get("factors"):
+            raise ValueError("a plan needs factors, e.g. {layers: [1, 6]}")
+        return cls(**found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `from_dict` brings the same plan back."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+
+    @property
+    def base(self) -> Cell:
+        """Every factor at its default."""
+        return {name: values[0] for name, values in self.values.items()}
+
+    def why_not(self, part: Mapping[str, Any]) -> str:
+        """Why a cell, or a part of one, is not run; "" where it is."""
+        for one in self.never:
+            if all(name in part and _among(part[name], given) for name, given in one.items()):
+                return "never: " + ", ".join(f"{name}={word(part[name])}" for name in one)
+        settled = self._defaults() | self.settings | dict(part)
+        for rule in known.rules(self.subject):
+            if all(n in part or n not in self.factors for n in rule.names) and (
+                why := rule.broken(settled)
+            ):
+                return why
+        return ""
+
+    def legal(self, part: Mapping[str, Any]) -> bool:
+        """Whether a cell, or a part of one, may be run."""
+        return not self.why_not(part)
+
+    def cells(self) -> Iterator[Cell]:
+        """The cells of a sweep, the base first."""
+        yield self.base
+        if self.cover == "all":
+            for values in product(*self.values.values()):
+                cell = dict(zip(self.values, values, strict=True))
+                if cell != self.base and self.legal(cell):
+                    yield cell
+            return
+        strength = {"pairs": 2, "triples": 3}[self.cover]
+        yield from search.cover(
+            self.values, legal=self.legal, strength=strength, tested=[self.base]
+        )
+
+    def size(self) -> int:
+        """How many combinations there are, legal or not."""
+        return prod(len(values) for values in self.values.values())
+
+    def spec(self, cell: Mapping[str, Any], attempt: int = 0) -> Spec:
+        """The trial of a cell; other attempts are other trials of the same."""
+        settings = self._defaults() | self.settings | dict(cell)
+        whole: dict[str, Any] = {}
+        env: dict[str, str] = {}
+        observers = []
+        handed = {}
+        for name, value in settings.items():
+            factor = known.find(self.subject, name)
+            if factor is None or factor.place == "settings":
+                handed[name] = value
+            elif factor.place == "spec" and not name.startswith(known.ENVIRONMENT):
+                whole[name] = value
+                handed |= {name: value} if name == "seed" else {}
+            if factor is not None:
+                env |= factor.env(value)
+                if factor.slows > 1 and value != factor.default:
+                    observers.append(name)
+        if attempt:
+            env[ATTEMPT] = str(attempt)
+        return Spec(
+            subject=self.subject,
+            settings=handed,
+            steps=self.steps,
+            observers=tuple(observers),
+            oracles=tuple(_usual(whole["ranks"]) if self.oracles is None else self.oracles),
+            env=env,
+            **whole,
+        )
+
+    def options(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """How a cell's trial is watched: predicted_s, deadline_s, stall_s, factor of `runner.run`.
+
+        Each deadline makes a trial of its own.
+        """
+        settings = self._defaults() | self.settings | dict(cell)
+        slower = 1.0
+        for name, value in settings.items():
+            factor = known.find(self.subject, name)
+            if factor is not None and value != factor.default:
+                slower *= factor.slows
+        deadline = self.deadline_s
+        if deadline is not None:
+            deadline *= settings["deadline_factor"]
+        return {
+            "predicted_s": self.predicted_s,
+            "deadline_s": deadline,
+            "stall_s": self.stall_s,
+            "factor": slower,
+        }
+
+    def _defaults(self) -> dict[str, Any]:
+        return {name: factor.default for name, factor in known.known(self.subject).items()}
+
+    def _check(self, name: str, values: Sequence[Any]) -> None:
+        factor = known.find(self.subject, name)
+        for index, value in enumerate(values):
+            if factor is not None:
+                factor.check(value)
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name}={value!r} does not fit JSON; plain values do") from None
+            if _among(value, list(values[:index])):
+                raise ValueError(f"factor {name!r} has {value!r} twice")
+
+    def _check_numbers(self) -> None:
+        for name, least in (("steps", 1), ("most", 1), ("attempts", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        for name in ("deadline_s", "predicted_s", "stall_s"):
+            value = getattr(self, name)
+            if value is None and name != "stall_s":
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                raise ValueError(f"{name}={value!r} must be a number of seconds greater than 0")
+        if self.calibrate not in (True, False):
+            raise ValueError(f"calibrate={self.calibrate!r} must be true or false")
+        if self.calibrate and self.predicted_s is not None:
+            raise ValueError(f"predicted_s={self.predicted_s} is given; calibrate would measure it")
+        for name, choices in (("cover", COVERS), ("kind", (None, *KINDS))):
+            if (value := getattr(self, name)) not in choices:
+                near = get_close_matches(str(value), [str(c) for c in choices], n=1)
+                hint = f"; the nearest is {near[0]}" if near else ""
+                told = ", ".join(str(c) for c in choices if c is not None)
+                raise ValueError(f"{name}={value!r} is none of {told}{hint}")
+        if not isinstance(self.screen, bool):
+            raise ValueError(f"screen={self.screen!r} must be true or false")
+
+    def _leave_out(self) -> None:
+        """Values that no cell could have are told of and dropped."""
+        if why := self.why_not({}):
+            raise ValueError(f"the settings cannot be run: {why}")
+        notes, kept = [], {}
+        for name, values in self.factors.items():
+            reasons = {i: self.why_not({name: value}) for i, value in enumerate(values)}
+            kept[name] = [value for i, value in enumerate(values) if not reasons[i]]
+            notes += [f"{name}={word(values[i])}: {why}" for i, why in reasons.items() if why]
+        object.__setattr__(self, "left_out", tuple(notes))
+        if empty := [name for name, values in kept.items() if not values]:
+            raise ValueError(f"no value of {empty[0]} can be run: {'; '.join(notes)}")
+        object.__setattr__(self, "values", kept)
+        if why := self.why_not(self.base):
+            raise ValueError(
+                f"the defaults, the first value of every factor, cannot be run: {why}; "
+                "put others first"
+            )
+
+
+def _usual(ranks: int) -> list[str]:
+    return ["arrival", "finite", *(["ranks"] if ranks > 1 else [])]
+
+
+def _check_never(never: Any, varied: Mapping[str, Sequence[Any]]) -> None:
+    if not isinstance(never, list) or not all(isinstance(one, dict) and one for one in never):
+        raise ValueError(f"never={never!r} must be a list of mappings, e.g. [{{layers: 6}}]")
+    for one in never:
+        for name, given in one.items():
+            _check_varied("never", name, given if isinstance(given, list) else [given], varied)
+
+
+def _check_varied(
+    key: str, name: str, values: Sequence[Any], varied: Mapping[str, Sequence[Any]]
+) -> None:
+    if name not in varied:
+        near = get_close_matches(name, varied, n=1)
+        hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(varied)}"
+        raise ValueError(f"{key} names {name!r}, which is not varied; {hint}")
+    for value in values:
+        try:
+            position(varied[name], value)
+        except ValueError as error:
+            raise ValueError(f"{key}: {name}: {error}") from None
+
+
+def _among(value: Any, given: Any) -> bool:
+    values = given if isinstance(given, list) else [given]
+    return any(type(value) is type(one) and value == one for one in values)

@@ -1,1 +1,0 @@
-"""The case study's figures, its claims, and the trials that settle them."""

@@ -1,1 +1,0 @@
-"""Training at speed: cells, ranks, loss curves, the profile of a step."""

@@ -1,1 +1,0 @@
-"""What arrives on which rank: traced training steps, with planted faults."""

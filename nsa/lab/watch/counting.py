@@ -1,0 +1,287 @@
+"""Hooks that feed a Progress: modules whose forward ends, nodes that a backward runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.lab.watch.counters import FIRED, MODULES, PHASE, TOTAL
+from nsa.lab.watch.evidence import PHASES
+
+if TYPE_CHECKING:
+    from nsa.lab.watch.progress import Progress
+
+MOST_HOOKS = 256  # of one backward: each costs 5 us, and a finer count tells nobody more
+MOST_BETWEEN = 128  # nodes from one hooked output to the next; else the graph is walked
+SHORT_S = 1.0  # a backward that takes longer can afford the walk, and a finer count
+APART = 64  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
+FEW_HOOKS = 24
+OTHER = PHASES.index("other")
+_nodes_made = torch.autograd._get_sequence_nr  # by this thread
+Undo = Callable[[], Any]
+
+
+def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
+    """Counts the forwards of a model and of all modules inside it."""
+
+    def begins(module: nn.Module, arguments: Any) -> None:
+        if not (torch.compiler.is_compiling() or progress.told):
+            _begins(progress)
+
+    def ended(module: nn.Module, arguments: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():  # inside a compiled region nothing is left of this
+            _ended(progress, output)
+
+    handle = model.register_forward_pre_hook(begins)
+    handles = [module.register_forward_hook(ended) for module in model.modules()]
+    return [handle.remove, *(one.remove for one in handles), _outputs(progress)]
+
+
+def all_modules(progress: Progress) -> list[Undo]:
+    """Counts every module's forward in this process.
+
+    In the place of a module's call, for torch's hook on all modules sends each through a longer way
+    that takes four times as long as the counting.
+    """
+
+    def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or counted.over:
+                return plain(module, *args, **kwargs)
+            if not progress.told:
+                _begins(progress)
+            output = plain(module, *args, **kwargs)
+            _ended(progress, output)
+            return output
+
+        return counted
+
+    return [_in_place_of(nn.Module, "__call__", counting), _outputs(progress)]
+
+
+def _outputs(progress: Progress) -> Undo:
+    progress.outputs = Outputs(progress)
+
+    def undo() -> None:
+        progress.outputs = None
+
+    return undo
+
+
+def _begins(progress: Progress) -> None:
+    """Guesses that a forward begins with a module."""
+    if progress.cells[PHASE] == OTHER:
+        progress.enter("forward")
+
+
+def _ended(progress: Progress, output: Any) -> None:
+    """A module's forward has ended."""
+    cells = progress.cells
+    cells[MODULES] += 1
+    if not cells[MODULES] & 15:
+        progress.mark()
+    if progress.outputs is not None:
+        progress.outputs.add(output)
+
+
+class Outputs:
+    """What modules put out in one forward: hooks on the nodes that made it tell how far its
+    backward has come, so that the graph need not be walked.
+
+    A thread numbers its nodes as it makes them, and a backward runs them from the last one on. So
+    where an output's node runs, all nodes of higher numbers have run. The first forward, and any
+    after one whose outputs lay too far apart or whose backward took long, only looks how far they
+    are apart.
+    """
+
+    def __init__(self, progress: Progress, apart: int = 0, *, hooks: bool = False) -> None:
+        """apart: nodes from one output that counts to the next, at least."""
+        self._progress, self._apart, self._hooks = progress, apart, hooks
+        self._first = self._last = _nodes_made()
+        self._widest, self._made, self._near = 0, 0, False
+        self._left: int | None = None  # nodes that have not run, while hooks count a backward
+        self._calls, self._began = 0, 0.0
+
+    def renew(self) -> None:
+        """Forgets what was put out: a step begins."""
+        self._progress.outputs = Outputs(self._progress, self._apart, hooks=self._hooks)
+
+    def add(self, output: Any) -> None:
+        if _nodes_made() - self._last <= self._apart:
+            return  # no node can lie far enough; an output's own is dearer to ask for
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        if node is None:
+            return
+        number = node._sequence_nr()
+        between = number - self._last
+        if between > self._apart:
+            self._last, self._widest = number, max(self._widest, between)
+            if self._hooks:
+                node.register_prehook(partial(self._fired, number))
+
+    def begin(self) -> int:
+        """How many nodes there are to run, 0 where a walk has to count them, and no hook here."""
+        self._began, end = time.monotonic(), _nodes_made()
+        self._made = end - self._first
+        widest = max(self._widest, end - self._last)
+        self._near = widest <= MOST_BETWEEN < self._made
+        if not (self._near and self._hooks):
+            return 0
+        self._left = self._made
+        return self._made
+
+    def end(self) -> None:
+        """The backward is over: what is left of the hooks counts nothing any more."""
+        self._left = None
+        apart, short = min(self._made // FEW_HOOKS, APART), time.monotonic() - self._began < SHORT_S
+        self._progress.outputs = Outputs(self._progress, apart, hooks=self._near and short)
+
+    def _fired(self, number: int, gradients: Any) -> None:
+        left = number + 1 - self._first
+        if self._left is None or left >= self._left:
+            return
+        self._progress.cells[FIRED] += self._left - left
+        self._left = left
+        self._calls += 1
+        if not self._calls & 7:
+            self._progress.mark()
+
+
+def optimizers(progress: Progress) -> list[Undo]:
+    """Guesses the phase from any optimizer's step."""
+    from torch.optim import optimizer
+
+    def begins(*_: Any) -> None:
+        if not progress.told:
+            progress.enter("optimizer")
+
+    def ended(*_: Any) -> None:
+        if not progress.told:
+            progress.enter("other")
+
+    return [
+        optimizer.register_optimizer_step_pre_hook(begins).remove,
+        optimizer.register_optimizer_step_post_hook(ended).remove,
+    ]
+
+
+def backwards(progress: Progress) -> list[Undo]:
+    """Counts the nodes of every backward() and grad() that this process calls from Python."""
+    places = ("backward", "tensors"), ("grad", "outputs")
+    return [_counted(name, roots, progress) for name, roots in places]
+
+
+def _counted(name: str, roots: str, progress: Progress) -> Undo:
+    def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or counted.over:
+                return plain(*args, **options)
+            given = args[0] if args else options.get(roots, ())
+            retained = bool(options.get("retain_graph") or options.get("create_graph"))
+            with backward(_tensors(given), progress, retained=retained):
+                return plain(*args, **options)
+
+        return counted
+
+    return _in_place_of(torch.autograd, name, counting)
+
+
+def _in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
+    """Puts counting(plain) in the place of the owner's function; several may count at once.
+
+    They end in any order: one that is `over` calls the next, and goes when none above it counts.
+    """
+    plain = getattr(owner, name)
+    counted = counting(plain)
+    counted.plain, counted.over = plain, False
+
+    def undo() -> None:
+        counted.over = True
+        now = getattr(owner, name)  # not counted, where another began later
+        while getattr(now, "over", False):
+            now = now.plain
+        setattr(owner, name, now)
+
+    setattr(owner, name, counted)
+    return undo
+
+
+def _tensors(given: Any) -> Sequence[Any]:
+    return [given] if isinstance(given, Tensor) else list(given)
+
+
+@contextmanager
+def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False) -> Iterator[None]:
+    """Around a backward from `roots`: its nodes are counted as they are about to run.
+
+    A short one by modules' outputs where these lie every few nodes: see `Outputs`. Else the graph
+    is walked, and of more than MOST_HOOKS nodes every n-th is counted, for n. Gradient accumulators
+    are not: they outlive the graph. Nodes that a backward leaves out count as run when it has
+    ended.
+    """
+    cells = progress.cells
+    phase = PHASES[cells[PHASE]]
+    if not progress.told:
+        progress.enter("backward")
+    first, before_it = cells[FIRED], cells[TOTAL]
+    # None inside another backward, which recomputes what it needs.
+    outputs, progress.outputs = progress.outputs, None
+    made = outputs.begin() if outputs is not None else 0
+    handles = []
+    if made:
+        cells[TOTAL] = before_it + made
+    else:
+        nodes = _nodes(roots, cells)
+        cells[TOTAL] = before_it + len(nodes)
+        handles = _hooked(nodes, progress)
+        del nodes
+    try:
+        yield
+        cells[FIRED] = first + cells[TOTAL] - before_it
+    finally:
+        if outputs is not None:
+            outputs.end()
+        if retained:  # they would count again
+            for handle in handles:
+                handle.remove()
+        if not progress.told:
+            progress.enter(phase if phase == "backward" else "other")
+
+
+def _hooked(nodes: Sequence[Any], progress: Progress) -> list[Any]:
+    """Handles of the hooks that count these nodes, MOST_HOOKS at most."""
+    cells, every = progress.cells, 1 + len(nodes) // MOST_HOOKS
+
+    def fired(gradients: Any) -> None:
+        cells[FIRED] += every
+        if not cells[FIRED] // every & 15:
+            progress.mark()
+
+    return [node.register_prehook(fired) for node in nodes[every // 2 :: every]]
+
+
+def _nodes(roots: Sequence[Any], cells: memoryview) -> list[Any]:
+    """Of the graphs behind `roots`, those that do something: all but gradient accumulators.
+
+    The walk takes 1 to 2 us a node, so of a large graph it shows in the total while it lasts.
+    """
+    waiting = [root.grad_fn for root in roots if isinstance(root, Tensor) and root.grad_fn]
+    seen = set(waiting)
+    found = []
+    for node in waiting:  # which grows
+        following = node.next_functions
+        if following:
+            found.append(node)
+            if not len(found) & 1023:
+                cells[TOTAL] += 1024
+        for one, _ in following:
+            if one is not None and one not in seen:
+                seen.add(one)
+                waiting.append(one)
+    return found

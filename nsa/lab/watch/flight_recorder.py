@@ -1,0 +1,108 @@
+"""What only a stuck process itself can tell: its Flight Recorder, and its device's memory.
+
+Written by a thread of the process when a supervisor asks (nsa.lab.watch.ask): the main thread
+may be inside a collective for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from nsa.lab.process.rank_child import put
+
+RECORDERS = "_dump_fr_trace", "_dump_nccl_trace"  # of gloo and of NCCL: each has its own
+ENTRIES = 2000
+LAST = 50  # of them are kept
+FRAMES = 4
+MEMORY = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current",
+          "active.all.current", "inactive_split_bytes.all.current", "num_alloc_retries",
+          "num_ooms")  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Variables under which a process records its collectives."""
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),  # its name before torch 2.9
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # 1 destroys the record
+    }
+
+
+def write(folder: Path, rank: int) -> None:
+    """Leaves flight-K.json, and on a GPU memory-K.json and memory-K.pickle, in `folder`."""
+    with contextlib.suppress(Exception):
+        put(folder / f"flight-{rank}.json", {"entries": recorded()})
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        with contextlib.suppress(Exception):
+            every = [torch.cuda.memory_stats(i) for i in range(torch.cuda.device_count())]
+            held = {name: sum(stats.get(name, 0) for stats in every) for name in MEMORY}
+            put(folder / f"memory-{rank}.json", held)
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
+
+
+def recorded() -> list[dict[str, Any]]:
+    """This process's last collectives, by recorder, oldest first; empty without a process group.
+
+    Each: seq, op, state ("scheduled", "started", "completed"), group, sizes, frames (innermost
+    first, torch's own left out; none where torch would have to load its compiler to name them,
+    which takes seconds of a process that should be seen at rest). gloo never says "completed" of
+    an entry; the group's status does.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return []
+    import torch._C._distributed_c10d as c10d
+
+    named = "torch._inductor" in sys.modules
+    entries = []
+    for name in RECORDERS:
+        if dump := getattr(c10d, name, None):
+            found = pickle.loads(dump(True, named))
+            mine = found.get("entries", [])[-LAST:]
+            entries += [_entry(x, found.get("pg_status", {})) for x in mine]
+    return entries
+
+
+def _entry(entry: dict[str, Any], status: dict[Any, dict[str, int]]) -> dict[str, Any]:
+    group = str((entry.get("process_group") or ("",))[0])
+    sequence, state = entry.get("collective_seq_id"), entry.get("state")
+    done = status.get(group, {}).get("last_completed_collective", -1)
+    if sequence is not None and not entry.get("is_p2p") and sequence <= done:
+        state = "completed"
+    return {
+        "seq": sequence,
+        "op": entry.get("profiling_name"),
+        "state": state,
+        "group": group,
+        "sizes": entry.get("input_sizes"),
+        "frames": _frames(entry.get("frames") or []),
+    }
+
+
+def _frames(frames: list[dict[str, Any]]) -> list[str]:
+    own = [f for f in frames if "torch/distributed" not in f["filename"]] or frames
+    return [f"{f['filename']}:{f['line']} {f['name']}" for f in own[:FRAMES]]
+
+
+def read(folder: Path, rank: int) -> list[dict[str, Any]] | None:
+    """What `write` left of the Flight Recorder; None where it left nothing yet."""
+    found = _json(folder / f"flight-{rank}.json")
+    return None if found is None else found["entries"]
+
+
+def memory(folder: Path, rank: int) -> dict[str, Any] | None:
+    """What `write` left of the device's memory."""
+    return _json(folder / f"memory-{rank}.json")
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

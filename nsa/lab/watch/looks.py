@@ -1,0 +1,120 @@
+"""Every thread's stack from outside: by py-spy where it may, by faulthandler where it may not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from nsa.lab.process import procfs
+from nsa.lab.watch import counters, stacks
+from nsa.lab.watch.evidence import Look
+
+PY_SPY_S = 8.0
+_THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+Threads = list[dict[str, Any]]
+
+
+def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None:
+    """One look by one of evidence.TOOLS at a rank that counts its progress in `counted`.
+
+    None where it counts nothing yet. faulthandler's file is stacks-K.txt beside it.
+    """
+    cells = counters.cells_of(counted)
+    if cells is None:
+        return None
+    if tool == "proc":
+        threads, message = proc(pid)
+    elif tool != "faulthandler":
+        threads, message = py_spy(pid, native=tool == "native")
+    elif cells[counters.LISTENS]:
+        written = counted.with_name(f"stacks-{rank}.txt")
+        threads, message = faulthandler(pid, written, cells[counters.MAIN_THREAD])
+    else:
+        threads, message = [], "the process does not listen to SIGUSR1 yet"
+    after = counters.cells_of(counted) or cells
+    return Look(t, rank, tool, threads, counters.coordinate(after), message)
+
+
+def py_spy(pid: int, *, native: bool = False) -> tuple[Threads, str]:
+    """(threads, "") as py-spy sees them, or ([], why not). `native` adds the frames of C code.
+
+    It needs no help from the process, but ptrace: root, CAP_SYS_PTRACE, or a parent's right.
+    """
+    program = _py_spy()
+    if program is None:
+        return [], "py-spy is not installed (pip install py-spy)"
+    seen = procfs.process(pid)
+    if seen is None:
+        return [], "the process has ended"
+    options = ["--native"] if native else []
+    if seen.state in "Tt":  # it could not be stopped for the look, nor does it need to be
+        options = ["--nonblocking"]
+    command = [program, "dump", "--json", *options, "--pid", str(pid)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=PY_SPY_S, check=False
+        )
+        if done.returncode == 0:
+            return [_thread(thread, pid) for thread in json.loads(done.stdout)], ""
+    except subprocess.TimeoutExpired:
+        return [], f"py-spy did not answer within {PY_SPY_S:g} s"
+    except (OSError, ValueError) as error:
+        return [], f"py-spy: {error}"
+    said = done.stderr.strip().splitlines()
+    return [], f"py-spy: {said[0] if said else f'exit code {done.returncode}'}"
+
+
+def _py_spy() -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def _thread(thread: dict[str, Any], pid: int) -> dict[str, Any]:
+    return {
+        "name": thread.get("thread_name") or "",
+        "main": thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread",
+        "active": thread.get("active"),
+        "gil": thread.get("owns_gil"),
+        "frames": [f"{f['filename']}:{f['line']} {f['name']}" for f in thread.get("frames", ())],
+    }
+
+
+def faulthandler(pid: int, file: Path, main: int) -> tuple[Threads, str]:
+    """(threads, "") as the process writes them to `file` on SIGUSR1, or ([], why not).
+
+    Also while its GIL is held, but not while it is stopped. `main` is its main thread's ident. The
+    process must have registered: else the signal ends it.
+    """
+    try:
+        written = stacks.asked(pid, file)
+    except OSError as error:
+        return [], f"faulthandler: {error}"
+    found = parse(written, main)
+    none = f"faulthandler wrote nothing within {stacks.SIGNAL_S:g} s"
+    return (found, "") if found else ([], none)
+
+
+def parse(text: str, main: int) -> Threads:
+    """A dump of faulthandler as threads; `main` is the main thread's ident."""
+    found: Threads = []
+    for line in text.splitlines():
+        if begins := _THREAD.match(line):
+            is_main = int(begins[2], 16) == main % 2**64
+            name = begins[3] or ("MainThread" if is_main else "")
+            thread = {"name": name, "main": is_main, "active": None, "gil": None, "frames": []}
+            found.append(thread)
+        elif (frame := _FRAME.match(line)) and found:
+            found[-1]["frames"].append(f"{frame[1]}:{frame[2]} {frame[3]}")
+    return found
+
+
+def proc(pid: int) -> tuple[Threads, str]:
+    """(threads, "") as the kernel has them: state, wchan and cpu_s of each."""
+    found = procfs.threads(pid)
+    return found, "" if found else "the process has ended, or there is no /proc"

@@ -1,1 +1,0 @@
-"""Every backend beside the others and dense attention: tables, figures, sentences."""

@@ -1,1 +1,0 @@
-"""The definition, the oracle and the mutants: tables, figures, sentences."""

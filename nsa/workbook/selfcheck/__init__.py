@@ -1,1 +1,0 @@
-"""Planted against found: tables, figures, sentences."""

@@ -1,1 +1,0 @@
-"""The case study's figures read again, and what decides between its claims."""

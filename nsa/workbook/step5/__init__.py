@@ -1,1 +1,0 @@
-"""The step-5 hang: tables, figures, sentences, the decision."""

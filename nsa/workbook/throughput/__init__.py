@@ -1,1 +1,0 @@
-"""Training speed: tables, figures, sentences, aims."""

@@ -1,1 +1,0 @@
-"""What arrived on which rank: tables, figures, sentences."""

@@ -1,0 +1,214 @@
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from sample_notebooks import SET_UP, environment_with_package, write_notebook
+
+from nsa import workbook
+from nsa.cli import main as cli
+from nsa.cli import options
+from nsa.workbook import store
+from nsa.workbook.files import write_json
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The current folder is a project with one notebook."""
+    write_notebook(
+        tmp_path / "notebooks" / "01_tiny.ipynb", SET_UP, "run.verdict('it ran', 'PASS', 1)"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def one_line(capsys) -> str:
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("nsa: "), error
+    return error
+
+
+def test_a_run_prints_how_it_ended_and_can_be_looked_at(place, capsys):
+    file = place / "p.yaml"
+    file.write_text("layers: 5\nrate: 2\n")
+    words = ["run", "tiny", "-f", str(file), "-p", "layers=7", "-p", "lengths=64,128", "--quiet"]
+    assert cli.main([*words, "--timeout", "5m", "--cell-timeout", "60"]) == 0
+    printed = capsys.readouterr().out
+    assert ": ok" in printed and "PASS         it ran" in printed and "report.html" in printed
+
+    assert cli.main(["runs"]) == 0
+    assert "01_tiny-" in capsys.readouterr().out
+    assert cli.main(["runs", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["status"] == "ok" and row["verdict"] == "PASS"
+
+    assert cli.main(["show", "latest"]) == 0
+    shown = capsys.readouterr().out
+    assert "layers: 7" in shown and "rate: 2.0" in shown and "- 128" in shown
+
+    assert cli.main([*words]) == 0
+    assert "this run exists" in capsys.readouterr().err
+
+    assert cli.main(["report", "01_tiny"]) == 0
+    for path in capsys.readouterr().out.split():
+        assert os.path.isfile(path)
+
+
+def test_a_reader_that_goes_early_is_no_failure(place):
+    command = [sys.executable, "-m", "nsa", "notebooks"]
+    environment = environment_with_package()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 0
+
+
+def test_notebooks_are_listed_with_question_and_parameters(place, capsys):
+    assert cli.main(["notebooks"]) == 0
+    printed = capsys.readouterr().out
+    assert "01_tiny\n  Does it run?" in printed
+    assert "layers: int = 2" in printed and "how many (1..64)" in printed
+
+
+def test_a_notebook_that_cannot_be_run_does_not_hide_the_others(place, capsys):
+    write_notebook(place / "notebooks" / "00_bad.ipynb", "1", parameters=None)
+    assert cli.main(["notebooks"]) == 0
+    printed = capsys.readouterr().out
+    assert "cannot be run: 00_bad.ipynb has 0 cells" in printed and "layers: int" in printed
+
+
+@pytest.mark.parametrize("failure", ["1 / 0", "run.verdict('it is right', 'FAIL', 1)"])
+def test_a_failed_run_and_a_failed_verdict_exit_with_1(place, capsys, failure):
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, failure)
+    assert cli.main(["run", "01", "--quiet"]) == 1
+    assert cli.main(["show", "latest"]) == 1
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "tiny", "-p", "layer=3"], "unknown parameter 'layer'; the nearest is 'layers'"),
+        (["run", "tiny", "-p", "layers=ten"], "layers wants int, got 'ten' (str)"),
+        (["run", "tiny", "-p", "layers"], "-p 'layers' has no '='"),
+        (["run", "tyni"], "the nearest is '01_tiny'"),
+        (["run", "tiny", "-f", "gone.yaml"], "cannot read the parameter file gone.yaml"),
+        (["run", "tiny", "-f", "bad.yaml"], "bad.yaml line 2 is not YAML"),
+        (["run", "tiny", "--runs", "bad.yaml"], "cannot write runs to bad.yaml"),
+        (["run", "tiny", "--notebooks", "none"], "no notebooks in none"),
+        (["notebooks", "--notebooks", "none"], "no notebooks in none"),
+        (["show", "x"], "there are no runs in runs"),
+        (["report", "x"], "there are no runs in runs"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exits_with_2(place, capsys, words, message):
+    (place / "bad.yaml").write_text("layers: [1\nrate: 2\n")
+    assert cli.main(words) == 2
+    assert message in one_line(capsys)
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["dance"], ["run"], ["run", "tiny", "--timeout", "soon"]])
+def test_a_wrong_command_line_exits_with_2(place, capsys, words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    assert "usage: nsa" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400)]
+)
+def test_durations_have_units(text, seconds):
+    assert options.duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "5d", "m", "1m30s"])
+def test_a_wrong_duration_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="write 90, 90s, 20m or 2h"):
+        options.duration(text)
+
+
+def every_parser(parser):
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from every_parser(child)
+
+
+def test_every_command_and_option_has_a_help_text():
+    found = list(every_parser(cli.parser()))
+    assert len(found) == 14
+    for parser in found:
+        assert parser.description, parser.prog
+        for action in parser._actions:
+            if not isinstance(action, argparse._SubParsersAction):
+                assert action.help, f"{parser.prog} {action.dest}"
+        parser.format_help()
+
+
+def test_help_works_for_every_command(capsys):
+    for parser in every_parser(cli.parser()):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([*parser.prog.split()[1:], "--help"])
+        assert stopped.value.code == 0
+        assert parser.description.split()[0] in capsys.readouterr().out
+
+
+def test_the_environment_is_shown_as_text_and_as_json(capsys):
+    assert cli.main(["env"]) == 0
+    assert "torch " in capsys.readouterr().out
+    assert cli.main(["env", "--json"]) == 0
+    assert "gpus" in json.loads(capsys.readouterr().out)
+
+
+def test_no_runs_are_said_and_are_an_empty_list(place, capsys):
+    assert cli.main(["runs"]) == 0
+    assert capsys.readouterr().out == "no runs in runs\n"
+    assert cli.main(["runs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_lost_run_shows_as_lost_and_exits_with_1(place, capsys):
+    folder = store.create_folder("runs", "01_tiny-12345678")
+    old = "2020-01-01T00:00:00+00:00"
+    content = {"run_id": folder.name, "status": "running", "heartbeat": old, "started": old}
+    write_json(folder / "record.json", content)
+    assert cli.main(["show", "01_tiny"]) == 1
+    assert ": lost" in capsys.readouterr().out
+
+
+def test_a_missing_package_is_said_with_the_extra_that_brings_it(place, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "papermill", None)
+    monkeypatch.delattr(workbook, "engine", raising=False)
+    assert cli.main(["run", "tiny"]) == 2
+    assert "papermill is not installed; pip install 'nsa[notebooks]'" in one_line(capsys)
+
+
+def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
+    ready = place / "ready"
+    cell = f"open({str(ready)!r}, 'w').close()\nimport time; time.sleep(600)"
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, cell)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nsa", "run", "tiny"],
+        env=environment_with_package(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not ready.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert ": interrupted" in printed and "reason   the run was interrupted (Ctrl-C)" in printed
+    assert "Traceback" not in error

@@ -1,0 +1,186 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from places import SUPPORT
+from sample_notebooks import environment_with_package
+
+from nsa.cli import main as cli
+from nsa.cli.trial import settings_from
+from nsa.lab.watch.evidence import End, Evidence
+
+SUBJECT = "lab_entries:broken_pair"
+PLAN = f"""
+subject: {SUBJECT}
+factors:
+  cache: [false, true]
+  fast: [false, true]
+oracles: []
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The current folder has a plan; trials are made up, and crash where both are on."""
+    from nsa.lab.process import preflight, runner
+    from nsa.lab.search import ledger
+    from nsa.lab.verdict import Verdict
+
+    def run(spec, *, folder, **options):
+        folder.mkdir(parents=True, exist_ok=True)
+        bad = spec.settings.get("cache") and spec.settings.get("fast")
+        return Evidence(end=End("exception" if bad else "returned", int(bool(bad))), seconds=2.0)
+
+    monkeypatch.setattr(preflight, "source_hash", lambda subject: "source")
+    monkeypatch.setattr(preflight, "environment", lambda python=None: {})
+    monkeypatch.setattr(runner, "run_until_proven", run)
+    kinds = {"returned": Verdict("PASS"), "exception": Verdict("CRASH", "raised", "made up",
+                                                               ("it was made up",))}  # fmt: skip
+    monkeypatch.setattr(ledger, "judge", lambda evidence: kinds[evidence.end.how])
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_trial_prints_its_verdict_and_exits_with_it(place, capsys):
+    assert cli.main(["trial", f"subject={SUBJECT}", "cache=true", "fast=false"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("PASS  trial ") and "nsa explain" in first
+    assert cli.main(["trial", f"subject={SUBJECT}", "cache=true", "fast=false"]) == 0
+    assert "(was there)" in capsys.readouterr().out
+    assert cli.main(["trial", f"subject={SUBJECT}", "cache=true", "fast=true"]) == 1
+    assert "CRASH:raised" in (printed := capsys.readouterr().out)
+    assert "it was made up" in printed and len(list((place / "trials").glob("[0-9a-f]*"))) == 2
+
+
+def test_the_factors_can_be_listed(place, capsys):
+    assert cli.main(["trial", "--factors"]) == 0
+    printed = capsys.readouterr().out
+    assert "selected_backend" in printed and "CUDA_LAUNCH_BLOCKING" in printed
+
+
+def test_a_sweep_prints_its_table_and_goes_on(place, capsys):
+    assert cli.main(["sweep", "plan.yaml", "--budget", "20m"]) == 1  # one of them crashed
+    printed, said = capsys.readouterr()
+    assert printed.count("PASS") == 3 and printed.count("CRASH:raised") == 1
+    assert printed.splitlines()[0].split() == ["trial", "verdict", "cache", "fast", "seconds"]
+    assert "(was there)" not in said
+    assert cli.main(["sweep", "plan.yaml"]) == 1
+    assert capsys.readouterr().err.count("(was there)") == 4
+    (place / "plan.yaml").write_text(PLAN + "never: [{cache: true, fast: true}]\n")
+    assert cli.main(["sweep", "plan.yaml"]) == 0
+
+
+@pytest.mark.parametrize(("device", "lent"), [("cuda", ("0", "1")), ("cpu", None)])
+def test_a_sweep_uses_all_gpus_where_a_trial_of_it_can(monkeypatch, device, lent):
+    from nsa.cli.sweep import gpus_of
+    from nsa.lab.process import preflight
+    from nsa.lab.search.plan import Plan
+
+    monkeypatch.setattr(preflight, "gpus", lambda fields: [["H200"], ["H200"]])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plan = Plan({"one": [1, 2]}, subject=SUBJECT, settings={"device": device})
+    found = gpus_of(plan)
+    assert lent == (found.names if found else None)
+
+
+def test_a_sweep_can_be_listed_without_running(place, capsys):
+    assert cli.main(["sweep", "plan.yaml", "--list"]) == 0
+    assert "4 trials of 4 combinations" in capsys.readouterr().out
+    assert not (place / "trials").exists()
+
+
+def test_a_bisection_prints_its_ledger_and_the_cause(place, capsys):
+    assert cli.main(["bisect", "plan.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "CRASH:raised is caused by cache=true with fast=true" in printed
+    head = printed.splitlines()[0].split()
+    assert head == ["number", "trial", "verdict", "hypothesis", "eliminated", "left", "changed"]
+    assert "the defaults show it" in printed and "more: nsa explain" in printed
+
+
+def test_a_bisection_that_finds_nothing_exits_with_1(place, capsys):
+    (place / "plan.yaml").write_text(PLAN + "kind: HANG\n")
+    assert cli.main(["bisect", "plan.yaml"]) == 1
+    assert "no HANG in 4 trials" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trial", "layer=2"], "unknown factor 'layer'; the nearest is 'layers'"),
+        (["trial", "layers"], "'layers' is not of the form key=value"),
+        (["trial", "layers=1", "layers=2"], "layers is given twice"),
+        (["trial", "layers=two"], "layers='two': must be a whole number"),
+        (["trial", "steps=0"], "steps=0 must be a whole number"),
+        (["trial", "subject=nowhere:make"], "there is no module nowhere"),
+        (["trial", "oracles=finit"], "no oracle 'finit'; the nearest is 'finite'"),
+        (["sweep", "gone.yaml"], "cannot read the parameter file gone.yaml"),
+        (["bisect", "gone.yaml"], "cannot read the parameter file gone.yaml"),
+        (["sweep", "bad.yaml"], "bad.yaml: unknown factor 'layer'; the nearest is 'layers'"),
+        (["bisect", "bad.yaml"], "bad.yaml: unknown factor 'layer'; the nearest is 'layers'"),
+        (["bisect", "other.yaml"], "a plan has no 'factor'; the nearest is 'factors'"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exits_with_2(place, capsys, words, message):
+    (place / "bad.yaml").write_text("factors: {layer: [1, 2]}\n")
+    (place / "other.yaml").write_text("factor: {layers: [1, 2]}\n")
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("nsa: ") and message in error
+    assert not (place / "trials").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["sweep", "plan.yaml"], ["bisect", "plan.yaml"], ["trial", f"subject={SUBJECT}"]]
+)
+def test_a_full_disk_is_told_of_and_exits_with_1(place, capsys, monkeypatch, words):
+    from nsa.lab.process import runner
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runner, "run_until_proven", full)
+    assert cli.main(words) == 1
+    assert "the disk of trials is full: trial" in "".join(capsys.readouterr())
+
+
+def test_a_place_that_cannot_hold_trials_is_one_line_and_exits_with_2(place, capsys):
+    (place / "file").write_text("")
+    assert cli.main(["sweep", "plan.yaml", "--trials", "file/trials"]) == 2
+    assert "cannot keep trials in file/trials (Not a directory)" in capsys.readouterr().err
+
+
+def test_words_of_the_command_line_become_values():
+    words = [
+        "a=1",
+        "b=1.5",
+        "c=true",
+        "d=none",
+        "e=0:2",
+        "f=[1, 2]",
+        "g={'phi': 'mlp'}",
+        "h=x=y",
+        "env.FLAG=1",
+    ]
+    assert settings_from(words) == {
+        "a": 1, "b": 1.5, "c": True, "d": None, "e": "0:2", "f": [1, 2], "g": {"phi": "mlp"},
+        "h": "x=y", "env.FLAG": "1",
+    }  # fmt: skip
+
+
+def test_a_real_bisection_finds_the_pair_that_breaks_a_strangers_step(tmp_path):
+    (tmp_path / "plan.yaml").write_text(PLAN + "steps: 2\n")
+    command = [sys.executable, "-m", "nsa", "bisect", "plan.yaml"]
+    environment = environment_with_package() | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] += f":{SUPPORT}"
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is caused by cache=true with fast=true" in done.stdout
+    verdicts = [json.loads(path.read_text())["kind"] for path in tmp_path.glob("*/*/verdict.json")]
+    # a trial whose source changes while it runs is INCONCLUSIVE, and run once more
+    judged = sorted(kind for kind in verdicts if kind != "INCONCLUSIVE")
+    assert judged == ["CRASH", "PASS", "PASS", "PASS"]

@@ -1,0 +1,407 @@
+"""The comparison notebook's sentences, tables and figures, on cells made to deserve them."""
+
+from dataclasses import replace
+
+import matplotlib
+import pytest
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+from nsa.config import NSAConfig
+from nsa.experiments.comparison import claims as comparison_claims
+from nsa.experiments.comparison import plots as comparison_plots
+from nsa.experiments.comparison import published
+from nsa.experiments.comparison import table as comparison_table
+from nsa.experiments.comparison import text as bench_table
+from nsa.experiments.comparison import trials as comparison
+from nsa.experiments.comparison.published import AIMS
+from nsa.experiments.comparison.record import NOT_COMPARED
+from nsa.lab.measure.shapes import TINY_CONFIG, Shape
+from nsa.workbook import looks, metrics
+
+MAIN = Shape(8192)
+TOKENS = (2048, 4096, 8192, 16384, 65536)
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def cell(name, shape=MAIN, forward=2.0, backward=None, *, operation="nsa_attention", **changes):
+    """A cell as the benchmark leaves it; forward None: it failed."""
+    backward = forward if backward is None else backward
+    modes = {} if forward is None else {"forward": forward, "backward": backward}
+    return {
+        "shape": shape.to_dict(),
+        "name": name,
+        "operation": operation,
+        "outcome": "ok" if modes else "oom",
+        "message": "" if modes else "OutOfMemoryError",
+        "checked": "T=64: all rows",
+        "errors": {mode: [0.001, 0.004] for mode in modes},
+        "latency_ms": {mode: [ms, 0.9 * ms, 1.1 * ms] for mode, ms in modes.items()},
+        "memory_mib": dict.fromkeys(modes, shape.tokens / 100),
+        "paths": {"slc": [name]} if modes else {},
+        "limit_ms": {"forward": shape.tokens / 1e4, "backward": shape.tokens / 5e3, "step": 1.0},
+        "union": {"4": 20.0, "8": 30.0},
+        "ceilings": {"matmul_tflops": 790.0, "copy_tb_s": 4.2},
+        "timing": "absolute",
+    } | changes
+
+
+def dense(shape=MAIN, ms=2.0, name="dense-fa4"):
+    return cell(name, shape, ms, operation="dense_attention")
+
+
+def frame(*cells, gpu="NVIDIA H200"):
+    return metrics.table([metrics.row(row, {"gpu": gpu}) for row in bench_table.rows(cells)])
+
+
+def over_tokens(name="triton", per_token=1e-4, **changes):
+    return [cell(name, replace(MAIN, tokens=t), per_token * t, **changes) for t in TOKENS]
+
+
+def test_a_break_even_point_is_interpolated_between_two_lengths():
+    assert comparison_table.crossing([1024, 4096], [2.0, 8.0], [1.0, 16.0]) == "2048"
+    assert comparison_table.crossing([64, 128], [1.0, 2.0], [2.0, 3.0]) == "below 64"
+    assert comparison_table.crossing([64, 128], [3.0, 3.0], [2.0, 3.0]) == "beyond 128"
+    # Losing again later counts: the last crossing is the one from which it stays ahead.
+    assert comparison_table.crossing([64, 128, 256], [1.0, 3.0, 3.0], [2.0, 2.0, 4.0]) != "below 64"
+
+
+def test_break_even_is_against_the_fastest_dense_of_each_length():
+    cells = []
+    for t, fast, slow in ((2048, 1.0, 1.5), (8192, 16.0, 30.0)):
+        shape = replace(MAIN, tokens=t)
+        cells += [dense(shape, fast), dense(shape, slow, "dense-flash")]
+        cells.append(cell("triton", shape, t / 1024))
+    found = comparison_table.break_even(frame(*cells))
+    assert found.iloc[0]["forward"] == found.iloc[0]["backward"] == "4096"
+
+
+def test_the_fastest_are_named_with_their_share_of_the_limit():
+    df = frame(cell("gather", forward=4.0), cell("triton", forward=2.0), dense(ms=3.0))
+    line = comparison_table.fastest(df).xs("forward", level="mode").iloc[0]
+    assert (line["NSA"], line["dense"]) == ("triton", "dense-fa4")
+    assert line["dense / NSA"] == pytest.approx(1.5)
+    assert line["NSA of limit"] == pytest.approx(0.8192 / 2.0)
+
+
+def test_tables_show_values_and_failures_by_name_and_the_reasons_beside():
+    df = frame(cell("triton"), cell("masked", forward=None))
+    shown = comparison_table.shown(df, "latency", "forward")
+    column = shown[8192].droplevel(["shape", "queries"])
+    assert (column["triton"], column["masked"], column["limit"]) == ("2", "oom", "0.819")
+    forward_only = cell("flex", latency_ms={"forward": [1.0, 1.0, 1.0]})
+    backward = comparison_table.shown(frame(forward_only), "latency", "backward")[8192]
+    assert backward.droplevel(["shape", "queries"])["flex"] == "none"
+    notes = comparison_table.notes(df)
+    assert notes.loc["masked", "why"] == "OutOfMemoryError" and notes.loc["masked", "T"] == "8192"
+    assert comparison_table.accuracy(df).loc["triton", "forward"] == 0.25
+    assert comparison_table.unions(df).iloc[:, 0].tolist() == [20.0, 30.0]
+    assert comparison_table.outcomes([cell("triton"), cell("triton", forward=None)]) == {
+        "triton": "ok x1, oom x1"
+    }
+
+
+def test_a_red_check_refutes_and_names_who_is_wrong():
+    claim = comparison_claims.everything_is_accurate
+    assert claim([cell("triton")]).verdict == "PASS"
+    wrong = cell("gather", forward=None, outcome="red", message="dk: worst error")
+    told = claim([cell("triton"), wrong])
+    assert told.verdict == "FAIL" and "gather T=8192" in told.claim
+    assert claim([]).verdict == "INCONCLUSIVE"
+
+
+def test_what_computes_another_function_neither_wins_nor_has_a_share_of_the_limit():
+    df = frame(cell("fla", forward=0.5, checked=NOT_COMPARED), cell("triton", forward=2.0))
+    assert set(comparison_table.fastest(df)["NSA"]) == {"triton"}
+    shares = df[df["metric"] == "fraction_of_limit"]
+    assert set(shares["backend"]) == {"triton"}
+
+
+def test_a_name_that_holds_the_word_limit_is_not_the_limit():
+    df = frame(cell("peer my_limit:f"))
+    assert "peer my_limit:f" in set(df[df["metric"] == "fraction_of_limit"]["backend"])
+
+
+def test_shapes_that_differ_in_the_papers_numbers_are_different_curves():
+    other = replace(MAIN, config=NSAConfig(window=256))
+    own = replace(MAIN, shared_kv=False)
+    df = frame(cell("triton", forward=2.0), cell("triton", other, 3.0), cell("triton", own, 4.0))
+    shown = comparison_table.wide(df, "latency", "forward").xs("triton", level="backend")
+    assert sorted(shown[8192]) == [2.0, 3.0, 4.0]
+    names = shown.index.get_level_values("shape")
+    assert names[0] == "HQ 64, HKV 4, D 128, bf16" and names[1].endswith(", w 256")
+    assert names[2].endswith(", own k, v a branch")
+
+
+def test_memory_of_another_shape_does_not_decide_for_the_main_one():
+    other = Shape(65536, batch=2)
+    df = frame(cell("triton", other))
+    assert comparison_claims.memory_stays_small(df, "triton").verdict == "INCONCLUSIVE"
+
+
+def test_tables_of_a_cpus_times_say_that_they_mean_nothing():
+    cells = [cell("triton"), dense()]
+    for gpu, said in (("cpu", True), ("NVIDIA H200", False)):
+        df = frame(*cells, gpu=gpu)
+        tables = [
+            comparison_table.shown(df, "latency", "forward"),
+            comparison_table.fastest(df),
+            comparison_table.break_even(df),
+        ]
+        assert [("times not meaningful" in table.to_string()) for table in tables] == [said] * 3
+
+
+def test_accuracy_names_who_is_red_elsewhere():
+    wrong = cell("gather", replace(MAIN, tokens=16384), None, outcome="red", message="dk: worst")
+    found = comparison_table.accuracy(frame(cell("gather"), cell("triton"), wrong))
+    assert found.loc["gather", "checked"].startswith("RED at another shape")
+    assert found.loc["triton", "checked"] == "T=64: all rows"
+
+
+def test_backends_whose_process_was_lost_did_not_run():
+    claim = comparison_claims.nothing_broke
+    lost = cell("gather", forward=None, outcome="not run", message=f"{comparison.PROCESS}: timeout")
+    assert claim([lost]).verdict == claim([cell("triton"), lost]).verdict == "INCONCLUSIVE"
+    assert claim([cell("gather"), lost]).verdict == "PASS"
+    crashed = lost | {"message": f"{comparison.CRASHED}, ended by SIGSEGV"}
+    assert claim([cell("gather"), crashed]).verdict == "FAIL"
+
+
+def test_a_backend_that_breaks_off_refutes_but_a_peer_or_oom_does_not():
+    claim = comparison_claims.nothing_broke
+    broken = cell("gather", forward=None, outcome="error", message="KeyError")
+    assert claim([cell("triton"), broken]).verdict == "FAIL"
+    others = [broken | {"name": "dense-cudnn"}, broken | {"outcome": "oom"}]
+    assert claim([cell("triton"), *others]).verdict == "PASS"
+
+
+def test_two_backends_with_one_witness_are_one_program():
+    claim = comparison_claims.backends_are_different_programs
+    same = cell("gather", paths={"slc": ["triton"]})
+    assert claim([cell("triton"), cell("masked")]).verdict == "PASS"
+    assert claim([cell("triton"), same]).verdict == "FAIL"
+    assert claim([cell("triton")]).verdict == "INCONCLUSIVE"
+
+
+def test_identical_memory_is_refuted_by_what_differs_only():
+    claim = comparison_claims.memory_is_not_identical
+    packed = cell("packed", memory_mib={"forward": 10.0, "backward": 30.0})
+    gather = cell("gather", memory_mib={"forward": 10.0, "backward": 90.0})
+    told = claim(frame(packed, gather))
+    assert told.verdict == "PASS" and "20,451.9 MB" in told.claim and "3.0 or more" in told.claim
+    assert claim(frame(packed, packed | {"name": "masked"})).verdict == "FAIL"
+    assert claim(frame(packed)).verdict == "INCONCLUSIVE"
+    assert claim(frame(packed, cell("masked", forward=None))).verdict == "INCONCLUSIVE"
+
+
+def test_whoever_beats_the_limit_is_suspect():
+    claim = comparison_claims.nothing_beats_the_limit
+    assert claim(frame(cell("triton"))).verdict == "PASS"
+    assert claim(frame(cell("triton", forward=0.5))).verdict == "FAIL"
+    other = cell("fla", forward=0.5, checked=NOT_COMPARED)
+    assert claim(frame(other, cell("triton"))).verdict == "PASS"
+    assert claim(frame(cell("triton", forward=0.5), gpu="cpu")).verdict == "INCONCLUSIVE"
+
+
+@pytest.mark.parametrize(
+    ("times", "gpu", "verdict"),
+    [
+        ((2.1, 4.7), "NVIDIA H200", "PASS"),
+        ((2.3, 4.7), "NVIDIA H200", "FAIL"),
+        ((2.1, 4.9), "NVIDIA H200", "FAIL"),
+        ((2.1, 4.7), "NVIDIA H100", "INCONCLUSIVE"),
+        ((2.1, 4.7), "cpu", "INCONCLUSIVE"),
+        ((None, None), "NVIDIA H200", "INCONCLUSIVE"),
+    ],
+)
+def test_an_aim_is_decided_by_both_directions_on_an_h200_only(times, gpu, verdict):
+    claim = comparison_claims.reaches(
+        frame(cell("triton", MAIN, *times), gpu=gpu), AIMS[0], "triton"
+    )
+    assert claim.verdict == verdict and "aim 2.2 / 4.8" in claim.claim
+    assert "2.65 / 5.93" in claim.claim
+
+
+def test_an_aim_is_of_its_own_shape_and_queries():
+    others = [replace(MAIN, queries="correlated"), replace(MAIN, kv_heads=16),
+              replace(MAIN, dtype="fp16"), replace(MAIN, config=TINY_CONFIG)]  # fmt: skip
+    df = frame(*(cell("triton", shape, 1.0) for shape in others))
+    assert comparison_claims.reaches(df, AIMS[0], "triton").verdict == "INCONCLUSIVE"
+    assert comparison_claims.reaches(df, AIMS[1], "triton").verdict == "PASS"
+
+
+def test_a_short_shapes_aim_is_decided_by_its_cuda_graph():
+    aim = next(aim for aim in AIMS if aim.tokens == 2048)
+    shape = replace(MAIN, tokens=2048, heads=12, dim=64, value_dim=64)
+    ms = {"forward": 1.3, "backward": 2.5, "graph_forward": 0.12, "graph_backward": 0.28}
+    times = {mode: [x, 0.9 * x, 1.1 * x] for mode, x in ms.items()}
+    limits = {"forward": 0.01, "backward": 0.02, "step": 0.03}
+    row = cell("triton", shape, 1.3, latency_ms=times, limit_ms=limits)
+    claim = comparison_claims.reaches(frame(row), aim, "triton")
+    assert claim.verdict == "PASS"
+    assert "0.12 / 0.28 ms in a CUDA graph, 1.3 / 2.5 without" in claim.claim
+
+
+def test_the_aims_are_those_that_were_set():
+    found = {(a.tokens, a.kv_heads, a.heads, a.dim, a.queries): a for a in AIMS}
+    assert len(found) == 14
+    main = found[65536, 4, 64, 128, "correlated"]
+    assert (main.forward_ms, main.backward_ms, main.public_ms) == (22, 54, None)
+    assert found[32768, 16, 64, 128, "random"].public_ms == (38.3, 54.4)
+    assert published.MEMORY_64K_GIB == (2.0, 4.0)
+
+
+def test_memory_is_held_to_its_exponent_and_its_size():
+    linear = frame(*over_tokens())
+    assert comparison_claims.memory_is_linear(linear, "triton").verdict == "PASS"
+    assert comparison_claims.memory_stays_small(linear, "triton").verdict == "PASS"
+    steep = [c | {"memory_mib": dict.fromkeys(c["memory_mib"], 1e-06 * c["shape"]["tokens"] ** 2)}
+             for c in over_tokens()]  # fmt: skip
+    assert comparison_claims.memory_is_linear(frame(*steep), "triton").verdict == "FAIL"
+    assert comparison_claims.memory_stays_small(frame(*steep), "triton").verdict == "FAIL"
+    assert comparison_claims.memory_is_linear(frame(cell("triton")), "triton").verdict == (
+        "INCONCLUSIVE"
+    )
+
+
+def test_dense_is_beaten_only_when_at_every_length_from_8k_on():
+    claim = comparison_claims.beats_dense_from
+    cells = [c for t in TOKENS for c in (cell("triton", replace(MAIN, tokens=t), 1.0),
+                                         dense(replace(MAIN, tokens=t), 2.0))]  # fmt: skip
+    assert claim(frame(*cells), 8192, "triton").verdict == "PASS"
+    short = dense(replace(MAIN, tokens=2048), 0.5)
+    assert claim(frame(*cells, short), 8192, "triton").verdict == "PASS"
+    long = dense(replace(MAIN, tokens=65536), 0.9, "dense-flash")
+    told = claim(frame(*cells, long), 8192, "triton")
+    assert told.verdict == "FAIL" and "0.90 times" in told.claim
+    assert "every dense (dense-fa4, dense-flash) attention" in told.claim
+
+
+def test_a_point_that_only_dense_could_do_leaves_the_claim_open():
+    cells = [cell("triton", MAIN, 1.0), dense(MAIN, 2.0)]
+    long = replace(MAIN, tokens=65536)
+    cells += [cell("triton", long, None, outcome="red", message="dk"), dense(long, 99.0)]
+    told = comparison_claims.beats_dense_from(frame(*cells), 8192, "triton")
+    assert told.verdict == "INCONCLUSIVE" and "no time at 2 points" in told.claim
+
+
+def test_every_claim_and_aim_is_decided_in_one_go():
+    cells = [*over_tokens(), *over_tokens("packed", 2e-4), dense()]
+    df = frame(*cells)
+    claims = comparison_claims.all_claims(df, cells) + comparison_claims.aims(df)
+    assert len(claims) == 5 + len(AIMS) + 3
+    assert {c.verdict for c in claims} <= {"PASS", "FAIL", "INCONCLUSIVE"}
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_times_are_drawn_beside_dense_and_the_limits():
+    cells = [*over_tokens(), *(dense(replace(MAIN, tokens=t), 1e-8 * t * t) for t in TOKENS)]
+    forward, backward = comparison_plots.latency(frame(*cells), note="one GPU").axes
+    assert forward.get_title().startswith("forward") and backward.get_title().startswith("backward")
+    drawn = lines(forward)
+    assert list(drawn["triton"].get_ydata()) == [1e-4 * t for t in TOKENS]
+    assert drawn["triton"].get_linestyle() == "-" and drawn["dense-fa4"].get_linestyle() == ":"
+    assert drawn["limit of NSA"].get_linestyle() == "--" and "limit of dense" in drawn
+    assert drawn["triton"].get_color() == looks.look("triton")[0]
+    assert any(text.get_text() == "one GPU" for text in forward.texts)
+
+
+def test_each_kind_of_queries_and_each_shape_has_panels_of_its_own():
+    shapes = [MAIN, replace(MAIN, queries="correlated"), replace(MAIN, kv_heads=16)]
+    df = frame(*(cell("triton", shape) for shape in shapes))
+    titles = [axes.get_title() for axes in comparison_plots.memory(df).axes]
+    assert len(titles) == 6 and sum("correlated" in t for t in titles) == 2
+    assert sum("HKV 16" in t for t in titles) == 2
+    assert len(comparison_plots.of_limit(df).axes) == 6
+
+
+def test_shares_of_the_limit_begin_at_0_unless_one_would_be_lost_there():
+    cells = [*over_tokens(), *over_tokens("packed", 2e-4)]
+    near = comparison_plots.of_limit(frame(*cells)).axes[0]
+    shares = [y for line in near.get_lines() for y in line.get_ydata()]
+    assert near.get_yscale() == "linear" and near.get_ylim()[0] == 0
+    assert near.get_ylim()[1] > 1.04 * max(shares)
+    far = comparison_plots.of_limit(frame(*cells, *over_tokens("sequential", 1.0))).axes[0]
+    assert far.get_yscale() == "log"
+
+
+def test_a_failed_point_is_a_cross_and_what_never_ran_is_not_drawn():
+    shapes = [replace(MAIN, tokens=t) for t in TOKENS]
+    cells = [cell("masked", s, 5.0 if s.tokens < 8192 else None) for s in shapes]
+    cells += [cell("flash", s, None, outcome="declined") for s in shapes]
+    forward = comparison_plots.latency(frame(*cells)).axes[0]
+    crosses = [line for line in forward.get_lines() if line.get_marker() == "x"]
+    assert [list(c.get_xdata()) for c in crosses] == [[8192, 16384, 65536]]
+    assert "flash" not in lines(forward)
+    assert any(text.get_text() == "masked: oom" for text in forward.texts)
+
+
+def test_a_shape_with_one_length_is_left_to_the_tables_where_others_have_more():
+    single = cell("triton", replace(MAIN, kv_heads=16), 1.0)
+    assert len(comparison_plots.latency(frame(single)).axes) == 2
+    drawn = comparison_plots.latency(frame(*over_tokens(), single)).axes
+    assert len(drawn) == 2 and "HKV 4" in drawn[0].get_title()
+
+
+def test_what_nothing_was_measured_of_has_no_panel_but_a_line(tmp_path):
+    lost = cell("triton", replace(MAIN, kv_heads=16), None, outcome="not run")
+    lost["limit_ms"] = dict.fromkeys(lost["limit_ms"], float("nan"))
+    figure = comparison_plots.latency(frame(cell("triton", MAIN), lost))
+    assert len(figure.axes) == 2 and "HKV 16" in figure.get_suptitle()
+    assert "HKV 4" not in figure.get_suptitle()
+    figure.savefig(tmp_path / "figure.png")
+    alone = comparison_plots.latency(frame(lost))
+    said = [{text.get_text() for text in axes.texts} for axes in alone.axes]
+    assert ["nothing was measured" in texts for texts in said] == [True, True]
+    alone.savefig(tmp_path / "alone.png")
+
+
+def test_what_there_was_no_time_for_is_no_failure():
+    late = cell("masked", replace(MAIN, tokens=65536), None, outcome="not run")
+    full = cell("masked", replace(MAIN, tokens=16384), None)
+    half = cell("masked", replace(MAIN, tokens=4096))
+    del half["latency_ms"]["backward"]
+    panels = comparison_plots.latency(frame(cell("masked"), half, full, late)).axes
+    for axes, drawn in zip(panels, ([4096, 8192], [8192]), strict=True):
+        (crosses,) = [line for line in axes.get_lines() if line.get_marker() == "x"]
+        assert list(crosses.get_xdata()) == [16384]
+        assert list(lines(axes)["masked"].get_xdata()) == drawn
+
+
+def test_a_figure_without_rows_says_which_are_missing():
+    with pytest.raises(ValueError, match="no rows whose metric is 'latency'"):
+        comparison_plots.latency(metrics.table([]))
+
+
+def test_a_shape_whose_process_crashes_leaves_rows_and_the_others(tmp_path):
+    small = Shape(40, 2, 1, 16, 16, dtype="fp32", config=TINY_CONFIG)
+    cells = comparison.compare(
+        [small, replace(small, tokens=64)],
+        deadline_s=120,
+        backends=["gather"],
+        with_dense=False,
+        threads=1,
+        folder=tmp_path,
+        progress=False,
+        entry="bench_peers:measure_or_crash",
+    )
+    outcomes = [(c["name"], c["shape"]["tokens"], c["outcome"]) for c in cells]
+    assert ("gather", 40, "ok") in outcomes and ("gather", 64, "not run") in outcomes
+    assert "crash, ended by SIGABRT" in cells[-1]["message"]
+    assert len(list(tmp_path.iterdir())) == 2
+    assert comparison_table.notes(frame(*cells)).loc["gather", "T"] == "64"
+
+
+def test_a_shape_after_the_budget_is_not_run():
+    cells = comparison.compare([MAIN], deadline_s=9, budget_s=1e-9, backends=["gather"])
+    assert {c["outcome"] for c in cells} == {"not run"}
+    assert "the budget of 1e-09 s was used up" in cells[0]["message"]

@@ -1,0 +1,65 @@
+"""The suite kills every mutant: proof that its tests look where the case study's did not."""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from nsa.experiments.correctness.gallery import run_tests
+from nsa.experiments.correctness.mutants import MUTANTS, Mutant, copy_of_the_project
+
+pytestmark = pytest.mark.timeout(900)  # the first test runs those of all mutants
+
+# The defects that the project promises to tell from attention.
+PROMISED = {
+    "one-query-causal",
+    "heads-as-time",
+    "current-block-dropped",
+    "window-leak",
+    "scores-see-the-future",
+    "late-binding-checkpoint",
+    "inverted-mask",
+    "equation-9-wrong-sign",
+    "window-off-by-one",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
+    """What the killers of each mutant said; two mutants at a time."""
+
+    def outcome(mutant: Mutant) -> subprocess.CompletedProcess:
+        root = copy_of_the_project(tmp_path_factory.mktemp(mutant.name))
+        mutant.apply(root)
+        return run_tests(root, mutant.killers)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip([m.name for m in MUTANTS], pool.map(outcome, MUTANTS), strict=True))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_the_suite_kills(mutant, outcomes):
+    ended = outcomes[mutant.name]
+    assert ended.returncode == 1, f"survived:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
+    # Killed by what a test saw, not by code that no longer runs.
+    assert "AssertionError" in ended.stdout or "assert " in ended.stdout, ended.stdout[-2000:]
+
+
+def test_every_promised_defect_has_a_mutant():
+    names = [mutant.name for mutant in MUTANTS]
+    assert set(names) >= PROMISED
+    assert len(set(names)) == len(names)
+
+
+def test_the_killers_pass_on_the_code_as_it_is(tmp_path):
+    root = copy_of_the_project(tmp_path)
+    killers = tuple(sorted({k for m in MUTANTS for k in m.killers}))
+    ended = run_tests(root, killers)
+    assert ended.returncode == 0, ended.stdout[-2000:]
+
+
+def test_a_mutant_whose_line_is_gone_is_an_error(tmp_path):
+    root = copy_of_the_project(tmp_path)
+    gone = Mutant("gone", "-", "nsa/blocks.py", "no such line", "-", ())
+    with pytest.raises(ValueError, match=r"0 places in nsa/blocks.py"):
+        gone.apply(root)

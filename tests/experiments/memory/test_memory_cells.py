@@ -1,0 +1,203 @@
+"""Cells are checked, measured in children of their own, and end as rows whatever happened."""
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from nsa.experiments.memory import trials as memory
+from nsa.experiments.memory.cell import Cell
+from nsa.experiments.memory.step_model import predict
+from nsa.experiments.memory.trials import measure, rows_to_metrics
+from nsa.lab.measure.allocations import CATEGORIES
+from nsa.lab.process.trial import Outcome
+
+FAKE = "memory_entries:fake_cell"
+
+
+def cell(**changes) -> Cell:
+    return Cell(**{"preset": "cpu_test", "backend": "gather", "tokens": 64} | changes)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Two real cells, measured once for the tests below."""
+    cells = [cell(data="synthetic"), cell(backend="masked", data="synthetic", layers=1)]
+    return measure(cells, deadline_s=120, workers=2, threads=1, progress=False)
+
+
+def test_a_real_cell_has_all_its_figures(measured):
+    row = measured[0]
+    assert (row["outcome"], row["message"], row["preset"]) == ("ok", "", "cpu_test")
+    assert row["parameters"] == 441_408
+    assert row["peak_mib"] == max(row[f"{phase}_mib"] for phase in memory.PHASES)
+    assert sum(row["by_category_mib"].values()) == pytest.approx(row["peak_mib"])
+    assert set(row["by_phase_category_mib"]) == set(memory.PHASES)
+    assert row["cross_check"]["agrees"], row["cross_check"]
+    assert row["step_ms"] > 0 and row["timing"] == "contended" and row["alone"] is False
+    assert len(row["losses"]) >= 2 and all(0 < loss < 10 for loss in row["losses"])
+
+
+def test_the_witness_tells_which_backend_ran(measured):
+    assert [row["witness"]["backends"] for row in measured] == [{"gather": 2}, {"masked": 1}]
+
+
+def test_weights_gradients_and_adam_are_predicted_from_shapes(measured):
+    for row in measured:
+        config = Cell.from_dict({name: row[name] for name in Cell.__dataclass_fields__}).config()
+        expected = predict(config, row["tokens"], row["batch"])
+        held = row["by_phase_category_mib"]["optimizer"]
+        assert held["parameters"] * 2**20 == expected.weights
+        assert held["gradients"] * 2**20 == expected.gradients
+        assert held["optimizer_state"] * 2**20 == expected.optimizer_state
+        assert expected.fixed <= row["optimizer_mib"] * 2**20
+
+
+def test_the_quadratic_term_is_there_only_for_backends_that_hold_it():
+    config = cell().config()
+    assert predict(config, 64).quadratic == predict(config, 64, backend="auto").quadratic == 0
+    assert predict(config, 64, 3, "masked").quadratic == 4 * 3 * 8 * 64**2
+    with pytest.raises(ValueError, match="tokens=0"):
+        predict(config, 0)
+    with pytest.raises(ValueError, match="gater"):
+        predict(config, 64, backend="gater")
+
+
+def test_every_way_to_end_is_a_row_in_its_place(tmp_path, capsys):
+    cells = [cell(seed=seed) for seed in (0, 1, 2, 3, 4)]
+    rows = measure(cells, deadline_s=3, workers=2, entry=FAKE, folder=tmp_path)
+    assert [row["outcome"] for row in rows] == ["ok", "oom", "timeout", "crash", "error"]
+    assert [row["seed"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[0]["peak_mib"] == 7.0
+    assert all(math.isnan(row["peak_mib"]) and row["by_category_mib"] == {} for row in rows[1:])
+    assert all(row["message"] and row["evidence"] for row in rows[1:])
+    assert [row["alone"] for row in rows] == [False, True, False, False, False]
+    assert len(list(tmp_path.iterdir())) == 5
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 6 and "(again, alone)" in lines[-1] and "oom" in lines[-1]
+    assert sum("[5/5]" in line for line in lines) == 2
+
+
+def test_a_cell_that_lacked_memory_only_beside_others_counts_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSA_TEST_LOG", str(tmp_path / "log"))
+    cells = [cell(seed=5), cell(seed=0)]
+    rows = measure(cells, deadline_s=30, workers=2, entry=FAKE, progress=False)
+    assert [row["outcome"] for row in rows] == ["ok", "ok"] and rows[0]["alone"]
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_cell_that_ran_alone_is_not_run_again(tmp_path, monkeypatch, workers):
+    monkeypatch.setenv("NSA_TEST_LOG", str(tmp_path / "log"))
+    rows = measure([cell(seed=5)], deadline_s=30, workers=workers, entry=FAKE, progress=False)
+    assert rows[0]["outcome"] == "oom"
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+
+def test_an_interrupt_ends_the_children_and_keeps_the_rows(capsys):
+    cells = [cell(seed=0), cell(seed=2), cell(seed=0)]
+    timer = threading.Timer(2.0, os.kill, [os.getpid(), signal.SIGINT])
+    started = time.monotonic()
+    timer.start()
+    rows = measure(cells, deadline_s=50, entry=FAKE)
+    assert time.monotonic() - started < 20
+    assert [row["outcome"] for row in rows] == ["ok"]
+    assert "interrupted: 1 of 3 cells are measured" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_a_bar_unless_headless(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    measure([cell(seed=0)], deadline_s=30, entry=FAKE)
+    assert capsys.readouterr().err.startswith("[1/1] cpu_test gather T=64 fp32 cpu: 7.0 MiB")
+    monkeypatch.delenv("NSA_HEADLESS")
+    measure([cell(seed=0)], deadline_s=30, entry=FAKE)
+    shown = capsys.readouterr().err
+    assert "cpu_test gather T=64 fp32 cpu: 7.0 MiB" in shown and "1/1 [" in shown
+    measure([cell(seed=0)], deadline_s=30, entry=FAKE, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_says_in_which_step_and_phase_it_came():
+    row = measure([cell(tokens=10**9)], deadline_s=60, threads=1, progress=False)[0]
+    assert row["outcome"] == "error" and "in step 0, phase data" in row["message"]
+
+
+def test_a_backend_that_declines_is_a_row_with_its_reason():
+    row = measure([cell(backend="flex")], deadline_s=60, threads=1, progress=False)[0]
+    assert row["outcome"] == "declined" and "no backward on cpu" in row["message"]
+    assert math.isnan(row["peak_mib"])
+
+
+def test_metrics_are_the_long_table(measured):
+    failed = memory.row_of(cell(seed=9), Outcome("oom", None, 1.0, "no memory", 1))
+    metrics = rows_to_metrics([measured[0], failed])
+    assert len(metrics) == 2 * (4 + len(CATEGORIES) + 1)
+    first = metrics[0]
+    assert (first["operation"], first["backend"], first["mode"]) == (
+        "training_step", "gather", "step"
+    )  # fmt: skip
+    assert (first["metric"], first["unit"], first["x_name"]) == ("peak_memory", "MiB", "tokens")
+    assert first["x_value"] == 64
+    assert first["median"] == first["q20"] == first["q80"] == measured[0]["peak_mib"]
+    assert {(m["metric"], m["mode"]) for m in metrics} == {
+        *(("peak_memory", mode) for mode in ("step", "forward", "backward", "optimizer")),
+        *((f"memory_{category}", "step") for category in CATEGORIES),
+        ("step_time", "step"),
+    }
+    config = json.loads(first["config"])
+    assert (config["outcome"], config["preset"], config["seed"]) == ("ok", "cpu_test", 1337)
+    broken = [m for m in metrics if json.loads(m["config"])["outcome"] == "oom"]
+    assert len(broken) == len(metrics) / 2 and all(math.isnan(m["median"]) for m in broken)
+    json.loads(broken[0]["config"], parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "repo"}, "did you mean 'repro'"),
+        ({"backend": "gater"}, "did you mean 'gather'"),
+        ({"tokens": 0}, "tokens=0"),
+        ({"tokens": 64.0}, "tokens=64.0"),
+        ({"batch": True}, "batch=True"),
+        ({"layers": 0}, "layers=0"),
+        ({"layers": "two"}, "'two'"),
+        ({"dtype": "fp16"}, "known are fp32, bf16"),
+        ({"device": "tpu"}, "known are cpu, cuda"),
+        ({"data": "novel"}, "known are text, synthetic"),
+        ({"checkpoint": "0:9"}, "does not fit 2 layers"),
+        ({"changes": {"backend": "sdpa"}}, "which the cell itself has"),
+        ({"changes": {"phy": "mlp"}}, "did you mean phi"),
+        ({"changes": {"max_tokens": 32}}, "more than max_tokens=32"),
+        ({"changes": {"vocab": 16}}, "vocab=16 is too few"),
+        ({"changes": [1]}, "must be a mapping"),
+    ],
+)
+def test_an_illegal_cell_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        cell(**changes)
+
+
+def test_a_cell_survives_json_and_refuses_fields_it_does_not_have():
+    made = cell(changes={"nsa": {"window": 32}}, layers=1, checkpoint="all")
+    assert Cell.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    assert made.config().nsa.window == 32 and made.config().layers == 1
+    with pytest.raises(ValueError, match="did you mean 'tokens'"):
+        Cell.from_dict(made.to_dict() | {"token": 5})
+    with pytest.raises(ValueError, match="needs backend, tokens"):
+        Cell.from_dict({"preset": "repro"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"workers": 0}, "workers=0"), ({"deadline_s": 0}, "deadline_s=0")],
+)
+def test_a_sweep_that_cannot_be_run_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure([cell()], **{"deadline_s": 1} | options)
+    with pytest.raises(ValueError, match="did you mean"):
+        measure([{"preset": "repro", "backend": "gater", "tokens": 1}], deadline_s=1)

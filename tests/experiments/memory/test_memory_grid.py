@@ -1,0 +1,64 @@
+"""The cells of a sweep, and the case study's figures beside them."""
+
+import pytest
+
+from nsa.experiments.case_study import figures as case_study
+from nsa.experiments.memory.grid import limits, memory_grid
+
+
+def test_a_grid_is_every_combination_in_order():
+    cells = memory_grid(["repro", "smoke"], [1, 2], ["gather", "masked"], [64, 128], dtype="bf16")
+    assert len(cells) == 16
+    assert [c.tokens for c in cells[:2]] == [64, 128]
+    assert [(c.preset, c.layers, c.backend) for c in cells[::2]][:3] == [
+        ("repro", 1, "gather"),
+        ("repro", 1, "masked"),
+        ("repro", 2, "gather"),
+    ]
+    assert {c.dtype for c in cells} == {"bf16"}
+
+
+def test_no_layers_mean_each_presets_own_number():
+    (cell,) = memory_grid(["production"], [], ["gather"], [64])
+    assert cell.layers is None and cell.config().layers == 12
+
+
+def test_a_backend_can_be_kept_out_of_long_sequences():
+    cells = memory_grid(["repro"], [1], ["sequential", "gather"], [64, 128, 256],
+                        longest=["sequential:128"])  # fmt: skip
+    assert [(c.backend, c.tokens) for c in cells] == [
+        ("sequential", 64), ("sequential", 128), ("gather", 64), ("gather", 128), ("gather", 256),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["sequential", "sequential:", "sequential:-5", "sequential:0", ":"]
+)
+def test_a_limit_of_another_form_is_refused(text):
+    with pytest.raises(ValueError, match="must read backend:T"):
+        limits([text])
+
+
+def test_a_limit_on_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="did you mean 'gather'"):
+        limits(["gathr:3"])
+
+
+def test_a_grid_without_cells_is_refused():
+    with pytest.raises(ValueError, match="no cell to measure"):
+        memory_grid(["repro"], [1], [], [64])
+    with pytest.raises(ValueError, match="no cell to measure"):
+        memory_grid(["repro"], [1], ["gather"], [64], longest=["gather:32"])
+
+
+def test_an_illegal_cell_is_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="repro"):
+        memory_grid(["reprro"], [1], ["gather"], [64])
+
+
+def test_the_case_studys_estimator_is_off_by_what_the_study_found():
+    error = {t: case_study.ESTIMATE_MIB[t] / m - 1 for t, m in case_study.MEMORY_MIB.items()}
+    assert error[128] == pytest.approx(-0.526, abs=0.002)
+    assert error[512] == pytest.approx(-0.712, abs=0.002)
+    assert error[1024] == pytest.approx(-0.542, abs=0.002)
+    assert error[2048] == pytest.approx(0.051, abs=0.001)

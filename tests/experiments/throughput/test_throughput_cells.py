@@ -1,0 +1,492 @@
+"""Cells, trials and their endings: what the throughput notebook measures, on tiny models."""
+
+import contextlib
+import ctypes
+import json
+import math
+import mmap
+import platform
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from throughput_entries import measured
+
+from nsa.experiments.correctness import lesson_rows
+from nsa.experiments.throughput import child as throughput_trial
+from nsa.experiments.throughput import communication, loss_curves, step_profile
+from nsa.experiments.throughput import trials as throughput
+from nsa.experiments.throughput.cell import TrainCell
+from nsa.experiments.throughput.grid import curve_grid, throughput_grid
+from nsa.experiments.throughput.rows import growth, windows
+from nsa.experiments.throughput.session import session
+from nsa.lab.measure import memory_samples
+from nsa.lab.measure.compilations import Compilations
+from nsa.lab.measure.memory_samples import MemorySamples
+from nsa.lab.process.trial import Outcome
+from nsa.model.captured import DDP_WARMUP
+from nsa.model.parallel import Parallel
+
+CELL = TrainCell("cpu_test", 32, backend="gather", batch=2, layers=1, steps=3)
+TWO = CELL.with_("ranks:2 parallel:ddp")
+ENTRY = "throughput_entries:ending"
+
+
+def test_a_cell_survives_json_and_says_what_it_is():
+    cell = replace(CELL, changes={"phi": "mlp"}, checkpoint="all", compile=True)
+    assert TrainCell.from_dict(json.loads(json.dumps(cell.to_dict()))) == cell
+    assert str(cell) == "cpu_test x1 gather T=32 batch 2 fp32 cpu compile checkpoint all phi=mlp"
+    assert str(TWO).endswith("2 ranks ddp")
+    assert TWO.variant == "ranks:2 parallel:ddp"
+    assert CELL.with_("compile").with_("batch:1").variant == "compile batch:1"
+    twin = CELL.with_("attention:dense backend:auto tokens:64 compile")
+    assert (twin.name, twin.tokens, twin.variant) == ("dense", 64, "compile")
+
+
+def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():
+    twin = replace(CELL, attention="dense", backend="auto")
+    config, plain = twin.config(), CELL.config()
+    assert (config.attention, config.backend, twin.name) == ("dense", "auto", "dense")
+    assert (config.dim, config.layers, config.mlp_size) == (plain.dim, 1, plain.mlp_size)
+    assert replace(twin, backend="sdpa").name == "dense-sdpa"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "cpu_tes"}, "did you mean 'cpu_test'"),
+        ({"backend": "gathr"}, "gather"),
+        ({"attention": "dense", "backend": "gather"}, "none of dense attention's: auto, sdpa"),
+        ({"attention": "sparse"}, "known are nsa, dense"),
+        ({"tokens": 0}, "tokens=0 must be a whole number of at least 1"),
+        ({"warmup": 2}, "at least 3"),
+        ({"ranks": 2}, "ranks=2 need parallel='ddp' or 'fsdp'"),
+        ({"ranks": 2, "parallel": "ddp", "batch": 3}, "batch=3 is not a multiple of ranks=2"),
+        ({"compile": "yes"}, "must be true or false"),
+        ({"precision": "int8"}, "int8"),
+        ({"checkpoint": "0:9"}, "does not fit 1 layers"),
+        ({"changes": {"backend": "masked"}}, "which the cell itself has"),
+        ({"changes": {"vocab": 8}}, "256 byte values"),
+        ({"changes": {"max_tokens": 16}}, "more than max_tokens=16"),
+    ],
+)
+def test_what_could_not_be_run_is_refused_beforehand(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CELL, **changes)
+
+
+def test_a_variant_that_changes_nothing_is_refused():
+    with pytest.raises(ValueError, match="nearest is compile:"):
+        CELL.with_("compiled")
+    with pytest.raises(ValueError, match="has no field 'batches'; did you mean 'batch'"):
+        TrainCell.from_dict({"preset": "cpu_test", "tokens": 8, "batches": 1})
+
+
+def test_a_grid_has_what_decides_then_ranks_then_variants_then_other_backends():
+    cells = throughput_grid(
+        "cpu_test", ["gather", "masked", "dense"], [64, 128], step_tokens=128,
+        long_backends=["dense"], long_tokens=[128, 256],
+        variants=["checkpoint:all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
+    )  # fmt: skip
+    assert [(c.name, c.tokens, c.batch, c.ranks, c.variant) for c in cells] == [
+        ("gather", 64, 2, 1, ""), ("dense", 64, 2, 1, ""), ("gather", 128, 1, 1, ""),
+        ("dense", 128, 1, 1, ""), ("dense", 256, 1, 1, ""),
+        ("gather", 64, 4, 2, "batch:4 ranks:2 parallel:ddp"),
+        ("gather", 64, 4, 2, "batch:4 ranks:2 parallel:fsdp"),
+        ("gather", 64, 2, 1, "checkpoint:all"), ("masked", 64, 2, 1, ""), ("masked", 128, 1, 1, ""),
+    ]  # fmt: skip
+    assert curve_grid("cpu_test", ["gather"], tokens=64, batch=3, steps=0) == []
+    (curve,) = curve_grid("cpu_test", ["dense"], tokens=64, batch=3, steps=40)
+    assert (curve.name, curve.batch, curve.steps) == ("dense", 3, 40)
+    sizes = {"tokens": 64, "batch": 3, "steps": 40}
+    (curve,) = curve_grid("cpu_test", ["gather"], variant="cuda_graph", device="cuda", **sizes)
+    assert curve.cuda_graph and (curve.steps, curve.variant) == (40, "cuda_graph")
+    with pytest.raises(ValueError, match="no cell to measure"):
+        throughput_grid("cpu_test", [], [64], step_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """One cell, measured in this process."""
+    return throughput_trial.measure_rank({"cell": CELL.to_dict(), "threads": 1})
+
+
+def test_a_trial_measures_steps_that_nobody_watches(found):
+    assert len(found["step_ms_each"]) == CELL.steps
+    assert found["step_ms"] == np.median(found["step_ms_each"])
+    assert found["tokens_s"] == pytest.approx(3 * 64e3 / sum(found["step_ms_each"]))
+    assert found["recount_tokens_s"] == pytest.approx(found["tokens_s"], rel=0.01)
+    assert len(found["losses"]) == CELL.warmup + CELL.steps
+    assert found["losses"][-1] < found["losses"][0]
+    assert list(found["phase_ms"]) == ["data", "forward", "backward", "optimizer"]
+    assert found["recompilations"] == 0 and found["syncs"] is None
+    assert found["peak_mib"] > 0 and found["matmul_tflops"] > 0 and found["loader_wait_ms"] >= 0
+    assert found["paths"]["slc"] == ["gather-chunks"]
+    assert len(found["host_mib"]) == CELL.steps and found["device_mib"] == []
+    json.dumps(found)
+
+
+def test_a_backend_that_does_not_take_the_model_is_a_row(found):
+    declined = throughput_trial.measure_rank({"cell": replace(CELL, backend="flex").to_dict()})
+    row = throughput.row_of(CELL, "ok", results=[declined])
+    assert row["outcome"] == "declined" and "no backward on cpu" in row["message"]
+    assert math.isnan(row["tokens_s"])
+
+
+def test_observers_and_the_place_among_ranks_are_put_back():
+    with session(CELL, 1) as trainer:
+        trainer.step(0)
+        place = trainer.parallel
+        throughput_trial._by_phase(trainer)
+        communication.communication_ms(trainer)
+        assert trainer.observers == () and trainer.parallel is place
+        turns = 2 * (communication.ROUNDS + 1)
+        looked = 1 + throughput_trial.WATCHED + turns * (communication.TURN + 1)
+        assert trainer.steps_done == looked
+
+
+def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch():
+    seen = []
+
+    class Wrapped(torch.nn.Module):
+        def no_sync(self):
+            seen.append("no sync")
+            return contextlib.nullcontext()
+
+    trainer = SimpleNamespace(parallel=Parallel("ddp", 1, 2))
+    with trainer.parallel.micro(Wrapped(), True):
+        assert seen == []
+    with communication.unsynced(trainer):
+        with trainer.parallel.micro(Wrapped(), True):
+            assert seen == ["no sync"]
+        assert trainer.parallel.kind == "ddp"
+        assert (trainer.parallel.rank, trainer.parallel.ranks) == (1, 2)
+    assert type(trainer.parallel) is Parallel
+
+
+def test_communication_is_what_a_step_waits_for_others():
+    class Waiting(SimpleNamespace):
+        """2 ms of a step are its own, 6 more a wait for another rank's gradients."""
+
+        device, steps_done = torch.device("cpu"), 0
+
+        def step(self, number):
+            self.steps_done += 1
+            time.sleep(0.008 if type(self.parallel) is Parallel else 0.002)
+
+    found = communication.communication_ms(Waiting(parallel=Parallel("ddp", 0, 2)))
+    assert found == pytest.approx(6, rel=0.25)
+
+
+def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
+    (row,) = throughput.measure(
+        [replace(TWO, seed=0)], deadline_s=60, entry=ENTRY, progress=False, folder=tmp_path
+    )
+    assert row["outcome"] == "ok" and row["variant"] == "ranks:2 parallel:ddp"
+    assert (row["step_ms"], row["tokens_s"]) == (20.0, 500.0)
+    assert row["losses"] == [0.5, 3.0]  # a rank's loss is its share of the batch's
+    assert [rank["step_ms"] for rank in row["by_rank"]] == [10.0, 20.0]
+    assert list(tmp_path.glob("000-*/rank-1.json"))
+
+
+@pytest.mark.parametrize(
+    ("seed", "outcome", "message"),
+    [(1, "oom", "planted"), (2, "error", "planted"), (4, "declined", "planted")],
+)
+def test_every_ending_of_a_cell_is_a_row(seed, outcome, message, capsys):
+    (row,) = throughput.measure([replace(CELL, seed=seed)], deadline_s=60, entry=ENTRY)
+    assert row["outcome"] == outcome and message in row["message"]
+    assert math.isnan(row["step_ms"]) and row["losses"] == []
+    assert f"[1/1] {CELL}: {outcome}" in capsys.readouterr().err
+
+
+def test_a_late_cell_and_those_without_time_are_rows():
+    slow = replace(CELL, seed=3)
+    (late,) = throughput.measure([slow], deadline_s=1.0, entry=ENTRY, progress=False)
+    assert late["outcome"] == "timeout"
+    cut, unrun = throughput.measure(
+        [slow, CELL], deadline_s=60, budget_s=1.0, entry=ENTRY, progress=False
+    )
+    assert {cut["outcome"], unrun["outcome"]} == {"not run"}
+    assert cut["message"] == "the budget of 1 s was used up after 1 s of this one"
+    assert unrun["message"] == "the budget of 1 s was used up"
+
+
+def test_a_job_names_the_rank_that_failed_first():
+    (row,) = throughput.measure([replace(TWO, seed=1)], deadline_s=60, entry=ENTRY, progress=False)
+    assert row["outcome"] == "oom" and row["message"].startswith("rank 1 of 2: MemoryError")
+
+
+def test_illegal_cells_and_deadlines_are_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="deadline_s=0"):
+        throughput.measure([CELL], deadline_s=0)
+    with pytest.raises(ValueError, match="no field 'batches'"):
+        throughput.measure([CELL, {"preset": "cpu_test", "batches": 2}], deadline_s=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_train_with_gloo_and_ddp_says_what_communication_costs(kind):
+    cell = CELL.with_(f"ranks:2 parallel:{kind}")
+    (row,) = throughput.measure([cell], deadline_s=120, threads=1, progress=False)
+    assert row["outcome"] == "ok", row["message"] + row["evidence"]
+    assert math.isfinite(row["communication_ms"]) == (kind == "ddp")
+    assert len(row["by_rank"]) == 2 and row["parameters"] > 200_000 and row["peak_mib"] > 3
+    one = throughput_trial.measure_rank({"cell": CELL.to_dict(), "threads": 1})
+    assert row["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
+def test_curves_of_equal_seeds_are_equal_and_of_other_weights_others():
+    cell = replace(CELL, steps=4)
+
+    def curve(seed, **changes):
+        given = replace(cell, **changes).to_dict()
+        return loss_curves.train({"cell": given, "seed": seed, "threads": 1})
+
+    first, other = curve(1), curve(2)
+    assert first["losses"] == curve(1)["losses"] != other["losses"]
+    assert len(other["losses"]) == len(first["host_mib"]) == 4
+    assert "no backward" in curve(1, backend="flex")["declined"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_curves_on_several_gpus_are_trained_beside_each_other(monkeypatch, workers):
+    seen, meet = [], threading.Barrier(2 * workers, timeout=20)
+
+    def child(entry, spec, *, env, **_):
+        seen.append(env["CUDA_VISIBLE_DEVICES"])
+        meet.wait()  # for the other GPU's, and for those beside it
+        return Outcome("ok", {"losses": [float(spec["cell"]["tokens"])]}, 0.1, "", 0)
+
+    monkeypatch.setattr(loss_curves, "run_child", child)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")
+    cells = [TrainCell("cpu_test", tokens, device="cuda") for tokens in (32, 64)]
+    rows = loss_curves.measure(cells, [1, 2], deadline_s=9, workers=workers, progress=False)
+    assert sorted(seen) == ["2", "2", "7", "7"]
+    assert [row["losses"] for row in rows] == [{"1": [t], "2": [t]} for t in (32.0, 64.0)]
+
+
+def test_a_seed_that_breaks_off_leaves_the_others_losses(monkeypatch):
+    def child(entry, spec, **_):
+        if spec["seed"] == 2:
+            return Outcome("timeout", None, 9.0, "still running", -9)
+        return Outcome("ok", {"losses": [5.0], "host_mib": [7.0]}, 1.0, "", 0)
+
+    monkeypatch.setattr(loss_curves, "run_child", child)
+    cells = [TrainCell("cpu_test", 32, device="cpu")]
+    (row,) = loss_curves.measure(cells, [1, 2, 1], deadline_s=9, progress=False)
+    assert (row["outcome"], row["message"]) == ("timeout", "seed 2: still running")
+    assert (row["losses"], row["host_mib"], row["seconds"]) == ({"1": [5.0]}, [7.0], 10.0)
+    with pytest.raises(ValueError, match="trains nothing"):
+        loss_curves.measure(cells, [], deadline_s=9)
+
+
+def test_what_is_compiled_meanwhile_is_counted():
+    def double(x):
+        return 2 * x
+
+    compiled = torch.compile(double, backend="eager", dynamic=False)
+    with Compilations() as first:
+        compiled(torch.ones(3))
+    with Compilations() as second:
+        compiled(torch.ones(3))
+    with Compilations() as other:
+        compiled(torch.ones(4))
+    assert (first.count, second.count, other.count) == (1, 0, 1)
+
+
+def test_memory_is_sampled_after_each_step():
+    samples = MemorySamples(torch.device("cpu"))
+    samples.on_step(0, torch.zeros(()))
+    with mmap.mmap(-1, 2**25) as ballast:
+        ballast.write(b"x" * 2**25)
+        samples.take()
+    assert samples.host_mib[1] - samples.host_mib[0] > 30
+    assert samples.device_mib == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_freed_memory_that_malloc_keeps_hides_no_growth():
+    """It is given back before the first sample; blocks that live hold it between them."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    blocks = [libc.malloc(2**16) for _ in range(1024)]
+    for block in blocks:
+        ctypes.memset(block, 1, 2**16)
+    for block in blocks[::2]:
+        libc.free(block)
+    kept = memory_samples.resident_mib()
+    MemorySamples(torch.device("cpu")).take()
+    assert kept - memory_samples.resident_mib() > 24  # of the 32 that are free
+    for block in blocks[1::2]:
+        libc.free(block)
+
+
+def test_growth_is_a_slope_that_a_jump_does_not_move():
+    assert growth([1.0] * 3 + [9.0] * 57)[0] == 0.0
+    slope, low, high = growth(np.arange(60) * 0.5)
+    assert slope == low == high == 0.5
+    assert math.isnan(growth([1.0, 2.0])[0])
+
+
+def test_windows_keep_the_mean_and_say_where_they_stand():
+    series = list(range(200))
+    parts = windows(series)
+    assert len(parts) == 50 and parts[0] == (1.5, 1.5) and parts[-1] == (197.5, 197.5)
+    assert windows([4.0, 6.0]) == [(0.0, 4.0), (1.0, 6.0)] and windows([]) == []
+
+
+def test_gaps_are_where_no_stream_works():
+    spans = [(1.0, 3.0), (2.0, 2.5), (5.0, 6.0), (6.0, 7.0), (10.0, 11.0)]
+    assert step_profile.gaps(reversed(spans)) == {
+        "step_ms": 10.0, "busy_ms": 5.0, "idle_ms": 5.0, "gaps": 2, "longest_gap_ms": 3.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="no kernel ran"):
+        step_profile.gaps([])
+
+
+def test_the_most_expensive_kernels_come_first_and_the_rest_together():
+    spans = {"a": [(0, 1)], "b": [(1, 4), (5, 6)], "c": [(7, 9)], "d": [(9, 10)]}
+    rows = step_profile.top(spans, count=2)
+    assert [row["name"] for row in rows] == ["b", "c", "2 others"]
+    assert [row["ms"] for row in rows] == [4, 2, 2] and rows[0]["calls"] == 2
+    assert sum(row["share"] for row in rows) == 1
+
+
+def test_kernels_of_torch_go_by_the_operator_that_launched_them():
+    def launched(by, *kernels):
+        found = [SimpleNamespace(name=name, duration=us) for name, us in kernels]
+        return SimpleNamespace(name=by, kernels=found)
+
+    events = [
+        launched("aten::mm", ("nvjet_tst_256x128", 3000.0)),
+        launched("aten::mm", ("nvjet_tst_64x64", 1000.0)),
+        launched("nsa::attend", ("_selected_forward", 2000.0), ("_unions", 500.0)),
+        SimpleNamespace(name="on the device"),
+    ]
+    kernels = {"nvjet": [(0.0, 4.0)], "ours": [(4.0, 6.5)]}
+    found = step_profile.by_operator(events, kernels)
+    assert found["aten::mm"] == [(0.0, 3.0), (0.0, 1.0)]
+    assert set(found) == {"aten::mm", "_selected_forward", "_unions"}
+    assert step_profile.by_operator(events[:1], kernels) is kernels  # most is not linked
+
+
+def test_a_step_is_profiled_on_a_cpu():
+    found = step_profile.profile_cell({"cell": CELL.to_dict(), "threads": 1})
+    names = [row["name"] for row in found["kernels"]]
+    assert any("mm" in name for name in names)
+    assert 0 < found["busy_ms"] <= 1.05 * found["step_ms"]
+    assert found["launches"] is None and found["syncs"] is None
+
+
+def test_lessons_are_rows_and_unknown_ones_refused():
+    with pytest.raises(ValueError, match="no lesson 'windw'"):
+        lesson_rows.learn_all(["window", "windw"], 64, deadline_s=60)
+    row = {
+        "lesson": "window", "accuracy": {"inside": 1.0, "outside": 0.1}, "steps": 50, "peek": 0.0,
+        "chance": {"inside": 0.1, "outside": 0.1}, "expected": {"inside": True, "outside": False},
+    }  # fmt: skip
+    lines = lesson_rows.answers([row, {"lesson": "copy"}])
+    assert [line["wanted"] for line in lines] == ["at least 0.9", "about chance: out of reach"]
+
+
+def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
+    def child(entry, spec, **_):
+        time.sleep(0.2 if spec["model"]["name"] == "lesson-window" else 0.0)
+        return SimpleNamespace(status="timeout", message="late", result=None, seconds=1.0)
+
+    monkeypatch.setattr(lesson_rows, "run_child", child)
+    rows = lesson_rows.learn_all(["window", "copy"], 64, deadline_s=9, workers=2, progress=False)
+    assert [row["lesson"] for row in rows] == ["window", "copy"]
+    assert {row["outcome"] for row in rows} == {"timeout"}
+
+
+def test_a_cell_that_asks_is_told_what_all_observers_cost():
+    cell = CELL.with_("observe")
+    found = throughput_trial.measure_rank({"cell": cell.to_dict(), "threads": 1})
+    assert 0.8 < found["watched_times"] < 5 and found["watched_ms"] > 0 < found["unwatched_ms"]
+    with pytest.raises(ValueError, match="which compile and cuda_graph leave out"):
+        cell.with_("compile")
+
+
+def test_a_stand_in_returns_what_a_trial_returns(found):
+    assert set(measured()) <= set(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # compile
+@pytest.mark.parametrize("variant", ["", "compile", "cuda_graph"])
+def test_a_gpu_step_waits_for_nothing_and_compiles_nothing_late(variant):
+    cell = TrainCell("cpu_test", 512, backend="triton", batch=2, precision="bf16", device="cuda")
+    found = throughput_trial.measure_rank({"cell": cell.with_(variant).to_dict()})
+    assert found["syncs"] == 0 and found["recompilations"] == 0
+    assert found["recount_tokens_s"] == pytest.approx(found["tokens_s"], rel=0.02)
+    # The losses that are kept take 512 bytes each.
+    assert max(found["device_mib"]) - min(found["device_mib"]) <= 0.001 * cell.steps
+
+
+@pytest.mark.gpu
+def test_flex_does_not_make_the_host_wait_either():
+    cell = TrainCell("cpu_test", 512, backend="flex", layers=1, precision="bf16", device="cuda")
+    assert throughput_trial.measure_rank({"cell": cell.to_dict()})["syncs"] == 0
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_gpus_train_as_one(kind):
+    one = replace(CELL, device="cuda", backend="triton", tokens=256)
+    rows = throughput.measure([one, one.with_(f"ranks:2 parallel:{kind}")], deadline_s=200)
+    assert [row["outcome"] for row in rows] == ["ok", "ok"], rows[1]["message"]
+    assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-3)
+    assert rows[1]["syncs"] == 0
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpus2)]
+)
+@pytest.mark.parametrize("how", ["", "compile"])
+def test_ranks_under_ddp_train_by_a_cuda_graph_as_they_do_without(ranks, how):
+    one = replace(CELL, device="cuda", backend="triton", tokens=256, precision="bf16", steps=15)
+    many = one.with_(f"ranks:{ranks} parallel:ddp {how}".strip())
+    cells = [many, many.with_("cuda_graph")]
+    plain, captured = throughput.measure(cells, deadline_s=200, progress=False)
+    assert [plain["outcome"], captured["outcome"]] == ["ok", "ok"], captured["message"]
+    both = zip(plain["losses"], captured["losses"], strict=False)
+    assert all(a == pytest.approx(b, abs=2e-3) for a, b in both)
+    assert len(captured["losses"]) > DDP_WARMUP + 5 and captured["syncs"] == 0
+    assert math.isnan(captured["communication_ms"])
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_is_compiled_late_is_counted():
+    cell = TrainCell("cpu_test", 256, backend="triton", layers=1, device="cuda")
+    with session(cell) as trainer:
+        trainer.step(0)
+        trainer.step(1)
+        with Compilations() as nothing:
+            trainer.step(2)
+    with Compilations() as new, session(replace(cell, changes={"head_dim": 32})) as trainer:
+        trainer.step(0)
+    assert nothing.kernels == 0 and new.kernels > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_step_is_profiled_kernel_by_kernel():
+    cell = TrainCell("cpu_test", 512, backend="triton", batch=2, precision="bf16", device="cuda")
+    found = step_profile.profile_cell({"cell": cell.to_dict()})
+    assert found["launches"] > 50 and found["syncs"] == 0
+    assert found["busy_ms"] + found["idle_ms"] == pytest.approx(found["step_ms"])
+    assert {"aten::mm", "_selected_forward"} <= {row["name"] for row in found["kernels"]}
+
+
+@pytest.mark.gpu
+def test_what_a_graph_keeps_counts_in_its_peak():
+    cell = TrainCell("cpu_test", 512, backend="triton", batch=8, precision="bf16", device="cuda")
+    cells = [cell, cell.with_("cuda_graph")]
+    plain, captured = throughput.measure(cells, deadline_s=200, progress=False)
+    assert captured["peak_mib"] >= 0.9 * plain["peak_mib"]

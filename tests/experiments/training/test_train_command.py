@@ -1,0 +1,406 @@
+"""`nsa train`: what it refuses, what it leaves in a run's folder, and what becomes of its ranks."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from places import ROOT
+from tiny_models import one_thread
+
+from nsa.cli import main as cli
+from nsa.experiments.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
+from nsa.lab.observers.kept import SAMPLED
+from nsa.lab.process import family as processes
+from nsa.model import saving
+from nsa.model.presets import preset
+from nsa.model.train_config import TrainConfig
+
+HOME = ROOT
+TINY = [
+    *("train", "--preset", "cpu_test", "--set", "layers=1", "--set", "dim=32", "--set", "heads=4"),
+    *("--set", "kv_heads=2", "--set", "head_dim=8", "--set", "backend=gather"),
+    *("--data", "synthetic", "--device", "cpu", "--batch", "4", "--tokens", "48"),
+]
+ENDS_S = 60  # on a machine with much else to do; alone it takes a few
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with one_thread():
+        yield tmp_path
+
+
+def record(folder):
+    return json.loads((folder / "record.json").read_text())
+
+
+def rows(file):
+    return [line.split(",") for line in file.read_text().splitlines()[1:]]
+
+
+class Started:
+    """A command in a family of its own, so that whoever it leaves behind is found."""
+
+    def __init__(self, command, folder):
+        self.cookie = processes.new_cookie()
+        environment = processes.environment(os.environ, self.cookie)
+        environment.pop("RANK", None)
+        self.process = subprocess.Popen(
+            command,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        processes.end_family(self.cookie)
+        self.process.wait()
+        self.process.stdout.close()
+
+    def wait_for(self, there):
+        """Until `there` returns something, which is returned."""
+        deadline = time.monotonic() + 2 * ENDS_S
+        while not (found := there()):
+            assert self.process.poll() is None, self.process.stdout.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return found
+
+    def ended(self):
+        """(exit code, what was printed), and nobody of the family is left."""
+        printed = self.process.communicate(timeout=ENDS_S)[0]
+        assert processes.family(self.cookie) == set()
+        return self.process.returncode, printed
+
+
+def nsa(*words):
+    return [sys.executable, "-m", "nsa", *TINY, *words]
+
+
+def torchrun(*words):
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*run, "-m", "nsa", *TINY, *words]
+
+
+def pid_in_step(folder, rank):
+    """The rank's process, once it trains; 0 before."""
+    beats = folder / f"beats{rank}.jsonl"
+    if not beats.is_file() or '"step": ' not in beats.read_text():
+        return 0
+    lines = [json.loads(line) for line in beats.read_text().splitlines()]
+    evaluations = folder / "evaluations.csv"  # of two, a checkpoint lies between
+    return lines[0]["pid"] if evaluations.is_file() and len(rows(evaluations)) > 1 else 0
+
+
+BAD_INPUT = [
+    (["--preset", "produktion"], "no preset 'produktion'; did you mean 'production'?"),
+    (["--set", "layers"], "--set 'layers' has no '='"),
+    (["--set", "nsa.windw=64"], "did you mean nsa.window?"),
+    (["--set", "rope.base=1"], "only nsa has fields below it"),
+    (["--checkpoint", "0:9"], "checkpoint='0:9' does not fit 1 layers"),
+    (["--steps", "0"], "steps=0 must be at least 1"),
+    (["--data", "short.txt"], "48 tokens and the last one's target need 49"),
+    (["--resume", "gone.pt"], "--resume gone.pt: there is no such file or folder"),
+    (["--data", "recall"], "48 tokens do not hold 16 pairs"),
+    (["--data", "gone.txt"], "data='gone.txt' is no file or folder; known are text, synthetic"),
+    (["--observe", "csv,gradients"], "no observer 'gradients'; there are csv, tensorboard"),
+    (["--observe", "buckets"], "buckets are DDP's"),
+    (["--save-every", "0"], "save_every=0 must be at least 1 step"),
+    (["--observe-every", "0"], "observe_every=0 must be at least 1 step"),
+    (["--accumulate", "3"], "batch=4 is not a multiple of accumulate=3"),
+    (["--ranks", "3"], "batch=4 cannot be split over 3 rank(s) x 1 micro-batch(es)"),
+    (["--ranks", "0"], "--ranks 0 must be at least 1"),
+    (["--ranks", "2", "--parallel", "none"], "2 ranks without --parallel"),
+    (["--parallel", "ddp"], "--parallel ddp needs ranks: nsa train --ranks 2"),
+    (["--port", "29500"], "--port is for --ranks"),
+    (["--ranks", "2", "--static-graph", "--find-unused"], "static_graph=True alone also trains"),
+    (["--ranks", "2", "--parallel", "fsdp", "--find-unused"], "parallel='fsdp' has no use"),
+    (
+        ["--ranks", "4", "--dist-backend", "nccl", "--device", "auto"],
+        "backend='nccl' needs a GPU for each of 4 rank(s)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_INPUT)
+def test_bad_input_is_one_clear_line_exits_with_2_and_makes_no_run(place, capsys, words, message):
+    if "nccl" in words and torch.cuda.device_count() >= 4:
+        pytest.skip("there are GPUs for all")
+    (place / "short.txt").write_text("too short")
+    assert cli.main([*TINY, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("nsa: ") and error.count("\n") == 1 and message in error
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "2"], "--ranks starts torchrun itself"),
+        ([], "2 ranks without --parallel would each train the same model"),
+    ],
+)
+def test_under_torchrun_ranks_are_torchruns_and_must_share(
+    place, capsys, monkeypatch, words, message
+):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main([*TINY, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_said_before_anything_starts(place, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main([*TINY, "--ranks", "2", "--port", str(port)]) == 2
+    assert f"port {port} is in use" in capsys.readouterr().err
+    assert not (place / "runs").exists()
+
+
+def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
+    words = ["--steps", "5", "--save-every", "2", "--eval-every", "4", "--into", "first"]
+    assert cli.main([*TINY, *words, "--observe", "csv,arrival,modules,phases,stats"]) == 0
+    printed = capsys.readouterr().out
+    assert "first: ok" in printed and "tokens/s" in printed and "held out" in printed
+    first = place / "first"
+    assert [int(step) for step, _ in rows(first / "losses.csv")] == [0, 1, 2, 3, 4]
+    assert [int(step) for step, _ in rows(first / "evaluations.csv")] == [4, 5]
+    kept = saving.checkpoints(first / "checkpoints")
+    assert [file.name for file in kept] == ["step-000004.pt", "step-000005.pt"]
+    for name in ("arrival", "modules", "phases", "stats"):
+        assert json.loads((first / f"{name}-rank0.json").read_text()), name
+    assert len((first / "observed.csv").read_text().splitlines()) > 5
+    assert "rank 0" in (first / "rank0.log").read_text(), "heartbeats"
+    ended = record(first)
+    assert ended["status"] == "ok" and ended["result"]["steps"] == 5
+    content = json.loads((first / "job.json").read_text())
+    assert content.pop("argv") is not None and content["observe_every"] == SAMPLED
+    assert Job.from_dict(content).to_dict() == content
+
+    # a run that was cut in two ends where the whole one did
+    assert cli.main([*TINY, "--steps", "3", "--save-every", "3", "--into", "half"]) == 0
+    words = ["--observe", "arrival,modules", "--observe-every", "1"]
+    assert cli.main([*TINY, "--steps", "5", "--resume", "half", "--into", "other", *words]) == 0
+    for run, last in (("first", 0), ("other", 4)):
+        for name in ("arrival", "modules"):
+            looked_at = json.loads((place / run / f"{name}-rank0.json").read_text())
+            assert {row["step"] for row in looked_at} == {last}, (run, name)
+    assert rows(place / "other" / "losses.csv") == rows(first / "losses.csv")[3:]
+    capsys.readouterr()
+
+    # what cannot be resumed
+    (place / "empty").mkdir()
+    cut = kept[0].with_name("cut.pt")
+    cut.write_bytes(kept[0].read_bytes()[:-1000])
+    for words, message in (
+        (["--resume", str(cut)], "is truncated or no checkpoint at all"),
+        (["--resume", "first", "--set", "head_dim=4"], "model head_dim: 4, 8"),
+        (["--resume", "empty"], "--resume empty: there is no checkpoint"),
+        (["--resume", "first"], "it has done 5 steps and --steps 5 asks for no more"),
+    ):
+        assert cli.main([*TINY, "--steps", "5", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main([*TINY, "--into", "first"]) == 2
+    assert "--into first holds a run already" in capsys.readouterr().err
+    assert cli.main(["show", "first"]) == 0
+
+
+def test_a_failure_in_the_middle_is_recorded_with_its_traceback(place, capsys, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr("nsa.model.train.Trainer.evaluate", broken)
+    assert cli.main([*TINY, "--steps", "4", "--eval-every", "2", "--into", "r"]) == 1
+    assert "reason   RuntimeError: no memory left" in capsys.readouterr().out
+    ended = record(place / "r")
+    assert ended["status"] == "failed" and ended["first_failure"]["rank"] == 0
+    assert "raise RuntimeError" in ended["first_failure"]["traceback"]
+    assert "raise RuntimeError" in (place / "r" / "rank0.log").read_text()
+    assert len(rows(place / "r" / "losses.csv")) == 2, "what came before is kept"
+
+
+def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
+    monkeypatch.setattr("nsa.lab.process.launch.launch", lambda *_, **__: {})
+    assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
+    assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
+    assert record(place / "r")["status"] == "failed"
+
+
+def test_ctrl_c_ends_a_single_process_and_is_recorded(place, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nsa.model.train.Trainer.evaluate", interrupted)
+    assert cli.main([*TINY, "--steps", "4", "--eval-every", "2", "--into", "r"]) == 1
+    assert "reason   the job was interrupted (Ctrl-C)" in capsys.readouterr().out
+    assert record(place / "r")["status"] == "interrupted"
+
+
+class Numbered:
+    """A stream whose batches say which they are."""
+
+    def batch(self, step, batch, tokens, device="cpu"):
+        drawn = torch.full((batch, tokens), step, device=device)
+        return drawn, drawn
+
+
+def test_a_stream_is_evaluated_on_its_beginning_and_trained_on_the_rest(monkeypatch):
+    monkeypatch.setattr("nsa.model.streaming.stream", lambda **_: Numbered())
+    job = Job(preset("cpu_test"), TrainConfig(batch=1, tokens=4, steps=2), data="fineweb-edu")
+    source = source_of(job)
+    held_out = evaluation(source)
+    trained = {int(source.batch(step, 1, 4)[0][0, 0]) for step in range(20)}
+    steps = range(held_out["first_step"], held_out["first_step"] + EVALUATION_BATCHES)
+    evaluated = {int(held_out["data"].batch(step, 1, 4)[0][0, 0]) for step in steps}
+    assert evaluated == set(range(EVALUATION_BATCHES)) and not trained & evaluated
+
+
+def test_training_needs_no_package_but_torch(place, monkeypatch):
+    for name in ("psutil", "pandas", "yaml", "tqdm", "papermill", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main([*TINY, "--steps", "1"]) == 0
+    (folder,) = (place / "runs").glob("*/train-*")
+    assert record(folder)["status"] == "ok"
+
+
+def test_a_killed_rank_takes_the_job_down_and_is_named(place):
+    """Two ranks under `nsa train --ranks 2`; rank 0, which writes all files, is the one killed."""
+    words = ["--steps", "1000000", "--eval-every", "2", "--save-every", "2"]
+    with Started(nsa(*words, "--ranks", "2", "--into", "r"), place) as job:
+        pid = job.wait_for(lambda: pid_in_step(place / "r", 0))
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        code, printed = job.ended()
+        assert time.monotonic() - killed < ENDS_S / 2
+    assert code == 1 and "rank 0 failed first: was killed by SIGKILL" in printed
+    ended = record(place / "r")
+    assert ended["status"] == "failed" and ended["stop_reason"] == "rank_died"
+    assert ended["first_failure"]["rank"] == 0
+    assert saving.newest(place / "r" / "checkpoints")["steps_done"] >= 2
+    losses = [float(loss) for _, loss in rows(place / "r" / "losses.csv")]
+    assert (place / "r" / "rank1.log").is_file()
+    with one_thread():
+        assert cli.main([*TINY, "--steps", "2", "--into", "one"]) == 0
+    one = [float(loss) for _, loss in rows(place / "one" / "losses.csv")]
+    assert losses[:2] == pytest.approx(one, rel=1e-6), "two ranks train on one process's numbers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kind):
+    words = ["--steps", "3", "--save-every", "3", "--into", "two", "--accumulate", "2"]
+    with Started(torchrun(*words, "--parallel", kind, "--observe", "arrival"), place) as job:
+        code, printed = job.ended()
+    assert code == 0 and "two: ok" in printed and printed.count("tokens/s") == 1
+    assert record(place / "two")["status"] == "ok"
+    assert {f"rank{r}.{end}" for r in (0, 1) for end in ("log", "json")} <= {
+        file.name for file in (place / "two").iterdir()
+    }
+    assert cli.main([*TINY, "--steps", "5", "--into", "one"]) == 0
+    assert cli.main([*TINY, "--steps", "5", "--resume", "two", "--into", "more"]) == 0
+    losses = [
+        float(loss) for run in ("two", "more") for _, loss in rows(place / run / "losses.csv")
+    ]
+    one = [float(loss) for _, loss in rows(place / "one" / "losses.csv")]
+    assert losses == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_who_is_left_names_the_killed_rank(place, rank):
+    words = ["--steps", "1000000", "--eval-every", "2", "--parallel", "ddp", "--into", "r"]
+    with Started(torchrun(*words), place) as job:
+        os.kill(job.wait_for(lambda: pid_in_step(place / "r", rank)), signal.SIGKILL)
+        code, _ = job.ended()
+    assert code != 0
+    ended = record(place / "r")
+    assert ended["status"] == "failed" and ended["first_failure"]["rank"] == rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
+)
+def test_ctrl_c_while_checkpoints_are_written_leaves_a_good_one_and_no_process(
+    place, number, reason
+):
+    words = ["--steps", "1000000", "--save-every", "1", "--eval-every", "1"]
+    with Started(nsa(*words, "--ranks", "2", "--into", "r"), place) as job:
+        job.wait_for(lambda: pid_in_step(place / "r", 1))
+        job.process.send_signal(number)
+        code, printed = job.ended()
+    assert code == 1 and "Traceback" not in printed
+    assert record(place / "r")["stop_reason"] == reason
+    folder = place / "r" / "checkpoints"
+    assert saving.newest(folder)["steps_done"] >= 1
+    assert not list(folder.glob("*.part"))
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_leaves_no_rank_behind(place):
+    words = ["--steps", "1000000", "--eval-every", "2", "--ranks", "2", "--into", "r"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with Started(nsa(*words, "--port", str(port)), place) as job:
+        job.wait_for(lambda: pid_in_step(place / "r", 1))
+        job.process.kill()
+        deadline = time.monotonic() + ENDS_S / 2
+        while processes.family(job.cookie):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_bad_input_that_only_a_rank_can_see_exits_with_2(place):
+    (place / "cut.pt").write_bytes(b"PK")
+    with Started(nsa("--ranks", "2", "--resume", "cut.pt", "--into", "r"), place) as job:
+        code, printed = job.ended()
+    assert code == 2 and "is truncated or no checkpoint at all" in printed
+    assert "Traceback" not in printed
+    assert record(place / "r")["first_failure"]["how"] == "bad input"
+
+
+def test_a_value_of_a_wrong_kind_is_one_line_too(place):
+    """In a process without the type checks of these tests, which would be first to refuse it."""
+    with Started(nsa("--set", "layers=ten"), place) as command:
+        assert command.ended() == (2, "nsa: layers='ten' is not an int\n")
+
+
+def test_the_help_of_train_needs_no_torch():
+    code = "import sys, nsa.cli; nsa.cli.parser().format_help(); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=processes.environment(os.environ, "cookie"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_killed_under_nccl_takes_the_job_down_and_is_named(place, kind):
+    words = ["--steps", "1000000", "--eval-every", "2", "--ranks", "2", "--parallel", kind]
+    words += ["--device", "cuda", "--precision", "bf16", "--dist-backend", "nccl", "--into", "r"]
+    with Started(nsa(*words), place) as job:
+        os.kill(job.wait_for(lambda: pid_in_step(place / "r", 1)), signal.SIGKILL)
+        code, printed = job.ended()
+    assert code == 1 and "rank 1 failed first: was killed by SIGKILL" in printed

@@ -1,0 +1,243 @@
+"""The house's arrows, read from the import statements: who may know whom, and who needs what."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from places import PACKAGE
+
+# A layer may import itself and lower floors. reference and kernels share a floor and stay apart.
+FLOORS = (
+    {"config"},
+    {"blocks"},
+    {"reference", "kernels"},
+    {"attention"},
+    {"model"},
+    {"lab"},
+    {"workbook"},
+    {"experiments"},
+    {"cli"},
+    {"__main__"},
+)
+FLOOR = {layer: number for number, layers in enumerate(FLOORS) for layer in layers}
+DATA = "nsa.experiments.case_study.figures"
+BASE = {"torch", "numpy", "jaxtyping", "typing_extensions"}  # what `pip install nsa` brings
+# What must load with BASE alone. kernels import triton on top, so nobody here imports those on top.
+LIGHT = (
+    "nsa",
+    "nsa.config",
+    "nsa.blocks",
+    "nsa.reference",
+    "nsa.attention",
+    "nsa.model",
+    "nsa.cli",
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, as written in `file`. `on_top`: executed when `file` is loaded."""
+
+    file: Path
+    line: int
+    target: str
+    level: int
+    on_top: bool
+
+    def __str__(self) -> str:
+        return f"{self.file.name}:{self.line} imports {'.' * self.level}{self.target}"
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    def visit(node: ast.AST, on_top: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield Import(file, node.lineno, name.name, 0, on_top)
+        elif isinstance(node, ast.ImportFrom):
+            for (
+                name
+            ) in node.names:  # `from nsa import model` names the module only in its last part
+                base = node.module or ""
+                target = f"{base}.{name.name}" if base.split(".")[0] in ("nsa", "") else base
+                yield Import(file, node.lineno, target.strip("."), node.level, on_top)
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, on_top and not lazy and not typing)
+
+    return visit(ast.parse(file.read_text(encoding="utf-8")), True)
+
+
+def layer_of(dotted: str) -> str:
+    """nsa.model.data -> model; nsa itself, which imports nobody, -> ''."""
+    return next(iter(dotted.split(".")[1:]), "")
+
+
+def dotted_name(package: Path, file: Path) -> str:
+    parts = ["nsa", *file.relative_to(package).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def may_enter(name: str, target: str) -> bool:
+    """A room of experiments may import itself and the case study's figures, which are data."""
+    rooms = [dotted.split(".")[2:3] for dotted in (name, target)]
+    inside = all(layer_of(dotted) == "experiments" for dotted in (name, target))
+    return not inside or rooms[0] == rooms[1] or target.startswith(DATA)
+
+
+def wrong_arrows(package: Path) -> list[str]:
+    wrong = []
+    for file in sorted(package.rglob("*.py")):
+        layer = layer_of(dotted_name(package, file))
+        for found in imports_of(file):
+            target = layer_of(found.target)
+            ours = found.target.split(".")[0] == "nsa" and target not in ("", "__version__")
+            if found.level:
+                wrong.append(f"{found}: relative; write it in full")
+            elif ours and not layer:
+                wrong.append(f"{found}: nsa/__init__.py finds its names when they are used")
+            elif ours and layer not in FLOOR:
+                wrong.append(
+                    f"{found}: layer {layer!r} has no floor in tests/house/test_imports.py"
+                )
+            elif ours and target not in FLOOR:
+                wrong.append(f"{found}: import {target} from the module it lives in")
+            elif ours and target != layer and FLOOR[target] >= FLOOR[layer]:
+                wrong.append(f"{found}: {layer} must not know {target}")
+            elif ours and not may_enter(dotted_name(package, file), found.target):
+                wrong.append(f"{found}: rooms of experiments do not import each other")
+    return wrong
+
+
+def modules_loaded_by(package: Path, roots: tuple[str, ...]) -> dict[str, Path]:
+    """Files of the package that run when `roots` and all below them are imported, by `on_top`."""
+    files = {dotted_name(package, file): file for file in package.rglob("*.py")}
+    loaded: dict[str, Path] = {}
+    waiting = [
+        name
+        for name in files
+        if name in roots or name.startswith(tuple(f"{r}." for r in roots[1:]))
+    ]
+    while waiting:
+        name = waiting.pop()
+        while name not in files and "." in name:  # nsa.config.NSAConfig -> nsa.config
+            name = name.rpartition(".")[0]
+        if name in loaded or name not in files:
+            continue
+        loaded[name] = files[name]
+        waiting += [name.rpartition(".")[0]]
+        waiting += [found.target for found in imports_of(files[name]) if found.on_top]
+    return loaded
+
+
+def heavy_imports(package: Path) -> list[str]:
+    """Imports that run with the light modules and need more than BASE and the standard library."""
+    return [
+        f"{name}: {found}: import it inside the function that needs it"
+        for name, file in sorted(modules_loaded_by(package, LIGHT).items())
+        for found in imports_of(file)
+        if found.on_top
+        and found.target.split(".")[0] not in {"nsa", *BASE, *sys.stdlib_module_names}
+    ]
+
+
+def test_imports_run_one_way():
+    assert wrong_arrows(PACKAGE) == []
+
+
+def test_every_module_has_a_floor():
+    layers = {layer_of(dotted_name(PACKAGE, file)) for file in PACKAGE.rglob("*.py")} - {""}
+    assert layers <= set(FLOOR)
+
+
+def test_attention_model_and_command_line_load_with_torch_alone():
+    assert heavy_imports(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "line", "complaint"),
+    [
+        ("reference/nsa.py", "from nsa.kernels import span", "reference must not know kernels"),
+        ("reference/nsa.py", "import nsa.attention.api", "reference must not know attention"),
+        ("config.py", "from nsa import blocks", "config must not know blocks"),
+        (
+            "blocks.py",
+            "def late():\n    import nsa.lab.process.trial",
+            "blocks must not know lab",
+        ),
+        ("model/data.py", "from nsa.workbook.store import x", "model must not know workbook"),
+        ("lab/sweep.py", "import nsa.experiments.memory.cell", "lab must not know experiments"),
+        ("experiments/memory/cell.py", "import nsa.experiments.tracing.trials", "rooms of"),
+        ("blocks.py", "from nsa import nsa_attention", "from the module it lives in"),
+        ("model/data.py", "from . import llama", "relative"),
+        ("model/data.py", "from ..attention import api", "relative"),
+        ("__init__.py", "from nsa.config import NSAConfig", "when they are used"),
+        ("stray.py", "import nsa.config", "has no floor"),
+    ],
+)
+def test_a_planted_arrow_is_caught(tmp_path, where, line, complaint):
+    copy = shutil.copytree(PACKAGE, tmp_path / "nsa", ignore=shutil.ignore_patterns("__pycache__"))
+    before = wrong_arrows(copy)
+    (copy / where).touch()
+    with (copy / where).open("a") as file:
+        file.write(f"\n{line}\n")
+    planted = [wrong for wrong in wrong_arrows(copy) if wrong not in before]
+    assert len(planted) == 1
+    assert complaint in planted[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "caught"),
+    [
+        ("import triton", True),
+        ("from pandas import DataFrame", True),
+        ("try:\n    import flash_attn\nexcept ImportError:\n    pass", True),
+        ("def late():\n    import triton", False),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pandas", False),
+        ("import json, numpy", False),
+    ],
+)
+def test_a_planted_optional_package_is_caught_on_top_only(tmp_path, line, caught):
+    copy = shutil.copytree(PACKAGE, tmp_path / "nsa", ignore=shutil.ignore_patterns("__pycache__"))
+    before = len(heavy_imports(copy))
+    with (copy / "model/data.py").open("a") as file:
+        file.write(f"\n{line}\n")
+    assert (len(heavy_imports(copy)) > before) == caught
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top packages in a fresh interpreter's sys.modules after `statement`."""
+    code = f"import sys; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconvert", "IPython"}
+
+
+def test_import_nsa_loads_nothing_but_itself():
+    assert not loaded_after("import nsa; nsa.__version__") & (OPTIONAL | BASE)
+
+
+@pytest.mark.parametrize(
+    "statement", ["from nsa import nsa_attention", "from nsa import LanguageModel"]
+)
+def test_attention_and_model_load_no_optional_package(statement):
+    torch_alone = loaded_after("import torch")
+    assert not (loaded_after(statement) - torch_alone) & OPTIONAL
+
+
+def test_every_public_name_is_there():
+    import nsa
+
+    assert all(getattr(nsa, name) is not None for name in nsa.__all__)
+    assert set(nsa.__all__) <= set(dir(nsa))
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'nsa_atention'; it has .*nsa_attention"
+    ):
+        nsa.nsa_atention  # noqa: B018

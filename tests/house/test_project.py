@@ -1,0 +1,175 @@
+"""The project's own files agree with one another, and tell nothing of where they were made."""
+
+import importlib
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from places import ROOT
+
+import nsa
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAX_BYTES = 2 * 2**20
+# Brackets keep these patterns from finding themselves.
+MACHINE = {
+    "a folder of one machine": r"/(?:wor[k]|roo[t])/|/op[t]/dev|/hom[e]/(?!someone\b)[a-z]\w*",
+    "a package registry": r"pythonhoste[d]|index-ur[l]|find-link[s]",
+}
+
+
+def requirements() -> list[Requirement]:
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    return [Requirement(line) for lines in lists for line in lines]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=lambda r: r.name)
+def test_a_dependency_has_a_range_and_a_pin_inside_it(requirement):
+    assert requirement.specifier, f"{requirement.name} has no range"
+    pin = pins().get(canonicalize_name(requirement.name))
+    assert pin, f"{requirement.name} has no pin in constraints.txt"
+    assert requirement.specifier.contains(pin, prereleases=True)
+
+
+def test_constraints_are_plain_pins_each_once():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    assert not [line for line in pinned if not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
+    assert len(pins()) == len(pinned)
+    assert pins()["torch"] == "2.13.0"
+
+
+def test_conda_and_make_install_the_same_extras_at_the_same_pins():
+    conda = (ROOT / "environment.yml").read_text()
+    make = (ROOT / "Makefile").read_text()
+    by_conda = re.search(r"--editable \.\[([\w,]+)\]", conda).group(1)
+    by_make = re.search(r"^EXTRAS \?= ([\w,]+)$", make, re.MULTILINE).group(1)
+    assert by_conda == by_make
+    assert set(by_conda.split(",")) <= set(PROJECT["optional-dependencies"])
+    assert "--constraint constraints.txt" in conda
+    assert "-c constraints.txt -e '.[$(EXTRAS)]'" in make
+
+
+def test_conda_and_make_ask_for_the_python_of_pyproject():
+    lowest = PROJECT["requires-python"].removeprefix(">=")
+    assert f"- python={lowest}\n" in (ROOT / "environment.yml").read_text()
+    major, minor = lowest.split(".")
+    assert f"sys.version_info >= ({major}, {minor})" in (ROOT / "Makefile").read_text()
+
+
+def test_the_version_is_one_and_the_changelog_knows_it():
+    assert nsa.__version__ == PROJECT["version"]
+    assert f"## [{nsa.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_commands_of_the_readme_are_in_the_makefile():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"^make ([a-z]+)|`make ([a-z]+)", readme, re.MULTILINE))
+    named = {first or second for first, second in named}
+    assert {"run", "test"} <= named
+    assert named <= targets
+
+
+def test_the_example_of_the_readme_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["o"].shape == names["q"].shape
+    assert names["q"].grad.isfinite().all()
+    assert "slc" in capsys.readouterr().out
+
+
+def test_the_readme_lists_every_backend_in_the_order_of_preference():
+    from nsa.attention.registry import backends
+
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert rows == [(b.name, "yes" if b.quadratic else "no") for b in backends()]
+
+
+def test_links_lead_to_what_a_checkout_holds():
+    files = {str(path.relative_to(ROOT)) for path in tracked()}
+    held = files | {str(folder) for name in files for folder in Path(name).parents}
+    lost = []
+    for name in sorted(files):
+        if not name.endswith(".md"):
+            continue
+        for link in re.findall(r"\]\(([^)\s#]+)", (ROOT / name).read_text()):
+            to = os.path.normpath(Path(name).parent / link)
+            if not re.match(r"[a-z]+:", link) and to not in held:
+                lost.append(f"{name}: {link}")
+    assert lost == []
+
+
+def test_ci_runs_what_the_readme_tells():
+    assert re.search(r"^make .*\btest$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("group", ["console script", "papermill engine"])
+def test_an_entry_point_leads_to_something(group):
+    if group == "console script":
+        target = PROJECT["scripts"]["nsa"]
+    else:
+        pytest.importorskip("papermill")
+        target = PROJECT["entry-points"]["papermill.engine"]["truthful"]
+    module, _, name = target.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def tracked() -> list[Path]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout: nothing tells which files are the project's")
+    return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def machine_traces(text: str) -> list[str]:
+    return [
+        f"{what}: {found.group()}"
+        for what, pattern in MACHINE.items()
+        for found in re.finditer(pattern, text)
+    ]
+
+
+def test_no_tracked_file_tells_of_the_machine_it_was_made_on():
+    found = {}
+    for path in tracked():
+        content = path.read_bytes()
+        if b"\0" not in content[:8192] and (traces := machine_traces(content.decode())):
+            found[str(path.relative_to(ROOT))] = traces
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("cd /wor", "k/main"),
+        ("/roo", "t/.cache"),
+        ("/hom", "e/ann/nsa"),
+        ("/op", "t/dev/venv"),
+        ("files.pythonhoste", "d.org"),
+        ("--extra-index-ur", "l=x"),
+    ],
+)
+def test_a_trace_of_a_machine_is_seen(parts):
+    assert machine_traces("".join(parts))
+
+
+def test_a_path_that_is_nobodys_is_no_trace():
+    assert not machine_traces("/usr/bin/env, runs/workbook/rooted, /home/someone/runs, network/x")
+
+
+def test_no_tracked_file_is_large():
+    large = {path.name: size for path in tracked() if (size := path.stat().st_size) > MAX_BYTES}
+    assert large == {}

@@ -1,0 +1,61 @@
+"""Every kernel compiles for the chips it is meant for and fits them; needs no GPU.
+
+Covers whatever `compiled.reach` launches, and fails for a kernel that it does not reach.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from places import ROOT, SUPPORT
+
+SHARED_KIB = {80: 163, 90: 227}  # what a block can have
+SPILLED = 320  # bytes a thread, as for addresses that are set up before a loop
+PROGRAM = SUPPORT / "compiled.py"
+TARGETS = [
+    (90, "main", "dense"),
+    pytest.param(80, "main", "dense", marks=pytest.mark.slow),
+    pytest.param(90, "main", "packed", marks=pytest.mark.slow),
+    pytest.param(80, "main", "packed", marks=pytest.mark.slow),
+    *(
+        pytest.param(architecture, shape, "dense", marks=pytest.mark.slow)
+        for architecture in SHARED_KIB
+        for shape in ("narrow", "fp32", "wide")
+    ),
+]
+
+
+@cache
+def compiled(architecture: int, shape: str, kind: str) -> dict:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, PROGRAM, str(architecture), shape, kind]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def said(found: list[dict]) -> str:
+    return "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(("architecture", "shape", "kind"), TARGETS)
+def test_every_kernel_compiles_and_fits_the_chip(architecture, shape, kind):
+    found = compiled(architecture, shape, kind)["compiled"]
+    too_large = [x for x in found if x["shared"] > SHARED_KIB[architecture] * 1024]
+    assert found and not too_large, said(too_large)
+    if architecture == 90 and shape != "fp32":
+        without = [x for x in found if x["rows"] >= 64 and not x["wgmma"]]
+        assert not without, f"products not by wgmma:\n{said(without)}"
+    if shape == "main" and architecture == 90:
+        spilling = [x for x in found if x["spilled"] > SPILLED]
+        assert not spilling, f"registers spill to memory:\n{said(spilling)}"
+
+
+def test_no_kernel_is_left_out():
+    answer = compiled(90, "main", "dense")
+    left_out = set(answer["kernels"]) - {x["kernel"] for x in answer["compiled"]}
+    assert answer["kernels"] and not left_out, f"compiled.reach does not launch {left_out}"

@@ -1,0 +1,243 @@
+"""The operators as torch sees them: schemas, fake kernels, compilation, checkpoints, export."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from backend_calls import DEVICE, attend, outcome
+from cases import SMALL, Case, draw
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from nsa.attention.api import nsa_attention
+from nsa.kernels import lanes, ops
+from nsa.kernels.compress_op import compress_mean
+from nsa.kernels.registration import sizes_of
+from nsa.lab.measure import timing
+from nsa.reference.nsa import BRANCHES
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+CASE = Case(40, kv_heads=1, group=2, dim=16, value_dim=16)
+PACKED = replace(CASE, packed=(17, 1, 22))
+
+
+def arguments(case=CASE, gates=True, blocks=False, keep=True):
+    """Flat arguments of `ops.attend` for a case without a learned phi."""
+    drawn = draw(case, torch.float32, DEVICE)
+    (q, k, v, g, config), kwargs = drawn.arguments()
+    cu = kwargs["cu_seqlens"]
+    sizes = sizes_of(config)
+    flat = {name: x.flatten(0, 1) for name, x in k.items()}
+    values = {name: x.flatten(0, 1) for name, x in v.items()}
+    k_cmp, v_cmp = compress_mean(flat["cmp"], values["cmp"], cu, q.shape[0], sizes)
+    chosen = torch.zeros(q.shape[1], k_cmp.shape[1], 2, dtype=torch.int32, device=DEVICE)
+    chosen[..., 1] = -1
+    return (
+        q.flatten(0, 1), k_cmp, v_cmp, flat["slc"], values["slc"], flat["win"], values["win"],
+        g.flatten(0, 1) if gates else None, chosen if blocks else None, cu, q.shape[0], sizes,
+        0.25, keep,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["scored", "handed-in"])
+def test_attend_is_a_sound_operator(case, blocks):
+    args = [
+        x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, blocks=blocks)
+    ]
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(ops.attend, tuple(args), test_utils=checks)
+
+
+def test_one_branch_without_gates_shares_no_memory_with_what_its_backward_keeps():
+    q, k_cmp, v_cmp, *_, batch, sizes, scale, keep = arguments()
+    q, k_cmp, v_cmp = (x.detach() for x in (q, k_cmp, v_cmp))
+    o, o_cmp, *_ = ops.attend(
+        q, k_cmp, v_cmp, *[None] * 7, batch, sizes, scale, keep
+    )  # fmt: skip
+    assert torch.equal(o, o_cmp) and o.data_ptr() != o_cmp.data_ptr()
+
+
+@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+def test_compress_and_select_are_sound_operators(case):
+    q, k_cmp, _, k, v, *_, cu, batch, sizes, scale, _ = arguments(case)
+    q, k_cmp, k, v = (x.detach() for x in (q, k_cmp, k, v))
+    checks = "test_schema", "test_faketensor"
+    for values in (v, None):
+        torch.library.opcheck(compress_mean, (k, values, cu, batch, sizes), test_utils=checks)
+    torch.library.opcheck(ops.select, (q, k_cmp, cu, batch, sizes, scale), test_utils=checks)
+
+
+def test_the_backward_has_the_shapes_that_its_fake_promises():
+    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments()]
+    o, *kept, blocks = ops.attend(*args)
+    tensors, (_, cu, batch, sizes, scale, _) = args[:8], args[8:]
+    for keys in (True, False):
+        torch.library.opcheck(
+            ops.attend_backward,
+            (torch.randn_like(o), *tensors, blocks, cu, *kept, batch, sizes, scale, keys),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def results(case, call):
+    torch.manual_seed(0)
+    drawn = draw(case, torch.float32, DEVICE)
+    leaves = list(drawn.leaves.values())
+    o = call(drawn)
+    return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+def test_a_whole_graph_compiles_and_gives_the_same_bits(case):
+    def whole(*args, **kwargs):
+        return nsa_attention(*args, **kwargs, backend="triton")
+
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+
+    def call(function):
+        return lambda drawn: function(*drawn.arguments()[0], **drawn.arguments()[1])
+
+    for name, eager, graph in zip(
+        ["o", *draw(case).leaves], results(case, call(whole)), results(case, call(compiled)),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(eager, graph), name
+
+
+def test_a_checkpointed_call_gives_the_same_bits():
+    plain = results(CASE, lambda x: attend(x, "triton"))
+    again = results(CASE, lambda x: checkpoint(attend, x, "triton", use_reentrant=False))
+    for a, b in zip(plain, again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fake_tensors_pass_through_without_a_launch():
+    with FakeTensorMode():
+        drawn = draw(replace(CASE, tokens=5000, config=SMALL), torch.float32, DEVICE)
+        o = attend(drawn, "triton")
+    assert o.shape == (1, 5000, 2, 16)
+
+
+def test_export_keeps_the_operators():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, gates):
+            return nsa_attention(q, k, v, gates, CASE.config, backend="triton")
+
+    (q, k, v, gates, _), _ = draw(CASE, torch.float32, DEVICE).arguments()
+    tensors = tuple(x.detach() for x in (q, k["win"], v["win"], gates))
+    program = torch.export.export(Attention(), tensors)
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {"nsa.attend.default", "nsa.compress_mean.default"} <= called
+    want = Attention()(*tensors)
+    assert torch.equal(program.module()(*tensors), want)
+
+
+def test_a_second_derivative_is_refused():
+    drawn = draw(CASE, torch.float32, DEVICE)
+    (grad,) = torch.autograd.grad(
+        attend(drawn, "triton").square().sum(), drawn.leaves["q"], create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(grad.sum(), drawn.leaves["q"])
+
+
+def test_frozen_keys_cost_no_key_gradients(monkeypatch):
+    from nsa.kernels import selected_dkdv, span_bwd
+
+    def never(*args, **kwargs):
+        raise AssertionError("gradients of frozen keys were computed")
+
+    monkeypatch.setattr(span_bwd, "span_dkdv", never)
+    monkeypatch.setattr(selected_dkdv, "selected_dkdv", never)
+    drawn = draw(CASE, torch.float32, DEVICE)
+    for name, leaf in drawn.leaves.items():
+        leaf.requires_grad_(name in ("q", "gates"))
+    grads = torch.autograd.grad(attend(drawn, "triton").sum(), [drawn.leaves["q"]])
+    assert grads[0].isfinite().all()
+
+
+SUBSETS = [["cmp"], ["slc"], ["win"], ["slc", "win"], ["cmp", "win"], ["cmp", "slc"]]
+
+
+@pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
+def test_an_operator_without_some_branches_is_the_sum_of_the_others(branches):
+    both = results_of(branches, "triton")
+    want = results_of(branches, "gather")
+    for name, a, b in zip(["o", *both[1]], [both[0], *both[1].values()],
+                          [want[0], *want[1].values()], strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def results_of(branches, backend):
+    torch.manual_seed(0)
+    drawn = draw(CASE, torch.float32, DEVICE)
+    o = attend(drawn, backend, branches=branches)
+    names = [n for n in drawn.leaves if "_" not in n or n[-3:] in branches]
+    grads = torch.autograd.grad(o.square().sum(), [drawn.leaves[n] for n in names])
+    return o, dict(zip(names, grads, strict=True))
+
+
+def test_each_tensor_trained_alone_gets_the_gradient_that_it_gets_among_all():
+    drawn = draw(replace(CASE, tokens=17), torch.float32, DEVICE)
+    leaves = drawn.leaves
+    together = torch.autograd.grad(attend(drawn, "triton").square().sum(), list(leaves.values()))
+    for name, want in zip(leaves, together, strict=True):
+        if name in ("v_win", "gates"):
+            for other, leaf in leaves.items():
+                leaf.requires_grad_(other == name)
+            (got,) = torch.autograd.grad(attend(drawn, "triton").square().sum(), leaves[name])
+            assert torch.equal(got, want), name
+
+
+def test_head_dims_that_are_padded():
+    drawn = draw(replace(CASE, tokens=17, dim=20, value_dim=18), torch.float32, DEVICE)
+    drawn.blocks = torch.zeros(1, 17, 1, 2, dtype=torch.int32, device=DEVICE)
+    drawn.blocks[..., 1] = -1
+    do = torch.randn(1, 17, 2, 18, device=DEVICE)
+    got, want = (
+        outcome(lambda x, name=name: attend(x, name), drawn, do) for name in ("triton", "masked")
+    )
+    assert got[0].shape == (1, 17, 2, 18)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASE, PACKED, replace(CASE, tokens=700, batch=2)], ids=str)
+def test_a_second_stream_changes_no_bit(case, monkeypatch):
+    drawn = draw(case, torch.float32, DEVICE)
+
+    def results(enough):
+        monkeypatch.setattr(lanes, "ENOUGH", enough)
+        o = attend(drawn, "triton")
+        return [o, *torch.autograd.grad(o.square().sum(), list(drawn.leaves.values()))]
+
+    want = results(2**62)
+    for _ in range(20):  # its kernels race with those of the call before for the same memory
+        for name, a, b in zip(["o", *drawn.leaves], results(0), want, strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branches", [*SUBSETS, list(BRANCHES)], ids="+".join)
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen keys"])
+def test_a_capture_holds_whatever_streams_are_needed(branches, frozen):
+    """One that nobody used must not be waited for: it is no part of the capture."""
+    drawn = draw(replace(CASE, tokens=700), torch.float32, DEVICE)
+    names = [n for n in drawn.leaves if "_" not in n or n[-3:] in branches]
+    if frozen:
+        names = ["q", "gates"]
+        for name, leaf in drawn.leaves.items():
+            leaf.requires_grad_(name in names)
+    leaves, do = [drawn.leaves[name] for name in names], torch.randn_like(drawn.leaves["q"])
+    timing.graph_latency(lambda: attend(drawn, "triton", branches=branches), leaves, do)
+
+
+def test_there_is_one_stream_for_little_work_and_on_a_cpu():
+    q = torch.empty(8, 2, 16, device=DEVICE)
+    lane = lanes.Lane(q)
+    before = torch.cuda.current_stream() if DEVICE == "cuda" else None
+    with lane:
+        assert before is None or torch.cuda.current_stream() == before
+    lane.join()

@@ -1,0 +1,157 @@
+"""Peaks by phase and category, from streams whose answers were worked out by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa.lab.measure.allocations import CATEGORIES, Stream, replay
+
+
+def categories(**sizes):
+    return dict.fromkeys(CATEGORIES, 0) | sizes
+
+
+def training_step() -> Stream:
+    stream = Stream()
+    stream.alloc(1, 100)  # parameters
+    stream.alloc(2, 7)  # a cache
+    stream.tag("parameters", [1])
+    stream.mark("data")
+    stream.alloc(3, 8)
+    stream.alloc(4, 500)  # made on the way to the batch
+    stream.free(4)
+    stream.mark("forward")
+    stream.alloc(4, 30)  # kept for the backward
+    stream.alloc(5, 60)  # freed in the forward
+    stream.free(5)
+    stream.alloc(5, 40)  # kept, where a temporary was
+    stream.mark("backward")
+    stream.alloc(6, 100)  # becomes a gradient
+    stream.alloc(7, 20)
+    stream.free(7)
+    stream.free(5)
+    stream.free(4)
+    stream.mark("optimizer")
+    stream.tag("gradients", [6])
+    stream.alloc(8, 200)
+    stream.free(6)
+    stream.tag("optimizer_state", [8])
+    stream.mark("end")
+    stream.alloc(9, 10_000)
+    return stream
+
+
+def test_a_training_step_worked_out_by_hand():
+    found = replay(training_step())
+    base = {"parameters": 100, "resident": 7}
+    assert found.phases["data"].by_category == categories(**base, inputs=8, temporaries=500)
+    base["inputs"] = 8
+    assert found.phases["forward"].by_category == categories(**base, activations=30, temporaries=60)
+    assert found.phases["backward"].by_category == categories(
+        **base, activations=70, gradients=100, temporaries=20
+    )
+    assert found.phases["optimizer"].by_category == categories(
+        **base, gradients=100, optimizer_state=200
+    )
+    assert {name: peak.bytes for name, peak in found.phases.items()} == {
+        "data": 615, "forward": 205, "backward": 305, "optimizer": 415
+    }  # fmt: skip
+    assert found.peak == found.phases["data"]
+    assert found.held == categories(
+        parameters=100, resident=7, inputs=8, activations=70, gradients=100, optimizer_state=200,
+        temporaries=500,
+    )  # fmt: skip
+    assert (found.unknown_frees, found.lost_bytes) == (0, 0)
+
+
+def test_a_phase_without_events_has_what_was_alive_when_it_started():
+    stream = Stream()
+    stream.alloc(1, 5)
+    stream.mark("forward")
+    stream.mark("backward")
+    found = replay(stream)
+    assert found.phases["forward"].bytes == found.phases["backward"].bytes == 5
+
+
+def test_a_phase_that_comes_twice_has_its_highest_peak():
+    stream = Stream()
+    for size in (10, 30, 20):
+        stream.mark("forward")
+        stream.alloc(1, size)
+        stream.mark("backward")
+        stream.free(1)
+    assert {name: peak.bytes for name, peak in replay(stream).phases.items()} == {
+        "forward": 30, "backward": 30
+    }  # fmt: skip
+
+
+def test_frees_that_do_not_fit_are_counted_and_change_nothing():
+    stream = Stream()
+    stream.mark("forward")
+    stream.free(99)
+    stream.alloc(1, 10)
+    stream.alloc(1, 20)  # its free was lost
+    found = replay(stream)
+    assert (found.unknown_frees, found.lost_bytes) == (1, 10)
+    assert found.peak.bytes == 20
+
+
+def test_a_tag_names_the_block_that_lives_there_then_and_no_later_one():
+    stream = Stream()
+    stream.mark("forward")
+    stream.alloc(1, 10)
+    stream.tag("gradients", [1, 2])
+    stream.free(1)
+    stream.alloc(1, 16)
+    found = replay(stream)
+    assert found.peak.by_category == categories(activations=16)
+    assert found.held["gradients"] == 10
+
+
+def test_streams_that_cannot_be_replayed_are_refused():
+    with pytest.raises(ValueError, match="marks no phase"):
+        replay(Stream())
+    with pytest.raises(ValueError, match="no category 'weights'; there are parameters"):
+        Stream().tag("weights", [1])
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("alloc"), st.integers(0, 2**40)),
+        st.tuples(st.just("free"), st.integers(0, 100)),
+        st.tuples(st.just("mark"), st.sampled_from(["data", "forward", "backward", "end"])),
+        st.tuples(st.just("tag"), st.sampled_from(CATEGORIES[:3])),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps)
+def test_any_stream_has_the_peaks_of_a_naive_replay(steps):
+    stream, live, phase, naive = Stream(), {}, None, {}
+    stream.mark("data")
+    phase = "data"
+    naive["data"] = 0
+    for number, (what, value) in enumerate(steps):
+        if what == "alloc":
+            stream.alloc(number, value)
+            live[number] = value
+        elif what == "free" and live:
+            address = sorted(live)[value % len(live)]
+            stream.free(address)
+            del live[address]
+        elif what == "mark":
+            stream.mark(value)
+            phase = value
+        elif what == "tag":
+            stream.tag(value, sorted(live)[:2])
+        if phase != "end":
+            naive[phase] = max(naive.get(phase, 0), sum(live.values()))
+    found = replay(stream)
+    assert {name: peak.bytes for name, peak in found.phases.items()} == naive
+    assert found.peak.bytes == max(naive.values())
+    for peak in found.phases.values():
+        assert sum(peak.by_category.values()) == peak.bytes
+        assert all(0 <= peak.by_category[name] <= found.held[name] for name in CATEGORIES)
+    assert (found.unknown_frees, found.lost_bytes) == (0, 0)

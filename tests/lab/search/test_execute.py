@@ -1,0 +1,289 @@
+import threading
+
+import pytest
+
+from nsa.lab.process import preflight, runner
+from nsa.lab.process.gpus import Gpus
+from nsa.lab.search import ledger as ledgers
+from nsa.lab.search.bisect_plan import bisect
+from nsa.lab.search.execute import Trials, same_paths, sweep
+from nsa.lab.search.ledger import Ledger
+from nsa.lab.search.plan import ATTEMPT, Plan
+from nsa.lab.verdict import Verdict
+from nsa.lab.watch.evidence import End, Evidence
+
+STRANGER = "lab_entries:broken_pair"
+
+
+class Runner:
+    """Runs nothing: `ends(settings, attempt)` says how a trial ends; remembers what was asked."""
+
+    def __init__(self, ends):
+        self.ends, self.ran, self.asked = ends, [], []
+
+    def __call__(self, spec, *, folder, **options):
+        folder.mkdir(parents=True, exist_ok=True)
+        attempt = int(spec.env.get(ATTEMPT, "0"))
+        self.asked.append(options)
+        end = self.ends(spec.settings, attempt, options.get("stop"))
+        if isinstance(end, BaseException):
+            raise end
+        self.ran.append((spec.settings, attempt))
+        return Evidence(spec=spec.to_dict(), end=end, witness=spec.settings.get("witness"))
+
+
+PASSED = End("returned", 0)
+
+
+def crashed(settings, attempt, stop):
+    bad = settings["cache"] and settings["fast"]
+    return End("exception", 1, "RuntimeError") if bad else PASSED
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """A ledger whose trials are made up: fake(ends) -> (Ledger, Runner)."""
+    monkeypatch.setattr(preflight, "source_hash", lambda subject: "source")
+    monkeypatch.setattr(preflight, "environment", lambda python=None: {})
+    judged = {"returned": "PASS", "exception": "CRASH"}
+    monkeypatch.setattr(
+        ledgers, "judge",
+        lambda e: Verdict(judged.get(e.end.how, "INCONCLUSIVE"), what=e.end.type, rule="made up"),
+    )  # fmt: skip
+
+    def make(ends):
+        made = Runner(ends)
+        monkeypatch.setattr(runner, "run_until_proven", made)
+        return Ledger(tmp_path / "trials"), made
+
+    return make
+
+
+def plan(**more):
+    factors = {"cache": [False, True], "fast": [False, True], "other": [1, 2]}
+    return Plan.from_dict({"subject": STRANGER, "factors": factors, "oracles": []} | more)
+
+
+def test_a_sweep_runs_every_cell_once(fake):
+    ledger, ran = fake(crashed)
+    swept = sweep(plan(), ledger)
+    assert len(swept.done) == len(ran.ran) == 8 and not swept.not_run and not swept.why
+    kinds = {(d.cell["cache"], d.cell["fast"]): d.verdict.kind for d in swept.done}
+    assert kinds.pop((True, True)) == "CRASH" and set(kinds.values()) == {"PASS"}
+    assert not any(done.cached for done in swept.done)
+
+
+def test_a_finished_trial_is_a_cache_hit(fake):
+    ledger, ran = fake(crashed)
+    first = sweep(plan(), ledger)
+    again = sweep(plan(), ledger)
+    assert len(ran.ran) == 8 and all(done.cached for done in again.done)
+    assert [done.id for done in again.done] == [done.id for done in first.done]
+
+
+def test_interrupted_it_loses_the_trial_in_flight_and_goes_on(fake):
+    state = {"calls": 0}
+
+    def ends(settings, attempt, stop):
+        state["calls"] += 1
+        return KeyboardInterrupt() if state["calls"] == 4 else PASSED
+
+    ledger, ran = fake(ends)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(plan(), ledger)
+    assert len(ledger.ids()) == 3
+    swept = sweep(plan(), ledger)
+    assert len(swept.done) == 8 and sum(done.cached for done in swept.done) == 3
+    assert len(ran.ran) == 8
+
+
+def test_the_budget_ends_the_trial_in_flight_which_is_run_by_the_next_sweep(fake):
+    state = {"calls": 0, "slow": True}
+
+    def ends(settings, attempt, stop):
+        state["calls"] += 1
+        if state["slow"] and state["calls"] == 3:
+            assert stop.wait(5)
+            return End("stopped by the supervisor", type="caller")
+        return PASSED
+
+    ledger, _ = fake(ends)
+    swept = sweep(plan(), ledger, budget_s=1.0)
+    assert len(swept.done) == 2 and len(swept.not_run) == 6
+    assert swept.why == "the budget of 1 s is spent"
+    state["slow"] = False
+    swept = sweep(plan(), ledger, budget_s=600)
+    assert len(swept.done) == 8 and sum(done.cached for done in swept.done) == 2
+
+
+def test_a_spent_budget_still_tells_what_is_there(fake):
+    ledger, _ = fake(lambda settings, attempt, stop: PASSED)
+    sweep(plan(), ledger)
+    swept = sweep(plan(), ledger, budget_s=1e-9)
+    assert len(swept.done) == 8 and not swept.not_run
+
+
+def test_a_trial_that_ends_by_itself_as_time_is_up_is_kept(fake):
+    def ends(settings, attempt, stop):
+        assert stop.wait(5)
+        return PASSED
+
+    ledger, _ = fake(ends)
+    swept = sweep(plan(), ledger, budget_s=0.2)
+    assert len(swept.done) >= 1 and len(ledger.ids()) == len(swept.done)
+
+
+def test_one_trial_runs_on_each_gpu_and_the_table_is_in_the_plans_order(fake):
+    both, first = threading.Barrier(2, timeout=10), threading.Event()
+
+    def ends(settings, attempt, stop):
+        both.wait()  # nobody passes alone
+        if not first.is_set():
+            first.set()
+            stop.wait(0.2)  # so that others overtake it
+        return crashed(settings, attempt, stop)
+
+    ledger, ran = fake(ends)
+    swept = sweep(plan(), ledger, gpus=Gpus(("0", "3")))
+    assert [done.cell for done in swept.done] == list(plan().cells()) and not swept.not_run
+    assert {asked["gpu"] for asked in ran.asked} == {"0", "3"}
+    again = sweep(plan(), ledger)
+    assert all(done.cached for done in again.done)
+
+
+def test_a_plan_with_several_ranks_is_run_one_trial_after_another(fake):
+    ledger, ran = fake(crashed)
+    factors = {"cache": [False, True], "fast": [False], "ranks": [1, 2]}
+    sweep(plan(factors=factors), ledger, gpus=Gpus(("0", "1")))
+    assert len(ran.asked) == 4 and {asked["gpu"] for asked in ran.asked} == {None}
+
+
+def test_one_that_breaks_off_ends_those_on_the_other_gpus(fake):
+    both = threading.Barrier(2, timeout=10)
+    ended = []
+
+    def ends(settings, attempt, stop):
+        if both.wait() == 0:
+            return RuntimeError("the lab itself is broken")
+        ended.append(stop.wait(10))
+        return End("stopped by the supervisor", type="caller")
+
+    ledger, ran = fake(ends)
+    with pytest.raises(RuntimeError, match="the lab itself"):
+        sweep(plan(), ledger, gpus=Gpus(("0", "1")))
+    assert ended == [True] and len(ran.asked) == 2
+
+
+def test_a_budget_on_several_gpus_ends_all_in_flight(fake):
+    def ends(settings, attempt, stop):
+        assert stop.wait(10)
+        return End("stopped by the supervisor", type="caller")
+
+    ledger, _ = fake(ends)
+    swept = sweep(plan(), ledger, gpus=Gpus(("0", "1")), budget_s=0.2)
+    assert not swept.done and swept.not_run == list(plan().cells())
+    assert swept.why == "the budget of 0.2 s is spent"
+
+
+def test_a_budget_must_be_a_time(fake):
+    ledger, _ = fake(crashed)
+    with pytest.raises(ValueError, match="budget_s=0 must be greater than 0"):
+        Trials(plan(), ledger, budget_s=0)
+
+
+def test_deadlines_and_predictions_reach_the_runner(fake):
+    ledger, ran = fake(crashed)
+    made = plan(deadline_s=10, factors={"cache": [False], "fast": [False],
+                                        "deadline_factor": [1.0, 2.0]})  # fmt: skip
+    sweep(made, ledger, predict=lambda settings: 1.5 if settings["fast"] is False else 9.0)
+    assert [asked["deadline_s"] for asked in ran.asked] == [10, 20]
+    assert {asked["predicted_s"] for asked in ran.asked} == {1.5}
+
+
+def test_attempts_that_differ_are_flaky(fake):
+    def ends(settings, attempt, stop):
+        return crashed(settings, attempt, stop) if attempt % 2 else PASSED
+
+    ledger, ran = fake(ends)
+    swept = sweep(plan(attempts=4), ledger)
+    assert len(ran.ran) == 32
+    together = {swept.done[first].cell["cache"]: v.kind for first, v in swept.flaky.items()}
+    assert together == {True: "FLAKY"} and len(swept.flaky) == 2
+
+
+def test_arms_that_ran_the_same_code_are_invalid(fake):
+    def done(backend, paths):
+        from nsa.lab.search.execute import Done
+
+        evidence = Evidence(witness={"paths": paths})
+        return Done({"backend": backend, "layers": 1}, backend, Verdict("PASS"), evidence)
+
+    rows = [done("auto", {"slc": {"a": 1}}), done("gather", {"slc": {"a": 1}}),
+            done("masked", {"slc": {"b": 1}})]  # fmt: skip
+    assert [(a.id, b.id) for a, b in same_paths(rows)] == [("auto", "gather")]
+
+
+def test_a_bisection_of_a_plan_finds_the_pair_and_what_it_ran_is_there_for_a_sweep(fake):
+    ledger, ran = fake(crashed)
+    said = []
+    found = bisect(plan(), ledger, say=said.append)
+    assert found.cause == {"cache": True, "fast": True} and found.solved
+    assert found.target.kind == "CRASH" and len(said) == len(found.rows) == len(ran.ran)
+    assert all(row.tried.id in ledger.ids() for row in found.rows)
+    cached = sum(done.cached for done in sweep(plan(), ledger).done)
+    assert cached == len(found.rows)
+
+
+def test_a_bisection_of_a_plan_keeps_to_never(fake):
+    ledger, ran = fake(crashed)
+    bisect(plan(never=[{"fast": True, "other": 2}]), ledger)
+    assert not any(s["fast"] and s["other"] == 2 for s, _ in ran.ran)
+
+
+def test_a_bisection_without_time_says_so(fake):
+    def ends(settings, attempt, stop):
+        assert stop.wait(5)
+        return End("stopped by the supervisor", type="caller")
+
+    ledger, _ = fake(ends)
+    found = bisect(plan(), ledger, budget_s=0.2)
+    assert not found.solved and found.why == "not at its end: the budget of 0.2 s is spent"
+
+
+def test_a_flaky_threshold_of_a_plan_asks_one_value_several_times(fake):
+    import random
+
+    rng = random.Random(5)
+
+    def ends(settings, attempt, stop):
+        fires = settings["size"] >= 6 and rng.random() < 0.7
+        return End("exception", 1, "RuntimeError") if fires else PASSED
+
+    ledger, ran = fake(ends)
+    made = plan(factors={"size": list(range(1, 13))}, attempts=3, kind="CRASH")
+    found = bisect(made, ledger)
+    assert found.posterior.value == 6 and found.solved and len(found.rows) <= 20
+    assert len(ran.ran) == len(found.rows) == len(ledger.ids())
+    assert str(found).startswith("CRASH:RuntimeError begins at size=6 (probability ")
+
+
+def test_a_plan_in_which_nothing_varies_is_not_bisected(fake):
+    ledger, _ = fake(crashed)
+    with pytest.raises(ValueError, match="no factor has two values that can be run"):
+        bisect(plan(factors={"cache": [True]}), ledger)
+
+
+def test_two_sweeps_of_one_store_share_the_trials(fake):
+    lock = threading.Lock()
+
+    def ends(settings, attempt, stop):
+        with lock:
+            return PASSED
+
+    ledger, ran = fake(ends)
+    threads = [threading.Thread(target=sweep, args=(plan(), ledger)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ran.ran) == 8 == len(ledger.ids())

@@ -1,0 +1,147 @@
+"""A store of trials that two may share, and that no death and no full disk can break."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from living import alive
+from places import ROOT, SUPPORT
+
+from nsa.lab.process.runner import Spec
+from nsa.lab.search import ledger
+from nsa.lab.search.ledger import Ledger
+from nsa.lab.verdict import Verdict
+from nsa.lab.watch.evidence import End, Evidence, P, Sample
+
+SPEC = Spec("stranger:Training", {"width": 8})
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Trials without processes: who was tried, in order."""
+    names = []
+
+    def pretend(spec, *, folder, **options):
+        names.append(spec.settings.get("width"))
+        time.sleep(0.2)
+        Path(folder).mkdir(parents=True)
+        Path(folder, "stdout.txt").write_text("printed")
+        sample = Sample(0.1, 0, P(2, "end", phases=3), 1)
+        end = End("returned", 0)
+        if spec.settings.get("full"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if spec.settings.get("stopped"):
+            end = End("stopped by the supervisor", -9, "caller")
+        return Evidence(spec=spec.to_dict(), samples=[sample], losses=[1.0, 0.9, 0.8], end=end)
+
+    monkeypatch.setattr(ledger.runner, "run_until_proven", pretend)
+    return names
+
+
+def test_a_finished_trial_is_not_run_again(tmp_path, tried):
+    first = Ledger(tmp_path).run(SPEC)
+    again = Ledger(tmp_path).run(SPEC)
+    assert tried == [8] and again[0] == first[0] and again[2] == first[2]
+    assert again[1].to_dict() == first[1].to_dict()
+    assert first[2].kind == "PASS" and (tmp_path / first[0] / "stdout.txt").exists()
+    assert Ledger(tmp_path).get("nothing") is None
+
+
+def test_another_deadline_or_setting_is_another_trial(tmp_path, tried):
+    store = Ledger(tmp_path)
+    ids = [store.run(SPEC)[0], store.run(SPEC, deadline_s=9.0)[0]]
+    ids.append(store.run(Spec("stranger:Training", {"width": 16}))[0])
+    assert len(set(ids)) == 3 and tried == [8, 8, 16] and store.ids() == ids
+
+
+def test_what_was_inconclusive_is_run_again_and_replaced(tmp_path, tried):
+    spec = Spec("stranger:Training", {"stopped": True})
+    store = Ledger(tmp_path)
+    first, second = store.run(spec), store.run(spec)
+    assert first[2].kind == "INCONCLUSIVE" and len(tried) == 2
+    assert store.ids() == [first[0]] == [second[0]] and store.get(first[0])
+
+
+def test_two_supervisors_run_a_trial_once(tmp_path, tried):
+    found = []
+    both = [
+        threading.Thread(target=lambda: found.append(Ledger(tmp_path).run(SPEC))) for _ in range(2)
+    ]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert tried == [8] and found[0][0] == found[1][0] and found[0][2] == found[1][2]
+
+
+def test_who_waits_for_another_can_be_stopped(tmp_path, tried):
+    store, stop = Ledger(tmp_path), threading.Event()
+    id = store.id(SPEC)
+    with store._claimed(id, None):
+        threading.Timer(0.2, stop.set).start()
+        with pytest.raises(InterruptedError, match=f"another ran trial {id}"):
+            store.run(SPEC, stop=stop)
+    assert tried == []
+
+
+def test_a_full_disk_is_told_and_costs_the_trial_in_flight_only(tmp_path, tried, monkeypatch):
+    store = Ledger(tmp_path)
+    kept = store.run(SPEC)[0]
+    with pytest.raises(OSError, match=r"is full: trial .* is lost, the 1 before it are kept"):
+        store.run(Spec("stranger:Training", {"full": True}))
+
+    def full(path, text):
+        path.write_text(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "_write", full)
+        other = Spec("stranger:Training", {"width": 16})
+        with pytest.raises(OSError, match="free some space and run again") as error:
+            store.run(other)
+    assert error.value.errno == errno.ENOSPC
+    assert store.ids() == [kept] and store.get(kept)
+    assert [p.name for p in tmp_path.iterdir() if p.name not in (kept, ".locks")] == []
+    assert store.run(other)[2].kind == "PASS"
+
+
+def test_a_folder_that_was_never_finished_is_none(tmp_path):
+    (tmp_path / "abc").mkdir()
+    (tmp_path / "abc" / "evidence.json").write_text('{"seconds":')
+    assert Ledger(tmp_path).get("abc") is None and Ledger(tmp_path).ids() == []
+    place = Ledger(tmp_path).put("abd", Evidence(), Verdict("PASS"))
+    assert place == tmp_path / "abd" and Ledger(tmp_path).ids() == ["abd"]
+
+
+def test_a_killed_supervisor_leaves_a_store_that_goes_on(tmp_path):
+    pid, root = tmp_path / "pid", tmp_path / "store"
+    code = (
+        "from nsa.lab.search.ledger import Ledger\nfrom nsa.lab.process.runner import Spec\n"
+        f"store = Ledger({str(root)!r})\n"
+        f"store.run(Spec('subject_entries:unlike', {{'pids': {str(pid)!r}}}), stall_s=60.0)\n"
+    )
+    kept = Ledger(root).put("before", Evidence(), Verdict("PASS")).name
+    paths = os.pathsep.join([str(ROOT), str(SUPPORT)])
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}
+    )
+    end = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < end:
+        time.sleep(0.02)
+    supervisor.kill()
+    supervisor.wait()
+    child, end = int(pid.read_text()), time.monotonic() + 5
+    while alive(child) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not alive(child)
+    store = Ledger(root)
+    assert store.ids() == [kept] and store.get(kept)[1].kind == "PASS"
+    spec = Spec("subject_entries:unlike", {"pids": str(pid)})
+    id, evidence, verdict = store.run(spec, stall_s=60.0)
+    assert verdict.kind == "PASS" and len(evidence.losses) == 3
+    assert store.ids() == [kept, id]

@@ -1,0 +1,103 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa.lab.search.time_model import (
+    LEAST_STALL_S,
+    TimeModel,
+    longest_gap,
+    soft_deadline,
+    stall_bound,
+)
+
+SMALL = [(layers, tokens) for layers in (1, 2) for tokens in (64, 128, 256)]
+
+
+def points(a, b, c, d, noise=0.0, seed=0, cells=SMALL):
+    random = np.random.default_rng(seed)
+    return [
+        {
+            "layers": n,
+            "tokens": t,
+            "seconds": (a + b * n + c * n * t + d * n * t * t)
+            * float(np.exp(noise * random.standard_normal())),
+        }
+        for n, t in cells
+    ]
+
+
+def test_terms_that_made_the_points_are_found_again():
+    model = TimeModel.fit(points(0.02, 0.01, 1e-4, 3e-7))
+    found = (model.a, model.b, model.c, model.d)
+    assert found == pytest.approx((0.02, 0.01, 1e-4, 3e-7), rel=1e-6)
+    assert model.predict(12, 2048) == pytest.approx(0.02 + 12 * (0.01 + 0.2048 + 3e-7 * 2048**2))
+    assert model.worst() == pytest.approx((1, 1))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), a=st.floats(0, 0.1), b=st.floats(0, 0.1), c=st.floats(1e-5, 1e-2)
+)
+def test_no_term_is_negative_and_a_prediction_grows_with_layers_and_tokens(seed, a, b, c):
+    model = TimeModel.fit(points(a, b, c, 1e-8, noise=0.3, seed=seed))
+    assert min(model.a, model.b, model.c, model.d) >= 0
+    assert model.predict(2, 512) >= model.predict(1, 512)
+    assert model.predict(1, 512) >= model.predict(1, 256)
+
+
+def test_a_small_point_is_not_lost_beside_a_large_one():
+    cells = [*SMALL, (12, 2048)]
+    made = points(0.001, 0.001, 1e-6, 1e-6, cells=cells)
+    made[-1]["seconds"] *= 1.1  # a tenth of it is more than all others together
+    low, high = TimeModel.fit(made).worst()
+    assert 0.8 < low <= high < 1.2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_time_of_one_token_at_a_time_is_foreseen_from_seconds_of_it(seed):
+    """Such a loop took 58.9 s for 12 layers at T 2048, and a limit of 30 s called that a hang."""
+    made = points(0.05, 0.01, 2.39e-3, 0.0, noise=0.03, seed=seed, cells=3 * SMALL)
+    foreseen = TimeModel.fit(made).predict(12, 2048)
+    assert 58.9 / 2 < foreseen < 58.9 * 2
+    assert soft_deadline(foreseen) > 58.9
+
+
+def test_a_model_survives_json():
+    model = TimeModel.fit(points(0.02, 0.01, 1e-4, 3e-7))
+    assert TimeModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+
+
+def test_points_that_cannot_be_fitted_are_refused():
+    with pytest.raises(ValueError, match="no points to fit; measure layers 1 and 2"):
+        TimeModel.fit([])
+    with pytest.raises(ValueError, match=r"layers=1, tokens=64, seconds=0.0: all three must be"):
+        TimeModel.fit([{"layers": 1, "tokens": 64, "seconds": 0.0}])
+    with pytest.raises(ValueError, match="layers=0 and tokens=5 must be at least 1"):
+        TimeModel.fit(points(0.02, 0.01, 1e-4, 3e-7)).predict(0, 5)
+
+
+def test_a_soft_deadline_is_three_predictions_times_what_observers_cost():
+    assert soft_deadline(10) == 30
+    assert soft_deadline(10, 1.5) == 45
+    assert soft_deadline(10, [1.5, 2.0]) == 90
+    with pytest.raises(ValueError, match="predicted_s=0 must be greater than 0"):
+        soft_deadline(0)
+    with pytest.raises(ValueError, match=r"observer factors \[0.5\] must be at least 1"):
+        soft_deadline(1, 0.5)
+
+
+def test_the_longest_gap_is_between_two_moves():
+    ticks = [(0, "start"), (9, "start"), (10, "a"), (11, "b"), (14, "c"), (14.5, "c"), (99, "c")]
+    assert longest_gap(ticks) == 3
+    assert longest_gap([(0, "start"), (50, "start")]) == 0
+    assert longest_gap([]) == 0
+
+
+def test_progress_may_rest_ten_of_its_longest_gaps_and_never_less_than_5_s():
+    assert stall_bound() == stall_bound(0.1) == LEAST_STALL_S == 5
+    assert stall_bound(2.0) == 20
+    with pytest.raises(ValueError, match="must not be negative"):
+        stall_bound(-1)

@@ -1,0 +1,155 @@
+import pytest
+import torch
+
+from nsa.attention.api import nsa_attention
+from nsa.lab.search.branchwise import branchwise, by_branches
+from nsa.lab.search.training_subject import make
+from nsa.lab.watch import Progress, read
+from nsa.model import layer
+
+SMALL = {"layers": 1, "tokens": 48, "device": "cpu", "backend": "gather"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Two steps of the subject with some settings: (losses, subject)."""
+    made = []
+
+    def train(**settings):
+        progress = Progress(tmp_path / f"progress{len(made)}")
+        subject = make(SMALL | settings, progress)
+        made.append((subject, progress))
+        return [float(subject.step(i)) for i in range(2)], subject
+
+    yield train
+    for subject, progress in made:
+        subject.close()
+        progress.close()
+
+
+def test_it_trains_counts_and_tells_what_ran(trained, tmp_path):
+    losses, subject = trained()
+    assert losses[1] < losses[0] and len(list(subject.model.parameters()))
+    found = subject.witness()
+    assert set(found["paths"]) >= {"cmp", "slc", "win"} and found["wrapped"] == "LanguageModel"
+    p, _ = read(tmp_path / "progress0")
+    assert p.step == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"selected_backend": "masked", "window_backend": "sdpa"},
+        {"compressed_backend": "masked"},
+        {"checkpoint": "all"},
+        {"aux_stats": True, "tracing": "all"},
+        {"anomaly": True, "deterministic": True, "strict": True},
+        {"allocator": "", "launch_blocking": False},
+    ],
+)
+def test_what_must_not_change_the_training_does_not(trained, settings):
+    plain, _ = trained()
+    losses, _ = trained(**settings)
+    assert losses == pytest.approx(plain, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"branch": "win"},
+        {"dim": 64},
+        {"layers": 2},
+        {"seed": 3},
+        {"dtype": "bf16"},
+        {"changes": {"phi": "mlp"}},
+        {"data": "text"},
+    ],
+)
+def test_what_must_change_the_training_does(trained, settings):
+    assert trained(**settings)[0] != trained()[0]
+
+
+def test_a_backend_of_a_branch_serves_that_branch_alone(trained):
+    def served(**settings):
+        return {b: set(p) for b, p in trained(**settings)[1].witness()["paths"].items()}
+
+    plain, other = served(), served(selected_backend="masked")
+    assert plain["slc"] != other["slc"]
+    assert plain["win"] == other["win"] and plain["cmp"] == other["cmp"]
+
+
+def test_a_forced_branch_has_its_backend_and_its_missing_gradients_are_expected(trained):
+    _, subject = trained(branch="slc", selected_backend="masked")
+    assert "win" not in subject.witness()["paths"]
+    assert any("k_proj.win" in name for name in subject.without_gradient)
+
+
+def test_unsafe_packing_loses_gradients_and_says_that_it_is_unsafe(trained):
+    _, subject = trained(safe_packing=False)
+    assert subject.witness()["packing"] == "unsafe"
+    missing = {}
+
+    class Look:
+        def on_phase(self, name, step):
+            if name == "optimizer":
+                missing.update({n: p.grad for n, p in subject.model.named_parameters()})
+
+    subject.trainer.observers = (*subject.trainer.observers, Look())
+    subject.step(2)
+    lost = {name for name, grad in missing.items() if grad is None}
+    assert any("q_proj" in name for name in lost) and any("gate1" in name for name in lost)
+    assert not any("mlp" in name or "out_proj" in name for name in lost)
+
+
+def test_closing_puts_back_what_was_changed(tmp_path):
+    progress = Progress(tmp_path / "progress")
+    subject = make(SMALL | {"window_backend": "sdpa", "anomaly": True, "deterministic": True},
+                   progress)  # fmt: skip
+    assert layer.nsa_attention is not nsa_attention
+    assert torch.is_anomaly_enabled() and torch.are_deterministic_algorithms_enabled()
+    subject.close()
+    progress.close()
+    assert layer.nsa_attention is nsa_attention
+    assert not torch.is_anomaly_enabled() and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_could_not_be_made_leaves_nothing_changed(tmp_path):
+    progress = Progress(tmp_path / "progress")
+    with pytest.raises(ValueError, match="no field windw"):
+        make(SMALL | {"window_backend": "sdpa", "changes": {"windw": 3}}, progress)
+    progress.close()
+    assert layer.nsa_attention is nsa_attention
+
+
+def test_an_illegal_setting_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="layers=0: must be"):
+        make({"layers": 0}, None)
+
+
+def test_without_a_backend_of_its_own_the_attention_is_left_alone():
+    with branchwise({"cmp": None, "slc": None, "win": None}):
+        assert layer.nsa_attention is nsa_attention
+    with branchwise({"cmp": "masked"}):
+        assert layer.nsa_attention is not nsa_attention
+
+
+def test_branches_one_by_one_are_the_whole():
+    from nsa.config import NSAConfig
+
+    config = NSAConfig(
+        compress_block=8, compress_stride=4, select_block=8, select_count=4, window=16
+    )
+    q, gates = torch.randn(1, 40, 4, 8), torch.rand(1, 40, 4, 3)
+    k = {name: torch.randn(1, 40, 2, 8) for name in ("cmp", "slc", "win")}
+    v = {name: torch.randn(1, 40, 2, 8) for name in ("cmp", "slc", "win")}
+    whole = nsa_attention(q, k, v, gates, config, backend="masked")
+    backends = {"cmp": "gather", "slc": "masked", "win": "sdpa"}
+    torch.testing.assert_close(by_branches(q, k, v, gates, config, backends=backends), whole)

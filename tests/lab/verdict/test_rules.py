@@ -1,0 +1,218 @@
+import dataclasses
+import json
+
+import pytest
+from evidences import STEPS, frozen, looks, moving, p, returned, trial
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verdict_cases import (
+    ALIVE,
+    ASLEEP,
+    ENDED,
+    IDLE_LOOKS,
+    NATIVE,
+    NEAR,
+    PROVEN,
+    RERUNS,
+)
+from verdict_rank_cases import RANKS, RANKS_NEAR, waiting
+
+from nsa.lab.verdict import KINDS, Verdict, arms, compare, jeffreys, judge
+from nsa.lab.verdict.stalls import place_of
+from nsa.lab.watch.evidence import End, Evidence, P, Sample
+
+
+@pytest.mark.parametrize("case", [*ENDED, *ALIVE, *PROVEN, *NEAR])
+def test_each_evidence_has_its_verdict(case):
+    evidence, expected = {**ENDED, **ALIVE, **PROVEN, **NEAR}[case]
+    verdict = judge(evidence)
+    assert verdict.label == expected, verdict
+    assert verdict.rule and verdict.because and all(verdict.because)
+    # and the same from what a disk holds of it
+    held = json.loads(json.dumps(evidence.to_dict()))
+    assert judge(Evidence.from_dict(held)) == verdict
+    assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
+
+
+@pytest.mark.parametrize("case", RERUNS)
+def test_what_rests_without_proof_is_decided_by_a_rerun(case):
+    again, expected = RERUNS[case]
+    first = frozen(16, looks(9, **NATIVE))
+    assert judge(first).label == "INCONCLUSIVE:unproven"
+    first.again = again
+    assert judge(first).label == expected
+
+
+def test_the_same_place_twice_without_computing_is_blocked():
+    idle = {"cpu": 0.0, "state": "S"}
+    first = frozen(16, looks(9, **IDLE_LOOKS), again=frozen(30, looks(9, **IDLE_LOOKS), **idle),
+                   **idle)  # fmt: skip
+    assert judge(first).label == "HANG:blocked"
+
+
+def test_a_rerun_that_goes_on_disproves_a_proof():
+    first = frozen(11, looks(12, **IDLE_LOOKS), **ASLEEP)
+    assert judge(first).label == "HANG:blocked"
+    first.again = trial(moving(40))
+    assert judge(first).label == "SLOW"
+    first.again = returned()
+    assert judge(first).label == "PASS"
+
+
+def test_what_is_read_of_a_dead_process_is_no_sign_of_life():
+    evidence = frozen(8, cpu=0.0, beats=False, state="T")
+    last = evidence.samples[-1]
+    evidence.samples.append(Sample(last.t + 3, 0, p(9, fired=90), last.beats + 3, last.cpu_s))
+    assert judge(evidence).label == "HANG:stopped"
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_of_several_ranks_the_one_to_blame_is_named(case):
+    evidence, expected, rank = RANKS[case]
+    verdict = judge(evidence)
+    assert (verdict.label, verdict.numbers["rank"]) == (expected, rank)
+
+
+@pytest.mark.parametrize("case", RANKS_NEAR)
+def test_ranks_that_only_wait_for_a_slow_one_are_no_hang(case):
+    evidence, expected = RANKS_NEAR[case]
+    assert judge(evidence).label == expected
+
+
+def test_a_rank_that_has_ended_does_not_hide_those_that_wait_for_it():
+    left = [s for s in moving(3, rank=1) if s.t < 2]
+    evidence = trial([*moving(3), *left, *waiting(0)])
+    assert judge(evidence).label == "HANG:blocked"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    each_s=st.floats(0.5, 30), part=st.floats(0.25, 4), ticks=st.integers(1, 400),
+    gil=st.booleans(), idle=st.booleans(), known=st.booleans(), late=st.floats(0, 3),
+)  # fmt: skip
+def test_slow_work_is_never_hang_at_any_deadline(each_s, part, ticks, gil, idle, known, late):
+    """A step of `each_s` with `ticks` signs of progress, looked at and cut at part x its time."""
+    start, deadline = 2.0 + late, each_s * part
+    samples = [Sample(t / 4, 0, P(), int(2.5 * t), t / 4, "R") for t in range(int(4 * start))]
+    for i in range(max(2, int(4 * deadline))):
+        t = i / 4
+        at = P(int(t / each_s), "backward", 9, int(ticks * (t % each_s) / each_s), ticks, phases=2)
+        cpu, state = (start, "S") if idle else (start + t, "R")
+        how = "hrtimer_nanosleep" if idle else ""
+        samples.append(Sample(start + t, 0, at, int(10 * (start + t)), cpu, state, how))
+    last = samples[-1]
+    seen = [dataclasses.replace(look, p=last.p) for look in looks(last.t - 1.3, gil=gil)]
+    predicted = {"predicted_s": STEPS * each_s, "soft_s": 18 * each_s} if known else {}
+    gap = each_s / ticks
+    evidence = trial(samples, seen, began_s=start, stall_s=max(5.0, 10 * gap), **predicted)
+    assert judge(evidence).kind in ("SLOW", "INCONCLUSIVE")
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5, 1, 2, 4])
+def test_a_deadline_moves_slow_work_only_between_slow_and_done(part):
+    """One token at a time: 51 s a step, a deadline of any length."""
+    seconds = 51 * part
+    evidence = trial(moving(seconds, each_s=51.0), looks(seconds - 2), soft_s=10.0)
+    verdict = judge(evidence)
+    assert verdict.kind == "SLOW"
+    assert verdict.numbers["fraction"] == pytest.approx(part / STEPS, abs=0.1)
+
+
+def test_the_signature_of_a_fault_is_the_same_wherever_the_steps_end():
+    deep = p(5, fired=40, total=900)
+    one, other = judge(frozen(8, looks(9))), judge(frozen(9, looks(9, at=deep), at=deep))
+    assert one.signature == other.signature == "HANG:python-spin at backward, train.py never_ends"
+    assert judge(ENDED["an exception"][0]).signature != judge(ENDED["an early exit"][0]).signature
+
+
+def test_the_place_of_an_exception_is_its_own_code():
+    traced = (
+        'Traceback (most recent call last):\n  File "/home/someone/train.py", line 12, in step\n'
+        '    x()\n  File "/usr/lib/python3/site-packages/torch/nn/x.py", line 7, in forward\n'
+    )
+    end = End("exception", 1, "RuntimeError", "shapes", traced, first_rank=1)
+    verdict = judge(trial(moving(2), end=end))
+    assert verdict.signature == "CRASH:RuntimeError at train.py step"
+    assert "rank 1 was the first to fail" in verdict.because
+    assert place_of(["/x/site-packages/torch/a.py:1 f"]) == "a.py f"
+    assert place_of(["libc.so:0 wait"]) == ""
+
+
+def test_what_counts_a_module_is_not_where_it_rests():
+    counted = "/x/nsa/lab/watch/counting.py:9 counted"
+    frames = ["/x/site-packages/torch/nn/linear.py:1 forward", counted, "/mine/model.py:3 forward"]
+    assert place_of(frames) == "model.py forward"
+    assert (
+        place_of(["/x/site-packages/torch/autograd/graph.py:8 f", counted, "/mine/a.py:3 step"])
+        == "a.py step"
+    )
+
+
+def test_slow_work_is_told_with_its_rate_and_what_is_left():
+    verdict = judge(trial(moving(20, each_s=10.0)))
+    assert verdict.numbers["steps_per_s"] == pytest.approx(0.05, rel=0.1)
+    assert verdict.numbers["eta_s"] == pytest.approx(40, rel=0.15)
+    assert verdict.numbers["ratio"] == pytest.approx(30, rel=0.15)
+    assert any("x its prediction" in line for line in verdict.because)
+
+
+def test_a_hang_tells_what_it_read():
+    verdict = judge(frozen(8, looks(9)))
+    told = "\n".join(verdict.because)
+    assert "rank 0 rests at step 3 backward, 12 modules, node 4 of 203" in told
+    assert "3 looks by py-spy" in told and "train.py:31 never_ends" in told
+    assert verdict.numbers["cpu"] == pytest.approx(1.0)
+    assert verdict.numbers["rested_s"] == pytest.approx(8.0)
+
+
+def test_different_verdicts_of_one_spec_are_flaky_with_an_interval():
+    hang, good = frozen(8, looks(9)), returned()
+    unproven = frozen(8, looks(9, **NATIVE))
+    verdict = compare([good] * 7 + [hang] * 3 + [unproven])
+    assert verdict.label == "FLAKY:HANG:python-spin"
+    numbers = verdict.numbers
+    assert (numbers["k"], numbers["n"]) == (3, 10)
+    assert numbers["low"] == pytest.approx(0.0927, abs=1e-4)
+    assert numbers["high"] == pytest.approx(0.6058, abs=1e-4)
+    assert numbers["counts"] == {"PASS": 7, "HANG:python-spin": 3}
+    assert "1 of 11 are inconclusive and do not count" in verdict.because
+
+
+def test_equal_verdicts_are_one_with_a_bound_and_not_proof_of_always():
+    verdict = compare([returned()] * 59)
+    assert verdict.kind == "PASS"
+    assert "59 of 59 alike; another verdict comes in less than 4% (95 %)" in verdict.because[-1]
+    assert compare([judge(returned())]).kind == "PASS"
+    assert compare([frozen(8, looks(9, **NATIVE))]).kind == "INCONCLUSIVE"
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="no trials to compare"):
+        compare([])
+    other = returned()
+    other.spec["steps"] = 7
+    with pytest.raises(ValueError, match="2 different specs"):
+        compare([returned(), other])
+    with pytest.raises(ValueError, match="k=3 of n=2"):
+        jeffreys(3, 2)
+    with pytest.raises(ValueError, match="kind='HUNG' is none of PASS"):
+        Verdict("HUNG")
+
+
+def test_arms_that_ran_one_path_are_invalid():
+    gather = {"paths": {"slc": {"gather": 6}, "win": {"gather": 6}}, "backends": {"gather": 6}}
+    longer = {"paths": {"slc": {"gather": 60}, "win": {"gather": 60}}, "backends": {"gather": 60}}
+    masked = {"paths": {"slc": {"masked": 6}, "win": {"gather": 6}}, "backends": {"masked": 6}}
+    one, same, other, silent = (returned(witness=w) for w in (gather, longer, masked, None))
+    assert arms(one, same).label == "INVALID:same-path"
+    assert arms(one, other).kind == "PASS"
+    assert "only the second ran slc: masked" in arms(one, other).because
+    assert arms(one, silent).label == "INCONCLUSIVE:no-witness"
+    assert arms(one, returned(witness={"paths": {}})).kind == "INCONCLUSIVE"
+    compiled = returned(witness=gather | {"compiled": True})
+    assert arms(returned(witness=gather | {"compiled": False}), compiled).kind == "PASS"
+
+
+def test_every_kind_can_be_reached():
+    found = {judge(e).kind for e, _ in [*ENDED.values(), *ALIVE.values(), *PROVEN.values()]}
+    assert {*found, "FLAKY", "INVALID"} == set(KINDS)

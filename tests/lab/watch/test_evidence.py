@@ -1,0 +1,79 @@
+"""Evidence is plain data: it survives JSON, and coordinates of progress can be compared."""
+
+import json
+import math
+
+import pytest
+
+from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample
+
+
+def full():
+    p = P(3, "backward", modules=8, fired=40, total=100, events=2, collectives=1, phases=9, made=7)
+    thread = {"name": "MainThread", "main": True, "active": True, "gil": True, "frames": ["a:1 f"]}
+    return Evidence(
+        spec={"subject": "a:b", "steps": 4},
+        preflight=["the GPU is also used by process 1"],
+        samples=[Sample(0.0, 0, P()), Sample(0.5, 0, p, 5, 0.4, "R", "", 100.0, 12.0)],
+        looks=[Look(0.6, 0, "py-spy", [thread], p), Look(0.7, 0, "native", [], p, "not permitted")],
+        end=End("signal", -9, "SIGKILL", first_rank=1, out_of_memory="host", peak_mib=1.5),
+        oracles={"finite": {"ok": True, "detail": ""}},
+        flights={0: [{"seq": 3}], 1: []},
+        losses=[1.0, math.nan, math.inf],
+        again=Evidence(samples=[Sample(0.0, 0, p)]),
+        notes=["one"],
+    )
+
+
+def test_evidence_is_the_same_after_json():
+    told = full().to_dict()
+    read = Evidence.from_dict(json.loads(json.dumps(told, allow_nan=False)))
+    assert read.to_dict() == told
+    assert read.samples == full().samples and read.looks == full().looks
+    assert (read.end, read.flights) == (full().end, full().flights)
+    assert math.isnan(read.losses[1]) and read.losses[2] == math.inf
+    assert read.again.last() == full().samples[1].p
+
+
+def test_what_a_later_version_wrote_besides_is_passed_over():
+    told = full().to_dict() | {"of tomorrow": 1}
+    told["samples"][0]["of tomorrow"] = 2
+    told["samples"][0]["p"]["of tomorrow"] = 3
+    assert Evidence.from_dict(told).samples == full().samples
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        P(5, "start"),
+        P(4, "forward", modules=4),
+        P(4, "backward", modules=3, fired=1, total=9),
+        P(4, "forward", modules=3, events=1),
+        P(4, "forward", modules=3, collectives=1),
+        P(4, "forward", modules=3, phases=1),
+        P(4, "optimizer", modules=3),
+    ],
+)
+def test_a_coordinate_is_after_another_when_anything_more_was_done(later):
+    first = P(4, "forward", modules=3)
+    assert later.after(first) and not first.after(later) and not first.after(first)
+
+
+def test_a_step_counts_for_more_than_what_was_done_inside_the_one_before():
+    assert P(5, "forward").after(P(4, "end", modules=90, fired=70, total=70))
+
+
+def test_a_node_made_is_a_move_but_no_place_to_compare_runs_by():
+    assert P(made=1) != P() and not P(made=1).after(P())
+
+
+def test_frozen_is_counted_from_the_first_sample_at_the_last_place():
+    places = [P(0), P(1), P(1), P(1)]
+    evidence = Evidence(samples=[Sample(float(t), 0, p) for t, p in enumerate(places)])
+    evidence.samples.insert(2, Sample(1.5, 1, P(7)))
+    assert evidence.frozen_s(0) == 2.0 and evidence.frozen_s(1) == 0.0
+    assert evidence.ranks() == [0, 1] and evidence.last(1) == P(7) and evidence.last(9) == P()
+
+
+def test_a_coordinate_reads_as_a_sentence():
+    assert str(P(5, "backward", 8, 4, 203)) == "step 5 backward, 8 modules, node 4 of 203"

@@ -1,0 +1,198 @@
+"""Steps under torch.compile and as CUDA graphs: the same numbers, and nothing compiled twice."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiled_steps import CASES, STEPS, graphs
+from places import ROOT, SUPPORT
+from tiny_models import one_thread, tiny
+from torch._dynamo.utils import counters
+
+from nsa.attention.witness import recording
+from nsa.model import train
+from nsa.model.captured import WARMUP
+from nsa.model.data import synthetic
+from nsa.model.llama import LanguageModel
+from nsa.model.parallel import SINGLE, Parallel
+from nsa.model.presets import dense_twin
+from nsa.model.train import TrainConfig, Trainer
+
+# torch.compile reads .grad of every input and hides the warning only from the console.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+PROGRAM = SUPPORT / "compiled_steps.py"
+ALLOWED = {name: 3e-3 if "bf16" in name else 1e-4 for name in CASES}  # nats
+
+
+@pytest.fixture(autouse=True)
+def small_tensors():
+    with one_thread():
+        yield
+
+
+def trainer(config=None, device="cpu", **changes):
+    settings = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, "lr": 3e-3, **changes})
+    return Trainer(LanguageModel(config or tiny()), synthetic(seed=0), settings, device=device)
+
+
+@cache
+def compiled(backend, *names):
+    command = [sys.executable, PROGRAM, backend, *names]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_blocks_are_one_graph_which_no_later_step_makes_anew(name):
+    found = compiled("eager")[name]  # no code is generated: tracing decides
+    assert found["graphs"] == [[1, 0], [1, 0]]
+    assert found["losses"] == pytest.approx(found["plain"], abs=ALLOWED[name])
+    assert found["names"], "a parameter changed its name"
+    # q, k and v; out_proj; gate; up; down. An MLP of two layers makes the gates.
+    assert found["products"] == [5 if name == "dense" else 7]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_generated_code_trains_as_what_it_was_made_from(name):
+    found = compiled("inductor")[name]
+    assert found["graphs"] == [[1, 0], [1, 0]]
+    assert found["losses"] == pytest.approx(found["plain"], abs=ALLOWED[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_kernels_train_inside_generated_code(precision):
+    torch._dynamo.reset()
+    counters.clear()
+    config = tiny(head_dim=16, layers=3, backend="triton")
+    generated = trainer(config, "cuda", compile=True, precision=precision)
+    losses = generated.run(2)
+    made = graphs()
+    losses += generated.run(STEPS - 2)
+    assert graphs() == made == [1, 0]
+    plain = trainer(config, "cuda", precision=precision).run(STEPS)
+    assert losses == pytest.approx(plain, abs=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"precision": "bf16", "accumulate": 2}, {"schedule": "cosine", "steps": 10, "clip": None}],
+    ids=["fp32", "bf16 accumulated", "cosine"],
+)
+def test_a_captured_step_trains_as_one_that_is_launched(settings):
+    trains_alike(tiny(head_dim=16, backend="triton"), settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["gather", "masked", "sdpa", "dense"])
+def test_so_does_a_captured_step_of_what_runs_on_torch_alone(backend):
+    twin = dense_twin(tiny(head_dim=16), backend="sdpa")
+    trains_alike(twin if backend == "dense" else tiny(head_dim=16, backend=backend), {})
+
+
+@pytest.mark.gpu
+def test_and_one_whose_blocks_are_compiled():
+    trains_alike(tiny(head_dim=16, backend="triton"), {"compile": True, "precision": "bf16"})
+
+
+def trains_alike(config, settings):
+    captured = trainer(config, "cuda", cuda_graph=True, **settings)
+    plain = trainer(config, "cuda", **settings)
+    steps = WARMUP + 5
+    assert captured.run(steps) == pytest.approx(plain.run(steps), abs=1e-3)
+    assert captured._captured.graph is not None
+    for one, other in zip(captured.parameters, plain.parameters, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_takes_the_rate_and_the_batch_of_its_step():
+    captured = trainer(tiny(head_dim=16, backend="triton"), "cuda", cuda_graph=True)
+    captured.run(WARMUP + 1)
+    before = [p.detach().clone() for p in captured.parameters]
+    captured.config = captured.config.with_(lr=1e-30, min_lr=0.0)
+    first, second = captured.step(50).item(), captured.step(51).item()
+    assert first != second  # other batches
+    moved = [(p - q).abs().max().item() for p, q in zip(captured.parameters, before, strict=True)]
+    assert max(moved) < 1e-12  # at no rate
+    assert captured.step(50).item() == pytest.approx(first, abs=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_a_replayed_step_does_not_wait_for_the_gpu():
+    captured = trainer(tiny(head_dim=16, backend="triton"), "cuda", cuda_graph=True)
+    captured.run(WARMUP + 2)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        captured.step(WARMUP + 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_closed_trainer_has_no_graph_and_a_further_step_captures_one():
+    config = tiny(head_dim=16, backend="triton")
+    captured, plain = (trainer(config, "cuda", cuda_graph=graph) for graph in (True, False))
+    losses = captured.run(WARMUP + 2)
+    captured.close()
+    assert captured._captured.graph is None
+    losses += captured.run(2)
+    assert captured._captured.graph is not None
+    assert losses == pytest.approx(plain.run(WARMUP + 4), abs=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_capture_leaves_no_count_of_non_finite_outputs_behind():
+    captured = trainer(tiny(head_dim=16, backend="triton"), "cuda", cuda_graph=True)
+    with recording() as seen:
+        captured.run(WARMUP + 3)
+        torch.full((2**20,), float("nan"), device="cuda")
+        captured.run(3)
+    assert seen.non_finite() == {}
+
+
+def test_a_captured_step_needs_a_gpu():
+    with pytest.raises(ValueError, match="cuda_graph=True needs a CUDA device, got device='cpu'"):
+        trainer(cuda_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parallel", "message"),
+    [
+        ({"precision": "fp16"}, {}, r"precision='fp16'.*'bf16' needs no scaler"),
+        ({}, {"kind": "fsdp"}, "parallel='fsdp'.*parallel='ddp' would do"),
+        ({}, {"find_unused_parameters": True}, "static_graph=True finds it once"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_with_the_reason(settings, parallel, message):
+    config = TrainConfig(batch=2, tokens=32, cuda_graph=True, **settings)
+    place = Parallel(**{"kind": "ddp", "rank": 0, "ranks": 2} | parallel)
+    with pytest.raises(ValueError, match=message):
+        train.check_capturable(config, torch.device("cuda"), place)
+
+
+def test_of_ranks_only_what_nccl_sends_is_captured(monkeypatch):
+    config, place = TrainConfig(batch=2, tokens=32, cuda_graph=True), Parallel("ddp", 0, 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    with pytest.raises(ValueError, match=r"backend='gloo'.*backend='nccl' would do"):
+        train.check_capturable(config, torch.device("cuda"), place)
+    train.check_capturable(config, torch.device("cuda"), SINGLE)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    train.check_capturable(config, torch.device("cuda"), place)
+
+
+def test_strict_models_are_neither_compiled_nor_captured():
+    with pytest.raises(ValueError, match="strict=True looks at values in the middle of a step"):
+        trainer(tiny(strict=True), compile=True)

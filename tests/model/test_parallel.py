@@ -1,0 +1,198 @@
+"""Two ranks train as one process does: DDP and FSDP2, accumulated, checkpointed, loaded again."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import rank_entries
+import torch
+from places import ROOT
+from tiny_models import one_thread, tiny
+
+from nsa.model import parallel
+from nsa.model.llama import LanguageModel
+from nsa.model.parallel import SINGLE, Parallel
+
+HOME = ROOT
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def two_ranks(folder, backend):
+    """What both ranks saw, in processes started without torchrun but with what it would set."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    paths = os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")])
+    common = {**os.environ, **meeting, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, rank_entries.__file__, str(folder), backend],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for rank in ranks:
+            _, error = rank.communicate(timeout=240)
+            assert rank.returncode == 0, error
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    return two_ranks(tmp_path_factory.mktemp("ranks"), "gloo")
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory):
+    return two_ranks(tmp_path_factory.mktemp("ranks"), "nccl")
+
+
+def assert_as_one_process(seen, name, device="cpu"):
+    _, _, changes = rank_entries.WAYS[name]
+    with one_thread():
+        one = rank_entries.train(Parallel(device=device), 1, changes)
+    # the first step's: AdamW would then enlarge the rounding of gradients near 0
+    for rank in seen:
+        torch.testing.assert_close(rank[name]["losses"], one["losses"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(rank[name]["norms"], one["norms"], rtol=1e-5, atol=0)
+        mine, whole = rank[name]["gradients"][0], one["gradients"][0]
+        assert mine.keys() == whole.keys()
+        for parameter, gradient in whole.items():
+            assert (mine[parameter] - gradient).norm() <= 1e-6 * gradient.norm(), parameter
+    state = seen[0][name]["state"]
+    assert seen[1][name]["state"] == {}, "the state belongs to rank 0"
+    assert state["model"].keys() == one["state"]["model"].keys()
+    for parameter, weight in one["state"]["model"].items():
+        torch.testing.assert_close(state["model"][parameter], weight.cpu(), rtol=0, atol=1e-4)
+    with one_thread():
+        alone = rank_entries.loss_with(Parallel(device=device), 1, changes, state)
+    for loaded in (*(rank[name]["loss after"] for rank in seen), one["loss after"]):
+        torch.testing.assert_close(loaded, alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", rank_entries.WAYS)
+def test_two_ranks_train_and_are_stored_as_one_process_is(on_cpu, name):
+    assert_as_one_process(on_cpu, name)
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("name", rank_entries.WAYS)
+def test_two_gpus_train_and_are_stored_as_one_is(on_gpus, name):
+    assert_as_one_process(on_gpus, name, "cuda")
+
+
+@pytest.mark.gpus2
+def test_a_gradient_that_overflows_on_one_gpu_skips_the_step_on_both(on_gpus):
+    assert [rank["overflow"] for rank in on_gpus] == 2 * [{"kept": True, "scale": 2.0}]
+
+
+def test_fsdp_gives_the_loss_of_ddp(on_cpu):
+    torch.testing.assert_close(
+        on_cpu[0]["fsdp"]["losses"], on_cpu[1]["ddp"]["losses"], rtol=1e-6, atol=0
+    )
+
+
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(on_cpu):
+    assert [rank["overflow"] for rank in on_cpu] == 2 * [{"kept": True, "scale": 2.0}]
+
+
+def test_rows_of_all_ranks_are_the_batch():
+    batch = list(range(12))
+    taken = [batch[Parallel("ddp", rank, 3).rows(12, 2)] for rank in range(3)]
+    assert [row for rows in taken for row in rows] == batch
+    assert batch[SINGLE.rows(12)] == batch
+
+
+@pytest.mark.parametrize(("batch", "accumulate", "near"), [(6, 2, "4 and 8"), (1, 1, "2 and 4")])
+def test_a_batch_that_ranks_and_micro_batches_do_not_divide_is_refused(batch, accumulate, near):
+    with pytest.raises(ValueError, match=rf"batch={batch} cannot be split over 2 .*can: {near}"):
+        Parallel("ddp", 0, 2).rows(batch, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "dpp"}, "parallel='dpp' is unknown; known are none, ddp, fsdp"),
+        ({"kind": "ddp", "backend": "mpi"}, "backend='mpi' is unknown; known are gloo, nccl"),
+        (
+            {"kind": "ddp", "static_graph": True, "find_unused_parameters": True},
+            "static_graph=True alone also trains a model with unused parameters",
+        ),
+        ({"kind": "fsdp", "static_graph": True}, "are DDP's; parallel='fsdp' has no use"),
+        ({"kind": "ddp", "bucket_mb": 0}, "bucket_mb=0 must be more than 0"),
+        ({"kind": "ddp"}, "starts under torchrun, which sets RANK, WORLD_SIZE"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_with_the_reason(monkeypatch, options, message):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=message):
+        parallel.start(**options)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_group_that_another_joined_is_used_and_left_open(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (meeting | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, value)
+    dist = torch.distributed
+    first = parallel.start("ddp", backend="gloo")
+    try:
+        second = parallel.start("ddp", backend="gloo")
+        assert (first.joined, second.joined) == (True, False)
+        second.close()
+        assert dist.is_initialized()
+        monkeypatch.setattr(parallel, "devices", lambda *_: (False, "nccl"))
+        with pytest.raises(ValueError, match="meets the others by gloo, not by nccl"):
+            parallel.start("ddp", backend="nccl")
+    finally:
+        first.close()
+    assert not dist.is_initialized()
+
+
+def test_nccl_without_a_gpu_for_each_rank_is_refused():
+    many = torch.cuda.device_count() + 1
+    with pytest.raises(ValueError, match=rf"backend='nccl' needs a GPU for each of {many} rank"):
+        parallel.devices(many, "nccl")
+    with pytest.raises(ValueError, match=rf"device='cuda' needs a GPU for each of {many} rank"):
+        parallel.devices(many, device="cuda")
+    with pytest.raises(ValueError, match="backend='gloo' runs on CPUs"):
+        parallel.devices(2, "nccl", "cpu")
+    assert parallel.devices(many) == (False, "gloo")
+
+
+def test_a_port_in_use_is_said(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}
+        for name, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ValueError, match=f"port {port} is in use; give torchrun"):
+            parallel.start("ddp", backend="gloo", device="cpu", timeout_s=5)
+
+
+def test_one_process_needs_no_group():
+    model = LanguageModel(tiny())
+    assert parallel.start("none") is SINGLE
+    assert SINGLE.wrap(model) is model
+    loss = torch.tensor(2.0)
+    assert SINGLE.mean(loss) is loss
+    SINGLE.barrier()
+    SINGLE.close()

@@ -1,0 +1,86 @@
+"""Evidence written by hand: a trial that trains for a while, and then what a test says."""
+
+from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample
+
+STEPS = 6
+SPEC = {"subject": "somebody:make", "steps": STEPS, "ranks": 1, "settings": {}}
+STOPPED = End("stopped by the supervisor", -15, "deadline", "still running after 20 s")
+TRAIN = "/home/someone/train.py"
+SPIN = [f"{TRAIN}:31 never_ends", f"{TRAIN}:12 backward", "/x/lib/python3.11/site.py:3 main"]
+
+
+def p(step=3, phase="backward", modules=12, fired=4, total=203, **more):
+    return P(step, phase, modules, fired, total, **more)
+
+
+def moving(seconds, *, rank=0, each_s=1.0, step=0, every_s=0.25, **how):
+    """Samples of a rank that works: a node at each, a step each `each_s`."""
+    found = []
+    for number in range(round(seconds / every_s)):
+        t = number * every_s
+        at = step + int(t / each_s)
+        fired = 1 + int(200 * (t % each_s) / each_s)
+        found.append(_sample(t, rank, p(at, fired=fired), t, **{"cpu": 1.0, **how}))
+    return found
+
+
+def resting(since, seconds, *, rank=0, at=None, every_s=0.25, **how):
+    """Samples of a rank whose P rests: at full use of a core and with beats unless told."""
+    return [
+        _sample(since + i * every_s, rank, at or p(), i * every_s, before_s=since,
+                **{"cpu": 1.0, **how})
+        for i in range(round(seconds / every_s) + 1)
+    ]  # fmt: skip
+
+
+def _sample(t, rank, at, lasted, *, cpu, beats=True, state="R", wchan="", before_s=0.0, gpu=None):
+    beat = int(10 * before_s) + (int(10 * lasted) if beats else 0)
+    return Sample(t, rank, at, beat, before_s + cpu * lasted, state, wchan, 100.0, gpu)
+
+
+def looks(since, *, frames=SPIN, gil=True, active=True, rank=0, tool="py-spy", count=3, at=None,
+          each=None, apart_s=0.6):  # fmt: skip
+    """`count` looks at the main thread; `each`: their frames, one by one."""
+    stacks = each or [frames] * count
+    return [
+        Look(since + apart_s * i, rank, tool,
+             [{"name": "other", "main": False, "active": False, "gil": False, "frames": []},
+              {"name": "MainThread", "main": True, "active": active, "gil": gil,
+               "frames": list(stack)}], at or p())
+        for i, stack in enumerate(stacks)
+    ]  # fmt: skip
+
+
+def trial(samples=(), looks=(), end=STOPPED, **more):
+    """Evidence of it, whose predictions say that it is late."""
+    samples = sorted(samples, key=lambda s: s.t)
+    seconds = samples[-1].t if samples else 2.0
+    known = {"predicted_s": 2.0, "soft_s": 6.0, "deadline_s": 20.0, "began_s": 0.0}
+    return Evidence(
+        spec=dict(SPEC), seconds=seconds, samples=samples, looks=list(looks), end=end,
+        **{**known, **more},
+    )  # fmt: skip
+
+
+def frozen(seconds=8.0, looked=(), before_s=3.0, **how):
+    """Trains for 3 s and then rests."""
+    more = {
+        k: how.pop(k) for k in ("end", "again", "stall_s", "flights", "predicted_s") if k in how
+    }
+    at = how.get("at")
+    samples = [*moving(before_s), *resting(before_s, seconds, **how)]
+    return trial(samples, looked if at is None else [_at(x, at) for x in looked], **more)
+
+
+def _at(look, at):
+    return Look(look.t, look.rank, look.tool, look.threads, at, look.message)
+
+
+def returned(**more):
+    """A trial that did all its steps."""
+    known = {"losses": [1.0] * STEPS, "soft_s": None, "predicted_s": None}
+    return trial(moving(STEPS), end=End("returned", 0), **{**known, **more})
+
+
+def oracle(ok=True, what="", detail="as it should be", place=""):
+    return {"ok": ok, "what": what, "detail": detail, "place": place}

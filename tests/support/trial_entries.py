@@ -1,0 +1,118 @@
+"""Functions that test_trial.py runs in child processes; each ends in its own way."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+def echo(spec):
+    print("on stdout")
+    return {"spec": spec, "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0)}
+
+
+def environment(spec):
+    return {"value": os.environ.get(spec["name"])}
+
+
+def sleep(spec):
+    time.sleep(spec.get("seconds", 60))
+    return {}
+
+
+def lasting_grandchild(spec):
+    """Ignores SIGTERM and starts a process in a session of its own that ignores it too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    grandchild = subprocess.Popen([sys.executable, "-c", ignore], start_new_session=True)
+    with open(spec["pids"] + ".new", "w") as file:
+        file.write(f"{os.getpid()} {grandchild.pid}")
+    os.replace(spec["pids"] + ".new", spec["pids"])
+    time.sleep(spec.get("seconds", 60))
+    return {}
+
+
+def sleeping_grandchild(spec):
+    """Starts a process in a session of its own that does not inherit the environment."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    grandchild = subprocess.Popen(sleep, start_new_session=True, env=spec["environment"])
+    with open(spec["pids"], "w") as file:
+        file.write(str(grandchild.pid))
+    time.sleep(60)
+
+
+def segfault(spec):
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+def kill_itself(spec):
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def leave_early(spec):
+    os._exit(spec["code"])
+
+
+def value_error(spec):
+    error = ValueError("seven is not a colour")
+    error.add_note("in step 3")
+    raise error
+
+
+def torch_allocation(spec):
+    import torch
+
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def address_space(spec):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    bytearray(2**31)
+
+
+def wrapped_out_of_memory(spec):
+    try:
+        raise MemoryError("too much")
+    except MemoryError as error:
+        raise RuntimeError("the compiler failed") from error
+
+
+def no_json(spec):
+    return {"a set": {1, 2}}
+
+
+def a_parent_that_dies(spec):
+    """Runs a trial of its own and is killed in the middle."""
+    import threading
+
+    from nsa.lab.process.trial import run_child
+
+    run = threading.Thread(
+        target=run_child,
+        args=("trial_entries:sleep_and_tell", {"pids": spec["pids"]}),
+        kwargs={"deadline_s": 60},
+    )
+    run.start()
+    while not os.path.exists(spec["pids"]):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def a_trial_of_its_own(spec):
+    from nsa.lab.process.trial import run_child
+
+    run_child(spec["entry"], spec, deadline_s=60)
+    return {}
+
+
+def sleep_and_tell(spec):
+    with open(spec["pids"] + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(spec["pids"] + ".new", spec["pids"])
+    time.sleep(60)

@@ -1,0 +1,361 @@
+"""`run_notebook`: what is refused before anything starts, and what a run leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import yaml
+from sample_notebooks import (
+    SET_UP,
+    code_cells,
+    environment_with_package,
+    marked_sleepers,
+    sleeper,
+    statuses,
+    text_of,
+    write_notebook,
+)
+
+from nsa.workbook import identity, record, run, store
+from nsa.workbook.files import read_json
+from nsa.workbook.run import run_notebook
+
+MEASURE = """\
+run.add_rows([{"operation": "o", "metric": "peak_memory", "median": layers}])
+run.figure("plot.png").write_bytes(b"png")
+run.figure("plot.svg").write_bytes(b"svg")
+run.figure("notes.txt").write_bytes(b"no figure")
+run.verdict("it ran", "PASS", {"rows": 1})
+print("measured", layers, lengths, precision)
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A project folder with one notebook, and how to run it."""
+    write_notebook(tmp_path / "notebooks" / "01_tiny.ipynb", SET_UP, MEASURE)
+    return tmp_path
+
+
+def start(place, given=None, name="tiny", **options):
+    options = {"progress": False, "root": place / "runs", **options}
+    return run_notebook(name, given or {}, notebooks=place / "notebooks", **options)
+
+
+def test_a_good_run_leaves_everything_that_is_promised(place):
+    result = start(place, {"layers": 3, "lengths": [64, 128]})
+    folder = result.folder
+    assert (result.status, result.stop_reason, result.cached) == ("ok", "ok", False)
+    assert result.good and result.verdicts[0]["verdict"] == "PASS"
+    assert folder.parent.parent == place / "runs" and folder.name.startswith("01_tiny-")
+    assert text_of(code_cells(folder / "notebook.ipynb")[-1]) == "measured 3 [64, 128] fp32\n"
+    assert (folder / "stdout.log").read_text() == "measured 3 [64, 128] fp32\n"
+    stored = yaml.safe_load((folder / "parameters.yaml").read_text())
+    assert stored["layers"] == 3 and stored["seed"] == 1337
+    assert read_json(folder / "environment.json")["seed"] == 1337
+    kept = record.load(folder)
+    assert kept["schema"] == 1 and kept["question"] == "Does it run?"
+    assert (kept["run_id"], kept["notebook"]) == (folder.name, "01_tiny")
+    assert kept["status"] == "ok" and kept["ended"] and kept["seconds"] > 0
+    assert store.Run(folder).metrics()["median"].tolist() == [3.0]
+    assert result.report == folder / "report.html" and result.report.is_file()
+    assert (place / "runs" / "index.html").is_file()
+
+
+def test_figures_of_a_good_run_are_published_with_the_name_of_the_run(place):
+    folder = start(place).folder
+    figures = place / "figures"
+    assert (figures / "01_tiny--plot.png").read_bytes() == b"png"
+    assert sorted(path.name for path in figures.iterdir()) == [
+        "01_tiny--plot.json",
+        "01_tiny--plot.png",
+        "01_tiny--plot.svg",
+    ]
+    origin = read_json(figures / "01_tiny--plot.json")
+    assert origin["run"] == folder.relative_to(place / "runs").as_posix()
+    assert {"date", "gpu", "torch", "triton", "commit"} <= set(origin)
+
+
+def test_figures_that_cannot_be_copied_are_said_and_cost_the_run_nothing(place):
+    (place / "figures").write_text("a file in its place")
+    said = []
+    result = start(place, say=said.append)
+    assert result.good and result.report.is_file()
+    assert said[-1] == f"no figures in {place / 'figures'}: File exists"
+
+
+def test_every_figure_of_a_notebook_is_shown_not_only_the_first(place):
+    draw = """
+from nsa.workbook import plots
+row = {"operation": "o", "backend": "gather", "mode": "step", "metric": "peak_memory",
+       "unit": "MiB", "x_name": "tokens"}
+run.add_rows([{**row, "x_value": t, "median": t} for t in (128, 256, 512)])
+fig = plots.memory_scaling(run.metrics()); plots.save(fig, run, "memory")"""
+    again = "fig = plots.local_exponents(run.metrics()); plots.save(fig, run, 'exponents')"
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, draw, again)
+    result = start(place)
+    for cell in code_cells(result.folder / "notebook.ipynb")[-2:]:
+        assert ["image/png" in output.data for output in cell.outputs] == [True]
+    assert (place / "figures" / "01_tiny--exponents.svg").is_file()
+
+
+def test_nothing_stored_names_a_place_of_this_machine(place):
+    folder = start(place).folder
+    names = ("notebook.ipynb", "record.json", "environment.json", "parameters.yaml", "report.html")
+    for name in names:
+        assert str(place) not in (folder / name).read_text(), name
+
+
+def test_a_failed_run_says_so_and_publishes_no_figure(place):
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, MEASURE, "1 / 0", "print(1)")
+    result = start(place)
+    assert (result.status, result.stop_reason) == ("failed", "error") and not result.good
+    assert result.message == "ZeroDivisionError: division by zero"
+    assert record.load(result.folder)["status"] == "failed"
+    assert statuses_of(result)[-2:] == ["failed", "pending"]
+    assert not (place / "figures").exists()
+    assert "division by zero" in result.report.read_text()
+
+
+def statuses_of(result) -> list[str]:
+    return [s for s in statuses(result.folder / "notebook.ipynb") if s]
+
+
+def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, "import time; time.sleep(600)")
+    slow = start(place, cell_timeout_s=1.0)
+    assert (slow.status, slow.stop_reason) == ("timeout", "timeout")
+    assert slow.message == "the cell ran longer than its 1 s"
+    write_notebook(
+        place / "notebooks" / "01_tiny.ipynb", SET_UP, "import os; os.kill(os.getpid(), 9)"
+    )
+    dead = start(place)
+    assert (dead.status, dead.stop_reason) == ("killed", "kernel_died")
+    assert dead.message == "the kernel died of SIGKILL"
+
+
+def test_a_notebook_with_a_timeout_ends_its_budgets_before_it(place):
+    budget = "from nsa.lab.process.budget import Budget; print(round(Budget(3600).share(3600)))"
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, budget)
+    for timeout_s, least, most in ((None, 3599, 3600), (300.0, 200, 270)):
+        folder = start(place, timeout_s=timeout_s, again=True).folder
+        assert least <= int((folder / "stdout.log").read_text()) <= most
+
+
+def test_a_failed_claim_is_a_finished_run_that_is_not_good(place):
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, "run.verdict('c', 'FAIL', 1)")
+    result = start(place)
+    assert result.status == "ok" and not result.good
+
+
+def test_the_same_run_is_a_cache_hit_and_again_runs_it_beside(place):
+    said = []
+    first = start(place)
+    second = start(place, {"layers": 2}, say=said.append)  # 2 is the default: the same run
+    assert second.cached and second.folder == first.folder and second.good
+    assert said == [f"this run exists: {first.folder} (run it again with --again)"]
+    assert second.report == first.report and second.verdicts == first.verdicts
+    third = start(place, again=True)
+    assert not third.cached and third.folder.name == f"{first.folder.name}-2"
+    assert first.folder.is_dir()
+    assert not start(place, {"layers": 3}).cached
+
+
+def test_a_failed_run_is_no_cache_hit(place):
+    marker = place / "marker"
+    cell = f"import os\nassert os.path.exists({str(marker)!r})"
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, cell)
+    assert start(place).status == "failed"
+    marker.touch()
+    second = start(place)
+    assert second.status == "ok" and not second.cached
+    assert start(place).folder == second.folder
+
+
+def test_the_id_names_parameters_source_and_environment_and_not_outputs(tmp_path):
+    notebook = write_notebook(tmp_path / "a.ipynb", "print(1)")
+    facts = {"torch": "2.13.0", "gpus": [{"name": "H200"}], "date": "today"}
+    first = identity.run_id(notebook, {"layers": 2}, facts)
+    assert len(first) == 8 and int(first, 16) >= 0
+    assert identity.run_id(notebook, {"layers": 2}, {**facts, "date": "tomorrow"}) == first
+    content = json.loads(notebook.read_text())
+    content["cells"][-1]["execution_count"] = 7
+    notebook.write_text(json.dumps(content))
+    assert identity.run_id(notebook, {"layers": 2}, facts) == first
+    others = {
+        identity.run_id(notebook, {"layers": 3}, facts),
+        identity.run_id(notebook, {"layers": 2}, {**facts, "torch": "2.11.0"}),
+        identity.run_id(notebook, {"layers": 2}, {**facts, "gpus": []}),
+        identity.run_id(write_notebook(tmp_path / "a.ipynb", "print(2)"), {"layers": 2}, facts),
+        first,
+    }
+    assert len(others) == 5
+
+
+def test_the_id_changes_with_the_packages_source(tmp_path, monkeypatch):
+    notebook = write_notebook(tmp_path / "a.ipynb", "1")
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr(identity, "PACKAGE", tmp_path / "package")
+    found = set()
+    for text in ("one", "two"):
+        (tmp_path / "package" / "m.py").write_text(text)
+        found.add(identity.run_id(notebook, {}, {}))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("name", ["01_tiny", "tiny", "01", "ti", "iny", "01_tiny.ipynb"])
+def test_a_notebook_is_found_by_name_number_or_part(place, name):
+    write_notebook(place / "notebooks" / "02_speed.ipynb", "1")
+    assert identity.find_notebook(name, place / "notebooks").stem == "01_tiny"
+
+
+def test_a_notebook_is_found_by_its_path(place):
+    path = place / "notebooks" / "01_tiny.ipynb"
+    assert identity.find_notebook(path, "nowhere") == path
+
+
+def test_a_path_that_leads_nowhere_runs_no_other_notebook_of_that_name(place):
+    with pytest.raises(ValueError, match=r"there is no file other/01_tiny\.ipynb"):
+        identity.find_notebook("other/01_tiny.ipynb", place / "notebooks")
+
+
+def test_an_unknown_or_unclear_notebook_is_refused_with_the_nearest(place):
+    write_notebook(place / "notebooks" / "02_tidy.ipynb", "1")
+    with pytest.raises(ValueError, match=r"no notebook .*; the nearest is '01_tiny'"):
+        start(place, name="tyni")
+    with pytest.raises(ValueError, match="'ti' fits 01_tiny, 02_tidy"):
+        start(place, name="ti")
+    with pytest.raises(ValueError, match="'t' fits 01_tiny, 02_tidy"):  # not 03_most
+        write_notebook(place / "notebooks" / "03_most.ipynb", "1")
+        start(place, name="t")
+    with pytest.raises(ValueError, match="no notebooks in"):
+        run_notebook("tiny", {}, notebooks=place / "none")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ({"layer": 1}, {}, "unknown parameter 'layer'; the nearest is 'layers'"),
+        ({"layers": "x"}, {}, "layers wants int"),
+        ({"layers": 65}, {}, "outside 1..64"),
+        ({}, {"timeout_s": 0}, "timeout must be more than 0 s"),
+        ({}, {"cell_timeout_s": -1}, "cell timeout must be more than 0 s"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_made(place, given, options, message):
+    with pytest.raises(ValueError, match=message):
+        start(place, given, **options)
+    assert not (place / "runs").exists()
+
+
+def test_an_unwritable_root_is_refused_before_anything_starts(place, monkeypatch):
+    (place / "runs").write_text("a file in its place")
+    monkeypatch.setattr(run, "_execute", lambda *_: pytest.fail("it started"))
+    with pytest.raises(ValueError, match="cannot write runs to"):
+        start(place)
+    with pytest.raises(ValueError, match="cannot write runs to /proc"):
+        start(place, root="/proc/runs")
+
+
+def test_a_run_whose_kernel_does_not_start_is_recorded_as_failed(place, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(run, "_execute", broken)
+    result = start(place)
+    assert (result.status, result.message) == ("failed", "RuntimeError: no kernel")
+    assert record.load(result.folder)["status"] == "failed"
+
+
+RUNNER = """\
+import sys
+from nsa.workbook.run import run_notebook
+result = run_notebook("tiny", {}, root=sys.argv[1] + "/runs", notebooks=sys.argv[1] + "/notebooks",
+                      progress=False)
+print(result.folder.name, result.status)
+"""
+
+
+def runner(place) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUNNER, str(place)],
+        env=environment_with_package(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_runs_of_one_thing_at_once_both_survive(place):
+    # each waits for the other to be inside its notebook, so the two really overlap
+    meet = (
+        "import os, pathlib, time\n"
+        f"folder = pathlib.Path({str(place)!r})\n"
+        "(folder / f'here-{os.getpid()}').touch()\n"
+        "end = time.monotonic() + 60\n"
+        "while len(list(folder.glob('here-*'))) < 2:\n"
+        "    assert time.monotonic() < end\n"
+        "    time.sleep(0.05)\n"
+    )
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, meet, MEASURE)
+    both = [runner(place), runner(place)]
+    printed = sorted(process.communicate(timeout=120)[0].split() for process in both)
+    (first, _), (second, _) = printed
+    assert [status for _, status in printed] == ["ok", "ok"]
+    assert second == f"{first}-2"
+    for folder in store.open_store(place / "runs").folders():
+        assert store.Run(folder).metrics()["median"].tolist() == [2.0]
+        assert record.load(folder)["status"] == "ok"
+    assert len(store.open_store(place / "runs").folders()) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "stop_reason"),
+    [(signal.SIGTERM, "killed", "terminated"), (signal.SIGINT, "interrupted", "interrupted")],
+    ids=["SIGTERM", "Ctrl-C"],
+)
+def test_a_stopped_run_is_recorded_and_leaves_no_process(place, number, status, stop_reason):
+    mark = f"mark-{uuid.uuid4().hex}"
+    ready = place / "ready"
+    cell = f"open({str(ready)!r}, 'w').close()\nimport time; time.sleep(600)"
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, MEASURE, sleeper(mark), cell, "1")
+    process = runner(place)
+    deadline = time.monotonic() + 60
+    while not ready.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(marked_sleepers(mark)) == 2
+    os.kill(process.pid, number)
+    printed = process.communicate(timeout=60)[0]
+    assert printed.split()[1] == status
+    (folder,) = store.open_store(place / "runs").folders()
+    kept = record.load(folder)
+    assert (kept["status"], kept["stop_reason"]) == (status, stop_reason)
+    assert statuses(folder / "notebook.ipynb")[-2:] == ["failed", "pending"]
+    assert len(store.Run(folder).metrics()) == 1
+    assert marked_sleepers(mark) == []
+
+
+def test_the_question_is_the_sentence_after_the_word_or_the_title(tmp_path):
+    assert identity.question(write_notebook(tmp_path / "a.ipynb", "1")) == "Does it run?"
+    for text, expected in (
+        (
+            "# Memory\n\n## Question\n\nHow does memory\ngrow with `T`?\n\nMore.",
+            "How does memory grow with T?",
+        ),
+        ("# Only a title\n\nText.", "Only a title"),
+    ):
+        cell = {"cell_type": "markdown", "source": text, "metadata": {}}
+        Path(tmp_path, "b.ipynb").write_text(json.dumps({"cells": [cell]}))
+        assert identity.question(tmp_path / "b.ipynb") == expected
+
+
+def test_a_file_that_is_no_notebook_is_refused(tmp_path):
+    (tmp_path / "a.ipynb").write_text("{}")
+    with pytest.raises(ValueError, match="is not a notebook"):
+        identity.question(tmp_path / "a.ipynb")
