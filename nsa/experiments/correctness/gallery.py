@@ -243,7 +243,7 @@ def known_tests() -> frozenset[str]:
     import ast
 
     found = set()
-    for file in (ROOT / "tests").glob("test_*.py"):
+    for file in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 found.add(f"tests/{file.name}::{node.name}")

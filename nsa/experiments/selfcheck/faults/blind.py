@@ -7,7 +7,7 @@ from nsa.experiments.selfcheck.faults import Fault
 from nsa.lab.watch.evidence import Evidence
 
 _FILE = re.compile(r"(?:[\w./-]*/)?nsa/experiments/selfcheck/faults/\w+\.py")
-_MODULE = re.compile(r"nsa\.lab\.faults(?:\.\w+)*(?::\w+)?")
+_MODULE = re.compile(r"nsa\.experiments\.selfcheck\.faults(?:\.\w+)*(?::\w+)?")
 _HIDDEN = ("subject", "settings")
 
 
