@@ -239,14 +239,14 @@ def run_tests(
 
 @cache
 def known_tests() -> frozenset[str]:
-    """Every test function of the project, as "tests/test_x.py::test_y"; empty without tests."""
+    """Every test function of the project, as "tests/room/test_x.py::test_y"; empty without tests."""
     import ast
 
     found = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                found.add(f"tests/{file.name}::{node.name}")
+                found.add(f"{file.relative_to(ROOT)}::{node.name}")
     return frozenset(found)
 
 
