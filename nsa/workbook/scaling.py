@@ -46,8 +46,9 @@ def fit_exponent(x: Sequence[float], y: Sequence[float]) -> Fit:
     if n < 2:
         return Fit(math.nan, math.nan, math.nan, n)
     line = linregress(u, v)
-    half = student.ppf(0.975, n - 2) * line.stderr if n > 2 else math.nan
-    return Fit(line.slope, line.slope - half, line.slope + half, n)
+    slope = float(line.slope)
+    half = float(student.ppf(0.975, n - 2) * line.stderr) if n > 2 else math.nan
+    return Fit(slope, slope - half, slope + half, n)
 
 
 def _pairs(x, y) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ import pandas
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.memory.activation_model import predicted_peak
 from nsa.experiments.memory.cell import Cell
+from nsa.model.presets import preset
 from nsa.workbook import metrics
 from nsa.workbook.metrics import model_name
 from nsa.workbook.panel_rows import by_tokens
@@ -52,6 +53,18 @@ def growing(df: pandas.DataFrame) -> pandas.DataFrame:
     rows = rows.drop_duplicates([*keys, "metric"], keep="last")
     total = rows.groupby(keys, sort=False)["median"].sum(min_count=1).reset_index()
     return by_tokens(total, "median").astype(float)
+
+
+def dense_up_to(df: pandas.DataFrame) -> dict[str, int]:
+    """{model: n l'}, the T up to which every query sees every key; 0 for a model that is no preset."""
+    found = {}
+    for config in metrics.configs(labelled(df)):
+        try:
+            sizes = preset(config.get("preset"), **(config.get("changes") or {})).nsa
+            found[model_name(config)] = sizes.select_count * sizes.select_block
+        except ValueError:
+            found[model_name(config)] = 0
+    return found
 
 
 def exponents(table: pandas.DataFrame) -> pandas.DataFrame:

@@ -62,6 +62,7 @@ def test_the_case_studys_exponents_are_computed_from_its_table():
         (lambda t: 1e-4 * t**2, "FAIL"),
         (lambda t: None, "INCONCLUSIVE"),
         (lambda t: 5.0 if t == 256 else None, "INCONCLUSIVE"),
+        (lambda t: 5.0 * t if t <= 512 else None, "PASS"),
     ],
 )
 def test_linear_means_an_exponent_of_at_most_1_1(growth, verdict):
@@ -77,6 +78,18 @@ def test_a_longest_length_without_neighbours_decides_nothing():
     for groups in ((lone, known), (known, lone)):
         claim = memory_claims.linear_backend_is_linear(frame(*groups), "gather")
         assert claim.verdict == "PASS" and list(claim.evidence) == ["production, 12 layers"]
+
+
+def test_below_n_l_even_a_linear_backend_may_start_steeper():
+    """The smoke run measures T 64 to 256 of a model whose queries see 8 blocks of 32 tokens."""
+    steep = rows_of("gather", lambda t: 1e-3 * t**1.7, tokens=(64, 128, 256), preset="cpu_test")
+    claim = memory_claims.linear_backend_is_linear(frame(steep), "gather")
+    assert claim.verdict == "INCONCLUSIVE"
+    assert claim.claim.endswith("every query still sees every key up to T = n l' = 256")
+    narrow = rows_of("gather", lambda t: 1e-3 * t**1.7, tokens=(64, 128, 256), preset="cpu_test",
+                     changes={"nsa": {"select_count": 4}})  # fmt: skip
+    claim = memory_claims.linear_backend_is_linear(frame(narrow), "gather")
+    assert claim.verdict == "FAIL" and str(claim.evidence) == "{'cpu_test, 5 layers': 1.7}"
 
 
 def test_a_cell_measured_twice_counts_once_and_as_the_last_time():
