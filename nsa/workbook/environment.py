@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
-from nsa.lab.process import budget, child, preflight
+from nsa.lab import sweep
+from nsa.lab.process import child, preflight
 from nsa.lab.process import family as processes
 
 PREFIXES = (
@@ -28,7 +29,7 @@ PREFIXES = (
     "SLURM_JOB",
 )
 # how a run's processes find each other: different every time, and no setting
-OWN = ("NSA_RUN", budget.RUN_ENDS, processes.COOKIE, processes.PARENT, child.PATH)
+OWN = ("NSA_RUN", sweep.RUN_ENDS, processes.COOKIE, processes.PARENT, child.PATH)
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SECRET = re.compile(r"token|secret|passw|credential|api_?key|auth", re.IGNORECASE)
 IDENTITY = re.compile(

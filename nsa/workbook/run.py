@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process.budget import RUN_ENDS
+from nsa.lab.sweep import RUN_ENDS
 from nsa.workbook import environment, identity, parameters, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.publish import publish_figures

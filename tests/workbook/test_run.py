@@ -141,7 +141,7 @@ def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
 
 
 def test_a_notebook_with_a_timeout_ends_its_budgets_before_it(place):
-    budget = "from nsa.lab.process.budget import Budget; print(round(Budget(3600).share(3600)))"
+    budget = "from nsa.lab.sweep import Budget; print(round(Budget(3600).share(3600)))"
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, budget)
     for timeout_s, least, most in ((None, 3599, 3600), (300.0, 200, 270)):
         folder = start(place, timeout_s=timeout_s, again=True).folder

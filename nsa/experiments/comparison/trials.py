@@ -13,8 +13,8 @@ from nsa.lab.measure.clock import CAP_S
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.process import gpus
-from nsa.lab.process.budget import Budget
 from nsa.lab.process.trial import place_of, run_child
+from nsa.lab.sweep import Budget
 
 ENTRY = "nsa.experiments.comparison.bench:measure_spec"
 PROCESS = "the process that measured this shape"

@@ -239,7 +239,7 @@ def run_tests(
 
 @cache
 def known_tests() -> frozenset[str]:
-    """Every test function of the project, as "tests/room/test_x.py::test_y"; empty without tests."""
+    """The project's test functions, as "tests/room/test_x.py::test_y"; empty without tests."""
     import ast
 
     found = set()

@@ -11,8 +11,8 @@ from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.session import session
 from nsa.lab.measure.memory_samples import MemorySamples
 from nsa.lab.process import gpus
-from nsa.lab.process.budget import Budget
 from nsa.lab.process.trial import place_of, run_child
+from nsa.lab.sweep import Budget
 
 ENTRY = "nsa.experiments.throughput.loss_curves:train"
 VARIANT = "curve"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsa.experiments.throughput.cell import TrainCell
-from nsa.lab.process.budget import Budget
 from nsa.lab.process.ranks import run_ranks
 from nsa.lab.process.trial import place_of, run_child
+from nsa.lab.sweep import Budget
 
 ENTRY = "nsa.experiments.throughput.child:measure_rank"
 EMPTY = {

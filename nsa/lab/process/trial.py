@@ -35,8 +35,9 @@ class Outcome:
 
     status: "ok"; "oom", out of device or host memory; "timeout", still running at its deadline
     (which does not say why); "crash", ended by a signal; "error", an exception or an early exit.
-    result: what the function returned, for "ok" only. message: one line, empty for "ok".
-    evidence: the traceback's tail, the stacks at the deadline, or the tail of stderr.
+    A sweep adds "declined" and "not run". result: what the function returned, for "ok" only.
+    message: one line, empty for "ok". evidence: the traceback's tail, the stacks at the deadline,
+    or the tail of stderr. alone: no other trial of its sweep ran beside it.
     """
 
     status: str
@@ -45,6 +46,7 @@ class Outcome:
     message: str
     returncode: int | None
     evidence: str = ""
+    alone: bool = True
 
 
 class Stopped(Exception):
