@@ -16,6 +16,13 @@ LOOKS = {
     "dense-fa4": ("#6B6B00", "h"),
     "fla": ("#9467BD", "p"),
 }
+# For series that are no backends: phases, buckets, kinds, cells. The first seven are the palette's.
+PALETTE = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#8C564B",
+    "#9467BD", "#6B6B00", "#7f7f7f",
+)  # fmt: skip
+MARKERS = "osD^vP<*>Xhpd"
+GREY, RED = "#777777", "#c00000"  # of notes, and of what should not be
 OTHERS = ("#C44E52", "d"), ("#1B7837", "H"), ("#4D4D4D", "8")
 STYLE = {
     "figure.dpi": 120,
@@ -38,6 +45,26 @@ STYLE = {
 def look(backend: str) -> tuple[str, str]:
     """Colour and marker of a backend; an unknown name always gets the same of a few others."""
     return LOOKS.get(backend) or OTHERS[sum(map(ord, backend)) % len(OTHERS)]
+
+
+def series(number: int) -> tuple[str, str]:
+    """Colour and marker of the n-th series of a figure; no two of 143 have both in common."""
+    return PALETTE[number % len(PALETTE)], MARKERS[number % len(MARKERS)]
+
+
+def title(axes, text: str, note: str = "") -> None:
+    """The title at the left, a note such as the machine at the right, clear of all curves."""
+    axes.set_title(text, loc="left", fontsize=10)
+    axes.set_title(note, loc="right", fontsize=8, color=GREY)
+
+
+def nothing(text: str):
+    """A figure that says why there is none."""
+    with style():
+        fig, (axes,) = panels(1, 0.8)
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, text, ha="center", va="center")
+    return fig
 
 
 def panels(count: int, height: float):
@@ -98,6 +125,22 @@ def plain_ticks(axes, tokens) -> None:
     values = sorted(set(tokens))
     axes.set_xticks(values, [f"{value:.0f}" for value in values])
     axes.xaxis.minorticks_off()  # those of a log y axis carry its labels where it spans no decade
+
+
+def log_axis(axis) -> None:
+    """Ticks at 1, 2 and 5 of each decade, written out, also where the axis spans no decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes, name = axis.axes, axis.axis_name
+    getattr(axes, f"set_{name}scale")("log")
+    low, high = getattr(axes, f"get_{name}lim")()
+    if high < 4 * low:
+        middle = (low * high) ** 0.5
+        getattr(axes, f"set_{name}lim")(middle / 2, 2 * middle)
+    wide = high / low > 1e3
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def style():

@@ -1,39 +1,43 @@
-"""The figures of the throughput notebook, in the looks of all others. `plots.save` writes them."""
+"""The figures of the throughput notebook, in the looks of all others."""
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.throughput import table as throughput_table
-from nsa.experiments.throughput.rows import PHASES
+from nsa.experiments.throughput import table
 from nsa.workbook import looks
+from nsa.workbook.looks import GREY
 from nsa.workbook.panel_rows import backends
 
-GREY = "#777777"
 PHASE_COLOURS = {
     "data": "#56B4E9", "forward": "#0072B2", "backward": "#E69F00", "optimizer": "#009E73",
     "graph": "#CC79A7", "communication": "#D55E00",
 }  # fmt: skip
-TWIN = ("#8C564B", "<")
 
 
 def speed(df, *, note: str = "", reported: bool = True):
-    """Tokens a second against T, log-log, a panel a model: NSA solid, the dense twin dotted.
+    """Tokens a second against T, log-log: NSA solid, the dense twin dotted.
 
-    `reported` draws the case study's figures, as it reported them, as grey crosses. Failures are
-    crosses at the foot. `note` stands in every panel's corner. ValueError without rows.
+    Two panels a model: what was measured, and the same beside the case study's figures as it
+    reported them, grey crosses (`reported`), which lie decades below. Failures are crosses at the
+    foot. `note` stands in a corner. ValueError without rows.
     """
-    rows = _needed(throughput_table.over_tokens(df, "tokens_per_second"), "tokens_per_second")
+    rows = _needed(table.over_tokens(df, "tokens_per_second"), "tokens_per_second")
+    models = [(*model, beside) for model in rows.groupby("model", sort=False)
+              for beside in (False, True)[: 1 + reported]]  # fmt: skip
     with looks.style():
-        fig, panels = looks.panels(rows["model"].nunique(), 4.2)
-        for axes, (model, frame) in zip(panels, rows.groupby("model", sort=False), strict=True):
+        fig, panels = looks.panels(len(models), 3.6)
+        for axes, (model, frame, beside) in zip(panels, models, strict=True):
             _lines(axes, frame, bands=not _on_cpu(df))
             tokens = list(frame["x_value"])
-            if reported:
+            if beside:
                 tokens += _reported(axes)
-            _title(axes, model, note)
+                looks.title(axes, "Beside the case study's own figures")
+            else:
+                looks.title(axes, f"Training speed: {model}", note)
             axes.set(xlabel="T (tokens)", ylabel="tokens / s")
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            looks.log_axis(axes.yaxis)
             _failures(axes, frame)
             looks.plain_ticks(axes, tokens)
         looks.legend(fig, panels)
@@ -42,12 +46,12 @@ def speed(df, *, note: str = "", reported: bool = True):
 
 def memory(df, *, note: str = ""):
     """Peak memory of a step against T, a panel a model."""
-    rows = _needed(throughput_table.over_tokens(df, "peak_memory"), "peak_memory")
+    rows = _needed(table.over_tokens(df, "peak_memory"), "peak_memory")
     with looks.style():
         fig, panels = looks.panels(rows["model"].nunique(), 2.7)
         for axes, (model, frame) in zip(panels, rows.groupby("model", sort=False), strict=True):
             _lines(axes, frame, bands=False)
-            _title(axes, model, note)
+            looks.title(axes, f"Peak memory: {model}", note)
             axes.set(xlabel="T (tokens)", ylabel="peak of a step (MiB)")
             looks.from_zero(axes)
             axes.set_xscale("log", base=2)
@@ -60,53 +64,54 @@ def memory(df, *, note: str = ""):
 def phases(df, *, note: str = ""):
     """Milliseconds a step by phase, stacked, a bar a cell; the hatched end is communication that
     is not hidden, taken out of backward."""
-    table = _needed(throughput_table.phases(df), "phase_time").fillna(0.0)
-    table = table.reindex(columns=[phase for phase in PHASES if phase in table])
-    names = [_bar_name(*key) for key in table.index]
-    if "communication" in table:
-        shown = table["communication"].clip(lower=0.0)
-        table["communication"] = np.minimum(shown, table["backward"])
-        table["backward"] -= table["communication"]
+    found = _needed(table.phases(df), "phase_time").fillna(0.0)
+    names = [f"{backend}, T {tokens}" + f"\n{variant}" * bool(variant)
+             for _, backend, variant, tokens in found.index]  # fmt: skip
+    if "communication" in found:
+        shown = found["communication"].clip(lower=0.0)
+        found["communication"] = np.minimum(shown, found["backward"])
+        found["backward"] -= found["communication"]
     with looks.style():
-        fig, (axes,) = looks.panels(1, 0.9 + 0.4 * len(table))
+        fig, (axes,) = looks.panels(1, 0.9 + 0.4 * len(found))
         fig.set_figwidth(8.5)
-        left = np.zeros(len(table))
-        for phase in table:
+        left = np.zeros(len(found))
+        for phase in found:
             axes.barh(
-                names, table[phase], left=left, label=phase, color=PHASE_COLOURS[phase],
+                names, found[phase], left=left, label=phase, color=PHASE_COLOURS[phase],
                 hatch="//" if phase == "communication" else None, height=0.7,
             )  # fmt: skip
-            left += table[phase].to_numpy()
+            left += found[phase].to_numpy()
         axes.invert_yaxis()
-        axes.set(xlabel="ms a step")
+        axes.set(xlabel="ms a step", xlim=(0, 1.04 * left.max() or 1))
         axes.grid(False, axis="y")
-        _title(axes, "", note)
+        looks.title(axes, "Where a step's time goes", note)
         looks.legend(fig, [axes])
     return fig
 
 
 def scaling(df, *, note: str = ""):
     """Tokens a second by ranks in times of one rank; dashed is what perfect scaling gives."""
-    table = _needed(throughput_table.scaling(df), "more than one rank").reset_index()
-    many = table[table["parallel"] != "none"]
+    found = _needed(table.scaling(df), "more than one rank").reset_index()
+    many = found[found["parallel"] != "none"]
     lines = list(many.groupby(["model", "backend", "T", "how", "parallel"], sort=False))
+    models = many["model"].unique()
     with looks.style():
         fig, (axes,) = looks.panels(1, 2.2 + 0.4 * (len(lines) // 2 + 1))  # the legend's rows
-        most = int(table["ranks"].max())
+        most = int(found["ranks"].max())
         axes.plot([1, most], [1, most], "--", color=GREY, lw=1.1, label="perfect")
         for number, ((model, backend, tokens, how, parallel), line) in enumerate(lines):
             line = line[line["ranks"] > 1].sort_values("ranks")
-            colour, marker = _look(backend)
-            label = f"{' '.join([backend, how]).strip()}, {parallel}, T {tokens}\n{model}"
+            colour, marker = looks.series(number)
+            label = f"{' '.join([backend, how]).strip()}, {parallel}, T {tokens}"
             axes.plot(
-                [1, *line["ranks"]], [1.0, *line["times one rank"]], ["-", "-.", ":"][number % 3],
-                color=colour, marker=marker, label=label,
-                alpha=0.6 if how else 1.0,
+                [1, *line["ranks"]], [1.0, *line["times one rank"]], color=colour, marker=marker,
+                label=label if len(models) == 1 else f"{label}\n{model}",
             )  # fmt: skip
-        top = 1.08 * max(most, table["times one rank"].max())
+        top = 1.08 * max(most, found["times one rank"].max())
         axes.set(xlabel="ranks", ylabel="tokens / s, times one rank", ylim=(0, top))
         axes.set_xticks(range(1, most + 1))
-        _title(axes, "", note)
+        looks.title(axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks",
+                    note)  # fmt: skip
         looks.legend(fig, [axes])
     return fig
 
@@ -114,25 +119,25 @@ def scaling(df, *, note: str = ""):
 def losses(df):
     """Loss against step: left each backend's mean over its seeds with the seeds' range as a band,
     right its distance from the mean over all NSA backends, which the eye cannot see on the left."""
-    table = _needed(throughput_table.losses(df), "loss")
-    names = list(dict.fromkeys(table.index.get_level_values("backend")))
+    found = _needed(table.losses(df), "loss")
+    names = list(dict.fromkeys(found.index.get_level_values("backend")))
     nsa = [name for name in names if not name.startswith("dense")] or names
-    middle = table.loc[nsa].mean()
+    middle = found.loc[nsa].mean()
     with looks.style():
         fig, panels = looks.panels(2, 3.0)
         for name in names:
-            colour, marker = _look(name)
-            lines, every = table.loc[name], max(1, table.shape[1] // 10)
-            style = {"color": colour, "marker": marker, "markevery": every, "label": name}
-            style["ls"] = ":" if name.startswith("dense") else "-"
+            lines, every = found.loc[name], max(1, found.shape[1] // 10)
+            style = _style(name) | {"markevery": every}
             for axes, base in ((panels[0], 0.0), (panels[1], middle)):
-                axes.plot(table.columns, lines.mean() - base, **style)
+                axes.plot(found.columns, lines.mean() - base, **style)
                 axes.fill_between(
-                    table.columns, lines.min() - base, lines.max() - base, color=colour, alpha=0.18,
-                    lw=0,
+                    found.columns, lines.min() - base, lines.max() - base, color=style["color"],
+                    alpha=0.18, lw=0,
                 )  # fmt: skip
-        panels[0].set(xlabel="step", ylabel="loss (nats a byte)", title="mean over seeds")
-        panels[1].set(xlabel="step", ylabel="nats", title="distance from the mean of NSA")
+        panels[0].set(xlabel="step", ylabel="loss (nats a byte)")
+        panels[1].set(xlabel="step", ylabel="loss less the mean (nats a byte)")
+        looks.title(panels[0], "Loss, mean over seeds")
+        looks.title(panels[1], "Distance from the mean of NSA")
         looks.legend(fig, panels)
     return fig
 
@@ -142,24 +147,31 @@ def memory_over_steps(df):
 
     Cells of fewer than ten steps are left out, unless there are no others.
     """
-    rows = _needed(throughput_table.memory_over_steps(df), "memory")
+    rows = _needed(table.memory_over_steps(df), "memory")
     modes = [mode for mode in ("device", "host") if (rows["mode"] == mode).any()]
+    keys = ["model", "backend", "variant", "tokens"]
+    cells = list(rows.groupby(keys, sort=False).groups)
+    models = rows["model"].nunique()
     with looks.style():
-        fig, panels = looks.panels(len(modes), 2.6)
+        fig, panels = looks.panels(len(modes), 2.6 + 0.1 * len(cells))
         for axes, mode in zip(panels, modes, strict=True):
             frame = rows[rows["mode"] == mode]
-            configs = ["model", "backend", "variant", "tokens"]
-            longest = frame.groupby(configs).size().max()
-            for (_, backend, variant, _), line in frame.groupby(configs, sort=False):
+            longest = frame.groupby(keys).size().max()
+            for cell, line in frame.groupby(keys, sort=False):
                 line = line.sort_values("x_value")
                 if len(line) < min(10, longest):
                     continue
+                colour, marker = looks.series(cells.index(cell))
+                model, backend, variant, tokens = cell
+                name = " ".join([backend, variant, f"T {tokens}"] + [model] * (models > 1))
                 axes.plot(
                     line["x_value"], line["median"] - line["median"].iloc[0],
-                    ":" if backend.startswith("dense") else "-", color=_look(backend)[0],
-                    alpha=1.0 if variant == "" else 0.5, label=backend,
+                    ":" if backend.startswith("dense") else "-", color=colour, marker=marker,
+                    markevery=max(1, len(line) // 6), ms=4.5, label=name.replace("  ", " "),
                 )  # fmt: skip
-            axes.set(xlabel="step after the warm-up", ylabel="MiB since the first", title=mode)
+            axes.set(xlabel="step after the warm-up", ylabel="MiB since the first step")
+            looks.title(axes, f"Memory held, {mode}")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             low, high = axes.get_ylim()
             axes.set_ylim(min(low, -1.0), max(high, 1.0))
         looks.legend(fig, panels)
@@ -181,20 +193,24 @@ def kernels(profile: dict, title: str):
     return fig
 
 
+def _style(backend: str) -> dict:
+    """The dense twin is dotted, whatever serves it."""
+    if backend.startswith("dense"):
+        return {"color": "#8C564B", "marker": "<", "ls": ":", "label": f"{backend} twin"}
+    colour, marker = looks.look(backend)
+    return {"color": colour, "marker": marker, "ls": "-", "label": backend}
+
+
 def _lines(axes, frame, *, bands: bool) -> None:
     for backend, line in backends(frame):
         good = line[line["median"].notna()].sort_values("x_value")
         if not len(good):
             continue
-        colour, marker = _look(backend)
-        style = ":" if backend.startswith("dense") else "-"
-        axes.plot(
-            good["x_value"], good["median"], style, color=colour, marker=marker, zorder=3,
-            label=f"{backend} twin" if backend.startswith("dense") else backend,
-        )  # fmt: skip
+        style = _style(backend)
+        axes.plot(good["x_value"], good["median"], zorder=3, **style)
         if bands:
             low, high = good["q20"].astype(float), good["q80"].astype(float)
-            axes.fill_between(good["x_value"], low, high, color=colour, alpha=0.18, lw=0)
+            axes.fill_between(good["x_value"], low, high, color=style["color"], alpha=0.18, lw=0)
 
 
 def _reported(axes) -> list[int]:
@@ -215,21 +231,9 @@ def _failures(axes, frame) -> None:
     """A cross at the foot for each cell that failed, its outcome beside it."""
     failed = frame[frame["median"].isna() & (frame["outcome"] != "not run")]  # for want of time
     failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
-    looks.crosses(axes, failing, frame["x_value"], top=False, colour=lambda name: _look(name)[0])
-
-
-def _look(backend: str) -> tuple[str, str]:
-    return TWIN if backend.startswith("dense") else looks.look(backend)
-
-
-def _title(axes, title: str, note: str) -> None:
-    """The note stands at the right, where no curve can run through it."""
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_title(note, loc="right", fontsize=8, color=GREY)
-
-
-def _bar_name(model: str, backend: str, variant: str, tokens: int) -> str:
-    return f"{backend}, T {tokens}" + (f"\n{variant}" if variant else "")
+    looks.crosses(
+        axes, failing, frame["x_value"], top=False, colour=lambda name: _style(name)["color"]
+    )
 
 
 def _on_cpu(df) -> bool:

@@ -314,8 +314,10 @@ def test_figures_are_drawn_with_failures_in_them():
     cells = [row(), row("dense"), row("masked", outcome="oom"), two, row(tokens=4096)]
     df = frame(*cells, curves=[curve(), curve("gather"), curve("dense", offset=0.1)])
     figure = throughput_plots.speed(df, note="H200")
-    texts = [text.get_text() for text in figure.axes[0].texts]
-    assert "masked: oom" in texts and any(text.startswith("153") for text in texts)
+    ours, beside = ([text.get_text() for text in axes.texts] for axes in figure.axes)
+    assert "masked: oom" in ours and any(text.startswith("153") for text in beside)
+    assert not any(text.startswith("153") for text in ours)  # decades below what was measured
+    assert len(throughput_plots.speed(df, reported=False).axes) == 1
     memory = throughput_plots.memory(df).axes[0]
     highest = max(max(line.get_ydata()) for line in memory.get_lines())
     assert memory.get_ylim()[0] == 0 and memory.get_ylim()[1] > 1.04 * highest
@@ -325,7 +327,10 @@ def test_figures_are_drawn_with_failures_in_them():
     lines = throughput_plots.scaling(df).axes[0].get_lines()
     assert lines[1].get_ydata()[-1] == pytest.approx(2 * 100 / 105, rel=1e-3)
     assert len(throughput_plots.losses(df).axes) == 2
-    assert len(throughput_plots.memory_over_steps(df).axes) == 2
+    over_steps = throughput_plots.memory_over_steps(df)
+    assert len(over_steps.axes) == 2
+    shown = [(line.get_color(), line.get_marker()) for line in over_steps.axes[0].get_lines()]
+    assert len(set(shown)) == len(shown) == len(over_steps.legends[0].get_texts())
     profile = {"kernels": [{"name": "gemm", "ms": 3.0, "calls": 4, "share": 1.0}]}
     assert throughput_plots.kernels(profile, "step").axes[0].get_title() == "step"
     with pytest.raises(ValueError, match="no training rows of loss"):
