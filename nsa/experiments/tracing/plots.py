@@ -1,41 +1,42 @@
-"""The figures of distributed tracing, in the looks of all others. `plots.save` writes them.
+"""The figures of distributed tracing, in the looks of all others.
 
 What was not traced, or did not get so far, is said in the figure's place: a verdict is still due.
 """
 
 import numpy as np
 
-from nsa.experiments.tracing import table as tracing_table
+from nsa.experiments.tracing import table
 from nsa.experiments.tracing.trials import STEPS, Traced
 from nsa.workbook import looks
+from nsa.workbook.looks import PALETTE, RED
 
 RANK_LOOKS = (("#0072B2", "o"), ("#D55E00", "x"), ("#009E73", "+"), ("#CC79A7", "1"))
-BUCKETS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+HATCHES = ("", "///", "...", "xxx")
 
 
 def arrival_order(traced: Traced, trials: list[str], step: int = 1):
     """When each gradient arrives, against the parameter's place in the model; a panel a trial.
 
     A rank is a marker. What is missing stands at the left edge in red, what arrives as zero keeps
-    its place, ringed in red.
+    its place, in a red square.
     """
-    table = tracing_table.frame(traced, "arrivals")
-    table = table[table["step"] == step]
-    shown = [name for name in trials if (table["trial"] == name).any()]
+    rows = table.frame(traced, "arrivals")
+    rows = rows[rows["step"] == step]
+    shown = [name for name in trials if (rows["trial"] == name).any()]
     if not shown:
         return _nothing(f"no arrivals of {', '.join(trials) or 'any trial'}")
-    one = table[table["rank"] == 0]
+    one = rows[rows["rank"] == 0]
     fullest = (one["state"] != "missing").groupby(one["trial"], sort=False).sum().idxmax()
     arrived = list(one[one["trial"] == fullest]["parameter"])
     place = {name: number for number, name in enumerate(_in_model_order(arrived))}
     with looks.style():
         fig, panels = looks.panels(len(shown), 2.8)
         for axes, name in zip(panels, shown, strict=True):
-            mine = table[table["trial"] == name]
-            for rank, rows in mine.groupby("rank"):
-                _arrivals(axes, rows, place, rank)
-            axes.set(title=name, xlabel="order of arrival", ylabel="place in the model")
-            axes.set_xlim(-0.09 * len(place), len(place))
+            for rank, mine in rows[rows["trial"] == name].groupby("rank"):
+                _arrivals(axes, mine, place, rank)
+            axes.set(xlabel="order of arrival", ylabel="parameter's place in the model")
+            looks.title(axes, f"{name}: gradients of step {step}")
+            axes.set_xlim(-0.09 * len(place), 1.02 * len(place))
             axes.invert_yaxis()
         looks.legend(fig, panels)
     return fig
@@ -43,8 +44,7 @@ def arrival_order(traced: Traced, trials: list[str], step: int = 1):
 
 def buckets(traced: Traced, trials: list[str]):
     """DDP's buckets by elements, stacked in their order: a bar a step and rank, a panel a trial."""
-    found = {name: tracing_table.layouts(traced, name) for name in trials}
-    found = {name: steps for name, steps in found.items() if steps}
+    found = {name: steps for name in trials if (steps := table.layouts(traced, name))}
     if not found:
         return _nothing(f"no buckets of {', '.join(trials)}")
     with looks.style():
@@ -54,91 +54,99 @@ def buckets(traced: Traced, trials: list[str]):
             for step, by_rank in steps.items():
                 width = 0.8 / len(by_rank)
                 for rank, elements in by_rank.items():
-                    at = step - 0.4 + width * (rank + 0.5)
-                    _stack(axes, at, 0.9 * width, elements)
-                    ticks.append(at)
+                    ticks.append(step - 0.4 + width * (rank + 0.5))
                     labels.append(f"step {step}\nrank {rank}" if len(by_rank) < 3 else str(rank))
+                    _stack(axes, ticks[-1], 0.9 * width, elements)
             axes.set_xticks(ticks, labels, fontsize=8)
             axes.grid(False, axis="x")
-            axes.set(title=name, ylabel="elements (million)")
+            axes.set(ylabel="elements (million)")
+            looks.title(axes, f"{name}: DDP's buckets")
+            looks.from_zero(axes)
         looks.legend(fig, panels)
     return fig
 
 
 def module_timeline(traced: Traced, trial: str, step: int = STEPS, depth: int = 3):
-    """When each module's backward begins on each rank, ms since the backward began.
+    """When each module's backward begins on each rank, ms since the first one's; what came before
+    it, and a pause of more than half of the rest, are cut out and told in words.
 
     By default in the last step: in the first, kernels are compiled. Modules more than `depth` names
     deep are left out.
     """
-    table = tracing_table.modules(traced, trial, step)
-    table = table[[name.count(".") < depth for name in table.index]]
-    if not len(table):
+    times = table.modules(traced, trial, step)
+    times = times[[name.count(".") < depth for name in times.index]]
+    if not len(times):
         return _nothing(f"no module backwards of {trial}")
-    height = max(2.2, 0.16 * len(table))
+    first = float(np.nanmin(times))
+    times, (begins, pause) = _without_pause(times - first)
     with looks.style():
-        fig, (axes,) = looks.panels(1, height)
-        levels = np.arange(len(table))
-        for rank, column in enumerate(table.columns):
-            colour, marker = _look(rank)
-            label = column.removesuffix(", ms")
-            axes.plot(table[column], levels, color=colour, lw=0.8, alpha=0.5)
-            axes.plot(table[column], levels, marker, color=colour, ms=5, label=label)
-        axes.set_yticks(levels, table.index, fontsize=7.5)
+        fig, (axes,) = looks.panels(1, max(2.2, 0.16 * len(times)))
+        levels = np.arange(len(times))
+        for rank, column in enumerate(times.columns):
+            colour, marker = RANK_LOOKS[rank % len(RANK_LOOKS)]
+            axes.plot(times[column], levels, color=colour, lw=0.8, alpha=0.5)
+            axes.plot(times[column], levels, marker, color=colour, ms=5,
+                      label=column.removesuffix(", ms"))  # fmt: skip
+        if pause:
+            axes.axvline(begins, color=RED, ls="--", lw=1.2)
+            axes.annotate(
+                f" {pause / 1e3:.3g} s are left out here", (begins, 0.99), color=RED, va="top",
+                xycoords=("data", "axes fraction"), fontsize=8,
+            )  # fmt: skip
+        axes.set_yticks(levels, times.index, fontsize=7.5)
         axes.invert_yaxis()
-        axes.set(title=f"{trial}, step {step}", xlabel="ms since the backward began (host)")
+        axes.set(xlabel="ms since the first module's backward began (host)")
+        looks.title(axes, f"{trial}, step {step}: backward by module",
+                    f"the first began {first:.3g} ms after the backward")  # fmt: skip
         looks.legend(fig, [axes])
     return fig
 
 
+def _without_pause(times):
+    """The times without the longest stretch in which no module begins on any rank, if that is more
+    than half of all; and where it began and how long it was, (0, 0) where nothing was cut."""
+    values = np.unique(times.to_numpy()[~np.isnan(times.to_numpy())])
+    waits = np.diff(values)
+    if len(waits) < 3 or waits.max() <= values[-1] / 2:
+        return times, (0.0, 0.0)
+    begins, wait = values[waits.argmax()], waits.max()
+    left = 0.1 * (values[-1] - wait)  # a gap that the eye sees
+    return times.where(times <= begins, times - wait + left), (begins + left / 2, wait - left)
+
+
 def _nothing(text: str):
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 0.8)
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, f"{text}: not traced to its end", ha="center", va="center")
-    return fig
+    return looks.nothing(f"{text}: not traced to its end")
 
 
 def _arrivals(axes, rows, place: dict[str, int], rank: int) -> None:
-    colour, marker = _look(rank)
-    there = rows[rows["state"] != "missing"]
-    heights = [place[name] for name in there["parameter"]]
-    axes.plot(
-        there["order"].astype(int), heights, marker, color=colour, ms=5, mfc="none", mew=1.1,
-        label=f"rank {rank}",
-    )  # fmt: skip
-    for state, at in (("missing", -0.05 * len(place)), ("zero", None)):
-        wrong = rows[(rows["state"] == state) & (rows["expected"] != state)]
-        if not len(wrong):
-            continue
-        x = wrong["order"].astype(int) if at is None else np.full(len(wrong), at)
-        heights = [place[name] for name in wrong["parameter"]]
-        size, shape = (13, "o") if at is None else (8, marker)
-        axes.plot(
-            x, heights, shape, color="#c00000", ms=size, mfc="none", mew=1.6,
-            label="arrives as zero" if at is None else f"missing on rank {rank}",
-        )  # fmt: skip
-    rightly = rows[(rows["state"] == "missing") & (rows["expected"] == "missing")]
-    if len(rightly):
-        heights = [place[name] for name in rightly["parameter"]]
-        axes.plot(
-            np.full(len(rightly), -0.05 * len(place)), heights, ".", color="#9a9a9a", ms=4,
-            label="rightly none",
-        )  # fmt: skip
+    """One rank's arrivals, and what is missing or zero of them."""
+    colour, marker = RANK_LOOKS[rank % len(RANK_LOOKS)]
+    edge = -0.05 * len(place)
+
+    def draw(mine, shape, label, **style):
+        x = mine["order"].astype("Float64").fillna(edge).to_numpy(float)
+        y = [place[name] for name in mine["parameter"]]
+        axes.plot(x, y, shape, mfc="none", label=label, **style)
+
+    missing, expected = rows["state"] == "missing", rows["expected"] == rows["state"]
+    draw(rows[~missing], marker, f"rank {rank}", color=colour, ms=5, mew=1.1)
+    for mine, shape, label, style in (
+        (missing & ~expected, marker, f"missing on rank {rank}", {"color": RED, "ms": 8}),
+        ((rows["state"] == "zero") & ~expected, "s", "arrives as zero", {"color": RED, "ms": 13}),
+        (missing & expected, ".", "rightly none", {"color": "#9a9a9a", "ms": 4}),
+    ):
+        if mine.any():
+            draw(rows[mine], shape, label, mew=1.6, **style)
 
 
 def _stack(axes, at: float, width: float, elements: list[int]) -> None:
     below = 0.0
     for index, count in enumerate(elements):
-        colour = BUCKETS[index % len(BUCKETS)]
-        label = f"bucket {index}" if index < len(BUCKETS) else None
-        axes.bar(at, count / 1e6, width, bottom=below, color=colour, edgecolor="white", lw=0.6,
-                 label=label)  # fmt: skip
+        axes.bar(
+            at, count / 1e6, width, bottom=below, color=PALETTE[index % 7], edgecolor="white",
+            lw=0.6, hatch=HATCHES[index // 7 % len(HATCHES)], label=f"bucket {index}",
+        )  # fmt: skip
         below += count / 1e6
-
-
-def _look(rank: int) -> tuple[str, str]:
-    return RANK_LOOKS[rank % len(RANK_LOOKS)]
 
 
 def _in_model_order(arrived: list[str]) -> list[str]:
