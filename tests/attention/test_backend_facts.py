@@ -18,6 +18,7 @@ from nsa.reference.nsa import BRANCHES, nsa
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
 def test_no_query_sees_the_future_also_when_the_window_is_shorter_than_the_sequence(backend):
     drawn = draw(Case(40, kv_heads=1, group=2), torch.float32, DEVICE)
@@ -47,6 +48,7 @@ def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backen
         assert k.abs().max() > 1e-6, f"{branch}: keys get no gradient"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
 def test_a_graph_that_is_kept_goes_back_twice(backend):
     tokens = 70 if (backend, DEVICE) == ("triton", "cpu") else 300  # interpreted, or in chunks
@@ -77,6 +79,7 @@ def test_rows_without_a_key_give_zero_and_zero_gradient(backend):
     assert torch.count_nonzero(grads["v_slc"][:, 20:]) == 0  # behind block 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
 def test_nothing_that_autograd_saved_is_changed_in_place(backend):
     """The case study suspected in-place selection; here the version counters are looked at."""
@@ -151,6 +154,7 @@ def odd_selections():
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", odd_selections())
 @pytest.mark.parametrize("backend", NAMES)
 def test_slots_that_name_no_block_are_empty_in_every_backend(backend, name):
@@ -198,6 +202,7 @@ def test_a_repeated_block_counts_once(backend):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("backend", NAMES)
 def test_a_branch_that_is_not_asked_for_costs_nothing(backend, branch):
@@ -212,6 +217,7 @@ def test_a_branch_that_is_not_asked_for_costs_nothing(backend, branch):
     assert {b for b, _ in seen.paths} == {*BRANCHES, "score"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", FAST)
 def test_non_contiguous_and_expanded_inputs_work(backend):
     drawn = draw(Case(50, kv_heads=2, group=2), torch.float32, DEVICE)
@@ -279,6 +285,7 @@ def test_a_named_backend_runs_or_raises_with_its_reason():
         nsa_attention(*args, **kwargs, backend="flex")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
 def test_the_witness_tells_backends_apart(backend):
     args, kwargs = draw(Case(20), torch.float32, DEVICE).arguments()

@@ -28,13 +28,17 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def each(backends, cases, dtypes):
-    """Every combination that runs here; interpreted kernels take minutes for the long ones."""
+    """Every combination that runs here; interpreted kernels take minutes for the long ones.
+
+    A newcomer's `make test` has the first cases of the backends that take no loop over tokens.
+    """
     for backend in backends:
         for dtype, name in dtypes.items():
             for case in cases:
                 long = backend == "triton" and DEVICE == "cpu" and case.tokens > 200
                 if takes(backend, dtype):
-                    marks = [pytest.mark.slow] if long else []
+                    quick = case in cases[:4] and backend not in ("triton", "sequential")
+                    marks = [pytest.mark.slow] if long else [] if quick else [pytest.mark.full]
                     yield pytest.param(
                         backend, case, dtype, id=f"{backend}-{case}-{name}", marks=marks
                     )
@@ -48,6 +52,7 @@ def test_backend_agrees_with_the_reference_forward_and_backward(backend, case, d
     check(backend, case, dtype, with_gradient=True)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(DEVICE != "cpu", reason="flex has a backward on a GPU, and is tested with it")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -55,6 +60,7 @@ def test_flex_agrees_with_the_reference_forward(case, dtype):
     check("flex", case, dtype, with_gradient=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", FAST)
 def test_backend_agrees_in_fp16(backend):
     check(backend, CASES[6], torch.float16, with_gradient=True)
@@ -105,6 +111,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 @pytest.mark.parametrize("backend", [name for name in NAMES if takes(name, torch.float64)])
@@ -117,6 +124,7 @@ def test_backend_selects_and_attends_as_the_reference_from_end_to_end(backend, c
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", FAST)
 def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
     """Small chunks on a small shape take the same path as real ones on a long sequence."""
@@ -126,6 +134,7 @@ def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
     check(backend, replace(CASES[8], batch=2), torch.float32, with_gradient=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("branch", ["slc", "win"])
 def test_the_kernels_dq_does_not_feel_what_all_values_share(branch):
     """Softmax does not see it, so it must not cost what it does see its digits."""

@@ -38,6 +38,7 @@ def largest(backend: str, tokens: int) -> int:
     return seen.elements
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["gather", "packed"])
 def test_a_linear_backend_never_makes_a_tensor_of_t_times_t(backend):
     assert not registry.get(backend).quadratic

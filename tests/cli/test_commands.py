@@ -32,6 +32,7 @@ def one_line(capsys) -> str:
     return error
 
 
+@pytest.mark.processes
 def test_a_run_prints_how_it_ended_and_can_be_looked_at(place, capsys):
     file = place / "p.yaml"
     file.write_text("layers: 5\nrate: 2\n")
@@ -58,6 +59,7 @@ def test_a_run_prints_how_it_ended_and_can_be_looked_at(place, capsys):
         assert os.path.isfile(path)
 
 
+@pytest.mark.processes
 def test_a_reader_that_goes_early_is_no_failure(place):
     command = [sys.executable, "-m", "nsa", "notebooks"]
     environment = environment_with_package()
@@ -83,6 +85,8 @@ def test_a_notebook_that_cannot_be_run_does_not_hide_the_others(place, capsys):
     assert "cannot be run: 00_bad.ipynb has 0 cells" in printed and "layers: int" in printed
 
 
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize("failure", ["1 / 0", "run.verdict('it is right', 'FAIL', 1)"])
 def test_a_failed_run_and_a_failed_verdict_exit_with_1(place, capsys, failure):
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, failure)
@@ -91,6 +95,7 @@ def test_a_failed_run_and_a_failed_verdict_exit_with_1(place, capsys, failure):
     capsys.readouterr()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -162,6 +167,7 @@ def test_help_works_for_every_command(capsys):
         assert parser.description.split()[0] in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_the_environment_is_shown_as_text_and_as_json(capsys):
     assert cli.main(["env"]) == 0
     assert "torch " in capsys.readouterr().out
@@ -192,6 +198,7 @@ def test_a_missing_package_is_said_with_the_extra_that_brings_it(place, capsys, 
     assert "papermill is not installed; pip install 'nsa[notebooks]'" in one_line(capsys)
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     ready = place / "ready"
     cell = f"open({str(ready)!r}, 'w').close()\nimport time; time.sleep(600)"

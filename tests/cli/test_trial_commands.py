@@ -60,6 +60,7 @@ def test_the_factors_can_be_listed(place, capsys):
     assert "selected_backend" in printed and "CUDA_LAUNCH_BLOCKING" in printed
 
 
+@pytest.mark.processes
 def test_a_sweep_prints_its_table_and_goes_on(place, capsys):
     assert cli.main(["sweep", "plan.yaml", "--budget", "20m"]) == 1  # one of them crashed
     printed, said = capsys.readouterr()
@@ -132,6 +133,7 @@ def test_bad_input_is_one_clear_line_and_exits_with_2(place, capsys, words, mess
     assert not (place / "trials").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "words", [["sweep", "plan.yaml"], ["bisect", "plan.yaml"], ["trial", f"subject={SUBJECT}"]]
 )
@@ -146,6 +148,7 @@ def test_a_full_disk_is_told_of_and_exits_with_1(place, capsys, monkeypatch, wor
     assert "the disk of trials is full: trial" in "".join(capsys.readouterr())
 
 
+@pytest.mark.processes
 def test_a_place_that_cannot_hold_trials_is_one_line_and_exits_with_2(place, capsys):
     (place / "file").write_text("")
     assert cli.main(["sweep", "plan.yaml", "--trials", "file/trials"]) == 2
@@ -170,6 +173,7 @@ def test_words_of_the_command_line_become_values():
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_real_bisection_finds_the_pair_that_breaks_a_strangers_step(tmp_path):
     (tmp_path / "plan.yaml").write_text(PLAN + "steps: 2\n")
     command = [sys.executable, "-m", "nsa", "bisect", "plan.yaml"]

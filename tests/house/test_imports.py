@@ -159,6 +159,7 @@ def test_attention_model_and_command_line_load_with_torch_alone():
     assert heavy_imports(PACKAGE) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "line", "complaint"),
     [
@@ -191,6 +192,7 @@ def test_a_planted_arrow_is_caught(tmp_path, where, line, complaint):
     assert complaint in planted[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "caught"),
     [
@@ -220,10 +222,12 @@ def loaded_after(statement: str) -> set[str]:
 OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconvert", "IPython"}
 
 
+@pytest.mark.processes
 def test_import_nsa_loads_nothing_but_itself():
     assert not loaded_after("import nsa; nsa.__version__") & (OPTIONAL | BASE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "statement", ["from nsa import nsa_attention", "from nsa import LanguageModel"]
 )

@@ -74,21 +74,20 @@ def test_the_version_is_one_and_the_changelog_knows_it():
 
 
 def test_the_commands_of_the_readme_are_in_the_makefile():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     readme = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"^make ([a-z]+)|`make ([a-z]+)", readme, re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", readme, re.MULTILINE))
     named = {first or second for first, second in named}
     assert {"run", "test"} <= named
     assert named <= targets
 
 
-def test_the_example_of_the_readme_runs(capsys):
+def test_the_example_of_the_readme_runs():
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict = {}
     exec(compile(example, "README.md", "exec"), names)
     assert names["o"].shape == names["q"].shape
     assert names["q"].grad.isfinite().all()
-    assert "slc" in capsys.readouterr().out
 
 
 def test_the_readme_lists_every_backend_in_the_order_of_preference():
@@ -98,6 +97,7 @@ def test_the_readme_lists_every_backend_in_the_order_of_preference():
     assert rows == [(b.name, "yes" if b.quadratic else "no") for b in backends()]
 
 
+@pytest.mark.processes
 def test_links_lead_to_what_a_checkout_holds():
     files = {str(path.relative_to(ROOT)) for path in tracked()}
     held = files | {str(folder) for name in files for folder in Path(name).parents}
@@ -113,7 +113,7 @@ def test_links_lead_to_what_a_checkout_holds():
 
 
 def test_ci_runs_what_the_readme_tells():
-    assert re.search(r"^make .*\btest$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert re.search(r"^make .*\btest-all$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("group", ["console script", "papermill engine"])
@@ -142,6 +142,7 @@ def machine_traces(text: str) -> list[str]:
     ]
 
 
+@pytest.mark.processes
 def test_no_tracked_file_tells_of_the_machine_it_was_made_on():
     found = {}
     for path in tracked():
@@ -170,6 +171,7 @@ def test_a_path_that_is_nobodys_is_no_trace():
     assert not machine_traces("/usr/bin/env, runs/workbook/rooted, /home/someone/runs, network/x")
 
 
+@pytest.mark.processes
 def test_no_tracked_file_is_large():
     large = {path.name: size for path in tracked() if (size := path.stat().st_size) > MAX_BYTES}
     assert large == {}

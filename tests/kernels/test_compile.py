@@ -42,6 +42,7 @@ def said(found: list[dict]) -> str:
     return "\n".join(map(str, found))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("architecture", "shape", "kind"), TARGETS)
 def test_every_kernel_compiles_and_fits_the_chip(architecture, shape, kind):
     found = compiled(architecture, shape, kind)["compiled"]
@@ -55,6 +56,8 @@ def test_every_kernel_compiles_and_fits_the_chip(architecture, shape, kind):
         assert not spilling, f"registers spill to memory:\n{said(spilling)}"
 
 
+@pytest.mark.processes
+@pytest.mark.full
 def test_no_kernel_is_left_out():
     answer = compiled(90, "main", "dense")
     left_out = set(answer["kernels"]) - {x["kernel"] for x in answer["compiled"]}

@@ -41,6 +41,7 @@ def sequences_of(lengths, config, dense_batch=False):
     return packed(bounds, sum(lengths), config)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize(
     ("lengths", "config", "batch"),

@@ -40,6 +40,7 @@ def arguments(case=CASE, gates=True, blocks=False, keep=True):
     )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("blocks", [False, True], ids=["scored", "handed-in"])
 def test_attend_is_a_sound_operator(case, blocks):
@@ -69,6 +70,7 @@ def test_compress_and_select_are_sound_operators(case):
     torch.library.opcheck(ops.select, (q, k_cmp, cu, batch, sizes, scale), test_utils=checks)
 
 
+@pytest.mark.full
 def test_the_backward_has_the_shapes_that_its_fake_promises():
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments()]
     o, *kept, blocks = ops.attend(*args)
@@ -89,6 +91,7 @@ def results(case, call):
     return [o, *torch.autograd.grad(o.square().sum(), leaves)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
 def test_a_whole_graph_compiles_and_gives_the_same_bits(case):
     def whole(*args, **kwargs):
@@ -106,6 +109,7 @@ def test_a_whole_graph_compiles_and_gives_the_same_bits(case):
         assert torch.equal(eager, graph), name
 
 
+@pytest.mark.full
 def test_a_checkpointed_call_gives_the_same_bits():
     plain = results(CASE, lambda x: attend(x, "triton"))
     again = results(CASE, lambda x: checkpoint(attend, x, "triton", use_reentrant=False))
@@ -161,6 +165,7 @@ def test_frozen_keys_cost_no_key_gradients(monkeypatch):
 SUBSETS = [["cmp"], ["slc"], ["win"], ["slc", "win"], ["cmp", "win"], ["cmp", "slc"]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
 def test_an_operator_without_some_branches_is_the_sum_of_the_others(branches):
     both = results_of(branches, "triton")

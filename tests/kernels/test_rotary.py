@@ -4,7 +4,7 @@ import pytest
 import torch
 from backend_calls import DEVICE
 from interpreted import true_bfloat16
-from test_kernels_compress import DTYPES
+from test_compress import DTYPES
 
 from nsa.kernels.rotary import rotate
 from nsa.model.rotary import Rotary, has_kernel

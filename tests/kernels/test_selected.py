@@ -160,12 +160,14 @@ def sizes(request, monkeypatch):
         monkeypatch.setattr(Plan, "always_large", lambda *_: False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_gradients_are_as_accurate_as_torch(case, sizes):
     given = case.draw()
     assert_right(case, given, ours(case, given))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_keys_as_rows_are_as_accurate_as_torch(case):
     given = case.draw()
@@ -174,6 +176,7 @@ def test_keys_as_rows_are_as_accurate_as_torch(case):
     assert_right(case, given, ours(case, given, tile=turned, force="small"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("force", ["small", "large"])
 @pytest.mark.parametrize("group", [1, 3, 16])
 def test_each_size_of_tile_alone_is_right(group, force):
@@ -198,6 +201,7 @@ def test_the_tile_changes_nothing_but_rounding(tile):
     assert_right(case, given, got | {"dk": keys[0], "dv": keys[1]})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", [(37,), (7, 7), (5, 0, 14, 18)])
 @pytest.mark.parametrize(("tokens", "pieces"), [(1, 1), (4, 1), (1, 4), (3, 2)])
 def test_a_union_holds_each_block_once_in_the_order_of_its_tokens(
@@ -240,6 +244,7 @@ def test_a_union_of_more_tokens_than_bits_is_refused():
         unions(case.draw()["blocks"], case.sequences(), 33)
 
 
+@pytest.mark.full
 def test_no_output_depends_on_what_later_tokens_select_or_hold():
     case = Case((52,), group=16)
     given = case.draw()
@@ -266,6 +271,7 @@ def test_the_size_of_the_first_tile_does_not_hinge_on_later_tokens():
         assert torch.equal(after[name][:8], before[name][:8]), name
 
 
+@pytest.mark.full
 def test_what_a_token_gets_does_not_hinge_on_the_price_of_a_large_tile():
     case = Case((64,), group=16)
     given = case.draw()
@@ -310,6 +316,7 @@ def test_dq_is_added_to_and_the_gates_gradient_written_where_asked():
     assert (dgates[..., [0, 2]] == 7.0).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scanned", [0, 1 << 20])
 def test_a_block_of_many_tokens_is_summed_from_parts_alike_every_time(scanned, monkeypatch):
     monkeypatch.setattr("nsa.kernels.inverse.SCANNED", scanned)
@@ -323,6 +330,7 @@ def test_a_block_of_many_tokens_is_summed_from_parts_alike_every_time(scanned, m
     assert torch.equal(got["dv"], again["dv"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", [7, None])
 def test_a_block_longer_than_a_tile_of_keys_is_taken_part_by_part(task):
     case = Case((90,), group=2, select_block=40, slots=2)
@@ -394,6 +402,7 @@ def test_blocks_that_nobody_selects_get_a_gradient_of_zero():
         assert not got[name][:8].any()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, for NaN
 def test_not_a_number_stays_within_its_sequence():
     case = Case((13, 18, 9), group=3)
@@ -420,6 +429,7 @@ def test_what_lies_behind_the_last_column_is_not_read():
         assert_same(value, plain[name], name)
 
 
+@pytest.mark.full
 def test_strided_and_expanded_inputs_are_read_where_they_lie():
     case = Case((40,), group=2, kv_heads=2, slots=2)
     given = case.draw()
@@ -466,6 +476,7 @@ def test_short_sequences_are_left_to_large_tiles(group, blocks, expected):
     assert planned.always_large(blocks, 3, 1.4) is expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", [3, 16, 64])
 @pytest.mark.parametrize("lengths", [(37, 37), (5, 0, 14, 18)])
 def test_a_plan_that_was_kept_is_the_plan(group, lengths):

@@ -165,6 +165,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -205,6 +206,7 @@ def test_a_query_that_sees_no_key_yields_zero_and_minus_infinity(lengths):
     assert all((x == 0).all() for x in problem.dkdv(lse2, delta))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, for tl.max
 @pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
 def test_non_finite_rows_stay_in_their_sequence(span):
@@ -269,6 +271,7 @@ def test_strides_of_tokens_and_heads_are_the_callers(span):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
 @pytest.mark.parametrize("lengths", [(45,), (33, 33)], ids=["one", "batch"])
 def test_descriptors_fetch_what_pointers_do(span, lengths):
@@ -285,6 +288,7 @@ def test_descriptors_fetch_what_pointers_do(span, lengths):
         assert_same(fetched, pointers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
 @pytest.mark.parametrize("wanted", [6, 1000])
 def test_idle_processors_are_given_shares_of_heads_and_tokens(span, wanted, monkeypatch):

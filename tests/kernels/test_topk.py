@@ -106,6 +106,7 @@ def assert_selects_as_well(got, exact, config, dtype):
         assert loss.abs().max() <= 3 * torch.finfo(dtype).eps * exact.sum(-1).max()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize(
     ("config", "tokens"),
@@ -116,6 +117,7 @@ def test_keeps_as_much_importance_as_the_exact_selection(config, tokens, dtype):
     check((tokens,), config, 3, dtype)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", [1, 6, 16])
 def test_any_group_selects_together(group):
     check((70,), TINY, group, torch.float32)
@@ -136,6 +138,7 @@ def test_a_query_with_one_slot_selects_its_own_block():
     check((40,), SMALLEST, 2, torch.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
 def test_packed_sequences_select_as_if_alone(config):
     lengths = (61, 1, 0, 3, 75, 0)
@@ -163,6 +166,7 @@ def test_enough_slots_for_all_blocks_select_all_that_are_legal():
     assert torch.equal(got, torch.where(slots <= own, slots, -1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("config", [TINY, ODD, MANY], ids=["tiny", "odd", "many"])
 def test_ties_go_to_the_lower_index(config, dtype):

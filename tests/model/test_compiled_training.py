@@ -50,6 +50,7 @@ def compiled(backend, *names):
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_all_blocks_are_one_graph_which_no_later_step_makes_anew(name):
     found = compiled("eager")[name]  # no code is generated: tracing decides

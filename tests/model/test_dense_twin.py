@@ -146,6 +146,7 @@ def test_strict_stops_at_what_is_not_finite():
         model(tokens())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_twin_may_weigh_what_its_model_weighs(name):
     config = preset(name)

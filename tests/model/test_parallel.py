@@ -82,28 +82,38 @@ def assert_as_one_process(seen, name, device="cpu"):
         torch.testing.assert_close(loaded, alone, rtol=1e-5, atol=0)
 
 
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize("name", rank_entries.WAYS)
 def test_two_ranks_train_and_are_stored_as_one_process_is(on_cpu, name):
     assert_as_one_process(on_cpu, name)
 
 
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.gpus2
 @pytest.mark.parametrize("name", rank_entries.WAYS)
 def test_two_gpus_train_and_are_stored_as_one_is(on_gpus, name):
     assert_as_one_process(on_gpus, name, "cuda")
 
 
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.gpus2
 def test_a_gradient_that_overflows_on_one_gpu_skips_the_step_on_both(on_gpus):
     assert [rank["overflow"] for rank in on_gpus] == 2 * [{"kept": True, "scale": 2.0}]
 
 
+@pytest.mark.processes
+@pytest.mark.full
 def test_fsdp_gives_the_loss_of_ddp(on_cpu):
     torch.testing.assert_close(
         on_cpu[0]["fsdp"]["losses"], on_cpu[1]["ddp"]["losses"], rtol=1e-6, atol=0
     )
 
 
+@pytest.mark.processes
+@pytest.mark.full
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(on_cpu):
     assert [rank["overflow"] for rank in on_cpu] == 2 * [{"kept": True, "scale": 2.0}]
 

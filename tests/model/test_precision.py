@@ -35,6 +35,7 @@ class Overflow:
             self.weight.grad[0, 0] = float("inf")
 
 
+@pytest.mark.full
 def test_fp16_trains_with_fp32_weights_and_states():
     trained = trainer(text(max_bytes=2**20), lr=1e-2)
     losses = trained.run(14)

@@ -193,6 +193,7 @@ def fill(folder, start):
         data.batch(step, 2, 15)
 
 
+@pytest.mark.processes
 def test_processes_may_share_a_cache(hub, tmp_path):
     context = get_context("fork")
     start = context.Barrier(2)

@@ -90,6 +90,7 @@ def mark():
         process.kill()
 
 
+@pytest.mark.processes
 def test_a_good_notebook_completes_and_ends_what_it_started(tmp_path, mark):
     out = execute(tmp_path, sleeper(mark), "print('two')")
     assert reason(out) == "ok"
@@ -99,6 +100,7 @@ def test_a_good_notebook_completes_and_ends_what_it_started(tmp_path, mark):
     assert_nothing_left(mark)
 
 
+@pytest.mark.processes
 def test_a_child_that_dropped_the_environment_is_ended_too(tmp_path, mark):
     cell = (
         "import subprocess, sys\n"
@@ -111,6 +113,7 @@ def test_a_child_that_dropped_the_environment_is_ended_too(tmp_path, mark):
     assert_nothing_left(mark)
 
 
+@pytest.mark.processes
 def test_the_helper_that_looks_for_processes_sees_one(mark):
     code = "import time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code, mark])
@@ -121,6 +124,7 @@ def test_the_helper_that_looks_for_processes_sees_one(mark):
         process.wait()
 
 
+@pytest.mark.processes
 def test_an_exception_fails_its_cell_and_leaves_the_later_ones_pending(tmp_path, mark):
     out = execute(tmp_path, sleeper(mark), "print('before')\n1 / 0", "print('never')")
     assert reason(out) == "error"
@@ -131,6 +135,7 @@ def test_an_exception_fails_its_cell_and_leaves_the_later_ones_pending(tmp_path,
     assert_nothing_left(mark)
 
 
+@pytest.mark.full
 def test_a_hang_ends_at_its_deadline_and_shows_where_it_was(tmp_path, mark):
     began = time.monotonic()
     out = execute(tmp_path, sleeper(mark), HANG, "print('never')", cell_timeout_s=2)
@@ -146,6 +151,7 @@ def test_a_hang_ends_at_its_deadline_and_shows_where_it_was(tmp_path, mark):
     assert_nothing_left(mark)
 
 
+@pytest.mark.full
 def test_a_hang_in_c_that_holds_the_gil_is_killed(tmp_path, mark):
     out = execute(tmp_path, sleeper(mark), GIL_HANG, "print('never')", cell_timeout_s=3)
     assert reason(out) == "timeout"
@@ -155,6 +161,7 @@ def test_a_hang_in_c_that_holds_the_gil_is_killed(tmp_path, mark):
     assert_nothing_left(mark)
 
 
+@pytest.mark.full
 def test_the_whole_notebook_has_a_deadline_besides_that_of_a_cell(tmp_path, mark):
     cell = "import time; time.sleep(1.5)"
     out = execute(tmp_path, sleeper(mark), *[cell] * 6, timeout_s=4, cell_timeout_s=60)
@@ -166,12 +173,14 @@ def test_the_whole_notebook_has_a_deadline_besides_that_of_a_cell(tmp_path, mark
     assert_nothing_left(mark)
 
 
+@pytest.mark.processes
 def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
     out = execute(tmp_path, "print('never')", timeout_s=0.01)
     assert reason(out) == "timeout" and statuses(out) == ["failed"]
     assert code_cells(out)[0].execution_count is None
 
 
+@pytest.mark.full
 def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
     broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
     monkeypatch.setattr(interpreter.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
@@ -191,6 +200,7 @@ def test_what_never_ran_is_called_complete_only_after_a_good_end(stop_reason, le
     assert book.cells[0].metadata.papermill["status"] == left
 
 
+@pytest.mark.processes
 def test_a_killed_kernel_is_told_from_a_timeout(tmp_path, mark):
     kill = """\
 import os, time
@@ -238,6 +248,7 @@ def start_runner(tmp_path, mark, cell):
     return runner, tmp_path / "out.ipynb"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "cell", "expected", "ename"),
     [
@@ -259,6 +270,7 @@ def test_a_stopped_runner_leaves_a_true_notebook_and_no_process(
     assert_nothing_left(mark)
 
 
+@pytest.mark.full
 def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark):
     runner, out = start_runner(tmp_path, mark, GIL_HANG)
     kernels = [p for p in psutil.Process(runner.pid).children() if "kernel.py" in str(p.cmdline())]
@@ -271,6 +283,7 @@ def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark
     assert statuses(out) == ["completed", "running", "pending"]
 
 
+@pytest.mark.processes
 def test_the_signal_handlers_come_back_and_other_threads_get_none(tmp_path):
     before = [signal.getsignal(number) for number in engine.SIGNALS]
     execute(tmp_path, "1")
@@ -289,6 +302,7 @@ def test_the_signal_handlers_come_back_and_other_threads_get_none(tmp_path):
     assert failures == []
 
 
+@pytest.mark.processes
 def test_it_runs_from_inside_a_running_event_loop(tmp_path):
     async def inside():
         return execute(tmp_path, "print('in')")
@@ -296,6 +310,7 @@ def test_it_runs_from_inside_a_running_event_loop(tmp_path):
     assert statuses(asyncio.run(inside())) == ["completed"]
 
 
+@pytest.mark.processes
 def test_outputs_are_logged_as_they_arrive(tmp_path):
     times = []
     cell = "import time\nprint('a', flush=True)\ntime.sleep(1)\nprint('b', flush=True)"
@@ -311,6 +326,7 @@ def test_outputs_are_logged_as_they_arrive(tmp_path):
     assert times[1][0] - times[0][0] > 0.5
 
 
+@pytest.mark.processes
 def test_the_kernel_is_the_interpreter_that_runs_us_with_the_package_of_the_runner(tmp_path):
     import nsa
 
@@ -319,6 +335,7 @@ def test_the_kernel_is_the_interpreter_that_runs_us_with_the_package_of_the_runn
     assert executable == sys.executable and package == nsa.__file__
 
 
+@pytest.mark.processes
 def test_the_names_of_the_workbooks_files_shadow_no_module_in_the_kernel(tmp_path):
     out = execute(tmp_path, "import sys\nprint([p for p in sys.path if p.endswith('workbook')])")
     assert text_of(code_cells(out)[0]) == "[]\n"

@@ -23,6 +23,7 @@ def repository(tmp_path):
     return tmp_path
 
 
+@pytest.mark.processes
 def test_a_snapshot_is_json_and_names_the_installed_versions():
     found = json.loads(json.dumps(environment.snapshot(seed=7)))
     assert found["torch"] == importlib.metadata.version("torch")
@@ -33,6 +34,7 @@ def test_a_snapshot_is_json_and_names_the_installed_versions():
     assert expected <= set(found)
 
 
+@pytest.mark.processes
 def test_a_snapshot_imports_no_torch():
     code = (
         "import sys; from nsa.workbook.environment import snapshot; snapshot(); "
@@ -41,6 +43,7 @@ def test_a_snapshot_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment_with_package())
 
 
+@pytest.mark.processes
 def test_a_snapshot_holds_no_host_user_or_path(monkeypatch):
     import platform
 
@@ -59,6 +62,7 @@ def test_a_snapshot_holds_no_host_user_or_path(monkeypatch):
         assert secret not in text
 
 
+@pytest.mark.processes
 def test_only_variables_that_change_the_run_are_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -100,6 +104,7 @@ def test_a_gpu_is_described():
     }
 
 
+@pytest.mark.processes
 def test_no_gpu_is_an_empty_list(monkeypatch):
     assert environment.visible_gpus("", None) == []
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -110,12 +115,14 @@ def test_no_gpu_is_an_empty_list(monkeypatch):
         environment.gpus.cache_clear()
 
 
+@pytest.mark.processes
 def test_a_clean_repository_has_a_commit_and_no_dirty_hash(repository):
     found = environment.git_state(repository)
     assert len(found["commit"]) == 40
     assert found["dirty"] is False and found["dirty_hash"] is None
 
 
+@pytest.mark.processes
 def test_each_change_of_the_source_has_its_own_dirty_hash(repository):
     hashes = set()
     for name, content in (("a.py", "two\n"), ("a.py", "three\n"), ("b.py", "x"), ("b.py", "y")):
@@ -126,6 +133,7 @@ def test_each_change_of_the_source_has_its_own_dirty_hash(repository):
     assert len(hashes) == 4
 
 
+@pytest.mark.processes
 def test_results_make_nothing_dirty(repository):
     for name in ("runs/x/record.json", "figures/a.png"):
         (repository / name).parent.mkdir(parents=True)
@@ -133,10 +141,12 @@ def test_results_make_nothing_dirty(repository):
     assert environment.git_state(repository)["dirty"] is False
 
 
+@pytest.mark.processes
 def test_outside_a_repository_git_is_null(tmp_path):
     assert environment.git_state(tmp_path) is None
 
 
+@pytest.mark.processes
 def test_files_without_a_repository_may_be_told_their_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_COMMIT", "abc123")
     found = environment.git_state(tmp_path)

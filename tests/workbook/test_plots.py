@@ -150,6 +150,7 @@ def test_nothing_to_draw_is_refused():
         plots.memory_by_category(frame(held("gather", 128, 1.0, "a")), tokens=7)
 
 
+@pytest.mark.full
 def test_a_saved_figure_is_png_and_svg_and_both_name_the_run(tmp_path):
     from PIL import Image
 

@@ -48,6 +48,7 @@ def start(place, given=None, name="tiny", **options):
     return run_notebook(name, given or {}, notebooks=place / "notebooks", **options)
 
 
+@pytest.mark.processes
 def test_a_good_run_leaves_everything_that_is_promised(place):
     result = start(place, {"layers": 3, "lengths": [64, 128]})
     folder = result.folder
@@ -68,6 +69,7 @@ def test_a_good_run_leaves_everything_that_is_promised(place):
     assert (place / "runs" / "index.html").is_file()
 
 
+@pytest.mark.processes
 def test_figures_of_a_good_run_are_published_with_the_name_of_the_run(place):
     folder = start(place).folder
     figures = place / "figures"
@@ -82,6 +84,7 @@ def test_figures_of_a_good_run_are_published_with_the_name_of_the_run(place):
     assert {"date", "gpu", "torch", "triton", "commit"} <= set(origin)
 
 
+@pytest.mark.processes
 def test_figures_that_cannot_be_copied_are_said_and_cost_the_run_nothing(place):
     (place / "figures").write_text("a file in its place")
     said = []
@@ -90,6 +93,7 @@ def test_figures_that_cannot_be_copied_are_said_and_cost_the_run_nothing(place):
     assert said[-1] == f"no figures in {place / 'figures'}: File exists"
 
 
+@pytest.mark.full
 def test_every_figure_of_a_notebook_is_shown_not_only_the_first(place):
     draw = """
 from nsa.workbook import plots
@@ -105,6 +109,7 @@ fig = plots.memory_scaling(run.metrics()); plots.save(fig, run, "memory")"""
     assert (place / "figures" / "01_tiny--exponents.svg").is_file()
 
 
+@pytest.mark.processes
 def test_nothing_stored_names_a_place_of_this_machine(place):
     folder = start(place).folder
     names = ("notebook.ipynb", "record.json", "environment.json", "parameters.yaml", "report.html")
@@ -112,6 +117,7 @@ def test_nothing_stored_names_a_place_of_this_machine(place):
         assert str(place) not in (folder / name).read_text(), name
 
 
+@pytest.mark.processes
 def test_a_failed_run_says_so_and_publishes_no_figure(place):
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, MEASURE, "1 / 0", "print(1)")
     result = start(place)
@@ -127,6 +133,7 @@ def statuses_of(result) -> list[str]:
     return [s for s in statuses(result.folder / "notebook.ipynb") if s]
 
 
+@pytest.mark.full
 def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, "import time; time.sleep(600)")
     slow = start(place, cell_timeout_s=1.0)
@@ -140,6 +147,7 @@ def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
     assert dead.message == "the kernel died of SIGKILL"
 
 
+@pytest.mark.full
 def test_a_notebook_with_a_timeout_ends_its_budgets_before_it(place):
     budget = "from nsa.lab.sweep import Budget; print(round(Budget(3600).share(3600)))"
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, budget)
@@ -148,12 +156,14 @@ def test_a_notebook_with_a_timeout_ends_its_budgets_before_it(place):
         assert least <= int((folder / "stdout.log").read_text()) <= most
 
 
+@pytest.mark.processes
 def test_a_failed_claim_is_a_finished_run_that_is_not_good(place):
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, "run.verdict('c', 'FAIL', 1)")
     result = start(place)
     assert result.status == "ok" and not result.good
 
 
+@pytest.mark.full
 def test_the_same_run_is_a_cache_hit_and_again_runs_it_beside(place):
     said = []
     first = start(place)
@@ -167,6 +177,7 @@ def test_the_same_run_is_a_cache_hit_and_again_runs_it_beside(place):
     assert not start(place, {"layers": 3}).cached
 
 
+@pytest.mark.full
 def test_a_failed_run_is_no_cache_hit(place):
     marker = place / "marker"
     cell = f"import os\nassert os.path.exists({str(marker)!r})"
@@ -254,6 +265,7 @@ def test_bad_input_is_refused_before_anything_is_made(place, given, options, mes
     assert not (place / "runs").exists()
 
 
+@pytest.mark.processes
 def test_an_unwritable_root_is_refused_before_anything_starts(place, monkeypatch):
     (place / "runs").write_text("a file in its place")
     monkeypatch.setattr(run, "_execute", lambda *_: pytest.fail("it started"))
@@ -263,6 +275,7 @@ def test_an_unwritable_root_is_refused_before_anything_starts(place, monkeypatch
         start(place, root="/proc/runs")
 
 
+@pytest.mark.processes
 def test_a_run_whose_kernel_does_not_start_is_recorded_as_failed(place, monkeypatch):
     def broken(*_):
         raise RuntimeError("no kernel")
@@ -291,6 +304,7 @@ def runner(place) -> subprocess.Popen:
     )
 
 
+@pytest.mark.full
 def test_two_runs_of_one_thing_at_once_both_survive(place):
     # each waits for the other to be inside its notebook, so the two really overlap
     meet = (
@@ -314,6 +328,7 @@ def test_two_runs_of_one_thing_at_once_both_survive(place):
     assert len(store.open_store(place / "runs").folders()) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "status", "stop_reason"),
     [(signal.SIGTERM, "killed", "terminated"), (signal.SIGINT, "interrupted", "interrupted")],

@@ -38,6 +38,7 @@ def test_the_fit_agrees_with_a_case_worked_by_hand():
     assert (fit.low, fit.high) == pytest.approx((0.5 - half, 0.5 + half))
 
 
+@pytest.mark.full
 def test_the_interval_holds_the_truth_in_95_of_100_fits():
     noise = np.random.default_rng(1337)
     x = 2.0 ** np.arange(7, 12)

@@ -155,6 +155,7 @@ def test_witnesses_trials_and_figures_lie_in_the_run(run):
     assert run.figure("a.png").parent.is_dir()
 
 
+@pytest.mark.processes
 def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it():
     code = (
         "from nsa.workbook import store\n"
@@ -184,6 +185,7 @@ def _create(root, barrier, results):
     results.put([store.create_folder(root, "tiny-12345678").name for _ in range(20)])
 
 
+@pytest.mark.full
 def test_processes_that_create_the_same_folder_at_once_each_get_their_own(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
@@ -325,6 +327,7 @@ def test_a_running_record_with_an_old_heartbeat_is_lost():
     assert status_now({"status": "running"}) == "lost"
 
 
+@pytest.mark.processes
 def test_an_ended_runner_on_this_machine_is_lost_and_a_live_one_is_not():
     mine = {"machine": machine(), "pid": os.getpid(), "pid_started": process_start(os.getpid())}
     assert status_now(running(300, **mine)) == "running"

@@ -232,7 +232,7 @@ def run_tests(
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line"]
     without = ["-p", "no:cacheprovider", "-p", "no:nbval"]  # loading that takes as long as torch
     return subprocess.run(
-        [*command, *without, *files, "-k", picked],
+        [*command, "-m", "not slow", *without, *files, "-k", picked],
         cwd=root, capture_output=True, text=True, timeout=deadline_s, check=False,
     )  # fmt: skip
 

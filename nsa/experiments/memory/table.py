@@ -56,7 +56,7 @@ def growing(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def dense_up_to(df: pandas.DataFrame) -> dict[str, int]:
-    """{model: n l'}, the T up to which every query sees every key; 0 for a model that is no preset."""
+    """{model: n l'}, the T up to which a query sees every key; 0 for a model that is no preset."""
     found = {}
     for config in metrics.configs(labelled(df)):
         try:

@@ -97,7 +97,8 @@ def progress(rows: Sequence[Judged], names: Sequence[str]):
             axes.plot(t, 100 * share, "--" if row.control else "-", color=colour, alpha=0.9)
             axes.plot(t[-1], 100 * share[-1], marker, color=colour)
             axes.annotate(
-                f"{row.name}: {row.label}", (t[-1], 100 * share[-1]), xytext=(1.08 * latest, height),
+                f"{row.name}: {row.label}", (t[-1], 100 * share[-1]),
+                xytext=(1.08 * latest, height),
                 fontsize=7.5, va="center", color=colour,
                 arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.5},
             )  # fmt: skip

@@ -222,6 +222,7 @@ def test_a_correct_window_would_nearly_have_doubled_the_last_row():
     assert right > 1.8 * MEMORY_MIB[2048]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layers", "tokens", "defects"),
     [(1, 64, SEQUENTIAL), (2, 64, SEQUENTIAL), (1, 64, ("first_compressed",))],
@@ -250,6 +251,7 @@ def test_the_tables_own_model_holds_what_shapes_predict():
     assert found["peak_mib"] == pytest.approx(found["predicted_mib"], rel=0.01)
 
 
+@pytest.mark.full
 def test_between_steps_4_and_5_nothing_changes_but_weights_moments_and_the_count():
     found = state.difference({"settings": {"tokens": 12}, "after": 4})
     assert json.loads(json.dumps(found)) == found
@@ -258,6 +260,7 @@ def test_between_steps_4_and_5_nothing_changes_but_weights_moments_and_the_count
     assert {row["what"] for row in found["rows"]} >= {"tensors' bytes", "graph nodes", "tensors"}
 
 
+@pytest.mark.full
 def test_a_loss_that_is_kept_shows_in_the_state(monkeypatch):
     kept = []
     plain = ExhibitLoop._step

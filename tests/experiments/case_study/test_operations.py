@@ -44,6 +44,7 @@ def test_a_node_with_two_uses_is_one_node():
     assert count_nodes([torch.ones(())]) == 0
 
 
+@pytest.mark.full
 def test_the_loop_dispatches_by_the_token_and_masks_do_not():
     def counted(path, tokens):
         changes = {"path": path, "defects": ()}

@@ -140,6 +140,7 @@ def test_unknown_trials_are_refused():
         settlement_trials.run_all(["states"])
 
 
+@pytest.mark.full
 def test_a_trial_runs_in_a_process_of_its_own_and_keeps_what_it_found(tmp_path):
     ended = settlement_trials.run_all(["boolean-mask"], folder=tmp_path, progress=False)
     assert ended["boolean-mask"].outcome == "ok"

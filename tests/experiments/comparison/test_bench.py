@@ -261,6 +261,7 @@ WORDS = ["bench", "--backends", "gather", "--queries", "random", "--no-dense"]
 ONE = ["--shapes", "tokens=70,heads=4,kv_heads=2,dim=16,dtype=fp32,window=24"]
 
 
+@pytest.mark.processes
 def test_the_command_prints_the_table_and_writes_rows(tmp_path, capsys):
     file = tmp_path / "rows.json"
     assert cli.main([*WORDS, *ONE, "--json", str(file), "--device", "cpu"]) == 0
@@ -283,6 +284,7 @@ def test_what_breaks_off_exits_with_1_and_is_named(capsys):
     assert "BROKE OFF: peer bench_peers:wrong_shape at T=70" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_an_interrupted_benchmark_prints_and_writes_what_it_has(tmp_path, capsys, monkeypatch):
     file = tmp_path / "rows.json"
     paths = ["--peer", "bench_peers:right", "--peer", "bench_peers:interrupts"]

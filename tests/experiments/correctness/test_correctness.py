@@ -61,6 +61,7 @@ def test_every_mutant_is_shown_where_a_backend_runs_it():
         assert backend in ("reference", *registry.names())
 
 
+@pytest.mark.full
 def test_every_killer_is_a_test_by_its_whole_name():
     """pytest -k takes a part of a name for the whole."""
     assert [k for one in MUTANTS for k in one.killers if k not in known_tests()] == []
@@ -86,6 +87,7 @@ def test_a_probe_tells_the_weights_that_the_reference_gives():
     assert np.array(compressed)[:7].sum() == 0
 
 
+@pytest.mark.full
 def test_copies_are_looked_at_in_forks_and_the_code_here_stays_as_it_is(tmp_path):
     names = ["window-leak", "current-block-dropped"]
     seen = correctness_mutants.look_at(names, workers=1, folder=tmp_path)
@@ -122,6 +124,7 @@ def test_on_a_gpu_each_kernel_is_looked_at_there_in_a_process_of_its_own(
         assert len(calls) == 1 or device == "cpu"
 
 
+@pytest.mark.processes
 def test_a_fork_that_fails_or_dies_says_so(tmp_path):
     shutil.copytree(ROOT / "nsa", tmp_path / "nsa", ignore=shutil.ignore_patterns("__pycache__"))
     call = {"root": str(tmp_path), "entry": "nsa.experiments.correctness.probe:look"}
@@ -141,6 +144,7 @@ def oracle():
     return correctness_oracle.measure([shape().to_dict()])
 
 
+@pytest.mark.full
 def test_the_oracle_holds_every_backend_and_turns_impostors_down(oracle):
     claim = correctness_claims.backends_are_held(oracle)
     assert claim.verdict == "PASS"
@@ -153,6 +157,7 @@ def test_the_oracle_holds_every_backend_and_turns_impostors_down(oracle):
     assert len(correctness_table.impostors(oracle)) == len(correctness_oracle.IMPOSTORS)
 
 
+@pytest.mark.full
 def test_a_backend_that_is_red_or_an_impostor_that_passes_is_a_failure(oracle):
     red = [row | {"outcome": "red", "message": "o: wrong"} if row["who"] == "gather" else row
            for row in oracle]  # fmt: skip
@@ -186,6 +191,7 @@ def test_children_that_share_an_oracle_find_the_same_in_the_same_order(monkeypat
         assert correctness_oracle.measure(shapes, workers=workers) == alone
 
 
+@pytest.mark.processes
 def test_an_oracle_that_does_not_end_is_no_oracle():
     with pytest.raises(RuntimeError, match="unknown"):
         correctness_oracle.measure([shape().to_dict() | {"dtype": "fp8"}])
@@ -243,6 +249,7 @@ def test_killers_that_survive_fail_and_those_not_run_are_open():
     assert kill([]).verdict == "INCONCLUSIVE"
 
 
+@pytest.mark.processes
 def test_lessons_are_read_back_from_a_kept_run(tmp_path):
     rows = [taught(RIGHT), taught("window-leak"), {"mutant": "x", "outcome": "untold",
                                                   "message": "why", "seconds": 0.0}]  # fmt: skip
@@ -260,6 +267,7 @@ def test_lessons_are_read_back_from_a_kept_run(tmp_path):
         correctness_table.kept_lessons("00_correctness-1", tmp_path)
 
 
+@pytest.mark.full
 def test_figures_are_drawn_of_what_there_is(drawn, oracle):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")

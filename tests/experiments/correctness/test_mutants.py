@@ -37,6 +37,7 @@ def outcomes(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
         return dict(zip([m.name for m in MUTANTS], pool.map(outcome, MUTANTS), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_the_suite_kills(mutant, outcomes):
     ended = outcomes[mutant.name]
@@ -51,6 +52,7 @@ def test_every_promised_defect_has_a_mutant():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.full
 def test_the_killers_pass_on_the_code_as_it_is(tmp_path):
     root = copy_of_the_project(tmp_path)
     killers = tuple(sorted({k for m in MUTANTS for k in m.killers}))

@@ -7,6 +7,8 @@ from nsa.experiments.memory.cell import Cell
 from nsa.experiments.memory.trials import measure
 from nsa.model.presets import preset
 
+pytestmark = pytest.mark.full
+
 CELLS = [
     Cell("repro", "gather", 512, layers=2),
     Cell("repro", "packed", 512, layers=1),
@@ -24,6 +26,7 @@ def measured():
     return measure(CELLS, deadline_s=120, workers=2, threads=1, progress=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=lambda n: str(CELLS[n]))
 def test_activations_are_within_15_percent_of_what_the_allocator_saw(number, measured):
     cell, row = CELLS[number], measured[number]
@@ -32,6 +35,7 @@ def test_activations_are_within_15_percent_of_what_the_allocator_saw(number, mea
     assert kept.total / 2**20 == pytest.approx(row["held_mib"]["activations"], rel=0.15)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=lambda n: str(CELLS[n]))
 def test_a_peak_is_never_below_its_prediction(number, measured):
     cell, row = CELLS[number], measured[number]

@@ -27,6 +27,7 @@ def measured():
     return measure(cells, deadline_s=120, workers=2, threads=1, progress=False)
 
 
+@pytest.mark.full
 def test_a_real_cell_has_all_its_figures(measured):
     row = measured[0]
     assert (row["outcome"], row["message"], row["preset"]) == ("ok", "", "cpu_test")
@@ -39,6 +40,7 @@ def test_a_real_cell_has_all_its_figures(measured):
     assert len(row["losses"]) >= 2 and all(0 < loss < 10 for loss in row["losses"])
 
 
+@pytest.mark.full
 def test_the_witness_tells_which_backend_ran(measured):
     assert [row["witness"]["backends"] for row in measured] == [{"gather": 2}, {"masked": 1}]
 
@@ -64,6 +66,7 @@ def test_the_quadratic_term_is_there_only_for_backends_that_hold_it():
         predict(config, 64, backend="gater")
 
 
+@pytest.mark.full
 def test_every_way_to_end_is_a_row_in_its_place(tmp_path, capsys):
     cells = [cell(seed=seed) for seed in (0, 1, 2)]
     rows = measure(cells, deadline_s=3, workers=2, entry=FAKE, folder=tmp_path)
@@ -86,11 +89,13 @@ def test_an_interrupt_keeps_the_rows(monkeypatch):
     assert [(row["seed"], row["peak_mib"]) for row in rows] == [(1, 7.0)]
 
 
+@pytest.mark.full
 def test_an_error_says_in_which_step_and_phase_it_came():
     row = measure([cell(tokens=10**9)], deadline_s=60, threads=1, progress=False)[0]
     assert row["outcome"] == "error" and "in step 0, phase data" in row["message"]
 
 
+@pytest.mark.full
 def test_a_backend_that_declines_is_a_row_with_its_reason():
     row = measure([cell(backend="flex")], deadline_s=60, threads=1, progress=False)[0]
     assert row["outcome"] == "declined" and "no backward on cpu" in row["message"]

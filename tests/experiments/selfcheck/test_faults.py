@@ -157,6 +157,7 @@ def test_an_exception_comes_at_step_three(name, kind, words):
         subject.step(3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "least_mib"), [("kept tensors", 2), ("reference cycle", 2), ("kept masks", 0.25)]
 )
@@ -291,6 +292,7 @@ def test_a_spin_on_a_device_is_bounded():
         spin(61.0)
 
 
+@pytest.mark.full
 def test_each_wait_rests_at_step_three_in_the_state_that_it_says():
     """One process forks into all of them, so that torch is imported once."""
     command = [sys.executable, str(SUPPORT / "fault_waits.py"), *(fault.name for fault in WAITS)]

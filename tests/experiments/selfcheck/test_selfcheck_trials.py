@@ -170,6 +170,7 @@ def test_the_command_fails_on_any_miss_and_names_it(monkeypatch, capsys):
     assert "MISSED   a lock: SLOW" in out and "controls called HANG: 1" in out
 
 
+@pytest.mark.processes
 def test_the_command_writes_its_rows(monkeypatch, tmp_path):
     answered(monkeypatch, [row(seconds=1.5, track=((0.5, 0.0),))])
     assert cli.main(["selfcheck", "--json", str(tmp_path / "rows.json")]) == 0
@@ -206,6 +207,7 @@ def test_the_text_has_a_column_for_each_kind_that_was_found():
 FEW = ["gate x 0", "missing shard", "stop signal", "lock taken twice", "healthy", "frozen part"]
 
 
+@pytest.mark.full
 def test_a_few_faults_and_controls_end_to_end(tmp_path):
     rows = selfcheck.check(chosen(FEW), gpus=0, workers=3, folder=tmp_path)
     assert [line(r) for r in rows if not r.right] == []

@@ -15,7 +15,10 @@ from nsa.model.train import TrainConfig, Trainer
 
 # torch.compile, which flex runs under, reads .grad of every input and hides the warning only from
 # the console.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 STEPS = 30
 PRECISIONS = ("fp32", "bf16")
@@ -57,6 +60,7 @@ def distance(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "device"), RUNS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_loss_falls_by_the_same_amount_with_every_backend(backend, device, precision):
@@ -65,6 +69,7 @@ def test_the_loss_falls_by_the_same_amount_with_every_backend(backend, device, p
     assert distance(losses, curve("masked", precision, device)) < ALLOWED[precision]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "device"), RUNS)
 def test_bf16_falls_as_fp32_does(backend, device):
     assert (

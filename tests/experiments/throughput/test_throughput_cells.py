@@ -137,6 +137,7 @@ def test_a_backend_that_does_not_take_the_model_is_a_row(found):
     assert math.isnan(row["tokens_s"])
 
 
+@pytest.mark.full
 def test_observers_and_the_place_among_ranks_are_put_back():
     with session(CELL, 1) as trainer:
         trainer.step(0)
@@ -168,6 +169,7 @@ def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch()
     assert type(trainer.parallel) is Parallel
 
 
+@pytest.mark.full
 def test_communication_is_what_a_step_waits_for_others():
     class Waiting(SimpleNamespace):
         """2 ms of a step are its own, 6 more a wait for another rank's gradients."""
@@ -182,6 +184,7 @@ def test_communication_is_what_a_step_waits_for_others():
     assert found == pytest.approx(6, rel=0.25)
 
 
+@pytest.mark.full
 def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
     (row,) = throughput.measure(
         [replace(TWO, seed=0)], deadline_s=60, entry=ENTRY, progress=False, folder=tmp_path
@@ -193,6 +196,7 @@ def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
     assert list(tmp_path.glob("000-*/rank-1.json"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("seed", "outcome", "message"),
     [(1, "oom", "planted"), (2, "error", "planted"), (4, "declined", "planted")],
@@ -204,6 +208,7 @@ def test_every_ending_of_a_cell_is_a_row(seed, outcome, message, capsys):
     assert f"[1/1] {CELL}: {outcome}" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_late_cell_and_those_without_time_are_rows():
     slow = replace(CELL, seed=3)
     (late,) = throughput.measure([slow], deadline_s=1.0, entry=ENTRY, progress=False)
@@ -216,6 +221,7 @@ def test_a_late_cell_and_those_without_time_are_rows():
     assert unrun["message"] == "the budget of 1 s was used up"
 
 
+@pytest.mark.full
 def test_a_job_names_the_rank_that_failed_first():
     (row,) = throughput.measure([replace(TWO, seed=1)], deadline_s=60, entry=ENTRY, progress=False)
     assert row["outcome"] == "oom" and row["message"].startswith("rank 1 of 2: MemoryError")
@@ -406,6 +412,7 @@ def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
     assert {row["outcome"] for row in rows} == {"timeout"}
 
 
+@pytest.mark.full
 def test_a_cell_that_asks_is_told_what_all_observers_cost():
     cell = CELL.with_("observe")
     found = throughput_trial.measure_rank({"cell": cell.to_dict(), "threads": 1})

@@ -79,6 +79,7 @@ def test_where_no_cell_ran_the_tables_behind_figures_are_empty_and_curves_go_on(
         assert drawn(df).axes
 
 
+@pytest.mark.full
 def test_a_failed_cell_refutes_and_out_of_memory_does_not():
     claim = throughput_claims.nothing_broke
     assert claim(frame(row(), row("masked", outcome="oom"))).verdict == "PASS"

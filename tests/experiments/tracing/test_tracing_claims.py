@@ -118,6 +118,7 @@ def fail(traced):
         row.update(status="error", message="ValueError: no", first=row["rank"] == 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
@@ -214,6 +215,7 @@ def test_a_failure_is_told_by_who_was_first():
     assert shown["ended"] == "error" and shown["why"] == "the cause" and shown["losses"] == ""
 
 
+@pytest.mark.processes
 def test_the_rows_fit_the_run_s_metrics(tmp_path):
     from nsa.workbook.store import Run
 

@@ -153,6 +153,8 @@ def traced(tmp_path_factory):
     return trace(SETUP, chosen, deadline_s=200, folder=folder, threads=1, progress=False), folder
 
 
+@pytest.mark.processes
+@pytest.mark.full
 def test_two_ranks_bear_out_every_claim_in_one_launch(traced):
     pytest.importorskip("pandas")
     from nsa.experiments.tracing import claims as tracing_claims
@@ -165,6 +167,8 @@ def test_two_ranks_bear_out_every_claim_in_one_launch(traced):
     assert record["status"] == "ok" and record["result"]["losses"]
 
 
+@pytest.mark.processes
+@pytest.mark.full
 def test_only_the_arrival_lists_show_a_rank_branch(traced):
     found, _ = traced
     ranks = found.of("rank branch")
@@ -190,6 +194,7 @@ def test_a_shard_of_zeros_is_no_dead_gradient():
         ]
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_is_a_row_and_the_next_trial_gets_another_launch(tmp_path, capsys):
     found = trace(
         SETUP, trials_for(2, ["ddp", "detached"]), deadline_s=120, folder=tmp_path, threads=1,

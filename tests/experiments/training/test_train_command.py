@@ -173,6 +173,7 @@ def test_a_port_in_use_is_said_before_anything_starts(place, capsys):
     assert not (place / "runs").exists()
 
 
+@pytest.mark.processes
 def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     words = ["--steps", "5", "--save-every", "2", "--eval-every", "4", "--into", "first"]
     assert cli.main([*TINY, *words, "--observe", "csv,arrival,modules,phases,stats"]) == 0
@@ -221,6 +222,7 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     assert cli.main(["show", "first"]) == 0
 
 
+@pytest.mark.processes
 def test_a_failure_in_the_middle_is_recorded_with_its_traceback(place, capsys, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("no memory left")
@@ -235,6 +237,7 @@ def test_a_failure_in_the_middle_is_recorded_with_its_traceback(place, capsys, m
     assert len(rows(place / "r" / "losses.csv")) == 2, "what came before is kept"
 
 
+@pytest.mark.processes
 def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
     monkeypatch.setattr("nsa.lab.process.launch.launch", lambda *_, **__: {})
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
@@ -242,6 +245,7 @@ def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, ca
     assert record(place / "r")["status"] == "failed"
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_a_single_process_and_is_recorded(place, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -271,6 +275,7 @@ def test_a_stream_is_evaluated_on_its_beginning_and_trained_on_the_rest(monkeypa
     assert evaluated == set(range(EVALUATION_BATCHES)) and not trained & evaluated
 
 
+@pytest.mark.processes
 def test_training_needs_no_package_but_torch(place, monkeypatch):
     for name in ("psutil", "pandas", "yaml", "tqdm", "papermill", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -279,6 +284,7 @@ def test_training_needs_no_package_but_torch(place, monkeypatch):
     assert record(folder)["status"] == "ok"
 
 
+@pytest.mark.full
 def test_a_killed_rank_takes_the_job_down_and_is_named(place):
     """Two ranks under `nsa train --ranks 2`; rank 0, which writes all files, is the one killed."""
     words = ["--steps", "1000000", "--eval-every", "2", "--save-every", "2"]
@@ -377,14 +383,17 @@ def test_bad_input_that_only_a_rank_can_see_exits_with_2(place):
     assert record(place / "r")["first_failure"]["how"] == "bad input"
 
 
+@pytest.mark.processes
 def test_a_value_of_a_wrong_kind_is_one_line_too(place):
     """In a process without the type checks of these tests, which would be first to refuse it."""
     with Started(nsa("--set", "layers=ten"), place) as command:
         assert command.ended() == (2, "nsa: layers='ten' is not an int\n")
 
 
+@pytest.mark.processes
 def test_the_help_of_train_needs_no_torch():
-    code = "import sys; from nsa.cli import main; main.parser().format_help(); print('torch' in sys.modules)"
+    code = "import sys; from nsa.cli.main import parser; parser().format_help()\n"
+    code += "print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=processes.environment(os.environ, "cookie"),

@@ -35,6 +35,7 @@ class Trainer:
         self.steps_done += 1
 
 
+@pytest.mark.full
 def test_a_watched_step_is_held_against_one_that_is_not_without_what_is_paid_once():
     trainer = Trainer()
     found = turns(trainer, trainer.watching, rounds=3, steps=4)
@@ -44,6 +45,7 @@ def test_a_watched_step_is_held_against_one_that_is_not_without_what_is_paid_onc
     assert found.clock == "processor time"
 
 
+@pytest.mark.full
 def test_by_the_wall_a_wait_counts():
     class Waiting(Trainer):
         def step(self, number):
@@ -56,6 +58,7 @@ def test_by_the_wall_a_wait_counts():
     assert found.clock == "until the device is done"
 
 
+@pytest.mark.full
 def test_turns_change_their_order_and_leave_no_step_out():
     trainer = Trainer()
     turns(trainer, trainer.watching, rounds=1, steps=2)
@@ -77,6 +80,7 @@ class Hoarder(Trainer):
         self.stepping = False
 
 
+@pytest.mark.full
 def test_no_full_collection_of_garbage_falls_into_a_step():
     trainer, found = Hoarder(), []
 

@@ -69,6 +69,7 @@ def held_by_others() -> int:
     return sum(live_cpu_storages().values())
 
 
+@pytest.mark.full
 def test_a_linear_stack_has_the_bytes_worked_out_by_hand():
     others = held_by_others()
     stack = Stack(rows=50, width=64, layers=3)
@@ -103,6 +104,7 @@ class Quadratic:
         return scores.sum()
 
 
+@pytest.mark.full
 def test_a_planted_t_by_t_buffer_is_an_activation_that_grows_as_t_squared():
     found = {}
     for tokens in (128, 256):
@@ -142,6 +144,7 @@ def test_a_buffer_made_in_the_backward_is_temporary():
     assert found["peak"] == found["phases"]["backward"]
 
 
+@pytest.mark.full
 def test_memory_that_was_there_before_is_resident_unless_it_was_borrowed():
     others = held_by_others()
     cache = torch.zeros(1_000_000)

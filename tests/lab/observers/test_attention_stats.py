@@ -206,6 +206,7 @@ def test_bf16_is_looked_at_as_it_is_computed():
     assert all(math.isfinite(row[name]) for row in stats.rows() for name in NAMES)
 
 
+@pytest.mark.full
 def test_our_kernels_show_the_same_as_torch_does():
     pytest.importorskip("triton")
     sizes = {"head_dim": 16, "dim": 64}

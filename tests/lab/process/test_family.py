@@ -30,6 +30,7 @@ def start_orphan(cookie):
     )
 
 
+@pytest.mark.processes
 def test_a_family_is_found_by_its_cookie_and_ended(cookie):
     start_orphan(cookie)
     assert len(processes.family(cookie)) == 1
@@ -38,6 +39,7 @@ def test_a_family_is_found_by_its_cookie_and_ended(cookie):
     assert processes.family(cookie) == set()
 
 
+@pytest.mark.processes
 def test_a_cookie_made_inside_a_family_belongs_to_it_and_not_the_other_way(cookie, monkeypatch):
     monkeypatch.setenv(processes.COOKIE, cookie)
     inner = processes.new_cookie()
@@ -48,6 +50,7 @@ def test_a_cookie_made_inside_a_family_belongs_to_it_and_not_the_other_way(cooki
     assert processes.family(f"{inner}/deeper") == set()
 
 
+@pytest.mark.processes
 def test_roots_lead_to_children_that_carry_no_cookie(cookie):
     code = "import subprocess; subprocess.Popen(['sleep', '60']).wait()"
     root = subprocess.Popen([sys.executable, "-c", code], env={}, start_new_session=True)
@@ -68,6 +71,7 @@ def test_a_process_never_finds_itself(cookie):
     assert processes.family(cookie, [os.getpid()]).isdisjoint({os.getpid()})
 
 
+@pytest.mark.processes
 def test_a_child_imports_this_package_whatever_path_it_was_given():
     import nsa
 
@@ -83,6 +87,7 @@ def test_a_child_imports_this_package_whatever_path_it_was_given():
     assert twice["PYTHONPATH"] == environment["PYTHONPATH"]
 
 
+@pytest.mark.processes
 def test_a_child_whose_parent_is_already_gone_ends_at_once():
     code = "from nsa.lab.process.family import die_with_parent; die_with_parent(); print('lives')"
     environment = processes.environment(os.environ, "cookie")
@@ -94,6 +99,7 @@ def test_a_child_whose_parent_is_already_gone_ends_at_once():
         assert (done.stdout, done.returncode) == (printed, 0 if printed else 1)
 
 
+@pytest.mark.processes
 def test_it_loads_neither_torch_nor_psutil():
     code = (
         "import sys, nsa.lab.process.family; print({'torch', 'numpy', 'psutil'} & set(sys.modules))"

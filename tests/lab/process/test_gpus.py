@@ -22,6 +22,7 @@ def test_a_foreign_process_on_the_gpu_is_a_reason_to_trust_nothing(monkeypatch):
     assert preflight.reasons(False) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("visible", "asked"),
     [
@@ -46,6 +47,7 @@ def test_only_visible_gpus_are_asked_about(visible, asked, tmp_path, monkeypatch
     assert told == ["--query-gpu=name", "--format=csv,noheader,nounits", *wanted]
 
 
+@pytest.mark.processes
 def test_a_lent_gpu_is_the_only_one_that_a_trial_sees_and_is_asked_about(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
@@ -135,6 +137,7 @@ def test_memory_that_nobody_is_seen_to_hold_is_one_as_well(monkeypatch):
     assert preflight.reasons(True) == said and preflight.reasons(False) == []
 
 
+@pytest.mark.processes
 def test_who_could_not_be_ended_speaks_against_the_next_trial():
     sleeper = subprocess.Popen(["sleep", "60"])
     started = preflight.procfs.process(sleeper.pid).started

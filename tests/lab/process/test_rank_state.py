@@ -36,12 +36,14 @@ def put(folder, rank, state, **more):
     (folder / f"rank{rank}.json").write_text(json.dumps(content))
 
 
+@pytest.mark.processes
 def test_ranks_that_work_or_ended_well_have_not_failed(tmp_path):
     put(tmp_path, 0, "ok", pid=gone())
     put(tmp_path, 1, "running")
     assert first_failure(tmp_path, ranks=3) is None
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_gone_without_a_word_comes_before_those_who_miss_it(tmp_path):
     put(tmp_path, 0, "exception", message="RuntimeError: Connection closed by peer")
     put(tmp_path, 1, "terminated")
@@ -61,6 +63,7 @@ def test_of_exceptions_the_earliest_is_the_first(tmp_path):
     assert (found.rank, found.how, found.message) == (1, "bad input", "no bytes")
 
 
+@pytest.mark.processes
 def test_a_rank_that_was_asked_to_end_is_not_taken_for_killed(tmp_path):
     put(tmp_path, 0, "running", pid=gone())
     put(tmp_path, 1, "exception", time=10.0, message="RuntimeError: this")
@@ -95,6 +98,7 @@ def test_a_rank_that_ends_well_says_so_and_leaves_signals_as_they_were(tmp_path)
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "state", "code"),
     [(signal.SIGTERM, "terminated", 143), (signal.SIGINT, "interrupted", 130)],
@@ -143,6 +147,7 @@ def test_a_port_that_is_none_is_refused(port):
         check_port(port)
 
 
+@pytest.mark.processes
 def test_saying_how_a_rank_stands_needs_no_torch():
     code = "import sys; from nsa.lab.process import torchrun, launch, rank_log, rank_state;"
     done = subprocess.run(

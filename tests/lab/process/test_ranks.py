@@ -8,6 +8,7 @@ from nsa.lab.process.ranks import run_ranks
 pytest.importorskip("torch.distributed.run")
 
 
+@pytest.mark.full
 def test_every_rank_returns_its_own_result_and_leaves_what_it_printed(tmp_path):
     rows = run_ranks("launched:greet", {"word": "x"}, ranks=2, deadline_s=60, folder=tmp_path)
     assert [(row["rank"], row["status"], row["first"]) for row in rows] == [
@@ -21,6 +22,7 @@ def test_every_rank_returns_its_own_result_and_leaves_what_it_printed(tmp_path):
     assert len(list(tmp_path.glob("logs/*/*/*/stderr.log"))) == 2
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_takes_the_others_down_and_is_named_first(tmp_path):
     begin = time.monotonic()
     rows = run_ranks(
@@ -35,6 +37,7 @@ def test_a_rank_that_raises_takes_the_others_down_and_is_named_first(tmp_path):
     assert other["status"] == "ended" and not other["first"]
 
 
+@pytest.mark.full
 def test_a_rank_that_a_signal_ends_is_named_first(tmp_path):
     rows = run_ranks(
         "launched:end_as_told", {"0": "kill", "others_s": 300}, ranks=2, deadline_s=120,
@@ -44,6 +47,7 @@ def test_a_rank_that_a_signal_ends_is_named_first(tmp_path):
     assert rows[0]["message"] == "ended by SIGKILL"
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_without_a_word_is_named_first(tmp_path):
     rows = run_ranks(
         "launched:end_as_told", {"1": "leave", "others_s": 300}, ranks=2, deadline_s=120,

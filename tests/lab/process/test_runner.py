@@ -55,6 +55,8 @@ def by(evidence, tool):
     return [look for look in evidence.looks if look.tool == tool and look.threads]
 
 
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "what"), [("lock", "blocked"), ("stop", "stopped"), ("gil", "gil-held")]
 )
@@ -69,6 +71,8 @@ def test_what_stands_is_looked_at_three_times_and_ended_with_its_proof(stuck, na
     assert (verdict.kind, verdict.what) == ("HANG", what), verdict.because
 
 
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["lock", "gil"])
 def test_the_stacks_name_the_line(stuck, name):
     evidence = stuck[name]
@@ -79,6 +83,8 @@ def test_the_stacks_name_the_line(stuck, name):
     assert any("subject_entries.py" in frame for frame in main["frames"])
 
 
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["lock", "gil", "slow"])
 def test_faulthandler_is_not_asked_where_py_spy_shows_the_stacks(stuck, name):
     """Its dump ends a process now and then."""
@@ -89,12 +95,16 @@ def test_faulthandler_is_not_asked_where_py_spy_shows_the_stacks(stuck, name):
     assert looks and looks[0].tool == "py-spy"
 
 
+@pytest.mark.processes
+@pytest.mark.full
 def test_the_kernel_tells_who_is_stopped_and_who_waits(stuck):
     assert {s.state for s in stuck["stop"].samples[-4:]} == {"T"}
     assert stuck["lock"].samples[-1].state == "S"
     assert all(s.beats == stuck["gil"].samples[-1].beats for s in stuck["gil"].samples[-3:])
 
 
+@pytest.mark.processes
+@pytest.mark.full
 def test_slow_work_is_ended_at_its_deadline_while_it_moves(stuck):
     evidence = stuck["slow"]
     assert evidence.end.type == "deadline" and evidence.looks
@@ -102,11 +112,14 @@ def test_slow_work_is_ended_at_its_deadline_while_it_moves(stuck):
     assert judge(evidence).kind == "SLOW"
 
 
+@pytest.mark.processes
+@pytest.mark.full
 def test_one_long_operation_is_waited_for(stuck):
     assert stuck["native"].end.how == "returned" and len(stuck["native"].losses) == 3
     assert judge(stuck["native"]).kind == "PASS"
 
 
+@pytest.mark.full
 def test_a_strangers_training_is_tried_by_its_path_alone(tmp_path):
     evidence = trial("stranger:Training", tmp_path)
     assert evidence.end == End("returned", 0, peak_mib=evidence.end.peak_mib)
@@ -126,6 +139,8 @@ ENDS = [
 ]
 
 
+@pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "settings", "expected"), ENDS)
 def test_how_it_ended_by_itself_is_told(tmp_path, name, settings, expected):
     end = trial(name, tmp_path, settings).end
@@ -134,10 +149,12 @@ def test_how_it_ended_by_itself_is_told(tmp_path, name, settings, expected):
         assert "subject_entries.py" in end.traceback
 
 
+@pytest.mark.processes
 def test_losses_before_the_end_are_kept(tmp_path):
     assert len(trial("exception", tmp_path, {"at": 2}).losses) == 2
 
 
+@pytest.mark.full
 def test_who_is_forked_and_who_ignores_sigterm_is_ended_as_well(tmp_path):
     pids = tmp_path / "pids"
     evidence = trial("fork", tmp_path / "fork", {"pids": str(pids)})
@@ -147,6 +164,7 @@ def test_who_is_forked_and_who_ignores_sigterm_is_ended_as_well(tmp_path):
     assert evidence.end.returncode == -9 and gone([int(pids.read_text())])
 
 
+@pytest.mark.processes
 def test_its_caller_may_end_it(tmp_path):
     stop = threading.Event()
     threading.Timer(1.0, stop.set).start()
@@ -156,6 +174,7 @@ def test_its_caller_may_end_it(tmp_path):
     assert judge(evidence).kind == "INCONCLUSIVE"
 
 
+@pytest.mark.full
 def test_of_several_ranks_the_first_to_fail_is_told(tmp_path):
     evidence = trial("rank_fails", tmp_path, ranks=2)
     assert (evidence.end.how, evidence.end.type, evidence.end.first_rank) == (
@@ -217,6 +236,7 @@ def test_a_rest_without_proof_is_tried_again_for_twice_as_long(monkeypatch, tmp_
     assert given == [("t", 5.0), ("again", 12.0)] and evidence.again.frozen_s() == 7.0
 
 
+@pytest.mark.full
 def test_without_py_spy_it_says_so_and_faulthandler_remains(monkeypatch, tmp_path):
     monkeypatch.setattr(looks, "_py_spy", lambda: None)
     assert looks.py_spy(os.getpid()) == ([], "py-spy is not installed (pip install py-spy)")
@@ -284,6 +304,7 @@ def test_a_spec_that_cannot_be_run_is_refused(values, said):
         Spec("a:b", **values)
 
 
+@pytest.mark.processes
 def test_a_subject_that_is_none_says_what_it_needs(tmp_path):
     with pytest.raises(ValueError, match="no module"):
         trial("nowhere:make", tmp_path)

@@ -19,6 +19,7 @@ def run(name, spec=None, deadline_s=60, **options):
     return run_child(f"trial_entries:{name}", spec or {}, deadline_s=deadline_s, **options)
 
 
+@pytest.mark.processes
 def test_a_result_comes_back_from_a_process_in_a_session_of_its_own(tmp_path):
     outcome = run("echo", {"tokens": [1, 2.5, None, "é"]}, folder=tmp_path)
     assert (outcome.status, outcome.message, outcome.returncode) == ("ok", "", 0)
@@ -32,11 +33,13 @@ def test_a_result_comes_back_from_a_process_in_a_session_of_its_own(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.processes
 def test_an_old_result_in_the_folder_is_not_taken_for_a_new_one(tmp_path):
     (tmp_path / "result.json").write_text('{"status": "ok", "result": {"old": true}}')
     assert run("leave_early", {"code": 0}, folder=tmp_path).status == "error"
 
 
+@pytest.mark.processes
 def test_a_folder_that_a_trial_still_writes_to_is_refused_to_another(tmp_path):
     def meanwhile(pid):
         with pytest.raises(ValueError, match="another trial's, which still runs"):
@@ -47,12 +50,14 @@ def test_a_folder_that_a_trial_still_writes_to_is_refused_to_another(tmp_path):
     assert run("echo", folder=tmp_path).status == "ok"
 
 
+@pytest.mark.processes
 def test_env_reaches_the_child_and_not_this_process():
     outcome = run("environment", {"name": "NSA_PLANTED"}, env={"NSA_PLANTED": "yes"})
     assert outcome.result == {"value": "yes"}
     assert "NSA_PLANTED" not in os.environ
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["torch_allocation", "address_space", "wrapped_out_of_memory"])
 def test_running_out_of_memory_is_oom(name):
     outcome = run(name)
@@ -60,6 +65,7 @@ def test_running_out_of_memory_is_oom(name):
     assert outcome.message and "Traceback" in outcome.evidence
 
 
+@pytest.mark.processes
 def test_a_kill_is_oom_only_if_the_kernel_counted_one(monkeypatch):
     outcome = run("kill_itself")
     assert (outcome.status, outcome.message, outcome.returncode) == (
@@ -71,6 +77,7 @@ def test_a_kill_is_oom_only_if_the_kernel_counted_one(monkeypatch):
     assert outcome.status == "oom" and "killed by the kernel" in outcome.message
 
 
+@pytest.mark.processes
 def test_a_deadline_gives_timeout_and_the_stack_it_stood_in():
     outcome = run("sleep", deadline_s=1.5)
     assert outcome.status == "timeout" and "1.5 s" in outcome.message
@@ -78,6 +85,7 @@ def test_a_deadline_gives_timeout_and_the_stack_it_stood_in():
     assert "hang" not in outcome.message
 
 
+@pytest.mark.full
 def test_a_timeout_leaves_nobody_behind_not_even_who_ignores_sigterm(tmp_path):
     outcome = run("lasting_grandchild", {"pids": str(tmp_path / "pids")}, deadline_s=1.5)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -85,12 +93,14 @@ def test_a_timeout_leaves_nobody_behind_not_even_who_ignores_sigterm(tmp_path):
     assert wait_until_gone(pids) == []
 
 
+@pytest.mark.processes
 def test_a_timeout_finds_who_dropped_the_environment(tmp_path):
     spec = {"pids": str(tmp_path / "pids"), "environment": {}}
     assert run("sleeping_grandchild", spec, deadline_s=1.5).status == "timeout"
     assert wait_until_gone([int((tmp_path / "pids").read_text())]) == []
 
 
+@pytest.mark.processes
 def test_a_trial_that_returns_leaves_nobody_behind(tmp_path):
     outcome = run("lasting_grandchild", {"pids": str(tmp_path / "pids"), "seconds": 0})
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -98,6 +108,7 @@ def test_a_trial_that_returns_leaves_nobody_behind(tmp_path):
     assert wait_until_gone(pids) == []
 
 
+@pytest.mark.processes
 def test_a_trial_does_not_outlive_its_parent(tmp_path):
     pids = tmp_path / "pids"
     code = f"import trial_entries; trial_entries.a_parent_that_dies({{'pids': {str(pids)!r}}})"
@@ -107,6 +118,7 @@ def test_a_trial_does_not_outlive_its_parent(tmp_path):
     assert wait_until_gone([int(pids.read_text())]) == []
 
 
+@pytest.mark.full
 def test_a_trial_inside_a_trial_ends_with_the_outer_one(tmp_path):
     inner = {"entry": "trial_entries:lasting_grandchild", "pids": str(tmp_path / "pids")}
     assert run("a_trial_of_its_own", inner, deadline_s=2).status == "timeout"
@@ -114,6 +126,7 @@ def test_a_trial_inside_a_trial_ends_with_the_outer_one(tmp_path):
     assert len(pids) == 2 and wait_until_gone(pids) == []
 
 
+@pytest.mark.processes
 def test_a_segfault_is_a_crash_with_its_stack():
     outcome = run("segfault")
     assert (outcome.status, outcome.message, outcome.returncode) == (
@@ -122,6 +135,7 @@ def test_a_segfault_is_a_crash_with_its_stack():
     assert "in segfault" in outcome.evidence
 
 
+@pytest.mark.processes
 def test_an_exception_is_an_error_with_type_message_note_and_traceback():
     outcome = run("value_error")
     assert (outcome.status, outcome.returncode) == ("error", 1)
@@ -129,17 +143,20 @@ def test_an_exception_is_an_error_with_type_message_note_and_traceback():
     assert "in value_error" in outcome.evidence
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("code", [0, 3])
 def test_leaving_without_a_result_is_an_error(code):
     outcome = run("leave_early", {"code": code})
     assert outcome.status == "error" and outcome.message.startswith(f"exited with {code} before")
 
 
+@pytest.mark.processes
 def test_a_result_that_is_no_json_is_an_error():
     outcome = run("no_json")
     assert outcome.status == "error" and "returned what JSON cannot hold" in outcome.message
 
 
+@pytest.mark.processes
 def test_stop_ends_a_trial():
     stop = threading.Event()
     threading.Timer(0.5, stop.set).start()
@@ -149,6 +166,7 @@ def test_stop_ends_a_trial():
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("entry", "spec", "deadline_s", "message"),
     [

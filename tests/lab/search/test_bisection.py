@@ -168,6 +168,7 @@ def test_only_the_same_kind_and_signature_is_the_same_fault(found, answer):
 # bisection
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_planted_set_among_11_factors_is_found_in_at_most_40_trials(size):
     for wanted in combinations(NAMES, size):

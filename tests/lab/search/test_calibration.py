@@ -115,6 +115,7 @@ def test_points_that_would_take_too_long_are_left_out(tmp_path, monkeypatch):
     assert len(points.rows[0]["seconds"]) == REPEATS and losses[REPEATS:] == [None] * 2 * REPEATS
 
 
+@pytest.mark.full
 def test_a_strangers_training_is_calibrated_by_the_names_that_it_has(tmp_path):
     found = Trials(
         Plan({}, subject="lab_entries:unsized", oracles=[], steps=4, calibrate=True),
@@ -124,6 +125,7 @@ def test_a_strangers_training_is_calibrated_by_the_names_that_it_has(tmp_path):
     assert 0.19 < found.evidence.predicted_s < 1  # a machine with other work is late to begin
 
 
+@pytest.mark.full
 def test_a_cell_is_predicted_before_it_runs_and_the_next_one_by_the_same_calibration(tmp_path):
     plan = Plan({"layers": [6, 8]}, settings=SLOW | {"tokens": 1024}, calibrate=True, **PACED)
     told = []
@@ -139,6 +141,7 @@ def test_a_cell_is_predicted_before_it_runs_and_the_next_one_by_the_same_calibra
     assert trials.run(plan.base).cached
 
 
+@pytest.mark.full
 def test_a_fault_that_is_there_at_any_size_is_judged_without_a_prediction(tmp_path):
     settings = SLOW | {"layers": 1, "tokens": 64, "breaks": True}
     done = Trials(Plan({}, settings=settings, calibrate=True, **PACED), Ledger(tmp_path)).run({})
@@ -147,6 +150,7 @@ def test_a_fault_that_is_there_at_any_size_is_judged_without_a_prediction(tmp_pa
     assert "CRASH" in done.calibrated
 
 
+@pytest.mark.full
 def test_a_rest_inside_a_step_is_seen_and_the_first_step_may_load(tmp_path):
     settings = {"a": 0.4, "b": 0.0, "c": 0.0, "first": 0.5, "layers": 1, "tokens": 64}
     ledger = Ledger(tmp_path)

@@ -155,6 +155,7 @@ def test_a_forward_without_modules_moves_as_well(counters):
     assert len(seen) >= 4
 
 
+@pytest.mark.processes
 def test_a_forked_child_does_not_move_its_parent(counters):
     counters.attach()
     counters.step(3)
