@@ -15,6 +15,11 @@ class Claim:
     def __str__(self) -> str:
         return f"{self.verdict}: {self.claim}"
 
+    @classmethod
+    def undecided(cls, sentence: str, why: str, evidence: Any = None) -> "Claim":
+        """INCONCLUSIVE: "sentence: not decided, why"."""
+        return cls(f"{sentence}: not decided, {why}", "INCONCLUSIVE", evidence or {})
+
 
 def verdict_of(holds: bool) -> str:
     """PASS or FAIL."""

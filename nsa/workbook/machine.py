@@ -1,14 +1,36 @@
 """What a notebook's cells run on."""
 
+from dataclasses import dataclass
+
 import torch
 
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def find_machine(device: str, gpus: int = 1) -> tuple[str, str]:
-    """("cuda" or "cpu", what figures call it) for a notebook's parameter `device`.
+@dataclass(frozen=True)
+class Machine:
+    """Where a notebook's cells run."""
 
-    "auto" is "cuda" where torch finds that many GPUs.
+    where: str  # "cpu" or "cuda"
+    name: str  # what figures call it
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.where == "cpu"
+
+    @property
+    def threads(self) -> int | None:
+        """Of each child: one on a CPU, where several run beside each other; None: torch's own."""
+        return 1 if self.on_cpu else None
+
+    @property
+    def note(self) -> str:
+        """What a figure of times says of the machine."""
+        return f"{self.name}: only ratios mean anything" if self.on_cpu else self.name
+
+
+def find_machine(device: str, gpus: int = 1) -> Machine:
+    """The machine for a notebook's parameter `device`; "auto" is a GPU where torch finds so many.
 
     Raises ValueError for another word, and for "cuda" without so many.
     """
@@ -22,5 +44,5 @@ def find_machine(device: str, gpus: int = 1) -> tuple[str, str]:
             "device='cpu' would do, or 'auto', which takes what there is"
         )
     if device == "cpu" or found < gpus:
-        return "cpu", "a CPU"
-    return "cuda", torch.cuda.get_device_name()
+        return Machine("cpu", "a CPU")
+    return Machine("cuda", torch.cuda.get_device_name())

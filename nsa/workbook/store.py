@@ -9,12 +9,15 @@ import difflib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nsa.workbook import environment, metrics
+from nsa.workbook import environment, looks, metrics
+from nsa.workbook.claim import Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
+from nsa.workbook.machine import Machine, find_machine
 from nsa.workbook.record import status_now
 
 VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
@@ -79,6 +82,37 @@ class Run:
         entries.append({"claim": claim, "verdict": verdict, "evidence": evidence})
         write_json(self.folder / "verdicts.json", entries)
         return verdict
+
+    def judge(self, claims: Iterable[Claim], *, must_hold: bool = True, shown: bool = True) -> None:
+        """Record each claim's verdict and print it; then AssertionError if one is refuted.
+
+        must_hold False: for aims, which a run may miss without having failed. shown False: the
+        claims were printed before.
+        """
+        claims = list(claims)
+        for claim in claims:
+            self.verdict(claim.claim, claim.verdict, claim.evidence)
+            if shown:
+                print(claim)
+        refuted = [str(claim) for claim in claims if claim.verdict == "FAIL"]
+        if refuted and must_hold:
+            raise AssertionError("; ".join(refuted))
+
+    def show(self, figure: Any, name: str) -> None:
+        """Write the figure as `name`.png and `name`.svg, each naming this run inside.
+
+        A notebook displays it by itself. None, a plot that had nothing to draw, is left out.
+        """
+        if figure is None:
+            return
+        label = {"Title": name, "Description": f"run {self.id}"}
+        with looks.style():
+            figure.savefig(self.figure(f"{name}.png"), dpi=120, metadata=label)
+            figure.savefig(self.figure(f"{name}.svg"), metadata=label | {"Date": None})
+
+    def device(self, device: str, gpus: int = 1) -> Machine:
+        """What the cells run on, for a notebook's parameter `device`; see `find_machine`."""
+        return find_machine(device, gpus)
 
     def verdicts(self) -> list[dict]:
         return read_json(self.folder / "verdicts.json", [])

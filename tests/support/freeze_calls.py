@@ -21,6 +21,7 @@ from nsa.experiments.comparison import plots as comparison_plots
 from nsa.experiments.comparison import table as comparison_table
 from nsa.experiments.correctness import table as correctness_table
 from nsa.experiments.memory import claims as memory_claims
+from nsa.experiments.memory import plots as memory_plots
 from nsa.experiments.memory import table as memory_table
 from nsa.experiments.selfcheck import claims as selfcheck_claims
 from nsa.experiments.selfcheck import plots as selfcheck_plots
@@ -31,7 +32,6 @@ from nsa.experiments.throughput import claims as throughput_claims
 from nsa.experiments.throughput import plots as throughput_plots
 from nsa.experiments.throughput import table as throughput_table
 from nsa.workbook import metrics
-from nsa.workbook import plots as memory_plots
 from nsa.workbook.store import Run
 
 LINEAR = ("gather", "packed", "flex")
@@ -72,9 +72,9 @@ def memory(df, folder):
         },
         "claims": dict(zip(names, claims, strict=True)),
         "figures": {
-            "scaling": memory_plots.memory_scaling(df, case_study=memory_table.case_study_curve()),
-            "exponents": memory_plots.local_exponents(df),
-            "categories": memory_plots.memory_by_category(df[df["backend"] != "sequential"]),
+            "scaling": memory_plots.scaling(df, case_study=memory_table.case_study_curve()),
+            "exponents": memory_plots.exponents(df),
+            "categories": memory_plots.categories(df[df["backend"] != "sequential"]),
         },
     }
 

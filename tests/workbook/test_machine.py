@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nsa.workbook.machine import find_machine
+from nsa.workbook.machine import Machine, find_machine
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def gpus(monkeypatch):
 )
 def test_auto_takes_what_there_is(gpus, device, wanted, there, found):
     gpus(there)
-    assert find_machine(device, wanted) == found
+    assert find_machine(device, wanted) == Machine(*found)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,9 @@ def test_a_device_that_is_not_there_is_refused(gpus, device, wanted, there, mess
     gpus(there)
     with pytest.raises(ValueError, match=message):
         find_machine(device, wanted)
+
+
+def test_a_cpu_gets_one_thread_a_child_and_a_note_that_times_mean_nothing():
+    cpu, gpu = Machine("cpu", "a CPU"), Machine("cuda", "a name")
+    assert (cpu.on_cpu, cpu.threads, cpu.note) == (True, 1, "a CPU: only ratios mean anything")
+    assert (gpu.on_cpu, gpu.threads, gpu.note) == (False, None, "a name")

@@ -96,12 +96,12 @@ def test_figures_that_cannot_be_copied_are_said_and_cost_the_run_nothing(place):
 @pytest.mark.full
 def test_every_figure_of_a_notebook_is_shown_not_only_the_first(place):
     draw = """
-from nsa.workbook import plots
+from nsa.experiments.memory import plots
 row = {"operation": "o", "backend": "gather", "mode": "step", "metric": "peak_memory",
        "unit": "MiB", "x_name": "tokens"}
 run.add_rows([{**row, "x_value": t, "median": t} for t in (128, 256, 512)])
-fig = plots.memory_scaling(run.metrics()); plots.save(fig, run, "memory")"""
-    again = "fig = plots.local_exponents(run.metrics()); plots.save(fig, run, 'exponents')"
+run.show(plots.scaling(run.metrics()), "memory")"""
+    again = "run.show(plots.exponents(run.metrics()), 'exponents')"
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, draw, again)
     result = start(place)
     for cell in code_cells(result.folder / "notebook.ipynb")[-2:]:

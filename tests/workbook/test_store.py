@@ -12,6 +12,7 @@ import pytest
 from sample_notebooks import environment_with_package
 
 from nsa.workbook import metrics, store
+from nsa.workbook.claim import Claim
 from nsa.workbook.files import plain, read_json, write_atomically, write_json
 from nsa.workbook.record import Record, machine, process_start, status_now
 
@@ -138,6 +139,30 @@ def test_verdicts_are_kept_in_order_and_a_claim_has_one(run):
 def test_a_verdict_of_another_name_is_refused(run):
     with pytest.raises(ValueError, match="'OK' is not one of PASS, FAIL, INCONCLUSIVE"):
         run.verdict("it works", "OK", None)
+
+
+def test_claims_are_recorded_and_printed_and_a_refuted_one_ends_the_notebook(run, capsys):
+    claims = [Claim("it is linear", "PASS", 1), Claim.undecided("it is fast", "no GPU")]
+    run.judge(claims)
+    assert capsys.readouterr().out.splitlines() == [
+        "PASS: it is linear", "INCONCLUSIVE: it is fast: not decided, no GPU"
+    ]  # fmt: skip
+    refuted = Claim("it is small", "FAIL", 2)
+    with pytest.raises(AssertionError, match="FAIL: it is small"):
+        run.judge([refuted, Claim("it is last", "PASS", 3)], shown=False)
+    assert [entry["verdict"] for entry in run.verdicts()] == [
+        "PASS",
+        "INCONCLUSIVE",
+        "FAIL",
+        "PASS",
+    ]
+    assert capsys.readouterr().out == ""
+    run.judge([refuted], must_hold=False)  # an aim may be missed
+
+
+def test_a_plot_that_had_nothing_to_draw_leaves_no_file(run):
+    run.show(None, "phases")
+    assert not (run.folder / "figures").exists()
 
 
 def test_one_failed_claim_fails_the_run():

@@ -112,7 +112,7 @@ def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
     rows = comparison_table.labelled(df)
     rows = rows[(rows["metric"] == "fraction_of_limit") & rows["median"].notna()]
     if not _on_gpu(df):
-        return Claim(f"{sentence}: not decided, {_no_gpu()}", "INCONCLUSIVE", {})
+        return Claim.undecided(sentence, _no_gpu())
     if not len(rows):
         return Claim(f"{sentence}: nothing was timed", "INCONCLUSIVE", {})
     best = rows.loc[rows["median"].idxmax()]
@@ -167,7 +167,7 @@ def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
     sentence = f"{backend}'s memory grows at most as T^{EXPONENT}"
     if not found or not _on_gpu(df):
         why = "fewer than three T from 2048 on" if _on_gpu(df) else _no_gpu()
-        return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", found)
+        return Claim.undecided(sentence, why, found)
     worst = max(found.values())
     return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= EXPONENT), found)
 
@@ -195,7 +195,7 @@ def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
     """Against the fastest dense attention of the same process, forward and backward."""
     sentence = f"{backend} is faster than every dense attention from T {tokens} on"
     if not _on_gpu(df):
-        return Claim(f"{sentence}: not decided, {_no_gpu()}", "INCONCLUSIVE", {})
+        return Claim.undecided(sentence, _no_gpu())
     rows = comparison_table.labelled(df)
     rows = rows[(rows["metric"] == "latency") & rows["median"].notna()]
     rows = rows[rows["mode"].isin(["forward", "backward"]) & (rows["x_value"] >= tokens)]

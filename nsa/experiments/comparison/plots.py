@@ -1,4 +1,4 @@
-"""The figures of the backend comparison, in the looks of all others. `plots.save` writes them."""
+"""The figures of the backend comparison, in the looks of all others."""
 
 from nsa.experiments.comparison import table as comparison_table
 from nsa.experiments.comparison.table import LIMITS

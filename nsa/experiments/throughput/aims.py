@@ -145,4 +145,4 @@ def _not_aimed(df: pandas.DataFrame) -> str:
 
 def _undecided(sentence: str, why) -> Claim:
     reason = why if isinstance(why, str) else f"T {TOKENS} was not measured"
-    return Claim(f"{sentence}: not decided, {reason}", "INCONCLUSIVE", {})
+    return Claim.undecided(sentence, reason)

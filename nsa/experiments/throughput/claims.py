@@ -116,7 +116,7 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
                 grown[f"{_cell(row)}, {mode}"] = round(float(share), 5)
     if not found:
         why = f"no cell of at least {FLAT_STEPS} steps"
-        return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", {})
+        return Claim.undecided(sentence, why)
     if grown:
         return Claim(f"{sentence}; it grew in {', '.join(grown)}", "FAIL", grown)
     worst = max(found.values())
@@ -136,7 +136,7 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     seeds = {name: table.loc[name].shape[0] for name in names}
     if len(names) < 2 or min(seeds.values()) < 2:
         why = "two backends with two seeds each are needed"
-        return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", seeds)
+        return Claim.undecided(sentence, why, seeds)
     broken = [name for name in names if not np.isfinite(table.loc[name].to_numpy()).all()]
     if broken:
         return Claim(f"{sentence}; not finite: {', '.join(broken)}", "FAIL", broken)

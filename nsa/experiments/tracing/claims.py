@@ -263,4 +263,4 @@ def _ends(traced: Traced) -> dict[str, str]:
 
 
 def _undecided(sentence: str, why: str = "it was not traced to its end") -> Claim:
-    return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", {})
+    return Claim.undecided(sentence, why)

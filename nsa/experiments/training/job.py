@@ -130,7 +130,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     Rank 0 writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and
     returns what it wrote into the last.
     """
-    device = place.device if place.kind != "none" else find_machine(job.device)[0]
+    device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
     with stacks_on_signal(stacks), Prefetch(source) as ahead:

@@ -45,7 +45,7 @@ def nothing_hangs(results: Results) -> Claim:
         return Claim(f"{sentence}; not so: {_ids(hung)}", "FAIL", evidence)
     if unclear or not cut:
         why = f"{_ids(unclear)} cannot be told" if unclear else "none was cut"
-        return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", evidence)
+        return Claim.undecided(sentence, why, evidence)
     return Claim(f"{sentence} [{_ids(cut)}]", "PASS", evidence)
 
 
@@ -69,7 +69,7 @@ def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
     holds = all(a < b or a == b == done for a, b in pairwise(reached))
     told = ", ".join(f"{t.cell['deadline']:g} x: {_where(t)}" for t in named)
     if holds and not named[-1].finished:
-        return Claim(f"{sentence}: not decided, {told}", "INCONCLUSIVE", {"reached": reached})
+        return Claim.undecided(sentence, told, {"reached": reached})
     return _claim(f"{sentence}: {told}", named, holds, {"reached": reached})
 
 
@@ -241,4 +241,4 @@ def _ids(trials: list[Trial], most: int = 6) -> str:
 
 
 def _undecided(sentence: str, why: str = "it was not run") -> Claim:
-    return Claim(f"{sentence}: not decided, {why}", "INCONCLUSIVE", {})
+    return Claim.undecided(sentence, why)

@@ -1,4 +1,4 @@
-"""The figures of the step-5 question, in the looks of all others. `plots.save` writes them."""
+"""The figures of the step-5 question, in the looks of all others."""
 
 from itertools import pairwise
 

@@ -1,27 +1,19 @@
-"""The only writer of figures: what is drawn. How it looks is in `nsa.workbook.looks`."""
+"""The figures of the memory notebook, in the looks of all others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from nsa.workbook import looks, metrics, panel_rows, scaling
+from nsa.workbook import looks, metrics, panel_rows
+from nsa.workbook.scaling import local_exponents
 
 MIB_PER_GIB = 1024
 Line = tuple[Sequence[float], Sequence[float]]  # tokens, MiB
 Curves = Mapping[str, Line | Mapping[str, Line]]
 
 
-def save(fig, run, name: str) -> None:
-    """Write `name`.png and `name`.svg into the run's figures, each naming the run inside."""
-    label = f"run {run.id}"
-    png, svg = run.figure(f"{name}.png"), run.figure(f"{name}.svg")
-    with looks.style():
-        fig.savefig(png, dpi=120, metadata={"Title": name, "Description": label})
-        fig.savefig(svg, metadata={"Title": name, "Description": label, "Date": None})
-
-
-def memory_scaling(
+def scaling(
     df,
     prediction: Curves | None = None,
     case_study: Curves | None = None,
@@ -76,7 +68,7 @@ def memory_scaling(
     return fig
 
 
-def local_exponents(df, *, mode: str = "step"):
+def exponents(df, *, mode: str = "step"):
     """The exponent between neighbouring T, drawn between them: 1 is linear, 2 is quadratic."""
     models = panel_rows.models(panel_rows.peaks(df, mode))
     with looks.style():
@@ -87,10 +79,10 @@ def local_exponents(df, *, mode: str = "step"):
                 if len(line) < 2:
                     continue
                 tokens = line["x_value"].to_numpy()
-                exponents = scaling.local_exponents(tokens, line["median"])
+                found = local_exponents(tokens, line["median"])
                 colour, marker = looks.look(backend)
                 middle = np.sqrt(tokens[1:] * tokens[:-1])
-                axes.plot(middle, exponents, color=colour, marker=marker, label=backend)
+                axes.plot(middle, found, color=colour, marker=marker, label=backend)
             for level, name in ((1, "linear"), (2, "quadratic")):
                 axes.axhline(level, color="#9a9a9a", lw=0.9, ls="--", zorder=0)
                 axes.annotate(
@@ -110,7 +102,7 @@ def local_exponents(df, *, mode: str = "step"):
     return fig
 
 
-def memory_by_category(df, tokens: int | None = None, *, mode: str = "step"):
+def categories(df, tokens: int | None = None, *, mode: str = "step"):
     """What the peak holds, stacked a backend, one panel a model, at `tokens` (default: the largest
     T that every backend finished). df: rows whose metric is `memory_<category>`."""
     rows = panel_rows.over_tokens(df)

@@ -5,7 +5,8 @@ import pytest
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from nsa.workbook import looks, metrics, plots, store
+from nsa.experiments.memory import plots
+from nsa.workbook import looks, metrics, store
 
 TOKENS = (128, 256, 512, 1024)
 
@@ -43,7 +44,7 @@ def lines(axes):
 
 
 def test_each_backend_is_one_line_with_its_values_on_two_log_axes():
-    (axes,) = plots.memory_scaling(frame()).axes
+    (axes,) = plots.scaling(frame()).axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     np.testing.assert_allclose(lines(axes)["gather"].get_xdata(), TOKENS)
     np.testing.assert_allclose(lines(axes)["gather"].get_ydata(), [0.5 * t for t in TOKENS])
@@ -52,20 +53,20 @@ def test_each_backend_is_one_line_with_its_values_on_two_log_axes():
 
 def test_a_point_measured_twice_is_drawn_once_and_as_the_last_time():
     df = frame(row("gather", 512, 300.0))
-    (axes,) = plots.memory_scaling(df).axes
+    (axes,) = plots.scaling(df).axes
     np.testing.assert_allclose(lines(axes)["gather"].get_xdata(), TOKENS)
     np.testing.assert_allclose(lines(axes)["gather"].get_ydata(), [64, 128, 300, 512])
-    assert len(plots.local_exponents(df).axes) == 1
+    assert len(plots.exponents(df).axes) == 1
 
 
 def test_large_memory_is_drawn_in_gib():
-    (axes,) = plots.memory_scaling(frame(row("gather", 2048, 4096.0))).axes
+    (axes,) = plots.scaling(frame(row("gather", 2048, 4096.0))).axes
     assert lines(axes)["gather"].get_ydata()[-1] == pytest.approx(4.0)
     assert "GiB" in axes.get_ylabel()
 
 
 def test_a_failed_point_is_a_cross_at_the_top_with_its_outcome():
-    (axes,) = plots.memory_scaling(frame()).axes
+    (axes,) = plots.scaling(frame()).axes
     crosses = [line for line in axes.get_lines() if line.get_marker() == "x"]
     assert [list(line.get_xdata()) for line in crosses] == [[1024]]
     assert crosses[0].get_ydata()[0] > 0.9 and crosses[0].get_color() == looks.look("masked")[0]
@@ -74,12 +75,12 @@ def test_a_failed_point_is_a_cross_at_the_top_with_its_outcome():
 
 def test_a_model_on_which_everything_failed_has_its_crosses():
     rows = [row("sdpa", t, None, outcome="timeout") for t in TOKENS]
-    (axes,) = plots.memory_scaling(metrics.table(rows)).axes
+    (axes,) = plots.scaling(metrics.table(rows)).axes
     assert [len(x.get_xdata()) for x in axes.get_lines() if x.get_marker() == "x"] == [4]
 
 
 def test_each_model_has_a_panel():
-    fig = plots.memory_scaling(frame(*[row("gather", t, 1.5 * t, layers=12) for t in TOKENS]))
+    fig = plots.scaling(frame(*[row("gather", t, 1.5 * t, layers=12) for t in TOKENS]))
     shown = [axes.get_title() for axes in fig.axes if axes.get_visible()]
     assert shown == ["repro, 5 layers", "repro, 12 layers"]
 
@@ -90,11 +91,11 @@ def test_other_modes_metrics_and_categories_stay_out():
         row("flex", 128, 7.0) | {"metric": "latency"},
         row("flex", 128, 7.0) | {"metric": "memory_parameters"},
     ]
-    assert "flex" not in lines(plots.memory_scaling(frame(*others)).axes[0])
+    assert "flex" not in lines(plots.scaling(frame(*others)).axes[0])
 
 
 def test_prediction_and_case_study_are_drawn_in_every_panel_or_in_the_named_one():
-    fig = plots.memory_scaling(
+    fig = plots.scaling(
         frame(*[row("gather", t, 1.5 * t, layers=12) for t in TOKENS]),
         prediction={"gather": (TOKENS, [0.4 * t for t in TOKENS])},
         case_study={"repro, 12 layers": {"case study": ([128, 1024], [100, 900])}},
@@ -115,7 +116,7 @@ def test_a_backend_looks_the_same_in_every_plot_and_none_like_another():
 
 
 def test_local_exponents_are_drawn_between_neighbours():
-    (axes,) = plots.local_exponents(frame()).axes
+    (axes,) = plots.exponents(frame()).axes
     gather, masked = lines(axes)["gather"], lines(axes)["masked"]
     np.testing.assert_allclose(gather.get_ydata(), 1.0)
     np.testing.assert_allclose(masked.get_ydata(), 2.0)
@@ -129,7 +130,7 @@ def held(backend, tokens, mib, category):
 def test_categories_stack_to_the_sum():
     parts = {"parameters": 20.0, "activations": 50.0, "optimizer": 30.0}
     rows = [held("gather", t, mib, name) for t in TOKENS for name, mib in parts.items()]
-    (axes,) = plots.memory_by_category(frame(*rows), tokens=512).axes
+    (axes,) = plots.categories(frame(*rows), tokens=512).axes
     tops = [bars[0].get_y() + bars[0].get_height() for bars in axes.containers]
     assert tops == [20.0, 70.0, 100.0]
     assert [bars.get_label() for bars in axes.containers] == list(parts)
@@ -138,16 +139,16 @@ def test_categories_stack_to_the_sum():
 def test_categories_are_shown_at_the_largest_length_that_all_finished():
     rows = [held("gather", t, 5.0, "all") for t in TOKENS]
     rows += [held("masked", t, 5.0, "all") for t in TOKENS[:2]]
-    assert "T = 256" in plots.memory_by_category(metrics.table(rows)).axes[0].get_title()
+    assert "T = 256" in plots.categories(metrics.table(rows)).axes[0].get_title()
 
 
 def test_nothing_to_draw_is_refused():
     with pytest.raises(ValueError, match="mode 'backward'"):
-        plots.memory_scaling(frame(), mode="backward")
+        plots.scaling(frame(), mode="backward")
     with pytest.raises(ValueError, match="category"):
-        plots.memory_by_category(frame())
+        plots.categories(frame())
     with pytest.raises(ValueError, match="no categories at T = 7"):
-        plots.memory_by_category(frame(held("gather", 128, 1.0, "a")), tokens=7)
+        plots.categories(frame(held("gather", 128, 1.0, "a")), tokens=7)
 
 
 @pytest.mark.full
@@ -155,21 +156,21 @@ def test_a_saved_figure_is_png_and_svg_and_both_name_the_run(tmp_path):
     from PIL import Image
 
     run = store.Run(tmp_path, "01_tiny")
-    fig = plots.memory_scaling(frame())
-    plots.save(fig, run, "memory")
+    fig = plots.scaling(frame())
+    run.show(fig, "memory")
     png = Image.open(tmp_path / "figures" / "memory.png")
     with png:
         assert png.info["Description"] == "run 01_tiny"
         assert round(png.info["dpi"][0]) == 120
     svg = (tmp_path / "figures" / "memory.svg").read_text()
     assert "run 01_tiny" in svg
-    plots.save(fig, run, "memory")
+    run.show(fig, "memory")
     assert (tmp_path / "figures" / "memory.svg").read_text() == svg
 
 
 def test_drawing_leaves_the_users_style_alone():
     before = dict(matplotlib.rcParams)
-    plots.memory_scaling(frame())
+    plots.scaling(frame())
     assert dict(matplotlib.rcParams) == before
 
 
