@@ -27,7 +27,6 @@ from nsa.experiments.selfcheck import claims as selfcheck_claims
 from nsa.experiments.selfcheck import plots as selfcheck_plots
 from nsa.experiments.selfcheck import table as selfcheck_table
 from nsa.experiments.selfcheck.faults.judged import Judged
-from nsa.experiments.throughput import aims as throughput_aims
 from nsa.experiments.throughput import claims as throughput_claims
 from nsa.experiments.throughput import plots as throughput_plots
 from nsa.experiments.throughput import table as throughput_table
@@ -132,7 +131,7 @@ def throughput(df, folder):
         "flat": claims.memory_is_flat(df),
         "alike": claims.backends_learn_alike(df),
     }
-    said |= {f"aim {i}": claim for i, claim in enumerate(throughput_aims.aims(df))}
+    said |= {f"aim {i}": claim for i, claim in enumerate(throughput_claims.aims(df))}
     figures = {"speed": throughput_plots.speed(df), "memory": throughput_plots.memory(df)}
     if len(table.phases(df)):
         figures["phases"] = throughput_plots.phases(df)

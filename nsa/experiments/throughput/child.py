@@ -12,8 +12,7 @@ import torch
 from nsa.attention import witness
 from nsa.attention.registry import Declined
 from nsa.experiments.throughput.cell import TrainCell
-from nsa.experiments.throughput.communication import communication_ms
-from nsa.experiments.throughput.observing import observing
+from nsa.experiments.throughput.overheads import communication_ms, observing
 from nsa.experiments.throughput.session import session
 from nsa.lab.measure import limits
 from nsa.lab.measure.compilations import Compilations

@@ -1,17 +1,32 @@
-"""The sentences of the throughput notebook, each decided by rows and never by hand."""
+"""The sentences of the throughput notebook, each decided by rows and never by hand.
 
-from collections.abc import Sequence
+`all_claims` must hold in any run. `aims` are what training is meant to reach: the 12-layer
+production model in bf16 on an H200.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
 
 import numpy as np
 import pandas
 
-from nsa.experiments.throughput import table as throughput_table
+from nsa.experiments.throughput import table
 from nsa.workbook.claim import Claim, verdict_of
 
 METER = 0.01
 FLAT_STEPS = 100  # fewer tell growth from the first steps' settling badly
 FLAT_SHARE = 0.01
 POOLED = 0.1  # of a curve's steps, around the one whose seeds' spread is asked for
+
+AIMED = "production, 12 layers, bf16"
+TOKENS_S = 250_000
+TOKENS = 2048
+TWIN_STEP = 1.25
+LONG = 16384
+TWO_RANKS = 1.9
+WATCHED = 1.15
+LOSS_STEPS = 500
+LOSS_SHARE = 0.02
 
 
 def all_claims(
@@ -31,9 +46,21 @@ def all_claims(
     ]
 
 
+def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
+    """Each aim with what was measured; INCONCLUSIVE where this run cannot tell."""
+    return [
+        is_fast(df, backend),
+        is_near_the_twin(df, backend),
+        beats_the_twin_when_long(df, backend),
+        two_ranks_pay(df, backend),
+        watching_costs_little(df),
+        learns_as_the_twin(df),
+    ]
+
+
 def nothing_broke(df: pandas.DataFrame) -> Claim:
     """Out of memory, declined and not run are values; an exception, a crash or a hang is not."""
-    rows = throughput_table.cells(df)
+    rows = table.cells(df)
     bad = rows[rows["outcome"].isin(["error", "crash", "timeout"])]
     sentence = f"each of {len(rows)} training cells ran or said why it does not"
     if not (rows["outcome"] == "ok").any():
@@ -46,12 +73,8 @@ def nothing_broke(df: pandas.DataFrame) -> Claim:
 
 def the_meter_is_right(df: pandas.DataFrame) -> Claim:
     """The case study's meter said 66 where its own seconds made 13.2."""
-    both = [
-        throughput_table.over_tokens(df, "tokens_per_second", mode, None)
-        .set_index(throughput_table.POINT)["median"]
-        for mode in ("step", "recount")
-    ]  # fmt: skip
-    off = (both[0] / both[1] - 1).abs().dropna()
+    step, recount = (table.at_points(df, "tokens_per_second", m) for m in ("step", "recount"))
+    off = (step / recount - 1).abs().dropna()
     sentence = f"tokens/s by the steps' clock and by the wall's agree to {METER:.0%}"
     if not len(off):
         return Claim(f"{sentence}: nothing was measured", "INCONCLUSIVE", {})
@@ -76,44 +99,31 @@ def programs_are_different(rows: Sequence[dict]) -> Claim:
 
 def nothing_is_compiled_late(df: pandas.DataFrame) -> Claim:
     """Graphs of torch.compile and kernels of Triton, in the timed steps."""
-    found = _by_cell(df, "recompilations")
-    sentence = "nothing is compiled after step 2"
-    if not found:
-        return Claim(f"{sentence}: nothing was measured", "INCONCLUSIVE", {})
-    late = {cell: int(count) for cell, count in found.items() if count}
-    if late:
-        return Claim(f"{sentence}; it was in {', '.join(late)}", "FAIL", late)
-    return Claim(f"{sentence}, in {len(found)} cells", "PASS", {"cells": len(found)})
+    return _none_of(df, "recompilations", "nothing is compiled after step 2", "it was in",
+                    ": nothing was measured")  # fmt: skip
 
 
 def no_step_waits_for_the_device(df: pandas.DataFrame) -> Claim:
     """A host that waits cannot launch ahead."""
-    found = _by_cell(df, "syncs")
-    sentence = "the host waits for the device in no step"
-    if not found:
-        return Claim(f"{sentence}: not decided, no step ran on a GPU", "INCONCLUSIVE", {})
-    waits = {cell: int(count) for cell, count in found.items() if count}
-    if waits:
-        return Claim(f"{sentence}; it does in {', '.join(waits)}", "FAIL", waits)
-    return Claim(f"{sentence}, in {len(found)} cells", "PASS", {"cells": len(found)})
+    return _none_of(df, "syncs", "the host waits for the device in no step", "it does in",
+                    ": not decided, no step ran on a GPU")  # fmt: skip
 
 
 def memory_is_flat(df: pandas.DataFrame) -> Claim:
     """Unless the slope's 95 % interval is above 0 and all steps together add more than 1 %."""
     sentence = f"memory, the device's and the host's, grows by at most {FLAT_SHARE:.0%} in a run"
     found, grown = {}, {}
-    levels = throughput_table.memory_over_steps(df)
+    keys = ["mode", "model", "backend", "variant"]
+    highest = table.memory_over_steps(df).groupby(keys)["median"].max()
     for mode in ("device", "host"):
-        for row in throughput_table.over_tokens(df, "memory_growth", mode, None).itertuples():
+        for row in table.over_tokens(df, "memory_growth", mode, None).itertuples():
             if row.steps < FLAT_STEPS or not np.isfinite(row.median):
                 continue
-            mine = levels[(levels["mode"] == mode) & (levels["backend"] == row.backend)]
-            mine = mine[(mine["variant"] == row.variant) & (mine["model"] == row.model)]
-            level = mine["median"].max()
-            share = row.median * row.steps / level
-            found[f"{_cell(row)}, {mode}"] = round(float(share), 5)
-            if row.q20 > 0 and share > FLAT_SHARE:
-                grown[f"{_cell(row)}, {mode}"] = round(float(share), 5)
+            level = highest[mode, row.model, row.backend, row.variant]
+            share = round(float(row.median * row.steps / level), 5)
+            found[f"{_cell(row)}, {mode}"] = share
+            if row.q20 > 0 and row.median * row.steps / level > FLAT_SHARE:
+                grown[f"{_cell(row)}, {mode}"] = share
     if not found:
         why = f"no cell of at least {FLAT_STEPS} steps"
         return Claim.undecided(sentence, why)
@@ -129,21 +139,21 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     Two seeds' curves cross, and where they do they would have no spread. So a step's spread is the
     root mean square over the tenth of the run around it.
     """
-    table = throughput_table.losses(df)
-    names = [n for n in table.index.unique("backend") if not n.startswith("dense")]
-    who = ", ".join(names)
+    losses = table.losses(df)
+    curves = {n: losses.loc[n] for n in losses.index.unique("backend") if not n.startswith("dense")}
+    who = ", ".join(curves)
     sentence = f"the loss curves of {who or 'NSA backends'} lie within their seeds' spread"
-    seeds = {name: table.loc[name].shape[0] for name in names}
-    if len(names) < 2 or min(seeds.values()) < 2:
+    seeds = {name: len(mine) for name, mine in curves.items()}
+    if len(curves) < 2 or min(seeds.values()) < 2:
         why = "two backends with two seeds each are needed"
         return Claim.undecided(sentence, why, seeds)
-    broken = [name for name in names if not np.isfinite(table.loc[name].to_numpy()).all()]
+    broken = [name for name, mine in curves.items() if not np.isfinite(mine.to_numpy()).all()]
     if broken:
         return Claim(f"{sentence}; not finite: {', '.join(broken)}", "FAIL", broken)
-    shared = sorted(set.intersection(*(set(table.loc[name].index) for name in names)))
-    means = pandas.DataFrame({name: table.loc[name].loc[shared].mean() for name in names})
+    shared = sorted(set.intersection(*(set(mine.index) for mine in curves.values())))  # seeds
+    means = pandas.DataFrame({name: mine.loc[shared].mean() for name, mine in curves.items()})
     apart = means.max(axis=1) - means.min(axis=1)
-    spread = pandas.concat([_seeds_apart(table.loc[n]) for n in names], axis=1).max(axis=1)
+    spread = pandas.DataFrame({n: _seeds_apart(mine) for n, mine in curves.items()}).max(axis=1)
     # Bits of fp32 where equal seeds of equal data leave no spread at all.
     ratio = apart / spread.clip(lower=1e-6)
     worst = ratio.idxmax()
@@ -167,6 +177,126 @@ def lessons_are_learnt(lessons: Sequence[dict]) -> Claim:
     return Claim(sentence, "PASS", found)
 
 
+class NotMeasured(LookupError):
+    """Why a run cannot tell whether an aim is reached."""
+
+
+def _aim(sentence: str):
+    """A claim out of a function that returns (what was found, whether it is enough, evidence), or
+    raises NotMeasured: the claim is INCONCLUSIVE then."""
+
+    def wrap(measured: Callable[[pandas.DataFrame, str], tuple[str, bool, dict]]):
+        @wraps(measured)
+        def claim(df: pandas.DataFrame, backend: str = "triton") -> Claim:
+            said = sentence.format(backend=backend)
+            try:
+                found, enough, evidence = measured(df, backend)
+            except NotMeasured as why:
+                return Claim.undecided(said, str(why))
+            return Claim(f"{said}: {found}", verdict_of(bool(enough)), evidence)
+
+        return claim
+
+    return wrap
+
+
+@_aim(f"{{backend}} trains at least {TOKENS_S:,} tokens/s at T {TOKENS}")
+def is_fast(df: pandas.DataFrame, backend: str):
+    """One GPU at T 2048."""
+    speed = _at(_aimed(df, "tokens_per_second", backend))
+    return f"{speed:,.0f}", speed >= TOKENS_S, {"tokens/s": speed}
+
+
+@_aim(f"{{backend}}'s step at T {TOKENS} takes at most {TWIN_STEP} of the dense twin's")
+def is_near_the_twin(df: pandas.DataFrame, backend: str):
+    """The same batch at T 2048."""
+    ms = {name: _at(_aimed(df, "step_time", name)) for name in (backend, "dense")}
+    ratio = ms[backend] / ms["dense"]
+    return f"{ratio:.3f}", ratio <= TWIN_STEP, ms
+
+
+@_aim(f"{{backend}} trains faster than the dense twin from T {LONG} on")
+def beats_the_twin_when_long(df: pandas.DataFrame, backend: str):
+    """At every T from 16k on that both were measured at."""
+    ours, dense = (_aimed(df, "tokens_per_second", name) for name in (backend, "dense"))
+    ratio = (ours / dense).dropna().loc[lambda line: line.index >= LONG]
+    if not len(ratio):
+        raise NotMeasured("no such T was measured with both")
+    found = {f"T {t}": round(float(r), 3) for t, r in ratio.items()}
+    text = f"{ratio.min():.2f} times at least, at T {ratio.idxmin()}"
+    return text, ratio.min() > 1, found
+
+
+@_aim(f"two GPUs train at least {TWO_RANKS} times the tokens/s of one, with DDP")
+def two_ranks_pay(df: pandas.DataFrame, backend: str):
+    """DDP with twice the batch, however else it was run."""
+    _needs_an_h200(df)
+    rows = table.scaling(df).reset_index().dropna(subset="times one rank")
+    wanted = {"model": AIMED, "backend": backend, "parallel": "ddp", "ranks": 2}
+    rows = rows[(rows[list(wanted)] == list(wanted.values())).all(axis=1)]
+    if not len(rows):
+        raise NotMeasured("not measured in this run")
+    times = rows["times one rank"]
+    where = [f"T {t} {how}".strip() for t, how in zip(rows["T"], rows["how"], strict=True)]
+    found = {name: round(float(x), 3) for name, x in zip(where, times, strict=True)}
+    return f"{times.min():.3f}", times.min() >= TWO_RANKS, found
+
+
+@_aim(f"with all observers on a step takes at most {WATCHED} of one with none")
+def watching_costs_little(df: pandas.DataFrame, backend: str):
+    """All observers on, beside the same steps with none; of any backend."""
+    _needs_an_h200(df)
+    rows = table.over_tokens(df, "observing", variant=None)
+    rows = rows[(rows["model"] == AIMED) & rows["median"].notna()]
+    if not len(rows):
+        raise NotMeasured("not measured in this run")
+    found = {f"{row.backend} T {row.x_value}": round(row.median, 3) for row in rows.itertuples()}
+    worst = max(found.values())
+    return f"{worst:.3f}", worst <= WATCHED, found
+
+
+@_aim(f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's")
+def learns_as_the_twin(df: pandas.DataFrame, backend: str):
+    """The last tenth of the curves; fewer steps than 500 do not tell.
+
+    NSA's are all its backends' together: what they compute is the same, so each is a sample more.
+    """
+    rows = table.labelled(df)
+    rows = rows[(rows["metric"] == "loss") & rows["median"].notna()]
+    if not len(rows) or rows["steps"].min() < LOSS_STEPS:
+        raise NotMeasured(f"no curves of {LOSS_STEPS} steps in this run")
+    final = table.final_losses(df).mean(axis=1)
+    if "dense" not in final.index or len(final) < 2:
+        raise NotMeasured("not both were trained")
+    off = final.drop("dense").mean() / final["dense"] - 1
+    found = {name: round(float(nats), 4) for name, nats in final.items()}
+    return f"{off:+.2%}", abs(off) <= LOSS_SHARE, found
+
+
+def _aimed(df: pandas.DataFrame, metric: str, backend: str) -> pandas.Series:
+    """The values by T of the production model's plain cells; NotMeasured where there are none."""
+    _needs_an_h200(df)
+    rows = table.over_tokens(df, metric)
+    rows = rows[(rows["model"] == AIMED) & (rows["backend"] == backend) & rows["median"].notna()]
+    if not len(rows):
+        raise NotMeasured(f"{backend} was not measured")
+    return rows.set_index("x_value")["median"]
+
+
+def _at(line: pandas.Series) -> float:
+    if TOKENS not in line:
+        raise NotMeasured(f"T {TOKENS} was not measured")
+    return float(line[TOKENS])
+
+
+def _needs_an_h200(df: pandas.DataFrame) -> None:
+    if not len(df) or df["gpu"].isin(["", "cpu"]).any():
+        raise NotMeasured("a CPU's times say nothing about a GPU")
+    gpu = df["gpu"].iloc[0]
+    if "H200" not in gpu:
+        raise NotMeasured(f"the aims are for an H200, this is {gpu}")
+
+
 def _seeds_apart(curves: pandas.DataFrame) -> pandas.Series:
     """The spread of one backend's seeds, a row each, by step: see `backends_learn_alike`."""
     apart = curves.max() - curves.min()
@@ -174,9 +304,16 @@ def _seeds_apart(curves: pandas.DataFrame) -> pandas.Series:
     return (apart**2).rolling(width, min_periods=1, center=True).mean().clip(lower=0) ** 0.5
 
 
-def _by_cell(df: pandas.DataFrame, metric: str) -> dict[str, float]:
-    rows = throughput_table.over_tokens(df, metric, variant=None).dropna(subset="median")
-    return {_cell(row): row.median for row in rows.itertuples()}
+def _none_of(df: pandas.DataFrame, metric: str, sentence: str, it: str, unmeasured: str) -> Claim:
+    """That this count is 0 in every cell."""
+    rows = table.over_tokens(df, metric, variant=None).dropna(subset="median")
+    if not len(rows):
+        return Claim(sentence + unmeasured, "INCONCLUSIVE", {})
+    found = {_cell(row): int(row.median) for row in rows.itertuples()}
+    counted = {cell: count for cell, count in found.items() if count}
+    if counted:
+        return Claim(f"{sentence}; {it} {', '.join(counted)}", "FAIL", counted)
+    return Claim(f"{sentence}, in {len(found)} cells", "PASS", {"cells": len(found)})
 
 
 def _cell(row) -> str:

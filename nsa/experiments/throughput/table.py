@@ -1,36 +1,97 @@
-"""Questions put to the training rows of a metrics table, answered as tables. Draws nothing."""
+"""What training cells measured: as rows of metrics.csv, and as tables made of those. Draws nothing.
 
-from collections.abc import Sequence
+A row of a trial becomes rows in the long format (`rows_to_metrics`, `curves_to_metrics`); all other
+tables answer one question each about a table of these.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.throughput.rows import OPERATION, PHASES, flops_of
+from nsa.experiments.throughput.cell import LEAST_WARMUP, TrainCell
+from nsa.lab.measure.flops import StepFlops, step_flops
 from nsa.workbook import metrics
 from nsa.workbook.metrics import model_name
 from nsa.workbook.panel_rows import by_tokens
 from nsa.workbook.scaling import crossing
 
+OPERATION = "training"
+PHASES = ("data", "forward", "backward", "optimizer", "graph", "communication")
+POINTS = 50  # of a series over steps
 PLAIN = ""  # the variant of a cell that is not one
 POINT = ["model", "backend", "variant", "x_value"]
+_ENDED = ("outcome", "message", "timing", "parameters", "device_name", "threads")
+_LABELS = {
+    "variant": PLAIN, "outcome": "ok", "ranks": 1, "parallel": "none", "seed": 0, "message": "",
+    "batch": 1, "steps": 0, "tokens": 0,
+}  # fmt: skip
+
+
+def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
+    """Values of what failed are NaN. `config` holds the cell and how it ended.
+
+    Over tokens: "tokens_per_second" (modes "step" and "recount", by the wall clock), "step_time",
+    "phase_time" by phase ("backward" with the communication that it hides, "communication" what is
+    not hidden), "observing" of cells that ask for it (a step with all observers over one with
+    none), "peak_memory", "memory_growth" a step of "device" and "host" (median: Theil and
+    Sen's slope, q20 and q80: its 95 % interval), "utilisation" of the "measured" and "nominal"
+    ceiling, "recompilations", "syncs", "loader_wait". Over steps: "memory" of "device" and "host".
+    """
+    return [metric for row in rows for metric in _metrics(row)]
+
+
+def curves_to_metrics(curves: Sequence[dict]) -> list[dict]:
+    """Rows of "loss" over steps: the mean of each of at most 50 windows, a row a window and seed.
+
+    And "memory" and "memory_growth" as in `rows_to_metrics`.
+    """
+    found = []
+    for curve in curves:
+        for seed, losses in curve["losses"].items():
+            config = _config(curve) | {"seed": int(seed)}
+            for step, loss in windows(losses):
+                found.append(_row(curve, "step", "loss", "nats", loss, step=step, config=config))
+        if not curve["losses"]:
+            found.append(_row(curve, "step", "loss", "nats", math.nan, step=0))
+        found += _memory(curve, skip=LEAST_WARMUP)  # the optimizer's state is made there
+    return found
+
+
+def windows(series: Sequence[float]) -> list[tuple[float, float]]:
+    """(the step in its middle, mean) of at most POINTS equal parts of a series."""
+    parts = np.array_split(np.arange(len(series)), min(POINTS, len(series)) or 1)
+    values = np.asarray(series, float)
+    return [(float(p.mean()), float(values[p].mean())) for p in parts if len(p)]
+
+
+def growth(series: Sequence[float]) -> tuple[float, float, float]:
+    """Theil and Sen's slope a step, and its 95 % interval; NaN below three values."""
+    from scipy.stats import theilslopes
+
+    if len(series) < 3:
+        return (math.nan,) * 3
+    found = theilslopes(np.asarray(series, float), alpha=0.95)
+    return float(found.slope), float(found.low_slope), float(found.high_slope)
+
+
+def flops_of(row: dict) -> StepFlops:
+    """The model FLOPs of one step of a row's cell."""
+    cell = _cell(row)
+    return step_flops(cell.config(), cell.tokens, cell.batch)
 
 
 def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
     """The rows of training, with `model` ("production, 12 layers, bf16"), `variant`, `outcome`,
     `ranks`, `parallel` and `seed`; of a point measured twice the last."""
-    rows = df[df["operation"] == OPERATION].copy()
+    rows = df[df["operation"] == OPERATION]
     configs = metrics.configs(rows)
-    rows["model"] = [_model(config) for config in configs]
-    for name, default in (
-        ("variant", PLAIN), ("outcome", "ok"), ("ranks", 1), ("parallel", "none"), ("seed", 0),
-        ("message", ""), ("batch", 1), ("steps", 0), ("tokens", 0),
-    ):  # fmt: skip
-        rows[name] = [config.get(name, default) for config in configs]
-    rows["median"] = rows["median"].astype(float)
-    rows["x_value"] = rows["x_value"].astype(float)
-    point = [*POINT, "mode", "metric", "x_name", "seed"]
-    return rows.drop_duplicates(point, keep="last")
+    models = [f"{model_name(c)}, {c.get('precision', '')}".strip(", ") for c in configs]
+    labels = {name: [c.get(name, other) for c in configs] for name, other in _LABELS.items()}
+    rows = rows.assign(model=models, **labels).astype({"median": float, "x_value": float})
+    return rows.drop_duplicates([*POINT, "mode", "metric", "x_name", "seed"], keep="last")
 
 
 def over_tokens(
@@ -41,7 +102,12 @@ def over_tokens(
     rows = rows[(rows["x_name"] == "tokens") & (rows["metric"] == metric) & (rows["mode"] == mode)]
     if variant is not None:
         rows = rows[rows["variant"] == variant]
-    return rows.assign(x_value=rows["x_value"].astype(int))
+    return rows.astype({"x_value": int})
+
+
+def at_points(df: pandas.DataFrame, metric: str, mode: str = "step") -> pandas.Series:
+    """The values of one metric over T, of all variants, by POINT."""
+    return over_tokens(df, metric, mode, None).set_index(POINT)["median"]
 
 
 def wide(df: pandas.DataFrame, metric: str, mode: str = "step") -> pandas.DataFrame:
@@ -51,18 +117,12 @@ def wide(df: pandas.DataFrame, metric: str, mode: str = "step") -> pandas.DataFr
 
 def speed(df: pandas.DataFrame) -> pandas.DataFrame:
     """Tokens a second, a failure by its name."""
-    return _shown(over_tokens(df, "tokens_per_second"), "{:,.0f}")
+    return _shown(over_tokens(df, "tokens_per_second"), "{0.median:,.0f}")
 
 
 def step_times(df: pandas.DataFrame) -> pandas.DataFrame:
     """ms a step, "median [20 %, 80 %]", a failure by its name."""
-    rows = over_tokens(df, "step_time")
-    rows = rows.assign(text=[
-        f"{row.median:.4g} [{row.q20:.4g}, {row.q80:.4g}]" if np.isfinite(row.median)
-        else row.outcome
-        for row in rows[["median", "q20", "q80", "outcome"]].itertuples(index=False)
-    ])  # fmt: skip
-    return named(by_tokens(rows, "text").fillna(""), df)
+    return _shown(over_tokens(df, "step_time"), "{0.median:.4g} [{0.q20:.4g}, {0.q80:.4g}]")
 
 
 def meters(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -75,13 +135,13 @@ def meters(df: pandas.DataFrame) -> pandas.DataFrame:
         "syncs": ("syncs", "step"),
         "compiled after step 2": ("recompilations", "step"),
     }
-    return named(_columns(df, columns).round(4), df)
+    return named(_columns(df, columns).dropna(how="all").round(4), df)
 
 
 def phases(df: pandas.DataFrame) -> pandas.DataFrame:
     """ms a phase and step, a line a cell; communication is what is not hidden behind backward."""
-    columns = {phase: ("phase_time", phase) for phase in PHASES}
-    return named(_columns(df, columns).dropna(axis=1, how="all").round(3), df)
+    table = _columns(df, {phase: ("phase_time", phase) for phase in PHASES})
+    return named(table.dropna(how="all").dropna(axis=1, how="all").round(3), df)
 
 
 def memory_over_steps(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -98,7 +158,7 @@ def variants(df: pandas.DataFrame) -> pandas.DataFrame:
         "peak MiB": ("peak_memory", "step"),
         "observed, times not": ("observing", "step"),
     }
-    table = _columns(df[[c.get("ranks", 1) == 1 for c in metrics.configs(df)]], columns, True)
+    table = _columns(df[[c.get("ranks", 1) == 1 for c in metrics.configs(df)]], columns)
     keys = ["model", "backend", "T"]
     changed = table.reset_index().loc[lambda t: t["variant"] != PLAIN, keys].drop_duplicates()
     table = table.reset_index().merge(changed, on=keys).set_index(table.index.names)
@@ -114,23 +174,21 @@ def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
 
     `how` holds what else the variant changes: "compile" is held against one rank compiled.
     """
+    spread = ("ranks:", "parallel:", "batch:")  # what ranks and the batch that they share change
     rows = over_tokens(df, "tokens_per_second", variant=None)
-    rows = rows.assign(how=[_how(text) for text in rows["variant"]])
-    many = rows[rows["parallel"] != "none"]
-    waits = over_tokens(df, "phase_time", "communication", variant=None)
-    waits = waits.set_index([*POINT])["median"]
-    peaks = over_tokens(df, "peak_memory", variant=None).set_index([*POINT])["median"]
+    how = [" ".join(word for word in text.split() if not word.startswith(spread))
+           for text in rows["variant"]]  # fmt: skip
+    rows = rows.assign(how=how, T=rows["x_value"])
+    waits, peaks = at_points(df, "phase_time", "communication"), at_points(df, "peak_memory")
     found = []
-    for key, group in many.groupby(["model", "backend", "how", "x_value"], sort=False):
-        model, backend, how, tokens = key
-        one = rows[(rows["variant"] == how) & (rows["model"] == model)]
-        one = one[(one["backend"] == backend) & (one["x_value"] == tokens)]
-        lines = [*one.itertuples(), *group.itertuples()]
-        base = float(one["median"].iloc[0]) if len(one) else np.nan
-        for line in lines:
-            point = (model, backend, line.variant, tokens)
+    many = rows[rows["parallel"] != "none"]
+    for key, group in many.groupby(["model", "backend", "how", "T"], sort=False):
+        alike = (rows[["model", "backend", "variant", "T"]] == list(key)).all(axis=1)
+        base = rows.loc[alike, "median"].iloc[0] if alike.any() else np.nan
+        for line in pandas.concat([rows[alike], group]).itertuples():
+            point = line.model, line.backend, line.variant, line.T
             found.append({
-                "model": model, "backend": backend, "T": tokens, "how": how,
+                "model": line.model, "backend": line.backend, "T": line.T, "how": line.how,
                 "parallel": line.parallel, "ranks": line.ranks,
                 "tokens/s": line.median, "times one rank": line.median / base,
                 "communication ms": waits.get(point, np.nan), "peak MiB a rank": peaks.get(point),
@@ -142,46 +200,38 @@ def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
     return named(table.drop_duplicates(keys).set_index(keys).round(3), df)
 
 
-def _how(variant: str) -> str:
-    """What a variant changes besides its ranks and the batch that they share."""
-    spread = ("ranks:", "parallel:", "batch:")
-    return " ".join(word for word in variant.split() if not word.startswith(spread))
-
-
 def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
     """The T from which a training step is faster than the dense twin's, a row a backend.
 
     Interpolated between measured T, straight in log-log; "below T" where it wins from the first T
     on, "beyond T" where it does not win up to the last. `dense / NSA` is at the longest T of both.
     """
-    table = wide(df, "tokens_per_second")
+    cost = 1 / wide(df, "tokens_per_second")
     found = {}
-    for model in table.index.unique("model"):
-        lines = table.loc[model]
-        if "dense" not in lines.index:
+    for model, backend in cost.index:
+        if backend == "dense" or (model, "dense") not in cost.index:
             continue
-        for backend in lines.index.drop("dense"):
-            both = lines.loc[["dense", backend]].dropna(axis=1)
-            if both.shape[1]:
-                ours, dense = 1 / both.loc[backend], 1 / both.loc["dense"]
-                found[model, backend] = {
-                    "break-even T": crossing(list(both.columns), list(ours), list(dense)),
-                    "longest T of both": both.columns[-1],
-                    "dense / NSA": round(float(dense.iloc[-1] / ours.iloc[-1]), 3),
-                }
+        both = cost.loc[[(model, "dense"), (model, backend)]].dropna(axis=1)
+        if both.shape[1]:
+            dense, ours = (list(line) for line in both.to_numpy())
+            found[model, backend] = {
+                "break-even T": crossing(list(both.columns), ours, dense),
+                "longest T of both": both.columns[-1],
+                "dense / NSA": round(dense[-1] / ours[-1], 3),
+            }
     index = pandas.MultiIndex.from_tuples(found, names=["model", "backend"])
     return named(pandas.DataFrame(list(found.values()), index=index), df)
 
 
 def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
     """The case study's reported tokens a second, and under them ours."""
-    columns = ["who", "T", "tokens/s", "what"]
-    reported = [("case study", t, f"{speed:,.0f}", what) for t, speed, what
-                in case_study.TOKENS_PER_S]  # fmt: skip
+    reported = [("case study", t, f"{speed:,.0f}", what)
+                for t, speed, what in case_study.TOKENS_PER_S]  # fmt: skip
     ours = [
         (f"{row.model}, {row.backend}", row.x_value, f"{row.median:,.0f}", str(row.gpu))
         for row in over_tokens(df, "tokens_per_second").dropna(subset="median").itertuples()
     ]
+    columns = ["who", "T", "tokens/s", "what"]
     return pandas.DataFrame([*reported, *ours], columns=columns).set_index("who")
 
 
@@ -227,31 +277,93 @@ def work(rows: Sequence[dict]) -> dict[str, tuple[int, int]]:
 
 def named(table: pandas.DataFrame, df: pandas.DataFrame) -> pandas.DataFrame:
     """With a warning over the columns where the times are a CPU's."""
-    cpu = len(df) and df["gpu"].isin(["", "cpu"]).any()
-    name = table.columns.name
-    return table.rename_axis(columns=f"{name or ''} (a CPU: only ratios mean anything)".strip()
-                             if cpu else name)  # fmt: skip
-
-
-def _model(config: dict) -> str:
-    return f"{model_name(config)}, {config.get('precision', '')}".strip(", ")
+    if not len(df) or not df["gpu"].isin(["", "cpu"]).any():
+        return table
+    name = f"{table.columns.name or ''} (a CPU: only ratios mean anything)".strip()
+    return table.rename_axis(columns=name)
 
 
 def _shown(rows: pandas.DataFrame, form: str) -> pandas.DataFrame:
-    texts = [
-        form.format(value) if np.isfinite(value) else outcome
-        for value, outcome in zip(rows["median"], rows["outcome"], strict=True)
-    ]
+    """One row a model and backend, one column a T: each row by `form`, a failure by its name."""
+    texts = [form.format(row) if np.isfinite(row.median) else row.outcome
+             for row in rows[["median", "q20", "q80", "outcome"]].itertuples()]  # fmt: skip
     return named(by_tokens(rows.assign(text=texts), "text").fillna(""), rows)
 
 
-def _columns(df, wanted: dict[str, tuple[str, str]], failures: bool = False) -> pandas.DataFrame:
+def _columns(df, wanted: dict[str, tuple[str, str]]) -> pandas.DataFrame:
     """One row a cell, one column each (metric, mode)."""
-    parts = {}
-    for column, (metric, mode) in wanted.items():
-        rows = over_tokens(df, metric, mode, variant=None)
-        parts[column] = rows.set_index(POINT)["median"]
-    order = over_tokens(df, "step_time", variant=None).set_index(POINT).index
-    table = pandas.DataFrame(parts).reindex(order)
-    table = table.rename_axis(index={"x_value": "T"})
-    return table if failures else table.dropna(how="all")
+    parts = {column: at_points(df, *what) for column, what in wanted.items()}
+    table = pandas.DataFrame(parts).reindex(at_points(df, "step_time").index)
+    return table.rename_axis(index={"x_value": "T"})
+
+
+def _metrics(row: dict) -> Iterator[dict]:
+    def at(mode: str, metric: str, unit: str, *values: float) -> dict:
+        return _row(row, mode, metric, unit, *values)
+
+    times = [row[name] for name in ("step_ms", "step_ms_q20", "step_ms_q80")]
+    per_step = 1e3 * row["batch"] * row["tokens"]
+    low, high = per_step / times[2], per_step / times[1]
+    yield at("step", "tokens_per_second", "tokens/s", row["tokens_s"], low, high)
+    yield at("recount", "tokens_per_second", "tokens/s", row["recount_tokens_s"])
+    yield at("step", "step_time", "ms", *times)
+    ms = row["phase_ms"] | {"communication": row["communication_ms"]}
+    for phase in PHASES:
+        if phase in ms:
+            yield at(phase, "phase_time", "ms", ms[phase])
+    if row["observe"]:
+        yield at("step", "observing", "1", row["watched_times"])
+    yield at("step", "peak_memory", "MiB", row["peak_mib"])
+    yield at("step", "recompilations", "1", row["recompilations"])
+    yield at("step", "syncs", "1", math.nan if row["syncs"] is None else row["syncs"])
+    yield at("step", "loader_wait", "ms", row["loader_wait_ms"])
+    if row["outcome"] != "ok":
+        return
+    flops = flops_of(row)
+    for mode, ceiling in (("measured", "matmul_tflops"), ("nominal", "nominal_tflops")):
+        share = flops.utilisation(row["step_ms"] / 1e3, row[ceiling], row["ranks"])
+        yield at(mode, "utilisation", "1", share)
+    yield from _memory(row)
+
+
+def _memory(row: dict, skip: int = 0) -> Iterator[dict]:
+    for mode in ("device", "host"):
+        series = row[f"{mode}_mib"][skip:]
+        if series:
+            yield _row(row, mode, "memory_growth", "MiB/step", *growth(series))
+            for step, mib in windows(series):
+                yield _row(row, mode, "memory", "MiB", mib, step=step)
+
+
+def _cell(row: dict) -> TrainCell:
+    names = TrainCell.__dataclass_fields__
+    return TrainCell.from_dict({name: row[name] for name in names if name in row})
+
+
+def _config(row: dict) -> dict:
+    """The cell and how it ended; NaN as null, for strict readers of JSON refuse it."""
+    found = {n: row[n] for n in (*TrainCell.__dataclass_fields__, *_ENDED) if n in row}
+    plain = {n: None if isinstance(v, float) and math.isnan(v) else v for n, v in found.items()}
+    return plain | {"layers": _cell(row).config().layers}
+
+
+def _row(
+    row: dict, mode: str, metric: str, unit: str, *values: float, step=None, config=None
+) -> dict:
+    """A row of metrics.csv over T, or over steps; values: the median, or it and both quantiles."""
+    median, low, high = values if len(values) == 3 else values * 3
+    return {
+        "operation": OPERATION,
+        "backend": row["name"],
+        "mode": mode,
+        "metric": metric,
+        "unit": unit,
+        "x_name": "tokens" if step is None else "step",
+        "x_value": row["tokens"] if step is None else step,
+        "median": median,
+        "q20": low,
+        "q80": high,
+        "config": _config(row) if config is None else config,
+        # A GPU that this machine has is none that a cell on the CPU used.
+        "gpu": "cpu" if row["device"] == "cpu" else None,
+    }

@@ -18,12 +18,12 @@ from throughput_entries import measured
 
 from nsa.experiments.correctness import lesson_rows
 from nsa.experiments.throughput import child as throughput_trial
-from nsa.experiments.throughput import communication, loss_curves, step_profile
+from nsa.experiments.throughput import loss_curves, overheads, step_profile
 from nsa.experiments.throughput import trials as throughput
 from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.grid import curve_grid, throughput_grid
-from nsa.experiments.throughput.rows import growth, windows
 from nsa.experiments.throughput.session import session
+from nsa.experiments.throughput.table import growth, windows
 from nsa.lab.measure import memory_samples
 from nsa.lab.measure.compilations import Compilations
 from nsa.lab.measure.memory_samples import MemorySamples
@@ -143,10 +143,10 @@ def test_observers_and_the_place_among_ranks_are_put_back():
         trainer.step(0)
         place = trainer.parallel
         throughput_trial._by_phase(trainer)
-        communication.communication_ms(trainer)
+        overheads.communication_ms(trainer)
         assert trainer.observers == () and trainer.parallel is place
-        turns = 2 * (communication.ROUNDS + 1)
-        looked = 1 + throughput_trial.WATCHED + turns * (communication.TURN + 1)
+        turns = 2 * (overheads.ROUNDS + 1)
+        looked = 1 + throughput_trial.WATCHED + turns * (overheads.TURN + 1)
         assert trainer.steps_done == looked
 
 
@@ -161,7 +161,7 @@ def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch()
     trainer = SimpleNamespace(parallel=Parallel("ddp", 1, 2))
     with trainer.parallel.micro(Wrapped(), True):
         assert seen == []
-    with communication.unsynced(trainer):
+    with overheads.unsynced(trainer):
         with trainer.parallel.micro(Wrapped(), True):
             assert seen == ["no sync"]
         assert trainer.parallel.kind == "ddp"
@@ -180,7 +180,7 @@ def test_communication_is_what_a_step_waits_for_others():
             self.steps_done += 1
             time.sleep(0.008 if type(self.parallel) is Parallel else 0.002)
 
-    found = communication.communication_ms(Waiting(parallel=Parallel("ddp", 0, 2)))
+    found = overheads.communication_ms(Waiting(parallel=Parallel("ddp", 0, 2)))
     assert found == pytest.approx(6, rel=0.25)
 
 

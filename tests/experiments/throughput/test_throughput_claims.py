@@ -7,13 +7,10 @@ from places import NOTEBOOKS
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from nsa.experiments.throughput import aims as throughput_aims
-from nsa.experiments.throughput import claims as throughput_claims
-from nsa.experiments.throughput import plots as throughput_plots
-from nsa.experiments.throughput import table as throughput_table
+from nsa.experiments.throughput import claims, plots, table
 from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.grid import throughput_grid
-from nsa.experiments.throughput.rows import curves_to_metrics, rows_to_metrics
+from nsa.experiments.throughput.table import curves_to_metrics, rows_to_metrics
 from nsa.experiments.throughput.trials import row_of
 from nsa.workbook import metrics, parameters
 
@@ -72,16 +69,16 @@ def frame(*rows, curves=(), gpu=H200):
 
 def test_where_no_cell_ran_the_tables_behind_figures_are_empty_and_curves_go_on():
     df = frame(row(outcome="timeout"), curves=[curve()])
-    assert throughput_table.phases(df).empty
-    assert set(throughput_table.memory_over_steps(df)["backend"]) == {"triton"}
-    assert throughput_table.memory_over_steps(frame(row(outcome="timeout"))).empty
-    for drawn in (throughput_plots.speed, throughput_plots.memory, throughput_plots.losses):
+    assert table.phases(df).empty
+    assert set(table.memory_over_steps(df)["backend"]) == {"triton"}
+    assert table.memory_over_steps(frame(row(outcome="timeout"))).empty
+    for drawn in (plots.speed, plots.memory, plots.losses):
         assert drawn(df).axes
 
 
 @pytest.mark.full
 def test_a_failed_cell_refutes_and_out_of_memory_does_not():
-    claim = throughput_claims.nothing_broke
+    claim = claims.nothing_broke
     assert claim(frame(row(), row("masked", outcome="oom"))).verdict == "PASS"
     told = claim(frame(row(), row("gather", outcome="crash")))
     assert told.verdict == "FAIL" and "gather T 2048" in told.claim
@@ -92,7 +89,7 @@ def test_a_failed_cell_refutes_and_out_of_memory_does_not():
 
 
 def test_a_meter_that_the_clock_contradicts_refutes():
-    claim = throughput_claims.the_meter_is_right
+    claim = claims.the_meter_is_right
     assert claim(frame(row())).verdict == "PASS"
     told = claim(frame(row(), row("dense", tokens_s=66.0, recount_tokens_s=13.2)))
     assert told.verdict == "FAIL" and "400.00%" in told.claim
@@ -101,7 +98,7 @@ def test_a_meter_that_the_clock_contradicts_refutes():
 
 
 def test_one_program_under_two_names_refutes():
-    claim = throughput_claims.programs_are_different
+    claim = claims.programs_are_different
     assert claim([row(), row("gather")]).verdict == "PASS"
     assert claim([row(), row("gather", paths={"slc": ["triton"]})]).verdict == "FAIL"
     assert claim([row(), row(tokens=4096)]).verdict == "INCONCLUSIVE"
@@ -109,8 +106,8 @@ def test_one_program_under_two_names_refutes():
 
 def test_late_compilation_and_host_waits_refute():
     late, waits = (
-        throughput_claims.nothing_is_compiled_late,
-        throughput_claims.no_step_waits_for_the_device,
+        claims.nothing_is_compiled_late,
+        claims.no_step_waits_for_the_device,
     )
     assert late(frame(row())).verdict == waits(frame(row())).verdict == "PASS"
     told = late(frame(row(), row(variant="compile", recompilations=2)))
@@ -121,7 +118,7 @@ def test_late_compilation_and_host_waits_refute():
 
 @pytest.mark.parametrize("series", ["device_mib", "host_mib"])
 def test_memory_that_climbs_refutes(series):
-    claim = throughput_claims.memory_is_flat
+    claim = claims.memory_is_flat
     assert claim(frame(row(steps=500))).verdict == "PASS"
     climbing = [900 + 0.1 * step for step in range(500)]
     assert claim(frame(row(steps=500, **{series: climbing}))).verdict == "FAIL"
@@ -132,7 +129,7 @@ def test_memory_that_climbs_refutes(series):
 
 
 def test_a_backend_that_learns_otherwise_refutes():
-    claim = throughput_claims.backends_learn_alike
+    claim = claims.backends_learn_alike
     alike = [curve(), curve("gather", offset=0.005)]
     assert claim(frame(curves=alike)).verdict == "PASS"
     told = claim(frame(curves=[*alike, curve("masked", offset=0.05)]))
@@ -147,7 +144,7 @@ def test_a_backend_that_learns_otherwise_refutes():
 
 
 def test_where_seeds_cross_their_spread_is_that_around_it():
-    claim = throughput_claims.backends_learn_alike
+    claim = claims.backends_learn_alike
 
     def crossing(apart, **changes):
         made = curve(**changes)
@@ -169,18 +166,18 @@ def test_where_seeds_cross_their_spread_is_that_around_it():
 
 
 def test_a_lesson_that_went_otherwise_refutes():
-    claim = throughput_claims.lessons_are_learnt
+    claim = claims.lessons_are_learnt
     learnt = {"lesson": "window", "outcome": "ok", "as_expected": True, "accuracy": {"in": 1.0}}
     assert claim([learnt]).verdict == "PASS"
     told = claim([learnt, learnt | {"lesson": "copy", "as_expected": False}])
     assert told.verdict == "FAIL" and told.claim.endswith("not so: copy")
     late = {"lesson": "recall", "outcome": "timeout"}
     assert claim([learnt, late]).verdict == "INCONCLUSIVE"
-    assert len(throughput_claims.all_claims(frame(row()), [row()], [learnt])) == 8
+    assert len(claims.all_claims(frame(row()), [row()], [learnt])) == 8
 
 
 def test_the_aims_of_one_gpu_are_reached_or_missed():
-    fast, near = throughput_aims.is_fast, throughput_aims.is_near_the_twin
+    fast, near = claims.is_fast, claims.is_near_the_twin
     df = frame(row(step_ms=131.0), row("dense", step_ms=105.0))
     assert fast(df, "triton").verdict == "PASS" and near(df, "triton").verdict == "PASS"
     df = frame(row(step_ms=132.0), row("dense", step_ms=105.0))
@@ -191,7 +188,7 @@ def test_the_aims_of_one_gpu_are_reached_or_missed():
 
 
 def test_watching_is_measured_where_a_cell_asks_for_it():
-    claim = throughput_aims.watching_costs_little
+    claim = claims.watching_costs_little
     watched = row(variant="observe")
     assert claim(frame(row(), watched | {"watched_times": 1.149})).verdict == "PASS"
     told = claim(frame(watched | {"watched_times": 1.151}, row()))
@@ -200,7 +197,7 @@ def test_watching_is_measured_where_a_cell_asks_for_it():
 
 
 def test_longer_than_16k_nsa_wins_at_every_length():
-    claim = throughput_aims.beats_the_twin_when_long
+    claim = claims.beats_the_twin_when_long
     wins = [row(tokens=t, step_ms=100.0) for t in (8192, 16384, 32768)]
     twin = [
         row("dense", tokens=t, step_ms=ms) for t, ms in ((8192, 90), (16384, 130), (32768, 200))
@@ -213,7 +210,7 @@ def test_longer_than_16k_nsa_wins_at_every_length():
 
 
 def test_two_gpus_pay_or_not():
-    claim, variant = throughput_aims.two_ranks_pay, "batch:32 ranks:2 parallel:ddp"
+    claim, variant = claims.two_ranks_pay, "batch:32 ranks:2 parallel:ddp"
     both = [row(), row(variant=variant, step_ms=104.0, communication_ms=4.0)]
     assert claim(frame(*both), "triton").verdict == "PASS"
     both[1] = row(variant=variant, step_ms=106.0, communication_ms=6.0)
@@ -223,18 +220,18 @@ def test_two_gpus_pay_or_not():
 
 
 def test_ranks_that_run_compiled_are_held_against_one_that_does():
-    claim, two = throughput_aims.two_ranks_pay, "batch:32 ranks:2 parallel:ddp"
+    claim, two = claims.two_ranks_pay, "batch:32 ranks:2 parallel:ddp"
     plain, compiled = row(variant=two, step_ms=90.0), row(variant=f"{two} compile", step_ms=80.0)
     rows = [row(), plain, row(variant="compile", step_ms=70.0), compiled]
     told = claim(frame(*rows), "triton")
     assert told.verdict == "FAIL"
     assert told.evidence == {"T 2048": 2.222, "T 2048 compile": 1.75}
     assert claim(frame(row(), compiled), "triton").verdict == "INCONCLUSIVE"
-    assert len(throughput_plots.scaling(frame(*rows)).axes[0].get_lines()) == 3
+    assert len(plots.scaling(frame(*rows)).axes[0].get_lines()) == 3
 
 
 def test_nsa_learns_as_well_as_the_twin_after_500_steps():
-    claim = throughput_aims.learns_as_the_twin
+    claim = claims.learns_as_the_twin
     assert claim(frame(curves=[curve(offset=0.03), curve("dense")])).verdict == "PASS"
     assert claim(frame(curves=[curve(offset=0.1), curve("dense")])).verdict == "FAIL"
     # What all its backends compute is the same, so each is a sample more.
@@ -248,22 +245,22 @@ def test_nsa_learns_as_well_as_the_twin_after_500_steps():
 @pytest.mark.parametrize("gpu", ["", "NVIDIA A100"])
 def test_no_other_machine_decides_an_aim(gpu):
     df = frame(row(), row("dense"), row(tokens=16384), row("dense", tokens=16384), gpu=gpu)
-    found = throughput_aims.aims(df)
+    found = claims.aims(df)
     assert {claim.verdict for claim in found} == {"INCONCLUSIVE"} and len(found) == 6
     on_the_cpu = frame(row(device="cpu"), row("dense", device="cpu"))
-    assert {c.verdict for c in throughput_aims.aims(on_the_cpu)} == {"INCONCLUSIVE"}
+    assert {c.verdict for c in claims.aims(on_the_cpu)} == {"INCONCLUSIVE"}
 
 
 def test_an_empty_run_decides_nothing():
     df = frame()
-    verdicts = {c.verdict for c in throughput_claims.all_claims(df, []) + throughput_aims.aims(df)}
+    verdicts = {c.verdict for c in claims.all_claims(df, []) + claims.aims(df)}
     assert verdicts == {"INCONCLUSIVE"}
 
 
 def test_break_even_is_where_a_token_costs_both_the_same():
     cells = [row(tokens=t, step_ms=100.0) for t in (2048, 8192)]
     cells += [row("dense", tokens=2048, step_ms=50.0), row("dense", tokens=8192, step_ms=200.0)]
-    line = throughput_table.break_even(frame(*cells)).iloc[0]
+    line = table.break_even(frame(*cells)).iloc[0]
     assert (line["break-even T"], line["longest T of both"], line["dense / NSA"]) == (
         "4096", 8192, 2.0,
     )  # fmt: skip
@@ -271,15 +268,15 @@ def test_break_even_is_where_a_token_costs_both_the_same():
 
 def test_tables_show_values_and_failures_by_name():
     df = frame(row(), row("gather", outcome="oom"), row("dense", step_ms=80.0))
-    speed = throughput_table.speed(df)[2048].droplevel("model")
+    speed = table.speed(df)[2048].droplevel("model")
     assert speed.to_dict() == {"triton": "327,680", "gather": "oom", "dense": "409,600"}
-    assert throughput_table.step_times(df)[2048].iloc[0] == "100 [90, 110]"
-    assert throughput_table.notes(df).loc["gather", "why"] == "planted"
-    meters = throughput_table.meters(df).droplevel(["model", "variant"])
+    assert table.step_times(df)[2048].iloc[0] == "100 [90, 110]"
+    assert table.notes(df).loc["gather", "why"] == "planted"
+    meters = table.meters(df).droplevel(["model", "variant"])
     # 0.61 GFLOP a token, 32,768 tokens in 0.1 s, of 790 TFLOP/s
     assert meters.loc[("triton", 2048), "of measured ceiling"] == pytest.approx(0.253, abs=1e-3)
     assert meters.loc[("triton", 2048), "of nominal ceiling"] == pytest.approx(0.202, abs=1e-3)
-    beside = throughput_table.beside_the_case_study(df)
+    beside = table.beside_the_case_study(df)
     assert beside.loc["case study", "tokens/s"].iloc[0] == "153"
     assert beside.iloc[-1]["tokens/s"] == "409,600"
 
@@ -288,54 +285,54 @@ def test_variants_stand_beside_the_plain_cell_of_the_same_backend():
     two = row(variant="batch:32 ranks:2 parallel:ddp")
     changed = row(variant="checkpoint:all", step_ms=125.0, peak_mib=4500.0)
     df = frame(row(), row("dense"), two, changed)
-    table = throughput_table.variants(df).droplevel(["model", "backend", "T"])
-    assert table["tokens/s, times plain"].to_dict() == {"": 1.0, "checkpoint:all": 0.8}
-    assert table.loc["checkpoint:all", "peak MiB, times plain"] == 0.5
+    found = table.variants(df).droplevel(["model", "backend", "T"])
+    assert found["tokens/s, times plain"].to_dict() == {"": 1.0, "checkpoint:all": 0.8}
+    assert found.loc["checkpoint:all", "peak MiB, times plain"] == 0.5
 
 
 def test_a_cell_measured_twice_counts_once_and_last():
     df = frame(row(step_ms=100.0), row(step_ms=50.0))
-    assert throughput_table.wide(df, "step_time").iloc[0, 0] == 50.0
+    assert table.wide(df, "step_time").iloc[0, 0] == 50.0
 
 
 def test_work_is_told_by_shapes():
-    found = throughput_table.work([row(), row("dense")])
+    found = table.work([row(), row("dense")])
     assert list(found) == ["triton T 2048 batch 16", "dense T 2048 batch 16"]
     assert found["triton T 2048 batch 16"][1] > found["dense T 2048 batch 16"][1]
 
 
 def test_cpu_times_are_labelled():
     df = frame(row(device="cpu"), gpu="")
-    assert "only ratios" in throughput_table.speed(df).columns.name
-    assert "only ratios" not in throughput_table.speed(frame(row())).columns.name
+    assert "only ratios" in table.speed(df).columns.name
+    assert "only ratios" not in table.speed(frame(row())).columns.name
 
 
 def test_figures_are_drawn_with_failures_in_them():
     two = row(variant="batch:32 ranks:2 parallel:ddp", step_ms=105.0, communication_ms=5.0)
     cells = [row(), row("dense"), row("masked", outcome="oom"), two, row(tokens=4096)]
     df = frame(*cells, curves=[curve(), curve("gather"), curve("dense", offset=0.1)])
-    figure = throughput_plots.speed(df, note="H200")
+    figure = plots.speed(df, note="H200")
     ours, beside = ([text.get_text() for text in axes.texts] for axes in figure.axes)
     assert "masked: oom" in ours and any(text.startswith("153") for text in beside)
     assert not any(text.startswith("153") for text in ours)  # decades below what was measured
-    assert len(throughput_plots.speed(df, reported=False).axes) == 1
-    memory = throughput_plots.memory(df).axes[0]
+    assert len(plots.speed(df, reported=False).axes) == 1
+    memory = plots.memory(df).axes[0]
     highest = max(max(line.get_ydata()) for line in memory.get_lines())
     assert memory.get_ylim()[0] == 0 and memory.get_ylim()[1] > 1.04 * highest
-    throughput_plots.memory(frame(row(outcome="oom")))  # no line at all
-    bars = throughput_plots.phases(df).axes[0]
+    plots.memory(frame(row(outcome="oom")))  # no line at all
+    bars = plots.phases(df).axes[0]
     assert len(bars.get_yticklabels()) == 4
-    lines = throughput_plots.scaling(df).axes[0].get_lines()
+    lines = plots.scaling(df).axes[0].get_lines()
     assert lines[1].get_ydata()[-1] == pytest.approx(2 * 100 / 105, rel=1e-3)
-    assert len(throughput_plots.losses(df).axes) == 2
-    over_steps = throughput_plots.memory_over_steps(df)
+    assert len(plots.losses(df).axes) == 2
+    over_steps = plots.memory_over_steps(df)
     assert len(over_steps.axes) == 2
     shown = [(line.get_color(), line.get_marker()) for line in over_steps.axes[0].get_lines()]
     assert len(set(shown)) == len(shown) == len(over_steps.legends[0].get_texts())
     profile = {"kernels": [{"name": "gemm", "ms": 3.0, "calls": 4, "share": 1.0}]}
-    assert throughput_plots.kernels(profile, "step").axes[0].get_title() == "step"
+    assert plots.kernels(profile, "step").axes[0].get_title() == "step"
     with pytest.raises(ValueError, match="no training rows of loss"):
-        throughput_plots.losses(frame(row()))
+        plots.losses(frame(row()))
 
 
 @pytest.mark.parametrize("name", ["04_smoke", "04_h200", "04_h200x2", "04_losses", "04_tasks"])
@@ -353,4 +350,4 @@ def test_the_parameter_files_fit_the_notebook_and_make_legal_cells(name):
     assert len({str(cell) for cell in cells}) == len(cells)
     if name not in ("04_smoke", "04_tasks"):
         assert full["preset"] == "production" and full["backends"][0] == "triton"
-        assert throughput_aims.TOKENS in full["tokens"]
+        assert claims.TOKENS in full["tokens"]

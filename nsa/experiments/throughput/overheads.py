@@ -1,10 +1,11 @@
-"""What it costs a step to be watched by every observer that stays on for a whole run."""
+"""What of a step is being watched, and what is waiting for other ranks: the same steps without."""
 
 import contextlib
 import io
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from nsa.lab.observers.kept import SAMPLED
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.writers import CsvWriter
+from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 
-ROUNDS, TURN = 5, SAMPLED  # steps of a turn: whoever samples looks at one of them
+ROUNDS, TURN = 3, 5  # of communication; steps of a turn
 
 
 def observing(trainer: Trainer) -> dict[str, float]:
@@ -28,12 +30,41 @@ def observing(trainer: Trainer) -> dict[str, float]:
     gradients' arrival and the modules' order of every tenth, and so, five times as often as there,
     the attention's statistics.
     """
-    found = turns(trainer, lambda: _all_observers(trainer), rounds=ROUNDS, steps=TURN)
+    # An observer that samples looks at one step of each turn.
+    found = turns(trainer, lambda: _all_observers(trainer), rounds=5, steps=SAMPLED)
     return {
         "unwatched_ms": found.plain_ms,
         "watched_ms": found.watched_ms,
         "watched_times": found.ratio,
     }
+
+
+def communication_ms(trainer: Trainer) -> float:
+    """ms that a step under DDP takes longer than one whose gradients stay on their rank.
+
+    Both are interleaved, see `turns`. Less than 0 where it is smaller than what else differs
+    between two turns. The ranks' weights differ afterwards; every rank must call it.
+    """
+    found = turns(trainer, lambda: unsynced(trainer), rounds=ROUNDS, steps=TURN, wall=True)
+    return found.plain_ms * (1 - found.ratio)
+
+
+@contextlib.contextmanager
+def unsynced(trainer: Trainer) -> Iterator[None]:
+    """The trainer's steps inside send no gradient."""
+    kept = trainer.parallel
+    trainer.parallel = _Unsynced(**{f.name: getattr(kept, f.name) for f in fields(kept) if f.init})
+    try:
+        yield
+    finally:
+        trainer.parallel = kept
+
+
+class _Unsynced(Parallel):
+    """None of its micro-batches is the last."""
+
+    def micro(self, wrapped, last: bool):
+        return super().micro(wrapped, False)
 
 
 @contextlib.contextmanager
