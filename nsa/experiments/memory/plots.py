@@ -1,11 +1,11 @@
 """The figures of the memory notebook, in the looks of all others."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from nsa.workbook import looks, metrics, panel_rows
+from nsa.workbook.looks import GREY
 from nsa.workbook.scaling import local_exponents
 
 MIB_PER_GIB = 1024
@@ -24,46 +24,44 @@ def scaling(
 
     df: rows of metrics.csv with x_name tokens, metric peak_memory, unit MiB. A failed point (no
     median) is a cross at the top, its outcome beside it. `prediction` (dashed, in the colour of
-    the backend it names) and `case_study` (dotted grey) map a label to (tokens, MiB), or a panel's
-    title (`repro, 5 layers`) to such a mapping. Returns the figure; ValueError without rows.
+    the backend it names) and `case_study` (dotted grey, in a panel of its own where it would
+    squeeze the others) map a label to (tokens, MiB), or a panel's title (`repro, 5 layers`) to such
+    a mapping. Returns the figure; ValueError without rows.
     """
-    models = panel_rows.models(panel_rows.peaks(df, mode))
+    unit, scale = _unit(df, "peak_memory")
+    wanted = []  # (title, rows, predicted, reported) of each panel
+    for model, frame in panel_rows.models(panel_rows.peaks(df, mode)).items():
+        predicted, reported = _curves(prediction, model), _curves(case_study, model)
+        title = f"Peak memory: {model}"
+        if reported and _squeezed(frame, reported):
+            wanted.append((title, frame, predicted, []))
+            wanted.append(("Beside the case study", frame, [], reported))
+        else:
+            wanted.append((title, frame, predicted, reported))
     with looks.style():
-        fig, panels = looks.panels(len(models), 3.9)
-        unit, scale = _unit(df, "peak_memory")
-        for axes, (model, frame) in zip(panels, models.items(), strict=True):
+        fig, panels = looks.panels(len(wanted), 3.9)
+        for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
             for backend, line in panel_rows.backends(frame):
-                colour, marker = looks.look(backend)
                 good = line[line["median"].notna()]
-                values = good["median"] / scale
-                axes.plot(
-                    good["x_value"], values, color=colour, marker=marker, label=backend, zorder=3
-                )
-                _band(axes, good, scale, colour)
-            for label, (tokens, mib) in _curves(prediction, model):
-                axes.plot(
-                    tokens,
-                    np.asarray(mib, float) / scale,
-                    "--",
-                    color=looks.look(label)[0],
-                    lw=1.1,
-                    label=f"predicted: {label}",
-                )
-            for number, (label, (tokens, mib)) in enumerate(_curves(case_study, model)):
-                axes.plot(
-                    tokens,
-                    np.asarray(mib, float) / scale,
-                    ":",
-                    color="#9a9a9a",
-                    lw=1.2,
-                    marker="1234+x"[number % 6],
-                    label=label,
-                )
+                style = dict(zip(("color", "marker"), looks.look(backend), strict=True))
+                axes.plot(good["x_value"], good["median"] / scale, label=backend, zorder=3, **style)
+                low, high = good["q20"].astype(float), good["q80"].astype(float)
+                if low.notna().all() and high.notna().all():
+                    axes.fill_between(good["x_value"], low / scale, high / scale, alpha=0.18, lw=0,
+                                      color=style["color"])  # fmt: skip
+            for label, (tokens, mib) in predicted:
+                axes.plot(tokens, np.asarray(mib, float) / scale, "--", lw=1.1,
+                          color=looks.look(label)[0], label=f"predicted: {label}")  # fmt: skip
+            for number, (label, (tokens, mib)) in enumerate(reported):
+                axes.plot(tokens, np.asarray(mib, float) / scale, ":", lw=1.2, color="#9a9a9a",
+                          marker="1234+x"[number % 6], label=label)  # fmt: skip
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            looks.log_axis(axes.yaxis)
             _mark_failures(axes, frame)
-            axes.set(title=model, xlabel="T (tokens)", ylabel=f"peak memory ({unit})")
-            looks.plain_ticks(axes, frame["x_value"])
+            axes.set(xlabel="T (tokens)", ylabel=f"peak memory ({unit})")
+            looks.title(axes, title)
+            ticks = [t for _, (tokens, _) in reported for t in tokens]
+            looks.plain_ticks(axes, [*frame["x_value"], *ticks])
         looks.legend(fig, panels)
     return fig
 
@@ -85,17 +83,11 @@ def exponents(df, *, mode: str = "step"):
                 axes.plot(middle, found, color=colour, marker=marker, label=backend)
             for level, name in ((1, "linear"), (2, "quadratic")):
                 axes.axhline(level, color="#9a9a9a", lw=0.9, ls="--", zorder=0)
-                axes.annotate(
-                    name,
-                    (1, level),
-                    xycoords=("axes fraction", "data"),
-                    ha="right",
-                    va="bottom",
-                    fontsize=8,
-                    color="#777777",
-                )
+                axes.annotate(name, (1, level), xycoords=("axes fraction", "data"), ha="right",
+                              va="bottom", fontsize=8, color=GREY)  # fmt: skip
             axes.set_xscale("log", base=2)
-            axes.set(title=model, xlabel="T (tokens)", ylabel="local exponent of peak memory")
+            axes.set(xlabel="T (tokens)", ylabel="local exponent of peak memory")
+            looks.title(axes, f"Growth: {model}")
             axes.set_ylim(min(-0.1, axes.get_ylim()[0]), max(2.3, axes.get_ylim()[1]))
             looks.plain_ticks(axes, frame["x_value"])
         looks.legend(fig, panels)
@@ -112,34 +104,27 @@ def categories(df, tokens: int | None = None, *, mode: str = "step"):
         raise ValueError(f"no rows of mode {mode!r} whose metric is memory_<category>")
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
     models = panel_rows.models(rows)
+    colours = dict(zip(rows["category"].unique(), looks.PALETTE, strict=False))
     with looks.style():
         fig, panels = looks.panels(len(models), 3.4)
         unit, scale = _unit(df, "peak_memory")
-        colours: dict[str, Any] = {}
-        palette = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999"]
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
             at = tokens if tokens is not None else panel_rows.largest_common(frame)
             frame = frame[frame["x_value"] == at]
             if not len(frame):
-                raise ValueError(
-                    f"no categories at T = {at}; there are {sorted(set(rows.x_value))}"
-                )
+                there = sorted(set(rows.x_value))
+                raise ValueError(f"no categories at T = {at}; there are {there}")
             table = frame.pivot_table(
                 index="backend", columns="category", values="median", aggfunc="last", sort=False
             ).fillna(0.0)
             table = table.loc[[backend for backend, _ in panel_rows.backends(frame)]] / scale
             below = np.zeros(len(table))
             for category in table.columns:
-                colour = colours.setdefault(category, palette[len(colours) % len(palette)])
-                axes.bar(
-                    table.index,
-                    table[category],
-                    bottom=below,
-                    color=colour,
-                    label=category.replace("_", " "),
-                )
+                axes.bar(table.index, table[category], bottom=below, color=colours[category],
+                         label=category.replace("_", " "))  # fmt: skip
                 below += table[category].to_numpy()
-            axes.set(title=f"{model}, T = {at:.0f}".strip(", "), ylabel=f"at the peak ({unit})")
+            axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.06 * below.max() or 1))
+            looks.title(axes, f"Peak by category: {model}, T = {at:.0f}")
             axes.grid(False, axis="x")
             axes.tick_params(axis="x", rotation=20)
         looks.legend(fig, panels)
@@ -163,12 +148,14 @@ def _curves(curves: Mapping | None, model: str) -> list:
     return found
 
 
-def _band(axes, good, scale: float, colour: str) -> None:
-    low, high = good["q20"].astype(float), good["q80"].astype(float)
-    if low.notna().all() and high.notna().all():
-        axes.fill_between(
-            good["x_value"], low / scale, high / scale, color=colour, alpha=0.18, lw=0
-        )
+def _squeezed(frame, curves: Sequence[tuple[str, Line]]) -> bool:
+    """Whether a log axis with these curves leaves less than two thirds of it to our own points."""
+    ours = frame["median"].dropna().to_numpy(float)
+    theirs = np.concatenate([np.asarray(mib, float) for _, (_, mib) in curves])
+    if not len(ours):
+        return False
+    both = np.log([*ours, *theirs])
+    return np.ptp(both) > 1.5 * np.ptp(np.log(ours))
 
 
 def _mark_failures(axes, frame) -> None:

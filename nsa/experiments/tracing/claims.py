@@ -2,7 +2,7 @@
 
 from itertools import combinations
 
-from nsa.experiments.tracing import table as tracing_table
+from nsa.experiments.tracing import table
 from nsa.experiments.tracing.trials import Traced, Trial
 from nsa.workbook.claim import Claim, verdict_of
 
@@ -32,34 +32,33 @@ def all_claims(traced: Traced) -> list[Claim]:
 
 def every_trial_ended(traced: Traced) -> Claim:
     """On every rank, or its own options' check refused it; else who failed first, and where."""
-    good = ("ok", "refused")
-    bad = [row for row in traced.outcomes if row["status"] not in good]
+    ends = {f"{row['trial']}, rank {row['rank']}": row["status"] for row in traced.outcomes}
+    bad = [row for row in traced.outcomes if row["status"] not in ("ok", "refused")]
     sentence = f"all {len(traced.trials)} trials ended, or were refused, on every rank"
     if not bad:
-        return Claim(sentence, "PASS" if traced.outcomes else "INCONCLUSIVE", _ends(traced))
+        return Claim(sentence, "PASS" if ends else "INCONCLUSIVE", ends)
     first = next((row for row in bad if row["first"]), bad[0])
     where = f"{first['trial']!r}, rank {first['rank']}: {first['status']} at {first['place']}"
     undecided = all(row["status"] in ("timeout", "oom") for row in bad)
-    return Claim(f"{sentence}; {where}", "INCONCLUSIVE" if undecided else "FAIL", _ends(traced))
+    return Claim(f"{sentence}; {where}", "INCONCLUSIVE" if undecided else "FAIL", ends)
 
 
 def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
     """Each parameter that should have a gradient, in every step, in one order on all ranks."""
     if not traced.ended(trial.name):
         return _undecided(f"{trial.name}: every gradient arrives")
-    table = tracing_table.frame(traced, "arrivals")
-    table = table[table["trial"] == trial.name]
-    first = table[(table["step"] == 1) & (table["rank"] == 0)]
+    rows = table.frame(traced, "arrivals", trial.name)
+    first = rows[(rows["step"] == 1) & (rows["rank"] == 0)]
     due, rightly = (int((first["expected"] == s).sum()) for s in ("arrived", "missing"))
-    wrong = table[table["state"] != table["expected"]]
-    apart = tracing_table.by_rank(table)
+    wrong = rows[rows["state"] != rows["expected"]]
+    apart = table.by_rank(rows)
     apart = apart[~apart["same"]]
-    rest = f", and rightly none for the other {rightly}" if rightly else ""
     ranks = traced.setup.ranks
     order = f" on all {ranks} ranks, in one order" if ranks > 1 else " on the one rank"
-    named = _unreachable(traced, trial.name)
+    rest = f", and rightly none for the other {rightly}" if rightly else ""
+    named = [row["unreachable"] for row in traced.of(trial.name)]
     expected = set(first[first["expected"] == "missing"]["parameter"])
-    graph = named is None or named == [expected] * ranks
+    graph = None in named or all(set(names) == expected for names in named)
     told = "" if graph else "; the graph before the backward says otherwise"
     return Claim(
         f"{trial.name}: a gradient for each of {due} parameters{order}{rest}{told}",
@@ -74,22 +73,20 @@ def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
 
 def modules_run_in_one_order(traced: Traced) -> Claim:
     """The backward enters the same modules one after the other on all ranks, in clean trials."""
-    table = tracing_table.frame(traced, "modules")
     clean = [t.name for t in traced.trials if not t.fault and traced.ended(t.name)]
-    table = table[table["trial"].isin(clean)]
+    rows = table.frame(traced, "modules", *clean)
     sentence = "module backwards run in one order on all ranks"
     if traced.setup.ranks < 2:
         return _undecided(sentence, "there is one rank")
-    if not len(table):
+    if not clean or not len(rows):
         return _undecided(sentence)
     apart = []
-    for (trial, step), mine in table.sort_values("order").groupby(["trial", "step"], sort=False):
+    for (trial, step), mine in rows.sort_values("order").groupby(["trial", "step"], sort=False):
         orders = {tuple(group["module"]) for _, group in mine.groupby("rank")}
         if len(orders) > 1 or mine["rank"].nunique() < traced.setup.ranks:
             apart.append(f"{trial}, step {step}")
-    modules = table["module"].nunique()
     return Claim(
-        f"{sentence}: {modules} modules in {table['trial'].nunique()} trials",
+        f"{sentence}: {rows['module'].nunique()} modules in {rows['trial'].nunique()} trials",
         verdict_of(not apart),
         {"ranks differ": apart, "file": "module_order.csv"},
     )
@@ -109,16 +106,15 @@ def branches_are_different_programs(traced: Traced) -> Claim:
 
 def gradients_are_one_process(traced: Traced) -> Claim:
     """The ranks' rows one after the other in one process: the same sums, but for the mean."""
-    table = tracing_table.frame(traced, "gradients")
+    rows = table.frame(traced, "gradients")
     ended = [trial.name for trial in traced.trials if traced.ended(trial.name)]
-    mine = table[(table["way"] == "rows") & table["trial"].isin(ended)]
+    mine = rows[(rows["way"] == "rows") & rows["trial"].isin(ended)]
     limit = GRADIENT_LIMIT.get(traced.setup.precision, COARSE)
     ranks = traced.setup.ranks
     sentence = f"gradients of {ranks} rank{'s' if ranks > 1 else ''} are one process's to {limit:g}"
     if not len(mine):
         return _undecided(sentence)
-    errors = mine["error"].fillna(float("inf"))
-    worst = errors.groupby(mine["trial"], sort=False).max()
+    worst = mine["error"].fillna(float("inf")).groupby(mine["trial"], sort=False).max()
     bad = [f"{trial} {error:.1g}" for trial, error in worst.items() if not error <= limit]
     text = f": {', '.join(bad)}" if bad else f" in {', '.join(worst.index)}"
     return Claim(sentence + text, verdict_of(not bad), worst.to_dict())
@@ -127,33 +123,34 @@ def gradients_are_one_process(traced: Traced) -> Claim:
 def buckets_hold_every_parameter(traced: Traced) -> Claim:
     """A bucket trace that loses elements, or fires on some ranks only, traces nothing."""
     sentence = "the buckets of every step and rank hold each parameter once"
-    totals, wrong = {}, []
+    totals, wrong = [], []
     for name in _bucketed(traced):
         parameters = traced.of(name)[0]["parameters"]
-        for step, by_rank in tracing_table.layouts(traced, name).items():
+        for step, by_rank in table.layouts(traced, name).items():
             for rank, elements in by_rank.items():
-                totals[f"{name}, step {step}, rank {rank}"] = sum(elements)
+                totals.append(sum(elements))
                 if sum(elements) != parameters:
                     wrong.append(f"{name}, step {step}, rank {rank}: {sum(elements):,}")
             if len({tuple(e) for e in by_rank.values()}) > 1 or len(by_rank) < traced.setup.ranks:
                 wrong.append(f"{name}, step {step}: ranks differ")
     if not totals:
         return _undecided(sentence)
+    found = f"; not {wrong[0]}" if wrong else f": {max(totals):,} elements"
     evidence = {"wrong": wrong, "file": "ddp_buckets.csv"}
-    counted = f": {max(totals.values()):,} elements"
-    return Claim(
-        sentence + (f"; not {wrong[0]}" if wrong else counted), verdict_of(not wrong), evidence
-    )
+    return Claim(sentence + found, verdict_of(not wrong), evidence)
 
 
 def buckets_are_cut_anew(traced: Traced) -> Claim:
     """After step 1, after step 2 with a static graph, never under find_unused_parameters."""
-    found, wrong = {}, []
+    found, wrong, seen = {}, [], set()
+    bucketed = _bucketed(traced)
     for trial in traced.trials:
-        if trial.name not in _bucketed(traced):
+        if trial.name not in bucketed:
             continue
-        steps = {step: ranks[min(ranks)]
-                 for step, ranks in tracing_table.layouts(traced, trial.name).items()}  # fmt: skip
+        by_step = table.layouts(traced, trial.name)
+        steps = {step: ranks[min(ranks)] for step, ranks in by_step.items()}
+        if trial.name == "ddp":
+            seen = {len(elements) for ranks in by_step.values() for elements in ranks.values()}
         found[trial.name] = [s for s in steps if s > 1 and steps[s] != steps.get(s - 1)]
         due = [] if trial.find_unused else [3] if trial.static_graph else [2]
         if found[trial.name] != due:
@@ -164,9 +161,7 @@ def buckets_are_cut_anew(traced: Traced) -> Claim:
     )
     if "ddp" not in found:
         return _undecided(sentence)
-    one = all(len(r) == 1 for by in tracing_table.layouts(traced, "ddp").values()
-              for r in by.values())  # fmt: skip
-    if one:
+    if seen <= {1}:
         return Claim(f"{sentence}: not seen, all fits into one bucket", "INCONCLUSIVE", found)
     return Claim(
         sentence + (f"; not so: {', '.join(wrong)}" if wrong else ""),
@@ -192,8 +187,7 @@ def static_graph_trains_the_same(traced: Traced) -> Claim:
 
 def contradiction_is_refused(traced: Traced) -> Claim:
     """torch takes both options, warns, and ignores the second."""
-    name = "static graph + find unused"
-    rows = traced.of(name)
+    rows = traced.of("static graph + find unused")
     sentence = "static_graph with find_unused_parameters is refused, with the reason"
     if not rows or {row["status"] for row in rows} - {"ok", "refused"}:
         return _undecided(sentence)
@@ -206,60 +200,46 @@ def fault_is_named(traced: Traced, trial: Trial) -> Claim:
     sentence = f"planted {trial.fault!r} is named by the arrival lists"
     if not traced.ended(trial.name):
         return _undecided(sentence)
-    table = tracing_table.frame(traced, "arrivals")
-    table = table[table["trial"] == trial.name]
-    ranks = range(traced.setup.ranks)
-    due = {(rank, p) for rank in ranks for p in tracing_table.planted_in(traced, trial, rank)}
-    steps = sorted(set(table["step"]))
     state = "zero" if trial.fault == "gate x 0" else "missing"
-    named = {}
-    for step in steps:
-        mine = table[(table["step"] == step) & (table["state"] != table["expected"])]
-        named[step] = {(r, p) for r, p, s in zip(mine["rank"], mine["parameter"], mine["state"],
-                                                 strict=True) if s == state}  # fmt: skip
-        if len(named[step]) != len(mine):
-            named[step].add((-1, "something in another state"))
-    where = sorted({rank for rank, _ in due})
-    on = "every rank" if len(where) == traced.setup.ranks else f"rank {where[0]} alone"
+    ranks = range(traced.setup.ranks)
+    due = {(r, name, state) for r in ranks for name in table.planted_in(traced, trial, r)}
+    rows = table.frame(traced, "arrivals", trial.name)
+    named: dict[int, set] = {step: set() for step in sorted(set(rows["step"]))}
+    for row in rows[rows["state"] != rows["expected"]].itertuples():
+        named[row.step].add((row.rank, row.parameter, row.state))
+    where = sorted({rank for rank, _, _ in due})
+    on = "every rank" if len(where) == len(ranks) else f"rank {where[0]} alone"
     return Claim(
-        f"{sentence}: {len({p for _, p in due})} parameters {state} on {on}",
-        verdict_of(bool(steps) and all(seen == due for seen in named.values())),
-        {"planted": sorted(map(str, due)), "named": sorted(map(str, named.get(1, ())))},
+        f"{sentence}: {len({name for _, name, _ in due})} parameters {state} on {on}",
+        verdict_of(bool(named) and all(seen == due for seen in named.values())),
+        {
+            "planted": sorted(str((rank, name)) for rank, name, _ in due),
+            "named": sorted(str((rank, name)) for rank, name, _ in named.get(1, ())),
+        },
     )
 
 
 def only_arrivals_tell(traced: Traced) -> Claim:
     """Under find_unused_parameters a rank's own branch raises nothing; all weights stay equal."""
     name = "rank branch"
-    rows = traced.of(name)
     sentence = "nothing but the arrival lists shows a rank's own branch: no error, equal weights"
     if traced.setup.ranks < 2:
         return _undecided(sentence, "there is one rank")
     if not traced.ended(name):
         return _undecided(sentence)
-    table = tracing_table.frame(traced, "arrivals")
-    compared = tracing_table.by_rank(table[table["trial"] == name])
-    equal = len({row["weights"] for row in rows}) == 1
+    rows = traced.of(name)
+    compared = table.by_rank(table.frame(traced, "arrivals", name))
+    weights = sorted({row["weights"] for row in rows})
     return Claim(
         f"{sentence} on {len(rows)} ranks",
-        verdict_of(equal and not compared["same"].all()),
-        {"weights": sorted({row["weights"] for row in rows})},
+        verdict_of(len(weights) == 1 and not compared["same"].all()),
+        {"weights": weights},
     )
 
 
 def _bucketed(traced: Traced) -> list[str]:
     """The trials under DDP that ended."""
     return [t.name for t in traced.trials if t.kind == "ddp" and traced.ended(t.name)]
-
-
-def _unreachable(traced: Traced, name: str) -> list[set[str]] | None:
-    found = [row["unreachable"] for row in traced.of(name)]
-    return None if None in found else [set(names) for names in found]
-
-
-def _ends(traced: Traced) -> dict[str, str]:
-    rows = traced.outcomes
-    return {f"{row['trial']}, rank {row['rank']}": row["status"] for row in rows}
 
 
 def _undecided(sentence: str, why: str = "it was not traced to its end") -> Claim:

@@ -20,8 +20,7 @@ def arrival_order(traced: Traced, trials: list[str], step: int = 1):
     A rank is a marker. What is missing stands at the left edge in red, what arrives as zero keeps
     its place, in a red square.
     """
-    rows = table.frame(traced, "arrivals")
-    rows = rows[rows["step"] == step]
+    rows = table.frame(traced, "arrivals", step=step)
     shown = [name for name in trials if (rows["trial"] == name).any()]
     if not shown:
         return _nothing(f"no arrivals of {', '.join(trials) or 'any trial'}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas
 
-from nsa.experiments.tracing.trials import Traced, Trial
+from nsa.experiments.tracing.trials import Traced, Trial, why
 from nsa.lab.search.planted import planted
 from nsa.workbook.files import write_atomically
 
@@ -16,6 +16,12 @@ EVIDENCE = (
 OUTCOME = [
     "trial", "rank", "status", "first", "place", "losses", "weights", "message", "evidence",
 ]  # fmt: skip
+COLUMNS = {
+    "arrivals": [*WHO, "parameter", "state", "expected", "order", "ms"],
+    "modules": [*WHO, "module", "order", "ms"],
+    "buckets": [*WHO, "index", "elements", "bytes", "dtype", "is_last", "ms"],
+    "gradients": ["trial", "rank", "way", "error", "parameter"],
+}
 
 
 def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
@@ -28,14 +34,10 @@ def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
     """
     arrivals = frame(traced, "arrivals")
     missing = arrivals[arrivals["state"] != "arrived"].copy()
-    spoilt = {
-        (trial.name, rank): planted_in(traced, trial, rank)
-        for trial in traced.trials
-        for rank in range(traced.setup.ranks)
-    }
-    missing["planted"] = [
-        row.parameter in spoilt[row.trial, row.rank] for row in missing.itertuples()
-    ]
+    ranks = range(traced.setup.ranks)
+    spoilt = {(t.name, r): planted_in(traced, t, r) for t in traced.trials for r in ranks}
+    missing["planted"] = [row.parameter in spoilt[row.trial, row.rank]
+                          for row in missing.itertuples()]  # fmt: skip
     columns = [*WHO, "parameter", "state", "expected", "planted"]
     return {
         "all_missing_params": missing[columns].reset_index(drop=True),
@@ -48,27 +50,21 @@ def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
 
 def write_evidence(folder: str | Path, traced: Traced) -> pandas.DataFrame:
     """Writes EVIDENCE as CSV files into `folder`; returns their names and numbers of rows."""
-    found = evidence(traced)
-    for name, table in found.items():
+    rows = []
+    for name, table in evidence(traced).items():
         write_atomically(Path(folder, f"{name}.csv"), table.to_csv(index=False))
-    return pandas.DataFrame(
-        [{"file": f"{name}.csv", "rows": len(table)} for name, table in found.items()]
-    )
+        rows.append({"file": f"{name}.csv", "rows": len(table)})
+    return pandas.DataFrame(rows)
 
 
-def frame(traced: Traced, kind: str) -> pandas.DataFrame:
-    """The rows of one kind ("arrivals", "modules", "buckets", "gradients") with their columns."""
-    columns = {
-        "arrivals": ["parameter", "state", "expected", "order", "ms"],
-        "modules": ["module", "order", "ms"],
-        "buckets": ["index", "elements", "bytes", "dtype", "is_last", "ms"],
-        "gradients": ["way", "error", "parameter"],
-    }[kind]
-    who = WHO[:2] if kind == "gradients" else WHO
-    table = pandas.DataFrame(getattr(traced, kind), columns=[*who, *columns])
+def frame(traced: Traced, kind: str, *trials: str, step: int | None = None) -> pandas.DataFrame:
+    """The rows of one kind, by COLUMNS; of these trials alone where any is named, and one step."""
+    table = pandas.DataFrame(getattr(traced, kind), columns=COLUMNS[kind])
     if kind == "arrivals":
         table["order"] = table["order"].astype("Int64")  # missing ones have none
-    return table
+    if trials:
+        table = table[table["trial"].isin(trials)]
+    return table if step is None else table[table["step"] == step]
 
 
 def by_rank(arrivals: pandas.DataFrame) -> pandas.DataFrame:
@@ -94,17 +90,15 @@ def outcomes(traced: Traced) -> pandas.DataFrame:
     """A row a trial: how its ranks ended, their losses, whether they end with the same weights."""
     rows = []
     for trial in traced.trials:
-        mine = traced.of(trial.name)
-        ends = ", ".join(dict.fromkeys(row["status"] for row in mine))
-        losses = traced.losses(trial.name)
-        weights = {row["weights"] for row in mine}
+        mine, losses = traced.of(trial.name), traced.losses(trial.name)
+        equal = "yes" if len({row["weights"] for row in mine}) == 1 else "no"
         rows.append(
             {
                 "trial": trial.name,
-                "ended": ends,
+                "ended": ", ".join(dict.fromkeys(row["status"] for row in mine)),
                 "losses": ", ".join(f"{loss:.4f}" for loss in losses),
-                "equal weights": "" if not losses else "yes" if len(weights) == 1 else "no",
-                "why": _why(mine),
+                "equal weights": equal if losses else "",
+                "why": why(mine),
             }
         )
     return pandas.DataFrame(rows).set_index("trial")
@@ -112,10 +106,9 @@ def outcomes(traced: Traced) -> pandas.DataFrame:
 
 def counts(traced: Traced, step: int = 1) -> pandas.DataFrame:
     """Arrived, missing and zero gradients of one step, and how many of them should not be so."""
-    table = frame(traced, "arrivals")
-    table = table[table["step"] == step]
     rows = []
-    for (trial, rank), mine in table.groupby(["trial", "rank"], sort=False):
+    groups = frame(traced, "arrivals", step=step).groupby(["trial", "rank"], sort=False)
+    for (trial, rank), mine in groups:
         numbers = {state: int((mine["state"] == state).sum()) for state in STATES}
         wrong = int((mine["state"] != mine["expected"]).sum())
         rows.append({"trial": trial, "rank": rank, **numbers, "unexpected": wrong})
@@ -125,16 +118,14 @@ def counts(traced: Traced, step: int = 1) -> pandas.DataFrame:
 
 def arrived(traced: Traced, trial: str, rank: int = 0, step: int = 1) -> list[str]:
     """The parameters whose gradients arrived on a rank, in that order."""
-    table = frame(traced, "arrivals")
-    mine = table[(table["trial"] == trial) & (table["rank"] == rank) & (table["step"] == step)]
-    return list(mine.dropna(subset="order").sort_values("order")["parameter"])
+    table = frame(traced, "arrivals", trial, step=step)
+    mine = table[table["rank"] == rank].dropna(subset="order")
+    return list(mine.sort_values("order")["parameter"])
 
 
 def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
     """Gradients that are missing or zero and should not be, a column a rank; of one step or all."""
-    table = frame(traced, "arrivals")
-    if step is not None:
-        table = table[table["step"] == step]
+    table = frame(traced, "arrivals", step=step)
     wrong = table[table["state"] != table["expected"]]
     keys = ["trial", "step", "parameter"]
     wide = table.pivot(index=keys, columns="rank", values="state")
@@ -149,22 +140,18 @@ def buckets(traced: Traced) -> pandas.DataFrame:
 
     An empty table where no rank traced any.
     """
-    table = frame(traced, "buckets")
     rows: dict[str, dict[str, str]] = {}
-    for (trial, step), mine in table.groupby(["trial", "step"], sort=False):
-        layouts = dict.fromkeys(
-            " + ".join(f"{n:,}" for n in group.sort_values("index")["elements"])
-            for _, group in mine.groupby("rank", sort=True)
-        )
-        rows.setdefault(trial, {})[f"step {step}"] = " | ".join(layouts)
+    for trial in dict.fromkeys(row["trial"] for row in traced.buckets):
+        for step, by_rank in layouts(traced, trial).items():
+            said = dict.fromkeys(" + ".join(f"{n:,}" for n in e) for e in by_rank.values())
+            rows.setdefault(trial, {})[f"step {step}"] = " | ".join(said)
     return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("trial")
 
 
 def layouts(traced: Traced, trial: str) -> dict[int, dict[int, list[int]]]:
     """{step: {rank: elements of its buckets}} of one trial."""
-    table = frame(traced, "buckets")
-    table = table[table["trial"] == trial].sort_values("index")
     found: dict[int, dict[int, list[int]]] = {}
+    table = frame(traced, "buckets", trial).sort_values("index")
     for (step, rank), mine in table.groupby(["step", "rank"]):
         found.setdefault(step, {})[rank] = [int(n) for n in mine["elements"]]
     return found
@@ -181,8 +168,7 @@ def gradients(traced: Traced) -> pandas.DataFrame:
 
 def modules(traced: Traced, trial: str, step: int = 1) -> pandas.DataFrame:
     """When each module's backward begins, ms since the backward's begin, a column a rank."""
-    table = frame(traced, "modules")
-    table = table[(table["trial"] == trial) & (table["step"] == step)]
+    table = frame(traced, "modules", trial, step=step)
     wide = table.pivot(index="module", columns="rank", values="ms")
     first = table[table["rank"] == table["rank"].min()].sort_values("order")["module"]
     return wide.loc[list(first)].rename(columns="rank {}, ms".format).rename_axis(columns=None)
@@ -191,12 +177,8 @@ def modules(traced: Traced, trial: str, step: int = 1) -> pandas.DataFrame:
 def to_metrics(traced: Traced) -> list[dict]:
     """Rows of metrics.csv: losses, counts of gradients, buckets and gradient errors, by rank."""
     setup = traced.setup
-    common = {
-        "preset": setup.preset, "layers": setup.layers, "tokens": setup.tokens,
-        "batch": setup.batch, "ranks": setup.ranks, "device": setup.device,
-        "dtype": setup.precision, "communication": setup.communication,
-        "bucket_mb": setup.bucket_mb,
-    }  # fmt: skip
+    names = ("preset", "layers", "tokens", "batch", "ranks", "device", "communication", "bucket_mb")
+    common = {name: getattr(setup, name) for name in names} | {"dtype": setup.precision}
     rows = []
 
     def add(trial, rank, metric, value, step=1, unit="count", **more):
@@ -215,12 +197,10 @@ def to_metrics(traced: Traced) -> list[dict]:
         )
 
     for row in traced.outcomes:
-        losses = row["losses"] or [None]
-        for step, loss in enumerate(losses, 1):
+        for step, loss in enumerate(row["losses"] or [None], 1):
             more = {"outcome": row["status"], "weights": row["weights"]}
             add(row["trial"], row["rank"], "loss", loss, step, "nats", **more)
-    table = frame(traced, "arrivals")
-    for (trial, rank, step), mine in table.groupby(WHO, sort=False):
+    for (trial, rank, step), mine in frame(traced, "arrivals").groupby(WHO, sort=False):
         for state in STATES:
             add(trial, rank, f"gradients_{state}", int((mine["state"] == state).sum()), step)
     for (trial, rank, step), mine in frame(traced, "buckets").groupby(WHO, sort=False):
@@ -236,8 +216,3 @@ def planted_in(traced: Traced, trial: Trial, rank: int) -> tuple[str, ...]:
         return ()
     fault = planted(trial.fault, traced.setup.config(trial), traced.setup.ranks)
     return fault.parameters if rank in fault.ranks else ()
-
-
-def _why(rows: list[dict]) -> str:
-    said = sorted(rows, key=lambda row: (not row["first"], row["status"] == "ended"))
-    return next((row["message"] for row in said if row["message"]), "")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.lab.cells import DATA, DEVICES
+from nsa.lab.cells import DATA, DEVICES, check_choices, check_whole
 from nsa.lab.process.ranks import run_ranks
 from nsa.lab.search.planted import FAULTS
 
@@ -75,16 +75,10 @@ class Setup:
     def __post_init__(self) -> None:
         from nsa.model import parallel
 
-        for name, low in (("tokens", 1), ("batch", 1), ("ranks", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {low}")
-        if self.device not in DEVICES:
-            raise ValueError(f"device={self.device!r} is unknown; known are {', '.join(DEVICES)}")
+        check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0})
+        check_choices(self, {"device": DEVICES, "data": DATA})
         if self.communication == "nccl" and self.device == "cpu":
             raise ValueError("communication='nccl' needs GPUs; on a CPU 'gloo' would do")
-        if self.data not in DATA:
-            raise ValueError(f"data={self.data!r} is unknown; known are {', '.join(DATA)}")
         if self.precision == "fp16":
             raise ValueError(
                 "precision='fp16' scales gradients, so they are not those of one process; "
@@ -255,7 +249,11 @@ def _add(found: Traced, trial: Trial, rank: int, record: dict) -> None:
 def _say(found: Traced, trial: Trial, records: list[dict]) -> None:
     ends = ", ".join(dict.fromkeys(record["status"] for record in records))
     number = 1 + list(found.trials).index(trial)
-    said = sorted(records, key=lambda r: (not r["first"], r["status"] == "ended"))
-    why = next((r["message"] for r in said if r["message"]), "")
-    why = f" ({why.splitlines()[0][:100]})" if why else ""
-    print(f"[{number}/{len(found.trials)}] {trial.name}: {ends}{why}", file=sys.stderr, flush=True)
+    text = f" ({why(records).splitlines()[0][:100]})" if why(records) else ""
+    print(f"[{number}/{len(found.trials)}] {trial.name}: {ends}{text}", file=sys.stderr, flush=True)
+
+
+def why(rows: Iterable[dict]) -> str:
+    """What the rank that failed first said, of a trial's rows; "" where none said anything."""
+    said = sorted(rows, key=lambda row: (not row["first"], row["status"] == "ended"))
+    return next((row["message"] for row in said if row["message"]), "")

@@ -48,7 +48,7 @@ def test_each_backend_is_one_line_with_its_values_on_two_log_axes():
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     np.testing.assert_allclose(lines(axes)["gather"].get_xdata(), TOKENS)
     np.testing.assert_allclose(lines(axes)["gather"].get_ydata(), [0.5 * t for t in TOKENS])
-    assert axes.get_title() == "repro, 5 layers" and "MiB" in axes.get_ylabel()
+    assert axes.get_title(loc="left").endswith(": repro, 5 layers") and "MiB" in axes.get_ylabel()
 
 
 def test_a_point_measured_twice_is_drawn_once_and_as_the_last_time():
@@ -81,8 +81,8 @@ def test_a_model_on_which_everything_failed_has_its_crosses():
 
 def test_each_model_has_a_panel():
     fig = plots.scaling(frame(*[row("gather", t, 1.5 * t, layers=12) for t in TOKENS]))
-    shown = [axes.get_title() for axes in fig.axes if axes.get_visible()]
-    assert shown == ["repro, 5 layers", "repro, 12 layers"]
+    shown = [axes.get_title(loc="left") for axes in fig.axes if axes.get_visible()]
+    assert [title.partition(": ")[2] for title in shown] == ["repro, 5 layers", "repro, 12 layers"]
 
 
 def test_other_modes_metrics_and_categories_stay_out():
@@ -104,6 +104,14 @@ def test_prediction_and_case_study_are_drawn_in_every_panel_or_in_the_named_one(
     assert first["predicted: gather"].get_linestyle() == "--"
     assert first["predicted: gather"].get_color() == looks.look("gather")[0]
     assert "case study" not in first and list(second["case study"].get_ydata()) == [100, 900]
+
+
+def test_a_case_study_far_above_our_points_has_a_panel_of_its_own_with_its_ticks():
+    ours, beside = plots.scaling(frame(), case_study={"case study": ([64, 2048], [5e3, 5e5])}).axes
+    assert "case study" not in lines(ours) and max(ours.get_ylim()) < 5e3
+    assert list(lines(beside)["case study"].get_ydata()) == [5e3, 5e5]
+    assert {"64", "2048"} <= {tick.get_text() for tick in beside.get_xticklabels()}
+    assert {"gather", "masked"} <= set(lines(beside))
 
 
 def test_a_backend_looks_the_same_in_every_plot_and_none_like_another():
@@ -139,7 +147,7 @@ def test_categories_stack_to_the_sum():
 def test_categories_are_shown_at_the_largest_length_that_all_finished():
     rows = [held("gather", t, 5.0, "all") for t in TOKENS]
     rows += [held("masked", t, 5.0, "all") for t in TOKENS[:2]]
-    assert "T = 256" in plots.categories(metrics.table(rows)).axes[0].get_title()
+    assert "T = 256" in plots.categories(metrics.table(rows)).axes[0].get_title(loc="left")
 
 
 def test_nothing_to_draw_is_refused():
