@@ -37,10 +37,10 @@ def add(commands) -> None:
 
 
 def selfcheck(arguments) -> int:
-    from nsa.experiments.selfcheck import faults
+    from nsa.experiments.selfcheck.faults import registry
     from nsa.experiments.selfcheck.trials import check
 
-    chosen = faults.chosen(arguments.only)
+    chosen = registry.chosen(arguments.only)
     if arguments.list:
         for fault in chosen:
             print(f"{fault.name:30} {' or '.join(fault.kinds):14} {fault.text}")
@@ -72,7 +72,7 @@ def selfcheck(arguments) -> int:
 
 def text(rows, seconds: float) -> str:
     """The confusion matrix, what was missed, and the sum of it."""
-    from nsa.experiments.selfcheck.faults.judged import line, matrix
+    from nsa.experiments.selfcheck.judged import line, matrix
     from nsa.lab.verdict import KINDS
 
     counts = matrix(rows)

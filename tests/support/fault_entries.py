@@ -2,7 +2,7 @@
 
 from planted import made
 
-from nsa.experiments.selfcheck.faults import chosen
+from nsa.experiments.selfcheck.faults.registry import chosen
 from nsa.lab.process.rank_child import standing
 
 

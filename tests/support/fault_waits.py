@@ -14,7 +14,7 @@ import time
 
 from planted import made
 
-from nsa.experiments.selfcheck.faults import chosen
+from nsa.experiments.selfcheck.faults.registry import chosen
 from nsa.experiments.selfcheck.faults.small import FROM_STEP
 
 WATCHED_S, LONGEST_S = 0.4, 10.0

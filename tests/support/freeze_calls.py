@@ -26,7 +26,7 @@ from nsa.experiments.memory import table as memory_table
 from nsa.experiments.selfcheck import claims as selfcheck_claims
 from nsa.experiments.selfcheck import plots as selfcheck_plots
 from nsa.experiments.selfcheck import table as selfcheck_table
-from nsa.experiments.selfcheck.faults.judged import Judged
+from nsa.experiments.selfcheck.judged import Judged
 from nsa.experiments.throughput import claims as throughput_claims
 from nsa.experiments.throughput import plots as throughput_plots
 from nsa.experiments.throughput import table as throughput_table

@@ -1,6 +1,6 @@
 """Rows of a selfcheck as tests want them, without a trial."""
 
-from nsa.experiments.selfcheck.faults.judged import Judged
+from nsa.experiments.selfcheck.judged import Judged
 
 
 def row(name="a lock", expected=("HANG",), found="HANG", **more):

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from nsa.experiments.selfcheck.faults.judged import Judged
+from nsa.experiments.selfcheck.judged import Judged
 from nsa.lab.process.trial import Outcome
-from nsa.workbook.claim import Claim
+from nsa.workbook.claim import Claim, verdict_of
 
 NAMED_WITHIN_S = 15.0
 COUNTED = {"a GPU": 1.05, "a CPU": 1.10}  # of a step
@@ -26,28 +26,17 @@ def all_claims(rows: Sequence[Judged]) -> list[Claim]:
 
 
 def aims(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:
-    """Each aim of watching with what was measured; INCONCLUSIVE where it was not."""
-    return [counting_is_cheap(counting, on_gpu=on_gpu), an_end_is_foretold(foretold)]
+    """Each aim of watching with what was measured; INCONCLUSIVE where it was not.
 
-
-def counting_is_cheap(ended: Outcome, *, on_gpu: bool) -> Claim:
-    """A step counted as in a trial, over the same step without."""
+    A step counted as in a trial, over the same step without; the end of a backward, from half of
+    its nodes on.
+    """
     machine = "a GPU" if on_gpu else "a CPU"
-    sentence = f"counting takes at most {COUNTED[machine]:.2f} of a step on {machine}"
-    if ended.result is None:
-        return Claim(f"{sentence}: {ended.message}", "INCONCLUSIVE", {})
-    ratio = ended.result["ratio"]
-    holds = ratio <= COUNTED[machine]
-    return Claim(f"{sentence}: {ratio:.3f}", _verdict(holds, [ratio]), ended.result)
-
-
-def an_end_is_foretold(ended: Outcome) -> Claim:
-    """From half of its nodes on."""
-    sentence = f"the end of a backward is foretold within {FORETOLD:.0%} of it from its half on"
-    if ended.result is None:
-        return Claim(f"{sentence}: {ended.message}", "INCONCLUSIVE", {})
-    worst = ended.result["worst"]
-    return Claim(f"{sentence}: {worst:.0%}", _verdict(worst <= FORETOLD, [worst]), ended.result)
+    most = COUNTED[machine]
+    cheap = f"counting takes at most {most:.2f} of a step on {machine}"
+    early = f"the end of a backward is foretold within {FORETOLD:.0%} of it from its half on"
+    return [_at_most(cheap, counting, "ratio", most, ".3f"),
+            _at_most(early, foretold, "worst", FORETOLD, ".0%")]  # fmt: skip
 
 
 def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
@@ -109,7 +98,7 @@ def rounds_agree(rows: Sequence[Judged]) -> Claim:
     torn = {name: sorted(kinds) for name, kinds in found.items() if len(kinds) > 1}
     sentence = f"{rounds} rounds agree on all {len(found)} faults and controls"
     if rounds < 2:
-        return Claim("rounds agree: not decided, there was one", "INCONCLUSIVE", {})
+        return Claim.undecided("rounds agree", "there was one")
     return Claim(sentence, _verdict(not torn, found), {"torn": torn})
 
 
@@ -126,11 +115,17 @@ def there_are_enough(rows: Sequence[Judged]) -> Claim:
     return Claim(sentence, "PASS" if enough else "INCONCLUSIVE", {"skipped": skipped})
 
 
+def _at_most(sentence: str, ended: Outcome, name: str, limit: float, form: str) -> Claim:
+    if ended.result is None:
+        return Claim(f"{sentence}: {ended.message}", "INCONCLUSIVE", {})
+    value = ended.result[name]
+    return Claim(f"{sentence}: {value:{form}}", verdict_of(value <= limit), ended.result)
+
+
 def _run(rows: Sequence[Judged], *, control: bool) -> list[Judged]:
     return [row for row in rows if not row.skipped and row.control == control]
 
 
 def _verdict(holds: bool, over: object) -> str:
-    if not over:
-        return "INCONCLUSIVE"
-    return "PASS" if holds else "FAIL"
+    """INCONCLUSIVE where there was nothing to hold over."""
+    return verdict_of(holds) if over else "INCONCLUSIVE"

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from nsa.experiments.selfcheck import table
-from nsa.experiments.selfcheck.faults.judged import Judged
+from nsa.experiments.selfcheck.judged import Judged
 from nsa.workbook import looks
 from nsa.workbook.looks import GREY, RED
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas
 
-from nsa.experiments.selfcheck.faults import Fault
-from nsa.experiments.selfcheck.faults.judged import Judged, due, matrix
+from nsa.experiments.selfcheck.faults.registry import Fault
+from nsa.experiments.selfcheck.judged import Judged, due, matrix
 from nsa.lab.process.trial import Outcome
 from nsa.lab.verdict import KINDS
 from nsa.workbook.files import plain, write_json

@@ -14,9 +14,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.selfcheck.faults import FAULTS, Fault, why_not
-from nsa.experiments.selfcheck.faults.blind import blind
-from nsa.experiments.selfcheck.faults.judged import NOTHING, Judged, line
+from nsa.experiments.selfcheck.faults.registry import FAULTS, Fault, why_not
+from nsa.experiments.selfcheck.judged import NOTHING, Judged, blind, line
 from nsa.lab import oracles
 from nsa.lab.process import runner, trial
 from nsa.lab.verdict import Verdict, judge

@@ -11,6 +11,16 @@ MOVED = {
     "nsa.lab.correctness.correctness_probe": "nsa.experiments.correctness.probe",
     "nsa.lab.memory.training_step": "nsa.experiments.memory.child",
     "nsa.lab.supervision.cost": "nsa.experiments.selfcheck.cost",
+    **{
+        f"nsa.lab.faults.{old}": f"nsa.experiments.selfcheck.faults.{new}"
+        for new, olds in (
+            ("stops", "ends waits"),
+            ("wrong", "gradients growth"),
+            ("slow", "pace"),
+            ("devices", "ranks"),
+        )
+        for old in olds.split()
+    },
     "nsa.lab.faults": "nsa.experiments.selfcheck.faults",
     "nsa.lab.throughput.throughput_trial": "nsa.experiments.throughput.child",
     "nsa.lab.throughput.loss_curves": "nsa.experiments.throughput.loss_curves",

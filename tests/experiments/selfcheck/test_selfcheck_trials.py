@@ -10,9 +10,8 @@ from judged_rows import control, row, skipped
 from nsa.cli import main as cli
 from nsa.cli import selfcheck as command
 from nsa.experiments.selfcheck import trials as selfcheck
-from nsa.experiments.selfcheck.faults import FAULTS, chosen
-from nsa.experiments.selfcheck.faults.blind import blind
-from nsa.experiments.selfcheck.faults.judged import line, matrix
+from nsa.experiments.selfcheck.faults.registry import FAULTS, chosen
+from nsa.experiments.selfcheck.judged import blind, line, matrix
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample
 

@@ -10,32 +10,23 @@ _HERE = "nsa.experiments.selfcheck.faults"
 
 @dataclass(frozen=True)
 class Fault:
-    """One subject with something planted in it, or, for a control, with nothing.
-
-    name: of it. kinds: what the judge may call it; more than one where the machine's speed
-    decides. what: the verdict's own word for it, "" for any. where: "module:class" in this package.
-    settings: for the subject. steps, ranks: of the trial. needs: "", "gpu" or "gpus2".
-    predicted_s: what the steps of a healthy one take, None where it does not matter. deadline_s: of
-    the trial. busy: it wants a core of its own, or its time counts. takes_s: about how long, so
-    that the longest begin first. beside: another process is to use the device meanwhile. text: what
-    is planted.
-    """
+    """One subject with something planted in it, or, for a control, with nothing."""
 
     name: str
-    kinds: tuple[str, ...]
-    what: str
-    where: str
-    text: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...]  # what the judge may call it; several where the machine's speed decides
+    what: str  # the verdict's own word for it, "" for any
+    where: str  # "module:class" in this package
+    text: str  # what is planted
+    settings: dict[str, Any] = field(default_factory=dict)  # for the subject
     steps: int = 6
     ranks: int = 1
-    needs: str = ""
+    needs: str = ""  # "gpu" or "gpus2"
     control: bool = False
-    predicted_s: float | None = None
+    predicted_s: float | None = None  # the steps of a healthy one, None where it does not matter
     deadline_s: float = 40.0
-    busy: bool = False
-    takes_s: float = 10.0
-    beside: bool = False
+    busy: bool = False  # it wants a core of its own, or its time counts
+    takes_s: float = 10.0  # about how long, so that the longest begin first
+    beside: bool = False  # another process is to use the device meanwhile
 
     @property
     def subject(self) -> str:
@@ -55,87 +46,87 @@ _GROWING = {"steps": 30}
 
 PLANTED: tuple[Fault, ...] = (
     # gradients
-    _fault("detached branch", "FAIL", "missing-grad", "gradients:SpoiltNSA",
+    _fault("detached branch", "FAIL", "missing-grad", "wrong:SpoiltNSA",
            "keys and values of the window are computed without a graph",
            settings={"plant": "detached"}),
-    _fault("gate x 0", "FAIL", "zero-grad", "gradients:SpoiltNSA",
+    _fault("gate x 0", "FAIL", "zero-grad", "wrong:SpoiltNSA",
            "the window's gate is multiplied by zero: gradients arrive, all zero",
            settings={"plant": "gate x 0"}),
-    _fault("argmax", "FAIL", "missing-grad", "gradients:ChosenGate",
+    _fault("argmax", "FAIL", "missing-grad", "wrong:ChosenGate",
            "an argmax chooses, so that what it chooses by gets no gradient"),
-    _fault("detached late", "FAIL", "missing-grad", "gradients:DetachedLate",
+    _fault("detached late", "FAIL", "missing-grad", "wrong:DetachedLate",
            "a layer that the loss reaches in the first steps only"),
-    _fault("empty softmax row", "FAIL", "nan-grad", "gradients:EmptyRow",
+    _fault("empty softmax row", "FAIL", "nan-grad", "wrong:EmptyRow",
            "a row masked throughout: a finite loss, NaN in the gradients",
            settings={"additive": True}),
-    _fault("fp16 AdamW", "FAIL", "nan-grad", "gradients:HalfAdam",
+    _fault("fp16 AdamW", "FAIL", "nan-grad", "wrong:HalfAdam",
            "an eps of 1e-8 is 0 in fp16: the weights become NaN"),
-    _fault("diverging", "FAIL", "nan-grad", "gradients:Diverging",
+    _fault("diverging", "FAIL", "nan-grad", "wrong:Diverging",
            "a learning rate of 1e9: losses grow until they are no numbers"),
-    _fault("changed recomputation", "FAIL", "checkpoint-mismatch", "gradients:Recomputed",
+    _fault("changed recomputation", "FAIL", "checkpoint-mismatch", "wrong:Recomputed",
            "a checkpointed block takes another branch when it is recomputed",
            settings={"spoilt": True}),
     # ends
-    _fault("in-place", "CRASH", "RuntimeError", "ends:Overwritten",
+    _fault("in-place", "CRASH", "RuntimeError", "stops:Overwritten",
            "a tensor that the backward needs is changed in place"),
-    _fault("missing shard", "CRASH", "KeyError", "ends:Raises",
+    _fault("missing shard", "CRASH", "KeyError", "stops:Raises",
            "a KeyError in the middle of a step"),
-    _fault("killed", "CRASH", "SIGKILL", "ends:Killed", "killed without a word"),
-    _fault("segfault", "CRASH", "SIGSEGV", "ends:BadPointer", "a read at a bad address"),
-    _fault("aborted", "CRASH", "SIGABRT", "ends:Aborts", "abort(), as C++ does"),
-    _fault("exit 3", "CRASH", "SystemExit", "ends:Leaves", "sys.exit(3) in the middle"),
-    _fault("early exit 0", "CRASH", "exit 0", "ends:LeavesSilently",
+    _fault("killed", "CRASH", "SIGKILL", "stops:Killed", "killed without a word"),
+    _fault("segfault", "CRASH", "SIGSEGV", "stops:BadPointer", "a read at a bad address"),
+    _fault("aborted", "CRASH", "SIGABRT", "stops:Aborts", "abort(), as C++ does"),
+    _fault("exit 3", "CRASH", "SystemExit", "stops:Leaves", "sys.exit(3) in the middle"),
+    _fault("early exit 0", "CRASH", "exit 0", "stops:LeavesSilently",
            "ends as if all were well, with steps left to do"),
-    _fault("host OOM", "OOM", "host", "ends:OutOfAddresses",
+    _fault("host OOM", "OOM", "host", "stops:OutOfAddresses",
            "tensors until the process may have no more"),
-    _fault("one huge tensor", "OOM", "host", "ends:TooLarge", "2^55 bytes at once"),
+    _fault("one huge tensor", "OOM", "host", "stops:TooLarge", "2^55 bytes at once"),
     # waits
-    _fault("loop in backward", "HANG", "python-spin", "waits:LoopInBackward",
+    _fault("loop in backward", "HANG", "python-spin", "stops:LoopInBackward",
            "a while that never ends, in a backward of its own", busy=True),
-    _fault("deaf loop in the loader", "HANG", "python-spin", "waits:DeafLoop",
+    _fault("deaf loop in the loader", "HANG", "python-spin", "stops:DeafLoop",
            "a filter that lets nothing through, and only SIGKILL ends it", busy=True),
-    _fault("GIL held", "HANG", "gil-held", "waits:Expression",
+    _fault("GIL held", "HANG", "gil-held", "stops:Expression",
            "a regular expression that backtracks for ever", busy=True),
-    _fault("GIL held asleep", "HANG", "gil-held", "waits:LockedCall",
+    _fault("GIL held asleep", "HANG", "gil-held", "stops:LockedCall",
            "a C call that waits for a lock and keeps the GIL"),
-    _fault("lock taken twice", "HANG", "blocked", "waits:LockTwice",
+    _fault("lock taken twice", "HANG", "blocked", "stops:LockTwice",
            "a lock that waits for itself"),
-    _fault("loader asleep", "HANG", "blocked", "waits:SleepingLoader", "data that does not come"),
-    _fault("dead producer", "HANG", "blocked", "waits:DeadProducer",
+    _fault("loader asleep", "HANG", "blocked", "stops:SleepingLoader", "data that does not come"),
+    _fault("dead producer", "HANG", "blocked", "stops:DeadProducer",
            "a queue whose producer has ended"),
-    _fault("empty pipe", "HANG", "blocked", "waits:EmptyPipe", "a read that nobody answers"),
-    _fault("stop signal", "HANG", "stopped", "waits:Stopped", "stopped, as a terminal does it"),
-    _fault("native loop", "HANG", "unproven-native", "waits:NativeLoop",
+    _fault("empty pipe", "HANG", "blocked", "stops:EmptyPipe", "a read that nobody answers"),
+    _fault("stop signal", "HANG", "stopped", "stops:Stopped", "stopped, as a terminal does it"),
+    _fault("native loop", "HANG", "unproven-native", "stops:NativeLoop",
            "C code without the GIL that does not end", deadline_s=7.0, busy=True, takes_s=30.0),
     # growth
-    _fault("kept tensors", "FAIL", "tensor-list", "growth:KeptTensors",
+    _fault("kept tensors", "FAIL", "tensor-list", "wrong:KeptTensors",
            "a list that grows by 2 MiB a step", **_GROWING),
-    _fault("kept graph", "FAIL", "graph-growth", "growth:KeptGraph",
+    _fault("kept graph", "FAIL", "graph-growth", "wrong:KeptGraph",
            "a running sum of a parameter that is never detached: the graph grows", **_GROWING),
-    _fault("kept losses", "FAIL", "graph-kept", "growth:KeptLosses",
+    _fault("kept losses", "FAIL", "graph-kept", "wrong:KeptLosses",
            "a running sum of losses with their graphs", **_GROWING),
-    _fault("reference cycle", "FAIL", "cycle", "growth:Cycle",
+    _fault("reference cycle", "FAIL", "cycle", "wrong:Cycle",
            "objects that hold each other, and a collector that is off", **_GROWING),
-    _fault("kept masks", "FAIL", "tensor-list", "growth:KeptMasks",
+    _fault("kept masks", "FAIL", "tensor-list", "wrong:KeptMasks",
            "a dense mask kept for every T that was seen", **_GROWING),
-    _fault("quadratic buffer", "FAIL", "quadratic", "growth:Dense",
+    _fault("quadratic buffer", "FAIL", "quadratic", "wrong:Dense",
            "attention keeps a T x T matrix for its backward", settings={"tokens": 64}),
     # pace
-    _fault("slow loader", "SLOW", "", "pace:SlowLoader", "0.4 s for each batch",
+    _fault("slow loader", "SLOW", "", "slow:SlowLoader", "0.4 s for each batch",
            settings={"sleep_s": 0.4}, steps=100, predicted_s=0.5, deadline_s=8.0),
-    _fault("recompilations", "SLOW", "recompile", "pace:Recompiles", "each step compiles anew",
+    _fault("recompilations", "SLOW", "recompile", "slow:Recompiles", "each step compiles anew",
            steps=16, busy=True),
     # ranks
-    _fault("rank's own branch", "FAIL", "ranks-differ", "ranks:OwnBranch",
+    _fault("rank's own branch", "FAIL", "ranks-differ", "devices:OwnBranch",
            "one rank leaves out a branch, which find_unused_parameters hides",
            ranks=2, settings={"find_unused_parameters": True}),
-    _fault("skipped collective", "HANG", "collective", "ranks:SkippedCollective",
+    _fault("skipped collective", "HANG", "collective", "devices:SkippedCollective",
            "one rank leaves out a collective and waits for the others", ranks=2),
-    _fault("other shape", ("CRASH",), "", "ranks:OtherShape",
+    _fault("other shape", ("CRASH",), "", "devices:OtherShape",
            "one rank brings another number of elements", ranks=2),
-    _fault("one rank killed", "CRASH", "SIGKILL", "ranks:OneKilled",
+    _fault("one rank killed", "CRASH", "SIGKILL", "devices:OneKilled",
            "SIGKILL of one rank", ranks=2),
-    _fault("one rank without data", "HANG", "collective", "ranks:OneWithoutData",
+    _fault("one rank without data", "HANG", "collective", "devices:OneWithoutData",
            "all ranks wait for one", ranks=2),
     # devices
     _fault("device OOM", "OOM", "device", "devices:TooMuch", "tensors until the device is full",
@@ -146,42 +137,42 @@ PLANTED: tuple[Fault, ...] = (
            needs="gpu"),
     _fault("kept on the device", "FAIL", "tensor-list", "devices:KeptOnDevice",
            "a list on the device that grows by 2 MiB a step", needs="gpu", **_GROWING),
-    _fault("skipped collective (NCCL)", "HANG", "", "ranks:SkippedCollective",
+    _fault("skipped collective (NCCL)", "HANG", "", "devices:SkippedCollective",
            "one rank leaves out a collective and waits for the others",
            settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
-    _fault("one rank killed (NCCL)", ("CRASH",), "", "ranks:OneKilled", "SIGKILL of one rank",
+    _fault("one rank killed (NCCL)", ("CRASH",), "", "devices:OneKilled", "SIGKILL of one rank",
            settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
-    _fault("one rank without data (NCCL)", "HANG", "", "ranks:OneWithoutData",
+    _fault("one rank without data (NCCL)", "HANG", "", "devices:OneWithoutData",
            "all ranks wait for one", settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
 )  # fmt: skip
 
 CONTROLS: tuple[Fault, ...] = (
     _control("healthy", "PASS", "small:Small", "nothing"),
     _control("healthy NSA", "PASS", "small:TinyNSA", "nothing", steps=20),
-    _control("slow loop at 100 % CPU", "SLOW", "pace:Slow",
+    _control("slow loop at 100 % CPU", "SLOW", "slow:Slow",
              "one token at a time; its stacks are alike whenever one looks",
              settings={"tokens": 96}, steps=60, predicted_s=0.5, deadline_s=9.0, busy=True),
-    _control("one-off allocation", "PASS", "growth:OneAllocation",
+    _control("one-off allocation", "PASS", "wrong:OneAllocation",
              "192 MiB made late and kept", **_GROWING),
-    _control("collected cycle", "PASS", "growth:CollectedCycle",
+    _control("collected cycle", "PASS", "wrong:CollectedCycle",
              "cycles that the collector takes now and then", **_GROWING),
-    _control("long native call", ("PASS", "SLOW"), "pace:LongCall",
+    _control("long native call", ("PASS", "SLOW"), "slow:LongCall",
              "one call into C that takes longer than a stall may", settings={"call_s": 8.0},
              predicted_s=1.0, deadline_s=7.0, busy=True, takes_s=25.0),
-    _control("first step compiles", "PASS", "pace:CompilesOnce", "torch.compile, once", busy=True),
-    _control("late start", "PASS", "pace:LateStart", "3 s before anything is told",
+    _control("first step compiles", "PASS", "slow:CompilesOnce", "torch.compile, once", busy=True),
+    _control("late start", "PASS", "slow:LateStart", "3 s before anything is told",
              settings={"start_s": 3.0}),
-    _control("stranger", "PASS", "pace:Stranger", "a step that has never heard of progress"),
-    _control("masked row", "PASS", "gradients:EmptyRow",
+    _control("stranger", "PASS", "slow:Stranger", "a step that has never heard of progress"),
+    _control("masked row", "PASS", "wrong:EmptyRow",
              "a row masked throughout, whose NaN its own backward stops",
              settings={"additive": False}),
-    _control("other strides", "PASS", "gradients:OtherStrides",
+    _control("other strides", "PASS", "wrong:OtherStrides",
              "gradients whose strides are not their parameters'"),
-    _control("frozen part", "PASS", "gradients:FrozenPart", "a layer that is not trained"),
-    _control("recomputation", "PASS", "gradients:Recomputed",
+    _control("frozen part", "PASS", "wrong:FrozenPart", "a layer that is not trained"),
+    _control("recomputation", "PASS", "wrong:Recomputed",
              "a checkpointed block that does as it did", settings={"spoilt": False}),
-    _control("two ranks", "PASS", "ranks:Ranks", "nothing, on two ranks", ranks=2),
-    _control("straggler", "PASS", "ranks:Ranks", "one rank is 0.3 s late in each step",
+    _control("two ranks", "PASS", "devices:Ranks", "nothing, on two ranks", ranks=2),
+    _control("straggler", "PASS", "devices:Ranks", "one rank is 0.3 s late in each step",
              settings={"sleep_s": 0.3}, ranks=2),
     _control("healthy GPU", "PASS", "devices:OnDevice", "nothing, on a GPU", needs="gpu", steps=20),
     _control("long kernel", ("PASS", "SLOW"), "devices:Spins",
@@ -189,7 +180,7 @@ CONTROLS: tuple[Fault, ...] = (
              predicted_s=1.0, deadline_s=9.0, busy=True),
     _control("shared device", "INCONCLUSIVE", "devices:OnDevice",
              "another process has memory on the device", needs="gpu", beside=True, busy=True),
-    _control("two ranks (NCCL)", "PASS", "ranks:Ranks", "nothing, on two GPUs",
+    _control("two ranks (NCCL)", "PASS", "devices:Ranks", "nothing, on two GPUs",
              settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from nsa.model.data import Synthetic
 from nsa.model.llama import LanguageModel
 
 SIZE, BATCH = 32, 8
+MIB = 2**20
 FROM_STEP = 3  # where a fault that begins in the middle begins
 
 

@@ -1,35 +1,38 @@
-"""What was planted beside what it was called: the rows of a selfcheck."""
+"""A planted fault judged: evidence that does not name it, and what it was called."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nsa.experiments.selfcheck.faults.registry import Fault
+from nsa.lab.watch.evidence import Evidence
+
 NOTHING = "not run"
+_FILE = re.compile(r"(?:[\w./-]*/)?nsa/experiments/selfcheck/faults/\w+\.py")
+_MODULE = re.compile(r"nsa\.experiments\.selfcheck\.faults(?:\.\w+)*(?::\w+)?")
+_HIDDEN = ("subject", "settings")
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One fault in one round: what it should be called, what it was called, and why.
-
-    found: the verdict's kind, or "not run" with the reason in `skipped`. named_s: from the freeze
-    to the verdict, for a HANG. seconds: of the trial or trials, start-up included. track: (seconds
-    since the first step, share of the steps done) as the rank that the verdict is about was seen.
-    """
+    """One fault in one round: what it should be called, what it was called, and why."""
 
     name: str
     control: bool
-    expected: tuple[str, ...]
-    what: str
-    found: str
+    expected: tuple[str, ...]  # kinds of verdict
+    what: str  # the verdict's own word for it, "" for any
+    found: str  # the verdict's kind, or NOTHING with the reason in `skipped`
     found_what: str = ""
     rule: str = ""
     because: tuple[str, ...] = ()
     place: str = ""
-    seconds: float = 0.0
-    named_s: float | None = None
+    seconds: float = 0.0  # of the trial or trials, start-up included
+    named_s: float | None = None  # from the freeze to the verdict, for a HANG
     round: int = 1
     skipped: str = ""
     text: str = ""
+    # (seconds since the first step, share of the steps done), of the rank that the verdict is about
     track: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -80,3 +83,23 @@ def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
         counts = table.setdefault(f"control {due}" if row.control else due, {})
         counts[row.found] = counts.get(row.found, 0) + 1
     return table
+
+
+def blind(evidence: Evidence, fault: Fault) -> Evidence:
+    """The evidence without what tells which fault it is of."""
+    return Evidence.from_dict(_without(evidence.to_dict(), fault.subject.partition(":")[2]))
+
+
+def _without(value: Any, name: str) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _without(item, name)
+            for key, item in value.items()
+            if not (key in _HIDDEN and "steps" in value)
+        }
+    if isinstance(value, list | tuple):
+        return [_without(item, name) for item in value]
+    if isinstance(value, str):
+        value = _MODULE.sub("subject", _FILE.sub("subject.py", value))
+        return re.sub(rf"\b{re.escape(name)}\b", "Subject", value)
+    return value
