@@ -1,5 +1,6 @@
 """What a notebook says of its own rows."""
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,3 +25,13 @@ class Claim:
 def verdict_of(holds: bool) -> str:
     """PASS or FAIL."""
     return "PASS" if holds else "FAIL"
+
+
+def different_programs(served: Mapping[str, Hashable], evidence: Any, what: str) -> Claim:
+    """That no two of these have equal path witnesses: a program would be compared with itself."""
+    different = len(set(served.values()))
+    return Claim(
+        f"the {len(served)} {what} that ran are {different} different programs",
+        verdict_of(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
+        evidence,
+    )

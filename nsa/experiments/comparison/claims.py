@@ -15,7 +15,7 @@ from nsa.experiments.comparison.published import Aim
 from nsa.experiments.comparison.table import DENSE, LIMITS, NSA
 from nsa.lab.measure.shapes import Shape
 from nsa.workbook import metrics
-from nsa.workbook.claim import Claim, verdict_of
+from nsa.workbook.claim import Claim, different_programs, verdict_of
 from nsa.workbook.scaling import fit_exponent
 
 SPREAD = 1.05  # memory that differs by less than this counts as identical
@@ -72,14 +72,9 @@ def nothing_broke(cells: Sequence[dict]) -> Claim:
 
 
 def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
-    """Equal path witnesses would mean that a program was compared with itself."""
+    """By their path witnesses."""
     served = comparison_table.paths(list(cells))
-    different = len(set(served.values()))
-    return Claim(
-        f"the {len(served)} backends that ran are {different} different programs",
-        verdict_of(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
-        {name: dict(line) for name, line in served.items()},
-    )
+    return different_programs(served, {n: dict(line) for n, line in served.items()}, "backends")
 
 
 def memory_is_not_identical(df: pandas.DataFrame) -> Claim:

@@ -6,11 +6,11 @@ import numpy as np
 import pandas
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.memory import table as memory_table
+from nsa.experiments.memory import table
 from nsa.experiments.memory.activation_model import activations
 from nsa.model.config import ModelConfig
 from nsa.workbook import metrics
-from nsa.workbook.claim import Claim, verdict_of
+from nsa.workbook.claim import Claim, different_programs, verdict_of
 from nsa.workbook.metrics import model_name
 from nsa.workbook.scaling import local_exponents
 
@@ -49,22 +49,23 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
 
     Only T from n l' on count: up to there every query sees every key, whatever the backend.
     """
-    table, dense_up_to = memory_table.growing(df), memory_table.dense_up_to(df)
+    growing, dense_up_to = table.growing(df), table.dense_up_to(df)
     found, short = {}, set()
-    for (model, name), line in table.iterrows():
+    for (model, name), line in growing.iterrows():
         line = line.dropna()
         if name != backend or len(line) < 2:
             continue
         quarter, dense = line.index[-1] // 4, dense_up_to[model]
-        exponent = memory_table.exponent_fit(line, first=max(quarter, dense)).exponent
+        exponent = table.exponent_fit(line, first=max(quarter, dense)).exponent
         if np.isfinite(exponent):
-            found[model] = round(exponent, 3)
+            found[model] = exponent
         elif (line.index >= quarter).sum() > 1:  # else the longest T stands alone
             short.add(dense)
     sentence = f"{backend} grows at most as T^{LIMIT} towards its longest T"
     if found:
         worst = max(found.values())
-        return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= LIMIT), found)
+        evidence = {model: round(exponent, 3) for model, exponent in found.items()}
+        return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= LIMIT), evidence)
     why = "but no two points of it were measured"
     if short:
         why = f"not decided: every query still sees every key up to T = n l' = {min(short)}"
@@ -73,26 +74,23 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
 
 def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
     """At the longest T that masked and a linear backend both finished."""
-    table = memory_table.growing(df)
-    evidence, holds = {}, []
-    for model in table.index.unique("model"):
-        lines = table.loc[model]
+    growing = table.growing(df)
+    evidence, ratios = {}, []
+    for model in growing.index.unique("model"):
+        lines = growing.loc[model]
         names = [name for name in linear if name in lines.index]
         if "masked" not in lines.index or not names:
             continue
         shared = lines.loc[["masked", *names]].dropna(axis=1)
         if shared.shape[1]:
             at = shared.columns[-1]
-            ratio = shared.loc["masked", at] / shared.loc[names, at].max()
-            evidence[model] = {"tokens": int(at), "times": round(float(ratio), 1)}
-            holds.append(ratio > 1)
-    least = min((e["times"] for e in evidence.values()), default=None)
-    return Claim(
-        "dense masks cost more than every linear backend"
-        + (f": at least {least} times what grows, at the longest T of both" if evidence else ""),
-        verdict_of(all(holds)) if holds else "INCONCLUSIVE",
-        evidence,
-    )
+            ratios.append(float(shared.loc["masked", at] / shared.loc[names, at].max()))
+            evidence[model] = {"tokens": int(at), "times": round(ratios[-1], 1)}
+    sentence = "dense masks cost more than every linear backend"
+    if not ratios:
+        return Claim(sentence, "INCONCLUSIVE", {})
+    found = f"at least {round(min(ratios), 1)} times what grows, at the longest T of both"
+    return Claim(f"{sentence}: {found}", verdict_of(min(ratios) > 1), evidence)
 
 
 def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
@@ -131,19 +129,15 @@ def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
 
 
 def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
-    """Equal path witnesses would mean that a program was compared with itself."""
-    table = memory_table.paths(list(rows))
-    served = {name: tuple(line) for name, line in table.iterrows()}
-    return Claim(
-        f"the {len(served)} backends that ran are {len(set(served.values()))} different programs",
-        verdict_of(len(set(served.values())) == len(served)) if len(served) > 1 else "INCONCLUSIVE",
-        {name: dict(line) for name, line in table.iterrows()},
-    )
+    """By their path witnesses."""
+    found = table.paths(list(rows))
+    served = {name: tuple(line) for name, line in found.iterrows()}
+    return different_programs(served, {n: dict(line) for n, line in found.iterrows()}, "backends")
 
 
 def production_fits(df: pandas.DataFrame) -> Claim:
     """The case study projected 50 to 151 GB for this step."""
-    rows = memory_table.labelled(df)
+    rows = table.labelled(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == "step")]
     rows = rows[(rows["model"] == "production, 12 layers") & (rows["x_value"] == 2048)]
     single = np.array([c.get("batch", 1) == 1 for c in metrics.configs(rows)], dtype=bool)

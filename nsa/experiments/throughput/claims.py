@@ -11,7 +11,7 @@ import numpy as np
 import pandas
 
 from nsa.experiments.throughput import table
-from nsa.workbook.claim import Claim, verdict_of
+from nsa.workbook.claim import Claim, different_programs, verdict_of
 
 METER = 0.01
 FLAT_STEPS = 100  # fewer tell growth from the first steps' settling badly
@@ -86,15 +86,10 @@ def the_meter_is_right(df: pandas.DataFrame) -> Claim:
 
 
 def programs_are_different(rows: Sequence[dict]) -> Claim:
-    """Equal path witnesses would mean that a program was compared with itself."""
+    """The path witnesses of NSA's backends and of the dense twin."""
     served = {row["name"]: tuple(sorted((b, *p) for b, p in row["paths"].items()))
               for row in rows if row["outcome"] == "ok" and row["paths"]}  # fmt: skip
-    different = len(set(served.values()))
-    return Claim(
-        f"the {len(served)} attentions that ran are {different} different programs",
-        verdict_of(different == len(served)) if len(served) > 1 else "INCONCLUSIVE",
-        served,
-    )
+    return different_programs(served, served, "attentions")
 
 
 def nothing_is_compiled_late(df: pandas.DataFrame) -> Claim:
