@@ -88,11 +88,17 @@ def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None"
         "weights": fingerprint(model),
         "parameters": parameter_count(model),
         "unreachable": None if arrival.unreachable is None else list(arrival.unreachable),
-        "arrivals": [_arrival(row, expected) for s in range(STEPS) for row in arrival.rows(s)],
-        "modules": [_module(row) for step in range(STEPS) for row in modules.rows(step)],
-        "buckets": [_bucket(row) for row in buckets.rows()] if buckets else [],
+        "arrivals": [
+            _row(row, "state", "order", "ms", parameter=row["name"],
+                 expected="missing" if row["name"] in expected else "arrived")
+            for step in range(STEPS) for row in arrival.rows(step)
+        ],
+        "modules": [_row(row, "order", "ms", module=row["name"])
+                    for step in range(STEPS) for row in modules.rows(step)],
+        "buckets": [_row(row, "index", "elements", "bytes", "dtype", "is_last", "ms")
+                    for row in (buckets.rows() if buckets else ())],
         "gradients": [],
-    }
+    }  # fmt: skip
     trainer.close()
     if first:
         found["gradients"] = beside_one_process(first.gradients, setup, trial, data, here)
@@ -178,24 +184,9 @@ def _parallel(setup: Setup, trial: Trial, everyone: Parallel) -> Parallel:
     )
 
 
-def _arrival(row: dict, expected: set[str]) -> dict:
-    return {
-        "step": row["step"] + 1,
-        "parameter": row["name"],
-        "state": row["state"],
-        "expected": "missing" if row["name"] in expected else "arrived",
-        "order": row["order"],
-        "ms": row["ms"],
-    }
-
-
-def _module(row: dict) -> dict:
-    return {"step": row["step"] + 1, "module": row["name"], "order": row["order"], "ms": row["ms"]}
-
-
-def _bucket(row: dict) -> dict:
-    kept = ("index", "elements", "bytes", "dtype", "is_last", "ms")
-    return {"step": row["step"] + 1, **{name: row[name] for name in kept}}
+def _row(row: dict, *kept: str, **more: Any) -> dict:
+    """A row of an observer, its step counted from 1."""
+    return {"step": row["step"] + 1, **more, **{name: row[name] for name in kept}}
 
 
 def _error(mine: Tensor | None, alone: Tensor | None) -> float:

@@ -49,28 +49,21 @@ TRIALS = (*CLEAN, *BRANCHES, *PLANTED)
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trials have in common.
-
-    batch: sequences of a step of the whole job. communication: "gloo", "nccl", or None, which is
-    NCCL on GPUs and gloo on CPUs. backend: of attention. layers: None for the preset's own number.
-    bucket_mb: of DDP's buckets. changes: further fields of ModelConfig.
-
-    Raises ValueError for what no rank could run.
-    """
+    """What all trials have in common. Raises ValueError for what no rank could run."""
 
     preset: str
     tokens: int
-    batch: int
+    batch: int  # sequences of a step of the whole job
     ranks: int = 2
     device: str = "cpu"
-    communication: str | None = None
-    backend: str = "auto"
+    communication: str | None = None  # "gloo", "nccl"; None: NCCL on GPUs and gloo on CPUs
+    backend: str = "auto"  # of attention
     precision: str = "fp32"
-    layers: int | None = None
-    bucket_mb: float = 25.0
+    layers: int | None = None  # None: the preset's own number
+    bucket_mb: float = 25.0  # of DDP's buckets
     data: str = "synthetic"
     seed: int = 1337
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
 
     def __post_init__(self) -> None:
         from nsa.model import parallel
@@ -110,22 +103,19 @@ class Setup:
 
 @dataclass
 class Traced:
-    """What a trace found, as rows; every row names its trial and rank.
-
-    outcomes: status ("ok", "refused" by the options' own check, or one of `run_ranks`), message,
-    evidence, place, first, losses (nats, a step each), weights (a fingerprint after the last step).
-    arrivals: step (1 is the first), parameter, state, expected, order, ms. modules: step, module,
-    order, ms. buckets: step, index, elements, bytes, dtype, is_last, ms. gradients: how far those
-    of step 1 are from one process's, see `tracing_child`.
-    """
+    """What a trace found, as rows; every row names its trial and rank. Steps count from 1."""
 
     setup: Setup
     trials: tuple[Trial, ...]
+    # status ("ok", "refused" by the options' own check, or one of `run_ranks`), message, evidence,
+    # place, first, losses (nats, a step each), weights (a fingerprint after the last step)
     outcomes: list[dict] = field(default_factory=list)
-    arrivals: list[dict] = field(default_factory=list)
-    modules: list[dict] = field(default_factory=list)
-    buckets: list[dict] = field(default_factory=list)
-    gradients: list[dict] = field(default_factory=list)
+    arrivals: list[dict] = field(
+        default_factory=list
+    )  # step, parameter, state, expected, order, ms
+    modules: list[dict] = field(default_factory=list)  # step, module, order, ms
+    buckets: list[dict] = field(default_factory=list)  # step, index, elements, bytes, ..., ms
+    gradients: list[dict] = field(default_factory=list)  # see `child.beside_one_process`
     launches: int = 0
     seconds: float = 0.0
 
