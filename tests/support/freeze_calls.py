@@ -13,7 +13,7 @@ from nsa.experiments.case_study.settlement import claims as settlement_claims
 from nsa.experiments.case_study.settlement import plots as settlement_plots
 from nsa.experiments.case_study.settlement import reread
 from nsa.experiments.case_study.settlement import table as settlement_table
-from nsa.experiments.case_study.settlement.fact import Fact
+from nsa.experiments.case_study.settlement.reread import Fact
 from nsa.experiments.case_study.step5 import plots as step5_plots
 from nsa.experiments.case_study.step5 import table as step5_table
 from nsa.experiments.comparison import claims as comparison_claims

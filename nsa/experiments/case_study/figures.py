@@ -5,11 +5,18 @@ Memory is of one training step, fp32, batch 1, 5 layers of a model of width 768,
 an A100; the reports mix MB and MiB, and the allocator's figures are MiB.
 """
 
+from dataclasses import dataclass
+
 # T -> MiB: "memory scales with O(S^2)", said the report beside it.
 MEMORY_MIB = {128: 483.0, 256: 1425.0, 512: 5164.5, 1024: 12019.8, 2048: 20556.9}
 
-# The same report's estimator: 145.2 + 0.005115 T^2.
-ESTIMATE_MIB = {tokens: 145.2 + 0.005115 * tokens**2 for tokens in MEMORY_MIB}
+
+def estimate_mib(tokens):
+    """The same report's estimator, for a number or an array of tokens."""
+    return 145.2 + 0.005115 * tokens**2
+
+
+ESTIMATE_MIB = {tokens: estimate_mib(tokens) for tokens in MEMORY_MIB}
 
 # "All backends use identical memory", at T 2048: the runs were one program under four names.
 IDENTICAL_MIB = {"masked": 20451.9, "packed": 20451.9, "gather": 20451.9}
@@ -74,3 +81,55 @@ ARRIVED = {"archive": (195, 0), "example": (190, 5)}
 TOY_RUN_TOKENS_PER_S = 405.0
 LAPTOP_TOKENS_PER_S, A100_TOKENS_PER_S = 1100.0, 153.0
 A100_GIB = 79.6
+
+# The lower and upper bound of microseconds an operation over all nine timings below.
+BAND_US = (9.5, 14.5)
+
+# ATen operations of one layer's forward and backward in the case study's code, batch 1, by design
+# and T, as counted in it.
+PER_LAYER = {
+    ("production", 128): 79_494,
+    ("production", 256): 158_502,
+    ("production", 512): 316_518,
+    ("production", 1024): 648_542,
+    ("production", 2048): 1_441_330,
+    ("smoke", 1024): 725_490,
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step's seconds as the case study reported them."""
+
+    gpu: str
+    design: str
+    layers: int
+    tokens: int
+    seconds: float
+    said: str
+
+    @property
+    def operations(self) -> int:
+        return self.layers * PER_LAYER[self.design, self.tokens]
+
+    @property
+    def microseconds(self) -> float:
+        """Per operation."""
+        return 1e6 * self.seconds / self.operations
+
+    def __str__(self) -> str:
+        layers = f"{self.layers} layer{'s' if self.layers > 1 else ''}"
+        return f"{layers}, T {self.tokens}, {self.gpu}"
+
+
+TIMINGS = (
+    Timing("A100", "production", 1, 256, 2.093, "layer scaling"),
+    Timing("A100", "production", 2, 256, 3.049, "layer scaling"),
+    Timing("A100", "production", 4, 256, 6.215, "layer scaling"),
+    Timing("A100", "production", 12, 256, 19.343, "layer scaling, 'about 66 tokens/s'"),
+    Timing("A100", "production", 5, 512, 22.55, "backend runs"),
+    Timing("A100", "production", 5, 1024, 46.14, "backend runs"),
+    Timing("A100", "production", 5, 2048, 86.3, "backend runs, 'all backends alike'"),
+    Timing("A100", "production", 12, 2048, 224.4, "production run"),
+    Timing("RTX 3090", "smoke", 6, 1024, 51.2, "the step-5 hang, from its 20 tokens/s"),
+)

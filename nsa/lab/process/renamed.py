@@ -2,7 +2,7 @@
 
 MOVED = {
     "nsa.lab.exhibits.measure": "nsa.experiments.case_study.loop.measure",
-    "nsa.lab.exhibits.state": "nsa.experiments.case_study.loop.state",
+    "nsa.lab.exhibits.state": "nsa.experiments.case_study.loop.measure",
     "nsa.lab.exhibits.subject": "nsa.experiments.case_study.loop.subject",
     "nsa.lab.settlement.settlement_trials": "nsa.experiments.case_study.settlement.trials",
     "nsa.lab.speed.bench": "nsa.experiments.comparison.bench",

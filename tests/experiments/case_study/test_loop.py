@@ -4,13 +4,19 @@ import pytest
 import torch
 
 from nsa.experiments.case_study.figures import MEMORY_MIB
-from nsa.experiments.case_study.loop import measure, state
-from nsa.experiments.case_study.loop import one_token as loop
-from nsa.experiments.case_study.loop.console import CASE_STUDY, PrintSchedule, last_step
+from nsa.experiments.case_study.loop import attention as loop
+from nsa.experiments.case_study.loop import measure
 from nsa.experiments.case_study.loop.design import DEFECTS, SEQUENTIAL, Design, design, production
 from nsa.experiments.case_study.loop.model import build
 from nsa.experiments.case_study.loop.saved import held, parameters, with_correct_window
-from nsa.experiments.case_study.loop.subject import DEFAULTS, ExhibitLoop, make
+from nsa.experiments.case_study.loop.subject import (
+    CASE_STUDY,
+    DEFAULTS,
+    ExhibitLoop,
+    PrintSchedule,
+    last_step,
+    make,
+)
 from nsa.lab.process.trial import run_child
 from nsa.reference.nsa import nsa
 
@@ -50,7 +56,7 @@ def test_without_defects_the_loop_is_native_sparse_attention():
     inputs = attention.project(torch.randn(2, 40, chosen.dim, dtype=torch.float64))
     weights = attention.gate(inputs.q.unflatten(2, (chosen.groups, -1)))
     gates = weights.repeat_interleave(chosen.heads // chosen.groups, dim=2)
-    made = loop.attend_all(inputs, attention.gate, chosen)
+    made = loop.attend_loop(inputs, attention.gate, chosen)
     # The reference compresses keys itself.
     keys = {b: k for b, k in inputs.k.items() if b != "cmp"}
     values = {b: v for b, v in inputs.v.items() if b != "cmp"}
@@ -253,7 +259,7 @@ def test_the_tables_own_model_holds_what_shapes_predict():
 
 @pytest.mark.full
 def test_between_steps_4_and_5_nothing_changes_but_weights_moments_and_the_count():
-    found = state.difference({"settings": {"tokens": 12}, "after": 4})
+    found = measure.difference({"settings": {"tokens": 12}, "after": 4})
     assert json.loads(json.dumps(found)) == found
     wrong = [row for row in found["rows"] if row["changed"] != row["should"]]
     assert wrong == []
@@ -270,7 +276,7 @@ def test_a_loss_that_is_kept_shows_in_the_state(monkeypatch):
         return plain(self, i)
 
     monkeypatch.setattr(ExhibitLoop, "_step", keep)
-    found = state.difference({"settings": {"tokens": 8}, "after": 2})
+    found = measure.difference({"settings": {"tokens": 8}, "after": 2})
     changed = {row["what"] for row in found["rows"] if row["changed"] and not row["should"]}
     assert "tensors with a graph" in changed
 

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from nsa.experiments.case_study.loop import measure, operations
-from nsa.experiments.case_study.loop.operations import TIMINGS, count, count_kernels
+from nsa.experiments.case_study.figures import BAND_US, TIMINGS
+from nsa.experiments.case_study.loop import measure
+from nsa.experiments.case_study.loop.measure import count, count_kernels
 from nsa.lab.observers.graph import count_nodes
 
 
@@ -17,7 +18,7 @@ def one_thread():
 
 def test_nine_timings_lie_on_one_line():
     assert len(TIMINGS) == 9
-    low, high = operations.BAND_US
+    low, high = BAND_US
     assert all(low < timing.microseconds < high for timing in TIMINGS)
 
 

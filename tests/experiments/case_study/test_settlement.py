@@ -7,20 +7,13 @@ from dataclasses import replace
 import pytest
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.case_study.settlement import claims as settlement_claims
-from nsa.experiments.case_study.settlement import facts as settlement_facts
-from nsa.experiments.case_study.settlement import loop_trials as settlement_loop
-from nsa.experiments.case_study.settlement import part_trials as settlement_parts
-from nsa.experiments.case_study.settlement import plots as settlement_plots
-from nsa.experiments.case_study.settlement import table as settlement_table
-from nsa.experiments.case_study.settlement import trials as settlement_trials
+from nsa.experiments.case_study.settlement import claims, facts, plots, probes, table, trials
 from nsa.experiments.case_study.settlement.claims import CONTRADICTED, settle
-from nsa.experiments.case_study.settlement.loop_facts import ASKED as LOOP
-from nsa.experiments.case_study.settlement.measured import measured
-from nsa.experiments.case_study.settlement.part_facts import ASKED as PARTS
+from nsa.experiments.case_study.settlement.facts import ASKED, measured
+from nsa.experiments.case_study.settlement.probes import TRIALS
 from nsa.experiments.case_study.settlement.reread import reread
 from nsa.experiments.case_study.settlement.rows import ROWS, VERDICTS, Row
-from nsa.experiments.case_study.settlement.trials import TRIALS, Ended
+from nsa.experiments.case_study.settlement.trials import Ended
 
 QUICK = ("one-query", "boolean-mask", "fp16-adamw", "in-place", "planted-nan", "branches")
 
@@ -33,7 +26,7 @@ def quick():
 
 @pytest.fixture(scope="module")
 def found(quick):
-    return settlement_facts.all_facts(quick)
+    return facts.all_facts(quick)
 
 
 def test_there_is_one_row_for_each_contradiction_and_hypothesis():
@@ -50,25 +43,25 @@ def test_every_fact_of_the_tables_holds():
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_trial_holds_what_is_asked_of_it(quick, name):
-    asked = [one for one in PARTS if one.trial == name]
+    asked = [one for one in ASKED if one.trial == name]
     assert asked
     assert [fact.name for fact in measured(asked, quick) if not fact.holds] == []
     assert json.dumps(quick[name].found)
 
 
 def test_every_fact_asks_a_trial_that_there_is_and_every_trial_is_asked():
-    assert {one.trial for one in (*LOOP, *PARTS)} == set(TRIALS)
+    assert {one.trial for one in ASKED} == set(TRIALS)
 
 
 def test_every_fact_is_used_by_a_row_and_has_a_name_of_its_own(found):
-    names = [f.name for f in reread()] + [a.name for a in (*LOOP, *PARTS)]
+    names = [f.name for f in reread()] + [a.name for a in ASKED]
     assert len(set(names)) == len(names)
     assert {name for row in ROWS for name in row.facts} == set(found)
 
 
 def test_a_fact_whose_trial_did_not_run_or_failed_is_open():
     late = {"state": Ended("state", "timeout", "still running after 1 s", 1.0, None)}
-    open_ = {fact.name: fact for fact in measured(LOOP, late)}
+    open_ = {fact.name: fact for fact in measured(ASKED, late)}
     assert all(fact.holds is None for fact in open_.values())
     assert open_["nothing-accumulates"].seen == "timeout: still running after 1 s"
     assert open_["late-binding"].seen == "not run"
@@ -86,15 +79,14 @@ def test_a_row_falls_with_its_fact_and_is_open_without_it(found):
 
 def test_claims_carry_evidence_and_fail_when_contradicted(found):
     settled = settle(found)
-    claims = settlement_claims.all_claims(settled)
-    assert len(claims) == len(ROWS)
-    decided = [c for c in claims if c.verdict == "PASS"]
-    assert all(claim.evidence["evidence"] for claim in decided)
-    assert json.dumps([claim.evidence for claim in claims])
+    made = claims.all_claims(settled)
+    assert len(made) == len(ROWS)
+    assert all(claim.evidence["evidence"] for claim in made if claim.verdict == "PASS")
+    assert json.dumps([claim.evidence for claim in made])
     wrong = found | {"one-constant": replace(found["one-constant"], holds=False)}
-    failed = [c for c in settlement_claims.all_claims(settle(wrong)) if c.verdict == "FAIL"]
+    failed = [c for c in claims.all_claims(settle(wrong)) if c.verdict == "FAIL"]
     assert {c.claim.split()[0] for c in failed} == {"C22", "C23", "C26", "H3", "H16"}
-    whole = settlement_claims.fewer_undecided_than
+    whole = claims.fewer_undecided_than
     assert whole(settle(wrong), 46).verdict == "FAIL"
     assert whole(settled, 46).verdict == "PASS"
     assert whole(settled, 0).verdict == "INCONCLUSIVE"
@@ -122,7 +114,7 @@ def test_what_is_refuted_or_explained_says_what_is_taken_back():
 
 
 def test_a_kept_run_that_is_not_there_leaves_its_fact_open(tmp_path):
-    missing = settlement_facts.all_facts({}, memory_run="01-x", root=tmp_path)
+    missing = facts.all_facts({}, memory_run="01-x", root=tmp_path)
     assert missing["kept-production-run"].holds is None
     assert "no runs" in missing["kept-production-run"].seen
     folder = tmp_path / "2026-01-01" / "01-x"
@@ -131,18 +123,18 @@ def test_a_kept_run_that_is_not_there_leaves_its_fact_open(tmp_path):
     claim = "a production step of 12 layers at T 2048, batch 1, stays under 6 GiB"
     for verdict, holds in (("PASS", True), ("FAIL", False), ("INCONCLUSIVE", None)):
         (folder / "verdicts.json").write_text(json.dumps([{"claim": claim, "verdict": verdict}]))
-        facts = settlement_facts.all_facts({}, memory_run="01-x", root=tmp_path)
-        assert facts["kept-production-run"].holds is holds
+        found = facts.all_facts({}, memory_run="01-x", root=tmp_path)
+        assert found["kept-production-run"].holds is holds
 
 
 def test_unknown_trials_are_refused():
     with pytest.raises(ValueError, match=r"no trial 'states'; there are print-schedule"):
-        settlement_trials.run_all(["states"])
+        trials.run_all(["states"])
 
 
 @pytest.mark.full
 def test_a_trial_runs_in_a_process_of_its_own_and_keeps_what_it_found(tmp_path):
-    ended = settlement_trials.run_all(["boolean-mask"], folder=tmp_path, progress=False)
+    ended = trials.run_all(["boolean-mask"], folder=tmp_path, progress=False)
     assert ended["boolean-mask"].outcome == "ok"
     kept = json.loads((tmp_path / "boolean-mask" / "result.json").read_text())
     assert kept["result"] == ended["boolean-mask"].found
@@ -154,7 +146,7 @@ def begun(*arms):
 
 def test_a_loop_that_stops_at_one_step_would_contradict_the_deadline():
     """Steps that do not move with the limit are what a hang looks like."""
-    asked = [one for one in LOOP if one.trial == "deadlines"]
+    asked = [one for one in ASKED if one.trial == "deadlines"]
     even = [0.1 * n for n in range(11)]
     slow = [0.3 * n for n in range(11)]
 
@@ -171,14 +163,14 @@ def test_a_loop_that_stops_at_one_step_would_contradict_the_deadline():
 
 def test_the_tables_say_each_row_once(found, quick):
     settled = settle(found)
-    assert list(settlement_table.rows(settled, "C").index) == [f"C{n}" for n in range(1, 29)]
-    assert len(settlement_table.rows(settled, "H")) == 18
-    facts = settlement_table.facts(found, "trial")
+    assert list(table.rows(settled, "C").index) == [f"C{n}" for n in range(1, 29)]
+    assert len(table.rows(settled, "H")) == 18
+    facts = table.facts(found, "trial")
     assert set(facts["holds"]) == {"yes", "not known"}
-    assert len(settlement_table.memory()) == 6
-    assert len(settlement_table.timings()) == 9
-    assert list(settlement_table.trials(quick)["ended"]) == ["ok"] * len(QUICK)
-    rows = settlement_table.to_metrics(found, quick)
+    assert len(table.memory()) == 6
+    assert len(table.timings()) == 9
+    assert list(table.trials(quick)["ended"]) == ["ok"] * len(QUICK)
+    rows = table.to_metrics(found, quick)
     assert len(rows) == len(found) + len(quick)
 
 
@@ -188,11 +180,11 @@ def test_figures_are_drawn_with_and_without_trials(found):
     even = [0.1 * n for n in range(11)]
     ended = {"deadlines": Ended("deadlines", "ok", "", 1.0, begun(even, even, even))}
     for figure in (
-        settlement_plots.memory(),
-        settlement_plots.microseconds(),
-        settlement_plots.cut(ended),
-        settlement_plots.cut({}),
-        settlement_plots.verdicts(settle(found)),
+        plots.memory(),
+        plots.microseconds(),
+        plots.cut(ended),
+        plots.cut({}),
+        plots.verdicts(settle(found)),
     ):
         figure.canvas.draw()
         matplotlib.pyplot.close(figure)
@@ -210,19 +202,19 @@ def test_the_case_studys_figures_are_as_its_reports_have_them():
 
 def test_sentences_hold_no_numbers_that_move():
     """They are compared; what moves is in `seen`."""
-    for one in (*LOOP, *PARTS):
+    for one in ASKED:
         assert not re.search(r"\d+\.\d+ s\b", one.sentence)
 
 
 @pytest.mark.slow
 def test_every_trial_holds_all_that_is_asked_of_it():
-    ended = settlement_trials.run_all(deadline_s=250, progress=False)
-    facts = settlement_facts.all_facts(ended)
-    wrong = {n: f.seen for n, f in facts.items() if not f.holds and n != "kept-production-run"}
+    ended = trials.run_all(deadline_s=250, progress=False)
+    found = facts.all_facts(ended)
+    wrong = {n: f.seen for n, f in found.items() if not f.holds and n != "kept-production-run"}
     assert wrong == {}
 
 
-def test_the_trials_modules_name_their_trials():
+def test_the_probes_module_names_its_trials():
     for name, trial in TRIALS.items():
-        assert trial.__module__ in (settlement_loop.__name__, settlement_parts.__name__)
+        assert trial.__module__ == probes.__name__
         assert trial.__name__.replace("_", "-") == name

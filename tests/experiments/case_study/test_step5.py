@@ -8,7 +8,7 @@ from places import NOTEBOOKS
 
 pytest.importorskip("pandas")
 
-from nsa.experiments.case_study.loop.console import PrintSchedule
+from nsa.experiments.case_study.loop.subject import PrintSchedule
 from nsa.experiments.case_study.step5 import claims as step5_claims
 from nsa.experiments.case_study.step5 import decision as step5_decision
 from nsa.experiments.case_study.step5 import investigation

@@ -1,17 +1,95 @@
-"""Trials that measure the exhibit: what a step holds, and what it dispatches in which time.
+"""Trials that measure the exhibit: what a step dispatches and holds, and what it leaves behind.
 
-Each runs in a child process, through nsa.lab.process.trial.run_child.
+Each runs in a child process, through nsa.lab.process.trial.run_child. A step that dispatches
+hundreds of small operations a token takes as long as dispatching them does, on any GPU.
+The case study held that something builds up over five steps. Whatever does has to live somewhere:
+in weights, moments, generators, the allocator, the graph, or Python's objects.
 """
 
+import gc
+import hashlib
+import random
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.experiments.case_study.loop.operations import count, count_kernels
 from nsa.experiments.case_study.loop.saved import held
 from nsa.experiments.case_study.loop.subject import DEFAULTS, ExhibitLoop
+from nsa.lab.measure.profiling import profiled
 from nsa.lab.measure.recorders import MIB, recorder_for
+from nsa.lab.observers.graph import count_nodes
+
+
+@dataclass
+class Operations:
+    """What one step dispatched: operations of the forward and of the backward, and host syncs.
+
+    nodes: of the autograd graph. by_name: how often each operation.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    syncs: int = 0
+    nodes: int = 0
+    by_name: Counter[str] = field(default_factory=Counter, repr=False)
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+class Count(TorchDispatchMode):
+    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.by_name[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def count(loss: Callable[[], Tensor]) -> Operations:
+    """Runs `loss()` and its backward once under the counter.
+
+    Changes nothing but gradients. On a CPU and on a GPU alike: what the host dispatches.
+    """
+    counter = Count()
+    with counter:
+        value = loss()
+        forward = counter.by_name.total()
+        nodes = count_nodes([value])
+        value.backward()
+    names = counter.by_name
+    return Operations(
+        forward=forward,
+        backward=names.total() - forward,
+        syncs=names["_local_scalar_dense"],
+        nodes=nodes,
+        by_name=names,
+    )
+
+
+def count_kernels(step: Callable[[], object]) -> int:
+    """Kernels that one call of `step` runs on the GPU, copies and fills left out.
+
+    ValueError without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("kernels are a GPU's, and torch sees none here; `count` counts operations")
+    torch.cuda.synchronize()
+    with profiled([torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    kernels = (event for event in profile.events() if "CUDA" in str(event.device_type))
+    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in kernels)
 
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:
@@ -98,3 +176,94 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
         "microseconds": 1e6 * seconds / counted.total,
         "most": counted.by_name.most_common(8),
     }
+
+
+CHANGES = ("weights", "first moments", "second moments", "optimizer's step")  # as they should
+
+
+def difference(spec: dict[str, Any]) -> dict[str, Any]:
+    """Trains to the end of step `after` + 1, and lays the states after both steps side by side.
+
+    spec: {"settings": of nsa.experiments.case_study.loop.subject, "after": 4}; steps count from 1.
+    Each row has what, before, after, changed, and whether it should change.
+    """
+    loop = ExhibitLoop({**DEFAULTS, **spec["settings"]})
+    states = []
+    for i in range(spec["after"] + 1):
+        watched = i >= spec["after"] - 1
+        states.append(_watched_step(loop, i) if watched else loop.step(i) and None)
+    before, after = states[-2:]
+    rows = [
+        {
+            "what": name,
+            "before": before[name],
+            "after": after[name],
+            "changed": before[name] != after[name],
+            "should": name in CHANGES,
+        }
+        for name in before
+    ]
+    return {"after": spec["after"], "rows": rows}
+
+
+def _watched_step(loop: ExhibitLoop, i: int) -> dict[str, Any]:
+    counter = Count()
+    seen: list[int] = []
+    forward = loop.model.forward
+
+    def watched(*args):
+        found = forward(*args)
+        # The forward's own operations vary with the ranges that its tokens select.
+        seen[:] = count_nodes([found[1]]), counter.by_name.total()
+        return found
+
+    loop.model.forward = watched
+    try:
+        with counter:
+            loop.step(i)
+    finally:
+        del loop.model.forward
+    nodes, forward_operations = seen
+    return state(loop) | {
+        "graph nodes": nodes,
+        "backward's operations": counter.by_name.total() - forward_operations,
+    }
+
+
+def state(loop: ExhibitLoop) -> dict[str, Any]:
+    """Fingerprints and counts of all that outlives a step."""
+    gc.collect()
+    states = loop.optimizer.state.values()
+    parameters = list(loop.model.parameters())
+    found: dict[str, Any] = {
+        "weights": digest(parameters),
+        "first moments": digest(s["exp_avg"] for s in states),
+        "second moments": digest(s["exp_avg_sq"] for s in states),
+        "optimizer's step": sorted({int(s["step"]) for s in states}),
+        "gradients kept": sum(p.grad is not None for p in parameters),
+        "torch's generator": digest([torch.get_rng_state()]),
+        "Python's generator": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:8],
+    }
+    # Others have no memory to count: what torch.compile leaves behind, say.
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter)]
+    if loop.settings["device"] == "cuda":
+        torch.cuda.synchronize()
+        found["GPU's generator"] = digest([torch.cuda.get_rng_state()])
+        found["allocated bytes"] = torch.cuda.memory_allocated()
+        found["reserved bytes"] = torch.cuda.memory_reserved()
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    found["tensors' bytes"] = sum(storages.values())
+    found["tensors"] = len(tensors)
+    found["tensors with a graph"] = sum(x.grad_fn is not None for x in tensors)
+    found["modules' hooks"] = sum(
+        len(m._forward_hooks) + len(m._backward_hooks) for m in loop.model.modules()
+    )
+    return found
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Eight hex digits of all bytes."""
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return made.hexdigest()[:8]

@@ -5,14 +5,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nsa.experiments.case_study.loop import masked
-from nsa.experiments.case_study.loop import one_token as loop
+from nsa.experiments.case_study.loop.attention import ATTEND, Projected
 from nsa.experiments.case_study.loop.design import Design
 from nsa.reference.compress import compress
 from nsa.reference.rotary import rotary_tables, rotate
 
 BRANCHES = ("cmp", "slc", "win")
-ATTEND = {"loop": loop.attend_all, "masked": masked.attend_all}
 
 
 class Gate(nn.Module):
@@ -46,7 +44,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(ATTEND[self.design.path](self.project(x), self.gate, self.design))
 
-    def project(self, x: Tensor) -> loop.Projected:
+    def project(self, x: Tensor) -> Projected:
         design = self.design
         angles = rotary_tables(x.shape[1], design.head_dim, device=x.device)
         q = rotate(self.q(x).unflatten(-1, (design.heads, -1)), *angles)
@@ -54,7 +52,7 @@ class Attention(nn.Module):
         v = {b: self.v[b](x).unflatten(-1, (design.groups, -1)) for b in BRANCHES}
         k = {b: rotate(k[b], *angles) for b in BRANCHES}
         k["cmp"], v["cmp"] = (compress(y["cmp"], "mean", None, design.nsa) for y in (k, v))
-        return loop.Projected(q, k, v)
+        return Projected(q, k, v)
 
 
 class Block(nn.Module):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nsa.experiments.case_study.settlement.fact import Fact
+from nsa.experiments.case_study.settlement.reread import Fact
 from nsa.experiments.case_study.settlement.rows import ROWS, VERDICTS, Row
 from nsa.workbook.claim import Claim
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nsa.experiments.case_study import figures as case_study
+from nsa.experiments.case_study.figures import BAND_US, TIMINGS
 from nsa.experiments.case_study.loop.design import production
-from nsa.experiments.case_study.loop.operations import BAND_US, TIMINGS
 from nsa.experiments.case_study.loop.saved import held, with_correct_window
 from nsa.experiments.case_study.settlement.claims import CONTRADICTED, Settled
 from nsa.experiments.case_study.settlement.trials import Ended

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 import pandas
 
 from nsa.experiments.case_study import figures as case_study
+from nsa.experiments.case_study.figures import TIMINGS
 from nsa.experiments.case_study.loop.design import production
-from nsa.experiments.case_study.loop.operations import TIMINGS
 from nsa.experiments.case_study.loop.saved import held, with_correct_window
 from nsa.experiments.case_study.settlement.claims import Settled
-from nsa.experiments.case_study.settlement.fact import Fact
+from nsa.experiments.case_study.settlement.reread import Fact
 from nsa.experiments.case_study.settlement.trials import Ended
 
 MIB = 2**20

@@ -1,43 +1,16 @@
-"""Small trials that settle what the case study left open, each in a child process of its own.
-
-Every trial is a function from nothing to plain numbers. They run the rebuilt loop of
-`case_study.loop`, this project's attention, or torch alone; none runs the case study's code.
-"""
+"""Small trials that settle what the case study left open, each in a child process of its own."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.case_study.settlement import loop_trials as settlement_loop
-from nsa.experiments.case_study.settlement import part_trials as settlement_parts
+from nsa.experiments.case_study.settlement.probes import TRIALS
 from nsa.lab.process.trial import run_child
 
 ENTRY = "nsa.experiments.case_study.settlement.trials:run"
-
-
-TRIALS: dict[str, Callable[[], dict[str, Any]]] = {
-    trial.__name__.replace("_", "-"): trial
-    for trial in (
-        settlement_loop.print_schedule,
-        settlement_loop.deadlines,
-        settlement_loop.operations,
-        settlement_loop.state,
-        settlement_loop.checkpointing,
-        settlement_loop.recompiles,
-        settlement_loop.freeing,
-        settlement_parts.one_query,
-        settlement_parts.boolean_mask,
-        settlement_parts.fp16_adamw,
-        settlement_parts.in_place,
-        settlement_parts.branches,
-        settlement_parts.backends,
-        settlement_parts.planted_nan,
-        settlement_parts.harness,
-    )
-}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from nsa.experiments.case_study.loop.operations import BAND_US, TIMINGS
+from nsa.experiments.case_study.figures import BAND_US, TIMINGS
 from nsa.experiments.case_study.step5 import decision as step5_decision
 from nsa.experiments.case_study.step5 import table as step5_table
 from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results

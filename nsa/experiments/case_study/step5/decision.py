@@ -6,7 +6,7 @@ And GO or NO-GO for the loop under test, from rules with thresholds.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nsa.experiments.case_study.loop.operations import BAND_US, TIMINGS
+from nsa.experiments.case_study.figures import BAND_US, TIMINGS
 from nsa.experiments.case_study.step5.investigation import Results
 
 TARGET = 300.0  # tokens/s, the case study's own least

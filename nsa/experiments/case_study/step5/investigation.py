@@ -11,7 +11,7 @@ from nsa.lab.process.gpus import only
 from nsa.lab.search.findings import Found
 
 SEVERAL = "nsa.experiments.case_study.loop.measure:several"
-STATE = "nsa.experiments.case_study.loop.state:difference"
+STATE = "nsa.experiments.case_study.loop.measure:difference"
 PRINTS = {"no debug lines": (0, 20), "2 and every 3rd": (2, 3), "every step": (5, 1)}
 OBSERVERS = {
     "aux stats": {"aux_stats": True},
@@ -24,7 +24,7 @@ OBSERVERS = {
 class Results:
     """What was found: trials by name, the bisection, and rows of the measurements.
 
-    state: of exhibits.state.difference; operations, memory: of exhibits.measure; failed: what a
+    state: of loop.measure.difference; operations, memory: of loop.measure; failed: what a
     measurement ended with instead.
     """
 
@@ -68,7 +68,7 @@ def investigate(
 ) -> Results:
     """Calibrates, then runs all of it, `workers` processes at a time.
 
-    memory: settings of exhibits.measure.memory, one for each cell. Where there are `lab.gpus`, as
+    memory: settings of loop.measure.memory, one for each cell. Where there are `lab.gpus`, as
     many as those: trials that share a GPU are not trusted.
     """
     lab.calibrate()

@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from nsa.experiments.case_study.figures import ESTIMATE_MIB, MEMORY_MIB
+from nsa.experiments.case_study.figures import ESTIMATE_MIB, MEMORY_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import production
-from nsa.experiments.case_study.loop.operations import TIMINGS
 from nsa.experiments.case_study.loop.saved import held
 from nsa.experiments.case_study.step5 import decision as step5_decision
 from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pandas
 
-from nsa.experiments.case_study.figures import MEMORY_MIB
+from nsa.experiments.case_study.figures import MEMORY_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import production
-from nsa.experiments.case_study.loop.operations import TIMINGS
 from nsa.experiments.case_study.loop.saved import held, with_correct_window
 from nsa.experiments.case_study.step5.investigation import Results
 from nsa.experiments.case_study.step5.trials import Trial

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.case_study.loop.console import PrintSchedule, last_step
 from nsa.experiments.case_study.loop.design import LOOP_ONLY, design
+from nsa.experiments.case_study.loop.subject import PrintSchedule, last_step
 from nsa.lab.process.gpus import Gpus
 from nsa.lab.process.runner import Spec
 from nsa.lab.search.bisection import Bisection

@@ -1,14 +1,140 @@
-"""Trials of the settlement on torch alone and on this project's attention: seconds each."""
+"""What the settlement tries: the rebuilt loop, torch alone, and this project's attention.
 
+Every probe is a function from nothing to plain numbers and takes seconds on a CPU; none runs the
+case study's code.
+"""
+
+import json
+import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from nsa.attention.api import nsa_attention
+from nsa.attention.witness import recording
+from nsa.config import NSAConfig
+from nsa.experiments.case_study.loop import measure
+from nsa.experiments.case_study.loop.design import design
+from nsa.experiments.case_study.loop.model import build
+from nsa.experiments.case_study.loop.subject import last_step, make
+from nsa.lab.measure.compilations import Compilations
+from nsa.lab.observers.graph import count_nodes
+from nsa.model.config import ModelConfig
+from nsa.model.llama import LanguageModel
+
+
+def print_schedule() -> dict[str, Any]:
+    """21 healthy steps under three print policies: the lines, and the last one before step 13."""
+    found: dict[str, Any] = {"paths": {}}
+    for first in (3, 5, 8):
+        for path in ("loop", "masked") if first == 5 else ("masked",):
+            settings = {"first": first, "tokens": 16, "changes": _path(path)}
+            loop, console, seen = make(settings, None), StringIO(), None
+            with redirect_stdout(console):
+                for i in range(21):
+                    loop.step(i)
+                    if i == 12:
+                        seen = last_step(console.getvalue())
+            lines = [line.split("|")[0].strip() for line in console.getvalue().splitlines()]
+            found["paths"].setdefault(path, []).append(
+                {"first": first, "steps": 21, "last_line_at_step_13": seen, "lines": lines}
+            )
+    return found
+
+
+def deadlines() -> dict[str, Any]:
+    """When each of 10 steps began, plain, with aux stats and traced: what a deadline cuts off."""
+    arms = {"plain": {}, "aux stats": {"aux_stats": True}, "traced": {"tracing": True}}
+    begun: dict[str, list[float]] = {}
+    for name, settings in arms.items():
+        loop = make({"tokens": 24, "first": 0, "every": 1000, **settings}, None)
+        loop.step(0)
+        begun[name] = []
+        started = time.perf_counter()
+        for i in range(1, 11):
+            begun[name].append(time.perf_counter() - started)
+            loop.step(i)
+        begun[name].append(time.perf_counter() - started)  # the end
+    return {"begun_s": begun}
+
+
+def operations() -> dict[str, Any]:
+    """The loop beside dense masks: operations, autograd nodes and syncs at two T and batches."""
+    rows = []
+    for path in ("loop", "masked"):
+        for tokens, batch in ((64, 1), (128, 1), (64, 2)):
+            row = measure.operations({"tokens": tokens, "batch": batch, "changes": _path(path)})
+            rows.append({k: v for k, v in row.items() if k != "most"} | {"batch": batch})
+    return {"rows": rows}
+
+
+def state() -> dict[str, Any]:
+    """All that outlives a step, after steps 4 and 5."""
+    return measure.difference({"settings": {"tokens": 32, "first": 0, "every": 1000}, "after": 4})
+
+
+def checkpointing() -> dict[str, Any]:
+    """Gradients of 4 layers with each block recomputed, the bound one or the last."""
+    tokens = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0))
+
+    def gradients(defects: tuple[str, ...], on: bool):
+        model = build(design("tiny", layers=4, path="masked", defects=defects), checkpointing=on)
+        _, loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        blocks = [torch.cat([p.grad.flatten() for p in b.parameters()]) for b in model.blocks]
+        return float(loss), blocks
+
+    plain = gradients((), False)
+    found = {}
+    for name, defects in (("bound", ()), ("late", ("late_checkpoint",))):
+        loss, blocks = gradients(defects, True)
+        errors = [float((g - w).norm() / w.norm()) for g, w in zip(blocks, plain[1], strict=True)]
+        found[name] = {"loss": loss, "plain_loss": plain[0], "errors": errors}
+    return found
+
+
+def recompiles() -> dict[str, Any]:
+    """What is compiled in 6 eager steps of the loop, and by torch.compile when T changes."""
+    with Compilations() as eager:
+        loop = make({"tokens": 16, "first": 0, "every": 1000}, None)
+        for i in range(6):
+            loop.step(i)
+    torch._dynamo.reset()
+    fixed = torch.compile(lambda x: (x @ x.T).softmax(-1).sum(), backend="eager", dynamic=False)
+    with Compilations() as changing:
+        for tokens in (16, 16, 24, 32, 40):
+            fixed(torch.ones(tokens, 4))
+    return {"eager": eager.count, "five_calls_four_lengths": changing.count}
+
+
+def freeing() -> dict[str, Any]:
+    """Seconds to free a graph that nobody ran backward, beside those that made it."""
+    loop = make({"tokens": 256}, None)
+    tokens, targets = loop.batch(0)
+    started = time.perf_counter()
+    loss = loop.model(tokens, targets)[1]
+    made = time.perf_counter() - started
+    nodes = count_nodes([loss])
+    started = time.perf_counter()
+    del loss
+    return {"nodes": nodes, "forward_s": made, "free_s": time.perf_counter() - started}
+
+
+def _path(path: str) -> dict[str, Any]:
+    return {} if path == "loop" else {"path": path, "defects": ["future_scores"]}
 
 
 def one_query() -> dict[str, Any]:
     """scaled_dot_product_attention, one query, 9 keys, is_causal=True: whose value comes back?"""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention as attend
-
     q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (1, 9, 9))
     o = attend(q, k, v, is_causal=True)
     dq, dk = torch.autograd.grad(o.sum(), (q, k))
@@ -22,9 +148,6 @@ def one_query() -> dict[str, Any]:
 
 def boolean_mask() -> dict[str, Any]:
     """True means attend: a causal mask and its negation, with values that name their token."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention as attend
-
     tokens = 6
     q, k = (torch.randn(1, 1, tokens, 8) for _ in range(2))
     v, causal = torch.eye(tokens)[None, None], torch.ones(tokens, tokens, dtype=torch.bool).tril()
@@ -45,8 +168,6 @@ def boolean_mask() -> dict[str, Any]:
 
 def fp16_adamw() -> dict[str, Any]:
     """One weight of 1, one step of AdamW, gradients 0, 1e-4 and 1e-2, three dtypes."""
-    import torch
-
     found: dict[str, Any] = {}
     for dtype in ("float16", "bfloat16", "float32"):
         for gradient in (0.0, 1e-4, 1e-2):
@@ -61,8 +182,6 @@ def fp16_adamw() -> dict[str, Any]:
 
 def in_place() -> dict[str, Any]:
     """index_add_ beside scatter_add in the graph, and an in-place change of a saved tensor."""
-    import torch
-
     p, at = torch.randn(12), torch.tensor([0, 1, 1, 2, 3, 3, 3, 0, 2, 1, 0, 2])
     gradients = []
     for form in ("index_add_", "scatter_add"):
@@ -84,14 +203,11 @@ def in_place() -> dict[str, Any]:
 
 def branches() -> dict[str, Any]:
     """One branch alone of this project's model: operations, gate gradients, path witness."""
-    from nsa.attention.witness import recording
-    from nsa.experiments.case_study.loop.operations import count
-
     found = {}
     for branch in (None, "cmp", "slc", "win"):
         model, loss = _our_model(force_branch=branch)
         with recording() as witness:
-            counted = count(loss)
+            counted = measure.count(loss)
         loss().backward()
         gates = [p.grad for n, p in model.named_parameters() if "gate1" in n or "gate2" in n]
         found[branch or "all"] = {
@@ -104,15 +220,12 @@ def branches() -> dict[str, Any]:
 
 def backends() -> dict[str, Any]:
     """Three backends of one model: operations and witnesses, which differ where programs do."""
-    from nsa.attention.witness import recording
-    from nsa.experiments.case_study.loop.operations import count
-
     found = {}
     for backend in ("masked", "packed", "gather"):
         _, loss = _our_model(backend=backend)
         with recording() as witness:
             value = float(loss())
-        counted = count(loss)
+        counted = measure.count(loss)
         paths = witness.record()["paths"]
         found[backend] = {
             "operations": counted.total, "loss": value,
@@ -123,11 +236,6 @@ def backends() -> dict[str, Any]:
 
 def planted_nan() -> dict[str, Any]:
     """NaN in the values of each branch: what `strict=True` says, and what it says without."""
-    import torch
-
-    from nsa.attention.api import nsa_attention
-    from nsa.config import NSAConfig
-
     config = NSAConfig(
         compress_block=4, compress_stride=2, select_block=8, select_count=3, window=8
     )
@@ -146,12 +254,6 @@ def planted_nan() -> dict[str, Any]:
 
 def harness() -> dict[str, Any]:
     """What the case study's scripts relied on: a bucket's method, JSON, and the exit code 124."""
-    import json
-    import shutil
-    import subprocess
-
-    import torch.distributed as dist
-
     try:
         json.loads("NSA_PREFILL_BATCHED=1\nPATH=/bin")
         parses = True
@@ -179,12 +281,6 @@ def harness() -> dict[str, Any]:
 
 
 def _our_model(**changes: Any):
-    import torch
-
-    from nsa.config import NSAConfig
-    from nsa.model.config import ModelConfig
-    from nsa.model.llama import LanguageModel
-
     sizes = NSAConfig(compress_block=8, compress_stride=4, select_block=8, select_count=4,
                       window=16)  # fmt: skip
     torch.manual_seed(0)
@@ -196,3 +292,12 @@ def _our_model(**changes: Any):
         return model(tokens[:, :-1], tokens[:, 1:])[1]
 
     return model, loss
+
+
+TRIALS: dict[str, Callable[[], dict[str, Any]]] = {
+    probe.__name__.replace("_", "-"): probe
+    for probe in (
+        print_schedule, deadlines, operations, state, checkpointing, recompiles, freeing,
+        one_query, boolean_mask, fp16_adamw, in_place, branches, backends, planted_nan, harness,
+    )
+}  # fmt: skip
