@@ -32,9 +32,9 @@ def speed(df, *, note: str = "", reported: bool = True):
             tokens = list(frame["x_value"])
             if beside:
                 tokens += _reported(axes)
-                looks.title(axes, "Beside the case study's own figures")
+                looks.title(axes, "Beside the case study", note)
             else:
-                looks.title(axes, f"Training speed: {model}", note)
+                looks.title(axes, f"Training speed: {model}", "" if reported else note)
             axes.set(xlabel="T (tokens)", ylabel="tokens / s")
             axes.set_xscale("log", base=2)
             looks.log_axis(axes.yaxis)
@@ -136,6 +136,8 @@ def losses(df):
                 )  # fmt: skip
         panels[0].set(xlabel="step", ylabel="loss (nats a byte)")
         panels[1].set(xlabel="step", ylabel="loss less the mean (nats a byte)")
+        for axes in panels:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         looks.title(panels[0], "Loss, mean over seeds")
         looks.title(panels[1], "Distance from the mean of NSA")
         looks.legend(fig, panels)
