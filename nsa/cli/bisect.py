@@ -21,7 +21,7 @@ def add(commands) -> None:
 
 def bisect(arguments) -> int:
     from nsa.lab.search.bisect_plan import bisect as search
-    from nsa.lab.search.findings import table, text
+    from nsa.lab.search.candidates import table, text
     from nsa.lab.search.ledger import Ledger
 
     plan = plan_from(arguments.plan)

@@ -25,7 +25,7 @@ def add(commands) -> None:
 
 
 def sweep(arguments) -> int:
-    from nsa.lab.search.findings import text
+    from nsa.lab.search.candidates import text
 
     plan = plan_from(arguments.plan)
     if arguments.list:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.cli.options import BAD_INPUT, FAILED, GOOD, command, runs_option, words
-from nsa.lab.observers.kept import SAMPLED
+from nsa.lab.observers.deferred import SAMPLED
 
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job

@@ -43,8 +43,8 @@ def trial(arguments) -> int:
         whole["oracles"] = [word for word in whole["oracles"].split(",") if word]
     plan = Plan(factors={}, settings=given, **whole)
 
+    from nsa.lab.search.candidates import Spent
     from nsa.lab.search.execute import Trials
-    from nsa.lab.search.findings import Spent
     from nsa.lab.search.ledger import Ledger
 
     try:

@@ -16,9 +16,9 @@ from nsa.experiments.comparison.cell import Runner
 from nsa.experiments.comparison.implementations import DENSE, NSA, Implementation
 from nsa.experiments.comparison.record import empty
 from nsa.lab.measure import limits
-from nsa.lab.measure.clock import CAP_S, Clock
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
+from nsa.lab.measure.timing import CAP_S, Clock
 
 OUTCOMES = ("ok", "red", "declined", "skipped", "oom", "error", "not run")
 LIMITS = {NSA: "limit", DENSE: "dense limit"}  # under whose names the limits stand in tables

@@ -15,8 +15,8 @@ from nsa.experiments.comparison.record import NOT_COMPARED, add, brief, fail, no
 from nsa.lab.measure import timing
 from nsa.lab.measure.accuracy import Red
 from nsa.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
-from nsa.lab.measure.clock import Clock, NoTime
 from nsa.lab.measure.shapes import Shape
+from nsa.lab.measure.timing import Clock, NoTime
 from nsa.lab.process.out_of_memory import is_out_of_memory
 from nsa.reference.compress import Phi, compress_keys
 

@@ -10,8 +10,8 @@ from nsa.experiments.comparison.cell import Runner
 from nsa.experiments.comparison.implementations import Implementation
 from nsa.experiments.comparison.record import add, brief
 from nsa.lab.measure import timing
-from nsa.lab.measure.clock import NoTime
 from nsa.lab.measure.shapes import Shape
+from nsa.lab.measure.timing import NoTime
 
 TOKENS = 4096  # launches are felt at short T alone
 SLOW_MS = 20.0

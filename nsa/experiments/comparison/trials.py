@@ -9,9 +9,9 @@ from pathlib import Path
 from nsa.experiments.comparison import bench
 from nsa.experiments.comparison.record import empty
 from nsa.lab.measure import limits
-from nsa.lab.measure.clock import CAP_S
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
+from nsa.lab.measure.timing import CAP_S
 from nsa.lab.process import gpus
 from nsa.lab.process.trial import place_of, run_child
 from nsa.lab.sweep import Budget

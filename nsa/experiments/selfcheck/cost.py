@@ -43,9 +43,9 @@ def counting(spec: dict[str, Any]) -> dict[str, Any]:
     """{"ratio", "counted_ms", "plain_ms", "clock"} of a step: counted as in a trial, over not.
 
     spec: "settings" of nsa.lab.search.training_subject, "steps" a turn, "rounds"; see
-    nsa.lab.measure.interleaved.
+    nsa.lab.measure.timing.
     """
-    from nsa.lab.measure.interleaved import turns
+    from nsa.lab.measure.timing import turns
 
     with tempfile.TemporaryDirectory() as folder:
         subject = _subject(spec["settings"], Path(folder, "unheard.bin"))

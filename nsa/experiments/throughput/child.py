@@ -16,9 +16,8 @@ from nsa.experiments.throughput.overheads import communication_ms, observing
 from nsa.experiments.throughput.session import session
 from nsa.lab.measure import limits
 from nsa.lab.measure.compilations import Compilations
-from nsa.lab.measure.flops import nominal_tflops
-from nsa.lab.measure.memory_samples import MemorySamples
-from nsa.lab.measure.recorders import MIB, recorder_for
+from nsa.lab.measure.limits import nominal_tflops
+from nsa.lab.measure.recorders import MIB, MemorySamples, recorder_for
 from nsa.lab.measure.timing import wait
 from nsa.lab.observers import syncs
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes

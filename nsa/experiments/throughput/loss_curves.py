@@ -9,7 +9,7 @@ from pathlib import Path
 from nsa.attention.registry import Declined
 from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.session import session
-from nsa.lab.measure.memory_samples import MemorySamples
+from nsa.lab.measure.recorders import MemorySamples
 from nsa.lab.process import gpus
 from nsa.lab.process.trial import place_of, run_child
 from nsa.lab.sweep import Budget

@@ -9,11 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.measure.interleaved import turns
+from nsa.lab.measure.timing import turns
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
-from nsa.lab.observers.kept import SAMPLED
+from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.writers import CsvWriter

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, record_function
 from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.child import warmup_of
 from nsa.experiments.throughput.session import session
-from nsa.lab.measure.profiling import profiled
+from nsa.lab.measure.recorders import profiled
 from nsa.lab.measure.timing import wait
 from nsa.lab.observers.syncs import WAITS
 from nsa.lab.process.trial import Outcome, run_child

@@ -12,7 +12,7 @@ import pandas
 
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.throughput.cell import LEAST_WARMUP, TrainCell
-from nsa.lab.measure.flops import StepFlops, step_flops
+from nsa.lab.measure.limits import StepFlops, step_flops
 from nsa.workbook import metrics
 from nsa.workbook.metrics import model_name
 from nsa.workbook.panel_rows import by_tokens

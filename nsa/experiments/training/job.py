@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nsa.experiments.training import observers as training_observers
-from nsa.lab.observers.kept import SAMPLED
+from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig

@@ -1,12 +1,49 @@
-"""Latency and memory of one call: forward, gradients alone, both, and as a replayed CUDA graph."""
+"""Latency and memory of one call, steps in interleaved A/B, and the time a benchmark may take.
 
+A call is timed forward, gradients alone, both, and as a replayed CUDA graph. Of two ways to take a
+step, interleaved A/B takes turns, so that a machine that slows down slows both.
+"""
+
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from nsa.model.train import Trainer
+
+CAP_S = 60.0  # an implementation's share, anew whenever kernels may have been compiled
+
+
+class Clock:
+    """What is left of the whole time and of one implementation's share, in seconds."""
+
+    def __init__(self, budget_s: float | None, cap_s: float = CAP_S) -> None:
+        now = time.monotonic()
+        self.end = float("inf") if budget_s is None else now + budget_s
+        self.cap_s = cap_s
+        self.share = now + cap_s
+
+    def start(self) -> None:
+        """The next implementation's share begins."""
+        self.share = time.monotonic() + self.cap_s
+
+    def check(self, needed_s: float, what: str) -> None:
+        """Raises NoTime where `what`, which takes needed_s, does not fit any more."""
+        now = time.monotonic()
+        for end, name in ((self.end, "the budget"), (self.share, "this implementation's share")):
+            if now + needed_s > end:
+                left = max(0.0, end - now)
+                raise NoTime(f"{what} needs {needed_s:.3g} s, {name} has {left:.3g} s left")
+
+
+class NoTime(Exception):
+    """What was to come does not fit into the time that is left."""
+
 
 SLOW_MS = 300.0  # a call that takes longer is repeated a few times, not for a given while
 VERY_SLOW_MS = 5000.0
@@ -163,3 +200,61 @@ def same_as(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
         if not error <= ORDER * largest:
             what = f"gradient {index}" if index else "o"
             raise RuntimeError(f"replayed, {what} differs by {error:.2e} of at most {largest:.2e}")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """ms of a step, plain and watched, the median of the rounds' ratios, and what was timed."""
+
+    plain_ms: float
+    watched_ms: float
+    ratio: float
+    clock: str
+
+
+def turns(
+    trainer: Trainer,
+    watching: Callable[[], AbstractContextManager],
+    *,
+    rounds: int,
+    steps: int,
+    wall: bool = False,
+) -> Turns:
+    """Times `steps` steps inside `watching()` and as many outside, in `rounds` rounds.
+
+    Both take turns, in changing order, so that a machine that slows down slows both. From idle
+    device to idle device; without one processor time of all threads counts, for its cores are
+    shared, but not if `wall`: a wait for another rank takes none.
+
+    Not timed are one round before and the first step of every turn: what watching learns in its
+    first step, and whatever the change of turns costs, a training pays once. Nor is a full
+    collection of Python's garbage, which takes longer than a step and would fall into any turn: one
+    is made before each.
+    """
+    clock, name = time.process_time, "processor time"
+    if wall or trainer.device.type == "cuda":
+        clock, name = time.perf_counter, "until the device is done"
+
+    def turn(watched: bool) -> float:
+        gc.collect()
+        with watching() if watched else nullcontext():
+            trainer.step(trainer.steps_done)
+            wait(trainer.device)
+            began = clock()
+            for step in range(trainer.steps_done, trainer.steps_done + steps):
+                trainer.step(step)
+            wait(trainer.device)
+            return 1e3 * (clock() - began) / steps
+
+    found = []
+    for number in range(rounds + 1):
+        order = (False, True) if number % 2 else (True, False)
+        ms = {watched: turn(watched) for watched in order}
+        found.append((ms[False], ms[True]))
+    plain, watched = zip(*found[1:], strict=True)
+    return Turns(
+        statistics.median(plain),
+        statistics.median(watched),
+        statistics.median(b / a for a, b in found[1:]),
+        name,
+    )

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.lab.observers.deferred import Later
+from nsa.lab.observers.deferred import Later, Sampled, kept_step
 from nsa.lab.observers.graph import unreachable
-from nsa.lab.observers.kept import Sampled, kept_step
 
 __all__ = ["GradientArrival", "compare", "summary", "unreachable"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nsa.lab.observers.kept import Sampled, kept_step
+from nsa.lab.observers.deferred import Sampled, kept_step
 
 _KEY = "nsa.modules"
 

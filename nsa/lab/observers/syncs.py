@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nsa.lab.measure.profiling import profiled
+from nsa.lab.measure.recorders import profiled
 
 # cudaMemcpyAsync returns at once; where it must not, torch has a cudaStreamSynchronize follow.
 WAITS = re.compile(r"cuda\w+Synchronize|cu(Stream|Ctx|Event)Synchronize|cu(da)?Memcpy[^A]*")

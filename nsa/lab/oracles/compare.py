@@ -11,9 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.lab.oracles.checkpoint_switch import counted, switched_off
-from nsa.lab.oracles.slopes import exponent
-from nsa.lab.oracles.steps import Result, Steps, any_layer, broken, device_of, ok, unknown
+from nsa.lab.oracles.steps import (
+    Result,
+    Steps,
+    any_layer,
+    broken,
+    counted,
+    device_of,
+    exponent,
+    ok,
+    switched_off,
+    unknown,
+)
 
 Remake = Callable[[dict[str, Any]], Any]  # changes of the settings -> a subject
 

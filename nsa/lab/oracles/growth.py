@@ -9,10 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from nsa.lab.measure.compilations import Compilations
-from nsa.lab.measure.memory_samples import MIB, MemorySamples
+from nsa.lab.measure.recorders import MIB, MemorySamples
 from nsa.lab.observers.graph import count_nodes
-from nsa.lab.oracles.slopes import skip_first_third, steady_slope
-from nsa.lab.oracles.steps import Result, broken, device_of, ok, unknown
+from nsa.lab.oracles.steps import (
+    Result,
+    broken,
+    device_of,
+    ok,
+    skip_first_third,
+    steady_slope,
+    unknown,
+)
 
 MOST = 64  # samples; then every second step, every fourth, ...
 HOST_MIB = 0.25  # a step: what RSS moves by without a leak

@@ -1,14 +1,16 @@
 """What each rank of a job says of itself in files, and from them which rank failed first.
 
 rank<r>.json: {"rank", "pid", "state", "time"}, and of a failure its message and traceback. A rank
-that says "running" and whose process is gone was killed; that comes before whatever the others say,
-who then lose their connection to it or are asked to end. Imports as little as it can.
+that says "running" and whose process is gone was killed. That comes before whatever the others say,
+who then lose their connection to it or are asked to end. rank<r>.log: its output and its errors.
+This module imports as little as it can.
 """
 
 import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -19,6 +21,64 @@ from pathlib import Path
 
 from nsa.lab.process import atomic as whole
 from nsa.lab.process.family import signal_name
+
+
+class Both:
+    """What Python writes, into the log and to where it went before if somebody reads there."""
+
+    def __init__(self, log, console) -> None:
+        self._log, self._console = log, console
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        with contextlib.suppress(OSError, ValueError):
+            self._console.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self._console.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self._log, name)
+
+
+@contextlib.contextmanager
+def logged(folder: Path, rank: int, console: bool) -> Iterator[None]:
+    """File descriptors 1 and 2 are rank<r>.log while this is open, C and C++ code included.
+
+    `console`: what Python itself prints goes to the terminal as well.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    file = os.open(
+        Path(folder, f"rank{rank}.log"),
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+        0o644,
+    )
+    before = sys.stdout, sys.stderr
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    streams = [os.fdopen(os.dup(n), "w", buffering=1, encoding="utf-8") for n in (1, 2)]
+    consoles = [os.fdopen(n, "w", buffering=1, encoding="utf-8") for n in kept]
+    sys.stdout, sys.stderr = streams
+    if console:
+        sys.stdout, sys.stderr = map(Both, streams, consoles)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+        for number, terminal in enumerate(consoles, 1):
+            os.dup2(terminal.fileno(), number)
+        for stream in (*streams, *consoles):
+            with contextlib.suppress(OSError):
+                stream.close()
+
 
 STUCK_S = 5.0  # how long a rank may take to end after Ctrl-C; a collective never looks for one
 TAIL_LINES = 40

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import endings, gpus, preflight, ranks, renamed, trial
+from nsa.lab.process import gpus, preflight, ranks, renamed, trial
 from nsa.lab.process.out_of_memory import kernel_kills
-from nsa.lab.process.supervisor import Proven, Supervisor
+from nsa.lab.process.supervisor import Proven, Supervisor, settle
 from nsa.lab.search import time_model as timemodel
 from nsa.lab.watch import flight_recorder as flights
-from nsa.lab.watch.device_use import DeviceUse
 from nsa.lab.watch.evidence import Evidence
+from nsa.lab.watch.looks import DeviceUse
 
 HARD = 4.0  # the deadline, in soft ones, where none is given
 UNPREDICTED_S = 600.0
@@ -133,7 +133,7 @@ def run(
         ended = _launch(spec, env, folder, supervisor)
         supervisor.close()
     evidence.seconds = time.monotonic() - started
-    endings.settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
+    settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
     if on_gpu:
         evidence.notes += preflight.wait_until_free(used, only=gpu)
         now = preflight.reasons(True, gpu)

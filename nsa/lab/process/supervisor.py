@@ -1,23 +1,28 @@
-"""Watches a trial's counters from outside, looks closer where they rest, and says when to end it.
+"""Watches a trial from outside, says when to end it, and how its processes ended.
 
-Called many times a second by whoever waits for the processes; does something four times a second.
+The supervisor reads the trial's counters and looks closer where they rest. Whoever waits for the
+processes calls it many times a second; it does something four times a second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nsa.lab.process import procfs
-from nsa.lab.watch import counters, looks
+from nsa.lab.process.trial import Outcome
 from nsa.lab.watch import flight_recorder as flights
-from nsa.lab.watch.device_use import DeviceUse
-from nsa.lab.watch.evidence import Evidence, Look, P, Sample, thinned
+from nsa.lab.watch import looks, progress
+from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample, thinned
+from nsa.lab.watch.looks import DeviceUse
 
 EVERY_S = 0.25
 LOOKS, APART_S = 3, 0.5
@@ -99,13 +104,13 @@ class Supervisor:
     def sample(self) -> None:
         """One sample of every rank that lives, and of one that has just begun to."""
         for rank, file in self._files.items():
-            cells, t = counters.cells_of(file), self.t
-            pid = cells[counters.PID] if cells else 0
+            cells, t = progress.cells_of(file), self.t
+            pid = cells[progress.PID] if cells else 0
             seen = procfs.process(pid) if pid else None
             self._live.pop(rank, None)
             if cells is None or seen is None:
                 continue
-            p = counters.coordinate(cells)
+            p = progress.coordinate(cells)
             if seen.state not in "ZX":
                 self._live[rank] = pid
             self.pids[pid] = seen.started
@@ -113,7 +118,7 @@ class Supervisor:
                 self._moved[rank] = (p, t)
                 self._look_at[rank] = self._bound(p)
             self._note_beginning(cells)
-            what = (cells[counters.BEATS], seen.cpu_s, seen.state, seen.wchan, seen.rss_mib)
+            what = (cells[progress.BEATS], seen.cpu_s, seen.state, seen.wchan, seen.rss_mib)
             use = self._use.percent if self._use is not None else None
             self.evidence.samples.append(Sample(t, rank, p, *what, use))
         if len(self.evidence.samples) > KEPT:
@@ -126,17 +131,17 @@ class Supervisor:
         """When all processes have ended: how far each had come, and what it still said."""
         self.collect()
         for rank, file in self._files.items():
-            cells = counters.cells_of(file)
+            cells = progress.cells_of(file)
             if cells is not None:
                 self._note_beginning(cells)
-                p, beats = counters.coordinate(cells), cells[counters.BEATS]
+                p, beats = progress.coordinate(cells), cells[progress.BEATS]
                 last = next((s for s in reversed(self.evidence.samples) if s.rank == rank), None)
                 if last is None or p != last.p:
                     cpu_s = last.cpu_s if last else 0.0
                     self.evidence.samples.append(Sample(self.t, rank, p, beats, cpu_s))
 
     def _note_beginning(self, cells: tuple[int, ...]) -> None:
-        began_ns = cells[counters.BEGAN_NS]
+        began_ns = cells[progress.BEGAN_NS]
         if began_ns and self.evidence.began_s is None:
             self.evidence.began_s = max(0.0, began_ns / 1e9 - self._start)
 
@@ -234,7 +239,7 @@ class Supervisor:
             for name in (f"flight-{rank}.json", f"memory-{rank}.json"):
                 (self.folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError, ValueError):
-                counters.ask(self._files[rank])
+                progress.ask(self._files[rank])
                 asked.append(rank)
         return asked
 
@@ -259,3 +264,93 @@ class Supervisor:
                 self.evidence.flights[rank] = found
             if held := flights.memory(self.folder, rank):
                 self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
+
+
+_DEVICE = re.compile(r"OutOfMemoryError|CUDA|HIP|cublas|nccl", re.IGNORECASE)
+_NAMED = re.compile(r"^([A-Za-z_][\w.]*): (.*)$", re.DOTALL)
+
+
+def settle(
+    evidence: Evidence,
+    ended: Outcome | list[dict[str, Any]],
+    supervisor: Supervisor,
+    folder: Path,
+    *,
+    killed: bool,
+) -> None:
+    """Completes the evidence of a trial that has ended; killed: the kernel did so, for memory."""
+    one = isinstance(ended, Outcome)
+    evidence.end = _of_one(ended, folder) if one else _of_ranks(ended, killed)
+    if evidence.end.how == "stopped by the supervisor":
+        said = supervisor.message or evidence.end.message
+        evidence.end = replace(evidence.end, type=supervisor.reason or "deadline", message=said)
+    left = {rank: found for rank in range(_ranks(evidence)) if (found := _left(folder, rank))}
+    if left:
+        _take(evidence, left)
+    if evidence.end.peak_mib is None:
+        peak = max((s.rss_mib or 0.0 for s in evidence.samples), default=None)
+        evidence.end = replace(evidence.end, peak_mib=peak)
+
+
+def _of_one(outcome: Outcome, folder: Path) -> End:
+    wrote = (folder / "result.json").is_file()
+    return _end(outcome.status, outcome.message, outcome.evidence, outcome.returncode, wrote=wrote)
+
+
+def _of_ranks(rows: list[dict[str, Any]], killed: bool) -> End:
+    if all(row["status"] == "ok" for row in rows):
+        return End("returned", 0)
+    late = next((row for row in rows if row["status"] == "timeout"), None)
+    first = next((row for row in rows if row["first"]), None)
+    if first is None:
+        first = late or next(row for row in rows if row["status"] != "ok")
+    status = first["status"]
+    if killed and status == "crash" and first["message"].endswith("SIGKILL"):
+        status = "oom"
+    end = _end(status, first["message"], first["evidence"], None, wrote=first["raised"])
+    return replace(end, first_rank=first["rank"] if first["first"] else None)
+
+
+def _end(status: str, message: str, evidence: str, code: int | None, *, wrote: bool) -> End:
+    if status == "ok":
+        return End("returned", code)
+    if status == "timeout":
+        return End("stopped by the supervisor", code, "", message, evidence)
+    if status == "crash":
+        return End("signal", code, message.removeprefix("ended by "), message, evidence)
+    named = _NAMED.match(message)
+    if status == "oom" and not wrote:
+        return End("signal", code, "SIGKILL", message, evidence, out_of_memory="host")
+    if not wrote or named is None or named[1] == "SystemExit":
+        return End("exit", code, "SystemExit" if named else "", message, evidence)
+    memory = ("device" if _DEVICE.search(message) else "host") if status == "oom" else ""
+    return End("exception", code, named[1], named[2], evidence, out_of_memory=memory)
+
+
+def _ranks(evidence: Evidence) -> int:
+    return int(evidence.spec["ranks"])
+
+
+def _left(folder: Path, rank: int) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / f"left-{rank}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _take(evidence: Evidence, left: dict[int, dict[str, Any]]) -> None:
+    """What the ranks wrote down."""
+    evidence.losses = [float(loss) for loss in left.get(0, {}).get("losses", ())]
+    evidence.witness = next((found["witness"] for found in left.values()), None)
+    evidence.result = left.get(0, {}).get("result")
+    said = {rank: found["oracles"] for rank, found in left.items() if found["oracles"]}
+    if said:
+        from nsa.lab import oracles
+
+        evidence.oracles = oracles.merge(said)
+    peaks = [found["peak_mib"] for found in left.values() if found["peak_mib"] is not None]
+    evidence.end = replace(evidence.end, peak_mib=max(peaks, default=None))
+    source = evidence.environment.get("source")
+    for rank, found in left.items():
+        if found.get("source") not in (None, source):
+            evidence.preflight.append(f"rank {rank} ran another source than was there at the start")

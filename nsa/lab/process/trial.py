@@ -19,7 +19,7 @@ from pathlib import Path
 from nsa.lab.process import child
 from nsa.lab.process import family as processes
 from nsa.lab.process.out_of_memory import kernel_kills
-from nsa.lab.watch import stacks
+from nsa.lab.watch import looks
 
 STATUSES = ("ok", "oom", "timeout", "crash", "error")
 _POLL_S = 0.02
@@ -206,7 +206,7 @@ def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[s
 
 def _stacks(process: subprocess.Popen, stderr: Path) -> str:
     with contextlib.suppress(OSError):
-        return stacks.asked(process.pid, stderr)[: 4 * _TAIL_BYTES]
+        return looks.asked(process.pid, stderr)[: 4 * _TAIL_BYTES]
     return ""
 
 

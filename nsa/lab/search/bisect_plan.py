@@ -7,9 +7,8 @@ from typing import Any
 
 from nsa.lab.search import Answer, Cell, Posterior, bayes, same
 from nsa.lab.search.bisection import Bisection, is_fault
-from nsa.lab.search.candidates import ordered, word
+from nsa.lab.search.candidates import Found, Row, Spent, Tried, ordered, word
 from nsa.lab.search.execute import Trials
-from nsa.lab.search.findings import Found, Row, Spent, Tried
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import Plan
 

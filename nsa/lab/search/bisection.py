@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nsa.lab.search.candidates import Candidates, ordered, position, word
+from nsa.lab.search.candidates import Candidates, Found, Row, Spent, Tried, ordered, position, word
 from nsa.lab.search.covering import Cell, Legal, cover, ddmin, everything, same
-from nsa.lab.search.findings import Found, Row, Spent, Tried
 from nsa.lab.search.thresholds import Answer, threshold
 
 __all__ = ["Bisection", "Found", "Row", "Spent", "Tried", "is_fault"]

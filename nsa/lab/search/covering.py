@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
 from typing import Any, Protocol
 
-from nsa.lab.search.candidates import position
+from nsa.lab.search.candidates import Cell, position
 from nsa.lab.search.thresholds import Answer
 
-Cell = dict[str, Any]  # a value for every factor
 Legal = Callable[[Mapping[str, Any]], bool]
 Numbers = dict[int, int]  # of factors, by number, the number of a value
 

@@ -10,7 +10,7 @@ from nsa.lab.process.gpus import Gpus
 from nsa.lab.process.runner import Spec
 from nsa.lab.process.trial import Stopped
 from nsa.lab.search import Cell, calibration
-from nsa.lab.search.findings import Spent, Tried
+from nsa.lab.search.candidates import Spent, Tried
 from nsa.lab.search.ledger import FULL, Ledger
 from nsa.lab.search.plan import Plan
 from nsa.lab.verdict import Verdict, arms, compare

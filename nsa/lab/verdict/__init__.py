@@ -5,7 +5,6 @@ slow work is never HANG.
 """
 
 from nsa.lab.verdict.comparing import arms, compare, jeffreys
-from nsa.lab.verdict.rules import judge
-from nsa.lab.verdict.ruling import KINDS, Verdict
+from nsa.lab.verdict.rules import KINDS, Verdict, judge
 
 __all__ = ["KINDS", "Verdict", "arms", "compare", "jeffreys", "judge"]

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from nsa.lab.verdict.rules import judge
-from nsa.lab.verdict.ruling import Verdict
+from nsa.lab.verdict.rules import Verdict, judge
 from nsa.lab.watch.evidence import Evidence
 
 GOOD = ("PASS",)

@@ -1,6 +1,5 @@
 """How far a training has come, counted where others can read it while it is stuck."""
 
-from nsa.lab.watch.counters import read
-from nsa.lab.watch.progress import Progress, Unheard
+from nsa.lab.watch.progress import Progress, Unheard, read
 
 __all__ = ["Progress", "Unheard", "read"]

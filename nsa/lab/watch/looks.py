@@ -1,18 +1,83 @@
-"""Every thread's stack from outside: by py-spy where it may, by faulthandler where it may not."""
+"""What a trial's processes and GPUs are doing, seen from outside.
+
+Stacks of every thread come from py-spy where it may look. Elsewhere the process writes them itself
+on SIGUSR1, by faulthandler, even while its GIL is held. A thread asks how busy the GPUs are,
+because asking takes longer than a sample may.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import procfs
-from nsa.lab.watch import counters, stacks
+from nsa.lab.process import preflight, procfs
+from nsa.lab.watch import progress
 from nsa.lab.watch.evidence import Look
+
+SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
+
+
+def asked(pid: int, file: Path) -> str:
+    """What faulthandler appends to `file` when the process gets the signal; "" for nothing.
+
+    The process must have registered: else the signal ends it. OSError where there is no process or
+    no file.
+    """
+    before = seen = file.stat().st_size
+    os.kill(pid, signal.SIGUSR1)
+    end = time.monotonic() + SIGNAL_S
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        now = file.stat().st_size
+        if now > before and now == seen:
+            break
+        seen = now
+    with open(file, "rb") as stream:
+        stream.seek(before)
+        return stream.read().decode(errors="replace")
+
+
+EVERY_S = 1.0
+
+
+class DeviceUse:
+    """`with DeviceUse() as use: use.percent` is the busiest GPU's, None before it was told.
+
+    only: the GPUs that count, as CUDA_VISIBLE_DEVICES names them; None: those of this process.
+
+    A GPU counts as busy while any kernel runs, one that never ends as well.
+    """
+
+    def __init__(self, only: str | None = None) -> None:
+        self._only = only
+        self.percent: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="device use", daemon=True)
+
+    def __enter__(self) -> DeviceUse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        while True:
+            told = preflight.numbers("utilization.gpu", self._only)
+            self.percent = max(map(float, told), default=None)
+            if self._stop.wait(EVERY_S):
+                return
+
 
 PY_SPY_S = 8.0
 _THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
@@ -25,20 +90,20 @@ def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None
 
     None where it counts nothing yet. faulthandler's file is stacks-K.txt beside it.
     """
-    cells = counters.cells_of(counted)
+    cells = progress.cells_of(counted)
     if cells is None:
         return None
     if tool == "proc":
         threads, message = proc(pid)
     elif tool != "faulthandler":
         threads, message = py_spy(pid, native=tool == "native")
-    elif cells[counters.LISTENS]:
+    elif cells[progress.LISTENS]:
         written = counted.with_name(f"stacks-{rank}.txt")
-        threads, message = faulthandler(pid, written, cells[counters.MAIN_THREAD])
+        threads, message = faulthandler(pid, written, cells[progress.MAIN_THREAD])
     else:
         threads, message = [], "the process does not listen to SIGUSR1 yet"
-    after = counters.cells_of(counted) or cells
-    return Look(t, rank, tool, threads, counters.coordinate(after), message)
+    after = progress.cells_of(counted) or cells
+    return Look(t, rank, tool, threads, progress.coordinate(after), message)
 
 
 def py_spy(pid: int, *, native: bool = False) -> tuple[Threads, str]:
@@ -92,11 +157,11 @@ def faulthandler(pid: int, file: Path, main: int) -> tuple[Threads, str]:
     process must have registered: else the signal ends it.
     """
     try:
-        written = stacks.asked(pid, file)
+        written = asked(pid, file)
     except OSError as error:
         return [], f"faulthandler: {error}"
     found = parse(written, main)
-    none = f"faulthandler wrote nothing within {stacks.SIGNAL_S:g} s"
+    none = f"faulthandler wrote nothing within {SIGNAL_S:g} s"
     return (found, "") if found else ([], none)
 
 

@@ -1,12 +1,14 @@
 """How far a training has come, counted in a file that others can read while it is stuck.
 
-The counters live in an mmap: whoever reads them needs no word from the process, which may hold the
-GIL, be stopped, or be dead. A stack says where a process is; only counters say whether it moves.
+The counters live in an mmap, 64 bits each in this machine's order. One process writes, anybody
+reads, and whoever reads needs no word from the process, which may hold the GIL, be stopped, or be
+dead. A stack says where a process is; only counters say whether it moves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import sys
@@ -17,29 +19,92 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from nsa.lab.watch.counters import (  # fmt: skip
-    ASKED,
-    BEATS,
-    BEGAN_NS,
-    CELLS,
-    COLLECTIVES,
-    ENTERED,
-    EVENTS,
-    FIRED,
-    LAYOUT,
-    LISTENS,
-    MADE,
-    MAIN_THREAD,
-    MODULES,
-    NUMBER,
-    PHASE,
-    PID,
-    STEP,
-    TOTAL,
-    VERSION,
-)
-from nsa.lab.watch.evidence import PHASES
-from nsa.lab.watch.main_thread import MainThread
+from nsa.lab.watch.evidence import PHASES, P
+
+CELLS = 24
+(
+    VERSION, STEP, PHASE, MODULES, FIRED, TOTAL, EVENTS, COLLECTIVES,
+    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS, BEGAN_NS, MADE,
+) = range(16)  # fmt: skip
+LAYOUT = 1
+NUMBER = {name: number for number, name in enumerate(PHASES)}
+
+
+def read(file: str | os.PathLike) -> tuple[P, int]:
+    """(P, beats) out of a file that somebody may be writing; P() and 0 where there is none yet."""
+    cells = cells_of(file)
+    return (P(), 0) if cells is None else (coordinate(cells), cells[BEATS])
+
+
+def cells_of(file: str | os.PathLike) -> tuple[int, ...] | None:
+    """All counters; None where there are none, or of another layout."""
+    try:
+        content = Path(file).read_bytes()
+    except OSError:
+        return None
+    if len(content) != 8 * CELLS:
+        return None
+    cells = tuple(memoryview(content).cast("q"))
+    return cells if cells[VERSION] == LAYOUT else None
+
+
+def coordinate(cells: tuple[int, ...]) -> P:
+    """The counters as a progress coordinate."""
+    return P(
+        step=cells[STEP],
+        phase=PHASES[cells[PHASE]],
+        modules=cells[MODULES],
+        fired=cells[FIRED],
+        total=cells[TOTAL],
+        events=cells[EVENTS],
+        collectives=cells[COLLECTIVES],
+        phases=cells[ENTERED],
+        made=cells[MADE],
+    )
+
+
+def ask(file: str | os.PathLike) -> None:
+    """Asks the process for what only it can tell; answered by its thread, if that gets the GIL."""
+    with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 8 * CELLS) as mapped:
+        cells = memoryview(mapped).cast("q")
+        cells[ASKED] += 1
+        cells.release()
+
+
+_CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_asking: set[MainThread] = set()  # the interpreter keeps no reference to what it will call
+
+
+class MainThread:
+    """How many autograd nodes the main thread has made: the forward's progress, whatever makes it.
+
+    `ask()` as often as you like; `told(count)` is called in the main thread when it answers. torch
+    counts the nodes for each thread by itself, so the main thread must be asked. It looks at
+    pending calls between two bytecodes; nothing is interrupted, no signal is sent.
+    """
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self._told = told
+        self._callback = _CALLBACK(self._answer)
+
+    def ask(self) -> None:
+        """Nothing while the last question is open, or before torch is loaded."""
+        if self not in _asking and _counter() is not None:
+            _asking.add(self)
+            if ctypes.pythonapi.Py_AddPendingCall(self._callback, None):  # too many are waiting
+                _asking.discard(self)
+
+    def _answer(self, _: int | None) -> int:
+        _asking.discard(self)
+        counter = _counter()
+        if counter is not None:
+            self._told(counter())
+        return 0
+
+
+def _counter() -> Callable[[], int] | None:
+    return getattr(sys.modules.get("torch.autograd"), "_get_sequence_nr", None)
+
 
 EVERY_S = 0.1  # between two beats
 
@@ -210,7 +275,7 @@ class Progress:
     def _look_for_a_device(self) -> None:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            from nsa.lab.watch.device_events import DeviceEvents
+            from nsa.lab.watch.counting import DeviceEvents
 
             self._device = DeviceEvents()
 

@@ -17,7 +17,7 @@ from nsa.experiments.case_study.step5 import table as step5_table
 from nsa.experiments.case_study.step5 import trials as step5
 from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results
 from nsa.experiments.case_study.step5.trials import BASE, Lab, Setup, Trial
-from nsa.lab.search.findings import Found, Row, Tried
+from nsa.lab.search.candidates import Found, Row, Tried
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample

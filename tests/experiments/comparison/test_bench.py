@@ -12,7 +12,7 @@ from nsa.cli import main as cli
 from nsa.experiments.comparison import bench, implementations, peers
 from nsa.experiments.comparison import cell as bench_cell
 from nsa.experiments.comparison import text as bench_table
-from nsa.lab.measure import clock, timing
+from nsa.lab.measure import timing
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.workbook import metrics
 
@@ -183,7 +183,7 @@ def test_a_share_that_ends_in_between_keeps_what_was_measured(monkeypatch):
 
     def late(call, device):
         found = plain(call, device)
-        monkeypatch.setattr(clock.time, "monotonic", lambda: 1e12)
+        monkeypatch.setattr(timing.time, "monotonic", lambda: 1e12)
         return found
 
     monkeypatch.setattr(timing, "latency", late)

@@ -11,9 +11,8 @@ from nsa.experiments.comparison.implementations import backends
 from nsa.experiments.comparison.record import empty
 from nsa.lab.measure import timing
 from nsa.lab.measure.attention_inputs import draw
-from nsa.lab.measure.clock import Clock
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
-from nsa.lab.measure.timing import Latency
+from nsa.lab.measure.timing import Clock, Latency
 
 SHAPE = Shape(70, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)
 

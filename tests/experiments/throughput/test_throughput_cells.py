@@ -24,9 +24,9 @@ from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.grid import curve_grid, throughput_grid
 from nsa.experiments.throughput.session import session
 from nsa.experiments.throughput.table import growth, windows
-from nsa.lab.measure import memory_samples
+from nsa.lab.measure import recorders
 from nsa.lab.measure.compilations import Compilations
-from nsa.lab.measure.memory_samples import MemorySamples
+from nsa.lab.measure.recorders import MemorySamples
 from nsa.lab.process.trial import Outcome
 from nsa.model.captured import DDP_WARMUP
 from nsa.model.parallel import Parallel
@@ -326,9 +326,9 @@ def test_freed_memory_that_malloc_keeps_hides_no_growth():
         ctypes.memset(block, 1, 2**16)
     for block in blocks[::2]:
         libc.free(block)
-    kept = memory_samples.resident_mib()
+    kept = recorders.resident_mib()
     MemorySamples(torch.device("cpu")).take()
-    assert kept - memory_samples.resident_mib() > 24  # of the 32 that are free
+    assert kept - recorders.resident_mib() > 24  # of the 32 that are free
     for block in blocks[1::2]:
         libc.free(block)
 

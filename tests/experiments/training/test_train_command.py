@@ -15,7 +15,7 @@ from tiny_models import one_thread
 
 from nsa.cli import main as cli
 from nsa.experiments.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
-from nsa.lab.observers.kept import SAMPLED
+from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.process import family as processes
 from nsa.model import saving
 from nsa.model.presets import preset

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from nsa.lab.measure import recorders
-from nsa.lab.measure.allocations import Stream
-from nsa.lab.measure.cuda_history import Section, blocks_of, read_section
+from nsa.lab.measure.allocations import Section, Stream, blocks_of, read_section
 
 BASE = 0x7F0000000000
 

@@ -8,7 +8,7 @@ from tiny_models import TOKENS, tiny, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.lab.measure import limits
-from nsa.lab.measure.flops import StepFlops, nominal_tflops, step_flops
+from nsa.lab.measure.limits import StepFlops, nominal_tflops, step_flops
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import dense_twin, production
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from nsa.lab.measure.interleaved import turns
+from nsa.lab.measure.timing import turns
 
 
 class Trainer:

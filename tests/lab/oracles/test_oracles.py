@@ -9,7 +9,7 @@ from torch import nn
 
 from nsa.lab import oracles
 from nsa.lab.oracles import CHEAP, merge, watch
-from nsa.lab.oracles.slopes import exponent, steady_slope
+from nsa.lab.oracles.steps import exponent, steady_slope
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.train import TrainConfig, Trainer

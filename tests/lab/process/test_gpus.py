@@ -1,6 +1,7 @@
 """A machine's GPUs: which of them are this process's, whose they are, and who has one alone."""
 
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -194,3 +195,20 @@ def test_each_visible_gpu_measures_a_shape_at_a_time(
     assert len(places) == len(shapes)
     assert cells == [shape.tokens for shape in shapes]  # in the order asked for
     assert set(seen) == wanted and max(most) == at_once
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [("kernels/tiles.py", True), ("model/train.py", True), ("lab/process/trial.py", True),
+     ("workbook/claim.py", False), ("cli/main.py", False)],
+)  # fmt: skip
+def test_a_trial_stands_on_the_source_of_all_that_it_may_import(
+    tmp_path, monkeypatch, file, changes
+):
+    copy = tmp_path / "nsa"
+    shutil.copytree(preflight.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(preflight, "PACKAGE", copy)
+    before = preflight.source_hash("a.subject:make")
+    with (copy / file).open("a") as source:
+        source.write("# changed\n")
+    assert (preflight.source_hash("a.subject:make") != before) is changes

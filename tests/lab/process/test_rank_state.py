@@ -11,8 +11,7 @@ import pytest
 
 from nsa.lab.process import family as processes
 from nsa.lab.process.launch import check_port
-from nsa.lab.process.rank_log import logged
-from nsa.lab.process.rank_state import accounted, first_failure, say
+from nsa.lab.process.rank_state import accounted, first_failure, logged, say
 
 STUCK = """
 import ctypes, sys
@@ -149,7 +148,7 @@ def test_a_port_that_is_none_is_refused(port):
 
 @pytest.mark.processes
 def test_saying_how_a_rank_stands_needs_no_torch():
-    code = "import sys; from nsa.lab.process import torchrun, launch, rank_log, rank_state;"
+    code = "import sys; from nsa.lab.process import launch, rank_state;"
     done = subprocess.run(
         [sys.executable, "-c", f"{code} print({{'torch', 'numpy', 'psutil'}} & set(sys.modules))"],
         env=processes.environment(os.environ, "cookie"),

@@ -6,8 +6,7 @@ import pytest
 
 from nsa.lab import search
 from nsa.lab.search.bisection import Bisection, Spent, Tried
-from nsa.lab.search.candidates import Candidates, ordered, position
-from nsa.lab.search.findings import table, text
+from nsa.lab.search.candidates import Candidates, ordered, position, table, text
 
 NAMES = [f"f{number}" for number in range(11)]
 SWITCHES = {name: [False, True] for name in NAMES}

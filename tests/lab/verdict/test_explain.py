@@ -8,8 +8,7 @@ from verdict_rank_cases import FLIGHTS, RANKS
 from nsa.cli.main import main
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.verdict.explain import page
-from nsa.lab.verdict.explain_sections import strip
+from nsa.lab.verdict.explain import page, strip
 from nsa.lab.watch.evidence import P, Sample
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa.lab.watch.device_events import DeviceEvents
+from nsa.lab.watch.counting import DeviceEvents
 
 
 class Device:

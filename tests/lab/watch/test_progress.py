@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa.lab.verdict.pace import backward_eta_s
-from nsa.lab.watch import Progress, Unheard, counting
-from nsa.lab.watch import counters as layout
-from nsa.lab.watch.counters import cells_of, read
+from nsa.lab.watch import Progress, Unheard, counting, progress
 from nsa.lab.watch.evidence import P, Sample
+from nsa.lab.watch.progress import cells_of, read
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
@@ -163,7 +162,7 @@ def test_a_forked_child_does_not_move_its_parent(counters):
     if pid == 0:
         counters.step(9)
         Stranger()(torch.ones(1, 16))
-        os._exit(0 if counters.cells[layout.STEP] == 9 else 1)
+        os._exit(0 if counters.cells[progress.STEP] == 9 else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert (here(counters).step, here(counters).modules) == (3, 0)
 
@@ -193,7 +192,7 @@ def test_closing_takes_every_hook_away(tmp_path):
 def test_what_cannot_be_read_is_the_beginning(tmp_path):
     assert read(tmp_path / "nothing") == (P(), 0)
     (tmp_path / "short").write_bytes(b"1234567")
-    (tmp_path / "other").write_bytes(b"\1" * 8 * layout.CELLS)
+    (tmp_path / "other").write_bytes(b"\1" * 8 * progress.CELLS)
     assert cells_of(tmp_path / "short") is None and cells_of(tmp_path / "other") is None
 
 

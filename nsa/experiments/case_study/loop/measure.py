@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.experiments.case_study.loop.saved import held
 from nsa.experiments.case_study.loop.subject import DEFAULTS, ExhibitLoop
-from nsa.lab.measure.profiling import profiled
-from nsa.lab.measure.recorders import MIB, recorder_for
+from nsa.lab.measure.recorders import MIB, profiled, recorder_for
 from nsa.lab.observers.graph import count_nodes
 
 

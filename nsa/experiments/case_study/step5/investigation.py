@@ -8,7 +8,7 @@ from typing import Any
 from nsa.experiments.case_study.step5.trials import BASE, Lab, Trial
 from nsa.lab.process import trial
 from nsa.lab.process.gpus import only
-from nsa.lab.search.findings import Found
+from nsa.lab.search.candidates import Found
 
 SEVERAL = "nsa.experiments.case_study.loop.measure:several"
 STATE = "nsa.experiments.case_study.loop.measure:difference"

@@ -11,7 +11,7 @@ from nsa.experiments.case_study.loop.design import production
 from nsa.experiments.case_study.loop.saved import held, with_correct_window
 from nsa.experiments.case_study.step5.investigation import Results
 from nsa.experiments.case_study.step5.trials import Trial
-from nsa.lab.search import findings
+from nsa.lab.search import candidates
 from nsa.lab.verdict import explain
 
 MIB = 2**20
@@ -40,7 +40,7 @@ def trials(results: Results) -> pandas.DataFrame:
 
 def ledger(results: Results) -> pandas.DataFrame:
     """The bisection of the old rule's HANG: trial, hypothesis, verdict, what it eliminated."""
-    rows = findings.table(results.bisection.rows)
+    rows = candidates.table(results.bisection.rows)
     return pandas.DataFrame(rows).set_index("number") if rows else pandas.DataFrame()
 
 

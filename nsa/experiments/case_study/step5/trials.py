@@ -15,7 +15,7 @@ from nsa.experiments.case_study.loop.subject import PrintSchedule, last_step
 from nsa.lab.process.gpus import Gpus
 from nsa.lab.process.runner import Spec
 from nsa.lab.search.bisection import Bisection
-from nsa.lab.search.findings import Found, Tried
+from nsa.lab.search.candidates import Found, Tried
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict
 from nsa.lab.watch import read
