@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nsa.experiments.case_study.figures import ESTIMATE_MIB, MEMORY_MIB, TIMINGS
+from nsa.experiments.case_study.figures import BAND_US, ESTIMATE_MIB, MEMORY_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import production
 from nsa.experiments.case_study.loop.saved import held
 from nsa.experiments.case_study.step5 import decision as step5_decision
@@ -43,8 +43,8 @@ def console_beside_heartbeat(trial: Trial):
         axes.step(times, shown, where="post", color=ORANGE, lw=2.4, label="console: its last line")
         if trial.evidence.deadline_s and not trial.finished:
             axes.axvline(trial.evidence.deadline_s, color=RED, ls="--", lw=1.1, label="deadline")
-        axes.set(xlabel="s since step 1 began", ylabel="step", ylim=(0, None))
-        axes.set_title(f"said to hang at step {trial.said}; was in step {trial.reached}")
+        axes.set(xlabel="time since step 1 began (s)", ylabel="step it is in", ylim=(0, None))
+        looks.title(axes, f"Said to hang at step {trial.said}; was in step {trial.reached}")
         looks.legend(fig, [axes])
     return fig
 
@@ -65,18 +65,24 @@ def progress(results: Results, low: float = 0.7, high: float = 1.4):
         axes.fill_between(line, line / (high * step_s), line / (low * step_s), color=GREY,
                           alpha=0.18, lw=0, label="predicted, 1 layer")  # fmt: skip
         colours = (RED, ORANGE, GREEN, BLUE, GREY)
-        for (name, trial), colour in zip(chosen.items(), colours, strict=False):
+        # One run under several deadlines is one curve: the shorter ones lie on wider lines.
+        for number, ((name, trial), colour) in enumerate(
+            zip(chosen.items(), colours, strict=False)
+        ):
             times, steps = coordinate(trial)
-            end = "ended" if trial.finished else "cut"
-            axes.plot(times, steps, color=colour, lw=1.8, label=f"{name}: {end}")
+            of = f"deadline {name}" if name.endswith(" x") else name
+            end = "ended (dot)" if trial.finished else "cut (cross)"
+            axes.plot(times, steps, color=colour, lw=max(1.4, 6 - 1.6 * number), zorder=2.5,
+                      solid_capstyle="butt", label=f"{of}: {end}")  # fmt: skip
             if len(times):
                 mark = "o" if trial.finished else "X"
-                axes.plot(times[-1:], steps[-1:], mark, color=colour, ms=8)
+                axes.plot(times[-1:], steps[-1:], mark, color=colour, ms=9, mec="white", zorder=3)
             if name.endswith(" x"):
                 axes.axvline(trial.evidence.deadline_s, color=colour, ls=":", lw=1.0)
         most = max((t.steps for t in chosen.values()), default=1)
-        axes.set(xlabel="s since step 1 began", ylabel="steps done", ylim=(0, 1.1 * most),
+        axes.set(xlabel="time since step 1 began (s)", ylabel="steps done", ylim=(0, 1.1 * most),
                  xlim=(0, 1.05 * longest))  # fmt: skip
+        looks.title(axes, "A longer deadline cuts a later step, until the run ends")
         looks.legend(fig, [axes])
     return fig
 
@@ -96,8 +102,9 @@ def said_and_reached(results: Results):
             axes.plot(said, level, "|", color=ORANGE, ms=16, mew=3,
                       label="the last line: 'hangs at'" if not level else None)  # fmt: skip
         axes.set_yticks(range(len(names)), ["as it was" if n == "1 x" else n for n in names])
-        axes.invert_yaxis()
-        axes.set(xlabel="step, all under one deadline", xlim=(-0.3, None))
+        axes.set(xlabel="step, all under one deadline", xlim=(-0.3, None),
+                 ylim=(len(names) - 0.5, -0.5))  # fmt: skip
+        looks.title(axes, "What is printed decides where a run is said to hang")
         axes.grid(False, axis="y")
         looks.legend(fig, [axes])
     return fig
@@ -110,24 +117,32 @@ def microseconds(results: Results):
         count = np.array([t.operations for t in TIMINGS])
         seconds = np.array([t.seconds for t in TIMINGS])
         ends = np.array([count.min() / 60, count.max() * 1.6])
-        axes.fill_between(ends, ends * 10e-6, ends * 14e-6, color=GREY, alpha=0.3, lw=0,
-                          label="10 to 14 us an operation")  # fmt: skip
+        low, high = BAND_US
+        axes.fill_between(ends, ends * low / 1e6, ends * high / 1e6, color=GREY, alpha=0.3, lw=0,
+                          label=f"{low:g} to {high:g} µs an operation")  # fmt: skip
         for gpu, colour, marker in (("A100", BLUE, "o"), ("RTX 3090", ORANGE, "s")):
             chosen = np.array([t.gpu == gpu for t in TIMINGS])
             axes.plot(count[chosen], seconds[chosen], marker, color=colour, ms=7,
                       label=f"case study, {gpu}")  # fmt: skip
         for row in results.operations[:1]:
             axes.plot(row["operations"], row["seconds"], "*", color=GREEN, ms=12, mec="black",
-                      mew=0.5, label="the exhibit, here")  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel="operations of a step", ylabel="s a step")
+                      mew=0.5, label="the rebuilt loop, here")  # fmt: skip
+        axes.set(
+            xscale="log", yscale="log", xlabel="operations of a step", ylabel="time of a step (s)"
+        )
         axes.grid(False, which="minor")
-        each.axvspan(10, 14, color=GREY, alpha=0.3, lw=0)
+        axes.yaxis.set_major_formatter("{x:g}")
+        looks.title(axes, "Seconds follow from operations")
+        each.axvspan(low, high, color=GREY, alpha=0.3, lw=0)
         levels = range(len(TIMINGS))
-        colours = [BLUE if t.gpu == "A100" else ORANGE for t in TIMINGS]
-        each.scatter([t.microseconds for t in TIMINGS], levels, c=colours, s=46, zorder=3)
-        each.set_yticks(levels, [f"{t.layers} L, T {t.tokens}: {t.seconds:g} s" for t in TIMINGS])
+        for level, t in enumerate(TIMINGS):
+            colour, marker = (BLUE, "o") if t.gpu == "A100" else (ORANGE, "s")
+            each.plot(t.microseconds, level, marker, color=colour, ms=7)
+        each.set_yticks(levels, [f"{t.layers} × T {t.tokens}: {t.seconds:g} s" for t in TIMINGS])
         each.invert_yaxis()
-        each.set(xlabel="us an operation", xlim=(0, 20))
+        each.set(xlabel="time an operation (µs)", ylabel="layers × T: time of a step", xlim=(0, 16))
+        apart = seconds.max() / seconds.min()
+        looks.title(each, f"One constant, though seconds differ {apart:.0f}-fold")
         looks.legend(fig, [axes])
     return fig
 
@@ -151,11 +166,16 @@ def memory_table(layers: int = 5):
             axes.bar(range(len(tokens)), values, 0.6, bottom=below, color=colour, label=name)
             below += values
         reported = [MEMORY_MIB[t] / 1024 for t in tokens]
-        axes.plot(range(len(tokens)), reported, "X", color=RED, ms=9, label="reported")
+        axes.plot(range(len(tokens)), reported, "X", color=RED, ms=9, mec="white", label="reported")
+        for at, (sum_, said) in enumerate(zip(below, reported, strict=True)):
+            axes.annotate(f"{sum_:.2f} | {said:.2f}", (at, max(sum_, said)), (0, 8), fontsize=8,
+                          textcoords="offset points", ha="right" if at else "center")  # fmt: skip
         estimate = [ESTIMATE_MIB[t] / 1024 for t in tokens]
-        axes.plot(range(len(tokens)), estimate, "--", color=RED, lw=1.1, label="its estimator")
+        axes.plot(range(len(tokens)), estimate, "--", color="black", lw=1.1,
+                  label="its estimator")  # fmt: skip
         axes.set_xticks(range(len(tokens)), [f"T {t}" for t in tokens])
-        axes.set(ylabel=f"GiB of a step, {layers} layers")
+        axes.set(xlabel="tokens of the sequence", ylabel="peak memory of a step (GiB)")
+        looks.title(axes, f"{layers} layers: copies add up to the table", "predicted | reported")
         looks.legend(fig, [axes])
     return fig
 
@@ -176,6 +196,7 @@ def decision_tree(results: Results):
         fig, (axes,) = looks.panels(1, 3.8)
         fig.set_figwidth(10.5)
         axes.set_axis_off()
+        looks.title(axes, "Hung or slow? The branch that the evidence takes is red")
         axes.set(xlim=(-0.45, 4.55), ylim=(-0.5, 3.5))
         boxes = {node: _box(axes, node, node in taken) for node in PLACES}
         for node, question in step5_decision.TREE.items():
