@@ -55,8 +55,7 @@ def bench(arguments) -> int:
         # Triton reads it when it is imported: its interpreter, for numbers and not for speed.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-    from nsa.experiments.comparison import peers
-    from nsa.experiments.comparison import text as bench_table
+    from nsa.experiments.comparison import implementations, record
     from nsa.experiments.comparison.bench import bench as run_bench
     from nsa.lab.measure import shapes
 
@@ -66,7 +65,7 @@ def bench(arguments) -> int:
         raise ValueError(f"--json {arguments.json} is a folder; name a file")
     if os.getcwd() not in sys.path:  # `nsa` does not look there, `python -m nsa` does
         sys.path.append(os.getcwd())
-    wrong = peers.wrong_paths(arguments.peer)
+    wrong = implementations.wrong_paths(arguments.peer)
     if wrong:
         raise ValueError(f"--peer: {'; '.join(wrong)}")
     chosen = shapes.shapes_from(
@@ -89,15 +88,15 @@ def bench(arguments) -> int:
     except KeyboardInterrupt:
         interrupted = True
         print("nsa: interrupted; what was measured until then:", file=sys.stderr)
-    print(bench_table.text(cells), flush=True)
+    print(record.text(cells), flush=True)
     if arguments.json:
         from nsa.workbook import environment, metrics
         from nsa.workbook.files import plain, write_json
 
         facts = environment.provenance(environment.snapshot()) | {"date": environment.utc_now()}
-        rows = [metrics.row(row, facts) for row in bench_table.rows(cells)]
+        rows = [metrics.row(row, facts) for row in record.rows(cells)]
         write_json(arguments.json, plain(rows))
-    failed = [(w, line) for w in ("red", "error") for line in bench_table.ended(cells, w)]
+    failed = [(w, line) for w in ("red", "error") for line in record.ended(cells, w)]
     for how, line in failed:
         what = "NOT ACCURATE" if how == "red" else "BROKE OFF"
         print(f"{what}: {line}", file=sys.stderr)

@@ -21,10 +21,9 @@ from nsa.kernels.common import (
 from nsa.kernels.inverse import Inverse
 from nsa.kernels.selected import load_keys, load_rows
 from nsa.kernels.selected_plan import MOST_ROWS
-from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import processors
-from nsa.kernels.tiles import Tile
+from nsa.kernels.tiles import Tile, default_tile
 
 SUMMED = 16  # keys whose parts one program sums
 FEW = 4  # tasks to a processor

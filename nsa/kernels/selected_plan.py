@@ -14,10 +14,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.kernels.common import axis_arguments, ceil_div, power_of_two, precision
-from nsa.kernels.selected_tiles import default_cost, default_tile
 from nsa.kernels.sequences import Axis, Sequences
 from nsa.kernels.span_common import descriptors_fit, operand, processors
-from nsa.kernels.tiles import Tile
+from nsa.kernels.tiles import Tile, default_cost, default_tile
 from nsa.kernels.unions import Layout, Unions, nested_unions
 
 MOST_ROWS = 64  # of a large tile: what one wgmma takes

@@ -1,8 +1,11 @@
-"""Tile sizes: small tables by architecture, so that a first call compiles one kernel, not ten."""
+"""Tile sizes, and which chip they are for."""
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from nsa.kernels.common import power_of_two
 
 
 @dataclass(frozen=True)
@@ -25,3 +28,85 @@ def architecture(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+# KiB of shared memory by architecture, for as many programs on an SM as their registers allow.
+SHARED = {80: 81, 86: 98, 87: 81, 89: 98, 90: 112, 100: 112, 103: 112, 120: 98, 121: 98}
+ACCUMULATED = 16384  # elements of the sums that 4 warps hold in registers
+# The fastest of those tried at D = DV = 128 or 64 and 16 bits, by kernel and rows.
+HOPPER = {
+    128: {
+        ("forward", 16): Tile(16, 32, 1, 3),
+        ("forward", 64): Tile(64, 64, 4, 3),
+        ("dq", 16): Tile(16, 64, 4, 2, turned=True),
+        ("dq", 64): Tile(64, 64, 4, 2),
+        ("dkdv", 32): Tile(32, 64, 4, 2),
+    },
+    64: {
+        ("forward", 16): Tile(16, 32, 1, 3),
+        ("forward", 64): Tile(64, 64, 4, 3),
+        ("dq", 16): Tile(16, 64, 1, 2),
+        ("dq", 64): Tile(64, 64, 4, 3),
+        ("dkdv", 64): Tile(128, 64, 4, 2),
+    },
+}
+
+# Time of a block in a large tile over its time in a small one.
+COST = {128: {"forward": 1.4, "dq": 1.4}, 64: {"forward": 1.65, "dq": 1.8}}
+
+
+def hopper(q: Tensor, v: Tensor) -> dict:
+    """The tiles of HOPPER that are meant for these, if any."""
+    wide = power_of_two(max(q.shape[2], v.shape[2]))
+    meant = architecture(q.device) == 90 and q.element_size() == 2
+    return HOPPER.get(wide, {}) if meant else {}
+
+
+def default_tile(
+    kernel: str, rows: int, q: Tensor, v: Tensor, select_block: int, *, few: bool = False
+) -> Tile:
+    """The tile of "forward", "dq" or "dkdv" for tiles of `rows` rows of queries.
+
+    Small tiles wait for memory more than they compute: theirs is a deeper pipeline. Of few
+    programs, all should run at once: fewer rows let more of them on a processor.
+    """
+    tiles = hopper(q, v)
+    found = (few and tiles.get((kernel, rows // 2))) or tiles.get((kernel, rows))
+    if found and select_block % found.keys == 0:
+        return found
+    shared = SHARED.get(architecture(q.device), min(SHARED.values())) * 1024
+    dims = power_of_two(q.shape[2]), power_of_two(v.shape[2])
+    width = sum(dims)
+    # A product of fp32 is unrolled in full.
+    keys = min(power_of_two(select_block), 64 if q.element_size() < 4 else 32)
+    stages = 3 if rows < 64 else 2
+    while shared_bytes(kernel, rows, keys, stages, q, v) > shared:
+        if stages > 2:
+            stages -= 1
+        elif kernel == "dkdv" and rows > 16 and rows >= keys:
+            rows //= 2
+        elif keys > 16:
+            keys //= 2
+        elif stages > 1:
+            stages -= 1
+        else:
+            break
+    sums = {"forward": rows * dims[1], "dq": rows * 2 * dims[0], "dkdv": keys * width}[kernel]
+    return Tile(rows, keys, 4 if sums <= ACCUMULATED else 8, stages)
+
+
+def default_cost(kernel: str, q: Tensor, v: Tensor) -> float:
+    """What a block costs in a large tile of "forward" or "dq", in terms of a small one."""
+    wide = 64 if hopper(q, v) is HOPPER[64] else 128
+    return COST[wide][kernel]
+
+
+def shared_bytes(kernel: str, rows: int, keys: int, stages: int, q: Tensor, v: Tensor) -> int:
+    """Bytes of shared memory that a tile takes, statistics and scratch aside."""
+    dims = power_of_two(q.shape[2]), power_of_two(v.shape[2])
+    held, streamed = {
+        "forward": (rows * dims[0], keys * sum(dims)),
+        "dq": (rows * sum(dims), keys * sum(dims)),
+        "dkdv": (keys * sum(dims), rows * sum(dims)),
+    }[kernel]
+    return (held + stages * streamed) * q.element_size()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.model.batches import Share
+from nsa.model.data import Share
 
 if TYPE_CHECKING:
     from nsa.model.parallel import Parallel

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
 from nsa.model.config import ModelConfig
-from nsa.model.phi import LEARNED_PHI
-from nsa.model.projections import Projections
+from nsa.model.projections import LEARNED_PHI, Projections
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.reference.compress import Phi
 from nsa.reference.gate import sigmoid_gates, softmax_gates

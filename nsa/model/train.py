@@ -10,12 +10,18 @@ from torch import Tensor, nn
 
 from nsa.attention import witness
 from nsa.model import saving
-from nsa.model.batches import Share, share_of
 from nsa.model.captured import CapturedStep, check_capturable, on_stream, warmup_steps
-from nsa.model.optimizer import adamw, parameter_groups, set_rate
+from nsa.model.data import Share, share_of
 from nsa.model.parallel import SINGLE, Parallel
-from nsa.model.precision import autocast, check_weights, grad_scaler
-from nsa.model.train_config import TrainConfig
+from nsa.model.train_config import (
+    TrainConfig,
+    adamw,
+    autocast,
+    check_weights,
+    grad_scaler,
+    parameter_groups,
+    set_rate,
+)
 
 __all__ = ["Data", "TrainConfig", "Trainer", "parameter_groups"]
 

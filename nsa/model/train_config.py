@@ -1,12 +1,14 @@
-"""Everything that decides how a model is trained, as one frozen value that is stored with a run."""
+"""How a training is made: its settings, optimizer, learning-rate schedule and precision."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from math import isfinite
+from math import cos, isfinite, pi
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from nsa.model.config import check_names
-from nsa.model.precision import check_precision
-from nsa.model.schedule import SCHEDULES, learning_rate
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,106 @@ class TrainConfig:
         if len(betas) != 2:
             raise ValueError(f"betas={betas} must be two numbers, e.g. {cls.betas}")
         return cls(**{**values, "betas": tuple(betas)})  # JSON knows lists only
+
+
+def adamw(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
+    """torch's fused AdamW on a GPU, where it also takes a loss scaler's decisions without a sync.
+
+    With a CUDA graph its rate is a tensor: a graph repeats numbers, and reads tensors anew.
+    """
+    return torch.optim.AdamW(
+        parameter_groups(model, config.weight_decay),
+        lr=torch.tensor(config.lr, device=device) if config.cuda_graph else config.lr,
+        betas=config.betas,
+        fused=device.type == "cuda" or None,
+        capturable=config.cuda_graph,
+    )
+
+
+def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
+    """Matrices (and anything of more dimensions) with weight decay, norms and biases without."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    plain = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets every group's learning rate, in place where it is a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+SCHEDULES = ("constant", "cosine")
+
+
+def learning_rate(
+    step: int,
+    *,
+    lr: float,
+    warmup_steps: int,
+    schedule: str = "constant",
+    steps: int | None = None,
+    min_lr: float = 0.0,
+) -> float:
+    """The rate of step number `step`, counted from 0.
+
+    It rises by lr / warmup_steps a step and is `lr` for the first time at step warmup_steps - 1.
+    "cosine" then falls, to `min_lr` at the last of `steps` steps, and stays there.
+    """
+    if step + 1 < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return lr
+    done = (step - (warmup_steps - 1)) / max(1, steps - warmup_steps)
+    return min_lr + (lr - min_lr) * 0.5 * (1.0 + cos(pi * min(1.0, done)))
+
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MASTER = (torch.float32, torch.float64)
+
+
+def check_precision(precision: str) -> None:
+    """Raises ValueError for a precision that is not one of `PRECISIONS`."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; known are {', '.join(PRECISIONS)}")
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raises ValueError unless the weights are wide enough to be trained as they are."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in _MASTER or not parameter.requires_grad:
+            continue
+        if parameter.dtype == torch.float16:
+            raise ValueError(
+                f"{name} is fp16: AdamW's eps of 1e-8 becomes 0 in fp16 weights, so that the first "
+                "zero gradient gives 0 / 0 and the loss is NaN from the second step on; keep the "
+                "weights fp32 (model.float()) and let autocast compute: precision='bf16' would do, "
+                "or 'fp16', which scales the loss too"
+            )
+        raise ValueError(
+            f"{name} is {str(parameter.dtype).removeprefix('torch.')}: updates smaller than its "
+            "rounding would be lost; keep the weights fp32 (model.float()) and let autocast "
+            "compute: precision='bf16' would do"
+        )
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """What a forward runs under: autocast to bf16 or fp16 over fp32 weights, or nothing."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, _AUTOCAST[precision])
+
+
+def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
+    """Scales losses in fp16, whose gradients below 6e-8 would be 0; elsewhere it does nothing."""
+    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
 
 def _check_number(

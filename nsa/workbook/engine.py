@@ -1,9 +1,4 @@
-"""papermill engine "truthful": a saved notebook says how its run really ended.
-
-papermill's own engine reports a hung cell, and all that never ran, as completed, and leaves what
-the notebook started behind. This one marks the running cell failed, keeps later cells pending,
-stores `metadata.papermill.stop_reason` and ends every process of the notebook.
-"""
+"""papermill engine "truthful": a saved notebook says how its run really ended."""
 
 import asyncio
 import contextlib
@@ -11,11 +6,31 @@ import os
 import signal
 import threading
 
-from papermill.engines import Engine, papermill_engines
+from papermill.engines import Engine, NotebookExecutionManager, papermill_engines
 from papermill.log import logger
 
 from nsa.workbook.client import Stop, TruthfulClient
-from nsa.workbook.manager import TruthfulManager
+from nsa.workbook.files import write_notebook
+
+
+class TruthfulManager(NotebookExecutionManager):
+    """Saves atomically, and leaves a cell that never ran pending."""
+
+    def save(self, **kwargs):
+        if self.output_path:
+            write_notebook(self.output_path, self.nb)
+        self.last_save_time = self.now()
+
+    def notebook_complete(self, **kwargs):
+        stopped = self.nb.metadata.papermill.get("stop_reason") != "ok"
+        before = [cell.metadata.papermill["status"] for cell in self.nb.cells]
+        super().notebook_complete(**kwargs)
+        if stopped:
+            for cell, status in zip(self.nb.cells, before, strict=True):
+                cell.metadata.papermill["status"] = status
+            self.nb.metadata.papermill["exception"] = True
+            self.save()
+
 
 NAME = "truthful"
 STOP_REASONS = ("ok", "error", "timeout", "kernel_died", "terminated", "interrupted")

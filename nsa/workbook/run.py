@@ -14,8 +14,8 @@ from typing import Any
 from nsa.lab.sweep import RUN_ENDS
 from nsa.workbook import environment, identity, parameters, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
-from nsa.workbook.publish import publish_figures
 from nsa.workbook.record import Record, load
+from nsa.workbook.report import publish_figures
 
 
 @dataclass(frozen=True)

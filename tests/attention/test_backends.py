@@ -19,7 +19,7 @@ from cases import CASES, ODD, SMALL, TINY, Case, draw
 
 from nsa.attention.api import nsa_attention
 from nsa.attention.backends import gather
-from nsa.attention.scoring import select_blocks
+from nsa.attention.branches import select_blocks
 from nsa.config import NSAConfig
 from nsa.reference.compress import compress_keys
 from nsa.reference.nsa import nsa

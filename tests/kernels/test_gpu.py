@@ -11,8 +11,8 @@ import torch
 from places import ROOT
 
 from nsa.attention.api import nsa_attention
+from nsa.experiments.comparison.check import check
 from nsa.experiments.comparison.implementations import backends
-from nsa.experiments.comparison.row_check import check
 from nsa.lab.measure.attention_inputs import draw
 from nsa.lab.measure.shapes import Shape
 

@@ -17,10 +17,9 @@ from nsa.kernels.selected_dkdv import selected_dkdv
 from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
 from nsa.kernels.selected_plan import SIZES, Plan, kept_plan, launches, plan, tile_tokens
-from nsa.kernels.selected_tiles import default_tile
 from nsa.kernels.sequences import Sequences, dense, packed
 from nsa.kernels.span_common import default_tile as span_tile
-from nsa.kernels.tiles import Tile
+from nsa.kernels.tiles import Tile, default_tile
 from nsa.kernels.unions import Unions, nested_unions, unions
 from nsa.reference.attend import attend
 from nsa.reference.select import selected_tokens

@@ -6,8 +6,8 @@ from tiny_models import one_thread, tiny
 
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
-from nsa.model.schedule import learning_rate
 from nsa.model.train import TrainConfig, Trainer
+from nsa.model.train_config import learning_rate
 
 
 def rates(count, **settings):

@@ -27,7 +27,7 @@ from sample_notebooks import (
     write_notebook,
 )
 
-from nsa.workbook import engine, interpreter, manager
+from nsa.workbook import client, engine
 
 # a second lock of a plain mutex waits for ever inside libc; PyDLL keeps the GIL meanwhile, so the
 # kernel can neither answer nor be interrupted
@@ -183,7 +183,7 @@ def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
 @pytest.mark.full
 def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
     broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
-    monkeypatch.setattr(interpreter.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
+    monkeypatch.setattr(client.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
     out = execute(tmp_path, "print('never')", "print('never')")
     assert reason(out) == "error" and statuses(out) == ["failed", "pending"]
     assert "the kernel did not start" in code_cells(out)[0].outputs[0].evalue
@@ -193,7 +193,7 @@ def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch
 def test_what_never_ran_is_called_complete_only_after_a_good_end(stop_reason, left):
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("text")])
     book.metadata.papermill = {}
-    seen = manager.TruthfulManager(book, progress_bar=False)
+    seen = engine.TruthfulManager(book, progress_bar=False)
     seen.notebook_start()
     book.metadata.papermill["stop_reason"] = stop_reason
     seen.notebook_complete()

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from nsa.attention import dense
+from nsa.attention.branches import chosen_blocks
 from nsa.attention.dense import dense_attention
 from nsa.attention.inputs import Inputs
 from nsa.attention.products import plain_backward
 from nsa.attention.registry import Backend, Note
-from nsa.attention.runs import chosen_blocks
 from nsa.config import NSAConfig
 from nsa.reference.compress import compress_keys, compress_values
 

@@ -13,9 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nsa.attention.branches import chosen_blocks, empty_slots
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Note
-from nsa.attention.runs import chosen_blocks, empty_slots
 from nsa.blocks import Span, compressed_span, count_selectable, window_span
 from nsa.reference.compress import compress_keys, compress_values
 

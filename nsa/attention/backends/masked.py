@@ -7,8 +7,8 @@ torch's, so in fp16 it overflows beyond 65504 before the scale is applied.
 
 from torch import Tensor
 
+from nsa.attention.branches import visible_by_branch
 from nsa.attention.inputs import Inputs
-from nsa.attention.masks import visible_by_branch
 from nsa.attention.registry import Backend, Note
 from nsa.reference.attend import attend
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
 from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
-from nsa.attention.runs import empty_slots, run_with_selected
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nsa.attention.branches import visible_by_branch
 from nsa.attention.inputs import Inputs
-from nsa.attention.masks import visible_by_branch
 from nsa.attention.registry import Backend, Note
 
 

@@ -10,10 +10,10 @@ the number of operations that it dispatches.
 import torch
 from torch import Tensor
 
+from nsa.attention.branches import pool
 from nsa.attention.inputs import Inputs
 from nsa.attention.products import wide
 from nsa.attention.registry import Backend, Note
-from nsa.attention.scoring import pool
 from nsa.blocks import compressed_span, count_selectable, window_span
 from nsa.reference.compress import compress_keys, compress_values
 

@@ -10,11 +10,10 @@ from dataclasses import asdict
 
 import torch
 
-from nsa.experiments.comparison import dense, implementations, peers
-from nsa.experiments.comparison import graphs as bench_graphs
-from nsa.experiments.comparison.cell import Runner
+from nsa.experiments.comparison import cell as bench_graphs
+from nsa.experiments.comparison import implementations
+from nsa.experiments.comparison.cell import Runner, empty
 from nsa.experiments.comparison.implementations import DENSE, NSA, Implementation
-from nsa.experiments.comparison.record import empty
 from nsa.lab.measure import limits
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
@@ -33,7 +32,11 @@ def all_implementations(
 ) -> list[Implementation]:
     """Backends, dense attention, fla-core and peers; those that T x T slows down come last."""
     ours = implementations.backends(backends)
-    theirs = [*(dense.providers() if with_dense else []), peers.fla(), *map(peers.peer, paths)]
+    theirs = [
+        *(implementations.providers() if with_dense else []),
+        implementations.fla(),
+        *map(implementations.peer, paths),
+    ]
     first = [i for i in ours if i.name in ("triton", "flash")]
     return [*first, *theirs, *(i for i in ours if i not in first)]
 

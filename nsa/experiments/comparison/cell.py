@@ -1,17 +1,17 @@
-"""One implementation at one shape: accuracy, then time and memory, and how it ended."""
+"""One implementation at one shape: accuracy, time, memory, graphs last, and how it ended."""
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import torch
 
 from nsa.attention.witness import recording
 from nsa.blocks import count_selectable
-from nsa.experiments.comparison import implementations, row_check
+from nsa.experiments.comparison import check, implementations
+from nsa.experiments.comparison.check import Checked
 from nsa.experiments.comparison.implementations import NSA, Implementation
-from nsa.experiments.comparison.record import NOT_COMPARED, add, brief, fail, note
 from nsa.lab.measure import timing
 from nsa.lab.measure.accuracy import Red
 from nsa.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
@@ -19,6 +19,52 @@ from nsa.lab.measure.shapes import Shape
 from nsa.lab.measure.timing import Clock, NoTime
 from nsa.lab.process.out_of_memory import is_out_of_memory
 from nsa.reference.compress import Phi, compress_keys
+
+NOT_COMPARED = "not compared: it computes another function"
+
+
+def empty(shape: Shape, implementation: Implementation) -> dict:
+    """A cell that nobody has filled yet."""
+    return {
+        "shape": shape.to_dict(),
+        "name": implementation.name,
+        "operation": implementation.operation,
+        "outcome": "",
+        "message": implementation.other,
+        "checked": "",
+        **{name: {} for name in ("errors", "latency_ms", "memory_mib", "paths")},
+    }
+
+
+def fail(cell: dict, outcome: str, text: str) -> None:
+    """How it ended; no speed, memory or passed check stands beside that."""
+    for name in ("latency_ms", "memory_mib", "errors"):
+        cell[name].clear()
+    cell["checked"] = ""
+    if outcome == "red":
+        cell |= {"outcome": outcome, "message": text}
+    else:
+        cell["outcome"] = outcome
+        add(cell, text)
+
+
+def note(cell: dict, checked: Checked) -> None:
+    """Keeps the errors of the check at the longer T, which comes last."""
+    cell["errors"] = {"forward": [checked.forward.worst, checked.forward.limit]}
+    if checked.backward is not None:
+        cell["errors"]["backward"] = [checked.backward.worst, checked.backward.limit]
+
+
+def add(cell: dict, text: str) -> None:
+    """One more remark in a cell's message."""
+    cell["message"] = "; ".join(filter(None, (cell["message"], text)))
+
+
+def brief(error: BaseException) -> str:
+    """Its kind and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
 
 REVEAL_S = 10.0  # what finding out a selection at a benchmark's own T may take
 UNION_TILES = 64
@@ -34,7 +80,7 @@ class Runner:
         self.memory = cpu_memory or device.type == "cuda"
         self.stage = ""
         self.broken = ""  # the device no longer answers, and why
-        self.small: dict[tuple[str, Shape], tuple[row_check.Checked, float]] = {}
+        self.small: dict[tuple[str, Shape], tuple[check.Checked, float]] = {}
         self.mark: list[torch.Tensor] = []  # of the inputs as they were drawn
 
     def draw(self, shape: Shape) -> tuple[Drawn | None, str]:
@@ -128,7 +174,7 @@ class Runner:
         with recording() as witness:
             try:
                 checked = self._check(cell, implementation, drawn, backward)
-            except row_check.NoGradient as error:
+            except check.NoGradient as error:
                 add(cell, f"forward only: {error}")
                 backward = False
                 checked = self._check(cell, implementation, drawn, backward)
@@ -136,7 +182,7 @@ class Runner:
         self.clock.start()  # and the backward's
         self._time(cell, implementation, drawn, backward, checked)
 
-    def _check(self, cell, implementation, drawn, backward) -> row_check.Checked | None:
+    def _check(self, cell, implementation, drawn, backward) -> check.Checked | None:
         """What was checked at this very T, None where nothing was; all of it is in the cell."""
         if implementation.other:
             cell["checked"] = NOT_COMPARED
@@ -144,11 +190,11 @@ class Runner:
                 implementation.call(drawn, None)
             return None
         shape = drawn.shape
-        small = row_check.small(shape)
+        small = check.small(shape)
         key = (implementation.name, small)
         if key not in self.small or shape == small:
             first = drawn if shape == small else draw(small, self.device)
-            checked = row_check.check(implementation, first, backward=backward)
+            checked = check.check(implementation, first, backward=backward)
             ms = 0.0
             if shape != small:
                 with torch.no_grad():
@@ -170,11 +216,11 @@ class Runner:
             forward_s = timing.once_ms(lambda: implementation.call(drawn, None), self.device) / 1e3
         self.clock.check(5 * forward_s, "the accuracy check at this T")
         passes = -(-count_selectable(shape.tokens, shape.config) // shape.value_dim)
-        reveal = passes <= row_check.MOST_PASSES and passes * forward_s <= REVEAL_S
+        reveal = passes <= check.MOST_PASSES and passes * forward_s <= REVEAL_S
         if implementation.operation == NSA and not (reveal or implementation.takes_blocks):
             cell["checked"] += f"; T={shape.tokens}: not checked, it takes {passes} more forwards"
             return None
-        checked = row_check.check(implementation, drawn, backward=backward, reveal=reveal)
+        checked = check.check(implementation, drawn, backward=backward, reveal=reveal)
         note(cell, checked)
         cell["checked"] += f"; T={shape.tokens}: {checked.what}"
         return checked
@@ -239,3 +285,55 @@ def _tiles(tokens: int, device: torch.device) -> torch.Tensor:
     count = min(tiles, UNION_TILES)
     first = torch.linspace(0, tiles - 1, count, device=device).long() * 8
     return (first[:, None] + torch.arange(8, device=device)).flatten()
+
+
+TOKENS = 4096  # launches are felt at short T alone
+SLOW_MS = 20.0
+
+
+def add_graphs(
+    measured: Sequence[tuple[dict, Shape, Implementation]],
+    runner: Runner,
+    say: Callable[[dict], None] = lambda cell: None,
+) -> None:
+    """Writes graph_forward and graph_backward into the cells that ran, are short, and can be
+    captured; into the others' messages, why not. The outcome stays as it is."""
+    for shape in dict.fromkeys(shape for _, shape, _ in measured):
+        mine = [(cell, i) for cell, s, i in measured if s == shape and eligible(cell, i)]
+        if not mine:
+            continue
+        drawn, why = runner.draw(shape)
+        for cell, implementation in mine:
+            if drawn is None or runner.broken:
+                add(cell, f"no CUDA graph: {why or runner.broken}")
+                continue
+            runner.clock.start()
+            try:
+                runner.clock.check(0.0, "a CUDA graph")
+                capture(cell, implementation, drawn)
+            except NoTime as error:
+                add(cell, f"no CUDA graph: {error}")
+            except (Exception, SystemExit) as error:
+                add(cell, f"no CUDA graph: {brief(error)}")
+            runner.release()
+            if runner.broken:
+                runner.broken = f"that of {implementation.name} broke the device: {runner.broken}"
+            say(cell)
+        del drawn
+        runner.release()
+
+
+def eligible(cell: dict, implementation: Implementation) -> bool:
+    """Launches are felt at short T alone, and a capture needs a graph-safe backward, too."""
+    ms = cell["latency_ms"]
+    short = cell["shape"]["tokens"] <= TOKENS and "backward" in ms and ms["forward"][0] <= SLOW_MS
+    return implementation.graph and cell["outcome"] == "ok" and short
+
+
+def capture(cell: dict, implementation: Implementation, drawn) -> None:
+    """On leaves of its own, which no forward on another stream has met."""
+    fresh = drawn.fresh()
+    leaves = [fresh.leaves()[name] for name in implementation.reaches(fresh)]
+    taken = timing.graph_latency(lambda: implementation.call(fresh, None), leaves, fresh.do)
+    for mode, found in zip(("graph_forward", "graph_backward"), taken, strict=True):
+        cell["latency_ms"][mode] = [found.median, found.q20, found.q80]

@@ -1,10 +1,14 @@
-"""What a comparison calls: one form for our backends, dense attention and anybody else's code."""
+"""What a comparison calls: our backends, dense attention, and other people's code, in one form."""
 
+import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
@@ -94,3 +98,169 @@ def free_bytes(device: torch.device) -> int:
     with open("/proc/meminfo") as file:
         told = dict(line.split(":", 1) for line in file)
     return int(told["MemAvailable"].split()[0]) * 1024
+
+
+def providers() -> list[Implementation]:
+    """dense-flash (torch's FlashAttention-2), dense-cudnn, and dense-fa4 (flash-attn-4)."""
+    return [
+        Implementation("dense-flash", DENSE, _flash, _why_not_flash, _reaches, graph=True),
+        Implementation("dense-cudnn", DENSE, _cudnn, _why_not_cudnn, _reaches, graph=True),
+        Implementation("dense-fa4", DENSE, _fa4, _why_not_fa4, _reaches, graph=True),
+    ]
+
+
+def operands(drawn: Drawn) -> dict[str, Tensor]:
+    """q, k and v of dense attention, by the names of their leaves: shared ones or the window's."""
+    leaves = drawn.leaves()
+    return {name: leaves[name] for name in _reaches(drawn)}
+
+
+def _reaches(drawn: Drawn) -> list[str]:
+    return ["q", "k", "v"] if drawn.shape.shared_kv else ["q", "k_win", "v_win"]
+
+
+def _sdpa(drawn: Drawn, backend) -> Tensor:
+    from torch.nn.attention import sdpa_kernel
+
+    q, k, v = (x.transpose(1, 2) for x in operands(drawn).values())
+    with sdpa_kernel([backend]):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2)
+
+
+def _flash(drawn: Drawn, blocks: Tensor | None) -> Tensor:
+    from torch.nn.attention import SDPBackend
+
+    return _sdpa(drawn, SDPBackend.FLASH_ATTENTION)
+
+
+def _cudnn(drawn: Drawn, blocks: Tensor | None) -> Tensor:
+    from torch.nn.attention import SDPBackend
+
+    return _sdpa(drawn, SDPBackend.CUDNN_ATTENTION)
+
+
+def _fa4(drawn: Drawn, blocks: Tensor | None) -> Tensor:
+    from flash_attn.cute import flash_attn_func
+
+    o = flash_attn_func(*operands(drawn).values(), causal=True)
+    return o[0] if isinstance(o, tuple) else o  # some releases return the lse, too
+
+
+def _why_not_flash(drawn: Drawn) -> list[str]:
+    return (_half_on_a_gpu(drawn) if drawn.q.is_cuda else []) + _one_dim(drawn)
+
+
+def _why_not_cudnn(drawn: Drawn) -> list[str]:
+    if not drawn.q.is_cuda:
+        return [f"needs a GPU, got {drawn.q.device}"]
+    return _half_on_a_gpu(drawn)
+
+
+def _why_not_fa4(drawn: Drawn) -> list[str]:
+    if importlib.util.find_spec("flash_attn") is None or (
+        importlib.util.find_spec("flash_attn.cute") is None
+    ):
+        return ["flash-attn-4 is not installed; pip install 'nsa[flash-attn]'"]
+    if not drawn.q.is_cuda:
+        return [f"needs a GPU, got {drawn.q.device}"]
+    reasons = _half_on_a_gpu(drawn)
+    capability = torch.cuda.get_device_capability(drawn.q.device)
+    if capability < (9, 0):
+        reasons.append(f"needs compute capability 9.0 (Hopper) or newer, got {capability}")
+    return reasons + _one_dim(drawn)  # grouped heads have no backward otherwise
+
+
+def _one_dim(drawn: Drawn) -> list[str]:
+    dim, value_dim = drawn.shape.dim, drawn.shape.value_dim
+    return [] if dim == value_dim else [f"needs D = DV, got {dim} and {value_dim}"]
+
+
+def _half_on_a_gpu(drawn: Drawn) -> list[str]:
+    dtype = drawn.q.dtype
+    return [] if dtype in (torch.bfloat16, torch.float16) else [f"needs bf16 or fp16, got {dtype}"]
+
+
+def fla() -> Implementation:
+    """fla-core's `parallel_nsa`: mean pooling over blocks that do not overlap, and no window."""
+    return Implementation(
+        "fla",
+        NSA,
+        _fla,
+        _why_not_fla,
+        other="fla-core compresses with l = d = l' and runs here without a window",
+    )
+
+
+def _fla(drawn: Drawn, blocks: Tensor | None) -> Tensor:
+    from fla.ops.nsa import parallel_nsa
+
+    g_cmp, g_slc, _ = (g.contiguous() for g in drawn.gates.unbind(-1))
+    config = drawn.shape.config
+    return parallel_nsa(
+        drawn.q, drawn.k, drawn.v, g_cmp, g_slc,
+        block_counts=config.select_count, block_size=config.select_block,
+    )  # fmt: skip
+
+
+def _why_not_fla(drawn: Drawn) -> list[str]:
+    if importlib.util.find_spec("fla") is None:
+        return ["fla-core is not installed; pip install fla-core"]
+    reasons = [] if drawn.q.is_cuda else [f"needs a GPU, got {drawn.q.device}"]
+    group = drawn.shape.group
+    if group < 16 or group & (group - 1):
+        reasons.append(f"needs a power of two of at least 16 query heads a KV head, got {group}")
+    if not drawn.shape.shared_kv:
+        reasons.append("takes one k and v for all branches")
+    return reasons
+
+
+def peer(path: str) -> Implementation:
+    """The callable at "import.path:function": f(q, k, v, gates, config) -> o [B, T, HQ, DV].
+
+    k and v are tensors, or mappings by branch where a shape has one each. A path that leads nowhere
+    or a signature that does not fit is a reason of `why_not`, so that the rest of a table survives.
+    """
+    function, wrong = _found(path)
+
+    def call(drawn: Drawn, blocks: Tensor | None) -> Tensor:
+        o = function(drawn.q, drawn.k, drawn.v, drawn.gates, drawn.shape.config)
+        wanted = (*drawn.q.shape[:3], drawn.shape.value_dim)
+        if not isinstance(o, Tensor) or o.shape != wanted:
+            got = tuple(o.shape) if isinstance(o, Tensor) else type(o).__name__
+            raise ValueError(f"{path} must return o [B, T, HQ, DV] = {wanted}, got {got}")
+        if o.dtype != drawn.q.dtype:
+            raise ValueError(f"{path} must return {drawn.q.dtype} as q is, got {o.dtype}")
+        return o
+
+    return Implementation(f"peer {path}", NSA, call, lambda drawn: list(wrong))
+
+
+def wrong_paths(paths: Sequence[str]) -> list[str]:
+    """Why those that nothing can be called by lead nowhere; importing is how one finds out."""
+    return [reason for path in paths for reason in _found(path)[1]]
+
+
+def _found(path: str):
+    """(the callable or None, reasons for which it cannot be called)."""
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        return None, [f"--peer {path!r} is not of the form import.path:function"]
+    try:
+        function = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except AttributeError:
+        return None, [f"module {module} has no {name!r}"]
+    except (Exception, SystemExit) as error:  # anything may happen in somebody's module
+        return None, [f"{module} cannot be imported: {type(error).__name__}: {error}"]
+    if not callable(function):
+        return None, [f"{path} is no function but {type(function).__name__}"]
+    try:
+        inspect.signature(function).bind(*range(5))
+    except TypeError as error:
+        signature = inspect.signature(function)
+        return None, [f"{path}{signature} does not take (q, k, v, gates, config): {error}"]
+    except ValueError:  # a builtin tells no signature; the call will say
+        pass
+    return function, []

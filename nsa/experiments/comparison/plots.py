@@ -3,7 +3,7 @@
 from nsa.experiments.comparison import table as comparison_table
 from nsa.experiments.comparison.table import LIMITS
 from nsa.workbook import looks
-from nsa.workbook.panel_rows import backends
+from nsa.workbook.looks import backends
 
 MODES = ("forward", "backward")
 NO_TIME = ("not run", "ok")  # of what has no value: no failure

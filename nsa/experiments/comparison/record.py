@@ -1,50 +1,171 @@
-"""A cell of the benchmark: what is said about one implementation at one shape."""
+"""A benchmark's cells as lines of text and as rows of the workbook's one long table."""
 
-from nsa.experiments.comparison.implementations import Implementation
-from nsa.experiments.comparison.row_check import Checked
+import json
+import math
+from collections.abc import Iterator, Sequence
+
+from nsa.experiments.comparison.bench import LIMITS, limits_as_cells
+from nsa.experiments.comparison.cell import NOT_COMPARED
 from nsa.lab.measure.shapes import Shape
 
-NOT_COMPARED = "not compared: it computes another function"
+MODES = ("forward", "backward", "step", "graph_forward", "graph_backward")
+HEADS = (
+    "implementation", "fwd ms", "bwd ms", "step ms", "graph fwd/bwd", "of limit", "MiB fwd/bwd",
+    "error/allowed", "outcome",
+)  # fmt: skip
 
 
-def empty(shape: Shape, implementation: Implementation) -> dict:
-    """A cell that nobody has filled yet."""
+def text(cells: Sequence[dict]) -> str:
+    """One block a shape, one line an implementation; what was checked stands below the block."""
+    blocks, shapes = [], list(dict.fromkeys(_shape_key(cell) for cell in cells))
+    for shape in shapes:
+        mine = [cell for cell in cells if _shape_key(cell) == shape]
+        lines = [*([_limit_line(c) for c in limits_as_cells(mine)]), *map(_line, mine)]
+        blocks.append("\n".join([_title(mine[0]), *_aligned([HEADS, *lines]), *_notes(mine)]))
+    return "\n\n".join(blocks)
+
+
+def ended(cells: Sequence[dict], outcome: str) -> list[str]:
+    """Implementations that ended so, with the reason: "red" where the accuracy check failed."""
+    return [
+        f"{c['name']} at {Shape.from_dict(c['shape'])}: {c['message']}"
+        for c in cells if c["outcome"] == outcome
+    ]  # fmt: skip
+
+
+def rows(cells: Sequence[dict]) -> list[dict]:
+    """Rows in the schema of metrics.csv, `config` a dict: latency, fraction_of_limit, peak_memory,
+    error, and the mean union of a shape's selection. What failed has rows without a median.
+
+    The limit's own rows have the backend "limit" and "dense limit".
+    """
+    found = [row for cell in limits_as_cells(cells) for row in _latency_rows(cell)]
+    found += [row for cell in limits_as_cells(cells) for row in _union_rows(cell)]
+    for cell in cells:
+        found += _latency_rows(cell)
+        found += _other_rows(cell)
+    return found
+
+
+def _latency_rows(cell: dict) -> Iterator[dict]:
+    modes = [m for m in MODES if m in cell["latency_ms"]]
+    if "backward" not in modes:
+        modes += [m for m in ("forward", "backward") if m not in modes]
+    for mode in modes:
+        median, q20, q80 = cell["latency_ms"].get(mode, [math.nan] * 3)
+        yield _row(cell, mode, "latency", "ms", (median, q20, q80))
+        limit = cell["limit_ms"].get(mode.removeprefix("graph_"))
+        if limit is not None and median == median and _has_limit(cell):
+            fraction = [limit / x for x in (median, q80, q20)]
+            yield _row(cell, mode, "fraction_of_limit", "1", fraction)
+
+
+def _has_limit(cell: dict) -> bool:
+    """The limit is that of our NSA and of dense attention, not of another function."""
+    return cell["name"] not in LIMITS.values() and cell["checked"] != NOT_COMPARED
+
+
+def _other_rows(cell: dict) -> Iterator[dict]:
+    for mode in ("forward", "backward"):
+        mib = cell["memory_mib"].get(mode, math.nan)
+        yield _row(cell, mode, "peak_memory", "MiB", (mib, mib, mib))
+        if mode in cell["errors"]:
+            worst, limit = cell["errors"][mode]
+            row = _row(cell, mode, "error", "of the largest exact value", (worst, worst, worst))
+            row["config"]["allowed"] = limit
+            yield row
+
+
+def _union_rows(cell: dict) -> Iterator[dict]:
+    if cell["operation"] == "nsa_attention":
+        for neighbours, blocks in cell["union"].items():
+            name = f"mean_union_of_{neighbours}"
+            yield _row(cell, "", name, "blocks", (blocks, blocks, blocks))
+
+
+def _row(cell: dict, mode: str, metric: str, unit: str, values: Sequence[float]) -> dict:
+    shape = dict(cell["shape"])
+    tokens, sizes = shape.pop("tokens"), shape.pop("config")
+    config = shape | sizes | {n: cell[n] for n in ("outcome", "message", "checked", "timing")}
+    config |= cell["ceilings"] | {f"union_{n}": b for n, b in cell["union"].items()}
+    median, q20, q80 = values
     return {
-        "shape": shape.to_dict(),
-        "name": implementation.name,
-        "operation": implementation.operation,
-        "outcome": "",
-        "message": implementation.other,
-        "checked": "",
-        **{name: {} for name in ("errors", "latency_ms", "memory_mib", "paths")},
+        "operation": cell["operation"],
+        "backend": cell["name"],
+        "mode": mode,
+        "metric": metric,
+        "unit": unit,
+        "x_name": "tokens",
+        "x_value": tokens,
+        "median": median,
+        "q20": q20,
+        "q80": q80,
+        "config": config,
     }
 
 
-def fail(cell: dict, outcome: str, text: str) -> None:
-    """How it ended; no speed, memory or passed check stands beside that."""
-    for name in ("latency_ms", "memory_mib", "errors"):
-        cell[name].clear()
-    cell["checked"] = ""
-    if outcome == "red":
-        cell |= {"outcome": outcome, "message": text}
-    else:
-        cell["outcome"] = outcome
-        add(cell, text)
+def _shape_key(cell: dict) -> str:
+    return json.dumps(cell["shape"], sort_keys=True)
 
 
-def note(cell: dict, checked: Checked) -> None:
-    """Keeps the errors of the check at the longer T, which comes last."""
-    cell["errors"] = {"forward": [checked.forward.worst, checked.forward.limit]}
-    if checked.backward is not None:
-        cell["errors"]["backward"] = [checked.backward.worst, checked.backward.limit]
+def _title(cell: dict) -> str:
+    shape, sizes = Shape.from_dict(cell["shape"]), cell["shape"]["config"]
+    paper = [f"{n}={v}" for n, v in sizes.items() if v != getattr(type(shape.config)(), n)]
+    union = ", ".join(f"{b:.1f} of {n}" for n, b in cell["union"].items())
+    extra = [f"distinct blocks of neighbours: {union}"] * bool(union) + paper
+    extra += ["times not meaningful (no GPU)"] * (cell["timing"] != "absolute")
+    peak = cell["ceilings"]
+    extra.append(f"{peak['matmul_tflops']:.3g} TFLOP/s, {peak['copy_tb_s']:.3g} TB/s")
+    return f"{shape} · {' · '.join(extra)}"
 
 
-def add(cell: dict, text: str) -> None:
-    """One more remark in a cell's message."""
-    cell["message"] = "; ".join(filter(None, (cell["message"], text)))
+def _line(cell: dict) -> tuple[str, ...]:
+    ms, memory, errors = cell["latency_ms"], cell["memory_mib"], cell["errors"]
+    limit = cell["limit_ms"]
+    timed = [m for m in ("forward", "backward") if m in ms and _has_limit(cell)]
+    fractions = [f"{limit[m] / ms[m][0]:.0%}" for m in timed]
+    graph = [f"{ms[m][0]:.3g}" for m in ("graph_forward", "graph_backward") if m in ms]
+    mib = [f"{memory[m]:,.0f}" for m in ("forward", "backward") if m in memory]
+    told = [f"{errors[m][0]:.1e}/{errors[m][1]:.1e}" for m in errors]
+    return (
+        cell["name"],
+        *(_time(ms.get(mode)) for mode in ("forward", "backward", "step")),
+        " / ".join(graph),
+        " / ".join(fractions),
+        " / ".join(mib),
+        " ".join(told),
+        cell["outcome"],
+    )
 
 
-def brief(error: BaseException) -> str:
-    """Its kind and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+def _limit_line(cell: dict) -> tuple[str, ...]:
+    ms = cell["limit_ms"]
+    times = (f"{ms[mode]:.3g}" for mode in ("forward", "backward", "step"))
+    return (cell["name"], *times, "", "", "", "", "")
+
+
+def _time(values: Sequence[float] | None) -> str:
+    if values is None:
+        return ""
+    median, q20, q80 = values
+    return f"{median:.4g} [{q20:.4g}, {q80:.4g}]"
+
+
+def _notes(cells: Sequence[dict]) -> list[str]:
+    lines = [f"  {c['name']} ({c['outcome']}): {c['message']}" for c in cells if c["message"]]
+    checked: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell["checked"]:
+            checked.setdefault(cell["checked"], []).append(cell["name"])
+    return lines + [f"  checked, {what}: {', '.join(who)}" for what, who in checked.items()]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    return [
+        "  " + "  ".join(
+            cell.ljust(width) if i in (0, len(widths) - 1) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    ]  # fmt: skip

@@ -7,9 +7,9 @@ import numpy as np
 import pandas
 
 from nsa.config import NSAConfig
-from nsa.experiments.comparison.record import NOT_COMPARED
+from nsa.experiments.comparison.cell import NOT_COMPARED
 from nsa.workbook import metrics
-from nsa.workbook.panel_rows import by_tokens
+from nsa.workbook.looks import by_tokens
 from nsa.workbook.scaling import crossing
 
 NSA, DENSE = "nsa_attention", "dense_attention"

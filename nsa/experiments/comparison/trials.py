@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nsa.experiments.comparison import bench
-from nsa.experiments.comparison.record import empty
+from nsa.experiments.comparison.cell import empty
 from nsa.lab.measure import limits
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape

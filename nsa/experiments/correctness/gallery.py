@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.correctness.lessons import lesson
-from nsa.experiments.correctness.mutant_lessons import TELLS, UNTOLD
+from nsa.experiments.correctness.lessons import TELLS, UNTOLD, lesson
 from nsa.experiments.correctness.mutants import MUTANTS, ROOT, Mutant, copy_of_the_project, mutant
 from nsa.experiments.correctness.oracle import environment
 from nsa.lab.process.trial import Outcome, run_child

@@ -17,10 +17,9 @@ from torch import nn
 from nsa.model.config import ModelConfig
 from nsa.model.data import Batch, generator
 from nsa.model.llama import LanguageModel, parameter_count
-from nsa.model.precision import autocast
 from nsa.model.tasks import Task, accuracy, task
 from nsa.model.train import Data, Trainer
-from nsa.model.train_config import TrainConfig
+from nsa.model.train_config import TrainConfig, autocast
 
 SOLVED = 0.9  # accuracy from which a task counts as solved
 LUCK = 0.2  # above chance that 64 answers of 8 possible ones do not reach by luck

@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "chunked-scores-see-the-future",
         "the same in the chunked scorer: each query scored as if it were the last",
-        "nsa/attention/scoring.py",
+        "nsa/attention/branches.py",
         "span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)",
         "span_scores(q[:, rows], k_cmp[:, keys], span, scale, q.shape[1])",
         (BACKENDS + "test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one",),
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "chunked-positions-restart",
         "every chunk of queries is scored as if it stood at the start of the sequence",
-        "nsa/attention/scoring.py",
+        "nsa/attention/branches.py",
         "first_position=rows.start",
         "first_position=0",
         (BACKENDS + "test_a_chunked_selection_keeps_as_much_importance_as_the_exact_one",),
@@ -220,7 +220,7 @@ MUTANTS = (
     Mutant(
         "kernel-forgets-the-first-blocks",
         "the initial blocks have to earn their place by importance",
-        "nsa/kernels/ranking.py",
+        "nsa/kernels/topk.py",
         "forced = (j < INITIAL) | (j > own - LOCAL)",
         "forced = j > own - LOCAL",
         (TOPK + "test_forced_blocks_and_legal_ones_hold_when_scores_are_not_finite",),

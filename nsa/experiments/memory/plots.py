@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nsa.workbook import looks, metrics, panel_rows
+from nsa.workbook import looks, metrics
 from nsa.workbook.looks import GREY
 from nsa.workbook.scaling import local_exponents
 
@@ -30,7 +30,7 @@ def scaling(
     """
     unit, scale = _unit(df, "peak_memory")
     wanted = []  # (title, rows, predicted, reported) of each panel
-    for model, frame in panel_rows.models(panel_rows.peaks(df, mode)).items():
+    for model, frame in looks.models(looks.peaks(df, mode)).items():
         predicted, reported = _curves(prediction, model), _curves(case_study, model)
         title = f"Peak memory: {model}"
         if reported and _squeezed(frame, reported):
@@ -41,7 +41,7 @@ def scaling(
     with looks.style():
         fig, panels = looks.panels(len(wanted), 3.9)
         for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
-            for backend, line in panel_rows.backends(frame):
+            for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
                 style = dict(zip(("color", "marker"), looks.look(backend), strict=True))
                 axes.plot(good["x_value"], good["median"] / scale, label=backend, zorder=3, **style)
@@ -68,11 +68,11 @@ def scaling(
 
 def exponents(df, *, mode: str = "step"):
     """The exponent between neighbouring T, drawn between them: 1 is linear, 2 is quadratic."""
-    models = panel_rows.models(panel_rows.peaks(df, mode))
+    models = looks.models(looks.peaks(df, mode))
     with looks.style():
         fig, panels = looks.panels(len(models), 3.2)
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
-            for backend, line in panel_rows.backends(frame):
+            for backend, line in looks.backends(frame):
                 line = line[line["median"].notna()]
                 if len(line) < 2:
                     continue
@@ -97,19 +97,19 @@ def exponents(df, *, mode: str = "step"):
 def categories(df, tokens: int | None = None, *, mode: str = "step"):
     """What the peak holds, stacked a backend, one panel a model, at `tokens` (default: the largest
     T that every backend finished). df: rows whose metric is `memory_<category>`."""
-    rows = panel_rows.over_tokens(df)
+    rows = looks.over_tokens(df)
     rows = rows[rows["metric"].str.startswith("memory_")]
     rows = rows[(rows["mode"] == mode) & rows["median"].notna()]
     if not len(rows):
         raise ValueError(f"no rows of mode {mode!r} whose metric is memory_<category>")
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
-    models = panel_rows.models(rows)
+    models = looks.models(rows)
     colours = dict(zip(rows["category"].unique(), looks.PALETTE, strict=False))
     with looks.style():
         fig, panels = looks.panels(len(models), 3.4)
         unit, scale = _unit(df, "peak_memory")
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
-            at = tokens if tokens is not None else panel_rows.largest_common(frame)
+            at = tokens if tokens is not None else looks.largest_common(frame)
             frame = frame[frame["x_value"] == at]
             if not len(frame):
                 there = sorted(set(rows.x_value))
@@ -117,7 +117,7 @@ def categories(df, tokens: int | None = None, *, mode: str = "step"):
             table = frame.pivot_table(
                 index="backend", columns="category", values="median", aggfunc="last", sort=False
             ).fillna(0.0)
-            table = table.loc[[backend for backend, _ in panel_rows.backends(frame)]] / scale
+            table = table.loc[[backend for backend, _ in looks.backends(frame)]] / scale
             below = np.zeros(len(table))
             for category in table.columns:
                 axes.bar(table.index, table[category], bottom=below, color=colours[category],
@@ -165,7 +165,7 @@ def _mark_failures(axes, frame) -> None:
         return
     failing = [
         (name, line["x_value"], [c.get("outcome", "failed") for c in metrics.configs(line)])
-        for name, line in panel_rows.backends(failed)
+        for name, line in looks.backends(failed)
     ]
     looks.crosses(axes, failing, frame["x_value"])
     if frame["median"].notna().any():

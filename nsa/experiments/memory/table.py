@@ -11,8 +11,8 @@ from nsa.experiments.memory.activation_model import predicted_peak
 from nsa.experiments.memory.cell import Cell
 from nsa.model.presets import preset
 from nsa.workbook import metrics
+from nsa.workbook.looks import by_tokens
 from nsa.workbook.metrics import model_name
-from nsa.workbook.panel_rows import by_tokens
 from nsa.workbook.scaling import Fit, fit_exponent, local_exponents
 
 # What a step holds whatever T is; the rest of a peak is what grows.

@@ -6,8 +6,7 @@ from matplotlib.ticker import MaxNLocator
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.throughput import table
 from nsa.workbook import looks
-from nsa.workbook.looks import GREY
-from nsa.workbook.panel_rows import backends
+from nsa.workbook.looks import GREY, backends
 
 PHASE_COLOURS = {
     "data": "#56B4E9", "forward": "#0072B2", "backward": "#E69F00", "optimizer": "#009E73",

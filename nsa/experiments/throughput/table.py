@@ -14,8 +14,8 @@ from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.throughput.cell import LEAST_WARMUP, TrainCell
 from nsa.lab.measure.limits import StepFlops, step_flops
 from nsa.workbook import metrics
+from nsa.workbook.looks import by_tokens
 from nsa.workbook.metrics import model_name
-from nsa.workbook.panel_rows import by_tokens
 from nsa.workbook.scaling import crossing
 
 OPERATION = "training"

@@ -20,8 +20,8 @@ from nsa.model import parallel
 from nsa.model.data import synthetic, text
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.parallel import Parallel
-from nsa.model.precision import autocast
 from nsa.model.train import Data, Trainer
+from nsa.model.train_config import autocast
 
 COLLECTIVE_S = 600.0  # longer than any launch: the supervisor's deadline, not NCCL's, ends a rank
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nsa.attention.scoring import pool
+from nsa.attention.branches import pool
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
 from nsa.lab.measure.shapes import Shape

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nsa.attention import registry
+from nsa.attention.branches import select_blocks
 from nsa.attention.inputs import Inputs, checked
 from nsa.attention.products import wide
-from nsa.attention.scoring import select_blocks
 from nsa.config import NSAConfig
 from nsa.lab.observers.deferred import Later
 from nsa.lab.observers.module_order import refuse_without_hooks

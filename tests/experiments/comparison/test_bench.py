@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nsa.cli import main as cli
-from nsa.experiments.comparison import bench, implementations, peers
+from nsa.experiments.comparison import bench, implementations, record
 from nsa.experiments.comparison import cell as bench_cell
-from nsa.experiments.comparison import text as bench_table
 from nsa.lab.measure import timing
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.workbook import metrics
@@ -74,7 +73,7 @@ def test_a_red_check_leaves_no_speed_and_the_rest_of_the_table(name):
     assert cells[name]["outcome"] == "red"
     assert nothing_measured(cells[name])
     assert cells["gather"]["outcome"] == "ok"
-    (said,) = bench_table.ended(list(cells.values()), "red")
+    (said,) = record.ended(list(cells.values()), "red")
     assert name in said
 
 
@@ -156,7 +155,7 @@ def test_a_device_that_fails_before_a_shape_leaves_the_shapes_before(monkeypatch
     monkeypatch.setattr(bench.limits, "measure_ceilings", fails)
     cell = run()["gather"]
     assert cell["outcome"] == "ok" and math.isnan(cell["ceilings"]["matmul_tflops"])
-    assert "gather" in bench_table.text([cell])
+    assert "gather" in record.text([cell])
 
 
 def test_a_backend_without_backward_is_timed_forward_only():
@@ -217,7 +216,7 @@ def test_memory_beyond_inputs_and_outputs_is_recorded_on_a_cpu():
 
 def test_rows_fit_the_workbooks_table():
     cells = list(run("scaled", with_dense=True).values())
-    rows = [metrics.row(row, {"gpu": "cpu"}) for row in bench_table.rows(cells)]
+    rows = [metrics.row(row, {"gpu": "cpu"}) for row in record.rows(cells)]
     table = metrics.table(rows)
     forward = table[(table["mode"] == "forward") & (table["metric"] == "latency")]
     by_name = forward.set_index("backend")["median"]
@@ -233,7 +232,7 @@ def test_rows_fit_the_workbooks_table():
 
 
 def test_the_printed_table_names_all_and_says_that_cpu_times_mean_nothing():
-    printed = bench_table.text(list(run("scaled", "gone").values()))
+    printed = record.text(list(run("scaled", "gone").values()))
     for word in ("limit", "gather", "peer bench_peers:scaled", "red", "declined"):
         assert word in printed
     assert "times not meaningful (no GPU)" in printed and "own selection" in printed
@@ -247,7 +246,7 @@ def test_a_spec_through_json_runs_as_a_trial():
 
 
 def test_fla_is_never_compared_and_says_why():
-    assert "l = d = l'" in peers.fla().other
+    assert "l = d = l'" in implementations.fla().other
     cell = run()["fla"]
     assert cell["outcome"] in ("declined", "ok") and "red" not in cell["outcome"]
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa.experiments.comparison import graphs as bench_graphs
-from nsa.experiments.comparison.cell import Runner
+from nsa.experiments.comparison import cell as bench_graphs
+from nsa.experiments.comparison.cell import Runner, empty
 from nsa.experiments.comparison.implementations import backends
-from nsa.experiments.comparison.record import empty
 from nsa.lab.measure import timing
 from nsa.lab.measure.attention_inputs import draw
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape

@@ -11,12 +11,11 @@ import matplotlib.pyplot as plt
 from nsa.config import NSAConfig
 from nsa.experiments.comparison import claims as comparison_claims
 from nsa.experiments.comparison import plots as comparison_plots
-from nsa.experiments.comparison import published
+from nsa.experiments.comparison import published, record
 from nsa.experiments.comparison import table as comparison_table
-from nsa.experiments.comparison import text as bench_table
 from nsa.experiments.comparison import trials as comparison
+from nsa.experiments.comparison.cell import NOT_COMPARED
 from nsa.experiments.comparison.published import AIMS
-from nsa.experiments.comparison.record import NOT_COMPARED
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.workbook import looks, metrics
 
@@ -57,7 +56,7 @@ def dense(shape=MAIN, ms=2.0, name="dense-fa4"):
 
 
 def frame(*cells, gpu="NVIDIA H200"):
-    return metrics.table([metrics.row(row, {"gpu": gpu}) for row in bench_table.rows(cells)])
+    return metrics.table([metrics.row(row, {"gpu": gpu}) for row in record.rows(cells)])
 
 
 def over_tokens(name="triton", per_token=1e-4, **changes):

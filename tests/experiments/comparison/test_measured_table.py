@@ -105,7 +105,7 @@ def test_a_run_without_a_gpu_or_without_latencies_is_refused(run, tmp_path):
 
 
 def test_what_a_benchmark_writes_is_taken(run, tmp_path):
-    from nsa.experiments.comparison import text as bench_table
+    from nsa.experiments.comparison import record
     from nsa.lab.measure.shapes import Shape
 
     shape = Shape(4096, heads=8, kv_heads=2, config=NSAConfig(select_count=8)).to_dict()
@@ -119,7 +119,7 @@ def test_what_a_benchmark_writes_is_taken(run, tmp_path):
         }
         for name, ms in (("triton", 2.0), ("flash", 3.0))
     ]  # fmt: skip
-    (row,) = measured_table.write([run(*bench_table.rows(cells))], tmp_path / "out.json")["rows"]
+    (row,) = measured_table.write([run(*record.rows(cells))], tmp_path / "out.json")["rows"]
     assert (row["tokens"], row["heads"], row["dtype"]) == (4096, 8, "bfloat16")
     assert row["config"]["select_count"] == 8
     assert row["latency_ms"] == {"forward": {"triton": 2.0, "flash": 3.0}}

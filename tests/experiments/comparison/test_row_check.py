@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from nsa.attention import registry
-from nsa.experiments.comparison import dense, exact, row_check
-from nsa.experiments.comparison.implementations import backends
-from nsa.experiments.comparison.peers import peer
-from nsa.experiments.comparison.row_check import check, sample_rows
-from nsa.experiments.comparison.selection_check import revealed
+from nsa.experiments.comparison import check as exact
+from nsa.experiments.comparison import check as row_check
+from nsa.experiments.comparison import implementations
+from nsa.experiments.comparison.check import check, revealed, sample_rows
+from nsa.experiments.comparison.implementations import backends, peer
 from nsa.lab.measure.accuracy import Red
 from nsa.lab.measure.attention_inputs import draw
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
@@ -48,7 +48,7 @@ def test_a_right_backend_passes_on_a_sample_of_rows(few_rows, queries, reveal):
 
 
 def test_dense_attention_is_checked_against_dense_attention(few_rows):
-    flash = dense.providers()[0]
+    flash = implementations.providers()[0]
     checked = check(flash, draw(SHAPE))
     assert [e.name for e in checked.errors] == ["o", "dq", "dk", "dv"]
 

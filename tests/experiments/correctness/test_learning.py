@@ -7,8 +7,7 @@ from tiny_models import one_thread, tiny
 from nsa.attention import registry
 from nsa.experiments.correctness import learning
 from nsa.experiments.correctness.learning import LUCK, PEEK, SOLVED, Taking, learn, peek
-from nsa.experiments.correctness.lessons import LESSONS, lesson
-from nsa.experiments.correctness.mutant_lessons import TELLS, UNTOLD
+from nsa.experiments.correctness.lessons import LESSONS, TELLS, UNTOLD, lesson
 from nsa.experiments.correctness.mutants import MUTANTS
 from nsa.lab.process.trial import run_child
 from nsa.model.config import ModelConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.attention.scoring import pool
+from nsa.attention.branches import pool
 from nsa.blocks import compressed_span, count_selectable
 from nsa.experiments.case_study.loop.design import Design
 from nsa.reference.nsa import compressed_visible, window_visible

@@ -1,0 +1,104 @@
+"""What the torch backends share of the branches: selection, runs of keys, dense masks."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nsa.attention.inputs import Inputs
+from nsa.attention.products import probs_from
+from nsa.attention.registry import Note
+from nsa.attention.span import span_attention, span_chunks, span_scores
+from nsa.blocks import compressed_span, count_selectable, overlap_band, window_span
+from nsa.config import NSAConfig
+from nsa.reference.compress import compress_keys, compress_values
+from nsa.reference.nsa import compressed_visible, window_visible
+from nsa.reference.select import select, selected_tokens
+
+
+@torch.no_grad()
+def select_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float) -> Tensor:
+    """The blocks that each query selects: [B, T, HKV, N] int32, ascending, -1 where empty.
+
+    q is [B, T, HQ, D] and k_cmp [B, C, HKV, D]. No gradient flows through the selection.
+    """
+    span = compressed_span(config)
+    chunks = []
+    for rows, keys in span_chunks(q, span):
+        # [B*HKV, G, M, S], then [B*HKV, M, S]
+        scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)
+        p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
+        importance = pool(p_cmp, count_selectable(rows.stop, config), config)
+        importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+        chunks.append(select(importance, config, first_position=rows.start))
+    return torch.cat(chunks, dim=1)
+
+
+def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
+    """Eq. 9 for p_cmp [..., C], summed over a group or not: importance [..., blocks]."""
+    offset, weights = overlap_band(config)
+    step = config.select_block // config.compress_stride
+    right = blocks * step + len(weights) - p_cmp.shape[-1] + offset
+    padded = F.pad(p_cmp, (-offset, max(right, 0)))
+    bands = [padded[..., m : m + blocks * step : step] * w for m, w in enumerate(weights)]
+    return torch.stack(bands).sum(0)
+
+
+Selected = Callable[[Inputs, Tensor, Note], Tensor]  # (inputs, blocks, note) -> o
+
+
+def run_with_selected(inputs: Inputs, note: Note, selected: Selected) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch, the selected one by `selected`."""
+    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
+    outputs = {}
+    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
+    if "cmp" in inputs.branches:
+        v_cmp = compress_values(v["cmp"], inputs.phi, config)
+        outputs["cmp"] = span_attention(q, k_cmp, v_cmp, compressed_span(config), inputs.scale)
+        note("cmp", "span-chunks")
+    if "slc" in inputs.branches:
+        outputs["slc"] = selected(inputs, chosen_blocks(inputs, k_cmp, note), note)
+    if "win" in inputs.branches:
+        span = window_span(config)
+        outputs["win"] = span_attention(q, k["win"], v["win"], span, inputs.scale)
+        note("win", "span-chunks")
+    return outputs
+
+
+def empty_slots(blocks: Tensor, count: int) -> Tensor:
+    """Slots of blocks [..., N] that select nothing: outside 0..count-1, or a block named before.
+
+    Indices ascend, so equal ones are neighbours.
+    """
+    empty = (blocks < 0) | (blocks >= count)
+    empty[..., 1:] |= blocks[..., 1:] == blocks[..., :-1]
+    return empty
+
+
+def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
+    """The caller's selection, or a scored one without slots that no query of the call can fill."""
+    if inputs.blocks is not None:
+        return inputs.blocks
+    note("score", "score-chunks")
+    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
+    return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]
+
+
+def visible_by_branch(inputs: Inputs, note: Note) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(branch, k, v, visible [B or 1, HKV or 1, T, S]) for each branch asked for."""
+    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
+    positions = torch.arange(q.shape[1], device=q.device)
+    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
+    if "cmp" in inputs.branches:
+        v_cmp = compress_values(v["cmp"], inputs.phi, config)
+        yield "cmp", k_cmp, v_cmp, compressed_visible(positions, k_cmp.shape[1], config)
+    if "slc" in inputs.branches:
+        blocks = inputs.blocks
+        if blocks is None:
+            blocks = select_blocks(q, k_cmp, config, inputs.scale)
+            note("score", "score-chunks")
+        visible = selected_tokens(blocks, q.shape[1], config) & (positions <= positions[:, None])
+        yield "slc", k["slc"], v["slc"], visible
+    if "win" in inputs.branches:
+        yield "win", k["win"], v["win"], window_visible(positions, config)

@@ -1,0 +1,353 @@
+"""Accuracy before speed: an implementation against fp64, its selection found out from outside."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nsa.blocks import count_selectable
+from nsa.config import NSAConfig
+from nsa.experiments.comparison.implementations import DENSE, NSA, Implementation, operands
+from nsa.lab.measure.accuracy import Error, Red, hold
+from nsa.lab.measure.attention_inputs import Drawn, importance_at, select_at
+from nsa.lab.measure.shapes import Shape
+from nsa.reference.attend import attend
+from nsa.reference.compress import Phi, compress_keys, compress_values
+from nsa.reference.nsa import combine, compressed_visible
+from nsa.reference.select import selected_tokens
+
+ELEMENTS = 1 << 27  # scores of one branch that are held at once
+
+
+@dataclass(frozen=True)
+class Rows:
+    """o [B, R, HQ, DV] at the rows and, by leaf, the gradients of the sum over rows of o dO.
+
+    Those of q and gates are at the rows alone (elsewhere they are 0), the others whole.
+    """
+
+    o: Tensor
+    grads: dict[str, Tensor]
+
+
+def at_rows(
+    drawn: Drawn, rows: Tensor, blocks: Tensor | None, operation: str, dtype: torch.dtype
+) -> Rows:
+    """The definition evaluated in `dtype` on inputs as drawn, for queries at positions rows [R].
+
+    blocks [B, R, HKV, n] is the selection at those rows; dense attention needs none. Rows are done
+    a few at a time; what they add to the keys' and values' gradients is summed in fp64.
+    """
+    given = operands(drawn) if operation == DENSE else drawn.leaves()
+    whole = {n: x.detach().to(dtype) for n, x in given.items() if n not in ("q", "gates")}
+    per_row = drawn.shape.batch * drawn.shape.heads * drawn.shape.tokens
+    step = max(1, ELEMENTS // per_row)
+    single = step >= len(rows)
+    sums = {n: torch.zeros_like(x, dtype=dtype if single else torch.float64)
+            for n, x in whole.items()}  # fmt: skip
+    parts: dict[str, list[Tensor]] = {name: [] for name in given if name in ("q", "gates")}
+    outputs = []
+    for first in range(0, len(rows), step):
+        chunk = rows[first : first + step]
+        leaves = {n: given[n].detach()[:, chunk].to(dtype) for n in parts} | whole
+        leaves = {n: x.detach().requires_grad_() for n, x in leaves.items()}
+        some = None if blocks is None else blocks[:, first : first + step]
+        o = _evaluate(leaves, chunk, some, drawn.shape.config)
+        do = drawn.do[:, chunk].to(dtype)
+        grads = torch.autograd.grad(o, list(leaves.values()), do)
+        for name, grad in zip(leaves, grads, strict=True):
+            if name in parts:
+                parts[name].append(grad)
+            else:
+                sums[name] += grad
+        outputs.append(o.detach())
+    return Rows(torch.cat(outputs, 1), {n: torch.cat(g, 1) for n, g in parts.items()} | sums)
+
+
+def _evaluate(
+    leaves: Mapping[str, Tensor], rows: Tensor, blocks: Tensor | None, config: NSAConfig
+) -> Tensor:
+    q = leaves["q"]
+    scale = q.shape[3] ** -0.5
+    k, v = ({n.partition("_")[2]: x for n, x in leaves.items() if n[0] == side} for side in "kv")
+    tokens = next(iter(k.values())).shape[1]
+    distance = rows[:, None] - torch.arange(tokens, device=rows.device)
+    causal = distance >= 0
+    if "gates" not in leaves:
+        (k_all,), (v_all,) = k.values(), v.values()
+        return attend(q, k_all, v_all, causal[None, None], scale)[0]
+
+    def of(side: Mapping[str, Tensor], branch: str) -> Tensor:
+        return side[branch] if branch in side else side[""]
+
+    k_cmp = compress_keys(of(k, "cmp"), Phi(), config)
+    v_cmp = compress_values(of(v, "cmp"), Phi(), config)
+    visible = {
+        "cmp": compressed_visible(rows, k_cmp.shape[1], config),
+        "slc": selected_tokens(blocks, tokens, config) & causal,
+        "win": (causal & (distance < config.window))[None, None],
+    }
+    outputs = {"cmp": attend(q, k_cmp, v_cmp, visible["cmp"], scale)[0]}
+    for branch in ("slc", "win"):
+        outputs[branch], _ = attend(q, of(k, branch), of(v, branch), visible[branch], scale)
+    return combine(leaves["gates"], outputs)
+
+
+@torch.no_grad()
+def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tensor:
+    """The blocks [B, R, HKV, n] that an implementation selects for the queries at `rows`.
+
+    With the selected branch alone let through and values that say of which block they are, o holds
+    each block's probability: DV blocks a forward. Red where the heads of a group disagree, or where
+    the number of blocks is wrong.
+    """
+    shape, config = drawn.shape, drawn.shape.config
+    count = count_selectable(shape.tokens, config)
+    block = torch.arange(shape.tokens, device=drawn.q.device) // config.select_block
+    gates = torch.zeros_like(drawn.gates)
+    gates[..., 1] = 1
+    values = drawn.v if shape.shared_kv else drawn.v["slc"]
+    chosen = []
+    for first in range(0, count, shape.value_dim):
+        column = torch.arange(first, first + shape.value_dim, device=block.device)
+        tag = (block[:, None] == column).to(values.dtype)[None, :, None].expand_as(values)
+        tag = tag.contiguous()
+        v = tag if shape.shared_kv else dict.fromkeys(drawn.v, tag)
+        o = implementation.call(replace(drawn, v=v, gates=gates), None)
+        if not bool(o[:, rows].isfinite().all()):
+            raise Red("the selected branch alone is not finite")
+        chosen.append(o[:, rows, :, : count - first] > 0)
+    mask = torch.cat(chosen, -1).unflatten(2, (shape.kv_heads, -1))  # [B, R, HKV, G, NB]
+    if not torch.equal(mask.any(3), mask.all(3)):
+        raise Red("the heads of a group select different blocks")
+    mask = mask.any(3)
+    wanted = torch.minimum(
+        rows // config.select_block + 1, torch.tensor(config.select_count, device=rows.device)
+    )
+    wrong = mask.sum(-1) != wanted[:, None]
+    if bool(wrong.any()):
+        _, row, _ = wrong.nonzero()[0].tolist()
+        got = sorted(set(mask[:, row].sum(-1).flatten().tolist()))
+        raise Red(f"query {int(rows[row])} selects {got} blocks, {int(wanted[row])} are right")
+    order = torch.arange(count, device=rows.device)
+    ranked = torch.where(mask, order, count).sort(dim=-1).values[..., : config.select_count]
+    ranked = torch.nn.functional.pad(
+        ranked, (0, config.select_count - ranked.shape[-1]), value=count
+    )
+    return torch.where(ranked == count, -1, ranked).to(torch.int32)
+
+
+@torch.no_grad()
+def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
+    """Red unless the blocks keep as much exact importance as plain torch's choice would, twice off.
+
+    Near ties may fall either way, so indices are not compared.
+    """
+    config, dtype = drawn.shape.config, drawn.q.dtype
+    exact = importance(drawn, rows, torch.float64)
+    best = select_at(exact, rows, config)
+    plain = select_at(importance(drawn, rows, dtype), rows, config)
+
+    def kept(chosen: Tensor) -> Tensor:
+        weight = exact.gather(-1, chosen.long().clamp(min=0))
+        return weight.masked_fill(chosen < 0, 0.0).sum(-1)
+
+    own = (rows // config.select_block)[:, None]  # [R, 1], against blocks [B, R, HKV, n]
+    forced = [own - j for j in range(config.select_local)]
+    forced += [torch.full_like(own, j) for j in range(config.select_initial)]
+    for block in forced:
+        legal = (block >= 0) & (block <= own)
+        if bool((legal & ~(blocks == block[..., None]).any(-1)).any()):
+            raise Red("a query does not select its local blocks and the first ones")
+    most = kept(best)
+    lost, stick = most - kept(blocks), most - kept(plain)
+    grain = torch.finfo(dtype).eps / 4 * float(most.mean()) / config.select_count
+    noise = 4 * torch.finfo(torch.float32).eps * float(most.max())
+    for kind, ours, torchs in (
+        ("worst", lost.max(), stick.abs().max()),
+        ("mean", lost.mean(), stick.abs().mean()),
+    ):
+        limit = 2 * float(torchs) + grain + noise
+        if float(ours) > limit:
+            raise Red(
+                f"its selection loses {float(ours):.2e} of importance ({kind}) > {limit:.2e}; "
+                f"the best keeps {float(most.mean()):.2e}"
+            )
+
+
+def importance(drawn: Drawn, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    k = drawn.by_branch("k")["cmp"].detach().to(dtype)
+    k_cmp = compress_keys(k, Phi(), drawn.shape.config)
+    q = drawn.q.detach()[:, rows].to(dtype)
+    return importance_at(q, k_cmp, rows, drawn.shape.tokens, drawn.shape.config)
+
+
+@torch.no_grad()
+def handed_in(drawn: Drawn, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(at rows, for all rows): the exact selection at `rows`, the newest n blocks elsewhere."""
+    config, tokens = drawn.shape.config, drawn.shape.tokens
+    blocks = select_at(importance(drawn, rows, torch.float64), rows, config)
+    own = torch.arange(tokens, device=rows.device) // config.select_block
+    slots = torch.arange(config.select_count, device=rows.device)
+    newest = (own[:, None] - config.select_count + 1).clamp(min=0) + slots
+    plain = torch.where(newest <= own[:, None], newest, -1).to(torch.int32)
+    whole = plain[None, :, None].repeat(drawn.shape.batch, 1, drawn.shape.kv_heads, 1)
+    whole[:, rows] = blocks
+    return blocks, whole
+
+
+SAMPLE = 64  # query rows that are looked at where T is too long for all of them
+ALL_ROWS = 4096  # T up to which all of them are
+MOST_PASSES = 16  # forwards that finding out a selection may take
+
+
+class NoGradient(Exception):
+    """The output depends on no input as autograd sees it: there is a forward alone."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was compared, in words, the errors of o and of each gradient, and what o should be.
+
+    rows [R] with plain torch's o and the exact one there, [B, R, HQ, DV] each, are of the
+    implementation's own selection; rows is None where a selection was handed in.
+    """
+
+    what: str
+    errors: tuple[Error, ...]
+    rows: Tensor | None = None
+    plain: Tensor | None = None
+    exact: Tensor | None = None
+
+    def hold_again(self, o: Tensor, when: str) -> None:
+        """Red where an output made later from the same inputs is not accurate any more."""
+        if not bool(o.isfinite().all()):
+            raise Red(f"o {when} is not finite")
+        if self.rows is not None:
+            got = o.detach()[:, self.rows]
+            hold(f"o {when}", got, self.plain, self.exact, dtype=o.dtype)
+
+    @property
+    def forward(self) -> Error:
+        return self.errors[0]
+
+    @property
+    def backward(self) -> Error | None:
+        """The gradient that comes closest to its limit."""
+        return max(self.errors[1:], key=lambda e: e.worst / (e.limit or 1), default=None)
+
+
+def small(shape: Shape) -> Shape:
+    """The same dims, group and config with few KV heads and just enough tokens to have a choice."""
+    config = shape.config
+    tokens = config.select_block * (config.select_count + 4) + config.select_block // 2 + 5
+    kv_heads = min(shape.kv_heads, 2)
+    return replace(
+        shape,
+        tokens=min(shape.tokens, tokens),
+        heads=kv_heads * shape.group,
+        kv_heads=kv_heads,
+        batch=min(shape.batch, 2),
+    )
+
+
+def sample_rows(tokens: int, device: torch.device, seed: int = 0) -> Tensor:
+    """All rows of a short sequence, SAMPLE ascending ones of a long one with its first and last."""
+    if tokens <= ALL_ROWS:
+        return torch.arange(tokens, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = {0, 1, tokens // 2, *range(tokens - 8, tokens)}
+    while len(chosen) < SAMPLE:
+        chosen.add(int(torch.randint(tokens, (), generator=generator)))
+    return torch.tensor(sorted(chosen), device=device)
+
+
+def check(
+    implementation: Implementation,
+    drawn: Drawn,
+    *,
+    backward: bool = True,
+    reveal: bool = True,
+) -> Checked:
+    """Holds it to the accuracy rule at `sample_rows`; Red says where it fails.
+
+    Its own selection is found out first and held against the exact importance (`reveal`); without
+    that, a selection made by plain torch is handed in. Gradients are those of dO that is 0 outside
+    the rows; with dO everywhere they have to be finite. NoGradient where `backward` is asked of an
+    output without one. Whatever the implementation raises comes through.
+    """
+    rows = sample_rows(drawn.shape.tokens, drawn.q.device)
+    every = len(rows) == drawn.shape.tokens
+    what = "all rows" if every else f"{len(rows)} rows"
+    blocks, handed = None, None
+    if implementation.operation == NSA:
+        if reveal:
+            blocks = revealed(implementation, drawn, rows)
+            hold_selection(drawn, rows, blocks)
+            what += ", own selection"
+        else:
+            blocks, handed = handed_in(drawn, rows)
+            what += ", selection handed in"
+    leaves = drawn.leaves()
+    names = implementation.reaches(drawn) if backward else []
+    with torch.set_grad_enabled(backward):
+        o = implementation.call(drawn, handed)
+    if not bool(o.isfinite().all()):
+        raise Red(f"o: {int((~o.isfinite()).sum())} values are not finite, of {o.numel()}")
+    if backward and not o.requires_grad:
+        raise NoGradient("its output has no gradient")
+    grads: dict[str, Tensor] = {}
+    if backward:
+        inputs = {n: leaves[n] for n in names}
+        if not every:
+            whole = _gradients(o, inputs, drawn.do)
+            bad = [f"d{name}" for name, grad in whole.items() if not bool(grad.isfinite().all())]
+            if bad:
+                raise Red(f"{', '.join(bad)} with dO at all queries: not finite")
+            del whole
+        do = torch.zeros_like(drawn.do)
+        do[:, rows] = drawn.do[:, rows]
+        grads = _gradients(o, inputs, do)
+        del do
+    got = Rows(o.detach()[:, rows], {})
+    del o
+    what += ", forward and gradients" if backward else ", forward"
+    operation = implementation.operation
+    truth = at_rows(drawn, rows, blocks, operation, torch.float64)
+    stick = at_rows(drawn, rows, blocks, operation, drawn.q.dtype)
+    dtype = drawn.q.dtype
+    errors = [hold("o", got.o, stick.o, truth.o, dtype=dtype)]
+    largest = max(float(x.abs().max()) for x in truth.grads.values())
+    for name in names:
+        grad = grads.pop(name)
+        if name in ("q", "gates"):
+            grad = _only_at(rows, grad, name)
+        same, exact = stick.grads.pop(name), truth.grads.pop(name)
+        errors.append(hold(f"d{name}", grad, same, exact, dtype=dtype, magnitude=largest))
+    own = None if handed is not None else rows
+    return Checked(what, tuple(errors), own, stick.o, truth.o)
+
+
+def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
+    """By name; Red where one does not reach its input.
+
+    The graph is kept: a compiled backward whose first run frees it refuses ever to keep it, which
+    timing the backward alone needs (torch's donated buffers).
+    """
+    found = torch.autograd.grad(o, [*inputs.values()], do, retain_graph=True, allow_unused=True)
+    missing = [f"d{name}" for name, grad in zip(inputs, found, strict=True) if grad is None]
+    if missing:
+        raise Red(f"no gradient reaches {', '.join(missing)}")
+    return dict(zip(inputs, found, strict=True))
+
+
+def _only_at(rows: Tensor, grad: Tensor, name: str) -> Tensor:
+    """The gradient at the rows; Red where one elsewhere, whose dO is 0, is not 0."""
+    at = grad[:, rows]
+    if grad.shape[1] > len(rows):
+        grad[:, rows] = 0
+        stray = int((grad != 0).sum())  # NaN counts, too
+        if stray:
+            raise Red(f"d{name}: {stray} values are not 0 at queries whose dO is 0")
+    return at

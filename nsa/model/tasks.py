@@ -1,0 +1,319 @@
+"""Tasks that a model solves only if its attention reaches what it needs: copy, needle, recall."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from nsa.model.data import Batch, check_sizes, generator
+from nsa.model.train import EVALUATION, Data
+from nsa.model.train_config import autocast
+
+IGNORED = -100  # what cross entropy leaves out
+MARK = 0  # starts a string, or asks for what follows a key
+
+
+class Task(Data, Protocol):
+    """Data whose answers can be counted."""
+
+    seed: int
+    vocab: int
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a model that knows the task's rules and sees nothing of the row."""
+
+
+def scored(
+    ids: Int64[Tensor, "B T1"], answers: Int64[Tensor, "B S"], device: str | torch.device
+) -> Batch:
+    """Tokens and targets of ids [B, T + 1]; only the ids at `answers` are targets."""
+    targets = torch.full_like(ids, IGNORED).scatter_(1, answers, ids.gather(1, answers))
+    return ids[:, :-1].contiguous().to(device), targets[:, 1:].contiguous().to(device)
+
+
+def limits(given: int | tuple[int, int] | None, most: int) -> tuple[int, int]:
+    """(least, most) to draw from: as given, or `most` itself."""
+    if given is None:
+        return most, most
+    return (given, given) if isinstance(given, int) else given
+
+
+def described(task: Any) -> dict[str, Any]:
+    return {"name": type(task).__name__.lower(), **asdict(task), "chance": task.chance}
+
+
+def check_ints(task: Any, **least: int) -> None:
+    for name, smallest in {"seed": 0, **least}.items():
+        value = getattr(task, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is not an int")
+        if value < smallest:
+            raise ValueError(f"{name}={value} must be at least {smallest}")
+
+
+def check_range(name: str, given: Any, least: int) -> None:
+    """Raises unless it is None, a number or a pair (least, most), none of them too small."""
+    pair = given if isinstance(given, tuple) else (given, given)
+    if given is None:
+        return
+    if len(pair) != 2 or any(not isinstance(x, int) or isinstance(x, bool) for x in pair):
+        raise TypeError(f"{name}={given!r} is not an int, a pair of ints (least, most) or None")
+    if not least <= pair[0] <= pair[1]:
+        raise ValueError(f"{name}={given!r}: at least {least}, and the larger number last")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A random string, marked, and once more after a second mark: each symbol of that is scored.
+
+    No symbol comes twice in a string, so the one before tells which is next: two layers can do it,
+    one that tells each token its predecessor and one that looks for the token whose predecessor
+    equals the present one. Filler (id 1) stands before the string and between it and the second
+    mark; `distance` is from a symbol to its copy, the largest that fits by default, or drawn anew
+    for each row from a pair (least, most).
+    """
+
+    seed: int = 1337
+    vocab: int = 64
+    length: int = 32  # symbols of the string
+    distance: int | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_ints(self, vocab=4, length=1)
+        if self.length > self.vocab - 2:
+            raise ValueError(
+                f"length={self.length} symbols of which none comes twice need vocab >= "
+                f"{self.length + 2}, got {self.vocab}; at most {self.vocab - 2} would do"
+            )
+        check_range("distance", self.distance, self.length + 1)
+
+    @property
+    def chance(self) -> float:
+        """Of the symbols that have not come yet, one is next."""
+        left = [1 / (self.vocab - 2 - given) for given in range(self.length)]
+        return sum(left) / len(left)
+
+    def batch(
+        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
+    ) -> Batch:
+        """ValueError where `tokens` tokens do not hold the two strings at their distance."""
+        check_sizes(step, batch, tokens)
+        # Symbols at first + 1 .., copies `distance` later, the last of which is the last target.
+        longest = tokens - self.length
+        low, high = limits(self.distance, longest)
+        if high > longest or low <= self.length:
+            raise ValueError(
+                f"{tokens} tokens do not hold a string of {self.length} and its copy at a distance "
+                f"of {high if high > longest else low}; the least tokens that do are "
+                f"{self.length + max(high, self.length + 1)}"
+            )
+        random = generator(self.seed, step)
+        symbols = torch.rand(batch, self.vocab - 2, generator=random).argsort(1)[:, : self.length]
+        distance = torch.randint(low, high + 1, (batch, 1), generator=random)
+        copy = tokens + 1 - self.length + torch.arange(self.length)  # [L], of tokens + 1 ids
+        ids = torch.full((batch, tokens + 1), 1)
+        ids[:, copy] = symbols + 2
+        ids.scatter_(1, copy - distance, symbols + 2)
+        ids[:, copy[0] - 1] = MARK
+        ids.scatter_(1, copy[0] - 1 - distance, MARK)
+        return scored(ids, copy.expand(batch, -1), device)
+
+    def record(self) -> dict[str, Any]:
+        return described(self)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A value hidden in filler and asked for at the end of the row: one scored token.
+
+    Without keys (`pairs` = 1) the only value in the row is the answer, and one layer finds it. With
+    more pairs each value follows a key of its own, the question is a mark and one of the keys, and
+    it takes two layers, as in Copy. Filler is drawn uniformly from `filler` ids.
+
+    `distance` is from the question (the last token) to the value asked for: a number, a pair
+    (least, most) to draw from, or None for any that fits. So (w, w) puts it one token outside a
+    window of w, and (w - 1, w - 1) just inside.
+    """
+
+    seed: int = 1337
+    vocab: int = 64
+    values: int = 16
+    pairs: int = 1
+    filler: int = 16
+    distance: int | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_ints(self, vocab=4, values=2, pairs=1, filler=1)
+        if self.keys < (self.pairs if self.pairs > 1 else 0):
+            raise ValueError(
+                f"vocab={self.vocab} leaves {self.keys} keys beside the mark, {self.values} values "
+                f"and {self.filler} ids of filler; {self.pairs} pairs need vocab >= "
+                f"{1 + self.values + self.filler + self.pairs}"
+            )
+        check_range("distance", self.distance, 1 if self.pairs == 1 else 2)
+
+    @property
+    def keys(self) -> int:
+        """Ids that are left for keys."""
+        return self.vocab - 1 - self.values - self.filler
+
+    @property
+    def chance(self) -> float:
+        """One of the values."""
+        return 1 / self.values
+
+    def batch(
+        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
+    ) -> Batch:
+        """ValueError where `tokens` tokens do not hold the pairs, or one at the distance."""
+        check_sizes(step, batch, tokens)
+        random = generator(self.seed, step)
+        keyed = self.pairs > 1
+        width = 2 if keyed else 1  # tokens of a pair
+        asked = 2 if keyed else 1  # tokens of the question
+        low, high = (asked, tokens - width) if self.distance is None else limits(self.distance, 0)
+        slots = (tokens - asked) // width
+        if high > tokens - width or low < asked or slots < self.pairs + 1:
+            raise ValueError(
+                f"{tokens} tokens do not hold {self.pairs} pair(s) and a question with the value "
+                f"{low} to {high} tokens before the end; at least "
+                f"{max(high + width, (self.pairs + 1) * width + asked)} tokens would do"
+            )
+        filler = 1 + self.values + torch.arange(self.filler)
+        ids = filler[torch.randint(self.filler, (batch, tokens + 1), generator=random)]
+        value = torch.randint(self.values, (batch, self.pairs), generator=random) + 1
+        last = tokens - 1
+        place = last - torch.randint(low, high + 1, (batch, 1), generator=random)
+        if keyed:
+            # Slots of two tokens in step with the needle, so that no other pair covers it.
+            shift = (place - 1) % 2
+            free = torch.rand(batch, slots, generator=random)
+            free.scatter_(1, (place - 1 - shift) // 2, -1.0)  # the needle comes first
+            free[:, -1:].masked_fill_(shift + 2 * slots > tokens - asked, 2.0)  # would overlap
+            pairs = free.argsort(1)[:, : self.pairs] * 2 + shift
+            key = torch.rand(batch, self.keys, generator=random).argsort(1)[:, : self.pairs]
+            key = key + 1 + self.values + self.filler
+            ids.scatter_(1, pairs, key)
+            ids.scatter_(1, pairs + 1, value)
+            ids[:, last - 1], ids[:, last] = MARK, key[:, 0]
+        else:
+            ids.scatter_(1, place, value)
+            ids[:, last] = MARK
+        ids[:, tokens] = value[:, 0]
+        return scored(ids, torch.full((batch, 1), tokens), device)
+
+    def record(self) -> dict[str, Any]:
+        return described(self)
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Multi-query associative recall (arXiv 2312.04927): pairs first, then every key once more.
+
+    `pairs` keys, each followed by its value; then `gap` tokens of filler (id 1), as many as fit by
+    default or drawn for each row from a pair (least, most); then the same keys in another order,
+    each followed by its value, all of which are scored. What is left stands in front as filler.
+    Keys and values share the rest of the vocabulary half and half.
+    """
+
+    seed: int = 1337
+    vocab: int = 128
+    pairs: int = 16
+    gap: int | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_ints(self, vocab=4, pairs=1)
+        if self.pairs > self.symbols:
+            raise ValueError(
+                f"pairs={self.pairs} need as many keys; vocab={self.vocab} has {self.symbols}, "
+                f"vocab={2 + 2 * self.pairs} would do"
+            )
+        check_range("gap", self.gap, 0)
+
+    @property
+    def symbols(self) -> int:
+        """Keys, and as many values."""
+        return (self.vocab - 2) // 2
+
+    @property
+    def chance(self) -> float:
+        """One of the values."""
+        return 1 / self.symbols
+
+    def batch(
+        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
+    ) -> Batch:
+        """ValueError where `tokens` tokens do not hold every pair twice, and the gap."""
+        check_sizes(step, batch, tokens)
+        width = 2 * self.pairs
+        room = tokens + 1 - 2 * width  # the last value is a target only
+        low, high = limits(self.gap, room)
+        if high > room or room < 0:
+            raise ValueError(
+                f"{tokens} tokens do not hold {self.pairs} pairs twice and a gap of "
+                f"{max(high, 0)}; {2 * width - 1 + max(high, 0)} would do"
+            )
+        random = generator(self.seed, step)
+        key = torch.rand(batch, self.symbols, generator=random).argsort(1)[:, : self.pairs] + 2
+        value = torch.randint(self.symbols, key.shape, generator=random) + 2 + self.symbols
+        order = torch.rand(batch, self.pairs, generator=random).argsort(1)
+        gap = torch.randint(low, high + 1, (batch, 1), generator=random)
+        ids = torch.full((batch, tokens + 1), 1)
+        place = torch.arange(width) + room - gap
+        ids.scatter_(1, place, torch.stack((key, value), -1).flatten(1))
+        again = torch.stack((key.gather(1, order), value.gather(1, order)), -1)
+        ids[:, -width:] = again.flatten(1)
+        answers = tokens + 2 - width + 2 * torch.arange(self.pairs)
+        return scored(ids, answers.expand(batch, -1), device)
+
+    def record(self) -> dict[str, Any]:
+        return described(self)
+
+
+__all__ = ["IGNORED", "MARK", "TASKS", "Copy", "Needle", "Recall", "Task", "accuracy", "task"]
+
+TASKS = {task.__name__.lower(): task for task in (Copy, Needle, Recall)}
+
+
+def task(name: str, **fields: Any) -> Task:
+    """The task of that name ("copy", "needle", "recall"); lists, as JSON has them, are pairs."""
+    if name not in TASKS:
+        raise ValueError(f"no task {name!r}; there are {', '.join(TASKS)}")
+    return TASKS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+@torch.no_grad()
+def accuracy(
+    model: nn.Module,
+    task: Data,
+    *,
+    batch: int,
+    tokens: int,
+    batches: int = 4,
+    first_step: int = EVALUATION,
+    precision: str = "fp32",
+) -> float:
+    """The share of scored targets that the model's most likely id meets, on batches of its own.
+
+    They are the steps from `first_step` on, which no training run reaches. "bf16" and "fp16" are
+    autocast. Waits for the device once.
+    """
+    device = next(model.parameters()).device
+    right = torch.zeros((), device=device)
+    scored = 0
+    training = model.training
+    model.eval()
+    try:
+        for step in range(first_step, first_step + batches):
+            ids, targets = task.batch(step, batch, tokens, device)
+            with autocast(precision, device):
+                logits, _ = model(ids)
+            counts = targets != IGNORED
+            right += ((logits.argmax(-1) == targets) & counts).sum()
+            scored += counts.sum()
+    finally:
+        model.train(training)
+    return float(right / scored)
