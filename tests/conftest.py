@@ -7,6 +7,7 @@ for its modules.
 
 import os
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -20,6 +21,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not DEVICES:
     os.environ["TRITON_INTERPRET"] = "1"  # read when @triton.jit decorates, so before any kernel
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+
+STARTED: list[str] = []  # commands that this process has started since the current test began
+_start = subprocess.Popen.__init__
+
+
+def _noted(self, arguments, *more, **options):
+    STARTED.append(str(arguments))
+    _start(self, arguments, *more, **options)
+
+
+subprocess.Popen.__init__ = _noted
+
+
+@pytest.fixture(autouse=True)
+def started_processes_are_marked(request):
+    """A test that starts a process says so: `pytest -m "not processes"` is one process alone."""
+    STARTED.clear()
+    yield
+    if STARTED and not request.node.get_closest_marker("processes"):
+        pytest.fail(f"it starts a process without the mark `processes`: {STARTED[0][:200]}")
 
 
 def pytest_collection_modifyitems(items):

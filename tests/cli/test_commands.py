@@ -198,6 +198,7 @@ def test_a_missing_package_is_said_with_the_extra_that_brings_it(place, capsys, 
     assert "papermill is not installed; pip install 'nsa[notebooks]'" in one_line(capsys)
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     ready = place / "ready"

@@ -173,6 +173,7 @@ def test_words_of_the_command_line_become_values():
     }  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_real_bisection_finds_the_pair_that_breaks_a_strangers_step(tmp_path):
     (tmp_path / "plan.yaml").write_text(PLAN + "steps: 2\n")

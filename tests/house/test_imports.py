@@ -227,6 +227,7 @@ def test_import_nsa_loads_nothing_but_itself():
     assert not loaded_after("import nsa; nsa.__version__") & (OPTIONAL | BASE)
 
 
+@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
     "statement", ["from nsa import nsa_attention", "from nsa import LanguageModel"]

@@ -42,6 +42,7 @@ def said(found: list[dict]) -> str:
     return "\n".join(map(str, found))
 
 
+@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(("architecture", "shape", "kind"), TARGETS)
 def test_every_kernel_compiles_and_fits_the_chip(architecture, shape, kind):

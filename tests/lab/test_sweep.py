@@ -51,6 +51,7 @@ def endings(*how, **options):
     return measure(ENTRY, how, lambda cell, share_s: {"how": cell, "name": "HOME"}, **given)
 
 
+@pytest.mark.processes
 def test_every_way_to_end_is_an_outcome_in_its_place(tmp_path, capsys):
     how = ("environment", "wrapped_out_of_memory", "sleep", "kill_itself", "value_error",
            "declining")  # fmt: skip
@@ -136,6 +137,7 @@ def test_a_cell_that_lacked_memory_beside_others_runs_again_alone(cells, workers
     assert swept(cells, Children(children.ends), workers=workers)[0].alone == (times < 3)
 
 
+@pytest.mark.processes
 def test_an_interrupt_ends_the_children_and_keeps_what_was_measured(capsys):
     timer = threading.Timer(2.0, os.kill, [os.getpid(), signal.SIGINT])
     started = time.monotonic()

@@ -50,6 +50,7 @@ def compiled(backend, *names):
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_all_blocks_are_one_graph_which_no_later_step_makes_anew(name):
@@ -61,6 +62,7 @@ def test_all_blocks_are_one_graph_which_no_later_step_makes_anew(name):
     assert found["products"] == [5 if name == "dense" else 7]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_generated_code_trains_as_what_it_was_made_from(name):

@@ -135,6 +135,7 @@ def test_an_exception_fails_its_cell_and_leaves_the_later_ones_pending(tmp_path,
     assert_nothing_left(mark)
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_hang_ends_at_its_deadline_and_shows_where_it_was(tmp_path, mark):
     began = time.monotonic()
@@ -151,6 +152,7 @@ def test_a_hang_ends_at_its_deadline_and_shows_where_it_was(tmp_path, mark):
     assert_nothing_left(mark)
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_hang_in_c_that_holds_the_gil_is_killed(tmp_path, mark):
     out = execute(tmp_path, sleeper(mark), GIL_HANG, "print('never')", cell_timeout_s=3)
@@ -161,6 +163,7 @@ def test_a_hang_in_c_that_holds_the_gil_is_killed(tmp_path, mark):
     assert_nothing_left(mark)
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_the_whole_notebook_has_a_deadline_besides_that_of_a_cell(tmp_path, mark):
     cell = "import time; time.sleep(1.5)"
@@ -180,6 +183,7 @@ def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
     assert code_cells(out)[0].execution_count is None
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
     broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
@@ -248,6 +252,7 @@ def start_runner(tmp_path, mark, cell):
     return runner, tmp_path / "out.ipynb"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "cell", "expected", "ename"),
@@ -270,6 +275,7 @@ def test_a_stopped_runner_leaves_a_true_notebook_and_no_process(
     assert_nothing_left(mark)
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark):
     runner, out = start_runner(tmp_path, mark, GIL_HANG)

@@ -32,6 +32,7 @@ def foreign_kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_refreshed_notebook_ran_on_this_interpreter_and_is_clean(tmp_path, foreign_kernel):
     path = written(tmp_path / "n.ipynb", "import sys; sys.executable", "import os; os.getcwd()")
@@ -47,6 +48,7 @@ def test_a_refreshed_notebook_ran_on_this_interpreter_and_is_clean(tmp_path, for
     assert "version" not in notebook.metadata.language_info
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_plots_are_kept_with_few_colours(tmp_path):
     plot = "from PIL import Image; from IPython.display import display; "
@@ -62,6 +64,7 @@ def test_plots_are_kept_with_few_colours(tmp_path):
     assert max(high for _, high in far) <= 16
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_refreshing_twice_changes_nothing(tmp_path):
     path = written(tmp_path / "n.ipynb", "1 + 1")
@@ -83,6 +86,7 @@ def test_a_failing_cell_leaves_the_notebook_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_cleaning_executes_nothing(tmp_path):
     path = written(tmp_path / "n.ipynb", "1 + 1")

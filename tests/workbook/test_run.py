@@ -93,6 +93,7 @@ def test_figures_that_cannot_be_copied_are_said_and_cost_the_run_nothing(place):
     assert said[-1] == f"no figures in {place / 'figures'}: File exists"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_every_figure_of_a_notebook_is_shown_not_only_the_first(place):
     draw = """
@@ -133,6 +134,7 @@ def statuses_of(result) -> list[str]:
     return [s for s in statuses(result.folder / "notebook.ipynb") if s]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, "import time; time.sleep(600)")
@@ -147,6 +149,7 @@ def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
     assert dead.message == "the kernel died of SIGKILL"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_notebook_with_a_timeout_ends_its_budgets_before_it(place):
     budget = "from nsa.lab.sweep import Budget; print(round(Budget(3600).share(3600)))"
@@ -163,6 +166,7 @@ def test_a_failed_claim_is_a_finished_run_that_is_not_good(place):
     assert result.status == "ok" and not result.good
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_the_same_run_is_a_cache_hit_and_again_runs_it_beside(place):
     said = []
@@ -177,6 +181,7 @@ def test_the_same_run_is_a_cache_hit_and_again_runs_it_beside(place):
     assert not start(place, {"layers": 3}).cached
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_failed_run_is_no_cache_hit(place):
     marker = place / "marker"
@@ -304,6 +309,7 @@ def runner(place) -> subprocess.Popen:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_two_runs_of_one_thing_at_once_both_survive(place):
     # each waits for the other to be inside its notebook, so the two really overlap
@@ -328,6 +334,7 @@ def test_two_runs_of_one_thing_at_once_both_survive(place):
     assert len(store.open_store(place / "runs").folders()) == 2
 
 
+@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "status", "stop_reason"),

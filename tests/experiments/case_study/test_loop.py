@@ -228,6 +228,7 @@ def test_a_correct_window_would_nearly_have_doubled_the_last_row():
     assert right > 1.8 * MEMORY_MIB[2048]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layers", "tokens", "defects"),

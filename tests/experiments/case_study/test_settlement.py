@@ -132,6 +132,7 @@ def test_unknown_trials_are_refused():
         trials.run_all(["states"])
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_trial_runs_in_a_process_of_its_own_and_keeps_what_it_found(tmp_path):
     ended = trials.run_all(["boolean-mask"], folder=tmp_path, progress=False)
@@ -206,6 +207,7 @@ def test_sentences_hold_no_numbers_that_move():
         assert not re.search(r"\d+\.\d+ s\b", one.sentence)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_every_trial_holds_all_that_is_asked_of_it():
     ended = trials.run_all(deadline_s=250, progress=False)

@@ -289,6 +289,7 @@ def test_masks_have_only_the_defects_that_masks_can_have(tmp_path):
     assert lab.spec(BASE | {"blocking": True}, 3).env == {"CUDA_LAUNCH_BLOCKING": "1"}
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_healthy_loop_is_said_to_hang_at_step_5_and_found_slow(tmp_path):
     lab = Lab(Ledger(tmp_path), Setup(tokens=128, steps=60))

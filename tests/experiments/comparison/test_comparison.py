@@ -381,6 +381,7 @@ def test_a_figure_without_rows_says_which_are_missing():
         comparison_plots.latency(metrics.table([]))
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_shape_whose_process_crashes_leaves_rows_and_the_others(tmp_path):
     small = Shape(40, 2, 1, 16, 16, dtype="fp32", config=TINY_CONFIG)

@@ -87,6 +87,7 @@ def test_a_probe_tells_the_weights_that_the_reference_gives():
     assert np.array(compressed)[:7].sum() == 0
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_copies_are_looked_at_in_forks_and_the_code_here_stays_as_it_is(tmp_path):
     names = ["window-leak", "current-block-dropped"]
@@ -290,6 +291,7 @@ def test_figures_are_drawn_of_what_there_is(drawn, oracle):
     assert isinstance(correctness_table.killers([right, wrong], []), pandas.DataFrame)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_mutant_is_taught_and_its_killer_run():
     rows = correctness_mutants.learn(["compressed-block-seen-too-early"], tokens=64)

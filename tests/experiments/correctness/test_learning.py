@@ -69,6 +69,7 @@ def test_the_row_of_a_lesson_says_what_was_found():
     assert not row["as_expected"]  # two steps teach nothing
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_lesson_runs_in_a_process_of_its_own():
     outcome = run_child("nsa.experiments.correctness.learning:learn", short(), deadline_s=100)

@@ -66,6 +66,7 @@ def test_the_quadratic_term_is_there_only_for_backends_that_hold_it():
         predict(config, 64, backend="gater")
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_every_way_to_end_is_a_row_in_its_place(tmp_path, capsys):
     cells = [cell(seed=seed) for seed in (0, 1, 2)]
@@ -89,12 +90,14 @@ def test_an_interrupt_keeps_the_rows(monkeypatch):
     assert [(row["seed"], row["peak_mib"]) for row in rows] == [(1, 7.0)]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_an_error_says_in_which_step_and_phase_it_came():
     row = measure([cell(tokens=10**9)], deadline_s=60, threads=1, progress=False)[0]
     assert row["outcome"] == "error" and "in step 0, phase data" in row["message"]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_backend_that_declines_is_a_row_with_its_reason():
     row = measure([cell(backend="flex")], deadline_s=60, threads=1, progress=False)[0]

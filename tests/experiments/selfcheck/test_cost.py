@@ -48,6 +48,7 @@ def test_backwards_that_are_all_too_short_are_said_to_be(monkeypatch):
         foretold({"settings": SETTINGS | {"threads": torch.get_num_threads()}, "steps": 2})
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_the_cost_of_counting_is_a_ratio_of_one_process():
     ended = cost_of_counting(SETTINGS, steps=4, rounds=5)
@@ -56,6 +57,7 @@ def test_the_cost_of_counting_is_a_ratio_of_one_process():
     assert ended.result["plain_ms"] > 0 and ended.result["counted_ms"] > 0
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_real_backward_has_its_end_foretold():
     """How well is no matter of a busy machine: see tests/lab/watch/test_progress.py."""

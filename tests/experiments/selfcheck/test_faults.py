@@ -292,6 +292,7 @@ def test_a_spin_on_a_device_is_bounded():
         spin(61.0)
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_each_wait_rests_at_step_three_in_the_state_that_it_says():
     """One process forks into all of them, so that torch is imported once."""
@@ -306,6 +307,7 @@ def test_each_wait_rests_at_step_three_in_the_state_that_it_says():
     assert beatless == {"GIL held", "GIL held asleep", "stop signal"}
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "status", "message"),
@@ -330,6 +332,7 @@ def ended(name, tmp_path, deadline_s=60.0):
     return [row["status"] for row in rows], rows
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_killed_rank_is_the_first_to_fail(tmp_path):
     _, rows = ended("one rank killed", tmp_path)
@@ -337,6 +340,7 @@ def test_a_killed_rank_is_the_first_to_fail(tmp_path):
     assert rows[1]["message"] == f"ended by {signal.Signals(9).name}"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["skipped collective", "one rank without data"])
 def test_ranks_that_wait_for_each_other_do_so_in_step_three(name, tmp_path):
@@ -345,12 +349,14 @@ def test_ranks_that_wait_for_each_other_do_so_in_step_three(name, tmp_path):
     assert {row["place"] for row in rows} == {"step 3"}
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank's own branch", "two ranks"])
 def test_ranks_end_well_whether_or_not_one_leaves_out_a_branch(name, tmp_path):
     assert ended(name, tmp_path)[0] == ["ok", "ok"]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_another_shape_is_no_silence(tmp_path):
     assert set(ended("other shape", tmp_path)[0]) <= {"crash", "error", "ended"}

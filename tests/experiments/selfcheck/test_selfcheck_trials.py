@@ -206,6 +206,7 @@ def test_the_text_has_a_column_for_each_kind_that_was_found():
 FEW = ["gate x 0", "missing shard", "stop signal", "lock taken twice", "healthy", "frozen part"]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_few_faults_and_controls_end_to_end(tmp_path):
     rows = selfcheck.check(chosen(FEW), gpus=0, workers=3, folder=tmp_path)
@@ -214,6 +215,7 @@ def test_a_few_faults_and_controls_end_to_end(tmp_path):
     assert len(kept) == len(FEW)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_fault_that_a_machine_without_a_gpu_can_hold_is_named(tmp_path):

@@ -184,6 +184,7 @@ def test_communication_is_what_a_step_waits_for_others():
     assert found == pytest.approx(6, rel=0.25)
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
     (row,) = throughput.measure(
@@ -208,6 +209,7 @@ def test_every_ending_of_a_cell_is_a_row(seed, outcome, message, capsys):
     assert f"[1/1] {CELL}: {outcome}" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_late_cell_and_those_without_time_are_rows():
     slow = replace(CELL, seed=3)
@@ -221,6 +223,7 @@ def test_a_late_cell_and_those_without_time_are_rows():
     assert unrun["message"] == "the budget of 1 s was used up"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_job_names_the_rank_that_failed_first():
     (row,) = throughput.measure([replace(TWO, seed=1)], deadline_s=60, entry=ENTRY, progress=False)
@@ -234,6 +237,7 @@ def test_illegal_cells_and_deadlines_are_refused_before_anything_runs():
         throughput.measure([CELL, {"preset": "cpu_test", "batches": 2}], deadline_s=1)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_train_with_gloo_and_ddp_says_what_communication_costs(kind):

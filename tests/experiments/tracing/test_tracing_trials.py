@@ -194,6 +194,7 @@ def test_a_shard_of_zeros_is_no_dead_gradient():
         ]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_rank_that_raises_is_a_row_and_the_next_trial_gets_another_launch(tmp_path, capsys):
     found = trace(
@@ -209,6 +210,7 @@ def test_a_rank_that_raises_is_a_row_and_the_next_trial_gets_another_launch(tmp_
     assert "error (ValueError: the planted mistake)" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_at_the_deadline_every_rank_says_where_it_stands(tmp_path):
     found = trace(
@@ -224,6 +226,7 @@ def test_at_the_deadline_every_rank_says_where_it_stands(tmp_path):
     )
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_ranks_that_never_meet_fail_every_trial_in_one_launch(tmp_path):
     found = trace(

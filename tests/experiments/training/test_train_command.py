@@ -284,6 +284,7 @@ def test_training_needs_no_package_but_torch(place, monkeypatch):
     assert record(folder)["status"] == "ok"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_killed_rank_takes_the_job_down_and_is_named(place):
     """Two ranks under `nsa train --ranks 2`; rank 0, which writes all files, is the one killed."""
@@ -307,6 +308,7 @@ def test_a_killed_rank_takes_the_job_down_and_is_named(place):
     assert losses[:2] == pytest.approx(one, rel=1e-6), "two ranks train on one process's numbers"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kind):
@@ -327,6 +329,7 @@ def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kin
     assert losses == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_torchrun_who_is_left_names_the_killed_rank(place, rank):
@@ -339,6 +342,7 @@ def test_under_torchrun_who_is_left_names_the_killed_rank(place, rank):
     assert ended["status"] == "failed" and ended["first_failure"]["rank"] == rank
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
@@ -358,6 +362,7 @@ def test_ctrl_c_while_checkpoints_are_written_leaves_a_good_one_and_no_process(
     assert not list(folder.glob("*.part"))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_rank_behind(place):
     words = ["--steps", "1000000", "--eval-every", "2", "--ranks", "2", "--into", "r"]
@@ -373,6 +378,7 @@ def test_a_killed_supervisor_leaves_no_rank_behind(place):
             time.sleep(0.05)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_bad_input_that_only_a_rank_can_see_exits_with_2(place):
     (place / "cut.pt").write_bytes(b"PK")

@@ -89,6 +89,7 @@ def ran(code, file, seconds=60):
     )
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_sigusr1_writes_the_stack_of_every_thread_from_inside_a_backward(tmp_path):
     done = ran(STUCK, tmp_path / "stacks.txt")
@@ -98,6 +99,7 @@ def test_sigusr1_writes_the_stack_of_every_thread_from_inside_a_backward(tmp_pat
     assert any("loop_that_does_not_end" in frame for frame in found[-1]["frames"])
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_native_code_is_shown_while_it_runs(tmp_path):
     done = ran(NATIVE, tmp_path / "stacks.txt")
@@ -106,6 +108,7 @@ def test_native_code_is_shown_while_it_runs(tmp_path):
     assert main["name"] == "MainThread"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_hundreds_of_dumps_do_not_end_a_process_whose_threads_work(tmp_path):
     done = ran(BUSY, tmp_path / "stacks.txt", 120)

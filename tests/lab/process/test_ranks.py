@@ -8,6 +8,7 @@ from nsa.lab.process.ranks import run_ranks
 pytest.importorskip("torch.distributed.run")
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_every_rank_returns_its_own_result_and_leaves_what_it_printed(tmp_path):
     rows = run_ranks("launched:greet", {"word": "x"}, ranks=2, deadline_s=60, folder=tmp_path)
@@ -22,6 +23,7 @@ def test_every_rank_returns_its_own_result_and_leaves_what_it_printed(tmp_path):
     assert len(list(tmp_path.glob("logs/*/*/*/stderr.log"))) == 2
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_rank_that_raises_takes_the_others_down_and_is_named_first(tmp_path):
     begin = time.monotonic()
@@ -37,6 +39,7 @@ def test_a_rank_that_raises_takes_the_others_down_and_is_named_first(tmp_path):
     assert other["status"] == "ended" and not other["first"]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_rank_that_a_signal_ends_is_named_first(tmp_path):
     rows = run_ranks(
@@ -47,6 +50,7 @@ def test_a_rank_that_a_signal_ends_is_named_first(tmp_path):
     assert rows[0]["message"] == "ended by SIGKILL"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_rank_that_leaves_without_a_word_is_named_first(tmp_path):
     rows = run_ranks(
@@ -57,6 +61,7 @@ def test_a_rank_that_leaves_without_a_word_is_named_first(tmp_path):
     assert rows[1]["message"] == "exited with 7 before it had a result"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_at_the_deadline_each_rank_says_where_it_stands_and_nobody_is_left(tmp_path):
     rows = run_ranks(

@@ -119,6 +119,7 @@ def test_one_long_operation_is_waited_for(stuck):
     assert judge(stuck["native"]).kind == "PASS"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_strangers_training_is_tried_by_its_path_alone(tmp_path):
     evidence = trial("stranger:Training", tmp_path)
@@ -154,6 +155,7 @@ def test_losses_before_the_end_are_kept(tmp_path):
     assert len(trial("exception", tmp_path, {"at": 2}).losses) == 2
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_who_is_forked_and_who_ignores_sigterm_is_ended_as_well(tmp_path):
     pids = tmp_path / "pids"
@@ -174,6 +176,7 @@ def test_its_caller_may_end_it(tmp_path):
     assert judge(evidence).kind == "INCONCLUSIVE"
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_of_several_ranks_the_first_to_fail_is_told(tmp_path):
     evidence = trial("rank_fails", tmp_path, ranks=2)
@@ -183,6 +186,7 @@ def test_of_several_ranks_the_first_to_fail_is_told(tmp_path):
     assert evidence.ranks() == [0, 1]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_skipped_collective_is_in_the_flight_recorders(tmp_path):
     evidence = trial("skipped_collective", tmp_path, ranks=2)
@@ -190,6 +194,7 @@ def test_a_skipped_collective_is_in_the_flight_recorders(tmp_path):
     assert judge(evidence).what == "collective"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path, ranks):
@@ -210,6 +215,7 @@ def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path, ranks):
     assert len(files) == ranks and gone([int(file.name[4:]) for file in files])
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_another_interpreter_runs_with_packages_of_its_own(tmp_path):
     other = tmp_path / "python"
@@ -236,6 +242,7 @@ def test_a_rest_without_proof_is_tried_again_for_twice_as_long(monkeypatch, tmp_
     assert given == [("t", 5.0), ("again", 12.0)] and evidence.again.frozen_s() == 7.0
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_without_py_spy_it_says_so_and_faulthandler_remains(monkeypatch, tmp_path):
     monkeypatch.setattr(looks, "_py_spy", lambda: None)

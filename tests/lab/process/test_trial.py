@@ -85,6 +85,7 @@ def test_a_deadline_gives_timeout_and_the_stack_it_stood_in():
     assert "hang" not in outcome.message
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_timeout_leaves_nobody_behind_not_even_who_ignores_sigterm(tmp_path):
     outcome = run("lasting_grandchild", {"pids": str(tmp_path / "pids")}, deadline_s=1.5)
@@ -118,6 +119,7 @@ def test_a_trial_does_not_outlive_its_parent(tmp_path):
     assert wait_until_gone([int(pids.read_text())]) == []
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_trial_inside_a_trial_ends_with_the_outer_one(tmp_path):
     inner = {"entry": "trial_entries:lasting_grandchild", "pids": str(tmp_path / "pids")}

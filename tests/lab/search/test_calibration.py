@@ -115,6 +115,7 @@ def test_points_that_would_take_too_long_are_left_out(tmp_path, monkeypatch):
     assert len(points.rows[0]["seconds"]) == REPEATS and losses[REPEATS:] == [None] * 2 * REPEATS
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_strangers_training_is_calibrated_by_the_names_that_it_has(tmp_path):
     found = Trials(
@@ -125,6 +126,7 @@ def test_a_strangers_training_is_calibrated_by_the_names_that_it_has(tmp_path):
     assert 0.19 < found.evidence.predicted_s < 1  # a machine with other work is late to begin
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_cell_is_predicted_before_it_runs_and_the_next_one_by_the_same_calibration(tmp_path):
     plan = Plan({"layers": [6, 8]}, settings=SLOW | {"tokens": 1024}, calibrate=True, **PACED)
@@ -141,6 +143,7 @@ def test_a_cell_is_predicted_before_it_runs_and_the_next_one_by_the_same_calibra
     assert trials.run(plan.base).cached
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_fault_that_is_there_at_any_size_is_judged_without_a_prediction(tmp_path):
     settings = SLOW | {"layers": 1, "tokens": 64, "breaks": True}
@@ -150,6 +153,7 @@ def test_a_fault_that_is_there_at_any_size_is_judged_without_a_prediction(tmp_pa
     assert "CRASH" in done.calibrated
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_rest_inside_a_step_is_seen_and_the_first_step_may_load(tmp_path):
     settings = {"a": 0.4, "b": 0.0, "c": 0.0, "first": 0.5, "layers": 1, "tokens": 64}
@@ -170,6 +174,7 @@ def test_a_prediction_is_given_or_measured():
         Plan({}, calibrate="yes")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "tokens"), [("gather", 1024), ("masked", 512)])
 def test_a_real_training_is_predicted_from_seconds_of_smaller_work(tmp_path, backend, tokens):
@@ -180,6 +185,7 @@ def test_a_real_training_is_predicted_from_seconds_of_smaller_work(tmp_path, bac
     assert 0.4 < took / done.evidence.predicted_s < SOFT  # late work is looked at, this is not
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_several_ranks_are_calibrated_in_one_launch(tmp_path):
     settings = {"ranks": 2, "batch": 2, "layers": 2, "tokens": 128, "threads": 1}

@@ -118,6 +118,7 @@ def test_a_folder_that_was_never_finished_is_none(tmp_path):
     assert place == tmp_path / "abd" and Ledger(tmp_path).ids() == ["abd"]
 
 
+@pytest.mark.processes
 @pytest.mark.full
 def test_a_killed_supervisor_leaves_a_store_that_goes_on(tmp_path):
     pid, root = tmp_path / "pid", tmp_path / "store"
