@@ -12,7 +12,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbclient.util import ensure_async
 from papermill.clientwrap import PapermillNotebookClient
 
-from nsa.lab.process import family as processes
+from nsa.lab.process import family
 
 
 class OwnInterpreter(KernelSpecManager):
@@ -51,7 +51,7 @@ class TruthfulClient(PapermillNotebookClient):
     def __init__(self, nb_man, *, cell_timeout_s=None, timeout_s=None, on_output=None, **options):
         super().__init__(nb_man, km=kernel_manager(options.get("config")), **options)
         self.cell_timeout_s, self.timeout_s, self.on_output = cell_timeout_s, timeout_s, on_output
-        self.cookie = processes.new_cookie()
+        self.cookie = family.new_cookie()
         self.unsaved = False
         self._outside: asyncio.Future | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,7 +93,7 @@ class TruthfulClient(PapermillNotebookClient):
 
     async def _start(self, environment, cwd, kernel_log) -> None:
         await self.async_start_new_kernel(
-            env=processes.environment(environment, self.cookie),
+            env=family.environment(environment, self.cookie),
             cwd=cwd,
             stdout=kernel_log,
             stderr=kernel_log,
@@ -163,7 +163,7 @@ class TruthfulClient(PapermillNotebookClient):
         code = process.poll() if process is not None else None
         if code is None:
             return ""
-        return f" of {processes.signal_name(-code)}" if code < 0 else f" with exit code {code}"
+        return f" of {family.signal_name(-code)}" if code < 0 else f" with exit code {code}"
 
     def _process(self):
         """The kernel's Popen, or None before there is one."""
@@ -191,7 +191,7 @@ class TruthfulClient(PapermillNotebookClient):
         # that dropped the environment, and its number is nobody else's.
         process = self._process()
         roots = {process.pid} if process is not None and process.returncode is None else set()
-        left = await asyncio.to_thread(processes.end_family, self.cookie, roots)
+        left = await asyncio.to_thread(family.end_family, self.cookie, roots)
         if left:
             self.log.error(f"{len(left)} processes of the notebook could not be killed")
         with contextlib.suppress(Exception):

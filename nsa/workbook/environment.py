@@ -12,8 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from nsa.lab import sweep
-from nsa.lab.process import child, preflight
-from nsa.lab.process import family as processes
+from nsa.lab.process import child, family, preflight
 
 PREFIXES = (
     "TORCH",
@@ -29,7 +28,7 @@ PREFIXES = (
     "SLURM_JOB",
 )
 # how a run's processes find each other: different every time, and no setting
-OWN = ("NSA_RUN", sweep.RUN_ENDS, processes.COOKIE, processes.PARENT, child.PATH)
+OWN = ("NSA_RUN", sweep.RUN_ENDS, family.COOKIE, family.PARENT, child.PATH)
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SECRET = re.compile(r"token|secret|passw|credential|api_?key|auth", re.IGNORECASE)
 IDENTITY = re.compile(

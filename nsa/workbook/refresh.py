@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nsa.lab.process import family as processes
+from nsa.lab.process import family
 from nsa.workbook.files import write_notebook
 
 CELL_TIMEOUT_S = 600
@@ -65,11 +65,11 @@ def execute(path: Path) -> None:
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     )
-    cookie = processes.new_cookie()
+    cookie = family.new_cookie()
     try:
-        client.execute(env=processes.environment({**os.environ, "NSA_HEADLESS": "1"}, cookie))
+        client.execute(env=family.environment({**os.environ, "NSA_HEADLESS": "1"}, cookie))
     finally:
-        processes.end_family(cookie)
+        family.end_family(cookie)
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             data = output.get("data", {})

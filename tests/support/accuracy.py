@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nsa.lab.measure.accuracy import Red, hold
+from nsa.lab.measure.accuracy import AccuracyError, hold
 
 
 def assert_as_accurate(
@@ -22,7 +22,7 @@ def assert_as_accurate(
     dtype = same_dtype.dtype
     try:
         hold(name, got, same_dtype, exact, dtype=dtype, slack=slack, magnitude=magnitude)
-    except Red as red:
+    except AccuracyError as red:
         raise AssertionError(str(red)) from None
 
 

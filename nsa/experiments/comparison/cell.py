@@ -13,7 +13,7 @@ from nsa.experiments.comparison import check, implementations
 from nsa.experiments.comparison.check import Checked
 from nsa.experiments.comparison.implementations import NSA, Implementation
 from nsa.lab.measure import timing
-from nsa.lab.measure.accuracy import Red
+from nsa.lab.measure.accuracy import AccuracyError
 from nsa.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.measure.timing import Clock, NoTime
@@ -124,7 +124,7 @@ class Runner:
         except NoTime as error:
             cell["outcome"] = "ok" if "forward" in cell["latency_ms"] else "not run"
             add(cell, str(error))
-        except Red as error:
+        except AccuracyError as error:
             fail(cell, "red", str(error))
         except (Exception, SystemExit) as error:
             text = f"{self.stage}: {brief(error)}"
@@ -139,7 +139,7 @@ class Runner:
             self.broken = f"the device failed in {implementation.name}: {self.broken}"
 
     def _restore(self, cell: dict, drawn: Drawn) -> None:
-        """Red for whoever writes to its inputs, which are made whole for those that follow."""
+        """AccuracyError for whoever writes to its inputs, which are made whole for those that follow."""
         try:
             pairs = zip(self.mark, drawn.fingerprint(), strict=True)
             if all(torch.equal(before, now) for before, now in pairs):

@@ -9,7 +9,7 @@ from torch import Tensor
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
 from nsa.experiments.comparison.implementations import DENSE, NSA, Implementation, operands
-from nsa.lab.measure.accuracy import Error, Red, hold
+from nsa.lab.measure.accuracy import AccuracyError, Error, hold
 from nsa.lab.measure.attention_inputs import Drawn, importance_at, select_at
 from nsa.lab.measure.shapes import Shape
 from nsa.reference.attend import attend
@@ -99,7 +99,7 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
     """The blocks [B, R, HKV, n] that an implementation selects for the queries at `rows`.
 
     With the selected branch alone let through and values that say of which block they are, o holds
-    each block's probability: DV blocks a forward. Red where the heads of a group disagree, or where
+    each block's probability: DV blocks a forward. AccuracyError where the heads of a group disagree, or where
     the number of blocks is wrong.
     """
     shape, config = drawn.shape, drawn.shape.config
@@ -116,11 +116,11 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
         v = tag if shape.shared_kv else dict.fromkeys(drawn.v, tag)
         o = implementation.call(replace(drawn, v=v, gates=gates), None)
         if not bool(o[:, rows].isfinite().all()):
-            raise Red("the selected branch alone is not finite")
+            raise AccuracyError("the selected branch alone is not finite")
         chosen.append(o[:, rows, :, : count - first] > 0)
     mask = torch.cat(chosen, -1).unflatten(2, (shape.kv_heads, -1))  # [B, R, HKV, G, NB]
     if not torch.equal(mask.any(3), mask.all(3)):
-        raise Red("the heads of a group select different blocks")
+        raise AccuracyError("the heads of a group select different blocks")
     mask = mask.any(3)
     wanted = torch.minimum(
         rows // config.select_block + 1, torch.tensor(config.select_count, device=rows.device)
@@ -129,7 +129,9 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
     if bool(wrong.any()):
         _, row, _ = wrong.nonzero()[0].tolist()
         got = sorted(set(mask[:, row].sum(-1).flatten().tolist()))
-        raise Red(f"query {int(rows[row])} selects {got} blocks, {int(wanted[row])} are right")
+        raise AccuracyError(
+            f"query {int(rows[row])} selects {got} blocks, {int(wanted[row])} are right"
+        )
     order = torch.arange(count, device=rows.device)
     ranked = torch.where(mask, order, count).sort(dim=-1).values[..., : config.select_count]
     ranked = torch.nn.functional.pad(
@@ -140,7 +142,7 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
 
 @torch.no_grad()
 def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
-    """Red unless the blocks keep as much exact importance as plain torch's choice would, twice off.
+    """AccuracyError unless the blocks keep as much exact importance as plain torch's choice would, twice off.
 
     Near ties may fall either way, so indices are not compared.
     """
@@ -159,7 +161,7 @@ def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
     for block in forced:
         legal = (block >= 0) & (block <= own)
         if bool((legal & ~(blocks == block[..., None]).any(-1)).any()):
-            raise Red("a query does not select its local blocks and the first ones")
+            raise AccuracyError("a query does not select its local blocks and the first ones")
     most = kept(best)
     lost, stick = most - kept(blocks), most - kept(plain)
     grain = torch.finfo(dtype).eps / 4 * float(most.mean()) / config.select_count
@@ -170,7 +172,7 @@ def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
     ):
         limit = 2 * float(torchs) + grain + noise
         if float(ours) > limit:
-            raise Red(
+            raise AccuracyError(
                 f"its selection loses {float(ours):.2e} of importance ({kind}) > {limit:.2e}; "
                 f"the best keeps {float(most.mean()):.2e}"
             )
@@ -221,9 +223,9 @@ class Checked:
     exact: Tensor | None = None
 
     def hold_again(self, o: Tensor, when: str) -> None:
-        """Red where an output made later from the same inputs is not accurate any more."""
+        """AccuracyError where an output made later from the same inputs is not accurate any more."""
         if not bool(o.isfinite().all()):
-            raise Red(f"o {when} is not finite")
+            raise AccuracyError(f"o {when} is not finite")
         if self.rows is not None:
             got = o.detach()[:, self.rows]
             hold(f"o {when}", got, self.plain, self.exact, dtype=o.dtype)
@@ -270,7 +272,7 @@ def check(
     backward: bool = True,
     reveal: bool = True,
 ) -> Checked:
-    """Holds it to the accuracy rule at `sample_rows`; Red says where it fails.
+    """Holds it to the accuracy rule at `sample_rows`; AccuracyError says where it fails.
 
     Its own selection is found out first and held against the exact importance (`reveal`); without
     that, a selection made by plain torch is handed in. Gradients are those of dO that is 0 outside
@@ -294,7 +296,9 @@ def check(
     with torch.set_grad_enabled(backward):
         o = implementation.call(drawn, handed)
     if not bool(o.isfinite().all()):
-        raise Red(f"o: {int((~o.isfinite()).sum())} values are not finite, of {o.numel()}")
+        raise AccuracyError(
+            f"o: {int((~o.isfinite()).sum())} values are not finite, of {o.numel()}"
+        )
     if backward and not o.requires_grad:
         raise NoGradient("its output has no gradient")
     grads: dict[str, Tensor] = {}
@@ -304,7 +308,7 @@ def check(
             whole = _gradients(o, inputs, drawn.do)
             bad = [f"d{name}" for name, grad in whole.items() if not bool(grad.isfinite().all())]
             if bad:
-                raise Red(f"{', '.join(bad)} with dO at all queries: not finite")
+                raise AccuracyError(f"{', '.join(bad)} with dO at all queries: not finite")
             del whole
         do = torch.zeros_like(drawn.do)
         do[:, rows] = drawn.do[:, rows]
@@ -330,7 +334,7 @@ def check(
 
 
 def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
-    """By name; Red where one does not reach its input.
+    """By name; AccuracyError where one does not reach its input.
 
     The graph is kept: a compiled backward whose first run frees it refuses ever to keep it, which
     timing the backward alone needs (torch's donated buffers).
@@ -338,16 +342,16 @@ def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor) -> dict[str, Te
     found = torch.autograd.grad(o, [*inputs.values()], do, retain_graph=True, allow_unused=True)
     missing = [f"d{name}" for name, grad in zip(inputs, found, strict=True) if grad is None]
     if missing:
-        raise Red(f"no gradient reaches {', '.join(missing)}")
+        raise AccuracyError(f"no gradient reaches {', '.join(missing)}")
     return dict(zip(inputs, found, strict=True))
 
 
 def _only_at(rows: Tensor, grad: Tensor, name: str) -> Tensor:
-    """The gradient at the rows; Red where one elsewhere, whose dO is 0, is not 0."""
+    """The gradient at the rows; AccuracyError where one elsewhere, whose dO is 0, is not 0."""
     at = grad[:, rows]
     if grad.shape[1] > len(rows):
         grad[:, rows] = 0
         stray = int((grad != 0).sum())  # NaN counts, too
         if stray:
-            raise Red(f"d{name}: {stray} values are not 0 at queries whose dO is 0")
+            raise AccuracyError(f"d{name}: {stray} values are not 0 at queries whose dO is 0")
     return at

@@ -87,7 +87,7 @@ def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _held(who: str, kind: str, found: Any, same: dict, exact: dict, shape: Any) -> list[dict]:
-    from nsa.lab.measure.accuracy import Red, hold
+    from nsa.lab.measure.accuracy import AccuracyError, hold
 
     if isinstance(found, str):
         return [{"who": who, "kind": kind, "tensor": "", "outcome": "declined", "message": found}]
@@ -103,7 +103,7 @@ def _held(who: str, kind: str, found: Any, same: dict, exact: dict, shape: Any) 
             error = hold(name, got, same[name], exact[name], dtype=shape.torch_dtype,
                          magnitude=magnitude)  # fmt: skip
             row |= {"error": error.worst, "limit": error.limit}
-        except Red as red:
+        except AccuracyError as red:
             scale = float(exact[name].abs().max())
             worst = float((got.double() - exact[name]).abs().max()) / scale
             row |= {"outcome": "red", "message": str(red), "error": worst}

@@ -45,7 +45,7 @@ def counting(spec: dict[str, Any]) -> dict[str, Any]:
     spec: "settings" of nsa.lab.search.training_subject, "steps" a turn, "rounds"; see
     nsa.lab.measure.timing.
     """
-    from nsa.lab.measure.timing import turns
+    from nsa.lab.measure.timing import interleaved
 
     with tempfile.TemporaryDirectory() as folder:
         subject = _subject(spec["settings"], Path(folder, "unheard.bin"))
@@ -63,7 +63,7 @@ def counting(spec: dict[str, Any]) -> dict[str, Any]:
                 progress.close()
 
         trainer.observers = ()
-        found = turns(trainer, counted, rounds=spec["rounds"], steps=spec["steps"])
+        found = interleaved(trainer, counted, rounds=spec["rounds"], steps=spec["steps"])
         subject.close()
     return {
         "ratio": found.ratio,

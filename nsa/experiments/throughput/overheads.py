@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.measure.timing import turns
+from nsa.lab.measure.timing import interleaved
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
@@ -26,12 +26,12 @@ ROUNDS, TURN = 3, 5  # of communication; steps of a turn
 def observing(trainer: Trainer) -> dict[str, float]:
     """{"watched_ms", "unwatched_ms", "watched_times"} of a step, with all observers and with none.
 
-    See `turns`. As in a long run, the heartbeat, times by phase and losses are of every step,
+    See `interleaved`. As in a long run, the heartbeat, times by phase and losses are of every step,
     gradients' arrival and the modules' order of every tenth, and so, five times as often as there,
     the attention's statistics.
     """
     # An observer that samples looks at one step of each turn.
-    found = turns(trainer, lambda: _all_observers(trainer), rounds=5, steps=SAMPLED)
+    found = interleaved(trainer, lambda: _all_observers(trainer), rounds=5, steps=SAMPLED)
     return {
         "unwatched_ms": found.plain_ms,
         "watched_ms": found.watched_ms,
@@ -42,10 +42,10 @@ def observing(trainer: Trainer) -> dict[str, float]:
 def communication_ms(trainer: Trainer) -> float:
     """ms that a step under DDP takes longer than one whose gradients stay on their rank.
 
-    Both are interleaved, see `turns`. Less than 0 where it is smaller than what else differs
+    Both are interleaved, see `interleaved`. Less than 0 where it is smaller than what else differs
     between two turns. The ranks' weights differ afterwards; every rank must call it.
     """
-    found = turns(trainer, lambda: unsynced(trainer), rounds=ROUNDS, steps=TURN, wall=True)
+    found = interleaved(trainer, lambda: unsynced(trainer), rounds=ROUNDS, steps=TURN, wall=True)
     return found.plain_ms * (1 - found.ratio)
 
 

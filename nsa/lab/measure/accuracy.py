@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Red(Exception):
+class AccuracyError(Exception):
     """An implementation is not accurate; the message says where and by how much."""
 
 
@@ -29,7 +29,7 @@ def hold(
     slack: float = 2.0,
     magnitude: float = 0.0,
 ) -> Error:
-    """Holds `got` to the rule in its worst and in its mean error; raises Red where it breaks it.
+    """Holds `got` to the rule in its worst and its mean error; AccuracyError where it breaks it.
 
     same_dtype: the definition evaluated in `dtype` by plain torch, whose error is the measuring
     stick; exact: it in fp64. A quarter of the dtype's epsilon, relative to the largest (or mean)
@@ -41,7 +41,7 @@ def hold(
     magnitude = float(magnitude)
     bad = int((~got.isfinite()).sum())
     if bad:
-        raise Red(f"{name}: {bad} values are not finite, of {got.numel()}")
+        raise AccuracyError(f"{name}: {bad} values are not finite, of {got.numel()}")
     ours, torchs = ((x.double() - exact).abs() for x in (got, same_dtype))
     size = exact.abs()
     largest = float(size.max())
@@ -55,7 +55,7 @@ def hold(
     ):
         limit = slack * float(stick) + grain * scale + noise
         if not float(error) <= limit:
-            raise Red(
+            raise AccuracyError(
                 f"{name}: {kind} error {float(error):.2e} > {limit:.2e} "
                 f"(plain torch in {str(dtype).removeprefix('torch.')}: {float(stick):.2e})"
             )

@@ -203,7 +203,7 @@ def same_as(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Turns:
+class Interleaved:
     """ms of a step, plain and watched, the median of the rounds' ratios, and what was timed."""
 
     plain_ms: float
@@ -212,14 +212,14 @@ class Turns:
     clock: str
 
 
-def turns(
+def interleaved(
     trainer: Trainer,
     watching: Callable[[], AbstractContextManager],
     *,
     rounds: int,
     steps: int,
     wall: bool = False,
-) -> Turns:
+) -> Interleaved:
     """Times `steps` steps inside `watching()` and as many outside, in `rounds` rounds.
 
     Both take turns, in changing order, so that a machine that slows down slows both. From idle
@@ -252,7 +252,7 @@ def turns(
         ms = {watched: turn(watched) for watched in order}
         found.append((ms[False], ms[True]))
     plain, watched = zip(*found[1:], strict=True)
-    return Turns(
+    return Interleaved(
         statistics.median(plain),
         statistics.median(watched),
         statistics.median(b / a for a, b in found[1:]),

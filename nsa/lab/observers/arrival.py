@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.lab.observers.deferred import Later, Sampled, kept_step
+from nsa.lab.observers.deferred import Deferred, Sampled, kept_step
 from nsa.lab.observers.graph import unreachable
 
 __all__ = ["GradientArrival", "compare", "summary", "unreachable"]
@@ -69,7 +69,7 @@ class GradientArrival:
         self._sampled, self._warn, self._clock = Sampled(every), warn, clock
         self._steps: deque[_Step] = deque(maxlen=keep)
         self._now: _Step | None = None
-        self._norms = Later()
+        self._norms = Deferred()
         self._hooks: list[Any] = []
         self.unreachable: tuple[str, ...] | None = None
         self.unreachable_unknown = ""

@@ -14,7 +14,7 @@ from nsa.attention.branches import select_blocks
 from nsa.attention.inputs import Inputs, checked
 from nsa.attention.products import wide
 from nsa.config import NSAConfig
-from nsa.lab.observers.deferred import Later
+from nsa.lab.observers.deferred import Deferred
 from nsa.lab.observers.module_order import refuse_without_hooks
 from nsa.model.layer import NSAAttention
 from nsa.reference.compress import compress_keys
@@ -62,7 +62,7 @@ class AttentionStats:
         self.every, self.writers = every, tuple(writers)
         self._hooks: list[Any] = []
         self._found: dict[int, Tensor] = {}
-        self._later = Later()
+        self._later = Deferred()
         self._steps: deque[tuple[int, list[list[float]]]] = deque(maxlen=keep)
 
     def on_start(self, trainer: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from nsa.lab.observers.deferred import Later
+from nsa.lab.observers.deferred import Deferred
 
 MIB = 2**20
 WINDOW = 50  # steps whose median is the pace
@@ -67,7 +67,7 @@ class Heartbeat:
         self._place = (None, "before the first step", clock(), None)
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._loss: tuple[int, float] | None = None
-        self._losses = Later()
+        self._losses = Deferred()
         self._device = torch.device("cpu")
         self._mib: float | None = None
         self._sampled = float("-inf")

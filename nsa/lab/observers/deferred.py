@@ -36,7 +36,7 @@ def kept_step(steps: Sequence[Any], number: int | None) -> Any:
     return steps[-1] if number is None else kept[number]
 
 
-class Later:
+class Deferred:
     """Copies on their way to the host, in the order in which they were put.
 
     On a GPU a copy goes to pinned memory behind the work that makes the tensor, with an event

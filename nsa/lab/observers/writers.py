@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa.lab.observers.deferred import Later
+from nsa.lab.observers.deferred import Deferred
 
 HEADER = "iso,step,name,value\n"
 
@@ -24,7 +24,7 @@ class _Writer:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1; 1 writes every step's loss")
         self.every = every
-        self._losses = Later()
+        self._losses = Deferred()
 
     def on_step(self, step: int, loss: Tensor) -> None:
         if step % self.every == 0:

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 
-from nsa.lab.process import atomic as whole
+from nsa.lab.process import atomic
 from nsa.lab.process.family import die_with_parent, let_others_look
 from nsa.lab.process.out_of_memory import is_out_of_memory
 
@@ -37,7 +37,7 @@ def main(entry: str, spec_file: str, result_file: str) -> int:
         outcome = _failure("error", error)
         outcome["message"] = f"{entry} returned what JSON cannot hold: {error}"
         text = json.dumps(outcome)
-    whole.write(result_file, text)
+    atomic.write(result_file, text)
     return 0 if outcome["status"] == "ok" else 1
 
 

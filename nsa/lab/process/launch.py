@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa.lab.process import family as processes
+from nsa.lab.process import family
 from nsa.lab.process.family import die_with_parent
 
 ENDING_S = 8.0  # for ranks to end by themselves after Ctrl-C
@@ -35,7 +35,7 @@ def launch(
     """
     if port is not None:
         check_port(port)
-    cookie = processes.new_cookie()
+    cookie = family.new_cookie()
     (Path(folder) / "exits.json").unlink(missing_ok=True)
     child = subprocess.Popen(
         [
@@ -44,7 +44,7 @@ def launch(
         ],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches this process, which passes it on
-        env=processes.environment(os.environ, cookie),
+        env=family.environment(os.environ, cookie),
     )
     try:
         good = child.wait() == 0
@@ -54,7 +54,7 @@ def launch(
             child.wait(ENDING_S)
         raise
     finally:
-        processes.end_family(cookie, {child.pid} if child.poll() is None else ())
+        family.end_family(cookie, {child.pid} if child.poll() is None else ())
         child.wait()
     return None if good else exit_codes(folder)
 

@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-from nsa.lab.process import atomic as whole
+from nsa.lab.process import atomic
 from nsa.lab.process.family import die_with_parent, let_others_look
 from nsa.lab.process.out_of_memory import is_out_of_memory
 
@@ -32,7 +32,7 @@ def standing(place: str) -> None:
 
 def put(path: Path, content: dict) -> None:
     """Writes JSON that appears whole or not at all."""
-    whole.write(path, json.dumps(content))
+    atomic.write(path, json.dumps(content))
 
 
 def failure(error: BaseException) -> dict:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.lab.process import atomic as whole
+from nsa.lab.process import atomic
 from nsa.lab.process.family import signal_name
 
 
@@ -101,7 +101,7 @@ class Failure:
 def say(folder: Path, rank: int, state: str, **more) -> None:
     """Puts down how this rank stands; the file appears whole or not at all."""
     content = {"rank": rank, "pid": os.getpid(), "state": state, "time": time.time(), **more}
-    whole.write(Path(folder, f"rank{rank}.json"), json.dumps(content, indent=1))
+    atomic.write(Path(folder, f"rank{rank}.json"), json.dumps(content, indent=1))
 
 
 @contextmanager

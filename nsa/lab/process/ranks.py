@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from nsa.lab.process import family as processes
-from nsa.lab.process import trial
+from nsa.lab.process import family, trial
 
 STATUSES = (*trial.STATUSES, "ended")
 _STACK_S = 1.0
@@ -89,7 +88,7 @@ def launch(spec: dict) -> dict:
     end = time.monotonic() + spec["deadline_s"]
     with open(folder / "torchrun.txt", "wb") as out:
         paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
-        env = {**os.environ, "PYTHONPATH": paths, processes.PARENT: str(os.getpid())}
+        env = {**os.environ, "PYTHONPATH": paths, family.PARENT: str(os.getpid())}
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
@@ -146,7 +145,7 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
         return row | {"status": "timeout", "message": message, "evidence": _stacks(rank, folder)}
     evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
     if code is not None and code < 0 and code != -signal.SIGTERM:
-        message = f"ended by {processes.signal_name(-code)}"
+        message = f"ended by {family.signal_name(-code)}"
         return row | {"status": "crash", "message": message, "evidence": evidence}
     if code == -signal.SIGTERM:
         message = f"ended because another rank had failed, at: {place}"

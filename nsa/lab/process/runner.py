@@ -19,8 +19,8 @@ from typing import Any
 from nsa.lab.process import gpus, preflight, ranks, renamed, trial
 from nsa.lab.process.out_of_memory import kernel_kills
 from nsa.lab.process.supervisor import Proven, Supervisor, settle
-from nsa.lab.search import time_model as timemodel
-from nsa.lab.watch import flight_recorder as flights
+from nsa.lab.search import time_model
+from nsa.lab.watch import flight_recorder
 from nsa.lab.watch.evidence import Evidence
 from nsa.lab.watch.looks import DeviceUse
 
@@ -107,7 +107,7 @@ def run(
     where `folder` cannot be written.
     """
     _check(spec, predicted_s, deadline_s, stall_s)
-    soft_s = timemodel.soft_deadline(predicted_s, factor) if predicted_s else None
+    soft_s = time_model.soft_deadline(predicted_s, factor) if predicted_s else None
     folder = Path(folder).resolve()
     _empty(folder)
     source = preflight.source_hash(spec.subject)
@@ -187,7 +187,7 @@ def _launch(spec: Spec, env: dict[str, str], folder: Path, supervisor: Superviso
     options: dict[str, Any] = {
         "deadline_s": FAR_S,
         "folder": folder,
-        "env": {**flights.environment(), **env},
+        "env": {**flight_recorder.environment(), **env},
         "watch": supervisor,
         "python": spec.python,
     }

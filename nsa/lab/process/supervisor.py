@@ -19,8 +19,7 @@ from typing import Any
 
 from nsa.lab.process import procfs
 from nsa.lab.process.trial import Outcome
-from nsa.lab.watch import flight_recorder as flights
-from nsa.lab.watch import looks, progress
+from nsa.lab.watch import flight_recorder, looks, progress
 from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample, thinned
 from nsa.lab.watch.looks import DeviceUse
 
@@ -252,7 +251,9 @@ class Supervisor:
         """What they answer, within a time."""
         waiting, end = set(asked), self.t + FLIGHT_S
         while waiting and self.t < end:
-            waiting -= {rank for rank in waiting if flights.read(self.folder, rank) is not None}
+            waiting -= {
+                rank for rank in waiting if flight_recorder.read(self.folder, rank) is not None
+            }
             if waiting:
                 self._pause(EVERY_S)
         self.collect()
@@ -260,9 +261,9 @@ class Supervisor:
     def collect(self) -> None:
         """What the ranks have answered so far, also after they have ended."""
         for rank in self._files:
-            if found := flights.read(self.folder, rank):
+            if found := flight_recorder.read(self.folder, rank):
                 self.evidence.flights[rank] = found
-            if held := flights.memory(self.folder, rank):
+            if held := flight_recorder.memory(self.folder, rank):
                 self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
 
 

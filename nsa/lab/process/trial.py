@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.lab.process import child
-from nsa.lab.process import family as processes
+from nsa.lab.process import child, family
 from nsa.lab.process.out_of_memory import kernel_kills
 from nsa.lab.watch import looks
 
@@ -128,7 +127,7 @@ def _run(
 ) -> Outcome:
     (folder / "spec.json").write_text(spec, encoding="utf-8")
     (folder / "result.json").unlink(missing_ok=True)
-    cookie = processes.new_cookie()
+    cookie = family.new_cookie()
     kills_before = kernel_kills()
     started = time.monotonic()
     with open(folder / "stdout.txt", "wb") as out, open(folder / "stderr.txt", "wb") as err:
@@ -155,7 +154,7 @@ def _run(
             if late and process.poll() is None:
                 # Who watches has looked already.
                 seen = "" if watch is not None else _stacks(process, folder / "stderr.txt")
-                roots = processes.family(cookie, roots)  # while it still leads to all of them
+                roots = family.family(cookie, roots)  # while it still leads to all of them
                 _terminate(process)
                 break
             time.sleep(_POLL_S)
@@ -163,7 +162,7 @@ def _run(
         seconds = time.monotonic() - started
         if process.returncode is not None:
             roots = roots - {process.pid}  # reaped, so the number may be somebody else's by now
-        processes.end_family(cookie, roots)
+        family.end_family(cookie, roots)
         process.wait()
     if seen is not None:
         return Outcome("timeout", None, seconds, late, process.returncode, seen)
@@ -180,7 +179,7 @@ def _judge(
     if left.get("status") == "bad entry":
         raise ValueError(f"{entry!r} cannot be run: {left['message']}")
     if returncode < 0:
-        name = processes.signal_name(-returncode)
+        name = family.signal_name(-returncode)
         evidence = _tail(folder / "stderr.txt")
         killed = returncode == -signal.SIGKILL and (kernel_kills() or 0) > (kills_before or 0)
         if killed:
@@ -196,7 +195,7 @@ def _judge(
 
 
 def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[str, str]:
-    given = processes.environment({**os.environ, **env}, cookie)
+    given = family.environment({**os.environ, **env}, cookie)
     places = [os.path.abspath(place) for place in sys.path]
     if python is not None:
         own = [os.path.abspath(place) for place in sysconfig.get_paths().values()]

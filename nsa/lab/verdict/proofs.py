@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa.lab.verdict.stalls import LOOKS, Rest, at_work, functions, rests, step_s
+from nsa.lab.verdict.stalls import LOOKS, Stall, at_work, functions, stalls, step_s
 from nsa.lab.watch.evidence import Evidence
 
 # Two times the bound for what could end by itself: somebody's sleep, a program that starts another,
@@ -18,13 +18,13 @@ class Proof:
     """what: the verdict's word. rest: of the rank that is to blame. because: what proves it."""
 
     what: str
-    rest: Rest
+    rest: Stall
     because: tuple[str, ...]
 
 
 def find(evidence: Evidence) -> Proof | None:
     """The first proof that holds, of the rank to blame; None where nothing is proven."""
-    seen = rests(evidence)
+    seen = stalls(evidence)
     for rest in seen:
         if rest.frozen:
             proof = stopped(rest) or gil_held(evidence, rest) or python_spin(evidence, rest)
@@ -36,14 +36,14 @@ def find(evidence: Evidence) -> Proof | None:
     return collectives_disagree(evidence, seen) or blocked(evidence, seen)
 
 
-def stopped(rest: Rest) -> Proof | None:
+def stopped(rest: Stall) -> Proof | None:
     """The kernel says so. A tracer's stop, "t", is one that lasts as long as a look."""
     if rest.state != "T":
         return None
     return Proof("stopped", rest, (f"the process was stopped (T) in all of {rest.seen} samples",))
 
 
-def gil_held(evidence: Evidence, rest: Rest) -> Proof | None:
+def gil_held(evidence: Evidence, rest: Stall) -> Proof | None:
     """A thread that needs the GIL ten times a second did not get it once."""
     if not rest.alive or rest.beats > 0 or rest.state in ("T", "D"):
         return None
@@ -62,7 +62,7 @@ def gil_held(evidence: Evidence, rest: Rest) -> Proof | None:
     )
 
 
-def python_spin(evidence: Evidence, rest: Rest) -> Proof | None:
+def python_spin(evidence: Evidence, rest: Stall) -> Proof | None:
     """Python code owns the GIL, in one function with the same callers at every look."""
     if rest.beats <= 0 or not rest.works or rest.seconds <= _patient(evidence, rest):
         return None
@@ -82,7 +82,7 @@ def python_spin(evidence: Evidence, rest: Rest) -> Proof | None:
     )
 
 
-def collectives_disagree(evidence: Evidence, seen: list[Rest]) -> Proof | None:
+def collectives_disagree(evidence: Evidence, seen: list[Stall]) -> Proof | None:
     """The ranks' recorders end at different collectives, and who is behind does not compute."""
     apart = sequences_apart(evidence) or _counts_apart(evidence, seen)
     if apart is None:
@@ -131,7 +131,7 @@ def sequences_apart(evidence: Evidence) -> tuple[str, dict[int, tuple[int, str]]
 
 
 def _counts_apart(
-    evidence: Evidence, seen: list[Rest]
+    evidence: Evidence, seen: list[Stall]
 ) -> tuple[str, dict[int, tuple[int, str]]] | None:
     """The same from the ranks' own counts, where there is no record of all of them."""
     counts = {rest.rank: rest.p.collectives for rest in seen}
@@ -140,7 +140,7 @@ def _counts_apart(
     return "", {rank: (count, "its collective") for rank, count in counts.items()}
 
 
-def blocked(evidence: Evidence, seen: list[Rest]) -> Proof | None:
+def blocked(evidence: Evidence, seen: list[Stall]) -> Proof | None:
     """No rank computes, no device does, and each waits for what computing alone could bring."""
     if not all(rest.idle and rest.state not in ("D", "R") for rest in seen):
         return None
@@ -173,20 +173,20 @@ def blocked(evidence: Evidence, seen: list[Rest]) -> Proof | None:
     )
 
 
-def _patient(evidence: Evidence, rest: Rest, patience: float = 1.0) -> float:
+def _patient(evidence: Evidence, rest: Stall, patience: float = 1.0) -> float:
     """How long what could end by itself must rest: never less than a step was predicted to take."""
     if rest.p.step < 1:
         patience = PATIENCE
     return max(patience * rest.bound, step_s(evidence))
 
 
-def _device_works(rest: Rest) -> bool:
+def _device_works(rest: Stall) -> bool:
     told = [s.gpu_percent for s in rest.samples if s.gpu_percent is not None]
     waiting = rest.waits() != "collective"  # NCCL's kernels spin while they wait
     return waiting and any(percent > DEVICE_AT_WORK for percent in told)
 
 
-def _same_stack(rest: Rest) -> bool:
+def _same_stack(rest: Stall) -> bool:
     """At three looks; without any the kernel's wait channel is the witness."""
     looks = rest.three_looks()
     if not looks:
@@ -196,7 +196,7 @@ def _same_stack(rest: Rest) -> bool:
     return len({tuple(main["frames"]) for main in mains}) == 1
 
 
-def _innermost(rest: Rest) -> str:
+def _innermost(rest: Stall) -> str:
     for look in reversed(rest.looks):
         if look.threads:
             frames = at_work(look.threads)["frames"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from nsa.lab.verdict import proofs
 from nsa.lab.verdict.pace import moves, pace
-from nsa.lab.verdict.stalls import Rest, place_of, rests
+from nsa.lab.verdict.stalls import Stall, place_of, stalls
 from nsa.lab.watch.evidence import End, Evidence
 
 KINDS = ("PASS", "FAIL", "SLOW", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "INCONCLUSIVE")
@@ -204,7 +204,7 @@ def _proven(evidence: Evidence) -> Verdict | None:
     return _hang(proof.what, "rests, with a proof that it cannot go on", because, proof.rest)
 
 
-def _came_further(evidence: Evidence, rest: Rest) -> bool:
+def _came_further(evidence: Evidence, rest: Stall) -> bool:
     """A rerun that went on past the place disproves what looked proven."""
     again = evidence.again
     return again is not None and not again.preflight and again.last(rest.rank).after(rest.p)
@@ -212,7 +212,7 @@ def _came_further(evidence: Evidence, rest: Rest) -> bool:
 
 def _moving(evidence: Evidence) -> Verdict | None:
     """Not at rest, and no proof: slow, or nothing to say yet."""
-    seen = [rest for rest in rests(evidence) if not rest.gone]
+    seen = [rest for rest in stalls(evidence) if not rest.gone]
     rerun = evidence.again is not None  # then that decides, of what rested for any time at all
     if seen and all(rest.seconds > (evidence.stall_s if rerun else rest.bound) for rest in seen):
         return None
@@ -236,7 +236,7 @@ def _moving(evidence: Evidence) -> Verdict | None:
 
 def _resting(evidence: Evidence) -> Verdict:
     """At rest without a proof that holds: only a rerun at twice the deadline decides."""
-    rest = min(rests(evidence), key=lambda rest: (rest.p.key(), rest.rank))  # others may wait
+    rest = min(stalls(evidence), key=lambda rest: (rest.p.key(), rest.rank))  # others may wait
     because = _rested(rest)
     again = evidence.again
     if again is None:
@@ -261,13 +261,13 @@ def _resting(evidence: Evidence) -> Verdict:
     return _hang(what, "the same P at once and at twice the deadline", because, rest)
 
 
-def _hang(what: str, rule: str, because: list[str], rest: Rest) -> Verdict:
+def _hang(what: str, rule: str, because: list[str], rest: Stall) -> Verdict:
     numbers = {"rank": rest.rank, "step": rest.p.step, "rested_s": rest.seconds, "cpu": rest.cpu,
                "since_s": rest.since, "p": str(rest.p)}  # fmt: skip
     return Verdict("HANG", what, rule, because, rest.place(), numbers)
 
 
-def _rested(rest: Rest) -> list[str]:
+def _rested(rest: Stall) -> list[str]:
     return [
         f"rank {rest.rank} rests at {rest.p}",
         f"for {rest.seconds:.1f} s, in {rest.seen} samples; {rest.bound:.1f} s are allowed",

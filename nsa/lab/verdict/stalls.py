@@ -35,7 +35,7 @@ _WAITS = {
 
 
 @dataclass
-class Rest:
+class Stall:
     """One rank whose P has not changed since `since`, for `seconds`, as its samples have it.
 
     bound: how long it must rest for that to count. cpu: share of one core that it used, None where
@@ -111,13 +111,13 @@ class Rest:
         return self.p.phase
 
 
-def rests(evidence: Evidence) -> list[Rest]:
+def stalls(evidence: Evidence) -> list[Stall]:
     """One for each rank that was sampled, as of its last sample alive."""
     latest = max((s.t for s in evidence.samples if s.state), default=0.0)
     return [_rest(evidence, rank, latest) for rank in evidence.ranks()]
 
 
-def _rest(evidence: Evidence, rank: int, latest: float) -> Rest:
+def _rest(evidence: Evidence, rank: int, latest: float) -> Stall:
     samples = evidence.of(rank)
     samples = [s for s in samples if s.state] or samples  # what is read of the dead has no state
     last = samples[-1]
@@ -133,7 +133,7 @@ def _rest(evidence: Evidence, rank: int, latest: float) -> Rest:
         for look in evidence.looks
         if look.rank == rank and mine[0].t <= look.t <= last.t and look.p in (None, last.p)
     ]
-    return Rest(
+    return Stall(
         rank=rank,
         p=last.p,
         since=mine[0].t,

@@ -302,9 +302,9 @@ class Progress:
 
     def _answer(self) -> None:
         """What only this process can tell: its Flight Recorder, its device's memory."""
-        from nsa.lab.watch import flight_recorder as flights
+        from nsa.lab.watch import flight_recorder
 
-        flights.write(self.file.parent, self.rank)
+        flight_recorder.write(self.file.parent, self.rank)
 
 
 _counting: WeakSet[Progress] = WeakSet()

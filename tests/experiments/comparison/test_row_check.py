@@ -11,7 +11,7 @@ from nsa.experiments.comparison import check as row_check
 from nsa.experiments.comparison import implementations
 from nsa.experiments.comparison.check import check, revealed, sample_rows
 from nsa.experiments.comparison.implementations import backends, peer
-from nsa.lab.measure.accuracy import Red
+from nsa.lab.measure.accuracy import AccuracyError
 from nsa.lab.measure.attention_inputs import draw
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.reference.nsa import nsa
@@ -82,7 +82,7 @@ def test_a_planted_mistake_is_red(few_rows, name, said, monkeypatch):
     assert "nobody_looks" not in name or 20 not in sample_rows(SHAPE.tokens, torch.device("cpu"))
     if name == "not_a_number":
         monkeypatch.setattr(row_check, "ALL_ROWS", 4096)
-    with pytest.raises(Red, match=said):
+    with pytest.raises(AccuracyError, match=said):
         check(wrong, draw(SHAPE))
 
 
@@ -92,10 +92,10 @@ def test_a_check_can_be_held_to_a_later_output(few_rows):
     checked = check(backend, drawn)
     o = backend.call(drawn, None).detach()
     checked.hold_again(o, "later")
-    with pytest.raises(Red, match="o later: worst"):
+    with pytest.raises(AccuracyError, match="o later: worst"):
         checked.hold_again(o * 1.01, "later")
     o[:, 20] = float("nan")  # not among the rows
-    with pytest.raises(Red, match="o later is not finite"):
+    with pytest.raises(AccuracyError, match="o later is not finite"):
         checked.hold_again(o, "later")
 
 

@@ -16,7 +16,7 @@ from tiny_models import one_thread
 from nsa.cli import main as cli
 from nsa.experiments.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
 from nsa.lab.observers.deferred import SAMPLED
-from nsa.lab.process import family as processes
+from nsa.lab.process import family
 from nsa.model import saving
 from nsa.model.presets import preset
 from nsa.model.train_config import TrainConfig
@@ -51,8 +51,8 @@ class Started:
     """A command in a family of its own, so that whoever it leaves behind is found."""
 
     def __init__(self, command, folder):
-        self.cookie = processes.new_cookie()
-        environment = processes.environment(os.environ, self.cookie)
+        self.cookie = family.new_cookie()
+        environment = family.environment(os.environ, self.cookie)
         environment.pop("RANK", None)
         self.process = subprocess.Popen(
             command,
@@ -67,7 +67,7 @@ class Started:
         return self
 
     def __exit__(self, *exception):
-        processes.end_family(self.cookie)
+        family.end_family(self.cookie)
         self.process.wait()
         self.process.stdout.close()
 
@@ -83,7 +83,7 @@ class Started:
     def ended(self):
         """(exit code, what was printed), and nobody of the family is left."""
         printed = self.process.communicate(timeout=ENDS_S)[0]
-        assert processes.family(self.cookie) == set()
+        assert family.family(self.cookie) == set()
         return self.process.returncode, printed
 
 
@@ -373,7 +373,7 @@ def test_a_killed_supervisor_leaves_no_rank_behind(place):
         job.wait_for(lambda: pid_in_step(place / "r", 1))
         job.process.kill()
         deadline = time.monotonic() + ENDS_S / 2
-        while processes.family(job.cookie):
+        while family.family(job.cookie):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -402,7 +402,7 @@ def test_the_help_of_train_needs_no_torch():
     code += "print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=processes.environment(os.environ, "cookie"),
+        env=family.environment(os.environ, "cookie"),
         capture_output=True,
         text=True,
         check=True,

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from nsa.lab.measure.timing import turns
+from nsa.lab.measure.timing import interleaved
 
 
 class Trainer:
@@ -38,7 +38,7 @@ class Trainer:
 @pytest.mark.full
 def test_a_watched_step_is_held_against_one_that_is_not_without_what_is_paid_once():
     trainer = Trainer()
-    found = turns(trainer, trainer.watching, rounds=3, steps=4)
+    found = interleaved(trainer, trainer.watching, rounds=3, steps=4)
     assert found.ratio == pytest.approx(1.5, rel=0.1)
     assert found.plain_ms == pytest.approx(4, rel=0.1)
     assert found.watched_ms == pytest.approx(6, rel=0.1)
@@ -56,7 +56,7 @@ def test_by_the_wall_a_wait_counts(monkeypatch):
             self.steps_done += 1
 
     trainer = Waiting()
-    found = turns(trainer, trainer.watching, rounds=1, steps=3, wall=True)
+    found = interleaved(trainer, trainer.watching, rounds=1, steps=3, wall=True)
     assert found.ratio == pytest.approx(2)
     assert found.clock == "until the device is done"
 
@@ -64,7 +64,7 @@ def test_by_the_wall_a_wait_counts(monkeypatch):
 @pytest.mark.full
 def test_turns_change_their_order_and_leave_no_step_out():
     trainer = Trainer()
-    turns(trainer, trainer.watching, rounds=1, steps=2)
+    interleaved(trainer, trainer.watching, rounds=1, steps=2)
     assert trainer.numbers == list(range(12))  # a round more, and a step more each turn
     assert trainer.watched == [*[True] * 3, *[False] * 3, *[False] * 3, *[True] * 3]
 
@@ -95,7 +95,7 @@ def test_no_full_collection_of_garbage_falls_into_a_step():
     gc.callbacks.append(note)
     gc.set_threshold(100, 2, 2)
     try:
-        turns(trainer, contextlib.nullcontext, rounds=1, steps=2)
+        interleaved(trainer, contextlib.nullcontext, rounds=1, steps=2)
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(note)

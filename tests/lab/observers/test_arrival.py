@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa.lab.observers.arrival import GradientArrival, compare, summary
-from nsa.lab.observers.deferred import Later
+from nsa.lab.observers.deferred import Deferred
 from nsa.lab.observers.graph import unreachable
 from nsa.model.llama import LanguageModel
 
@@ -174,7 +174,7 @@ def test_only_observed_steps_have_hooks():
 def test_no_number_is_read_before_it_is_asked_for(monkeypatch):
     model = Parts(c=lambda p: p * 0)
     arrival = GradientArrival(model)
-    monkeypatch.setattr(Later, "ready", lambda self: iter(()))  # a device that is far behind
+    monkeypatch.setattr(Deferred, "ready", lambda self: iter(()))  # a device that is far behind
     drive(model, arrival, steps=2)
     assert len(arrival._norms) == 2
     assert states(arrival, 0) == states(arrival, 1) == {"a": "arrived", "b": "arrived", "c": "zero"}

@@ -17,7 +17,7 @@ from nsa.lab.observers.attention_stats import (
     layer_inputs,
     look,
 )
-from nsa.lab.observers.deferred import Later
+from nsa.lab.observers.deferred import Deferred
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
 from nsa.reference.nsa import BRANCHES, nsa
@@ -186,12 +186,12 @@ def test_writers_get_the_numbers_when_they_have_arrived(monkeypatch):
 
     model, writer = LanguageModel(tiny()), Writer()
     stats = AttentionStats(model, every=1, writers=[writer])
-    ready = Later.ready
-    monkeypatch.setattr(Later, "ready", lambda self: iter(()))
+    ready = Deferred.ready
+    monkeypatch.setattr(Deferred, "ready", lambda self: iter(()))
     made = trainer(stats, model=model)
     made.run(2)
     assert writer.seen == []
-    monkeypatch.setattr(Later, "ready", ready)
+    monkeypatch.setattr(Deferred, "ready", ready)
     made.run(1)
     assert [step for step, _ in writer.seen] == [0, 1, 2]
     assert len(writer.seen[0][1]) == 2 * len(NAMES)

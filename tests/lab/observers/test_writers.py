@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from nsa.lab.observers.deferred import Later
+from nsa.lab.observers.deferred import Deferred
 from nsa.lab.observers.writers import CsvWriter, TensorBoardWriter
 
 
@@ -31,7 +31,7 @@ def test_every_loss_is_a_row_that_is_there_at_once(tmp_path):
 
 def test_a_loss_on_its_way_is_not_waited_for_and_written_at_the_end(tmp_path, monkeypatch):
     writer = CsvWriter(tmp_path / "losses.csv")
-    monkeypatch.setattr(Later, "ready", lambda self: iter(()))
+    monkeypatch.setattr(Deferred, "ready", lambda self: iter(()))
     loss = torch.tensor(5.5)
     writer.on_step(0, loss)
     loss.fill_(0.0)  # the next step's

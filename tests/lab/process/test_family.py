@@ -8,15 +8,15 @@ import uuid
 
 import pytest
 
-from nsa.lab.process import family as processes
+from nsa.lab.process import family
 
 
 @pytest.fixture
 def cookie():
     """A cookie of nobody else; whoever still carries it is ended after."""
-    word = processes.new_cookie()
+    word = family.new_cookie()
     yield word
-    processes.end_family(word)
+    family.end_family(word)
 
 
 def start_orphan(cookie):
@@ -24,7 +24,7 @@ def start_orphan(cookie):
     inner = "import subprocess; subprocess.Popen(['sleep', '60'])"
     subprocess.run(
         [sys.executable, "-c", inner],
-        env=processes.environment(os.environ, cookie),
+        env=family.environment(os.environ, cookie),
         start_new_session=True,
         check=True,
     )
@@ -33,21 +33,21 @@ def start_orphan(cookie):
 @pytest.mark.processes
 def test_a_family_is_found_by_its_cookie_and_ended(cookie):
     start_orphan(cookie)
-    assert len(processes.family(cookie)) == 1
-    assert processes.family(uuid.uuid4().hex) == set()
-    assert processes.end_family(cookie) == set()
-    assert processes.family(cookie) == set()
+    assert len(family.family(cookie)) == 1
+    assert family.family(uuid.uuid4().hex) == set()
+    assert family.end_family(cookie) == set()
+    assert family.family(cookie) == set()
 
 
 @pytest.mark.processes
 def test_a_cookie_made_inside_a_family_belongs_to_it_and_not_the_other_way(cookie, monkeypatch):
-    monkeypatch.setenv(processes.COOKIE, cookie)
-    inner = processes.new_cookie()
+    monkeypatch.setenv(family.COOKIE, cookie)
+    inner = family.new_cookie()
     start_orphan(inner)
-    assert len(processes.family(inner)) == 1
-    assert processes.family(inner) <= processes.family(cookie)
-    assert processes.family(cookie[:-1]) == set()
-    assert processes.family(f"{inner}/deeper") == set()
+    assert len(family.family(inner)) == 1
+    assert family.family(inner) <= family.family(cookie)
+    assert family.family(cookie[:-1]) == set()
+    assert family.family(f"{inner}/deeper") == set()
 
 
 @pytest.mark.processes
@@ -56,11 +56,11 @@ def test_roots_lead_to_children_that_carry_no_cookie(cookie):
     root = subprocess.Popen([sys.executable, "-c", code], env={}, start_new_session=True)
     try:
         end = time.monotonic() + 30
-        while len(processes.family(cookie, [root.pid])) < 2:
+        while len(family.family(cookie, [root.pid])) < 2:
             assert time.monotonic() < end
             time.sleep(0.02)
-        assert processes.family(cookie) == set()
-        assert processes.end_family(cookie, [root.pid]) == set()
+        assert family.family(cookie) == set()
+        assert family.end_family(cookie, [root.pid]) == set()
         assert root.wait(timeout=10) == -9
     finally:
         root.kill()
@@ -68,7 +68,7 @@ def test_roots_lead_to_children_that_carry_no_cookie(cookie):
 
 
 def test_a_process_never_finds_itself(cookie):
-    assert processes.family(cookie, [os.getpid()]).isdisjoint({os.getpid()})
+    assert family.family(cookie, [os.getpid()]).isdisjoint({os.getpid()})
 
 
 @pytest.mark.processes
@@ -76,23 +76,23 @@ def test_a_child_imports_this_package_whatever_path_it_was_given():
     import nsa
 
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(["/nowhere", ""])}
-    environment = processes.environment(given, "cookie")
+    environment = family.environment(given, "cookie")
     code = "import nsa, sys; print(nsa.__file__, '/nowhere' in sys.path)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True
     )
     assert done.stdout.split() == [nsa.__file__, "True"]
     assert environment["PYTHONPATH"].split(os.pathsep)[1:] == ["/nowhere"]
-    twice = processes.environment(environment, "cookie")
+    twice = family.environment(environment, "cookie")
     assert twice["PYTHONPATH"] == environment["PYTHONPATH"]
 
 
 @pytest.mark.processes
 def test_a_child_whose_parent_is_already_gone_ends_at_once():
     code = "from nsa.lab.process.family import die_with_parent; die_with_parent(); print('lives')"
-    environment = processes.environment(os.environ, "cookie")
+    environment = family.environment(os.environ, "cookie")
     for parent, printed in ((os.getpid(), "lives\n"), (2**22 + 1, "")):
-        environment[processes.PARENT] = str(parent)
+        environment[family.PARENT] = str(parent)
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True
         )
@@ -106,7 +106,7 @@ def test_it_loads_neither_torch_nor_psutil():
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=processes.environment(os.environ, "cookie"),
+        env=family.environment(os.environ, "cookie"),
         capture_output=True,
         text=True,
         check=True,
@@ -115,8 +115,8 @@ def test_it_loads_neither_torch_nor_psutil():
 
 
 def test_a_signal_without_a_name_is_called_by_its_number():
-    assert processes.signal_name(9) == "SIGKILL"
-    assert processes.signal_name(40) == "signal 40"
+    assert family.signal_name(9) == "SIGKILL"
+    assert family.signal_name(40) == "signal 40"
 
 
 def test_a_child_asks_the_kernel_to_let_others_look_at_it(monkeypatch):
@@ -126,6 +126,6 @@ def test_a_child_asks_the_kernel_to_let_others_look_at_it(monkeypatch):
         def prctl(self, option, value):
             asked.append((option, value.value))
 
-    monkeypatch.setattr(processes.ctypes, "CDLL", lambda _: Library())
-    processes.let_others_look()
+    monkeypatch.setattr(family.ctypes, "CDLL", lambda _: Library())
+    family.let_others_look()
     assert asked == [(int.from_bytes(b"Yama"), 2**64 - 1)]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from nsa.lab.process import family as processes
+from nsa.lab.process import family
 from nsa.lab.process.launch import check_port
 from nsa.lab.process.rank_state import accounted, first_failure, logged, say
 
@@ -105,7 +105,7 @@ def test_a_rank_that_ends_well_says_so_and_leaves_signals_as_they_were(tmp_path)
 def test_a_rank_stuck_in_c_code_ends_when_it_is_asked_to(tmp_path, number, state, code):
     process = subprocess.Popen(
         [sys.executable, "-c", STUCK, str(tmp_path)],
-        env=processes.environment(os.environ, "cookie"),
+        env=family.environment(os.environ, "cookie"),
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -151,7 +151,7 @@ def test_saying_how_a_rank_stands_needs_no_torch():
     code = "import sys; from nsa.lab.process import launch, rank_state;"
     done = subprocess.run(
         [sys.executable, "-c", f"{code} print({{'torch', 'numpy', 'psutil'}} & set(sys.modules))"],
-        env=processes.environment(os.environ, "cookie"),
+        env=family.environment(os.environ, "cookie"),
         capture_output=True,
         text=True,
         check=True,

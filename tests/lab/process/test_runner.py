@@ -17,8 +17,7 @@ from places import ROOT, SUPPORT
 
 from nsa.lab.process.runner import Spec, run, run_until_proven
 from nsa.lab.verdict import judge
-from nsa.lab.watch import flight_recorder as flights
-from nsa.lab.watch import looks
+from nsa.lab.watch import flight_recorder, looks
 from nsa.lab.watch.evidence import End, Evidence, P, Sample, thinned
 
 STALL_S = 1.0
@@ -287,7 +286,7 @@ def test_both_flight_recorders_are_read(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(c10d, "_dump_fr_trace", dump("gloo:all_reduce"))
     monkeypatch.setattr(c10d, "_dump_nccl_trace", dump("nccl:all_reduce"), raising=False)
-    assert [e["op"] for e in flights.recorded()] == ["gloo:all_reduce", "nccl:all_reduce"]
+    assert [e["op"] for e in flight_recorder.recorded()] == ["gloo:all_reduce", "nccl:all_reduce"]
 
 
 def test_the_same_spec_source_and_environment_have_the_same_id():
