@@ -99,8 +99,8 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
     """The blocks [B, R, HKV, n] that an implementation selects for the queries at `rows`.
 
     With the selected branch alone let through and values that say of which block they are, o holds
-    each block's probability: DV blocks a forward. AccuracyError where the heads of a group disagree, or where
-    the number of blocks is wrong.
+    each block's probability: DV blocks a forward. AccuracyError where the heads of a group
+    disagree, or where the number of blocks is wrong.
     """
     shape, config = drawn.shape, drawn.shape.config
     count = count_selectable(shape.tokens, config)
@@ -142,7 +142,7 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
 
 @torch.no_grad()
 def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
-    """AccuracyError unless the blocks keep as much exact importance as plain torch's choice would, twice off.
+    """AccuracyError unless the blocks keep the exact importance, up to twice plain torch's error.
 
     Near ties may fall either way, so indices are not compared.
     """
@@ -223,7 +223,7 @@ class Checked:
     exact: Tensor | None = None
 
     def hold_again(self, o: Tensor, when: str) -> None:
-        """AccuracyError where an output made later from the same inputs is not accurate any more."""
+        """AccuracyError where an output made later from the same inputs is less accurate."""
         if not bool(o.isfinite().all()):
             raise AccuracyError(f"o {when} is not finite")
         if self.rows is not None:
