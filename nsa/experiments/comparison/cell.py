@@ -139,7 +139,7 @@ class Runner:
             self.broken = f"the device failed in {implementation.name}: {self.broken}"
 
     def _restore(self, cell: dict, drawn: Drawn) -> None:
-        """AccuracyError for an implementation that writes to its inputs, which are then restored."""
+        """AccuracyError for an implementation that writes to its inputs; they are then restored."""
         try:
             pairs = zip(self.mark, drawn.fingerprint(), strict=True)
             if all(torch.equal(before, now) for before, now in pairs):
