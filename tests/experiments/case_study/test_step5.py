@@ -9,12 +9,7 @@ from places import NOTEBOOKS
 pytest.importorskip("pandas")
 
 from nsa.experiments.case_study.loop.subject import PrintSchedule
-from nsa.experiments.case_study.step5 import claims as step5_claims
-from nsa.experiments.case_study.step5 import decision as step5_decision
-from nsa.experiments.case_study.step5 import investigation
-from nsa.experiments.case_study.step5 import plots as step5_plots
-from nsa.experiments.case_study.step5 import table as step5_table
-from nsa.experiments.case_study.step5 import trials as step5
+from nsa.experiments.case_study.step5 import claims, decision, investigation, plots, table, trials
 from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results
 from nsa.experiments.case_study.step5.trials import BASE, Lab, Setup, Trial
 from nsa.lab.search.candidates import Found, Row, Tried
@@ -27,11 +22,11 @@ STEP_S = 0.25
 STEPS = 31
 
 
-def made(name: str, reached: float, *, finished: bool = False, **cell) -> Trial:
+def trial_of(name: str, reached: float, *, finished: bool = False, **cell) -> Trial:
     """A run in steady motion that came to step `reached`."""
     cell = BASE | cell
     schedule = PrintSchedule(*cell["prints"])
-    step_s = STEP_S * cell["layers"] * step5.slowed(cell)
+    step_s = STEP_S * cell["layers"] * trials.slowed(cell)
     seconds = reached * step_s
     samples = []
     for tick in range(int(seconds / 0.1) + 1):
@@ -55,18 +50,18 @@ def made(name: str, reached: float, *, finished: bool = False, **cell) -> Trial:
 
 
 def healthy() -> Results:
-    named = {"1 x": made("1x", 8.3), "2 x": made("2x", 16.2, deadline=2.0),
-             "5 x": made("5x", 31, finished=True, deadline=5.0),
-             "6 layers": made("6 layers", 1.4, layers=6)}  # fmt: skip
-    named |= {n: made(n, 8.1, prints=p) for n, p in PRINTS.items()}
-    named |= {n: made(n, 5.2, **c) for n, c in OBSERVERS.items()}
+    named = {"1 x": trial_of("1x", 8.3), "2 x": trial_of("2x", 16.2, deadline=2.0),
+             "5 x": trial_of("5x", 31, finished=True, deadline=5.0),
+             "6 layers": trial_of("6 layers", 1.4, layers=6)}  # fmt: skip
+    named |= {n: trial_of(n, 8.1, prints=p) for n, p in PRINTS.items()}
+    named |= {n: trial_of(n, 5.2, **c) for n, c in OBSERVERS.items()}
     lab = Lab(Ledger("nowhere"), Setup(), step_s=STEP_S, trials=list(named.values()))
     rows = [
         {"what": w, "before": 1, "after": 1 + s, "changed": s, "should": s}
         for w, s in (("weights", True), ("graph nodes", False))
     ]
     target = Tried("HANG", "old rule", "b")
-    found = Found(base={"path": "masked"}, target=target, cause=dict(step5_claims.CAUSE),
+    found = Found(base={"path": "masked"}, target=target, cause=dict(claims.CAUSE),
                   rows=[Row(1, {}, "(the defaults)", "the defaults show it",
                             Tried("PASS", id="a"), "", None),
                         Row(2, {}, "path=loop", "everything", target, "", 3)],
@@ -83,20 +78,20 @@ def healthy() -> Results:
 
 
 def verdicts(results: Results) -> list[str]:
-    return [claim.verdict for claim in step5_claims.all_claims(results)]
+    return [claim.verdict for claim in claims.all_claims(results)]
 
 
 def test_a_healthy_investigation_passes_every_claim():
-    claims = step5_claims.all_claims(healthy())
-    assert [str(c) for c in claims if c.verdict != "PASS"] == []
-    assert len(claims) == 13
+    made = claims.all_claims(healthy())
+    assert [str(c) for c in made if c.verdict != "PASS"] == []
+    assert len(made) == 13
 
 
 def test_sentences_about_trials_carry_their_ids():
     results = healthy()
-    claims = [c for c in step5_claims.all_claims(results) if "trials" in (c.evidence or {})]
-    assert len(claims) >= 7
-    for claim in claims:
+    made = [c for c in claims.all_claims(results) if "trials" in (c.evidence or {})]
+    assert len(made) >= 7
+    for claim in made:
         assert any(f"{id}" in claim.claim for id in claim.evidence["trials"]), claim
 
 
@@ -112,13 +107,13 @@ def print_something_else(results):
 
 
 def stand_still(results):
-    results.named["2 x"] = made("2x", 8.3, deadline=2.0)
+    results.named["2 x"] = trial_of("2x", 8.3, deadline=2.0)
     results.named["2 x"] = replace(results.named["2 x"], last=results.named["1 x"].last)
 
 
 def print_alike(results):
     for name in PRINTS:
-        results.named[name] = made(name, 8.1)
+        results.named[name] = trial_of(name, 8.1)
 
 
 def let_an_observer_break_it(results):
@@ -165,7 +160,7 @@ def hold_more(results):
 def test_a_spoilt_investigation_fails_the_claim_it_concerns(spoil: Callable, sentence: str):
     results = healthy()
     spoil(results)
-    failed = [c.claim for c in step5_claims.all_claims(results) if c.verdict == "FAIL"]
+    failed = [c.claim for c in claims.all_claims(results) if c.verdict == "FAIL"]
     assert any(sentence in claim for claim in failed), failed
 
 
@@ -183,13 +178,13 @@ def test_a_machine_that_changes_its_pace_decides_no_cause():
     results = healthy()
     find_another_cause(results)
     results.lab.trials.append(
-        replace(made("late", 8.3), evidence=made("x", 3, tracing=True).evidence)
+        replace(trial_of("late", 8.3), evidence=trial_of("x", 3, tracing=True).evidence)
     )
-    assert "FAIL" not in [c.verdict for c in [step5_claims.the_old_rules_cause(results)]]
+    assert "FAIL" not in [c.verdict for c in [claims.the_old_rules_cause(results)]]
 
 
 def test_the_tree_takes_the_branch_of_the_evidence():
-    nodes = [node for node, _ in step5_decision.decide(healthy())]
+    nodes = [node for node, _ in decision.decide(healthy())]
     assert nodes == ["ended", "moves", "further", "state", "operations", "DISPATCH"]
 
 
@@ -199,68 +194,66 @@ def test_the_tree_takes_the_branch_of_the_evidence():
 def test_other_evidence_ends_in_another_leaf(spoil, leaf):
     results = healthy()
     spoil(results)
-    assert step5_decision.decide(results)[-1][0] == leaf
+    assert decision.decide(results)[-1][0] == leaf
 
 
 def test_the_tree_stops_where_evidence_is_missing():
     results = healthy()
     results.state = None
-    assert step5_decision.decide(results)[-1] == ("state", None)
-    assert step5_decision.conclusion(results).startswith("INCONCLUSIVE")
+    assert decision.decide(results)[-1] == ("state", None)
+    assert decision.conclusion(results).startswith("INCONCLUSIVE")
 
 
 def test_every_answer_of_the_tree_leads_somewhere():
-    for question in step5_decision.TREE.values():
+    for question in decision.TREE.values():
         for target in (question.yes, question.no):
-            assert target in step5_decision.TREE or target in step5_decision.LEAVES
-    assert set(step5_plots.PLACES) == {*step5_decision.TREE, *step5_decision.LEAVES}
+            assert target in decision.TREE or target in decision.LEAVES
+    assert set(plots.PLACES) == {*decision.TREE, *decision.LEAVES}
 
 
 def test_the_loop_is_no_go_for_its_speed_and_its_defects_and_not_for_a_hang():
-    reasons = step5_decision.go(healthy())
+    reasons = decision.go(healthy())
     assert [r.holds for r in reasons] == [True, False, False]
-    assert step5_decision.verdict(reasons) == "NO-GO"
+    assert decision.verdict(reasons) == "NO-GO"
 
 
 def test_the_figures_are_drawn_from_any_evidence():
     plt = pytest.importorskip("matplotlib.pyplot")
     results = healthy()
     empty = healthy()
-    empty.named = {"1 x": made("1x", 0.1)}
+    empty.named = {"1 x": trial_of("1x", 0.1)}
     empty.operations = []
     for found in (results, empty):
-        for draw in (step5_plots.progress, step5_plots.said_and_reached,
-                     step5_plots.microseconds, step5_plots.decision_tree):  # fmt: skip
+        for draw in (plots.progress, plots.said_and_reached,
+                     plots.microseconds, plots.decision_tree):  # fmt: skip
             plt.close(draw(found))
-        plt.close(step5_plots.console_beside_heartbeat(found.named["1 x"]))
-    plt.close(step5_plots.memory_table())
+        plt.close(plots.console_beside_heartbeat(found.named["1 x"]))
+    plt.close(plots.memory_table())
 
 
 def test_the_tables_have_a_row_a_trial_and_metrics_have_the_houses_columns():
     from nsa.workbook import metrics
 
     results = healthy()
-    assert len(step5_table.trials(results)) == len(results.trials)
-    assert len(step5_table.ledger(results)) == 2
-    assert list(step5_table.console_beside_progress(results.named["1 x"])["heartbeat"])[-1] == (
-        "step 9"
-    )
-    for row in step5_table.to_metrics(results):
+    assert len(table.trials(results)) == len(results.trials)
+    assert len(table.ledger(results)) == 2
+    assert list(table.console_beside_progress(results.named["1 x"])["heartbeat"])[-1] == ("step 9")
+    for row in table.to_metrics(results):
         assert set(row) <= set(metrics.COLUMNS)
 
 
 def test_the_console_says_5_while_the_run_goes_on():
-    trial = made("1x", 8.3)
+    trial = trial_of("1x", 8.3)
     assert (trial.said, trial.reached, trial.old_verdict) == (5, 9, "HANG at step 5")
     assert trial.verdict.kind == "SLOW"
 
 
 def test_a_trials_page_names_no_place_of_the_machine():
-    trial = made("1x", 8.3)
+    trial = trial_of("1x", 8.3)
     frames = ["/some/where/torch/nn/linear.py:134 forward", "/some/where/model.py:29 forward"]
     look = Look(4.0, 0, "py-spy", [{"name": "MainThread", "main": True, "frames": frames}])
     trial.evidence.looks.append(look)
-    page = step5_table.page(trial)
+    page = table.page(trial)
     assert "nn/linear.py:134 forward" in page and "/some" not in page
     assert trial.id in page
 
@@ -308,8 +301,8 @@ def test_a_machine_twice_as_fast_or_slow_leaves_the_bisections_verdicts_alone(na
     given = parameters.read_file(folder / f"params/{name}.yaml") if name else {}
     full = parameters.filled(declared, parameters.check(declared, given))
     steps, allowed = full["bisect_steps"], full["allowed"]
-    longest, shortest = step5.FACTORS["deadline"]
-    observed = step5.slowed({n: n in step5.FACTORS for n in step5.SLOWS})
+    longest, shortest = trials.FACTORS["deadline"]
+    observed = trials.slowed({n: n in trials.FACTORS for n in trials.SLOWS})
     assert 2 * shortest * allowed < steps, "the loop ends before the old deadline"
     assert longest * allowed > 2 * observed * steps, "an observed loop misses the long deadline"
 

@@ -3,10 +3,9 @@
 from itertools import pairwise
 
 from nsa.experiments.case_study.figures import BAND_US, TIMINGS
-from nsa.experiments.case_study.step5 import decision as step5_decision
-from nsa.experiments.case_study.step5 import table as step5_table
+from nsa.experiments.case_study.step5 import decision, table
 from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results
-from nsa.experiments.case_study.step5.trials import FACTORS, Trial
+from nsa.experiments.case_study.step5.trials import FACTORS, Trial, pace
 from nsa.workbook.claim import Claim, verdict_of
 
 MEMORY_LIMIT = 0.03  # of the case study's own figures
@@ -137,7 +136,7 @@ def the_old_rules_cause(results: Results) -> Claim:
     sentence = f"of {len(FACTORS)} factors the old rule's HANG needs the loop and the deadline"
     if not found.solved:
         return _undecided(sentence, found.why)
-    cause = {name: found.cause[name] for name in found.cause}
+    cause = dict(found.cause)
     told = ", ".join(f"{name}={value}" for name, value in cause.items())
     text = f"{sentence}: {told}, in {len(ids)} trials [{ids[0]} to {ids[-1]}]"
     evidence = {"cause": cause, "trials": ids, "spread": spread(results)}
@@ -176,13 +175,13 @@ def operations_follow_tokens(results: Results) -> Claim:
 
 def copies_explain_the_memory() -> Claim:
     """From shapes, with nothing fitted."""
-    table = step5_table.memory()
-    worst = float(table["error"].abs().max())
+    errors = table.memory()["error"]
+    worst = float(errors.abs().max())
     return Claim(
         f"shapes alone give the case study's memory table, 5 and 12 layers, to {worst:.1%}",
         verdict_of(worst <= MEMORY_LIMIT),
         {f"{layers} layers, T {tokens}": f"{error:+.1%}"
-         for (layers, tokens), error in table["error"].items()},
+         for (layers, tokens), error in errors.items()},
     )  # fmt: skip
 
 
@@ -191,7 +190,7 @@ def recorded_as_predicted(results: Results) -> Claim:
     sentence = "what the exhibit holds is what its shapes say"
     if not results.memory:
         return _undecided(sentence)
-    errors = step5_table.recorded(results)["error"]
+    errors = table.recorded(results)["error"]
     worst = float(errors.abs().max())
     on_gpu = results.lab.setup.device == "cuda"
     limit = MEMORY_LIMIT if on_gpu else SHAPES_LIMIT  # blocks of 512 bytes, fused norms
@@ -201,11 +200,11 @@ def recorded_as_predicted(results: Results) -> Claim:
 
 def the_tree_ends_in_slow(results: Results) -> Claim:
     """The executable decision, from the same evidence."""
-    path = step5_decision.decide(results)
+    path = decision.decide(results)
     leaf = path[-1][0]
     trials = [results.named[n] for n in ("1 x", "2 x") if n in results.named]
     sentence = "the decision tree ends in SLOW by dispatch"
-    if leaf in step5_decision.TREE:
+    if leaf in decision.TREE:
         return _undecided(sentence, f"nothing answers {leaf!r}")
     told = " > ".join(f"{n}: {'yes' if a else 'no'}" for n, a in path[:-1])
     if leaf == "PASS" and spread(results) > STEADY:
@@ -215,8 +214,6 @@ def the_tree_ends_in_slow(results: Results) -> Claim:
 
 def spread(results: Results) -> float:
     """How much a step's time varied over trials of the same program."""
-    from nsa.experiments.case_study.step5.trials import pace
-
     alike = [t for t in results.trials if t.cell["path"] == "loop" and t.cell["layers"] == 1
              and not any(t.cell[n] for n in ("tracing", "aux_stats", "blocking"))]  # fmt: skip
     paces = [p for p in (pace(t.evidence) for t in alike) if p]

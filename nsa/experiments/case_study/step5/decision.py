@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nsa.experiments.case_study.figures import BAND_US, TIMINGS
+from nsa.experiments.case_study.loop.design import DESIGNS
 from nsa.experiments.case_study.step5.investigation import Results
 
 TARGET = 300.0  # tokens/s, the case study's own least
@@ -124,10 +125,7 @@ def go(results: Results) -> list[Reason]:
     step5 = TIMINGS[-1]
     best_us = BAND_US[0]
     rate = 1e6 * step5.tokens / (step5.operations * best_us)
-    design = results.lab.setup.design
-    from nsa.experiments.case_study.loop.design import DESIGNS
-
-    defects = DESIGNS[design]().defects
+    defects = DESIGNS[results.lab.setup.design]().defects
     return [
         Reason("nothing hangs", not hung,
                f"{len(results.trials)} trials, of which {len(hung)} are HANG"),

@@ -7,7 +7,7 @@ import numpy as np
 from nsa.experiments.case_study.figures import BAND_US, ESTIMATE_MIB, MEMORY_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import production
 from nsa.experiments.case_study.loop.saved import held
-from nsa.experiments.case_study.step5 import decision as step5_decision
+from nsa.experiments.case_study.step5 import decision
 from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results
 from nsa.experiments.case_study.step5.trials import Trial
 from nsa.workbook import looks
@@ -168,8 +168,8 @@ def memory_table(layers: int = 5):
         reported = [MEMORY_MIB[t] / 1024 for t in tokens]
         axes.plot(range(len(tokens)), reported, "X", color=RED, ms=9, mec="white", label="reported")
         for at, (sum_, said) in enumerate(zip(below, reported, strict=True)):
-            axes.annotate(f"{sum_:.2f} | {said:.2f}", (at, max(sum_, said)), (0, 8), fontsize=8,
-                          textcoords="offset points", ha="right" if at else "center")  # fmt: skip
+            axes.annotate(f"{sum_:.2f} | {said:.2f}", (at, max(sum_, said)), (-9 if at else 0, 8),
+                          textcoords="offset points", fontsize=8, ha="right" if at else "center")  # fmt: skip
         estimate = [ESTIMATE_MIB[t] / 1024 for t in tokens]
         axes.plot(range(len(tokens)), estimate, "--", color="black", lw=1.1,
                   label="its estimator")  # fmt: skip
@@ -189,7 +189,7 @@ PLACES = {
 
 def decision_tree(results: Results):
     """The tree with the branch that the evidence takes."""
-    path = step5_decision.decide(results)
+    path = decision.decide(results)
     taken = [node for node, _ in path]
     pairs = set(pairwise(taken))
     with looks.style():
@@ -199,7 +199,7 @@ def decision_tree(results: Results):
         looks.title(axes, "Hung or slow? The branch that the evidence takes is red")
         axes.set(xlim=(-0.45, 4.55), ylim=(-0.5, 3.5))
         boxes = {node: _box(axes, node, node in taken) for node in PLACES}
-        for node, question in step5_decision.TREE.items():
+        for node, question in decision.TREE.items():
             for answer, target in (("yes", question.yes), ("no", question.no)):
                 on = (node, target) in pairs
                 a, b = PLACES[node], PLACES[target]
@@ -214,8 +214,8 @@ def decision_tree(results: Results):
 
 
 def _box(axes, node: str, on: bool):
-    asked = node in step5_decision.TREE
-    text = step5_decision.TREE[node].text if asked else _wrapped(node)
+    asked = node in decision.TREE
+    text = decision.TREE[node].text if asked else _wrapped(node)
     drawn = axes.text(*PLACES[node], text, ha="center", va="center", fontsize=8.5, bbox={
         "boxstyle": "round,pad=0.4" if asked else "square,pad=0.4",
         "facecolor": "#fde9d0" if on else "white", "edgecolor": RED if on else "#a0a0a0",
@@ -226,4 +226,4 @@ def _box(axes, node: str, on: bool):
 def _wrapped(leaf: str) -> str:
     import textwrap
 
-    return "\n".join(textwrap.wrap(step5_decision.LEAVES[leaf], 19))
+    return "\n".join(textwrap.wrap(decision.LEAVES[leaf], 19))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pandas
 
-from nsa.experiments.case_study.figures import MEMORY_MIB, TIMINGS
+from nsa.experiments.case_study.figures import MEMORY_MIB, PRODUCTION_PEAK_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import production
 from nsa.experiments.case_study.loop.saved import held, with_correct_window
 from nsa.experiments.case_study.step5.investigation import Results
@@ -15,7 +15,6 @@ from nsa.lab.search import candidates
 from nsa.lab.verdict import explain
 
 MIB = 2**20
-PRODUCTION_MIB = 49_023.0  # 12 layers at T 2048, as the case study measured it
 
 
 def trials(results: Results) -> pandas.DataFrame:
@@ -54,19 +53,10 @@ def state(results: Results) -> pandas.DataFrame:
 
 def timings() -> pandas.DataFrame:
     """The case study's nine, by operation count."""
-    rows = [
-        {
-            "layers": t.layers,
-            "T": t.tokens,
-            "GPU": t.gpu,
-            "seconds": t.seconds,
-            "operations": t.operations,
-            "us an operation": round(t.microseconds, 1),
-            "said": t.said,
-        }
-        for t in TIMINGS
-    ]
-    return pandas.DataFrame(rows)
+    columns = ["layers", "T", "GPU", "seconds", "operations", "us an operation", "said"]
+    rows = [(t.layers, t.tokens, t.gpu, t.seconds, t.operations, round(t.microseconds, 1), t.said)
+            for t in TIMINGS]  # fmt: skip
+    return pandas.DataFrame(rows, columns=columns)
 
 
 def operations(results: Results) -> pandas.DataFrame:
@@ -83,20 +73,13 @@ def memory() -> pandas.DataFrame:
     """Its memory table, MiB, beside what shapes give: 5 layers by T, and 12 at T 2048."""
     rows = [(5, tokens, mib) for tokens, mib in MEMORY_MIB.items()]
     made = []
-    for layers, tokens, mib in [*rows, (12, 2048, PRODUCTION_MIB)]:
+    for layers, tokens, mib in [*rows, (12, 2048, PRODUCTION_PEAK_MIB)]:
         found = held(production(layers), tokens)
         right = held(with_correct_window(production(layers)), tokens)
-        made.append(
-            {
-                "layers": layers,
-                "T": tokens,
-                "reported": mib,
-                "exhibit": round(found.total / MIB),
-                "error": found.total / MIB / mib - 1,
-                "with a correct window": round(right.total / MIB),
-            }
-        )
-    return pandas.DataFrame(made).set_index(["layers", "T"])
+        made.append((layers, tokens, mib, round(found.total / MIB), found.total / MIB / mib - 1,
+                     round(right.total / MIB)))  # fmt: skip
+    columns = ["layers", "T", "reported", "exhibit", "error", "with a correct window"]
+    return pandas.DataFrame(made, columns=columns).set_index(["layers", "T"])
 
 
 def recorded(results: Results) -> pandas.DataFrame:
@@ -150,12 +133,8 @@ def to_metrics(results: Results) -> list[dict]:
         rows.append(common | {"metric": "latency", "unit": "ms", "median": 1e3 * row["seconds"]})
     for row in results.memory:
         if math.isfinite(row["peak_mib"]):
-            rows.append(
-                {
-                    "operation": "step", "backend": "loop", "mode": "step",
-                    "metric": "peak_memory", "unit": "MiB", "x_name": "tokens",
-                    "x_value": row["tokens"], "median": row["peak_mib"],
-                    "config": {"layers": row["layers"], "predicted": row["predicted_mib"]},
-                }
-            )  # fmt: skip
+            config = {"layers": row["layers"], "predicted": row["predicted_mib"]}
+            rows.append({"operation": "step", "backend": "loop", "mode": "step", "config": config,
+                         "metric": "peak_memory", "unit": "MiB", "x_name": "tokens",
+                         "x_value": row["tokens"], "median": row["peak_mib"]})  # fmt: skip
     return rows
