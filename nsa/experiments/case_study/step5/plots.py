@@ -166,10 +166,12 @@ def memory_table(layers: int = 5):
             axes.bar(range(len(tokens)), values, 0.6, bottom=below, color=colour, label=name)
             below += values
         reported = [MEMORY_MIB[t] / 1024 for t in tokens]
-        axes.plot(range(len(tokens)), reported, "X", color=RED, ms=9, mec="white", label="reported")
+        axes.plot(range(len(tokens)), reported, "X", color=RED, ms=9, mec="white",
+                  label="reported")  # fmt: skip
         for at, (sum_, said) in enumerate(zip(below, reported, strict=True)):
             axes.annotate(f"{sum_:.2f} | {said:.2f}", (at, max(sum_, said)), (-9 if at else 0, 8),
-                          textcoords="offset points", fontsize=8, ha="right" if at else "center")  # fmt: skip
+                          textcoords="offset points", fontsize=8,
+                          ha="right" if at else "center")  # fmt: skip
         estimate = [ESTIMATE_MIB[t] / 1024 for t in tokens]
         axes.plot(range(len(tokens)), estimate, "--", color="black", lw=1.1,
                   label="its estimator")  # fmt: skip
