@@ -1,4 +1,9 @@
-"""Scores and top n in one kernel: importance is pooled and ranked, T x NB is never written."""
+"""Scores and top n in one kernel: importance is pooled and ranked, T x NB is never written.
+
+Nothing of size T x C or T x NB exists outside registers.
+
+A candidate is one integer, (importance, index): a lower index wins a tie, and one word moves.
+"""
 
 import torch
 import triton

@@ -1,4 +1,9 @@
-"""What the model reads, and how it is cut into batches."""
+"""What the model reads, and how it is cut into batches.
+
+A batch is a function of (seed, step) and of nothing else: no state moves from step to step, so a
+trial that starts at step 5 sees what a trial that ran through sees. Tokens are drawn on the CPU, so
+every device gets the same ones.
+"""
 
 import hashlib
 import os

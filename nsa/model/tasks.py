@@ -1,4 +1,13 @@
-"""Tasks that a model solves only if its attention reaches what it needs: copy, needle, recall."""
+"""Tasks that a model solves only if its attention reaches what it needs: copy, needle, recall.
+
+Random bytes stay at a loss of log(vocab) whether or not a model attends to anything, and on text a
+broken attention is only a little worse. Here a model that does not reach back answers by chance.
+
+Batches are as in `nsa.model.data`: a function of (seed, step), drawn on the CPU. A target is -100
+where nothing can be known, and every row scores the same number of tokens. Token 0 marks what is
+asked for or repeated; further ids are split between symbols, keys, values and filler as each task
+says.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol

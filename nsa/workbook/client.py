@@ -2,36 +2,14 @@
 
 import asyncio
 import contextlib
-import sys
-from pathlib import Path
 
 import nbformat
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbclient.util import ensure_async
 from papermill.clientwrap import PapermillNotebookClient
 
 from nsa.lab.process import family
-
-
-class OwnInterpreter(KernelSpecManager):
-    """Every kernel runs on the interpreter that runs us, whatever kernel specs are installed.
-
-    What starts one gives it `nsa.lab.process.family.environment`, or it does not find this package.
-    """
-
-    def get_kernel_spec(self, kernel_name):
-        script = str(Path(__file__).with_name("kernel.py"))
-        argv = [sys.executable, "-Xfrozen_modules=off", script, "-f", "{connection_file}"]
-        return KernelSpec(argv=argv, display_name="Python 3", language="python")
-
-
-def kernel_manager(config=None) -> AsyncKernelManager:
-    """A manager, not started, of a kernel on our own interpreter."""
-    return AsyncKernelManager(
-        kernel_name="python3", kernel_spec_manager=OwnInterpreter(), config=config
-    )
+from nsa.workbook.interpreter import kernel_manager
 
 
 class Stop(Exception):

@@ -1,4 +1,9 @@
-"""papermill engine "truthful": a saved notebook says how its run really ended."""
+"""papermill engine "truthful": a saved notebook says how its run really ended.
+
+papermill's own engine reports a hung cell, and all that never ran, as completed, and leaves what
+the notebook started behind. This one marks the running cell failed, keeps later cells pending,
+stores `metadata.papermill.stop_reason` and ends every process of the notebook.
+"""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
 """Start ipykernel so that it dies with the runner, also when it is stuck in C holding the GIL.
 
-Run as a script by `nsa.workbook.client`; an idle kernel notices a vanished parent by itself, a
+Run as a script by `nsa.workbook.interpreter`; an idle kernel notices a vanished parent by itself, a
 stuck one stays for ever without this.
 """
 

@@ -94,6 +94,11 @@ def legend(fig, axes_list) -> None:
         if columns == 1 or made.get_window_extent().width < fig.bbox.width:
             break
         made.remove()  # it would be cut off at both sides of the figure
+    rows = -(-len(found) // columns)
+    even = -(-len(found) // rows)  # as many in the last row as in the others, or nearly
+    if even < columns:
+        made.remove()
+        fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=even)
 
 
 def from_zero(axes) -> None:

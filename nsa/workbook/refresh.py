@@ -50,7 +50,7 @@ def execute(path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
 
-    from nsa.workbook.client import kernel_manager
+    from nsa.workbook.interpreter import kernel_manager
 
     class Client(NotebookClient):
         def create_kernel_manager(self):

@@ -150,7 +150,7 @@ def every_parser(parser):
 
 def test_every_command_and_option_has_a_help_text():
     found = list(every_parser(cli.parser()))
-    assert len(found) == 14
+    assert len(found) == 15
     for parser in found:
         assert parser.description, parser.prog
         for action in parser._actions:

@@ -27,7 +27,7 @@ from sample_notebooks import (
     write_notebook,
 )
 
-from nsa.workbook import client, engine
+from nsa.workbook import engine, interpreter
 
 # a second lock of a plain mutex waits for ever inside libc; PyDLL keeps the GIL meanwhile, so the
 # kernel can neither answer nor be interrupted
@@ -187,7 +187,7 @@ def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
 @pytest.mark.full
 def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
     broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
-    monkeypatch.setattr(client.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
+    monkeypatch.setattr(interpreter.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
     out = execute(tmp_path, "print('never')", "print('never')")
     assert reason(out) == "error" and statuses(out) == ["failed", "pending"]
     assert "the kernel did not start" in code_cells(out)[0].outputs[0].evalue

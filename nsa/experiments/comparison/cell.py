@@ -1,4 +1,8 @@
-"""One implementation at one shape: accuracy, time, memory, graphs last, and how it ended."""
+"""One implementation at one shape: accuracy, time, memory, graphs last, and how it ended.
+
+What a capture leaves behind when it fails (a stream in error, an allocator that still records)
+would reach every implementation that is measured after it in the same process.
+"""
 
 import contextlib
 import gc

@@ -1,4 +1,11 @@
-"""The lessons by which right attention is told from wrong, and which mutant each tells."""
+"""The lessons by which right attention is told from wrong, and which mutant each tells.
+
+Each uses what the others leave out: the window's edge, the blocks that every query sees, blocks
+found by their importance, compressed keys alone, and all branches in two layers.
+
+(lesson, backend, T): the backend is one that runs the mutated line. Those that hold T x T tensors
+or take one token at a time learn at a smaller T.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,6 +6,12 @@ time that a perfect kernel would take.
 
 Model FLOPs are what the mathematics needs: no recomputation, neither a checkpoint's nor the scores
 that a kernel makes again. So an implementation gains nothing by doing more than it must.
+
+Divided by what the device does for a plain matrix product and a plain copy, measured in the same
+process, they give the time that a perfect kernel would take.
+
+Counted is what the mathematics needs: no recomputation, neither a checkpoint's nor the scores that
+a kernel makes again. So an implementation gains nothing here by doing more than it must.
 """
 
 import statistics

@@ -2,6 +2,9 @@
 
 Does a series grow steadily? A least-squares line calls one late allocation a leak. Of the slopes
 between all pairs of points (Theil and Sen) most are 0 then, and the low ones stay so.
+
+A least-squares line calls one late allocation a leak. Of the slopes between all pairs of points
+most are 0 then, and the low ones stay so.
 """
 
 from __future__ import annotations

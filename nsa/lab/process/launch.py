@@ -4,6 +4,10 @@
 runs `python -m MODULE ARGUMENT...` as RANKS processes of this host and leaves in FOLDER exits.json,
 the exit codes of those that failed. PORT 0 finds a free one. What torchrun itself has to say is in
 FOLDER/torchrun.log; the ranks keep this process's standard output and error.
+
+Runs `python -m MODULE ARGUMENT...` as RANKS processes of this host and leaves in FOLDER exits.json,
+the exit codes of those that failed. PORT 0 finds a free one. What torchrun itself has to say is in
+FOLDER/torchrun.log; the ranks keep this process's standard output and error.
 """
 
 import contextlib

@@ -2,6 +2,8 @@
 
 The supervisor reads the trial's counters and looks closer where they rest. Whoever waits for the
 processes calls it many times a second; it does something four times a second.
+
+Called many times a second by whoever waits for the processes; does something four times a second.
 """
 
 from __future__ import annotations

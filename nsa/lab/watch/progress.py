@@ -3,6 +3,14 @@
 The counters live in an mmap, 64 bits each in this machine's order. One process writes, anybody
 reads, and whoever reads needs no word from the process, which may hold the GIL, be stopped, or be
 dead. A stack says where a process is; only counters say whether it moves.
+
+The counters live in an mmap: whoever reads them needs no word from the process, which may hold the
+GIL, be stopped, or be dead. A stack says where a process is; only counters say whether it moves.
+
+Sixty-four bits each, in this machine's order. One process writes, anybody reads.
+
+torch counts them for each thread by itself, so the main thread must be asked. It looks at pending
+calls between two bytecodes, and answers then; nothing is interrupted, no signal is sent.
 """
 
 from __future__ import annotations

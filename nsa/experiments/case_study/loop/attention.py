@@ -4,6 +4,10 @@ Of every token the loop copies out each key and value that it reads, expands the
 window and compressed branch, and keeps them for the backward: that is the memory of the case
 study's table. Every copy is a handful of dispatched operations forward and as many backward: that
 is its time.
+
+Every key and value that a token reads is copied out for it, expanded over heads in the window and
+compressed branch, and kept for the backward: that is the memory of the case study's table. Every
+copy is a handful of dispatched operations forward and as many backward: that is its time.
 """
 
 from dataclasses import dataclass

@@ -2,6 +2,9 @@
 
 The case study's script wrote a debug line at the start of the first five steps and a loss at step 1
 and at every twentieth. Between step 5 and step 20 a healthy run is silent, however long a step is.
+
+Its script wrote a debug line at the start of the first five steps and a loss at step 1 and at
+every twentieth. Between step 5 and step 20 a healthy run is silent, however long a step takes.
 """
 
 import math

@@ -2,6 +2,9 @@
 
 Every probe is a function from nothing to plain numbers and takes seconds on a CPU; none runs the
 case study's code.
+
+Every trial is a function from nothing to plain numbers. They run the rebuilt loop of
+`case_study.loop`, this project's attention, or torch alone; none runs the case study's code.
 """
 
 import json
