@@ -39,7 +39,8 @@ def started_processes_are_marked(request):
     """A test that starts a process says so: `pytest -m "not processes"` is one process alone."""
     STARTED.clear()
     yield
-    if STARTED and not request.node.get_closest_marker("processes"):
+    # With a GPU, Triton starts a compiler in any test.
+    if STARTED and not DEVICES and not request.node.get_closest_marker("processes"):
         pytest.fail(f"it starts a process without the mark `processes`: {STARTED[0][:200]}")
 
 

@@ -1,11 +1,14 @@
 """Which steps an observer looks at, and numbers read from the device without waiting for them."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the command line reads SAMPLED, and loads no torch for its help
+    import torch
+    from torch import Tensor
 
 SAMPLED = 10  # steps from one to the next in a long run, where looking at all would be paid for
 
@@ -55,6 +58,8 @@ class Deferred:
         if not x.is_cuda:
             self._waiting.append((key, x.clone(), None))
             return
+        import torch
+
         event = torch.cuda.Event()
         host = x.to("cpu", non_blocking=True)  # into pinned memory
         event.record(torch.cuda.current_stream(x.device))
