@@ -89,6 +89,8 @@ def legend(fig, axes_list) -> None:
     for axes in axes_list:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
+    if not found:
+        return
     for columns in range(max(1, min(len(found), int(fig.get_figwidth() / 2.1))), 0, -1):
         made = fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
         if columns == 1 or made.get_window_extent().width < fig.bbox.width:

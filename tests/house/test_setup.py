@@ -29,6 +29,7 @@ def test_memory_without_numbers_or_without_floats_is_left_alone(make):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 def test_poisoned_memory_compiles():
     def written(x):
