@@ -1,9 +1,12 @@
-"""One cell of a memory table: a model, a backend and a size, checked before anything runs."""
+"""The cells of a memory table: a model, a backend and a size each, checked before anything runs."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from nsa.lab.cells import DATA, DEVICES, check_choices, check_fields, check_model, check_whole
+from nsa.attention.registry import check_name
+from nsa.lab.training import TrainingSpec, check_choices, check_fields
 
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
@@ -36,27 +39,16 @@ class Cell:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_whole(self, {"tokens": 1, "batch": 1, "seed": 0})
-        check_choices(self, {"dtype": DTYPES, "device": DEVICES, "data": DATA})
-        check_model(self, own={"layers", "backend", "checkpoint"})
+        check_choices(self, {"dtype": DTYPES})
+        self.spec()
+
+    def spec(self) -> TrainingSpec:
+        """The training that it measures a step of. ValueError for what could not be run."""
+        values = asdict(self)
+        return TrainingSpec(precision=values.pop("dtype"), **values)
 
     def config(self) -> "ModelConfig":
-        """The model's config. ValueError where preset, layers, backend or changes are wrong."""
-        from nsa.attention.registry import check_name
-        from nsa.model.presets import preset
-
-        check_name(self.backend)
-        layers = {} if self.layers is None else {"layers": self.layers}
-        try:
-            return preset(
-                self.preset,
-                **layers,
-                backend=self.backend,
-                checkpoint=self.checkpoint,
-                **self.changes,
-            )
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+        return self.spec().config()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same cell back."""
@@ -69,9 +61,45 @@ class Cell:
         return cls(**values)
 
     def __str__(self) -> str:
-        layers = "" if self.layers is None else f" x{self.layers}"
-        extra = [f"checkpoint {self.checkpoint}"] * bool(self.checkpoint)
-        extra += [f"batch {self.batch}"] * (self.batch != 1)
-        extra += [f"{name}={value}" for name, value in self.changes.items()]
-        size = f"T={self.tokens} {self.dtype} {self.device}"
-        return " ".join([f"{self.preset}{layers} {self.backend} {size}", *extra])
+        batch = f" batch {self.batch}" * (self.batch != 1)
+        return self.spec().told(self.backend, f"T={self.tokens} {self.dtype} {self.device}{batch}")
+
+
+def limits(longest: Sequence[str]) -> dict[str, int]:
+    """["sequential:256"] as {"sequential": 256}; ValueError for anything else."""
+    found = {}
+    for text in longest:
+        name, _, tokens = text.partition(":")
+        if not (tokens.isascii() and tokens.isdigit()) or int(tokens) < 1:
+            raise ValueError(f"longest={text!r} must read backend:T, as in sequential:256")
+        found[check_name(name)] = int(tokens)
+    return found
+
+
+def memory_grid(
+    presets: Sequence[str],
+    layers: Sequence[int],
+    backends: Sequence[str],
+    tokens: Sequence[int],
+    *,
+    longest: Sequence[str] = (),
+    **fixed: Any,
+) -> list[Cell]:
+    """One cell for each preset, number of layers, backend and T, in that order.
+
+    `longest` keeps a backend out of longer T than it names, see `limits`. `layers`
+    may be empty: each preset's own number. `fixed` holds the other fields of every cell. ValueError
+    for anything illegal, before any cell runs, and for a grid without cells.
+    """
+    most = limits(longest)
+    cells = [
+        Cell(preset=preset, layers=depth, backend=backend, tokens=length, **fixed)
+        for preset, depth, backend, length in product(presets, layers or [None], backends, tokens)
+        if length <= most.get(backend, length)
+    ]
+    if not cells:
+        raise ValueError(
+            f"no cell to measure: presets={list(presets)}, backends={list(backends)}, "
+            f"tokens={list(tokens)}, longest={list(longest)}"
+        )
+    return cells

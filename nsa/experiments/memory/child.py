@@ -11,9 +11,9 @@ from nsa.attention import witness
 from nsa.attention.registry import Declined
 from nsa.experiments.memory.cell import Cell
 from nsa.lab.measure.recorders import MIB, recorder_for, training_tensors
-from nsa.model.data import synthetic, text
-from nsa.model.llama import LanguageModel, parameter_count
-from nsa.model.train import TrainConfig, Trainer
+from nsa.lab.training import open_trainer
+from nsa.model.llama import parameter_count
+from nsa.model.train import Trainer
 
 TIMED_STEPS = 3
 TIMING_SHARE = 0.5  # of the time to the deadline, so that timing never costs the memory figures
@@ -29,21 +29,9 @@ def measure_cell(spec: dict) -> dict:
     """
     started = time.monotonic()
     cell = Cell.from_dict(spec["cell"])
-    if spec.get("threads"):
-        torch.set_num_threads(spec["threads"])
-    config = cell.config()
-    model = LanguageModel(config)
-    data = text(seed=cell.seed) if cell.data == "text" else synthetic(cell.seed, config.vocab)
     progress = _Progress()
-    trainer = Trainer(
-        model,
-        data,
-        TrainConfig(cell.batch, cell.tokens, precision=cell.dtype, seed=cell.seed),
-        device=cell.device,
-        observers=(progress,),
-    )
-    model.train()
-    with progress.noted():
+    opened = open_trainer(cell.spec(), threads=spec.get("threads"), observers=(progress,))
+    with opened as trainer, progress.noted():
         try:
             losses = [float(trainer.step(0))]
         except Declined as refusal:
@@ -55,12 +43,12 @@ def measure_cell(spec: dict) -> dict:
     return row | {
         "step_ms": 1e3 * sorted(times)[len(times) // 2] if times else float("nan"),
         "step_ms_each": [1e3 * seconds for seconds in times],
-        "parameters": parameter_count(model),
+        "parameters": parameter_count(trainer.model),
         "losses": losses,
         "device_name": _device_name(cell.device),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "model": config.to_dict(),
+        "model": cell.config().to_dict(),
     }
 
 

@@ -13,7 +13,6 @@ from nsa.attention import witness
 from nsa.attention.registry import Declined
 from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.overheads import communication_ms, observing
-from nsa.experiments.throughput.session import session
 from nsa.lab.measure import limits
 from nsa.lab.measure.compilations import Compilations
 from nsa.lab.measure.limits import nominal_tflops
@@ -43,7 +42,7 @@ def measure_rank(spec: dict) -> dict:
     it is {"declined": why}.
     """
     cell = TrainCell.from_dict(spec["cell"])
-    with session(cell, spec.get("threads")) as trainer, _noted(trainer):
+    with cell.opened(spec.get("threads")) as trainer, _noted(trainer):
         try:
             with witness.recording() as seen:
                 losses = [float(trainer.step(0))]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from nsa.attention.registry import Declined
 from nsa.experiments.throughput.cell import TrainCell
-from nsa.experiments.throughput.session import session
 from nsa.lab.measure.recorders import MemorySamples
 from nsa.lab.process import gpus
 from nsa.lab.process.trial import place_of, run_child
@@ -99,7 +98,7 @@ def train(spec: dict) -> dict:
     cell = TrainCell.from_dict(spec["cell"])
     warmup = min(10, max(1, cell.steps // 10))
     changes = {"steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
-    with session(cell, spec.get("threads"), seed=spec["seed"], **changes) as trainer:
+    with cell.opened(spec.get("threads"), seed=spec["seed"], **changes) as trainer:
         memory = MemorySamples(trainer.device)
         trainer.observers = (memory,)
         try:

@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, record_function
 
 from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.child import warmup_of
-from nsa.experiments.throughput.session import session
 from nsa.lab.measure.recorders import profiled
 from nsa.lab.measure.timing import wait
 from nsa.lab.observers.syncs import WAITS
@@ -48,7 +47,7 @@ def profile_cell(spec: dict) -> dict[str, Any]:
     five are None.
     """
     cell = TrainCell.from_dict(spec["cell"])
-    with session(cell, spec.get("threads")) as trainer:
+    with cell.opened(spec.get("threads")) as trainer:
         for step in range(warmup_of(trainer, cell)):
             trainer.step(step)
         device = trainer.device

@@ -68,13 +68,13 @@ def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None"
     Steps are numbered from 1. `weights` is a fingerprint of all weights after the last step;
     `unreachable` what the graph named before the first backward, None where it does not tell.
     """
-    config = setup.config(trial)
+    config = setup.spec(trial).config()
     model = LanguageModel(config)
     expected = without_gradient(config, dict(model.named_parameters()))
     if trial.fault:
         plant(trial.fault, model, here.rank, here.ranks)
     data = text(seed=setup.seed) if setup.data == "text" else synthetic(setup.seed, config.vocab)
-    trainer = Trainer(model, data, setup.training(), device=here.device, parallel=here)
+    trainer = Trainer(model, data, setup.spec(trial).training(), device=here.device, parallel=here)
     arrival, modules = GradientArrival(model, warn=False), ModuleOrder(model)
     observers: list[Any] = [*([place] if place else []), arrival, modules]
     buckets = BucketTrace(trainer.wrapped, range(STEPS), out=None) if here.kind == "ddp" else None
@@ -114,7 +114,7 @@ def beside_one_process(
     gradient's largest value. way "rows": each rank's rows in turn and the mean, the same sums but
     for the mean over ranks; "batch": all rows at once, so that matrix products round otherwise.
     """
-    model = LanguageModel(setup.config(trial))
+    model = LanguageModel(setup.spec(trial).config())
     model.reset_parameters(setup.seed)  # before it moves, as the trainer's: devices draw otherwise
     model.to(here.device)
     inputs, targets = (x.to(here.device) for x in data.batch(0, setup.batch, setup.tokens))

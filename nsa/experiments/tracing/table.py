@@ -214,5 +214,5 @@ def planted_in(traced: Traced, trial: Trial, rank: int) -> tuple[str, ...]:
     """The parameters whose gradients a trial's fault spoils on this rank; none without a fault."""
     if trial.fault is None:
         return ()
-    fault = planted(trial.fault, traced.setup.config(trial), traced.setup.ranks)
+    fault = planted(trial.fault, traced.setup.spec(trial).config(), traced.setup.ranks)
     return fault.parameters if rank in fault.ranks else ()

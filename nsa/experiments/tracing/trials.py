@@ -9,15 +9,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nsa.lab.cells import DATA, DEVICES, check_choices, check_whole
 from nsa.lab.process.ranks import run_ranks
 from nsa.lab.search.planted import FAULTS
-
-if TYPE_CHECKING:
-    from nsa.model.config import ModelConfig
-    from nsa.model.train_config import TrainConfig
+from nsa.lab.training import TrainingSpec
 
 ENTRY = "nsa.experiments.tracing.child:run"
 STEPS = 3  # DDP cuts its buckets anew after the first, with a static graph after the second
@@ -68,8 +64,6 @@ class Setup:
     def __post_init__(self) -> None:
         from nsa.model import parallel
 
-        check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0})
-        check_choices(self, {"device": DEVICES, "data": DATA})
         if self.communication == "nccl" and self.device == "cpu":
             raise ValueError("communication='nccl' needs GPUs; on a CPU 'gloo' would do")
         if self.precision == "fp16":
@@ -79,26 +73,14 @@ class Setup:
             )
         parallel.check("ddp", self.communication, bucket_mb=self.bucket_mb)
         parallel.Parallel("ddp", ranks=self.ranks).rows(self.batch)
-        self.config(Trial("ddp"))
-        self.training()
+        self.spec(Trial("ddp"))
 
-    def config(self, trial: Trial) -> "ModelConfig":
-        """The model of a trial. ValueError for an unknown preset, backend or field."""
-        from nsa.attention.registry import check_name
-        from nsa.model.presets import preset
-
-        check_name(self.backend)
-        layers = {} if self.layers is None else {"layers": self.layers}
-        changes = {"backend": self.backend, "force_branch": trial.branch, **layers, **self.changes}
-        return preset(self.preset, **changes)
-
-    def training(self) -> "TrainConfig":
-        """How every trial trains. ValueError for a precision that the loop refuses."""
-        from nsa.model.train_config import TrainConfig
-
-        return TrainConfig(
-            batch=self.batch, tokens=self.tokens, precision=self.precision, seed=self.seed
-        )
+    def spec(self, trial: Trial) -> TrainingSpec:
+        """The training of a trial. ValueError for what no rank could run."""
+        names = ("preset", "tokens", "batch", "ranks", "device", "backend", "precision", "layers")
+        common = {name: getattr(self, name) for name in (*names, "data", "seed")}
+        changes = {"force_branch": trial.branch, **self.changes}
+        return TrainingSpec(**common, parallel=trial.kind, changes=changes)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import pytest
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.memory.grid import limits, memory_grid
+from nsa.experiments.memory.cell import limits, memory_grid
 
 
 def test_a_grid_is_every_combination_in_order():

@@ -20,9 +20,7 @@ from nsa.experiments.correctness import lesson_rows
 from nsa.experiments.throughput import child as throughput_trial
 from nsa.experiments.throughput import loss_curves, overheads, step_profile
 from nsa.experiments.throughput import trials as throughput
-from nsa.experiments.throughput.cell import TrainCell
-from nsa.experiments.throughput.grid import curve_grid, throughput_grid
-from nsa.experiments.throughput.session import session
+from nsa.experiments.throughput.cell import TrainCell, curve_grid, throughput_grid
 from nsa.experiments.throughput.table import growth, windows
 from nsa.lab.measure import recorders
 from nsa.lab.measure.compilations import Compilations
@@ -139,7 +137,7 @@ def test_a_backend_that_does_not_take_the_model_is_a_row(found):
 
 @pytest.mark.full
 def test_observers_and_the_place_among_ranks_are_put_back():
-    with session(CELL, 1) as trainer:
+    with CELL.opened(1) as trainer:
         trainer.step(0)
         place = trainer.parallel
         throughput_trial._by_phase(trainer)
@@ -476,12 +474,12 @@ def test_ranks_under_ddp_train_by_a_cuda_graph_as_they_do_without(ranks, how):
 @pytest.mark.gpu
 def test_a_kernel_that_is_compiled_late_is_counted():
     cell = TrainCell("cpu_test", 256, backend="triton", layers=1, device="cuda")
-    with session(cell) as trainer:
+    with cell.opened() as trainer:
         trainer.step(0)
         trainer.step(1)
         with Compilations() as nothing:
             trainer.step(2)
-    with Compilations() as new, session(replace(cell, changes={"head_dim": 32})) as trainer:
+    with Compilations() as new, replace(cell, changes={"head_dim": 32}).opened() as trainer:
         trainer.step(0)
     assert nothing.kernels == 0 and new.kernels > 0
 

@@ -8,8 +8,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 from nsa.experiments.throughput import claims, plots, table
-from nsa.experiments.throughput.cell import TrainCell
-from nsa.experiments.throughput.grid import throughput_grid
+from nsa.experiments.throughput.cell import TrainCell, throughput_grid
 from nsa.experiments.throughput.table import curves_to_metrics, rows_to_metrics
 from nsa.experiments.throughput.trials import row_of
 from nsa.workbook import metrics, parameters

@@ -61,11 +61,11 @@ def test_every_gradient_of_a_clean_trial_arrives_in_every_step():
 def test_a_planted_fault_spoils_what_it_says_and_nothing_else(fault):
     found = alone(Trial("fault", kind="none", fault=fault))
     setup = Setup("cpu_test", tokens=64, batch=1, ranks=1, layers=1)
-    expected = planted(fault, setup.config(Trial("fault")), ranks=1)
+    expected = planted(fault, setup.spec(Trial("fault")).config(), ranks=1)
     for step in (1, 2, 3):
         spoilt = in_state(found, "missing", step) | in_state(found, "zero", step)
         assert spoilt == set(expected.parameters) == in_state(found, expected.state, step)
-    names = [name for name, _ in LanguageModel(setup.config(Trial("x"))).named_parameters()]
+    names = [name for name, _ in LanguageModel(setup.spec(Trial("x")).config()).named_parameters()]
     assert set(expected.parameters) < set(names)
 
 

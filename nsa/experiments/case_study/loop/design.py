@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from nsa.config import NSAConfig
-from nsa.lab.cells import check_fields
+from nsa.lab.training import check_fields
 
 PATHS = ("loop", "masked")
 DEFECTS = {

@@ -1,0 +1,196 @@
+"""One training as one value, checked before anything runs, and opened where it runs.
+
+Cells of notebooks, traced trials and steps under the profiler all mean the same by "train this
+model"; what does not go together is refused here, once.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:  # a table of cells loads no torch
+    from nsa.model.config import ModelConfig
+    from nsa.model.train import Trainer
+    from nsa.model.train_config import TrainConfig
+
+DEVICES = ("cpu", "cuda")
+DATA = ("text", "synthetic")
+ATTENTIONS = ("nsa", "dense")
+PARALLELS = ("none", "ddp", "fsdp")
+OWN = {"attention", "layers", "backend", "checkpoint"}  # of ModelConfig, which a spec has itself
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """A model, its data, and how it is trained.
+
+    Raises ValueError for anything that could not be run; the message says what would do.
+    """
+
+    preset: str
+    tokens: int  # T
+    attention: str = "nsa"  # "dense": the twin of the same model, see nsa.model.presets.dense_twin
+    backend: str = "auto"  # of attention; with "dense" one of dense attention's
+    batch: int = 1  # sequences of one step of the whole job, all ranks together
+    layers: int | None = None  # None: the preset's own number
+    precision: str = "fp32"  # "bf16" is autocast over fp32 weights
+    checkpoint: str = ""  # layers recomputed in the backward, see ModelConfig
+    compile: bool = False
+    cuda_graph: bool = False
+    ranks: int = 1
+    parallel: str = "none"  # how ranks train together
+    device: str = "cpu"
+    data: str = "text"  # the standard library's sources, or seeded tokens
+    seed: int = 1337  # draws the weights
+    changes: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
+
+    def __post_init__(self) -> None:
+        check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0})
+        for name in ("compile", "cuda_graph"):
+            check_switch(self, name)
+        choices = {"attention": ATTENTIONS, "parallel": PARALLELS, "device": DEVICES, "data": DATA}
+        check_choices(self, choices)
+        if self.ranks > 1 and self.parallel == "none":
+            raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
+        if self.batch % self.ranks:
+            raise ValueError(f"batch={self.batch} is not a multiple of ranks={self.ranks}")
+        if not isinstance(self.changes, dict):
+            raise ValueError(f"changes={self.changes!r} must be a mapping of ModelConfig fields")
+        if twice := sorted(OWN & set(self.changes)):
+            raise ValueError(f"changes names {', '.join(twice)}, which the cell itself has")
+        config = self.config()
+        if config.max_tokens is not None and self.tokens > config.max_tokens:
+            raise ValueError(f"tokens={self.tokens} is more than max_tokens={config.max_tokens}")
+        if self.data == "text" and config.vocab < 256:
+            raise ValueError(f"data='text' has 256 byte values, vocab={config.vocab} is too few")
+        self.training()
+
+    def config(self) -> "ModelConfig":
+        """The model's config. ValueError where preset, layers, backend or changes are wrong."""
+        from nsa.attention.registry import check_name
+        from nsa.model import dense_attention
+        from nsa.model.presets import dense_twin, preset
+
+        layers = {} if self.layers is None else {"layers": self.layers}
+        try:
+            config = preset(self.preset, **layers, checkpoint=self.checkpoint, **self.changes)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        if self.attention == "nsa":
+            check_name(self.backend)
+            return config.with_(backend=self.backend)
+        if self.backend not in dense_attention.BACKENDS:
+            known = ", ".join(dense_attention.BACKENDS)
+            raise ValueError(f"backend={self.backend!r} is none of dense attention's: {known}")
+        return dense_twin(config, backend=self.backend)
+
+    def training(self, **changes: Any) -> "TrainConfig":
+        """How it is trained. ValueError where the loop refuses that."""
+        from nsa.model.train_config import TrainConfig
+
+        names = ("batch", "tokens", "precision", "compile", "cuda_graph", "seed")
+        return TrainConfig(**{name: getattr(self, name) for name in names} | changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON; `from_dict` brings the same back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """What `to_dict` wrote. ValueError for a field that there is not, naming the nearest."""
+        check_fields(cls, values, "a cell", needed=("preset", "tokens"))
+        return cls(**values)
+
+    def told(self, name: str, size: str, switches: Iterable[str] = ()) -> str:
+        """One line: `name` of the preset at `size`, and all that is not as usual."""
+        layers = "" if self.layers is None else f" x{self.layers}"
+        extra = [switch for switch in switches if getattr(self, switch)]
+        extra += [f"checkpoint {self.checkpoint}"] * bool(self.checkpoint)
+        extra += [f"{self.ranks} ranks {self.parallel}"] * (self.parallel != "none")
+        extra += [f"{key}={value}" for key, value in self.changes.items()]
+        return " ".join([f"{self.preset}{layers} {name} {size}", *extra])
+
+
+@contextlib.contextmanager
+def open_trainer(
+    spec: TrainingSpec,
+    *,
+    threads: int | None = None,
+    data_seed: int | None = None,
+    prefetch: bool = False,
+    observers: Sequence[Any] = (),
+    **changes: Any,
+) -> Iterator["Trainer"]:
+    """The spec's trainer in training mode, closed at the end; under torchrun one rank's.
+
+    threads: of torch; None leaves them. data_seed: of the batches; None is the spec's own.
+    prefetch: batches are drawn ahead in a thread. changes: of the spec's TrainConfig.
+    """
+    import torch
+
+    from nsa.model import parallel
+    from nsa.model.data import synthetic, text
+    from nsa.model.llama import LanguageModel
+    from nsa.model.prefetch import Prefetch
+    from nsa.model.train import Trainer
+
+    if threads:
+        torch.set_num_threads(threads)
+    place = parallel.start(spec.parallel, backend=None if spec.device == "cuda" else "gloo")
+    if place.kind == "none" or spec.device == "cpu":
+        place = replace(place, device=spec.device)
+    with contextlib.ExitStack() as opened:
+        opened.callback(place.close)
+        config = spec.config()
+        seed = spec.seed if data_seed is None else data_seed
+        data = text(seed=seed) if spec.data == "text" else synthetic(seed, config.vocab)
+        if prefetch:
+            data = opened.enter_context(Prefetch(data))
+        trainer = Trainer(
+            LanguageModel(config),
+            data,
+            spec.training(**changes),
+            device=place.device,
+            parallel=place,
+            observers=tuple(observers),
+        )
+        opened.callback(trainer.close)
+        trainer.model.train()
+        yield trainer
+
+
+def check_whole(spec: Any, least: Mapping[str, int]) -> None:
+    """ValueError unless these fields are whole numbers of at least so much."""
+    for name, smallest in least.items():
+        value = getattr(spec, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {smallest}")
+
+
+def check_switch(spec: Any, name: str) -> None:
+    """ValueError unless the field is true or false."""
+    if not isinstance(getattr(spec, name), bool):
+        raise ValueError(f"{name}={getattr(spec, name)!r} must be true or false")
+
+
+def check_choices(spec: Any, choices: Mapping[str, Sequence[str]]) -> None:
+    """ValueError unless these fields are among what is known."""
+    for name, known in choices.items():
+        if getattr(spec, name) not in known:
+            listed = ", ".join(known)
+            raise ValueError(f"{name}={getattr(spec, name)!r} is unknown; known are {listed}")
+
+
+def check_fields(cls: type, values: Mapping[str, Any], what: str, needed: Iterable[str]) -> None:
+    """ValueError for a field that `what` does not have, naming the nearest, or one it needs."""
+    known = [f.name for f in fields(cls)]
+    for name in values:
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise ValueError(f"{what} has no field {name!r}; {hint}")
+    missing = [name for name in needed if name not in values]
+    if missing:
+        raise ValueError(f"{what} needs {', '.join(missing)}")
