@@ -47,6 +47,8 @@ class TrainingSpec:
     changes: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
 
     def __post_init__(self) -> None:
+        from nsa.model.parallel import Parallel
+
         check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0})
         for name in ("compile", "cuda_graph"):
             check_switch(self, name)
@@ -54,8 +56,7 @@ class TrainingSpec:
         check_choices(self, choices)
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
-        if self.batch % self.ranks:
-            raise ValueError(f"batch={self.batch} is not a multiple of ranks={self.ranks}")
+        Parallel("ddp", ranks=self.ranks).rows(self.batch)
         if not isinstance(self.changes, dict):
             raise ValueError(f"changes={self.changes!r} must be a mapping of ModelConfig fields")
         if twice := sorted(OWN & set(self.changes)):

@@ -21,7 +21,7 @@ def healthy(setup=SETUP, trials=TRIALS) -> Traced:
 
 @cache
 def _parameters() -> tuple[list[str], int]:
-    model = LanguageModel(SETUP.config(TRIALS[0]))
+    model = LanguageModel(SETUP.spec(TRIALS[0]).config())
     return [name for name, _ in model.named_parameters()], parameter_count(model)
 
 
@@ -35,10 +35,10 @@ def _add(found, trial, rank, names, total, first_loss):
         trained = dict.fromkeys([*trained, "unreachable"])
         found.outcomes.append(who | outcome | trained | {"status": "refused", "message": "why"})
         return
-    none = without_gradient(found.setup.config(trial), names)
+    none = without_gradient(found.setup.spec(trial).config(), names)
     spoilt, state = set(), ""
     if trial.fault:
-        fault = planted(trial.fault, found.setup.config(trial), found.setup.ranks)
+        fault = planted(trial.fault, found.setup.spec(trial).config(), found.setup.ranks)
         spoilt, state = set(fault.parameters) if rank in fault.ranks else set(), fault.state
     trained["unreachable"] = [n for n in names if n in none] if trial.kind == "ddp" else None
     found.outcomes.append(who | outcome | trained)

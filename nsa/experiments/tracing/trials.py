@@ -72,7 +72,6 @@ class Setup:
                 "'fp32' or 'bf16' would do"
             )
         parallel.check("ddp", self.communication, bucket_mb=self.bucket_mb)
-        parallel.Parallel("ddp", ranks=self.ranks).rows(self.batch)
         self.spec(Trial("ddp"))
 
     def spec(self, trial: Trial) -> TrainingSpec:

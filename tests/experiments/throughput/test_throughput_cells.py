@@ -63,7 +63,7 @@ def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():
         ({"tokens": 0}, "tokens=0 must be a whole number of at least 1"),
         ({"warmup": 2}, "at least 3"),
         ({"ranks": 2}, "ranks=2 need parallel='ddp' or 'fsdp'"),
-        ({"ranks": 2, "parallel": "ddp", "batch": 3}, "batch=3 is not a multiple of ranks=2"),
+        ({"ranks": 2, "parallel": "ddp", "batch": 3}, "batch=3 cannot be split over 2 rank"),
         ({"compile": "yes"}, "must be true or false"),
         ({"precision": "int8"}, "int8"),
         ({"checkpoint": "0:9"}, "does not fit 1 layers"),

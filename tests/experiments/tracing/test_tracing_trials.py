@@ -70,7 +70,7 @@ def test_a_planted_fault_spoils_what_it_says_and_nothing_else(fault):
 
 
 def test_a_rank_branch_is_planted_on_the_last_rank_alone():
-    config = SETUP.config(TRIALS[0])
+    config = SETUP.spec(TRIALS[0]).config()
     assert planted("rank branch", config, 4).ranks == (3,)
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     for rank, missing in ((0, 0), (1, 2)):
@@ -81,7 +81,7 @@ def test_a_rank_branch_is_planted_on_the_last_rank_alone():
 
 
 def test_a_wrong_gradient_is_far_from_one_process_s():
-    model = LanguageModel(SETUP.config(TRIALS[0]))
+    model = LanguageModel(SETUP.spec(TRIALS[0]).config())
     gradients = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     data = tracing_child.synthetic(SETUP.seed, 256)
     rows = tracing_child.beside_one_process(gradients, SETUP, TRIALS[0], data, SINGLE)
@@ -95,7 +95,7 @@ def test_a_wrong_gradient_is_far_from_one_process_s():
 
 
 def test_the_fingerprint_tells_weights_apart():
-    model = LanguageModel(SETUP.config(TRIALS[0]))
+    model = LanguageModel(SETUP.spec(TRIALS[0]).config())
     before = tracing_child.fingerprint(model)
     assert before == tracing_child.fingerprint(model)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_trials_are_chosen_by_name():
 
 
 def test_unknown_faults_and_a_lone_rank_s_branch_are_refused():
-    config = SETUP.config(TRIALS[0])
+    config = SETUP.spec(TRIALS[0]).config()
     with pytest.raises(ValueError, match="fault='sabotage' is unknown"):
         planted("sabotage", config, 2)
     with pytest.raises(ValueError, match="needs at least 2 ranks"):
@@ -141,7 +141,7 @@ def test_unknown_faults_and_a_lone_rank_s_branch_are_refused():
 
 
 def test_no_parameter_of_a_plain_model_is_excused():
-    config = SETUP.config(TRIALS[0])
+    config = SETUP.spec(TRIALS[0]).config()
     names = [name for name, _ in LanguageModel(config).named_parameters()]
     assert without_gradient(config, names) == set()
 
