@@ -1,6 +1,5 @@
 """The ways to compute the one operation, and which of them takes given inputs."""
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from nsa.attention import measured
 from nsa.attention.inputs import Inputs
+from nsa.spelling import nearest
 
 Note = Callable[[str, str], None]  # (branch, implementation): what served it
 
@@ -55,9 +55,7 @@ def check_name(name: str) -> str:
     known = ["auto", *names()]
     if name in known:
         return name
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"backend {name!r} is unknown; known are {', '.join(known)}{hint}")
+    raise ValueError(f"backend {name!r} is unknown; {nearest(name, known)}")
 
 
 def get(name: str) -> Backend:

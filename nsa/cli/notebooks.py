@@ -4,6 +4,7 @@ import sys
 
 from nsa.cli.options import FAILED, GOOD, command, duration, runs_option
 from nsa.cli.runs import print_run
+from nsa.spelling import pair
 
 
 def add(commands) -> None:
@@ -76,11 +77,9 @@ def run(arguments) -> int:
     for file in arguments.file:
         given.update(parameters.read_file(file))
     for text in arguments.parameter:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"-p {text!r} has no '='; write -p name=value")
-        known = declared.get(name.strip())
-        given[name.strip()] = parameters.parse(value, known.type) if known else value
+        name, value = pair(text, "-p tokens=512")
+        known = declared.get(name)
+        given[name] = parameters.parse(value, known.type) if known else value
     result = run_notebook(
         path,
         given,

@@ -1,6 +1,5 @@
 """`nsa train`: a language model, alone, on several ranks of its own, or under torchrun."""
 
-import ast
 import os
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.cli.options import BAD_INPUT, FAILED, GOOD, command, runs_option, words
 from nsa.lab.observers.deferred import SAMPLED
+from nsa.spelling import settings
 
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job
@@ -160,23 +160,14 @@ def job_from(arguments, ranks: int | None = None) -> "Job":
 
 
 def changes_from(texts: list[str]) -> dict[str, Any]:
-    """`name=value` as fields, `nsa.name=value` below "nsa"; Python's literals, else text."""
+    """`name=value` as fields of ModelConfig, `nsa.name=value` as those below "nsa"."""
     changes: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"--set {text!r} has no '='; write --set name=value")
-        try:
-            parsed = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed = {"true": True, "false": False}.get(value, value)
-        outer, dot, inner = name.strip().partition(".")
+    for name, value in settings(texts, "--set layers=2", last=True).items():
+        outer, dot, inner = name.partition(".")
         if dot and outer != "nsa":
-            raise ValueError(f"--set {text!r}: only nsa has fields below it, e.g. nsa.window=64")
-        if dot:
-            changes.setdefault("nsa", {})[inner] = parsed
-        else:
-            changes[outer] = parsed
+            raise ValueError(f"--set {name}: only nsa has fields below it, e.g. nsa.window=64")
+        below = changes.setdefault("nsa", {}) if dot else changes
+        below[inner or outer] = value
     return changes
 
 

@@ -1,11 +1,10 @@
 """`nsa trial`: one supervised trial, and its verdict."""
 
-import ast
 import os
 import sys
-from typing import Any
 
 from nsa.cli.options import FAILED, GOOD, command, trials_option
+from nsa.spelling import settings
 
 # What is said of the trial itself and not of its subject.
 OF_THE_PLAN = ("subject", "steps", "deadline_s", "predicted_s", "stall_s", "calibrate", "oracles")
@@ -37,7 +36,7 @@ def trial(arguments) -> int:
         print(listed())
         return GOOD
     import_from_here()
-    given = settings_from(arguments.settings)
+    given = settings(arguments.settings, "layers=2")
     whole = {name: given.pop(name) for name in OF_THE_PLAN if name in given}
     if isinstance(whole.get("oracles"), str):
         whole["oracles"] = [word for word in whole["oracles"].split(",") if word]
@@ -59,31 +58,6 @@ def trial(arguments) -> int:
         print(f"  {done.calibrated}")
     print(f"  more: nsa explain {done.id}")
     return GOOD if done.verdict.kind == "PASS" else FAILED
-
-
-def settings_from(texts: list[str]) -> dict[str, Any]:
-    """`name=value` words as settings: numbers, true, false, none, [1, 2], {phi: ...}, else text."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise ValueError(f"{text!r} is not of the form key=value, as layers=2")
-        if name.strip() in found:
-            raise ValueError(f"{name.strip()} is given twice")
-        variable = name.strip().startswith("env.")  # whose values are text, as 1 is
-        found[name.strip()] = value if variable else value_of(value.strip())
-    return found
-
-
-def value_of(text: str) -> Any:
-    """One value of the command line."""
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def import_from_here() -> None:

@@ -7,8 +7,9 @@ model"; what does not go together is refused here, once.
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Self
+
+from nsa.spelling import choice, nearest
 
 if TYPE_CHECKING:  # a table of cells loads no torch
     from nsa.model.config import ModelConfig
@@ -52,8 +53,10 @@ class TrainingSpec:
         check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0})
         for name in ("compile", "cuda_graph"):
             check_switch(self, name)
-        choices = {"attention": ATTENTIONS, "parallel": PARALLELS, "device": DEVICES, "data": DATA}
-        check_choices(self, choices)
+        choice("attention", self.attention, ATTENTIONS)
+        choice("parallel", self.parallel, PARALLELS)
+        choice("device", self.device, DEVICES)
+        choice("data", self.data, DATA)
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
         Parallel("ddp", ranks=self.ranks).rows(self.batch)
@@ -83,8 +86,8 @@ class TrainingSpec:
             check_name(self.backend)
             return config.with_(backend=self.backend)
         if self.backend not in dense_attention.BACKENDS:
-            known = ", ".join(dense_attention.BACKENDS)
-            raise ValueError(f"backend={self.backend!r} is none of dense attention's: {known}")
+            hint = nearest(self.backend, dense_attention.BACKENDS)
+            raise ValueError(f"backend={self.backend!r} is none of dense attention's; {hint}")
         return dense_twin(config, backend=self.backend)
 
     def training(self, **changes: Any) -> "TrainConfig":
@@ -176,22 +179,12 @@ def check_switch(spec: Any, name: str) -> None:
         raise ValueError(f"{name}={getattr(spec, name)!r} must be true or false")
 
 
-def check_choices(spec: Any, choices: Mapping[str, Sequence[str]]) -> None:
-    """ValueError unless these fields are among what is known."""
-    for name, known in choices.items():
-        if getattr(spec, name) not in known:
-            listed = ", ".join(known)
-            raise ValueError(f"{name}={getattr(spec, name)!r} is unknown; known are {listed}")
-
-
 def check_fields(cls: type, values: Mapping[str, Any], what: str, needed: Iterable[str]) -> None:
     """ValueError for a field that `what` does not have, naming the nearest, or one it needs."""
     known = [f.name for f in fields(cls)]
     for name in values:
         if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            raise ValueError(f"{what} has no field {name!r}; {hint}")
+            raise ValueError(f"{what} has no field {name!r}; {nearest(name, known)}")
     missing = [name for name in needed if name not in values]
     if missing:
         raise ValueError(f"{what} needs {', '.join(missing)}")

@@ -1,7 +1,6 @@
 """Everything that decides what a model computes, as one frozen value that is stored with a run."""
 
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
@@ -9,6 +8,7 @@ from nsa.config import NSAConfig
 from nsa.reference.compress import PHI_KINDS
 from nsa.reference.gate import GATE_KINDS
 from nsa.reference.nsa import BRANCHES
+from nsa.spelling import nearest
 
 COMPRESS_ROPE = ("before", "after")
 ATTENTION_KINDS = ("nsa", "dense")
@@ -176,8 +176,8 @@ def _check_positive(name: str, value: Any) -> None:
 
 def _check_choice(name: str, value: Any, known: tuple[str, ...], also: str = "") -> None:
     if value not in known:
-        choices = ", ".join([*map(repr, known), *([also] if also else [])])
-        raise ValueError(f"{name}={value!r} is unknown; known are {choices}")
+        hint = nearest(value, [*known, also] if also else known)
+        raise ValueError(f"{name}={value!r} is unknown; {hint}")
 
 
 def check_names(owner: type, given: dict[str, Any], prefix: str = "") -> None:
@@ -185,6 +185,5 @@ def check_names(owner: type, given: dict[str, Any], prefix: str = "") -> None:
     known = [f.name for f in fields(owner)]
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(known)}"
+            hint = nearest(prefix + name, [prefix + field for field in known])
             raise ValueError(f"{owner.__name__} has no field {prefix}{name}; {hint}")

@@ -14,6 +14,7 @@ from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
 from nsa.model.projections import Projections
 from nsa.model.rotary import Rotary, rotary_for
+from nsa.spelling import nearest
 
 BACKENDS = ("auto", "sdpa", "flash")
 
@@ -34,8 +35,8 @@ class DenseAttention(nn.Module):
         super().__init__()
         if config.backend not in BACKENDS:
             raise ValueError(
-                f"backend={config.backend!r} is none of dense attention; known are "
-                f"{', '.join(BACKENDS)}"
+                f"backend={config.backend!r} is none of dense attention; "
+                f"{nearest(config.backend, BACKENDS)}"
             )
         self.config = config
         dim, heads, kv_heads = config.dim, config.heads, config.kv_heads

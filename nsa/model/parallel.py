@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nsa.spelling import choice
+
 KINDS = ("none", "ddp", "fsdp")
 BACKENDS = ("gloo", "nccl")
 
@@ -211,10 +213,9 @@ def check(
     bucket_mb: float | int = 25,
 ) -> None:
     """Raises ValueError for options that no number of ranks could use."""
-    if kind not in KINDS:
-        raise ValueError(f"parallel={kind!r} is unknown; known are {', '.join(KINDS)}")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; known are {', '.join(BACKENDS)}")
+    choice("parallel", kind, KINDS)
+    if backend is not None:
+        choice("backend", backend, BACKENDS)
     if static_graph and find_unused_parameters:
         raise ValueError(
             "static_graph=True with find_unused_parameters=True: a static graph finds unused "

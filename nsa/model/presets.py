@@ -6,7 +6,6 @@ paper's sigmoid gate instead of a softmax one, and keys and scores that are righ
 """
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention
+from nsa.spelling import nearest
 
 
 def repro(layers: int = 5) -> ModelConfig:
@@ -79,9 +79,7 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     Raises ValueError for an unknown preset or field, naming the nearest.
     """
     if name not in PRESETS:
-        near = get_close_matches(str(name), PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no preset {name!r}; {hint}there are {', '.join(PRESETS)}")
+        raise ValueError(f"no preset {name!r}; {nearest(name, PRESETS)}")
     return PRESETS[name]().with_(**changes)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.model.config import check_names
+from nsa.spelling import choice
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,7 @@ class TrainConfig:
             )
 
     def _check_schedule(self) -> None:
-        if self.schedule not in SCHEDULES:
-            known = ", ".join(map(repr, SCHEDULES))
-            raise ValueError(f"schedule={self.schedule!r} is unknown; known are {known}")
+        choice("schedule", self.schedule, SCHEDULES)
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is more than lr={self.lr}")
         if self.schedule == "constant":
@@ -182,8 +181,7 @@ _MASTER = (torch.float32, torch.float64)
 
 def check_precision(precision: str) -> None:
     """Raises ValueError for a precision that is not one of `PRECISIONS`."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is unknown; known are {', '.join(PRECISIONS)}")
+    choice("precision", precision, PRECISIONS)
 
 
 def check_weights(model: nn.Module) -> None:

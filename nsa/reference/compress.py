@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from nsa.blocks import count_compressed
 from nsa.config import NSAConfig
 from nsa.reference.rotary import rotate
+from nsa.spelling import choice
 
 PHI_KINDS = ("mean", "linear", "mlp")
 
@@ -43,8 +44,7 @@ class Phi:
     rotary: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in PHI_KINDS:
-            raise ValueError(f"phi kind {self.kind!r} is unknown; known are {', '.join(PHI_KINDS)}")
+        choice("phi kind", self.kind, PHI_KINDS)
         if self.kind != "mean" and (self.key is None or self.value is None):
             raise ValueError(f"phi kind {self.kind!r} needs weights for key and for value")
 

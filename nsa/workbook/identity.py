@@ -1,10 +1,11 @@
 """Which notebook is meant, what it asks, and the id that makes a rerun a cache hit."""
 
-import difflib
 import hashlib
 import json
 import re
 from pathlib import Path
+
+from nsa.spelling import nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -33,9 +34,9 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
         return found[fits[0]]
     if fits:
         raise ValueError(f"{name!r} fits {', '.join(fits)}; give more of one")
-    near = difflib.get_close_matches(name, [*found, *without_number], n=1, cutoff=0.0)[0]
-    near = without_number.get(near, near)
-    raise ValueError(f"no notebook {name!r} in {folder}; the nearest is {near!r}")
+    raise ValueError(
+        f"no notebook {name!r} in {folder}; {nearest(name, [*found, *without_number], 0)}"
+    )
 
 
 def notebooks(folder: str | Path = "notebooks") -> list[Path]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa.spelling import choice
+
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -34,8 +36,7 @@ def find_machine(device: str, gpus: int = 1) -> Machine:
 
     Raises ValueError for another word, and for "cuda" without so many.
     """
-    if device not in DEVICES:
-        raise ValueError(f"device={device!r} is unknown; known are {', '.join(DEVICES)}")
+    choice("device", device, DEVICES)
     found = torch.cuda.device_count()
     if device == "cuda" and found < gpus:
         wanted, there = ("a GPU" if gpus == 1 else f"{gpus} GPUs"), found or "none"

@@ -1,9 +1,9 @@
 """metrics.csv: one long table, the same columns for every notebook, so any script reads any run."""
 
-import difflib
 import json
 from pathlib import Path
 
+from nsa.spelling import nearest
 from nsa.workbook.files import plain
 
 COLUMNS = (
@@ -35,8 +35,7 @@ def row(given: dict, facts: dict) -> dict:
     """
     for name in given:
         if name not in COLUMNS:
-            near = difflib.get_close_matches(str(name), COLUMNS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"metrics have no column {name!r}; the nearest is {near!r}")
+            raise ValueError(f"metrics have no column {name!r}; {nearest(name, COLUMNS, 0)}")
     for name in ("operation", "metric"):
         if not given.get(name):
             raise ValueError(f"a metrics row needs {name!r}; got only {sorted(given)}")

@@ -4,13 +4,14 @@ papermill checks nothing: an unknown name is a warning and `-p N ten` runs with 
 """
 
 import ast
-import difflib
 import math
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nsa.spelling import nearest
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 EXAMPLES = {
@@ -159,9 +160,7 @@ def filled(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, A
 def _find(declared: dict[str, Parameter], name: str) -> Parameter:
     if name in declared:
         return declared[name]
-    near = difflib.get_close_matches(name, declared, n=1, cutoff=0.4)
-    hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(declared)}"
-    raise ValueError(f"unknown parameter {name!r}; {hint}")
+    raise ValueError(f"unknown parameter {name!r}; {nearest(name, declared, 0.4)}")
 
 
 def _checked(parameter: Parameter, value: Any) -> Any:
@@ -186,9 +185,7 @@ def _one(parameter: Parameter, kind: str, value: Any) -> Any:
         low, high = (f"{limit:g}" for limit in limits)
         raise ValueError(f"{parameter.name}={value} is outside {low}..{high}")
     if choices and str(value) not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ValueError(f"{parameter.name}={value!r} is not one of {', '.join(choices)}{hint}")
+        raise ValueError(f"{parameter.name}={value!r} is unknown; {nearest(value, choices)}")
     return value
 
 

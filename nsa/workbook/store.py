@@ -5,7 +5,6 @@ runs/<YYYY-MM-DD>/<notebook>-<id>/  notebook.ipynb parameters.yaml environment.j
 """
 
 import atexit
-import difflib
 import os
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nsa.spelling import nearest
 from nsa.workbook import environment, looks, metrics
 from nsa.workbook.claim import Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
@@ -227,8 +227,7 @@ class Store:
             several = ", ".join(f.relative_to(self.root).as_posix() for f in fits)
             raise ValueError(f"{name!r} fits {len(fits)} runs: {several}; give more of one")
         known = [way for ways in parts.values() for way in ways]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise ValueError(f"no run {name!r} in {self.root}; the nearest is {near[0]!r}")
+        raise ValueError(f"no run {name!r} in {self.root}; {nearest(name, known, 0)}")
 
     def metrics(self):
         """Every run's metrics in one DataFrame, with the column `run` in front."""

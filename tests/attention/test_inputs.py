@@ -116,7 +116,7 @@ def test_unknown_branches_are_refused(call):
 
 
 def test_an_unknown_backend_is_refused_with_the_nearest_name(call):
-    with pytest.raises(ValueError, match=r"'gathr' is unknown; .*did you mean 'gather'"):
+    with pytest.raises(ValueError, match=r"'gathr' is unknown; .*the nearest is 'gather'"):
         call(backend="gathr")
     with pytest.raises(ValueError, match="'auto' is a choice between backends"):
         registry.get("auto")

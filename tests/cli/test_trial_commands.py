@@ -7,8 +7,8 @@ from places import SUPPORT
 from sample_notebooks import environment_with_package
 
 from nsa.cli import main as cli
-from nsa.cli.trial import settings_from
 from nsa.lab.watch.evidence import End, Evidence
+from nsa.spelling import settings
 
 SUBJECT = "lab_entries:broken_pair"
 PLAN = f"""
@@ -167,7 +167,7 @@ def test_words_of_the_command_line_become_values():
         "h=x=y",
         "env.FLAG=1",
     ]
-    assert settings_from(words) == {
+    assert settings(words, "layers=2") == {
         "a": 1, "b": 1.5, "c": True, "d": None, "e": "0:2", "f": [1, 2], "g": {"phi": "mlp"},
         "h": "x=y", "env.FLAG": "1",
     }  # fmt: skip

@@ -13,6 +13,7 @@ from places import PACKAGE
 
 # A layer may import itself and lower floors. reference and kernels share a floor and stay apart.
 FLOORS = (
+    {"spelling"},
     {"config"},
     {"blocks"},
     {"reference", "kernels"},

@@ -358,7 +358,7 @@ def test_the_backend_named_is_the_backend_that_runs(backend):
 
 
 def test_an_unknown_backend_is_refused_before_anything_runs():
-    with pytest.raises(ValueError, match=r"backend 'gathr' is unknown.*did you mean 'gather'"):
+    with pytest.raises(ValueError, match=r"backend 'gathr' is unknown.*the nearest is 'gather'"):
         NSAAttention(tiny(backend="gathr"))
 
 

@@ -12,8 +12,8 @@ from nsa.model.config import ModelConfig, layer_range
         ({"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3; kv_heads may be 1, 2, 4"),
         ({"head_dim": 9}, "head_dim=9 is odd .*8 and 10"),
         ({"head_dim": 1}, "head_dim=1 is odd .*2 and 2"),
-        ({"phi": "max"}, "phi='max' is unknown; known are 'mean', 'linear', 'mlp'"),
-        ({"gate": "tanh"}, "gate='tanh' is unknown; known are 'sigmoid', 'softmax'"),
+        ({"phi": "max"}, "phi='max' is unknown; known are mean, linear, mlp"),
+        ({"gate": "tanh"}, "gate='tanh' is unknown; known are sigmoid, softmax"),
         ({"compress_rope": "never"}, "compress_rope='never' .* 'before', 'after'"),
         ({"force_branch": "sel"}, "force_branch='sel' .* 'cmp', 'slc', 'win', None"),
         ({"backend": ""}, "'auto'"),
@@ -23,8 +23,11 @@ from nsa.model.config import ModelConfig, layer_range
         ({"rope_base": float("inf")}, "rope_base=inf must be finite and greater than 0"),
         ({"norm_eps": float("nan")}, "norm_eps=nan must be finite and greater than 0"),
         ({"checkpoint": "0:3"}, "checkpoint='0:3' does not fit 2 layers; .*end <= 2"),
-        ({"headdim": 8}, "ModelConfig has no field headdim; did you mean head_dim?"),
-        ({"nsa": {"windows": 8}}, "NSAConfig has no field nsa.windows; did you mean nsa.window?"),
+        ({"headdim": 8}, "ModelConfig has no field headdim; the nearest is 'head_dim'"),
+        (
+            {"nsa": {"windows": 8}},
+            "NSAConfig has no field nsa.windows; the nearest is 'nsa.window'",
+        ),
         ({"nsa": {"compress_stride": 3}}, "is not a multiple of compress_stride=3"),
     ],
 )
@@ -63,7 +66,7 @@ def test_a_config_survives_json():
 
 
 def test_an_unknown_name_in_a_stored_config_is_refused():
-    with pytest.raises(ValueError, match="no field dims; did you mean dim"):
+    with pytest.raises(ValueError, match="no field dims; the nearest is 'dim'"):
         ModelConfig.from_dict({**tiny().to_dict(), "dims": 4})
     with pytest.raises(ValueError, match=r"no field nsa\.stride"):
         ModelConfig.from_dict({**tiny().to_dict(), "nsa": {"stride": 4}})

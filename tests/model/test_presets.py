@@ -45,7 +45,7 @@ def test_a_preset_takes_changes_of_fields_and_of_nested_fields():
 
 
 def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(ValueError, match="no preset 'prodution'; did you mean 'production'"):
+    with pytest.raises(ValueError, match="no preset 'prodution'; the nearest is 'production'"):
         preset("prodution")
-    with pytest.raises(ValueError, match="there are repro, step5, smoke, cpu_test, production"):
+    with pytest.raises(ValueError, match="known are repro, step5, smoke, cpu_test, production"):
         preset("gpt")

@@ -5,10 +5,11 @@ fail once the line is changed; `tests/experiments/correctness/test_mutants.py` p
 and that they pass without.
 """
 
-import difflib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+from nsa.spelling import nearest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,9 +53,7 @@ def mutant(name: str) -> Mutant:
     """The mutant of that name; ValueError for an unknown one, naming the nearest."""
     known = {one.name: one for one in MUTANTS}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
-        raise ValueError(f"mutant {name!r} is unknown{hint}")
+        raise ValueError(f"mutant {name!r} is unknown; {nearest(name, known)}")
     return known[name]
 
 

@@ -6,7 +6,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from nsa.attention.registry import check_name
-from nsa.lab.training import TrainingSpec, check_choices, check_fields
+from nsa.lab.training import TrainingSpec, check_fields
+from nsa.spelling import choice, pair
 
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
@@ -39,7 +40,7 @@ class Cell:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choices(self, {"dtype": DTYPES})
+        choice("dtype", self.dtype, DTYPES)
         self.spec()
 
     def spec(self) -> TrainingSpec:
@@ -66,12 +67,12 @@ class Cell:
 
 
 def limits(longest: Sequence[str]) -> dict[str, int]:
-    """["sequential:256"] as {"sequential": 256}; ValueError for anything else."""
+    """["sequential=256"] as {"sequential": 256}, a colon as well; ValueError for anything else."""
     found = {}
     for text in longest:
-        name, _, tokens = text.partition(":")
+        name, tokens = pair(text, "sequential=256", "=:")
         if not (tokens.isascii() and tokens.isdigit()) or int(tokens) < 1:
-            raise ValueError(f"longest={text!r} must read backend:T, as in sequential:256")
+            raise ValueError(f"longest={text!r} must end in a number of tokens, as sequential=256")
         found[check_name(name)] = int(tokens)
     return found
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
 from nsa.lab.training import TrainingSpec, check_switch, check_whole, open_trainer
+from nsa.spelling import nearest, pair
 
 DENSE = "dense"
 DATA_SEED = 1337
@@ -54,15 +54,11 @@ class TrainCell(TrainingSpec):
         """
         values, words = self.to_dict(), self.variant.split()
         for word in text.split():
-            name, colon, value = word.partition(":")
-            if name not in values or (not colon and name not in SWITCHES):
-                near = get_close_matches(name, values, n=1, cutoff=0.0)[0]
-                raise ValueError(f"{word!r} in {text!r} changes nothing; the nearest is {near}:...")
+            name, value = (word, "true") if word in SWITCHES else pair(word, "batch=8", "=:")
+            if name not in values:
+                raise ValueError(f"{word!r} in {text!r} changes nothing; {nearest(name, values)}")
             words += [word] * (name not in TOLD)
-            old = getattr(self, name)
-            if not colon:
-                values[name] = True
-            elif isinstance(old, bool):
+            if isinstance(values[name], bool):
                 values[name] = value.lower() == "true"
             else:
                 values[name] = int(value) if value.isdigit() else value

@@ -1,12 +1,12 @@
 """The shapes that attention is measured at: sizes, dtype, kind of queries, and their names."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
 from nsa.config import NSAConfig
+from nsa.spelling import choice, nearest, pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 QUERIES = ("random", "correlated")
@@ -43,9 +43,7 @@ class Shape:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         for name, known in (("dtype", DTYPES), ("queries", QUERIES)):
-            if getattr(self, name) not in known:
-                choices = ", ".join(known)
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known are {choices}")
+            choice(name, getattr(self, name), known)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -104,10 +102,9 @@ def _one(text: str, tokens: Sequence[int]) -> tuple[list[Shape], bool]:
     """The shapes of one text, and whether it names the kind of queries itself."""
     if "=" not in text:
         if text not in NAMED:
-            near = difflib.get_close_matches(text, NAMED, n=1, cutoff=0.0)[0]
+            hint = nearest(text, NAMED)
             raise ValueError(
-                f"no shapes are called {text!r}; known are {', '.join(NAMED)} (nearest: {near}), "
-                "or write tokens=4k,heads=32,kv_heads=8"
+                f"no shapes are called {text!r}; {hint}, or write tokens=4k,heads=32,kv_heads=8"
             )
         known = NAMED[text]
         others = [replace(s, tokens=t) for t in tokens for s in known]
@@ -116,10 +113,9 @@ def _one(text: str, tokens: Sequence[int]) -> tuple[list[Shape], bool]:
     names = [f.name for f in fields(Shape) if f.name != "config"]
     sizes = [f.name for f in fields(NSAConfig)]
     for part in text.split(","):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in names + sizes:
-            near = difflib.get_close_matches(name, names + sizes, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{part!r} in {text!r} names no size; the nearest is {near}=...")
+        name, value = pair(part, "heads=32")
+        if name not in names + sizes:
+            raise ValueError(f"{part!r} in {text!r} names no size; {nearest(name, names + sizes)}")
         (config if name in sizes else values)[name] = _value(name, value)
     if "dim" in values:
         values.setdefault("value_dim", values["dim"])

@@ -9,7 +9,6 @@ the fault; place, the parameter or module, the same in a model of other depth.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from nsa.lab.oracles import compare, gradients
 from nsa.lab.oracles.gradients import Gradients
 from nsa.lab.oracles.growth import Census, Graph, Memory, Recompilations
 from nsa.lab.oracles.steps import Result, Steps, unknown
+from nsa.spelling import nearest
 
 # Name, what it takes after a colon, and what must hold.
 ORACLES = {
@@ -51,9 +51,7 @@ def check(asked: Sequence[str]) -> None:
     for one in asked:
         name, colon, value = one.partition(":")
         if name not in ORACLES:
-            near = difflib.get_close_matches(name, ORACLES, n=1)
-            told = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(ORACLES)}"
-            raise ValueError(f"no oracle {name!r}; {told}")
+            raise ValueError(f"no oracle {name!r}; {nearest(name, ORACLES)}")
         if name == "backends" and not value:
             raise ValueError("oracle 'backends' compares with another: 'backends:sequential'")
         if colon and not ORACLES[name][0]:

@@ -7,8 +7,9 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
+
+from nsa.spelling import nearest
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,7 @@ def one_of(*choices: str) -> Callable[[Any], str]:
     def legal(value: Any) -> str:
         if value in choices:
             return ""
-        near = get_close_matches(str(value), choices, n=1)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
-        return f"is none of {', '.join(choice or repr(choice) for choice in choices)}{hint}"
+        return f"is unknown; {nearest(value, choices)}"
 
     return legal
 

@@ -3,10 +3,9 @@
 Any other subject has the settings it likes: a factor that nobody here knows is handed to it.
 """
 
-from difflib import get_close_matches
-
 from nsa.lab.search.factor import COMMON, Factor, Rule, text
 from nsa.lab.search.training_factors import RULES, TRAINING
+from nsa.spelling import nearest
 
 TRAINING_SUBJECT = "nsa.lab.search.training_subject:make"
 ENVIRONMENT = "env."  # env.NAME of any subject is an environment variable of its process
@@ -42,9 +41,7 @@ def find(subject: str, name: str) -> Factor | None:
         )  # fmt: skip
     if subject != TRAINING_SUBJECT:
         return None
-    near = get_close_matches(name, factors, n=1) or [CALLED[n] for n in (name,) if n in CALLED]
-    hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(factors)}"
-    raise ValueError(f"unknown factor {name!r}; {hint}")
+    raise ValueError(f"unknown factor {name!r}; {nearest(CALLED.get(name, name), factors)}")
 
 
 def rules(subject: str) -> tuple[Rule, ...]:

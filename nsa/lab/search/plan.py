@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,6 +17,7 @@ from nsa.lab.search import factors as known
 from nsa.lab.search.candidates import position, word
 from nsa.lab.search.factors import TRAINING_SUBJECT
 from nsa.lab.verdict import KINDS
+from nsa.spelling import choice, nearest
 
 COVERS = ("all", "pairs", "triples")
 ATTEMPT = "NSA_ATTEMPT"  # the variable that tells repeated trials of one cell apart
@@ -95,9 +95,7 @@ class Plan:
         names = [f.name for f in fields(cls) if f.init]
         for name in found:
             if name not in names:
-                near = get_close_matches(str(name), names, n=1)
-                hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(names)}"
-                raise ValueError(f"a plan has no {name!r}; {hint}")
+                raise ValueError(f"a plan has no {name!r}; {nearest(name, names)}")
         if not found.get("factors"):
             raise ValueError("a plan needs factors, e.g. {layers: [1, 6]}")
         return cls(**found)
@@ -228,11 +226,7 @@ class Plan:
         if self.calibrate and self.predicted_s is not None:
             raise ValueError(f"predicted_s={self.predicted_s} is given; calibrate would measure it")
         for name, choices in (("cover", COVERS), ("kind", (None, *KINDS))):
-            if (value := getattr(self, name)) not in choices:
-                near = get_close_matches(str(value), [str(c) for c in choices], n=1)
-                hint = f"; the nearest is {near[0]}" if near else ""
-                told = ", ".join(str(c) for c in choices if c is not None)
-                raise ValueError(f"{name}={value!r} is none of {told}{hint}")
+            choice(name, getattr(self, name), choices)
         if not isinstance(self.screen, bool):
             raise ValueError(f"screen={self.screen!r} must be true or false")
 
@@ -272,9 +266,7 @@ def _check_varied(
     key: str, name: str, values: Sequence[Any], varied: Mapping[str, Sequence[Any]]
 ) -> None:
     if name not in varied:
-        near = get_close_matches(name, varied, n=1)
-        hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(varied)}"
-        raise ValueError(f"{key} names {name!r}, which is not varied; {hint}")
+        raise ValueError(f"{key} names {name!r}, which is not varied; {nearest(name, varied)}")
     for value in values:
         try:
             position(varied[name], value)

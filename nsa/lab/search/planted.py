@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nsa.model.config import ModelConfig
 from nsa.reference.nsa import BRANCHES
+from nsa.spelling import choice
 
 FAULTS = ("rank branch", "detached", "gate x 0")
 BRANCH = "win"  # the branch that they spoil
@@ -33,8 +34,7 @@ def planted(fault: str, config: ModelConfig, ranks: int) -> Planted:
 
     Raises ValueError for an unknown fault, and for a rank branch with one rank only.
     """
-    if fault not in FAULTS:
-        raise ValueError(f"fault={fault!r} is unknown; known are {', '.join(FAULTS)}")
+    choice("fault", fault, FAULTS)
     if fault == "rank branch" and ranks < 2:
         raise ValueError(f"a rank branch needs at least 2 ranks, got {ranks}")
     layer = config.layers // 2

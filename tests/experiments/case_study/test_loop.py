@@ -299,13 +299,13 @@ def test_a_design_survives_json():
 @pytest.mark.parametrize(
     ("make_it", "message"),
     [
-        (lambda: design("smok"), "did you mean 'smoke'"),
-        (lambda: design("tiny", defects=("one_kay",)), "did you mean 'one_key'"),
+        (lambda: design("smok"), "the nearest is 'smoke'"),
+        (lambda: design("tiny", defects=("one_kay",)), "the nearest is 'one_key'"),
         (lambda: design("tiny", path="fast"), "known are loop, masked"),
         (lambda: design("tiny", path="masked"), "'loop' can"),
         (lambda: design("tiny", defects=(), heads=3), "multiple"),
         (lambda: design("tiny", width=3), "width"),
-        (lambda: Design.from_dict({"layer": 3}), "did you mean 'layers'"),
+        (lambda: Design.from_dict({"layer": 3}), "the nearest is 'layers'"),
         (lambda: make({"token": 3}, None), "has no setting 'token'"),
         (lambda: PrintSchedule(5, 0), "at least 1"),
         (lambda: held(design("tiny", path="masked", defects=()), 8), "counted is 'loop'"),

@@ -252,7 +252,7 @@ def test_fla_is_never_compared_and_says_why():
 
 
 def test_an_unknown_backend_is_refused_before_anything_runs():
-    with pytest.raises(ValueError, match="did you mean 'gather'"):
+    with pytest.raises(ValueError, match="the nearest is 'gather'"):
         run(backends=["gathr"])
 
 
@@ -300,7 +300,7 @@ def test_an_interrupted_benchmark_prints_and_writes_what_it_has(tmp_path, capsys
     [
         (["--shapes", "huge"], "no shapes are called 'huge'"),
         (["--tokens", "8q"], "'8q' is no number of tokens"),
-        (["--backends", "tritn"], "did you mean 'triton'"),
+        (["--backends", "tritn"], "the nearest is 'triton'"),
         (["--queries", "white"], "known are random, correlated"),
         (["--queries", ","], "no kinds of queries; known are random, correlated"),
         (["--backends", ","], "no backends; name some of"),

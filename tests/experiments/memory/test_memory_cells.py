@@ -131,8 +131,8 @@ def test_metrics_are_the_long_table(measured):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"preset": "repo"}, "did you mean 'repro'"),
-        ({"backend": "gater"}, "did you mean 'gather'"),
+        ({"preset": "repo"}, "the nearest is 'repro'"),
+        ({"backend": "gater"}, "the nearest is 'gather'"),
         ({"tokens": 0}, "tokens=0"),
         ({"tokens": 64.0}, "tokens=64.0"),
         ({"batch": True}, "batch=True"),
@@ -143,7 +143,7 @@ def test_metrics_are_the_long_table(measured):
         ({"data": "novel"}, "known are text, synthetic"),
         ({"checkpoint": "0:9"}, "does not fit 2 layers"),
         ({"changes": {"backend": "sdpa"}}, "which the cell itself has"),
-        ({"changes": {"phy": "mlp"}}, "did you mean phi"),
+        ({"changes": {"phy": "mlp"}}, "the nearest is 'phi'"),
         ({"changes": {"max_tokens": 32}}, "more than max_tokens=32"),
         ({"changes": {"vocab": 16}}, "vocab=16 is too few"),
         ({"changes": [1]}, "must be a mapping"),
@@ -158,12 +158,12 @@ def test_a_cell_survives_json_and_refuses_fields_it_does_not_have():
     made = cell(changes={"nsa": {"window": 32}}, layers=1, checkpoint="all")
     assert Cell.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     assert made.config().nsa.window == 32 and made.config().layers == 1
-    with pytest.raises(ValueError, match="did you mean 'tokens'"):
+    with pytest.raises(ValueError, match="the nearest is 'tokens'"):
         Cell.from_dict(made.to_dict() | {"token": 5})
     with pytest.raises(ValueError, match="needs backend, tokens"):
         Cell.from_dict({"preset": "repro"})
 
 
 def test_a_sweep_with_an_illegal_cell_is_refused():
-    with pytest.raises(ValueError, match="did you mean"):
+    with pytest.raises(ValueError, match="the nearest is"):
         measure([cell(), {"preset": "repro", "backend": "gater", "tokens": 1}], deadline_s=1)

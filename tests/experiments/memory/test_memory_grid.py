@@ -40,7 +40,7 @@ def test_a_limit_of_another_form_is_refused(text):
 
 
 def test_a_limit_on_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="did you mean 'gather'"):
+    with pytest.raises(ValueError, match="the nearest is 'gather'"):
         limits(["gathr:3"])
 
 

@@ -56,7 +56,7 @@ def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"preset": "cpu_tes"}, "did you mean 'cpu_test'"),
+        ({"preset": "cpu_tes"}, "the nearest is 'cpu_test'"),
         ({"backend": "gathr"}, "gather"),
         ({"attention": "dense", "backend": "gather"}, "none of dense attention's: auto, sdpa"),
         ({"attention": "sparse"}, "known are nsa, dense"),
@@ -80,7 +80,7 @@ def test_what_could_not_be_run_is_refused_beforehand(changes, message):
 def test_a_variant_that_changes_nothing_is_refused():
     with pytest.raises(ValueError, match="nearest is compile:"):
         CELL.with_("compiled")
-    with pytest.raises(ValueError, match="has no field 'batches'; did you mean 'batch'"):
+    with pytest.raises(ValueError, match="has no field 'batches'; the nearest is 'batch'"):
         TrainCell.from_dict({"preset": "cpu_test", "tokens": 8, "batches": 1})
 
 

@@ -106,7 +106,7 @@ def test_the_fingerprint_tells_weights_apart():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"preset": "cpu_tset"}, "did you mean 'cpu_test'"),
+        ({"preset": "cpu_tset"}, "the nearest is 'cpu_test'"),
         ({"batch": 3}, "batch=3 cannot be split over 2 rank"),
         ({"ranks": 0}, "ranks=0 must be a whole number of at least 1"),
         ({"device": "tpu"}, "device='tpu' is unknown"),

@@ -107,9 +107,9 @@ def pid_in_step(folder, rank):
 
 
 BAD_INPUT = [
-    (["--preset", "produktion"], "no preset 'produktion'; did you mean 'production'?"),
-    (["--set", "layers"], "--set 'layers' has no '='"),
-    (["--set", "nsa.windw=64"], "did you mean nsa.window?"),
+    (["--preset", "produktion"], "no preset 'produktion'; the nearest is 'production'"),
+    (["--set", "layers"], "'layers' is not of the form name=value, as in --set layers=2"),
+    (["--set", "nsa.windw=64"], "the nearest is 'nsa.window'"),
     (["--set", "rope.base=1"], "only nsa has fields below it"),
     (["--checkpoint", "0:9"], "checkpoint='0:9' does not fit 1 layers"),
     (["--steps", "0"], "steps=0 must be at least 1"),

@@ -1,11 +1,11 @@
 """What an exhibit is built as: its sizes, its path, and the case study's defects that it has."""
 
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 from nsa.config import NSAConfig
 from nsa.lab.training import check_fields
+from nsa.spelling import choice, nearest
 
 PATHS = ("loop", "masked")
 DEFECTS = {
@@ -43,13 +43,10 @@ class Design:
     defects: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.path not in PATHS:
-            raise ValueError(f"path={self.path!r} is unknown; known are {', '.join(PATHS)}")
+        choice("path", self.path, PATHS)
         for name in self.defects:
             if name not in DEFECTS:
-                near = get_close_matches(str(name), DEFECTS, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(DEFECTS)}"
-                raise ValueError(f"no defect {name!r}; {hint}")
+                raise ValueError(f"no defect {name!r}; {nearest(name, DEFECTS)}")
         alone = set(LOOP_ONLY) & set(self.defects)
         if self.path == "masked" and alone:
             raise ValueError(f"path='masked' cannot have {', '.join(sorted(alone))}; 'loop' can")
@@ -117,9 +114,7 @@ DESIGNS = {make.__name__: make for make in (production, smoke, tiny)}
 def design(name: str, **changes: Any) -> Design:
     """The design of that name with some fields changed; ValueError names the nearest."""
     if name not in DESIGNS:
-        near = get_close_matches(str(name), DESIGNS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no exhibit {name!r}; {hint}there are {', '.join(DESIGNS)}")
+        raise ValueError(f"no exhibit {name!r}; {nearest(name, DESIGNS)}")
     try:
         return DESIGNS[name]().with_(**changes)
     except TypeError as error:

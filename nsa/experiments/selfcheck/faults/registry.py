@@ -1,9 +1,10 @@
 """Which faults and controls there are, what each should be called, and where it can be planted."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from nsa.spelling import nearest
 
 _HERE = "nsa.experiments.selfcheck.faults"
 
@@ -196,8 +197,7 @@ def chosen(names: Iterable[str] = ()) -> tuple[Fault, ...]:
     known = [fault.name for fault in FAULTS]
     for name in wanted:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"no planted fault or control {name!r}; the nearest is {near!r}")
+            raise ValueError(f"no planted fault or control {name!r}; {nearest(name, known, 0)}")
     return tuple(fault for fault in FAULTS if not wanted or fault.name in wanted)
 
 
