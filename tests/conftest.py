@@ -27,7 +27,8 @@ _start = subprocess.Popen.__init__
 
 
 def _noted(self, arguments, *more, **options):
-    STARTED.append(str(arguments))
+    if "nvidia-smi" not in str(arguments):  # asked once by whichever test is the first to need it
+        STARTED.append(str(arguments))
     _start(self, arguments, *more, **options)
 
 

@@ -226,7 +226,7 @@ class Store:
         if fits:
             several = ", ".join(f.relative_to(self.root).as_posix() for f in fits)
             raise ValueError(f"{name!r} fits {len(fits)} runs: {several}; give more of one")
-        known = [way for ways in parts.values() for way in ways]
+        known = [ways[1] for ways in parts.values()]
         raise ValueError(f"no run {name!r} in {self.root}; {nearest(name, known, 0)}")
 
     def metrics(self):

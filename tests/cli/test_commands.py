@@ -105,7 +105,7 @@ def test_a_failed_run_and_a_failed_verdict_exit_with_1(place, capsys, failure):
             ["run", "tiny", "-p", "layers"],
             "'layers' is not of the form name=value, as in -p tokens=512",
         ),
-        (["run", "tyni"], "the nearest is '01_tiny'"),
+        (["run", "tyni"], "no notebook 'tyni' in notebooks; known are 01_tiny"),
         (["run", "tiny", "-f", "gone.yaml"], "cannot read the parameter file gone.yaml"),
         (["run", "tiny", "-f", "bad.yaml"], "bad.yaml line 2 is not YAML"),
         (["run", "tiny", "--runs", "bad.yaml"], "cannot write runs to bad.yaml"),

@@ -111,7 +111,7 @@ def test_a_bisection_that_finds_nothing_exits_with_1(place, capsys):
     ("words", "message"),
     [
         (["trial", "layer=2"], "unknown factor 'layer'; the nearest is 'layers'"),
-        (["trial", "layers"], "'layers' is not of the form key=value"),
+        (["trial", "layers"], "'layers' is not of the form name=value"),
         (["trial", "layers=1", "layers=2"], "layers is given twice"),
         (["trial", "layers=two"], "layers='two': must be a whole number"),
         (["trial", "steps=0"], "steps=0 must be a whole number"),

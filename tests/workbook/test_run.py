@@ -243,7 +243,7 @@ def test_a_path_that_leads_nowhere_runs_no_other_notebook_of_that_name(place):
 
 def test_an_unknown_or_unclear_notebook_is_refused_with_the_nearest(place):
     write_notebook(place / "notebooks" / "02_tidy.ipynb", "1")
-    with pytest.raises(ValueError, match=r"no notebook .*; the nearest is '01_tiny'"):
+    with pytest.raises(ValueError, match=r"no notebook .*; known are 01_tiny, 02_tidy"):
         start(place, name="tyni")
     with pytest.raises(ValueError, match="'ti' fits 01_tiny, 02_tidy"):
         start(place, name="ti")

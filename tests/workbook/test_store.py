@@ -335,7 +335,7 @@ def test_a_name_that_fits_several_runs_is_refused_with_all_of_them(tmp_path):
 
 def test_an_unknown_run_is_refused_with_the_nearest(tmp_path):
     make_run(tmp_path, "01_memory-aaaaaaaa")
-    with pytest.raises(ValueError, match=r"no run .*; the nearest is .01_memory-aaaaaaaa"):
+    with pytest.raises(ValueError, match=r"no run .*; known are 01_memory-aaaaaaaa"):
         store.open_store(tmp_path).find("01_memroy-aaaaaaaa")
     with pytest.raises(ValueError, match="there are no runs"):
         store.open_store(tmp_path / "none").find("x")

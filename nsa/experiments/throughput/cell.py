@@ -46,15 +46,16 @@ class TrainCell(TrainingSpec):
         return open_trainer(self, threads=threads, data_seed=DATA_SEED, prefetch=True, **changes)
 
     def with_(self, text: str) -> "TrainCell":
-        """A copy with the fields that words name: "compile", "checkpoint:all batch:1".
+        """A copy with the fields that words name: "compile", "checkpoint=all batch=1".
 
-        "attention:dense backend:auto" makes the twin of it. Its variant is the words but for TOLD.
+        "attention=dense backend=auto" makes the twin of it. Its variant is the words but for TOLD.
 
         ValueError for a field that a cell does not have, naming the nearest.
         """
         values, words = self.to_dict(), self.variant.split()
         for word in text.split():
-            name, value = (word, "true") if word in SWITCHES else pair(word, "batch=8", "=:")
+            switched = f"{word}=true" if word in SWITCHES else word
+            name, value = pair(switched, f"batch=8, or {', '.join(SWITCHES)} alone", "=:")
             if name not in values:
                 raise ValueError(f"{word!r} in {text!r} changes nothing; {nearest(name, values)}")
             words += [word] * (name not in TOLD)
@@ -105,7 +106,7 @@ def throughput_grid(
         raise ValueError(f"no cell to measure: backends={backends}, tokens={tokens}")
     first = cells[0]
     for count, kind in product([count for count in ranks if count != 1], parallel):
-        cells.append(first.with_(f"batch:{count * first.batch} ranks:{count} parallel:{kind}"))
+        cells.append(first.with_(f"batch={count * first.batch} ranks={count} parallel={kind}"))
     cells += [first.with_(text) for text in variants]
     others = [pair for pair in product(tokens, backends) if pair not in pairs]
     return cells + [plain(name, length) for length, name in dict.fromkeys(others)]

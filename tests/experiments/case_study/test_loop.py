@@ -299,7 +299,7 @@ def test_a_design_survives_json():
 @pytest.mark.parametrize(
     ("make_it", "message"),
     [
-        (lambda: design("smok"), "the nearest is 'smoke'"),
+        (lambda: design("smok"), "known are production, smoke, tiny"),
         (lambda: design("tiny", defects=("one_kay",)), "the nearest is 'one_key'"),
         (lambda: design("tiny", path="fast"), "known are loop, masked"),
         (lambda: design("tiny", path="masked"), "'loop' can"),

@@ -261,7 +261,7 @@ def test_a_trials_page_names_no_place_of_the_machine():
 def test_a_deadline_that_ends_before_step_5_asks_another_question():
     with pytest.raises(ValueError, match="longer than 5 steps"):
         Setup(allowed=4.0)
-    with pytest.raises(ValueError, match="the nearest is 'tiny'"):
+    with pytest.raises(ValueError, match="known are production, smoke, tiny"):
         Setup(design="tinny")
 
 

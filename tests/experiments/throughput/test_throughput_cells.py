@@ -30,7 +30,7 @@ from nsa.model.captured import DDP_WARMUP
 from nsa.model.parallel import Parallel
 
 CELL = TrainCell("cpu_test", 32, backend="gather", batch=2, layers=1, steps=3)
-TWO = CELL.with_("ranks:2 parallel:ddp")
+TWO = CELL.with_("ranks=2 parallel=ddp")
 ENTRY = "throughput_entries:ending"
 
 
@@ -39,9 +39,9 @@ def test_a_cell_survives_json_and_says_what_it_is():
     assert TrainCell.from_dict(json.loads(json.dumps(cell.to_dict()))) == cell
     assert str(cell) == "cpu_test x1 gather T=32 batch 2 fp32 cpu compile checkpoint all phi=mlp"
     assert str(TWO).endswith("2 ranks ddp")
-    assert TWO.variant == "ranks:2 parallel:ddp"
-    assert CELL.with_("compile").with_("batch:1").variant == "compile batch:1"
-    twin = CELL.with_("attention:dense backend:auto tokens:64 compile")
+    assert TWO.variant == "ranks=2 parallel=ddp"
+    assert CELL.with_("compile").with_("batch=1").variant == "compile batch=1"
+    twin = CELL.with_("attention=dense backend=auto tokens=64 compile")
     assert (twin.name, twin.tokens, twin.variant) == ("dense", 64, "compile")
 
 
@@ -58,7 +58,10 @@ def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():
     [
         ({"preset": "cpu_tes"}, "the nearest is 'cpu_test'"),
         ({"backend": "gathr"}, "gather"),
-        ({"attention": "dense", "backend": "gather"}, "none of dense attention's: auto, sdpa"),
+        (
+            {"attention": "dense", "backend": "gather"},
+            "none of dense attention's; known are auto, sdpa",
+        ),
         ({"attention": "sparse"}, "known are nsa, dense"),
         ({"tokens": 0}, "tokens=0 must be a whole number of at least 1"),
         ({"warmup": 2}, "at least 3"),
@@ -78,8 +81,10 @@ def test_what_could_not_be_run_is_refused_beforehand(changes, message):
 
 
 def test_a_variant_that_changes_nothing_is_refused():
-    with pytest.raises(ValueError, match="nearest is compile:"):
+    with pytest.raises(ValueError, match="batch=8, or compile, cuda_graph"):
         CELL.with_("compiled")
+    with pytest.raises(ValueError, match="changes nothing; the nearest is 'batch'"):
+        CELL.with_("bach=8")
     with pytest.raises(ValueError, match="has no field 'batches'; the nearest is 'batch'"):
         TrainCell.from_dict({"preset": "cpu_test", "tokens": 8, "batches": 1})
 
@@ -88,14 +93,14 @@ def test_a_grid_has_what_decides_then_ranks_then_variants_then_other_backends():
     cells = throughput_grid(
         "cpu_test", ["gather", "masked", "dense"], [64, 128], step_tokens=128,
         long_backends=["dense"], long_tokens=[128, 256],
-        variants=["checkpoint:all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
+        variants=["checkpoint=all"], ranks=[1, 2], parallel=["ddp", "fsdp"],
     )  # fmt: skip
     assert [(c.name, c.tokens, c.batch, c.ranks, c.variant) for c in cells] == [
         ("gather", 64, 2, 1, ""), ("dense", 64, 2, 1, ""), ("gather", 128, 1, 1, ""),
         ("dense", 128, 1, 1, ""), ("dense", 256, 1, 1, ""),
-        ("gather", 64, 4, 2, "batch:4 ranks:2 parallel:ddp"),
-        ("gather", 64, 4, 2, "batch:4 ranks:2 parallel:fsdp"),
-        ("gather", 64, 2, 1, "checkpoint:all"), ("masked", 64, 2, 1, ""), ("masked", 128, 1, 1, ""),
+        ("gather", 64, 4, 2, "batch=4 ranks=2 parallel=ddp"),
+        ("gather", 64, 4, 2, "batch=4 ranks=2 parallel=fsdp"),
+        ("gather", 64, 2, 1, "checkpoint=all"), ("masked", 64, 2, 1, ""), ("masked", 128, 1, 1, ""),
     ]  # fmt: skip
     assert curve_grid("cpu_test", ["gather"], tokens=64, batch=3, steps=0) == []
     (curve,) = curve_grid("cpu_test", ["dense"], tokens=64, batch=3, steps=40)
@@ -188,7 +193,7 @@ def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
     (row,) = throughput.measure(
         [replace(TWO, seed=0)], deadline_s=60, entry=ENTRY, progress=False, folder=tmp_path
     )
-    assert row["outcome"] == "ok" and row["variant"] == "ranks:2 parallel:ddp"
+    assert row["outcome"] == "ok" and row["variant"] == "ranks=2 parallel=ddp"
     assert (row["step_ms"], row["tokens_s"]) == (20.0, 500.0)
     assert row["losses"] == [0.5, 3.0]  # a rank's loss is its share of the batch's
     assert [rank["step_ms"] for rank in row["by_rank"]] == [10.0, 20.0]
@@ -239,7 +244,7 @@ def test_illegal_cells_and_deadlines_are_refused_before_anything_runs():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_train_with_gloo_and_ddp_says_what_communication_costs(kind):
-    cell = CELL.with_(f"ranks:2 parallel:{kind}")
+    cell = CELL.with_(f"ranks=2 parallel={kind}")
     (row,) = throughput.measure([cell], deadline_s=120, threads=1, progress=False)
     assert row["outcome"] == "ok", row["message"] + row["evidence"]
     assert math.isfinite(row["communication_ms"]) == (kind == "ddp")
@@ -449,7 +454,7 @@ def test_flex_does_not_make_the_host_wait_either():
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_gpus_train_as_one(kind):
     one = replace(CELL, device="cuda", backend="triton", tokens=256)
-    rows = throughput.measure([one, one.with_(f"ranks:2 parallel:{kind}")], deadline_s=200)
+    rows = throughput.measure([one, one.with_(f"ranks=2 parallel={kind}")], deadline_s=200)
     assert [row["outcome"] for row in rows] == ["ok", "ok"], rows[1]["message"]
     assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-3)
     assert rows[1]["syncs"] == 0
@@ -461,7 +466,7 @@ def test_two_gpus_train_as_one(kind):
 @pytest.mark.parametrize("how", ["", "compile"])
 def test_ranks_under_ddp_train_by_a_cuda_graph_as_they_do_without(ranks, how):
     one = replace(CELL, device="cuda", backend="triton", tokens=256, precision="bf16", steps=15)
-    many = one.with_(f"ranks:{ranks} parallel:ddp {how}".strip())
+    many = one.with_(f"ranks={ranks} parallel=ddp {how}".strip())
     cells = [many, many.with_("cuda_graph")]
     plain, captured = throughput.measure(cells, deadline_s=200, progress=False)
     assert [plain["outcome"], captured["outcome"]] == ["ok", "ok"], captured["message"]

@@ -209,17 +209,17 @@ def test_longer_than_16k_nsa_wins_at_every_length():
 
 
 def test_two_gpus_pay_or_not():
-    claim, variant = claims.two_ranks_pay, "batch:32 ranks:2 parallel:ddp"
+    claim, variant = claims.two_ranks_pay, "batch=32 ranks=2 parallel=ddp"
     both = [row(), row(variant=variant, step_ms=104.0, communication_ms=4.0)]
     assert claim(frame(*both), "triton").verdict == "PASS"
     both[1] = row(variant=variant, step_ms=106.0, communication_ms=6.0)
     assert claim(frame(*both), "triton").verdict == "FAIL"
-    fsdp = row(variant="batch:32 ranks:2 parallel:fsdp", communication_ms=1.0)
+    fsdp = row(variant="batch=32 ranks=2 parallel=fsdp", communication_ms=1.0)
     assert claim(frame(row(), fsdp), "triton").verdict == "INCONCLUSIVE"
 
 
 def test_ranks_that_run_compiled_are_held_against_one_that_does():
-    claim, two = claims.two_ranks_pay, "batch:32 ranks:2 parallel:ddp"
+    claim, two = claims.two_ranks_pay, "batch=32 ranks=2 parallel=ddp"
     plain, compiled = row(variant=two, step_ms=90.0), row(variant=f"{two} compile", step_ms=80.0)
     rows = [row(), plain, row(variant="compile", step_ms=70.0), compiled]
     told = claim(frame(*rows), "triton")
@@ -281,12 +281,12 @@ def test_tables_show_values_and_failures_by_name():
 
 
 def test_variants_stand_beside_the_plain_cell_of_the_same_backend():
-    two = row(variant="batch:32 ranks:2 parallel:ddp")
-    changed = row(variant="checkpoint:all", step_ms=125.0, peak_mib=4500.0)
+    two = row(variant="batch=32 ranks=2 parallel=ddp")
+    changed = row(variant="checkpoint=all", step_ms=125.0, peak_mib=4500.0)
     df = frame(row(), row("dense"), two, changed)
     found = table.variants(df).droplevel(["model", "backend", "T"])
-    assert found["tokens/s, times plain"].to_dict() == {"": 1.0, "checkpoint:all": 0.8}
-    assert found.loc["checkpoint:all", "peak MiB, times plain"] == 0.5
+    assert found["tokens/s, times plain"].to_dict() == {"": 1.0, "checkpoint=all": 0.8}
+    assert found.loc["checkpoint=all", "peak MiB, times plain"] == 0.5
 
 
 def test_a_cell_measured_twice_counts_once_and_last():
@@ -307,7 +307,7 @@ def test_cpu_times_are_labelled():
 
 
 def test_figures_are_drawn_with_failures_in_them():
-    two = row(variant="batch:32 ranks:2 parallel:ddp", step_ms=105.0, communication_ms=5.0)
+    two = row(variant="batch=32 ranks=2 parallel=ddp", step_ms=105.0, communication_ms=5.0)
     cells = [row(), row("dense"), row("masked", outcome="oom"), two, row(tokens=4096)]
     df = frame(*cells, curves=[curve(), curve("gather"), curve("dense", offset=0.1)])
     figure = plots.speed(df, note="H200")

@@ -105,7 +105,7 @@ def test_shapes_come_from_names_and_from_lists():
     ("text", "message"),
     [
         ("mian", "known are main, small, g4, tiny"),
-        ("tokens=4k,head=3", "the nearest is heads=..."),
+        ("tokens=4k,head=3", "the nearest is 'heads'"),
         ("tokens=4q", "'4q' is no number of tokens"),
         ("heads=8", "needs tokens="),
         ("tokens=4k,heads=7", "heads=7 is not a multiple of kv_heads=4"),
