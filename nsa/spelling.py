@@ -23,6 +23,8 @@ def nearest(name: object, known: Iterable[object], cutoff: float = 0.6) -> str:
 def pair(text: str, example: str, signs: str = "=") -> tuple[str, str]:
     """`name=value` as both, without the space around; any of `signs` may stand between.
 
+    A colon is for parameters of notebooks: papermill reads no line with two equals signs.
+
     ValueError where there is no sign, or nothing before it; the message gives the example.
     """
     sign = next((letter for letter in text if letter in signs), None)

@@ -174,11 +174,10 @@ def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
 
     `how` holds what else the variant changes: "compile" is held against one rank compiled.
     """
-    spread = ("ranks:", "parallel:", "batch:")  # what ranks and the batch that they share change
     rows = over_tokens(df, "tokens_per_second", variant=None)
-    how = [" ".join(word for word in text.split() if not word.startswith(spread))
-           for text in rows["variant"]]  # fmt: skip
-    rows = rows.assign(how=how, T=rows["x_value"])
+    # without what ranks and the batch that they share change; older records have a colon
+    how = rows["variant"].str.replace(r"\b(ranks|parallel|batch)[=:]\S+ ?", "", regex=True)
+    rows = rows.assign(how=how.str.strip(), T=rows["x_value"])
     waits, peaks = at_points(df, "phase_time", "communication"), at_points(df, "peak_memory")
     found = []
     many = rows[rows["parallel"] != "none"]
