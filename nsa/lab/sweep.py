@@ -75,7 +75,7 @@ def measure(
     said: Callable[[dict], str] = lambda result: "ok",
     progress: bool = True,
     again_alone: bool = False,
-    run: Callable[..., Outcome] = run_child,
+    run: Callable[..., Outcome] | None = None,
 ) -> list[Outcome]:
     """How each cell's child process ended, in the cells' order, with `workers` of them at once.
 
@@ -86,9 +86,9 @@ def measure(
 
     deadline_s: for each cell. budget_s: for all. env: further variables. folder: keeps what each
     child wrote, in `007-its-name`. again_alone: a cell that ran out of memory beside others runs
-    again without them before that counts. run: what runs a child, with run_child's arguments.
-    progress: one line a cell on stderr, with said(result) where it is well, and a bar below them on
-    a terminal unless NSA_HEADLESS is set.
+    again without them before that counts. run: what runs a child instead of `run_child`, with its
+    arguments. progress: one line a cell on stderr, with said(result) where it is well, and a bar
+    below them on a terminal unless NSA_HEADLESS is set.
 
     Raises ValueError for an illegal deadline or number of workers before any cell runs, and
     Interrupted after Ctrl-C, when the children have been ended.
@@ -107,7 +107,7 @@ def measure(
         if share_s <= 0:
             return Outcome("not run", None, 0.0, budget.used_up, None)
         place = None if folder is None else Path(folder, _plain(number, name(cells[number])))
-        ended = run(
+        ended = (run or run_child)(
             entry, spec(cells[number], share_s), deadline_s=share_s, folder=place,
             env={**(env or {}), **only(gpu)}, stop=stop,
         )  # fmt: skip

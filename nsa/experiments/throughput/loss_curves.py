@@ -1,17 +1,15 @@
 """Training losses step by step, the same batches for every backend and seed."""
 
 import math
-import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from nsa.attention.registry import Declined
 from nsa.experiments.throughput.cell import TrainCell
+from nsa.lab import sweep
 from nsa.lab.measure.recorders import MemorySamples
 from nsa.lab.process import gpus
-from nsa.lab.process.trial import place_of, run_child
-from nsa.lab.sweep import Budget
+from nsa.lab.process.trial import Outcome
 
 ENTRY = "nsa.experiments.throughput.loss_curves:train"
 VARIANT = "curve"
@@ -39,56 +37,41 @@ def measure(
     seeds = tuple(dict.fromkeys(seeds))
     if cells and not seeds:
         raise ValueError("seeds=[] trains nothing; each is a whole number from 0 on, as in [1, 2]")
-    budget, done, stop = Budget(budget_s), 0, threading.Event()
     on_gpu = any(cell.device == "cuda" for cell in cells)
-    lent = gpus.Gpus(gpus.all_visible().names * workers if on_gpu else ())
-    asked = [(number, cell, seed) for number, cell in enumerate(cells) for seed in seeds]
-
-    def one(gpu: str | None, job: tuple[int, TrainCell, int]) -> dict:
-        nonlocal done
-        number, cell, seed = job
-        name = f"{cell} seed {seed}"
-        left = budget.share(deadline_s)
-        curve = {"seed": seed, "losses": [], "device_mib": [], "host_mib": [], "seconds": 0.0}
-        if left <= 0:
-            curve |= {"outcome": "not run", "message": budget.used_up}
-        else:
-            ended = run_child(
-                ENTRY,
-                {"cell": cell.to_dict(), "seed": seed, "threads": threads},
-                deadline_s=left,
-                folder=place_of(folder, number, name),
-                env=gpus.only(gpu),
-                stop=stop,
-            )
-            outcome, message = budget.judged(ended.status, ended.message, left, deadline_s)
-            found = ended.result or {}
-            if "declined" in found:
-                outcome, message, found = "declined", found["declined"], {}
-            curve |= {"outcome": outcome, "message": message, "seconds": ended.seconds, **found}
-        done += 1
-        if progress:
-            last = f", last loss {curve['losses'][-1]:.4f}" if curve["losses"] else ""
-            said = f"{name}: {curve['outcome']}, {curve['seconds']:.1f} s{last}"
-            print(f"[{done}/{len(asked)}] {said}", file=sys.stderr, flush=True)
-        return curve
-
-    curves = lent.map(one, asked, workers, stop=stop)
+    asked = [(cell, seed) for cell in cells for seed in seeds]
+    ended = sweep.measure(
+        ENTRY,
+        asked,
+        lambda one, s: {"cell": one[0].to_dict(), "seed": one[1], "threads": threads},
+        deadline_s=deadline_s,
+        budget_s=budget_s,
+        workers=workers,
+        gpus=gpus.Gpus(gpus.all_visible().names * workers if on_gpu else ()),
+        folder=folder,
+        name=lambda one: f"{one[0]} seed {one[1]}",
+        said=lambda result: f"last loss {result['losses'][-1]:.4f}",
+        progress=progress,
+    )
+    each = len(seeds)
     return [
-        _row(cell, [curve for (of, _, _), curve in zip(asked, curves, strict=True) if of == number])
+        _row(cell, dict(zip(seeds, ended[number * each :], strict=False)))
         for number, cell in enumerate(cells)
     ]
 
 
-def _row(cell: TrainCell, curves: Sequence[dict]) -> dict:
-    """The cell's row from the curves of its seeds."""
+def _row(cell: TrainCell, curves: dict[int, Outcome]) -> dict:
+    """The cell's row from how its seeds ended."""
     row = {**cell.to_dict(), "name": cell.name, "variant": VARIANT, "timing": "none"}
     row |= {"outcome": "ok", "message": ""}
-    if broke := next((curve for curve in curves if curve["outcome"] != "ok"), None):
-        row |= {"outcome": broke["outcome"], "message": f"seed {broke['seed']}: {broke['message']}"}
-    row |= {name: curves[0][name] for name in ("device_mib", "host_mib")}
-    row["seconds"] = sum(curve["seconds"] for curve in curves)
-    row["losses"] = {str(curve["seed"]): curve["losses"] for curve in curves if curve["losses"]}
+    broken = [(seed, curve) for seed, curve in curves.items() if curve.status != "ok"]
+    for seed, curve in broken[:1]:
+        row |= {"outcome": curve.status, "message": f"seed {seed}: {curve.message}"}
+    found = {seed: curve.result or {} for seed, curve in curves.items()}
+    first = next(iter(found.values()))
+    row |= {name: first.get(name, []) for name in ("device_mib", "host_mib")}
+    row["seconds"] = sum(curve.seconds for curve in curves.values())
+    losses = {str(seed): curve.get("losses") for seed, curve in found.items()}
+    row["losses"] = {seed: nats for seed, nats in losses.items() if nats}
     return row
 
 

@@ -11,6 +11,7 @@ from nsa.experiments.throughput import claims, plots, table
 from nsa.experiments.throughput.cell import TrainCell, throughput_grid
 from nsa.experiments.throughput.table import curves_to_metrics, rows_to_metrics
 from nsa.experiments.throughput.trials import row_of
+from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics, parameters
 
 BATCH = 16
@@ -33,7 +34,7 @@ def row(backend="triton", step_ms=100.0, tokens=2048, outcome="ok", variant="", 
         **{"device": "cuda"} | name | fields,
     ).with_(variant)  # fmt: skip
     if outcome != "ok":
-        return row_of(cell, outcome, "planted")
+        return row_of(cell, Outcome(outcome, None, 0.0, "planted", None))
     speed = 1e3 * cell.batch * tokens / step_ms
     measured = {
         "step_ms": step_ms, "step_ms_q20": 0.9 * step_ms, "step_ms_q80": 1.1 * step_ms,
@@ -43,7 +44,7 @@ def row(backend="triton", step_ms=100.0, tokens=2048, outcome="ok", variant="", 
         "device_mib": [900.0] * cell.steps, "host_mib": [4000.0] * cell.steps,
         "paths": {"slc": [backend]}, "losses": [5.0], "parameters": 78_578_736,
     }  # fmt: skip
-    return row_of(cell, "ok", seconds=9.0, results=[measured | changes])
+    return row_of(cell, Outcome("ok", measured | changes, 9.0, "", 0))
 
 
 def curve(backend="triton", offset=0.0, steps=500, seeds=(1, 2), seed_apart=0.01, **changes):
