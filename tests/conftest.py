@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not DEVICES:
     os.environ["TRITON_INTERPRET"] = "1"  # read when @triton.jit decorates, so before any kernel
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+torch.set_num_threads(1)  # tensors this small gain nothing from a second one
 
 STARTED: list[str] = []  # commands that this process has started since the current test began
 _start = subprocess.Popen.__init__

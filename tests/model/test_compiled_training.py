@@ -4,41 +4,32 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 
+import observed
 import pytest
 import torch
 import torch.distributed as dist
 from compiled_steps import CASES, STEPS, graphs
 from places import ROOT, SUPPORT
-from tiny_models import one_thread, tiny
+from tiny_models import tiny
 from torch._dynamo.utils import counters
 
 from nsa.attention.witness import recording
 from nsa.model import train
 from nsa.model.captured import WARMUP
-from nsa.model.data import synthetic
-from nsa.model.llama import LanguageModel
 from nsa.model.parallel import SINGLE, Parallel
 from nsa.model.presets import dense_twin
-from nsa.model.train import TrainConfig, Trainer
+from nsa.model.train import TrainConfig
 
 # torch.compile reads .grad of every input and hides the warning only from the console.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 PROGRAM = SUPPORT / "compiled_steps.py"
 ALLOWED = {name: 3e-3 if "bf16" in name else 1e-4 for name in CASES}  # nats
-
-
-@pytest.fixture(autouse=True)
-def small_tensors():
-    with one_thread():
-        yield
-
-
-def trainer(config=None, device="cpu", **changes):
-    settings = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, "lr": 3e-3, **changes})
-    return Trainer(LanguageModel(config or tiny()), synthetic(seed=0), settings, device=device)
+KERNELS = tiny(head_dim=16, backend="triton")
+trainer = partial(observed.trainer, lr=3e-3)
+on_gpu = partial(trainer, device="cuda", config=KERNELS)
 
 
 @cache
@@ -51,24 +42,22 @@ def compiled(backend, *names):
 
 
 @pytest.mark.processes
-@pytest.mark.full
+@pytest.mark.parametrize(
+    "backend",  # of torch.compile; "eager" generates no code: tracing decides
+    [
+        pytest.param("eager", marks=pytest.mark.full),
+        pytest.param("inductor", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
-def test_all_blocks_are_one_graph_which_no_later_step_makes_anew(name):
-    found = compiled("eager")[name]  # no code is generated: tracing decides
+def test_all_blocks_are_one_graph_made_once_that_trains_as_they_do(name, backend):
+    found = compiled(backend)[name]
     assert found["graphs"] == [[1, 0], [1, 0]]
     assert found["losses"] == pytest.approx(found["plain"], abs=ALLOWED[name])
     assert found["names"], "a parameter changed its name"
-    # q, k and v; out_proj; gate; up; down. An MLP of two layers makes the gates.
-    assert found["products"] == [5 if name == "dense" else 7]
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_generated_code_trains_as_what_it_was_made_from(name):
-    found = compiled("inductor")[name]
-    assert found["graphs"] == [[1, 0], [1, 0]]
-    assert found["losses"] == pytest.approx(found["plain"], abs=ALLOWED[name])
+    if backend == "eager":
+        # q, k and v; out_proj; gate; up; down. An MLP of two layers makes the gates.
+        assert found["products"] == [5 if name == "dense" else 7]
 
 
 @pytest.mark.gpu
@@ -76,41 +65,31 @@ def test_generated_code_trains_as_what_it_was_made_from(name):
 def test_kernels_train_inside_generated_code(precision):
     torch._dynamo.reset()
     counters.clear()
-    config = tiny(head_dim=16, layers=3, backend="triton")
-    generated = trainer(config, "cuda", compile=True, precision=precision)
+    config = KERNELS.with_(layers=3)
+    generated = on_gpu(config=config, compile=True, precision=precision)
     losses = generated.run(2)
     made = graphs()
     losses += generated.run(STEPS - 2)
     assert graphs() == made == [1, 0]
-    plain = trainer(config, "cuda", precision=precision).run(STEPS)
+    plain = on_gpu(config=config, precision=precision).run(STEPS)
     assert losses == pytest.approx(plain, abs=0.02)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"precision": "bf16", "accumulate": 2}, {"schedule": "cosine", "steps": 10, "clip": None}],
-    ids=["fp32", "bf16 accumulated", "cosine"],
+    [
+        {},
+        {"precision": "bf16", "accumulate": 2},
+        {"schedule": "cosine", "steps": 10, "clip": None},
+        {"compile": True, "precision": "bf16"},
+        *({"config": KERNELS.with_(backend=name)} for name in ("gather", "masked", "sdpa")),
+        {"config": dense_twin(KERNELS, backend="sdpa")},
+    ],
+    ids=["fp32", "bf16 accumulated", "cosine", "compiled", "gather", "masked", "sdpa", "dense"],
 )
 def test_a_captured_step_trains_as_one_that_is_launched(settings):
-    trains_alike(tiny(head_dim=16, backend="triton"), settings)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["gather", "masked", "sdpa", "dense"])
-def test_so_does_a_captured_step_of_what_runs_on_torch_alone(backend):
-    twin = dense_twin(tiny(head_dim=16), backend="sdpa")
-    trains_alike(twin if backend == "dense" else tiny(head_dim=16, backend=backend), {})
-
-
-@pytest.mark.gpu
-def test_and_one_whose_blocks_are_compiled():
-    trains_alike(tiny(head_dim=16, backend="triton"), {"compile": True, "precision": "bf16"})
-
-
-def trains_alike(config, settings):
-    captured = trainer(config, "cuda", cuda_graph=True, **settings)
-    plain = trainer(config, "cuda", **settings)
+    captured, plain = on_gpu(cuda_graph=True, **settings), on_gpu(**settings)
     steps = WARMUP + 5
     assert captured.run(steps) == pytest.approx(plain.run(steps), abs=1e-3)
     assert captured._captured.graph is not None
@@ -120,7 +99,7 @@ def trains_alike(config, settings):
 
 @pytest.mark.gpu
 def test_a_captured_step_takes_the_rate_and_the_batch_of_its_step():
-    captured = trainer(tiny(head_dim=16, backend="triton"), "cuda", cuda_graph=True)
+    captured = on_gpu(cuda_graph=True)
     captured.run(WARMUP + 1)
     before = [p.detach().clone() for p in captured.parameters]
     captured.config = captured.config.with_(lr=1e-30, min_lr=0.0)
@@ -134,7 +113,7 @@ def test_a_captured_step_takes_the_rate_and_the_batch_of_its_step():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_replayed_step_does_not_wait_for_the_gpu():
-    captured = trainer(tiny(head_dim=16, backend="triton"), "cuda", cuda_graph=True)
+    captured = on_gpu(cuda_graph=True)
     captured.run(WARMUP + 2)
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -145,8 +124,7 @@ def test_a_replayed_step_does_not_wait_for_the_gpu():
 
 @pytest.mark.gpu
 def test_a_closed_trainer_has_no_graph_and_a_further_step_captures_one():
-    config = tiny(head_dim=16, backend="triton")
-    captured, plain = (trainer(config, "cuda", cuda_graph=graph) for graph in (True, False))
+    captured, plain = on_gpu(cuda_graph=True), on_gpu()
     losses = captured.run(WARMUP + 2)
     captured.close()
     assert captured._captured.graph is None
@@ -157,7 +135,7 @@ def test_a_closed_trainer_has_no_graph_and_a_further_step_captures_one():
 
 @pytest.mark.gpu
 def test_a_capture_leaves_no_count_of_non_finite_outputs_behind():
-    captured = trainer(tiny(head_dim=16, backend="triton"), "cuda", cuda_graph=True)
+    captured = on_gpu(cuda_graph=True)
     with recording() as seen:
         captured.run(WARMUP + 3)
         torch.full((2**20,), float("nan"), device="cuda")
@@ -198,4 +176,4 @@ def test_of_ranks_only_what_nccl_sends_is_captured(monkeypatch):
 
 def test_strict_models_are_neither_compiled_nor_captured():
     with pytest.raises(ValueError, match="strict=True looks at values in the middle of a step"):
-        trainer(tiny(strict=True), compile=True)
+        trainer(config=tiny(strict=True), compile=True)

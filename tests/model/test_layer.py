@@ -311,18 +311,6 @@ def test_rotating_compressed_keys_after_phi_is_another_model():
     assert not torch.equal(run(before, x), run(after, x))
 
 
-@pytest.mark.parametrize("changes", [{}, {"phi": "mlp", "compress_rope": "after", "value_dim": 6}])
-def test_packed_sequences_run_as_if_alone(changes):
-    config = tiny(**changes)
-    layer = NSAAttention(config)
-    lengths = [20, 1, 27]
-    x = hidden(config, count=sum(lengths))
-    borders = torch.tensor([0, 20, 21, 48], dtype=torch.int32)
-    packed = run(layer, x, cu_seqlens=borders)
-    alone = torch.cat([run(layer, part) for part in x.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
-
-
 def test_illegal_borders_are_refused_by_the_attention_itself():
     layer = NSAAttention(tiny())
     x = hidden(layer.config)

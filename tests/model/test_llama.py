@@ -31,8 +31,9 @@ def test_no_logit_reads_a_later_token():
             assert not torch.equal(after[:, last + 1 :], logits[:, last + 1 :])
 
 
-def test_packed_sequences_are_read_as_if_alone():
-    model = LanguageModel(tiny())
+@pytest.mark.parametrize("changes", [{}, {"phi": "mlp", "compress_rope": "after", "value_dim": 6}])
+def test_packed_sequences_are_read_as_if_alone(changes):
+    model = LanguageModel(tiny(**changes))
     lengths = [5, 1, 42]
     read = tokens()
     borders = torch.tensor([0, 5, 6, 48], dtype=torch.int32)
@@ -98,14 +99,6 @@ def test_each_layer_is_named_to_the_attention(monkeypatch):
     with torch.no_grad():
         LanguageModel(tiny(layers=3))(tokens())
     assert list(dict.fromkeys(places)) == ["layer 0", "layer 1", "layer 2", "no place named"]
-
-
-def test_a_value_that_is_not_finite_is_named_by_branch_and_layer():
-    model = LanguageModel(tiny(strict=True))
-    with torch.no_grad():
-        model.blocks[1].attention.v_proj["slc"].weight[0, 0] = float("inf")
-    with pytest.raises(FloatingPointError, match=r"branch 'slc' at layer 1"):
-        model(tokens())
 
 
 def test_a_copied_model_computes_with_its_own_weights():

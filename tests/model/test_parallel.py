@@ -9,13 +9,11 @@ import pytest
 import rank_entries
 import torch
 from places import ROOT
-from tiny_models import one_thread, tiny
+from tiny_models import tiny
 
 from nsa.model import parallel
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import SINGLE, Parallel
-
-HOME = ROOT
 
 
 def free_port():
@@ -27,7 +25,7 @@ def free_port():
 def two_ranks(folder, backend):
     """What both ranks saw, in processes started without torchrun but with what it would set."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    paths = os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     common = {**os.environ, **meeting, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -49,20 +47,20 @@ def two_ranks(folder, backend):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-@pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory):
-    return two_ranks(tmp_path_factory.mktemp("ranks"), "gloo")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpus2)])
+def ranks(request, tmp_path_factory):
+    """(what both ranks saw, the device on which one process is held against them)."""
+    backend = {"cpu": "gloo", "cuda": "nccl"}[request.param]
+    return two_ranks(tmp_path_factory.mktemp("ranks"), backend), request.param
 
 
-@pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory):
-    return two_ranks(tmp_path_factory.mktemp("ranks"), "nccl")
-
-
-def assert_as_one_process(seen, name, device="cpu"):
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize("name", rank_entries.WAYS)
+def test_two_ranks_train_and_are_stored_as_one_process_is(ranks, name):
+    seen, device = ranks
     _, _, changes = rank_entries.WAYS[name]
-    with one_thread():
-        one = rank_entries.train(Parallel(device=device), 1, changes)
+    one = rank_entries.train(Parallel(device=device), 1, changes)
     # the first step's: AdamW would then enlarge the rounding of gradients near 0
     for rank in seen:
         torch.testing.assert_close(rank[name]["losses"], one["losses"], rtol=1e-6, atol=0)
@@ -76,46 +74,15 @@ def assert_as_one_process(seen, name, device="cpu"):
     assert state["model"].keys() == one["state"]["model"].keys()
     for parameter, weight in one["state"]["model"].items():
         torch.testing.assert_close(state["model"][parameter], weight.cpu(), rtol=0, atol=1e-4)
-    with one_thread():
-        alone = rank_entries.loss_with(Parallel(device=device), 1, changes, state)
+    alone = rank_entries.loss_with(Parallel(device=device), 1, changes, state)
     for loaded in (*(rank[name]["loss after"] for rank in seen), one["loss after"]):
         torch.testing.assert_close(loaded, alone, rtol=1e-5, atol=0)
 
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize("name", rank_entries.WAYS)
-def test_two_ranks_train_and_are_stored_as_one_process_is(on_cpu, name):
-    assert_as_one_process(on_cpu, name)
-
-
-@pytest.mark.processes
-@pytest.mark.full
-@pytest.mark.gpus2
-@pytest.mark.parametrize("name", rank_entries.WAYS)
-def test_two_gpus_train_and_are_stored_as_one_is(on_gpus, name):
-    assert_as_one_process(on_gpus, name, "cuda")
-
-
-@pytest.mark.processes
-@pytest.mark.full
-@pytest.mark.gpus2
-def test_a_gradient_that_overflows_on_one_gpu_skips_the_step_on_both(on_gpus):
-    assert [rank["overflow"] for rank in on_gpus] == 2 * [{"kept": True, "scale": 2.0}]
-
-
-@pytest.mark.processes
-@pytest.mark.full
-def test_fsdp_gives_the_loss_of_ddp(on_cpu):
-    torch.testing.assert_close(
-        on_cpu[0]["fsdp"]["losses"], on_cpu[1]["ddp"]["losses"], rtol=1e-6, atol=0
-    )
-
-
-@pytest.mark.processes
-@pytest.mark.full
-def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(on_cpu):
-    assert [rank["overflow"] for rank in on_cpu] == 2 * [{"kept": True, "scale": 2.0}]
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(ranks):
+    assert [rank["overflow"] for rank in ranks[0]] == 2 * [{"kept": True, "scale": 2.0}]
 
 
 def test_rows_of_all_ranks_are_the_batch():
@@ -154,12 +121,9 @@ def test_what_cannot_be_started_is_refused_with_the_reason(monkeypatch, options,
 
 
 def test_a_group_that_another_joined_is_used_and_left_open(monkeypatch):
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = str(probe.getsockname()[1])
-    meeting = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (meeting | {"MASTER_PORT": port}).items():
-        monkeypatch.setenv(name, value)
+    meeting = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": free_port()}
+    for name, value in (meeting | {"MASTER_ADDR": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, str(value))
     dist = torch.distributed
     first = parallel.start("ddp", backend="gloo")
     try:

@@ -1,24 +1,15 @@
 import math
+from functools import partial
 
+import observed
 import pytest
 import torch
-from tiny_models import one_thread, tiny
+from tiny_models import tiny
 
-from nsa.model.data import synthetic, text
+from nsa.model.data import text
 from nsa.model.llama import LanguageModel
-from nsa.model.train import TrainConfig, Trainer
 
-
-@pytest.fixture(autouse=True)
-def small_tensors():
-    with one_thread():
-        yield
-
-
-def trainer(data=None, device="cpu", observers=(), **changes):
-    settings = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, "precision": "fp16", **changes})
-    model = LanguageModel(tiny())
-    return Trainer(model, data or synthetic(seed=0), settings, device=device, observers=observers)
+trainer = partial(observed.trainer, precision="fp16")
 
 
 class Overflow:
@@ -36,32 +27,31 @@ class Overflow:
 
 
 @pytest.mark.full
-def test_fp16_trains_with_fp32_weights_and_states():
-    trained = trainer(text(max_bytes=2**20), lr=1e-2)
-    losses = trained.run(14)
+def test_fp16_trains():
+    losses = trainer(data=text(max_bytes=2**20), lr=1e-2).run(14)
     assert losses[-1] < losses[0] - 1.0
     assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_it_computes_in_its_precision_and_keeps_weights_and_states_in_fp32(precision, dtype):
+    trained, seen = trainer(precision=precision), []
+    down = trained.model.blocks[0].mlp.down
+    down.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    trained.step(0)
+    assert seen == [dtype]
     states = trained.optimizer.state.values()
     kept = [*trained.model.parameters(), *(s["exp_avg"] for s in states)]
     assert {x.dtype for x in kept} == {torch.float32}
 
 
-def test_fp16_computes_in_fp16_and_fp32_does_not():
-    seen = {}
-    for precision in ("fp32", "bf16", "fp16"):
-        trained = trainer(precision=precision)
-        handle = trained.model.blocks[0].mlp.down.register_forward_hook(
-            lambda module, inputs, output, name=precision: seen.update({name: output.dtype})
-        )
-        trained.step(0)
-        handle.remove()
-    assert seen == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted(clip, device):
-    trained = trainer(clip=clip, device=device, observers=[Overflow(1, 2)])
+    trained = trainer(Overflow(1, 2), clip=clip, device=device)
     trained.run(1)
     scale, weight = trained.scaler.get_scale(), trained.model.head.weight.clone()
     trained.run(2)
@@ -75,7 +65,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted(clip, device
 
 
 def test_steps_that_are_skipped_before_any_other_are_counted():
-    trained = trainer(observers=[Overflow(0)])
+    trained = trainer(Overflow(0))
     trained.run(1)
     assert trained.skipped_steps == 1
     trained.run(1)
@@ -101,7 +91,7 @@ def test_small_gradients_survive_fp16_only_because_the_loss_is_scaled():
                     self.zeros = (weights.grad == 0).float().mean().item()
 
         seen = Seen()
-        trained = trainer(observers=[seen])
+        trained = trainer(seen)
         # Gradients of 1e-7 and less, as those of a large batch's single tokens are.
         trained.scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         forward = trained.wrapped.forward
@@ -113,12 +103,12 @@ def test_small_gradients_survive_fp16_only_because_the_loss_is_scaled():
 
 
 def test_narrow_weights_are_refused_and_wide_ones_are_not():
-    settings = TrainConfig(1, 32)
     with pytest.raises(ValueError, match=r"embed\.weight is bfloat16: updates smaller than"):
-        Trainer(LanguageModel(tiny()).bfloat16(), synthetic(seed=0), settings)
-    with pytest.raises(ValueError, match=r"embed\.weight is fp16: AdamW's eps of 1e-8 becomes 0"):
-        Trainer(LanguageModel(tiny()).half(), synthetic(seed=0), settings)
-    Trainer(LanguageModel(tiny()).double(), synthetic(seed=0), settings)
+        trainer(model=LanguageModel(tiny()).bfloat16())
+    message = r"embed\.weight is fp16: AdamW's eps of 1e-8 becomes 0.*precision='bf16' would do"
+    with pytest.raises(ValueError, match=message):
+        trainer(model=LanguageModel(tiny()).half())
+    trainer(model=LanguageModel(tiny()).double())
 
 
 def test_fp16_weights_would_be_nan_at_the_second_step():

@@ -1,26 +1,17 @@
 import os
 import warnings
+from functools import partial
 
+import observed
 import pytest
 import torch
-from tiny_models import one_thread, tiny
+from tiny_models import tiny
 
 from nsa.model import saving
-from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
-from nsa.model.train import TrainConfig, Trainer
 
-
-@pytest.fixture(autouse=True)
-def small_tensors():
-    with one_thread():
-        yield
-
-
-def trainer(config=None, seed=0, device="cpu", **changes):
-    config = config or tiny()
-    settings = TrainConfig(**{"batch": 2, "tokens": 32, "lr": 1e-2, "seed": seed, **changes})
-    return Trainer(LanguageModel(config), synthetic(seed=0), settings, device=device)
+KERNELS = {"config": tiny(head_dim=16, backend="triton"), "device": "cuda"}
+trainer = partial(observed.trainer, lr=1e-2)
 
 
 def everything(trained):
@@ -54,12 +45,16 @@ def resumed_in_the_middle(folder, **settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"precision": "bf16"},
-        {"precision": "fp16"},
-        {"accumulate": 2, "schedule": "cosine", "steps": 6, "warmup_steps": 2},
+        pytest.param({}, id="fp32"),
+        pytest.param({"precision": "bf16"}, id="bf16"),
+        pytest.param({"precision": "fp16"}, id="fp16"),
+        pytest.param(
+            {"accumulate": 2, "schedule": "cosine", "steps": 6, "warmup_steps": 2}, id="accumulated"
+        ),
+        pytest.param({"config": tiny(force_branch="win")}, id="parameters without gradients"),
+        pytest.param(KERNELS, id="kernels", marks=pytest.mark.gpu),
+        pytest.param(KERNELS | {"precision": "fp16"}, id="kernels fp16", marks=pytest.mark.gpu),
     ],
-    ids=["fp32", "bf16", "fp16", "accumulated"],
 )
 def test_a_resumed_run_is_the_whole_one_to_the_last_bit(settings, tmp_path):
     whole, resumed, losses, parts = resumed_in_the_middle(tmp_path, **settings)
@@ -70,20 +65,8 @@ def test_a_resumed_run_is_the_whole_one_to_the_last_bit(settings, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{}, {"precision": "fp16"}])
-def test_a_resumed_run_on_a_gpu_is_the_whole_one_to_the_last_bit(settings, tmp_path):
-    config = tiny(head_dim=16, backend="triton")
-    settings = {"config": config, "device": "cuda", **settings}
-    whole, resumed, losses, parts = resumed_in_the_middle(tmp_path, **settings)
-    assert parts == losses
-    assert_equal_bits(resumed, whole)
-
-
-@pytest.mark.gpu
 def test_a_captured_run_is_resumed_by_a_graph_of_its_own(tmp_path):
-    config = tiny(head_dim=16, backend="triton")
-    made = resumed_in_the_middle(tmp_path, config=config, device="cuda", cuda_graph=True)
-    _, resumed, losses, parts = made
+    _, resumed, losses, parts = resumed_in_the_middle(tmp_path, **KERNELS, cuda_graph=True)
     assert parts == pytest.approx(losses, abs=1e-4)
     assert resumed.run(2)[-1] < 6.0
 
@@ -97,18 +80,11 @@ def test_a_checkpoint_of_no_step_is_the_run_from_its_start(tmp_path):
     assert_equal_bits(first, whole)
 
 
-def test_parameters_without_gradients_are_no_obstacle(tmp_path):
-    config = tiny(force_branch="win")
-    whole, resumed, losses, parts = resumed_in_the_middle(tmp_path, config=config)
-    assert parts == losses
-    assert_equal_bits(resumed, whole)
-
-
 def test_frozen_parameters_are_no_obstacle(tmp_path):
     def frozen(seed):
         model = LanguageModel(tiny())
         model.norm.weight.requires_grad_(False)
-        return Trainer(model, synthetic(seed=0), TrainConfig(2, 32, seed=seed))
+        return trainer(model=model, seed=seed)
 
     whole, first, second = frozen(0), frozen(0), frozen(1)
     losses = whole.run(3)
@@ -132,7 +108,7 @@ def test_what_decides_how_and_not_what_is_computed_may_change(tmp_path):
     saved = trainer()
     saved.run(1)
     saved.save(tmp_path)
-    other = trainer(tiny(backend="masked", checkpoint="all"), accumulate=2, steps=100)
+    other = trainer(config=tiny(backend="masked", checkpoint="all"), accumulate=2, steps=100)
     other.load(tmp_path)
     assert other.steps_done == 1
     assert other.run(1) == [pytest.approx(saved.run(1)[0], abs=1e-5)]

@@ -2,12 +2,9 @@ import json
 import math
 
 import pytest
-from tiny_models import one_thread, tiny
+from observed import trainer
 
-from nsa.model.data import synthetic
-from nsa.model.llama import LanguageModel
-from nsa.model.train import TrainConfig, Trainer
-from nsa.model.train_config import learning_rate
+from nsa.model.train_config import TrainConfig, learning_rate
 
 
 def rates(count, **settings):
@@ -38,29 +35,27 @@ def test_a_cosine_that_is_hardly_longer_than_its_warm_up_has_no_zero_to_divide_b
     assert rates(6, schedule="cosine", warmup_steps=5, steps=steps)[4] == 1.0
 
 
-def test_the_optimizer_is_given_the_rate_of_its_step():
-    config = TrainConfig(
-        2, 32, steps=6, lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=2, seed=0
-    )
-    with one_thread():
-        trainer = Trainer(LanguageModel(tiny()), synthetic(seed=0), config)
-        seen = []
-        for step in range(6):
-            trainer.step(step)
-            seen.append([group["lr"] for group in trainer.optimizer.param_groups])
-    assert seen == [[config.rate(step)] * 2 for step in range(6)]
-    assert seen[-1] == [pytest.approx(1e-3)] * 2
+@pytest.mark.parametrize(("schedule", "last"), [("cosine", 1e-3), ("constant", 1e-2)])
+def test_the_optimizer_is_given_the_rate_of_its_step(schedule, last):
+    trained = trainer(steps=6, lr=1e-2, min_lr=1e-3, schedule=schedule, warmup_steps=2)
+    seen = []
+    for step in range(6):
+        trained.step(step)
+        seen.append([group["lr"] for group in trained.optimizer.param_groups])
+    assert seen == [[trained.config.rate(step)] * 2 for step in range(6)]
+    assert seen[0] == [pytest.approx(5e-3)] * 2 and seen[-1] == [pytest.approx(last)] * 2
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"precision": "fp8"}, "precision='fp8' is unknown; known are fp32, bf16"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
+        ({"tokens": 0}, "tokens=0 must be at least 1"),
+        ({"warmup_steps": 0}, "warmup_steps=0 must be at least 1"),
         ({"schedule": "linear"}, "schedule='linear' is unknown; known are constant"),
         ({"schedule": "cosine"}, "schedule='cosine' needs steps"),
-        (
-            {"schedule": "cosine", "steps": 5},
-            "steps=5 end before warmup_steps=10 do",
-        ),
+        ({"schedule": "cosine", "steps": 5}, "steps=5 end before warmup_steps=10 do"),
         ({"min_lr": 1.0}, "min_lr=1.0 is more than lr=0.001"),
         ({"lr": math.nan}, "lr=nan must be finite and greater than 0"),
         ({"clip": 0.0}, "clip=0.0 must be finite and greater than 0"),

@@ -9,12 +9,9 @@ import sys
 from collections.abc import Callable
 
 import torch
+from observed import trainer
 from tiny_models import tiny
 from torch._dynamo.utils import counters
-
-from nsa.model.data import synthetic
-from nsa.model.llama import LanguageModel
-from nsa.model.train import TrainConfig, Trainer
 
 STEPS = 5
 products: list[int] = []  # of each graph that was traced
@@ -44,24 +41,21 @@ def traced(graph: torch.fx.GraphModule, inputs: list) -> Callable:
 def train(name: str) -> dict:
     """The case's losses, compiled and not, its products, graphs after two steps and after all."""
     model, settings = CASES[name]
-    settings = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, "lr": 3e-3, **settings})
-
-    def trainer(**changes) -> Trainer:
-        return Trainer(LanguageModel(model), synthetic(seed=0), settings.with_(**changes))
-
+    settings = {"config": model, "lr": 3e-3, **settings}
     torch._dynamo.reset()
     counters.clear()
     products.clear()
-    compiled = trainer(compile=True)
+    compiled = trainer(compile=True, **settings)
     losses = compiled.run(2)
     early = graphs()
     losses += compiled.run(STEPS - 2)
+    plain = trainer(**settings)
     return {
         "losses": losses,
-        "plain": trainer().run(STEPS),
+        "plain": plain.run(STEPS),
         "graphs": [early, graphs()],
         "products": list(products),
-        "names": list(compiled.model.state_dict()) == list(trainer().model.state_dict()),
+        "names": list(compiled.model.state_dict()) == list(plain.model.state_dict()),
     }
 
 

@@ -5,33 +5,22 @@ Left out is what needs more than the records hold: trials' own evidence (03, 05)
 mutants (00), profiles (04), and claims about rows that are not in metrics.csv.
 """
 
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas
 
-from nsa.experiments.case_study.settlement import claims as settlement_claims
-from nsa.experiments.case_study.settlement import plots as settlement_plots
-from nsa.experiments.case_study.settlement import reread
-from nsa.experiments.case_study.settlement import table as settlement_table
-from nsa.experiments.case_study.settlement.reread import Fact
-from nsa.experiments.case_study.step5 import plots as step5_plots
-from nsa.experiments.case_study.step5 import table as step5_table
-from nsa.experiments.comparison import claims as comparison_claims
-from nsa.experiments.comparison import plots as comparison_plots
-from nsa.experiments.comparison import table as comparison_table
-from nsa.experiments.correctness import table as correctness_table
-from nsa.experiments.memory import claims as memory_claims
-from nsa.experiments.memory import plots as memory_plots
-from nsa.experiments.memory import table as memory_table
-from nsa.experiments.selfcheck import claims as selfcheck_claims
-from nsa.experiments.selfcheck import plots as selfcheck_plots
-from nsa.experiments.selfcheck import table as selfcheck_table
 from nsa.experiments.selfcheck.judged import Judged
-from nsa.experiments.throughput import claims as throughput_claims
-from nsa.experiments.throughput import plots as throughput_plots
-from nsa.experiments.throughput import table as throughput_table
 from nsa.workbook import metrics
 from nsa.workbook.store import Run
+
+
+def room(name: str, *parts: str) -> SimpleNamespace:
+    """The modules `parts` of that room of nsa.experiments."""
+    loaded = {part: import_module(f"nsa.experiments.{name}.{part}") for part in parts}
+    return SimpleNamespace(**loaded)
+
 
 LINEAR = ("gather", "packed", "flex")
 
@@ -48,43 +37,42 @@ def again(folder: Path) -> dict[str, dict]:
 
 
 def correctness(df, folder):
-    kept = correctness_table.kept_lessons(folder.name, folder.parents[1])
-    return {"tables": {"lessons": correctness_table.lessons(kept), "metrics": df}}
+    table = room("correctness", "table").table
+    kept = table.kept_lessons(folder.name, folder.parents[1])
+    return {"tables": {"lessons": table.lessons(kept), "metrics": df}}
 
 
 def memory(df, folder):
-    growing = memory_table.growing(df)
-    claims = [
-        memory_claims.case_study_is_not_quadratic(),
-        memory_claims.dense_masks_cost_more(df, LINEAR),
-        memory_claims.production_fits(df),
-        *(memory_claims.linear_backend_is_linear(df, backend) for backend in LINEAR),
-    ]
-    names = ["case study", "dense masks", "production", *LINEAR]
+    here = room("memory", "claims", "plots", "table")
+    claims, plots, table = here.claims, here.plots, here.table
+    growing = table.growing(df)
     return {
         "tables": {
             "metrics": df,
-            "peaks": memory_table.peaks(df),
+            "peaks": table.peaks(df),
             "growing": growing,
-            "exponents": memory_table.exponents(growing),
-            "case study": memory_table.beside_the_case_study(df),
+            "exponents": table.exponents(growing),
+            "case study": table.beside_the_case_study(df),
         },
-        "claims": dict(zip(names, claims, strict=True)),
+        "claims": {
+            "case study": claims.case_study_is_not_quadratic(),
+            "dense masks": claims.dense_masks_cost_more(df, LINEAR),
+            "production": claims.production_fits(df),
+            **{backend: claims.linear_backend_is_linear(df, backend) for backend in LINEAR},
+        },
         "figures": {
-            "scaling": memory_plots.scaling(df, case_study=memory_table.case_study_curve()),
-            "exponents": memory_plots.exponents(df),
-            "categories": memory_plots.categories(df[df["backend"] != "sequential"]),
+            "scaling": plots.scaling(df, case_study=table.case_study_curve()),
+            "exponents": plots.exponents(df),
+            "categories": plots.categories(df[df["backend"] != "sequential"]),
         },
     }
 
 
 def comparison(df, folder):
-    table, plots = comparison_table, comparison_plots
-    claims = [
-        comparison_claims.memory_is_not_identical(df),
-        comparison_claims.nothing_beats_the_limit(df),
-        *comparison_claims.aims(df),
-    ]
+    here = room("comparison", "claims", "plots", "table")
+    claims, plots, table = here.claims, here.plots, here.table
+    found = [claims.memory_is_not_identical(df), claims.nothing_beats_the_limit(df)]
+    found += claims.aims(df)
     return {
         "tables": {
             "metrics": df,
@@ -97,7 +85,7 @@ def comparison(df, folder):
             "break even": table.break_even(df),
             "unions": table.unions(df),
         },
-        "claims": {str(i): claim for i, claim in enumerate(claims)},
+        "claims": {str(i): claim for i, claim in enumerate(found)},
         "figures": {
             "latency": plots.latency(df),
             "of limit": plots.of_limit(df),
@@ -107,18 +95,14 @@ def comparison(df, folder):
 
 
 def step5(df, folder):
-    return {
-        "tables": {
-            "metrics": df,
-            "timings": step5_table.timings(),
-            "memory": step5_table.memory(),
-        },
-        "figures": {"memory": step5_plots.memory_table()},
-    }
+    here = room("case_study.step5", "plots", "table")
+    tables = {"timings": here.table.timings(), "memory": here.table.memory()}
+    return {"tables": {"metrics": df} | tables, "figures": {"memory": here.plots.memory_table()}}
 
 
 def throughput(df, folder):
-    table, claims = throughput_table, throughput_claims
+    here = room("throughput", "claims", "plots", "table")
+    claims, plots, table = here.claims, here.plots, here.table
     names = (
         "speed", "step_times", "meters", "phases", "memory_over_steps", "variants", "scaling",
         "break_even", "beside_the_case_study", "cells", "notes", "losses", "final_losses",
@@ -131,16 +115,12 @@ def throughput(df, folder):
         "flat": claims.memory_is_flat(df),
         "alike": claims.backends_learn_alike(df),
     }
-    said |= {f"aim {i}": claim for i, claim in enumerate(throughput_claims.aims(df))}
-    figures = {"speed": throughput_plots.speed(df), "memory": throughput_plots.memory(df)}
-    if len(table.phases(df)):
-        figures["phases"] = throughput_plots.phases(df)
-    if len(table.losses(df)):
-        figures["losses"] = throughput_plots.losses(df)
-    if len(table.memory_over_steps(df)):
-        figures["memory_over_steps"] = throughput_plots.memory_over_steps(df)
-    if len(table.labelled(df)) and (table.labelled(df)["ranks"] > 1).any():
-        figures["scaling"] = throughput_plots.scaling(df)
+    said |= {f"aim {i}": claim for i, claim in enumerate(claims.aims(df))}
+    drawn = {name: bool(len(getattr(table, name)(df)))
+             for name in ("phases", "losses", "memory_over_steps")}  # fmt: skip
+    cells = table.labelled(df)
+    drawn |= {"speed": True, "memory": True, "scaling": len(cells) and (cells["ranks"] > 1).any()}
+    figures = {name: getattr(plots, name)(df) for name, wanted in drawn.items() if wanted}
     tables = {name: getattr(table, name)(df) for name in names}
     return {"tables": {"metrics": df} | tables, "claims": said, "figures": figures}
 
@@ -151,62 +131,67 @@ def tracing(df, folder):
 
 
 def settlement(df, folder):
+    here = room("case_study.settlement", "claims", "plots", "reread", "table")
+    claims, plots, reread, table = here.claims, here.plots, here.reread, here.table
     facts = {
-        c["fact"]: Fact(c["fact"], "", None if pandas.isna(m) else bool(m), tuple(c["evidence"]))
+        c["fact"]: reread.Fact(
+            c["fact"], "", None if pandas.isna(m) else bool(m), tuple(c["evidence"])
+        )
         for c, m in zip(metrics.configs(df), df["median"], strict=True)
         if "fact" in c
     }
-    settled = settlement_claims.settle(facts)
-    claims = settlement_claims.all_claims(settled)
+    settled = claims.settle(facts)
     now = pandas.DataFrame([{"fact": fact.name, "holds": fact.holds} for fact in reread.reread()])
     return {
         "tables": {
             "metrics": df,
-            "contradictions": settlement_table.rows(settled, "C")[["verdict"]],
-            "hypotheses": settlement_table.rows(settled, "H")[["verdict"]],
-            "memory": settlement_table.memory(),
-            "timings": settlement_table.timings(),
+            "contradictions": table.rows(settled, "C")[["verdict"]],
+            "hypotheses": table.rows(settled, "H")[["verdict"]],
+            "memory": table.memory(),
+            "timings": table.timings(),
             "facts of today": now,
         },
-        "claims": {one.row.id: claim for one, claim in zip(settled, claims, strict=True)},
+        "claims": {
+            one.row.id: claim
+            for one, claim in zip(settled, claims.all_claims(settled), strict=True)
+        },
         "figures": {
-            "memory": settlement_plots.memory(),
-            "microseconds": settlement_plots.microseconds(),
-            "verdicts": settlement_plots.verdicts(settled),
+            "memory": plots.memory(),
+            "microseconds": plots.microseconds(),
+            "verdicts": plots.verdicts(settled),
         },
     }
 
 
 def selfcheck(df, folder):
+    here = room("selfcheck", "claims", "plots", "table")
     rows = []
     for config, (_, line) in zip(metrics.configs(df), df.iterrows(), strict=True):
         if line["metric"] != "time_to_verdict":
             continue
         expected = [one.partition(":") for one in config["expected"].split(" or ")]
         found, _, what = config["found"].partition(":")
-        rows.append(
-            Judged(
-                config["fault"],
-                line["mode"] == "control",
-                tuple(kind for kind, _, _ in expected),
-                expected[0][2],
-                found,
-                what,
-                config["rule"],
-                seconds=float(line["median"]),
-                named_s=config["rested_s"],
-                round=int(line["x_value"]),
-                skipped=config["skipped"],
-            )
+        row = Judged(
+            config["fault"],
+            line["mode"] == "control",
+            tuple(kind for kind, _, _ in expected),
+            expected[0][2],
+            found,
+            what,
+            config["rule"],
+            seconds=float(line["median"]),
+            named_s=config["rested_s"],
+            round=int(line["x_value"]),
+            skipped=config["skipped"],
         )
-    claims = selfcheck_claims.all_claims(rows)
+        rows.append(row)
     return {
         "tables": {
             "metrics": df,
-            "faults": selfcheck_table.matrix_of(rows, controls=False),
-            "controls": selfcheck_table.matrix_of(rows, controls=True),
-            "confusion": selfcheck_table.confusion(rows),
+            "faults": here.table.matrix_of(rows, controls=False),
+            "controls": here.table.matrix_of(rows, controls=True),
+            "confusion": here.table.confusion(rows),
         },
-        "claims": {str(i): claim for i, claim in enumerate(claims)},
-        "figures": {"time": selfcheck_plots.time_to_verdict(rows)},
+        "claims": {str(i): claim for i, claim in enumerate(here.claims.all_claims(rows))},
+        "figures": {"time": here.plots.time_to_verdict(rows)},
     }

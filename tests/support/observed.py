@@ -7,9 +7,9 @@ from nsa.model.llama import LanguageModel
 from nsa.model.train import TrainConfig, Trainer
 
 
-def trainer(*observers, model=None, config=None, device="cpu", **training):
+def trainer(*observers, model=None, config=None, data=None, device="cpu", **training):
     """A Trainer of `model`, or of a tiny one of `config`; an observer may be made of the model."""
     model = LanguageModel(config or tiny()) if model is None else model
-    training = {"batch": 2, "tokens": 32, "seed": 0, **training}
+    training = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, **training})
     made = [x(model) if isinstance(x, type) else x for x in observers]
-    return Trainer(model, synthetic(seed=0), TrainConfig(**training), device=device, observers=made)
+    return Trainer(model, data or synthetic(seed=0), training, device=device, observers=made)

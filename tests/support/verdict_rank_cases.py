@@ -1,7 +1,7 @@
 """Evidence by hand of two ranks: which one is to blame, and when none is."""
 
 from evidences import TRAIN, looks, moving, p, resting, trial
-from verdict_cases import ASLEEP, AT_LOCK, NATIVE, SOCKET
+from verdict_cases import ASLEEP, AT_LOCK, NATIVE, SOCKET, cases
 
 REDUCE = [f"{TRAIN}:50 averaged", f"{TRAIN}:9 step"]
 
@@ -11,15 +11,15 @@ def flight(*entries):
             for n, op in entries]  # fmt: skip
 
 
-def two(rank0, rank1, since=3.0, looked=(), **more):
-    samples = [*moving(since), *moving(since, rank=1), *rank0, *rank1]
+def two(rank0, rank1, looked=(), **more):
+    samples = [*moving(3.0), *moving(3.0, rank=1), *rank0, *rank1]
     evidence = trial(samples, looked, **more)
     evidence.spec["ranks"] = 2
     return evidence
 
 
-def waiting(rank, seconds=8.0, since=3.0, **how):
-    return resting(since, seconds, rank=rank, **{**AT_LOCK, **how})
+def waiting(rank, seconds=8.0, **how):
+    return resting(3.0, seconds, rank=rank, **{**AT_LOCK, **how})
 
 
 FLIGHTS = {0: flight((1, "all_reduce"), (2, "all_reduce")), 1: flight((1, "all_reduce"))}
@@ -63,20 +63,14 @@ RANKS = {
     ),
 }  # fmt: skip
 
-RANKS_NEAR = {
-    "one is behind, at work in native code": (
-        two(waiting(0), resting(3, 8, rank=1), looked=looks(9, rank=1, **NATIVE), flights=FLIGHTS),
-        "INCONCLUSIVE:unproven",
-    ),
-    "one is behind and waits for its data, not yet for long": (
-        two(waiting(0), resting(3, 8, rank=1, **SOCKET), flights=FLIGHTS),
-        "INCONCLUSIVE:unproven",
-    ),
-    "one waits and the other moves": (two(waiting(0), moving(11, rank=1)[12:]), "SLOW"),
-    "one waits for a network": (
-        two(waiting(0), resting(3, 8, rank=1, **SOCKET)), "INCONCLUSIVE:unproven",
-    ),
-    "one sleeps, not yet for long": (
-        two(waiting(0), resting(3, 8, rank=1, **ASLEEP)), "INCONCLUSIVE:unproven",
-    ),
-}  # fmt: skip
+RANKS_NEAR = cases({
+    "SLOW": {"one waits and the other moves": two(waiting(0), moving(11, rank=1)[12:])},
+    "INCONCLUSIVE:unproven": {
+        "one is behind, at work in native code":
+            two(waiting(0), resting(3, 8, rank=1), looks(9, rank=1, **NATIVE), flights=FLIGHTS),
+        "one is behind and waits for its data, not yet for long":
+            two(waiting(0), resting(3, 8, rank=1, **SOCKET), flights=FLIGHTS),
+        "one waits for a network": two(waiting(0), resting(3, 8, rank=1, **SOCKET)),
+        "one sleeps, not yet for long": two(waiting(0), resting(3, 8, rank=1, **ASLEEP)),
+    },
+})  # fmt: skip
