@@ -4,10 +4,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from sample_notebooks import SET_UP, environment_with_package, write_notebook
+from sample_notebooks import (
+    SET_UP,
+    environment_with_package,
+    hang_after,
+    wait_until_there,
+    write_notebook,
+)
 
 from nsa import workbook
 from nsa.cli import main as cli
@@ -205,8 +210,7 @@ def test_a_missing_package_is_said_with_the_extra_that_brings_it(place, capsys, 
 @pytest.mark.full
 def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     ready = place / "ready"
-    cell = f"open({str(ready)!r}, 'w').close()\nimport time; time.sleep(600)"
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, cell)
+    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, hang_after(ready))
     process = subprocess.Popen(
         [sys.executable, "-m", "nsa", "run", "tiny"],
         env=environment_with_package(),
@@ -214,10 +218,7 @@ def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while not ready.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_there(ready, process)
     process.send_signal(signal.SIGINT)
     printed, error = process.communicate(timeout=60)
     assert process.returncode == 1

@@ -127,6 +127,19 @@ def test_an_entry_point_leads_to_something(group):
     assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.registered
+def test_papermill_finds_the_engine_by_its_entry_point():
+    from importlib.metadata import PackageNotFoundError, distribution, entry_points
+
+    try:
+        distribution("nsa")
+    except PackageNotFoundError:
+        pytest.skip("the package is not installed here")
+    pytest.importorskip("papermill")
+    found = {point.name: point.load() for point in entry_points(group="papermill.engine")}
+    assert found["truthful"] is importlib.import_module("nsa.workbook.engine").TruthfulEngine
+
+
 def tracked() -> list[Path]:
     done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -79,6 +80,19 @@ def sleeper(mark: str) -> str:
         f"subprocess.run([sys.executable, '-c', {inner!r}], start_new_session=True)\n"
         "print('started')"
     )
+
+
+def hang_after(touched: Path) -> str:
+    """Code of a cell that makes this file and does not end."""
+    return f"open({str(touched)!r}, 'w').close()\nimport time; time.sleep(600)"
+
+
+def wait_until_there(path: Path, process) -> None:
+    """Until the process, which must live on, has made the file."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def environment_with_package() -> dict[str, str]:

@@ -24,6 +24,7 @@ from sample_notebooks import (
     sleeper,
     statuses,
     text_of,
+    wait_until_there,
     write_notebook,
 )
 
@@ -38,6 +39,13 @@ lib, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
 import time; time.sleep(0.5)
 lib.pthread_mutex_lock(mutex); lib.pthread_mutex_lock(mutex)"""
 HANG = "import time\nprint('going in')\ntime.sleep(600)"
+KILL = """\
+import os, time
+print('last words', flush=True)
+time.sleep(0.5)
+os.kill(os.getpid(), 9)"""
+
+pytestmark = pytest.mark.processes
 
 
 def execute(tmp_path, *cells, parameters=None, **options) -> Path:
@@ -90,30 +98,21 @@ def mark():
         process.kill()
 
 
-@pytest.mark.processes
 def test_a_good_notebook_completes_and_ends_what_it_started(tmp_path, mark):
-    out = execute(tmp_path, sleeper(mark), "print('two')")
-    assert reason(out) == "ok"
-    assert statuses(out) == ["completed", "completed"]
-    assert text_of(code_cells(out)[1]) == "two\n"
-    assert [cell.execution_count for cell in code_cells(out)] == [1, 2]
-    assert_nothing_left(mark)
-
-
-@pytest.mark.processes
-def test_a_child_that_dropped_the_environment_is_ended_too(tmp_path, mark):
-    cell = (
+    dropped = (  # a child without the environment of its parent
         "import subprocess, sys\n"
         f"line = [sys.executable, '-c', 'import time; time.sleep(600)', {mark!r}]\n"
         "subprocess.Popen(line, env={}, start_new_session=True)\n"
-        "print('started')"
+        "print('dropped')"
     )
-    out = execute(tmp_path, cell)
-    assert reason(out) == "ok" and text_of(code_cells(out)[0]) == "started\n"
+    out = execute(tmp_path, sleeper(mark), dropped, "print('two')")
+    assert reason(out) == "ok"
+    assert statuses(out) == ["completed"] * 3
+    assert [text_of(cell) for cell in code_cells(out)] == ["started\n", "dropped\n", "two\n"]
+    assert [cell.execution_count for cell in code_cells(out)] == [1, 2, 3]
     assert_nothing_left(mark)
 
 
-@pytest.mark.processes
 def test_the_helper_that_looks_for_processes_sees_one(mark):
     code = "import time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code, mark])
@@ -124,46 +123,48 @@ def test_the_helper_that_looks_for_processes_sees_one(mark):
         process.wait()
 
 
-@pytest.mark.processes
-def test_an_exception_fails_its_cell_and_leaves_the_later_ones_pending(tmp_path, mark):
-    out = execute(tmp_path, sleeper(mark), "print('before')\n1 / 0", "print('never')")
-    assert reason(out) == "error"
+@pytest.mark.parametrize(
+    ("cell", "cell_timeout_s", "stop_reason", "printed", "enames", "message"),
+    [
+        pytest.param(
+            *("print('before')\n1 / 0", None, "error", "before\n", ["ZeroDivisionError"]),
+            "division by zero",
+            id="an exception",
+        ),
+        pytest.param(
+            *(KILL, 60, "kernel_died", "last words\n", ["DeadKernelError"]),
+            "the kernel died of SIGKILL",
+            id="a killed kernel",
+        ),
+        pytest.param(
+            *(HANG, 2, "timeout", "going in\n", ["KeyboardInterrupt", "CellTimeoutError"]),
+            "the cell ran longer than its 2 s",
+            id="a hang",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *(GIL_HANG, 3, "timeout", "going in\n", ["CellTimeoutError"]),
+            "the cell ran longer than its 3 s",
+            id="a hang in C that holds the GIL",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_cell_that_does_not_end_well_says_how_and_leaves_the_later_ones_pending(
+    tmp_path, mark, cell, cell_timeout_s, stop_reason, printed, enames, message
+):
+    out = execute(tmp_path, sleeper(mark), cell, "print('never')", cell_timeout_s=cell_timeout_s)
+    assert reason(out) == stop_reason
     assert statuses(out) == ["completed", "failed", "pending"]
     failed, never = code_cells(out)[1:]
-    assert text_of(failed) == "before\n" and errors_of(failed) == ["ZeroDivisionError"]
+    assert text_of(failed) == printed and errors_of(failed) == enames
+    assert failed.outputs[-1].evalue == message
+    if "KeyboardInterrupt" in enames:  # shows where it was
+        assert "sleep" in "".join(failed.outputs[1].traceback)
     assert never.outputs == [] and never.execution_count is None
     assert_nothing_left(mark)
 
 
-@pytest.mark.processes
-@pytest.mark.full
-def test_a_hang_ends_at_its_deadline_and_shows_where_it_was(tmp_path, mark):
-    began = time.monotonic()
-    out = execute(tmp_path, sleeper(mark), HANG, "print('never')", cell_timeout_s=2)
-    assert time.monotonic() - began < 30
-    assert reason(out) == "timeout"
-    assert statuses(out) == ["completed", "failed", "pending"]
-    failed = code_cells(out)[1]
-    assert text_of(failed) == "going in\n"
-    assert errors_of(failed) == ["KeyboardInterrupt", "CellTimeoutError"]
-    traceback = "".join(failed.outputs[1].traceback)
-    assert "sleep" in traceback
-    assert failed.outputs[-1].evalue == "the cell ran longer than its 2 s"
-    assert_nothing_left(mark)
-
-
-@pytest.mark.processes
-@pytest.mark.full
-def test_a_hang_in_c_that_holds_the_gil_is_killed(tmp_path, mark):
-    out = execute(tmp_path, sleeper(mark), GIL_HANG, "print('never')", cell_timeout_s=3)
-    assert reason(out) == "timeout"
-    assert statuses(out) == ["completed", "failed", "pending"]
-    failed = code_cells(out)[1]
-    assert text_of(failed) == "going in\n" and errors_of(failed) == ["CellTimeoutError"]
-    assert_nothing_left(mark)
-
-
-@pytest.mark.processes
 @pytest.mark.full
 def test_the_whole_notebook_has_a_deadline_besides_that_of_a_cell(tmp_path, mark):
     cell = "import time; time.sleep(1.5)"
@@ -176,14 +177,12 @@ def test_the_whole_notebook_has_a_deadline_besides_that_of_a_cell(tmp_path, mark
     assert_nothing_left(mark)
 
 
-@pytest.mark.processes
 def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
     out = execute(tmp_path, "print('never')", timeout_s=0.01)
     assert reason(out) == "timeout" and statuses(out) == ["failed"]
     assert code_cells(out)[0].execution_count is None
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
     broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
@@ -191,33 +190,6 @@ def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch
     out = execute(tmp_path, "print('never')", "print('never')")
     assert reason(out) == "error" and statuses(out) == ["failed", "pending"]
     assert "the kernel did not start" in code_cells(out)[0].outputs[0].evalue
-
-
-@pytest.mark.parametrize(("stop_reason", "left"), [("timeout", "pending"), ("ok", "completed")])
-def test_what_never_ran_is_called_complete_only_after_a_good_end(stop_reason, left):
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("text")])
-    book.metadata.papermill = {}
-    seen = engine.TruthfulManager(book, progress_bar=False)
-    seen.notebook_start()
-    book.metadata.papermill["stop_reason"] = stop_reason
-    seen.notebook_complete()
-    assert book.cells[0].metadata.papermill["status"] == left
-
-
-@pytest.mark.processes
-def test_a_killed_kernel_is_told_from_a_timeout(tmp_path, mark):
-    kill = """\
-import os, time
-print('last words', flush=True)
-time.sleep(0.5)
-os.kill(os.getpid(), 9)"""
-    out = execute(tmp_path, sleeper(mark), kill, "print('never')", cell_timeout_s=60)
-    assert reason(out) == "kernel_died"
-    assert statuses(out) == ["completed", "failed", "pending"]
-    failed = code_cells(out)[1]
-    assert text_of(failed) == "last words\n"
-    assert failed.outputs[-1].evalue == "the kernel died of SIGKILL"
-    assert_nothing_left(mark)
 
 
 RUNNER = """\
@@ -243,16 +215,12 @@ def start_runner(tmp_path, mark, cell):
         env=environment_with_package(),
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
-    while not ready.exists():
-        assert runner.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_there(ready, runner)
     time.sleep(1.0)
     assert len(marked_sleepers(mark)) == 2
     return runner, tmp_path / "out.ipynb"
 
 
-@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "cell", "expected", "ename"),
@@ -275,7 +243,6 @@ def test_a_stopped_runner_leaves_a_true_notebook_and_no_process(
     assert_nothing_left(mark)
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark):
     runner, out = start_runner(tmp_path, mark, GIL_HANG)
@@ -289,7 +256,6 @@ def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark
     assert statuses(out) == ["completed", "running", "pending"]
 
 
-@pytest.mark.processes
 def test_the_signal_handlers_come_back_and_other_threads_get_none(tmp_path):
     before = [signal.getsignal(number) for number in engine.SIGNALS]
     execute(tmp_path, "1")
@@ -308,7 +274,6 @@ def test_the_signal_handlers_come_back_and_other_threads_get_none(tmp_path):
     assert failures == []
 
 
-@pytest.mark.processes
 def test_it_runs_from_inside_a_running_event_loop(tmp_path):
     async def inside():
         return execute(tmp_path, "print('in')")
@@ -316,7 +281,6 @@ def test_it_runs_from_inside_a_running_event_loop(tmp_path):
     assert statuses(asyncio.run(inside())) == ["completed"]
 
 
-@pytest.mark.processes
 def test_outputs_are_logged_as_they_arrive(tmp_path):
     times = []
     cell = "import time\nprint('a', flush=True)\ntime.sleep(1)\nprint('b', flush=True)"
@@ -332,28 +296,11 @@ def test_outputs_are_logged_as_they_arrive(tmp_path):
     assert times[1][0] - times[0][0] > 0.5
 
 
-@pytest.mark.processes
 def test_the_kernel_is_the_interpreter_that_runs_us_with_the_package_of_the_runner(tmp_path):
     import nsa
 
-    cell = "import sys, nsa\nprint(sys.executable, nsa.__file__, sys.path[0] != '', sep='\\n')"
-    executable, package, _ = text_of(code_cells(execute(tmp_path, cell))[0]).split()
-    assert executable == sys.executable and package == nsa.__file__
-
-
-@pytest.mark.processes
-def test_the_names_of_the_workbooks_files_shadow_no_module_in_the_kernel(tmp_path):
-    out = execute(tmp_path, "import sys\nprint([p for p in sys.path if p.endswith('workbook')])")
-    assert text_of(code_cells(out)[0]) == "[]\n"
-
-
-@pytest.mark.registered
-def test_papermill_finds_the_engine_by_its_entry_point():
-    from importlib.metadata import PackageNotFoundError, distribution, entry_points
-
-    try:
-        distribution("nsa")
-    except PackageNotFoundError:
-        pytest.skip("the package is not installed here")
-    found = {point.name: point.load() for point in entry_points(group="papermill.engine")}
-    assert found["truthful"] is engine.TruthfulEngine
+    cell = "import sys, nsa\nprint(sys.executable, nsa.__file__)"
+    shadows = "print([p for p in sys.path if p.endswith('workbook')])"
+    found, shadowed = map(text_of, code_cells(execute(tmp_path, cell, shadows)))
+    assert found.split() == [sys.executable, nsa.__file__]
+    assert shadowed == "[]\n", "the names of the workbook's files shadow modules"

@@ -1,5 +1,6 @@
 import importlib.metadata
 import json
+import platform
 import subprocess
 import sys
 
@@ -44,37 +45,30 @@ def test_a_snapshot_imports_no_torch():
 
 
 @pytest.mark.processes
-def test_a_snapshot_holds_no_host_user_or_path(monkeypatch):
-    import platform
-
-    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda-12.8")
-    monkeypatch.setenv("TORCH_LIST", "a=/home/someone/x:/opt/y")
-    monkeypatch.setenv("SLURM_JOB_USER", "someone")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node17")
-    monkeypatch.setenv("TORCH_HUB_TOKEN", "hush")
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
+def test_of_variables_only_those_are_kept_that_change_the_run_and_no_host_user_or_path(monkeypatch):
+    given = {
+        "CUDA_HOME": "/usr/local/cuda-12.8",
+        "TORCH_LIST": "a=/home/someone/x:/opt/y",
+        "SLURM_JOB_USER": "someone",
+        "SLURM_JOB_NODELIST": "node17",
+        "TORCH_HUB_TOKEN": "hush",
+        "SLURM_JOB_ID": "42",
+        "OMP_NUM_THREADS": "2",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "EDITOR": "vi",
+        "NSA_COMMIT": "0123abcd",
+    }
+    for name, value in (given | dict.fromkeys(environment.OWN, "of this process alone")).items():
+        monkeypatch.setenv(name, value)
     found = environment.snapshot()
-    assert found["variables"]["CUDA_HOME"] == "cuda-12.8"
-    assert found["variables"]["TORCH_LIST"] == "a=<path>:<path>"
-    assert found["variables"]["SLURM_JOB_ID"] == "42"
+    kept = {"CUDA_HOME": "cuda-12.8", "TORCH_LIST": "a=<path>:<path>", "SLURM_JOB_ID": "42"}
+    kept |= {"OMP_NUM_THREADS": "2", "NSA_COMMIT": "0123abcd"}
+    assert kept.items() <= found["variables"].items() and "EDITOR" not in found["variables"]
+    assert "of this process alone" not in found["variables"].values()
+    assert found["allocator"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     text = json.dumps(found)
     for secret in ("someone", "node17", "hush", "/usr/", "/opt/", platform.node()):
         assert secret not in text
-
-
-@pytest.mark.processes
-def test_only_variables_that_change_the_run_are_kept(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("EDITOR", "vi")
-    monkeypatch.setenv("NSA_COMMIT", "0123abcd")
-    for name in environment.OWN:
-        monkeypatch.setenv(name, "of this process alone")
-    found = environment.snapshot()
-    assert found["variables"]["NSA_COMMIT"] == "0123abcd"
-    assert "of this process alone" not in found["variables"].values()
-    assert found["variables"]["OMP_NUM_THREADS"] == "2" and "EDITOR" not in found["variables"]
-    assert found["allocator"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 SMI = "0, GPU-aa, NVIDIA H200, 143771, 9.0, 570.1\n1, GPU-bb, NVIDIA A100, 81920, 8.0, 570.1\n"
@@ -142,12 +136,9 @@ def test_results_make_nothing_dirty(repository):
 
 
 @pytest.mark.processes
-def test_outside_a_repository_git_is_null(tmp_path):
+def test_outside_a_repository_git_is_null_unless_the_commit_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("NSA_COMMIT", raising=False)
     assert environment.git_state(tmp_path) is None
-
-
-@pytest.mark.processes
-def test_files_without_a_repository_may_be_told_their_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_COMMIT", "abc123")
     found = environment.git_state(tmp_path)
     assert found == {"commit": "abc123", "dirty": None, "dirty_hash": None}

@@ -1,7 +1,6 @@
 """The guard over committed notebooks: nbval compares only what this finds worth comparing."""
 
 import ast
-import copy
 import io
 import re
 import tokenize
@@ -11,7 +10,6 @@ from places import NOTEBOOKS
 
 nbformat = pytest.importorskip("nbformat")
 
-FOLDER = NOTEBOOKS
 MAX_BYTES = 500_000
 IGNORE_TAG = "nbval-ignore-output"
 # A path of some machine, or its name as a prompt or an address shows it.
@@ -94,12 +92,10 @@ def faults_of(notebook) -> list[str]:
 
 
 def test_there_are_notebooks():
-    assert sorted(FOLDER.glob("*.ipynb")), (
-        f"no notebook in {FOLDER.name}/: nbval has nothing to run"
-    )
+    assert list(NOTEBOOKS.glob("*.ipynb")), f"none in {NOTEBOOKS.name}/: nbval has nothing to run"
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_committed_notebook_is_executed_typed_and_compared(path):
     assert faults_of(nbformat.read(path, as_version=4)) == []
 
@@ -126,88 +122,58 @@ def test_the_guard_passes_a_good_notebook(good):
     assert faults_of(good) == []
 
 
-def exempt_all(cells):
-    cells[3].metadata.tags = [IGNORE_TAG]
+def error():
+    return nbformat.v4.new_output("error", ename="ValueError", evalue="", traceback=[])
 
 
-def exempt_by_comment(cells):
-    cells[3].source = "# NBVAL_IGNORE_OUTPUT\nprint(facts)"
-
-
-def leave_only_a_picture(cells):
+def picture():
     data = {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure size 640x480>"}
-    cells[3].outputs = [nbformat.v4.new_output("display_data", data)]
+    return nbformat.v4.new_output("display_data", data)
 
 
-def strip_outputs(cells):
-    for cell in cells[1:]:
-        cell.outputs = []
+# What is done to the cells (1: parameters, 2: rows, which nbval ignores, 3: facts), what is said.
+SPOILT = {
+    "all exempt": (lambda c: c[3].metadata.update(tags=[IGNORE_TAG]), "nothing to compare"),
+    "exempt by a comment": (
+        lambda c: c[3].update(source="# NBVAL_IGNORE_OUTPUT\nprint(facts)"), "nothing to compare",
+    ),
+    "only a picture": (lambda c: c[3].update(outputs=[picture()]), "nothing to compare"),
+    "no outputs": (
+        lambda c: [cell.update(outputs=[]) for cell in c[1:]], "nothing to compare",
+    ),
+    "no counts, so out of order": (
+        lambda c: [cell.update(execution_count=None) for cell in c[1:]], "execution counts",
+    ),
+    "no counts, so not compared": (
+        lambda c: [cell.update(execution_count=None) for cell in c[1:]], "nothing to compare",
+    ),
+    "run twice": (lambda c: c[3].update(execution_count=4), "execution counts"),
+    "an error": (lambda c: c[2].update(outputs=[error()]), "a stored error"),
+    "no tag": (lambda c: c[1].metadata.update(tags=[]), "0 cells tagged parameters"),
+    "two tags": (lambda c: c[2].metadata.update(tags=["parameters"]), "2 cells tagged parameters"),
+    "no annotation": (
+        lambda c: c[1].update(source="tokens = 128  # tokens in a sequence"), "without annotation",
+    ),
+    "no comment": (
+        lambda c: c[1].update(source="# tokens in a sequence\ntokens: int = 128"),
+        "without comment",
+    ),
+    "a path": (
+        lambda c: c[3].outputs[0].update(text="kept in /home/someone/runs/1"),
+        "own path or name: /home/someone",
+    ),
+    "a prompt": (
+        lambda c: c[0].update(source="someone@node17:~$ nsa run"),
+        "own path or name: someone@node17",
+    ),
+    "too large": (
+        lambda c: c[2].outputs[0].data.update({"image/svg+xml": "x" * MAX_BYTES}),
+        "at most 500000",
+    ),
+}  # fmt: skip
 
 
-def strip_counts(cells):
-    for cell in cells[1:]:
-        cell.execution_count = None
-
-
-def run_twice(cells):
-    cells[3].execution_count = 4
-
-
-def store_an_error(cells):
-    cells[2].outputs = [
-        nbformat.v4.new_output("error", ename="ValueError", evalue="", traceback=[])
-    ]
-
-
-def untag(cells):
-    cells[1].metadata.tags = []
-
-
-def tag_two(cells):
-    cells[2].metadata.tags = ["parameters"]
-
-
-def drop_an_annotation(cells):
-    cells[1].source = "tokens = 128  # tokens in a sequence"
-
-
-def drop_a_comment(cells):
-    cells[1].source = "# tokens in a sequence\ntokens: int = 128"
-
-
-def print_a_path(cells):
-    cells[3].outputs[0].text = "kept in /home/someone/runs/1"
-
-
-def print_a_prompt(cells):
-    cells[0].source = "someone@node17:~$ nsa run"
-
-
-def grow(cells):
-    cells[2].outputs[0].data["image/svg+xml"] = "x" * MAX_BYTES
-
-
-@pytest.mark.parametrize(
-    ("spoil", "expected"),
-    [
-        (exempt_all, "nothing to compare"),
-        (exempt_by_comment, "nothing to compare"),
-        (leave_only_a_picture, "nothing to compare"),
-        (strip_outputs, "nothing to compare"),
-        (strip_counts, "execution counts"),
-        (strip_counts, "nothing to compare"),
-        (run_twice, "execution counts"),
-        (store_an_error, "a stored error"),
-        (untag, "0 cells tagged parameters"),
-        (tag_two, "2 cells tagged parameters"),
-        (drop_an_annotation, "without annotation"),
-        (drop_a_comment, "without comment"),
-        (print_a_path, "own path or name: /home/someone"),
-        (print_a_prompt, "own path or name: someone@node17"),
-        (grow, "at most 500000"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "expected"), SPOILT.values(), ids=SPOILT)
 def test_the_guard_stops_a_spoilt_notebook(good, spoil, expected):
-    spoilt = copy.deepcopy(good)
-    spoil(spoilt.cells)
-    assert any(expected in fault for fault in faults_of(spoilt))
+    spoil(good.cells)
+    assert any(expected in fault for fault in faults_of(good))

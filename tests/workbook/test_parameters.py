@@ -63,34 +63,30 @@ def test_command_line_text_becomes_a_value(text, kind, value):
     assert found == value and type(found) is type(value)
 
 
-def test_an_unknown_parameter_is_refused_with_the_nearest_name(known):
-    with pytest.raises(ValueError, match="unknown parameter 'layer'; the nearest is 'layers'"):
-        check(known, {"layer": 3})
-
-
-def test_a_parameter_like_none_is_refused_with_all_names(known):
-    with pytest.raises(ValueError, match="known are layers, rate"):
-        check(known, {"zzzzzz": 3})
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "got"),
+    ("name", "value", "message"),
     [
-        ("layers", "ten", "'ten' \\(str\\); for example layers=4"),
-        ("layers", True, "True \\(bool\\)"),
-        ("layers", 2.0, "2.0 \\(float\\)"),
-        ("rate", True, "True \\(bool\\)"),
-        ("rate", "x", "'x'"),
-        ("deep", 1, "1 \\(int\\); for example deep=true"),
-        ("lengths", 128, "128 \\(int\\); for example lengths=128,256"),
-        ("lengths", [128, "x"], "'x' \\(str\\)"),
-        ("lengths", "128", "'128'"),
-        ("names", [1], "1 \\(int\\)"),
-        ("precision", None, "None"),
+        ("layer", 3, "unknown parameter 'layer'; the nearest is 'layers'"),
+        ("zzzzzz", 3, "known are layers, rate"),
+        ("layers", 0, r"layers=0 is outside 1\.\.64"),
+        ("layers", 65, r"layers=65 is outside 1\.\.64"),
+        ("lengths", [128, 8], r"lengths=8 is outside 16\.\.inf"),  # a range is for each member
+        ("precision", "bf61", "known are fp32, bf16"),
+        ("layers", "ten", r"layers wants .*got .*'ten' \(str\); for example layers=4"),
+        ("layers", True, r"layers wants .*got .*True \(bool\)"),
+        ("layers", 2.0, r"layers wants .*got .*2.0 \(float\)"),
+        ("rate", True, r"rate wants .*got .*True \(bool\)"),
+        ("rate", "x", "rate wants .*got .*'x'"),
+        ("deep", 1, r"deep wants .*got .*1 \(int\); for example deep=true"),
+        ("lengths", 128, r"lengths wants .*got .*128 \(int\); for example lengths=128,256"),
+        ("lengths", [128, "x"], r"lengths wants .*got .*'x' \(str\)"),
+        ("lengths", "128", "lengths wants .*got .*'128'"),
+        ("names", [1], r"names wants .*got .*1 \(int\)"),
+        ("precision", None, "precision wants .*got .*None"),
     ],
 )
-def test_a_wrong_type_is_refused_with_what_it_got_and_an_example(known, name, value, got):
-    with pytest.raises(ValueError, match=f"{name} wants .*got .*{got}"):
+def test_what_does_not_fit_is_refused_with_what_it_got_and_what_would(known, name, value, message):
+    with pytest.raises(ValueError, match=message):
         check(known, {name: value})
 
 
@@ -99,25 +95,9 @@ def test_an_int_serves_as_a_float_and_arrives_as_one(known):
     assert found == 1.0 and isinstance(found, float)
 
 
-@pytest.mark.parametrize("value", [0, 65])
-def test_a_number_outside_its_range_is_refused(known, value):
-    with pytest.raises(ValueError, match=f"layers={value} is outside 1..64"):
-        check(known, {"layers": value})
-
-
 def test_the_ends_of_a_range_belong_to_it(known):
     assert check(known, {"layers": 64}) == {"layers": 64}
     assert check(known, {"layers": 1}) == {"layers": 1}
-
-
-def test_the_range_of_a_list_holds_for_each_member(known):
-    with pytest.raises(ValueError, match=r"lengths=8 is outside 16\.\.inf"):
-        check(known, {"lengths": [128, 8]})
-
-
-def test_a_word_that_is_no_choice_is_refused_with_the_nearest(known):
-    with pytest.raises(ValueError, match="known are fp32, bf16"):
-        check(known, {"precision": "bf61"})
 
 
 def test_what_is_not_given_has_its_default(known):

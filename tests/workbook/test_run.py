@@ -5,20 +5,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from sample_notebooks import (
     SET_UP,
     code_cells,
     environment_with_package,
+    hang_after,
     marked_sleepers,
     sleeper,
     statuses,
     text_of,
+    wait_until_there,
     write_notebook,
 )
 
@@ -36,10 +38,15 @@ print("measured", layers, lengths, precision)
 """
 
 
+def notebook(place, *cells):
+    """The project's notebook, which sets up a run and goes on with these cells."""
+    return write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, *cells)
+
+
 @pytest.fixture
 def place(tmp_path):
-    """A project folder with one notebook, and how to run it."""
-    write_notebook(tmp_path / "notebooks" / "01_tiny.ipynb", SET_UP, MEASURE)
+    """A project folder with one notebook."""
+    notebook(tmp_path, MEASURE)
     return tmp_path
 
 
@@ -48,9 +55,17 @@ def start(place, given=None, name="tiny", **options):
     return run_notebook(name, given or {}, notebooks=place / "notebooks", **options)
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """(a project folder, the result of a good run there)."""
+    place = tmp_path_factory.mktemp("project")
+    notebook(place, MEASURE)
+    return place, start(place, {"layers": 3, "lengths": [64, 128]})
+
+
 @pytest.mark.processes
-def test_a_good_run_leaves_everything_that_is_promised(place):
-    result = start(place, {"layers": 3, "lengths": [64, 128]})
+def test_a_good_run_leaves_everything_that_is_promised(good):
+    place, result = good
     folder = result.folder
     assert (result.status, result.stop_reason, result.cached) == ("ok", "ok", False)
     assert result.good and result.verdicts[0]["verdict"] == "PASS"
@@ -67,30 +82,32 @@ def test_a_good_run_leaves_everything_that_is_promised(place):
     assert store.Run(folder).metrics()["median"].tolist() == [3.0]
     assert result.report == folder / "report.html" and result.report.is_file()
     assert (place / "runs" / "index.html").is_file()
+    for name in ("notebook.ipynb", "record.json", "environment.json", "parameters.yaml"):
+        assert str(place) not in (folder / name).read_text(), f"{name} names this machine"
+    assert str(place) not in result.report.read_text()
 
 
 @pytest.mark.processes
-def test_figures_of_a_good_run_are_published_with_the_name_of_the_run(place):
-    folder = start(place).folder
+def test_figures_of_a_good_run_are_published_with_the_name_of_the_run(good):
+    place, result = good
     figures = place / "figures"
     assert (figures / "01_tiny--plot.png").read_bytes() == b"png"
-    assert sorted(path.name for path in figures.iterdir()) == [
-        "01_tiny--plot.json",
-        "01_tiny--plot.png",
-        "01_tiny--plot.svg",
-    ]
+    names = sorted(path.name for path in figures.iterdir())
+    assert names == [f"01_tiny--plot.{end}" for end in ("json", "png", "svg")]
     origin = read_json(figures / "01_tiny--plot.json")
-    assert origin["run"] == folder.relative_to(place / "runs").as_posix()
+    assert origin["run"] == result.folder.relative_to(place / "runs").as_posix()
     assert {"date", "gpu", "torch", "triton", "commit"} <= set(origin)
 
 
 @pytest.mark.processes
-def test_figures_that_cannot_be_copied_are_said_and_cost_the_run_nothing(place):
+def test_figures_that_cannot_be_copied_are_said_and_a_failed_claim_is_a_finished_run(place):
+    notebook(place, MEASURE, "run.verdict('c', 'FAIL', 1)")
     (place / "figures").write_text("a file in its place")
     said = []
     result = start(place, say=said.append)
-    assert result.good and result.report.is_file()
+    assert result.status == "ok" and result.report.is_file()
     assert said[-1] == f"no figures in {place / 'figures'}: File exists"
+    assert [entry["verdict"] for entry in result.verdicts] == ["PASS", "FAIL"] and not result.good
 
 
 @pytest.mark.processes
@@ -103,7 +120,7 @@ row = {"operation": "o", "backend": "gather", "mode": "step", "metric": "peak_me
 run.add_rows([{**row, "x_value": t, "median": t} for t in (128, 256, 512)])
 run.show(plots.scaling(run.metrics()), "memory")"""
     again = "run.show(plots.exponents(run.metrics()), 'exponents')"
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, draw, again)
+    notebook(place, draw, again)
     result = start(place)
     for cell in code_cells(result.folder / "notebook.ipynb")[-2:]:
         assert ["image/png" in output.data for output in cell.outputs] == [True]
@@ -111,16 +128,8 @@ run.show(plots.scaling(run.metrics()), "memory")"""
 
 
 @pytest.mark.processes
-def test_nothing_stored_names_a_place_of_this_machine(place):
-    folder = start(place).folder
-    names = ("notebook.ipynb", "record.json", "environment.json", "parameters.yaml", "report.html")
-    for name in names:
-        assert str(place) not in (folder / name).read_text(), name
-
-
-@pytest.mark.processes
 def test_a_failed_run_says_so_and_publishes_no_figure(place):
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, MEASURE, "1 / 0", "print(1)")
+    notebook(place, MEASURE, "1 / 0", "print(1)")
     result = start(place)
     assert (result.status, result.stop_reason) == ("failed", "error") and not result.good
     assert result.message == "ZeroDivisionError: division by zero"
@@ -137,13 +146,11 @@ def statuses_of(result) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, "import time; time.sleep(600)")
+    notebook(place, "import time; time.sleep(600)")
     slow = start(place, cell_timeout_s=1.0)
     assert (slow.status, slow.stop_reason) == ("timeout", "timeout")
     assert slow.message == "the cell ran longer than its 1 s"
-    write_notebook(
-        place / "notebooks" / "01_tiny.ipynb", SET_UP, "import os; os.kill(os.getpid(), 9)"
-    )
+    notebook(place, "import os; os.kill(os.getpid(), 9)")
     dead = start(place)
     assert (dead.status, dead.stop_reason) == ("killed", "kernel_died")
     assert dead.message == "the kernel died of SIGKILL"
@@ -153,17 +160,10 @@ def test_a_run_past_its_deadline_and_a_dead_kernel_have_their_own_status(place):
 @pytest.mark.full
 def test_a_notebook_with_a_timeout_ends_its_budgets_before_it(place):
     budget = "from nsa.lab.sweep import Budget; print(round(Budget(3600).share(3600)))"
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, budget)
+    notebook(place, budget)
     for timeout_s, least, most in ((None, 3599, 3600), (300.0, 200, 270)):
         folder = start(place, timeout_s=timeout_s, again=True).folder
         assert least <= int((folder / "stdout.log").read_text()) <= most
-
-
-@pytest.mark.processes
-def test_a_failed_claim_is_a_finished_run_that_is_not_good(place):
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, "run.verdict('c', 'FAIL', 1)")
-    result = start(place)
-    assert result.status == "ok" and not result.good
 
 
 @pytest.mark.processes
@@ -186,7 +186,7 @@ def test_the_same_run_is_a_cache_hit_and_again_runs_it_beside(place):
 def test_a_failed_run_is_no_cache_hit(place):
     marker = place / "marker"
     cell = f"import os\nassert os.path.exists({str(marker)!r})"
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, cell)
+    notebook(place, cell)
     assert start(place).status == "failed"
     marker.touch()
     second = start(place)
@@ -195,19 +195,19 @@ def test_a_failed_run_is_no_cache_hit(place):
 
 
 def test_the_id_names_parameters_source_and_environment_and_not_outputs(tmp_path):
-    notebook = write_notebook(tmp_path / "a.ipynb", "print(1)")
+    path = write_notebook(tmp_path / "a.ipynb", "print(1)")
     facts = {"torch": "2.13.0", "gpus": [{"name": "H200"}], "date": "today"}
-    first = identity.run_id(notebook, {"layers": 2}, facts)
+    first = identity.run_id(path, {"layers": 2}, facts)
     assert len(first) == 8 and int(first, 16) >= 0
-    assert identity.run_id(notebook, {"layers": 2}, {**facts, "date": "tomorrow"}) == first
-    content = json.loads(notebook.read_text())
+    assert identity.run_id(path, {"layers": 2}, {**facts, "date": "tomorrow"}) == first
+    content = json.loads(path.read_text())
     content["cells"][-1]["execution_count"] = 7
-    notebook.write_text(json.dumps(content))
-    assert identity.run_id(notebook, {"layers": 2}, facts) == first
+    path.write_text(json.dumps(content))
+    assert identity.run_id(path, {"layers": 2}, facts) == first
     others = {
-        identity.run_id(notebook, {"layers": 3}, facts),
-        identity.run_id(notebook, {"layers": 2}, {**facts, "torch": "2.11.0"}),
-        identity.run_id(notebook, {"layers": 2}, {**facts, "gpus": []}),
+        identity.run_id(path, {"layers": 3}, facts),
+        identity.run_id(path, {"layers": 2}, {**facts, "torch": "2.11.0"}),
+        identity.run_id(path, {"layers": 2}, {**facts, "gpus": []}),
         identity.run_id(write_notebook(tmp_path / "a.ipynb", "print(2)"), {"layers": 2}, facts),
         first,
     }
@@ -215,28 +215,22 @@ def test_the_id_names_parameters_source_and_environment_and_not_outputs(tmp_path
 
 
 def test_the_id_changes_with_the_packages_source(tmp_path, monkeypatch):
-    notebook = write_notebook(tmp_path / "a.ipynb", "1")
+    path = write_notebook(tmp_path / "a.ipynb", "1")
     (tmp_path / "package").mkdir()
     monkeypatch.setattr(identity, "PACKAGE", tmp_path / "package")
     found = set()
     for text in ("one", "two"):
         (tmp_path / "package" / "m.py").write_text(text)
-        found.add(identity.run_id(notebook, {}, {}))
+        found.add(identity.run_id(path, {}, {}))
     assert len(found) == 2
 
 
 @pytest.mark.parametrize("name", ["01_tiny", "tiny", "01", "ti", "iny", "01_tiny.ipynb"])
-def test_a_notebook_is_found_by_name_number_or_part(place, name):
+def test_a_notebook_is_found_by_name_number_or_part_and_by_its_path(place, name):
     write_notebook(place / "notebooks" / "02_speed.ipynb", "1")
     assert identity.find_notebook(name, place / "notebooks").stem == "01_tiny"
-
-
-def test_a_notebook_is_found_by_its_path(place):
     path = place / "notebooks" / "01_tiny.ipynb"
     assert identity.find_notebook(path, "nowhere") == path
-
-
-def test_a_path_that_leads_nowhere_runs_no_other_notebook_of_that_name(place):
     with pytest.raises(ValueError, match=r"there is no file other/01_tiny\.ipynb"):
         identity.find_notebook("other/01_tiny.ipynb", place / "notebooks")
 
@@ -322,7 +316,7 @@ def test_two_runs_of_one_thing_at_once_both_survive(place):
         "    assert time.monotonic() < end\n"
         "    time.sleep(0.05)\n"
     )
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, meet, MEASURE)
+    notebook(place, meet, MEASURE)
     both = [runner(place), runner(place)]
     printed = sorted(process.communicate(timeout=120)[0].split() for process in both)
     (first, _), (second, _) = printed
@@ -344,13 +338,9 @@ def test_two_runs_of_one_thing_at_once_both_survive(place):
 def test_a_stopped_run_is_recorded_and_leaves_no_process(place, number, status, stop_reason):
     mark = f"mark-{uuid.uuid4().hex}"
     ready = place / "ready"
-    cell = f"open({str(ready)!r}, 'w').close()\nimport time; time.sleep(600)"
-    write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, MEASURE, sleeper(mark), cell, "1")
+    notebook(place, MEASURE, sleeper(mark), hang_after(ready), "1")
     process = runner(place)
-    deadline = time.monotonic() + 60
-    while not ready.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_there(ready, process)
     assert len(marked_sleepers(mark)) == 2
     os.kill(process.pid, number)
     printed = process.communicate(timeout=60)[0]
@@ -381,3 +371,18 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path):
     (tmp_path / "a.ipynb").write_text("{}")
     with pytest.raises(ValueError, match="is not a notebook"):
         identity.question(tmp_path / "a.ipynb")
+
+
+@pytest.mark.parametrize(("stop_reason", "left"), [("timeout", "pending"), ("ok", "completed")])
+def test_what_never_ran_is_called_complete_only_after_a_good_end(stop_reason, left):
+    import papermill  # noqa: F401 - before the engine, which it loads itself
+
+    from nsa.workbook import engine
+
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("text")])
+    book.metadata.papermill = {}
+    seen = engine.TruthfulManager(book, progress_bar=False)
+    seen.notebook_start()
+    book.metadata.papermill["stop_reason"] = stop_reason
+    seen.notebook_complete()
+    assert book.cells[0].metadata.papermill["status"] == left
