@@ -8,6 +8,7 @@ for its modules.
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -51,6 +52,13 @@ def pytest_collection_modifyitems(items):
             if item.get_closest_marker(mark) and needed > DEVICES:
                 reason = f"needs {needed} CUDA device(s), found {DEVICES}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def figures_are_closed():
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 @pytest.fixture(autouse=True)

@@ -80,10 +80,10 @@ def test_every_stored_run_is_there_and_every_run_is_stored():
 @pytest.fixture
 def copied(tmp_path):
     """A copy of one run, and what it says."""
-    source = ROOT / next(run for run in RUNS if "/01_" in run)
-    folder = tmp_path / "runs/2026-01-01" / source.name
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.ipynb", "figures"))
-    return folder, read(folder)
+    run = next(run for run in RUNS if "/01_" in run)
+    folder = tmp_path / run
+    shutil.copytree(ROOT / run, folder, ignore=shutil.ignore_patterns("*.ipynb", "figures"))
+    return folder, json.loads(SNAPSHOT.read_text())[run]
 
 
 @pytest.mark.parametrize("change", ["a number", "a row"])

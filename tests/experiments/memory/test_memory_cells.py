@@ -110,11 +110,9 @@ def test_metrics_are_the_long_table(measured):
     metrics = rows_to_metrics([measured[0], failed])
     assert len(metrics) == 2 * (4 + len(CATEGORIES) + 1)
     first = metrics[0]
-    assert (first["operation"], first["backend"], first["mode"]) == (
-        "training_step", "gather", "step"
-    )  # fmt: skip
-    assert (first["metric"], first["unit"], first["x_name"]) == ("peak_memory", "MiB", "tokens")
-    assert first["x_value"] == 64
+    expected = {"operation": "training_step", "backend": "gather", "mode": "step"}
+    expected |= {"metric": "peak_memory", "unit": "MiB", "x_name": "tokens", "x_value": 64}
+    assert expected.items() <= first.items()
     assert first["median"] == first["q20"] == first["q80"] == measured[0]["peak_mib"]
     assert {(m["metric"], m["mode"]) for m in metrics} == {
         *(("peak_memory", mode) for mode in ("step", "forward", "backward", "optimizer")),
@@ -130,24 +128,7 @@ def test_metrics_are_the_long_table(measured):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"preset": "repo"}, "the nearest is 'repro'"),
-        ({"backend": "gater"}, "the nearest is 'gather'"),
-        ({"tokens": 0}, "tokens=0"),
-        ({"tokens": 64.0}, "tokens=64.0"),
-        ({"batch": True}, "batch=True"),
-        ({"layers": 0}, "layers=0"),
-        ({"layers": "two"}, "'two'"),
-        ({"dtype": "fp16"}, "known are fp32, bf16"),
-        ({"device": "tpu"}, "known are cpu, cuda"),
-        ({"data": "novel"}, "known are text, synthetic"),
-        ({"checkpoint": "0:9"}, "does not fit 2 layers"),
-        ({"changes": {"backend": "sdpa"}}, "which the cell itself has"),
-        ({"changes": {"phy": "mlp"}}, "the nearest is 'phi'"),
-        ({"changes": {"max_tokens": 32}}, "more than max_tokens=32"),
-        ({"changes": {"vocab": 16}}, "vocab=16 is too few"),
-        ({"changes": [1]}, "must be a mapping"),
-    ],
+    [({"dtype": "fp16"}, "known are fp32, bf16"), ({"tokens": 0}, "tokens=0")],
 )
 def test_an_illegal_cell_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):

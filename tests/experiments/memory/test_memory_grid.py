@@ -32,28 +32,29 @@ def test_a_backend_can_be_kept_out_of_long_sequences():
 
 
 @pytest.mark.parametrize(
-    "text", ["sequential", "sequential:", "sequential:-5", "sequential:0", "=5"]
+    ("text", "message"),
+    [
+        *((f"sequential{end}", "sequential=256") for end in ("", ":", ":-5", ":0")),
+        ("=5", "sequential=256"),
+        ("gathr:3", "the nearest is 'gather'"),
+    ],
 )
-def test_a_limit_of_another_form_is_refused(text):
-    with pytest.raises(ValueError, match="sequential=256"):
+def test_a_limit_of_another_form_or_on_no_backend_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         limits([text])
 
 
-def test_a_limit_on_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="the nearest is 'gather'"):
-        limits(["gathr:3"])
-
-
-def test_a_grid_without_cells_is_refused():
-    with pytest.raises(ValueError, match="no cell to measure"):
-        memory_grid(["repro"], [1], [], [64])
-    with pytest.raises(ValueError, match="no cell to measure"):
-        memory_grid(["repro"], [1], ["gather"], [64], longest=["gather:32"])
-
-
-def test_an_illegal_cell_is_refused_before_anything_runs():
-    with pytest.raises(ValueError, match="repro"):
-        memory_grid(["reprro"], [1], ["gather"], [64])
+@pytest.mark.parametrize(
+    ("preset", "backends", "longest", "message"),
+    [
+        ("repro", [], [], "no cell to measure"),
+        ("repro", ["gather"], ["gather:32"], "no cell to measure"),
+        ("reprro", ["gather"], [], "repro"),
+    ],
+)
+def test_a_grid_without_cells_or_with_an_illegal_one_is_refused(preset, backends, longest, message):
+    with pytest.raises(ValueError, match=message):
+        memory_grid([preset], [1], backends, [64], longest=longest)
 
 
 def test_the_case_studys_estimator_is_off_by_what_the_study_found():

@@ -5,13 +5,12 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_models import one_thread, tiny
+from observed import trainer
+from tiny_models import tiny
 
 from nsa.attention import registry
 from nsa.attention.witness import recording
 from nsa.model.data import text
-from nsa.model.llama import LanguageModel
-from nsa.model.train import TrainConfig, Trainer
 
 # torch.compile, which flex runs under, reads .grad of every input and hides the warning only from
 # the console.
@@ -43,14 +42,9 @@ ALLOWED = {"fp32": 3e-4, "bf16": 0.03}
 def curve(backend, precision, device, window=16):
     """The losses in nats of one model on one text; two curves differ in the arguments alone."""
     config = tiny(dim=64, head_dim=16, nsa={"window": window}, backend=backend)
-    trainer = Trainer(
-        LanguageModel(config),
-        text(max_bytes=2**20),
-        TrainConfig(batch=2, tokens=64, lr=3e-3, precision=precision, seed=0),
-        device=device,
-    )
-    with one_thread(), recording() as witness:
-        losses = trainer.run(STEPS)
+    how = {"config": config, "data": text(max_bytes=2**20), "device": device}
+    with recording() as witness:
+        losses = trainer(**how, tokens=64, lr=3e-3, precision=precision).run(STEPS)
     # A comparison of a backend with itself would pass all that follows.
     assert dict(witness.backends) == {backend: STEPS * config.layers}
     return losses
@@ -60,7 +54,6 @@ def distance(one, other):
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("backend", "device"), RUNS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_loss_falls_by_the_same_amount_with_every_backend(backend, device, precision):
@@ -69,12 +62,10 @@ def test_the_loss_falls_by_the_same_amount_with_every_backend(backend, device, p
     assert distance(losses, curve("masked", precision, device)) < ALLOWED[precision]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("backend", "device"), RUNS)
 def test_bf16_falls_as_fp32_does(backend, device):
-    assert (
-        distance(curve(backend, "bf16", device), curve(backend, "fp32", device)) < ALLOWED["bf16"]
-    )
+    bf16, fp32 = (curve(backend, precision, device) for precision in ("bf16", "fp32"))
+    assert distance(bf16, fp32) < ALLOWED["bf16"]
 
 
 @pytest.mark.parametrize("device", DEVICES)

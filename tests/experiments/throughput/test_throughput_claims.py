@@ -4,9 +4,6 @@ import matplotlib
 import pytest
 from places import NOTEBOOKS
 
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
-
 from nsa.experiments.throughput import claims, plots, table
 from nsa.experiments.throughput.cell import TrainCell, throughput_grid
 from nsa.experiments.throughput.table import curves_to_metrics, rows_to_metrics
@@ -14,15 +11,9 @@ from nsa.experiments.throughput.trials import row_of
 from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics, parameters
 
-BATCH = 16
+matplotlib.use("agg")
 DENSE = {"attention": "dense", "backend": "auto"}
 H200 = "NVIDIA H200"
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def row(backend="triton", step_ms=100.0, tokens=2048, outcome="ok", variant="", **changes):
@@ -105,10 +96,7 @@ def test_one_program_under_two_names_refutes():
 
 
 def test_late_compilation_and_host_waits_refute():
-    late, waits = (
-        claims.nothing_is_compiled_late,
-        claims.no_step_waits_for_the_device,
-    )
+    late, waits = claims.nothing_is_compiled_late, claims.no_step_waits_for_the_device
     assert late(frame(row())).verdict == waits(frame(row())).verdict == "PASS"
     told = late(frame(row(), row(variant="compile", recompilations=2)))
     assert told.verdict == "FAIL" and told.evidence == {"triton compile T 2048": 2}
@@ -338,9 +326,8 @@ def test_figures_are_drawn_with_failures_in_them():
 @pytest.mark.parametrize("name", ["04_smoke", "04_h200", "04_h200x2", "04_losses", "04_tasks"])
 def test_the_parameter_files_fit_the_notebook_and_make_legal_cells(name):
     pytest.importorskip("papermill")
-    folder = NOTEBOOKS
-    declared = parameters.declared(folder / "04_throughput.ipynb")
-    given = parameters.check(declared, parameters.read_file(folder / f"params/{name}.yaml"))
+    declared = parameters.declared(NOTEBOOKS / "04_throughput.ipynb")
+    given = parameters.check(declared, parameters.read_file(NOTEBOOKS / f"params/{name}.yaml"))
     full = parameters.filled(declared, given)
     keys = ["step_tokens", "long_backends", "long_tokens", "variants", "ranks", "parallel"]
     cells = throughput_grid(

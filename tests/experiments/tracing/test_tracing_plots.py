@@ -1,18 +1,10 @@
 import matplotlib
-import pytest
 from tracing_rows import SETUP, healthy
-
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
 
 from nsa.experiments.tracing import plots
 from nsa.experiments.tracing.trials import TRIALS, Traced
 
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
+matplotlib.use("agg")
 
 
 def test_a_pause_is_cut_out_of_the_timeline_and_told():

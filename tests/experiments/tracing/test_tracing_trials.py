@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from tiny_models import one_thread
+from tracing_rows import SETUP
 
 from nsa.experiments.tracing import child as tracing_child
 from nsa.experiments.tracing import trials as tracing
@@ -11,14 +11,7 @@ from nsa.lab.search.planted import plant, planted, without_gradient
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import SINGLE
 
-SETUP = Setup("cpu_test", tokens=64, batch=2, bucket_mb=0.5)
 BRANCHES = ("cmp", "slc", "win")
-
-
-@pytest.fixture(autouse=True)
-def on_one_thread():
-    with one_thread():
-        yield
 
 
 def alone(trial, **changes):
@@ -84,14 +77,15 @@ def test_a_wrong_gradient_is_far_from_one_process_s():
     model = LanguageModel(SETUP.spec(TRIALS[0]).config())
     gradients = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     data = tracing_child.synthetic(SETUP.seed, 256)
-    rows = tracing_child.beside_one_process(gradients, SETUP, TRIALS[0], data, SINGLE)
-    assert all(row["error"] == 1.0 and row["parameter"] for row in rows)
+
+    def rows():
+        return tracing_child.beside_one_process(gradients, SETUP, TRIALS[0], data, SINGLE)
+
+    assert all(row["error"] == 1.0 and row["parameter"] for row in rows())
     gradients["head.weight"].fill_(float("nan"))
-    rows = tracing_child.beside_one_process(gradients, SETUP, TRIALS[0], data, SINGLE)
-    assert all(row["error"] == float("inf") and row["parameter"] == "head.weight" for row in rows)
+    assert {(row["error"], row["parameter"]) for row in rows()} == {(float("inf"), "head.weight")}
     del gradients["head.weight"]
-    rows = tracing_child.beside_one_process(gradients, SETUP, TRIALS[0], data, SINGLE)
-    assert all(row["error"] == float("inf") for row in rows)
+    assert {row["error"] for row in rows()} == {float("inf")}
 
 
 def test_the_fingerprint_tells_weights_apart():
@@ -108,15 +102,10 @@ def test_the_fingerprint_tells_weights_apart():
     [
         ({"preset": "cpu_tset"}, "the nearest is 'cpu_test'"),
         ({"batch": 3}, "batch=3 cannot be split over 2 rank"),
-        ({"ranks": 0}, "ranks=0 must be a whole number of at least 1"),
-        ({"device": "tpu"}, "device='tpu' is unknown"),
         ({"communication": "nccl"}, "needs GPUs; on a CPU 'gloo' would do"),
         ({"communication": "mpi"}, "backend='mpi' is unknown"),
         ({"bucket_mb": 0}, "bucket_mb=0 must be more than 0"),
-        ({"backend": "tritn"}, "tritn"),
-        ({"precision": "fp8"}, "precision='fp8' is unknown"),
         ({"precision": "fp16"}, "scales gradients"),
-        ({"data": "web"}, "data='web' is unknown"),
     ],
 )
 def test_a_setup_that_no_rank_could_run_is_refused(changes, message):
@@ -187,11 +176,8 @@ def test_a_shard_of_zeros_is_no_dead_gradient():
     records = [record("arrived", "zero", "missing"), record("zero", "zero", "missing")]
     tracing._judge_shards_together(records)
     for found in records:
-        assert [row["state"] for row in found["result"]["arrivals"]] == [
-            "arrived",
-            "zero",
-            "missing",
-        ]
+        states = [row["state"] for row in found["result"]["arrivals"]]
+        assert states == ["arrived", "zero", "missing"]
 
 
 @pytest.mark.processes

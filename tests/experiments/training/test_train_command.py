@@ -10,8 +10,6 @@ import time
 
 import pytest
 import torch
-from places import ROOT
-from tiny_models import one_thread
 
 from nsa.cli import main as cli
 from nsa.experiments.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
@@ -21,7 +19,6 @@ from nsa.model import saving
 from nsa.model.presets import preset
 from nsa.model.train_config import TrainConfig
 
-HOME = ROOT
 TINY = [
     *("train", "--preset", "cpu_test", "--set", "layers=1", "--set", "dim=32", "--set", "heads=4"),
     *("--set", "kv_heads=2", "--set", "head_dim=8", "--set", "backend=gather"),
@@ -35,8 +32,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    with one_thread():
-        yield tmp_path
+    return tmp_path
 
 
 def record(folder):
@@ -45,6 +41,10 @@ def record(folder):
 
 def rows(file):
     return [line.split(",") for line in file.read_text().splitlines()[1:]]
+
+
+def losses_of(folder):
+    return [float(loss) for _, loss in rows(folder / "losses.csv")]
 
 
 class Started:
@@ -223,18 +223,28 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
 
 
 @pytest.mark.processes
-def test_a_failure_in_the_middle_is_recorded_with_its_traceback(place, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (RuntimeError("no memory left"), "failed", "RuntimeError: no memory left"),
+        (KeyboardInterrupt(), "interrupted", "the job was interrupted (Ctrl-C)"),
+    ],
+    ids=["an exception", "Ctrl-C"],
+)
+def test_what_ends_it_in_the_middle_is_recorded(place, capsys, monkeypatch, error, status, reason):
     def broken(*_, **__):
-        raise RuntimeError("no memory left")
+        raise error
 
     monkeypatch.setattr("nsa.model.train.Trainer.evaluate", broken)
     assert cli.main([*TINY, "--steps", "4", "--eval-every", "2", "--into", "r"]) == 1
-    assert "reason   RuntimeError: no memory left" in capsys.readouterr().out
+    assert f"reason   {reason}" in capsys.readouterr().out
     ended = record(place / "r")
-    assert ended["status"] == "failed" and ended["first_failure"]["rank"] == 0
-    assert "raise RuntimeError" in ended["first_failure"]["traceback"]
-    assert "raise RuntimeError" in (place / "r" / "rank0.log").read_text()
+    assert ended["status"] == status
     assert len(rows(place / "r" / "losses.csv")) == 2, "what came before is kept"
+    if status == "failed":
+        assert ended["first_failure"]["rank"] == 0
+        assert "raise error" in ended["first_failure"]["traceback"]
+        assert "raise error" in (place / "r" / "rank0.log").read_text()
 
 
 @pytest.mark.processes
@@ -243,17 +253,6 @@ def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, ca
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
     assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
     assert record(place / "r")["status"] == "failed"
-
-
-@pytest.mark.processes
-def test_ctrl_c_ends_a_single_process_and_is_recorded(place, capsys, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("nsa.model.train.Trainer.evaluate", interrupted)
-    assert cli.main([*TINY, "--steps", "4", "--eval-every", "2", "--into", "r"]) == 1
-    assert "reason   the job was interrupted (Ctrl-C)" in capsys.readouterr().out
-    assert record(place / "r")["status"] == "interrupted"
 
 
 class Numbered:
@@ -300,12 +299,12 @@ def test_a_killed_rank_takes_the_job_down_and_is_named(place):
     assert ended["status"] == "failed" and ended["stop_reason"] == "rank_died"
     assert ended["first_failure"]["rank"] == 0
     assert saving.newest(place / "r" / "checkpoints")["steps_done"] >= 2
-    losses = [float(loss) for _, loss in rows(place / "r" / "losses.csv")]
+    losses = losses_of(place / "r")
     assert (place / "r" / "rank1.log").is_file()
-    with one_thread():
-        assert cli.main([*TINY, "--steps", "2", "--into", "one"]) == 0
-    one = [float(loss) for _, loss in rows(place / "one" / "losses.csv")]
-    assert losses[:2] == pytest.approx(one, rel=1e-6), "two ranks train on one process's numbers"
+    assert cli.main([*TINY, "--steps", "2", "--into", "one"]) == 0
+    assert losses[:2] == pytest.approx(losses_of(place / "one"), rel=1e-6), (
+        "two ranks train on one process's numbers"
+    )
 
 
 @pytest.mark.processes
@@ -322,11 +321,8 @@ def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kin
     }
     assert cli.main([*TINY, "--steps", "5", "--into", "one"]) == 0
     assert cli.main([*TINY, "--steps", "5", "--resume", "two", "--into", "more"]) == 0
-    losses = [
-        float(loss) for run in ("two", "more") for _, loss in rows(place / run / "losses.csv")
-    ]
-    one = [float(loss) for _, loss in rows(place / "one" / "losses.csv")]
-    assert losses == pytest.approx(one, rel=1e-5)
+    losses = losses_of(place / "two") + losses_of(place / "more")
+    assert losses == pytest.approx(losses_of(place / "one"), rel=1e-5)
 
 
 @pytest.mark.processes
