@@ -1,5 +1,6 @@
 """Everything that decides what a model computes, as one frozen value that is stored with a run."""
 
+import operator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
@@ -8,7 +9,7 @@ from nsa.config import NSAConfig
 from nsa.reference.compress import PHI_KINDS
 from nsa.reference.gate import GATE_KINDS
 from nsa.reference.nsa import BRANCHES
-from nsa.spelling import nearest
+from nsa.spelling import choice, nearest
 
 COMPRESS_ROPE = ("before", "after")
 ATTENTION_KINDS = ("nsa", "dense")
@@ -55,13 +56,12 @@ class ModelConfig:
         if not isinstance(self.name, str):
             raise TypeError(f"name={self.name!r} is not a str")
         for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "vocab"):
-            _check_size(name, getattr(self, name))
+            check_int(name, getattr(self, name))
         for name in ("value_dim", "mlp_hidden", "max_tokens"):
             if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
+                check_int(name, getattr(self, name))
         for name in ("shared_kv", "stopgrad_gates", "strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r} is not a bool")
+            check_bool(name, getattr(self, name))
         if not isinstance(self.nsa, NSAConfig):
             raise TypeError(f"nsa={self.nsa!r} is not an NSAConfig")
         if self.heads % self.kv_heads:
@@ -75,12 +75,14 @@ class ModelConfig:
                 f"head_dim={self.head_dim} is odd and rotary turns pairs; nearest that do: "
                 f"{self.head_dim - 1 or 2} and {self.head_dim + 1}"
             )
-        _check_choice("attention", self.attention, ATTENTION_KINDS)
-        _check_choice("phi", self.phi, PHI_KINDS)
-        _check_choice("gate", self.gate, GATE_KINDS)
-        _check_choice("compress_rope", self.compress_rope, COMPRESS_ROPE)
+        choice("attention", self.attention, ATTENTION_KINDS)
+        choice("phi", self.phi, PHI_KINDS)
+        choice("gate", self.gate, GATE_KINDS)
+        choice("compress_rope", self.compress_rope, COMPRESS_ROPE)
         if self.force_branch is not None:
-            _check_choice("force_branch", self.force_branch, BRANCHES, also="None")
+            if self.force_branch not in BRANCHES:
+                hint = nearest(self.force_branch, [*BRANCHES, "None"])
+                raise ValueError(f"force_branch={self.force_branch!r} is unknown; {hint}")
             if self.attention == "dense":
                 raise ValueError(
                     f"force_branch={self.force_branch!r}: dense attention has no branches; "
@@ -91,7 +93,7 @@ class ModelConfig:
                 f"backend={self.backend!r} is not a backend's name; 'auto' chooses one"
             )
         for name in ("rope_base", "norm_eps"):
-            _check_positive(name, getattr(self, name))
+            check_number(name, getattr(self, name), above=0.0)
         layer_range(self.checkpoint, self.layers)
 
     @property
@@ -122,14 +124,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """The config that `to_dict` described. Raises ValueError for names unknown or missing."""
-        check_names(cls, values)
-        needed = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
-        missing = [name for name in needed if name not in values]
-        if missing:
-            raise ValueError(
-                f"{cls.__name__} needs {', '.join(missing)} as well; it got "
-                f"{', '.join(values) or 'nothing'}"
-            )
+        check_complete(cls, values)
         nested = values.get("nsa", {})
         if isinstance(nested, dict):
             check_names(NSAConfig, nested, prefix="nsa.")
@@ -159,25 +154,44 @@ def layer_range(text: str, layers: int) -> range:
     return chosen
 
 
-def _check_size(name: str, value: Any) -> None:
+def check_int(name: str, value: Any, least: int = 1) -> None:
+    """Raises TypeError for what is no int, a bool included, and ValueError below `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not an int")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
 
 
-def _check_positive(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
+    """Raises TypeError for what is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not a bool")
+
+
+def check_number(name: str, value: Any, **bounds: float) -> None:
+    """Raises TypeError for what is no number, ValueError unless it is finite and in its bounds.
+
+    Bounds are least, above and below, which the value may not reach but for `least`.
+    """
     if not isinstance(value, int | float) or isinstance(value, bool):
-        hint = "; YAML reads 1e4 as text and 1.0e+4 as a number" if isinstance(value, str) else ""
+        hint = "; YAML reads 1e-4 as text and 1.0e-4 as a number" if isinstance(value, str) else ""
         raise TypeError(f"{name}={value!r} is not a number{hint}")
-    if not (value > 0 and isfinite(value)):
-        raise ValueError(f"{name}={value} must be finite and greater than 0")
+    told = {"least": "at least", "above": "greater than", "below": "less than"}
+    holds = {"least": operator.ge, "above": operator.gt, "below": operator.lt}
+    if not isfinite(value) or not all(holds[k](value, bound) for k, bound in bounds.items()):
+        wanted = " and ".join(f"{told[kind]} {bound:g}" for kind, bound in bounds.items())
+        raise ValueError(f"{name}={value} must be finite and {wanted}")
 
 
-def _check_choice(name: str, value: Any, known: tuple[str, ...], also: str = "") -> None:
-    if value not in known:
-        hint = nearest(value, [*known, also] if also else known)
-        raise ValueError(f"{name}={value!r} is unknown; {hint}")
+def check_complete(owner: type, given: dict[str, Any]) -> None:
+    """Raises ValueError for a name that is no field of `owner`, and for fields that it needs."""
+    check_names(owner, given)
+    needed = [f.name for f in fields(owner) if f.default is f.default_factory is MISSING]
+    if missing := [name for name in needed if name not in given]:
+        raise ValueError(
+            f"{owner.__name__} needs {', '.join(missing)} as well; it got "
+            f"{', '.join(given) or 'nothing'}"
+        )
 
 
 def check_names(owner: type, given: dict[str, Any], prefix: str = "") -> None:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +43,7 @@ class Synthetic:
         """`batch` rows of `tokens` tokens, and each token's successor as its target."""
         check_sizes(step, batch, tokens)
         drawn = torch.randint(self.vocab, (batch, tokens + 1), generator=generator(self.seed, step))
-        return _split(drawn, device)
+        return with_successors(drawn, device)
 
     def record(self) -> dict:
         return {"name": self.name, "seed": self.seed}
@@ -99,7 +99,7 @@ class Text:
         starts = torch.randint(
             len(self.data) - tokens, (batch, 1), generator=generator(self.seed, step)
         )
-        return _split(self.data[starts + torch.arange(tokens + 1)].long(), device)
+        return with_successors(self.data[starts + torch.arange(tokens + 1)].long(), device)
 
     def record(self) -> dict:
         """What a run keeps of its text: it tells whether another machine read the same bytes."""
@@ -166,7 +166,8 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
 
 
-def _split(drawn: Tensor, device: str | torch.device) -> Batch:
+def with_successors(drawn: Tensor, device: str | torch.device) -> Batch:
+    """drawn [B, T + 1] as T tokens a row, and each one's successor as its target."""
     drawn = drawn.to(device)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
@@ -195,15 +196,15 @@ class Share:
 
     def to(self, device: torch.device) -> "Share":
         """On that device, without waiting for it."""
-        moved = (None if x is None else _moved(x, device) for x in self._fields())
-        return Share(*moved, self.accumulate)
+        return self._each(lambda x: _moved(x, device))
 
     def clone(self) -> "Share":
         """In memory of its own."""
-        return Share(*(None if x is None else x.clone() for x in self._fields()), self.accumulate)
+        return self._each(Tensor.clone)
 
-    def _fields(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.tokens, self.targets, self.weights
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Share":
+        tensors = (self.tokens, self.targets, self.weights)
+        return Share(*(None if x is None else change(x) for x in tensors), self.accumulate)
 
 
 def share_of(

@@ -39,17 +39,7 @@ def cpu_test() -> ModelConfig:
 
 def smoke(layers: int = 6) -> ModelConfig:
     """The case study's RTX 3090 smoke run: T = 1024. 4,708,080 parameters."""
-    return ModelConfig(
-        name="smoke",
-        layers=layers,
-        dim=256,
-        heads=8,
-        kv_heads=2,
-        head_dim=32,
-        nsa=NSAConfig(
-            compress_block=16, compress_stride=8, select_block=32, select_count=8, window=256
-        ),
-    )
+    return repro(layers).with_(name="smoke", dim=256, head_dim=32, nsa={"window": 256})
 
 
 def step5() -> ModelConfig:

@@ -99,14 +99,6 @@ def _is_plain(layer: nn.Module) -> bool:
         type(layer) is nn.Linear
         and layer.bias is None
         and "forward" not in layer.__dict__
-        and not _has_hooks(layer)
-    )
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    return bool(
-        layer._forward_pre_hooks
-        or layer._forward_hooks
-        or layer._backward_pre_hooks
-        or layer._backward_hooks
+        and not (layer._forward_pre_hooks or layer._forward_hooks)
+        and not (layer._backward_pre_hooks or layer._backward_hooks)
     )

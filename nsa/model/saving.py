@@ -31,6 +31,11 @@ def save(trainer: "Trainer", path: str | os.PathLike) -> None:
         trainer.optimizer.state.clear()
         state.get("optimizer", {})["state"] = {}
     if trainer.parallel.rank == 0:
+        on_gpu = trainer.device.type == "cuda"
+        random = {
+            "cpu": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(trainer.device) if on_gpu else None,
+        }
         write(
             {
                 "format": FORMAT,
@@ -38,7 +43,7 @@ def save(trainer: "Trainer", path: str | os.PathLike) -> None:
                 "configs": _configs(trainer),
                 **state,
                 "scaler": trainer.scaler.state_dict(),
-                "random": _random(trainer.device),
+                "random": random,
                 "steps_done": trainer.steps_done,
                 "tried": trainer._tried,
                 "torch": str(torch.__version__),
@@ -192,11 +197,3 @@ def _configs(trainer: "Trainer") -> dict[str, dict]:
     if training["schedule"] == "constant":
         training["steps"] = None  # a run of constant rate has no end to disagree on
     return {"model": trainer.model.config.to_dict(), "training": training}
-
-
-def _random(device: torch.device) -> dict[str, Any]:
-    on_gpu = device.type == "cuda"
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if on_gpu else None,
-    }

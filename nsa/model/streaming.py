@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nsa.model.data import Batch, check_sizes
+from nsa.model.data import Batch, check_sizes, with_successors
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 END = b"\0"  # between documents; UTF-8 text has no other use for it
@@ -84,8 +84,7 @@ class Stream:
         check_sizes(step, batch, tokens)
         size = batch * (tokens + 1)
         drawn = torch.frombuffer(bytearray(self._read(step * size, size)), dtype=torch.uint8)
-        drawn = drawn.view(batch, tokens + 1).long().to(device)
-        return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        return with_successors(drawn.view(batch, tokens + 1).long(), device)
 
     def record(self) -> dict[str, Any]:
         """What a run keeps of its text: what was asked for, and what has arrived of it."""

@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from nsa.model.data import Batch, check_sizes, generator
+from nsa.model.config import check_int
+from nsa.model.data import IGNORED, Batch, check_sizes, generator
 from nsa.model.train import EVALUATION, Data
 from nsa.model.train_config import autocast
 
-IGNORED = -100  # what cross entropy leaves out
 MARK = 0  # starts a string, or asks for what follows a key
 
 
@@ -50,17 +50,16 @@ def limits(given: int | tuple[int, int] | None, most: int) -> tuple[int, int]:
     return (given, given) if isinstance(given, int) else given
 
 
-def described(task: Any) -> dict[str, Any]:
-    return {"name": type(task).__name__.lower(), **asdict(task), "chance": task.chance}
+class Recorded:
+    """A task that says what it is: its name, its fields and its chance."""
+
+    def record(self) -> dict[str, Any]:
+        return {"name": type(self).__name__.lower(), **asdict(self), "chance": self.chance}
 
 
 def check_ints(task: Any, **least: int) -> None:
     for name, smallest in {"seed": 0, **least}.items():
-        value = getattr(task, name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is not an int")
-        if value < smallest:
-            raise ValueError(f"{name}={value} must be at least {smallest}")
+        check_int(name, getattr(task, name), smallest)
 
 
 def check_range(name: str, given: Any, least: int) -> None:
@@ -75,7 +74,7 @@ def check_range(name: str, given: Any, least: int) -> None:
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Recorded):
     """A random string, marked, and once more after a second mark: each symbol of that is scored.
 
     No symbol comes twice in a string, so the one before tells which is next: two layers can do it,
@@ -130,12 +129,9 @@ class Copy:
         ids.scatter_(1, copy[0] - 1 - distance, MARK)
         return scored(ids, copy.expand(batch, -1), device)
 
-    def record(self) -> dict[str, Any]:
-        return described(self)
-
 
 @dataclass(frozen=True)
-class Needle:
+class Needle(Recorded):
     """A value hidden in filler and asked for at the end of the row: one scored token.
 
     Without keys (`pairs` = 1) the only value in the row is the answer, and one layer finds it. With
@@ -214,12 +210,9 @@ class Needle:
         ids[:, tokens] = value[:, 0]
         return scored(ids, torch.full((batch, 1), tokens), device)
 
-    def record(self) -> dict[str, Any]:
-        return described(self)
-
 
 @dataclass(frozen=True)
-class Recall:
+class Recall(Recorded):
     """Multi-query associative recall (arXiv 2312.04927): pairs first, then every key once more.
 
     `pairs` keys, each followed by its value; then `gap` tokens of filler (id 1), as many as fit by
@@ -277,9 +270,6 @@ class Recall:
         ids[:, -width:] = again.flatten(1)
         answers = tokens + 2 - width + 2 * torch.arange(self.pairs)
         return scored(ids, answers.expand(batch, -1), device)
-
-    def record(self) -> dict[str, Any]:
-        return described(self)
 
 
 __all__ = ["IGNORED", "MARK", "TASKS", "Copy", "Needle", "Recall", "Task", "accuracy", "task"]

@@ -1,15 +1,18 @@
 """How a training is made: its settings, optimizer, learning-rate schedule and precision."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from math import cos, isfinite, pi
+from dataclasses import asdict, dataclass, replace
+from math import cos, pi
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa.model.config import check_names
+from nsa.model.config import check_bool, check_complete, check_int, check_names, check_number
 from nsa.spelling import choice
+
+SCHEDULES = ("constant", "cosine")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -38,26 +41,22 @@ class TrainConfig:
     seed: int | None = None  # draws the weights anew; None keeps them
 
     def __post_init__(self) -> None:
-        for name in ("batch", "tokens", "warmup_steps", "accumulate", "steps", "seed"):
-            value = getattr(self, name)
-            if value is None and name in ("steps", "seed"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is not an int")
-            least = 0 if name == "seed" else 1
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        for name in ("batch", "tokens", "warmup_steps", "accumulate"):
+            check_int(name, getattr(self, name))
+        if self.steps is not None:
+            check_int("steps", self.steps)
+        if self.seed is not None:
+            check_int("seed", self.seed, least=0)
         for name in ("compile", "cuda_graph"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r} is not a bool")
-        _check_number("lr", self.lr, above=0.0)
-        _check_number("min_lr", self.min_lr, least=0.0)
-        _check_number("weight_decay", self.weight_decay, least=0.0)
+            check_bool(name, getattr(self, name))
+        check_number("lr", self.lr, above=0.0)
+        check_number("min_lr", self.min_lr, least=0.0)
+        check_number("weight_decay", self.weight_decay, least=0.0)
         if self.clip is not None:
-            _check_number("clip", self.clip, above=0.0)
+            check_number("clip", self.clip, above=0.0)
         for beta in self.betas:
-            _check_number("betas", beta, least=0.0, below=1.0)
-        check_precision(self.precision)
+            check_number("betas", beta, least=0.0, below=1.0)
+        choice("precision", self.precision, PRECISIONS)
         self._check_schedule()
         if self.batch % self.accumulate:
             raise ValueError(
@@ -81,15 +80,17 @@ class TrainConfig:
             )
 
     def rate(self, step: int) -> float:
-        """The learning rate of step number `step`."""
-        return learning_rate(
-            step,
-            lr=self.lr,
-            warmup_steps=self.warmup_steps,
-            schedule=self.schedule,
-            steps=self.steps,
-            min_lr=self.min_lr,
-        )
+        """The learning rate of step number `step`, counted from 0.
+
+        It rises by lr / warmup_steps a step and is `lr` for the first time at step warmup_steps -
+        1. "cosine" then falls, to `min_lr` at the last of `steps` steps, and stays there.
+        """
+        if step + 1 < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        done = (step - (self.warmup_steps - 1)) / max(1, self.steps - self.warmup_steps)
+        return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1.0 + cos(pi * min(1.0, done)))
 
     def with_(self, **changes: Any) -> "TrainConfig":
         """A copy with some fields changed. Raises ValueError for a field it does not have."""
@@ -103,13 +104,7 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
         """The config that `to_dict` described. Raises ValueError for names unknown or missing."""
-        check_names(cls, values)
-        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
-        if missing:
-            raise ValueError(
-                f"TrainConfig needs {', '.join(missing)} as well; it got "
-                f"{', '.join(values) or 'nothing'}"
-            )
+        check_complete(cls, values)
         betas = values.get("betas", cls.betas)
         if len(betas) != 2:
             raise ValueError(f"betas={betas} must be two numbers, e.g. {cls.betas}")
@@ -149,39 +144,8 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-SCHEDULES = ("constant", "cosine")
-
-
-def learning_rate(
-    step: int,
-    *,
-    lr: float,
-    warmup_steps: int,
-    schedule: str = "constant",
-    steps: int | None = None,
-    min_lr: float = 0.0,
-) -> float:
-    """The rate of step number `step`, counted from 0.
-
-    It rises by lr / warmup_steps a step and is `lr` for the first time at step warmup_steps - 1.
-    "cosine" then falls, to `min_lr` at the last of `steps` steps, and stays there.
-    """
-    if step + 1 < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    if schedule == "constant":
-        return lr
-    done = (step - (warmup_steps - 1)) / max(1, steps - warmup_steps)
-    return min_lr + (lr - min_lr) * 0.5 * (1.0 + cos(pi * min(1.0, done)))
-
-
-PRECISIONS = ("fp32", "bf16", "fp16")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MASTER = (torch.float32, torch.float64)
-
-
-def check_precision(precision: str) -> None:
-    """Raises ValueError for a precision that is not one of `PRECISIONS`."""
-    choice("precision", precision, PRECISIONS)
 
 
 def check_weights(model: nn.Module) -> None:
@@ -213,26 +177,3 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
     """Scales losses in fp16, whose gradients below 6e-8 would be 0; elsewhere it does nothing."""
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-
-
-def _check_number(
-    name: str,
-    value: Any,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        hint = "; YAML reads 1e-4 as text and 1.0e-4 as a number" if isinstance(value, str) else ""
-        raise TypeError(f"{name}={value!r} is not a number{hint}")
-    wanted = []
-    if least is not None:
-        wanted.append((value >= least, f"at least {least:g}"))
-    if above is not None:
-        wanted.append((value > above, f"greater than {above:g}"))
-    if below is not None:
-        wanted.append((value < below, f"less than {below:g}"))
-    if not isfinite(value) or not all(holds for holds, _ in wanted):
-        raise ValueError(
-            f"{name}={value} must be finite and {' and '.join(text for _, text in wanted)}"
-        )

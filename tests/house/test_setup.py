@@ -52,7 +52,7 @@ def test_shapes_are_checked_in_the_layers_that_declare_them(request):
         pytest.skip("run without jaxtyping's hook")
     from jaxtyping import TypeCheckError
 
-    from nsa.model.data import _split
+    from nsa.model.data import with_successors
 
     with pytest.raises(TypeCheckError):
-        _split([1, 2], "cpu")
+        with_successors([1, 2], "cpu")

@@ -4,11 +4,12 @@ import math
 import pytest
 from observed import trainer
 
-from nsa.model.train_config import TrainConfig, learning_rate
+from nsa.model.train_config import TrainConfig
 
 
 def rates(count, **settings):
-    return [learning_rate(step, lr=1.0, **settings) for step in range(count)]
+    config = TrainConfig(batch=1, tokens=1, lr=1.0, **settings)
+    return [config.rate(step) for step in range(count)]
 
 
 def test_a_cosine_warms_up_and_ends_at_its_least_rate():
