@@ -123,7 +123,7 @@ def test_any_group_selects_together(group):
     check((70,), TINY, group, torch.float32)
 
 
-@pytest.mark.parametrize("dim", [24, 40])
+@pytest.mark.parametrize("dim", [24, pytest.param(40, marks=pytest.mark.full)])
 def test_any_head_dim_and_batch(dim):
     check((50, 50), TINY, 3, torch.float32, kv_heads=2, dim=dim)
 

@@ -111,14 +111,14 @@ def test_the_record_tells_whether_two_machines_read_the_same_bytes(tmp_path):
     assert one["bytes"] == 3
 
 
-def test_a_pipe_in_a_folder_is_passed_over(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "file").write_bytes(b"ab")
-    assert len(text(tmp_path).data) == 2
-
-
-def test_a_file_that_cannot_be_read_is_left_out_of_a_folder(tmp_path):
-    (tmp_path / "memory").symlink_to("/proc/self/mem")  # opens, but its first page is not there
+@pytest.mark.parametrize(
+    "spoil",
+    # a link to memory opens, but its first page is not there
+    [os.mkfifo, lambda path: path.symlink_to("/proc/self/mem")],
+    ids=["a pipe", "unreadable"],
+)
+def test_what_cannot_be_read_is_left_out_of_a_folder(tmp_path, spoil):
+    spoil(tmp_path / "spoilt")
     (tmp_path / "file").write_bytes(b"ab")
     assert len(text(tmp_path).data) == 2
 

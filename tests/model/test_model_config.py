@@ -24,10 +24,7 @@ from nsa.model.config import ModelConfig, layer_range
         ({"norm_eps": float("nan")}, "norm_eps=nan must be finite and greater than 0"),
         ({"checkpoint": "0:3"}, "checkpoint='0:3' does not fit 2 layers; .*end <= 2"),
         ({"headdim": 8}, "ModelConfig has no field headdim; the nearest is 'head_dim'"),
-        (
-            {"nsa": {"windows": 8}},
-            "NSAConfig has no field nsa.windows; the nearest is 'nsa.window'",
-        ),
+        ({"nsa": {"windows": 8}}, "NSAConfig has no field nsa.windows; .* is 'nsa.window'"),
         ({"nsa": {"compress_stride": 3}}, "is not a multiple of compress_stride=3"),
     ],
 )
@@ -65,15 +62,12 @@ def test_a_config_survives_json():
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_an_unknown_name_in_a_stored_config_is_refused():
-    with pytest.raises(ValueError, match="no field dims; the nearest is 'dim'"):
-        ModelConfig.from_dict({**tiny().to_dict(), "dims": 4})
-    with pytest.raises(ValueError, match=r"no field nsa\.stride"):
-        ModelConfig.from_dict({**tiny().to_dict(), "nsa": {"stride": 4}})
-
-
-def test_a_stored_config_that_lacks_fields_is_refused_with_their_names():
+def test_a_stored_config_with_unknown_names_or_too_few_is_refused():
     values = tiny().to_dict()
+    with pytest.raises(ValueError, match="no field dims; the nearest is 'dim'"):
+        ModelConfig.from_dict({**values, "dims": 4})
+    with pytest.raises(ValueError, match=r"no field nsa\.stride"):
+        ModelConfig.from_dict({**values, "nsa": {"stride": 4}})
     del values["dim"], values["heads"], values["vocab"]  # vocab has a default
     with pytest.raises(ValueError, match=r"ModelConfig needs dim, heads as well; it got name, "):
         ModelConfig.from_dict(values)

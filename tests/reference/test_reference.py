@@ -1,6 +1,7 @@
 """The facts of the definition, each a sentence. Agreement of the backends is tested elsewhere."""
 
 import math
+from itertools import product
 
 import brute
 import pytest
@@ -101,23 +102,15 @@ def test_selection_is_ascending_and_padded_with_minus_one_at_the_end():
             assert row[legal:] == [-1] * (TINY.select_count - legal)
 
 
-def test_selecting_every_block_makes_the_selected_branch_dense_causal_attention():
-    config = NSAConfig(4, 2, 8, select_count=8, window=6)
-    drawn = draw(Case(61, config=config))
-    got = run(drawn, branches=("slc",)).branches["slc"]
-    torch.testing.assert_close(got, dense_causal(drawn, "slc"))
-
-
-def test_a_window_as_long_as_the_sequence_is_dense_causal_attention():
-    drawn = draw(Case(61, config=NSAConfig(4, 2, 8, 4, window=61)))
-    got = run(drawn, branches=("win",)).branches["win"]
-    torch.testing.assert_close(got, dense_causal(drawn, "win"))
-
-
-def dense_causal(drawn, branch):
+@pytest.mark.parametrize(
+    ("branch", "sizes"), [("slc", {"select_count": 8, "window": 6}), ("win", {"window": 61})]
+)
+def test_selecting_every_block_or_a_window_of_all_is_dense_causal_attention(branch, sizes):
+    drawn = draw(Case(61, config=NSAConfig(4, 2, 8, **{"select_count": 4} | sizes)))
+    got = run(drawn, branches=(branch,)).branches[branch]
     q, k, v = (drawn.leaves[n].transpose(1, 2) for n in ("q", f"k_{branch}", f"v_{branch}"))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return o.transpose(1, 2)
+    torch.testing.assert_close(got, o.transpose(1, 2))
 
 
 def test_with_a_window_of_one_a_query_sees_only_itself():
@@ -150,17 +143,11 @@ def test_all_heads_of_a_group_select_the_same_blocks():
     drawn = draw(Case(64, kv_heads=2, group=3))
     result = run(drawn, branches=("slc",))
     assert result.blocks.shape[2] == 2
-    (grad,) = torch.autograd.grad(
-        result.branches["slc"].sum(), [drawn.leaves["v_slc"]], retain_graph=True
-    )
-    assert grad.abs().sum() > 0
-    for head in range(6):
-        for t in (40, 63):
-            (grad,) = torch.autograd.grad(
-                result.o[0, t, head].sum(), [drawn.leaves["v_slc"]], retain_graph=True
-            )
-            touched = set((grad[0, :, head // 3].abs().sum(1).nonzero() // 8).flatten().tolist())
-            assert touched == set(result.blocks[0, t, head // 3].tolist()) - {-1}
+    for head, t in product(range(6), (40, 63)):
+        o = result.o[0, t, head].sum()
+        (grad,) = torch.autograd.grad(o, [drawn.leaves["v_slc"]], retain_graph=True)
+        touched = set((grad[0, :, head // 3].abs().sum(1).nonzero() // 8).flatten().tolist())
+        assert touched == set(result.blocks[0, t, head // 3].tolist()) - {-1}
 
 
 def test_a_packed_batch_equals_its_sequences_run_alone():
@@ -171,13 +158,8 @@ def test_a_packed_batch_equals_its_sequences_run_alone():
     for length in lengths:
         rows = slice(start, start + length)
         (q, k, v, gates, config), _ = drawn.arguments()
-        alone = nsa(
-            q[:, rows],
-            {b: x[:, rows] for b, x in k.items()},
-            {b: x[:, rows] for b, x in v.items()},
-            gates[:, rows],
-            config,
-        )
+        k, v = ({b: x[:, rows] for b, x in side.items()} for side in (k, v))
+        alone = nsa(q[:, rows], k, v, gates[:, rows], config)
         assert torch.equal(result.o[:, rows], alone.o)
         assert torch.equal(result.blocks[:, rows], alone.blocks)
         start += length
@@ -282,33 +264,27 @@ def test_importance_is_the_double_sum_of_equation_9():
     p_cmp = torch.rand(1, 1, 2, tokens, count_compressed(tokens, config), dtype=torch.float64)
     got = importance(p_cmp, config)[0, :, 0]
     want = torch.zeros_like(got)
-    per_select, per_compress = 20 // 4, 12 // 4
-    for j in range(count_selectable(tokens, config)):
-        for m in range(per_select):
-            for n in range(per_compress):
-                i = per_select * j + m - n
-                if 0 <= i < p_cmp.shape[-1]:
-                    want[:, j] += p_cmp[0, 0, :, :, i].sum(0)
+    per_select, per_compress, blocks = 20 // 4, 12 // 4, count_selectable(tokens, config)
+    for j, m, n in product(range(blocks), range(per_select), range(per_compress)):
+        i = per_select * j + m - n
+        if 0 <= i < p_cmp.shape[-1]:
+            want[:, j] += p_cmp[0, 0, :, :, i].sum(0)
     torch.testing.assert_close(got, want)
 
 
-def test_ties_go_to_the_lower_index():
-    scores = torch.zeros(1, 64, 1, 8)
-    blocks = select(scores, NSAConfig(4, 2, 8, select_count=5, window=6))
-    assert blocks[0, 63, 0].tolist() == [0, 1, 2, 6, 7]
+def test_the_highest_importance_wins_beside_the_forced_blocks_and_ties_go_to_the_lower_index():
+    config = NSAConfig(4, 2, 8, select_count=5, window=6)
+    scores = torch.zeros(1, 80, 1, 10)
+    assert select(scores[:, :64, :, :8], config)[0, 63, 0].tolist() == [0, 1, 2, 6, 7]
+    scores[..., 5], scores[..., 3], scores[..., 9] = 2.0, 1.0, 9.0
+    blocks = select(scores, config)
+    assert blocks[0, 71, 0].tolist() == [0, 3, 5, 7, 8]  # block 9 lies in its future
 
 
 def test_a_block_without_a_visible_compressed_key_can_still_be_selected():
     config = NSAConfig(8, 8, 8, select_count=3, select_initial=0, select_local=1, window=4)
     scores = torch.zeros(1, 24, 1, 3)
     assert select(scores, config)[0, 23, 0].tolist() == [0, 1, 2]
-
-
-def test_the_highest_importance_wins_beside_the_forced_blocks():
-    scores = torch.zeros(1, 80, 1, 10)
-    scores[..., 5], scores[..., 3], scores[..., 9] = 2.0, 1.0, 9.0
-    blocks = select(scores, NSAConfig(4, 2, 8, select_count=5, window=6))
-    assert blocks[0, 71, 0].tolist() == [0, 3, 5, 7, 8]  # block 9 lies in its future
 
 
 def test_compression_counts_blocks_as_equation_7_says():
@@ -324,34 +300,28 @@ def test_mean_compression_averages_its_tokens():
         torch.testing.assert_close(got[:, i], x[:, 2 * i : 2 * i + 4].mean(1))
 
 
-def test_linear_compression_flattens_a_block_token_by_token_per_head():
-    x = torch.randn(1, 10, 2, 3, dtype=torch.float64)
-    weights = PhiWeights(
-        torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 12, 3, dtype=torch.float64)
-    )
-    got = compress(x, "linear", weights, TINY)
-    for i in range(4):
-        for h in range(2):
-            flat = torch.cat([x[0, 2 * i + s, h] + weights.position[h, s] for s in range(4)])
-            torch.testing.assert_close(got[0, i, h], flat @ weights.weight1[h])
-
-
-def test_mlp_compression_is_two_layers_with_a_gelu_between_per_head():
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_learned_compression_flattens_a_block_token_by_token_per_head(kind):
     def normal(*shape):
         return torch.randn(*shape, dtype=torch.float64)
 
-    x = normal(1, 10, 2, 3)
-    weights = PhiWeights(
-        normal(2, 4, 3), normal(2, 12, 5), normal(2, 5), normal(2, 5, 3), normal(2, 3)
-    )
-    got = compress(x, "mlp", weights, TINY)
+    x, position = normal(1, 10, 2, 3), normal(2, 4, 3)
+    if kind == "linear":
+        weights = PhiWeights(position, normal(2, 12, 3))
+    else:
+        weights = PhiWeights(
+            position, normal(2, 12, 5), normal(2, 5), normal(2, 5, 3), normal(2, 3)
+        )
+    got = compress(x, kind, weights, TINY)
     assert got.shape == (1, 4, 2, 3)
-    for i in range(4):
-        for h in range(2):
-            flat = torch.cat([x[0, 2 * i + s, h] + weights.position[h, s] for s in range(4)])
-            inner = flat @ weights.weight1[h] + weights.bias1[h]
-            inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2
-            torch.testing.assert_close(got[0, i, h], inner @ weights.weight2[h] + weights.bias2[h])
+    for i, h in product(range(4), range(2)):
+        want = torch.cat([x[0, 2 * i + s, h] + position[h, s] for s in range(4)])
+        want = want @ weights.weight1[h]
+        if kind == "mlp":  # two layers with a GELU between
+            want = want + weights.bias1[h]
+            want = want * (1 + torch.erf(want / 2**0.5)) / 2
+            want = want @ weights.weight2[h] + weights.bias2[h]
+        torch.testing.assert_close(got[0, i, h], want)
 
 
 def test_an_unknown_phi_and_missing_weights_are_refused():
@@ -394,11 +364,10 @@ def test_rotated_products_depend_on_the_distance_alone():
 def test_pair_i_at_position_t_turns_by_t_over_a_power_of_the_base(base):
     cos, sin = rotary_tables(40, 6, base, dtype=torch.float64)
     assert cos.shape == sin.shape == (40, 3)
-    for t in range(40):
-        for i in range(3):
-            angle = t / base ** (2 * i / 6)
-            assert cos[t, i].item() == pytest.approx(math.cos(angle), abs=1e-12)
-            assert sin[t, i].item() == pytest.approx(math.sin(angle), abs=1e-12)
+    for t, i in product(range(40), range(3)):
+        angle = t / base ** (2 * i / 6)
+        assert cos[t, i].item() == pytest.approx(math.cos(angle), abs=1e-12)
+        assert sin[t, i].item() == pytest.approx(math.sin(angle), abs=1e-12)
 
 
 def test_rotary_turns_by_a_base_of_10000_in_fp32_unless_told():

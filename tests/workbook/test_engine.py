@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -256,29 +256,17 @@ def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark
     assert statuses(out) == ["completed", "running", "pending"]
 
 
-def test_the_signal_handlers_come_back_and_other_threads_get_none(tmp_path):
-    before = [signal.getsignal(number) for number in engine.SIGNALS]
-    execute(tmp_path, "1")
-    assert [signal.getsignal(number) for number in engine.SIGNALS] == before
-    failures = []
-
-    def elsewhere():
-        try:
-            assert statuses(execute(tmp_path, "1")) == ["completed"]
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert failures == []
-
-
-def test_it_runs_from_inside_a_running_event_loop(tmp_path):
+def test_it_runs_in_a_running_event_loop_and_in_a_thread_and_gives_the_signal_handlers_back(
+    tmp_path,
+):
     async def inside():
         return execute(tmp_path, "print('in')")
 
+    before = [signal.getsignal(number) for number in engine.SIGNALS]
     assert statuses(asyncio.run(inside())) == ["completed"]
+    assert [signal.getsignal(number) for number in engine.SIGNALS] == before
+    with ThreadPoolExecutor(1) as elsewhere:  # which gets no signals
+        assert statuses(elsewhere.submit(execute, tmp_path, "1").result()) == ["completed"]
 
 
 def test_outputs_are_logged_as_they_arrive(tmp_path):

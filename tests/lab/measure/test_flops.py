@@ -76,6 +76,7 @@ def test_utilisation_is_the_share_of_all_devices_ceilings():
     assert math.isnan(nominal_tflops("cpu"))
 
 
+@pytest.mark.full
 def test_the_production_model_does_what_the_notebook_predicts():
     dense, nsa = dense_twin(production()), production()
     at = {t: step_flops(dense, t, 1) for t in (4096, 8192)}
