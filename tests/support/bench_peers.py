@@ -1,5 +1,8 @@
 """Implementations for the benchmark's tests, right and wrong ones, called by their import path."""
 
+import math
+import os
+
 import torch
 
 from nsa.attention.api import nsa_attention
@@ -10,21 +13,71 @@ def right(q, k, v, gates, config):
     return nsa_attention(q, k, v, gates, config, backend="gather")
 
 
+def bent(change):
+    """`right`, whose output is changed."""
+
+    def peer(q, k, v, gates, config):
+        return change(right(q, k, v, gates, config))
+
+    return peer
+
+
+def resized(**fields):
+    """`right` of a config in which these fields are so much larger."""
+
+    def peer(q, k, v, gates, config):
+        values = vars(config) | {n: getattr(config, n) + more for n, more in fields.items()}
+        return right(q, k, v, gates, type(config)(**values))
+
+    return peer
+
+
+def raising(error):
+    def peer(q, k, v, gates, config):
+        raise error
+
+    return peer
+
+
+def nan_at(token):
+    return bent(lambda o: o.masked_fill(torch.arange(o.shape[1])[:, None, None] == token, math.nan))
+
+
+class _Leaky(torch.autograd.Function):
+    """The identity, whose gradient is wrong by `wrong`."""
+
+    @staticmethod
+    def forward(ctx, x, wrong):
+        ctx.wrong = wrong
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.wrong(grad), None
+
+
 @torch.compile(backend="aot_eager")
-def _bent(o):
+def _compiled(o):
     return 8 * (o / 8).tanh().atanh()  # o, by way of what its backward needs
 
 
-def compiled(q, k, v, gates, config):
-    return _bent(right(q, k, v, gates, config))
-
-
-def zeros(q, k, v, gates, config):
-    return right(q, k, v, gates, config) * 0
-
-
-def scaled(q, k, v, gates, config):
-    return right(q, k, v, gates, config) * 1.01
+compiled = bent(_compiled)
+zeros = bent(lambda o: o * 0)
+scaled = bent(lambda o: o * 1.01)
+a_tuple = bent(lambda o: (o, None))
+wrong_shape = bent(lambda o: o.transpose(1, 2))
+wrong_dtype = bent(torch.Tensor.double)
+too_many_blocks = resized(select_count=1)
+window_one_short = resized(window=-1)
+not_a_number = nan_at(3)
+nan_where_nobody_looks = nan_at(20)  # a query that is in no sample of rows
+# Only where dO at query 20 is not 0.
+nan_gradient_where_nobody_looks = bent(
+    lambda o: _Leaky.apply(o, lambda g: g + torch.where(g[:, 20].any(), math.nan, 0.0))
+)
+leaves_the_program = raising(SystemExit(3))
+interrupts = raising(KeyboardInterrupt())
+out_of_memory = raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 TiB"))
 
 
 def no_window(q, k, v, gates, config):
@@ -44,39 +97,12 @@ def newest_blocks(q, k, v, gates, config):
     return nsa_attention(q, k, v, gates, config, backend="gather", blocks=blocks)
 
 
-def too_many_blocks(q, k, v, gates, config):
-    more = {**vars(config), "select_count": config.select_count + 1}
-    return right(q, k, v, gates, type(config)(**more))
-
-
-class _Leaky(torch.autograd.Function):
-    """The identity, whose gradient is wrong by `wrong`."""
-
-    @staticmethod
-    def forward(ctx, x, wrong):
-        ctx.wrong = wrong
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.wrong(grad), None
-
-
 def wrong_dk(q, k, v, gates, config):
     return right(q, _Leaky.apply(k, lambda g: g * 1.02), v, gates, config)
 
 
 def stray_dq(q, k, v, gates, config):
     return right(_Leaky.apply(q, lambda g: g + 1e-30), k, v, gates, config)
-
-
-def not_a_number(q, k, v, gates, config):
-    o = right(q, k, v, gates, config)
-    return o.masked_fill(torch.arange(o.shape[1])[:, None, None] == 3, float("nan"))
-
-
-def window_one_short(q, k, v, gates, config):
-    return right(q, k, v, gates, type(config)(**vars(config) | {"window": config.window - 1}))
 
 
 def wrong_dgates(q, k, v, gates, config):
@@ -87,21 +113,7 @@ def no_dgates(q, k, v, gates, config):
     return right(q, k, v, gates.detach(), config)
 
 
-def forward_only(q, k, v, gates, config):
-    with torch.no_grad():
-        return right(q, k, v, gates, config)
-
-
-def nan_where_nobody_looks(q, k, v, gates, config):
-    """At query 20, which is in no sample of rows."""
-    o = right(q, k, v, gates, config)
-    return o.masked_fill(torch.arange(o.shape[1])[:, None, None] == 20, float("nan"))
-
-
-def nan_gradient_where_nobody_looks(q, k, v, gates, config):
-    """Only where dO at query 20 is not 0."""
-    o = right(q, k, v, gates, config)
-    return _Leaky.apply(o, lambda g: g + torch.where(g[:, 20].any(), float("nan"), 0.0))
+forward_only = torch.no_grad()(right)
 
 
 def rounds_its_inputs(q, k, v, gates, config):
@@ -126,30 +138,6 @@ def tires(q, k, v, gates, config):
     return right(q, k, v, gates, config) * (1.0 if TIRES["after"] >= 0 else 0.5)
 
 
-def a_tuple(q, k, v, gates, config):
-    return right(q, k, v, gates, config), None
-
-
-def leaves_the_program(q, k, v, gates, config):
-    raise SystemExit(3)
-
-
-def interrupts(q, k, v, gates, config):
-    raise KeyboardInterrupt
-
-
-def wrong_shape(q, k, v, gates, config):
-    return right(q, k, v, gates, config).transpose(1, 2)
-
-
-def wrong_dtype(q, k, v, gates, config):
-    return right(q, k, v, gates, config).double()
-
-
-def out_of_memory(q, k, v, gates, config):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 TiB")
-
-
 def hoard(q, k, v, gates, config):
     """Takes GPU memory until there is none."""
     held = []
@@ -166,8 +154,6 @@ NOT_CALLABLE = masked.BACKEND
 
 def measure_or_crash(spec):
     """A trial's entry: a shape of 64 tokens ends its process, any other is measured."""
-    import os
-
     from nsa.experiments.comparison.bench import measure_spec
 
     if spec["shapes"][0]["tokens"] == 64:

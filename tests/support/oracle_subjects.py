@@ -1,6 +1,7 @@
 """Small trainings of strangers, each with one thing wrong, for the oracles to find."""
 
 import gc
+from itertools import count
 
 import torch
 from torch import nn
@@ -57,13 +58,10 @@ class DetachedLate(Detached):
 
 
 class TimesZero(Plain):
-    """Zero from a certain step on, as a new adapter's is before it."""
-
-    until = 0
+    """The first layer's gradient is zero, as a new adapter's is before it."""
 
     def hidden(self, i, x):
-        found = super().hidden(i, x)
-        return found + 0 * found if i < self.until else x + 0 * found
+        return x + 0 * super().hidden(i, x)
 
 
 class ZeroAtFirst(Plain):
@@ -114,9 +112,9 @@ class Scaled(Plain):
 class Keeps(Plain):
     """Keeps something of each step: what `kept` makes of it."""
 
-    def __init__(self, settings=None, progress=None):
-        super().__init__(settings)
+    def build(self):
         self.all = []
+        return super().build()
 
     def after(self, i, loss):
         self.all.append(self.kept(i, loss))
@@ -140,9 +138,9 @@ class KeepsNumbers(Keeps):
 class KeepsCycles(Keeps):
     """Two objects that hold each other and a tensor, in a process without a collector."""
 
-    def __init__(self, settings=None, progress=None):
-        super().__init__(settings)
+    def build(self):
         gc.disable()
+        return super().build()
 
     def after(self, i, loss):
         first = {"tensor": super().kept(i, loss)}
@@ -171,9 +169,7 @@ class OneAllocation(Keeps):
 class GrowingGraph(Plain):
     """A number that each step is made of the last one's."""
 
-    def __init__(self, settings=None, progress=None):
-        super().__init__(settings)
-        self.average = 0.0
+    average = 0.0
 
     def loss(self, i, x):
         self.average = self.model["second"].bias - self.average
@@ -208,12 +204,11 @@ class Recomputed(Plain):
 class Random(Recomputed):
     """Differs from itself, so that no difference tells anything."""
 
-    made = 0
+    made = count(1)
 
-    def __init__(self, settings=None, progress=None):
-        super().__init__(settings)
-        Random.made += 1
-        self.factor = float(Random.made)
+    def build(self):
+        self.factor = float(next(Random.made))
+        return super().build()
 
     def _hidden(self, x):
         return self.model["first"](x) * self.factor

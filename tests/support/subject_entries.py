@@ -1,7 +1,9 @@
 """Subjects that tests/lab/process/test_runner.py tries; each comes to its end in its own way."""
 
+import functools
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -10,73 +12,74 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from nsa.lab.process.subject import Steps, join
 
 
-def at_step(settings, fault):
-    """Healthy steps, and `fault` in the one that the settings name."""
-    torch.set_num_threads(1)
-    model = torch.nn.Linear(4, 4)
+def at_step(fault):
+    """A subject of healthy steps, but for `fault(settings)` in the one that the settings name."""
 
-    def step(i):
-        if i == settings.get("at", 1):
-            fault(settings)
-        loss = model(torch.ones(2, 4)).pow(2).mean()
-        loss.backward()
-        return loss
+    @functools.wraps(fault)
+    def subject(settings, progress):
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(4, 4)
 
-    return Steps(step, model)
+        def step(i):
+            if i == settings.get("at", 1):
+                fault(settings)
+            loss = model(torch.ones(2, 4)).pow(2).mean()
+            loss.backward()
+            return loss
 
+        return Steps(step, model)
 
-def lock(settings, progress):
-    def taken_twice(settings):
-        held = threading.Lock()
-        held.acquire()
-        held.acquire()
-
-    return at_step(settings, taken_twice)
+    del subject.__wrapped__  # it takes the progress too
+    return subject
 
 
-def visible(settings, progress):
-    def seen(settings):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == settings["wanted"]
-
-    return at_step(settings, seen)
-
-
-def stop(settings, progress):
-    return at_step(settings, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+@at_step
+def lock(settings):
+    held = threading.Lock()
+    held.acquire()
+    held.acquire()
 
 
-def gil(settings, progress):
-    return at_step(settings, lambda _: re.match("(a+)+$", "a" * 60 + "b"))
+@at_step
+def visible(settings):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == settings["wanted"]
 
 
-def exception(settings, progress):
-    def fail(settings):
-        raise KeyError("the planted one")
-
-    return at_step(settings, fail)
+@at_step
+def stop(settings):
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def leave(settings, progress):
-    return at_step(settings, lambda settings: os._exit(settings["code"]))
+@at_step
+def gil(settings):
+    re.match("(a+)+$", "a" * 60 + "b")
 
 
-def kill(settings, progress):
-    return at_step(settings, lambda settings: os.kill(os.getpid(), settings["signal"]))
+@at_step
+def exception(settings):
+    raise KeyError("the planted one")
 
 
-def address_space(settings, progress):
-    import resource
+@at_step
+def leave(settings):
+    os._exit(settings["code"])
 
-    def fill(settings):
-        limit = 2**30 + int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        bytearray(2**32)
 
-    return at_step(settings, fill)
+@at_step
+def kill(settings):
+    os.kill(os.getpid(), settings["signal"])
+
+
+@at_step
+def address_space(settings):
+    limit = 2**30 + int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    bytearray(2**32)
 
 
 def slow(settings, progress):
@@ -93,56 +96,43 @@ def slow(settings, progress):
     return Steps(step)
 
 
-def native(settings, progress):
+@at_step
+def native(settings):
     """One operation that takes seconds, in C and without the GIL."""
-    torch.set_num_threads(1)
-    matrix = torch.randn(settings["size"], settings["size"])
-    return at_step(settings, lambda _: torch.linalg.eigvals(matrix))
+    torch.linalg.eigvals(torch.randn(settings["size"], settings["size"]))
 
 
-def unlike(settings, progress):
+@at_step
+def unlike(settings):
     """Stuck when it is tried for the first time."""
-
-    def once(settings):
-        marker = Path(settings["pids"])
-        if not marker.exists():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            marker.write_text(str(os.getpid()))
-            threading.Event().wait()
-
-    return at_step(settings, once)
-
-
-def fork(settings, progress):
-    """Leaves a process in a session of its own behind, one that ignores SIGTERM, and returns."""
-
-    def start(settings):
-        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-        other = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        forked = os.fork()
-        if forked == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(60)
-            os._exit(0)
-        with open(settings["pids"], "w") as file:
-            file.write(f"{other.pid} {forked}")
-
-    return at_step(settings, start)
-
-
-def ignores_sigterm(settings, progress):
-    def ignore(settings):
+    marker = Path(settings["pids"])
+    if not marker.exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with open(settings["pids"], "w") as file:
-            file.write(str(os.getpid()))
+        marker.write_text(str(os.getpid()))
         threading.Event().wait()
 
-    return at_step(settings, ignore)
+
+@at_step
+def fork(settings):
+    """Leaves a process in a session of its own behind, one that ignores SIGTERM, and returns."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    forked = os.fork()
+    if forked == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+        os._exit(0)
+    Path(settings["pids"]).write_text(f"{other.pid} {forked}")
+
+
+@at_step
+def ignores_sigterm(settings):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(settings["pids"]).write_text(str(os.getpid()))
+    threading.Event().wait()
 
 
 def skipped_collective(settings, progress):
-    import torch.distributed as dist
-
     rank, _ = join()
 
     def step(i):
@@ -155,8 +145,6 @@ def skipped_collective(settings, progress):
 
 
 def rank_fails(settings, progress):
-    import torch.distributed as dist
-
     rank, _ = join()
 
     def step(i):
@@ -172,14 +160,11 @@ def no_steps(settings, progress):
     return object()
 
 
-def each_waits(settings, progress):
+@at_step
+def each_waits(settings):
     """Says in a file's name who it is, and waits."""
-
-    def wait(settings):
-        Path(settings["pids"], f"pid-{os.getpid()}").touch()
-        threading.Event().wait()
-
-    return at_step(settings, wait)
+    Path(settings["pids"], f"pid-{os.getpid()}").touch()
+    threading.Event().wait()
 
 
 def variable(settings, progress):
