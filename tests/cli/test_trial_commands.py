@@ -156,21 +156,12 @@ def test_a_place_that_cannot_hold_trials_is_one_line_and_exits_with_2(place, cap
 
 
 def test_words_of_the_command_line_become_values():
-    words = [
-        "a=1",
-        "b=1.5",
-        "c=true",
-        "d=none",
-        "e=0:2",
-        "f=[1, 2]",
-        "g={'phi': 'mlp'}",
-        "h=x=y",
-        "env.FLAG=1",
-    ]
-    assert settings(words, "layers=2") == {
-        "a": 1, "b": 1.5, "c": True, "d": None, "e": "0:2", "f": [1, 2], "g": {"phi": "mlp"},
-        "h": "x=y", "env.FLAG": "1",
+    found = {
+        "a=1": 1, "b=1.5": 1.5, "c=true": True, "d=none": None, "e=0:2": "0:2", "f=[1, 2]": [1, 2],
+        "g={'phi': 'mlp'}": {"phi": "mlp"}, "h=x=y": "x=y", "env.FLAG=1": "1",
     }  # fmt: skip
+    values = {word.partition("=")[0]: value for word, value in found.items()}
+    assert settings(found, "layers=2") == values
 
 
 @pytest.mark.processes

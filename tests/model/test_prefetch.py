@@ -3,13 +3,11 @@ import time
 
 import pytest
 import torch
-from tiny_models import tiny
+from observed import trainer
 
 from nsa.model.data import synthetic
-from nsa.model.llama import LanguageModel
 from nsa.model.prefetch import Prefetch
-from nsa.model.train import Data, Trainer
-from nsa.model.train_config import TrainConfig
+from nsa.model.train import Data
 
 
 def threads():
@@ -100,11 +98,6 @@ def test_an_error_of_the_thread_comes_at_its_step_with_its_traceback():
         assert equal(ahead.batch(2, 1, 4), slow.data.batch(2, 1, 4))  # and it can be tried again
 
 
-def test_a_bad_size_is_refused_as_without():
-    with Prefetch(synthetic()) as ahead, pytest.raises(ValueError, match="batch=0"):
-        ahead.batch(0, 0, 4)
-
-
 def test_close_ends_the_thread_and_may_be_called_twice():
     ahead = Prefetch(Slow(), depth=1)
     ahead.batch(0, 1, 4)
@@ -125,20 +118,17 @@ def test_a_prefetch_that_is_dropped_takes_its_thread_with_it():
         time.sleep(0.01)
 
 
-def test_depth_0_is_refused():
+def test_bad_sizes_are_refused():
+    with Prefetch(synthetic()) as ahead, pytest.raises(ValueError, match="batch=0"):
+        ahead.batch(0, 0, 4)
     with pytest.raises(ValueError, match="depth=0 must be at least 1"):
         Prefetch(synthetic(), depth=0)
 
 
 def test_training_is_bit_equal_with_and_without():
-    losses = []
-    config = TrainConfig(batch=2, tokens=48, seed=1)
-    for ahead in (False, True):
-        data = Prefetch(synthetic()) if ahead else synthetic()
-        losses.append(Trainer(LanguageModel(tiny()), data, config).run(4))
-        if ahead:
-            data.close()
-    assert losses[0] == losses[1]
+    plain = trainer(data=synthetic(), tokens=48, seed=1).run(4)
+    with Prefetch(synthetic()) as ahead:
+        assert trainer(data=ahead, tokens=48, seed=1).run(4) == plain
 
 
 @pytest.mark.gpu

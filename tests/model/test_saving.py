@@ -120,10 +120,7 @@ def test_what_decides_how_and_not_what_is_computed_may_change(tmp_path):
     [
         ({"config": tiny(dim=64)}, r"model dim: 64, 32"),
         ({"config": tiny(nsa={"window": 4})}, r"model nsa\.window: 4, 8"),
-        (
-            {"lr": 0.5, "precision": "bf16"},
-            r"training lr: 0\.5, 0\.01; .*precision: 'bf16', 'fp32'",
-        ),
+        ({"lr": 0.5, "precision": "bf16"}, r"training lr: 0\.5, 0\.01; .*: 'bf16', 'fp32'"),
     ],
 )
 def test_another_config_is_refused_by_its_fields_and_nothing_changes(settings, named, tmp_path):
@@ -136,24 +133,16 @@ def test_another_config_is_refused_by_its_fields_and_nothing_changes(settings, n
     assert_equal_bits(other, untouched)
 
 
-@pytest.mark.parametrize("left", [0.0, 0.5, 0.999])
-def test_a_truncated_file_is_refused_as_such(left, tmp_path):
-    file = tmp_path / "one.pt"
-    trainer().save(file)
-    content = file.read_bytes()
-    file.write_bytes(content[: int(left * len(content))])
-    with pytest.raises(ValueError, match=r"one\.pt is truncated or no checkpoint"):
-        trainer().load(file)
-
-
-def test_a_changed_byte_in_the_weights_is_noticed(tmp_path):
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.999, 1.0])
+def test_a_file_that_is_truncated_or_has_one_byte_changed_is_refused(left, tmp_path):
     file, trained = tmp_path / "one.pt", trainer()
     trained.save(file)
     content = bytearray(file.read_bytes())
     place = content.find(trained.model.head.weight.detach().numpy().tobytes()[:64])
     assert place > 0
-    content[place + 3] ^= 0x40
-    file.write_bytes(content)
+    if left == 1.0:
+        content[place + 3] ^= 0x40
+    file.write_bytes(content[: int(left * len(content))])
     with pytest.raises(ValueError, match=r"one\.pt is truncated or no checkpoint"):
         trainer().load(file)
 

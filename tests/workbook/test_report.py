@@ -16,7 +16,7 @@ PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n pixel").decode()
 def folder(tmp_path):
     """A run's folder with one of every kind of output a notebook makes."""
     folder = store.create_folder(tmp_path, "01_tiny-12345678", "2026-11-21")
-    v4 = nbformat.v4
+    v4, failed = nbformat.v4, "ZeroDivisionError: division by zero"
     book = v4.new_notebook()
     book.cells = [
         v4.new_markdown_cell(
@@ -54,17 +54,9 @@ def folder(tmp_path):
     (folder / "near.png").write_bytes(b"\x89PNG near")
     (folder / "parameters.yaml").write_text("layers: 3\n")
     write_json(folder / "environment.json", {"torch": "2.13.0", "gpus": [], "git": None})
-    write_json(
-        folder / "record.json",
-        {
-            "run_id": folder.name,
-            "notebook": "01_tiny",
-            "status": "failed",
-            "started": "2026-11-21T10:00:00+00:00",
-            "seconds": 3.2,
-            "message": "ZeroDivisionError: division by zero",
-        },
-    )
+    record = {"run_id": folder.name, "notebook": "01_tiny", "status": "failed", "seconds": 3.2}
+    record |= {"started": "2026-11-21T10:00:00+00:00", "message": failed}
+    write_json(folder / "record.json", record)
     store.Run(folder).verdict("it grows <linearly>", "FAIL", None)
     return folder
 
@@ -130,24 +122,18 @@ def test_code_is_folded_but_that_of_a_failed_cell_is_open(folder):
     assert "failed" in cells[1].summary.text and "did not run" in cells[2].summary.text
 
 
-def test_what_a_cell_printed_is_shown_as_text(folder):
-    html = page(report.render(folder))
-    assert "printed <b>not bold</b>" in html.text
-    assert html.find("td", string="cell").attrs == {}
-
-
-def test_light_and_dark_are_both_there(folder):
-    text = report.render(folder).read_text()
+def test_what_a_cell_printed_is_shown_as_text_in_light_and_dark(folder):
+    path = report.render(folder)
+    assert "printed <b>not bold</b>" in page(path).text
+    assert page(path).find("td", string="cell").attrs == {}
+    text = path.read_text()
     assert "prefers-color-scheme: dark" in text and 'content="light dark"' in text
 
 
-def test_a_notebook_without_run_has_a_page_too(tmp_path):
+def test_a_notebook_without_run_has_a_page_too_and_a_folder_without_notebook_none(tmp_path):
     notebook = write_notebook(tmp_path / "03_plain.ipynb", "1")
     path = report.render(notebook)
     assert path == tmp_path / "03_plain.html" and "Does it" in path.read_text()
-
-
-def test_a_folder_without_notebook_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no notebook\.ipynb"):
         report.render(tmp_path)
 

@@ -26,20 +26,9 @@ def rows_of(backend, growth, *, tokens=TOKENS, preset="repro", layers=5, constan
         else:
             values["peak_memory"] += grown
             values["memory_activations"] = grown
-        rows += [
-            {
-                "operation": "training_step",
-                "backend": backend,
-                "mode": "step",
-                "metric": name,
-                "unit": "MiB",
-                "x_name": "tokens",
-                "x_value": t,
-                "median": mib,
-                "config": json.dumps(known),
-            }
-            for name, mib in values.items()
-        ]
+        row = {"operation": "training_step", "backend": backend, "mode": "step", "unit": "MiB"}
+        row |= {"x_name": "tokens", "x_value": t, "config": json.dumps(known)}
+        rows += [row | {"metric": name, "median": mib} for name, mib in values.items()]
     return rows
 
 
@@ -204,9 +193,8 @@ def test_the_case_study_stands_above_our_rows():
 def test_predictions_are_a_curve_a_backend_and_model():
     cells = [Cell("repro", b, t, layers=1) for b in ("masked", "gather") for t in (128, 256)]
     curves = table.predicted([*cells, Cell("repro", "auto", 128, layers=1)])
-    assert set(curves) == {"repro, 1 layer"} and set(curves["repro, 1 layer"]) == {
-        "masked",
-        "gather",
+    assert {model: set(lines) for model, lines in curves.items()} == {
+        "repro, 1 layer": {"masked", "gather"}
     }
     tokens, mib = curves["repro, 1 layer"]["masked"]
     assert tokens == [128, 256] and mib[1] > mib[0] > 0

@@ -10,18 +10,9 @@ TOKENS = (128, 256, 512, 1024)
 
 
 def row(backend, tokens, mib, **config):
-    given = {
-        "operation": "train",
-        "backend": backend,
-        "mode": "step",
-        "metric": "peak_memory",
-        "unit": "MiB",
-        "x_name": "tokens",
-        "x_value": tokens,
-        "median": mib,
-        "config": {"preset": "repro", "layers": 5, **config},
-    }
-    return metrics.row(given, {})
+    given = {"operation": "train", "backend": backend, "mode": "step", "metric": "peak_memory"}
+    given |= {"unit": "MiB", "x_name": "tokens", "x_value": tokens, "median": mib}
+    return metrics.row(given | {"config": {"preset": "repro", "layers": 5, **config}}, {})
 
 
 def frame(*extra):
