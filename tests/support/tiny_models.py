@@ -1,24 +1,11 @@
 """Models small enough for a test, whose branches all leave something out: T > w, T > n l'."""
 
-from contextlib import contextmanager
-
 import torch
 
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig
 
 TOKENS = 48
-
-
-@contextmanager
-def one_thread():
-    """Tensors this small gain nothing from a second thread, and lose much on shared cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def tiny(**changes) -> ModelConfig:

@@ -23,15 +23,6 @@ from nsa.lab.process.trial import run_child
 from nsa.reference.nsa import nsa
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Operations this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def tokens_of(count, batch=1):
     drawn = torch.randint(256, (batch, count + 1))
     return drawn[:, :-1], drawn[:, 1:]

@@ -5,9 +5,6 @@ from dataclasses import replace
 import matplotlib
 import pytest
 
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
-
 from nsa.config import NSAConfig
 from nsa.experiments.comparison import claims as comparison_claims
 from nsa.experiments.comparison import plots as comparison_plots
@@ -19,14 +16,9 @@ from nsa.experiments.comparison.published import AIMS
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.workbook import looks, metrics
 
+matplotlib.use("agg")
 MAIN = Shape(8192)
 TOKENS = (2048, 4096, 8192, 16384, 65536)
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def cell(name, shape=MAIN, forward=2.0, backward=None, *, operation="nsa_attention", **changes):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from tiny_models import one_thread, tiny
+from tiny_models import tiny
 
 from nsa.attention import registry
 from nsa.experiments.correctness import learning
@@ -21,12 +21,6 @@ def short(name="window", tokens=64, **changes):
     spec = lesson(name, tokens, backend="masked", batch=2, **changes)
     spec["train"] |= {"steps": 2}
     return spec
-
-
-@pytest.fixture(autouse=True)
-def small():
-    with one_thread():
-        yield
 
 
 def answered(monkeypatch, looks):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from places import SUPPORT
 from planted import Told, made
-from tiny_models import one_thread
 
 from nsa.experiments.selfcheck.faults.registry import CONTROLS, FAULTS, PLANTED, chosen, why_not
 from nsa.lab.process import ranks, trial
@@ -19,12 +18,6 @@ from nsa.lab.process.trial import check_entry
 from nsa.lab.verdict import KINDS
 
 WAITS = [f for f in PLANTED if "HANG" in f.kinds and f.ranks == 1 and not f.needs]
-
-
-@pytest.fixture(autouse=True)
-def one_core():
-    with one_thread():
-        yield
 
 
 def named(name):

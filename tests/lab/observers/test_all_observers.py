@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 from observed import trainer
-from tiny_models import TOKENS, one_thread, tiny
+from tiny_models import TOKENS, tiny
 
 from nsa.lab.observers import syncs
 from nsa.lab.observers.arrival import GradientArrival
@@ -15,12 +15,6 @@ from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.writers import CsvWriter
 from nsa.model.llama import LanguageModel
-
-
-@pytest.fixture(autouse=True)
-def small_tensors():
-    with one_thread():
-        yield
 
 
 def watched(folder, device="cpu", **training):

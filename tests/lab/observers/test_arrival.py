@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from observed import trainer
-from tiny_models import one_thread, tiny
+from tiny_models import tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -11,12 +11,6 @@ from nsa.lab.observers.arrival import GradientArrival, compare, summary
 from nsa.lab.observers.deferred import Deferred
 from nsa.lab.observers.graph import unreachable
 from nsa.model.llama import LanguageModel
-
-
-@pytest.fixture(autouse=True)
-def small_tensors():
-    with one_thread():
-        yield
 
 
 class Parts(nn.Module):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from observed import trainer
-from tiny_models import TOKENS, hidden, one_thread, tiny
+from tiny_models import TOKENS, hidden, tiny
 from torch import nn
 
 from nsa.attention import witness
@@ -21,12 +21,6 @@ from nsa.lab.observers.deferred import Deferred
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
 from nsa.reference.nsa import BRANCHES, nsa
-
-
-@pytest.fixture(autouse=True)
-def small_tensors():
-    with one_thread():
-        yield
 
 
 def layer(**changes):

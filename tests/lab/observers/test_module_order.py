@@ -3,17 +3,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from observed import trainer
-from tiny_models import one_thread, tiny
+from tiny_models import tiny
 from torch import nn
 
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.model.llama import LanguageModel
-
-
-@pytest.fixture(autouse=True)
-def small_tensors():
-    with one_thread():
-        yield
 
 
 class Stop(torch.autograd.Function):

@@ -4,7 +4,7 @@ import numpy as np
 import oracle_subjects as subjects
 import pytest
 import torch
-from tiny_models import one_thread, tiny
+from tiny_models import tiny
 from torch import nn
 
 from nsa.lab import oracles
@@ -17,8 +17,7 @@ from nsa.model.train import TrainConfig, Trainer
 
 @pytest.fixture(autouse=True)
 def small_tensors():
-    with one_thread():
-        yield
+    yield
     gc.enable()
 
 

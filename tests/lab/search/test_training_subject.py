@@ -10,14 +10,6 @@ from nsa.model import layer
 SMALL = {"layers": 1, "tokens": 48, "device": "cpu", "backend": "gather"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def trained(tmp_path):
     """Two steps of the subject with some settings: (losses, subject)."""
