@@ -6,13 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from sample_notebooks import (
-    SET_UP,
-    environment_with_package,
-    hang_after,
-    wait_until_there,
-    write_notebook,
-)
+from processes import environment_with_package, wait_until_there
+from sample_notebooks import SET_UP, hang_after, write_notebook
 
 from nsa import workbook
 from nsa.cli import main as cli

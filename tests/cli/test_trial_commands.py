@@ -3,8 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from places import SUPPORT
-from sample_notebooks import environment_with_package
+from processes import environment_with_package
 
 from nsa.cli import main as cli
 from nsa.lab.watch.evidence import End, Evidence
@@ -170,7 +169,6 @@ def test_a_real_bisection_finds_the_pair_that_breaks_a_strangers_step(tmp_path):
     (tmp_path / "plan.yaml").write_text(PLAN + "steps: 2\n")
     command = [sys.executable, "-m", "nsa", "bisect", "plan.yaml"]
     environment = environment_with_package() | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] += f":{SUPPORT}"
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )

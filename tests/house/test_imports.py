@@ -2,7 +2,6 @@
 
 import ast
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from places import PACKAGE
+from processes import printed_by
 
 # A layer may import itself and lower floors. reference and kernels share a floor and stay apart.
 FLOORS = (
@@ -196,16 +196,25 @@ def test_a_planted_optional_package_is_caught_on_top_only(copy, line, caught):
 def loaded_after(statement: str) -> set[str]:
     """Top packages in a fresh interpreter's sys.modules after `statement`."""
     code = f"import sys; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return set(printed_by(code).split())
 
 
 OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconvert", "IPython"}
 
 
 @pytest.mark.processes
-def test_import_nsa_loads_nothing_but_itself():
-    assert not loaded_after("import nsa; nsa.__version__") & (OPTIONAL | BASE)
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import nsa; nsa.__version__", OPTIONAL | BASE),
+        ("from nsa.cli.main import parser; parser().format_help()", {"torch"}),
+        ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
+        ("import nsa.lab.process.family", {"torch", "numpy", "psutil"}),
+        ("from nsa.lab.process import launch, rank_state", {"torch", "numpy", "psutil"}),
+    ],
+)
+def test_what_needs_little_loads_little(statement, absent):
+    assert not loaded_after(statement) & absent
 
 
 @pytest.mark.processes

@@ -4,13 +4,13 @@ Covers whatever `compiled.reach` launches, and fails for a kernel that it does n
 """
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
 
 import pytest
-from places import ROOT, SUPPORT
+from places import SUPPORT
+from processes import environment_with_package
 
 SHARED_KIB = {80: 163, 90: 227}  # what a block can have
 SPILLED = 320  # bytes a thread, as for addresses that are set up before a loop
@@ -30,8 +30,8 @@ TARGETS = [
 
 @cache
 def compiled(architecture: int, shape: str, kind: str) -> dict:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment = environment_with_package()
+    environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, PROGRAM, str(architecture), shape, kind]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-4000:]

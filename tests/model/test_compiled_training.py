@@ -1,7 +1,6 @@
 """Steps under torch.compile and as CUDA graphs: the same numbers, and nothing compiled twice."""
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache, partial
@@ -11,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiled_steps import CASES, STEPS, graphs
-from places import ROOT, SUPPORT
+from places import SUPPORT
+from processes import environment_with_package
 from tiny_models import tiny
 from torch._dynamo.utils import counters
 
@@ -35,7 +35,7 @@ on_gpu = partial(trainer, device="cuda", config=KERNELS)
 @cache
 def compiled(backend, *names):
     command = [sys.executable, PROGRAM, backend, *names]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = environment_with_package()
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])

@@ -6,6 +6,7 @@ from tiny_models import TOKENS, gradients, hidden, tiny, tokens
 from torch.overrides import TorchFunctionMode
 
 from nsa.attention.witness import recording
+from nsa.lab.observers.graph import count_nodes
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
 from nsa.model.rotary import rotary_for
@@ -212,9 +213,9 @@ def test_a_forced_branch_skips_the_others_work(force_branch):
     applied = applied_projections(layer)
     x = hidden(config)
     with recording() as forced_paths:
-        forced_nodes = autograd_nodes(layer(x))
+        forced_nodes = count_nodes([layer(x)])
     with recording() as full_paths:
-        full_nodes = autograd_nodes(full(x))
+        full_nodes = count_nodes([full(x)])
 
     scoring = ["k_proj.cmp"] if force_branch == "slc" else []
     assert sorted(applied) == sorted([f"k_proj.{force_branch}", f"v_proj.{force_branch}", *scoring])
@@ -222,17 +223,6 @@ def test_a_forced_branch_skips_the_others_work(force_branch):
     assert served == {force_branch}
     assert {branch for branch, _ in full_paths.paths} >= set(BRANCHES)
     assert forced_nodes < 0.6 * full_nodes
-
-
-def autograd_nodes(output):
-    """How many nodes the backward of this output would visit."""
-    seen, waiting = set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [parent for parent, _ in node.next_functions]
-    return len(seen)
 
 
 @pytest.mark.parametrize("force_branch", BRANCHES)

@@ -1,6 +1,5 @@
 """Two ranks train as one process does: DDP and FSDP2, accumulated, checkpointed, loaded again."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import sys
 import pytest
 import rank_entries
 import torch
-from places import ROOT
+from processes import environment_with_package, free_port
 from tiny_models import tiny
 
 from nsa.model import parallel
@@ -16,17 +15,10 @@ from nsa.model.llama import LanguageModel
 from nsa.model.parallel import SINGLE, Parallel
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def two_ranks(folder, backend):
     """What both ranks saw, in processes started without torchrun but with what it would set."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    common = {**os.environ, **meeting, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    common = environment_with_package() | meeting | {"OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, rank_entries.__file__, str(folder), backend],

@@ -12,18 +12,14 @@ from nsa.model.llama import LanguageModel
 trainer = partial(observed.trainer, precision="fp16")
 
 
-class Overflow:
-    """An observer that puts an infinity into a gradient of the steps it is given."""
+def overflow(*steps):
+    """An observer that puts an infinity into a gradient of these steps."""
 
-    def __init__(self, *steps):
-        self.steps = steps
+    def spoil(model, step):
+        if step in steps:
+            model.head.weight.grad[0, 0] = float("inf")
 
-    def on_start(self, trainer):
-        self.weight = trainer.model.head.weight
-
-    def on_phase(self, name, step):
-        if name == "optimizer" and step in self.steps:
-            self.weight.grad[0, 0] = float("inf")
+    return observed.AtOptimizer(spoil)
 
 
 @pytest.mark.full
@@ -51,7 +47,7 @@ def test_it_computes_in_its_precision_and_keeps_weights_and_states_in_fp32(preci
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted(clip, device):
-    trained = trainer(Overflow(1, 2), clip=clip, device=device)
+    trained = trainer(overflow(1, 2), clip=clip, device=device)
     trained.run(1)
     scale, weight = trained.scaler.get_scale(), trained.model.head.weight.clone()
     trained.run(2)
@@ -65,7 +61,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted(clip, device
 
 
 def test_steps_that_are_skipped_before_any_other_are_counted():
-    trained = trainer(Overflow(0))
+    trained = trainer(overflow(0))
     trained.run(1)
     assert trained.skipped_steps == 1
     trained.run(1)
@@ -80,26 +76,21 @@ def test_without_a_scaler_no_step_is_skipped():
 
 
 def test_small_gradients_survive_fp16_only_because_the_loss_is_scaled():
-    def smallest(enabled):
-        class Seen:
-            def on_start(self, trainer):
-                self.trainer = trainer
+    zeros = []
 
-            def on_phase(self, name, step):
-                if name == "optimizer":
-                    weights = self.trainer.model.blocks[0].attention.q_proj.weight
-                    self.zeros = (weights.grad == 0).float().mean().item()
+    def count(model, step):
+        gradient = model.blocks[0].attention.q_proj.weight.grad
+        zeros.append((gradient == 0).float().mean().item())
 
-        seen = Seen()
-        trained = trainer(seen)
+    for enabled in (True, False):
+        trained = trainer(observed.AtOptimizer(count))
         # Gradients of 1e-7 and less, as those of a large batch's single tokens are.
         trained.scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         forward = trained.wrapped.forward
-        trained.wrapped.forward = lambda *given: (None, forward(*given)[1] * 1e-4)
+        trained.wrapped.forward = lambda *given, f=forward: (None, f(*given)[1] * 1e-4)
         trained.step(0)
-        return seen.zeros
-
-    assert smallest(enabled=False) > smallest(enabled=True) + 0.2
+    scaled, plain = zeros
+    assert plain > scaled + 0.2
 
 
 def test_narrow_weights_are_refused_and_wide_ones_are_not():

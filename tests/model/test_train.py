@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from observed import trainer
+from observed import AtOptimizer, trainer
 from tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,16 +175,11 @@ def test_each_run_warns_of_its_own_non_finite_outputs_once():
 
 @pytest.mark.parametrize("clip", [None, 1e-3, 1.0])
 def test_gradients_are_clipped_to_the_norm_that_is_asked_for(clip):
-    class Enlarged:
-        def on_start(self, trainer):
-            self.model = trainer.model
+    def enlarge(model, step):
+        for parameter in model.parameters():
+            parameter.grad.mul_(1e3)
 
-        def on_phase(self, name, step):
-            if name == "optimizer":
-                for parameter in self.model.parameters():
-                    parameter.grad.mul_(1e3)
-
-    watched = trainer(Enlarged(), clip=clip)
+    watched = trainer(AtOptimizer(enlarge), clip=clip)
     step, norms = watched.optimizer.step, []
 
     def noting():
@@ -202,19 +197,13 @@ def test_gradients_are_clipped_to_the_norm_that_is_asked_for(clip):
 
 def gradients_at_the_optimizer(**changes):
     """{name: gradient} as the optimizer of step 0 finds them."""
+    found = {}
 
-    class Seen:
-        def on_start(self, trainer):
-            self.trainer = trainer
+    def keep(model, step):
+        found.update({name: p.grad.clone() for name, p in model.named_parameters()})
 
-        def on_phase(self, name, step):
-            if name == "optimizer":
-                named = self.trainer.model.named_parameters()
-                self.gradients = {name: p.grad.clone() for name, p in named}
-
-    seen = Seen()
-    loss = trainer(seen, batch=4, clip=None, **changes).step(0)
-    return loss, seen.gradients
+    loss = trainer(AtOptimizer(keep), batch=4, clip=None, **changes).step(0)
+    return loss, found
 
 
 class Scored:

@@ -13,3 +13,17 @@ def trainer(*observers, model=None, config=None, data=None, device="cpu", **trai
     training = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, **training})
     made = [x(model) if isinstance(x, type) else x for x in observers]
     return Trainer(model, data or synthetic(seed=0), training, device=device, observers=made)
+
+
+class AtOptimizer:
+    """An observer that calls look(model, step) when a step's gradients are complete."""
+
+    def __init__(self, look):
+        self.look = look
+
+    def on_start(self, trainer):
+        self.model = trainer.model
+
+    def on_phase(self, name, step):
+        if name == "optimizer":
+            self.look(self.model, step)

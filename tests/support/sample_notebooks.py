@@ -1,8 +1,6 @@
 """Tiny notebooks for the workbook's tests."""
 
-import os
 import sys
-import time
 from pathlib import Path
 
 import nbformat
@@ -85,16 +83,3 @@ def sleeper(mark: str) -> str:
 def hang_after(touched: Path) -> str:
     """Code of a cell that makes this file and does not end."""
     return f"open({str(touched)!r}, 'w').close()\nimport time; time.sleep(600)"
-
-
-def wait_until_there(path: Path, process) -> None:
-    """Until the process, which must live on, has made the file."""
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def environment_with_package() -> dict[str, str]:
-    """For children that must import this nsa, from whatever folder they start in."""
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}

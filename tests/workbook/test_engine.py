@@ -16,15 +16,14 @@ import psutil
 import pytest
 from jupyter_client.kernelspec import KernelSpec
 from papermill.exceptions import PapermillExecutionError
+from processes import environment_with_package, wait_until_there
 from sample_notebooks import (
     code_cells,
-    environment_with_package,
     errors_of,
     marked_sleepers,
     sleeper,
     statuses,
     text_of,
-    wait_until_there,
     write_notebook,
 )
 

@@ -11,16 +11,15 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
+from processes import environment_with_package, wait_until_there
 from sample_notebooks import (
     SET_UP,
     code_cells,
-    environment_with_package,
     hang_after,
     marked_sleepers,
     sleeper,
     statuses,
     text_of,
-    wait_until_there,
     write_notebook,
 )
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import numpy
 import pandas
 import pytest
-from sample_notebooks import environment_with_package
+from processes import printed_by
 
 from nsa.workbook import metrics, store
 from nsa.workbook.claim import Claim
@@ -174,7 +174,7 @@ def test_witnesses_trials_and_figures_lie_in_the_run(run):
 
 
 @pytest.mark.processes
-def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it():
+def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it(monkeypatch):
     code = (
         "from nsa.workbook import store\n"
         "run = store.current({}, notebook='01_tiny')\n"
@@ -182,12 +182,8 @@ def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it():
         "assert len(run.metrics()) == 1 and run.folder.is_dir()\n"
         "print(repr(run), run.folder)"
     )
-    environment = environment_with_package()
-    environment.pop("NSA_RUN", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    shown, folder = done.stdout.split()
+    monkeypatch.delenv("NSA_RUN", raising=False)
+    shown, folder = printed_by(code).split()
     assert shown == "Run(01_tiny)"
     assert not os.path.exists(folder)
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from processes import free_port
 
 from nsa.cli import main as cli
 from nsa.experiments.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
@@ -362,10 +363,7 @@ def test_ctrl_c_while_checkpoints_are_written_leaves_a_good_one_and_no_process(
 @pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_rank_behind(place):
     words = ["--steps", "1000000", "--eval-every", "2", "--ranks", "2", "--into", "r"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with Started(nsa(*words, "--port", str(port)), place) as job:
+    with Started(nsa(*words, "--port", str(free_port())), place) as job:
         job.wait_for(lambda: pid_in_step(place / "r", 1))
         job.process.kill()
         deadline = time.monotonic() + ENDS_S / 2
@@ -390,20 +388,6 @@ def test_a_value_of_a_wrong_kind_is_one_line_too(place):
     """In a process without the type checks of these tests, which would be first to refuse it."""
     with Started(nsa("--set", "layers=ten"), place) as command:
         assert command.ended() == (2, "nsa: layers='ten' is not an int\n")
-
-
-@pytest.mark.processes
-def test_the_help_of_train_needs_no_torch():
-    code = "import sys; from nsa.cli.main import parser; parser().format_help()\n"
-    code += "print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=family.environment(os.environ, "cookie"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "False\n"
 
 
 @pytest.mark.gpus2

@@ -1,10 +1,10 @@
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from places import ROOT, SUPPORT
+from places import SUPPORT
+from processes import environment_with_package
 from torch import nn
 
 from nsa.lab.observers.arrival import compare, summary
@@ -21,9 +21,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--standalone", str(SUPPORT / "bucket_ranks.py"), str(folder)]
-    roots = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(roots)}
-    env["CUDA_VISIBLE_DEVICES"] = ""
+    env = environment_with_package() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -16,7 +16,7 @@ from nsa.model.train import TrainConfig, Trainer
 
 
 @pytest.fixture(autouse=True)
-def small_tensors():
+def collector():
     yield
     gc.enable()
 

@@ -99,21 +99,6 @@ def test_a_child_whose_parent_is_already_gone_ends_at_once():
         assert (done.stdout, done.returncode) == (printed, 0 if printed else 1)
 
 
-@pytest.mark.processes
-def test_it_loads_neither_torch_nor_psutil():
-    code = (
-        "import sys, nsa.lab.process.family; print({'torch', 'numpy', 'psutil'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=family.environment(os.environ, "cookie"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "set()\n"
-
-
 def test_a_signal_without_a_name_is_called_by_its_number():
     assert family.signal_name(9) == "SIGKILL"
     assert family.signal_name(40) == "signal 40"

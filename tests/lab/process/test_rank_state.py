@@ -144,16 +144,3 @@ def test_all_that_a_rank_prints_is_in_its_log_and_of_rank_0_on_the_terminal_too(
 def test_a_port_that_is_none_is_refused(port):
     with pytest.raises(ValueError, match=f"port {port} is none; 1 to 65535 are"):
         check_port(port)
-
-
-@pytest.mark.processes
-def test_saying_how_a_rank_stands_needs_no_torch():
-    code = "import sys; from nsa.lab.process import launch, rank_state;"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code} print({{'torch', 'numpy', 'psutil'}} & set(sys.modules))"],
-        env=family.environment(os.environ, "cookie"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "set()\n"

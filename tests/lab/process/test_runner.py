@@ -3,7 +3,6 @@
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -12,8 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from living import wait_until_gone
-from places import ROOT, SUPPORT
+from processes import python, wait_until_gone
 
 from nsa.lab.process.runner import Spec, run, run_until_proven
 from nsa.lab.verdict import judge
@@ -202,10 +200,7 @@ def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path, ranks):
         f"spec = Spec('subject_entries:each_waits', {{'pids': {str(tmp_path)!r}}}, ranks={ranks})\n"
         f"run(spec, folder={str(tmp_path / 'trial')!r}, stall_s=60)\n"
     )
-    paths = os.pathsep.join([str(ROOT), str(SUPPORT)])
-    supervisor = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}
-    )
+    supervisor = python(code)
     end = time.monotonic() + 90
     while len(files := list(tmp_path.glob("pid-*"))) < ranks and time.monotonic() < end:
         time.sleep(0.05)

@@ -1,14 +1,11 @@
 """Every way a trial can end, planted; and nobody is left behind."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
-from living import wait_until_gone
-from places import ROOT, SUPPORT
+from processes import python, wait_until_gone
 
 from nsa.lab.process import trial
 from nsa.lab.process.out_of_memory import is_out_of_memory, kernel_kills
@@ -113,9 +110,7 @@ def test_a_trial_that_returns_leaves_nobody_behind(tmp_path):
 def test_a_trial_does_not_outlive_its_parent(tmp_path):
     pids = tmp_path / "pids"
     code = f"import trial_entries; trial_entries.a_parent_that_dies({{'pids': {str(pids)!r}}})"
-    paths = os.pathsep.join([str(ROOT), str(SUPPORT)])
-    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths})
-    assert ended.returncode == -9
+    assert python(code).wait() == -9
     assert wait_until_gone([int(pids.read_text())]) == []
 
 

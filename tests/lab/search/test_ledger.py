@@ -1,16 +1,12 @@
 """A store of trials that two may share, and that no death and no full disk can break."""
 
 import errno
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from living import alive
-from places import ROOT, SUPPORT
+from processes import alive, python, wait_until_gone
 
 from nsa.lab.process.runner import Spec
 from nsa.lab.search import ledger
@@ -128,18 +124,14 @@ def test_a_killed_supervisor_leaves_a_store_that_goes_on(tmp_path):
         f"store.run(Spec('subject_entries:unlike', {{'pids': {str(pid)!r}}}), stall_s=60.0)\n"
     )
     kept = Ledger(root).put("before", Evidence(), Verdict("PASS")).name
-    paths = os.pathsep.join([str(ROOT), str(SUPPORT)])
-    supervisor = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}
-    )
+    supervisor = python(code)
     end = time.monotonic() + 60
     while not (pid.exists() and pid.read_text()) and time.monotonic() < end:
         time.sleep(0.02)
     supervisor.kill()
     supervisor.wait()
-    child, end = int(pid.read_text()), time.monotonic() + 5
-    while alive(child) and time.monotonic() < end:
-        time.sleep(0.02)
+    child = int(pid.read_text())
+    wait_until_gone([child])
     assert not alive(child)
     store = Ledger(root)
     assert store.ids() == [kept] and store.get(kept)[1].kind == "PASS"

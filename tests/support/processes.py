@@ -1,0 +1,58 @@
+"""Processes that tests start: what they run in, what is waited for, and who is left."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from places import ROOT, SUPPORT
+
+
+def environment_with_package() -> dict[str, str]:
+    """For children that must import this nsa and these helpers, from whatever folder they start."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
+
+
+def python(code: str, **options) -> subprocess.Popen:
+    """An interpreter that runs the code."""
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=environment_with_package(), text=True, **options)
+
+
+def printed_by(code: str) -> str:
+    """What an interpreter prints that runs the code, which must not fail."""
+    process = python(code, stdout=subprocess.PIPE)
+    printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    return printed
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_there(path: Path, process: subprocess.Popen) -> None:
+    """Until the process, which must live on, has made the file."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids, within_s=5.0):
+    """Those that live on."""
+    end = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return [pid for pid in pids if alive(pid)]
