@@ -2,6 +2,9 @@
 
 import importlib
 
+from nsa.experiments.selfcheck.faults.registry import chosen
+from nsa.lab.process.rank_child import standing
+
 
 class Told:
     """A progress that keeps what it is told."""
@@ -33,3 +36,16 @@ def made(fault, told=None, settings=None):
     module, _, name = fault.subject.partition(":")
     make = getattr(importlib.import_module(module), name)
     return make(fault.settings if settings is None else settings, told or Told())
+
+
+def steps(spec):
+    """In a process of its own: the steps of the fault of that name; {"losses"}."""
+    (fault,) = chosen([spec["name"]])
+    subject = made(fault)
+    losses = []
+    for step in range(fault.steps):
+        standing(f"step {step}")
+        losses.append(float(subject.step(step)))
+    if hasattr(subject, "close"):
+        subject.close()
+    return {"losses": losses}

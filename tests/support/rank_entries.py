@@ -17,28 +17,22 @@ from nsa.model.parallel import Parallel
 
 BATCH = 4
 STEPS = 2
+DDP, STATIC, FSDP = {"kind": "ddp"}, {"kind": "ddp", "static_graph": True}, {"kind": "fsdp"}
+FINDING = DDP | {"find_unused_parameters": True, "gradient_as_bucket_view": False}
 # name: (kind and options, micro-batches, changes of the model's config)
 WAYS = {
-    "ddp": ({"kind": "ddp"}, 1, {}),
-    "ddp accumulated": ({"kind": "ddp"}, 2, {}),
-    "ddp static": ({"kind": "ddp", "static_graph": True}, 1, {}),
-    "ddp static accumulated": ({"kind": "ddp", "static_graph": True}, 2, {}),
-    "ddp static checkpointed": ({"kind": "ddp", "static_graph": True}, 1, {"checkpoint": "all"}),
-    "ddp static, one branch": (
-        {"kind": "ddp", "static_graph": True},
-        1,
-        {"force_branch": "win"},
-    ),
-    "ddp finding, one branch": (
-        {"kind": "ddp", "find_unused_parameters": True, "gradient_as_bucket_view": False},
-        1,
-        {"force_branch": "win"},
-    ),
-    "ddp, small buckets": ({"kind": "ddp", "bucket_mb": 0.01}, 1, {}),
-    "fsdp": ({"kind": "fsdp"}, 1, {}),
-    "fsdp accumulated": ({"kind": "fsdp"}, 2, {}),
-    "fsdp checkpointed": ({"kind": "fsdp"}, 1, {"checkpoint": "all"}),
-    "fsdp, one branch": ({"kind": "fsdp"}, 1, {"force_branch": "win"}),
+    "ddp": (DDP, 1, {}),
+    "ddp accumulated": (DDP, 2, {}),
+    "ddp static": (STATIC, 1, {}),
+    "ddp static accumulated": (STATIC, 2, {}),
+    "ddp static checkpointed": (STATIC, 1, {"checkpoint": "all"}),
+    "ddp static, one branch": (STATIC, 1, {"force_branch": "win"}),
+    "ddp finding, one branch": (FINDING, 1, {"force_branch": "win"}),
+    "ddp, small buckets": (DDP | {"bucket_mb": 0.01}, 1, {}),
+    "fsdp": (FSDP, 1, {}),
+    "fsdp accumulated": (FSDP, 2, {}),
+    "fsdp checkpointed": (FSDP, 1, {"checkpoint": "all"}),
+    "fsdp, one branch": (FSDP, 1, {"force_branch": "win"}),
 }
 
 

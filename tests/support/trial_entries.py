@@ -1,10 +1,12 @@
-"""Functions that test_trial.py runs in child processes; each ends in its own way."""
+"""Functions that tests run in child processes and ranks; each ends in its own way."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+
+from nsa.lab.process.rank_child import standing
 
 
 def echo(spec):
@@ -125,3 +127,21 @@ def declining(spec):
 def ending(spec):
     """One of the above, by its name."""
     return globals()[spec["how"]](spec)
+
+
+def greet(spec):
+    return {"rank": int(os.environ["RANK"]), "of": int(os.environ["WORLD_SIZE"]), **spec}
+
+
+def end_as_told(spec):
+    """One rank ends as spec says; the others sleep, as in a collective."""
+    mine = spec.get(os.environ["RANK"])
+    standing("work")
+    if mine == "raise":
+        raise ValueError("the planted mistake")
+    if mine == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mine == "leave":
+        os._exit(7)
+    time.sleep(spec["others_s"])
+    return {}

@@ -13,8 +13,6 @@ from nsa.lab import sweep
 from nsa.lab.measure.allocations import CATEGORIES
 from nsa.lab.process.trial import Outcome
 
-FAKE = "memory_entries:fake_cell"
-
 
 def cell(**changes) -> Cell:
     return Cell(**{"preset": "cpu_test", "backend": "gather", "tokens": 64} | changes)
@@ -66,28 +64,24 @@ def test_the_quadratic_term_is_there_only_for_backends_that_hold_it():
         predict(config, 64, backend="gater")
 
 
-@pytest.mark.processes
-@pytest.mark.full
-def test_every_way_to_end_is_a_row_in_its_place(tmp_path, capsys):
-    cells = [cell(seed=seed) for seed in (0, 1, 2)]
-    rows = measure(cells, deadline_s=3, workers=2, entry=FAKE, folder=tmp_path)
-    assert [(row["outcome"], row["seed"]) for row in rows] == [("ok", 0), ("oom", 1), ("error", 2)]
-    assert rows[0]["peak_mib"] == 7.0
-    assert all(math.isnan(row["peak_mib"]) and row["by_category_mib"] == {} for row in rows[1:])
-    assert all(row["message"] and row["evidence"] for row in rows[1:])
-    assert [row["alone"] for row in rows] == [False, True, False]  # the oom ran again
-    assert [row["timing"] for row in rows] == ["contended", "ratio", "contended"]
-    shown = capsys.readouterr().err
-    assert "cpu_test gather T=64 fp32 cpu: 7.0 MiB" in shown and "(again, alone)" in shown
+def test_every_way_to_end_is_a_row_and_an_interrupt_keeps_those_there_are(monkeypatch):
+    asked = {}
 
-
-def test_an_interrupt_keeps_the_rows(monkeypatch):
-    def interrupted(*_, **__):
-        raise sweep.Interrupted([None, Outcome("ok", {"peak_mib": 7.0}, 1.0, "", 0), None])
+    def interrupted(*_, **options):
+        asked.update(options)
+        oom = Outcome("oom", None, 1.0, "planted", 1, "where")
+        beside = Outcome("ok", {"peak_mib": 7.0}, 1.0, "", 0, alone=False)
+        raise sweep.Interrupted([beside, None, oom])
 
     monkeypatch.setattr(sweep, "measure", interrupted)
     rows = measure([cell(seed=seed) for seed in (0, 1, 2)], deadline_s=50)
-    assert [(row["seed"], row["peak_mib"]) for row in rows] == [(1, 7.0)]
+    assert [(row["outcome"], row["seed"]) for row in rows] == [("ok", 0), ("oom", 2)]
+    assert rows[0]["peak_mib"] == 7.0
+    assert math.isnan(rows[1]["peak_mib"]) and rows[1]["by_category_mib"] == {}
+    assert (rows[1]["message"], rows[1]["evidence"]) == ("planted", "where")
+    assert [row["timing"] for row in rows] == ["contended", "ratio"]
+    assert asked["again_alone"] and asked["said"](rows[0]) == "7.0 MiB"
+    assert str(cell()) == "cpu_test gather T=64 fp32 cpu"
 
 
 @pytest.mark.processes

@@ -314,13 +314,13 @@ def test_each_wait_rests_at_step_three_in_the_state_that_it_says():
     ],
 )
 def test_a_process_ends_as_the_fault_says(name, status, message):
-    outcome = trial.run_child("fault_entries:run", {"name": name}, deadline_s=60)
+    outcome = trial.run_child("planted:steps", {"name": name}, deadline_s=60)
     assert outcome.status == status and message in outcome.message
 
 
 def ended(name, tmp_path, deadline_s=60.0):
     rows = ranks.run_ranks(
-        "fault_entries:run", {"name": name}, ranks=2, deadline_s=deadline_s, folder=tmp_path
+        "planted:steps", {"name": name}, ranks=2, deadline_s=deadline_s, folder=tmp_path
     )
     return [row["status"] for row in rows], rows
 

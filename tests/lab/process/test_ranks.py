@@ -11,7 +11,7 @@ pytest.importorskip("torch.distributed.run")
 @pytest.mark.processes
 @pytest.mark.full
 def test_every_rank_returns_its_own_result_and_leaves_what_it_printed(tmp_path):
-    rows = run_ranks("launched:greet", {"word": "x"}, ranks=2, deadline_s=60, folder=tmp_path)
+    rows = run_ranks("trial_entries:greet", {"word": "x"}, ranks=2, deadline_s=60, folder=tmp_path)
     assert [(row["rank"], row["status"], row["first"]) for row in rows] == [
         (0, "ok", False),
         (1, "ok", False),
@@ -28,7 +28,7 @@ def test_every_rank_returns_its_own_result_and_leaves_what_it_printed(tmp_path):
 def test_a_rank_that_raises_takes_the_others_down_and_is_named_first(tmp_path):
     begin = time.monotonic()
     rows = run_ranks(
-        "launched:end_as_told", {"1": "raise", "others_s": 300}, ranks=2, deadline_s=120,
+        "trial_entries:end_as_told", {"1": "raise", "others_s": 300}, ranks=2, deadline_s=120,
         folder=tmp_path,
     )  # fmt: skip
     assert time.monotonic() - begin < 60
@@ -43,7 +43,7 @@ def test_a_rank_that_raises_takes_the_others_down_and_is_named_first(tmp_path):
 @pytest.mark.full
 def test_a_rank_that_a_signal_ends_is_named_first(tmp_path):
     rows = run_ranks(
-        "launched:end_as_told", {"0": "kill", "others_s": 300}, ranks=2, deadline_s=120,
+        "trial_entries:end_as_told", {"0": "kill", "others_s": 300}, ranks=2, deadline_s=120,
         folder=tmp_path,
     )  # fmt: skip
     assert [(row["status"], row["first"]) for row in rows] == [("crash", True), ("ended", False)]
@@ -54,7 +54,7 @@ def test_a_rank_that_a_signal_ends_is_named_first(tmp_path):
 @pytest.mark.full
 def test_a_rank_that_leaves_without_a_word_is_named_first(tmp_path):
     rows = run_ranks(
-        "launched:end_as_told", {"1": "leave", "others_s": 300}, ranks=2, deadline_s=120,
+        "trial_entries:end_as_told", {"1": "leave", "others_s": 300}, ranks=2, deadline_s=120,
         folder=tmp_path,
     )  # fmt: skip
     assert [(row["status"], row["first"]) for row in rows] == [("ended", False), ("error", True)]
@@ -65,7 +65,7 @@ def test_a_rank_that_leaves_without_a_word_is_named_first(tmp_path):
 @pytest.mark.slow
 def test_at_the_deadline_each_rank_says_where_it_stands_and_nobody_is_left(tmp_path):
     rows = run_ranks(
-        "launched:end_as_told", {"others_s": 300}, ranks=2, deadline_s=12, folder=tmp_path
+        "trial_entries:end_as_told", {"others_s": 300}, ranks=2, deadline_s=12, folder=tmp_path
     )
     for row in rows:
         assert row["status"] == "timeout" and row["place"] == "work"
@@ -75,7 +75,7 @@ def test_at_the_deadline_each_rank_says_where_it_stands_and_nobody_is_left(tmp_p
 
 def test_wrong_calls_are_refused_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match="ranks=0 must be at least 1"):
-        run_ranks("launched:greet", {}, ranks=0, deadline_s=60, folder=tmp_path)
+        run_ranks("trial_entries:greet", {}, ranks=0, deadline_s=60, folder=tmp_path)
     with pytest.raises(ValueError, match="there is no module nowhere"):
         run_ranks("nowhere:greet", {}, ranks=1, deadline_s=60, folder=tmp_path)
     assert not list(tmp_path.iterdir())
