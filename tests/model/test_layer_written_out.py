@@ -62,16 +62,19 @@ def written_out(layer, x, cu_seqlens=None):
     [
         {"gate": "sigmoid"},
         {"gate": "softmax"},
+        {"shared_kv": True},
+        {"force_branch": "cmp"},
+        {"force_branch": "win"},
         {"force_branch": "slc"},
         {"force_branch": "slc", "shared_kv": True},
     ],
-    ids=["sigmoid", "softmax", "slc", "slc-shared"],
+    ids=["sigmoid", "softmax", "shared", "cmp", "win", "slc", "slc-shared"],
 )
 @pytest.mark.parametrize("rope", ["before", "after"])
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 @pytest.mark.parametrize("borders", [None, [0, 1, TOKENS]], ids=["whole", "packed"])
 def test_the_layer_is_the_reference_with_its_weights_written_out(borders, phi, rope, changes):
-    config = tiny(phi=phi, compress_rope=rope, value_dim=6, **changes)
+    config = tiny(phi=phi, compress_rope=rope, value_dim=6, rope_base=100.0, **changes)
     layer = NSAAttention(config).double()
     with torch.no_grad():  # large enough that scores, gates and biases matter
         for parameter in layer.parameters():

@@ -6,7 +6,7 @@ import torch
 from tiny_models import TOKENS, gradients, tiny, tokens
 
 from nsa.attention import witness
-from nsa.model.llama import Block, LanguageModel
+from nsa.model.llama import LanguageModel
 from nsa.model.presets import PRESETS, preset
 
 
@@ -150,11 +150,6 @@ def test_one_token_is_enough():
 def test_tokens_that_do_not_fit_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         LanguageModel(tiny(max_tokens=24))(wrong)
-
-
-def test_a_block_is_llamas():
-    names = [name for name, _ in Block(tiny(), 0).named_children()]
-    assert names == ["norm1", "attention", "norm2", "mlp"]
 
 
 def test_the_model_around_its_attention_is_llama_written_out():
