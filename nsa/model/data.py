@@ -23,6 +23,7 @@ from nsa.model.parallel import Parallel
 MAX_BYTES = 64 * 2**20
 _NOT_TEXT = {"__pycache__", "site-packages", "dist-packages"}
 
+Device = str | torch.device
 Batch = tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]
 
 
@@ -37,9 +38,7 @@ class Synthetic:
     def name(self) -> str:
         return f"uniform random tokens, vocabulary {self.vocab}"
 
-    def batch(
-        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
-    ) -> Batch:
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """`batch` rows of `tokens` tokens, and each token's successor as its target."""
         check_sizes(step, batch, tokens)
         drawn = torch.randint(self.vocab, (batch, tokens + 1), generator=generator(self.seed, step))
@@ -82,9 +81,7 @@ class Text:
             )
         return torch.frombuffer(joined, dtype=torch.uint8)
 
-    def batch(
-        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
-    ) -> Batch:
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """`batch` passages of `tokens` bytes, and each byte's successor as its target.
 
         ValueError when the text has fewer than tokens + 1 bytes.
@@ -166,7 +163,7 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
 
 
-def with_successors(drawn: Tensor, device: str | torch.device) -> Batch:
+def with_successors(drawn: Tensor, device: Device) -> Batch:
     """drawn [B, T + 1] as T tokens a row, and each one's successor as its target."""
     drawn = drawn.to(device)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()

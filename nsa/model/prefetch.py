@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.model.data import Batch, Device
 from nsa.model.train import Data
 
 _POLL_S = 0.1
@@ -40,9 +41,7 @@ class Prefetch:
         self._drawer: _Drawer | None = None
         self._closed = False
 
-    def batch(
-        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
-    ) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """`data.batch(...)`, in pinned memory where that serves. ValueError once closed."""
         if self._closed:
             raise ValueError(f"step {step}: this Prefetch was closed; make another")

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nsa.model.data import Batch, check_sizes, with_successors
+from nsa.model.data import Batch, Device, check_sizes, with_successors
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 END = b"\0"  # between documents; UTF-8 text has no other use for it
@@ -73,9 +73,7 @@ class Stream:
     def name(self) -> str:
         return "/".join(filter(None, (self.dataset, self.subset, self.split)))
 
-    def batch(
-        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
-    ) -> Batch:
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """`batch` passages of `tokens` bytes, and each byte's successor as its target.
 
         Raises NoText where text is missing and cannot be fetched, ValueError where the data set

@@ -17,7 +17,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from nsa.model.config import check_int
-from nsa.model.data import IGNORED, Batch, check_sizes, generator
+from nsa.model.data import IGNORED, Batch, Device, check_sizes, generator
 from nsa.model.train import EVALUATION, Data
 from nsa.model.train_config import autocast
 
@@ -35,9 +35,7 @@ class Task(Data, Protocol):
         """Accuracy of a model that knows the task's rules and sees nothing of the row."""
 
 
-def scored(
-    ids: Int64[Tensor, "B T1"], answers: Int64[Tensor, "B S"], device: str | torch.device
-) -> Batch:
+def scored(ids: Int64[Tensor, "B T1"], answers: Int64[Tensor, "B S"], device: Device) -> Batch:
     """Tokens and targets of ids [B, T + 1]; only the ids at `answers` are targets."""
     targets = torch.full_like(ids, IGNORED).scatter_(1, answers, ids.gather(1, answers))
     return ids[:, :-1].contiguous().to(device), targets[:, 1:].contiguous().to(device)
@@ -104,9 +102,7 @@ class Copy(Recorded):
         left = [1 / (self.vocab - 2 - given) for given in range(self.length)]
         return sum(left) / len(left)
 
-    def batch(
-        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
-    ) -> Batch:
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """ValueError where `tokens` tokens do not hold the two strings at their distance."""
         check_sizes(step, batch, tokens)
         # Symbols at first + 1 .., copies `distance` later, the last of which is the last target.
@@ -170,9 +166,7 @@ class Needle(Recorded):
         """One of the values."""
         return 1 / self.values
 
-    def batch(
-        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
-    ) -> Batch:
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """ValueError where `tokens` tokens do not hold the pairs, or one at the distance."""
         check_sizes(step, batch, tokens)
         random = generator(self.seed, step)
@@ -245,9 +239,7 @@ class Recall(Recorded):
         """One of the values."""
         return 1 / self.symbols
 
-    def batch(
-        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
-    ) -> Batch:
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """ValueError where `tokens` tokens do not hold every pair twice, and the gap."""
         check_sizes(step, batch, tokens)
         width = 2 * self.pairs

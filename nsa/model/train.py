@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsa.attention import witness
 from nsa.model import saving
 from nsa.model.captured import CapturedStep, check_capturable, on_stream, warmup_steps
-from nsa.model.data import Share, share_of
+from nsa.model.data import Batch, Device, Share, share_of
 from nsa.model.parallel import SINGLE, Parallel
 from nsa.model.train_config import (
     TrainConfig,
@@ -32,9 +32,7 @@ EVALUATION = 2**40  # the first batch of evaluation, which no training reaches
 class Data(Protocol):
     """Seeded and stateless in `step`, so that a run can be repeated from anywhere."""
 
-    def batch(
-        self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
-    ) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
         """(tokens, targets), both int64 [B, T]; targets of -100 are not scored."""
 
 
@@ -68,7 +66,7 @@ class Trainer:
         data: Data,
         config: TrainConfig,
         *,
-        device: str | torch.device = "cpu",
+        device: Device = "cpu",
         observers: Sequence[Any] = (),
         parallel: Parallel = SINGLE,
     ) -> None:

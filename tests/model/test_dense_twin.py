@@ -9,7 +9,6 @@ from nsa.attention.registry import Declined
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig
 from nsa.model.dense_attention import DenseAttention
-from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.presets import PRESETS, dense_twin, preset, production
 from nsa.reference.rotary import rotary_tables, rotate
@@ -45,18 +44,6 @@ def test_it_is_causal_attention_with_rotary(changes):
     layer = DenseAttention(twin(**changes))
     x = hidden(layer.config, batch=2)
     assert torch.allclose(layer(x).double(), written_out(layer, x), atol=1e-6)
-
-
-def test_nsa_whose_window_holds_everything_is_its_twin():
-    whole = tiny(nsa={"window": 64}, force_branch="win", shared_kv=True)
-    layer, dense_layer = NSAAttention(whole), DenseAttention(dense_twin(whole))
-    with torch.no_grad():
-        dense_layer.q_proj.weight.copy_(layer.q_proj.weight)
-        dense_layer.k_proj.weight.copy_(layer.k_proj["shared"].weight)
-        dense_layer.v_proj.weight.copy_(layer.v_proj["shared"].weight)
-        dense_layer.out_proj.weight.copy_(layer.out_proj.weight)
-    x = hidden(whole)
-    assert torch.allclose(layer(x), dense_layer(x), atol=1e-6)
 
 
 def test_packed_sequences_do_not_see_each_other():

@@ -15,6 +15,7 @@ from processes import environment_with_package, wait_until_there
 from sample_notebooks import (
     SET_UP,
     code_cells,
+    errors_of,
     hang_after,
     marked_sleepers,
     sleeper,
@@ -330,11 +331,14 @@ def test_two_runs_of_one_thing_at_once_both_survive(place):
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("number", "status", "stop_reason"),
-    [(signal.SIGTERM, "killed", "terminated"), (signal.SIGINT, "interrupted", "interrupted")],
+    ("number", "status", "stop_reason", "ename"),
+    [
+        (signal.SIGTERM, "killed", "terminated", "Terminated"),
+        (signal.SIGINT, "interrupted", "interrupted", "KeyboardInterrupt"),
+    ],
     ids=["SIGTERM", "Ctrl-C"],
 )
-def test_a_stopped_run_is_recorded_and_leaves_no_process(place, number, status, stop_reason):
+def test_a_stopped_run_is_recorded_and_leaves_no_process(place, number, status, stop_reason, ename):
     mark = f"mark-{uuid.uuid4().hex}"
     ready = place / "ready"
     notebook(place, MEASURE, sleeper(mark), hang_after(ready), "1")
@@ -348,6 +352,7 @@ def test_a_stopped_run_is_recorded_and_leaves_no_process(place, number, status, 
     kept = record.load(folder)
     assert (kept["status"], kept["stop_reason"]) == (status, stop_reason)
     assert statuses(folder / "notebook.ipynb")[-2:] == ["failed", "pending"]
+    assert errors_of(code_cells(folder / "notebook.ipynb")[-2]) == [ename]
     assert len(store.Run(folder).metrics()) == 1
     assert marked_sleepers(mark) == []
 
