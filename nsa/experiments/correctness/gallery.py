@@ -3,27 +3,26 @@
 A copy runs in a child process; the code that this process has loaded stays as it is.
 """
 
+import ast
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nsa.experiments.correctness import lesson_rows
 from nsa.experiments.correctness.lessons import TELLS, UNTOLD, lesson
-from nsa.experiments.correctness.mutants import MUTANTS, ROOT, Mutant, copy_of_the_project, mutant
+from nsa.experiments.correctness.mutants import MUTANTS, ROOT, copy_of_the_project, mutant
 from nsa.experiments.correctness.oracle import environment
+from nsa.lab import sweep
 from nsa.lab.process.trial import Outcome, run_child
 
 RIGHT = "right"  # the name of the code as it is, beside the mutants'
-_IN_COPY = "nsa.experiments.correctness.probe:in_copy"
-_IN_COPIES = "nsa.experiments.correctness.probe:in_copies"
-_LOOK = "nsa.experiments.correctness.probe:look"
-_LEARN = "nsa.experiments.correctness.learning:learn"
+_PROBE = "nsa.experiments.correctness.probe:"
 
 # mutant -> (view, backend): where the mutated line shows.
 SHOWS = {
@@ -93,39 +92,38 @@ def look_at(
     alone = [one for one in wanted if one[2] == "triton" and device != "cpu"]
     shared = [one for one in wanted if one not in alone]
     shares = [[one] for one in alone] + [shared[start::workers] for start in range(workers)]
-    with ThreadPoolExecutor(workers) as pool:
-        parts = pool.map(
-            lambda share: _look_at(share, device, deadline_s, folder), filter(None, shares)
-        )
-        found = [seen for part in parts for seen in part]
+    shares = list(filter(None, shares))
+    ended = sweep.measure(
+        _PROBE + "in_copies",
+        shares,
+        lambda share, _: _looks(share, device),
+        deadline_s=deadline_s,
+        workers=workers,
+        env=environment(device),
+        folder=folder,
+        name=lambda share: "-".join(share[0]),
+        progress=False,
+        run=_with_copies,
+    )
+    found = []
+    for share, how in zip(shares, ended, strict=True):
+        lost = {"error": how.message or how.status}
+        told = (how.result or {}).get("found", [lost] * len(share))
+        for asked, one in zip(share, told, strict=True):
+            picture = one.get("result", {}).get("picture")
+            found.append(Seen(*asked, picture, one.get("error", "")))
     order = {name: number for number, name in enumerate((RIGHT, *names))}
     return sorted(found, key=lambda seen: order[seen.mutant])
 
 
-def _look_at(
-    share: Sequence[tuple[str, str, str]],
-    device: str,
-    deadline_s: float,
-    folder: str | Path | None,
-) -> list[Seen]:
-    with tempfile.TemporaryDirectory(prefix="nsa-mutants-") as place:
-        calls = []
-        for number, (name, view, backend) in enumerate(share):
-            root = _copy(None if name == RIGHT else mutant(name), Path(place, str(number)))
-            on = device if backend == "triton" else "cpu"
-            spec = {"view": view, "backend": backend, "device": on}
-            calls.append({"root": str(root), "entry": _LOOK, "spec": spec})
-        spec = {"calls": calls, "triton": any(backend == "triton" for *_, backend in share)}
-        kept = None if folder is None else Path(folder, "looks-" + "-".join(share[0]))
-        ended = run_child(
-            _IN_COPIES, spec, deadline_s=deadline_s, folder=kept, env=environment(device)
-        )
-    lost = {"error": ended.message or ended.status}
-    found = (ended.result or {}).get("found", [lost] * len(share))
-    return [
-        Seen(*asked, one.get("result", {}).get("picture"), one.get("error", ""))
-        for asked, one in zip(share, found, strict=True)
-    ]
+def _looks(share: Sequence[tuple[str, str, str]], device: str) -> dict[str, Any]:
+    """The spec of a child that looks at these (mutant, view, backend)."""
+    calls = []
+    for name, view, backend in share:
+        on = device if backend == "triton" else "cpu"
+        spec = {"view": view, "backend": backend, "device": on}
+        calls.append({"mutant": name, "entry": _PROBE + "look", "spec": spec})
+    return {"calls": calls, "triton": any(backend == "triton" for *_, backend in share)}
 
 
 def learn(
@@ -145,43 +143,45 @@ def learn(
     """A row a mutant that a lesson tells, and one of right attention a lesson: what each learnt.
 
     `tokens` and `backend` replace the lesson's own. A row has `mutant`, `lesson`, `backend`,
-    `tokens`, `outcome`, `message`, `seconds` and what `learning.learn` found. Of a mutant that no
-    lesson tells there is a row with outcome "untold" and the reason.
+    `tokens` and what `lesson_rows.row_of` says. Of a mutant that no lesson tells there is a row
+    with outcome "untold" and the reason.
     """
     names = check_names(names)
-    asked = {name: (TELLS[name][0], backend or TELLS[name][1], tokens or TELLS[name][2])
-             for name in names if name in TELLS}  # fmt: skip
+    asked = {
+        name: (TELLS[name][0], backend or TELLS[name][1], tokens or TELLS[name][2])
+        for name in names
+        if name in TELLS
+    }
     wanted = [(RIGHT, *one) for one in dict.fromkeys(asked.values())]
     wanted += [(name, *one) for name, one in asked.items()]
-
-    def spec_of(given: tuple[str, str, str, int]) -> dict[str, Any]:
-        name, which, served_by, length = given
-        changes = {"checkpoint": "all"} if name == "late-binding-checkpoint" else {}
-        spec = lesson(which, length, backend=served_by, device=device, batch=batch,
-                      precision=precision, **changes)  # fmt: skip
-        return spec | {"threads": threads, "budget_s": 0.7 * deadline_s}
-
-    specs = {given: spec_of(given) for given in wanted}
-
-    def one(given: tuple[str, str, str, int]) -> dict[str, Any]:
-        (name, which, served_by, length), spec = given, specs[given]
-        kept = None if folder is None else Path(folder, f"lesson-{name}-{which}-{served_by}")
-        ended = in_copy(name, _LEARN, spec, deadline_s=deadline_s, folder=kept, device=device)
-        row = {"mutant": name, "lesson": which, "backend": served_by, "tokens": length}
-        row |= {"outcome": ended.status, "message": ended.message, **(ended.result or {})}
-        if progress:
-            said = ended.message or f"as expected: {row['as_expected']}"
-            print(f"{name}: {which}, {served_by}, T {length}: {ended.seconds:.1f} s, {said}",
-                  file=sys.stderr, flush=True)  # fmt: skip
-        return row | {"seconds": ended.seconds}
-
+    specs = {}
+    for name, which, served_by, length in wanted:
+        options = {"backend": served_by, "device": device, "batch": batch, "precision": precision}
+        if name == "late-binding-checkpoint":
+            options["checkpoint"] = "all"
+        specs[name, which, served_by, length] = lesson(which, length, **options)
     # Right attention stops once it has learnt; what does not learn takes all of its lesson's steps.
-    longest_first = sorted(
-        wanted, key=lambda given: (given[0] == RIGHT, -specs[given]["train"]["steps"])
+    longest_first = sorted(wanted, key=lambda one: (one[0] == RIGHT, -specs[one]["train"]["steps"]))
+    ended = sweep.measure(
+        _PROBE + "in_copy",
+        longest_first,
+        lambda one, s: {
+            "mutant": one[0],
+            "entry": lesson_rows.ENTRY,
+            "spec": specs[one] | lesson_rows.limits(threads, s),
+        },
+        deadline_s=deadline_s,
+        workers=workers,
+        env=environment(device),
+        folder=folder,
+        name=lambda one: "{}: {}, {}, T {}".format(*one),
+        said=lesson_rows.said,
+        progress=progress,
+        run=_with_copies,
     )
-    with ThreadPoolExecutor(workers) as pool:
-        rows = dict(zip(longest_first, pool.map(one, longest_first), strict=True))
-    return [rows[given] for given in wanted] + [
+    told = dict(zip(longest_first, map(lesson_rows.row_of, ended), strict=True))
+    fields = ("mutant", "lesson", "backend", "tokens")
+    return [dict(zip(fields, one, strict=True)) | told[one] for one in wanted] + [
         {"mutant": name, "outcome": "untold", "message": UNTOLD[name], "seconds": 0.0}
         for name in names
         if name in UNTOLD
@@ -197,26 +197,24 @@ def kill(
     "error"; `line` is pytest's own last one.
     """
 
-    def one(name: str) -> dict[str, Any]:
-        changed, began = mutant(name), time.monotonic()
-        row = {"mutant": name, "killers": [k.partition("::")[2] for k in changed.killers]}
-        if missing := [k for k in changed.killers if k not in known_tests()]:
+    def one(_: str | None, name: str) -> dict[str, Any]:
+        killers, began = mutant(name).killers, time.monotonic()
+        row = {"mutant": name, "killers": [k.partition("::")[2] for k in killers]}
+        if missing := [k for k in killers if k not in known_tests()]:
             return row | {"outcome": "no tests", "line": f"not here: {missing[0]}", "seconds": 0.0}
         with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as place:
-            root = _copy(changed, Path(place))
             try:
-                ended = run_tests(root, changed.killers, deadline_s=deadline_s)
-                said = (ended.stdout.strip().splitlines() or [""])[-1]
+                ended = run_tests(_copy(name, Path(place)), killers, deadline_s=deadline_s)
+                line = (ended.stdout.strip().splitlines() or [""])[-1]
                 outcome = {0: "survived", 1: "killed"}.get(ended.returncode, "error")
             except subprocess.TimeoutExpired:
-                outcome, said = "error", f"still running after {deadline_s:g} s"
+                outcome, line = "error", f"still running after {deadline_s:g} s"
         seconds = time.monotonic() - began
         if progress:
             print(f"{name}: {outcome}, {seconds:.1f} s", file=sys.stderr, flush=True)
-        return row | {"outcome": outcome, "line": said, "seconds": seconds}
+        return row | {"outcome": outcome, "line": line, "seconds": seconds}
 
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(one, check_names(names)))
+    return sweep.each(one, check_names(names), workers=workers)
 
 
 def run_tests(
@@ -228,19 +226,15 @@ def run_tests(
     """
     files = sorted({test.split("::")[0] for test in tests})
     picked = " or ".join(test.split("::")[1] for test in tests)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line"]
-    without = ["-p", "no:cacheprovider", "-p", "no:nbval"]  # loading that takes as long as torch
-    return subprocess.run(
-        [*command, "-m", "not slow", *without, *files, "-k", picked],
-        cwd=root, capture_output=True, text=True, timeout=deadline_s, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-m", "not slow"]
+    command += ["-p", "no:cacheprovider", "-p", "no:nbval"]  # loading that takes as long as torch
+    command += [*files, "-k", picked]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=deadline_s)
 
 
 @cache
 def known_tests() -> frozenset[str]:
     """The project's test functions, as "tests/room/test_x.py::test_y"; empty without tests."""
-    import ast
-
     found = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -249,29 +243,17 @@ def known_tests() -> frozenset[str]:
     return frozenset(found)
 
 
-def in_copy(
-    name: str,
-    entry: str,
-    spec: dict,
-    *,
-    deadline_s: float,
-    folder: str | Path | None = None,
-    device: str = "cpu",
-) -> Outcome:
-    """`entry` with `spec` in a child process that imports the mutant's copy; RIGHT: the original's.
-
-    On a CPU Triton's kernels are interpreted.
-    """
-    with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as place:
-        root = _copy(None if name == RIGHT else mutant(name), Path(place))
-        given = {"root": str(root), "entry": entry, "spec": spec}
-        return run_child(
-            _IN_COPY, given, deadline_s=deadline_s, folder=folder, env=environment(device)
-        )
+def _with_copies(entry: str, spec: dict[str, Any], **how: Any) -> Outcome:
+    """`run_child` with a copy of the project for each of the spec's calls, its mutant applied."""
+    with tempfile.TemporaryDirectory(prefix="nsa-mutants-") as place:
+        for number, call in enumerate(spec.get("calls", [spec])):
+            call["root"] = str(_copy(call["mutant"], Path(place, str(number))))
+        return run_child(entry, spec, **how)
 
 
-def _copy(changed: Mutant | None, place: Path) -> Path:
+def _copy(name: str, place: Path) -> Path:
+    """The project in `place`, with that mutant's line changed; as it is for RIGHT."""
     root = copy_of_the_project(place)
-    if changed is not None:
-        changed.apply(root)
+    if name != RIGHT:
+        mutant(name).apply(root)
     return root

@@ -8,7 +8,7 @@ attention that sees the future, which trains well and would fail at the first ge
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.data import Batch, generator
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.tasks import Task, accuracy, task
-from nsa.model.train import Data, Trainer
+from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig, autocast
 
 SOLVED = 0.9  # accuracy from which a task counts as solved
@@ -27,6 +27,24 @@ LUCK = 0.2  # above chance that 64 answers of 8 possible ones do not reach by lu
 PEEK = 0.02
 PACED = ("tokens", "steps", "lr", "warmup_steps")  # of training, each stage's own
 _EVALUATED = 4  # batches behind each accuracy
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The row of a lesson: what its last look found, and how it came to that."""
+
+    accuracy: dict[str, float]  # by question
+    chance: dict[str, float]  # by question: what guessing reaches
+    expected: dict[str, bool]  # by question: whether right attention learns it
+    peek: float  # see `peek`
+    as_expected: bool  # the verdict: every question as it should be, and `peek` below PEEK
+    steps: int
+    loss: float  # nats, of the last step
+    curve: list[dict[str, Any]]  # a look each: step, tokens, loss, accuracies, whether all is right
+    seconds: float
+    parameters: int
+    tokens: int  # T of the full rows
+    device_name: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,7 @@ class Taking:
 
 
 def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains and asks: the row of a lesson, for `nsa.lab.process.trial.run_child`.
+    """Trains and asks: a `Learnt`, as a dict, for `nsa.lab.process.trial.run_child`.
 
     spec: "model" and "train", as their configs' to_dict() have them; "tasks", a list of
     {"name": ..., fields}, taken in turn; "questions" {name: {"task": {...}, "solved": bool}}, whose
@@ -56,7 +74,7 @@ def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
     decides.
 
     A stage ends at its steps, or as soon as everything is as right attention has it at two looks in
-    a row. `as_expected` is the verdict: every question as it should be and `peek` below PEEK.
+    a row.
     """
     started = time.monotonic()
     ends = started + spec.get("budget_s", float("inf"))
@@ -77,20 +95,21 @@ def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     seen = peek(model, train.tokens, precision=train.precision)
     last = curve[-1]
-    return {
-        "accuracy": {name: last[name] for name in questions},
-        "chance": {name: asked.chance for name, (asked, _) in questions.items()},
-        "expected": {name: solved for name, (_, solved) in questions.items()},
-        "peek": seen,
-        "as_expected": last["right"] and seen < PEEK,
-        "steps": last["step"],
-        "loss": last["loss"],
-        "curve": curve,
-        "seconds": time.monotonic() - started,
-        "parameters": parameter_count(model),
-        "tokens": train.tokens,
-        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-    }
+    found = Learnt(
+        accuracy={name: last[name] for name in questions},
+        chance={name: asked.chance for name, (asked, _) in questions.items()},
+        expected={name: solved for name, (_, solved) in questions.items()},
+        peek=seen,
+        as_expected=last["right"] and seen < PEEK,
+        steps=last["step"],
+        loss=last["loss"],
+        curve=curve,
+        seconds=time.monotonic() - started,
+        parameters=parameter_count(model),
+        tokens=train.tokens,
+        device_name=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+    )
+    return asdict(found)
 
 
 def _stage(
@@ -103,7 +122,8 @@ def _stage(
     """Trains a stage; what each look found. Weights are drawn where no stage was `before`."""
     if before:
         train = train.with_(seed=None)
-    trainer = Trainer(model, _data(stage["tasks"]), train, device=stage.get("device", "cpu"))
+    tasks = Taking(tuple(task(**one) for one in stage["tasks"]))
+    trainer = Trainer(model, tasks, train, device=stage.get("device", "cpu"))
     questions, done = _questions(stage), before[-1]["step"] if before else 0
     looks: list[dict[str, Any]] = []
     for step in range(train.steps):
@@ -111,7 +131,10 @@ def _stage(
         if (step + 1) % stage.get("every", 25) and step + 1 < train.steps:
             continue
         found = {name: _asked(model, asked, train) for name, (asked, _) in questions.items()}
-        right = all(_as_expected(found[name], *question) for name, question in questions.items())
+        right = all(
+            found[name] >= SOLVED if solved else found[name] <= asked.chance + LUCK
+            for name, (asked, solved) in questions.items()
+        )
         look = {"step": done + step + 1, "tokens": train.tokens, "loss": float(loss)}
         looks.append({**look, **found, "right": right})
         if time.monotonic() > ends or (right and len(looks) > 1 and looks[-2]["right"]):
@@ -143,20 +166,6 @@ def _questions(stage: Mapping[str, Any]) -> dict[str, tuple[Task, bool]]:
     return {name: (task(**q["task"]), q["solved"]) for name, q in stage["questions"].items()}
 
 
-def _data(tasks: Sequence[Mapping[str, Any]]) -> Data:
-    return Taking(tuple(task(**one) for one in tasks))
-
-
 def _asked(model: nn.Module, asked: Task, train: TrainConfig) -> float:
-    return accuracy(
-        model,
-        asked,
-        batch=train.batch,
-        tokens=train.tokens,
-        batches=_EVALUATED,
-        precision=train.precision,
-    )
-
-
-def _as_expected(found: float, asked: Task, solved: bool) -> bool:
-    return found >= SOLVED if solved else found <= asked.chance + LUCK
+    sizes = {"batch": train.batch, "tokens": train.tokens, "batches": _EVALUATED}
+    return accuracy(model, asked, **sizes, precision=train.precision)

@@ -1,15 +1,15 @@
 """Lessons of `nsa.experiments.correctness.lessons`, each learnt in a child process, as rows."""
 
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from nsa.experiments.correctness.learning import SOLVED
 from nsa.experiments.correctness.lessons import lesson
-from nsa.lab.process.trial import run_child
+from nsa.lab import sweep
+from nsa.lab.process.trial import Outcome
 
+WANTED = {True: f"at least {SOLVED}", False: "about chance: out of reach"}
 ENTRY = "nsa.experiments.correctness.learning:learn"
 
 
@@ -24,43 +24,54 @@ def learn_all(
     progress: bool = True,
     **options: Any,
 ) -> list[dict]:
-    """One row a lesson: `lesson`, `outcome`, `message`, `seconds` and what `learning.learn` found.
+    """One row a lesson: `lesson`, and what `row_of` says; a lesson named twice is learnt once.
 
     `workers` lessons at once; times are not taken. `options` are those of `lessons.lesson`.
-    Training ends early enough to be asked within `deadline_s`. ValueError for an unknown lesson
-    before any is learnt.
+    ValueError for an unknown lesson before any is learnt.
     """
     specs = {name: lesson(name, tokens, **options) for name in names}
+    ended = sweep.measure(
+        ENTRY,
+        list(specs),
+        lambda name, s: specs[name] | limits(threads, s),
+        deadline_s=deadline_s,
+        workers=workers,
+        folder=folder,
+        name=lambda name: f"{name}, T {tokens}",
+        said=said,
+        progress=progress,
+    )
+    return [{"lesson": name} | row_of(how) for name, how in zip(specs, ended, strict=True)]
 
-    def one(name: str) -> dict:
-        ended = run_child(
-            ENTRY,
-            specs[name] | {"threads": threads, "budget_s": 0.7 * deadline_s},
-            deadline_s=deadline_s,
-            folder=None if folder is None else Path(folder, name),
-        )
-        row = {"lesson": name, "outcome": ended.status, "message": ended.message}
-        row |= (ended.result or {}) | {"seconds": ended.seconds}
-        if progress:
-            said = ended.message or f"as expected: {row['as_expected']}"
-            print(f"{name}, T {tokens}: {ended.status}, {ended.seconds:.1f} s, {said}",
-                  file=sys.stderr, flush=True)  # fmt: skip
-        return row
 
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(one, specs))  # a name that stands twice is learnt once
+def limits(threads: int | None, deadline_s: float) -> dict[str, Any]:
+    """What a lesson's spec says of its process: training ends early enough to be asked in time."""
+    return {"threads": threads, "budget_s": 0.7 * deadline_s}
+
+
+def said(result: dict) -> str:
+    """What a line of progress tells of a lesson."""
+    return f"as expected: {result['as_expected']}"
+
+
+def row_of(ended: Outcome) -> dict:
+    """`outcome`, `message`, the fields of `learning.Learnt` where it ended well, and `seconds`."""
+    row = {"outcome": ended.status, "message": ended.message, **(ended.result or {})}
+    return row | {"seconds": ended.seconds}
 
 
 def answers(rows: Sequence[dict]) -> list[dict]:
     """A line a question: lesson, question, accuracy, by chance, wanted, steps, peek."""
-    found = []
-    for row in rows:
-        for name, accuracy in row.get("accuracy", {}).items():
-            learnable = row["expected"][name]
-            found.append({
-                "lesson": row["lesson"], "question": name, "accuracy": accuracy,
-                "by chance": row["chance"][name],
-                "wanted": f"at least {SOLVED}" if learnable else "about chance: out of reach",
-                "steps": row["steps"], "peek": row["peek"],
-            })  # fmt: skip
-    return found
+    return [
+        {
+            "lesson": row["lesson"],
+            "question": name,
+            "accuracy": accuracy,
+            "by chance": row["chance"][name],
+            "wanted": WANTED[row["expected"][name]],
+            "steps": row["steps"],
+            "peek": row["peek"],
+        }
+        for row in rows
+        for name, accuracy in row.get("accuracy", {}).items()
+    ]

@@ -59,25 +59,10 @@ def lesson(
     if tokens < 64:
         raise ValueError(f"tokens={tokens}: a lesson needs at least 64, for blocks to leave out")
     block = max(16, tokens // 128)
-    config = ModelConfig(
-        name=f"lesson-{name}",
-        layers=1,
-        dim=64,
-        heads=8,
-        kv_heads=2,
-        head_dim=16,
-        vocab=VOCAB,
-        nsa=NSAConfig(
-            compress_block=block,
-            compress_stride=block // 4,
-            select_block=block,
-            select_count=3,
-            select_initial=1,
-            select_local=1,
-            window=2 * block,
-        ),
-        backend=backend,
-    )
+    # l, d, l', n of which the first and the newest are always seen, w
+    nsa = NSAConfig(block, block // 4, block, 3, select_initial=1, select_local=1, window=2 * block)
+    sizes = {"layers": 1, "dim": 64, "heads": 8, "kv_heads": 2, "head_dim": 16, "vocab": VOCAB}
+    config = ModelConfig(f"lesson-{name}", **sizes, nsa=nsa, backend=backend)
     model, *_ = LESSONS[name](tokens, block)
     before = [(other, n * block) for other, counts in STAGES.get(name, ()) for n in counts]
     last = _stage(name, tokens, block)
@@ -108,13 +93,8 @@ def _stage(name: str, tokens: int, block: int) -> dict[str, Any]:
 
 
 def _needle(low: int, high: int, filler: int = 4) -> dict[str, Any]:
-    return {
-        "name": "needle",
-        "vocab": VOCAB,
-        "values": 8,
-        "filler": filler,
-        "distance": [low, high],
-    }
+    task = {"name": "needle", "vocab": VOCAB, "values": 8}
+    return {**task, "filler": filler, "distance": [low, high]}
 
 
 def _asks(solved: bool, task: dict[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,43 @@
 `hold_all` runs in a child process, where Triton's kernels can be interpreted without a GPU.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process.trial import run_child
+import torch
+from torch import Tensor
+
+from nsa.attention import registry
+from nsa.attention.api import nsa_attention
+from nsa.attention.registry import Declined
+from nsa.config import NSAConfig
+from nsa.lab import sweep
+from nsa.lab.measure.accuracy import AccuracyError, hold
+from nsa.lab.measure.attention_inputs import Drawn, draw
+from nsa.lab.measure.shapes import Shape
+from nsa.reference.nsa import BRANCHES, nsa
 
 ENTRY = "nsa.experiments.correctness.oracle:hold_all"
-BRANCHES = ("cmp", "slc", "win")
 # Rows of the case study's mistakes and of lazy ones, which the rule must turn down.
 IMPOSTORS = ("all zero", "x 1.01", "only the first key", "w + 1 keys", "block of its own dropped")
+
+
+@dataclass(frozen=True)
+class Held:
+    """How one implementation's tensor was held to the rule at one shape."""
+
+    shape: str
+    dtype: str
+    who: str
+    kind: str  # "backend" or "impostor"
+    tensor: str  # o, d_q, d_k_cmp, ...; "" where the backend declined
+    outcome: str  # "held", "red"; "declined" by a backend, "no gradient" from one
+    message: str = ""
+    error: float | None = None  # of the largest exact value
+    limit: float | None = None  # the same; None where it was not kept
 
 
 def measure(
@@ -29,21 +54,24 @@ def measure(
 
     RuntimeError if a child did not end well: without its oracle there is nothing to look at.
     """
-    env = environment(device)
     each = max(1, -(-len(shapes) // workers))
     shares = [list(shapes[first : first + each]) for first in range(0, len(shapes), each)]
-
-    def held(number: int) -> list[dict[str, Any]]:
-        spec = {"shapes": shares[number], "device": device}
-        place = None if folder is None else Path(folder) / f"{number}"
-        ended = run_child(ENTRY, spec, deadline_s=deadline_s, folder=place, env=env)
-        if ended.status != "ok":
-            said = f"the oracle ended as {ended.status}: {ended.message}"
-            raise RuntimeError(f"{said}\n{ended.evidence}")
-        return ended.result["rows"]
-
-    with ThreadPoolExecutor(max(1, len(shares))) as pool:
-        return [row for mine in pool.map(held, range(len(shares))) for row in mine]
+    ended = sweep.measure(
+        ENTRY,
+        shares,
+        lambda share, _: {"shapes": share, "device": device},
+        deadline_s=deadline_s,
+        workers=workers,
+        env=environment(device),
+        folder=folder,
+        name=lambda share: f"{len(share)}-shapes",
+        progress=False,
+    )
+    for how in ended:
+        if how.status != "ok":
+            said = f"the oracle ended as {how.status}: {how.message}"
+            raise RuntimeError(f"{said}\n{how.evidence}")
+    return [row for how in ended for row in how.result["rows"]]
 
 
 def environment(device: str) -> dict[str, str]:
@@ -52,18 +80,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"rows": ...}: one row a shape, implementation and tensor (o, d_q, d_k_cmp, ...).
-
-    A row has `shape`, `dtype`, `who`, `kind` ("backend" or "impostor"), `tensor`, `outcome` ("held"
-    or "red"; "declined" for all of a backend that does not take the inputs, "no gradient" for its
-    gradients alone), `error` and `limit`, both relative to the largest exact value, and `message`.
-    """
-    import torch
-
-    from nsa.attention import registry
-    from nsa.lab.measure.attention_inputs import draw
-    from nsa.lab.measure.shapes import Shape
-
+    """{"rows": ...}: a `Held`, as a dict, for each shape, implementation and tensor."""
     if spec["device"] == "cpu":
         torch.set_num_threads(1)
     rows = []
@@ -71,52 +88,49 @@ def hold_all(spec: dict[str, Any]) -> dict[str, Any]:
         shape = Shape.from_dict(one)
         drawn = draw(shape, spec["device"])
         wide = _cast(drawn.leaves(), torch.float64)
+        narrow = _cast(drawn.leaves(), shape.torch_dtype)
         blocks = _reference(wide, shape.config, None).blocks
         defined = partial(_reference, config=shape.config, blocks=blocks)
-        exact = _outcome(lambda x, f=defined: f(x).o, wide, drawn.do)
-        narrow = _cast(drawn.leaves(), shape.torch_dtype)
-        same = _outcome(lambda x, f=defined: f(x).o, narrow, drawn.do)
-        given = {"shape": str(shape), "dtype": shape.dtype}
+        exact, same = (_outcome(lambda x, f=defined: f(x).o, x, drawn.do) for x in (wide, narrow))
+        held = partial(_held, shape, same, exact)
         for name in registry.names():
-            found = _backend(name, drawn, blocks)
-            rows += [given | row for row in _held(name, "backend", found, same, exact, shape)]
+            rows += held("backend", name, _backend(name, drawn, blocks))
         for name in IMPOSTORS:
-            o = _impostor(name, same["o"], narrow, shape, blocks)
-            rows += [given | r for r in _held(name, "impostor", {"o": o}, same, exact, shape)]
-    return {"rows": rows}
+            rows += held("impostor", name, {"o": _impostor(name, same["o"], narrow, shape, blocks)})
+    return {"rows": [asdict(row) for row in rows]}
 
 
-def _held(who: str, kind: str, found: Any, same: dict, exact: dict, shape: Any) -> list[dict]:
-    from nsa.lab.measure.accuracy import AccuracyError, hold
-
+def _held(
+    shape: Shape,
+    same: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    kind: str,
+    who: str,
+    found: Mapping[str, Tensor | str] | str,
+) -> list[Held]:
+    """Rows of what `_backend` or an impostor found, against plain torch's and the exact tensors."""
+    row = partial(Held, str(shape), shape.dtype, who, kind)
     if isinstance(found, str):
-        return [{"who": who, "kind": kind, "tensor": "", "outcome": "declined", "message": found}]
+        return [row("", "declined", found)]
     largest = max(float(x.abs().max()) for name, x in exact.items() if name != "o")
     rows = []
     for name, got in found.items():
-        row = {"who": who, "kind": kind, "tensor": name, "outcome": "held", "message": ""}
         if isinstance(got, str):
-            rows.append(row | {"outcome": "no gradient", "message": got})
+            rows.append(row(name, "no gradient", got))
             continue
-        magnitude = 0.0 if name == "o" else largest
+        size = {"dtype": shape.torch_dtype, "magnitude": 0.0 if name == "o" else largest}
         try:
-            error = hold(name, got, same[name], exact[name], dtype=shape.torch_dtype,
-                         magnitude=magnitude)  # fmt: skip
-            row |= {"error": error.worst, "limit": error.limit}
+            error = hold(name, got, same[name], exact[name], **size)
+            rows.append(row(name, "held", "", error.worst, error.limit))
         except AccuracyError as red:
             scale = float(exact[name].abs().max())
             worst = float((got.double() - exact[name]).abs().max()) / scale
-            row |= {"outcome": "red", "message": str(red), "error": worst}
-        rows.append(row)
+            rows.append(row(name, "red", str(red), worst))
     return rows
 
 
-def _backend(name: str, drawn: Any, blocks: Any) -> dict[str, Any] | str:
+def _backend(name: str, drawn: Drawn, blocks: Tensor) -> dict[str, Tensor | str] | str:
     """o and gradients, or why it declined; where only the backward is declined, o alone."""
-    import torch
-
-    from nsa.attention.api import nsa_attention
-    from nsa.attention.registry import Declined
 
     def attend(x):
         k, v = ({b: x[f"{side}_{b}"] for b in BRANCHES} for side in "kv")
@@ -136,9 +150,7 @@ def _backend(name: str, drawn: Any, blocks: Any) -> dict[str, Any] | str:
         return str(refusal).partition("inputs: ")[2] or str(refusal)
 
 
-def _outcome(function: Callable, leaves: dict[str, Any], do: Any) -> dict[str, Any]:
-    import torch
-
+def _outcome(function: Callable, leaves: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
     o = function(leaves)
     grads = torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype), allow_unused=True)
     found = {"o": o.detach()}
@@ -147,19 +159,15 @@ def _outcome(function: Callable, leaves: dict[str, Any], do: Any) -> dict[str, A
     return found
 
 
-def _reference(x: dict[str, Any], config: Any, blocks: Any):
-    from nsa.reference.nsa import nsa
-
+def _reference(x: Mapping[str, Tensor], config: NSAConfig, blocks: Tensor | None):
     k, v = ({b: x[f"{side}_{b}"] for b in BRANCHES} for side in "kv")
     return nsa(x["q"], k, v, x["gates"], config, blocks=blocks)
 
 
-def _impostor(name: str, o: Any, x: dict[str, Any], shape: Any, blocks: Any):
+def _impostor(
+    name: str, o: Tensor, x: Mapping[str, Tensor], shape: Shape, blocks: Tensor
+) -> Tensor:
     """o as somebody who is wrong in that way makes it."""
-    from dataclasses import replace
-
-    import torch
-
     if name == "all zero":
         return torch.zeros_like(o)
     if name == "x 1.01":
@@ -176,5 +184,5 @@ def _impostor(name: str, o: Any, x: dict[str, Any], shape: Any, blocks: Any):
     return _reference(x, config, torch.where(blocks == own, -1, blocks)).o.detach()
 
 
-def _cast(leaves: dict[str, Any], dtype: Any) -> dict[str, Any]:
+def _cast(leaves: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {n: x.detach().to(dtype, copy=True).requires_grad_() for n, x in leaves.items()}

@@ -137,11 +137,7 @@ def curves(rows: Sequence[dict]):
     shown = [row for row in rows if row.get("curve")]
     names = list(dict.fromkeys((row["lesson"], row["backend"], row["tokens"]) for row in shown))
     if not names:
-        with looks.style():
-            fig, (axes,) = looks.panels(1, 0.8)
-            axes.set_axis_off()
-            axes.text(0.5, 0.5, "no lesson was learnt in this run", ha="center", va="center")
-        return fig
+        return looks.nothing("no lesson was learnt in this run")
     with looks.style():
         fig, panels = looks.panels(len(names), 2.6)
         mutants = list(dict.fromkeys(row["mutant"] for row in shown if row["mutant"] != RIGHT))

@@ -8,7 +8,11 @@ Loads nothing of the package on top: `in_copy` has to choose first which copy th
 import json
 import os
 import sys
+from functools import partial
+from importlib import import_module
 from typing import Any
+
+import torch
 
 # Small enough to be drawn, large enough that every branch leaves something out. G is not HKV.
 TOKENS, HEADS, KV_HEADS, DIM = 64, 6, 2, 16
@@ -30,8 +34,6 @@ def in_copy(spec: dict[str, Any]) -> dict[str, Any]:
 
     spec: "root", a folder that holds `nsa`; "entry", "package.module:function"; "spec" for that.
     """
-    from importlib import import_module
-
     for name in [n for n in sys.modules if n == "nsa" or n.startswith("nsa.")]:
         del sys.modules[name]
     sys.path.insert(0, spec["root"])
@@ -46,7 +48,6 @@ def in_copies(spec: dict[str, Any]) -> dict[str, Any]:
     Each in a fork of its own, so that torch is loaded once and no copy meets another; a single one
     right here.
     """
-    import torch
     import torch._dynamo  # operators and checkpoints load it, which takes each of them seconds
 
     if spec.get("triton"):
@@ -87,30 +88,8 @@ def look(spec: dict[str, Any]) -> dict[str, Any]:
     return {"picture": [[round(x, 5) for x in row] for row in picture.tolist()]}
 
 
-def compressed(backend: str, seed: int, device: str):
-    """[T, T]: the weight that each query gives to each token through compressed keys."""
-    return _weights(backend, seed, device, ("cmp",))
-
-
-def selected(backend: str, seed: int, device: str):
-    """[T, T]: the weight on each token of the selected blocks."""
-    return _weights(backend, seed, device, ("slc",))
-
-
-def window(backend: str, seed: int, device: str):
-    """[T, T]: the weight on each token of the window."""
-    return _weights(backend, seed, device, ("win",))
-
-
-def mixed(backend: str, seed: int, device: str):
-    """[T, T]: the gated sum of compressed and selected tokens, gates between 0.2 and 0.8."""
-    return _weights(backend, seed, device, ("cmp", "slc"), gated=True)
-
-
 def gate_gradient(backend: str, seed: int, device: str):
     """[T, 3]: what the kernel that makes <do, o> writes as the gradient of the second gate."""
-    import torch
-
     from nsa.kernels.combine import delta_of
 
     random = torch.Generator().manual_seed(seed)
@@ -122,8 +101,6 @@ def gate_gradient(backend: str, seed: int, device: str):
 
 def query_gradient(backend: str, seed: int, device: str):
     """[T, D]: the queries' gradient under all branches, from the first quarter of the tokens."""
-    import torch
-
     x = drawn(backend, seed, DIM, device)
     x = {n: t[:, : TOKENS // 4].clone().requires_grad_() for n, t in x.items()}
     o = output(backend, x)
@@ -133,8 +110,6 @@ def query_gradient(backend: str, seed: int, device: str):
 
 def recomputed(backend: str, seed: int, device: str):
     """[L, L]: in a backward over 4 checkpointed layers, which layer (column) ran in whose place."""
-    import torch
-
     from nsa.config import NSAConfig
     from nsa.model.config import ModelConfig
     from nsa.model.llama import LanguageModel
@@ -158,16 +133,8 @@ def recomputed(backend: str, seed: int, device: str):
     return found
 
 
-VIEWS = {
-    view.__name__: view
-    for view in (compressed, selected, window, mixed, gate_gradient, query_gradient, recomputed)
-}
-
-
 def drawn(backend: str, seed: int, value_dim: int = TOKENS, device: str = "cpu") -> dict[str, Any]:
     """q, k_*, v_* and gates; fp32 for kernels, else fp64. Values name their token by default."""
-    import torch
-
     dtype = torch.float32 if backend == "triton" else torch.float64
     random = torch.Generator().manual_seed(seed)
 
@@ -205,11 +172,26 @@ def output(backend: str, x: dict[str, Any], branches=("cmp", "slc", "win")):
         span.ELEMENTS = before
 
 
-def _weights(backend: str, seed: int, device: str, branches: tuple[str, ...], gated: bool = False):
-    import torch
+def weights(
+    branches: tuple[str, ...], backend: str, seed: int, device: str, gated: bool = False
+) -> torch.Tensor:
+    """[T, T]: the weight that each query gives to each token through these branches, summed.
 
+    Gates are 1, or between 0.2 and 0.8 where `gated`.
+    """
     x = drawn(backend, seed, device=device)
     if not gated:
         x["gates"] = torch.ones_like(x["gates"])
     with torch.no_grad():
         return output(backend, x, branches)[0, :, HEAD]
+
+
+VIEWS = {
+    "compressed": partial(weights, ("cmp",)),
+    "selected": partial(weights, ("slc",)),
+    "window": partial(weights, ("win",)),
+    "mixed": partial(weights, ("cmp", "slc"), gated=True),
+    "gate_gradient": gate_gradient,
+    "query_gradient": query_gradient,
+    "recomputed": recomputed,
+}

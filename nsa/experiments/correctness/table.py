@@ -21,24 +21,20 @@ def oracle(rows: Sequence[dict]) -> pandas.DataFrame:
     for row in rows:
         if row["kind"] != "backend":
             continue
-        line = found.setdefault(
-            (row["who"], row["dtype"]), {"o": None, "gradients": None, "held": 0, "why not": ""}
-        )
-        if row["outcome"] in ("declined", "no gradient"):
+        line = found.setdefault((row["who"], row["dtype"]), {"tensors held": 0, "why not": ""})
+        if row["outcome"] != "held":
             line["why not"] = row["message"]
-            continue
-        column = "o" if row["tensor"] == "o" else "gradients"
-        share = row["error"] / row["limit"] if row.get("limit") else np.inf
-        line[column] = max(line[column] or 0.0, share)
-        line["held"] += row["outcome"] == "held"
-        if row["outcome"] == "red":
-            line["why not"] = row["message"]
-    table = pandas.DataFrame.from_dict(found, orient="index")
+        if row["outcome"] in ("held", "red"):
+            column = "o, of the limit" if row["tensor"] == "o" else "gradients, of the limit"
+            share = row["error"] / row["limit"] if row.get("limit") else np.inf
+            line[column] = max(line.get(column, 0.0), share)
+            line["tensors held"] += row["outcome"] == "held"
+    columns = ["o, of the limit", "gradients, of the limit", "tensors held", "why not"]
+    table = pandas.DataFrame(list(found.values()), columns=columns)
     table.index = pandas.MultiIndex.from_tuples(found, names=["backend", "dtype"])
-    for column in ("o", "gradients"):
-        table[column] = ["-" if x is None or x != x else f"{x:.0%}" for x in table[column]]
-    return table.rename(columns={"o": "o, of the limit", "gradients": "gradients, of the limit",
-                                 "held": "tensors held"})  # fmt: skip
+    for column in columns[:2]:
+        table[column] = ["-" if x != x else f"{x:.0%}" for x in table[column]]
+    return table
 
 
 def impostors(rows: Sequence[dict]) -> pandas.DataFrame:
@@ -102,15 +98,12 @@ def killers(all_seen: Sequence[Seen], killed: Sequence[dict]) -> pandas.DataFram
 
 def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
     """One row a mutant and one of right attention a lesson: accuracy by question, loss, peek."""
+    last = "as right attention"
+    columns = ["mutant", "lesson", "T", "backend", "steps", "accuracy", "loss", "peek", last]
     found = []
     for row in rows:
-        line = {
-            "mutant": row["mutant"],
-            "lesson": row.get("lesson", "-"),
-            "T": row.get("tokens", "-"),
-        }
-        line |= {"backend": row.get("backend", "-"), "steps": row.get("steps", "-")}
-        line |= {"accuracy": "-", "loss": "-", "peek": "-"}
+        line = {name: row.get(name, "-") for name in ("mutant", "lesson", "backend", "steps")}
+        line |= {"T": row.get("tokens", "-"), "accuracy": row["message"], last: row["outcome"]}
         if row["outcome"] == "ok":
             wanted = row["expected"]
             line["accuracy"] = ", ".join(
@@ -118,13 +111,9 @@ def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
                 for name, value in row["accuracy"].items()
             )
             line |= {"loss": f"{row['loss']:.4f}", "peek": f"{row['peek']:.2g}"}
-            line["as right attention"] = "yes" if row["as_expected"] else "no"
-        else:
-            line |= {"accuracy": row["message"], "as right attention": row["outcome"]}
+            line[last] = "yes" if row["as_expected"] else "no"
         found.append(line)
-    columns = ["mutant", "lesson", "T", "backend", "steps", "accuracy", "loss", "peek"]
-    columns.append("as right attention")
-    return pandas.DataFrame(found, columns=columns).set_index("mutant")
+    return pandas.DataFrame(found, columns=columns).fillna("-").set_index("mutant")
 
 
 def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list[dict]:

@@ -18,6 +18,7 @@ from nsa.experiments.correctness import table as correctness_table
 from nsa.experiments.correctness.definition import definition, facts
 from nsa.experiments.correctness.gallery import RIGHT, SHOWS, Seen, check_names, known_tests
 from nsa.experiments.correctness.mutants import MUTANTS, ROOT, mutant
+from nsa.lab import sweep
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.lab.process.trial import Outcome
 from nsa.workbook.store import Run
@@ -179,7 +180,7 @@ def test_children_that_share_an_oracle_find_the_same_in_the_same_order(monkeypat
         ]
         return Outcome("ok", {"rows": rows}, 1.0, "", 0)
 
-    monkeypatch.setattr(correctness_oracle, "run_child", held)
+    monkeypatch.setattr(sweep, "run_child", held)
     plain = shape().to_dict()
     shapes = [
         plain | {"tokens": t, "dtype": dtype} for dtype in ("fp32", "bf16") for t in (1, 33, 20)

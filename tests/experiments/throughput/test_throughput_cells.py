@@ -375,9 +375,9 @@ def test_lessons_are_rows_and_unknown_ones_refused():
 def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
     def child(entry, spec, **_):
         time.sleep(0.2 if spec["model"]["name"] == "lesson-window" else 0.0)
-        return SimpleNamespace(status="timeout", message="late", result=None, seconds=1.0)
+        return Outcome("timeout", None, 1.0, "late", None)
 
-    monkeypatch.setattr(lesson_rows, "run_child", child)
+    monkeypatch.setattr(sweep, "run_child", child)
     rows = lesson_rows.learn_all(["window", "copy"], 64, deadline_s=9, workers=2, progress=False)
     assert [row["lesson"] for row in rows] == ["window", "copy"]
     assert {row["outcome"] for row in rows} == {"timeout"}
