@@ -148,7 +148,7 @@ def every_parser(parser):
                 yield from every_parser(child)
 
 
-def test_every_command_and_option_has_a_help_text():
+def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
     found = list(every_parser(cli.parser()))
     assert len(found) == 15
     for parser in found:
@@ -156,11 +156,6 @@ def test_every_command_and_option_has_a_help_text():
         for action in parser._actions:
             if not isinstance(action, argparse._SubParsersAction):
                 assert action.help, f"{parser.prog} {action.dest}"
-        parser.format_help()
-
-
-def test_help_works_for_every_command(capsys):
-    for parser in every_parser(cli.parser()):
         with pytest.raises(SystemExit) as stopped:
             cli.main([*parser.prog.split()[1:], "--help"])
         assert stopped.value.code == 0

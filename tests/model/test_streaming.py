@@ -1,6 +1,5 @@
 import sys
 import types
-from itertools import islice
 from multiprocessing import get_context
 
 import pytest
@@ -83,19 +82,14 @@ def read(data, steps, batch=2, tokens=15):
     return found
 
 
-def test_batches_are_the_documents_end_to_end(hub, tmp_path):
-    data = stream(tmp_path, shuffle_buffer=0)
+def test_batches_are_the_documents_end_to_end_and_nothing_is_opened_before_the_first(hub, tmp_path):
+    data = stream(tmp_path / "none", shuffle_buffer=0)
     assert isinstance(data, Data)
+    assert not hub.opened and not (tmp_path / "none").exists()
     assert read(data, range(6)) == stored(TEXTS)[: 6 * 32]
-    assert hub.opened == [
-        (("HuggingFaceFW/fineweb-edu", "sample-10BT"), {"split": "train", "streaming": True})
-    ]
-
-
-def test_nothing_is_opened_before_the_first_batch(hub, tmp_path):
-    stream(tmp_path / "none")
-    assert not hub.opened
-    assert not (tmp_path / "none").exists()
+    ((name, options),) = hub.opened
+    assert name == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
+    assert options == {"split": "train", "streaming": True}
 
 
 def test_a_step_has_the_same_bytes_whichever_came_first(hub, tmp_path):
@@ -104,6 +98,7 @@ def test_a_step_has_the_same_bytes_whichever_came_first(hub, tmp_path):
     there = [read(forward, [s]) for s in steps]
     assert there == [read(backward, [s]) for s in reversed(steps)][::-1]
     assert hub.shuffled == (1337, 1000)
+    assert b"".join(there) != stored(TEXTS)[: 8 * 32], "the fake hub does not shuffle"
 
 
 def test_another_seed_is_another_order_with_a_cache_of_its_own(hub, tmp_path):
@@ -220,16 +215,8 @@ def test_an_illegal_option_is_refused(tmp_path, options, message):
         Stream(cache=tmp_path, **options)
 
 
-def test_only_fineweb_edu_has_a_subset_by_default(tmp_path):
+def test_only_fineweb_edu_has_a_subset_by_default(tmp_path, monkeypatch):
     assert streaming.stream(seed=3) == Stream(subset="sample-10BT", seed=3)
     assert streaming.stream("own/text", cache=tmp_path).name == "own/text/train"
-
-
-def test_the_cache_is_in_the_users_cache_by_default(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Stream().cache == tmp_path / "nsa"
-
-
-def test_the_fake_hub_shuffles():
-    order = Rows(Hub(), list(range(200))).shuffle(1, 1000)
-    assert [r["text"] for r in islice(order, 3)] != TEXTS[:3]
+    assert Stream().cache == tmp_path / "nsa", "not in the user's cache"

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -357,24 +356,23 @@ def test_a_stopped_run_is_recorded_and_leaves_no_process(place, number, status, 
     assert marked_sleepers(mark) == []
 
 
-def test_the_question_is_the_sentence_after_the_word_or_the_title(tmp_path):
-    assert identity.question(write_notebook(tmp_path / "a.ipynb", "1")) == "Does it run?"
-    for text, expected in (
-        (
-            "# Memory\n\n## Question\n\nHow does memory\ngrow with `T`?\n\nMore.",
-            "How does memory grow with T?",
-        ),
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# Memory\n\n## Question\n\nHow does memory\ngrow with `T`?\n\nMore.",
+         "How does memory grow with T?"),
         ("# Only a title\n\nText.", "Only a title"),
-    ):
-        cell = {"cell_type": "markdown", "source": text, "metadata": {}}
-        Path(tmp_path, "b.ipynb").write_text(json.dumps({"cells": [cell]}))
-        assert identity.question(tmp_path / "b.ipynb") == expected
-
-
-def test_a_file_that_is_no_notebook_is_refused(tmp_path):
-    (tmp_path / "a.ipynb").write_text("{}")
+        ("# Tiny\n\n**Question.** Does it *run*?\n\nMore text.", "Does it run?"),
+    ],
+)  # fmt: skip
+def test_the_question_is_the_sentence_after_the_word_or_the_title(tmp_path, text, expected):
+    path = tmp_path / "a.ipynb"
+    path.write_text("{}")
     with pytest.raises(ValueError, match="is not a notebook"):
-        identity.question(tmp_path / "a.ipynb")
+        identity.question(path)
+    cell = {"cell_type": "markdown", "source": text, "metadata": {}}
+    path.write_text(json.dumps({"cells": [cell]}))
+    assert identity.question(path) == expected
 
 
 @pytest.mark.parametrize(("stop_reason", "left"), [("timeout", "pending"), ("ok", "completed")])

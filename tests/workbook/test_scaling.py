@@ -49,19 +49,13 @@ def test_the_interval_holds_the_truth_in_95_of_100_fits():
     assert 925 <= hits <= 972
 
 
-def test_two_points_have_a_slope_and_no_interval():
+def test_a_fit_prints_its_interval_which_two_points_have_not_and_one_has_no_slope():
+    assert str(Fit(1.234, 1.1, 1.4, 5)) == "1.23 [1.10, 1.40]"
     fit = fit_exponent([1, 2, 4], [1, 4, math.nan])
     assert fit.exponent == pytest.approx(2) and fit.n == 2
     assert math.isnan(fit.low) and math.isnan(fit.high)
     assert str(fit) == "2.00 (2 points, no interval)"
-
-
-def test_one_point_has_no_slope():
     assert math.isnan(fit_exponent([4], [7]).exponent)
-
-
-def test_a_fit_prints_its_interval():
-    assert str(Fit(1.234, 1.1, 1.4, 5)) == "1.23 [1.10, 1.40]"
 
 
 @pytest.mark.parametrize(
