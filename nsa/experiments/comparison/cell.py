@@ -6,8 +6,9 @@ would reach every implementation that is measured after it in the same process.
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -16,9 +17,10 @@ from nsa.blocks import count_selectable
 from nsa.experiments.comparison import check, implementations
 from nsa.experiments.comparison.check import Checked
 from nsa.experiments.comparison.implementations import NSA, Implementation
-from nsa.lab.measure import timing
+from nsa.lab.measure import limits, timing
 from nsa.lab.measure.accuracy import AccuracyError
 from nsa.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
+from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.measure.timing import Clock, NoTime
 from nsa.lab.process.out_of_memory import is_out_of_memory
@@ -27,17 +29,47 @@ from nsa.reference.compress import Phi, compress_keys
 NOT_COMPARED = "not compared: it computes another function"
 
 
-def empty(shape: Shape, implementation: Implementation) -> dict:
+UNKNOWN = Ceilings(math.nan, math.nan)
+
+
+@dataclass
+class Cell:
+    """One implementation at one shape; what a benchmark hands on is this as a dict.
+
+    Modes: forward and backward, on a GPU step, and for short T graph_forward and graph_backward.
+    """
+
+    shape: dict  # Shape.to_dict
+    name: str
+    operation: str  # implementations.NSA or DENSE
+    message: str  # why it ended so, and remarks
+    timing: str  # "absolute" on a GPU, "not meaningful" on a CPU
+    ceilings: dict[str, float]  # limits.Ceilings
+    limit_ms: dict[str, float]  # {mode: ms}
+    outcome: str = "not run"  # or ok, red, declined, skipped, oom, error; only "ok" carries speed
+    checked: str = ""  # what was compared with the exact result
+    errors: dict[str, list[float]] = field(default_factory=dict)  # {mode: [worst, limit]}
+    latency_ms: dict[str, list[float]] = field(default_factory=dict)  # {mode: [median, q20, q80]}
+    memory_mib: dict[str, float] = field(default_factory=dict)  # {mode: MiB}
+    paths: dict[str, list[str]] = field(default_factory=dict)  # {branch: what served it}
+    union: dict[str, float] = field(default_factory=dict)  # {neighbours: distinct blocks}
+
+
+def empty(
+    shape: Shape, implementation: Implementation, device: str = "cpu", ceilings: Ceilings = UNKNOWN
+) -> dict:
     """A cell that nobody has filled yet."""
-    return {
-        "shape": shape.to_dict(),
-        "name": implementation.name,
-        "operation": implementation.operation,
-        "outcome": "",
-        "message": implementation.other,
-        "checked": "",
-        **{name: {} for name in ("errors", "latency_ms", "memory_mib", "paths")},
-    }
+    work = limits.work(shape, implementation.operation)
+    cell = Cell(
+        shape.to_dict(),
+        implementation.name,
+        implementation.operation,
+        message=implementation.other,
+        timing="absolute" if device.startswith("cuda") else "not meaningful",
+        ceilings=asdict(ceilings),
+        limit_ms={mode: done.limit_ms(ceilings) for mode, done in work.items()},
+    )
+    return asdict(cell)
 
 
 def fail(cell: dict, outcome: str, text: str) -> None:

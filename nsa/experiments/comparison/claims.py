@@ -104,8 +104,7 @@ def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
 def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
     """Whoever is faster than the limit does not do the work that was counted."""
     sentence = "no implementation is faster than the physical limit"
-    rows = comparison_table.labelled(df)
-    rows = rows[(rows["metric"] == "fraction_of_limit") & rows["median"].notna()]
+    rows = comparison_table.rows_of(df, "fraction_of_limit").dropna(subset="median")
     if not _on_gpu(df):
         return Claim.undecided(sentence, _no_gpu())
     if not len(rows):
@@ -131,8 +130,8 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
     why = _not_an_h200(df)
     if why:
         return Claim(f"{what}: {wanted}; not decided, {why}", "INCONCLUSIVE", {})
-    rows = comparison_table.labelled(df)
-    rows = rows[(rows["backend"] == backend) & (rows["metric"] == "latency")]
+    rows = comparison_table.rows_of(df, "latency")
+    rows = rows[rows["backend"] == backend]
     rows = rows[[aim.fits(t, c) for t, c in zip(rows["x_value"], metrics.configs(rows),
                                                 strict=True)]]  # fmt: skip
     by_mode = rows.dropna(subset="median").set_index("mode")["median"]
@@ -191,10 +190,8 @@ def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
     sentence = f"{backend} is faster than every dense attention from T {tokens} on"
     if not _on_gpu(df):
         return Claim.undecided(sentence, _no_gpu())
-    rows = comparison_table.labelled(df)
-    rows = rows[(rows["metric"] == "latency") & rows["median"].notna()]
-    rows = rows[rows["mode"].isin(["forward", "backward"]) & (rows["x_value"] >= tokens)]
-    rows = rows[~rows["backend"].isin(LIMITS.values())]
+    rows = comparison_table.rows_of(df, "latency", "forward", "backward").dropna(subset="median")
+    rows = rows[(rows["x_value"] >= tokens) & ~rows["backend"].isin(LIMITS.values())]
     keys = ["shape", "queries", "x_value", "mode"]
     theirs = rows[rows["operation"] == DENSE]
     dense = theirs.groupby(keys)["median"].min()

@@ -1,10 +1,11 @@
 """What a comparison calls: our backends, dense attention, and other people's code, in one form."""
 
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from nsa.lab.measure.shapes import Shape
 from nsa.reference.nsa import BRANCHES
 
 NSA, DENSE = "nsa_attention", "dense_attention"
+LIMITS = {NSA: "limit", DENSE: "dense limit"}  # the names of the physical limits in tables
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,10 @@ def free_bytes(device: torch.device) -> int:
 
 def providers() -> list[Implementation]:
     """dense-flash (torch's FlashAttention-2), dense-cudnn, and dense-fa4 (flash-attn-4)."""
+    flash, cudnn = (partial(_sdpa, name) for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"))
     return [
-        Implementation("dense-flash", DENSE, _flash, _why_not_flash, _reaches, graph=True),
-        Implementation("dense-cudnn", DENSE, _cudnn, _why_not_cudnn, _reaches, graph=True),
+        Implementation("dense-flash", DENSE, flash, _why_not_flash, _reaches, graph=True),
+        Implementation("dense-cudnn", DENSE, cudnn, _why_not_cudnn, _reaches, graph=True),
         Implementation("dense-fa4", DENSE, _fa4, _why_not_fa4, _reaches, graph=True),
     ]
 
@@ -119,25 +122,13 @@ def _reaches(drawn: Drawn) -> list[str]:
     return ["q", "k", "v"] if drawn.shape.shared_kv else ["q", "k_win", "v_win"]
 
 
-def _sdpa(drawn: Drawn, backend) -> Tensor:
-    from torch.nn.attention import sdpa_kernel
+def _sdpa(backend: str, drawn: Drawn, blocks: Tensor | None) -> Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (x.transpose(1, 2) for x in operands(drawn).values())
-    with sdpa_kernel([backend]):
+    with sdpa_kernel([getattr(SDPBackend, backend)]):
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return o.transpose(1, 2)
-
-
-def _flash(drawn: Drawn, blocks: Tensor | None) -> Tensor:
-    from torch.nn.attention import SDPBackend
-
-    return _sdpa(drawn, SDPBackend.FLASH_ATTENTION)
-
-
-def _cudnn(drawn: Drawn, blocks: Tensor | None) -> Tensor:
-    from torch.nn.attention import SDPBackend
-
-    return _sdpa(drawn, SDPBackend.CUDNN_ATTENTION)
 
 
 def _fa4(drawn: Drawn, blocks: Tensor | None) -> Tensor:
@@ -152,23 +143,23 @@ def _why_not_flash(drawn: Drawn) -> list[str]:
 
 
 def _why_not_cudnn(drawn: Drawn) -> list[str]:
-    if not drawn.q.is_cuda:
-        return [f"needs a GPU, got {drawn.q.device}"]
-    return _half_on_a_gpu(drawn)
+    return _no_gpu(drawn) or _half_on_a_gpu(drawn)
 
 
 def _why_not_fa4(drawn: Drawn) -> list[str]:
-    if importlib.util.find_spec("flash_attn") is None or (
-        importlib.util.find_spec("flash_attn.cute") is None
-    ):
+    if not (find_spec("flash_attn") and find_spec("flash_attn.cute")):
         return ["flash-attn-4 is not installed; pip install 'nsa[flash-attn]'"]
-    if not drawn.q.is_cuda:
-        return [f"needs a GPU, got {drawn.q.device}"]
+    if reasons := _no_gpu(drawn):
+        return reasons
     reasons = _half_on_a_gpu(drawn)
     capability = torch.cuda.get_device_capability(drawn.q.device)
     if capability < (9, 0):
         reasons.append(f"needs compute capability 9.0 (Hopper) or newer, got {capability}")
     return reasons + _one_dim(drawn)  # grouped heads have no backward otherwise
+
+
+def _no_gpu(drawn: Drawn) -> list[str]:
+    return [] if drawn.q.is_cuda else [f"needs a GPU, got {drawn.q.device}"]
 
 
 def _one_dim(drawn: Drawn) -> list[str]:
@@ -183,13 +174,8 @@ def _half_on_a_gpu(drawn: Drawn) -> list[str]:
 
 def fla() -> Implementation:
     """fla-core's `parallel_nsa`: mean pooling over blocks that do not overlap, and no window."""
-    return Implementation(
-        "fla",
-        NSA,
-        _fla,
-        _why_not_fla,
-        other="fla-core compresses with l = d = l' and runs here without a window",
-    )
+    other = "fla-core compresses with l = d = l' and runs here without a window"
+    return Implementation("fla", NSA, _fla, _why_not_fla, other=other)
 
 
 def _fla(drawn: Drawn, blocks: Tensor | None) -> Tensor:
@@ -204,9 +190,9 @@ def _fla(drawn: Drawn, blocks: Tensor | None) -> Tensor:
 
 
 def _why_not_fla(drawn: Drawn) -> list[str]:
-    if importlib.util.find_spec("fla") is None:
+    if not find_spec("fla"):
         return ["fla-core is not installed; pip install fla-core"]
-    reasons = [] if drawn.q.is_cuda else [f"needs a GPU, got {drawn.q.device}"]
+    reasons = _no_gpu(drawn)
     group = drawn.shape.group
     if group < 16 or group & (group - 1):
         reasons.append(f"needs a power of two of at least 16 query heads a KV head, got {group}")

@@ -33,7 +33,8 @@ def write(folders: Iterable[str | Path], path: str | Path = measured.TABLE) -> d
             raise ValueError(f"{folder.name} has no latencies of backends measured on a GPU")
         frame = metrics.read(folder / "metrics.csv")
         facts = {name: str(frame[name].iloc[0]) for name in FACTS}
-        capability = _environment(folder)["gpus"][0]["compute_capability"]
+        environment = read_json(folder / "environment.json")
+        capability = environment["gpus"][0]["compute_capability"]
         table["runs"][folder.name] = facts | {"compute_capability": capability}
         table["rows"] += [{"run": folder.name, **row} for row in found]
     write_atomically(Path(path), _as_text(table))
@@ -46,7 +47,7 @@ def _rows(folder: Path) -> Iterable[dict]:
     """Rows of the table, in the order in which a run measured its shapes."""
     # shape -> direction -> backend -> kind of inputs -> ms
     shapes: dict[str, dict] = {}
-    if not _environment(folder).get("gpus"):
+    if not read_json(folder / "environment.json", {}).get("gpus"):
         return
     frame = metrics.read(folder / "metrics.csv")
     for row, config in zip(frame.to_dict("records"), metrics.configs(frame), strict=True):
@@ -84,10 +85,6 @@ def _means(by_backend: dict[str, dict[tuple, float]]) -> dict[str, float]:
     kinds = {kind for found in by_backend.values() for kind in found}
     whole = {name: found for name, found in by_backend.items() if set(found) == kinds}
     return {name: round(mean(found.values()), 4) for name, found in whole.items()}
-
-
-def _environment(folder: Path) -> dict:
-    return read_json(folder / "environment.json", {})
 
 
 def _as_text(table: dict) -> str:

@@ -37,8 +37,7 @@ def of_limit(df, *, note: str = ""):
 def _over_tokens(
     df, metric: str, unit: str, note: str, *, with_limits: bool = False, shares: bool = False
 ):
-    rows = comparison_table.labelled(df)
-    rows = rows[(rows["metric"] == metric) & rows["mode"].isin(MODES)]
+    rows = comparison_table.rows_of(df, metric, *MODES)
     if not len(rows):
         raise ValueError(f"no rows whose metric is {metric!r} with a mode of {', '.join(MODES)}")
     # Without a GPU the spread is the machine's other work.

@@ -4,8 +4,8 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 
-from nsa.experiments.comparison.bench import LIMITS, limits_as_cells
 from nsa.experiments.comparison.cell import NOT_COMPARED
+from nsa.experiments.comparison.implementations import LIMITS
 from nsa.lab.measure.shapes import Shape
 
 MODES = ("forward", "backward", "step", "graph_forward", "graph_backward")
@@ -20,7 +20,7 @@ def text(cells: Sequence[dict]) -> str:
     blocks, shapes = [], list(dict.fromkeys(_shape_key(cell) for cell in cells))
     for shape in shapes:
         mine = [cell for cell in cells if _shape_key(cell) == shape]
-        lines = [*([_limit_line(c) for c in limits_as_cells(mine)]), *map(_line, mine)]
+        lines = [*map(_limit_line, limits_as_cells(mine)), *map(_line, mine)]
         blocks.append("\n".join([_title(mine[0]), *_aligned([HEADS, *lines]), *_notes(mine)]))
     return "\n\n".join(blocks)
 
@@ -45,6 +45,20 @@ def rows(cells: Sequence[dict]) -> list[dict]:
         found += _latency_rows(cell)
         found += _other_rows(cell)
     return found
+
+
+def limits_as_cells(cells: Sequence[dict]) -> Iterator[dict]:
+    """The limit of each shape and operation as a cell of its own, for tables and plots."""
+    seen = set()
+    for cell in cells:
+        key = (repr(cell["shape"]), cell["operation"])
+        if key not in seen:
+            seen.add(key)
+            latency = {mode: [ms, ms, ms] for mode, ms in cell["limit_ms"].items()}
+            yield cell | {
+                "name": LIMITS[cell["operation"]], "outcome": "ok", "message": "", "checked": "",
+                "errors": {}, "latency_ms": latency, "memory_mib": {}, "paths": {},
+            }  # fmt: skip
 
 
 def _latency_rows(cell: dict) -> Iterator[dict]:
@@ -88,20 +102,9 @@ def _row(cell: dict, mode: str, metric: str, unit: str, values: Sequence[float])
     tokens, sizes = shape.pop("tokens"), shape.pop("config")
     config = shape | sizes | {n: cell[n] for n in ("outcome", "message", "checked", "timing")}
     config |= cell["ceilings"] | {f"union_{n}": b for n, b in cell["union"].items()}
-    median, q20, q80 = values
-    return {
-        "operation": cell["operation"],
-        "backend": cell["name"],
-        "mode": mode,
-        "metric": metric,
-        "unit": unit,
-        "x_name": "tokens",
-        "x_value": tokens,
-        "median": median,
-        "q20": q20,
-        "q80": q80,
-        "config": config,
-    }
+    row = {"operation": cell["operation"], "backend": cell["name"], "mode": mode, "metric": metric}
+    row |= {"unit": unit, "x_name": "tokens", "x_value": tokens, "config": config}
+    return row | dict(zip(("median", "q20", "q80"), values, strict=True))
 
 
 def _shape_key(cell: dict) -> str:

@@ -2,19 +2,20 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import numpy as np
 import pandas
 
 from nsa.config import NSAConfig
 from nsa.experiments.comparison.cell import NOT_COMPARED
+from nsa.experiments.comparison.implementations import DENSE, LIMITS, NSA
 from nsa.workbook import metrics
 from nsa.workbook.looks import by_tokens
 from nsa.workbook.scaling import crossing
 
-NSA, DENSE = "nsa_attention", "dense_attention"
 LINES = ("shape", "queries", "backend")  # of a table
-LIMITS = {NSA: "limit", DENSE: "dense limit"}
+MODES = ("forward", "backward", "step")
 LETTERS = {
     "compress_block": "l", "compress_stride": "d", "select_block": "l'", "select_count": "n",
     "select_initial": "first", "select_local": "local", "window": "w",
@@ -36,6 +37,13 @@ def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
     return rows.drop_duplicates(point, keep="last")
 
 
+def rows_of(df: pandas.DataFrame, metric: str, *modes: str) -> pandas.DataFrame:
+    """The `labelled` rows of one metric, of these modes or of all."""
+    rows = labelled(df)
+    rows = rows[rows["metric"] == metric]
+    return rows[rows["mode"].isin(modes)] if modes else rows
+
+
 def shape_name(config: dict) -> str:
     """What all T of a curve have in common, queries aside."""
     dims = [config.get("dim"), config.get("value_dim")]
@@ -52,15 +60,12 @@ def shape_name(config: dict) -> str:
 
 def wide(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
     """One row a shape, kind of queries and implementation, one column a T; NaN where it failed."""
-    rows = labelled(df)
-    rows = rows[(rows["metric"] == metric) & (rows["mode"] == mode)]
-    return by_tokens(rows, "median", LINES).astype(float)
+    return by_tokens(rows_of(df, metric, mode), "median", LINES).astype(float)
 
 
 def shown(df: pandas.DataFrame, metric: str, mode: str, digits: int = 3) -> pandas.DataFrame:
     """`wide`, for a reader: rounded, a failure by its name, "none" where there is no such mode."""
-    rows = labelled(df)
-    rows = rows[(rows["metric"] == metric) & (rows["mode"] == mode)]
+    rows = rows_of(df, metric, mode)
     texts = [
         _figures(value, digits) if np.isfinite(value) else outcome if outcome != "ok" else "none"
         for value, outcome in zip(rows["median"], rows["outcome"], strict=True)
@@ -71,9 +76,9 @@ def shown(df: pandas.DataFrame, metric: str, mode: str, digits: int = 3) -> pand
 
 def _named(table: pandas.DataFrame, rows: pandas.DataFrame, name: str = "") -> pandas.DataFrame:
     """With a warning over the columns where the times are a CPU's."""
-    cpu = len(rows) and rows["gpu"].isin(["", "cpu"]).any()
-    return table.rename_axis(columns=f"{name} (no GPU: times not meaningful)".strip() if cpu
-                             else name or None)  # fmt: skip
+    if len(rows) and rows["gpu"].isin(["", "cpu"]).any():
+        name = f"{name} (no GPU: times not meaningful)".strip()
+    return table.rename_axis(columns=name or None)
 
 
 def _figures(value: float, digits: int) -> str:
@@ -84,8 +89,7 @@ def _figures(value: float, digits: int) -> str:
 
 def notes(df: pandas.DataFrame) -> pandas.DataFrame:
     """What did not run, or not whole, and why: one row an implementation, reason and its T."""
-    rows = labelled(df)
-    rows = rows[(rows["metric"] == "latency") & (rows["mode"] == "forward")]
+    rows = rows_of(df, "latency", "forward")
     messages = [config.get("message", "") for config in metrics.configs(rows)]
     rows = rows.assign(why=messages)
     rows = rows[rows["why"] != ""]
@@ -130,11 +134,10 @@ def paths(cells: list[dict]) -> dict[str, tuple]:
 
 def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
     """Where each backend wins: for every shape, T and mode the fastest NSA and dense, and by how
-    much. `NSA of limit` is the share of the physical limit that the winner reaches. Who computes
+    much. `NSA of limit` is the share of the physical limit that the winner reaches. What computes
     another function takes no part."""
-    rows = labelled(df)
-    rows = rows[(rows["metric"] == "latency") & rows["median"].notna()]
-    rows = rows[rows["mode"].isin(["forward", "backward", "step"]) & rows["comparable"]]
+    rows = rows_of(df, "latency", *MODES)
+    rows = rows[rows["median"].notna() & rows["comparable"]]
     found = []
     keys = ["shape", "queries", "x_value", "mode"]
     for key, group in rows.groupby(keys, sort=False):
@@ -166,17 +169,15 @@ def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
     on, "beyond T" where it does not win up to the last.
     """
     found: dict[tuple, dict[str, str]] = {}
-    for mode in ("forward", "backward", "step"):
-        rows = labelled(df)
-        rows = rows[(rows["metric"] == "latency") & (rows["mode"] == mode)]
+    for mode in MODES:
+        rows = rows_of(df, "latency", mode)
         rows = rows[rows["median"].notna() & ~rows["backend"].isin(LIMITS.values())]
         for (shape, queries), group in rows.groupby(["shape", "queries"], sort=False):
             dense = group[group["operation"] == DENSE].groupby("x_value")["median"].min()
             ours = group[group["operation"] == NSA]
             for backend, line in ours.groupby("backend", sort=False):
-                both = line.set_index("x_value")["median"].to_frame("ours").join(
-                    dense.rename("dense"), how="inner"
-                ).sort_index()  # fmt: skip
+                both = line.set_index("x_value")["median"].to_frame("ours")
+                both = both.join(dense.rename("dense"), how="inner").sort_index()
                 if len(both):
                     text = crossing(list(both.index), list(both["ours"]), list(both["dense"]))
                     found.setdefault((shape, queries, backend), {})[mode] = text
@@ -189,19 +190,16 @@ def unions(df: pandas.DataFrame) -> pandas.DataFrame:
     rows = labelled(df)
     rows = rows[rows["metric"].str.startswith("mean_union_of_")]
     rows = rows.assign(neighbours=rows["metric"].str.rpartition("_")[2].astype(int))
-    table = rows.pivot_table(
-        index=["shape", "queries", "neighbours"], columns="x_value", values="median",
-        aggfunc="last", sort=False,
-    )  # fmt: skip
+    lines = ["shape", "queries", "neighbours"]
+    table = rows.pivot_table("median", lines, "x_value", aggfunc="last", sort=False)
     return table.rename_axis(columns="T").round(1)
 
 
 def outcomes(cells: list[dict]) -> dict[str, str]:
     """{implementation: "ok x2, declined x1"}, in the order of the cells."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter] = {}
     for cell in cells:
-        counts = found.setdefault(cell["name"], {})
-        counts[cell["outcome"]] = counts.get(cell["outcome"], 0) + 1
+        found.setdefault(cell["name"], Counter())[cell["outcome"]] += 1
     return {
         name: ", ".join(f"{outcome} x{count}" for outcome, count in counts.items())
         for name, counts in found.items()

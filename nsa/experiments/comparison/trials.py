@@ -1,20 +1,15 @@
 """A benchmark whose shapes each run in a child process: one that crashes or hangs leaves rows."""
 
-import sys
-import threading
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from nsa.experiments.comparison import bench
 from nsa.experiments.comparison.cell import empty
-from nsa.lab.measure import limits
-from nsa.lab.measure.limits import Ceilings
+from nsa.lab import sweep
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.measure.timing import CAP_S
 from nsa.lab.process import gpus
-from nsa.lab.process.trial import place_of, run_child
-from nsa.lab.sweep import Budget
+from nsa.lab.process.trial import Outcome
 
 ENTRY = "nsa.experiments.comparison.bench:measure_spec"
 PROCESS = "the process that measured this shape"
@@ -48,7 +43,7 @@ def compare(
     "not run", and the reason.
     """
     every = bench.all_implementations(backends, peers, with_dense)
-    spec = {
+    common = {
         "backends": None if backends is None else list(backends),
         "peers": list(peers),
         "with_dense": with_dense,
@@ -57,47 +52,31 @@ def compare(
         "cpu_memory": True,
         "cap_s": share_s,
     }
-    budget, done, stop = Budget(budget_s), 0, threading.Event()
-    lent = gpus.all_visible() if device == "cuda" else gpus.Gpus()
 
-    def one(gpu: str | None, numbered: tuple[int, Shape]) -> list[dict]:
-        nonlocal done
-        number, shape = numbered
-        mine_s = budget.share(deadline_s)
-        if mine_s <= 0:
-            return [_lost(shape, i, "not run", budget.used_up, device) for i in every]
-        within = {"shapes": [shape.to_dict()], "budget_s": max(mine_s - MARGIN_S, 0.7 * mine_s)}
-        outcome = run_child(
-            entry,
-            spec | within,
-            deadline_s=mine_s,
-            folder=place_of(folder, number, shape),
-            env={"TRITON_INTERPRET": "1"} if device == "cpu" else gpus.only(gpu),
-            stop=stop,
-        )
-        done += 1
-        if progress:
-            how = f"{outcome.status}, {outcome.seconds:.1f} s {outcome.message}".strip()
-            print(f"[{done}/{len(shapes)}] {shape}: {how}", file=sys.stderr, flush=True)
-        if outcome.status == "ok":
-            return outcome.result["cells"]
-        status = outcome.status if outcome.status in ("oom", "error") else "not run"
-        message = f"{PROCESS}: {outcome.status}, {outcome.message}"
-        return [_lost(shape, i, status, message, device) for i in every]
+    def spec(shape: Shape, seconds: float) -> dict:
+        budget_s = max(seconds - MARGIN_S, 0.7 * seconds)
+        return common | {"shapes": [shape.to_dict()], "budget_s": budget_s}
 
-    at_once = 1 if device.startswith("cuda") else workers  # unless there are GPUs to lend
-    found = lent.map(one, enumerate(shapes), at_once, stop=stop)
-    return [cell for cells in found for cell in cells]
+    def cells(shape: Shape, ended: Outcome) -> list[dict]:
+        if ended.status == "ok":
+            return ended.result["cells"]
+        status = ended.status if ended.status in ("oom", "error") else "not run"
+        message = ended.message
+        if ended.status != "not run":
+            message = f"{PROCESS}: {ended.status}, {message}"
+        lost = {"outcome": status, "message": message}
+        return [empty(shape, implementation, device) | lost for implementation in every]
 
-
-def _lost(shape: Shape, implementation, outcome: str, message: str, device: str) -> dict:
-    nan = float("nan")
-    work = limits.work(shape, implementation.operation)
-    return empty(shape, implementation) | {
-        "outcome": outcome,
-        "message": message,
-        "ceilings": asdict(Ceilings(nan, nan)),
-        "union": {},
-        "timing": "absolute" if device.startswith("cuda") else "not meaningful",
-        "limit_ms": dict.fromkeys(work, nan),
-    }
+    ended = sweep.measure(
+        entry,
+        shapes,
+        spec,
+        deadline_s=deadline_s,
+        budget_s=budget_s,
+        workers=1 if device.startswith("cuda") else workers,  # unless there are GPUs to lend
+        gpus=gpus.all_visible() if device == "cuda" else None,
+        env={"TRITON_INTERPRET": "1"} if device == "cpu" else None,
+        folder=folder,
+        progress=progress,
+    )
+    return [cell for pair in zip(shapes, ended, strict=True) for cell in cells(*pair)]

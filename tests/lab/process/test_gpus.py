@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nsa.experiments.comparison import trials as comparison
+from nsa.lab import sweep
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.process import gpus, preflight
 from nsa.lab.process.runner import Spec, run
@@ -185,7 +186,7 @@ def test_each_visible_gpu_measures_a_shape_at_a_time(
             now.remove(gpu)
         return Outcome("ok", {"cells": [spec["shapes"][0]["tokens"]]}, 0.1, "", 0)
 
-    monkeypatch.setattr(comparison, "run_child", child)
+    monkeypatch.setattr(sweep, "run_child", child)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     shapes = [Shape(1024 * n) for n in range(1, 8)] + [Shape(1024)]  # one of them twice
     cells = comparison.compare(
