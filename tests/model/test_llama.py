@@ -7,7 +7,7 @@ from tiny_models import TOKENS, gradients, tiny, tokens
 
 from nsa.attention import witness
 from nsa.model.llama import LanguageModel
-from nsa.model.presets import PRESETS, preset
+from nsa.model.presets import PRESETS, dense_twin, preset
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -52,37 +52,28 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets():
     assert model(read)[1] is None
 
 
-def same_weights(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def test_one_seed_gives_one_model_whatever_was_drawn_before():
-    first = LanguageModel(tiny(phi="mlp"))
-    torch.randn(7)
-    second = LanguageModel(tiny(phi="mlp"))
-    assert not torch.equal(first.head.weight, second.head.weight)
-    first.reset_parameters(3)
-    second.reset_parameters(3)
-    assert same_weights(first, second)
-    second.reset_parameters(4)
-    same = {n for n, p in first.named_parameters() if torch.equal(p, second.get_parameter(n))}
-    constant = {n for n in same if "norm" in n or n.endswith(("bias", "bias1", "bias2"))}
-    assert same == constant
-
-
-@pytest.mark.parametrize("phi", ["linear", "mlp"])
-def test_drawing_anew_leaves_no_trace_of_the_weights_before(phi):
-    model, other = LanguageModel(tiny(phi=phi)), LanguageModel(tiny(phi=phi))
+@pytest.mark.parametrize(
+    "config", [tiny(phi="linear"), tiny(phi="mlp"), dense_twin(tiny())], ids=lambda c: c.name
+)
+def test_one_seed_gives_one_model_whatever_its_weights_were_before(config):
+    model, other = LanguageModel(config), LanguageModel(config)
+    assert not torch.equal(model.head.weight, other.head.weight)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.fill_(5.0)
     model.reset_parameters(3)
     other.reset_parameters(3)
-    assert same_weights(model, other)
+    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+    assert [name for (name, one), two in pairs if not torch.equal(one, two)] == []
+    other.reset_parameters(4)
+    same = {n for n, p in model.named_parameters() if torch.equal(p, other.get_parameter(n))}
+    drawn_alike = ("bias", "bias1", "bias2", *("position", "weight1") * (config.phi == "linear"))
+    assert same == {n for n in same if "norm" in n or n.endswith(drawn_alike)}
 
 
-def test_output_projections_start_smaller_by_the_root_of_twice_the_depth():
-    config = tiny(layers=8, dim=64, head_dim=16)
+@pytest.mark.parametrize("make", [tiny, dense_twin(tiny()).with_], ids=["nsa", "dense"])
+def test_output_projections_start_smaller_by_the_root_of_twice_the_depth(make):
+    config = make(layers=8, dim=64, head_dim=16)
     block = LanguageModel(config).blocks[0]
     for matrix in (block.attention.out_proj.weight, block.mlp.down.weight):
         assert matrix.std().item() == pytest.approx(0.02 / 4, rel=0.1)

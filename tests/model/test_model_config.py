@@ -57,8 +57,15 @@ def test_a_field_of_the_wrong_type_is_refused(changes):
         config.__post_init__()
 
 
-def test_a_config_survives_json():
-    config = tiny(phi="mlp", checkpoint="1:", force_branch="win", value_dim=6, nsa={"window": 4})
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny(phi="mlp", checkpoint="1:", force_branch="win", value_dim=6, nsa={"window": 4}),
+        tiny(attention="dense", backend="auto"),
+    ],
+    ids=["nsa", "dense"],
+)
+def test_a_config_survives_json(config):
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
