@@ -23,7 +23,7 @@ def all_implementations(
     paths: Sequence[str] = (),
     with_dense: bool = True,
 ) -> list[Implementation]:
-    """Backends, dense attention, fla-core and peers; those that T x T slows down come last."""
+    """Backends, dense attention, fla-core and peers; backends with T x T tensors come last."""
     ours = implementations.backends(backends)
     theirs = [
         *(implementations.providers() if with_dense else []),
@@ -102,7 +102,7 @@ def measure_spec(spec: dict) -> dict:
 
 
 def line_of(cell: dict) -> str:
-    """One line for a person who waits."""
+    """One line of progress."""
     times = [
         f"{mode} {cell['latency_ms'][mode][0]:.3g}"
         for mode in ("forward", "backward", "graph_forward", "graph_backward")

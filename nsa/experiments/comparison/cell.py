@@ -58,7 +58,7 @@ class Cell:
 def empty(
     shape: Shape, implementation: Implementation, device: str = "cpu", ceilings: Ceilings = UNKNOWN
 ) -> dict:
-    """A cell that nobody has filled yet."""
+    """The cell of a measurement that has not begun."""
     work = limits.work(shape, implementation.operation)
     cell = Cell(
         shape.to_dict(),
@@ -73,31 +73,30 @@ def empty(
 
 
 def fail(cell: dict, outcome: str, text: str) -> None:
-    """How it ended; no speed, memory or passed check stands beside that."""
+    """Records a failure; speed, memory and passed checks are removed."""
     for name in ("latency_ms", "memory_mib", "errors"):
         cell[name].clear()
     cell["checked"] = ""
+    cell["outcome"] = outcome
     if outcome == "red":
-        cell |= {"outcome": outcome, "message": text}
-    else:
-        cell["outcome"] = outcome
-        add(cell, text)
+        cell["message"] = ""
+    add(cell, text)
 
 
 def note(cell: dict, checked: Checked) -> None:
-    """Keeps the errors of the check at the longer T, which comes last."""
+    """Records a check's errors; the check at the longer T comes last and stays."""
     cell["errors"] = {"forward": [checked.forward.worst, checked.forward.limit]}
     if checked.backward is not None:
         cell["errors"]["backward"] = [checked.backward.worst, checked.backward.limit]
 
 
 def add(cell: dict, text: str) -> None:
-    """One more remark in a cell's message."""
+    """Appends a remark to a cell's message."""
     cell["message"] = "; ".join(filter(None, (cell["message"], text)))
 
 
 def brief(error: BaseException) -> str:
-    """Its kind and the first line of what it says."""
+    """An error's kind and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
@@ -109,7 +108,7 @@ LATER = ("memory", "step")  # stages after which the times that matter are known
 
 
 class Runner:
-    """One process's device, clock and what was found out about implementations so far."""
+    """Measures one implementation after another on a device, and remembers checks already made."""
 
     def __init__(self, device: torch.device, clock: Clock, cpu_memory: bool) -> None:
         self.device, self.clock = device, clock
@@ -148,7 +147,7 @@ class Runner:
         return found
 
     def fill(self, cell: dict, implementation: Implementation, drawn: Drawn) -> None:
-        """Runs it and writes into the cell how that went."""
+        """Measures an implementation and writes the result into its cell."""
         if self.broken:
             cell |= {"outcome": "not run", "message": self.broken}
             return
@@ -175,7 +174,7 @@ class Runner:
             self.broken = f"the device failed in {implementation.name}: {self.broken}"
 
     def _restore(self, cell: dict, drawn: Drawn) -> None:
-        """AccuracyError for an implementation that writes to its inputs; they are then restored."""
+        """Fails an implementation that writes to its inputs, and restores them for the next one."""
         try:
             pairs = zip(self.mark, drawn.fingerprint(), strict=True)
             if all(torch.equal(before, now) for before, now in pairs):
@@ -305,7 +304,7 @@ class Runner:
                 add(cell, f"{mode}: faster than the limit, so it does not do all of the work")
 
     def release(self) -> None:
-        """Gives back what a failed call held, and sees whether the device still answers."""
+        """Frees what a failed call held, and notes it if the device no longer answers."""
         if self.device.type == "cuda" and not self.broken:
             gc.collect()
             try:

@@ -18,7 +18,7 @@ from nsa.lab.measure.attention_inputs import Drawn, importance_at, select_at
 from nsa.lab.measure.shapes import Shape
 from nsa.reference.attend import attend
 from nsa.reference.compress import Phi, compress_keys, compress_values
-from nsa.reference.nsa import combine, compressed_visible
+from nsa.reference.nsa import BRANCHES, combine, compressed_visible
 from nsa.reference.select import selected_tokens
 
 ELEMENTS = 1 << 27  # scores of one branch that are held at once
@@ -82,20 +82,17 @@ def _evaluate(
         (k_all,), (v_all,) = k.values(), v.values()
         return attend(q, k_all, v_all, causal[None, None], scale)[0]
 
-    def of(side: Mapping[str, Tensor], branch: str) -> Tensor:
-        return side[branch] if branch in side else side[""]
-
-    k_cmp = compress_keys(of(k, "cmp"), Phi(), config)
-    v_cmp = compress_values(of(v, "cmp"), Phi(), config)
+    k, v = (dict.fromkeys(BRANCHES, x[""]) if "" in x else x for x in (k, v))
+    k["cmp"] = compress_keys(k["cmp"], Phi(), config)
+    v["cmp"] = compress_values(v["cmp"], Phi(), config)
     visible = {
-        "cmp": compressed_visible(rows, k_cmp.shape[1], config),
+        "cmp": compressed_visible(rows, k["cmp"].shape[1], config),
         "slc": selected_tokens(blocks, tokens, config) & causal,
         "win": (causal & (distance < config.window))[None, None],
     }
-    outputs = {"cmp": attend(q, k_cmp, v_cmp, visible["cmp"], scale)[0]}
-    for branch in ("slc", "win"):
-        outputs[branch], _ = attend(q, of(k, branch), of(v, branch), visible[branch], scale)
-    return combine(leaves["gates"], outputs)
+    return combine(
+        leaves["gates"], {b: attend(q, k[b], v[b], visible[b], scale)[0] for b in BRANCHES}
+    )
 
 
 @torch.no_grad()
@@ -138,9 +135,8 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
         )
     order = torch.arange(count, device=rows.device)
     ranked = torch.where(mask, order, count).sort(dim=-1).values[..., : config.select_count]
-    ranked = torch.nn.functional.pad(
-        ranked, (0, config.select_count - ranked.shape[-1]), value=count
-    )
+    empty_slots = config.select_count - ranked.shape[-1]
+    ranked = torch.nn.functional.pad(ranked, (0, empty_slots), value=count)
     return torch.where(ranked == count, -1, ranked).to(torch.int32)
 
 
@@ -270,11 +266,7 @@ def sample_rows(tokens: int, device: torch.device, seed: int = 0) -> Tensor:
 
 
 def check(
-    implementation: Implementation,
-    drawn: Drawn,
-    *,
-    backward: bool = True,
-    reveal: bool = True,
+    implementation: Implementation, drawn: Drawn, *, backward: bool = True, reveal: bool = True
 ) -> Checked:
     """Holds it to the accuracy rule at `sample_rows`; AccuracyError says where it fails.
 
@@ -283,18 +275,18 @@ def check(
     the rows; with dO everywhere they have to be finite. NoGradient where `backward` is asked of an
     output without one. Whatever the implementation raises comes through.
     """
+    operation, dtype = implementation.operation, drawn.q.dtype
     rows = sample_rows(drawn.shape.tokens, drawn.q.device)
     every = len(rows) == drawn.shape.tokens
     what = "all rows" if every else f"{len(rows)} rows"
     blocks, handed = None, None
-    if implementation.operation == NSA:
-        if reveal:
-            blocks = revealed(implementation, drawn, rows)
-            hold_selection(drawn, rows, blocks)
-            what += ", own selection"
-        else:
-            blocks, handed = handed_in(drawn, rows)
-            what += ", selection handed in"
+    if operation == NSA and reveal:
+        blocks = revealed(implementation, drawn, rows)
+        hold_selection(drawn, rows, blocks)
+        what += ", own selection"
+    elif operation == NSA:
+        blocks, handed = handed_in(drawn, rows)
+        what += ", selection handed in"
     leaves = drawn.leaves()
     names = implementation.reaches(drawn) if backward else []
     with torch.set_grad_enabled(backward):
@@ -318,14 +310,12 @@ def check(
         do[:, rows] = drawn.do[:, rows]
         grads = _gradients(o, inputs, do)
         del do
-    got = Rows(o.detach()[:, rows], {})
+    got = o.detach()[:, rows]
     del o
     what += ", forward and gradients" if backward else ", forward"
-    operation = implementation.operation
     truth = at_rows(drawn, rows, blocks, operation, torch.float64)
-    stick = at_rows(drawn, rows, blocks, operation, drawn.q.dtype)
-    dtype = drawn.q.dtype
-    errors = [hold("o", got.o, stick.o, truth.o, dtype=dtype)]
+    stick = at_rows(drawn, rows, blocks, operation, dtype)
+    errors = [hold("o", got, stick.o, truth.o, dtype=dtype)]
     largest = max(float(x.abs().max()) for x in truth.grads.values())
     for name in names:
         grad = grads.pop(name)

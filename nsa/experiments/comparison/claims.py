@@ -102,7 +102,7 @@ def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
 
 
 def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
-    """Whoever is faster than the limit does not do the work that was counted."""
+    """An implementation faster than the limit does not do the work that was counted."""
     sentence = "no implementation is faster than the physical limit"
     rows = comparison_table.rows_of(df, "fraction_of_limit").dropna(subset="median")
     if not _on_gpu(df):

@@ -23,8 +23,8 @@ def write(folders: Iterable[str | Path], path: str | Path = measured.TABLE) -> d
     Taken are rows of operation "nsa_attention", metric "latency" in ms, mode forward or backward,
     of a backend in the registry, from a run on a GPU, as `comparison.text` makes them. A
     backend's median counts as the mean over the kinds of inputs (queries, shared_kv) that some
-    backend was measured with at the shape; who lacks one of them is left out. ValueError for a run
-    without any such row.
+    backend was measured with at the shape; a backend that lacks one is left out. ValueError for a
+    run without any such row.
     """
     table: dict = {"runs": {}, "rows": []}
     for folder in map(Path, folders):
@@ -81,7 +81,7 @@ def _shape(row: dict, config: dict) -> dict | None:
 
 
 def _means(by_backend: dict[str, dict[tuple, float]]) -> dict[str, float]:
-    """{backend: ms}, each over the same kinds of inputs; who lacks one of them is left out."""
+    """{backend: ms}, each over the same kinds of inputs; one that lacks a kind is left out."""
     kinds = {kind for found in by_backend.values() for kind in found}
     whole = {name: found for name, found in by_backend.items() if set(found) == kinds}
     return {name: round(mean(found.values()), 4) for name, found in whole.items()}

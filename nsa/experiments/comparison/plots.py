@@ -14,7 +14,7 @@ def latency(df, *, note: str = ""):
     """Time against T, log-log: a panel for each shape, kind of queries, and forward or backward.
 
     NSA is drawn solid, dense attention dotted, the physical limits dashed, a failure as a cross at
-    the top. Of what the run had no time for there is no panel, but a line above; nor of a shape
+    the top. A shape that the run had no time for is named above and gets no panel. Nor does a shape
     with a single T where others have more: the tables have it. `note` stands in every panel's
     corner. ValueError without rows of latency.
     """

@@ -51,7 +51,7 @@ def backends_are_held(rows: Sequence[dict]) -> Claim:
 
 
 def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
-    """Each on at least one shape of each dtype: at T = 1 a window of w + 1 keys is no other."""
+    """Each on at least one shape of each dtype: at T = 1 one key more changes no window."""
     fakes = [row for row in rows if row["kind"] == "impostor"]
     dtypes = sorted({row["dtype"] for row in fakes})
     passed = [

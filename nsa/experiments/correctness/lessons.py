@@ -23,7 +23,7 @@ VOCAB = 34
 FAR = {"rope_base": 1e14}
 # What is learnt before a lesson: which one, on rows of how many blocks. Two layers that found a
 # string a little farther back each time find it by what it is; one long step, and they are back at
-# chance. And who can copy has what recall needs, which by itself stands on a plateau.
+# chance. And a model that can copy has what recall needs; recall alone stays on a plateau.
 STAGES = {
     "selection": (("selection", (8, 32)),),
     "compressed": (("compressed", (8, 32)),),

@@ -1,6 +1,6 @@
 """The case study's real defects as one-line mutations of this code.
 
-Each stands for weeks that somebody lost because no test noticed. `killers` are the tests that must
+Each cost somebody weeks, because no test noticed it. `killers` are the tests that must
 fail once the line is changed; `tests/experiments/correctness/test_mutants.py` proves that they do,
 and that they pass without.
 """

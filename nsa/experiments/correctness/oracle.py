@@ -23,7 +23,7 @@ from nsa.lab.measure.shapes import Shape
 from nsa.reference.nsa import BRANCHES, nsa
 
 ENTRY = "nsa.experiments.correctness.oracle:hold_all"
-# Rows of the case study's mistakes and of lazy ones, which the rule must turn down.
+# Mistakes of the case study, and lazy answers, which the rule must turn down.
 IMPOSTORS = ("all zero", "x 1.01", "only the first key", "w + 1 keys", "block of its own dropped")
 
 
@@ -167,7 +167,7 @@ def _reference(x: Mapping[str, Tensor], config: NSAConfig, blocks: Tensor | None
 def _impostor(
     name: str, o: Tensor, x: Mapping[str, Tensor], shape: Shape, blocks: Tensor
 ) -> Tensor:
-    """o as somebody who is wrong in that way makes it."""
+    """o with that mistake."""
     if name == "all zero":
         return torch.zeros_like(o)
     if name == "x 1.01":

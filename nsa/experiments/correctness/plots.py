@@ -110,7 +110,7 @@ def gallery(all_seen: Sequence[Seen]):
             axes.set_xticks([])
             axes.set_yticks([])
             axes.grid(False)
-            axes.set_title(_two_lines(seen.mutant), fontsize=6.8)
+            axes.set_title(textwrap.fill(seen.mutant, 22), fontsize=6.8)
             axes.set_xlabel(f"{seen.view.replace('_', ' ')}, {seen.backend}", fontsize=6.5)
             wrong = difference(seen, all_seen)
             if wrong is None:
@@ -134,28 +134,28 @@ def gallery(all_seen: Sequence[Seen]):
 
 def curves(rows: Sequence[dict]):
     """Loss of each lesson while it is learnt: a panel a lesson, right attention in black."""
-    shown = [row for row in rows if row.get("curve")]
-    names = list(dict.fromkeys((row["lesson"], row["backend"], row["tokens"]) for row in shown))
-    if not names:
+    lessons: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row.get("curve"):
+            key = row["lesson"], row["backend"], row["tokens"]
+            lessons.setdefault(key, []).append(row)
+    if not lessons:
         return looks.nothing("no lesson was learnt in this run")
+    mutants = list(dict.fromkeys(row["mutant"] for taught in lessons.values() for row in taught))
+    others = [name for name in mutants if name != RIGHT]
     with looks.style():
-        fig, panels = looks.panels(len(names), 2.6)
-        mutants = list(dict.fromkeys(row["mutant"] for row in shown if row["mutant"] != RIGHT))
-        for axes, name in zip(panels, names, strict=True):
-            for row in shown:
-                if (row["lesson"], row["backend"], row["tokens"]) != name:
-                    continue
-                right = row["mutant"] == RIGHT
-                number = 0 if right else mutants.index(row["mutant"])
-                axes.plot(
-                    [look["step"] for look in row["curve"]],
-                    [look["loss"] for look in row["curve"]],
-                    color="black" if right else LINES[number % len(LINES)],
-                    lw=2.6 if right else 1.4, ls="-" if right else "--", label=row["mutant"],
-                    marker="o" if len(row["curve"]) < 40 else "", ms=3.5,
-                )  # fmt: skip
-            axes.set(title=f"{name[0]}, {name[1]}, T = {name[2]}", xlabel="step",
-                     ylabel="loss (nats)", yscale="log")  # fmt: skip
+        fig, panels = looks.panels(len(lessons), 2.6)
+        for axes, ((name, backend, tokens), taught) in zip(panels, lessons.items(), strict=True):
+            for row in taught:
+                look = {"color": "black", "lw": 2.6, "ls": "-"}
+                if row["mutant"] != RIGHT:
+                    colour = LINES[others.index(row["mutant"]) % len(LINES)]
+                    look = {"color": colour, "lw": 1.4, "ls": "--"}
+                steps, losses = zip(*((x["step"], x["loss"]) for x in row["curve"]), strict=True)
+                marker = "o" if len(steps) < 40 else ""
+                axes.plot(steps, losses, **look, label=row["mutant"], marker=marker, ms=3.5)
+            axes.set(title=f"{name}, {backend}, T = {tokens}", yscale="log")
+            axes.set(xlabel="step", ylabel="loss (nats)")
         fig.set_dpi(SMALL)
         looks.legend(fig, panels)
     return fig
@@ -171,12 +171,3 @@ def _grid(count: int, columns: int, inches: float, dpi: int = 100):
     for spare in list(grid.flat)[count:]:
         spare.set_visible(False)
     return fig, list(grid.flat)[:count]
-
-
-def _two_lines(name: str) -> str:
-    words, middle = name.split("-"), len(name) / 2
-    if len(name) < 20:
-        return name
-    ends = [len("-".join(words[: n + 1])) for n in range(len(words) - 1)]
-    cut = min(range(len(ends)), key=lambda n: abs(ends[n] - middle)) + 1
-    return "-".join(words[:cut]) + "-\n" + "-".join(words[cut:])

@@ -1,8 +1,8 @@
 """What an implementation attends to, asked from outside: values that name their token.
 
 With value s the s-th unit vector, the output of a query is the weight that it gives to each token.
-No code of the implementation is read, so the answer is the same question to right and wrong ones.
-Loads nothing of the package on top: `in_copy` has to choose first which copy that is.
+No code of the implementation is read, so right and wrong code are asked the same question.
+Imports nothing of the package at the top: `in_copy` first has to choose the copy.
 """
 
 import json

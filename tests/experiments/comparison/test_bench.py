@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +23,8 @@ SHAPE = Shape(70, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)
 @pytest.fixture(autouse=True)
 def interpreter_left_as_it_was():
     """A benchmark on a CPU asks for it in this process, too late for the kernels it has."""
-    before = os.environ.get("TRITON_INTERPRET")
-    yield
-    if before is None:
-        os.environ.pop("TRITON_INTERPRET", None)
-    else:
-        os.environ["TRITON_INTERPRET"] = before
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def run(*paths, shape=SHAPE, backends=("gather",), with_dense=False, **options):
@@ -95,8 +93,6 @@ def test_a_red_check_leaves_no_speed_and_the_rest_of_the_table(name):
     ],
 )
 def test_a_peer_that_does_not_work_says_why_and_the_table_survives(path, outcome, said):
-    import re
-
     cells = run(path)
     cell = next(c for n, c in cells.items() if n not in ("gather", "fla"))
     assert cell["outcome"] == outcome and re.search(said, cell["message"]), cell["message"]
@@ -271,16 +267,17 @@ def test_the_command_prints_the_table_and_writes_rows(tmp_path, capsys):
     assert any(row["backend"] == "gather" and row["median"] for row in rows)
 
 
-def test_a_red_check_exits_with_1_and_is_named(capsys):
-    words = [*WORDS, *ONE, "--peer", "bench_peers:scaled", "--device", "cpu"]
+@pytest.mark.parametrize(
+    ("peer", "said"),
+    [
+        ("scaled", "NOT ACCURATE"),
+        ("wrong_shape", "BROKE OFF: peer bench_peers:wrong_shape at T=70"),
+    ],
+)
+def test_what_is_red_or_breaks_off_exits_with_1_and_is_named(peer, said, capsys):
+    words = [*WORDS, *ONE, "--peer", f"bench_peers:{peer}", "--device", "cpu"]
     assert cli.main(words) == 1
-    assert "NOT ACCURATE" in capsys.readouterr().err
-
-
-def test_what_breaks_off_exits_with_1_and_is_named(capsys):
-    words = [*WORDS, *ONE, "--peer", "bench_peers:wrong_shape", "--device", "cpu"]
-    assert cli.main(words) == 1
-    assert "BROKE OFF: peer bench_peers:wrong_shape at T=70" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.processes

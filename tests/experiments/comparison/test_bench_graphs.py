@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa.experiments.comparison import cell as bench_graphs
-from nsa.experiments.comparison.cell import Runner, empty
+from nsa.experiments.comparison.cell import Runner, add_graphs, capture, empty
 from nsa.experiments.comparison.implementations import backends
 from nsa.lab.measure import timing
 from nsa.lab.measure.attention_inputs import draw
@@ -40,7 +39,7 @@ def test_a_capture_that_fails_is_a_remark_and_the_others_are_captured(runner, mo
     monkeypatch.setattr(timing, "graph_latency", graph_latency)
     told = []
     lines = [measured("first"), measured("second")]
-    bench_graphs.add_graphs(lines, runner, told.append)
+    add_graphs(lines, runner, told.append)
     first, second = (cell for cell, _, _ in lines)
     assert first["outcome"] == "ok" and set(first["latency_ms"]) == {"forward", "backward"}
     assert "no CUDA graph: RuntimeError: operation failed" in first["message"]
@@ -58,7 +57,7 @@ def test_a_device_that_a_capture_broke_is_left_alone(runner, monkeypatch):
     monkeypatch.setattr(Runner, "release", release)
     monkeypatch.setattr(timing, "graph_latency", graph_latency)
     lines = [measured("first"), measured("second"), measured("third", replace(SHAPE, tokens=80))]
-    bench_graphs.add_graphs(lines, runner)
+    add_graphs(lines, runner)
     for cell, _, _ in lines[1:]:
         assert cell["outcome"] == "ok" and set(cell["latency_ms"]) == {"forward", "backward"}
         assert "no CUDA graph" in cell["message"] and "illegal address" in cell["message"]
@@ -74,7 +73,7 @@ def test_only_what_ran_whole_is_short_and_can_be_captured_is(runner, monkeypatch
         measured("slow", latency_ms=slow),
         measured("long", replace(SHAPE, tokens=8192)),
     ]
-    bench_graphs.add_graphs(lines, runner)
+    add_graphs(lines, runner)
     assert not any(cell["message"] for cell, _, _ in lines)
 
 
@@ -82,7 +81,7 @@ def test_graphs_that_do_not_fit_into_the_budget_say_so(monkeypatch):
     monkeypatch.setattr(timing, "graph_latency", lambda *args: pytest.fail("captured"))
     late = Runner(torch.device("cpu"), Clock(1e-9), cpu_memory=False)
     line = measured("triton")
-    bench_graphs.add_graphs([line], late)
+    add_graphs([line], late)
     assert "no CUDA graph" in line[0]["message"] and "the budget" in line[0]["message"]
 
 
@@ -137,7 +136,7 @@ def test_a_graph_is_captured_beside_a_graph_that_another_stream_made():
     kept = backend.call(drawn, None)
     timing.gradients(kept, list(drawn.leaves().values()), drawn.do, keep=True)
     cell = empty(shape, backend)
-    bench_graphs.capture(cell, backend, drawn)
+    capture(cell, backend, drawn)
     assert set(cell["latency_ms"]) == {"graph_forward", "graph_backward"}
 
 
@@ -156,7 +155,7 @@ def test_a_capture_that_fails_is_a_remark_on_a_gpu_too():
     for implementation in (bad, backends(["triton"])[0]):
         cell = empty(shape, implementation) | {"outcome": "ok", "latency_ms": dict(times)}
         lines.append((cell, shape, implementation))
-    bench_graphs.add_graphs(lines, runner)
+    add_graphs(lines, runner)
     assert "no CUDA graph" in lines[0][0]["message"] and lines[0][0]["outcome"] == "ok"
     after = lines[1][0]
     assert "graph_forward" in after["latency_ms"] or "no CUDA graph" in after["message"]

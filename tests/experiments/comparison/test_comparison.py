@@ -6,11 +6,7 @@ import matplotlib
 import pytest
 
 from nsa.config import NSAConfig
-from nsa.experiments.comparison import claims as comparison_claims
-from nsa.experiments.comparison import plots as comparison_plots
-from nsa.experiments.comparison import published, record
-from nsa.experiments.comparison import table as comparison_table
-from nsa.experiments.comparison import trials as comparison
+from nsa.experiments.comparison import claims, plots, published, record, table, trials
 from nsa.experiments.comparison.cell import NOT_COMPARED
 from nsa.experiments.comparison.published import AIMS
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
@@ -56,11 +52,11 @@ def over_tokens(name="triton", per_token=1e-4, **changes):
 
 
 def test_a_break_even_point_is_interpolated_between_two_lengths():
-    assert comparison_table.crossing([1024, 4096], [2.0, 8.0], [1.0, 16.0]) == "2048"
-    assert comparison_table.crossing([64, 128], [1.0, 2.0], [2.0, 3.0]) == "below 64"
-    assert comparison_table.crossing([64, 128], [3.0, 3.0], [2.0, 3.0]) == "beyond 128"
+    assert table.crossing([1024, 4096], [2.0, 8.0], [1.0, 16.0]) == "2048"
+    assert table.crossing([64, 128], [1.0, 2.0], [2.0, 3.0]) == "below 64"
+    assert table.crossing([64, 128], [3.0, 3.0], [2.0, 3.0]) == "beyond 128"
     # Losing again later counts: the last crossing is the one from which it stays ahead.
-    assert comparison_table.crossing([64, 128, 256], [1.0, 3.0, 3.0], [2.0, 2.0, 4.0]) != "below 64"
+    assert table.crossing([64, 128, 256], [1.0, 3.0, 3.0], [2.0, 2.0, 4.0]) != "below 64"
 
 
 def test_break_even_is_against_the_fastest_dense_of_each_length():
@@ -69,13 +65,13 @@ def test_break_even_is_against_the_fastest_dense_of_each_length():
         shape = replace(MAIN, tokens=t)
         cells += [dense(shape, fast), dense(shape, slow, "dense-flash")]
         cells.append(cell("triton", shape, t / 1024))
-    found = comparison_table.break_even(frame(*cells))
+    found = table.break_even(frame(*cells))
     assert found.iloc[0]["forward"] == found.iloc[0]["backward"] == "4096"
 
 
 def test_the_fastest_are_named_with_their_share_of_the_limit():
     df = frame(cell("gather", forward=4.0), cell("triton", forward=2.0), dense(ms=3.0))
-    line = comparison_table.fastest(df).xs("forward", level="mode").iloc[0]
+    line = table.fastest(df).xs("forward", level="mode").iloc[0]
     assert (line["NSA"], line["dense"]) == ("triton", "dense-fa4")
     assert line["dense / NSA"] == pytest.approx(1.5)
     assert line["NSA of limit"] == pytest.approx(0.8192 / 2.0)
@@ -83,23 +79,23 @@ def test_the_fastest_are_named_with_their_share_of_the_limit():
 
 def test_tables_show_values_and_failures_by_name_and_the_reasons_beside():
     df = frame(cell("triton"), cell("masked", forward=None))
-    shown = comparison_table.shown(df, "latency", "forward")
+    shown = table.shown(df, "latency", "forward")
     column = shown[8192].droplevel(["shape", "queries"])
     assert (column["triton"], column["masked"], column["limit"]) == ("2", "oom", "0.819")
     forward_only = cell("flex", latency_ms={"forward": [1.0, 1.0, 1.0]})
-    backward = comparison_table.shown(frame(forward_only), "latency", "backward")[8192]
+    backward = table.shown(frame(forward_only), "latency", "backward")[8192]
     assert backward.droplevel(["shape", "queries"])["flex"] == "none"
-    notes = comparison_table.notes(df)
+    notes = table.notes(df)
     assert notes.loc["masked", "why"] == "OutOfMemoryError" and notes.loc["masked", "T"] == "8192"
-    assert comparison_table.accuracy(df).loc["triton", "forward"] == 0.25
-    assert comparison_table.unions(df).iloc[:, 0].tolist() == [20.0, 30.0]
-    assert comparison_table.outcomes([cell("triton"), cell("triton", forward=None)]) == {
+    assert table.accuracy(df).loc["triton", "forward"] == 0.25
+    assert table.unions(df).iloc[:, 0].tolist() == [20.0, 30.0]
+    assert table.outcomes([cell("triton"), cell("triton", forward=None)]) == {
         "triton": "ok x1, oom x1"
     }
 
 
 def test_a_red_check_refutes_and_names_who_is_wrong():
-    claim = comparison_claims.everything_is_accurate
+    claim = claims.everything_is_accurate
     assert claim([cell("triton")]).verdict == "PASS"
     wrong = cell("gather", forward=None, outcome="red", message="dk: worst error")
     told = claim([cell("triton"), wrong])
@@ -109,7 +105,7 @@ def test_a_red_check_refutes_and_names_who_is_wrong():
 
 def test_what_computes_another_function_neither_wins_nor_has_a_share_of_the_limit():
     df = frame(cell("fla", forward=0.5, checked=NOT_COMPARED), cell("triton", forward=2.0))
-    assert set(comparison_table.fastest(df)["NSA"]) == {"triton"}
+    assert set(table.fastest(df)["NSA"]) == {"triton"}
     shares = df[df["metric"] == "fraction_of_limit"]
     assert set(shares["backend"]) == {"triton"}
 
@@ -123,7 +119,7 @@ def test_shapes_that_differ_in_the_papers_numbers_are_different_curves():
     other = replace(MAIN, config=NSAConfig(window=256))
     own = replace(MAIN, shared_kv=False)
     df = frame(cell("triton", forward=2.0), cell("triton", other, 3.0), cell("triton", own, 4.0))
-    shown = comparison_table.wide(df, "latency", "forward").xs("triton", level="backend")
+    shown = table.wide(df, "latency", "forward").xs("triton", level="backend")
     assert sorted(shown[8192]) == [2.0, 3.0, 4.0]
     names = shown.index.get_level_values("shape")
     assert names[0] == "HQ 64, HKV 4, D 128, bf16" and names[1].endswith(", w 256")
@@ -133,7 +129,7 @@ def test_shapes_that_differ_in_the_papers_numbers_are_different_curves():
 def test_memory_of_another_shape_does_not_decide_for_the_main_one():
     other = Shape(65536, batch=2)
     df = frame(cell("triton", other))
-    assert comparison_claims.memory_stays_small(df, "triton").verdict == "INCONCLUSIVE"
+    assert claims.memory_stays_small(df, "triton").verdict == "INCONCLUSIVE"
 
 
 def test_tables_of_a_cpus_times_say_that_they_mean_nothing():
@@ -141,31 +137,31 @@ def test_tables_of_a_cpus_times_say_that_they_mean_nothing():
     for gpu, said in (("cpu", True), ("NVIDIA H200", False)):
         df = frame(*cells, gpu=gpu)
         tables = [
-            comparison_table.shown(df, "latency", "forward"),
-            comparison_table.fastest(df),
-            comparison_table.break_even(df),
+            table.shown(df, "latency", "forward"),
+            table.fastest(df),
+            table.break_even(df),
         ]
         assert [("times not meaningful" in table.to_string()) for table in tables] == [said] * 3
 
 
 def test_accuracy_names_who_is_red_elsewhere():
     wrong = cell("gather", replace(MAIN, tokens=16384), None, outcome="red", message="dk: worst")
-    found = comparison_table.accuracy(frame(cell("gather"), cell("triton"), wrong))
+    found = table.accuracy(frame(cell("gather"), cell("triton"), wrong))
     assert found.loc["gather", "checked"].startswith("RED at another shape")
     assert found.loc["triton", "checked"] == "T=64: all rows"
 
 
 def test_backends_whose_process_was_lost_did_not_run():
-    claim = comparison_claims.nothing_broke
-    lost = cell("gather", forward=None, outcome="not run", message=f"{comparison.PROCESS}: timeout")
+    claim = claims.nothing_broke
+    lost = cell("gather", forward=None, outcome="not run", message=f"{trials.PROCESS}: timeout")
     assert claim([lost]).verdict == claim([cell("triton"), lost]).verdict == "INCONCLUSIVE"
     assert claim([cell("gather"), lost]).verdict == "PASS"
-    crashed = lost | {"message": f"{comparison.CRASHED}, ended by SIGSEGV"}
+    crashed = lost | {"message": f"{trials.CRASHED}, ended by SIGSEGV"}
     assert claim([cell("gather"), crashed]).verdict == "FAIL"
 
 
 def test_a_backend_that_breaks_off_refutes_but_a_peer_or_oom_does_not():
-    claim = comparison_claims.nothing_broke
+    claim = claims.nothing_broke
     broken = cell("gather", forward=None, outcome="error", message="KeyError")
     assert claim([cell("triton"), broken]).verdict == "FAIL"
     others = [broken | {"name": "dense-cudnn"}, broken | {"outcome": "oom"}]
@@ -173,7 +169,7 @@ def test_a_backend_that_breaks_off_refutes_but_a_peer_or_oom_does_not():
 
 
 def test_two_backends_with_one_witness_are_one_program():
-    claim = comparison_claims.backends_are_different_programs
+    claim = claims.backends_are_different_programs
     same = cell("gather", paths={"slc": ["triton"]})
     assert claim([cell("triton"), cell("masked")]).verdict == "PASS"
     assert claim([cell("triton"), same]).verdict == "FAIL"
@@ -181,7 +177,7 @@ def test_two_backends_with_one_witness_are_one_program():
 
 
 def test_identical_memory_is_refuted_by_what_differs_only():
-    claim = comparison_claims.memory_is_not_identical
+    claim = claims.memory_is_not_identical
     packed = cell("packed", memory_mib={"forward": 10.0, "backward": 30.0})
     gather = cell("gather", memory_mib={"forward": 10.0, "backward": 90.0})
     told = claim(frame(packed, gather))
@@ -192,7 +188,7 @@ def test_identical_memory_is_refuted_by_what_differs_only():
 
 
 def test_whoever_beats_the_limit_is_suspect():
-    claim = comparison_claims.nothing_beats_the_limit
+    claim = claims.nothing_beats_the_limit
     assert claim(frame(cell("triton"))).verdict == "PASS"
     assert claim(frame(cell("triton", forward=0.5))).verdict == "FAIL"
     other = cell("fla", forward=0.5, checked=NOT_COMPARED)
@@ -212,9 +208,7 @@ def test_whoever_beats_the_limit_is_suspect():
     ],
 )
 def test_an_aim_is_decided_by_both_directions_on_an_h200_only(times, gpu, verdict):
-    claim = comparison_claims.reaches(
-        frame(cell("triton", MAIN, *times), gpu=gpu), AIMS[0], "triton"
-    )
+    claim = claims.reaches(frame(cell("triton", MAIN, *times), gpu=gpu), AIMS[0], "triton")
     assert claim.verdict == verdict and "aim 2.2 / 4.8" in claim.claim
     assert "2.65 / 5.93" in claim.claim
 
@@ -223,8 +217,8 @@ def test_an_aim_is_of_its_own_shape_and_queries():
     others = [replace(MAIN, queries="correlated"), replace(MAIN, kv_heads=16),
               replace(MAIN, dtype="fp16"), replace(MAIN, config=TINY_CONFIG)]  # fmt: skip
     df = frame(*(cell("triton", shape, 1.0) for shape in others))
-    assert comparison_claims.reaches(df, AIMS[0], "triton").verdict == "INCONCLUSIVE"
-    assert comparison_claims.reaches(df, AIMS[1], "triton").verdict == "PASS"
+    assert claims.reaches(df, AIMS[0], "triton").verdict == "INCONCLUSIVE"
+    assert claims.reaches(df, AIMS[1], "triton").verdict == "PASS"
 
 
 def test_a_short_shapes_aim_is_decided_by_its_cuda_graph():
@@ -234,7 +228,7 @@ def test_a_short_shapes_aim_is_decided_by_its_cuda_graph():
     times = {mode: [x, 0.9 * x, 1.1 * x] for mode, x in ms.items()}
     limits = {"forward": 0.01, "backward": 0.02, "step": 0.03}
     row = cell("triton", shape, 1.3, latency_ms=times, limit_ms=limits)
-    claim = comparison_claims.reaches(frame(row), aim, "triton")
+    claim = claims.reaches(frame(row), aim, "triton")
     assert claim.verdict == "PASS"
     assert "0.12 / 0.28 ms in a CUDA graph, 1.3 / 2.5 without" in claim.claim
 
@@ -250,19 +244,17 @@ def test_the_aims_are_those_that_were_set():
 
 def test_memory_is_held_to_its_exponent_and_its_size():
     linear = frame(*over_tokens())
-    assert comparison_claims.memory_is_linear(linear, "triton").verdict == "PASS"
-    assert comparison_claims.memory_stays_small(linear, "triton").verdict == "PASS"
+    assert claims.memory_is_linear(linear, "triton").verdict == "PASS"
+    assert claims.memory_stays_small(linear, "triton").verdict == "PASS"
     steep = [c | {"memory_mib": dict.fromkeys(c["memory_mib"], 1e-06 * c["shape"]["tokens"] ** 2)}
              for c in over_tokens()]  # fmt: skip
-    assert comparison_claims.memory_is_linear(frame(*steep), "triton").verdict == "FAIL"
-    assert comparison_claims.memory_stays_small(frame(*steep), "triton").verdict == "FAIL"
-    assert comparison_claims.memory_is_linear(frame(cell("triton")), "triton").verdict == (
-        "INCONCLUSIVE"
-    )
+    assert claims.memory_is_linear(frame(*steep), "triton").verdict == "FAIL"
+    assert claims.memory_stays_small(frame(*steep), "triton").verdict == "FAIL"
+    assert claims.memory_is_linear(frame(cell("triton")), "triton").verdict == ("INCONCLUSIVE")
 
 
 def test_dense_is_beaten_only_when_at_every_length_from_8k_on():
-    claim = comparison_claims.beats_dense_from
+    claim = claims.beats_dense_from
     cells = [c for t in TOKENS for c in (cell("triton", replace(MAIN, tokens=t), 1.0),
                                          dense(replace(MAIN, tokens=t), 2.0))]  # fmt: skip
     assert claim(frame(*cells), 8192, "triton").verdict == "PASS"
@@ -278,16 +270,16 @@ def test_a_point_that_only_dense_could_do_leaves_the_claim_open():
     cells = [cell("triton", MAIN, 1.0), dense(MAIN, 2.0)]
     long = replace(MAIN, tokens=65536)
     cells += [cell("triton", long, None, outcome="red", message="dk"), dense(long, 99.0)]
-    told = comparison_claims.beats_dense_from(frame(*cells), 8192, "triton")
+    told = claims.beats_dense_from(frame(*cells), 8192, "triton")
     assert told.verdict == "INCONCLUSIVE" and "no time at 2 points" in told.claim
 
 
 def test_every_claim_and_aim_is_decided_in_one_go():
     cells = [*over_tokens(), *over_tokens("packed", 2e-4), dense()]
     df = frame(*cells)
-    claims = comparison_claims.all_claims(df, cells) + comparison_claims.aims(df)
-    assert len(claims) == 5 + len(AIMS) + 3
-    assert {c.verdict for c in claims} <= {"PASS", "FAIL", "INCONCLUSIVE"}
+    told = claims.all_claims(df, cells) + claims.aims(df)
+    assert len(told) == 5 + len(AIMS) + 3
+    assert {c.verdict for c in told} <= {"PASS", "FAIL", "INCONCLUSIVE"}
 
 
 def lines(axes):
@@ -296,7 +288,7 @@ def lines(axes):
 
 def test_times_are_drawn_beside_dense_and_the_limits():
     cells = [*over_tokens(), *(dense(replace(MAIN, tokens=t), 1e-8 * t * t) for t in TOKENS)]
-    forward, backward = comparison_plots.latency(frame(*cells), note="one GPU").axes
+    forward, backward = plots.latency(frame(*cells), note="one GPU").axes
     assert forward.get_title().startswith("forward") and backward.get_title().startswith("backward")
     drawn = lines(forward)
     assert list(drawn["triton"].get_ydata()) == [1e-4 * t for t in TOKENS]
@@ -309,19 +301,19 @@ def test_times_are_drawn_beside_dense_and_the_limits():
 def test_each_kind_of_queries_and_each_shape_has_panels_of_its_own():
     shapes = [MAIN, replace(MAIN, queries="correlated"), replace(MAIN, kv_heads=16)]
     df = frame(*(cell("triton", shape) for shape in shapes))
-    titles = [axes.get_title() for axes in comparison_plots.memory(df).axes]
+    titles = [axes.get_title() for axes in plots.memory(df).axes]
     assert len(titles) == 6 and sum("correlated" in t for t in titles) == 2
     assert sum("HKV 16" in t for t in titles) == 2
-    assert len(comparison_plots.of_limit(df).axes) == 6
+    assert len(plots.of_limit(df).axes) == 6
 
 
 def test_shares_of_the_limit_begin_at_0_unless_one_would_be_lost_there():
     cells = [*over_tokens(), *over_tokens("packed", 2e-4)]
-    near = comparison_plots.of_limit(frame(*cells)).axes[0]
+    near = plots.of_limit(frame(*cells)).axes[0]
     shares = [y for line in near.get_lines() for y in line.get_ydata()]
     assert near.get_yscale() == "linear" and near.get_ylim()[0] == 0
     assert near.get_ylim()[1] > 1.04 * max(shares)
-    far = comparison_plots.of_limit(frame(*cells, *over_tokens("sequential", 1.0))).axes[0]
+    far = plots.of_limit(frame(*cells, *over_tokens("sequential", 1.0))).axes[0]
     assert far.get_yscale() == "log"
 
 
@@ -329,7 +321,7 @@ def test_a_failed_point_is_a_cross_and_what_never_ran_is_not_drawn():
     shapes = [replace(MAIN, tokens=t) for t in TOKENS]
     cells = [cell("masked", s, 5.0 if s.tokens < 8192 else None) for s in shapes]
     cells += [cell("flash", s, None, outcome="declined") for s in shapes]
-    forward = comparison_plots.latency(frame(*cells)).axes[0]
+    forward = plots.latency(frame(*cells)).axes[0]
     crosses = [line for line in forward.get_lines() if line.get_marker() == "x"]
     assert [list(c.get_xdata()) for c in crosses] == [[8192, 16384, 65536]]
     assert "flash" not in lines(forward)
@@ -338,19 +330,19 @@ def test_a_failed_point_is_a_cross_and_what_never_ran_is_not_drawn():
 
 def test_a_shape_with_one_length_is_left_to_the_tables_where_others_have_more():
     single = cell("triton", replace(MAIN, kv_heads=16), 1.0)
-    assert len(comparison_plots.latency(frame(single)).axes) == 2
-    drawn = comparison_plots.latency(frame(*over_tokens(), single)).axes
+    assert len(plots.latency(frame(single)).axes) == 2
+    drawn = plots.latency(frame(*over_tokens(), single)).axes
     assert len(drawn) == 2 and "HKV 4" in drawn[0].get_title()
 
 
 def test_what_nothing_was_measured_of_has_no_panel_but_a_line(tmp_path):
     lost = cell("triton", replace(MAIN, kv_heads=16), None, outcome="not run")
     lost["limit_ms"] = dict.fromkeys(lost["limit_ms"], float("nan"))
-    figure = comparison_plots.latency(frame(cell("triton", MAIN), lost))
+    figure = plots.latency(frame(cell("triton", MAIN), lost))
     assert len(figure.axes) == 2 and "HKV 16" in figure.get_suptitle()
     assert "HKV 4" not in figure.get_suptitle()
     figure.savefig(tmp_path / "figure.png")
-    alone = comparison_plots.latency(frame(lost))
+    alone = plots.latency(frame(lost))
     said = [{text.get_text() for text in axes.texts} for axes in alone.axes]
     assert ["nothing was measured" in texts for texts in said] == [True, True]
     alone.savefig(tmp_path / "alone.png")
@@ -361,7 +353,7 @@ def test_what_there_was_no_time_for_is_no_failure():
     full = cell("masked", replace(MAIN, tokens=16384), None)
     half = cell("masked", replace(MAIN, tokens=4096))
     del half["latency_ms"]["backward"]
-    panels = comparison_plots.latency(frame(cell("masked"), half, full, late)).axes
+    panels = plots.latency(frame(cell("masked"), half, full, late)).axes
     for axes, drawn in zip(panels, ([4096, 8192], [8192]), strict=True):
         (crosses,) = [line for line in axes.get_lines() if line.get_marker() == "x"]
         assert list(crosses.get_xdata()) == [16384]
@@ -370,14 +362,14 @@ def test_what_there_was_no_time_for_is_no_failure():
 
 def test_a_figure_without_rows_says_which_are_missing():
     with pytest.raises(ValueError, match="no rows whose metric is 'latency'"):
-        comparison_plots.latency(metrics.table([]))
+        plots.latency(metrics.table([]))
 
 
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_shape_whose_process_crashes_leaves_rows_and_the_others(tmp_path):
     small = Shape(40, 2, 1, 16, 16, dtype="fp32", config=TINY_CONFIG)
-    cells = comparison.compare(
+    cells = trials.compare(
         [small, replace(small, tokens=64)],
         deadline_s=120,
         backends=["gather"],
@@ -391,10 +383,10 @@ def test_a_shape_whose_process_crashes_leaves_rows_and_the_others(tmp_path):
     assert ("gather", 40, "ok") in outcomes and ("gather", 64, "not run") in outcomes
     assert "crash, ended by SIGABRT" in cells[-1]["message"]
     assert len(list(tmp_path.iterdir())) == 2
-    assert comparison_table.notes(frame(*cells)).loc["gather", "T"] == "64"
+    assert table.notes(frame(*cells)).loc["gather", "T"] == "64"
 
 
 def test_a_shape_after_the_budget_is_not_run():
-    cells = comparison.compare([MAIN], deadline_s=9, budget_s=1e-9, backends=["gather"])
+    cells = trials.compare([MAIN], deadline_s=9, budget_s=1e-9, backends=["gather"])
     assert {c["outcome"] for c in cells} == {"not run"}
     assert "the budget of 1e-09 s was used up" in cells[0]["message"]

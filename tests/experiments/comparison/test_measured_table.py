@@ -8,7 +8,11 @@ pytest.importorskip("pandas")
 
 from nsa.attention import measured
 from nsa.config import NSAConfig
-from nsa.experiments.comparison import measured_table
+from nsa.experiments.comparison import measured_table, record
+from nsa.experiments.comparison.cell import empty
+from nsa.experiments.comparison.implementations import backends
+from nsa.lab.measure.limits import Ceilings
+from nsa.lab.measure.shapes import Shape
 from nsa.workbook.store import Run
 
 GPU = {"name": "NVIDIA H200", "memory_gib": 140.4, "compute_capability": "9.0", "driver": "580"}
@@ -105,20 +109,12 @@ def test_a_run_without_a_gpu_or_without_latencies_is_refused(run, tmp_path):
 
 
 def test_what_a_benchmark_writes_is_taken(run, tmp_path):
-    from nsa.experiments.comparison import record
-    from nsa.lab.measure.shapes import Shape
-
-    shape = Shape(4096, heads=8, kv_heads=2, config=NSAConfig(select_count=8)).to_dict()
+    shape = Shape(4096, heads=8, kv_heads=2, config=NSAConfig(select_count=8))
     cells = [
-        {
-            "name": name, "operation": "nsa_attention", "shape": shape, "outcome": "ok",
-            "message": "", "checked": True, "timing": "absolute", "ceilings": {}, "union": {},
-            "latency_ms": {"forward": (ms, ms, ms), "graph_forward": (0.1, 0.1, 0.1)},
-            "limit_ms": {"forward": 0.1, "backward": 0.2, "step": 0.3},
-            "memory_mib": {}, "errors": {},
-        }
-        for name, ms in (("triton", 2.0), ("flash", 3.0))
-    ]  # fmt: skip
+        empty(shape, backend, "cuda", Ceilings(790.0, 4.2))
+        | {"outcome": "ok", "latency_ms": {"forward": [ms] * 3, "graph_forward": [0.1] * 3}}
+        for backend, ms in zip(backends(["triton", "flash"]), (2.0, 3.0), strict=True)
+    ]
     (row,) = measured_table.write([run(*record.rows(cells))], tmp_path / "out.json")["rows"]
     assert (row["tokens"], row["heads"], row["dtype"]) == (4096, 8, "bfloat16")
     assert row["config"]["select_count"] == 8

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from nsa.attention import registry
-from nsa.experiments.comparison import check as exact
 from nsa.experiments.comparison import check as row_check
 from nsa.experiments.comparison import implementations
 from nsa.experiments.comparison.check import check, revealed, sample_rows
@@ -24,7 +23,7 @@ TORCH = [n for n in registry.names() if n in ("packed", "gather", "sdpa", "maske
 def few_rows(monkeypatch):
     """T as long as a benchmark's: a sample of rows, a few of them at a time."""
     monkeypatch.setattr(row_check, "ALL_ROWS", 100)
-    monkeypatch.setattr(exact, "ELEMENTS", 4 * 150 * 20)
+    monkeypatch.setattr(row_check, "ELEMENTS", 4 * 150 * 20)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -108,7 +107,7 @@ def test_the_exact_rows_are_the_references(few_rows):
     do = torch.zeros_like(drawn.do)
     do[:, rows] = drawn.do[:, rows]
     grads = torch.autograd.grad(want.o, list(leaves.values()), do.double())
-    found = exact.at_rows(drawn, rows, want.blocks[:, rows], "nsa_attention", torch.float64)
+    found = row_check.at_rows(drawn, rows, want.blocks[:, rows], "nsa_attention", torch.float64)
     torch.testing.assert_close(found.o, want.o[:, rows].detach())
     for name, grad in zip(leaves, grads, strict=True):
         at = grad[:, rows] if name in ("q", "gates") else grad

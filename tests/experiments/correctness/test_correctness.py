@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from nsa.attention import registry
-from nsa.experiments.correctness import claims as correctness_claims
-from nsa.experiments.correctness import gallery as correctness_mutants
-from nsa.experiments.correctness import oracle as correctness_oracle
-from nsa.experiments.correctness import plots as correctness_plots
-from nsa.experiments.correctness import probe as correctness_probe
-from nsa.experiments.correctness import table as correctness_table
+from nsa.experiments.correctness import claims, gallery, oracle, plots, probe, table
 from nsa.experiments.correctness.definition import definition, facts
 from nsa.experiments.correctness.gallery import RIGHT, SHOWS, Seen, check_names, known_tests
 from nsa.experiments.correctness.mutants import MUTANTS, ROOT, mutant
@@ -49,16 +44,14 @@ def test_a_choice_that_is_not_the_best_breaks_its_fact(drawn):
     blocks = drawn.blocks.clone()
     best = blocks[0, 60].tolist()
     blocks[0, 60] = torch.tensor([0, next(j for j in range(1, 7) if j not in best), 7])
-    broken = [
-        s for s, holds in facts(type(drawn)(**{**vars(drawn), "blocks": blocks})) if not holds
-    ]
+    broken = [s for s, holds in facts(replace(drawn, blocks=blocks)) if not holds]
     assert broken == ["the free choices are the most important legal blocks"]
 
 
 def test_every_mutant_is_shown_where_a_backend_runs_it():
     assert set(SHOWS) == {one.name for one in MUTANTS}
     for view, backend in SHOWS.values():
-        assert view in correctness_probe.VIEWS
+        assert view in probe.VIEWS
         assert backend in ("reference", *registry.names())
 
 
@@ -75,16 +68,16 @@ def test_unknown_mutants_are_refused_with_the_nearest():
         "window-leak", "inverted-mask"
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"'window-of-by-one'.*the nearest is 'window-off-by-one'"):
-        correctness_mutants.look_at(["window-of-by-one"])
+        gallery.look_at(["window-of-by-one"])
     with pytest.raises(ValueError, match="unknown"):
         mutant("x")
 
 
 def test_a_probe_tells_the_weights_that_the_reference_gives():
-    picture = np.array(correctness_probe.look({"view": "window", "backend": "masked"})["picture"])
+    picture = np.array(probe.look({"view": "window", "backend": "masked"})["picture"])
     assert np.allclose(picture.sum(1), 1, atol=1e-3)
     assert ((picture > 0).sum(1) == np.minimum(np.arange(64) + 1, 12)).all()
-    compressed = correctness_probe.look({"view": "compressed", "backend": "gather"})["picture"]
+    compressed = probe.look({"view": "compressed", "backend": "gather"})["picture"]
     assert np.array(compressed)[:7].sum() == 0
 
 
@@ -92,14 +85,14 @@ def test_a_probe_tells_the_weights_that_the_reference_gives():
 @pytest.mark.full
 def test_copies_are_looked_at_in_forks_and_the_code_here_stays_as_it_is(tmp_path):
     names = ["window-leak", "current-block-dropped"]
-    seen = correctness_mutants.look_at(names, workers=1, folder=tmp_path)
+    seen = gallery.look_at(names, workers=1, folder=tmp_path)
     assert [one.mutant for one in seen] == [RIGHT, RIGHT, *names]
-    leak = correctness_table.difference(seen[2], seen)
+    leak = table.difference(seen[2], seen)
     assert np.triu(leak, 1).max() > 0.1  # tokens of the future
-    table = correctness_table.gallery(seen)
-    assert list(table["sees the future"]) == ["yes", "no"]
-    assert correctness_claims.mutants_are_seen(seen).verdict == "PASS"
-    again = correctness_probe.look({"view": "window", "backend": "sequential"})["picture"]
+    shown = table.gallery(seen)
+    assert list(shown["sees the future"]) == ["yes", "no"]
+    assert claims.mutants_are_seen(seen).verdict == "PASS"
+    again = probe.look({"view": "window", "backend": "sequential"})["picture"]
     assert again == next(s.picture for s in seen if (s.mutant, s.view) == (RIGHT, "window"))
 
 
@@ -116,9 +109,9 @@ def test_on_a_gpu_each_kernel_is_looked_at_there_in_a_process_of_its_own(
         found = [{"result": {"picture": [[0.0]]}} for _ in spec["calls"]]
         return Outcome("ok", {"found": found}, 0.1, "", 0)
 
-    monkeypatch.setattr(correctness_mutants, "run_child", child)
+    monkeypatch.setattr(gallery, "run_child", child)
     names = ["kernel-window-off-by-one", "kernel-base-not-gated", "window-off-by-one"]
-    seen = correctness_mutants.look_at(names, device=device, workers=2, folder=tmp_path)
+    seen = gallery.look_at(names, device=device, workers=2, folder=tmp_path)
     assert [one.mutant for one in seen] == [RIGHT, RIGHT, RIGHT, *names]
     assert len(asked) == len(folders) == shares and sum(map(len, asked)) == 6
     for calls in asked:
@@ -131,9 +124,9 @@ def test_a_fork_that_fails_or_dies_says_so(tmp_path):
     shutil.copytree(ROOT / "nsa", tmp_path / "nsa", ignore=shutil.ignore_patterns("__pycache__"))
     call = {"root": str(tmp_path), "entry": "nsa.experiments.correctness.probe:look"}
     spec = {"view": "window", "backend": "none"}
-    failed = correctness_probe._forked(call | {"spec": spec})
+    failed = probe._forked(call | {"spec": spec})
     assert "'none' is unknown" in failed["error"]
-    died = correctness_probe._forked({"root": str(tmp_path), "entry": "os:abort", "spec": {}})
+    died = probe._forked({"root": str(tmp_path), "entry": "os:abort", "spec": {}})
     assert "error" in died
 
 
@@ -142,37 +135,37 @@ def shape(**changes):
 
 
 @pytest.fixture(scope="module")
-def oracle():
-    return correctness_oracle.measure([shape().to_dict()])
+def held():
+    return oracle.measure([shape().to_dict()])
 
 
 @pytest.mark.full
-def test_the_oracle_holds_every_backend_and_turns_impostors_down(oracle):
-    claim = correctness_claims.backends_are_held(oracle)
+def test_the_oracle_holds_every_backend_and_turns_impostors_down(held):
+    claim = claims.backends_are_held(held)
     assert claim.verdict == "PASS"
     for name in ("triton", "gather", "masked", "sequential"):
         assert name in claim.claim
-    assert correctness_claims.impostors_are_turned_down(oracle).verdict == "PASS"
-    table = correctness_table.oracle(oracle)
-    assert table.loc[("gather", "fp32"), "tensors held"] == 9  # o, q, three k and v, gates
-    assert "GPU" in table.loc[("flash", "fp32"), "why not"]
-    assert len(correctness_table.impostors(oracle)) == len(correctness_oracle.IMPOSTORS)
+    assert claims.impostors_are_turned_down(held).verdict == "PASS"
+    shown = table.oracle(held)
+    assert shown.loc[("gather", "fp32"), "tensors held"] == 9  # o, q, three k and v, gates
+    assert "GPU" in shown.loc[("flash", "fp32"), "why not"]
+    assert len(table.impostors(held)) == len(oracle.IMPOSTORS)
 
 
 @pytest.mark.full
-def test_a_backend_that_is_red_or_an_impostor_that_passes_is_a_failure(oracle):
+def test_a_backend_that_is_red_or_an_impostor_that_passes_is_a_failure(held):
     red = [row | {"outcome": "red", "message": "o: wrong"} if row["who"] == "gather" else row
-           for row in oracle]  # fmt: skip
-    assert correctness_claims.backends_are_held(red).verdict == "FAIL"
-    passed = [row | {"outcome": "held"} if row["who"] == "x 1.01" else row for row in oracle]
-    claim = correctness_claims.impostors_are_turned_down(passed)
+           for row in held]  # fmt: skip
+    assert claims.backends_are_held(red).verdict == "FAIL"
+    passed = [row | {"outcome": "held"} if row["who"] == "x 1.01" else row for row in held]
+    claim = claims.impostors_are_turned_down(passed)
     assert claim.verdict == "FAIL"
     assert claim.evidence["passed"] == ["x 1.01, fp32"]
-    assert correctness_claims.backends_are_held([]).verdict == "INCONCLUSIVE"
+    assert claims.backends_are_held([]).verdict == "INCONCLUSIVE"
 
 
 def test_children_that_share_an_oracle_find_the_same_in_the_same_order(monkeypatch):
-    def held(entry, spec, **_):
+    def child(entry, spec, **_):
         rows = [
             {"shape": str(Shape.from_dict(one)), "dtype": one["dtype"], "who": who}
             for one in spec["shapes"]
@@ -180,23 +173,23 @@ def test_children_that_share_an_oracle_find_the_same_in_the_same_order(monkeypat
         ]
         return Outcome("ok", {"rows": rows}, 1.0, "", 0)
 
-    monkeypatch.setattr(sweep, "run_child", held)
+    monkeypatch.setattr(sweep, "run_child", child)
     plain = shape().to_dict()
     shapes = [
         plain | {"tokens": t, "dtype": dtype} for dtype in ("fp32", "bf16") for t in (1, 33, 20)
     ]
-    alone = correctness_oracle.measure(shapes)
+    alone = oracle.measure(shapes)
     assert [(row["dtype"], row["who"]) for row in alone[:3]] == [
         ("fp32", "gather"), ("fp32", "triton"), ("fp32", "gather"),
     ]  # fmt: skip
     for workers in (2, 4, 9):
-        assert correctness_oracle.measure(shapes, workers=workers) == alone
+        assert oracle.measure(shapes, workers=workers) == alone
 
 
 @pytest.mark.processes
 def test_an_oracle_that_does_not_end_is_no_oracle():
     with pytest.raises(RuntimeError, match="unknown"):
-        correctness_oracle.measure([shape().to_dict() | {"dtype": "fp8"}])
+        oracle.measure([shape().to_dict() | {"dtype": "fp8"}])
 
 
 def seen_of(name, view, picture, message=""):
@@ -206,13 +199,13 @@ def seen_of(name, view, picture, message=""):
 def test_a_mutant_without_a_difference_fails_and_one_without_a_picture_is_open():
     right = seen_of(RIGHT, "window", [[1.0, 0.0], [0.5, 0.5]])
     other = seen_of("window-leak", "window", [[0.0, 1.0], [0.5, 0.5]])
-    claims = correctness_claims.mutants_are_seen
-    assert claims([right, other]).verdict == "PASS"
+    claim = claims.mutants_are_seen
+    assert claim([right, other]).verdict == "PASS"
     same = seen_of("window-leak", "window", right.picture)
-    assert claims([right, same]).verdict == "FAIL"
+    assert claim([right, same]).verdict == "FAIL"
     lost = seen_of("window-leak", "window", None, "timeout")
-    assert claims([right, lost]).verdict == "INCONCLUSIVE"
-    assert correctness_table.gallery([right, lost])["rows that are wrong"].item() == "timeout"
+    assert claim([right, lost]).verdict == "INCONCLUSIVE"
+    assert table.gallery([right, lost])["rows that are wrong"].item() == "timeout"
 
 
 LESSON = {"lesson": "window", "backend": "masked", "tokens": 64, "outcome": "ok", "message": "",
@@ -226,7 +219,7 @@ def taught(name, loss=0.5, as_expected=None, peek=0.0, **changes):
 
 
 def test_lessons_tell_only_when_right_attention_learns_and_the_mutant_does_not():
-    tell = correctness_claims.lessons_tell
+    tell = claims.lessons_tell
     assert tell([taught(RIGHT), taught("window-leak")]).verdict == "PASS"
     assert tell([taught(RIGHT), taught("window-leak", as_expected=True)]).verdict == "FAIL"
     assert tell([taught(RIGHT, as_expected=False), taught("window-leak")]).verdict == "FAIL"
@@ -236,7 +229,7 @@ def test_lessons_tell_only_when_right_attention_learns_and_the_mutant_does_not()
 
 
 def test_a_loss_that_is_as_low_and_wrong_still_is_named():
-    claim = correctness_claims.losses_do_not_tell(
+    claim = claims.losses_do_not_tell(
         [taught(RIGHT), taught("window-leak", peek=1.0), taught("heads-as-time", loss=2.0)]
     )
     assert claim.verdict == "PASS"
@@ -244,7 +237,7 @@ def test_a_loss_that_is_as_low_and_wrong_still_is_named():
 
 
 def test_killers_that_survive_fail_and_those_not_run_are_open():
-    kill = correctness_claims.killers_kill
+    kill = claims.killers_kill
     assert kill([{"mutant": "a", "outcome": "killed"}]).verdict == "PASS"
     assert kill([{"mutant": "a", "outcome": "survived"}]).verdict == "FAIL"
     assert kill([{"mutant": "a", "outcome": "no tests"}]).verdict == "INCONCLUSIVE"
@@ -259,43 +252,43 @@ def test_lessons_are_read_back_from_a_kept_run(tmp_path):
     folder.mkdir(parents=True)
     (folder / "record.json").write_text('{"run_id": "00_correctness-1"}')
     run = Run(folder)
-    run.add_rows(correctness_table.to_metrics([], rows))
-    kept = correctness_table.kept_lessons("00_correctness-1", tmp_path)
+    run.add_rows(table.to_metrics([], rows))
+    kept = table.kept_lessons("00_correctness-1", tmp_path)
     assert [row["mutant"] for row in kept] == [RIGHT, "window-leak", "x"]
     assert kept[0]["accuracy"] == {"inside": 1.0}
-    assert list(correctness_table.lessons(kept)["as right attention"]) == ["yes", "no", "untold"]
+    assert list(table.lessons(kept)["as right attention"]) == ["yes", "no", "untold"]
     (folder / "metrics.csv").unlink()
     with pytest.raises(ValueError, match="holds no lessons"):
-        correctness_table.kept_lessons("00_correctness-1", tmp_path)
+        table.kept_lessons("00_correctness-1", tmp_path)
 
 
 @pytest.mark.full
-def test_figures_are_drawn_of_what_there_is(drawn, oracle):
+def test_figures_are_drawn_of_what_there_is(drawn):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     right = seen_of(RIGHT, "window", [[1.0, 0.0], [0.5, 0.5]])
     wrong = seen_of("window-leak", "window", [[0.0, 1.0], [0.5, 0.5]])
     lost = seen_of("inverted-mask", "selected", None, "timeout")
     drawings = [
-        correctness_plots.what_is_seen(drawn),
-        correctness_plots.importance_of(drawn, 50),
-        correctness_plots.gates_of(drawn),
-        correctness_plots.gallery([right, wrong, lost]),
-        correctness_plots.curves([taught(RIGHT), taught("window-leak")]),
-        correctness_plots.curves([]),
+        plots.what_is_seen(drawn),
+        plots.importance_of(drawn, 50),
+        plots.gates_of(drawn),
+        plots.gallery([right, wrong, lost]),
+        plots.curves([taught(RIGHT), taught("window-leak")]),
+        plots.curves([]),
     ]
     for figure in drawings:
         figure.canvas.draw()
         matplotlib.pyplot.close(figure)
     with pytest.raises(ValueError, match="64 queries"):
-        correctness_plots.importance_of(drawn, 64)
-    assert isinstance(correctness_table.killers([right, wrong], []), pandas.DataFrame)
+        plots.importance_of(drawn, 64)
+    assert isinstance(table.killers([right, wrong], []), pandas.DataFrame)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_mutant_is_taught_and_its_killer_run():
-    rows = correctness_mutants.learn(["compressed-block-seen-too-early"], tokens=64)
+    rows = gallery.learn(["compressed-block-seen-too-early"], tokens=64)
     assert [row["as_expected"] for row in rows] == [True, False]
-    killed = correctness_mutants.kill(["window-off-by-one"])
+    killed = gallery.kill(["window-off-by-one"])
     assert killed[0]["outcome"] == "killed", killed
