@@ -180,9 +180,9 @@ class Runner:
             if all(torch.equal(before, now) for before, now in pairs):
                 return
             again = draw(drawn.shape, self.device)
+            spoilt, whole = ((*one.leaves().values(), one.do) for one in (drawn, again))
             with torch.no_grad():
-                for x, y in zip((*drawn.leaves().values(), drawn.do),
-                                (*again.leaves().values(), again.do), strict=True):  # fmt: skip
+                for x, y in zip(spoilt, whole, strict=True):
                     x.data.copy_(y)
         except Exception as error:
             self.broken = brief(error)

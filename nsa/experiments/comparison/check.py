@@ -47,9 +47,8 @@ def at_rows(
     whole = {n: x.detach().to(dtype) for n, x in given.items() if n not in ("q", "gates")}
     per_row = drawn.shape.batch * drawn.shape.heads * drawn.shape.tokens
     step = max(1, ELEMENTS // per_row)
-    single = step >= len(rows)
-    sums = {n: torch.zeros_like(x, dtype=dtype if single else torch.float64)
-            for n, x in whole.items()}  # fmt: skip
+    summed_in = dtype if step >= len(rows) else torch.float64
+    sums = {n: torch.zeros_like(x, dtype=summed_in) for n, x in whole.items()}
     parts: dict[str, list[Tensor]] = {name: [] for name in given if name in ("q", "gates")}
     outputs = []
     for first in range(0, len(rows), step):

@@ -1,6 +1,6 @@
 """The sentences of the backend comparison, each decided by rows and never by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -10,9 +10,9 @@ from nsa.attention import registry
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.comparison import published
 from nsa.experiments.comparison import table as comparison_table
-from nsa.experiments.comparison import trials as comparison
 from nsa.experiments.comparison.published import Aim
 from nsa.experiments.comparison.table import DENSE, LIMITS, NSA
+from nsa.experiments.comparison.trials import CRASHED
 from nsa.lab.measure.shapes import Shape
 from nsa.workbook import metrics
 from nsa.workbook.claim import Claim, different_programs, verdict_of
@@ -46,8 +46,7 @@ def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
 
 def everything_is_accurate(cells: Sequence[dict]) -> Claim:
     """Held to twice plain torch's own error before any time was taken."""
-    red = {f"{c['name']} T={c['shape']['tokens']}": c["message"] for c in cells
-           if c["outcome"] == "red"}  # fmt: skip
+    red = _messages(c for c in cells if c["outcome"] == "red")
     checked = sorted({c["name"] for c in cells if c["errors"]})
     sentence = f"all {len(checked)} implementations that were compared keep the accuracy rule"
     if red:
@@ -58,8 +57,7 @@ def everything_is_accurate(cells: Sequence[dict]) -> Claim:
 def nothing_broke(cells: Sequence[dict]) -> Claim:
     """A backend of ours runs, or says beforehand why not; out of memory is a value."""
     mine = [c for c in cells if c["name"] in registry.names()]
-    broken = {f"{c['name']} T={c['shape']['tokens']}": c["message"] for c in mine
-              if c["outcome"] == "error" or comparison.CRASHED in c["message"]}  # fmt: skip
+    broken = _messages(c for c in mine if c["outcome"] == "error" or CRASHED in c["message"])
     known = {c["name"] for c in mine}
     silent = sorted(known - {c["name"] for c in mine if c["outcome"] != "not run"})
     sentence = f"each of {len(known)} backends ran or said why it does not"
@@ -132,8 +130,8 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
         return Claim(f"{what}: {wanted}; not decided, {why}", "INCONCLUSIVE", {})
     rows = comparison_table.rows_of(df, "latency")
     rows = rows[rows["backend"] == backend]
-    rows = rows[[aim.fits(t, c) for t, c in zip(rows["x_value"], metrics.configs(rows),
-                                                strict=True)]]  # fmt: skip
+    sizes = zip(rows["x_value"], metrics.configs(rows), strict=True)
+    rows = rows[[aim.fits(tokens, config) for tokens, config in sizes]]
     by_mode = rows.dropna(subset="median").set_index("mode")["median"]
     if not {"forward", "backward"} <= set(by_mode.index):
         return Claim(f"{what}: {wanted}; not measured in this run", "INCONCLUSIVE", {})
@@ -208,6 +206,11 @@ def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
         text += f"; {backend} has no time at {len(untimed)} points that dense has"
         return Claim(text, "INCONCLUSIVE", found | dict.fromkeys(untimed, "not timed"))
     return Claim(text, verdict_of(bool(ratio.min() > 1)), found)
+
+
+def _messages(cells: Iterable[dict]) -> dict[str, str]:
+    """{"gather T=8192": why}."""
+    return {f"{c['name']} T={c['shape']['tokens']}": c["message"] for c in cells}
 
 
 def _lines(df: pandas.DataFrame, metric: str, mode: str, backend: str):

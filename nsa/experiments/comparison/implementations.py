@@ -57,18 +57,18 @@ def backends(names: Sequence[str] | None = None) -> list[Implementation]:
 
 def inputs_of(drawn: Drawn) -> Inputs:
     """What a backend's `why_not` looks at."""
-    return checked(
-        drawn.q, drawn.k, drawn.v, drawn.gates, drawn.shape.config, phi=None, cu_seqlens=None,
-        blocks=None, branches=BRANCHES, scale=None,
-    )  # fmt: skip
+    rest = {"phi": None, "cu_seqlens": None, "blocks": None, "branches": BRANCHES, "scale": None}
+    return checked(*_given(drawn), **rest)
+
+
+def _given(drawn: Drawn) -> tuple:
+    """q, k, v, gates and config, in the order in which every NSA takes them."""
+    return drawn.q, drawn.k, drawn.v, drawn.gates, drawn.shape.config
 
 
 def _backend(backend: registry.Backend) -> Implementation:
     def call(drawn: Drawn, blocks: Tensor | None) -> Tensor:
-        return nsa_attention(
-            drawn.q, drawn.k, drawn.v, drawn.gates, drawn.shape.config,
-            backend=backend.name, blocks=blocks,
-        )  # fmt: skip
+        return nsa_attention(*_given(drawn), backend=backend.name, blocks=blocks)
 
     return Implementation(
         backend.name,
@@ -183,10 +183,8 @@ def _fla(drawn: Drawn, blocks: Tensor | None) -> Tensor:
 
     g_cmp, g_slc, _ = (g.contiguous() for g in drawn.gates.unbind(-1))
     config = drawn.shape.config
-    return parallel_nsa(
-        drawn.q, drawn.k, drawn.v, g_cmp, g_slc,
-        block_counts=config.select_count, block_size=config.select_block,
-    )  # fmt: skip
+    sizes = {"block_counts": config.select_count, "block_size": config.select_block}
+    return parallel_nsa(drawn.q, drawn.k, drawn.v, g_cmp, g_slc, **sizes)
 
 
 def _why_not_fla(drawn: Drawn) -> list[str]:
@@ -210,7 +208,7 @@ def peer(path: str) -> Implementation:
     function, wrong = _found(path)
 
     def call(drawn: Drawn, blocks: Tensor | None) -> Tensor:
-        o = function(drawn.q, drawn.k, drawn.v, drawn.gates, drawn.shape.config)
+        o = function(*_given(drawn))
         wanted = (*drawn.q.shape[:3], drawn.shape.value_dim)
         if not isinstance(o, Tensor) or o.shape != wanted:
             got = tuple(o.shape) if isinstance(o, Tensor) else type(o).__name__

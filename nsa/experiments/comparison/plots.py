@@ -7,7 +7,7 @@ from nsa.workbook.looks import backends
 
 MODES = ("forward", "backward")
 NO_TIME = ("not run", "ok")  # of what has no value: no failure
-LIMIT_STYLES = {"limit": ("#000000", "--"), "dense limit": ("#9a9a9a", "--")}
+LIMIT_LOOKS = {"limit": ("#000000", "limit of NSA"), "dense limit": ("#9a9a9a", "limit of dense")}
 
 
 def latency(df, *, note: str = ""):
@@ -69,16 +69,9 @@ def _over_tokens(
             else:  # a logarithmic axis needs a number
                 axes.set(xticks=[], yticks=[])
                 axes.text(0.5, 0.5, "nothing was measured", transform=axes.transAxes, ha="center")
-            axes.annotate(
-                note,
-                (0.98, 0.03),
-                xycoords="axes fraction",
-                ha="right",
-                fontsize=8,
-                color="#777777",
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-                zorder=5,
-            )
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+            look = {"ha": "right", "fontsize": 8, "color": looks.GREY, "bbox": box, "zorder": 5}
+            axes.annotate(note, (0.98, 0.03), xycoords="axes fraction", **look)
         if left and measured:
             fig.suptitle("\n".join(["nothing was measured of", *left]), fontsize=8)
         looks.legend(fig, panels)
@@ -96,23 +89,19 @@ def _of_one_size(frame) -> bool:
 
 def _line(axes, backend: str, line, with_limits: bool, with_bands: bool) -> None:
     good = line[line["median"].notna() & (line["median"] > 0)]
-    if backend in LIMIT_STYLES:
+    if backend in LIMIT_LOOKS:
         if with_limits:
-            colour, style = LIMIT_STYLES[backend]
-            label = {"limit": "limit of NSA", "dense limit": "limit of dense"}[backend]
-            axes.plot(
-                good["x_value"], good["median"], style, color=colour, lw=1.1, label=label,
-                marker="_" if len(good) == 1 else "", ms=14,  # a line of one point is none
-            )  # fmt: skip
+            colour, label = LIMIT_LOOKS[backend]
+            marker = "_" if len(good) == 1 else ""  # a line of one point is none
+            look = {"color": colour, "label": label, "lw": 1.1, "marker": marker, "ms": 14}
+            axes.plot(good["x_value"], good["median"], "--", **look)
         return
     if not len(good):
         return
     colour, marker = looks.look(backend)
     dense = bool((line["operation"] == comparison_table.DENSE).all())
-    axes.plot(
-        good["x_value"], good["median"], ":" if dense else "-", color=colour, marker=marker,
-        label=backend, zorder=3,
-    )  # fmt: skip
+    look = {"color": colour, "marker": marker, "label": backend, "zorder": 3}
+    axes.plot(good["x_value"], good["median"], ":" if dense else "-", **look)
     if with_bands:
         low, high = good["q20"].astype(float), good["q80"].astype(float)
         axes.fill_between(good["x_value"], low, high, color=colour, alpha=0.18, lw=0)

@@ -29,10 +29,9 @@ class Aim:
 
     def fits(self, tokens: int, config: Mapping[str, Any]) -> bool:
         """Whether a measurement at `tokens` with that config of a row is of this aim's shape."""
-        mine = {
-            "heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim,
-            "value_dim": self.dim, "queries": self.queries, "dtype": "bf16", "batch": 1,
-        } | vars(NSAConfig())  # fmt: skip
+        mine = {"heads": self.heads, "kv_heads": self.kv_heads, "queries": self.queries}
+        mine |= {"dim": self.dim, "value_dim": self.dim, "dtype": "bf16", "batch": 1}
+        mine |= vars(NSAConfig())
         return tokens == self.tokens and all(config.get(n) == v for n, v in mine.items())
 
     def __str__(self) -> str:

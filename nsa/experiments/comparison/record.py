@@ -9,10 +9,8 @@ from nsa.experiments.comparison.implementations import LIMITS
 from nsa.lab.measure.shapes import Shape
 
 MODES = ("forward", "backward", "step", "graph_forward", "graph_backward")
-HEADS = (
-    "implementation", "fwd ms", "bwd ms", "step ms", "graph fwd/bwd", "of limit", "MiB fwd/bwd",
-    "error/allowed", "outcome",
-)  # fmt: skip
+HEADS = ("implementation", "fwd ms", "bwd ms", "step ms", "graph fwd/bwd", "of limit")
+HEADS += ("MiB fwd/bwd", "error/allowed", "outcome")
 
 
 def text(cells: Sequence[dict]) -> str:
@@ -27,10 +25,8 @@ def text(cells: Sequence[dict]) -> str:
 
 def ended(cells: Sequence[dict], outcome: str) -> list[str]:
     """Implementations that ended so, with the reason: "red" where the accuracy check failed."""
-    return [
-        f"{c['name']} at {Shape.from_dict(c['shape'])}: {c['message']}"
-        for c in cells if c["outcome"] == outcome
-    ]  # fmt: skip
+    chosen = [cell for cell in cells if cell["outcome"] == outcome]
+    return [f"{c['name']} at {Shape.from_dict(c['shape'])}: {c['message']}" for c in chosen]
 
 
 def rows(cells: Sequence[dict]) -> list[dict]:
@@ -55,10 +51,9 @@ def limits_as_cells(cells: Sequence[dict]) -> Iterator[dict]:
         if key not in seen:
             seen.add(key)
             latency = {mode: [ms, ms, ms] for mode, ms in cell["limit_ms"].items()}
-            yield cell | {
-                "name": LIMITS[cell["operation"]], "outcome": "ok", "message": "", "checked": "",
-                "errors": {}, "latency_ms": latency, "memory_mib": {}, "paths": {},
-            }  # fmt: skip
+            bare = {"message": "", "checked": "", "errors": {}, "memory_mib": {}, "paths": {}}
+            bare |= {"outcome": "ok", "latency_ms": latency}
+            yield cell | bare | {"name": LIMITS[cell["operation"]]}
 
 
 def _latency_rows(cell: dict) -> Iterator[dict]:
@@ -164,11 +159,9 @@ def _notes(cells: Sequence[dict]) -> list[str]:
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    return [
-        "  " + "  ".join(
-            cell.ljust(width) if i in (0, len(widths) - 1) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in table
-    ]  # fmt: skip
+    """Lines of columns; the first and the last are aligned at the left, the others at the right."""
+    columns = []
+    for index, column in enumerate(zip(*table, strict=True)):
+        pad = str.ljust if index in (0, len(HEADS) - 1) else str.rjust
+        columns.append([pad(cell, max(map(len, column))) for cell in column])
+    return ["  " + "  ".join(line).rstrip() for line in zip(*columns, strict=True)]

@@ -16,10 +16,7 @@ from nsa.workbook.scaling import crossing
 
 LINES = ("shape", "queries", "backend")  # of a table
 MODES = ("forward", "backward", "step")
-LETTERS = {
-    "compress_block": "l", "compress_stride": "d", "select_block": "l'", "select_count": "n",
-    "select_initial": "first", "select_local": "local", "window": "w",
-}  # fmt: skip
+LETTERS = ("l", "d", "l'", "n", "first", "local", "w")  # the paper's, of NSAConfig's fields
 
 
 def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -52,9 +49,9 @@ def shape_name(config: dict) -> str:
     parts += [f"B {config['batch']}"] * (config.get("batch", 1) != 1)
     parts.append(str(config.get("dtype", "")))
     parts += ["own k, v a branch"] * (not config.get("shared_kv", True))
-    for field in dataclasses.fields(NSAConfig):
+    for field, letter in zip(dataclasses.fields(NSAConfig), LETTERS, strict=True):
         value = config.get(field.name, field.default)
-        parts += [f"{LETTERS[field.name]} {value}"] * (value != field.default)
+        parts += [f"{letter} {value}"] * (value != field.default)
     return ", ".join(parts)
 
 
@@ -138,10 +135,9 @@ def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
     another function takes no part."""
     rows = rows_of(df, "latency", *MODES)
     rows = rows[rows["median"].notna() & rows["comparable"]]
-    found = []
-    keys = ["shape", "queries", "x_value", "mode"]
-    for key, group in rows.groupby(keys, sort=False):
-        line: dict = dict(zip(("shape", "queries", "T", "mode"), key, strict=True))
+    found, index = [], ["shape", "queries", "T", "mode"]
+    for key, group in rows.groupby(["shape", "queries", "x_value", "mode"], sort=False):
+        line: dict = dict(zip(index, key, strict=True))
         for operation, label in ((NSA, "NSA"), (DENSE, "dense")):
             mine = group[group["operation"] == operation]
             limit = mine[mine["backend"] == LIMITS[operation]]["median"]
@@ -154,11 +150,8 @@ def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
         if "NSA" in line:
             line["dense / NSA"] = line.get("dense ms", math.nan) / line["NSA ms"]
             found.append(line)
-    columns = [
-        "shape", "queries", "T", "mode", "NSA", "NSA ms", "NSA of limit", "dense", "dense ms",
-        "dense / NSA",
-    ]  # fmt: skip
-    table = pandas.DataFrame(found, columns=columns).set_index(["shape", "queries", "T", "mode"])
+    columns = ["NSA", "NSA ms", "NSA of limit", "dense", "dense ms", "dense / NSA"]
+    table = pandas.DataFrame(found, columns=[*index, *columns]).set_index(index)
     return _named(table, rows)
 
 

@@ -21,9 +21,9 @@ def all_claims(
     killed: Sequence[dict],
 ) -> list[Claim]:
     """Every claim; what was not measured is INCONCLUSIVE."""
+    size = {"tokens": found.tokens}
     return [
-        *(Claim(sentence, verdict_of(holds), {"tokens": found.tokens})
-          for sentence, holds in facts(found)),
+        *(Claim(sentence, verdict_of(holds), size) for sentence, holds in facts(found)),
         backends_are_held(oracle),
         impostors_are_turned_down(oracle),
         right_pictures_agree(seen),
@@ -32,7 +32,7 @@ def all_claims(
         losses_do_not_tell(lessons),
         killers_exist(),
         killers_kill(killed),
-    ]  # fmt: skip
+    ]
 
 
 def backends_are_held(rows: Sequence[dict]) -> Claim:
@@ -41,26 +41,20 @@ def backends_are_held(rows: Sequence[dict]) -> Claim:
     ran = [row for row in ours if row["outcome"] in ("held", "red")]
     names = sorted({row["who"] for row in ran})
     red = [row for row in ran if row["outcome"] == "red"]
-    verdict = "INCONCLUSIVE" if not ran else verdict_of(not red)
+    declined = sorted({row["who"] for row in ours} - set(names))
     return Claim(
         f"{len(names)} backends hold the accuracy rule in {len(ran)} tensors: {', '.join(names)}",
-        verdict,
-        {"red": [row["message"] for row in red],
-         "declined": sorted({row["who"] for row in ours} - set(names))},
-    )  # fmt: skip
+        verdict_of(not red) if ran else "INCONCLUSIVE",
+        {"red": [row["message"] for row in red], "declined": declined},
+    )
 
 
 def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
     """Each on at least one shape of each dtype: at T = 1 one key more changes no window."""
     fakes = [row for row in rows if row["kind"] == "impostor"]
     dtypes = sorted({row["dtype"] for row in fakes})
-    passed = [
-        f"{name}, {dtype}"
-        for name in IMPOSTORS
-        for dtype in dtypes
-        if not any(r["outcome"] == "red" for r in fakes
-                   if (r["who"], r["dtype"]) == (name, dtype))
-    ]  # fmt: skip
+    red = {(row["who"], row["dtype"]) for row in fakes if row["outcome"] == "red"}
+    passed = [f"{n}, {dtype}" for n in IMPOSTORS for dtype in dtypes if (n, dtype) not in red]
     return Claim(
         f"the rule turns down {', '.join(IMPOSTORS)} in {' and '.join(dtypes) or 'no dtype'}",
         verdict_of(not passed) if fakes else "INCONCLUSIVE",
@@ -75,11 +69,10 @@ def right_pictures_agree(seen: Sequence[Seen]) -> Claim:
         if one.mutant == RIGHT and one.picture is not None:
             views.setdefault(one.view, []).append(np.array(one.picture))
     many = {view: pictures for view, pictures in views.items() if len(pictures) > 1}
-    worst = max((float(np.abs(p - some[0]).max()) for some in many.values() for p in some),
-                default=0.0)  # fmt: skip
-    count = sum(len(pictures) for pictures in many.values())
+    apart = [float(np.abs(p - some[0]).max()) for some in many.values() for p in some]
+    worst = max(apart, default=0.0)
     return Claim(
-        f"right code gives every token the same weight in each of {count} backends' pictures",
+        f"right code gives every token the same weight in each of {len(apart)} backends' pictures",
         verdict_of(worst <= VISIBLE) if many else "INCONCLUSIVE",
         {view: len(pictures) for view, pictures in many.items()} | {"worst": worst},
     )
@@ -102,11 +95,8 @@ def mutants_are_seen(seen: Sequence[Seen]) -> Claim:
 def lessons_tell(rows: Sequence[dict]) -> Claim:
     """Right attention learns all as it should, a mutant does not."""
     ran = [row for row in rows if row["outcome"] == "ok"]
-    wrong = [
-        f"{row['mutant']}, {row['lesson']}"
-        for row in ran
-        if row["as_expected"] != (row["mutant"] == RIGHT)
-    ]
+    misled = [row for row in ran if row["as_expected"] != (row["mutant"] == RIGHT)]
+    wrong = [f"{row['mutant']}, {row['lesson']}" for row in misled]
     names = sorted({row["mutant"] for row in ran} - {RIGHT})
     lost = [row["mutant"] for row in rows if row["outcome"] not in ("ok", "untold")]
     undecided = not names or lost

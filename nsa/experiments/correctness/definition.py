@@ -14,7 +14,7 @@ from nsa.experiments.correctness import probe
 from nsa.reference.attend import attention_probs
 from nsa.reference.compress import Phi, compress_keys
 from nsa.reference.gate import sigmoid_gates
-from nsa.reference.nsa import compressed_visible, nsa, window_visible
+from nsa.reference.nsa import BRANCHES, compressed_visible, nsa, window_visible
 from nsa.reference.select import importance, select, selected_tokens
 
 HIDDEN = 32
@@ -48,8 +48,7 @@ def definition(tokens: int = probe.TOKENS, seed: int = 0, **sizes: int) -> Defin
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
     q = normal(1, tokens, probe.HEADS, probe.DIM)
-    k, v = ({b: normal(1, tokens, probe.KV_HEADS, probe.DIM) for b in ("cmp", "slc", "win")}
-            for _ in range(2))  # fmt: skip
+    k, v = ({b: normal(1, tokens, probe.KV_HEADS, probe.DIM) for b in BRANCHES} for _ in "kv")
     hidden = normal(1, tokens, HIDDEN)
     weights = normal(HIDDEN, HIDDEN) / 4, normal(HIDDEN), normal(3 * probe.HEADS, HIDDEN) / 4
     gates = sigmoid_gates(hidden, *weights, normal(3 * probe.HEADS))
@@ -72,10 +71,9 @@ def definition(tokens: int = probe.TOKENS, seed: int = 0, **sizes: int) -> Defin
     }
     count = scores.shape[-1]
     matrix = [[overlap(i, j, config) for j in range(count)] for i in range(k_cmp.shape[1])]
-    return Definition(
-        config, tokens, sees, p_cmp[0], torch.tensor(matrix).view(-1, count),
-        scores[0].transpose(0, 1), result.blocks[0].transpose(0, 1), gates[0],
-    )  # fmt: skip
+    by_group = (x[0].transpose(0, 1) for x in (scores, result.blocks))
+    matrix = torch.tensor(matrix).view(-1, count)
+    return Definition(config, tokens, sees, p_cmp[0], matrix, *by_group, gates[0])
 
 
 def _tokens_of(visible: Tensor, tokens: int, config: NSAConfig) -> Tensor:

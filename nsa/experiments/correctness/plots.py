@@ -12,6 +12,7 @@ from nsa.workbook import looks
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 SMALL = 75  # dots an inch
+HEADS = ("#0072B2", "#56B4E9", "#999999", "#CC79A7")
 LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS = {"cmp": "#E69F00", "slc": "#0072B2", "win": "#009E73"}
 
@@ -29,10 +30,8 @@ def what_is_seen(found: Definition):
             mask = found.sees[branch][group].numpy()
             future = np.triu(np.ones_like(mask, dtype=float), 1)
             axes.imshow(future, cmap=ListedColormap(["white", "#eeeeee"]), vmin=0, vmax=1)
-            axes.imshow(
-                np.ma.masked_where(~mask, mask), cmap=ListedColormap([COLOURS[branch]]),
-                interpolation="nearest",
-            )  # fmt: skip
+            seen = np.ma.masked_where(~mask, mask)
+            axes.imshow(seen, cmap=ListedColormap([COLOURS[branch]]), interpolation="nearest")
             grid = step if branch == "cmp" else size
             if branch != "win":
                 for edge in range(grid, found.tokens, grid):
@@ -48,8 +47,8 @@ def importance_of(found: Definition, query: int, group: int = 0):
     ValueError for a query or a group that there is not.
     """
     if not (0 <= query < found.tokens and 0 <= group < len(found.p_cmp)):
-        raise ValueError(f"query {query}, group {group}: the picture has {found.tokens} queries "
-                         f"and {len(found.p_cmp)} groups")  # fmt: skip
+        there = f"{found.tokens} queries and {len(found.p_cmp)} groups"
+        raise ValueError(f"query {query}, group {group}: the picture has {there}")
     config = found.config
     with looks.style():
         import matplotlib.pyplot as plt
@@ -57,8 +56,8 @@ def importance_of(found: Definition, query: int, group: int = 0):
         fig, (left, middle, right) = plt.subplots(1, 3, figsize=(11.5, 3.2))
         below = np.zeros(found.p_cmp.shape[-1])
         for head, line in enumerate(found.p_cmp[group, :, query].numpy()):
-            left.bar(np.arange(len(line)), line, bottom=below, width=0.85, label=f"head {head}",
-                     color=["#0072B2", "#56B4E9", "#999999", "#CC79A7"][head % 4])  # fmt: skip
+            look = {"width": 0.85, "label": f"head {head}", "color": HEADS[head % len(HEADS)]}
+            left.bar(np.arange(len(line)), line, bottom=below, **look)
             below += line
         left.set(title=f"p_cmp of query {query} (Eq. 8)", xlabel="compressed key i")
         left.legend(fontsize=7.5)
@@ -73,14 +72,15 @@ def importance_of(found: Definition, query: int, group: int = 0):
         for j, value in enumerate(found.importance[group, query].numpy()):
             forced = j < config.select_initial or own - config.select_local < j <= own
             colour = "#D55E00" if forced else "#0072B2" if j in chosen else "#bbbbbb"
-            right.bar(j, value if j <= own else 0.0, color=colour, width=0.85)
+            height = value if j <= own else 0.0
+            right.bar(j, height, color=colour, width=0.85)
             word = "forced" if forced else "chosen" if j in chosen else "later" if j > own else ""
-            right.annotate(word, (j, value if j <= own else 0.0), ha="center", va="bottom",
-                           fontsize=7.5, color=colour)  # fmt: skip
+            look = {"ha": "center", "va": "bottom", "fontsize": 7.5, "color": colour}
+            right.annotate(word, (j, height), **look)
         for axes in (left, middle, right):
             axes.xaxis.get_major_locator().set_params(integer=True)
-        right.set(title=f"importance, and the choice of n = {config.select_count}",
-                  xlabel="block j")  # fmt: skip
+        title = f"importance, and the choice of n = {config.select_count}"
+        right.set(title=title, xlabel="block j")
     return fig
 
 
@@ -121,14 +121,14 @@ def gallery(all_seen: Sequence[Seen]):
             square = wrong.shape[0] == wrong.shape[1]
             right = np.array(seen.picture) - wrong
             if square:
-                axes.imshow(right > 0, cmap=ListedColormap(["white", "#d9d9d9"]), vmin=0, vmax=1,
-                            interpolation="nearest")  # fmt: skip
+                grey = ListedColormap(["white", "#d9d9d9"])
+                axes.imshow(right > 0, cmap=grey, vmin=0, vmax=1, interpolation="nearest")
             most = np.abs(wrong).max() or 1.0
             # Small differences are to be seen beside large ones: it is the place that tells.
             shown = np.sign(wrong) * (np.abs(wrong) / most) ** 0.4
-            axes.imshow(np.ma.masked_where(np.abs(wrong) < 1e-4, shown), cmap="RdBu_r", vmin=-1.1,
-                        vmax=1.1, aspect="equal" if square else "auto",
-                        interpolation="nearest")  # fmt: skip
+            shown = np.ma.masked_where(np.abs(wrong) < 1e-4, shown)
+            look = {"cmap": "RdBu_r", "vmin": -1.1, "vmax": 1.1, "interpolation": "nearest"}
+            axes.imshow(shown, **look, aspect="equal" if square else "auto")
     return fig
 
 

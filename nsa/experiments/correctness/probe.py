@@ -116,10 +116,8 @@ def recomputed(backend: str, seed: int, device: str):
 
     torch.manual_seed(seed)
     layers = 4
-    model = LanguageModel(
-        ModelConfig("probe", layers, 32, 4, 2, 8, nsa=NSAConfig(**SIZES), backend=backend,
-                    checkpoint="all")
-    ).to(device)  # fmt: skip
+    options = {"nsa": NSAConfig(**SIZES), "backend": backend, "checkpoint": "all"}
+    model = LanguageModel(ModelConfig("probe", layers, 32, 4, 2, 8, **options)).to(device)
     ran = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda b, _: ran.append(b.index))

@@ -118,24 +118,20 @@ def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
 
 def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list[dict]:
     """Rows of metrics.csv; a lesson's whole row stands in its config, to be read back."""
-    rows = [
-        {
-            "operation": "nsa_attention", "backend": row["who"], "metric": "error",
-            "mode": "forward" if row["tensor"] == "o" else "backward", "unit": "of the largest",
-            "median": row.get("error"),
-            "config": {name: row[name] for name in ("shape", "dtype", "tensor", "outcome", "kind")},
-        }
-        for row in oracle_rows
-    ]  # fmt: skip
-    return rows + [
-        {
-            "operation": "lesson", "backend": row.get("backend"), "mode": "step", "metric": "loss",
-            "unit": "nats", "x_name": "tokens", "x_value": row.get("tokens"),
-            "median": row.get("loss"),
-            "config": {"lesson_row": json.dumps({k: v for k, v in row.items() if k != "curve"})},
-        }
-        for row in lesson_rows
-    ]  # fmt: skip
+    rows = []
+    for row in oracle_rows:
+        mode = "forward" if row["tensor"] == "o" else "backward"
+        line = {"operation": "nsa_attention", "backend": row["who"], "mode": mode}
+        line |= {"metric": "error", "unit": "of the largest", "median": row.get("error")}
+        config = {name: row[name] for name in ("shape", "dtype", "tensor", "outcome", "kind")}
+        rows.append(line | {"config": config})
+    for row in lesson_rows:
+        line = {"operation": "lesson", "backend": row.get("backend"), "mode": "step"}
+        line |= {"metric": "loss", "unit": "nats", "median": row.get("loss")}
+        line |= {"x_name": "tokens", "x_value": row.get("tokens")}
+        kept = json.dumps({name: value for name, value in row.items() if name != "curve"})
+        rows.append(line | {"config": {"lesson_row": kept}})
+    return rows
 
 
 def kept_lessons(run: str, root: str | Path = ROOT / "runs") -> list[dict]:

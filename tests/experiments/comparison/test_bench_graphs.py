@@ -65,12 +65,11 @@ def test_a_device_that_a_capture_broke_is_left_alone(runner, monkeypatch):
 
 def test_only_what_ran_whole_is_short_and_can_be_captured_is(runner, monkeypatch):
     monkeypatch.setattr(timing, "graph_latency", lambda *args: pytest.fail("captured"))
-    slow = {"forward": [30.0] * 3, "backward": [1.0] * 3}
     lines = [
         measured("peer", graph=False),
         measured("red", outcome="red", latency_ms={}),
         measured("forward only", latency_ms={"forward": [1.0] * 3}),
-        measured("slow", latency_ms=slow),
+        measured("slow", latency_ms={"forward": [30.0] * 3, "backward": [1.0] * 3}),
         measured("long", replace(SHAPE, tokens=8192)),
     ]
     add_graphs(lines, runner)
@@ -149,13 +148,12 @@ def test_a_capture_that_fails_is_a_remark_on_a_gpu_too():
         return backends(["triton"])[0].call(drawn, blocks)
 
     runner = Runner(torch.device("cuda"), Clock(None), cpu_memory=False)
-    bad = replace(backends(["triton"])[0], name="waits", call=waits)
-    times = {"forward": [1.0] * 3, "backward": [1.0] * 3}
+    (good,) = backends(["triton"])
     lines = []
-    for implementation in (bad, backends(["triton"])[0]):
-        cell = empty(shape, implementation) | {"outcome": "ok", "latency_ms": dict(times)}
+    for implementation in (replace(good, name="waits", call=waits), good):
+        cell, *_ = measured(implementation.name, shape)
         lines.append((cell, shape, implementation))
     add_graphs(lines, runner)
-    assert "no CUDA graph" in lines[0][0]["message"] and lines[0][0]["outcome"] == "ok"
-    after = lines[1][0]
+    bad, after = (cell for cell, *_ in lines)
+    assert "no CUDA graph" in bad["message"] and bad["outcome"] == "ok"
     assert "graph_forward" in after["latency_ms"] or "no CUDA graph" in after["message"]

@@ -214,9 +214,9 @@ def test_an_aim_is_decided_by_both_directions_on_an_h200_only(times, gpu, verdic
 
 
 def test_an_aim_is_of_its_own_shape_and_queries():
-    others = [replace(MAIN, queries="correlated"), replace(MAIN, kv_heads=16),
-              replace(MAIN, dtype="fp16"), replace(MAIN, config=TINY_CONFIG)]  # fmt: skip
-    df = frame(*(cell("triton", shape, 1.0) for shape in others))
+    changes = [{"queries": "correlated"}, {"kv_heads": 16}, {"dtype": "fp16"}]
+    changes.append({"config": TINY_CONFIG})
+    df = frame(*(cell("triton", replace(MAIN, **change), 1.0) for change in changes))
     assert claims.reaches(df, AIMS[0], "triton").verdict == "INCONCLUSIVE"
     assert claims.reaches(df, AIMS[1], "triton").verdict == "PASS"
 
@@ -246,8 +246,9 @@ def test_memory_is_held_to_its_exponent_and_its_size():
     linear = frame(*over_tokens())
     assert claims.memory_is_linear(linear, "triton").verdict == "PASS"
     assert claims.memory_stays_small(linear, "triton").verdict == "PASS"
-    steep = [c | {"memory_mib": dict.fromkeys(c["memory_mib"], 1e-06 * c["shape"]["tokens"] ** 2)}
-             for c in over_tokens()]  # fmt: skip
+    steep = over_tokens()
+    for one in steep:
+        one["memory_mib"] = dict.fromkeys(one["memory_mib"], 1e-06 * one["shape"]["tokens"] ** 2)
     assert claims.memory_is_linear(frame(*steep), "triton").verdict == "FAIL"
     assert claims.memory_stays_small(frame(*steep), "triton").verdict == "FAIL"
     assert claims.memory_is_linear(frame(cell("triton")), "triton").verdict == ("INCONCLUSIVE")
@@ -255,8 +256,8 @@ def test_memory_is_held_to_its_exponent_and_its_size():
 
 def test_dense_is_beaten_only_when_at_every_length_from_8k_on():
     claim = claims.beats_dense_from
-    cells = [c for t in TOKENS for c in (cell("triton", replace(MAIN, tokens=t), 1.0),
-                                         dense(replace(MAIN, tokens=t), 2.0))]  # fmt: skip
+    shapes = [replace(MAIN, tokens=t) for t in TOKENS]
+    cells = [c for shape in shapes for c in (cell("triton", shape, 1.0), dense(shape, 2.0))]
     assert claim(frame(*cells), 8192, "triton").verdict == "PASS"
     short = dense(replace(MAIN, tokens=2048), 0.5)
     assert claim(frame(*cells, short), 8192, "triton").verdict == "PASS"

@@ -16,10 +16,10 @@ from nsa.model.presets import dense_twin
 from nsa.model.tasks import Copy, Recall
 
 
-def short(name="window", tokens=64, **changes):
-    """A lesson of two steps on a batch of 2."""
-    spec = lesson(name, tokens, backend="masked", batch=2, **changes)
-    spec["train"] |= {"steps": 2}
+def short(name="window", tokens=64, steps=2, **given):
+    """A lesson of a few steps; `given` stands in its spec."""
+    spec = lesson(name, tokens, backend="masked", batch=2) | given
+    spec["train"] |= {"steps": steps}
     return spec
 
 
@@ -83,9 +83,7 @@ def test_a_lesson_runs_in_a_process_of_its_own():
 )
 def test_it_ends_once_all_is_as_it_should_be_twice(monkeypatch, looks, steps, verdict):
     answered(monkeypatch, looks)
-    spec = short() | {"every": 1}
-    spec["train"] |= {"steps": 4}
-    row = learn(spec)
+    row = learn(short(steps=4, every=1))
     assert (row["steps"], row["as_expected"]) == (steps, verdict)
 
 
@@ -96,8 +94,7 @@ def test_what_peeks_is_never_as_expected(monkeypatch):
 
 
 def test_its_time_is_limited():
-    spec = short() | {"every": 1, "budget_s": 0.0}
-    assert learn(spec)["steps"] == 1
+    assert learn(short(every=1, budget_s=0.0))["steps"] == 1
 
 
 def staged(monkeypatch, looks, steps=4):
@@ -109,8 +106,7 @@ def staged(monkeypatch, looks, steps=4):
         return next(given)
 
     monkeypatch.setattr(learning, "_asked", answer)
-    spec = lesson("compressed", 512, backend="sdpa", batch=1) | {"every": 1}
-    spec["train"] |= {"steps": steps}
+    spec = short("compressed", 512, steps, every=1)
     spec["stages"][0] |= {"steps": steps}
     return learn(spec), asked
 
@@ -118,9 +114,8 @@ def staged(monkeypatch, looks, steps=4):
 def test_a_stage_ends_once_solved_and_questions_at_the_full_length_decide(monkeypatch):
     row, asked = staged(monkeypatch, [1.0, 1.0, 0.1, 0.1, 0.1, 0.1])
     assert asked == [(128, (32, 127))] * 2 + [(512, (32, 511))] * 4
-    assert [(look["tokens"], look["step"]) for look in row["curve"]] == [
-        (128, 1), (128, 2), (512, 3), (512, 4), (512, 5), (512, 6)
-    ]  # fmt: skip
+    assert [look["tokens"] for look in row["curve"]] == [128] * 2 + [512] * 4
+    assert [look["step"] for look in row["curve"]] == [1, 2, 3, 4, 5, 6]
     assert row["accuracy"] == {"far": 0.1} and not row["as_expected"]
     assert (row["steps"], row["tokens"]) == (6, 512)
 
@@ -133,16 +128,14 @@ def test_a_stage_that_is_not_solved_ends_at_its_steps(monkeypatch):
 
 def test_after_a_stage_that_is_not_learnt_the_full_length_comes_at_once(monkeypatch):
     monkeypatch.setattr(learning, "_asked", lambda *_: 0.1)
-    spec = lesson("copy", 128, backend="sdpa", batch=1) | {"every": 1}
-    spec["train"] |= {"steps": 1}
+    spec = short("copy", 128, 1, every=1)
     for stage in spec["stages"]:
         stage |= {"steps": 2}
     assert [look["tokens"] for look in learn(spec)["curve"]] == [64, 64, 128]
 
 
 def test_short_of_time_only_the_full_length_is_trained():
-    spec = lesson("compressed", 512, backend="sdpa", batch=1)
-    row = learn(spec | {"every": 1, "budget_s": 0.0})
+    row = learn(lesson("compressed", 512, backend="masked") | {"every": 1, "budget_s": 0.0})
     assert [(look["tokens"], look["step"]) for look in row["curve"]] == [(512, 1)]
 
 
@@ -155,8 +148,8 @@ def test_a_stage_goes_on_with_the_weights_of_the_one_before(monkeypatch):
         return 1.0
 
     monkeypatch.setattr(learning, "_asked", answer)
-    spec = lesson("compressed", 512, backend="sdpa", batch=1)
-    spec["train"] |= {"steps": 1, "lr": 1e-12}
+    spec = short("compressed", 512, 1)
+    spec["train"] |= {"lr": 1e-12}
     spec["stages"] = [spec["stages"][0] | {"steps": 1, "lr": 1e-12}] * 2
     torch.manual_seed(0)
     learn(spec)
@@ -227,10 +220,8 @@ def test_unknown_lessons_and_short_rows_are_refused():
         lesson("windows")
     with pytest.raises(ValueError, match=r"tokens=63: a lesson needs at least 64"):
         lesson("window", 63)
-    spec = short()
-    spec["train"] |= {"steps": None}
     with pytest.raises(ValueError, match="steps=None"):
-        learn(spec)
+        learn(short(steps=None))
 
 
 def test_every_mutant_has_a_lesson_or_a_reason_why_none_tells_it():
@@ -245,12 +236,10 @@ def test_every_mutant_has_a_lesson_or_a_reason_why_none_tells_it():
 @pytest.mark.slow
 def test_nsa_finds_the_needle_and_a_window_too_short_for_it_does_not():
     """Selection finds it in any block; the window, of the same rows, sees the near ones only."""
-    right = lesson("selection", 128, backend="masked")
-    blind = lesson("selection", 128, backend="masked")
+    right, blind = (lesson("selection", 128, backend="masked") for _ in range(2))
+    right["train"] |= {"steps": 300}
     blind["model"] |= {"force_branch": "win"}  # w = 32, and "far" is 16 to 111 tokens back
     blind["model"]["nsa"] |= {"window": 16}
-    for spec in (right, blind):
-        spec["train"] |= {"steps": 300}
     found = learn(right)
     assert found["as_expected"], found["curve"]
     blind["train"] |= {"steps": found["steps"]}

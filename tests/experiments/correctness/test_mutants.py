@@ -1,12 +1,12 @@
 """The suite kills every mutant: proof that its tests look where the case study's did not."""
 
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from nsa.experiments.correctness.gallery import run_tests
 from nsa.experiments.correctness.mutants import MUTANTS, Mutant, copy_of_the_project
+from nsa.lab import sweep
 
 DEADLINE_S = 3600.0  # ends what hangs; how busy the machine is decides nothing
 pytestmark = pytest.mark.timeout(3 * DEADLINE_S)  # the first test runs those of all mutants
@@ -29,13 +29,13 @@ PROMISED = {
 def outcomes(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
     """What the killers of each mutant said; two mutants at a time."""
 
-    def outcome(mutant: Mutant) -> subprocess.CompletedProcess:
+    def outcome(_, mutant: Mutant) -> subprocess.CompletedProcess:
         root = copy_of_the_project(tmp_path_factory.mktemp(mutant.name))
         mutant.apply(root)
         return run_tests(root, mutant.killers, deadline_s=DEADLINE_S)
 
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip([m.name for m in MUTANTS], pool.map(outcome, MUTANTS), strict=True))
+    ended = sweep.each(outcome, MUTANTS, workers=2)
+    return dict(zip([m.name for m in MUTANTS], ended, strict=True))
 
 
 @pytest.mark.full
