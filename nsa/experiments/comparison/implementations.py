@@ -221,7 +221,7 @@ def peer(path: str) -> Implementation:
 
 
 def wrong_paths(paths: Sequence[str]) -> list[str]:
-    """Why those that nothing can be called by lead nowhere; importing is how one finds out."""
+    """The reasons for which these paths lead to nothing callable; each is imported to find out."""
     return [reason for path in paths for reason in _found(path)[1]]
 
 

@@ -40,7 +40,7 @@ def _over_tokens(
     rows = comparison_table.rows_of(df, metric, *MODES)
     if not len(rows):
         raise ValueError(f"no rows whose metric is {metric!r} with a mode of {', '.join(MODES)}")
-    # Without a GPU the spread is the machine's other work.
+    # Without a GPU the spread shows the machine's other work.
     with_bands = not rows["gpu"].isin(["", "cpu"]).any()
     kinds = list(rows.groupby(["shape", "queries"], sort=False))
     measured = [kind for kind in kinds if (kind[1]["median"] > 0).any()]

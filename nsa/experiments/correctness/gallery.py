@@ -87,7 +87,7 @@ def look_at(
     wanted = [(RIGHT, *view) for view in dict.fromkeys(SHOWS[name] for name in names)]
     wanted += [(name, *SHOWS[name]) for name in names]
     # Interpreted kernels take longest, so each worker gets its share of them. On a GPU each has a
-    # process: what a fork takes along of CUDA does not work.
+    # process, because a forked child cannot use CUDA.
     wanted.sort(key=lambda one: one[2] == "triton")
     alone = [one for one in wanted if one[2] == "triton" and device != "cpu"]
     shared = [one for one in wanted if one not in alone]

@@ -21,9 +21,9 @@ VOCAB = 34
 # Of a head's eight pairs of channels five turn by less than a radian in 8192 tokens: what is learnt
 # at one distance holds at others.
 FAR = {"rope_base": 1e14}
-# What is learnt before a lesson: which one, on rows of how many blocks. Two layers that found a
-# string a little farther back each time find it by what it is; one long step, and they are back at
-# chance. And a model that can copy has what recall needs; recall alone stays on a plateau.
+# What is learnt before a lesson: which lesson, on rows of how many blocks. Two layers that meet a
+# string a little farther back each time find it by its content; after one long step they are back
+# at chance. A model that can copy has what recall needs; taught recall alone it stays on a plateau.
 STAGES = {
     "selection": (("selection", (8, 32)),),
     "compressed": (("compressed", (8, 32)),),
