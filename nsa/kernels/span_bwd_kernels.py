@@ -22,8 +22,7 @@ from nsa.kernels.span_common import (
 
 @triton.jit
 def dq_kernel(
-    q, k, v, v_rows, do, lse2, delta, gates, dgates, dq,
-    q_strides, k_strides, v_strides, do_strides, gate_strides, dgate_strides, dq_strides,
+    q, k, v, v_rows, do, lse2, delta, gates, dgates, dq, strides,
     tokens, keys, tiles, total, scale, scale2,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
@@ -38,6 +37,7 @@ def dq_kernel(
     weight cancels as it should. What all values share cancels too, so dP of 16 bits is taken less
     that of the newest value that a row sees. v_rows is v where v is a descriptor.
     """
+    q_strides, k_strides, v_strides, do_strides, gate_strides, dgate_strides, dq_strides = strides
     head, token_place, key_place, first, seen, whole = query_tile(
         tokens, keys, tiles, HQ, LENGTH, STRIDE, LOOKBACK, BLOCK_M, PACKED
     )
@@ -119,9 +119,7 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, do, lse2, delta, gate, dk, dv,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    tokens, keys, total, scale, scale2,
+    q, k, v, do, lse2, delta, gate, dk, dv, strides, tokens, keys, total, scale, scale2,
     HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
     EACH: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr,
@@ -138,6 +136,7 @@ def dkdv_kernel(
     the cache; early tiles, which the most tokens see, start first. LINES: lse2, delta and gate
     [HEADS, tokens] come by TMA.
     """
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides = strides
     programs: tl.constexpr = HEADS // EACH * SPLITS  # of a tile
     number = tl.program_id(0)
     turn = tl.num_programs(0) // programs * TOGETHER

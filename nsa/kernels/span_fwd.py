@@ -26,9 +26,7 @@ from nsa.kernels.tiles import Tile
 
 @triton.jit
 def _span_forward(
-    q, k, v, o, lse2, gates, base,
-    q_strides, k_strides, v_strides, o_strides, gate_strides, base_strides,
-    tokens, keys, tiles, total, scale2,
+    q, k, v, o, lse2, gates, base, strides, tokens, keys, tiles, total, scale2,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
     BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr, PACKED: tl.constexpr,
@@ -39,6 +37,7 @@ def _span_forward(
 
     tokens, keys: as `query_tile` takes them. v None: lse2 alone.
     """
+    q_strides, k_strides, v_strides, o_strides, gate_strides, base_strides = strides
     head, token_place, key_place, first, seen, whole = query_tile(
         tokens, keys, tiles, HQ, LENGTH, STRIDE, LOOKBACK, BLOCK_M, PACKED
     )
@@ -145,10 +144,7 @@ def span_forward(
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
             None if v is None else operand(v, keys, tile.keys, descriptors), o, lse2, gates,
             base if gates is not None else None,
-            q.stride()[:2], k.stride()[:2], None if v is None else v.stride()[:2],
-            None if o is None else o.stride()[:2],
-            None if gates is None else gates.stride(),
-            None if base is None else base.stride()[:2],
+            tuple(None if x is None else x.stride() for x in (q, k, v, o, gates, base)),
             place, (keys.bounds, keys.length), count, total, scale * LOG2E,
             HQ=heads, G=heads // k.shape[1], D=dim, DV=value_dim,
             LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
