@@ -16,6 +16,9 @@ class Machine:
     where: str  # "cpu" or "cuda"
     name: str  # what figures call it
 
+    def __str__(self) -> str:
+        return f"{self.name}, torch {torch.__version__}"
+
     @property
     def on_cpu(self) -> bool:
         return self.where == "cpu"

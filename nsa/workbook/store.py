@@ -139,8 +139,11 @@ def current(parameters: dict | None = None, notebook: str = "") -> Run:
     """The run this notebook belongs to.
 
     `nsa run` hands its folder in through NSA_RUN; in a live kernel or under nbval it is a scratch
-    folder that goes when the kernel goes.
+    folder that goes when the kernel goes. Its tables are shown with every text whole.
     """
+    import pandas
+
+    pandas.set_option("display.max_colwidth", None)
     folder = os.environ.get("NSA_RUN")
     if folder:
         if not Path(folder).is_dir():

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pandas
@@ -10,6 +11,8 @@ import pandas
 from nsa.config import NSAConfig
 from nsa.experiments.comparison.cell import NOT_COMPARED
 from nsa.experiments.comparison.implementations import DENSE, LIMITS, NSA
+from nsa.lab.measure import limits
+from nsa.lab.measure.shapes import Shape
 from nsa.workbook import metrics
 from nsa.workbook.looks import by_tokens
 from nsa.workbook.scaling import crossing
@@ -197,3 +200,15 @@ def outcomes(cells: list[dict]) -> dict[str, str]:
         name: ", ".join(f"{outcome} x{count}" for outcome, count in counts.items())
         for name, counts in found.items()
     }
+
+
+def facts(cells: list[dict], shapes: Sequence[Shape]) -> list[str]:
+    """Lines that are the same on every machine: how cells ended, work in numbers, paths."""
+    lines = [f"{name}: {ended}" for name, ended in outcomes(cells).items()]
+    for shape in shapes:
+        work = {mode: f"{done.flops:,}" for mode, done in limits.work(shape).items()}
+        lines.append(f"T {shape.tokens}: pairs {limits.pairs(shape.tokens, shape.config)}")
+        lines.append(f"  operations forward {work['forward']}, backward {work['backward']}")
+    for name, served in paths(cells).items():
+        lines.append(f"{name}: " + ", ".join(f"{branch} {path}" for branch, path in served))
+    return lines

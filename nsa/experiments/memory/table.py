@@ -131,3 +131,21 @@ def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
     table.index = pandas.MultiIndex.from_tuples(table.index, names=["model", "backend"])
     both = pandas.concat([table, peaks(df)])
     return both[sorted(both.columns)].fillna("").rename_axis(columns="T")
+
+
+def failed(rows: list[dict]) -> pandas.DataFrame:
+    """The cells that did not end well, and why."""
+    names = ["preset", "layers", "backend", "tokens", "outcome", "message"]
+    return pandas.DataFrame([{n: r[n] for n in names} for r in rows if r["outcome"] != "ok"])
+
+
+def facts(df: pandas.DataFrame, rows: list[dict]) -> list[str]:
+    """Lines that are the same on every machine: how cells ended, parameters, exponents, paths."""
+    ended = pandas.Series([f"{row['backend']}: {row['outcome']}" for row in rows])
+    counts = ended.value_counts(sort=False).items()
+    models = sorted({(r["preset"], r["layers"], r["parameters"]) for r in rows if r["witness"]})
+    lines = [", ".join(f"{name} x{count}" for name, count in counts), f"parameters: {models}"]
+    for (model, backend), line in growing(df).iterrows():
+        last = exponent_fit(line.dropna()[-2:]).exponent
+        lines.append(f"{model}: {backend} ends at T^{last:.1f}")
+    return [*lines, *paths(rows).to_string().splitlines()]

@@ -62,8 +62,9 @@ def memory(df, *, note: str = ""):
 
 def phases(df, *, note: str = ""):
     """Milliseconds a step by phase, stacked, a bar a cell; the hatched end is communication that
-    is not hidden, taken out of backward."""
-    found = _needed(table.phases(df), "phase_time").fillna(0.0)
+    is not hidden, taken out of backward. None without any."""
+    if (found := table.phases(df).fillna(0.0)).empty:
+        return None
     names = [f"{backend}, T {tokens}" + f"\n{variant}" * bool(variant)
              for _, backend, variant, tokens in found.index]  # fmt: skip
     if "communication" in found:
@@ -89,8 +90,10 @@ def phases(df, *, note: str = ""):
 
 
 def scaling(df, *, note: str = ""):
-    """Tokens a second by ranks in times of one rank; dashed is what perfect scaling gives."""
-    found = _needed(table.scaling(df), "more than one rank").reset_index()
+    """Tokens a second by ranks in times of one rank, or None; dashed is perfect scaling."""
+    if (found := table.scaling(df)).empty:
+        return None
+    found = found.reset_index()
     many = found[found["parallel"] != "none"]
     lines = list(many.groupby(["model", "backend", "T", "how", "parallel"], sort=False))
     models = many["model"].unique()
@@ -118,7 +121,8 @@ def scaling(df, *, note: str = ""):
 def losses(df):
     """Loss against step: left each backend's mean over its seeds with the seeds' range as a band,
     right its distance from the mean over all NSA backends, which the eye cannot see on the left."""
-    found = _needed(table.losses(df), "loss")
+    if (found := table.losses(df)).empty:
+        return None
     names = list(dict.fromkeys(found.index.get_level_values("backend")))
     nsa = [name for name in names if not name.startswith("dense")] or names
     middle = found.loc[nsa].mean()
@@ -148,7 +152,8 @@ def memory_over_steps(df):
 
     Cells of fewer than ten steps are left out, unless there are no others.
     """
-    rows = _needed(table.memory_over_steps(df), "memory")
+    if (rows := table.memory_over_steps(df)).empty:
+        return None
     modes = [mode for mode in ("device", "host") if (rows["mode"] == mode).any()]
     keys = ["model", "backend", "variant", "tokens"]
     cells = list(rows.groupby(keys, sort=False).groups)

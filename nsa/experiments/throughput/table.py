@@ -366,3 +366,18 @@ def _row(
         # A GPU that this machine has is none that a cell on the CPU used.
         "gpu": "cpu" if row["device"] == "cpu" else None,
     }
+
+
+def facts(rows: Sequence[dict]) -> list[str]:
+    """Lines that are the same on every machine: how cells ended, operations, paths."""
+    lines = []
+    for row in rows:
+        cell = f"{row['name']} T {row['tokens']} batch {row['batch']}, {row['ranks']} rank(s)"
+        lines.append(f"{cell} {row['variant'] or 'plain'}: {row['outcome']}")
+    for name, (weights, attention) in work(rows).items():
+        told = f"{weights:,} with weights, {attention:,} of attention"
+        lines.append(f"{name}: operations a step {told}")
+    for name, paths in {row["name"]: row["paths"] for row in rows}.items():
+        served = [f"{branch} {', '.join(path)}" for branch, path in paths.items()]
+        lines.append(f"{name}: {', '.join(served)}")
+    return lines

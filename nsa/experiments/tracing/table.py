@@ -1,5 +1,6 @@
 """What a distributed trace found, as tables and as the evidence files of its run."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas
@@ -216,3 +217,16 @@ def planted_in(traced: Traced, trial: Trial, rank: int) -> tuple[str, ...]:
         return ()
     fault = planted(trial.fault, traced.setup.spec(trial).config(), traced.setup.ranks)
     return fault.parameters if rank in fault.ranks else ()
+
+
+def facts(traced: Traced, chosen: Iterable[Trial]) -> list[str]:
+    """Lines that are the same on every machine: how trials ended, rows, the order of arrival."""
+    lines = []
+    for trial in chosen:
+        mine, steps = traced.of(trial.name), len(traced.losses(trial.name))
+        ends = ", ".join(dict.fromkeys(row["status"] for row in mine))
+        lines.append(f"{trial.name}: {ends}, {steps} steps on {len(mine)} ranks")
+    lines += [f"{name}.csv: {len(found)} rows" for name, found in evidence(traced).items()]
+    order = arrived(traced, "ddp")
+    told = f"{', '.join(order[:2])}, ... {', '.join(order[-1:])}"
+    return [*lines, f"ddp: {len(order)} arrivals, {told}"]

@@ -82,6 +82,7 @@ def logged(folder: Path, rank: int, console: bool) -> Iterator[None]:
 
 STUCK_S = 5.0  # how long a rank may take to end after Ctrl-C; a collective never looks for one
 TAIL_LINES = 40
+EXITING = 0x4  # PF_EXITING among a process's flags, field 9 of /proc/<pid>/stat
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,9 @@ def _lives(pid: int | None) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+    state, *fields = stat.rpartition(")")[2].split()
+    # Its sockets close, and tell the other ranks, a moment before it is a zombie.
+    return state not in "ZX" and not int(fields[5]) & EXITING
 
 
 @contextmanager

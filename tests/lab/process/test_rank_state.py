@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,14 @@ with rank_state.accounted(sys.argv[1], 0, lambda: print("told", flush=True)):
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):  # the second waits for ever, whatever signal comes, as a collective does
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+MANY = """
+import os, sys, threading, time
+for _ in range(60):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+os.write(int(sys.argv[1]), b"r")
+time.sleep(60)
 """
 
 
@@ -52,6 +61,25 @@ def test_a_rank_that_is_gone_without_a_word_comes_before_those_who_miss_it(tmp_p
     assert "gone without a word" in found.message
     assert "SIGKILL" in first_failure(tmp_path, 3, {0: 1, 2: -9}).message
     assert "exit code 3" in first_failure(tmp_path, 3, {2: 3}).message
+
+
+@pytest.mark.processes
+def test_a_rank_is_gone_from_the_moment_that_its_sockets_close(tmp_path):
+    """The others notice a killed rank then, a little before it is a zombie with all its threads."""
+    for _ in range(8):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            command = [sys.executable, "-c", MANY, str(theirs.fileno())]
+            child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            theirs.close()
+            assert ours.recv(1) == b"r"
+            put(tmp_path, 0, "running", pid=child.pid)
+            assert first_failure(tmp_path, 1) is None
+            child.kill()
+            assert ours.recv(1) == b""
+            found = first_failure(tmp_path, 1)
+            child.wait()
+        assert found is not None and found.how == "killed"
 
 
 def test_of_exceptions_the_earliest_is_the_first(tmp_path):

@@ -9,6 +9,7 @@ import pandas
 from nsa.experiments.case_study.figures import MEMORY_MIB, PRODUCTION_PEAK_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import production
 from nsa.experiments.case_study.loop.saved import held, with_correct_window
+from nsa.experiments.case_study.loop.subject import CASE_STUDY
 from nsa.experiments.case_study.step5.investigation import Results
 from nsa.experiments.case_study.step5.trials import Trial
 from nsa.lab.search import candidates
@@ -138,3 +139,21 @@ def to_metrics(results: Results) -> list[dict]:
                          "metric": "peak_memory", "unit": "MiB", "x_name": "tokens",
                          "x_value": row["tokens"], "median": row["peak_mib"]})  # fmt: skip
     return rows
+
+
+def facts(results: Results, tokens: int) -> list[str]:
+    """Lines that are the same on every machine: what was printed, judged and counted."""
+    unexplained = sum(trial.said not in trial.expected() for trial in results.trials)
+    changed, alike = ([r["what"] for r in results.state["rows"] if bool(r["changed"]) == c]
+                      for c in (True, False))  # fmt: skip
+    loop, masked, longer = (row["operations"] for row in results.operations)
+    return [
+        f"the console is silent from step to step: {CASE_STUDY.silences(45)}",
+        f"trials by name: {', '.join(results.named)}",
+        f"judged HANG: {sum(trial.verdict.kind == 'HANG' for trial in results.trials)}",
+        f"last lines that no print schedule explains: {unexplained}",
+        f"changed from step 4 to 5: {', '.join(changed)}",
+        f"alike: {', '.join(alike)}",
+        f"loop: about {round(loop / tokens, -1):.0f} operations a token",
+        f"masked: as many at T {tokens} as at T {2 * tokens}: {masked == longer}",
+    ]
