@@ -4,13 +4,12 @@ Positions are 0-based within one sequence. A compressed block i covers the token
 [i d, i d + l) and a selectable block j covers [j l', (j + 1) l').
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nsa.config import NSAConfig
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One unbroken run of keys that a query sees: the compressed and the window branch.
 
     Key s stands for the tokens [s stride, s stride + length); the query at position t sees the keys

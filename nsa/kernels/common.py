@@ -6,6 +6,7 @@ assumed to be. Scores are in base 2: `scale2` is scale * log2(e), and lse2 is a 
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +16,21 @@ from torch import Tensor
 from nsa.kernels.sequences import Axis
 
 LOG2E = math.log2(math.e)
+
+
+class Sizes(NamedTuple):
+    """Of one call, as a kernel is compiled for them."""
+
+    HQ: int  # query heads
+    G: int  # query heads of a KV head
+    D: int
+    DV: int
+
+
+@triton.constexpr_function
+def padded(n):
+    """`power_of_two`, inside a kernel."""
+    return triton.next_power_of_2(max(n, 16))
 
 
 @triton.jit

@@ -8,10 +8,10 @@ from torch import Tensor
 from nsa.blocks import Span
 from nsa.kernels.common import (
     LOG2E,
+    Sizes,
     axis_arguments,
     ceil_div,
     contiguous_like,
-    power_of_two,
     precision,
 )
 from nsa.kernels.sequences import Axis
@@ -19,9 +19,9 @@ from nsa.kernels.span_bwd_kernels import dkdv_kernel, dq_kernel, sum_parts
 from nsa.kernels.span_common import (
     default_tile,
     descriptors_fit,
+    felt,
     line_operand,
     lines_fit,
-    lookback_of,
     operand,
     processors,
 )
@@ -75,13 +75,9 @@ def span_dq(
             operand(do, tokens, tile.rows, descriptors), lse2, delta, gates, dgates, dq,
             tuple(None if x is None else x.stride() for x in (q, k, v, do, gates, dgates, dq)),
             place, (keys.bounds, keys.length), count, total, scale, scale * LOG2E,
-            HQ=heads, G=heads // k.shape[1], D=dim, DV=value_dim,
-            LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
+            Sizes(heads, heads // k.shape[1], dim, value_dim), felt(span, keys), tile,
             BRANCH=branch, MAKE_DELTA=make_delta, ADD=add, PACKED=tokens.packed,
-            BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-            BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
-            DESCRIPTORS=descriptors, PRECISION=precision(q),
-            num_warps=tile.warps, num_stages=tile.stages,
+            PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return dq, delta
 
@@ -138,14 +134,9 @@ def span_dkdv(
         (*(x.stride() for x in (q, k, v, do)),
          (*dk.stride()[:2], dk_parts.stride(0)), (*dv.stride()[:2], dv_parts.stride(0))),
         (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
-        HEADS=heads, G=group, D=dim, DV=value_dim,
-        LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
+        Sizes(heads, group, dim, value_dim), felt(span, keys), tile,
         EACH=each, SPLITS=splits, TOGETHER=_together(span, heads // each * splits),
-        PACKED=keys.packed,
-        BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-        BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
-        DESCRIPTORS=descriptors, LINES=lines, PRECISION=precision(q),
-        num_warps=tile.warps, num_stages=tile.stages,
+        PACKED=keys.packed, PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if dk_parts.data_ptr() != dk.data_ptr():
         sums, block = max(dk.numel(), dv.numel()), 1024

@@ -7,7 +7,7 @@ gate's gradient, dS = gp (dP - delta), dq = scale * dS k, dk = scale * dS^T q an
 import triton
 import triton.language as tl
 
-from nsa.kernels.common import extent, locate, partial_sums
+from nsa.kernels.common import extent, locate, padded, partial_sums
 from nsa.kernels.span_common import (
     at,
     load_gate,
@@ -24,65 +24,64 @@ from nsa.kernels.span_common import (
 def dq_kernel(
     q, k, v, v_rows, do, lse2, delta, gates, dgates, dq, strides,
     tokens, keys, tiles, total, scale, scale2,
-    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
-    BRANCH: tl.constexpr, MAKE_DELTA: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    SIZES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, BRANCH: tl.constexpr,
+    MAKE_DELTA: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq of BLOCK_M neighbouring tokens of one query head.
+    """One program: dq of TILE.rows neighbouring tokens of one query head.
 
     MAKE_DELTA: delta is known only after the last key, so dq = sum gp dP k - delta sum gp k. There
     delta is that of the rounded factors of the two products, so that a key with nearly all the
     weight cancels as it should. What all values share cancels too, so dP of 16 bits is taken less
     that of the newest value that a row sees. v_rows is v where v is a descriptor.
     """
+    BLOCK_M: tl.constexpr = TILE.rows
+    BLOCK_N: tl.constexpr = TILE.keys
+    D: tl.constexpr = SIZES.D
+    DV: tl.constexpr = SIZES.DV
     q_strides, k_strides, v_strides, do_strides, gate_strides, dgate_strides, dq_strides = strides
     head, token_place, key_place, first, seen, whole = query_tile(
-        tokens, keys, tiles, HQ, LENGTH, STRIDE, LOOKBACK, BLOCK_M, PACKED
+        tokens, keys, tiles, SIZES.HQ, SPAN, BLOCK_M, PACKED
     )
     start, rows = token_place[1], token_place[2]
     if first >= rows:
         return
-    kv_head = head // G
+    kv_head = head // SIZES.G
     left = rows - first
 
     t = first + tl.arange(0, BLOCK_M)
     statistics = head.to(tl.int64) * total + start + t
-    q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-    do_tile = load_tile(
-        do, do_strides, token_place, first, head, DV, BLOCK_M, BLOCK_DV, DESCRIPTORS
-    )
+    q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M)
+    do_tile = load_tile(do, do_strides, token_place, first, head, DV, BLOCK_M)
     lse2_rows = tl.load(lse2 + statistics, mask=t < rows, other=float("-inf"))
     lse2_rows = tl.where(lse2_rows == float("-inf"), float("inf"), lse2_rows)
     if gates is not None:
         gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, padded(D)], tl.float32)
     if MAKE_DELTA:
         shift = tl.zeros([BLOCK_M], tl.float32)
         if q_tile.dtype != tl.float32:
-            newest = seen_end(t, LENGTH, STRIDE) - 1
+            newest = seen_end(t, SPAN) - 1
             at_newest = at(v_rows, v_strides, key_place[1], kv_head)
-            at_newest += (
-                newest.to(tl.int64)[:, None] * v_strides[0] + tl.arange(0, BLOCK_DV)[None, :]
-            )
-            sees_any = (lse2_rows < float("inf"))[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
+            row = newest.to(tl.int64)[:, None] * v_strides[0]
+            d = tl.arange(0, padded(DV))
+            at_newest += row + d[None, :]
+            sees_any = (lse2_rows < float("inf"))[:, None] & (d < DV)[None, :]
             v_newest = tl.load(at_newest, mask=sees_any, other=0.0)
             shift = tl.sum(do_tile.to(tl.float32) * v_newest.to(tl.float32), 1)
         delta_sums = tl.zeros([BLOCK_M, 8], tl.float32)
         delta_rounded = tl.zeros([BLOCK_M, 8], tl.float32)
         sum_rounded = tl.zeros([BLOCK_M, 8], tl.float32)
-        acc_plain = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # sum P k
+        acc_plain = tl.zeros([BLOCK_M, padded(D)], tl.float32)  # sum P k
     else:
         delta_rows = tl.load(delta + statistics, mask=t < rows, other=0.0)
 
     for n in range(seen[0], seen[1], BLOCK_N):
-        k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        v_tile = load_tile(v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
+        k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N)
+        v_tile = load_tile(v, v_strides, key_place, n, kv_head, DV, BLOCK_N)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         # A branch between the products would keep the compiler from mixing them with the rest.
         if (n < whole[0]) | (n + BLOCK_N > whole[1]):
-            visible = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
+            visible = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], SPAN)
             s = tl.where(visible, s, float("-inf"))
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         p = tl.exp2(s * scale2 - lse2_rows[:, None])
@@ -112,32 +111,32 @@ def dq_kernel(
     acc *= scale
     if gates is not None:
         acc *= gate[:, None]
-    store_rows(
-        at(dq, dq_strides, start + first, head), dq_strides[0], left, acc, ADD, D, BLOCK_M, BLOCK_D
-    )
+    store_rows(at(dq, dq_strides, start + first, head), dq_strides[0], left, acc, D, ADD)
 
 
 @triton.jit
 def dkdv_kernel(
     q, k, v, do, lse2, delta, gate, dk, dv, strides, tokens, keys, total, scale, scale2,
-    HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
-    EACH: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
+    SIZES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr,
+    SPLITS: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys, from one of SPLITS shares of the tokens that see them
-    and EACH query heads of the group that shares them.
+    """One program: dk and dv of TILE.keys keys, from one of SPLITS shares of the tokens that see
+    them and EACH query heads of the group that shares them.
 
     tokens: (bounds, length); keys: (table, bounds, length). Scores are transposed, [keys, tokens],
     so that P^T and dS^T go from the registers of one product into the next. dk and dv have an axis
     of parts, G / EACH * SPLITS of them, last in their strides. TOGETHER programs of a tile are
     followed by as many of the next tile, and so on, so that tokens are read again while they are in
-    the cache; early tiles, which the most tokens see, start first. LINES: lse2, delta and gate
-    [HEADS, tokens] come by TMA.
+    the cache; early tiles, which the most tokens see, start first. lse2, delta and gate are
+    [HQ, tokens].
     """
+    BLOCK_M: tl.constexpr = TILE.rows
+    BLOCK_N: tl.constexpr = TILE.keys
+    D: tl.constexpr = SIZES.D
+    DV: tl.constexpr = SIZES.DV
+    G: tl.constexpr = SIZES.G
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides = strides
-    programs: tl.constexpr = HEADS // EACH * SPLITS  # of a tile
+    programs: tl.constexpr = SIZES.HQ // EACH * SPLITS  # of a tile
     number = tl.program_id(0)
     turn = tl.num_programs(0) // programs * TOGETHER
     tile = number % turn // TOGETHER
@@ -151,24 +150,24 @@ def dkdv_kernel(
     token_place, key_place = (sequence, token_start, token_rows), (sequence, start, rows)
     left = rows - first
     last = tl.minimum(first + BLOCK_N, rows) - 1
-    # Key s is seen from position s STRIDE + LENGTH - 1 on, for LOOKBACK STRIDE tokens.
-    begin = first * STRIDE + LENGTH - 1
+    # Key s is seen from position s stride + length - 1 on, for lookback * stride tokens.
+    begin = first * SPAN.stride + SPAN.length - 1
     end = token_rows
-    whole_begin = last * STRIDE + LENGTH - 1
+    whole_begin = last * SPAN.stride + SPAN.length - 1
     whole_end = token_rows
-    if LOOKBACK is not None:
-        end = tl.minimum(end, whole_begin + LOOKBACK * STRIDE)
-        whole_end = tl.minimum(whole_end, begin + LOOKBACK * STRIDE)
-    if LINES:
+    if SPAN.lookback is not None:
+        end = tl.minimum(end, whole_begin + SPAN.lookback * SPAN.stride)
+        whole_end = tl.minimum(whole_end, begin + SPAN.lookback * SPAN.stride)
+    if isinstance(lse2, tl.tensor_descriptor):
         begin = begin // 4 * 4  # by TMA, a line starts at a multiple of 16 bytes
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
 
     s_keys = first + tl.arange(0, BLOCK_N)
     i = tl.arange(0, BLOCK_M)
-    k_tile = load_tile(k, k_strides, key_place, first, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-    v_tile = load_tile(v, v_strides, key_place, first, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    k_tile = load_tile(k, k_strides, key_place, first, kv_head, D, BLOCK_N)
+    v_tile = load_tile(v, v_strides, key_place, first, kv_head, DV, BLOCK_N)
+    dk_acc = tl.zeros([BLOCK_N, padded(D)], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, padded(DV)], tl.float32)
     share = tl.cdiv(tiles * EACH, SPLITS)
     step_begin = part % SPLITS * share
     for step in range(step_begin, tl.minimum(step_begin + share, tiles * EACH)):
@@ -178,18 +177,16 @@ def dkdv_kernel(
             head += step // tiles
             row = begin + step % tiles * BLOCK_M
         behind = token_rows - row
-        q_tile = load_tile(q, q_strides, token_place, row, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-        do_tile = load_tile(
-            do, do_strides, token_place, row, head, DV, BLOCK_M, BLOCK_DV, DESCRIPTORS
-        )
-        lse2_rows = load_line(lse2, total, token_place, row, head, BLOCK_M, LINES)
-        delta_rows = load_line(delta, total, token_place, row, head, BLOCK_M, LINES)
+        q_tile = load_tile(q, q_strides, token_place, row, head, D, BLOCK_M)
+        do_tile = load_tile(do, do_strides, token_place, row, head, DV, BLOCK_M)
+        lse2_rows = load_line(lse2, total, token_place, row, head, BLOCK_M)
+        delta_rows = load_line(delta, total, token_place, row, head, BLOCK_M)
         if gate is not None:
-            gate_rows = load_line(gate, total, token_place, row, head, BLOCK_M, LINES)
+            gate_rows = load_line(gate, total, token_place, row, head, BLOCK_M)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
         # A branch between the products would keep the compiler from mixing them with the rest.
         if (row < whole_begin) | (row + BLOCK_M > whole_end):
-            seen = sees((row + i)[None, :], s_keys[:, None], LENGTH, STRIDE, LOOKBACK)
+            seen = sees((row + i)[None, :], s_keys[:, None], SPAN)
             s = tl.where(seen & (i < behind)[None, :], s, float("-inf"))
             # Rows that see no key have lse2 = -inf, and -inf - -inf is NaN.
             lse2_rows = tl.where(lse2_rows == float("-inf"), 0.0, lse2_rows)
@@ -204,13 +201,15 @@ def dkdv_kernel(
     part = (part % (G // EACH * SPLITS)).to(tl.int64)  # of this KV head
     dk_at = at(dk, dk_strides, start + first, kv_head) + part * dk_strides[2]
     dv_at = at(dv, dv_strides, start + first, kv_head) + part * dv_strides[2]
-    store_rows(dk_at, dk_strides[0], left, dk_acc * scale, False, D, BLOCK_N, BLOCK_D)
-    store_rows(dv_at, dv_strides[0], left, dv_acc, False, DV, BLOCK_N, BLOCK_DV)
+    store_rows(dk_at, dk_strides[0], left, dk_acc * scale, D)
+    store_rows(dv_at, dv_strides[0], left, dv_acc, DV)
 
 
 @triton.jit
-def sum_parts(dk_parts, dv_parts, dk, dv, bounds, sequences, dk_row, dv_row, dk_size, dv_size,
-               PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def sum_parts(
+    dk_parts, dv_parts, dk, dv, bounds, sequences, dk_row, dv_row, dk_size, dv_size,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK elements of dk (axis 1: 0) or of dv (1) summed over the parts in order."""
     if tl.program_id(1) == 0:
         _sum_block(dk_parts, dk, bounds, sequences, dk_row, dk_size, PARTS, BLOCK)

@@ -1,7 +1,5 @@
 """What the span kernels share: which keys a query sees, tiles of rows, gates, and tile sizes."""
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -9,41 +7,41 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.blocks import Span
-from nsa.kernels.common import extent, locate, power_of_two
+from nsa.kernels.common import extent, locate, padded, power_of_two
 from nsa.kernels.sequences import Axis
 from nsa.kernels.tiles import Tile, architecture
 
 
 @triton.jit
-def seen_end(t, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
+def seen_end(t, SPAN: tl.constexpr):
     """Keys that have ended by position t: the query there sees none from this one on."""
     # triton's // rounds to zero, so its numerator must not be negative
-    return tl.maximum(t + 1 - LENGTH + STRIDE, 0) // STRIDE
+    return tl.maximum(t + 1 - SPAN.length + SPAN.stride, 0) // SPAN.stride
 
 
 @triton.jit
-def seen_start(t, LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr):
+def seen_start(t, SPAN: tl.constexpr):
     """The first key that the query at position t sees, if it sees any."""
     start = t * 0
-    if LOOKBACK is not None:
-        start = tl.maximum(seen_end(t, LENGTH, STRIDE) - LOOKBACK, 0)
+    if SPAN.lookback is not None:
+        start = tl.maximum(seen_end(t, SPAN) - SPAN.lookback, 0)
     return start
 
 
 @triton.jit
-def sees(t, s, LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr):
+def sees(t, s, SPAN: tl.constexpr):
     """Whether position t sees key s; the two broadcast against each other."""
-    end = seen_end(t, LENGTH, STRIDE)
+    end = seen_end(t, SPAN)
     seen = s < end
-    if LOOKBACK is not None:
-        seen = seen & (s >= end - LOOKBACK)
+    if SPAN.lookback is not None:
+        seen = seen & (s >= end - SPAN.lookback)
     return seen
 
 
 @triton.jit
 def query_tile(
-    tokens, keys, tiles, HQ: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
-    LOOKBACK: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+    tokens, keys, tiles, HQ: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """(head, tokens' place, keys' place, first token, seen, whole) of a program's tile of queries.
 
@@ -54,17 +52,11 @@ def query_tile(
     """
     tile = tiles - 1 - tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
-    sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
+    sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], ROWS, PACKED)
     key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
-    last = tl.minimum(first + BLOCK_M, rows) - 1
-    seen = (
-        seen_start(first, LENGTH, STRIDE, LOOKBACK),
-        tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows),
-    )
-    whole = (
-        seen_start(last, LENGTH, STRIDE, LOOKBACK),
-        tl.minimum(seen_end(first, LENGTH, STRIDE), key_rows),
-    )
+    last = tl.minimum(first + ROWS, rows) - 1
+    seen = seen_start(first, SPAN), tl.minimum(seen_end(last, SPAN), key_rows)
+    whole = seen_start(last, SPAN), tl.minimum(seen_end(first, SPAN), key_rows)
     return head, (sequence, start, rows), (sequence, key_start, key_rows), first, seen, whole
 
 
@@ -75,43 +67,37 @@ def at(x, strides, row, head):
 
 
 @triton.jit
-def load_rows(x, stride, rows, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK, BLOCK_D] from x on; 0 from row `rows` and from column D on."""
+def load_rows(x, stride, rows, BLOCK: tl.constexpr, D: tl.constexpr):
+    """[BLOCK, padded D] from x on; 0 from row `rows` and from column D on."""
     i = tl.arange(0, BLOCK)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
+    d = tl.arange(0, padded(D))[None, :]
     mask = i < rows
-    if D != BLOCK_D:
+    if padded(D) != D:
         mask = mask & (d < D)
     return tl.load(x + i * stride + d, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_tile(
-    x, strides, place, row, head, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK, BLOCK_D]: rows row.. of a sequence of x, which is from `operand`; 0 past its end.
+def load_tile(x, strides, place, row, head, D: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK, padded D]: rows row.. of a sequence of x, which is from `operand`; 0 past its end.
 
     place: (sequence, its first row, its rows) on x's axis.
     """
-    if DESCRIPTORS:
-        tile = x.load([place[0], head, row, 0]).reshape(BLOCK, BLOCK_D)
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([place[0], head, row, 0]).reshape(BLOCK, padded(D))
     else:
         first = at(x, strides, place[1] + row, head)
-        tile = load_rows(first, strides[0], place[2] - row, BLOCK, D, BLOCK_D)
+        tile = load_rows(first, strides[0], place[2] - row, BLOCK, D)
     return tile
 
 
 @triton.jit
-def store_rows(
-    x, stride, rows, values, ADD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Writes values [BLOCK, BLOCK_D] to the rows before `rows`, or adds them to what is there."""
-    i = tl.arange(0, BLOCK)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
+def store_rows(x, stride, rows, values, D: tl.constexpr, ADD: tl.constexpr = False):
+    """Writes values [BLOCK, padded D] to the rows before `rows`, or adds them to what is there."""
+    i = tl.arange(0, values.shape[0])[:, None]
+    d = tl.arange(0, values.shape[1])[None, :]
     mask = i < rows
-    if D != BLOCK_D:
+    if values.shape[1] != D:
         mask = mask & (d < D)
     if ADD:
         values += tl.load(x + i * stride + d, mask=mask, other=0.0).to(tl.float32)
@@ -119,9 +105,9 @@ def store_rows(
 
 
 @triton.jit
-def load_line(x, total, place, row, head, BLOCK: tl.constexpr, DESCRIPTOR: tl.constexpr):
+def load_line(x, total, place, row, head, BLOCK: tl.constexpr):
     """[BLOCK] of x [heads, total] from `line_operand`: rows row.. of a sequence; 0 past its end."""
-    if DESCRIPTOR:
+    if isinstance(x, tl.tensor_descriptor):
         line = x.load([head, place[0], row]).reshape(BLOCK)
     else:
         i = tl.arange(0, BLOCK)
@@ -244,7 +230,7 @@ def default_tile(
         }
     tile = tiles[kernel][wide > 128]
     # Consumer chips have 99 KB of shared memory a block, 64 KB less than an A100.
-    return replace(tile, stages=max(1, tile.stages - 1)) if 80 < chip < 90 else tile
+    return tile._replace(stages=max(1, tile.stages - 1)) if 80 < chip < 90 else tile
 
 
 def _wide_tile(kernel: str, wide: int) -> Tile:
@@ -254,7 +240,7 @@ def _wide_tile(kernel: str, wide: int) -> Tile:
     return Tile(32, 32, 8, 2 if wide <= 64 else 1) if wide <= 128 else Tile(16, 16, 4, 1)
 
 
-def lookback_of(span: Span, keys: Axis) -> int | None:
-    """The span's lookback, or None where no query of these sequences can feel it."""
-    far = span.lookback is None or span.lookback >= keys.length
-    return None if far else span.lookback
+def felt(span: Span, keys: Axis) -> Span:
+    """The span, without a lookback that no query of these sequences can feel."""
+    far = span.lookback is not None and span.lookback >= keys.length
+    return span._replace(lookback=None) if far else span

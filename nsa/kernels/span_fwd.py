@@ -6,16 +6,24 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.blocks import Span
-from nsa.kernels.common import LOG2E, absorb, axis_arguments, finish, power_of_two, precision
+from nsa.kernels.common import (
+    LOG2E,
+    Sizes,
+    absorb,
+    axis_arguments,
+    finish,
+    padded,
+    precision,
+)
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_common import (
     at,
     default_tile,
     descriptors_fit,
+    felt,
     load_gate,
     load_rows,
     load_tile,
-    lookback_of,
     operand,
     query_tile,
     sees,
@@ -27,44 +35,41 @@ from nsa.kernels.tiles import Tile
 @triton.jit
 def _span_forward(
     q, k, v, o, lse2, gates, base, strides, tokens, keys, tiles, total, scale2,
-    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, LOOKBACK: tl.constexpr,
-    BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    SIZES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, BRANCH: tl.constexpr,
+    BASE_BRANCH: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M neighbouring tokens of one query head, over every key that they see.
+    """One program: TILE.rows neighbouring tokens of one query head, over every key that they see.
 
     tokens, keys: as `query_tile` takes them. v None: lse2 alone.
     """
+    BLOCK_M: tl.constexpr = TILE.rows
+    BLOCK_N: tl.constexpr = TILE.keys
     q_strides, k_strides, v_strides, o_strides, gate_strides, base_strides = strides
     head, token_place, key_place, first, seen, whole = query_tile(
-        tokens, keys, tiles, HQ, LENGTH, STRIDE, LOOKBACK, BLOCK_M, PACKED
+        tokens, keys, tiles, SIZES.HQ, SPAN, BLOCK_M, PACKED
     )
     start, rows = token_place[1], token_place[2]
     if first >= rows:
         return
-    kv_head = head // G
+    kv_head = head // SIZES.G
     left = rows - first
 
     t = first + tl.arange(0, BLOCK_M)
-    q_tile = load_tile(q, q_strides, token_place, first, head, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    q_tile = load_tile(q, q_strides, token_place, first, head, SIZES.D, BLOCK_M)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, 8], tl.float32)
     if v is not None:
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        acc = tl.zeros([BLOCK_M, padded(SIZES.DV)], tl.float32)
     for n in range(seen[0], seen[1], BLOCK_N):
-        k_tile = load_tile(k, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        k_tile = load_tile(k, k_strides, key_place, n, kv_head, SIZES.D, BLOCK_N)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if (n < whole[0]) | (n + BLOCK_N > whole[1]):
-            visible = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], LENGTH, STRIDE, LOOKBACK)
+            visible = sees(t[:, None], n + tl.arange(0, BLOCK_N)[None, :], SPAN)
             s = tl.where(visible, s, float("-inf"))
         p, m, sums, rescale = absorb(s, scale2, m, sums)
         if v is not None:
             acc = acc * rescale[:, None]
-            v_tile = load_tile(
-                v, v_strides, key_place, n, kv_head, DV, BLOCK_N, BLOCK_DV, DESCRIPTORS
-            )
+            v_tile = load_tile(v, v_strides, key_place, n, kv_head, SIZES.DV, BLOCK_N)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
     sums, lse2_rows = finish(m, sums)
@@ -75,26 +80,15 @@ def _span_forward(
             gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
             acc *= gate[:, None]
             if base is not None:
-                other = load_rows(
-                    at(base, base_strides, start + first, head), base_strides[0], left,
-                    BLOCK_M, DV, BLOCK_DV,
-                ).to(tl.float32)  # fmt: skip
+                other = at(base, base_strides, start + first, head)
+                other = load_rows(other, base_strides[0], left, BLOCK_M, SIZES.DV).to(tl.float32)
                 if BASE_BRANCH is not None:
                     gate = load_gate(
                         gates, gate_strides, start + first, head, left, BASE_BRANCH, BLOCK_M
                     )
                     other *= gate[:, None]
                 acc += other
-        store_rows(
-            at(o, o_strides, start + first, head),
-            o_strides[0],
-            left,
-            acc,
-            False,
-            DV,
-            BLOCK_M,
-            BLOCK_DV,
-        )
+        store_rows(at(o, o_strides, start + first, head), o_strides[0], left, acc, SIZES.DV)
 
 
 def span_forward(
@@ -146,12 +140,8 @@ def span_forward(
             base if gates is not None else None,
             tuple(None if x is None else x.stride() for x in (q, k, v, o, gates, base)),
             place, (keys.bounds, keys.length), count, total, scale * LOG2E,
-            HQ=heads, G=heads // k.shape[1], D=dim, DV=value_dim,
-            LENGTH=span.length, STRIDE=span.stride, LOOKBACK=lookback_of(span, keys),
-            BRANCH=branch, BASE_BRANCH=base_branch, PACKED=tokens.packed,
-            BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-            BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim),
-            DESCRIPTORS=descriptors, PRECISION=precision(q),
+            Sizes(heads, heads // k.shape[1], dim, value_dim), felt(span, keys), tile,
+            BRANCH=branch, BASE_BRANCH=base_branch, PACKED=tokens.packed, PRECISION=precision(q),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return o, lse2

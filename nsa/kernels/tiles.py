@@ -1,6 +1,6 @@
 """Tile sizes, and which chip they are for."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,8 +8,7 @@ from torch import Tensor
 from nsa.kernels.common import power_of_two
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Rows and keys that one program holds at a time, its warps and the depth of its pipeline.
 
     turned: whether keys, not queries, are the rows of its products; dQ of the selected branch can.

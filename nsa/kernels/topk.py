@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.blocks import compressed_span
 from nsa.config import NSAConfig
 from nsa.kernels.common import (
     LOG2E,
@@ -31,15 +32,15 @@ NONE = tl.constexpr(2**31 - 1)  # sorts behind every index
 
 
 @triton.jit
-def pool(
-    p, left_over, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def pool(p, left_over, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr):
     """Eq. 9 where a tile of keys is a whole number of blocks: (importance [M, BLOCKS], left_over).
 
     A key counts in the block where it begins, and what reaches into the next one there;
     left_over [M] is what reaches into the next tile.
     """
+    BLOCK_M: tl.constexpr = p.shape[0]
+    BLOCK_N: tl.constexpr = p.shape[1]
+    BLOCKS: tl.constexpr = BLOCK_N // PER_SELECTABLE
     place = (tl.arange(0, BLOCK_N) % PER_SELECTABLE)[None, :]
     own = p * tl.minimum(PER_COMPRESSED, PER_SELECTABLE - place).to(tl.float32)
     own = tl.sum(tl.reshape(own, [BLOCK_M, BLOCKS, PER_SELECTABLE]), 2)
@@ -68,17 +69,14 @@ def band(
 
 
 @triton.jit
-def candidates(
-    importance, first_block, own, index_mask, WIDE: tl.constexpr, INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def candidates(importance, first_block, own, index_mask, WIDE: tl.constexpr, CONFIG: tl.constexpr):
     """(importance, index) of the blocks from first_block on, as one integer each [M, BLOCKS].
 
     From the top: forced, by importance, NaN, illegal; a lower index first.
     """
-    j = (first_block + tl.arange(0, BLOCKS))[None, :]
+    j = (first_block + tl.arange(0, importance.shape[1]))[None, :]
     own = own[:, None]
-    forced = (j < INITIAL) | (j > own - LOCAL)
+    forced = (j < CONFIG.select_initial) | (j > own - CONFIG.select_local)
     bits = tl.where(forced, FORCED, importance.to(tl.int32, bitcast=True))
     high = bits.to(tl.int64) << 32 if WIDE else bits & ~index_mask
     key = high | (index_mask - j)
@@ -113,24 +111,23 @@ def indices(keys, index_mask):
 
 @triton.jit
 def _probabilities(
-    q, q_strides, token_place, first, head, k_tile, lse2, total, first_key, ends, back,
-    scale2, G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_strides, token_place, first, head, k_tile, lse2, total, first_key, ends, back, scale2,
+    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum over a group's heads of the probabilities of a tile of keys, [M, N] fp32; 0 if unseen.
 
     head: the group's first; lse2 [M] points to its statistics of the tile's rows. back: 1 to take
     the heads from the last to the first, 0 otherwise.
     """
+    BLOCK_M: tl.constexpr = TILE.rows
+    BLOCK_N: tl.constexpr = TILE.keys
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     valid = first + tl.arange(0, BLOCK_M) < token_place[2]
     k_tile = tl.trans(k_tile)  # out here, or it would be put into shared memory for every head
     for i in range(G):
         g = i + back * (G - 1 - 2 * i)
         lse = tl.load(lse2 + g.to(tl.int64) * total, mask=valid, other=0.0)
-        q_tile = load_tile(
-            q, q_strides, token_place, first, head + g, D, BLOCK_M, BLOCK_D, DESCRIPTORS
-        )
+        q_tile = load_tile(q, q_strides, token_place, first, head + g, D, BLOCK_M)
         s = tl.dot(q_tile, k_tile, input_precision=PRECISION)
         p += tl.exp2(s * scale2 - lse[:, None])
     if first_key + BLOCK_N > tl.min(ends, 0):
@@ -142,20 +139,22 @@ def _probabilities(
 @triton.jit
 def _select_blocks(
     q, k_cmp, lse2, blocks, q_strides, k_strides, tokens, keys, tiles, total, scale2, index_mask,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, COUNT: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PRECISION: tl.constexpr, POOLING: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CONFIG: tl.constexpr,
+    SPAN: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr,
+    POOLING: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M neighbouring queries of one sequence and the heads of one KV head.
+    """One program: TILE.rows neighbouring queries of one sequence and the heads of one KV head.
 
     tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'.
     Late tiles, which see the most keys, start first.
     """
-    PER_COMPRESSED: tl.constexpr = LENGTH // STRIDE
-    PER_SELECTABLE: tl.constexpr = SELECT // STRIDE
+    BLOCK_M: tl.constexpr = TILE.rows
+    BLOCK_N: tl.constexpr = TILE.keys
+    SELECT: tl.constexpr = CONFIG.select_block
+    COUNT: tl.constexpr = CONFIG.select_count
+    PER_COMPRESSED: tl.constexpr = SPAN.length // SPAN.stride
+    PER_SELECTABLE: tl.constexpr = SELECT // SPAN.stride
     tile = tiles - 1 - tl.program_id(0) // HKV
     kv_head = tl.program_id(0) % HKV
     sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], BLOCK_M, PACKED)
@@ -171,8 +170,8 @@ def _select_blocks(
     if legal <= COUNT:
         chosen = tl.where(slot <= own[:, None], slot, NONE)
     else:
-        ends = seen_end(t, LENGTH, STRIDE)
-        end = tl.minimum(seen_end(last, LENGTH, STRIDE), key_rows)
+        ends = seen_end(t, SPAN)
+        end = tl.minimum(seen_end(last, SPAN), key_rows)
         head = kv_head * G
         lse2_at = lse2 + head.to(tl.int64) * total + start + t
         best = tl.full([BLOCK_M, SLOTS], ILLEGAL, tl.int64 if WIDE else tl.int32)
@@ -183,30 +182,24 @@ def _select_blocks(
             # which 16-bit inputs do not need: their importance is rounded.
             back = 0 if WIDE else block // BLOCKS % 2
             if ALIGNED:
-                k_tile = load_tile(
-                    k_cmp, k_strides, key_place, n, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS
-                )
+                k_tile = load_tile(k_cmp, k_strides, key_place, n, kv_head, D, BLOCK_N)
                 p = _probabilities(
                     q, q_strides, token_place, first, head, k_tile, lse2_at, total, n, ends, back,
-                    scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+                    scale2, G, D, TILE, PRECISION,
                 )  # fmt: skip
-                importance, left_over = pool(
-                    p, left_over, PER_COMPRESSED, PER_SELECTABLE, BLOCK_M, BLOCK_N, BLOCKS
-                )
+                importance, left_over = pool(p, left_over, PER_COMPRESSED, PER_SELECTABLE)
             else:
                 importance = tl.zeros([BLOCK_M, BLOCKS], tl.float32)
                 low = tl.maximum(n - PER_COMPRESSED + 1, 0)
                 for m in range(low, tl.minimum(n + BLOCKS * PER_SELECTABLE, end), BLOCK_N):
-                    k_tile = load_tile(
-                        k_cmp, k_strides, key_place, m, kv_head, D, BLOCK_N, BLOCK_D, DESCRIPTORS
-                    )
+                    k_tile = load_tile(k_cmp, k_strides, key_place, m, kv_head, D, BLOCK_N)
                     p = _probabilities(
                         q, q_strides, token_place, first, head, k_tile, lse2_at, total, m, ends,
-                        back, scale2, G, D, BLOCK_M, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+                        back, scale2, G, D, TILE, PRECISION,
                     )  # fmt: skip
                     shared = band(m, block, PER_COMPRESSED, PER_SELECTABLE, BLOCK_N, BLOCKS)
                     importance = tl.dot(p, shared, importance, input_precision=POOLING)
-            found = candidates(importance, block, own, index_mask, WIDE, INITIAL, LOCAL, BLOCKS)
+            found = candidates(importance, block, own, index_mask, WIDE, CONFIG)
             best = merge(best, found, SLOTS)
         chosen = tl.where(slot >= SLOTS - COUNT, indices(best, index_mask), NONE)
         chosen = tl.sort(chosen)
@@ -279,13 +272,9 @@ def select_blocks(
         lse2, blocks, q.stride()[:2], k_cmp.stride()[:2],
         place, (keys.bounds, keys.length), tiles, total, scale * LOG2E,
         2**31 - 1 if wide else 2**bits - 1,
-        HKV=kv_heads, G=heads // kv_heads, D=dim,
-        LENGTH=config.compress_block, STRIDE=config.compress_stride,
-        SELECT=config.select_block, COUNT=count,
-        INITIAL=config.select_initial, LOCAL=config.select_local,
-        PACKED=tokens.packed, ALIGNED=aligned, WIDE=wide,
-        BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=power_of_two(dim),
-        BLOCKS=step, SLOTS=max(2, next_power_of_two(count)), DESCRIPTORS=descriptors,
+        HKV=kv_heads, G=heads // kv_heads, D=dim, CONFIG=config, SPAN=compressed_span(config),
+        TILE=tile, PACKED=tokens.packed, ALIGNED=aligned, WIDE=wide,
+        BLOCKS=step, SLOTS=max(2, next_power_of_two(count)),
         PRECISION=precision(q), POOLING="ieee" if q.dtype == torch.float32 else "tf32x3",
         num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=128 if small and tile.warps == 8 else None,
