@@ -3,16 +3,12 @@
 import triton
 import triton.language as tl
 
-from nsa.kernels.common import locate
+from nsa.kernels.common import locate, padded
 
 
 @triton.jit
-def place(
-    axis, rivals, sizes,
-    TOKENS: tl.constexpr, PIECES: tl.constexpr, MERGED: tl.constexpr, RATIO: tl.constexpr,
-    DECIDE: tl.constexpr, LARGE: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Where this program's tile lies, or the first of PIECES if they are MERGED.
+def place(axis, rivals, sizes, WALK: tl.constexpr):
+    """Where this program's tile lies, or the first of PIECES if they are merged.
 
     Returns (sequence, its first row, its rows, first token in it, KV head, first head of the
     group, number of the tile, whether this program has anything to do: not where tiles of the
@@ -20,17 +16,23 @@ def place(
 
     Tokens are the fastest axis: the keys and values of one KV head fit in the L2 cache.
     """
+    TOKENS: tl.constexpr = WALK.tokens
+    PIECES: tl.constexpr = WALK.pieces
     program = tl.program_id(0)
     tile = program % sizes[0]
-    chunks = tl.cdiv(sizes[2], HEADS)
+    chunks = tl.cdiv(sizes[2], WALK.heads)
     kv_head = program // sizes[0] // chunks
-    head = (program // sizes[0]) % chunks * HEADS
+    head = (program // sizes[0]) % chunks * WALK.heads
+    MERGED: tl.constexpr = WALK.merged
     whole, piece = tile, 0
     if not MERGED:
         whole, piece = tile // PIECES, tile % PIECES
-    sequence, start, rows, first = locate(whole, axis[0], axis[1], axis[2], TOKENS * PIECES, PACKED)
+    sequence, start, rows, first = locate(
+        whole, axis[0], axis[1], axis[2], TOKENS * PIECES, WALK.packed
+    )
     mine = first + piece * TOKENS < rows
-    if DECIDE:
+    if WALK.decide:
+        RATIO: tl.constexpr = WALK.ratio
         # By the unions of the large tile before this one, so that nothing a token gets depends on
         # later tokens, not even the order of its sums; neighbours are alike. The first is large.
         before = tl.maximum(whole - 1, 0).to(tl.int64)
@@ -40,7 +42,7 @@ def place(
         )
         large = tl.load(rivals[0] + before * sizes[1] + kv_head)
         pays = (first == 0) | (large * rivals[2] <= tl.sum(small, 0))
-        mine = mine & (pays == LARGE)
+        mine = mine & (pays == WALK.large)
     return (
         sequence, start, rows, first + piece * TOKENS, kv_head, head, whole * PIECES + piece, mine
     )  # fmt: skip
@@ -54,85 +56,79 @@ def union_of(union, tile, kv_head, kv_heads, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(start, rows, first, kv_head, head, group, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-              ROWS: tl.constexpr):  # fmt: skip
+def tile_rows(start, rows, first, kv_head, head, group, WALK: tl.constexpr):
     """(token's number in the tile, position, row of the token axis, query head, valid), [ROWS]."""
-    r = tl.arange(0, ROWS)
-    token = r // HEADS
-    in_group = head + r % HEADS
+    r = tl.arange(0, WALK.rows)
+    token = r // WALK.heads
+    in_group = head + r % WALK.heads
     position = first + token
-    valid = (token < TOKENS) & (in_group < group) & (position < rows)
+    valid = (token < WALK.tokens) & (in_group < group) & (position < rows)
     return token, position, start + position, kv_head * group + in_group, valid
 
 
 @triton.jit
-def load_rows(x, row, head, valid, strides, D: tl.constexpr, BLOCK_D: tl.constexpr,
-              WIDE: tl.constexpr = True):  # fmt: skip
-    """x [tokens, HQ, D] at (row, head): [ROWS, BLOCK_D], 0 where not valid.
+def load_rows(x, row, head, valid, strides, D: tl.constexpr, WIDE: tl.constexpr = True):
+    """x [tokens, HQ, D] at (row, head): [ROWS, padded D], 0 where not valid.
 
     WIDE: whether its offsets may need 64 bits.
     """
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, padded(D))
     if WIDE:
         row, head = row.to(tl.int64), head.to(tl.int64)
     at = row * strides[0] + head * strides[1]
     mask = valid[:, None]
-    if D < BLOCK_D:
+    if padded(D) > D:
         mask = mask & (d < D)[None, :]
     return tl.load(x + at[:, None] + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(x, values, row, head, valid, strides, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes values [ROWS, BLOCK_D] to x [tokens, HQ, D] at (row, head)."""
-    d = tl.arange(0, BLOCK_D)
+def store_rows(x, values, row, head, valid, strides, D: tl.constexpr):
+    """Writes values [ROWS, padded D] to x [tokens, HQ, D] at (row, head)."""
+    d = tl.arange(0, padded(D))
     at = row.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     mask = valid[:, None]
-    if D < BLOCK_D:
+    if padded(D) > D:
         mask = mask & (d < D)[None, :]
     tl.store(x + at[:, None] + d[None, :], values.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def of_head(x, start, kv_head, strides, DESCRIPTORS: tl.constexpr):
+def of_head(x, start, kv_head, strides):
     """What `load_block` takes: one head of k or v from row `start` on, or their descriptor."""
-    if not DESCRIPTORS:
+    if not isinstance(x, tl.tensor_descriptor):
         x += start * strides[0] + kv_head.to(tl.int64) * strides[1]
     return x
 
 
 @triton.jit
-def load_block(
-    x, sequence, kv_head, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
+def load_block(x, sequence, kv_head, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr):
     """Rows [first, first + KEYS) of a sequence's keys or values, x being from `of_head`."""
-    if DESCRIPTORS:
-        tile = x.load([sequence, kv_head, first, 0]).reshape(KEYS, BLOCK_D)
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([sequence, kv_head, first, 0]).reshape(KEYS, padded(D))
     else:
-        tile = load_keys(x, first.to(tl.int64), left, strides, KEYS, D, BLOCK_D)
+        tile = load_keys(x, first.to(tl.int64), left, strides, KEYS, D)
     return tile
 
 
 @triton.jit
-def load_keys(x, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [first, first + KEYS) of one head x of k or v: [KEYS, BLOCK_D], 0 from row `left` on."""
+def load_keys(x, first, left, strides, KEYS: tl.constexpr, D: tl.constexpr):
+    """Rows [first, first + KEYS) of one head x of k or v, padded to [KEYS, *]; 0 from `left` on."""
     n = tl.arange(0, KEYS)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, padded(D))
     mask = (n < left)[:, None]
-    if D < BLOCK_D:
+    if padded(D) > D:
         mask = mask & (d < D)[None, :]
     x += first * strides[0]
     return tl.load(x + (n * strides[0])[:, None] + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def block_scores(q, k, token, position, member, first_key, width, KEYS: tl.constexpr,
-                 PRECISION: tl.constexpr):  # fmt: skip
+def block_scores(q, k, token, position, member, first_key, width, PRECISION: tl.constexpr):
     """q k [ROWS, KEYS] of keys [first_key, first_key + width), -inf where not seen."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     last = last_seen(token, position, member, first_key, width)
-    return tl.where(tl.arange(0, KEYS)[None, :] <= last[:, None], s, float("-inf"))
+    return tl.where(tl.arange(0, k.shape[0])[None, :] <= last[:, None], s, float("-inf"))
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Selected attention, backward, the keys' side: dK and dV, by the tokens that selected a block."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from nsa.kernels.common import (
     extent,
     locate,
     next_power_of_two,
-    power_of_two,
+    padded,
     precision,
 )
 from nsa.kernels.inverse import Inverse
@@ -27,6 +28,27 @@ from nsa.kernels.tiles import Tile, default_tile
 
 SUMMED = 16  # keys whose parts one program sums
 FEW = 4  # tasks to a processor
+
+
+class Cut(NamedTuple):
+    """What a program takes of a block, as the kernels are compiled for it."""
+
+    task: int  # tokens, at most
+    keys: int
+    parts: int  # of so many keys in a block
+    d: int
+    dv: int
+    packed: bool
+
+
+class Rows(NamedTuple):
+    """The rows of queries that a program takes at a time."""
+
+    rows: int
+    tokens: int
+    heads: int
+    group: int  # query heads of a KV head
+    chunks: int  # of so many heads in a group
 
 
 def selected_dkdv(
@@ -76,22 +98,18 @@ def selected_dkdv(
     tokens = sequences.tokens.bounds, sequences.tokens.length
     lists = lookup.ends.shape[0]
     sizes = lists // kv_heads, kv_heads, select_block
-    constants = {
-        "TASK": lookup.task, "KEYS": tile.keys, "PARTS": parts, "D": k.shape[2], "DV": v.shape[2],
-        "BLOCK_D": power_of_two(k.shape[2]), "BLOCK_DV": power_of_two(v.shape[2]),
-        "PACKED": sequences.tokens.packed,
-    }  # fmt: skip
+    cut = Cut(lookup.task, tile.keys, parts, k.shape[2], v.shape[2], packed=sequences.tokens.packed)
     if lists:
         _selected_dkdv[(lookup.task_list.shape[0] * parts,)](
             q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens,
             sizes, scale, scale * LOG2E, MOST_INSIDE=inside, WIDE=max(reach(q), reach(do)) >= 2**31,
-            ALIKE=q.stride() == do.stride(), GROUP=group, TOKENS=tile.rows // heads, HEADS=heads,
-            CHUNKS=ceil_div(group, heads), ROWS=tile.rows, PRECISION=precision(q),
-            num_warps=tile.warps, num_stages=tile.stages, **constants,
+            ALIKE=q.stride() == do.stride(), PRECISION=precision(q), CUT=cut,
+            QUERIES=Rows(tile.rows, tile.rows // heads, heads, group, ceil_div(group, heads)),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     if lookup.partials:
         _sum_partials[(lists * parts * (tile.keys // SUMMED),)](
-            dk, dv, partial, tables, axis, tokens, sizes, SUMMED=SUMMED, **constants
+            dk, dv, partial, tables, axis, tokens, sizes, SUMMED=SUMMED, CUT=cut
         )
     return dk, dv
 
@@ -105,22 +123,24 @@ def reach(x: Tensor) -> int:
 def _selected_dkdv(
     q, k, v, do, lse, delta, gates, dk, dv, partial, strides, tables, axis, tokens, sizes,
     scale, scale2,
-    MOST_INSIDE: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
-    TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    MOST_INSIDE: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, PRECISION: tl.constexpr,
+    CUT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One program: what up to TASK of the tokens that selected a block add to KEYS of its keys.
+    """One program: what a task of the tokens that selected a block adds to one part of its keys.
 
     Stores dk and dv where there are no other such tokens, partial sums elsewhere.
     """
+    TASK: tl.constexpr = CUT.task
+    KEYS: tl.constexpr = CUT.keys
+    PARTS: tl.constexpr = CUT.parts
+    D: tl.constexpr = CUT.d
+    DV: tl.constexpr = CUT.dv
     task = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     if task >= tl.load(tables[2] + sizes[0] * sizes[1] - 1):
         return
     number = tl.load(tables[3] + task)
-    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, KEYS, PACKED)
+    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, KEYS, CUT.packed)
     if left <= 0:
         return
     begin = tl.load(tables[1] + number)
@@ -133,63 +153,59 @@ def _selected_dkdv(
     high = tl.minimum(low + TASK, end)
 
     row = start + first_key
-    keys = load_keys(
-        k + kv_head.to(tl.int64) * strides[1][1], row, left, strides[1], KEYS, D, BLOCK_D
-    )
-    values = load_keys(
-        v + kv_head.to(tl.int64) * strides[2][1], row, left, strides[2], KEYS, DV, BLOCK_DV
-    )
-    dk_sum = tl.zeros([KEYS, BLOCK_D], tl.float32)
-    dv_sum = tl.zeros([KEYS, BLOCK_DV], tl.float32)
+    keys = load_keys(k + kv_head.to(tl.int64) * strides[1][1], row, left, strides[1], KEYS, D)
+    values = load_keys(v + kv_head.to(tl.int64) * strides[2][1], row, left, strides[2], KEYS, DV)
+    dk_sum = tl.zeros([KEYS, padded(D)], tl.float32)
+    dv_sum = tl.zeros([KEYS, padded(DV)], tl.float32)
     # Tokens ascend: those inside the block come first, and only they must not see all of it.
     ahead = low + tl.arange(0, MOST_INSIDE)
     token = tl.load(tables[0] + ahead, mask=ahead < high, other=0x7FFFFFFF)
     inside = low + tl.sum((token < row + KEYS).to(tl.int32), 0)
     dk_sum, dv_sum = _absorb(
         dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], low, inside, row,
-        kv_head, sizes[1], strides, scale2, True, ALIKE, GROUP, TOKENS, HEADS, CHUNKS, ROWS, KEYS,
-        D, DV, BLOCK_D, BLOCK_DV, PRECISION, WIDE,
+        kv_head, sizes[1], strides, scale2, True, ALIKE, WIDE, PRECISION, CUT, QUERIES,
     )  # fmt: skip
     dk_sum, dv_sum = _absorb(
         dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tables[0], inside, high, row,
-        kv_head, sizes[1], strides, scale2, False, ALIKE, GROUP, TOKENS, HEADS, CHUNKS, ROWS, KEYS,
-        D, DV, BLOCK_D, BLOCK_DV, PRECISION, WIDE,
+        kv_head, sizes[1], strides, scale2, False, ALIKE, WIDE, PRECISION, CUT, QUERIES,
     )  # fmt: skip
     dk_sum *= scale
     if count > 1:
         last_partial = tl.load(tables[4] + number)
         at = ((last_partial - count + which).to(tl.int64) * PARTS + part) * (KEYS * (D + DV))
-        _store(partial + at, dk_sum, D + DV, KEYS, KEYS, D, BLOCK_D)
-        _store(partial + at + D, dv_sum, D + DV, KEYS, KEYS, DV, BLOCK_DV)
+        _store(partial + at, dk_sum, D + DV, KEYS, D)
+        _store(partial + at + D, dv_sum, D + DV, KEYS, DV)
     else:
         out = row * sizes[1] + kv_head
-        _store(dk + out * D, dk_sum, sizes[1] * D, left, KEYS, D, BLOCK_D)
-        _store(dv + out * DV, dv_sum, sizes[1] * DV, left, KEYS, DV, BLOCK_DV)
+        _store(dk + out * D, dk_sum, sizes[1] * D, left, D)
+        _store(dv + out * DV, dv_sum, sizes[1] * DV, left, DV)
 
 
 @triton.jit
 def _absorb(
     dk_sum, dv_sum, keys, values, q, do, lse, delta, gates, tokens, low, high, first_row,
     kv_head, kv_heads, strides, scale2,
-    CAUSAL: tl.constexpr, ALIKE: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, ALIKE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    CUT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """dk_sum / scale and dv_sum with what the tokens in tokens[low:high] add.
 
     first_row is the row of keys[0]; ALIKE says that q and do share their strides. Keys that are
     none, past the end of block or sequence, get sums of no meaning, which nobody stores.
     """
-    r = tl.arange(0, ROWS)
+    TOKENS: tl.constexpr = QUERIES.tokens
+    HEADS: tl.constexpr = QUERIES.heads
+    GROUP: tl.constexpr = QUERIES.group
+    CHUNKS: tl.constexpr = QUERIES.chunks
+    r = tl.arange(0, QUERIES.rows)
     for i in range(tl.cdiv(high - low, TOKENS) * CHUNKS):
         place = low + i // CHUNKS * TOKENS + r // HEADS
         in_group = i % CHUNKS * HEADS + r % HEADS
         valid = (place < high) & (r < TOKENS * HEADS) & (in_group < GROUP)
         token = tl.load(tokens + place, mask=valid, other=0)
         head = kv_head * GROUP + in_group
-        queries = load_rows(q, token, head, valid, strides[0], D, BLOCK_D, WIDE)
-        dos = load_rows(do, token, head, valid, strides[0 if ALIKE else 3], DV, BLOCK_DV, WIDE)
+        queries = load_rows(q, token, head, valid, strides[0], CUT.d, WIDE)
+        dos = load_rows(do, token, head, valid, strides[0 if ALIKE else 3], CUT.dv, WIDE)
         flat = token * (kv_heads * GROUP) + head
         # 0 in all that belongs to rows that are none: their terms are 0.
         lse2 = tl.load(lse + flat, mask=valid, other=0.0)
@@ -198,7 +214,7 @@ def _absorb(
         s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale2  # [KEYS, ROWS]
         if CAUSAL:
             last = (token - first_row).to(tl.int32)
-            s = tl.where(tl.arange(0, KEYS)[:, None] <= last[None, :], s, float("-inf"))
+            s = tl.where(tl.arange(0, CUT.keys)[:, None] <= last[None, :], s, float("-inf"))
         p = tl.exp2(s - lse2[None, :])  # finite: the token sees at least the block's first key
         if gates is not None:
             p *= tl.load(gates + flat, mask=valid, other=0.0)[None, :]
@@ -212,26 +228,26 @@ def _absorb(
 @triton.jit
 def _sum_partials(
     dk, dv, partial, tables, axis, tokens, sizes,
-    SUMMED: tl.constexpr, TASK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PACKED: tl.constexpr,
+    SUMMED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One program: dk and dv of SUMMED keys of a block from its tasks' partial sums, in order."""
-    ROWS: tl.constexpr = PARTS * KEYS
+    ROWS: tl.constexpr = CUT.parts * CUT.keys
+    D: tl.constexpr = CUT.d
+    DV: tl.constexpr = CUT.dv
     first = tl.program_id(0) * SUMMED
     number = first // ROWS
-    count = tl.cdiv(tl.load(tables[5] + number) - tl.load(tables[1] + number), TASK)
+    count = tl.cdiv(tl.load(tables[5] + number) - tl.load(tables[1] + number), CUT.task)
     if count <= 1:
         return
     part = first % ROWS // SUMMED
-    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, SUMMED, PACKED)
+    start, first_key, left, kv_head = _block(number, part, axis, tokens, sizes, SUMMED, CUT.packed)
     if left <= 0:
         return
     n = first % ROWS + tl.arange(0, SUMMED)
-    d = tl.arange(0, BLOCK_D)
-    e = tl.arange(0, BLOCK_DV)
-    dk_sum = tl.zeros([SUMMED, BLOCK_D], tl.float32)
-    dv_sum = tl.zeros([SUMMED, BLOCK_DV], tl.float32)
+    d = tl.arange(0, padded(D))
+    e = tl.arange(0, padded(DV))
+    dk_sum = tl.zeros([SUMMED, padded(D)], tl.float32)
+    dv_sum = tl.zeros([SUMMED, padded(DV)], tl.float32)
     at = tl.load(tables[4] + number) - count
     source = partial + at.to(tl.int64) * (ROWS * (D + DV)) + (n * (D + DV))[:, None]
     for _ in tl.range(count, num_stages=4):
@@ -239,8 +255,8 @@ def _sum_partials(
         dv_sum += tl.load(source + D + e[None, :], mask=(e < DV)[None, :], other=0.0)
         source += ROWS * (D + DV)
     out = (start + first_key) * sizes[1] + kv_head
-    _store(dk + out * D, dk_sum, sizes[1] * D, left, SUMMED, D, BLOCK_D)
-    _store(dv + out * DV, dv_sum, sizes[1] * DV, left, SUMMED, DV, BLOCK_DV)
+    _store(dk + out * D, dk_sum, sizes[1] * D, left, D)
+    _store(dv + out * DV, dv_sum, sizes[1] * DV, left, DV)
 
 
 @triton.jit
@@ -258,12 +274,12 @@ def _block(number, part, axis, tokens, sizes, KEYS: tl.constexpr, PACKED: tl.con
 
 
 @triton.jit
-def _store(x, values, stride, left, KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes the first `left` rows of values [KEYS, BLOCK_D] to x, `stride` apart."""
-    n = tl.arange(0, KEYS)
-    d = tl.arange(0, BLOCK_D)
+def _store(x, values, stride, left, D: tl.constexpr):
+    """Writes the first `left` rows of values [KEYS, padded D] to x, `stride` apart."""
+    n = tl.arange(0, values.shape[0])
+    d = tl.arange(0, padded(D))
     mask = (n < left)[:, None]
-    if D < BLOCK_D:
+    if padded(D) > D:
         mask = mask & (d < D)[None, :]
     x += n.to(tl.int64)[:, None] * stride + d[None, :]
     tl.store(x, values.to(x.dtype.element_ty), mask=mask)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E, partial_sums
+from nsa.kernels.common import LOG2E, padded, partial_sums
 from nsa.kernels.selected import (
     block_scores,
     last_seen,
@@ -59,8 +59,8 @@ def selected_dq(
         _selected_dq[launch.grid](
             q, launch.keys, launch.values, v, do, lse2, gates, dq, delta, dgates, strides,
             launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale * LOG2E,
-            BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), TURNED=launch.turned,
-            **launch.constants,
+            BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), WALK=launch.walk,
+            **launch.options,
         )  # fmt: skip
     return dq, delta
 
@@ -69,13 +69,7 @@ def selected_dq(
 def _selected_dq(
     q, k, v, v_rows, do, lse, gates, dq, delta, dgates, strides,
     union, rivals, axis, sizes, scale, scale2,
-    BRANCH: tl.constexpr, ADD: tl.constexpr, TURNED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
-    MERGED: tl.constexpr, RATIO: tl.constexpr, DECIDE: tl.constexpr, LARGE: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BRANCH: tl.constexpr, ADD: tl.constexpr, ALIKE: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """One program: dq and delta of one tile's rows over the union of their blocks.
 
@@ -86,40 +80,39 @@ def _selected_dq(
     own value; in fp32 nothing is rounded, and a long sum loses less without it.
     v_rows is v where v is a descriptor.
     """
-    sequence, start, rows, first, kv_head, head, tile, mine = place(
-        axis, rivals, sizes, TOKENS, PIECES, MERGED, RATIO, DECIDE, LARGE, HEADS, PACKED
-    )
+    ROWS: tl.constexpr = WALK.rows
+    D: tl.constexpr = WALK.d
+    DV: tl.constexpr = WALK.dv
+    sequence, start, rows, first, kv_head, head, tile, mine = place(axis, rivals, sizes, WALK)
     if not mine:
         return
-    k = of_head(k, start, kv_head, strides[1], DESCRIPTORS)
-    v = of_head(v, start, kv_head, strides[2], DESCRIPTORS)
+    k = of_head(k, start, kv_head, strides[1])
+    v = of_head(v, start, kv_head, strides[2])
     v_strides = strides[1 if ALIKE else 2]  # one set of offsets for both
-    for _ in range(PIECES if MERGED else 1):
+    for _ in range(WALK.pieces if WALK.merged else 1):
         token, position, row, heads, valid = tile_rows(
-            start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
+            start, rows, first, kv_head, head, sizes[2], WALK
         )
-        queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
-        dos = load_rows(do, row, heads, valid, strides[3], DV, BLOCK_DV)
+        queries = load_rows(q, row, heads, valid, strides[0], D)
+        dos = load_rows(do, row, heads, valid, strides[3], DV)
         flat = row * (sizes[1] * sizes[2]) + heads
         lse2 = tl.load(lse + flat, mask=valid, other=float("-inf"))
         lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # no key: no probability
         shift = tl.zeros([ROWS], tl.float32)
         if queries.dtype != tl.float32:
             sees = valid & (lse2 < float("inf"))
-            own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV, BLOCK_DV)
+            own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV)
             shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
-        blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
-        if TURNED:
+        blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK.slots)
+        if WALK.turned:
             grad, delta_rows = _walk_turned(
                 queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
-                sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2,
-                DESCRIPTORS, ROWS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+                sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2, WALK,
             )  # fmt: skip
         else:
             grad, delta_rows = _walk(
                 queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
-                sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2,
-                DESCRIPTORS, ROWS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV, PRECISION,
+                sequence, kv_head, rows, sizes[3], strides[1], v_strides, scale2, WALK,
             )  # fmt: skip
 
         tl.store(delta + flat, delta_rows, mask=valid)
@@ -132,33 +125,35 @@ def _selected_dq(
             tl.store(dgates + at, delta_rows.to(dgates.dtype.element_ty), mask=valid)
         grad *= factor[:, None]
         if ADD:
-            grad += load_rows(dq, row, heads, valid, strides[5], D, BLOCK_D).to(tl.float32)
-        store_rows(dq, grad, row, heads, valid, strides[5], D, BLOCK_D)
+            grad += load_rows(dq, row, heads, valid, strides[5], D).to(tl.float32)
+        store_rows(dq, grad, row, heads, valid, strides[5], D)
         tile += 1
-        first += TOKENS
+        first += WALK.tokens
 
 
 @triton.jit
 def _walk(
     queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
     sequence, kv_head, rows, select_block, k_strides, v_strides, scale2,
-    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WALK: tl.constexpr,
 ):  # fmt: skip
-    """(A - delta R [ROWS, BLOCK_D], delta [ROWS]) over `count` blocks, before scale and gate."""
+    """(A - delta R [ROWS, padded D], delta [ROWS]) of `count` blocks, before scale and gate."""
+    ROWS: tl.constexpr = WALK.rows
+    KEYS: tl.constexpr = WALK.keys
+    BLOCK_D: tl.constexpr = padded(WALK.d)
+    PRECISION: tl.constexpr = WALK.precision
     total = tl.zeros([ROWS, 8], tl.float32)
     ones = tl.full([KEYS, 16], 1.0, queries.dtype)
     p_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
     dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
     weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
     plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for i in range(count * PARTS):
+    for i in range(count * WALK.parts):
         first_key, width, member, keys, values = _next_keys(
             k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
-            DESCRIPTORS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV,
+            WALK,
         )  # fmt: skip
-        s = block_scores(queries, keys, token, position, member, first_key, width, KEYS, PRECISION)
+        s = block_scores(queries, keys, token, position, member, first_key, width, PRECISION)
         p = tl.exp2(s * scale2 - lse2[:, None])
         dp = tl.dot(dos, tl.trans(values), input_precision=PRECISION)  # [ROWS, KEYS]
         dp = p * (dp - shift[:, None])
@@ -179,24 +174,26 @@ def _walk(
 def _walk_turned(
     queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
     sequence, kv_head, rows, select_block, k_strides, v_strides, scale2,
-    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WALK: tl.constexpr,
 ):  # fmt: skip
     """`_walk` with everything turned: keys are the rows of all products, queries the columns.
 
     wgmma takes 64 rows, which a tile of few queries does not have and a block of keys does. A and
-    R are one product [BLOCK_D, 2 ROWS], their columns in turns, so that K is read once for both.
+    R are one product [padded D, 2 ROWS], their columns in turns, so that K is read once for both.
     """
+    ROWS: tl.constexpr = WALK.rows
+    KEYS: tl.constexpr = WALK.keys
+    BLOCK_D: tl.constexpr = padded(WALK.d)
+    PRECISION: tl.constexpr = WALK.precision
     n = tl.arange(0, KEYS)[:, None]
     total = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
     p_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
     dp_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
     both = tl.zeros([BLOCK_D, 2 * ROWS], tl.float32)
-    for i in range(count * PARTS):
+    for i in range(count * WALK.parts):
         first_key, width, member, keys, values = _next_keys(
             k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
-            DESCRIPTORS, KEYS, PARTS, D, DV, BLOCK_D, BLOCK_DV,
+            WALK,
         )  # fmt: skip
         s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # [KEYS, ROWS]
         dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
@@ -221,21 +218,18 @@ def _walk_turned(
 @triton.jit
 def _next_keys(
     k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
-    DESCRIPTORS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    WALK: tl.constexpr,
 ):  # fmt: skip
     """Of part number i of a union: (first key, keys in it, members, k [KEYS, *], v [KEYS, *])."""
+    KEYS: tl.constexpr = WALK.keys
+    PARTS: tl.constexpr = WALK.parts
     part = i % PARTS * KEYS
     width = tl.minimum(select_block - part, KEYS)
     first_key = tl.load(blocks + i // PARTS) * select_block + part
     member = tl.load(members + i // PARTS)
     left = tl.minimum(rows - first_key, width)
-    keys = load_block(
-        k, sequence, kv_head, first_key, left, k_strides, KEYS, D, BLOCK_D, DESCRIPTORS
-    )
-    values = load_block(
-        v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
-    )
+    keys = load_block(k, sequence, kv_head, first_key, left, k_strides, KEYS, WALK.d)
+    values = load_block(v, sequence, kv_head, first_key, left, v_strides, KEYS, WALK.dv)
     return first_key, width, member, keys, values
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E, absorb, finish
+from nsa.kernels.common import LOG2E, absorb, finish, padded
 from nsa.kernels.selected import (
     block_scores,
     load_block,
@@ -57,7 +57,7 @@ def selected_forward(
             q, launch.keys, launch.values, o, lse, gates, base, strides,
             launch.union, launch.rivals, launch.axis, launch.sizes, scale * LOG2E,
             BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch,
-            ALIKE=k.stride() == v.stride(), **launch.constants,
+            ALIKE=k.stride() == v.stride(), WALK=launch.walk, **launch.options,
         )  # fmt: skip
     return o, lse
 
@@ -65,51 +65,44 @@ def selected_forward(
 @triton.jit
 def _selected_forward(
     q, k, v, o, lse, gates, base, strides, union, rivals, axis, sizes, scale2,
-    BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, ALIKE: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
-    MERGED: tl.constexpr, RATIO: tl.constexpr, DECIDE: tl.constexpr, LARGE: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr, ALIKE: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """One program: the rows of one tile over the union of their blocks, then o and lse2."""
-    sequence, start, rows, first, kv_head, head, tile, mine = place(
-        axis, rivals, sizes, TOKENS, PIECES, MERGED, RATIO, DECIDE, LARGE, HEADS, PACKED
-    )
+    ROWS: tl.constexpr = WALK.rows
+    KEYS: tl.constexpr = WALK.keys
+    PARTS: tl.constexpr = WALK.parts
+    D: tl.constexpr = WALK.d
+    DV: tl.constexpr = WALK.dv
+    sequence, start, rows, first, kv_head, head, tile, mine = place(axis, rivals, sizes, WALK)
     if not mine:
         return
-    k = of_head(k, start, kv_head, strides[1], DESCRIPTORS)
-    v = of_head(v, start, kv_head, strides[2], DESCRIPTORS)
+    k = of_head(k, start, kv_head, strides[1])
+    v = of_head(v, start, kv_head, strides[2])
     v_strides = strides[1 if ALIKE else 2]  # one set of offsets for both
-    for _ in range(PIECES if MERGED else 1):
+    for _ in range(WALK.pieces if WALK.merged else 1):
         token, position, row, heads, valid = tile_rows(
-            start, rows, first, kv_head, head, sizes[2], TOKENS, HEADS, ROWS
+            start, rows, first, kv_head, head, sizes[2], WALK
         )
-        queries = load_rows(q, row, heads, valid, strides[0], D, BLOCK_D)
-        blocks, members, count = union_of(union, tile, kv_head, sizes[1], SLOTS)
+        queries = load_rows(q, row, heads, valid, strides[0], D)
+        blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK.slots)
 
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS, 8], tl.float32)
-        acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+        acc = tl.zeros([ROWS, padded(DV)], tl.float32)
         for i in range(count * PARTS):
             part = i % PARTS * KEYS
             width = tl.minimum(sizes[3] - part, KEYS)
             first_key = tl.load(blocks + i // PARTS) * sizes[3] + part
             member = tl.load(members + i // PARTS)
             left = tl.minimum(rows - first_key, width)
-            keys = load_block(
-                k, sequence, kv_head, first_key, left, strides[1], KEYS, D, BLOCK_D, DESCRIPTORS
-            )
+            keys = load_block(k, sequence, kv_head, first_key, left, strides[1], KEYS, D)
             s = block_scores(
-                queries, keys, token, position, member, first_key, width, KEYS, PRECISION
+                queries, keys, token, position, member, first_key, width, WALK.precision
             )
             p, m, total, rescale = absorb(s, scale2, m, total)
             acc *= rescale[:, None]
-            values = load_block(
-                v, sequence, kv_head, first_key, left, v_strides, KEYS, DV, BLOCK_DV, DESCRIPTORS
-            )
-            acc = tl.dot(p.to(queries.dtype), values, acc, input_precision=PRECISION)
+            values = load_block(v, sequence, kv_head, first_key, left, v_strides, KEYS, DV)
+            acc = tl.dot(p.to(queries.dtype), values, acc, input_precision=WALK.precision)
 
         total, lse2 = finish(m, total)
         acc /= total[:, None]
@@ -119,11 +112,11 @@ def _selected_forward(
             gate = tl.load(gates + at + BRANCH * strides[4][2], mask=valid, other=0.0)
             acc *= gate.to(tl.float32)[:, None]
         if base is not None:
-            more = load_rows(base, row, heads, valid, strides[5], DV, BLOCK_DV).to(tl.float32)
+            more = load_rows(base, row, heads, valid, strides[5], DV).to(tl.float32)
             if BASE_BRANCH >= 0:
                 gate = tl.load(gates + at + BASE_BRANCH * strides[4][2], mask=valid, other=0.0)
                 more *= gate.to(tl.float32)[:, None]
             acc += more
-        store_rows(o, acc, row, heads, valid, strides[3], DV, BLOCK_DV)
+        store_rows(o, acc, row, heads, valid, strides[3], DV)
         tile += 1
-        first += TOKENS
+        first += WALK.tokens

@@ -90,6 +90,27 @@ def kept_plan(room: Tensor, blocks: Tensor, sequences: Sequences, group: int) ->
     return Plan(group, tile_tokens(group)[0], room, *layout.of(room))
 
 
+class Walk(NamedTuple):
+    """How a kernel walks tiles of one size, as it is compiled for it."""
+
+    tokens: int  # of a tile
+    pieces: int  # tiles of this size in a large one
+    merged: bool  # whether one program takes all pieces
+    ratio: int  # small tiles in a large one
+    decide: bool  # whether a program finds out if its size has this place
+    large: bool
+    heads: int  # of a group, that share a tile
+    rows: int  # tokens by heads, padded
+    slots: int  # of a union
+    keys: int  # fetched at a time
+    parts: int  # of so many keys in a block
+    d: int
+    dv: int
+    packed: bool
+    precision: str  # of the products
+    turned: bool  # whether keys are the rows of the products
+
+
 class Launch(NamedTuple):
     """One kernel's launch over all tiles of one size."""
 
@@ -100,8 +121,8 @@ class Launch(NamedTuple):
     rivals: tuple  # counts of large tiles and of small ones, and what a large one's block costs
     axis: tuple
     sizes: tuple[int, int, int, int]  # tiles, HKV, G, select_block
-    turned: bool  # whether keys are the rows of its products
-    constants: dict
+    walk: Walk
+    options: dict  # num_warps and num_stages
 
 
 def launches(
@@ -156,17 +177,25 @@ def launches(
                 ((plan.large or plan.small).counts, plan.small.counts, cost),
                 axis,
                 (count, kv_heads, plan.group, select_block),
-                chosen.turned,
-                {
-                    "TOKENS": union.tokens_per_tile, "PIECES": pieces, "MERGED": merged,
-                    "RATIO": plan.pieces, "DECIDE": len(sizes) > 1, "LARGE": size == "large",
-                    "HEADS": plan.heads, "ROWS": rows, "SLOTS": union.blocks.shape[2],
-                    "KEYS": chosen.keys, "PARTS": ceil_div(select_block, chosen.keys),
-                    "D": q.shape[2], "DV": v.shape[2],
-                    "BLOCK_D": power_of_two(q.shape[2]), "BLOCK_DV": power_of_two(v.shape[2]),
-                    "PACKED": tokens.packed, "PRECISION": precision(q), "DESCRIPTORS": fetched,
-                    "num_warps": chosen.warps, "num_stages": chosen.stages,
-                },
+                Walk(
+                    tokens=union.tokens_per_tile,
+                    pieces=pieces,
+                    merged=merged,
+                    ratio=plan.pieces,
+                    decide=len(sizes) > 1,
+                    large=size == "large",
+                    heads=plan.heads,
+                    rows=rows,
+                    slots=union.blocks.shape[2],
+                    keys=chosen.keys,
+                    parts=ceil_div(select_block, chosen.keys),
+                    d=q.shape[2],
+                    dv=v.shape[2],
+                    packed=tokens.packed,
+                    precision=precision(q),
+                    turned=chosen.turned,
+                ),
+                {"num_warps": chosen.warps, "num_stages": chosen.stages},
             )
-        )  # fmt: skip
+        )
     return made

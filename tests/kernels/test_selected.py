@@ -500,9 +500,9 @@ def test_the_size_of_tiles_that_is_left_out_is_not_launched():
     q, k, v = given["q"], given["k"], given["v"]
     planned = plan(given["blocks"], sequences, case.group)
     made = launches("forward", q, k, v, planned, sequences, None, 0.1, None, None)
-    assert [launch.constants["LARGE"] for launch in made] == [True]
+    assert [launch.walk.large for launch in made] == [True]
     made = launches("forward", q, k, v, planned, sequences, None, 100.0, None, None)
-    assert [launch.constants["LARGE"] for launch in made] == [False, True]
+    assert [launch.walk.large for launch in made] == [False, True]
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 192, 256])
