@@ -51,10 +51,8 @@ def nsa_attention(
         ValueError: inputs that do not fit together; as Declined, that the backend does not take.
         FloatingPointError: in strict mode, naming branch, layer and step.
     """
-    inputs = checked(
-        q, k, v, gates, config, phi=phi, cu_seqlens=cu_seqlens, blocks=blocks,
-        branches=branches, scale=scale,
-    )  # fmt: skip
+    options = {"phi": phi, "cu_seqlens": cu_seqlens, "blocks": blocks}
+    inputs = checked(q, k, v, gates, config, **options, branches=branches, scale=scale)
     if strict and blocks is not None:
         for sequence in [inputs] if cu_seqlens is None else inputs.sequences():
             check_blocks(sequence)
@@ -82,14 +80,7 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
 
     `options` are phi, cu_seqlens, blocks, branches and scale, as there.
     """
-    defaults = {
-        "phi": None,
-        "cu_seqlens": None,
-        "blocks": None,
-        "branches": BRANCHES,
-        "scale": None,
-    }
-    return str(registry.choose(checked(q, k, v, gates, config, **(defaults | options))))
+    return str(registry.choose(checked(q, k, v, gates, config, **options)))
 
 
 def _without_autocast(device: str):

@@ -10,7 +10,7 @@ from nsa.attention.inputs import Inputs
 from nsa.attention.products import probs_from
 from nsa.attention.registry import Note
 from nsa.attention.span import span_attention, span_chunks, span_scores
-from nsa.blocks import compressed_span, count_selectable, overlap_band, window_span
+from nsa.blocks import Span, compressed_span, count_selectable, overlap_band, window_span
 from nsa.config import NSAConfig
 from nsa.reference.compress import compress_keys, compress_values
 from nsa.reference.nsa import compressed_visible, window_visible
@@ -46,23 +46,33 @@ def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
 
 
 Selected = Callable[[Inputs, Tensor, Note], Tensor]  # (inputs, blocks, note) -> o
+Spans = Callable[[Inputs, Tensor, Tensor, Span], Tensor]  # (inputs, k, v, span) -> o
 
 
-def run_with_selected(inputs: Inputs, note: Note, selected: Selected) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch, the selected one by `selected`."""
-    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
+def _in_chunks(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> Tensor:
+    return span_attention(inputs.q, k, v, span, inputs.scale)
+
+
+def run_with_selected(
+    inputs: Inputs,
+    note: Note,
+    selected: Selected,
+    spans: Spans = _in_chunks,
+    implementation: str = "span-chunks",
+) -> dict[str, Tensor]:
+    """o [B, T, HQ, DV] of each branch, the selected one by `selected`, the others by `spans`."""
+    k, v, config = inputs.k, inputs.v, inputs.config
     outputs = {}
     k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
     if "cmp" in inputs.branches:
         v_cmp = compress_values(v["cmp"], inputs.phi, config)
-        outputs["cmp"] = span_attention(q, k_cmp, v_cmp, compressed_span(config), inputs.scale)
-        note("cmp", "span-chunks")
+        outputs["cmp"] = spans(inputs, k_cmp, v_cmp, compressed_span(config))
+        note("cmp", implementation)
     if "slc" in inputs.branches:
         outputs["slc"] = selected(inputs, chosen_blocks(inputs, k_cmp, note), note)
     if "win" in inputs.branches:
-        span = window_span(config)
-        outputs["win"] = span_attention(q, k["win"], v["win"], span, inputs.scale)
-        note("win", "span-chunks")
+        outputs["win"] = spans(inputs, k["win"], v["win"], window_span(config))
+        note("win", implementation)
     return outputs
 
 

@@ -75,11 +75,11 @@ def checked(
     gates: Tensor,
     config: NSAConfig,
     *,
-    phi: Phi | None,
-    cu_seqlens: Tensor | None,
-    blocks: Tensor | None,
-    branches: Sequence[str],
-    scale: float | None,
+    phi: Phi | None = None,
+    cu_seqlens: Tensor | None = None,
+    blocks: Tensor | None = None,
+    branches: Sequence[str] = BRANCHES,
+    scale: float | None = None,
 ) -> Inputs:
     """The inputs of a call, or a ValueError that says what it got and what would do."""
     branches = _branches(branches)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import ceil_div, power_of_two
+from nsa.kernels.common import ceil_div, padded
 
 TOKENS = 8  # by 8 heads: rows of delta and of dgates are then written whole sectors at a time
 HEADS = 8
@@ -14,15 +14,14 @@ HEADS = 8
 @triton.jit
 def _delta(
     do, o, delta, dgates, do_strides, o_strides, gate_strides, tokens, heads,
-    BRANCH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BRANCH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program: TOKENS neighbouring tokens of HEADS neighbouring heads."""
     tiles = tl.cdiv(heads, HEADS)
     i = tl.arange(0, TOKENS * HEADS)
     t = (tl.program_id(0) // tiles * TOKENS + i % TOKENS).to(tl.int64)
     head = (tl.program_id(0) % tiles * HEADS + i // TOKENS).to(tl.int64)
-    d = tl.arange(0, BLOCK_DV)[None, :]
+    d = tl.arange(0, padded(DV))[None, :]
     valid = (t < tokens) & (head < heads)
     mask = valid[:, None] & (d < DV)
     do_at = do + (t * do_strides[0] + head * do_strides[1])[:, None] + d
@@ -48,7 +47,6 @@ def delta_of(do: Tensor, o: Tensor, dgates: Tensor | None, branch: int) -> Tenso
         _delta[(ceil_div(tokens, TOKENS) * ceil_div(heads, HEADS),)](
             do, o, delta, dgates, do.stride()[:2], o.stride()[:2],
             None if dgates is None else dgates.stride(), tokens, heads,
-            BRANCH=branch, TOKENS=TOKENS, HEADS=HEADS,
-            DV=value_dim, BLOCK_DV=power_of_two(value_dim), num_warps=4,
+            BRANCH=branch, TOKENS=TOKENS, HEADS=HEADS, DV=value_dim, num_warps=4,
         )  # fmt: skip
     return delta

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import ceil_div, power_of_two
+from nsa.kernels.common import ceil_div, padded
 from nsa.kernels.sequences import Axis, Sequences
 
 
@@ -30,17 +30,17 @@ def _place(row, bounds, length, count, steps, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, strides, row, head, valid, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """x[row, head] in fp32 [ROWS, BLOCK_D], 0 where not valid."""
-    d = tl.arange(0, BLOCK_D)[None, :]
+def _rows(x, strides, row, head, valid, D: tl.constexpr):
+    """x[row, head] in fp32 [ROWS, padded D], 0 where not valid."""
+    d = tl.arange(0, padded(D))[None, :]
     at = x + row.to(tl.int64)[:, None] * strides[0] + head.to(tl.int64) * strides[1] + d
     return tl.load(at, mask=valid[:, None] & (d < D), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(x, row, rows, head, values, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes values [ROWS, BLOCK_D] to the contiguous x [rows, HKV, D]."""
-    d = tl.arange(0, BLOCK_D)[None, :]
+def _store(x, row, rows, head, values, HKV: tl.constexpr, D: tl.constexpr):
+    """Writes values [ROWS, padded D] to the contiguous x [rows, HKV, D]."""
+    d = tl.arange(0, padded(D))[None, :]
     at = x + (row.to(tl.int64)[:, None] * HKV + head) * D + d
     tl.store(at, values.to(x.dtype.element_ty), mask=(row < rows)[:, None] & (d < D))
 
@@ -48,14 +48,13 @@ def _store(x, row, rows, head, values, HKV: tl.constexpr, D: tl.constexpr, BLOCK
 @triton.jit
 def _mean(
     x, x_cmp, strides, row, rows, head, token, valid,
-    HKV: tl.constexpr, LENGTH: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HKV: tl.constexpr, LENGTH: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Writes the means of LENGTH tokens from each of `token` on to `row`; 0 where not valid."""
-    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    total = tl.zeros([row.shape[0], padded(D)], tl.float32)
     for i in tl.range(0, LENGTH, loop_unroll_factor=min(LENGTH, 8)):
-        total += _rows(x, strides, token + i, head, valid, D, BLOCK_D)
-    _store(x_cmp, row, rows, head, total / LENGTH, HKV, D, BLOCK_D)
+        total += _rows(x, strides, token + i, head, valid, D)
+    _store(x_cmp, row, rows, head, total / LENGTH, HKV, D)
 
 
 @triton.jit
@@ -63,7 +62,6 @@ def _compress(
     k, v, k_cmp, v_cmp, k_strides, v_strides, compressed, tokens, rows, count, steps,
     HKV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS neighbouring compressed keys, or values, of one KV head.
 
@@ -76,24 +74,27 @@ def _compress(
     start = tl.load(tokens[0] + sequence) if PACKED else sequence * tokens[1]
     token = start + (row - first) * STRIDE
     if tl.program_id(1) == 0:
-        _mean(k, k_cmp, k_strides, row, rows, head, token, valid, HKV, LENGTH, ROWS, D, BLOCK_D)
+        _mean(k, k_cmp, k_strides, row, rows, head, token, valid, HKV, LENGTH, D)
     elif v is not None:
-        _mean(v, v_cmp, v_strides, row, rows, head, token, valid, HKV, LENGTH, ROWS, DV, BLOCK_DV)
+        _mean(v, v_cmp, v_strides, row, rows, head, token, valid, HKV, LENGTH, DV)
 
 
 @triton.jit
 def _spread(
-    dx_cmp, dx, strides, row, rows, head, newest, first, count,
-    HKV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    dx_cmp, dx, strides, at,
+    HKV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Writes each token's share of the compressed blocks that cover it, `newest` and before."""
-    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    """Writes each token's share of the compressed blocks that cover it.
+
+    at: (row, rows, head, the newest such block, the sequence's first block, its blocks).
+    """
+    row, rows, head, newest, first, count = at
+    total = tl.zeros([row.shape[0], padded(D)], tl.float32)
     for m in tl.static_range(LENGTH // STRIDE):
         block = newest - m
         valid = (row < rows) & (block >= 0) & (block < count)
-        total += _rows(dx_cmp, strides, first + block, head, valid, D, BLOCK_D)
-    _store(dx, row, rows, head, total / LENGTH, HKV, D, BLOCK_D)
+        total += _rows(dx_cmp, strides, first + block, head, valid, D)
+    _store(dx, row, rows, head, total / LENGTH, HKV, D)
 
 
 @triton.jit
@@ -101,7 +102,6 @@ def _compress_backward(
     dk_cmp, dv_cmp, dk, dv, k_strides, v_strides, compressed, tokens, rows, count, steps,
     HKV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradients of ROWS neighbouring tokens' keys, or values, of one KV head."""
     row = tl.program_id(0) // HKV * ROWS + tl.arange(0, ROWS)
@@ -114,17 +114,11 @@ def _compress_backward(
     else:
         first = sequence * compressed[1]
         blocks = tl.where(inside, compressed[1], 0)
-    newest = (row - start) // STRIDE
+    at = row, rows, head, (row - start) // STRIDE, first, blocks
     if tl.program_id(1) == 0:
-        _spread(
-            dk_cmp, dk, k_strides, row, rows, head, newest, first, blocks,
-            HKV, LENGTH, STRIDE, ROWS, D, BLOCK_D,
-        )  # fmt: skip
+        _spread(dk_cmp, dk, k_strides, at, HKV, LENGTH, STRIDE, D)
     elif dv is not None:
-        _spread(
-            dv_cmp, dv, v_strides, row, rows, head, newest, first, blocks,
-            HKV, LENGTH, STRIDE, ROWS, DV, BLOCK_DV,
-        )  # fmt: skip
+        _spread(dv_cmp, dv, v_strides, at, HKV, LENGTH, STRIDE, DV)
 
 
 def compress_mean(
@@ -164,7 +158,6 @@ def _launch(kernel, k: Tensor, v: Tensor | None, sequences: Sequences, axis: Axi
             (compressed.bounds, compressed.length), (tokens.bounds, tokens.length),
             rows, tokens.count, tokens.count.bit_length(),
             HKV=kv_heads, LENGTH=config.compress_block, STRIDE=config.compress_stride,
-            PACKED=tokens.packed, ROWS=block, D=dim, DV=value_dim,
-            BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(value_dim), num_warps=4,
+            PACKED=tokens.packed, ROWS=block, D=dim, DV=value_dim, num_warps=4,
         )  # fmt: skip
     return k_out, v_out

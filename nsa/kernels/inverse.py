@@ -99,10 +99,9 @@ def _scan(
     for low in range(block * sizes[2], tl.where(block < known, rows, 0), TOKENS):
         position = low + tl.arange(0, TOKENS)
         row = start + position
-        theirs = tl.load(
-            source + (row * strides[0])[:, None] + (slot * strides[2])[None, :],
-            mask=(position < rows)[:, None] & (slot < sizes[1])[None, :], other=-1,
-        )  # fmt: skip
+        valid = (position < rows)[:, None] & (slot < sizes[1])[None, :]
+        theirs = source + (row * strides[0])[:, None] + (slot * strides[2])[None, :]
+        theirs = tl.load(theirs, mask=valid, other=-1)
         hit = tl.max((theirs == block).to(tl.int32), 1)
         place = end + tl.cumsum(hit, 0) - 1
         tl.store(out[0] + place, row.to(tl.int32), mask=hit > 0)

@@ -112,11 +112,9 @@ def attend(
         out = mix.pop("out", None)
         out = q.new_empty(*q.shape[:2], v_win.shape[2]) if out is None else out
         lse_win = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        given = q, k_win, v_win, window_span(config), tokens, tokens, scale
         with lane:
-            span_fwd.span_forward(
-                q, k_win, v_win, window_span(config), tokens, tokens, scale,
-                gates=gates, branch=WIN, out=out, lse2=lse_win, **mix,
-            )  # fmt: skip
+            span_fwd.span_forward(*given, gates=gates, branch=WIN, out=out, lse2=lse_win, **mix)
         o, mix = out, {"base": out, "out": out}
         if keep:
             kept["lse_win"] = lse_win
@@ -143,10 +141,8 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win,
-    gates, blocks, cu_seqlens, batch, sizes, scale, keep,
-):  # fmt: skip
+def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens, *plain):
+    batch, sizes, _, keep = plain
     v = next(x for x in (v_cmp, v_slc, v_win) if x is not None)
     tokens, heads = q.shape[:2]
     o = q.new_empty(tokens, heads, v.shape[2])
@@ -260,10 +256,8 @@ def attend_backward(
 
 
 @attend_backward.register_fake
-def _(
-    do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens,
-    o_cmp, lse_cmp, lse_win, lse_slc, plan, batch, sizes, scale, keys,
-):  # fmt: skip
+def _(do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *rest):
+    keys = rest[-1]
     grads = _room(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     dgates = q.new_empty(0) if gates is None else gates.new_empty(gates.shape)
     return q.new_empty(q.shape), *grads, dgates

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import ceil_div, power_of_two
+from nsa.kernels.common import ceil_div, padded
 from nsa.kernels.registration import contiguous, on_its_device
 
 ROWS = 64  # heads of tokens a program turns
@@ -21,7 +21,7 @@ ROWS = 64  # heads of tokens a program turns
 @triton.jit
 def _rotate(
     xs, outs, strides, heads, ends, cos, sin, positions, tokens, batch,
-    BACK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BACK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS heads of one x, those of a token side by side.
 
@@ -32,22 +32,21 @@ def _rotate(
     for j in tl.static_range(len(xs)):
         if (program >= first) & (program < ends[j]):
             at = strides[3 * j], strides[3 * j + 1], strides[3 * j + 2]
-            _turn(
-                xs[j], outs[j], at, heads[j], program - first, cos, sin, positions, tokens, batch,
-                BACK, HALF, BLOCK, ROWS,
-            )  # fmt: skip
+            x = xs[j], outs[j], at, heads[j]
+            _turn(x, program - first, cos, sin, positions, tokens, batch, BACK, HALF, ROWS)
         first = ends[j]
 
 
 @triton.jit
 def _turn(
-    x, out, strides, heads, number, cos, sin, positions, tokens, batch,
-    BACK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x, number, cos, sin, positions, tokens, batch,
+    BACK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The ROWS heads of tokens with this number of one x."""
+    """The ROWS heads of tokens with this number of one x: (its tensor, out, strides, heads)."""
+    source, out, strides, heads = x
     i = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head, t, b = i % heads, i // heads % tokens, i // heads // tokens
-    d = tl.arange(0, BLOCK)[None, :]
+    d = tl.arange(0, padded(HALF))[None, :]
     mask = (b < batch)[:, None] & (d < HALF)
     at = t
     if positions is not None:
@@ -56,7 +55,7 @@ def _turn(
     s = tl.load(sin + at[:, None] * HALF + d, mask=mask, other=0.0)
     if BACK:
         s = -s
-    source = x + (b * strides[0] + t * strides[1] + head * strides[2])[:, None] + d
+    source = source + (b * strides[0] + t * strides[1] + head * strides[2])[:, None] + d
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     target = out + i[:, None] * (2 * HALF) + d
@@ -83,7 +82,7 @@ def rotate(
         _rotate[(ends[-1],)](
             tuple(xs), tuple(outs), tuple(s for x in xs for s in x.stride()[:3]), tuple(heads),
             tuple(ends), cos.contiguous(), sin.contiguous(), positions, tokens, batch,
-            BACK=back, HALF=dim // 2, BLOCK=power_of_two(dim // 2), ROWS=ROWS, num_warps=4,
+            BACK=back, HALF=dim // 2, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
     return outs
 

@@ -43,9 +43,9 @@ def place(axis, rivals, sizes, WALK: tl.constexpr):
         large = tl.load(rivals[0] + before * sizes[1] + kv_head)
         pays = (first == 0) | (large * rivals[2] <= tl.sum(small, 0))
         mine = mine & (pays == WALK.large)
-    return (
-        sequence, start, rows, first + piece * TOKENS, kv_head, head, whole * PIECES + piece, mine
-    )  # fmt: skip
+    first += piece * TOKENS
+    tile = whole * PIECES + piece
+    return sequence, start, rows, first, kv_head, head, tile, mine
 
 
 @triton.jit

@@ -56,13 +56,10 @@ def pool(p, left_over, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexp
 
 
 @triton.jit
-def band(
-    first_key, first_block, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Strides that keys and blocks share, [N, BLOCKS] fp32 (`nsa.blocks.overlap`)."""
-    key = (first_key + tl.arange(0, BLOCK_N))[:, None]
-    start = ((first_block + tl.arange(0, BLOCKS)) * PER_SELECTABLE)[None, :]
+def band(keys, blocks, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexpr):
+    """Strides that keys [N] and blocks [BLOCKS] share, fp32 (`nsa.blocks.overlap`)."""
+    key = keys[:, None]
+    start = (blocks * PER_SELECTABLE)[None, :]
     low = tl.maximum(key, start)
     high = tl.minimum(key + PER_COMPRESSED, start + PER_SELECTABLE)
     return tl.maximum(high - low, 0).to(tl.float32)
@@ -111,16 +108,17 @@ def indices(keys, index_mask):
 
 @triton.jit
 def _probabilities(
-    q, q_strides, token_place, first, head, k_tile, lse2, total, first_key, ends, back, scale2,
-    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    queries, k_tile, n, back, scale2, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr
+):
     """Sum over a group's heads of the probabilities of a tile of keys, [M, N] fp32; 0 if unseen.
 
-    head: the group's first; lse2 [M] points to its statistics of the tile's rows. back: 1 to take
-    the heads from the last to the first, 0 otherwise.
+    queries: (q, its strides, place, first token, the group's first head, pointers [M] to that
+    head's statistics, their stride by head, where each row's keys end). n: the first key. back: 1
+    to take the heads from the last to the first, 0 otherwise.
     """
-    BLOCK_M: tl.constexpr = TILE.rows
-    BLOCK_N: tl.constexpr = TILE.keys
+    q, q_strides, token_place, first, head, lse2, total, ends = queries
+    BLOCK_M: tl.constexpr = ends.shape[0]
+    BLOCK_N: tl.constexpr = k_tile.shape[0]
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     valid = first + tl.arange(0, BLOCK_M) < token_place[2]
     k_tile = tl.trans(k_tile)  # out here, or it would be put into shared memory for every head
@@ -130,8 +128,8 @@ def _probabilities(
         q_tile = load_tile(q, q_strides, token_place, first, head + g, D, BLOCK_M)
         s = tl.dot(q_tile, k_tile, input_precision=PRECISION)
         p += tl.exp2(s * scale2 - lse[:, None])
-    if first_key + BLOCK_N > tl.min(ends, 0):
-        key = first_key + tl.arange(0, BLOCK_N)
+    if n + BLOCK_N > tl.min(ends, 0):
+        key = n + tl.arange(0, BLOCK_N)
         p = tl.where(key[None, :] < ends[:, None], p, 0.0)
     return p
 
@@ -174,6 +172,7 @@ def _select_blocks(
         end = tl.minimum(seen_end(last, SPAN), key_rows)
         head = kv_head * G
         lse2_at = lse2 + head.to(tl.int64) * total + start + t
+        queries = q, q_strides, token_place, first, head, lse2_at, total, ends
         best = tl.full([BLOCK_M, SLOTS], ILLEGAL, tl.int64 if WIDE else tl.int32)
         left_over = tl.zeros([BLOCK_M], tl.float32)
         for block in range(0, legal, BLOCKS):
@@ -183,21 +182,16 @@ def _select_blocks(
             back = 0 if WIDE else block // BLOCKS % 2
             if ALIGNED:
                 k_tile = load_tile(k_cmp, k_strides, key_place, n, kv_head, D, BLOCK_N)
-                p = _probabilities(
-                    q, q_strides, token_place, first, head, k_tile, lse2_at, total, n, ends, back,
-                    scale2, G, D, TILE, PRECISION,
-                )  # fmt: skip
+                p = _probabilities(queries, k_tile, n, back, scale2, G, D, PRECISION)
                 importance, left_over = pool(p, left_over, PER_COMPRESSED, PER_SELECTABLE)
             else:
                 importance = tl.zeros([BLOCK_M, BLOCKS], tl.float32)
                 low = tl.maximum(n - PER_COMPRESSED + 1, 0)
                 for m in range(low, tl.minimum(n + BLOCKS * PER_SELECTABLE, end), BLOCK_N):
                     k_tile = load_tile(k_cmp, k_strides, key_place, m, kv_head, D, BLOCK_N)
-                    p = _probabilities(
-                        q, q_strides, token_place, first, head, k_tile, lse2_at, total, m, ends,
-                        back, scale2, G, D, TILE, PRECISION,
-                    )  # fmt: skip
-                    shared = band(m, block, PER_COMPRESSED, PER_SELECTABLE, BLOCK_N, BLOCKS)
+                    p = _probabilities(queries, k_tile, m, back, scale2, G, D, PRECISION)
+                    key, j = m + tl.arange(0, BLOCK_N), block + tl.arange(0, BLOCKS)
+                    shared = band(key, j, PER_COMPRESSED, PER_SELECTABLE)
                     importance = tl.dot(p, shared, importance, input_precision=POOLING)
             found = candidates(importance, block, own, index_mask, WIDE, CONFIG)
             best = merge(best, found, SLOTS)

@@ -147,15 +147,18 @@ def _unions(
         bits |= (found < slots).to(tl.int32) << other
         counts &= (token != other) | (found == slot)  # not a second time by the same token
     earlier = bits & ((1 << token) - 1)
-    _store(large, tile, kv_head, kv_heads, TOKENS * PIECES * slots, mine, bits,
-           counts & (earlier == 0))  # fmt: skip
+    size = TOKENS * PIECES * slots
+    new = counts & (earlier == 0)
+    _store(large, tile, kv_head, kv_heads, size, mine, bits, new)
     if PIECES > 1:
         piece = token // TOKENS
         new = counts & ((earlier >> (piece * TOKENS)) == 0)
         bits = (bits >> (piece * TOKENS)) & ((1 << TOKENS) - 1)
         for p in range(PIECES):
-            _store(small, tile * PIECES + p, kv_head, kv_heads, TOKENS * slots, mine, bits,
-                   new & (piece == p))  # fmt: skip
+            small_tile = tile * PIECES + p
+            size = TOKENS * slots
+            own = new & (piece == p)
+            _store(small, small_tile, kv_head, kv_heads, size, mine, bits, own)
 
 
 @triton.jit

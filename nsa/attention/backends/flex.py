@@ -13,11 +13,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nsa.attention.branches import chosen_blocks, empty_slots
+from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Note
-from nsa.blocks import Span, compressed_span, count_selectable, window_span
-from nsa.reference.compress import compress_keys, compress_values
+from nsa.blocks import Span, count_selectable
 
 TILE = 128  # queries and keys under one entry of the block mask
 WORD = 8  # blocks in one byte of the selection's bits; wider words overflow shared memory
@@ -25,22 +24,13 @@ WORD = 8  # blocks in one byte of the selection's bits; wider words overflow sha
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
-    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
-    implementation = "flex-compiled" if q.is_cuda else "flex-uncompiled"
-    outputs = {}
-    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
-    if "cmp" in inputs.branches:
-        v_cmp = compress_values(v["cmp"], inputs.phi, config)
-        outputs["cmp"] = _attend_span(inputs, k_cmp, v_cmp, compressed_span(config))
-        note("cmp", implementation)
-    if "slc" in inputs.branches:
-        blocks = chosen_blocks(inputs, k_cmp, note)
-        outputs["slc"] = _attend_selected(inputs, blocks)
+    implementation = "flex-compiled" if inputs.q.is_cuda else "flex-uncompiled"
+
+    def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
         note("slc", implementation)
-    if "win" in inputs.branches:
-        outputs["win"] = _attend_span(inputs, k["win"], v["win"], window_span(config))
-        note("win", implementation)
-    return outputs
+        return _attend_selected(inputs, blocks)
+
+    return run_with_selected(inputs, note, selected, _attend_span, implementation)
 
 
 def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> Tensor:

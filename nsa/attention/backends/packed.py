@@ -79,8 +79,7 @@ class _PackedAttention(torch.autograd.Function):
         queries, keys, values = _flat(q, group), _flat(k), _flat(v)
         douts = _flat(do, group)
         delta = (douts.to(accumulate) * o).sum(-1)  # [B*T*HKV, G]
-        dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate, device=x.device)
-                      for x in (queries, keys, values))  # fmt: skip
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulate) for x in (queries, keys, values))
         plan = _invert(blocks, k.shape[1], ctx.config)
         for tiles in _chunks(plan, blocks, q, k, v, ctx.config):
             probs = probs_from(_scores(queries, keys, tiles, ctx.scale), lse[tiles.row])
@@ -96,12 +95,8 @@ class _PackedAttention(torch.autograd.Function):
             dq.index_add_(0, tiles.row.flatten(), dq_rows)
             dk.index_add_(0, token, dk_rows.flatten(0, 1))
             dv.index_add_(0, token, dv_rows.flatten(0, 1))
-        return (
-            dq.to(q.dtype).view(q.shape),
-            dk.to(k.dtype).view(k.shape),
-            dv.to(v.dtype).view(v.shape),
-            None, None, None,
-        )  # fmt: skip
+        grads = (dx.to(x.dtype).view(x.shape) for dx, x in ((dq, q), (dk, k), (dv, v)))
+        return *grads, None, None, None
 
 
 def _flat(x: Tensor, group: int | None = None) -> Tensor:

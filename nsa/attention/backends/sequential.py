@@ -86,9 +86,8 @@ def _attend_blocks(
                 continue
             keys = torch.cat([k[b, s : min(s + size, t + 1), h] for s in starts])
             values = torch.cat([v[b, s : min(s + size, t + 1), h] for s in starts])
-            o = _attend(q[b : b + 1, h : h + 1], keys[None, :, None], values[None, :, None],
-                        inputs.scale)  # fmt: skip
-            rows.append(o[0, 0])
+            q_h, keys, values = q[b : b + 1, h : h + 1], keys[None, :, None], values[None, :, None]
+            rows.append(_attend(q_h, keys, values, inputs.scale)[0, 0])
     return torch.stack(rows).unflatten(0, q.shape[:2])
 
 

@@ -91,9 +91,8 @@ def _attend(
     keep = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, gates)
     )
-    o = ops.attend(
-        *tensors, gates, blocks, inputs.cu_seqlens, q.shape[0], sizes_of(config), scale, keep,
-    )[0]  # fmt: skip
+    plain = q.shape[0], sizes_of(config), scale, keep
+    o = ops.attend(*tensors, gates, blocks, inputs.cu_seqlens, *plain)[0]
     return o[..., : inputs.value_dim].unflatten(0, q.shape[:2])
 
 
@@ -129,10 +128,8 @@ def _means(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     from nsa.kernels.registration import sizes_of
 
     k, v, batch = inputs.k["cmp"], inputs.v.get("cmp"), inputs.q.shape[0]
-    k_cmp, v_cmp = compress_mean(
-        _flat(k), None if v is None else _flat(v), inputs.cu_seqlens, batch,
-        sizes_of(inputs.config),
-    )  # fmt: skip
+    values, sizes = None if v is None else _flat(v), sizes_of(inputs.config)
+    k_cmp, v_cmp = compress_mean(_flat(k), values, inputs.cu_seqlens, batch, sizes)
     rows = batch, k_cmp.shape[0] // batch
     return k_cmp.unflatten(0, rows), None if v is None else v_cmp.unflatten(0, rows)
 
