@@ -71,6 +71,7 @@ def _selected_forward(
     ROWS: tl.constexpr = WALK.rows
     KEYS: tl.constexpr = WALK.keys
     PARTS: tl.constexpr = WALK.parts
+    PRECISION: tl.constexpr = WALK.precision
     D: tl.constexpr = WALK.d
     DV: tl.constexpr = WALK.dv
     sequence, start, rows, first, kv_head, head, tile, mine = place(axis, rivals, sizes, WALK)
@@ -96,13 +97,11 @@ def _selected_forward(
             member = tl.load(members + i // PARTS)
             left = tl.minimum(rows - first_key, width)
             keys = load_block(k, sequence, kv_head, first_key, left, strides[1], KEYS, D)
-            s = block_scores(
-                queries, keys, token, position, member, first_key, width, WALK.precision
-            )
+            s = block_scores(queries, keys, token, position, member, first_key, width, PRECISION)
             p, m, total, rescale = absorb(s, scale2, m, total)
             acc *= rescale[:, None]
             values = load_block(v, sequence, kv_head, first_key, left, v_strides, KEYS, DV)
-            acc = tl.dot(p.to(queries.dtype), values, acc, input_precision=WALK.precision)
+            acc = tl.dot(p.to(queries.dtype), values, acc, input_precision=PRECISION)
 
         total, lse2 = finish(m, total)
         acc /= total[:, None]
