@@ -17,35 +17,28 @@ def test_torchs_own_result_passes(sticks):
     assert_as_accurate("o", same_dtype.clone(), same_dtype, exact)
 
 
-def test_an_all_zero_result_fails(sticks):
+def one_more(x):
+    x[3, 5] += 0.1 * x.abs().max()
+    return x
+
+
+def one_nan(x):
+    x[0, 0] = float("nan")
+    return x
+
+
+WRONG = {
+    "all zero": (torch.zeros_like, "error"),
+    "one percent too large": (lambda x: x * 1.01, "error"),
+    "one value among thousands": (one_more, "worst"),
+    "a NaN": (one_nan, "1 values are not finite"),
+    "another shape": (lambda x: x[:1], "shape"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_result_fails(sticks, kind):
     same_dtype, exact = sticks
-    with pytest.raises(AssertionError, match="error"):
-        assert_as_accurate("o", torch.zeros_like(same_dtype), same_dtype, exact)
-
-
-def test_a_result_that_is_one_percent_too_large_fails(sticks):
-    same_dtype, exact = sticks
-    with pytest.raises(AssertionError, match="error"):
-        assert_as_accurate("o", (exact * 1.01).to(same_dtype.dtype), same_dtype, exact)
-
-
-def test_one_wrong_value_among_thousands_fails(sticks):
-    same_dtype, exact = sticks
-    got = same_dtype.clone()
-    got[3, 5] += 0.1 * exact.abs().max()
-    with pytest.raises(AssertionError, match="worst"):
-        assert_as_accurate("o", got, same_dtype, exact)
-
-
-def test_a_nan_fails(sticks):
-    same_dtype, exact = sticks
-    got = same_dtype.clone()
-    got[0, 0] = float("nan")
-    with pytest.raises(AssertionError, match="1 values are not finite"):
-        assert_as_accurate("o", got, same_dtype, exact)
-
-
-def test_a_wrong_shape_fails(sticks):
-    same_dtype, exact = sticks
-    with pytest.raises(AssertionError, match="shape"):
-        assert_as_accurate("o", same_dtype[:1], same_dtype, exact)
+    spoil, message = WRONG[kind]
+    with pytest.raises(AssertionError, match=message):
+        assert_as_accurate("o", spoil(exact.clone()).to(same_dtype.dtype), same_dtype, exact)

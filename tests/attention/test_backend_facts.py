@@ -40,10 +40,8 @@ def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backen
     drawn = draw(Case(40, kv_heads=1, group=1, config=config), torch.float32, DEVICE)
     o = attend(drawn, backend)
     for branch in BRANCHES:
-        k, v = torch.autograd.grad(
-            o[0, 39].sum(), [drawn.leaves[f"k_{branch}"], drawn.leaves[f"v_{branch}"]],
-            retain_graph=True,
-        )  # fmt: skip
+        leaves = [drawn.leaves[f"{x}_{branch}"] for x in "kv"]
+        k, v = torch.autograd.grad(o[0, 39].sum(), leaves, retain_graph=True)
         assert (v[0].abs().sum((1, 2)) > 0).all(), f"{branch}: some token has no weight"
         assert k.abs().max() > 1e-6, f"{branch}: keys get no gradient"
 
@@ -145,6 +143,16 @@ def test_masked_and_sequential_have_the_same_second_derivative():
     torch.testing.assert_close(*second)
 
 
+def assert_select_alike(backend, *rows, tokens=20):
+    """Two selections, of one row each, give the same output of the selected branch."""
+    drawn, found = draw(Case(tokens), torch.float32, DEVICE), []
+    for row in rows:
+        blocks = torch.tensor(row, dtype=torch.int32, device=DEVICE).expand(1, tokens, 2, 4)
+        with torch.no_grad():
+            found.append(attend(drawn, backend, blocks=blocks.contiguous(), branches=("slc",)))
+    torch.testing.assert_close(*found)
+
+
 def odd_selections():
     """(blocks of one row, the same selection well-formed): what a caller may hand in unchecked."""
     return {
@@ -158,15 +166,7 @@ def odd_selections():
 @pytest.mark.parametrize("name", odd_selections())
 @pytest.mark.parametrize("backend", NAMES)
 def test_slots_that_name_no_block_are_empty_in_every_backend(backend, name):
-    given, meant = (
-        torch.tensor(row, dtype=torch.int32, device=DEVICE).expand(1, 20, 2, 4).contiguous()
-        for row in odd_selections()[name]
-    )
-    drawn = draw(Case(20), torch.float32, DEVICE)
-    with torch.no_grad():
-        want = attend(drawn, backend, blocks=meant, branches=("slc",))
-        got = attend(drawn, backend, blocks=given, branches=("slc",))
-    torch.testing.assert_close(got, want)
+    assert_select_alike(backend, *odd_selections()[name])
 
 
 @pytest.mark.parametrize("lookback", [None, 40, 200])
@@ -193,13 +193,7 @@ def test_flex_declines_where_only_phi_would_learn():
 
 @pytest.mark.parametrize("backend", NAMES)
 def test_a_repeated_block_counts_once(backend):
-    drawn = draw(Case(40), torch.float32, DEVICE)
-    once = torch.tensor([0, 2, 3, -1], dtype=torch.int32, device=DEVICE).expand(1, 40, 2, 4)
-    twice = torch.tensor([0, 2, 2, 3], dtype=torch.int32, device=DEVICE).expand(1, 40, 2, 4)
-    with torch.no_grad():
-        want = attend(drawn, backend, blocks=once.contiguous(), branches=("slc",))
-        got = attend(drawn, backend, blocks=twice.contiguous(), branches=("slc",))
-    torch.testing.assert_close(got, want)
+    assert_select_alike(backend, [0, 2, 2, 3], [0, 2, 3, -1], tokens=40)
 
 
 @pytest.mark.full
@@ -222,12 +216,10 @@ def test_a_branch_that_is_not_asked_for_costs_nothing(backend, branch):
 def test_non_contiguous_and_expanded_inputs_work(backend):
     drawn = draw(Case(50, kv_heads=2, group=2), torch.float32, DEVICE)
     (q, k, v, gates, config), _ = drawn.arguments()
-    want = nsa_attention(q, k["win"][:, :, :1].expand(-1, -1, 2, -1).contiguous(), v["win"], gates,
-                         config, backend=backend)  # fmt: skip
+    keys, rest = k["win"][:, :, :1].expand(-1, -1, 2, -1), (v["win"], gates, config)
+    want = nsa_attention(q, keys.contiguous(), *rest, backend=backend)
     q2 = q.transpose(1, 2).contiguous().transpose(1, 2)
-    got = nsa_attention(q2, k["win"][:, :, :1].expand(-1, -1, 2, -1), v["win"], gates, config,
-                        backend=backend)  # fmt: skip
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(nsa_attention(q2, keys, *rest, backend=backend), want)
 
 
 @pytest.mark.parametrize("config", [TINY, SMALL, NSAConfig(16, 8, 200, 3, window=9)])
@@ -268,8 +260,9 @@ def test_a_backward_under_autocast_keeps_its_dtypes(backend):
 
 
 def test_auto_never_takes_the_exhibit(monkeypatch):
-    only = tuple(replace(b, why_not=lambda x: ["busy"]) if b.name != "sequential" else b
-                 for b in registry.backends())  # fmt: skip
+    busy = {"why_not": lambda x: ["busy"]}
+    plain = registry.backends()
+    only = tuple(b if b.name == "sequential" else replace(b, **busy) for b in plain)
     monkeypatch.setattr(registry, "backends", lambda: only)
     args, kwargs = draw(Case(5), torch.float32).arguments()
     with pytest.raises(ValueError, match=r"(?s)no backend takes.*gather: busy.*an exhibit"):

@@ -147,9 +147,10 @@ def test_the_kernels_dq_does_not_feel_what_all_values_share(branch):
         args, kwargs = drawn.to(torch.float64).arguments()
         drawn.blocks = nsa(*args, **kwargs).blocks
         do = torch.randn_like(args[0]).half()
-        ours = outcome(lambda x: attend(x, "triton", branches=(branch,)), drawn, do)[1]["q"]
-        truth = outcome(lambda x: attend(x, "masked", branches=(branch,)),
-                        drawn.to(torch.float64), do)[1]["q"]  # fmt: skip
+        ours, truth = (
+            outcome(lambda x, name=name: attend(x, name, branches=(branch,)), given, do)[1]["q"]
+            for name, given in (("triton", drawn), ("masked", drawn.to(torch.float64)))
+        )
         return float((ours - truth).abs().mean())
 
     assert error(offset=30.0) <= 3 * error(offset=0.0)

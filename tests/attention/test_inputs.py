@@ -32,8 +32,11 @@ def test_the_good_call_is_good(call):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ({"compress_block": 40}, "compress_block=40 is not a multiple of compress_stride=16; "
-                                 "nearest that are: 32 and 48"),
+        (
+            {"compress_block": 40},
+            "compress_block=40 is not a multiple of compress_stride=16; "
+            "nearest that are: 32 and 48",
+        ),
         ({"select_block": 72}, "select_block=72 is not a multiple .* 64 and 80"),
         ({"compress_block": 8, "compress_stride": 16}, "nearest that are: 16$"),
         ({"compress_block": 72}, "nearest that are: 64$"),
@@ -44,7 +47,7 @@ def test_the_good_call_is_good(call):
         ({"select_initial": -1}, "select_initial=-1 must be at least 0"),
         ({"select_local": 0}, "select_local=0 must be at least 1: a query's own block"),
     ],
-)  # fmt: skip
+)
 def test_illegal_sizes_are_refused_with_the_nearest_legal_ones(sizes, message):
     with pytest.raises(ValueError, match=message):
         NSAConfig(**sizes)

@@ -122,14 +122,11 @@ def test_one_backend_alone_is_no_comparison(table):
 
 def claimed(**changes):
     """Inputs that claim to be on a GPU, as `ranking` looks at them."""
-    x = SimpleNamespace(
-        is_cuda=True, shape=(1, 8192, 64, 128), device="cuda:0", dtype=torch.bfloat16,
-        requires_grad=True,
-    )  # fmt: skip
-    return SimpleNamespace(
-        q=x, k={"slc": x}, v={"slc": x}, gates=x, kv_heads=4, value_dim=128, config=NSAConfig(),
-        branches=("cmp", "slc", "win"), cu_seqlens=None, **changes,
-    )  # fmt: skip
+    where = {"is_cuda": True, "device": "cuda:0"}
+    x = SimpleNamespace(**where, shape=(1, 8192, 64, 128), dtype=torch.bfloat16, requires_grad=True)
+    tensors = {"q": x, "k": {"slc": x}, "v": {"slc": x}, "gates": x, "cu_seqlens": None}
+    sizes = {"kv_heads": 4, "value_dim": 128, "config": NSAConfig()}
+    return SimpleNamespace(**tensors, **sizes, branches=("cmp", "slc", "win"), **changes)
 
 
 def test_a_call_is_ranked_by_its_sizes_and_whether_it_will_be_differentiated(table, monkeypatch):

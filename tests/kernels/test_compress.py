@@ -1,62 +1,35 @@
 """Mean compression and <do, o> as kernels, against their definitions in plain torch."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from accuracy import assert_as_accurate
 from backend_calls import DEVICE
 from cases import EVEN, ODD, SMALL, TINY
-from interpreted import true_bfloat16
+from kernel_inputs import DTYPES, means, normal, sequences_of
 
 from nsa.kernels.combine import delta_of
 from nsa.kernels.compress import compress_mean, compress_mean_backward
-from nsa.kernels.sequences import dense, packed
-from nsa.reference.compress import compress
+from nsa.kernels.sequences import dense
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_as_on_a_gpu(monkeypatch):
-    true_bfloat16(monkeypatch)
-
-
-def normal(*shape, dtype=torch.float32):
-    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
-
-
-def means(x, lengths, config):
-    """The reference's means of each sequence, end to end."""
-    parts = [x[a:b] for a, b in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
-    return torch.cat([compress(part[None], "mean", None, config)[0] for part in parts])
-
-
-def sequences_of(lengths, config, dense_batch=False):
-    if dense_batch:
-        return dense(len(lengths), lengths[0], config)
-    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-    return packed(bounds, sum(lengths), config)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize(
-    ("lengths", "config", "batch"),
+    ("lengths", "config"),
     [
-        ((37, 37), TINY, True),
-        ((70,), ODD, True),
-        ((41,), SMALL, True),
-        ((33, 1, 0, 21, 0), TINY, False),
-        ((3, 55), SMALL, False),
-        ((17, 30), EVEN, False),
+        ((37, 37), TINY),
+        ((70,), ODD),
+        ((41,), SMALL),
+        ((33, 1, 0, 21, 0), TINY),
+        ((3, 55), SMALL),
+        ((17, 30), EVEN),
     ],
 )
-def test_means_and_their_gradients_are_the_references(lengths, config, batch, dtype):
+def test_means_and_their_gradients_are_the_references(lengths, config, dtype):
     tokens, dims = sum(lengths), (24, 16)
-    sequences = sequences_of(lengths, config, batch)
+    sequences = sequences_of(lengths, config)
     x = [normal(tokens, 2, dim, dtype=dtype).requires_grad_() for dim in dims]
     got = compress_mean(*(part.detach() for part in x), sequences)
     assert [part.shape[0] for part in got] == [sequences.compressed.rows] * 2
@@ -103,8 +76,8 @@ def test_strided_heads_and_tokens_are_read_where_they_are():
     got = compress_mean(k, v, sequences)
     want = compress_mean(k.contiguous(), v.contiguous(), sequences)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    back = compress_mean_backward(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in got),
-                                  sequences)  # fmt: skip
+    strided = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in got)
+    back = compress_mean_backward(*strided, sequences)
     same = compress_mean_backward(*got, sequences)
     assert all(torch.equal(a, b) for a, b in zip(back, same, strict=True))
 

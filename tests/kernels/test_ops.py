@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 CASE = Case(40, kv_heads=1, group=2, dim=16, value_dim=16)
 PACKED = replace(CASE, packed=(17, 1, 22))
+CHECKS = "test_schema", "test_faketensor"
 
 
 def arguments(case=CASE, gates=True, blocks=False, keep=True):
@@ -28,59 +29,50 @@ def arguments(case=CASE, gates=True, blocks=False, keep=True):
     (q, k, v, g, config), kwargs = drawn.arguments()
     cu = kwargs["cu_seqlens"]
     sizes = sizes_of(config)
-    flat = {name: x.flatten(0, 1) for name, x in k.items()}
-    values = {name: x.flatten(0, 1) for name, x in v.items()}
-    k_cmp, v_cmp = compress_mean(flat["cmp"], values["cmp"], cu, q.shape[0], sizes)
+    flat = {b: (k[b].flatten(0, 1), v[b].flatten(0, 1)) for b in BRANCHES}
+    k_cmp, v_cmp = compress_mean(*flat["cmp"], cu, q.shape[0], sizes)
     chosen = torch.zeros(q.shape[1], k_cmp.shape[1], 2, dtype=torch.int32, device=DEVICE)
     chosen[..., 1] = -1
-    return (
-        q.flatten(0, 1), k_cmp, v_cmp, flat["slc"], values["slc"], flat["win"], values["win"],
-        g.flatten(0, 1) if gates else None, chosen if blocks else None, cu, q.shape[0], sizes,
-        0.25, keep,
-    )  # fmt: skip
+    given = q.flatten(0, 1), k_cmp, v_cmp, *flat["slc"], *flat["win"]
+    optional = g.flatten(0, 1) if gates else None, chosen if blocks else None
+    return *given, *optional, cu, q.shape[0], sizes, 0.25, keep
+
+
+def detached(case=CASE, **options):
+    return tuple(
+        x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, **options)
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("blocks", [False, True], ids=["scored", "handed-in"])
 def test_attend_is_a_sound_operator(case, blocks):
-    args = [
-        x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, blocks=blocks)
-    ]
-    checks = "test_schema", "test_faketensor"
-    torch.library.opcheck(ops.attend, tuple(args), test_utils=checks)
+    torch.library.opcheck(ops.attend, detached(case, blocks=blocks), test_utils=CHECKS)
 
 
 def test_one_branch_without_gates_shares_no_memory_with_what_its_backward_keeps():
-    q, k_cmp, v_cmp, *_, batch, sizes, scale, keep = arguments()
-    q, k_cmp, v_cmp = (x.detach() for x in (q, k_cmp, v_cmp))
-    o, o_cmp, *_ = ops.attend(
-        q, k_cmp, v_cmp, *[None] * 7, batch, sizes, scale, keep
-    )  # fmt: skip
+    q, k_cmp, v_cmp, *_, batch, sizes, scale, keep = detached()
+    o, o_cmp, *_ = ops.attend(q, k_cmp, v_cmp, *[None] * 7, batch, sizes, scale, keep)
     assert torch.equal(o, o_cmp) and o.data_ptr() != o_cmp.data_ptr()
 
 
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
 def test_compress_and_select_are_sound_operators(case):
-    q, k_cmp, _, k, v, *_, cu, batch, sizes, scale, _ = arguments(case)
-    q, k_cmp, k, v = (x.detach() for x in (q, k_cmp, k, v))
-    checks = "test_schema", "test_faketensor"
+    q, k_cmp, _, k, v, *_, cu, batch, sizes, scale, _ = detached(case)
     for values in (v, None):
-        torch.library.opcheck(compress_mean, (k, values, cu, batch, sizes), test_utils=checks)
-    torch.library.opcheck(ops.select, (q, k_cmp, cu, batch, sizes, scale), test_utils=checks)
+        torch.library.opcheck(compress_mean, (k, values, cu, batch, sizes), test_utils=CHECKS)
+    torch.library.opcheck(ops.select, (q, k_cmp, cu, batch, sizes, scale), test_utils=CHECKS)
 
 
 @pytest.mark.full
 def test_the_backward_has_the_shapes_that_its_fake_promises():
-    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments()]
+    args = detached()
     o, *kept, blocks = ops.attend(*args)
     tensors, (_, cu, batch, sizes, scale, _) = args[:8], args[8:]
     for keys in (True, False):
-        torch.library.opcheck(
-            ops.attend_backward,
-            (torch.randn_like(o), *tensors, blocks, cu, *kept, batch, sizes, scale, keys),
-            test_utils=("test_schema", "test_faketensor"),
-        )
+        given = torch.randn_like(o), *tensors, blocks, cu, *kept, batch, sizes, scale, keys
+        torch.library.opcheck(ops.attend_backward, given, test_utils=CHECKS)
 
 
 def results(case, call):
@@ -102,10 +94,8 @@ def test_a_whole_graph_compiles_and_gives_the_same_bits(case):
     def call(function):
         return lambda drawn: function(*drawn.arguments()[0], **drawn.arguments()[1])
 
-    for name, eager, graph in zip(
-        ["o", *draw(case).leaves], results(case, call(whole)), results(case, call(compiled)),
-        strict=True,
-    ):  # fmt: skip
+    both = results(case, call(whole)), results(case, call(compiled))
+    for name, eager, graph in zip(["o", *draw(case).leaves], *both, strict=True):
         assert torch.equal(eager, graph), name
 
 
@@ -168,11 +158,8 @@ SUBSETS = [["cmp"], ["slc"], ["win"], ["slc", "win"], ["cmp", "win"], ["cmp", "s
 @pytest.mark.full
 @pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
 def test_an_operator_without_some_branches_is_the_sum_of_the_others(branches):
-    both = results_of(branches, "triton")
-    want = results_of(branches, "gather")
-    for name, a, b in zip(["o", *both[1]], [both[0], *both[1].values()],
-                          [want[0], *want[1].values()], strict=True):  # fmt: skip
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    got, want = results_of(branches, "triton"), results_of(branches, "gather")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # which names what differs
 
 
 def results_of(branches, backend):
@@ -181,7 +168,7 @@ def results_of(branches, backend):
     o = attend(drawn, backend, branches=branches)
     names = [n for n in drawn.leaves if "_" not in n or n[-3:] in branches]
     grads = torch.autograd.grad(o.square().sum(), [drawn.leaves[n] for n in names])
-    return o, dict(zip(names, grads, strict=True))
+    return {"o": o, **dict(zip(names, grads, strict=True))}
 
 
 def test_each_tensor_trained_alone_gets_the_gradient_that_it_gets_among_all():

@@ -3,19 +3,13 @@
 import pytest
 import torch
 from backend_calls import DEVICE
-from interpreted import true_bfloat16
-from test_compress import DTYPES
+from kernel_inputs import DTYPES
 
 from nsa.kernels.rotary import rotate
 from nsa.model.rotary import Rotary, has_kernel
 from nsa.reference import rotary
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_as_on_a_gpu(monkeypatch):
-    true_bfloat16(monkeypatch)
 
 
 def turned(x, cos, sin, positions=None):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, assert_same
 from backend_calls import DEVICE
+from kernel_inputs import sequences_of
 from torch import Tensor
 
 from nsa.blocks import compressed_span, window_span
@@ -17,7 +18,7 @@ from nsa.kernels.selected_dkdv import selected_dkdv
 from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
 from nsa.kernels.selected_plan import SIZES, Plan, kept_plan, launches, plan, tile_tokens
-from nsa.kernels.sequences import Sequences, dense, packed
+from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import default_tile as span_tile
 from nsa.kernels.tiles import Tile, default_tile
 from nsa.kernels.unions import Unions, nested_unions, unions
@@ -40,7 +41,7 @@ def device():
 
 @dataclass
 class Case:
-    """Sequences of the given lengths, packed unless all have the same; N slots a query."""
+    """Sequences of the given lengths, see `sequences_of`; N slots a query."""
 
     lengths: tuple[int, ...]
     group: int = 2
@@ -56,10 +57,7 @@ class Case:
         config = NSAConfig(
             compress_block=4, compress_stride=4, select_block=self.select_block, select_count=3
         )
-        if len(set(self.lengths)) == 1:
-            return dense(len(self.lengths), self.lengths[0], config)
-        ends = torch.tensor([0, *self.lengths]).cumsum(0)
-        return packed(ends, sum(self.lengths), config)
+        return sequences_of(self.lengths, config)
 
     def draw(self) -> dict[str, Tensor]:
         tokens, heads = sum(self.lengths), self.kv_heads * self.group
@@ -129,6 +127,16 @@ def assert_right(case: Case, given: dict[str, Tensor], got: dict[str, Tensor]) -
         assert_as_accurate(name, value, plain[name], exact[name], magnitude=10.0)
 
 
+def check(case: Case, **options) -> None:
+    given = case.draw()
+    assert_right(case, given, ours(case, given, **options))
+
+
+def planned_for(case: Case) -> tuple[dict[str, Tensor], Plan, Sequences]:
+    given, sequences = case.draw(), case.sequences()
+    return given, plan(given["blocks"], sequences, case.group), sequences
+
+
 CASES = [
     Case((1,), group=1),
     Case((37,), group=1, kv_heads=2, slots=1),
@@ -162,26 +170,22 @@ def sizes(request, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_gradients_are_as_accurate_as_torch(case, sizes):
-    given = case.draw()
-    assert_right(case, given, ours(case, given))
+    check(case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_keys_as_rows_are_as_accurate_as_torch(case):
-    given = case.draw()
     keys = min(64, power_of_two(case.select_block))
     turned = {size: Tile(16, keys, 4, 2, turned=True) for size in SIZES}
-    assert_right(case, given, ours(case, given, tile=turned, force="small"))
+    check(case, tile=turned, force="small")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("force", ["small", "large"])
 @pytest.mark.parametrize("group", [1, 3, 16])
 def test_each_size_of_tile_alone_is_right(group, force):
-    case = Case((19, 30), group=group, dim=16, value_dim=32)
-    given = case.draw()
-    assert_right(case, given, ours(case, given, force=force))
+    check(Case((19, 30), group=group, dim=16, value_dim=32), force=force)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +283,7 @@ def test_what_a_token_gets_does_not_hinge_on_the_price_of_a_large_tile():
 
 
 def test_the_output_is_mixed_with_a_base_in_place():
-    case = Case((40,), group=3)
-    given = case.draw()
-    sequences = case.sequences()
-    planned = plan(given["blocks"], sequences, case.group)
+    given, planned, sequences = planned_for(Case((40,), group=3))
     arguments = given["q"], given["k"], given["v"], planned, sequences, 0.25
     plain, _ = selected_forward(*arguments)
     base = torch.randn_like(plain)
@@ -299,10 +300,7 @@ def test_the_output_is_mixed_with_a_base_in_place():
 
 
 def test_dq_is_added_to_and_the_gates_gradient_written_where_asked():
-    case = Case((40,), group=3)
-    given = case.draw()
-    sequences = case.sequences()
-    planned = plan(given["blocks"], sequences, case.group)
+    given, planned, sequences = planned_for(Case((40,), group=3))
     q, k, v, do, gates = (given[n] for n in ("q", "k", "v", "do", "gates"))
     _, lse2 = selected_forward(q, k, v, planned, sequences, 0.25)
     arguments = q, k, v, do, lse2, gates, BRANCH, planned, sequences, 0.25
@@ -443,10 +441,9 @@ def test_strided_and_expanded_inputs_are_read_where_they_lie():
         assert torch.equal(value, plain[name]), name
     one = {n: x[:, :1].expand_as(x) if n in ("k", "v") else x for n, x in given.items()}
     copied = {n: x.contiguous() for n, x in one.items()}
-    for (name, value), other in zip(
-        ours(case, one).items(), ours(case, copied).values(), strict=True
-    ):
-        assert torch.equal(value, other), name
+    wanted = ours(case, copied)
+    for name, value in ours(case, one).items():
+        assert torch.equal(value, wanted[name]), name
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 12, 16, 24, 64, 100])
@@ -495,14 +492,11 @@ def test_a_plan_that_was_kept_is_the_plan(group, lengths):
 
 
 def test_the_size_of_tiles_that_is_left_out_is_not_launched():
-    case = Case((40,), group=4)
-    given, sequences = case.draw(), case.sequences()
-    q, k, v = given["q"], given["k"], given["v"]
-    planned = plan(given["blocks"], sequences, case.group)
-    made = launches("forward", q, k, v, planned, sequences, None, 0.1, None, None)
-    assert [launch.walk.large for launch in made] == [True]
-    made = launches("forward", q, k, v, planned, sequences, None, 100.0, None, None)
-    assert [launch.walk.large for launch in made] == [False, True]
+    given, planned, sequences = planned_for(Case((40,), group=4))
+    of = given["q"], given["k"], given["v"], planned, sequences
+    for cost, sizes in ((0.1, [True]), (100.0, [False, True])):
+        made = launches("forward", *of, None, cost, None, None)
+        assert [launch.walk.large for launch in made] == sizes
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 192, 256])

@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from accuracy import assert_as_accurate, assert_same
 from backend_calls import DEVICE
-from interpreted import true_bfloat16
+from kernel_inputs import sequences_of
 from torch import Tensor
 
 from nsa.blocks import Span, compressed_span, window_span
 from nsa.config import NSAConfig
 from nsa.kernels import span_bwd
-from nsa.kernels.sequences import Axis, Sequences, dense, packed
+from nsa.kernels.sequences import Axis
 from nsa.kernels.span_bwd import span_dkdv, span_dq
 from nsa.kernels.span_common import descriptors_fit
 from nsa.kernels.span_fwd import span_forward
@@ -22,23 +21,15 @@ from nsa.reference.attend import attend
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
-CONFIG = NSAConfig(
-    compress_block=8, compress_stride=4, select_block=8, select_count=4, window=20
-)  # fmt: skip
+CONFIG = NSAConfig(8, 4, 8, 4, window=20)
 COMPRESSED, WINDOW = compressed_span(CONFIG), window_span(CONFIG)
 TILE = Tile(16, 16, 4, 2)
 BRANCH, BASE_BRANCH = 2, 0
 
 
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    if DEVICE == "cpu":
-        true_bfloat16(monkeypatch)
-
-
 @dataclass
 class Case:
-    """Sequences of the given lengths, packed unless all have the same."""
+    """Sequences of the given lengths, see `sequences_of`."""
 
     lengths: tuple[int, ...]
     span: Span
@@ -49,12 +40,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     tile: Tile | None = TILE
 
-    def sequences(self) -> Sequences:
-        bounds = [0, *np.cumsum(self.lengths).tolist()]
-        if len(set(self.lengths)) > 1:
-            return packed(torch.tensor(bounds, device=DEVICE), bounds[-1], CONFIG)
-        return dense(len(self.lengths), self.lengths[0], CONFIG)
-
     def keys_of(self, tokens: int) -> int:
         return self.span.seen(tokens - 1)[1] if tokens else 0
 
@@ -64,9 +49,9 @@ class Problem:
 
     def __init__(self, case: Case):
         self.case, self.span, self.tile = case, case.span, case.tile
-        self.sequences = case.sequences()
-        tokens = self.sequences.tokens
-        self.keys = tokens if case.span == WINDOW else self.sequences.compressed
+        sequences = sequences_of(case.lengths, CONFIG)
+        self.tokens = tokens = sequences.tokens
+        self.keys = tokens if case.span == WINDOW else sequences.compressed
         self.scale = case.dim**-0.5
 
         def draw(*shape):
@@ -79,30 +64,22 @@ class Problem:
         self.base = draw(tokens.rows, case.heads, case.value_dim)
         self.gates = torch.rand(tokens.rows, case.heads, 3).to(DEVICE, case.dtype)
 
-    def forward(self, **options):
-        mixed = {"gates": self.gates, "base": self.base, "base_branch": BASE_BRANCH}
-        return span_forward(
-            self.q, self.k, self.v, self.span, self.sequences.tokens, self.keys, self.scale,
-            branch=BRANCH, tile=self.tile, **{**mixed, **options},
-        )  # fmt: skip
+    @property
+    def along(self):
+        return self.span, self.tokens, self.keys, self.scale
 
-    def saved(self, lse2, gated=True):
-        gates = self.gates if gated else None
-        return self.q, self.k, self.v, self.do, lse2, gates
+    def forward(self, **options):
+        mixed = {"gates": self.gates, "base": self.base, "base_branch": BASE_BRANCH} | options
+        values = self.q, self.k, self.v
+        return span_forward(*values, *self.along, branch=BRANCH, tile=self.tile, **mixed)
 
     def dq(self, lse2, gated=True, **options):
-        q, k, v, do, lse2, gates = self.saved(lse2, gated)
-        return span_dq(
-            q, k, v, do, lse2, gates, BRANCH, self.span, self.sequences.tokens, self.keys,
-            self.scale, tile=self.tile, **options,
-        )  # fmt: skip
+        saved = self.q, self.k, self.v, self.do, lse2, self.gates if gated else None
+        return span_dq(*saved, BRANCH, *self.along, tile=self.tile, **options)
 
     def dkdv(self, lse2, delta, gated=True, **options):
-        q, k, v, do, lse2, gates = self.saved(lse2, gated)
-        return span_dkdv(
-            q, k, v, do, lse2, delta, gates, BRANCH, self.span, self.sequences.tokens, self.keys,
-            self.scale, **{"tile": self.tile, **options},
-        )  # fmt: skip
+        saved = self.q, self.k, self.v, self.do, lse2, delta, self.gates if gated else None
+        return span_dkdv(*saved, BRANCH, *self.along, tile=self.tile, **options)
 
     def reference(self, dtype, gated=True) -> dict[str, Tensor]:
         """Plain torch's output and gradients, each sequence on its own."""
@@ -118,10 +95,8 @@ class Problem:
             s = torch.arange(count, device=DEVICE)
             seen = [self.span.seen(t) for t in range(length)]
             visible = torch.stack([(s >= low) & (s < high) for low, high in seen])
-            o, _ = attend(
-                leaves["q"][None, rows], leaves["k"][None, keys], leaves["v"][None, keys],
-                visible[None, None], self.scale,
-            )  # fmt: skip
+            q, k, v = leaves["q"][None, rows], leaves["k"][None, keys], leaves["v"][None, keys]
+            o, _ = attend(q, k, v, visible[None, None], self.scale)
             outputs.append(o[0])
         o = torch.cat(outputs)
         if gated:
@@ -151,8 +126,8 @@ def check(case: Case, gated=True) -> None:
     magnitude = float(case.dim)
     for name, value in got.items():
         if value.numel():
-            assert_as_accurate(f"{name} of {case}", value, same[name], exact[name],
-                               magnitude=magnitude)  # fmt: skip
+            of = f"{name} of {case}"
+            assert_as_accurate(of, value, same[name], exact[name], magnitude=magnitude)
 
 
 SHAPES = [

@@ -1,54 +1,28 @@
 """The fused selection: the exact facts of Eq. 8-11, and no less importance kept than exactly."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from backend_calls import DEVICE
 from cases import EVEN, ODD, SMALL, TINY
-from interpreted import true_bfloat16
+from kernel_inputs import DTYPES, means, normal, sequences_of
 
 from nsa.blocks import compressed_span
 from nsa.config import NSAConfig
-from nsa.kernels.sequences import dense, packed
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile
 from nsa.kernels.topk import select_blocks
 from nsa.reference.attend import attention_probs
-from nsa.reference.compress import compress
 from nsa.reference.nsa import compressed_visible
 from nsa.reference.select import importance, select
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 SPAN_TILE, TILE = Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # One token a stride; a selectable block is longer than a tile of keys; one block a token.
 FINE = NSAConfig(3, 1, 6, 4, window=6)
 LONG = NSAConfig(4, 1, 64, 3, window=6)
 MANY = NSAConfig(2, 2, 4, 16, select_initial=2, select_local=3, window=6)
 SMALLEST = NSAConfig(1, 1, 1, 1, select_initial=0, select_local=1, window=1)
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_as_on_a_gpu(monkeypatch):
-    true_bfloat16(monkeypatch)
-
-
-def normal(*shape, dtype=torch.float32):
-    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
-
-
-def compressed(k, lengths, config):
-    parts = [k[a:b] for a, b in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
-    return torch.cat([compress(part[None], "mean", None, config)[0] for part in parts])
-
-
-def sequences_of(lengths, config):
-    if len(set(lengths)) == 1:
-        return dense(len(lengths), lengths[0], config)
-    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-    return packed(bounds, sum(lengths), config)
 
 
 def chosen(q, k_cmp, lengths, config, scale=0.25, tile=TILE):
@@ -73,7 +47,7 @@ def scores(q, k_cmp, config, scale=0.25):
 def check(lengths, config, group, dtype, kv_heads=1, dim=16, tile=TILE):
     q = normal(sum(lengths), kv_heads * group, dim, dtype=dtype)
     k = normal(sum(lengths), kv_heads, dim, dtype=dtype)
-    k_cmp = compressed(k, lengths, config)
+    k_cmp = means(k, lengths, config)
     got = chosen(q, k_cmp, lengths, config, tile=tile)
     assert got.dtype == torch.int32 and got.shape == (len(q), kv_heads, config.select_count)
     token = key = 0
@@ -144,11 +118,11 @@ def test_packed_sequences_select_as_if_alone(config):
     lengths = (61, 1, 0, 3, 75, 0)
     check(lengths, config, 2, torch.float32)
     q, k = normal(sum(lengths), 2, 16), normal(sum(lengths), 1, 16)
-    together = chosen(q, compressed(k, lengths, config), lengths, config)
+    together = chosen(q, means(k, lengths, config), lengths, config)
     start = 0
     for length in (n for n in lengths if n):
         rows = slice(start, start + length)
-        alone = chosen(q[rows], compressed(k[rows], (length,), config), (length,), config)
+        alone = chosen(q[rows], means(k[rows], (length,), config), (length,), config)
         assert torch.equal(together[rows], alone)
         start += length
 

@@ -1,0 +1,29 @@
+"""Inputs of the kernels' tests: flat axes of one sequence or several."""
+
+from itertools import pairwise
+
+import torch
+from backend_calls import DEVICE
+
+from nsa.kernels.sequences import Sequences, dense, packed
+from nsa.reference.compress import compress
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def sequences_of(lengths, config) -> Sequences:
+    """Sequences of the given lengths, packed unless all have the same."""
+    if len(set(lengths)) == 1:
+        return dense(len(lengths), lengths[0], config)
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    return packed(bounds, sum(lengths), config)
+
+
+def means(x, lengths, config):
+    """The reference's means of the blocks of each sequence, end to end."""
+    parts = [x[a:b] for a, b in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
+    return torch.cat([compress(part[None], "mean", None, config)[0] for part in parts])
