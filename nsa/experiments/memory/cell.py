@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from nsa.attention.registry import check_name
@@ -64,6 +65,36 @@ class Cell:
     def __str__(self) -> str:
         batch = f" batch {self.batch}" * (self.batch != 1)
         return self.spec().told(self.backend, f"T={self.tokens} {self.dtype} {self.device}{batch}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a cell's trial measured, of the recorded step unless it says otherwise; sizes in MiB.
+
+    NaN, empty or None where it did not end well.
+    """
+
+    parameters: float = nan
+    step_ms: float = nan  # the median of the steps that nobody observes
+    recorded_s: float = nan
+    peak_mib: float = nan
+    reserved_mib: float = nan  # by CUDA's allocator
+    first_step_peak_mib: float = nan  # of the warm-up, on a GPU
+    data_mib: float = nan  # the peak of each phase
+    forward_mib: float = nan
+    backward_mib: float = nan
+    optimizer_mib: float = nan
+    by_category_mib: dict = field(default_factory=dict)  # at the peak
+    by_phase_category_mib: dict = field(default_factory=dict)  # at each phase's peak
+    held_mib: dict = field(default_factory=dict)  # when the forward ends
+    cross_check: dict = field(default_factory=dict)  # the peak by another count
+    losses: list = field(default_factory=list)  # of every step
+    step_ms_each: list = field(default_factory=list)
+    witness: dict | None = None  # which implementation served which branch
+    model: dict | None = None  # ModelConfig.to_dict()
+    device_name: str = ""
+    torch: str = ""
+    threads: int | None = None  # torch's, on the CPU
 
 
 def limits(longest: Sequence[str]) -> dict[str, int]:

@@ -3,13 +3,14 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from nsa.attention import witness
 from nsa.attention.registry import Declined
-from nsa.experiments.memory.cell import Cell
+from nsa.experiments.memory.cell import Cell, Measured
 from nsa.lab.measure.recorders import MIB, recorder_for, training_tensors
 from nsa.lab.training import open_trainer
 from nsa.model.llama import parameter_count
@@ -20,12 +21,11 @@ TIMING_SHARE = 0.5  # of the time to the deadline, so that timing never costs th
 
 
 def measure_cell(spec: dict) -> dict:
-    """The row of one cell: {"cell": Cell.to_dict(), "deadline_s": ..., "threads": int or None}.
+    """`Measured` of a cell: {"cell": Cell.to_dict(), "deadline_s": ..., "threads": int or None}.
 
-    Step 0 warms up: kernels are compiled, the optimizer's state is made. Step 1 is recorded.
-    `step_ms` is the median of up to three further steps that nobody observes, NaN if there was no
-    time for one. An error says in which step and phase it came. Where the backend does not take
-    the model, the row is {"declined": why}.
+    Step 0 warms up: kernels are compiled, the optimizer's state is made. Step 1 is recorded. Up to
+    three further steps are timed, as many as there is time for. An error says in which step and
+    phase it came. Where the backend does not take the model, it is {"declined": why}.
     """
     started = time.monotonic()
     cell = Cell.from_dict(spec["cell"])
@@ -36,39 +36,46 @@ def measure_cell(spec: dict) -> dict:
             losses = [float(trainer.step(0))]
         except Declined as refusal:
             return {"declined": str(refusal)}
-        row = _record(trainer, progress, cell)
-        losses.append(row.pop("loss"))
+        recorded = _record(trainer, progress, cell, losses)
         left = spec["deadline_s"] - (time.monotonic() - started)
-        times = _time(trainer, losses, TIMING_SHARE * left - row["recorded_s"])
-    return row | {
-        "step_ms": 1e3 * sorted(times)[len(times) // 2] if times else float("nan"),
-        "step_ms_each": [1e3 * seconds for seconds in times],
-        "parameters": parameter_count(trainer.model),
-        "losses": losses,
-        "device_name": _device_name(cell.device),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "model": cell.config().to_dict(),
-    }
+        times = _time(trainer, losses, TIMING_SHARE * left - recorded["recorded_s"])
+    timed = {"step_ms_each": [1e3 * seconds for seconds in times]}
+    if times:
+        timed["step_ms"] = 1e3 * sorted(times)[len(times) // 2]
+    return asdict(
+        Measured(
+            **recorded,
+            **timed,
+            parameters=parameter_count(trainer.model),
+            losses=losses,
+            device_name=torch.cuda.get_device_name() if cell.device == "cuda" else "cpu",
+            torch=torch.__version__,
+            threads=torch.get_num_threads(),
+            model=cell.config().to_dict(),
+        )
+    )
 
 
-def _record(trainer: Trainer, progress: "_Progress", cell: Cell) -> dict[str, Any]:
-    first_peak = None
+def _record(
+    trainer: Trainer, progress: "_Progress", cell: Cell, losses: list[float]
+) -> dict[str, Any]:
+    """The fields of Measured that one recorded step gives; its loss goes to `losses`."""
+    on_gpu = {}
     if cell.device == "cuda":
-        first_peak = torch.cuda.max_memory_allocated() / MIB
+        on_gpu["first_step_peak_mib"] = torch.cuda.max_memory_allocated() / MIB
     recorder = recorder_for(cell.device, training_tensors(trainer.model, trainer.optimizer))
     trainer.observers = (progress, recorder)
     started = time.monotonic()
     with witness.recording() as seen, recorder:
         loss = trainer.step(1)
-    loss = float(loss)
+    losses.append(float(loss))
     recorded_s = time.monotonic() - started
     trainer.observers = (progress,)
     found = recorder.record()
-    return {
+    if "reserved" in found:
+        on_gpu["reserved_mib"] = found["reserved"] / MIB
+    return on_gpu | {
         "peak_mib": found["peak"] / MIB,
-        "reserved_mib": found["reserved"] / MIB if "reserved" in found else float("nan"),
-        "first_step_peak_mib": float("nan") if first_peak is None else first_peak,
         **{f"{phase}_mib": size / MIB for phase, size in found["phases"].items()},
         "by_category_mib": _in_mib(found["by_category"]),
         "by_phase_category_mib": {
@@ -78,7 +85,6 @@ def _record(trainer: Trainer, progress: "_Progress", cell: Cell) -> dict[str, An
         "cross_check": found["cross_check"],
         "witness": seen.record(),
         "recorded_s": recorded_s,
-        "loss": loss,
     }
 
 
@@ -113,7 +119,3 @@ class _Progress:
 
 def _in_mib(sizes: dict[str, int]) -> dict[str, float]:
     return {name: size / MIB for name, size in sizes.items()}
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"

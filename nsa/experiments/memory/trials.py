@@ -3,21 +3,15 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from nsa.experiments.memory.cell import Cell
+from nsa.experiments.memory.cell import Cell, Measured
 from nsa.lab import sweep
 from nsa.lab.process.trial import Outcome
 
 ENTRY = "nsa.experiments.memory.child:measure_cell"
 PHASES = ("data", "forward", "backward", "optimizer")
-_SIZES = ("peak_mib", "reserved_mib", "first_step_peak_mib", *(f"{phase}_mib" for phase in PHASES))
-_EMPTY = {
-    **dict.fromkeys(("parameters", "step_ms", "recorded_s", *_SIZES), math.nan),
-    **{name: {} for name in ("by_category_mib", "by_phase_category_mib", "held_mib")},
-    **{"cross_check": {}, "losses": [], "step_ms_each": [], "witness": None, "model": None},
-    **{"device_name": "", "torch": "", "threads": None},
-}
 
 
 def measure(
@@ -33,10 +27,10 @@ def measure(
     """One row a cell, in the cells' order, with `workers` child processes at once.
 
     A row has the cell's fields, `outcome` (as of `sweep.measure`), `message`, `evidence`,
-    `seconds`, `alone` (nobody ran beside it), and the measured values of `child.measure_cell`, NaN
-    or empty where the outcome is not "ok". `timing` is "absolute" on a GPU, "ratio" on a CPU, whose
-    times may only be compared with each other, and "contended" where others ran beside it. A cell
-    that ran out of memory beside others is run again alone before that counts.
+    `seconds`, `alone` (nobody ran beside it), and what was `Measured`. `timing` is "absolute" on a
+    GPU, "ratio" on a CPU, whose times may only be compared with each other, and "contended" where
+    others ran beside it. A cell that ran out of memory beside others is run again alone before that
+    counts.
 
     threads: torch's CPU threads in each child (None: torch's own choice). folder, progress: as of
     `sweep.measure`. An interrupt ends the children and returns the rows that are done.
@@ -72,8 +66,7 @@ def row_of(cell: Cell, ended: Outcome) -> dict:
         "seconds": ended.seconds,
         "alone": ended.alone,
         "timing": timing if ended.alone else "contended",
-        **_EMPTY,
-        **(ended.result or {}),
+        **asdict(Measured(**(ended.result or {}))),
     }
 
 

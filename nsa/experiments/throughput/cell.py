@@ -1,8 +1,9 @@
 """The cells of a throughput table: trainings, for how many steps, from lists of what is varied."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
+from math import nan
 from typing import Any
 
 from nsa.lab.training import TrainingSpec, check_switch, check_whole, open_trainer
@@ -68,6 +69,41 @@ class TrainCell(TrainingSpec):
     def __str__(self) -> str:
         size = f"T={self.tokens} batch {self.batch} {self.precision} {self.device}"
         return self.told(self.name, size, SWITCHES)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured, of the timed steps unless it says otherwise; a row has the job's.
+
+    NaN, empty or None where it did not end well, or where there was nothing to measure.
+    """
+
+    tokens_s: float = nan  # of the whole job, by the device's own clock
+    recount_tokens_s: float = nan  # by the wall clock, from an idle device to an idle device
+    step_ms: float = nan  # the median
+    step_ms_q20: float = nan
+    step_ms_q80: float = nan
+    step_ms_each: list = field(default_factory=list)
+    phase_ms: dict = field(default_factory=dict)  # of steps watched after the timed ones
+    communication_ms: float = nan  # DDP's; FSDP2 and a CUDA graph do not go on without sending
+    loader_wait_ms: float = nan  # a step's mean
+    peak_mib: float = nan  # of a CUDA graph since the process began: what it took, it keeps
+    device_mib: list = field(default_factory=list)  # after each step
+    host_mib: list = field(default_factory=list)
+    recompilations: float = nan
+    syncs: int | None = None  # the host's waits in one step; None without a GPU
+    losses: list = field(default_factory=list)  # of the warm-up, too
+    parameters: float = nan
+    matmul_tflops: float = nan  # measured on this device
+    nominal_tflops: float = nan
+    watched_ms: float = nan  # a step with all observers, of a cell that asks for it
+    unwatched_ms: float = nan
+    watched_times: float = nan
+    paths: dict = field(default_factory=dict)  # which implementations served a branch
+    by_rank: list = field(default_factory=list)  # each rank's own, of several
+    device_name: str = ""
+    torch: str = ""
+    threads: int | None = None  # torch's, on the CPU
 
 
 def throughput_grid(

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from nsa.attention import witness
 from nsa.attention.registry import Declined
-from nsa.experiments.throughput.cell import TrainCell
+from nsa.experiments.throughput.cell import Measured, TrainCell
 from nsa.experiments.throughput.overheads import communication_ms, observing
 from nsa.lab.measure import limits
 from nsa.lab.measure.compilations import Compilations
@@ -29,17 +30,9 @@ CAPTURED = 2  # steps: the graph's capture and its first replay
 
 
 def measure_rank(spec: dict) -> dict:
-    """One rank's measurements: {"cell": TrainCell.to_dict(), "threads": int or None}.
+    """`Measured` by one rank: {"cell": TrainCell.to_dict(), "threads": int or None}.
 
-    `tokens_s` is the whole job's, by the device's own clock over all timed steps, and
-    `recount_tokens_s` by the wall clock, from an idle device to an idle device. `communication_ms`
-    is of DDP alone: FSDP2 could not go on without sending, and a CUDA graph is replayed as it was
-    captured. `device_mib` and `host_mib` are taken after each timed step. `peak_mib` is that of the
-    timed steps, of a CUDA graph that since the process began: what the capture took is the graph's
-    to keep, and no replay allocates it again. `recompilations` are those after the warm-up, `syncs`
-    the host's waits in one step, None without a GPU. `loader_wait_ms` is a step's mean. A cell that
-    asks for it has `observing.observing`'s values too. Where the backend does not take the model,
-    it is {"declined": why}.
+    Where the backend does not take the model, it is {"declined": why}.
     """
     cell = TrainCell.from_dict(spec["cell"])
     with cell.opened(spec.get("threads")) as trainer, _noted(trainer):
@@ -53,7 +46,6 @@ def measure_rank(spec: dict) -> dict:
         found = _timed(trainer, cell.steps)
         found["losses"] = losses + found["losses"]
         found["phase_ms"] = _by_phase(trainer)
-        found["syncs"] = None
         if cell.device == "cuda":
             found["syncs"] = syncs.count(lambda: trainer.step(trainer.steps_done)).total
         else:
@@ -62,7 +54,7 @@ def measure_rank(spec: dict) -> dict:
             found |= observing(trainer)
         if cell.parallel == "ddp" and not cell.cuda_graph:
             found["communication_ms"] = communication_ms(trainer)
-        return found | _facts(trainer, cell) | {"paths": _paths(seen)}
+        return asdict(Measured(**found, **_facts(trainer, cell), paths=_paths(seen)))
 
 
 def warmup_of(trainer: Trainer, cell: TrainCell) -> int:
@@ -91,6 +83,7 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
         wall_s = time.perf_counter() - started
     ms = [_between_ms(a, b) for a, b in pairwise(marks)]
     tokens = trainer.config.batch * trainer.config.tokens * steps
+    waited, batches = trainer.data.waited_s - waited, trainer.data.batches - batches
     found = {
         "step_ms": float(np.median(ms)),
         "step_ms_q20": float(np.quantile(ms, 0.2)),
@@ -102,9 +95,8 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
         "device_mib": memory.device_mib,
         "host_mib": memory.host_mib,
         "recompilations": compiled.count,
-        "loader_wait_ms": 1e3 * (trainer.data.waited_s - waited)
-        / max(1, trainer.data.batches - batches),
-    }  # fmt: skip
+        "loader_wait_ms": 1e3 * waited / max(1, batches),
+    }
     if device.type == "cuda":
         found["peak_mib"] = torch.cuda.max_memory_allocated(device) / MIB
     return found

@@ -120,7 +120,8 @@ def scaling(df, *, note: str = ""):
 
 def losses(df):
     """Loss against step: left each backend's mean over its seeds with the seeds' range as a band,
-    right its distance from the mean over all NSA backends, which the eye cannot see on the left."""
+    right its distance from the mean over all NSA backends, which the eye cannot see on the left.
+    None without any."""
     if (found := table.losses(df)).empty:
         return None
     names = list(dict.fromkeys(found.index.get_level_values("backend")))

@@ -3,28 +3,16 @@
 import math
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.throughput.cell import TrainCell
+from nsa.experiments.throughput.cell import Measured, TrainCell
 from nsa.lab import sweep
 from nsa.lab.process.ranks import run_ranks
 from nsa.lab.process.trial import Outcome, run_child
 
 ENTRY = "nsa.experiments.throughput.child:measure_rank"
-EMPTY = {
-    **dict.fromkeys(
-        (
-            "tokens_s", "recount_tokens_s", "step_ms", "step_ms_q20", "step_ms_q80",
-            "communication_ms", "loader_wait_ms", "peak_mib", "parameters", "recompilations",
-            "matmul_tflops", "nominal_tflops", "watched_ms", "unwatched_ms", "watched_times",
-        ),
-        math.nan,
-    ),
-    **{name: {} for name in ("phase_ms", "paths")},
-    **{name: [] for name in ("losses", "device_mib", "host_mib", "by_rank")},
-    **{"syncs": None, "device_name": "", "torch": "", "threads": None, "flops": None},
-}  # fmt: skip
 # A job is as slow, and as large, as its slowest and largest rank.
 WORST = ("step_ms", "step_ms_q20", "step_ms_q80", "peak_mib", "loader_wait_ms", "recompilations")
 
@@ -43,9 +31,8 @@ def measure(
 
     A row has the cell's fields, `outcome` (as of `sweep.measure`, which the other options are for,
     too), `message`, `evidence`, `seconds`, `timing` ("absolute" on a GPU, "ratio" on a CPU, whose
-    times may only be compared with each other) and the measured values of `child.measure_rank`, NaN
-    or empty where the outcome is not "ok". Several ranks run under torchrun; the row then is the
-    job's, and `by_rank` keeps each rank's own.
+    times may only be compared with each other) and what was `Measured`. Several ranks run under
+    torchrun; the row then is the job's, and `by_rank` keeps each rank's own.
 
     threads: torch's CPU threads in each rank. Raises ValueError for an illegal cell or deadline
     before any cell runs.
@@ -107,6 +94,5 @@ def row_of(cell: TrainCell, ended: Outcome) -> dict:
         "evidence": ended.evidence,
         "seconds": ended.seconds,
         "timing": "absolute" if cell.device == "cuda" else "ratio",
-        **EMPTY,
-        **(ended.result or {}),
+        **asdict(Measured(**(ended.result or {}))),
     }

@@ -26,7 +26,7 @@ from nsa.workbook.run import Terminated, termination_is_an_exception
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job
 
-MODULE = "nsa.experiments.training.rank"
+MODULE = "nsa.experiments.training.run"  # `python -m MODULE FOLDER`: one rank of the job in it
 
 
 @dataclass(frozen=True)
@@ -230,3 +230,7 @@ def _close(
             now = environment.utc_now()
             write_json(folder / "record.json", {**content, **more, **ended, "ended": now})
     return Ended(folder, STATUS_OF[reason], message, failure, result)
+
+
+if __name__ == "__main__":
+    supervised_rank(Path(sys.argv[1]))

@@ -319,8 +319,7 @@ def test_figures_are_drawn_with_failures_in_them():
     assert len(set(shown)) == len(shown) == len(over_steps.legends[0].get_texts())
     profile = {"kernels": [{"name": "gemm", "ms": 3.0, "calls": 4, "share": 1.0}]}
     assert plots.kernels(profile, "step").axes[0].get_title() == "step"
-    with pytest.raises(ValueError, match="no training rows of loss"):
-        plots.losses(frame(row()))
+    assert plots.losses(frame(row())) is None
 
 
 @pytest.mark.parametrize("name", ["04_smoke", "04_h200", "04_h200x2", "04_losses", "04_tasks"])
