@@ -1,4 +1,6 @@
-"""Mean compression (Eq. 7 with phi = mean) of keys and values in one launch, and its backward."""
+"""Mean compression (Eq. 7 with phi = mean): keys and values in one launch, as a torch operator."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -6,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import ceil_div, padded
+from nsa.kernels.registration import contiguous, on_its_device, sequences_of
 from nsa.kernels.sequences import Axis, Sequences
 
 
@@ -121,7 +124,7 @@ def _compress_backward(
         _spread(dv_cmp, dv, v_strides, at, HKV, LENGTH, STRIDE, DV)
 
 
-def compress_mean(
+def compress_forward(
     k: Tensor, v: Tensor | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor | None]:
     """Means of compress_block tokens, compress_stride apart: (k_cmp [C rows, HKV, D], v_cmp).
@@ -132,10 +135,10 @@ def compress_mean(
     return _launch(_compress, k, v, sequences, sequences.compressed)
 
 
-def compress_mean_backward(
+def compress_backward(
     dk_cmp: Tensor, dv_cmp: Tensor | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor | None]:
-    """(dk [tokens, HKV, D], dv) of `compress_mean`; each token gathers from the blocks over it."""
+    """(dk [tokens, HKV, D], dv); each token gathers from the blocks over it."""
     return _launch(_compress_backward, dk_cmp, dv_cmp, sequences, sequences.tokens)
 
 
@@ -161,3 +164,70 @@ def _launch(kernel, k: Tensor, v: Tensor | None, sequences: Sequences, axis: Axi
             PACKED=tokens.packed, ROWS=block, D=dim, DV=value_dim, num_warps=4,
         )  # fmt: skip
     return k_out, v_out
+
+
+@torch.library.custom_op("nsa::compress_mean", mutates_args=())
+@on_its_device
+def compress_mean(
+    k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Mean-compressed keys and values [C rows, HKV, *] of k, v [tokens, HKV, *] (Eq. 7).
+
+    Without v the second result is empty.
+    """
+    sequences = sequences_of(k.shape[0], cu_seqlens, batch, sizes)
+    k_cmp, v_cmp = compress_forward(k, v, sequences)
+    return k_cmp, k.new_empty(0) if v_cmp is None else v_cmp
+
+
+@compress_mean.register_fake
+def _(k, v, cu_seqlens, batch, sizes):
+    rows = sequences_of(k.shape[0], cu_seqlens, batch, sizes).compressed.rows
+    k_cmp = k.new_empty(rows, *k.shape[1:])
+    return k_cmp, k.new_empty(0) if v is None else v.new_empty(rows, *v.shape[1:])
+
+
+@torch.library.custom_op("nsa::compress_mean_backward", mutates_args=())
+@on_its_device
+def compress_mean_backward(
+    dk_cmp: Tensor,
+    dv_cmp: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tokens: int,
+    batch: int,
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v of `compress_mean`."""
+    sequences = sequences_of(tokens, cu_seqlens, batch, sizes)
+    dk, dv = compress_backward(dk_cmp, dv_cmp, sequences)
+    return dk, dk.new_empty(0) if dv is None else dv
+
+
+@compress_mean_backward.register_fake
+def _(dk_cmp, dv_cmp, cu_seqlens, tokens, batch, sizes):
+    dk = dk_cmp.new_empty(tokens, *dk_cmp.shape[1:])
+    return dk, dk.new_empty(0) if dv_cmp is None else dv_cmp.new_empty(tokens, *dv_cmp.shape[1:])
+
+
+def _save_compress(ctx, inputs, output):
+    k, v, cu_seqlens, ctx.batch, ctx.sizes = inputs
+    ctx.set_materialize_grads(False)
+    ctx.tokens, ctx.has_v = k.shape[0], v is not None
+    ctx.save_for_backward(cu_seqlens, *output)
+
+
+def _backward_compress(ctx, dk_cmp, dv_cmp):
+    cu_seqlens, k_cmp, v_cmp = ctx.saved_tensors
+    dk_cmp = torch.zeros_like(k_cmp) if dk_cmp is None else dk_cmp
+    if not ctx.has_v:
+        dv_cmp = None
+    elif dv_cmp is None:
+        dv_cmp = torch.zeros_like(v_cmp)
+    dk_cmp, dv_cmp = (None if x is None else contiguous(x) for x in (dk_cmp, dv_cmp))
+    dk, dv = torch.ops.nsa.compress_mean_backward(
+        dk_cmp, dv_cmp, cu_seqlens, ctx.tokens, ctx.batch, ctx.sizes
+    )
+    return dk, dv if ctx.has_v else None, None, None, None
+
+
+compress_mean.register_autograd(_backward_compress, setup_context=_save_compress)

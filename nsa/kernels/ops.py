@@ -8,6 +8,8 @@ give the same bits.
 """
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +28,59 @@ from nsa.kernels import (
     topk,
 )
 from nsa.kernels.common import contiguous_like
-from nsa.kernels.lanes import Lane
 from nsa.kernels.registration import contiguous, on_its_device, sequences_of
 from nsa.kernels.sequences import Sequences
 
 CMP, SLC, WIN = range(3)  # where a branch's gate stands
+# Rows of queries, tokens times heads, from which on the GPU and not the host is what takes time.
+ENOUGH = 2**19
+
+
+class SideStream:
+    """A stream beside the current one; it is the current one itself where a second does not pay.
+
+    Work enqueued inside `with side:` begins after all that the current stream had been given by
+    then; after `join` the current stream waits for all of it. A second stream fills the processors
+    that one kernel's last programs leave idle. It costs the host up to 0.17 ms for each `with`, so
+    without a CUDA graph it is taken from ENOUGH rows on.
+
+    The caching allocator knows the use of memory on the stream that it was allocated on and on no
+    other. So what is allocated on the side stream is for that stream alone, results are allocated
+    before, and nothing that it reads or writes may be freed before `join`.
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        """For queries q [tokens, HQ, D]."""
+        self._stream: torch.cuda.Stream | None = None
+        self._used = False  # since the last join
+        many = q.shape[0] * q.shape[1] >= ENOUGH
+        if q.is_cuda and (many or torch.cuda.is_current_stream_capturing()):
+            self._current = torch.cuda.current_stream(q.device)
+            self._stream = _beside(q.device.index, self._current.cuda_stream)
+            self._inside = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._used = True
+            self._stream.wait_stream(self._current)
+            self._inside.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._stream is not None:
+            self._inside.__exit__(*raised)
+
+    def join(self) -> None:
+        """Makes the current stream wait for the side stream."""
+        if self._stream is not None and self._used:
+            self._used = False
+            self._current.wait_stream(self._stream)
+
+
+@cache
+def _beside(device: int, stream: int) -> torch.cuda.Stream:
+    """A stream of its own for each, so that what one thread captures holds nothing of another."""
+    # Of high priority: what follows on the first stream waits for it more often than it does.
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @torch.library.custom_op("nsa::select", mutates_args=())
@@ -107,13 +157,13 @@ def attend(
         if keep:
             kept |= {"o_cmp": o, "lse_cmp": lse_cmp}
         mix = {"base": o, "base_branch": CMP, "out": None if keep else o}
-    lane = Lane(q)  # the window beside the scores
+    side = SideStream(q)  # the window beside the scores
     if v_win is not None:
         out = mix.pop("out", None)
         out = q.new_empty(*q.shape[:2], v_win.shape[2]) if out is None else out
         lse_win = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         given = q, k_win, v_win, window_span(config), tokens, tokens, scale
-        with lane:
+        with side:
             span_fwd.span_forward(*given, gates=gates, branch=WIN, out=out, lse2=lse_win, **mix)
         o, mix = out, {"base": out, "out": out}
         if keep:
@@ -125,13 +175,13 @@ def attend(
             if keep:
                 kept["blocks"] = blocks
         plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
-        lane.join()
+        side.join()
         o, lse_slc = selected_fwd.selected_forward(
             q, k_slc, v_slc, plan, sequences, scale, gates=gates, branch=SLC, **mix
         )
         if keep:
-            kept |= {"lse_slc": lse_slc, "plan": plan.room}
-    lane.join()
+            kept |= {"lse_slc": lse_slc, "plan": plan.workspace}
+    side.join()
     if v_win is None and v_slc is None:
         if gates is not None:
             o = (o * gates[..., CMP, None]).to(q.dtype)
@@ -167,10 +217,10 @@ def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens, *p
     )
 
 
-def _room(
+def _empty_gradients(
     q: Tensor, branches: Sequence[tuple[Tensor | None, Tensor | None]], keys: bool
 ) -> list[Tensor]:
-    """For gradients of each branch's k and v; empty where it has no values, and unless `keys`."""
+    """For each branch's k and v; of no elements where it has no values, and unless `keys`."""
     return [
         contiguous_like(x) if keys and v is not None else q.new_empty(0)
         for k, v in branches
@@ -217,21 +267,21 @@ def attend_backward(
         by_branch = gates.permute(2, 1, 0)
         by_branch = by_branch.to(torch.float32, memory_format=torch.contiguous_format)
         gates = by_branch.contiguous().permute(2, 1, 0)
-    # Queries' gradients follow each other here, keys' and values' in a lane beside them. Each delta
-    # has a name of its own, for the lane may read it until both have met.
-    lane, dq = Lane(q), None
-    grads = _room(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
+    # Queries' gradients follow each other here, keys' and values' on a stream beside them. Each
+    # delta has a name of its own, for that stream may read it until both have met.
+    side, dq = SideStream(q), None
+    grads = _empty_gradients(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     if v_slc is not None:
         planned = selected_plan.kept_plan(plan, blocks, sequences, q.shape[1] // k_slc.shape[1])
         if keys:
-            with lane:
+            with side:
                 lookup = inverse.inverse(blocks, sequences)
     if v_cmp is not None:
         span = compressed_span(config), tokens, sequences.compressed, scale
         delta_cmp = combine.delta_of(do, o_cmp, dgates, CMP)
         given = q, k_cmp, v_cmp, do, lse_cmp
         if keys:
-            with lane:
+            with side:
                 span_bwd.span_dkdv(*given, delta_cmp, gates, CMP, *span, out=grads[0:2])
         dq, _ = span_bwd.span_dq(*given, gates, CMP, *span, delta=delta_cmp)
     if v_win is not None:
@@ -239,7 +289,7 @@ def attend_backward(
         given = q, k_win, v_win, do, lse_win
         dq, delta_win = span_bwd.span_dq(*given, gates, WIN, *span, dgates=dgates, dq=dq)
         if keys:
-            with lane:
+            with side:
                 span_bwd.span_dkdv(*given, delta_win, gates, WIN, *span, out=grads[4:6])
     if v_slc is not None:
         given = q, k_slc, v_slc, do, lse_slc
@@ -247,18 +297,18 @@ def attend_backward(
             *given, gates, SLC, planned, sequences, scale, dgates=dgates, dq=dq
         )
         if keys:
-            with lane:
+            with side:
                 selected_dkdv.selected_dkdv(
                     *given, delta_slc, gates, SLC, lookup, sequences, scale, out=grads[2:4]
                 )
-    lane.join()
+    side.join()
     return dq, *grads, q.new_empty(0) if dgates is None else dgates
 
 
 @attend_backward.register_fake
 def _(do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *rest):
     keys = rest[-1]
-    grads = _room(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
+    grads = _empty_gradients(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     dgates = q.new_empty(0) if gates is None else gates.new_empty(gates.shape)
     return q.new_empty(q.shape), *grads, dgates
 

@@ -29,13 +29,13 @@ SIZES = ("small", "large")
 class Plan:
     """The unions of the small tiles and, unless a small tile is as large as they get, of the large.
 
-    `heads` of a group share a tile; a larger group is cut. All unions lie in `room`, int32, which
-    is what a forward keeps for its backward.
+    `heads` of a group share a tile; a larger group is cut. All unions lie in `workspace`, int32,
+    which is what a forward keeps for its backward.
     """
 
     group: int
     heads: int
-    room: Tensor
+    workspace: Tensor
     small: Unions
     large: Unions | None
 
@@ -84,10 +84,10 @@ def plan(blocks: Tensor, sequences: Sequences, group: int) -> Plan:
     return Plan(group, heads, *nested_unions(blocks, sequences, small, large // small))
 
 
-def kept_plan(room: Tensor, blocks: Tensor, sequences: Sequences, group: int) -> Plan:
-    """The plan that `plan` made of the same blocks, sequences and group, by its room."""
+def kept_plan(workspace: Tensor, blocks: Tensor, sequences: Sequences, group: int) -> Plan:
+    """The plan that `plan` made of the same blocks, sequences and group, by its workspace."""
     layout = layout_of(sequences.tokens, *blocks.shape[1:], group)
-    return Plan(group, tile_tokens(group)[0], room, *layout.of(room))
+    return Plan(group, tile_tokens(group)[0], workspace, *layout.of(workspace))
 
 
 class Walk(NamedTuple):

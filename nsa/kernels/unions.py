@@ -75,11 +75,11 @@ class Layout:
         """What the buffer holds, int32."""
         return sum(_padded(shape) for shape in self.shapes)
 
-    def of(self, room: Tensor) -> tuple[Unions, Unions | None]:
-        """The unions, small and large, that lie in room [elements] int32."""
+    def of(self, workspace: Tensor) -> tuple[Unions, Unions | None]:
+        """The unions, small and large, that lie in workspace [elements] int32."""
         parts, first = [], 0
         for shape in self.shapes:
-            parts.append(room[first : first + prod(shape)].view(shape))
+            parts.append(workspace[first : first + prod(shape)].view(shape))
             first += _padded(shape)
         small = Unions(self.tokens_per_tile, *parts[:3])
         whole = self.tokens_per_tile * self.pieces
@@ -96,7 +96,7 @@ def nested_unions(
 ) -> tuple[Tensor, Unions, Unions | None]:
     """The unions over small tiles and over large ones of `pieces` of them, in one launch.
 
-    First the room that they lie in, see Layout. None where large tiles are the same.
+    First the workspace that they lie in, see Layout. None where large tiles are the same.
     """
     whole = tokens_per_tile * pieces
     if not 1 <= whole <= 32:
@@ -104,8 +104,8 @@ def nested_unions(
     _, kv_heads, slots = blocks.shape
     axis, count = axis_arguments(sequences.tokens, whole)
     layout = Layout(sequences.tokens, kv_heads, slots, tokens_per_tile, pieces)
-    room = blocks.new_empty(layout.elements(), dtype=torch.int32)
-    small, large = layout.of(room)
+    workspace = blocks.new_empty(layout.elements(), dtype=torch.int32)
+    small, large = layout.of(workspace)
     padded = next_power_of_two(whole * slots)
     if count * kv_heads:
         _unions[(count * kv_heads,)](
@@ -115,7 +115,7 @@ def nested_unions(
             CHUNK=min(CHUNK, next_power_of_two(slots)), PACKED=sequences.tokens.packed,
             num_warps=1 if padded <= 64 else 4,
         )  # fmt: skip
-    return room, small, large
+    return workspace, small, large
 
 
 @triton.jit

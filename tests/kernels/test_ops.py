@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from nsa.attention.api import nsa_attention
-from nsa.kernels import lanes, ops
-from nsa.kernels.compress_op import compress_mean
+from nsa.kernels import ops
+from nsa.kernels.compress import compress_mean
 from nsa.kernels.registration import sizes_of
 from nsa.lab.measure import timing
 from nsa.reference.nsa import BRANCHES
@@ -201,7 +201,7 @@ def test_a_second_stream_changes_no_bit(case, monkeypatch):
     drawn = draw(case, torch.float32, DEVICE)
 
     def results(enough):
-        monkeypatch.setattr(lanes, "ENOUGH", enough)
+        monkeypatch.setattr(ops, "ENOUGH", enough)
         o = attend(drawn, "triton")
         return [o, *torch.autograd.grad(o.square().sum(), list(drawn.leaves.values()))]
 
@@ -228,8 +228,8 @@ def test_a_capture_holds_whatever_streams_are_needed(branches, frozen):
 
 def test_there_is_one_stream_for_little_work_and_on_a_cpu():
     q = torch.empty(8, 2, 16, device=DEVICE)
-    lane = lanes.Lane(q)
+    side = ops.SideStream(q)
     before = torch.cuda.current_stream() if DEVICE == "cuda" else None
-    with lane:
+    with side:
         assert before is None or torch.cuda.current_stream() == before
-    lane.join()
+    side.join()

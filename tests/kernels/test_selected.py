@@ -479,7 +479,7 @@ def test_a_plan_that_was_kept_is_the_plan(group, lengths):
     case = Case(lengths, group=group, kv_heads=2)
     blocks, sequences = case.draw()["blocks"], case.sequences()
     made = plan(blocks, sequences, group)
-    kept = kept_plan(made.room.clone(), blocks, sequences, group)
+    kept = kept_plan(made.workspace.clone(), blocks, sequences, group)
     assert (kept.heads, kept.pieces) == (made.heads, made.pieces)
     for size in ("small", "large") if made.large else ("small",):
         one, other = getattr(made, size), getattr(kept, size)

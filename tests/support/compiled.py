@@ -75,7 +75,7 @@ def record(architecture: int) -> dict:
 
 def reach(name: str, tokens: int, packed: bool) -> None:
     """Launches every kernel that a forward and a backward of the shape need."""
-    from nsa.kernels import compress_op, ops, rotary
+    from nsa.kernels import compress, ops, rotary
     from nsa.kernels.registration import sizes_of
 
     (dim, value_dim, dtype, group), kv_heads, config = SHAPES[name], 2, NSAConfig()
@@ -88,8 +88,8 @@ def reach(name: str, tokens: int, packed: bool) -> None:
     q, k, v = tensor(kv_heads * group, dim), tensor(kv_heads, dim), tensor(kv_heads, value_dim)
     gates = tensor(kv_heads * group, 3)
     where = cu_seqlens, 1, sizes
-    k_cmp, v_cmp = compress_op.compress_mean(k, v, *where)
-    compress_op.compress_mean_backward(k_cmp, v_cmp, cu_seqlens, tokens, 1, sizes)
+    k_cmp, v_cmp = compress.compress_mean(k, v, *where)
+    compress.compress_mean_backward(k_cmp, v_cmp, cu_seqlens, tokens, 1, sizes)
     ops.select(q, k_cmp, *where, scale)
     given = q, k_cmp, v_cmp, k, v, k, v, gates
     o, *kept, blocks = ops.attend(*given, None, *where, scale, True)

@@ -124,7 +124,7 @@ def _of_one_length(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 
 
 def _means(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    from nsa.kernels.compress_op import compress_mean
+    from nsa.kernels.compress import compress_mean
     from nsa.kernels.registration import sizes_of
 
     k, v, batch = inputs.k["cmp"], inputs.v.get("cmp"), inputs.q.shape[0]
