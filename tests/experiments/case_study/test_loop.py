@@ -1,18 +1,25 @@
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from nsa.experiments.case_study.figures import BAND_US, MEMORY_MIB, PRODUCTION_PEAK_MIB, TIMINGS
-from nsa.experiments.case_study.loop import attention as loop
 from nsa.experiments.case_study.loop import measure
-from nsa.experiments.case_study.loop.design import DEFECTS, SEQUENTIAL, Design, design, production
+from nsa.experiments.case_study.loop import model as loop
+from nsa.experiments.case_study.loop.design import (
+    DEFECTS,
+    SEQUENTIAL,
+    design,
+    held,
+    parameters,
+    peak_mib,
+    production,
+)
 from nsa.experiments.case_study.loop.measure import count, count_kernels
 from nsa.experiments.case_study.loop.model import build
-from nsa.experiments.case_study.loop.saved import held, parameters, with_correct_window
 from nsa.experiments.case_study.loop.subject import (
     CASE_STUDY,
-    DEFAULTS,
     ExhibitLoop,
     PrintSchedule,
     last_step,
@@ -184,7 +191,7 @@ def test_training_in_fp16_is_nan_from_step_2():
 
 @pytest.mark.parametrize("schedule", [CASE_STUDY, PrintSchedule(0, 20), PrintSchedule(2, 3)])
 def test_the_last_line_is_the_schedules_and_not_the_steps(schedule, capsys):
-    settings = {**DEFAULTS, "tokens": 8, "first": schedule.first, "every": schedule.every}
+    settings = {"tokens": 8, "first": schedule.first, "every": schedule.every}
     trained = ExhibitLoop({**settings, "changes": {"path": "masked", "defects": ()}})
     for i in range(7):
         trained.step(i)
@@ -207,16 +214,15 @@ def test_steps_are_read_off_a_console():
 
 @pytest.mark.parametrize("tokens", MEMORY_MIB)
 def test_shapes_give_the_memory_table_within_3_percent(tokens):
-    assert held(production(5), tokens).total / 2**20 == pytest.approx(MEMORY_MIB[tokens], rel=0.03)
+    assert peak_mib(5, tokens) == pytest.approx(MEMORY_MIB[tokens], rel=0.03)
 
 
 def test_shapes_give_the_12_layer_run_within_3_percent():
-    assert held(production(), 2048).total / 2**20 == pytest.approx(PRODUCTION_PEAK_MIB, rel=0.03)
+    assert peak_mib(12, 2048) == pytest.approx(PRODUCTION_PEAK_MIB, rel=0.03)
 
 
 def test_a_correct_window_would_nearly_have_doubled_the_last_row():
-    right = held(with_correct_window(production(5)), 2048).total / 2**20
-    assert right > 1.8 * MEMORY_MIB[2048]
+    assert peak_mib(5, 2048, right_window=True) > 1.8 * MEMORY_MIB[2048]
 
 
 @pytest.mark.processes
@@ -261,13 +267,13 @@ def test_between_steps_4_and_5_nothing_changes_but_weights_moments_and_the_count
 @pytest.mark.full
 def test_a_loss_that_is_kept_shows_in_the_state(monkeypatch):
     kept = []
-    plain = ExhibitLoop._step
+    plain = ExhibitLoop.step
 
     def keep(self, i):
         kept.append(self.model(*self.batch(i))[1])
         return plain(self, i)
 
-    monkeypatch.setattr(ExhibitLoop, "_step", keep)
+    monkeypatch.setattr(ExhibitLoop, "step", keep)
     found = measure.difference({"settings": {"tokens": 8}, "after": 2})
     changed = {row["what"] for row in found["rows"] if row["changed"] and not row["should"]}
     assert "tensors with a graph" in changed
@@ -284,7 +290,7 @@ def test_aux_stats_and_tracing_change_no_loss():
 
 def test_a_design_survives_json():
     chosen = design("smoke", layers=2, nsa={"window": 64})
-    assert Design.from_dict(json.loads(json.dumps(chosen.to_dict()))) == chosen
+    assert design("tiny", **json.loads(json.dumps(asdict(chosen)))) == chosen
 
 
 @pytest.mark.parametrize(
@@ -296,7 +302,7 @@ def test_a_design_survives_json():
         (lambda: design("tiny", path="masked"), "'loop' can"),
         (lambda: design("tiny", defects=(), heads=3), "multiple"),
         (lambda: design("tiny", width=3), "width"),
-        (lambda: Design.from_dict({"layer": 3}), "the nearest is 'layers'"),
+        (lambda: design("tiny", layer=3), "the nearest is 'layers'"),
         (lambda: make({"token": 3}, None), "has no setting 'token'"),
         (lambda: PrintSchedule(5, 0), "at least 1"),
         (lambda: held(design("tiny", path="masked", defects=()), 8), "counted is 'loop'"),

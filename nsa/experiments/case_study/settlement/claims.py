@@ -37,8 +37,9 @@ class Settled:
         """What would decide an undecided row."""
         if self.verdict != "INCONCLUSIVE":
             return ""
-        lacking = [f"{one}: {fact.seen or 'not there'}" for fact in self.facts
-                   if fact.holds is None for one in (fact.evidence or (fact.name,))]  # fmt: skip
+        open_ = [fact for fact in self.facts if fact.holds is None]
+        lacking = [f"{one}: {fact.seen or 'not there'}"
+                   for fact in open_ for one in fact.evidence or (fact.name,)]  # fmt: skip
         return "; ".join(lacking) or self.row.settles
 
     def __str__(self) -> str:
@@ -48,20 +49,17 @@ class Settled:
 def settle(facts: Mapping[str, Fact], rows: Sequence[Row] = ROWS) -> list[Settled]:
     """Every row with its facts. ValueError for a row that names a fact or verdict there is not, or
     that decides something without a fact."""
-    settled = []
     for row in rows:
         if unknown := [name for name in row.facts if name not in facts]:
             raise ValueError(f"{row.id} stands on {unknown[0]!r}, which is no fact")
         if row.verdict not in VERDICTS:
-            raise ValueError(
-                f"{row.id}: verdict {row.verdict!r} is not one of {', '.join(VERDICTS)}"
-            )
+            known = ", ".join(VERDICTS)
+            raise ValueError(f"{row.id}: verdict {row.verdict!r} is not one of {known}")
         if row.verdict == "INCONCLUSIVE" and not row.settles:
             raise ValueError(f"{row.id} is INCONCLUSIVE and does not say what would settle it")
         if row.verdict != "INCONCLUSIVE" and not row.facts:
             raise ValueError(f"{row.id} is {row.verdict} without a fact")
-        settled.append(Settled(row, tuple(facts[name] for name in row.facts)))
-    return settled
+    return [Settled(row, tuple(facts[name] for name in row.facts)) for row in rows]
 
 
 def all_claims(settled: Sequence[Settled]) -> list[Claim]:

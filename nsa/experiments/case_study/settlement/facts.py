@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from nsa.experiments.case_study.settlement.reread import Fact, reread
-from nsa.experiments.case_study.settlement.trials import Ended
+from nsa.lab.process.trial import Outcome
 from nsa.workbook.files import read_json
 from nsa.workbook.identity import PACKAGE
 from nsa.workbook.store import Store
 
 Found = dict[str, Any]
-PATHS = ("loop", "masked")
 
 
 @dataclass(frozen=True)
@@ -31,42 +30,46 @@ class Asked:
 
 
 def all_facts(
-    trials: Mapping[str, Ended], *, memory_run: str = "", root: str | Path = PACKAGE.parent / "runs"
+    trials: Mapping[str, Outcome],
+    *,
+    memory_run: str = "",
+    root: Path = PACKAGE.parent / "runs",
 ) -> dict[str, Fact]:
     """Every fact by name. `memory_run` is a kept run of 01_memory_scaling below `root`."""
-    found = [*reread(), *measured(ASKED, trials), _kept_production_run(memory_run, Path(root))]
+    found = [*reread(), *measured(ASKED, trials), _kept_production_run(memory_run, root)]
     return {fact.name: fact for fact in found}
 
 
-def measured(asked: Iterable[Asked], trials: Mapping[str, Ended]) -> list[Fact]:
+def measured(asked: Iterable[Asked], trials: Mapping[str, Outcome]) -> list[Fact]:
     """Every fact, not known where its trial was not run or did not end well."""
     facts = []
     for one in asked:
-        ended, evidence = trials.get(one.trial), (f"trial:{one.trial}",)
-        if ended is None or ended.found is None:
-            why = "not run" if ended is None else f"{ended.outcome}: {ended.message}"
-            facts.append(Fact(one.name, one.sentence, None, evidence, why))
+        ended = trials.get(one.trial)
+        if ended is None:
+            holds, seen = None, "not run"
+        elif ended.result is None:
+            holds, seen = None, f"{ended.status}: {ended.message}"
         else:
-            holds, seen = bool(one.holds(ended.found)), one.show(ended.found)
-            facts.append(Fact(one.name, one.sentence, holds, evidence, seen))
+            holds, seen = bool(one.holds(ended.result)), one.show(ended.result)
+        facts.append(Fact(one.name, one.sentence, holds, (f"trial:{one.trial}",), seen))
     return facts
 
 
 def _kept_production_run(run: str, root: Path) -> Fact:
-    make = partial(Fact, "kept-production-run")
     sentence = "today's production step of 12 layers at T 2048 fits in 6 GiB, in a kept run"
+    make = partial(Fact, "kept-production-run", sentence)
     if not run:
-        return make(sentence, None, (), "no run was named")
+        return make(None, (), "no run was named")
     try:
         folder = Store(root).find(run)
     except ValueError as error:
-        return make(sentence, None, (), str(error))
+        return make(None, (), str(error))
     rows: list[dict[str, Any]] = read_json(folder / "verdicts.json", [])
     fits = [r for r in rows if "production step of 12 layers at T 2048" in r["claim"]]
+    evidence = (f"run:{folder.name}",)
     if not fits or fits[0]["verdict"] == "INCONCLUSIVE":
-        return make(sentence, None, (f"run:{folder.name}",), "not measured there")
-    holds = fits[0]["verdict"] == "PASS"
-    return make(sentence, holds, (f"run:{folder.name}",), fits[0]["claim"])
+        return make(None, evidence, "not measured there")
+    return make(fits[0]["verdict"] == "PASS", evidence, fits[0]["claim"])
 
 
 def _print_schedule(found: Found) -> bool:
@@ -78,8 +81,8 @@ def _print_schedule(found: Found) -> bool:
 
 
 def _prints_alike(found: Found) -> bool:
-    loop, masked = ({r["first"]: r["lines"] for r in found["paths"][path]} for path in PATHS)
-    return all(masked[first] == lines for first, lines in loop.items())
+    masked = {row["first"]: row["lines"] for row in found["paths"]["masked"]}
+    return all(masked[row["first"]] == row["lines"] for row in found["paths"]["loop"])
 
 
 def deadline_s(begun: Mapping[str, list[float]]) -> float:
@@ -94,11 +97,10 @@ def _reached(found: Found, arm: str, times: float = 1.0) -> int:
 
 
 def _cut(found: Found) -> str:
-    at = deadline_s(found["begun_s"])
-    return "; ".join(
-        f"{arm}: {', '.join(str(_reached(found, arm, n)) for n in (0.5, 1, 2))} steps"
-        for arm in found["begun_s"]
-    ) + f" by {at / 2:.2f}, {at:.2f} and {2 * at:.2f} s"  # fmt: skip
+    at, times = deadline_s(found["begun_s"]), (0.5, 1, 2)
+    reached = {arm: [str(_reached(found, arm, n)) for n in times] for arm in found["begun_s"]}
+    said = "; ".join(f"{arm}: {', '.join(steps)} steps" for arm, steps in reached.items())
+    return f"{said} by {at / 2:.2f}, {at:.2f} and {2 * at:.2f} s"
 
 
 def _traced_is_slower(found: Found) -> bool:
@@ -110,41 +112,26 @@ def _same_steps(arm: str) -> Callable[[Found], bool]:
     return lambda found: len(found["begun_s"][arm]) == len(found["begun_s"]["plain"])
 
 
-def _of(found: Found, key: str, path: str) -> list[int]:
-    """That figure of the path at T 64 and 128, batch 1, then at T 64, batch 2."""
+def _figures(found: Found, key: str) -> dict[str, list[int]]:
+    """That figure by path: at T 64 and 128, batch 1, then at T 64, batch 2."""
     rows = {(r["path"], r["tokens"], r["batch"]): r[key] for r in found["rows"]}
-    return [rows[path, tokens, batch] for tokens, batch in ((64, 1), (128, 1), (64, 2))]
+    cells = ((64, 1), (128, 1), (64, 2))
+    return {path: [rows[path, *cell] for cell in cells] for path in ("loop", "masked")}
+
+
+def _of(key: str, judge: Callable[[list[int], list[int]], bool]) -> Callable[[Found], bool]:
+    """judge(loop, masked) of that figure."""
+    return lambda found: judge(*_figures(found, key).values())
 
 
 def _shown(key: str) -> Callable[[Found], str]:
-    return lambda found: ", ".join(f"{path} T {t}: {n:,}" for path in PATHS for t, n in
-                                   zip((64, 128), _of(found, key, path), strict=False))  # fmt: skip
-
-
-def _operations(found: Found) -> bool:
-    loop, masked = (_of(found, "operations", path) for path in PATHS)
-    grows = 1.8 < loop[1] / loop[0] < 2.2
-    return grows and masked[0] == masked[1] and loop[1] > 20 * masked[1]
-
-
-def _nodes(found: Found) -> bool:
-    loop, masked = (_of(found, "nodes", path) for path in PATHS)
-    each = (loop[1] - loop[0]) / 64
-    return each > 50 and each * 12 * 2048 > 1e6 and masked[0] == masked[1]
-
-
-def _syncs(found: Found) -> bool:
-    loop, masked = (_of(found, "syncs", path) for path in PATHS)
-    return (loop[1] - loop[0]) / 64 > 2 and masked[:2] == [0, 0]
-
-
-def _batch(found: Found) -> bool:
-    loop, masked = (_of(found, "operations", path) for path in PATHS)
-    return loop[2] > 1.2 * loop[0] and masked[2] < 1.01 * masked[0]
+    return lambda found: ", ".join(
+        f"{path} T 64: {n[0]:,}, {path} T 128: {n[1]:,}" for path, n in _figures(found, key).items()
+    )
 
 
 def _batch_shown(found: Found) -> str:
-    counts = {path: _of(found, "operations", path) for path in PATHS}
+    counts = _figures(found, "operations")
     return ", ".join(f"{path}: {n[0]:,} to {n[2]:,}" for path, n in counts.items())
 
 
@@ -205,16 +192,23 @@ ASKED = (
           _same_steps("aux stats"), _cut),
     Asked("operations-per-token", "operations",
           "the rebuilt loop's operations grow with T, those of dense masks do not; at T 128 it "
-          "has over 20 times as many", _operations, _shown("operations")),
+          "has over 20 times as many",
+          _of("operations", lambda loop, masked: 1.8 < loop[1] / loop[0] < 2.2
+              and masked[0] == masked[1] and loop[1] > 20 * masked[1]), _shown("operations")),
     Asked("nodes-per-token", "operations",
           "its autograd graph has over 50 nodes a token and layer, over a million with 12 layers "
-          "at T 2048; that of dense masks as many at T 64 as at 128", _nodes, _shown("nodes")),
+          "at T 2048; that of dense masks as many at T 64 as at 128",
+          _of("nodes", lambda loop, masked: loop[1] - loop[0] > 50 * 64 and masked[0] == masked[1]),
+          _shown("nodes")),
     Asked("syncs-per-token", "operations",
           "it waits for the host several times a token; dense masks never do",
-          _syncs, _shown("syncs")),
+          _of("syncs", lambda loop, masked: loop[1] - loop[0] > 2 * 64 and masked[:2] == [0, 0]),
+          _shown("syncs")),
     Asked("batch-costs-operations", "operations",
           "a second sequence in the batch adds a fifth and more to the loop's operations, and "
-          "under 1 % to those of dense masks", _batch, _batch_shown),
+          "under 1 % to those of dense masks",
+          _of("operations", lambda loop, masked: loop[2] > 1.2 * loop[0]
+              and masked[2] < 1.01 * masked[0]), _batch_shown),
     Asked("nothing-accumulates", "state",
           "from step 4 to 5 nothing changes but weights, moments and the optimizer's step",
           lambda f: all(row["changed"] == row["should"] for row in f["rows"]),

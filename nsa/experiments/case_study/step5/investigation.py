@@ -1,17 +1,15 @@
 """All trials of the step-5 question, run as far side by side as the machine allows."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nsa.experiments.case_study.step5.trials import BASE, Lab, Trial
-from nsa.lab.process import trial
-from nsa.lab.process.gpus import only
+from nsa.lab import sweep
 from nsa.lab.search.candidates import Found
 
-SEVERAL = "nsa.experiments.case_study.loop.measure:several"
-STATE = "nsa.experiments.case_study.loop.measure:difference"
+MEASURE = "nsa.experiments.case_study.loop.measure:several"
 PRINTS = {"no debug lines": (0, 20), "2 and every 3rd": (2, 3), "every step": (5, 1)}
 OBSERVERS = {
     "aux stats": {"aux_stats": True},
@@ -24,8 +22,8 @@ OBSERVERS = {
 class Results:
     """What was found: trials by name, the bisection, and rows of the measurements.
 
-    state: of loop.measure.difference; operations, memory: of loop.measure; failed: what a
-    measurement ended with instead.
+    state: of loop.measure.difference; operations: of the loop, of dense masks, and of those at
+    twice the length; memory: of loop.measure.memory; failed: what a measurement ended with instead.
     """
 
     lab: Lab
@@ -40,10 +38,6 @@ class Results:
     def trials(self) -> list[Trial]:
         """Every trial that ran, in the order in which they ended."""
         return self.lab.trials
-
-    def ids(self, *names: str) -> str:
-        """Ids of trials by name, for a sentence."""
-        return ", ".join(self.named[name].id for name in names if name in self.named)
 
 
 def cells(deadlines: list[float], layers: int) -> dict[str, dict[str, Any]]:
@@ -60,11 +54,11 @@ def investigate(
     deadlines: list[float],
     layers: int,
     bisect_steps: int,
-    bisect_tokens: int | None = None,
+    bisect_tokens: int,
     memory: list[dict[str, Any]],
-    workers: int = 1,
-    folder: str | Path | None = None,
-    deadline_s: float = 300.0,
+    workers: int,
+    folder: str | Path,
+    deadline_s: float,
 ) -> Results:
     """Calibrates, then runs all of it, `workers` processes at a time.
 
@@ -72,51 +66,47 @@ def investigate(
     many as those: trials that share a GPU are not trusted.
     """
     lab.calibrate()
-    named = cells(deadlines, layers)
-    setup, failed = lab.setup, []
-    changes = {"layers": BASE["layers"]}
-    settings = {"design": setup.design, "tokens": setup.tokens, "device": setup.device,
-                "threads": setup.threads, "changes": changes}  # fmt: skip
+    setup, changes = lab.setup, {"layers": BASE["layers"]}
+    settings = {name: getattr(setup, name) for name in ("design", "tokens", "device", "threads")}
+    settings["changes"] = changes
     fast = {"changes": {"path": "masked", "defects": [], **changes}}
-    counted = [settings, settings | fast, settings | {"tokens": 2 * setup.tokens} | fast]
+    measured = {
+        "operations": [settings, settings | fast, settings | {"tokens": 2 * setup.tokens} | fast],
+        "state": [{"settings": settings, "after": 4}],
+        "memory": memory,
+    }
+    failed = []
 
-    def measured(name: str, entry: str, spec: dict[str, Any]) -> dict[str, Any] | None:
-        place = None if folder is None else Path(folder) / name
-        with lab.gpus.one() as gpu:
-            outcome = trial.run_child(
-                entry, spec, deadline_s=deadline_s, folder=place, env=only(gpu)
-            )
-        if outcome.status != "ok":
-            failed.append(f"{name}: {outcome.status}, {outcome.message}")
-        return outcome.result
-
-    def rows(name: str, each: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        found = measured(name, SEVERAL, {"measure": name, "settings": each}) if each else None
-        return found["rows"] if found else []
+    def rows(name: str) -> list[dict[str, Any]]:
+        if not measured[name]:
+            return []
+        [ended] = sweep.measure(
+            MEASURE, [name], lambda name, _: {"measure": name, "settings": measured[name]},
+            deadline_s=deadline_s, gpus=lab.gpus, folder=folder, progress=False,
+        )  # fmt: skip
+        if ended.status != "ok":
+            failed.append(f"{name}: {ended.status}, {ended.message}")
+        return ended.result["rows"] if ended.result else []
 
     def bisected() -> Found:
-        small = lab.with_tokens(bisect_tokens or setup.tokens)
+        if bisect_tokens == setup.tokens:
+            return lab.bisect(bisect_steps)
+        small = Lab(lab.ledger, replace(setup, tokens=bisect_tokens), lab.say, lab.gpus)
+        small.calibrate()
         try:
             return small.bisect(bisect_steps)
         finally:
-            if small is not lab:
-                lab.trials += small.trials
+            lab.trials += small.trials
 
-    # The bisection is one trial after another, so one worker more: a GPU waits for none of it.
-    at_once = len(lab.gpus.names) + 1 if lab.gpus.names else max(1, workers)
+    named = cells(deadlines, layers)
     longest_first = sorted(named, key=lambda name: -named[name].get("deadline", 1.0))
-    with ThreadPoolExecutor(at_once) as pool:
-        found = pool.submit(bisected)
-        operations = pool.submit(rows, "operations", counted)
-        state = pool.submit(measured, "state", STATE, {"settings": settings, "after": 4})
-        held = pool.submit(rows, "memory", memory)
-        ran: dict[str, Future] = {n: pool.submit(lab.run, **named[n]) for n in longest_first}
+    jobs = [bisected, *(partial(rows, name) for name in measured)]
+    jobs += [partial(lab.run, **named[name]) for name in longest_first]
+    # The bisection is one trial after another, so one worker more: a GPU waits for none of it.
+    at_once = len(lab.gpus.names) + 1 if lab.gpus.names else workers
+    found, operations, state, held, *ran = sweep.each(lambda gpu, job: job(), jobs, workers=at_once)
+    by_name = dict(zip(longest_first, ran, strict=True))
     return Results(
-        lab,
-        {name: ran[name].result() for name in named},
-        found.result(),
-        state.result(),
-        operations.result(),
-        held.result(),
-        failed,
-    )
+        lab, {name: by_name[name] for name in named}, found, state[0] if state else None,
+        operations, held, failed,
+    )  # fmt: skip

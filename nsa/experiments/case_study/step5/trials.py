@@ -1,12 +1,13 @@
 """The step-5 question as trials: the same healthy loop under deadlines, prints and observers.
 
-The old rule is the case study's: whoever has not ended at the deadline hangs, at the step of its
+The old rule is the case study's: a run that has not ended at the deadline hangs, at the step of its
 last printed line. Beside it stands the verdict of the evidence.
 """
 
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ from nsa.lab.watch import read
 from nsa.lab.watch.evidence import Evidence, P
 
 SUBJECT = "nsa.experiments.case_study.loop.subject:make"
-BASE = {
-    "path": "loop", "layers": 1, "deadline": 1.0, "aux_stats": False, "tracing": False,
-    "blocking": False, "prints": (5, 20),
-}  # fmt: skip
-SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}
+SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}  # observers, and by how much
+BASE = {"path": "loop", "layers": 1, "deadline": 1.0}
+BASE |= {"aux_stats": False, "tracing": False, "blocking": False, "prints": (5, 20)}
 # Of the bisection; the first value is what nobody would call a hang. Its long deadline has room for
 # observers on a machine that slows down: a trial that ends by itself takes no more of it.
 FACTORS = {
@@ -40,7 +39,7 @@ FACTORS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """design, tokens, batch, device, seed and threads of every trial.
+    """design, tokens, device, seed and threads of every trial.
 
     steps: that a trial is to do; allowed: as many of them as the old deadline was long.
     """
@@ -113,8 +112,7 @@ class Trial:
 class Lab:
     """Runs cells into a ledger, and knows how long a step takes.
 
-    gpus: lent to a trial each. calibrated: a short trial without a deadline; step_s: its seconds a
-    step.
+    gpus: lent to a trial each. step_s: seconds a step, of a short trial without a deadline.
     """
 
     ledger: Ledger
@@ -125,13 +123,12 @@ class Lab:
     trials: list[Trial] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
-    def calibrate(self, steps: int = 8) -> Trial:
+    def calibrate(self, steps: int = 8) -> None:
         """Measures a step; until then there is no deadline to give."""
-        made = self._run(dict(BASE), steps, {})
+        made = self._run(BASE, steps)
         if not made.finished:
             raise RuntimeError(f"the calibration did not end: {made.verdict.label}")
         self.step_s = pace(made.evidence) or made.evidence.seconds / steps
-        return made
 
     def run(self, steps: int | None = None, **changes: Any) -> Trial:
         """The trial of BASE with `changes`; ValueError for a factor that is not known."""
@@ -141,31 +138,21 @@ class Lab:
             raise ValueError("nothing is known of a step's time yet; calibrate() first")
         cell = BASE | changes
         steps = steps or self.setup.steps
-        options = {
-            "deadline_s": round(self.deadline_s(cell["deadline"]), 2),
-            "predicted_s": self.predicted_s(cell, steps),
-            "factor": slowed(cell),
-        }
-        return self._run(cell, steps, options)
-
-    def with_tokens(self, tokens: int) -> "Lab":
-        """Itself, or a calibrated one of another sequence length beside it."""
-        if tokens == self.setup.tokens:
-            return self
-        other = Lab(self.ledger, replace(self.setup, tokens=tokens), self.say, self.gpus)
-        other.calibrate()
-        return other
+        # By operation count, as many as layers; with masks a tenth of that, which is ample.
+        share = cell["layers"] if cell["path"] == "loop" else 0.1 * cell["layers"]
+        return self._run(
+            cell,
+            steps,
+            deadline_s=round(self.deadline_s(cell["deadline"]), 2),
+            predicted_s=steps * self.step_s * share,
+            factor=slowed(cell),
+        )
 
     def deadline_s(self, factor: float = 1.0) -> float:
         """The old deadline, times `factor`."""
         return factor * self.setup.allowed * self.step_s
 
-    def predicted_s(self, cell: dict[str, Any], steps: int) -> float:
-        """By operation count, as many as layers; with masks a tenth of that, which is ample."""
-        share = cell["layers"] if cell["path"] == "loop" else 0.1 * cell["layers"]
-        return steps * self.step_s * share
-
-    def bisect(self, steps: int, factors: dict[str, list[Any]] = FACTORS) -> Found:
+    def bisect(self, steps: int) -> Found:
         """The smallest set of factors behind the old rule's HANG, after a screen of all pairs."""
 
         def judged(cell: dict[str, Any], attempt: int) -> Tried:
@@ -175,9 +162,9 @@ class Lab:
                 kind = "INCONCLUSIVE"
             return Tried(kind, "old rule" if kind == "HANG" else "", made.id)
 
-        return Bisection(factors, judged, kind="HANG", whole_screen=True).find()
+        return Bisection(FACTORS, judged, kind="HANG", whole_screen=True).find()
 
-    def _run(self, cell: dict[str, Any], steps: int, options: dict[str, Any]) -> Trial:
+    def _run(self, cell: dict[str, Any], steps: int, **options: Any) -> Trial:
         with self.gpus.one() as gpu:
             id, evidence, verdict = self.ledger.run(self.spec(cell, steps), gpu=gpu, **options)
         folder = Path(self.ledger.root) / id
@@ -192,38 +179,22 @@ class Lab:
         return made
 
     def spec(self, cell: dict[str, Any], steps: int) -> Spec:
-        setup = self.setup
-        changes: dict[str, Any] = {"layers": cell["layers"], "path": cell["path"]}
+        changes = {name: cell[name] for name in ("layers", "path")}
         if cell["path"] != "loop":
-            named = design(setup.design).defects
+            named = design(self.setup.design).defects
             changes["defects"] = [name for name in named if name not in LOOP_ONLY]
-        first, every = cell["prints"]
-        return Spec(
-            SUBJECT,
-            {
-                "design": setup.design,
-                "changes": changes,
-                "tokens": setup.tokens,
-                "device": setup.device,
-                "seed": setup.seed,
-                "threads": setup.threads,
-                "aux_stats": cell["aux_stats"],
-                "tracing": cell["tracing"],
-                "first": first,
-                "every": every,
-            },
-            steps=steps,
-            observers=tuple(name for name in SLOWS if cell[name]),
-            env={"CUDA_LAUNCH_BLOCKING": "1"} if cell["blocking"] else {},
-        )
+        settings = asdict(self.setup) | {"changes": changes}
+        settings |= dict(zip(("first", "every"), cell["prints"], strict=True))
+        settings |= {name: cell[name] for name in ("aux_stats", "tracing")}
+        del settings["steps"], settings["allowed"]
+        observers = tuple(name for name in SLOWS if cell[name])
+        env = {"CUDA_LAUNCH_BLOCKING": "1"} if cell["blocking"] else {}
+        return Spec(SUBJECT, settings, steps=steps, observers=observers, env=env)
 
 
 def slowed(cell: dict[str, Any]) -> float:
     """By how much its observers should slow a cell."""
-    factor = 1.0
-    for name, times in SLOWS.items():
-        factor *= times if cell[name] else 1.0
-    return factor
+    return math.prod((times for name, times in SLOWS.items() if cell[name]), start=1.0)
 
 
 def pace(evidence: Evidence) -> float | None:
