@@ -8,13 +8,13 @@ import pytest
 
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.case_study.settlement import claims, facts, plots, table, trials
-from nsa.experiments.case_study.settlement.claims import CONTRADICTED, settle
+from nsa.experiments.case_study.settlement.claims import CONTRADICTED, VERDICTS, Row, settle
 from nsa.experiments.case_study.settlement.facts import ASKED, measured
 from nsa.experiments.case_study.settlement.reread import reread
-from nsa.experiments.case_study.settlement.rows import ROWS, VERDICTS, Row
 from nsa.experiments.case_study.settlement.trials import TRIALS
 from nsa.lab.process.trial import Outcome
 
+ROWS = claims.all_rows()
 QUICK = ("one-query", "boolean-mask", "fp16-adamw", "in-place", "planted-nan", "branches")
 
 

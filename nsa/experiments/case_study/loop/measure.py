@@ -14,7 +14,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,49 +26,47 @@ from nsa.lab.measure.recorders import MIB, profiled, recorder_for
 from nsa.lab.observers.graph import count_nodes
 
 
-@dataclass
-class Operations:
-    """What one step dispatched: operations of the forward and of the backward, and host syncs.
-
-    nodes: of the autograd graph. by_name: how often each operation.
-    """
-
-    forward: int
-    backward: int
-    syncs: int
-    nodes: int
-    by_name: Counter[str]
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.backward
-
-
 class Count(TorchDispatchMode):
-    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop."""
+    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop.
+
+    forward, nodes: operations and autograd nodes once `forward_ended`; the others are the backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.by_name: Counter[str] = Counter()
+        self.forward = self.nodes = 0
+
+    @property
+    def total(self) -> int:
+        return self.by_name.total()
+
+    @property
+    def backward(self) -> int:
+        return self.total - self.forward
+
+    @property
+    def syncs(self) -> int:
+        return self.by_name["_local_scalar_dense"]
+
+    def forward_ended(self, loss: Tensor) -> None:
+        self.forward, self.nodes = self.total, count_nodes([loss])
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.by_name[operation.overloadpacket.__name__] += 1
         return operation(*args, **(kwargs or {}))
 
 
-def count(loss: Callable[[], Tensor]) -> Operations:
+def count(loss: Callable[[], Tensor]) -> Count:
     """Runs `loss()` and its backward once under the counter.
 
     Changes nothing but gradients. On a CPU and on a GPU alike: what the host dispatches.
     """
     with Count() as counter:
         value = loss()
-        forward = counter.by_name.total()
-        nodes = count_nodes([value])
+        counter.forward_ended(value)
         value.backward()
-    names = counter.by_name
-    backward = names.total() - forward
-    return Operations(forward, backward, names["_local_scalar_dense"], nodes, names)
+    return counter
 
 
 def count_kernels(step: Callable[[], object]) -> int:
@@ -195,19 +192,14 @@ def several(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watched_step(loop: ExhibitLoop, i: int) -> dict[str, Any]:
-    seen: list[int] = []
-
-    def after_forward(model, args, found):
-        # The forward's own operations vary with the ranges that its tokens select.
-        seen[:] = count_nodes([found[1]]), counter.by_name.total()
-
-    hook = loop.model.register_forward_hook(after_forward)
-    with Count() as counter:
+    counter = Count()
+    hook = loop.model.register_forward_hook(lambda _, args, out: counter.forward_ended(out[1]))
+    with counter:
         loop.step(i)
     hook.remove()
-    nodes, forward = seen
-    backward = counter.by_name.total() - forward
-    return state(loop) | {"graph nodes": nodes, "backward's operations": backward}
+    # The forward's own operations vary with the ranges that its tokens select.
+    alike = {"graph nodes": counter.nodes, "backward's operations": counter.backward}
+    return state(loop) | alike
 
 
 def state(loop: ExhibitLoop) -> dict[str, Any]:

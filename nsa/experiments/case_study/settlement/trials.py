@@ -220,7 +220,7 @@ def backends() -> Found:
     return found
 
 
-def _ours(**changes: Any) -> tuple[LanguageModel, float, measure.Operations, dict[str, Any]]:
+def _ours(**changes: Any) -> tuple[LanguageModel, float, measure.Count, dict[str, Any]]:
     """This project's model after a backward, its loss, its operations, and the paths it took."""
     torch.manual_seed(0)
     sizes = NSAConfig(8, 4, 8, 4, window=16)

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 from nsa.experiments.case_study.figures import BAND_US, TIMINGS
 from nsa.experiments.case_study.step5 import decision, table
-from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results
-from nsa.experiments.case_study.step5.trials import FACTORS, SLOWS, Trial, pace
+from nsa.experiments.case_study.step5.trials import FACTORS, OBSERVERS, PRINTS, Results, Trial
 from nsa.workbook.claim import Claim, verdict_of
 
 MEMORY_LIMIT = 0.03  # of the case study's own figures
@@ -143,10 +142,10 @@ def the_old_rules_cause(results: Results) -> Claim:
     cause = dict(found.cause)
     told = ", ".join(f"{name}={value}" for name, value in cause.items())
     text = f"{sentence}: {told}, in {len(ids)} trials [{ids[0]} to {ids[-1]}]"
-    evidence = {"cause": cause, "trials": ids, "spread": spread(results)}
+    evidence = {"cause": cause, "trials": ids, "spread": results.spread}
     if cause == CAUSE:
         return Claim(text, "PASS", evidence)
-    unsteady = spread(results) > STEADY
+    unsteady = results.spread > STEADY
     return Claim(f"{text}; another cause", "INCONCLUSIVE" if unsteady else "FAIL", evidence)
 
 
@@ -204,17 +203,9 @@ def the_tree_ends_in_slow(results: Results) -> Claim:
     if leaf in decision.TREE:
         return Claim.undecided(sentence, f"nothing answers {leaf!r}")
     told = " > ".join(f"{n}: {'yes' if a else 'no'}" for n, a in path[:-1])
-    if leaf == "PASS" and spread(results) > STEADY:
+    if leaf == "PASS" and results.spread > STEADY:
         return Claim.undecided(sentence, "the machine's pace changed under it")
     return _claim(f"{sentence}: {told}", trials, leaf == "DISPATCH", {"leaf": leaf})
-
-
-def spread(results: Results) -> float:
-    """How much a step's time varied over trials of the same program."""
-    alike = {"path": "loop", "layers": 1} | dict.fromkeys(SLOWS, False)
-    paces = [pace(t.evidence) for t in results.trials if t.cell == t.cell | alike]
-    paces = [p for p in paces if p]
-    return max(paces) / min(paces) if len(paces) > 1 else 1.0
 
 
 def _where(trial: Trial) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from nsa.experiments.case_study.figures import BAND_US, TIMINGS
 from nsa.experiments.case_study.loop.design import design
-from nsa.experiments.case_study.step5.investigation import Results
-from nsa.experiments.case_study.step5.trials import Trial
+from nsa.experiments.case_study.step5.trials import Results, Trial
 
 TARGET = 300.0  # tokens/s, the case study's own least
 FEWER = 10.0  # times fewer operations, for a step that operations explain

@@ -8,8 +8,7 @@ import numpy as np
 from nsa.experiments.case_study.figures import BAND_US, ESTIMATE_MIB, MEMORY_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import held, production
 from nsa.experiments.case_study.step5 import decision
-from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results
-from nsa.experiments.case_study.step5.trials import Trial
+from nsa.experiments.case_study.step5.trials import OBSERVERS, PRINTS, Results, Trial
 from nsa.workbook import looks
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#C00000", "#8a8a8a"

@@ -9,8 +9,7 @@ import pandas
 from nsa.experiments.case_study.figures import MEMORY_MIB, PRODUCTION_PEAK_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import peak_mib
 from nsa.experiments.case_study.loop.subject import CASE_STUDY
-from nsa.experiments.case_study.step5.investigation import Results
-from nsa.experiments.case_study.step5.trials import Trial
+from nsa.experiments.case_study.step5.trials import Results, Trial
 from nsa.lab.search import candidates
 from nsa.lab.verdict import explain
 
