@@ -15,7 +15,10 @@ from nsa.experiments.case_study.settlement.trials import TRIALS
 from nsa.lab.process.trial import Outcome
 
 ROWS = claims.all_rows()
-QUICK = ("one-query", "boolean-mask", "fp16-adamw", "in-place", "planted-nan", "branches")
+QUICK = (
+    "one-query", "boolean-mask", "fp16-adamw", "in-place", "planted-nan", "branches",
+    "checkpointing",
+)  # fmt: skip
 
 
 def ended(found, status="ok", message=""):
@@ -74,11 +77,11 @@ def test_a_fact_whose_trial_did_not_run_or_failed_is_open():
 def test_a_row_falls_with_its_fact_and_is_open_without_it(found):
     row = next(row for row in ROWS if row.id == "C7")
     assert settle(found, [row])[0].verdict == "REFUTED"
-    wrong = found | {"13-tokens-a-second": replace(found["13-tokens-a-second"], holds=False)}
-    assert settle(wrong, [row])[0].verdict == CONTRADICTED
-    unknown = found | {"13-tokens-a-second": replace(found["13-tokens-a-second"], holds=None)}
-    assert settle(unknown, [row])[0].verdict == "INCONCLUSIVE"
-    assert settle(unknown, [row])[0].settles.startswith("table:")
+    [fact] = row.facts
+    [wrong] = settle({fact: replace(found[fact], holds=False)}, [row])
+    assert wrong.verdict == CONTRADICTED
+    [unknown] = settle({fact: replace(found[fact], holds=None)}, [row])
+    assert unknown.verdict == "INCONCLUSIVE" and unknown.settles.startswith("table:")
 
 
 def test_claims_carry_evidence_and_fail_when_contradicted(found):
@@ -169,26 +172,18 @@ def test_the_tables_say_each_row_once(found, quick):
     settled = settle(found)
     assert list(table.rows(settled, "C").index) == [f"C{n}" for n in range(1, 29)]
     assert len(table.rows(settled, "H")) == 18
-    facts = table.facts(found, "trial")
-    assert set(facts["holds"]) == {"yes", "not known"}
-    assert len(table.memory()) == 6
-    assert len(table.timings()) == 9
+    assert set(table.facts(found, "trial")["holds"]) == {"yes", "not known"}
+    assert (len(table.memory()), len(table.timings())) == (6, 9)
     assert list(table.trials(quick)["ended"]) == ["ok"] * len(QUICK)
-    rows = table.to_metrics(found, quick)
-    assert len(rows) == len(found) + len(quick)
+    assert len(table.to_metrics(found, quick)) == len(found) + len(quick)
 
 
 def test_figures_are_drawn_with_and_without_trials(found):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     even = [0.1 * n for n in range(11)]
-    for figure in (
-        plots.memory(),
-        plots.microseconds(),
-        plots.cut({"deadlines": ended(begun(even, even, even))}),
-        plots.cut({}),
-        plots.verdicts(settle(found)),
-    ):
+    cut = [plots.cut({"deadlines": ended(begun(even, even, even))}), plots.cut({})]
+    for figure in (plots.memory(), plots.microseconds(), plots.verdicts(settle(found)), *cut):
         figure.canvas.draw()
         matplotlib.pyplot.close(figure)
 
@@ -196,11 +191,9 @@ def test_figures_are_drawn_with_and_without_trials(found):
 def test_the_case_studys_figures_are_as_its_reports_have_them():
     for layers, (forward, backward, total) in case_study.LAYER_SCALING_S.items():
         assert forward + backward == pytest.approx(total, abs=0.002), layers
-    off = {t: mb / case_study.MEMORY_MIB[t] - 1
-           for t, mb in case_study.PUBLISHED_ESTIMATE_MB.items()}  # fmt: skip
-    assert {t: round(100 * x, 1) for t, x in off.items()} == {
-        128: -52.6, 512: -71.2, 1024: -54.2, 2048: 5.1,
-    }  # fmt: skip
+    peaks, estimates = case_study.MEMORY_MIB, case_study.PUBLISHED_ESTIMATE_MB
+    off = {t: round(100 * (mb / peaks[t] - 1), 1) for t, mb in estimates.items()}
+    assert off == {128: -52.6, 512: -71.2, 1024: -54.2, 2048: 5.1}
 
 
 def test_sentences_hold_no_numbers_that_move():
