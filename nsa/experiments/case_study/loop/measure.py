@@ -177,12 +177,9 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
     for i in range(last - 1):
         loop.step(i)
     before, after = (_watched_step(loop, i) for i in (last - 1, last))
-    rows = [
-        {"what": name, "before": old, "after": after[name], "changed": old != after[name],
-         "should": name in CHANGES}
-        for name, old in before.items()
-    ]  # fmt: skip
-    return {"after": last, "rows": rows}
+    columns = ("what", "before", "after", "changed", "should")
+    found = [(n, a, after[n], a != after[n], n in CHANGES) for n, a in before.items()]
+    return {"after": last, "rows": [dict(zip(columns, row, strict=True)) for row in found]}
 
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:

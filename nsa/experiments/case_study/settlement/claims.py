@@ -65,9 +65,9 @@ class Settled:
         """What would decide an undecided row."""
         if self.verdict != "INCONCLUSIVE":
             return ""
-        open_ = [fact for fact in self.facts if fact.holds is None]
-        lacking = [f"{one}: {fact.seen or 'not there'}"
-                   for fact in open_ for one in fact.evidence or (fact.name,)]  # fmt: skip
+        unknown = [fact for fact in self.facts if fact.holds is None]
+        open_ = [(fact.evidence or (fact.name,), fact.seen or "not there") for fact in unknown]
+        lacking = [f"{one}: {seen}" for evidence, seen in open_ for one in evidence]
         return "; ".join(lacking) or self.row.settles
 
     def __str__(self) -> str:

@@ -3,6 +3,7 @@
 A trial decides a fact by a condition on what it found; without its trial a fact is open.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from nsa.workbook.identity import PACKAGE
 from nsa.workbook.store import Store
 
 Found = dict[str, Any]
+RUNS = PACKAGE.parent / "runs"
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,7 @@ class Asked:
 
 
 def all_facts(
-    trials: Mapping[str, Outcome],
-    *,
-    memory_run: str = "",
-    root: Path = PACKAGE.parent / "runs",
+    trials: Mapping[str, Outcome], *, memory_run: str = "", root: Path = RUNS
 ) -> dict[str, Fact]:
     """Every fact by name. `memory_run` is a kept run of 01_memory_scaling below `root`."""
     found = [*reread(), *measured(ASKED, trials), _kept_production_run(memory_run, root)]
@@ -103,11 +102,6 @@ def _cut(found: Found) -> str:
     return f"{said} by {at / 2:.2f}, {at:.2f} and {2 * at:.2f} s"
 
 
-def _traced_is_slower(found: Found) -> bool:
-    plain, traced = (found["begun_s"][arm][-1] for arm in ("plain", "traced"))
-    return traced > plain and _reached(found, "traced") < _reached(found, "plain")
-
-
 def _same_steps(arm: str) -> Callable[[Found], bool]:
     return lambda found: len(found["begun_s"][arm]) == len(found["begun_s"]["plain"])
 
@@ -124,30 +118,16 @@ def _of(key: str, judge: Callable[[list[int], list[int]], bool]) -> Callable[[Fo
     return lambda found: judge(*_figures(found, key).values())
 
 
-def _shown(key: str) -> Callable[[Found], str]:
+def _shown(
+    key: str, form: str = "{path} T 64: {n[0]:,}, {path} T 128: {n[1]:,}"
+) -> Callable[[Found], str]:
     return lambda found: ", ".join(
-        f"{path} T 64: {n[0]:,}, {path} T 128: {n[1]:,}" for path, n in _figures(found, key).items()
+        form.format(path=path, n=n) for path, n in _figures(found, key).items()
     )
-
-
-def _batch_shown(found: Found) -> str:
-    counts = _figures(found, "operations")
-    return ", ".join(f"{path}: {n[0]:,} to {n[2]:,}" for path, n in counts.items())
-
-
-def _late_binding(found: Found) -> bool:
-    late = found["late"]
-    wrong = min(late["errors"][:-1]) > 0.5 and late["errors"][-1] < 1e-6
-    return late["loss"] == late["plain_loss"] and wrong
 
 
 def _errors(name: str) -> Callable[[Found], str]:
     return lambda f: "relative errors " + ", ".join(f"{e:.2f}" for e in f[name]["errors"])
-
-
-def _fp32_fine(found: Found) -> bool:
-    rest = [v for k, v in found.items() if k.startswith(("float32", "bfloat16"))]
-    return all(v not in ("nan", "inf", "-inf") for v in rest)
 
 
 def _counts(found: Found) -> str:
@@ -184,7 +164,8 @@ ASKED = (
           _cut),
     Asked("traced-is-slower", "deadlines",
           "traced, a step takes longer, so the same deadline cuts it at an earlier step",
-          _traced_is_slower, _cut),
+          lambda f: f["begun_s"]["traced"][-1] > f["begun_s"]["plain"][-1]
+          and _reached(f, "traced") < _reached(f, "plain"), _cut),
     Asked("traced-same-steps", "deadlines",
           "without a deadline the traced loop ends all its steps", _same_steps("traced"), _cut),
     Asked("aux-stats-same-steps", "deadlines",
@@ -208,14 +189,18 @@ ASKED = (
           "a second sequence in the batch adds a fifth and more to the loop's operations, and "
           "under 1 % to those of dense masks",
           _of("operations", lambda loop, masked: loop[2] > 1.2 * loop[0]
-              and masked[2] < 1.01 * masked[0]), _batch_shown),
+              and masked[2] < 1.01 * masked[0]),
+          _shown("operations", "{path}: {n[0]:,} to {n[2]:,}")),
     Asked("nothing-accumulates", "state",
           "from step 4 to 5 nothing changes but weights, moments and the optimizer's step",
           lambda f: all(row["changed"] == row["should"] for row in f["rows"]),
           lambda f: ", ".join(r["what"] for r in f["rows"] if r["changed"])),
     Asked("late-binding", "checkpointing",
           "a checkpoint of the loop's variable gives the same loss, and wrong gradients in every "
-          "block but the last", _late_binding, _errors("late")),
+          "block but the last",
+          lambda f: f["late"]["loss"] == f["late"]["plain_loss"]
+          and min(f["late"]["errors"][:-1]) > 0.5 and f["late"]["errors"][-1] < 1e-6,
+          _errors("late")),
     Asked("bound-is-exact", "checkpointing", "with the block itself gradients are bit-equal",
           lambda f: max(f["bound"]["errors"]) == 0.0, _errors("bound")),
     Asked("eager-compiles-nothing", "recompiles", "six eager steps of the loop compile nothing",
@@ -245,7 +230,9 @@ ASKED = (
     Asked("fp16-nan", "fp16-adamw",
           "one step of AdamW on an fp16 weight: a gradient of 0 gives NaN, one of 1e-4 -inf",
           lambda f: f["float16 0"] == "nan" and f["float16 0.0001"] == "-inf"),
-    Asked("fp32-fine", "fp16-adamw", "the same step in fp32 and bf16 is finite", _fp32_fine),
+    Asked("fp32-fine", "fp16-adamw", "the same step in fp32 and bf16 is finite",
+          lambda f: all(math.isfinite(float(value)) for name, value in f.items()
+                        if name.startswith(("float32", "bfloat16")))),
     Asked("eps-is-zero", "fp16-adamw", "AdamW's eps of 1e-8 is 0 in fp16",
           lambda f: f["eps_in_fp16"] == 0.0),
     Asked("branches-differ-here", "branches",

@@ -29,8 +29,8 @@ def memory():
     """The reported peaks, the copies that make them, its estimator, and a right window's peaks."""
     tokens = np.array(sorted(case_study.MEMORY_MIB))
     fine = np.unique(np.geomspace(tokens[0], 2 * tokens[-1], 25).astype(int))
-    copies, right = ([peak_mib(5, int(t), right_window=right) / 1024 for t in fine]
-                     for right in (False, True))  # fmt: skip
+    copies = [peak_mib(5, int(t)) / 1024 for t in fine]
+    right = [peak_mib(5, int(t), right_window=True) / 1024 for t in fine]
     estimate = case_study.estimate_mib(fine) / 1024
     reported = [case_study.MEMORY_MIB[int(t)] / 1024 for t in tokens]
     with looks.style():

@@ -82,15 +82,14 @@ def timings() -> pandas.DataFrame:
 
 def to_metrics(found: Mapping[str, Fact], ended: Mapping[str, Outcome]) -> list[dict]:
     """Rows of metrics.csv: a fact as 1, 0 or nothing where not known; a trial's seconds."""
-    lines = [
-        {"operation": "settlement", "mode": "", "metric": "fact holds", "unit": "1",
-         "median": None if fact.holds is None else float(fact.holds),
-         "config": {"fact": fact.name, "evidence": list(fact.evidence), "seen": fact.seen}}
-        for fact in found.values()
-    ]  # fmt: skip
-    return lines + [
-        {"operation": "settlement", "mode": "trial", "metric": "latency", "unit": "s",
-         "median": one.seconds if one.status == "ok" else None,
-         "config": {"trial": name, "outcome": one.status}}
-        for name, one in ended.items()
-    ]  # fmt: skip
+    columns = ("operation", "mode", "metric", "unit", "median", "config")
+    rows: list[tuple] = []
+    for fact in found.values():
+        holds = None if fact.holds is None else float(fact.holds)
+        config = {"fact": fact.name, "evidence": list(fact.evidence), "seen": fact.seen}
+        rows.append(("settlement", "", "fact holds", "1", holds, config))
+    for name, one in ended.items():
+        seconds = one.seconds if one.status == "ok" else None
+        config = {"trial": name, "outcome": one.status}
+        rows.append(("settlement", "trial", "latency", "s", seconds, config))
+    return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -305,10 +305,8 @@ def run_all(
     chosen = tuple(TRIALS) if tuple(names) == ("all",) else tuple(names)
     if unknown := [name for name in chosen if name not in TRIALS]:
         raise ValueError(f"no trial {unknown[0]!r}; there are {', '.join(TRIALS)}")
-    ended = sweep.measure(
-        ENTRY, chosen, lambda name, share_s: {"name": name},
-        deadline_s=deadline_s, workers=workers, folder=folder, progress=progress,
-    )  # fmt: skip
+    how = {"deadline_s": deadline_s, "workers": workers, "folder": folder, "progress": progress}
+    ended = sweep.measure(ENTRY, chosen, lambda name, share_s: {"name": name}, **how)
     return dict(zip(chosen, ended, strict=True))
 
 

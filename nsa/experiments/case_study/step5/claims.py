@@ -213,8 +213,7 @@ def _where(trial: Trial) -> str:
 
 
 def _by_size(errors, form: str) -> dict[str, str]:
-    return {f"{layers} layers, T {tokens}": f"{error:{form}}"
-            for (layers, tokens), error in errors.items()}  # fmt: skip
+    return {f"{n} layers, T {t}": f"{error:{form}}" for (n, t), error in errors.items()}
 
 
 def _claim(sentence: str, trials: list[Trial], holds: bool, evidence) -> Claim:

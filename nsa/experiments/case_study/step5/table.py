@@ -87,8 +87,7 @@ def recorded(results: Results) -> pandas.DataFrame:
 
 def page(trial: Trial) -> str:
     """The trial's page as `nsa explain` prints it, files of its stacks by their last two names."""
-    looks = [replace(look, threads=[_short(t) for t in look.threads])
-             for look in trial.evidence.looks]  # fmt: skip
+    looks = [replace(x, threads=[_short(t) for t in x.threads]) for x in trial.evidence.looks]
     return explain.page(replace(trial.evidence, looks=looks), trial.verdict, name=trial.id)
 
 
@@ -120,8 +119,8 @@ def to_metrics(results: Results) -> list[dict]:
 
     for t in results.trials:
         config = {"trial": t.id, **t.cell, "old_rule": t.old_verdict, "verdict": t.verdict.label}
-        common = {"operation": "trial", "backend": t.cell["path"], "config": config,
-                  "x_name": "deadline", "x_value": t.cell["deadline"]}  # fmt: skip
+        common = {"operation": "trial", "backend": t.cell["path"], "config": config}
+        common |= {"x_name": "deadline", "x_value": t.cell["deadline"]}
         add(common, "steps_reached", "steps", t.reached)
         if t.said is not None:
             add(common, "last_line", "steps", t.said)
@@ -142,8 +141,8 @@ def to_metrics(results: Results) -> list[dict]:
 def facts(results: Results, tokens: int) -> list[str]:
     """Lines that are the same on every machine: what was printed, judged and counted."""
     unexplained = sum(trial.said not in trial.expected() for trial in results.trials)
-    changed, alike = ([r["what"] for r in results.state["rows"] if bool(r["changed"]) == c]
-                      for c in (True, False))  # fmt: skip
+    changed = [r["what"] for r in results.state["rows"] if r["changed"]]
+    alike = [r["what"] for r in results.state["rows"] if not r["changed"]]
     loop, masked, longer = (row["operations"] for row in results.operations)
     return [
         f"the console is silent from step to step: {CASE_STUDY.silences(45)}",

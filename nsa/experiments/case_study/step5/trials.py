@@ -290,10 +290,9 @@ def investigate(
     def rows(name: str) -> list[dict[str, Any]]:
         if not measured[name]:
             return []
-        [ended] = sweep.measure(
-            MEASURE, [name], lambda name, _: {"measure": name, "settings": measured[name]},
-            deadline_s=deadline_s, gpus=lab.gpus, folder=folder, progress=False,
-        )  # fmt: skip
+        spec = {"measure": name, "settings": measured[name]}
+        how = {"deadline_s": deadline_s, "gpus": lab.gpus, "folder": folder, "progress": False}
+        [ended] = sweep.measure(MEASURE, [name], lambda name, share_s: spec, **how)
         if ended.status != "ok":
             failed.append(f"{name}: {ended.status}, {ended.message}")
         return ended.result["rows"] if ended.result else []
@@ -316,7 +315,5 @@ def investigate(
     at_once = len(lab.gpus.names) + 1 if lab.gpus.names else workers
     found, operations, state, held, *ran = sweep.each(lambda gpu, job: job(), jobs, workers=at_once)
     by_name = dict(zip(longest_first, ran, strict=True))
-    return Results(
-        lab, {name: by_name[name] for name in named}, found, state[0] if state else None,
-        operations, held, failed,
-    )  # fmt: skip
+    in_order = {name: by_name[name] for name in named}
+    return Results(lab, in_order, found, state[0] if state else None, operations, held, failed)
