@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pandas
 
-from nsa.experiments.case_study.figures import MEMORY_MIB, PRODUCTION_PEAK_MIB, TIMINGS
+from nsa.experiments.case_study.figures import PEAKS_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import peak_mib
 from nsa.experiments.case_study.loop.subject import CASE_STUDY
 from nsa.experiments.case_study.step5.trials import Results, Trial
@@ -69,8 +69,7 @@ def operations(results: Results) -> pandas.DataFrame:
 def memory() -> pandas.DataFrame:
     """Its memory table, MiB, beside what shapes give: 5 layers by T, and 12 at T 2048."""
     rows = []
-    reported = [(5, tokens, mib) for tokens, mib in MEMORY_MIB.items()]
-    for layers, tokens, mib in [*reported, (12, 2048, PRODUCTION_PEAK_MIB)]:
+    for (layers, tokens), mib in PEAKS_MIB.items():
         found, right = (peak_mib(layers, tokens, right_window=right) for right in (False, True))
         rows.append((layers, tokens, mib, round(found), found / mib - 1, round(right)))
     columns = ["layers", "T", "reported", "exhibit", "error", "with a correct window"]
