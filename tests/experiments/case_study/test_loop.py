@@ -123,7 +123,7 @@ def test_fp16_adamw_makes_nan_of_a_gradient_that_is_zero():
 
 def test_training_in_fp16_is_nan_from_step_2():
     changes = {"path": "masked", "defects": ["fp16_adamw"]}
-    trained = make({"tokens": 16, "changes": changes}, None)
+    trained = make({"tokens": 16, "changes": changes})
     assert [bool(trained.step(i).isnan()) for i in range(2)] == [False, True]
 
 
@@ -216,7 +216,7 @@ def test_a_loss_that_is_kept_shows_in_the_state(monkeypatch):
 def test_aux_stats_and_tracing_change_no_loss():
     losses = []
     for extra in ({}, {"aux_stats": True}, {"tracing": True}):
-        trained = make({"tokens": 16, **extra}, None)
+        trained = make({"tokens": 16, **extra})
         losses.append([float(trained.step(i)) for i in range(2)])
         assert bool(trained.stats) == extra.get("aux_stats", False)
     assert losses[0] == losses[1] == losses[2]
@@ -237,7 +237,7 @@ def test_a_design_survives_json():
         (lambda: design("tiny", defects=(), heads=3), "multiple"),
         (lambda: design("tiny", width=3), "width"),
         (lambda: design("tiny", layer=3), "the nearest is 'layers'"),
-        (lambda: make({"token": 3}, None), "has no setting 'token'"),
+        (lambda: make({"token": 3}), "has no setting 'token'"),
         (lambda: PrintSchedule(5, 0), "at least 1"),
         (lambda: held(design("tiny", path="masked", defects=()), 8), "counted is 'loop'"),
     ],

@@ -140,8 +140,8 @@ def held(design: Design, tokens: int) -> Held:
 
     seen = (_seen(design, tokens, t) for t in range(tokens))
     window, compressed, selected = zip(*seen, strict=True)
-    # Two norms' x, x / rms and output, o and the MLP's; the gate's; a share of rotary's tables.
-    rows = 15 * dim + (2 * width + 3 * groups) + (design.head_dim + 2)
+    # Two norms' x, x / rms and output, and o; the MLP's twice 4; the gate's; rotary's tables.
+    rows = 7 * dim + 8 * dim + (2 * width + 3 * groups) + (design.head_dim + 2)
     head = FP32 * (3 * dim + design.vocab + 1) + 2 * INT64
     gradients = dim * design.vocab + 8 * dim * dim  # of the head and the last MLP
     released = 5 * tokens * dim  # by that MLP's backward: 11 rows, less the 6 that it holds itself
@@ -159,7 +159,7 @@ def parameters(design: Design) -> int:
 
 
 def peak_mib(layers: int, tokens: int, *, right_window: bool = False) -> float:
-    """Of the production design; `right_window`: as if its window were not truncated."""
+    """Peak of the production design; right_window: as if its window were not truncated."""
     chosen = production(layers)
     if right_window:
         chosen = chosen.with_(defects=[d for d in SEQUENTIAL if d != "truncated_cache"])

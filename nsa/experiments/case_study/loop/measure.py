@@ -29,7 +29,7 @@ from nsa.lab.observers.graph import count_nodes
 class Count(TorchDispatchMode):
     """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop.
 
-    forward, nodes: operations and autograd nodes once `forward_ended`; the others are the backward.
+    forward, nodes: operations and autograd nodes of the forward, once `forward_ended` was called.
     """
 
     def __init__(self) -> None:

@@ -60,8 +60,8 @@ def progress(results: Results, low: float = 0.7, high: float = 1.4):
         band = line / (high * step_s), line / (low * step_s)
         axes.fill_between(line, *band, color=GREY, alpha=0.18, lw=0, label="predicted, 1 layer")
         # One run under several deadlines is one curve: the shorter ones lie on wider lines.
-        colours = zip((RED, ORANGE, GREEN, BLUE, GREY), range(5), strict=True)
-        for (name, trial), (colour, number) in zip(chosen.items(), colours, strict=False):
+        curves = zip(chosen.items(), (RED, ORANGE, GREEN, BLUE, GREY), strict=False)
+        for number, ((name, trial), colour) in enumerate(curves):
             times, steps = coordinate(trial)
             of = f"deadline {name}" if name.endswith(" x") else name
             label = f"{of}: {'ended (dot)' if trial.finished else 'cut (cross)'}"
