@@ -38,6 +38,9 @@ TARGET_TOKENS_PER_S = (300.0, 800.0)
 # The estimates it published beside that table, MB, and the peak of its 12-layer run at T 2048, MiB.
 PUBLISHED_ESTIMATE_MB = {128: 229.0, 512: 1486.0, 1024: 5508.0, 2048: 21597.0}
 PRODUCTION_PEAK_MIB = 49023.0
+# (layers, T) -> MiB: that peak and those of its memory table.
+PEAKS_MIB = {(5, tokens): mib for tokens, mib in MEMORY_MIB.items()}
+PEAKS_MIB[12, 2048] = PRODUCTION_PEAK_MIB
 # One configuration, 5 layers at T 2048, in four of its tables: MB.
 FOUR_PEAKS_MB = (20556.9, 20451.9, 20443.0, 20338.0)
 

@@ -7,21 +7,28 @@ from dataclasses import replace
 import pytest
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.case_study.settlement import claims, facts, plots, probes, table, trials
-from nsa.experiments.case_study.settlement.claims import CONTRADICTED, settle
+from nsa.experiments.case_study.settlement import claims, facts, plots, table, trials
+from nsa.experiments.case_study.settlement.claims import CONTRADICTED, VERDICTS, Row, settle
 from nsa.experiments.case_study.settlement.facts import ASKED, measured
-from nsa.experiments.case_study.settlement.probes import TRIALS
 from nsa.experiments.case_study.settlement.reread import reread
-from nsa.experiments.case_study.settlement.rows import ROWS, VERDICTS, Row
-from nsa.experiments.case_study.settlement.trials import Ended
+from nsa.experiments.case_study.settlement.trials import TRIALS
+from nsa.lab.process.trial import Outcome
 
-QUICK = ("one-query", "boolean-mask", "fp16-adamw", "in-place", "planted-nan", "branches")
+ROWS = claims.all_rows()
+QUICK = (
+    "one-query", "boolean-mask", "fp16-adamw", "in-place", "planted-nan", "branches",
+    "checkpointing",
+)  # fmt: skip
+
+
+def ended(found, status="ok", message=""):
+    return Outcome(status, found, 1.0, message, 0)
 
 
 @pytest.fixture(scope="module")
 def quick():
     """Trials that take a moment, run in this process."""
-    return {name: Ended(name, "ok", "", 0.1, TRIALS[name]()) for name in QUICK}
+    return {name: ended(TRIALS[name]()) for name in QUICK}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +53,7 @@ def test_a_quick_trial_holds_what_is_asked_of_it(quick, name):
     asked = [one for one in ASKED if one.trial == name]
     assert asked
     assert [fact.name for fact in measured(asked, quick) if not fact.holds] == []
-    assert json.dumps(quick[name].found)
+    assert json.dumps(quick[name].result)
 
 
 def test_every_fact_asks_a_trial_that_there_is_and_every_trial_is_asked():
@@ -60,7 +67,7 @@ def test_every_fact_is_used_by_a_row_and_has_a_name_of_its_own(found):
 
 
 def test_a_fact_whose_trial_did_not_run_or_failed_is_open():
-    late = {"state": Ended("state", "timeout", "still running after 1 s", 1.0, None)}
+    late = {"state": ended(None, "timeout", "still running after 1 s")}
     open_ = {fact.name: fact for fact in measured(ASKED, late)}
     assert all(fact.holds is None for fact in open_.values())
     assert open_["nothing-accumulates"].seen == "timeout: still running after 1 s"
@@ -70,11 +77,11 @@ def test_a_fact_whose_trial_did_not_run_or_failed_is_open():
 def test_a_row_falls_with_its_fact_and_is_open_without_it(found):
     row = next(row for row in ROWS if row.id == "C7")
     assert settle(found, [row])[0].verdict == "REFUTED"
-    wrong = found | {"13-tokens-a-second": replace(found["13-tokens-a-second"], holds=False)}
-    assert settle(wrong, [row])[0].verdict == CONTRADICTED
-    unknown = found | {"13-tokens-a-second": replace(found["13-tokens-a-second"], holds=None)}
-    assert settle(unknown, [row])[0].verdict == "INCONCLUSIVE"
-    assert settle(unknown, [row])[0].settles.startswith("table:")
+    [fact] = row.facts
+    [wrong] = settle({fact: replace(found[fact], holds=False)}, [row])
+    assert wrong.verdict == CONTRADICTED
+    [unknown] = settle({fact: replace(found[fact], holds=None)}, [row])
+    assert unknown.verdict == "INCONCLUSIVE" and unknown.settles.startswith("table:")
 
 
 def test_claims_carry_evidence_and_fail_when_contradicted(found):
@@ -135,10 +142,10 @@ def test_unknown_trials_are_refused():
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_trial_runs_in_a_process_of_its_own_and_keeps_what_it_found(tmp_path):
-    ended = trials.run_all(["boolean-mask"], folder=tmp_path, progress=False)
-    assert ended["boolean-mask"].outcome == "ok"
-    kept = json.loads((tmp_path / "boolean-mask" / "result.json").read_text())
-    assert kept["result"] == ended["boolean-mask"].found
+    made = trials.run_all(["boolean-mask"], folder=tmp_path, progress=False)["boolean-mask"]
+    assert made.status == "ok"
+    [kept] = tmp_path.glob("*boolean-mask/result.json")
+    assert json.loads(kept.read_text())["result"] == made.result
 
 
 def begun(*arms):
@@ -152,8 +159,7 @@ def test_a_loop_that_stops_at_one_step_would_contradict_the_deadline():
     slow = [0.3 * n for n in range(11)]
 
     def holds(found):
-        ended = {"deadlines": Ended("deadlines", "ok", "", 1.0, found)}
-        return {fact.name: fact.holds for fact in measured(asked, ended)}
+        return {fact.name: fact.holds for fact in measured(asked, {"deadlines": ended(found)})}
 
     assert all(holds(begun(even, even, slow)).values())
     stuck = [*even[:5], *(100.0 + n for n in range(6))]
@@ -166,27 +172,18 @@ def test_the_tables_say_each_row_once(found, quick):
     settled = settle(found)
     assert list(table.rows(settled, "C").index) == [f"C{n}" for n in range(1, 29)]
     assert len(table.rows(settled, "H")) == 18
-    facts = table.facts(found, "trial")
-    assert set(facts["holds"]) == {"yes", "not known"}
-    assert len(table.memory()) == 6
-    assert len(table.timings()) == 9
+    assert set(table.facts(found, "trial")["holds"]) == {"yes", "not known"}
+    assert (len(table.memory()), len(table.timings())) == (6, 9)
     assert list(table.trials(quick)["ended"]) == ["ok"] * len(QUICK)
-    rows = table.to_metrics(found, quick)
-    assert len(rows) == len(found) + len(quick)
+    assert len(table.to_metrics(found, quick)) == len(found) + len(quick)
 
 
 def test_figures_are_drawn_with_and_without_trials(found):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     even = [0.1 * n for n in range(11)]
-    ended = {"deadlines": Ended("deadlines", "ok", "", 1.0, begun(even, even, even))}
-    for figure in (
-        plots.memory(),
-        plots.microseconds(),
-        plots.cut(ended),
-        plots.cut({}),
-        plots.verdicts(settle(found)),
-    ):
+    cut = [plots.cut({"deadlines": ended(begun(even, even, even))}), plots.cut({})]
+    for figure in (plots.memory(), plots.microseconds(), plots.verdicts(settle(found)), *cut):
         figure.canvas.draw()
         matplotlib.pyplot.close(figure)
 
@@ -194,11 +191,9 @@ def test_figures_are_drawn_with_and_without_trials(found):
 def test_the_case_studys_figures_are_as_its_reports_have_them():
     for layers, (forward, backward, total) in case_study.LAYER_SCALING_S.items():
         assert forward + backward == pytest.approx(total, abs=0.002), layers
-    off = {t: mb / case_study.MEMORY_MIB[t] - 1
-           for t, mb in case_study.PUBLISHED_ESTIMATE_MB.items()}  # fmt: skip
-    assert {t: round(100 * x, 1) for t, x in off.items()} == {
-        128: -52.6, 512: -71.2, 1024: -54.2, 2048: 5.1,
-    }  # fmt: skip
+    peaks, estimates = case_study.MEMORY_MIB, case_study.PUBLISHED_ESTIMATE_MB
+    off = {t: round(100 * (mb / peaks[t] - 1), 1) for t, mb in estimates.items()}
+    assert off == {128: -52.6, 512: -71.2, 1024: -54.2, 2048: 5.1}
 
 
 def test_sentences_hold_no_numbers_that_move():
@@ -210,13 +205,6 @@ def test_sentences_hold_no_numbers_that_move():
 @pytest.mark.processes
 @pytest.mark.slow
 def test_every_trial_holds_all_that_is_asked_of_it():
-    ended = trials.run_all(deadline_s=250, progress=False)
-    found = facts.all_facts(ended)
+    found = facts.all_facts(trials.run_all(deadline_s=250, progress=False))
     wrong = {n: f.seen for n, f in found.items() if not f.holds and n != "kept-production-run"}
     assert wrong == {}
-
-
-def test_the_probes_module_names_its_trials():
-    for name, trial in TRIALS.items():
-        assert trial.__module__ == probes.__name__
-        assert trial.__name__.replace("_", "-") == name

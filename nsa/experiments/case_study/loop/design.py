@@ -1,11 +1,17 @@
-"""What an exhibit is built as: its sizes, its path, and the case study's defects that it has."""
+"""What an exhibit is built as, its defects one by one, and what a step of it holds, byte for byte.
 
-from dataclasses import asdict, dataclass, field, replace
+Nothing is fitted. The case study's memory table grew neither with T nor with its square: it is
+copies of keys and values, one set a token, of which the window's share shrinks once T exceeds the
+window, because the truncated cache has ever less of it to give.
+"""
+
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nsa.blocks import compressed_span, count_compressed, count_selectable
 from nsa.config import NSAConfig
 from nsa.lab.training import check_fields
-from nsa.spelling import choice, nearest
+from nsa.spelling import choice
 
 PATHS = ("loop", "masked")
 DEFECTS = {
@@ -18,9 +24,9 @@ DEFECTS = {
     "late_checkpoint": "checkpoint(lambda x: block(x), x) in a loop recomputes the last block",
     "fp16_adamw": "weights and AdamW's states in fp16, where its eps of 1e-8 is 0",
 }
-# What its sequential path did, which is the one that every report ran.
-SEQUENTIAL = ("truncated_cache", "one_key", "heads_as_time", "future_scores")
 LOOP_ONLY = ("truncated_cache", "one_key", "heads_as_time")
+SEQUENTIAL = (*LOOP_ONLY, "future_scores")  # of its sequential path, which every report ran
+FP32, INT64, MIB = 4, 8, 2**20
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,7 @@ class Design:
     def __post_init__(self) -> None:
         choice("path", self.path, PATHS)
         for name in self.defects:
-            if name not in DEFECTS:
-                raise ValueError(f"no defect {name!r}; {nearest(name, DEFECTS)}")
+            choice("defect", name, DEFECTS)
         alone = set(LOOP_ONLY) & set(self.defects)
         if self.path == "masked" and alone:
             raise ValueError(f"path='masked' cannot have {', '.join(sorted(alone))}; 'loop' can")
@@ -64,58 +69,116 @@ class Design:
         return defect in self.defects
 
     def with_(self, **changes: Any) -> "Design":
-        """A copy; `nsa` may be a mapping of its own changes."""
+        """A copy; values may be JSON's, and `nsa` a mapping of its own changes.
+
+        ValueError names the nearest of an unknown field.
+        """
+        check_fields(Design, changes, "an exhibit", needed=())
         if isinstance(changes.get("nsa"), dict):
             changes["nsa"] = replace(self.nsa, **changes["nsa"])
         if "defects" in changes:
             changes["defects"] = tuple(changes["defects"])
         return replace(self, **changes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; `from_dict` brings the same design back."""
-        return asdict(self) | {"defects": list(self.defects)}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Design":
-        """The design of `to_dict`. ValueError names the nearest of an unknown field."""
-        check_fields(cls, values, "an exhibit", needed=())
-        given = dict(values)
-        if isinstance(given.get("nsa"), dict):
-            given["nsa"] = NSAConfig(**given["nsa"])
-        return cls(**given | {"defects": tuple(given.get("defects", ()))})
-
-
-_SMALL_BLOCKS = NSAConfig(
-    compress_block=16, compress_stride=8, select_block=32, select_count=8, window=256
-)
-_TINY_BLOCKS = NSAConfig(
-    compress_block=8, compress_stride=4, select_block=8, select_count=4, window=16
-)
-
-
-def production(layers: int = 12) -> Design:
-    """Of its memory and timing tables: 78,295,332 parameters in 195 tensors with 12 layers."""
-    return Design(layers=layers, defects=SEQUENTIAL)
-
-
-def smoke(layers: int = 6) -> Design:
-    """Of its RTX 3090 report, on which it looked for its step-5 hang: T 1024."""
-    return Design(layers, 256, 8, 2, nsa=_SMALL_BLOCKS, defects=SEQUENTIAL)
-
-
-def tiny(layers: int = 1) -> Design:
-    """The same design, small enough for a CPU's seconds."""
-    return Design(layers, 32, 4, 2, nsa=_TINY_BLOCKS, defects=SEQUENTIAL)
-
-
-DESIGNS = {make.__name__: make for make in (production, smoke, tiny)}
+DESIGNS = {
+    # Of its memory and timing tables: 78,295,332 parameters in 195 tensors with 12 layers.
+    "production": Design(12, defects=SEQUENTIAL),
+    # Of its RTX 3090 report, on which it looked for its step-5 hang: T 1024.
+    "smoke": Design(6, 256, 8, 2, nsa=NSAConfig(16, 8, 32, 8, window=256), defects=SEQUENTIAL),
+    # The same, small enough for a CPU's seconds.
+    "tiny": Design(1, 32, 4, 2, nsa=NSAConfig(8, 4, 8, 4, window=16), defects=SEQUENTIAL),
+}
 
 
 def design(name: str, **changes: Any) -> Design:
     """The design of that name with some fields changed; ValueError names the nearest."""
-    if name not in DESIGNS:
-        raise ValueError(f"no exhibit {name!r}; {nearest(name, DESIGNS)}")
-    try:
-        return DESIGNS[name]().with_(**changes)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    choice("design", name, DESIGNS)
+    return DESIGNS[name].with_(**changes)
+
+
+def production(layers: int = 12) -> Design:
+    return design("production", layers=layers)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes at the peak: the backward has the last MLP's gradients, and no attention's yet.
+
+    window, compressed, selected: the copies of keys and values in all layers, with what their
+    attentions keep beside them; rest: weights, gradients, and what grows with T alone.
+    """
+
+    window: int
+    compressed: int
+    selected: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.window + self.compressed + self.selected + self.rest
+
+
+def held(design: Design, tokens: int) -> Held:
+    """Of a forward and backward with batch 1, without an optimizer, on the path "loop".
+
+    ValueError for another path, or tokens below 1.
+    """
+    if design.path != "loop" or tokens < 1:
+        raise ValueError(
+            f"path={design.path!r}, tokens={tokens}: counted is 'loop', of at least 1 token"
+        )
+    dim, heads, groups, layers = design.dim, design.heads, design.groups, design.layers
+    width = groups * design.head_dim
+    # A key and its value for every head, every head's probability of it, and its place in a mask.
+    copied = FP32 * (2 * dim + heads) + design.has("one_key")
+    shared = FP32 * (2 * width + heads) + INT64 * groups + heads * design.has("heads_as_time")
+
+    def copies(keys: tuple[int, ...], each: int) -> int:
+        # With an attention's scaled query and its output; zeros alone for one that sees no key.
+        return layers * sum(n * each + FP32 * dim * (2 if n else 1) for n in keys)
+
+    seen = (_seen(design, tokens, t) for t in range(tokens))
+    window, compressed, selected = zip(*seen, strict=True)
+    # Two norms' x, x / rms and output, and o; the MLP's twice 4; the gate's; rotary's tables.
+    rows = 7 * dim + 8 * dim + (2 * width + 3 * groups) + (design.head_dim + 2)
+    head = FP32 * (3 * dim + design.vocab + 1) + 2 * INT64
+    gradients = dim * design.vocab + 8 * dim * dim  # of the head and the last MLP
+    released = 5 * tokens * dim  # by that MLP's backward: 11 rows, less the 6 that it holds itself
+    numbers = parameters(design) + gradients - released + layers * tokens * rows
+    found = copies(window, copied), copies(compressed, copied), copies(selected, shared)
+    return Held(*found, rest=FP32 * numbers + tokens * head)
+
+
+def parameters(design: Design) -> int:
+    """Numbers in the model's weights."""
+    d, width, hidden = design.dim, design.groups * design.head_dim, design.head_dim // 2
+    gate = hidden * (design.head_dim + 1) + 3 * (hidden + 1)
+    layer = 2 * d * d + 6 * d * width + gate + 8 * d * d + 2 * d
+    return design.layers * layer + 2 * design.vocab * d + d
+
+
+def peak_mib(layers: int, tokens: int, *, right_window: bool = False) -> float:
+    """Peak of the production design; right_window: as if its window were not truncated."""
+    chosen = production(layers)
+    if right_window:
+        chosen = chosen.with_(defects=[d for d in SEQUENTIAL if d != "truncated_cache"])
+    return held(chosen, tokens).total / MIB
+
+
+def _seen(design: Design, tokens: int, t: int) -> tuple[int, int, int]:
+    """Keys that token t copies in the window, compressed and selected branch."""
+    nsa = design.nsa
+    end = t + 1
+    if design.has("truncated_cache"):  # positions of the sequence in a cache of the last ones
+        end = min(end, tokens, nsa.window)
+    window = max(0, end - max(0, t + 1 - nsa.window))
+    compressed = min(compressed_span(nsa).seen(t)[1], count_compressed(tokens, nsa))
+    if design.has("first_compressed"):
+        compressed = min(compressed, 1)
+    if design.has("drop_current"):
+        blocks, cut = (t + 1) // nsa.select_block, 0
+    else:  # its own block, which is always among them, is cut at the query
+        blocks = count_selectable(t + 1, nsa)
+        cut = blocks * nsa.select_block - (t + 1)
+    return window, compressed, min(blocks, nsa.select_count) * nsa.select_block - cut

@@ -1,12 +1,11 @@
 """Trials that measure the exhibit: what a step dispatches and holds, and what it leaves behind.
 
-Each runs in a child process, through nsa.lab.process.trial.run_child. A step that dispatches
-hundreds of small operations a token takes as long as dispatching them does, on any GPU.
+Each runs in a child process. A step that dispatches hundreds of small operations a token takes as
+long as dispatching them does, on any GPU: the case study's times follow from its operation counts
+and one constant.
+
 The case study held that something builds up over five steps. Whatever does has to live somewhere:
 in weights, moments, generators, the allocator, the graph, or Python's objects.
-
-A step that dispatches hundreds of small operations a token takes as long as dispatching them does,
-on any GPU. So the case study's times follow from its operation counts, and one constant.
 """
 
 import gc
@@ -15,68 +14,59 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.experiments.case_study.loop.saved import held
-from nsa.experiments.case_study.loop.subject import DEFAULTS, ExhibitLoop
+from nsa.experiments.case_study.loop.design import held
+from nsa.experiments.case_study.loop.subject import ExhibitLoop
 from nsa.lab.measure.recorders import MIB, profiled, recorder_for
 from nsa.lab.observers.graph import count_nodes
 
 
-@dataclass
-class Operations:
-    """What one step dispatched: operations of the forward and of the backward, and host syncs.
-
-    nodes: of the autograd graph. by_name: how often each operation.
-    """
-
-    forward: int = 0
-    backward: int = 0
-    syncs: int = 0
-    nodes: int = 0
-    by_name: Counter[str] = field(default_factory=Counter, repr=False)
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.backward
-
-
 class Count(TorchDispatchMode):
-    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop."""
+    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop.
+
+    forward, nodes: operations and autograd nodes of the forward, once `forward_ended` was called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.by_name: Counter[str] = Counter()
+        self.forward = self.nodes = 0
+
+    @property
+    def total(self) -> int:
+        return self.by_name.total()
+
+    @property
+    def backward(self) -> int:
+        return self.total - self.forward
+
+    @property
+    def syncs(self) -> int:
+        return self.by_name["_local_scalar_dense"]
+
+    def forward_ended(self, loss: Tensor) -> None:
+        self.forward, self.nodes = self.total, count_nodes([loss])
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.by_name[operation.overloadpacket.__name__] += 1
         return operation(*args, **(kwargs or {}))
 
 
-def count(loss: Callable[[], Tensor]) -> Operations:
+def count(loss: Callable[[], Tensor]) -> Count:
     """Runs `loss()` and its backward once under the counter.
 
     Changes nothing but gradients. On a CPU and on a GPU alike: what the host dispatches.
     """
-    counter = Count()
-    with counter:
+    with Count() as counter:
         value = loss()
-        forward = counter.by_name.total()
-        nodes = count_nodes([value])
+        counter.forward_ended(value)
         value.backward()
-    names = counter.by_name
-    return Operations(
-        forward=forward,
-        backward=names.total() - forward,
-        syncs=names["_local_scalar_dense"],
-        nodes=nodes,
-        by_name=names,
-    )
+    return counter
 
 
 def count_kernels(step: Callable[[], object]) -> int:
@@ -94,12 +84,6 @@ def count_kernels(step: Callable[[], object]) -> int:
     return sum(not event.name.startswith(("Memcpy", "Memset")) for event in kernels)
 
 
-def several(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"rows"} of one of the others, `measure`, for each of `settings`, in one process."""
-    measure = {"memory": memory, "operations": operations}[spec["measure"]]
-    return {"rows": [measure(one) for one in spec["settings"]]}
-
-
 def memory(spec: dict[str, Any]) -> dict[str, Any]:
     """Peak of one forward and backward without an optimizer, MiB, beside what shapes predict.
 
@@ -107,35 +91,35 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     events on a CPU, max_memory_allocated on a GPU; without what libraries hold from before, which
     is `resident_mib` (of cuBLAS 32 MiB for each of two threads on an H200).
     """
-    loop = ExhibitLoop({**DEFAULTS, **spec})
+    loop = ExhibitLoop(spec)
+    design, tokens, device = loop.model.design, loop.settings["tokens"], loop.settings["device"]
     parameters = list(loop.model.parameters())
 
-    def watched() -> dict[str, list[torch.Tensor]]:
+    def watched() -> dict[str, list[Tensor]]:
         gradients = [p.grad for p in parameters if p.grad is not None]
         return {"parameters": parameters, "gradients": gradients}
 
-    tokens, targets = loop.batch(0)
-    loop.model(tokens[:, :1], targets[:, :1])[1].backward()  # libraries make their own memory now
+    inputs, targets = loop.batch(0)
+    loop.model(inputs[:, :1], targets[:, :1])[1].backward()  # libraries make their own memory now
     loop.model.zero_grad(set_to_none=True)
-    if loop.settings["device"] == "cuda":
+    if device == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
-    with recorder_for(loop.settings["device"], watched) as recorder:
+    with recorder_for(device, watched) as recorder:
         recorder.on_phase("forward", 0)
-        _, loss = loop.model(tokens, targets)
+        _, loss = loop.model(inputs, targets)
         recorder.on_phase("backward", 0)
         loss.backward()
         recorder.on_phase("end", 0)
     found = recorder.record()
-    predicted = held(loop.model.design, loop.settings["tokens"])
     resident = found["by_category"].get("resident", 0)
     return {
-        "layers": loop.model.design.layers,
-        "tokens": loop.settings["tokens"],
+        "layers": design.layers,
+        "tokens": tokens,
         "peak_mib": (found["peak"] - resident) / MIB,
         "resident_mib": resident / MIB,
         "by_category_mib": {k: v / MIB for k, v in found["by_category"].items()},
-        "predicted_mib": predicted.total / MIB,
+        "predicted_mib": held(design, tokens).total / MIB,
         "agrees": found["cross_check"].get("agrees", True),
         "seconds": time.perf_counter() - started,
         "loss": loss.item(),
@@ -147,11 +131,11 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
 
     spec: settings of nsa.experiments.case_study.loop.subject.
     """
-    loop = ExhibitLoop({**DEFAULTS, **spec})
+    loop = ExhibitLoop(spec)
     on_gpu = loop.settings["device"] == "cuda"
     batch = loop.batch(0)
 
-    def loss() -> torch.Tensor:
+    def loss() -> Tensor:
         return loop.model(*batch)[1]
 
     def step() -> float:
@@ -189,47 +173,30 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
     spec: {"settings": of nsa.experiments.case_study.loop.subject, "after": 4}; steps count from 1.
     Each row has what, before, after, changed, and whether it should change.
     """
-    loop = ExhibitLoop({**DEFAULTS, **spec["settings"]})
-    states = []
-    for i in range(spec["after"] + 1):
-        watched = i >= spec["after"] - 1
-        states.append(_watched_step(loop, i) if watched else loop.step(i) and None)
-    before, after = states[-2:]
-    rows = [
-        {
-            "what": name,
-            "before": before[name],
-            "after": after[name],
-            "changed": before[name] != after[name],
-            "should": name in CHANGES,
-        }
-        for name in before
-    ]
-    return {"after": spec["after"], "rows": rows}
+    loop, last = ExhibitLoop(spec["settings"]), spec["after"]
+    for i in range(last - 1):
+        loop.step(i)
+    before, after = (_watched_step(loop, i) for i in (last - 1, last))
+    columns = ("what", "before", "after", "changed", "should")
+    found = [(n, a, after[n], a != after[n], n in CHANGES) for n, a in before.items()]
+    return {"after": last, "rows": [dict(zip(columns, row, strict=True)) for row in found]}
+
+
+def several(spec: dict[str, Any]) -> dict[str, Any]:
+    """{"rows"} of the trial `measure` above for each of `settings`, in one process."""
+    measure = {"memory": memory, "operations": operations, "state": difference}[spec["measure"]]
+    return {"rows": [measure(one) for one in spec["settings"]]}
 
 
 def _watched_step(loop: ExhibitLoop, i: int) -> dict[str, Any]:
     counter = Count()
-    seen: list[int] = []
-    forward = loop.model.forward
-
-    def watched(*args):
-        found = forward(*args)
-        # The forward's own operations vary with the ranges that its tokens select.
-        seen[:] = count_nodes([found[1]]), counter.by_name.total()
-        return found
-
-    loop.model.forward = watched
-    try:
-        with counter:
-            loop.step(i)
-    finally:
-        del loop.model.forward
-    nodes, forward_operations = seen
-    return state(loop) | {
-        "graph nodes": nodes,
-        "backward's operations": counter.by_name.total() - forward_operations,
-    }
+    hook = loop.model.register_forward_hook(lambda _, args, out: counter.forward_ended(out[1]))
+    with counter:
+        loop.step(i)
+    hook.remove()
+    # The forward's own operations vary with the ranges that its tokens select.
+    alike = {"graph nodes": counter.nodes, "backward's operations": counter.backward}
+    return state(loop) | alike
 
 
 def state(loop: ExhibitLoop) -> dict[str, Any]:
@@ -254,13 +221,13 @@ def state(loop: ExhibitLoop) -> dict[str, Any]:
         found["allocated bytes"] = torch.cuda.memory_allocated()
         found["reserved bytes"] = torch.cuda.memory_reserved()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    found["tensors' bytes"] = sum(storages.values())
-    found["tensors"] = len(tensors)
-    found["tensors with a graph"] = sum(x.grad_fn is not None for x in tensors)
-    found["modules' hooks"] = sum(
-        len(m._forward_hooks) + len(m._backward_hooks) for m in loop.model.modules()
-    )
-    return found
+    hooks = (len(m._forward_hooks) + len(m._backward_hooks) for m in loop.model.modules())
+    return found | {
+        "tensors' bytes": sum(storages.values()),
+        "tensors": len(tensors),
+        "tensors with a graph": sum(x.grad_fn is not None for x in tensors),
+        "modules' hooks": sum(hooks),
+    }
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -1,16 +1,193 @@
-"""The exhibit's language model: embedding, blocks of attention and MLP, norm, untied head."""
+"""The exhibit's language model, and its attention on both paths: one token at a time, or masks.
+
+Every key and value that a token reads is copied out for it, expanded over heads in the window and
+compressed branch, and kept for the backward: that is the memory of the case study's table. Every
+copy is a handful of dispatched operations forward and as many backward: that is its time.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nsa.experiments.case_study.loop.attention import ATTEND, Projected
+from nsa.attention.branches import pool
+from nsa.blocks import compressed_span, count_selectable
 from nsa.experiments.case_study.loop.design import Design
 from nsa.reference.compress import compress
+from nsa.reference.nsa import BRANCHES, compressed_visible, window_visible
 from nsa.reference.rotary import rotary_tables, rotate
+from nsa.reference.select import importance, select, selected_tokens
 
-BRANCHES = ("cmp", "slc", "win")
+
+@dataclass
+class Projected:
+    """q [B, T, HQ, D]; k and v by branch, [B, T, HKV, D], for cmp [B, C, HKV, D]."""
+
+    q: Tensor
+    k: dict[str, Tensor]
+    v: dict[str, Tensor]
+
+
+def attend_loop(inputs: Projected, gate, design: Design) -> Tensor:
+    """o [B, T, HQ D], one token at a time. `gate(q_t [B, HKV, G, D])` makes weights [B, HKV, 3]."""
+    window = design.nsa.window
+    k_cmp, v_cmp, k_win, v_win = (x[b] for b in ("cmp", "win") for x in (inputs.k, inputs.v))
+    if design.has("truncated_cache"):
+        k_win, v_win = k_win[:, -window:], v_win[:, -window:]
+    rows = []
+    for t in range(inputs.q.shape[1]):
+        q_t = inputs.q[:, t].unflatten(1, (design.groups, -1))  # [B, HKV, G, D]
+        seen = compressed_span(design.nsa).seen(t)[1]
+        if design.has("first_compressed"):
+            seen = min(seen, 1)
+        o_cmp = _copied(q_t, k_cmp[:, :seen], v_cmp[:, :seen], design)
+        o_slc = _selected(q_t, inputs, t, design)
+        first = max(0, t + 1 - window)
+        o_win = _copied(q_t, k_win[:, first : t + 1], v_win[:, first : t + 1], design)
+        weights = gate(q_t)[..., None, :]  # [B, HKV, 1, 3]
+        o = weights[..., 0:1] * o_cmp + weights[..., 1:2] * o_slc + weights[..., 2:3] * o_win
+        rows.append(o.flatten(1))
+    return torch.stack(rows, dim=1)
+
+
+def _copied(q: Tensor, k: Tensor, v: Tensor, design: Design) -> Tensor:
+    """q [B, HKV, G, D] over k, v [B, S, HKV, D], which are copied for every head."""
+    if k.shape[1] == 0:
+        return torch.zeros_like(q)
+    heads = q.shape[2]
+    k, v = (x.transpose(1, 2)[:, :, None].expand(-1, -1, heads, -1, -1) for x in (k, v))
+    k, v = k.contiguous(), v.contiguous()  # [B, HKV, G, S, D]
+    return attend(q[..., None, :], k, v, design.has("one_key"))[..., 0, :]
+
+
+def _selected(q: Tensor, inputs: Projected, t: int, design: Design) -> Tensor:
+    """Each sequence and KV head has ranges of its own, whose keys all heads of the group share.
+
+    The heads stand where queries of other times would: a causal mask parts them.
+    """
+    ranges = select_ranges(q, inputs.k["cmp"], t, design)
+    rows = []
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            if not ranges[b][h]:
+                rows.append(torch.zeros_like(q[b, h]))
+                continue
+            index = torch.cat([torch.arange(*r, device=q.device) for r in ranges[b][h]])
+            k, v = inputs.k["slc"][b, index, h], inputs.v["slc"][b, index, h]  # [S, D]
+            rows.append(attend(q[b, h], k, v, design.has("heads_as_time")))
+    return torch.stack(rows).unflatten(0, q.shape[:2])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """q [..., M, D] over k, v [..., S, D]; what torch's own attention means by `is_causal`.
+
+    Its mask is aligned with the first key, so of one query it leaves that key alone; a decode step
+    wants the last row of the mask, which is no mask at all. It is written out because what torch
+    keeps for the backward depends on the kernel that it picks.
+    """
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # [..., M, S]
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@torch.no_grad()
+def select_ranges(q: Tensor, k_cmp: Tensor, t: int, design: Design) -> list[list[list[tuple]]]:
+    """Eq. 8-11 for one token: [start, end) of the tokens it reads, by sequence and KV head."""
+    nsa = design.nsa
+    seen = compressed_span(nsa).seen(t)[1]
+    keys = k_cmp if design.has("future_scores") else k_cmp[:, :seen]
+    scores = torch.einsum("bhgd,bchd->bhgc", q, keys) * q.shape[-1] ** -0.5
+    blocks = count_selectable(t + 1, nsa)
+    importance = pool(scores.softmax(-1).sum(2), blocks, nsa)[..., :blocks]  # [B, HKV, NB]
+    ended = (t + 1) // nsa.select_block
+    if design.has("drop_current"):
+        importance, blocks = importance[..., :ended], ended
+    if blocks == 0:
+        return [[[] for _ in range(q.shape[1])] for _ in range(q.shape[0])]
+    importance[..., : nsa.select_initial] = torch.inf
+    importance[..., max(0, blocks - nsa.select_local) :] = torch.inf
+    order = importance.argsort(dim=-1, descending=True, stable=True)
+    best = order[..., : nsa.select_count].sort(dim=-1).values
+    return [[_merged(row, t, nsa.select_block) for row in rows] for rows in best]
+
+
+def _merged(blocks: Tensor, t: int, size: int) -> list[tuple[int, int]]:
+    """Neighbouring blocks as one range, cut at the query; one host sync a block."""
+    ranges: list[tuple[int, int]] = []
+    for block in blocks:
+        start = block.item() * size
+        end = min(start + size, t + 1)
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, end))
+    return ranges
+
+
+def attend_masked(inputs: Projected, gate, design: Design) -> Tensor:
+    """o [B, T, HQ D]; what `attend_loop` computes, with a few operations a layer at any length."""
+    tokens = inputs.q.shape[1]
+    positions = torch.arange(tokens, device=inputs.q.device)
+    q = inputs.q.transpose(1, 2)  # [B, HQ, T, D]
+    causal = positions <= positions[:, None]
+    blocks = _select_dense(inputs, design)
+    seen = {
+        "cmp": compressed_visible(positions, inputs.k["cmp"].shape[1], design.nsa),
+        "slc": selected_tokens(blocks, tokens, design.nsa) & causal,
+        "win": window_visible(positions, design.nsa),
+    }
+    if design.has("first_compressed"):
+        first = torch.arange(seen["cmp"].shape[-1], device=q.device) == 0
+        seen["cmp"] = seen["cmp"] & first
+    weights = gate(inputs.q.unflatten(2, (design.groups, -1)))  # [B, T, HKV, 3]
+    group = design.heads // design.groups
+    total = 0
+    for number, branch in enumerate(BRANCHES):
+        o = _attend_dense(q, inputs.k[branch], inputs.v[branch], seen[branch], group)
+        weight = weights[..., number].repeat_interleave(group, dim=-1)
+        total = total + weight[..., None] * o  # [B, T, HQ, D]
+    return total.flatten(2)
+
+
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, group: int) -> Tensor:
+    if k.shape[1] == 0:
+        return torch.zeros_like(q).transpose(1, 2)
+    k, v = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    if visible.shape[1] > 1:
+        visible = visible.repeat_interleave(group, dim=1)
+    none = ~visible.any(-1, keepdim=True)
+    # A row that sees nothing sees key 0 instead, and its output is taken out again.
+    first = torch.arange(k.shape[2], device=q.device) == 0
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | (none & first))
+    return o.masked_fill(none, 0.0).transpose(1, 2)
+
+
+@torch.no_grad()
+def _select_dense(inputs: Projected, design: Design) -> Tensor:
+    nsa, q, k_cmp = design.nsa, inputs.q, inputs.k["cmp"]
+    tokens = q.shape[1]
+    positions = torch.arange(tokens, device=q.device)
+    scores = torch.einsum("bthgd,bchd->bhgtc", q.unflatten(2, (design.groups, -1)), k_cmp)
+    scores = scores * q.shape[-1] ** -0.5
+    visible = compressed_visible(positions, k_cmp.shape[1], nsa)[:, :, None]
+    if not design.has("future_scores"):
+        scores = scores.masked_fill(~visible, -torch.inf)
+    ranked = importance(scores.softmax(-1).nan_to_num(0.0), nsa)
+    ranked = F.pad(ranked, (0, count_selectable(tokens, nsa) - ranked.shape[-1]))
+    if not design.has("drop_current"):
+        return select(ranked, nsa)
+    # As if the query stood at the end of the block before its own.
+    ended = (positions + 1) // nsa.select_block
+    rows = [
+        select(ranked[:, t : t + 1], nsa, first_position=int(ended[t]) * nsa.select_block - 1)
+        if ended[t]
+        else torch.full((*ranked[:, :1].shape[:3], nsa.select_count), -1, device=q.device)
+        for t in range(tokens)
+    ]
+    return torch.cat([row.to(torch.int32) for row in rows], dim=1)
 
 
 class Gate(nn.Module):
@@ -42,7 +219,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(design.dim, design.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(ATTEND[self.design.path](self.project(x), self.gate, self.design))
+        attend = attend_loop if self.design.path == "loop" else attend_masked
+        return self.out(attend(self.project(x), self.gate, self.design))
 
     def project(self, x: Tensor) -> Projected:
         design = self.design
@@ -72,7 +250,7 @@ class Block(nn.Module):
 
 
 class LoopModel(nn.Module):
-    """(logits, loss) of tokens [B, T] int64; the loss needs targets [B, T].
+    """(logits, loss) of tokens and targets [B, T] int64.
 
     checkpointing: recompute every block in the backward, the bound block, or with the defect
     `late_checkpoint` whichever the loop's name stands for by then, which is the last.
@@ -87,20 +265,16 @@ class LoopModel(nn.Module):
         self.head = nn.Linear(design.dim, design.vocab, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None):
+    def forward(self, tokens: Tensor, targets: Tensor):
         x = self.embed(tokens)
-        if not self.checkpointing:
-            for block in self.blocks:
+        for block in self.blocks:
+            if not self.checkpointing:
                 x = block(x)
-        elif self.design.has("late_checkpoint"):
-            for block in self.blocks:
+            elif self.design.has("late_checkpoint"):
                 x = checkpoint(lambda inp: block(inp), x, use_reentrant=False)  # noqa: B023
-        else:
-            for block in self.blocks:
+            else:
                 x = checkpoint(block, x, use_reentrant=False)
         logits = self.head(self.norm(x))
-        if targets is None:
-            return logits, None
         return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 

@@ -2,15 +2,13 @@
 
 The case study's script wrote a debug line at the start of the first five steps and a loss at step 1
 and at every twentieth. Between step 5 and step 20 a healthy run is silent, however long a step is.
-
-Its script wrote a debug line at the start of the first five steps and a loss at step 1 and at
-every twentieth. Between step 5 and step 20 a healthy run is silent, however long a step takes.
 """
 
 import math
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,10 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.experiments.case_study.loop.design import Design, design
+from nsa.experiments.case_study.loop.design import design
 from nsa.experiments.case_study.loop.model import build
-
-_LINE = re.compile(r"^(?:\[debug\] )?step 0*(\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -71,12 +67,12 @@ CASE_STUDY = PrintSchedule()
 
 def last_step(text: str) -> int | None:
     """The step of the last line of a console; None where no line names one."""
-    found = [int(m[1]) for m in map(_LINE.match, text.splitlines()) if m]
-    return found[-1] if found else None
+    found = re.findall(r"^(?:\[debug\] )?step 0*(\d+)\b", text, re.MULTILINE)
+    return int(found[-1]) if found else None
 
 
 DEFAULTS = {
-    "design": "tiny",  # a name of nsa.experiments.case_study.loop.design, or a design's own fields
+    "design": "tiny",  # a name of nsa.experiments.case_study.loop.design
     "changes": {},  # of the design that is named
     "tokens": 128,
     "batch": 1,
@@ -92,61 +88,49 @@ DEFAULTS = {
 }
 
 
-def make(settings: dict[str, Any], progress: Any) -> "ExhibitLoop":
-    """The subject. ValueError for a setting it does not have."""
-    unknown = sorted(set(settings) - set(DEFAULTS))
-    if unknown:
-        raise ValueError(f"an exhibit has no setting {unknown[0]!r}; it has {', '.join(DEFAULTS)}")
-    return ExhibitLoop({**DEFAULTS, **settings}, progress)
-
-
 class ExhibitLoop:
-    """Trains on random bytes with AdamW, and prints what the case study's script printed."""
+    """Trains on random bytes with AdamW, and prints what the case study's script printed.
 
-    def __init__(self, settings: dict[str, Any], progress: Any = None) -> None:
+    ValueError for a setting that DEFAULTS does not have.
+    """
+
+    def __init__(self, given: dict[str, Any], progress: Any = None) -> None:
+        if unknown := sorted(set(given) - set(DEFAULTS)):
+            known = ", ".join(DEFAULTS)
+            raise ValueError(f"an exhibit has no setting {unknown[0]!r}; it has {known}")
+        self.settings = settings = DEFAULTS | given
         if settings["threads"]:
             torch.set_num_threads(settings["threads"])
-        self.settings, self.progress = settings, progress
+        self._enter = progress.phase if progress else lambda phase: None
+        self._backward = progress.backward if progress else torch.Tensor.backward
         self.schedule = PrintSchedule(settings["first"], settings["every"])
-        self.model = build(
-            the_design(settings),
-            settings["seed"],
-            settings["device"],
-            checkpointing=settings["checkpointing"],
-        )
+        chosen = design(settings["design"], **settings["changes"])
+        options = {"checkpointing": settings["checkpointing"]}
+        self.model = build(chosen, settings["seed"], settings["device"], **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings["lr"])
         self.stats: list[float] = []
-        self.nodes = 0
         if settings["aux_stats"]:
             for block in self.model.blocks:
                 block.attention.gate.register_forward_hook(self._statistics)
 
     def step(self, i: int) -> torch.Tensor:
         """Step i, from 0; the console counts from 1."""
-        if not self.settings["tracing"]:
-            return self._step(i)
-        with Trace():
-            return self._step(i)
-
-    def _step(self, i: int) -> torch.Tensor:
-        self._enter("data")
-        tokens, targets = self.batch(i)
-        if self.schedule.at_start(i + 1):
-            self._print(self.schedule.debug(i + 1, tokens.shape))
-        self._enter("forward")
-        _, loss = self.model(tokens, targets)
-        self._enter("backward")
-        if self.progress is None:
-            loss.backward()
-        else:
-            self.progress.backward(loss)
-        self._enter("optimizer")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.schedule.at_end(i + 1):
-            self._print(self.schedule.loss(i + 1, loss.item(), self.settings["lr"]))
-        self._enter("end")
-        return loss.detach()
+        with Trace() if self.settings["tracing"] else nullcontext():
+            self._enter("data")
+            tokens, targets = self.batch(i)
+            if self.schedule.at_start(i + 1):
+                print(self.schedule.debug(i + 1, tokens.shape), flush=True)
+            self._enter("forward")
+            _, loss = self.model(tokens, targets)
+            self._enter("backward")
+            self._backward(loss)
+            self._enter("optimizer")
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.schedule.at_end(i + 1):
+                print(self.schedule.loss(i + 1, loss.item(), self.settings["lr"]), flush=True)
+            self._enter("end")
+            return loss.detach()
 
     def batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Random bytes of step i and the ones after them: nothing to learn but their range."""
@@ -159,14 +143,9 @@ class ExhibitLoop:
 
     def witness(self) -> dict[str, Any]:
         """What ran: two arms of a comparison with the same one compared a program with itself."""
-        settings = self.settings
-        return {
-            "attention": self.model.design.path,
-            "defects": list(self.model.design.defects),
-            "aux_stats": settings["aux_stats"],
-            "tracing": settings["tracing"],
-            "checkpointing": settings["checkpointing"],
-        }
+        chosen = self.model.design
+        switches = {n: self.settings[n] for n in ("aux_stats", "tracing", "checkpointing")}
+        return {"attention": chosen.path, "defects": list(chosen.defects)} | switches
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -175,13 +154,8 @@ class ExhibitLoop:
         entropy = -(weights * weights.clamp_min(1e-9).log()).sum(-1)
         self.stats = [entropy.mean().item() / math.log(3), weights.max().item()]
 
-    def _enter(self, phase: str) -> None:
-        if self.progress is not None:
-            self.progress.phase(phase)
 
-    @staticmethod
-    def _print(line: str) -> None:
-        print(line, flush=True)
+make = ExhibitLoop  # what a trial's spec names
 
 
 class Trace(TorchDispatchMode):
@@ -195,11 +169,3 @@ class Trace(TorchDispatchMode):
         shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
         self.lines.append(f"{operation} {shape}")
         return operation(*args, **(kwargs or {}))
-
-
-def the_design(settings: dict[str, Any]) -> Design:
-    """The design that the settings name or hold."""
-    named = settings["design"]
-    if isinstance(named, dict):
-        return Design.from_dict(named)
-    return design(named, **settings["changes"])

@@ -2,12 +2,40 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nsa.experiments.case_study.settlement.reread import Fact
-from nsa.experiments.case_study.settlement.rows import ROWS, VERDICTS, Row
 from nsa.workbook.claim import Claim
 
+VERDICTS = {
+    "REFUTED": "the claim is wrong",
+    "CONFIRMED": "the claim is right",
+    "EXPLAINED": "both were seen, and this is what differed",
+    "VOID": "the comparison could not have told",
+    "INCONCLUSIVE": "not decided here",
+}
 CONTRADICTED = "CONTRADICTED"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim of the case study, as rows.yaml has it."""
+
+    id: str
+    claim: str
+    predicts: str
+    verdict: str
+    facts: Sequence[str] = ()
+    retraction: str = ""
+    settles: str = ""
+
+
+def all_rows() -> list[Row]:
+    """What the case study claimed, from the rows.yaml beside this module."""
+    import yaml
+
+    text = Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8")
+    return [Row(id, **fields) for id, fields in yaml.safe_load(text).items()]
 
 
 @dataclass(frozen=True)
@@ -37,31 +65,32 @@ class Settled:
         """What would decide an undecided row."""
         if self.verdict != "INCONCLUSIVE":
             return ""
-        lacking = [f"{one}: {fact.seen or 'not there'}" for fact in self.facts
-                   if fact.holds is None for one in (fact.evidence or (fact.name,))]  # fmt: skip
+        unknown = [fact for fact in self.facts if fact.holds is None]
+        open_ = [(fact.evidence or (fact.name,), fact.seen or "not there") for fact in unknown]
+        lacking = [f"{one}: {seen}" for evidence, seen in open_ for one in evidence]
         return "; ".join(lacking) or self.row.settles
 
     def __str__(self) -> str:
         return f"{self.row.id} {self.verdict}: {self.row.claim}"
 
 
-def settle(facts: Mapping[str, Fact], rows: Sequence[Row] = ROWS) -> list[Settled]:
-    """Every row with its facts. ValueError for a row that names a fact or verdict there is not, or
-    that decides something without a fact."""
-    settled = []
+def settle(facts: Mapping[str, Fact], rows: Sequence[Row] = ()) -> list[Settled]:
+    """Every row, or those given, with its facts.
+
+    ValueError for a row that names a fact or verdict there is not, or decides without a fact.
+    """
+    rows = rows or all_rows()
     for row in rows:
         if unknown := [name for name in row.facts if name not in facts]:
             raise ValueError(f"{row.id} stands on {unknown[0]!r}, which is no fact")
         if row.verdict not in VERDICTS:
-            raise ValueError(
-                f"{row.id}: verdict {row.verdict!r} is not one of {', '.join(VERDICTS)}"
-            )
+            known = ", ".join(VERDICTS)
+            raise ValueError(f"{row.id}: verdict {row.verdict!r} is not one of {known}")
         if row.verdict == "INCONCLUSIVE" and not row.settles:
             raise ValueError(f"{row.id} is INCONCLUSIVE and does not say what would settle it")
         if row.verdict != "INCONCLUSIVE" and not row.facts:
             raise ValueError(f"{row.id} is {row.verdict} without a fact")
-        settled.append(Settled(row, tuple(facts[name] for name in row.facts)))
-    return settled
+    return [Settled(row, tuple(facts[name] for name in row.facts)) for row in rows]
 
 
 def all_claims(settled: Sequence[Settled]) -> list[Claim]:

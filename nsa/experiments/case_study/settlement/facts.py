@@ -3,6 +3,7 @@
 A trial decides a fact by a condition on what it found; without its trial a fact is open.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from nsa.experiments.case_study.settlement.reread import Fact, reread
-from nsa.experiments.case_study.settlement.trials import Ended
+from nsa.lab.process.trial import Outcome
 from nsa.workbook.files import read_json
 from nsa.workbook.identity import PACKAGE
 from nsa.workbook.store import Store
 
 Found = dict[str, Any]
-PATHS = ("loop", "masked")
+RUNS = PACKAGE.parent / "runs"
 
 
 @dataclass(frozen=True)
@@ -31,42 +32,43 @@ class Asked:
 
 
 def all_facts(
-    trials: Mapping[str, Ended], *, memory_run: str = "", root: str | Path = PACKAGE.parent / "runs"
+    trials: Mapping[str, Outcome], *, memory_run: str = "", root: Path = RUNS
 ) -> dict[str, Fact]:
     """Every fact by name. `memory_run` is a kept run of 01_memory_scaling below `root`."""
-    found = [*reread(), *measured(ASKED, trials), _kept_production_run(memory_run, Path(root))]
+    found = [*reread(), *measured(ASKED, trials), _kept_production_run(memory_run, root)]
     return {fact.name: fact for fact in found}
 
 
-def measured(asked: Iterable[Asked], trials: Mapping[str, Ended]) -> list[Fact]:
+def measured(asked: Iterable[Asked], trials: Mapping[str, Outcome]) -> list[Fact]:
     """Every fact, not known where its trial was not run or did not end well."""
     facts = []
     for one in asked:
-        ended, evidence = trials.get(one.trial), (f"trial:{one.trial}",)
-        if ended is None or ended.found is None:
-            why = "not run" if ended is None else f"{ended.outcome}: {ended.message}"
-            facts.append(Fact(one.name, one.sentence, None, evidence, why))
+        ended = trials.get(one.trial)
+        if ended is None:
+            holds, seen = None, "not run"
+        elif ended.result is None:
+            holds, seen = None, f"{ended.status}: {ended.message}"
         else:
-            holds, seen = bool(one.holds(ended.found)), one.show(ended.found)
-            facts.append(Fact(one.name, one.sentence, holds, evidence, seen))
+            holds, seen = bool(one.holds(ended.result)), one.show(ended.result)
+        facts.append(Fact(one.name, one.sentence, holds, (f"trial:{one.trial}",), seen))
     return facts
 
 
 def _kept_production_run(run: str, root: Path) -> Fact:
-    make = partial(Fact, "kept-production-run")
     sentence = "today's production step of 12 layers at T 2048 fits in 6 GiB, in a kept run"
+    make = partial(Fact, "kept-production-run", sentence)
     if not run:
-        return make(sentence, None, (), "no run was named")
+        return make(None, (), "no run was named")
     try:
         folder = Store(root).find(run)
     except ValueError as error:
-        return make(sentence, None, (), str(error))
+        return make(None, (), str(error))
     rows: list[dict[str, Any]] = read_json(folder / "verdicts.json", [])
     fits = [r for r in rows if "production step of 12 layers at T 2048" in r["claim"]]
+    evidence = (f"run:{folder.name}",)
     if not fits or fits[0]["verdict"] == "INCONCLUSIVE":
-        return make(sentence, None, (f"run:{folder.name}",), "not measured there")
-    holds = fits[0]["verdict"] == "PASS"
-    return make(sentence, holds, (f"run:{folder.name}",), fits[0]["claim"])
+        return make(None, evidence, "not measured there")
+    return make(fits[0]["verdict"] == "PASS", evidence, fits[0]["claim"])
 
 
 def _print_schedule(found: Found) -> bool:
@@ -78,8 +80,8 @@ def _print_schedule(found: Found) -> bool:
 
 
 def _prints_alike(found: Found) -> bool:
-    loop, masked = ({r["first"]: r["lines"] for r in found["paths"][path]} for path in PATHS)
-    return all(masked[first] == lines for first, lines in loop.items())
+    masked = {row["first"]: row["lines"] for row in found["paths"]["masked"]}
+    return all(masked[row["first"]] == row["lines"] for row in found["paths"]["loop"])
 
 
 def deadline_s(begun: Mapping[str, list[float]]) -> float:
@@ -94,73 +96,38 @@ def _reached(found: Found, arm: str, times: float = 1.0) -> int:
 
 
 def _cut(found: Found) -> str:
-    at = deadline_s(found["begun_s"])
-    return "; ".join(
-        f"{arm}: {', '.join(str(_reached(found, arm, n)) for n in (0.5, 1, 2))} steps"
-        for arm in found["begun_s"]
-    ) + f" by {at / 2:.2f}, {at:.2f} and {2 * at:.2f} s"  # fmt: skip
-
-
-def _traced_is_slower(found: Found) -> bool:
-    plain, traced = (found["begun_s"][arm][-1] for arm in ("plain", "traced"))
-    return traced > plain and _reached(found, "traced") < _reached(found, "plain")
+    at, times = deadline_s(found["begun_s"]), (0.5, 1, 2)
+    reached = {arm: [str(_reached(found, arm, n)) for n in times] for arm in found["begun_s"]}
+    said = "; ".join(f"{arm}: {', '.join(steps)} steps" for arm, steps in reached.items())
+    return f"{said} by {at / 2:.2f}, {at:.2f} and {2 * at:.2f} s"
 
 
 def _same_steps(arm: str) -> Callable[[Found], bool]:
     return lambda found: len(found["begun_s"][arm]) == len(found["begun_s"]["plain"])
 
 
-def _of(found: Found, key: str, path: str) -> list[int]:
-    """That figure of the path at T 64 and 128, batch 1, then at T 64, batch 2."""
+def _figures(found: Found, key: str) -> dict[str, list[int]]:
+    """That figure by path: at T 64 and 128, batch 1, then at T 64, batch 2."""
     rows = {(r["path"], r["tokens"], r["batch"]): r[key] for r in found["rows"]}
-    return [rows[path, tokens, batch] for tokens, batch in ((64, 1), (128, 1), (64, 2))]
+    cells = ((64, 1), (128, 1), (64, 2))
+    return {path: [rows[path, *cell] for cell in cells] for path in ("loop", "masked")}
 
 
-def _shown(key: str) -> Callable[[Found], str]:
-    return lambda found: ", ".join(f"{path} T {t}: {n:,}" for path in PATHS for t, n in
-                                   zip((64, 128), _of(found, key, path), strict=False))  # fmt: skip
+def _of(key: str, judge: Callable[[list[int], list[int]], bool]) -> Callable[[Found], bool]:
+    """judge(loop, masked) of that figure."""
+    return lambda found: judge(*_figures(found, key).values())
 
 
-def _operations(found: Found) -> bool:
-    loop, masked = (_of(found, "operations", path) for path in PATHS)
-    grows = 1.8 < loop[1] / loop[0] < 2.2
-    return grows and masked[0] == masked[1] and loop[1] > 20 * masked[1]
-
-
-def _nodes(found: Found) -> bool:
-    loop, masked = (_of(found, "nodes", path) for path in PATHS)
-    each = (loop[1] - loop[0]) / 64
-    return each > 50 and each * 12 * 2048 > 1e6 and masked[0] == masked[1]
-
-
-def _syncs(found: Found) -> bool:
-    loop, masked = (_of(found, "syncs", path) for path in PATHS)
-    return (loop[1] - loop[0]) / 64 > 2 and masked[:2] == [0, 0]
-
-
-def _batch(found: Found) -> bool:
-    loop, masked = (_of(found, "operations", path) for path in PATHS)
-    return loop[2] > 1.2 * loop[0] and masked[2] < 1.01 * masked[0]
-
-
-def _batch_shown(found: Found) -> str:
-    counts = {path: _of(found, "operations", path) for path in PATHS}
-    return ", ".join(f"{path}: {n[0]:,} to {n[2]:,}" for path, n in counts.items())
-
-
-def _late_binding(found: Found) -> bool:
-    late = found["late"]
-    wrong = min(late["errors"][:-1]) > 0.5 and late["errors"][-1] < 1e-6
-    return late["loss"] == late["plain_loss"] and wrong
+def _shown(
+    key: str, form: str = "{path} T 64: {n[0]:,}, {path} T 128: {n[1]:,}"
+) -> Callable[[Found], str]:
+    return lambda found: ", ".join(
+        form.format(path=path, n=n) for path, n in _figures(found, key).items()
+    )
 
 
 def _errors(name: str) -> Callable[[Found], str]:
     return lambda f: "relative errors " + ", ".join(f"{e:.2f}" for e in f[name]["errors"])
-
-
-def _fp32_fine(found: Found) -> bool:
-    rest = [v for k, v in found.items() if k.startswith(("float32", "bfloat16"))]
-    return all(v not in ("nan", "inf", "-inf") for v in rest)
 
 
 def _counts(found: Found) -> str:
@@ -197,7 +164,8 @@ ASKED = (
           _cut),
     Asked("traced-is-slower", "deadlines",
           "traced, a step takes longer, so the same deadline cuts it at an earlier step",
-          _traced_is_slower, _cut),
+          lambda f: f["begun_s"]["traced"][-1] > f["begun_s"]["plain"][-1]
+          and _reached(f, "traced") < _reached(f, "plain"), _cut),
     Asked("traced-same-steps", "deadlines",
           "without a deadline the traced loop ends all its steps", _same_steps("traced"), _cut),
     Asked("aux-stats-same-steps", "deadlines",
@@ -205,23 +173,34 @@ ASKED = (
           _same_steps("aux stats"), _cut),
     Asked("operations-per-token", "operations",
           "the rebuilt loop's operations grow with T, those of dense masks do not; at T 128 it "
-          "has over 20 times as many", _operations, _shown("operations")),
+          "has over 20 times as many",
+          _of("operations", lambda loop, masked: 1.8 < loop[1] / loop[0] < 2.2
+              and masked[0] == masked[1] and loop[1] > 20 * masked[1]), _shown("operations")),
     Asked("nodes-per-token", "operations",
           "its autograd graph has over 50 nodes a token and layer, over a million with 12 layers "
-          "at T 2048; that of dense masks as many at T 64 as at 128", _nodes, _shown("nodes")),
+          "at T 2048; that of dense masks as many at T 64 as at 128",
+          _of("nodes", lambda loop, masked: loop[1] - loop[0] > 50 * 64 and masked[0] == masked[1]),
+          _shown("nodes")),
     Asked("syncs-per-token", "operations",
           "it waits for the host several times a token; dense masks never do",
-          _syncs, _shown("syncs")),
+          _of("syncs", lambda loop, masked: loop[1] - loop[0] > 2 * 64 and masked[:2] == [0, 0]),
+          _shown("syncs")),
     Asked("batch-costs-operations", "operations",
           "a second sequence in the batch adds a fifth and more to the loop's operations, and "
-          "under 1 % to those of dense masks", _batch, _batch_shown),
+          "under 1 % to those of dense masks",
+          _of("operations", lambda loop, masked: loop[2] > 1.2 * loop[0]
+              and masked[2] < 1.01 * masked[0]),
+          _shown("operations", "{path}: {n[0]:,} to {n[2]:,}")),
     Asked("nothing-accumulates", "state",
           "from step 4 to 5 nothing changes but weights, moments and the optimizer's step",
           lambda f: all(row["changed"] == row["should"] for row in f["rows"]),
           lambda f: ", ".join(r["what"] for r in f["rows"] if r["changed"])),
     Asked("late-binding", "checkpointing",
           "a checkpoint of the loop's variable gives the same loss, and wrong gradients in every "
-          "block but the last", _late_binding, _errors("late")),
+          "block but the last",
+          lambda f: f["late"]["loss"] == f["late"]["plain_loss"]
+          and min(f["late"]["errors"][:-1]) > 0.5 and f["late"]["errors"][-1] < 1e-6,
+          _errors("late")),
     Asked("bound-is-exact", "checkpointing", "with the block itself gradients are bit-equal",
           lambda f: max(f["bound"]["errors"]) == 0.0, _errors("bound")),
     Asked("eager-compiles-nothing", "recompiles", "six eager steps of the loop compile nothing",
@@ -251,7 +230,9 @@ ASKED = (
     Asked("fp16-nan", "fp16-adamw",
           "one step of AdamW on an fp16 weight: a gradient of 0 gives NaN, one of 1e-4 -inf",
           lambda f: f["float16 0"] == "nan" and f["float16 0.0001"] == "-inf"),
-    Asked("fp32-fine", "fp16-adamw", "the same step in fp32 and bf16 is finite", _fp32_fine),
+    Asked("fp32-fine", "fp16-adamw", "the same step in fp32 and bf16 is finite",
+          lambda f: all(math.isfinite(float(value)) for name, value in f.items()
+                        if name.startswith(("float32", "bfloat16")))),
     Asked("eps-is-zero", "fp16-adamw", "AdamW's eps of 1e-8 is 0 in fp16",
           lambda f: f["eps_in_fp16"] == 0.0),
     Asked("branches-differ-here", "branches",

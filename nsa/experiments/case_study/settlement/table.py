@@ -6,13 +6,10 @@ import pandas
 
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.case_study.figures import TIMINGS
-from nsa.experiments.case_study.loop.design import production
-from nsa.experiments.case_study.loop.saved import held, with_correct_window
+from nsa.experiments.case_study.loop.design import peak_mib
 from nsa.experiments.case_study.settlement.claims import Settled
 from nsa.experiments.case_study.settlement.reread import Fact
-from nsa.experiments.case_study.settlement.trials import Ended
-
-MIB = 2**20
+from nsa.lab.process.trial import Outcome
 
 
 def facts(found: Mapping[str, Fact], kind: str) -> pandas.DataFrame:
@@ -48,12 +45,9 @@ def rows(settled: Sequence[Settled], kind: str) -> pandas.DataFrame:
     return pandas.DataFrame.from_dict(found, orient="index")
 
 
-def trials(ended: Mapping[str, Ended]) -> pandas.DataFrame:
+def trials(ended: Mapping[str, Outcome]) -> pandas.DataFrame:
     """How each trial ended, and after how long."""
-    found = {
-        name: {"ended": one.outcome, "seconds": round(one.seconds, 1), "message": one.message}
-        for name, one in ended.items()
-    }
+    found = {name: (one.status, round(one.seconds, 1), one.message) for name, one in ended.items()}
     columns = ["ended", "seconds", "message"]
     return pandas.DataFrame.from_dict(found, orient="index", columns=columns)
 
@@ -61,48 +55,39 @@ def trials(ended: Mapping[str, Ended]) -> pandas.DataFrame:
 def memory() -> pandas.DataFrame:
     """The memory table beside what shapes say: of the loop as it was, and with a right window."""
     found = {}
-    cells = [(5, tokens, mib) for tokens, mib in case_study.MEMORY_MIB.items()]
-    for layers, tokens, mib in [*cells, (12, 2048, case_study.PRODUCTION_PEAK_MIB)]:
-        copies = held(production(layers), tokens).total / MIB
-        right = held(with_correct_window(production(layers)), tokens).total / MIB
-        estimate = case_study.ESTIMATE_MIB[tokens] if layers == 5 else None
-        found[(layers, tokens)] = {
+    for (layers, tokens), mib in case_study.PEAKS_MIB.items():
+        copies, estimate = peak_mib(layers, tokens), case_study.ESTIMATE_MIB[tokens]
+        found[layers, tokens] = {
             "reported, MiB": f"{mib:,.0f}",
             "copies": f"{copies:,.0f}",
             "off by": f"{copies / mib - 1:+.1%}",
-            "its estimator": "" if estimate is None else f"{estimate:,.0f}",
-            "was off by": "" if estimate is None else f"{estimate / mib - 1:+.1%}",
-            "with a right window": f"{right:,.0f}",
+            "its estimator": f"{estimate:,.0f}" if layers == 5 else "",
+            "was off by": f"{estimate / mib - 1:+.1%}" if layers == 5 else "",
+            "with a right window": f"{peak_mib(layers, tokens, right_window=True):,.0f}",
         }
     table = pandas.DataFrame.from_dict(found, orient="index")
-    table.index = pandas.MultiIndex.from_tuples(found, names=["layers", "T"])
+    table.index.names = ["layers", "T"]
     return table
 
 
 def timings() -> pandas.DataFrame:
     """Nine step times of the reports, by their operations."""
-    return pandas.DataFrame(
-        {
-            "step": [str(t) for t in TIMINGS],
-            "seconds": [t.seconds for t in TIMINGS],
-            "operations": [f"{t.operations:,}" for t in TIMINGS],
-            "us an operation": [f"{t.microseconds:.1f}" for t in TIMINGS],
-            "said of it": [t.said for t in TIMINGS],
-        }
-    ).set_index("step")
+    columns = ["step", "seconds", "operations", "us an operation", "said of it"]
+    rows = [(str(t), t.seconds, f"{t.operations:,}", f"{t.microseconds:.1f}", t.said)
+            for t in TIMINGS]  # fmt: skip
+    return pandas.DataFrame(rows, columns=columns).set_index("step")
 
 
-def to_metrics(found: Mapping[str, Fact], ended: Mapping[str, Ended]) -> list[dict]:
+def to_metrics(found: Mapping[str, Fact], ended: Mapping[str, Outcome]) -> list[dict]:
     """Rows of metrics.csv: a fact as 1, 0 or nothing where not known; a trial's seconds."""
-    lines = [
-        {"operation": "settlement", "mode": "", "metric": "fact holds", "unit": "1",
-         "median": None if fact.holds is None else float(fact.holds),
-         "config": {"fact": fact.name, "evidence": list(fact.evidence), "seen": fact.seen}}
-        for fact in found.values()
-    ]  # fmt: skip
-    return lines + [
-        {"operation": "settlement", "mode": "trial", "metric": "latency", "unit": "s",
-         "median": one.seconds if one.outcome == "ok" else None,
-         "config": {"trial": name, "outcome": one.outcome}}
-        for name, one in ended.items()
-    ]  # fmt: skip
+    columns = ("operation", "mode", "metric", "unit", "median", "config")
+    rows: list[tuple] = []
+    for fact in found.values():
+        holds = None if fact.holds is None else float(fact.holds)
+        config = {"fact": fact.name, "evidence": list(fact.evidence), "seen": fact.seen}
+        rows.append(("settlement", "", "fact holds", "1", holds, config))
+    for name, one in ended.items():
+        seconds = one.seconds if one.status == "ok" else None
+        config = {"trial": name, "outcome": one.status}
+        rows.append(("settlement", "trial", "latency", "s", seconds, config))
+    return [dict(zip(columns, row, strict=True)) for row in rows]

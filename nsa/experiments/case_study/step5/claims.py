@@ -4,14 +4,14 @@ from itertools import pairwise
 
 from nsa.experiments.case_study.figures import BAND_US, TIMINGS
 from nsa.experiments.case_study.step5 import decision, table
-from nsa.experiments.case_study.step5.investigation import OBSERVERS, PRINTS, Results
-from nsa.experiments.case_study.step5.trials import FACTORS, Trial, pace
+from nsa.experiments.case_study.step5.trials import FACTORS, OBSERVERS, PRINTS, Results, Trial
 from nsa.workbook.claim import Claim, verdict_of
 
 MEMORY_LIMIT = 0.03  # of the case study's own figures
 SHAPES_LIMIT = 0.02  # of what is recorded here
 CAUSE = {"path": "loop", "deadline": 1.0}
 STEADY = 1.3  # a machine whose step varies by more moves deadlines about
+NOT_RUN = "it was not run"
 
 
 def all_claims(results: Results) -> list[Claim]:
@@ -53,16 +53,18 @@ def the_console_shows_the_schedule(results: Results) -> Claim:
     told = {t.id: {"last line": t.said, "was in step": t.reached} for t in results.trials}
     wrong = [t for t in results.trials if t.said not in t.expected()]
     sentence = f"the last line of all {len(told)} trials is what their print schedule makes of P"
-    return _claim(sentence, results.trials, not wrong, told, f"; not of {_ids(wrong)}")
+    if wrong:
+        sentence += f"; not of {_ids(wrong)}"
+    return _claim(sentence, results.trials, not wrong, told)
 
 
 def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
     """A hang would stay where it is."""
-    named = sorted((t for n, t in results.named.items() if n.endswith(" x")),
-                   key=lambda t: t.cell["deadline"])  # fmt: skip
+    named = [t for n, t in results.named.items() if n.endswith(" x")]
+    named.sort(key=lambda t: t.cell["deadline"])
     sentence = "the same run comes further with every longer deadline, and ends"
     if len(named) < 2:
-        return _undecided(sentence)
+        return Claim.undecided(sentence, NOT_RUN)
     reached = [t.steps + 1 if t.finished else t.reached for t in named]
     done = named[0].steps + 1
     holds = all(a < b or a == b == done for a, b in pairwise(reached))
@@ -77,56 +79,57 @@ def the_hang_step_moves_with_the_prints(results: Results) -> Claim:
     chosen = {n: t for n, t in results.named.items() if n in PRINTS or n == "1 x"}
     sentence = "the step that is said to hang is chosen by the print schedule"
     if len(chosen) < 2:
-        return _undecided(sentence)
+        return Claim.undecided(sentence, NOT_RUN)
+    trials = list(chosen.values())
     said = {n: t.said for n, t in chosen.items()}
-    asked = {n: t.said in t.expected() for n, t in chosen.items()}
     told = ", ".join(f"{n}: {t.said} (in {t.reached})" for n, t in chosen.items())
-    holds = all(asked.values()) and len(set(said.values())) > 2
-    return _claim(f"{sentence}: {told}", list(chosen.values()), holds, said)
+    holds = all(t.said in t.expected() for t in trials) and len(set(said.values())) > 2
+    return _claim(f"{sentence}: {told}", trials, holds, said)
 
 
 def observers_only_slow(results: Results) -> Claim:
     """A fault would show itself to an observer; slow work only gets slower."""
+    plain = results.named.get("1 x")
     watched = {n: t for n, t in results.named.items() if n in OBSERVERS}
     sentence = "aux stats, tracing and launch blocking change the pace and not the verdict"
-    if "1 x" not in results.named or not watched:
-        return _undecided(sentence)
-    plain = results.named["1 x"]
+    if not plain or not watched:
+        return Claim.undecided(sentence, NOT_RUN)
     told = {n: {"was in step": t.reached, "verdict": t.verdict.label} for n, t in watched.items()}
     bad = [t for t in watched.values() if t.verdict.kind not in ("SLOW", "PASS")]
     if any(t.verdict.kind == "INCONCLUSIVE" for t in bad):
-        return _undecided(sentence, f"{_ids(bad)} cannot be told")
-    said = ", ".join(f"{n} step {t.reached}" for n, t in watched.items())
-    return _claim(f"{sentence}: step {plain.reached} without, {said}",
-                  [plain, *watched.values()], not bad, told)  # fmt: skip
+        return Claim.undecided(sentence, f"{_ids(bad)} cannot be told")
+    sentence += f": step {plain.reached} without"
+    for name, trial in watched.items():
+        sentence += f", {name} step {trial.reached}"
+    return _claim(sentence, [plain, *watched.values()], not bad, told)
 
 
 def layers_only_slow(results: Results) -> Claim:
     """A threshold in layers is one in seconds."""
-    found = [(n, t) for n, t in results.named.items() if n.endswith(" layers")]
+    plain = results.named.get("1 x")
+    name = next((n for n in results.named if n.endswith(" layers")), None)
     sentence = "more layers come less far within one deadline, and move"
-    if not found or "1 x" not in results.named:
-        return _undecided(sentence)
-    name, deep = found[0]
-    plain = results.named["1 x"]
+    if not plain or not name:
+        return Claim.undecided(sentence, NOT_RUN)
+    deep = results.named[name]
     if deep.verdict.kind not in ("SLOW", "HANG"):
-        return _undecided(sentence, f"{deep.id} is {deep.verdict.label}")
+        return Claim.undecided(sentence, f"{deep.id} is {deep.verdict.label}")
     holds = deep.verdict.kind == "SLOW" and deep.reached < plain.reached
-    return _claim(f"{sentence}: {name} {_where(deep)}, 1 layer {_where(plain)}", [plain, deep],
-                  holds, {"reached": [plain.reached, deep.reached]})  # fmt: skip
+    text = f"{sentence}: {name} {_where(deep)}, 1 layer {_where(plain)}"
+    return _claim(text, [plain, deep], holds, {"reached": [plain.reached, deep.reached]})
 
 
 def nothing_builds_up(results: Results) -> Claim:
     """Between the step that was said to be the last good one and the one said to hang."""
     sentence = "between steps 4 and 5 nothing changes but weights, moments and the step count"
     if results.state is None:
-        return _undecided(sentence)
+        return Claim.undecided(sentence, NOT_RUN)
     rows = results.state["rows"]
     wrong = [r["what"] for r in rows if r["changed"] != r["should"]]
     text = f"{sentence}, of {len(rows)} things compared"
     if wrong:
         text += f"; not so: {', '.join(wrong)}"
-    return Claim(text, "FAIL" if wrong else "PASS", {"rows": rows})
+    return Claim(text, verdict_of(not wrong), {"rows": rows})
 
 
 def the_old_rules_cause(results: Results) -> Claim:
@@ -135,21 +138,20 @@ def the_old_rules_cause(results: Results) -> Claim:
     ids = [row.tried.id for row in found.rows]
     sentence = f"of {len(FACTORS)} factors the old rule's HANG needs the loop and the deadline"
     if not found.solved:
-        return _undecided(sentence, found.why)
+        return Claim.undecided(sentence, found.why)
     cause = dict(found.cause)
     told = ", ".join(f"{name}={value}" for name, value in cause.items())
     text = f"{sentence}: {told}, in {len(ids)} trials [{ids[0]} to {ids[-1]}]"
-    evidence = {"cause": cause, "trials": ids, "spread": spread(results)}
+    evidence = {"cause": cause, "trials": ids, "spread": results.spread}
     if cause == CAUSE:
         return Claim(text, "PASS", evidence)
-    unsteady = spread(results) > STEADY
+    unsteady = results.spread > STEADY
     return Claim(f"{text}; another cause", "INCONCLUSIVE" if unsteady else "FAIL", evidence)
 
 
 def one_constant_explains_the_times() -> Claim:
     """Over layers, lengths, GPUs and versions of torch."""
-    each = [t.microseconds for t in TIMINGS]
-    seconds = [t.seconds for t in TIMINGS]
+    each, seconds = [t.microseconds for t in TIMINGS], [t.seconds for t in TIMINGS]
     low, high = BAND_US
     return Claim(
         f"all {len(each)} timings of the case study are {min(each):.1f} to {max(each):.1f} us an "
@@ -161,41 +163,35 @@ def one_constant_explains_the_times() -> Claim:
 
 def operations_follow_tokens(results: Results) -> Claim:
     """The loop's by the token, the masks' not at all."""
-    rows = {(row["path"], row["tokens"]): row["operations"] for row in results.operations}
-    tokens = results.lab.setup.tokens
     sentence = "the loop dispatches by the token, dense masks do not"
-    keys = ("loop", tokens), ("masked", tokens), ("masked", 2 * tokens)
-    if any(key not in rows for key in keys):
-        return _undecided(sentence)
-    loop, masked, longer = (rows[key] for key in keys)
+    if not results.operations:
+        return Claim.undecided(sentence, NOT_RUN)
+    rows = {(row["path"], row["tokens"]): row["operations"] for row in results.operations}
+    loop, masked, longer = rows.values()
     holds = loop > 20 * masked and longer == masked
-    times = f"{loop / masked:.0f} times as many operations at T {tokens}"
-    return Claim(f"{sentence}: {times}", verdict_of(holds), {str(k): rows[k] for k in keys})
+    times = f"{loop / masked:.0f} times as many operations at T {results.lab.setup.tokens}"
+    return Claim(f"{sentence}: {times}", verdict_of(holds), {str(k): n for k, n in rows.items()})
 
 
 def copies_explain_the_memory() -> Claim:
     """From shapes, with nothing fitted."""
     errors = table.memory()["error"]
     worst = float(errors.abs().max())
-    return Claim(
-        f"shapes alone give the case study's memory table, 5 and 12 layers, to {worst:.1%}",
-        verdict_of(worst <= MEMORY_LIMIT),
-        {f"{layers} layers, T {tokens}": f"{error:+.1%}"
-         for (layers, tokens), error in errors.items()},
-    )  # fmt: skip
+    sentence = f"shapes alone give the case study's memory table, 5 and 12 layers, to {worst:.1%}"
+    return Claim(sentence, verdict_of(worst <= MEMORY_LIMIT), _by_size(errors, "+.1%"))
 
 
 def recorded_as_predicted(results: Results) -> Claim:
     """Peaks of this machine's allocator, against the same count."""
     sentence = "what the exhibit holds is what its shapes say"
     if not results.memory:
-        return _undecided(sentence)
+        return Claim.undecided(sentence, NOT_RUN)
     errors = table.recorded(results)["error"]
     worst = float(errors.abs().max())
     on_gpu = results.lab.setup.device == "cuda"
     limit = MEMORY_LIMIT if on_gpu else SHAPES_LIMIT  # blocks of 512 bytes, fused norms
-    told = {f"{n} layers, T {t}": f"{e:+.2%}" for (n, t), e in errors.items()}
-    return Claim(f"{sentence}, to {limit:.0%}: {worst:.2%}", verdict_of(worst <= limit), told)
+    text = f"{sentence}, to {limit:.0%}: {worst:.2%}"
+    return Claim(text, verdict_of(worst <= limit), _by_size(errors, "+.2%"))
 
 
 def the_tree_ends_in_slow(results: Results) -> Claim:
@@ -205,29 +201,25 @@ def the_tree_ends_in_slow(results: Results) -> Claim:
     trials = [results.named[n] for n in ("1 x", "2 x") if n in results.named]
     sentence = "the decision tree ends in SLOW by dispatch"
     if leaf in decision.TREE:
-        return _undecided(sentence, f"nothing answers {leaf!r}")
+        return Claim.undecided(sentence, f"nothing answers {leaf!r}")
     told = " > ".join(f"{n}: {'yes' if a else 'no'}" for n, a in path[:-1])
-    if leaf == "PASS" and spread(results) > STEADY:
-        return _undecided(sentence, "the machine's pace changed under it")
+    if leaf == "PASS" and results.spread > STEADY:
+        return Claim.undecided(sentence, "the machine's pace changed under it")
     return _claim(f"{sentence}: {told}", trials, leaf == "DISPATCH", {"leaf": leaf})
-
-
-def spread(results: Results) -> float:
-    """How much a step's time varied over trials of the same program."""
-    alike = [t for t in results.trials if t.cell["path"] == "loop" and t.cell["layers"] == 1
-             and not any(t.cell[n] for n in ("tracing", "aux_stats", "blocking"))]  # fmt: skip
-    paces = [p for p in (pace(t.evidence) for t in alike) if p]
-    return max(paces) / min(paces) if len(paces) > 1 else 1.0
 
 
 def _where(trial: Trial) -> str:
     return f"{trial.steps} steps done" if trial.finished else f"in step {trial.reached}"
 
 
-def _claim(sentence: str, trials: list[Trial], holds: bool, evidence, otherwise: str = "") -> Claim:
-    text = f"{sentence}{'' if holds else otherwise} [{_ids(trials)}]"
+def _by_size(errors, form: str) -> dict[str, str]:
+    return {f"{n} layers, T {t}": f"{error:{form}}" for (n, t), error in errors.items()}
+
+
+def _claim(sentence: str, trials: list[Trial], holds: bool, evidence) -> Claim:
     ids = list(dict.fromkeys(t.id for t in trials))
-    return Claim(text, verdict_of(holds), {"trials": ids, "found": evidence})
+    found = {"trials": ids, "found": evidence}
+    return Claim(f"{sentence} [{_ids(trials)}]", verdict_of(holds), found)
 
 
 def _ids(trials: list[Trial], most: int = 6) -> str:
@@ -235,7 +227,3 @@ def _ids(trials: list[Trial], most: int = 6) -> str:
     ids = list(dict.fromkeys(t.id for t in trials))
     more = f" and {len(ids) - most} more" if len(ids) > most else ""
     return ", ".join(ids[:most]) + more
-
-
-def _undecided(sentence: str, why: str = "it was not run") -> Claim:
-    return Claim.undecided(sentence, why)

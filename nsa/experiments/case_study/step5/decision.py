@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nsa.experiments.case_study.figures import BAND_US, TIMINGS
-from nsa.experiments.case_study.loop.design import DESIGNS
-from nsa.experiments.case_study.step5.investigation import Results
+from nsa.experiments.case_study.loop.design import design
+from nsa.experiments.case_study.step5.trials import Results, Trial
 
 TARGET = 300.0  # tokens/s, the case study's own least
 FEWER = 10.0  # times fewer operations, for a step that operations explain
@@ -34,55 +34,41 @@ LEAVES = {
 }
 
 
-def _late(results: Results):
-    return results.named.get("1 x")
-
-
-def _ended(results: Results) -> bool | None:
-    trial = _late(results)
-    return None if trial is None else trial.finished
-
-
-def _moves(results: Results) -> bool | None:
-    trial = _late(results)
-    return None if trial is None else trial.verdict.kind == "SLOW"
-
-
-def _proof(results: Results) -> bool | None:
-    trial = _late(results)
-    return None if trial is None else trial.verdict.kind == "HANG"
+def _late(ask: Callable[[Trial], bool]) -> Callable[[Results], bool | None]:
+    """Asked of the trial under the old deadline."""
+    return lambda results: ask(results.named["1 x"]) if "1 x" in results.named else None
 
 
 def _further(results: Results) -> bool | None:
-    pair = [results.named.get(name) for name in ("1 x", "2 x")]
-    return None if None in pair else pair[1].reached > pair[0].reached or pair[1].finished
+    once, twice = (results.named.get(name) for name in ("1 x", "2 x"))
+    return once and twice and (twice.reached > once.reached or twice.finished)
 
 
 def _same_state(results: Results) -> bool | None:
     if results.state is None:
         return None
-    return not [r for r in results.state["rows"] if r["changed"] and not r["should"]]
+    return not any(row["changed"] and not row["should"] for row in results.state["rows"])
 
 
 def _operations(results: Results) -> bool | None:
-    rows = {(row["path"], row["tokens"]): row for row in results.operations}
-    tokens = results.lab.setup.tokens
-    loop, masked = rows.get(("loop", tokens)), rows.get(("masked", tokens))
-    if loop is None or masked is None:
+    if not results.operations:
         return None
+    loop, masked, _ = results.operations
     fewer = loop["operations"] > FEWER * masked["operations"]
     return fewer and loop["seconds"] > FEWER / 2 * masked["seconds"]
 
 
 TREE = {
-    "ended": Question("Did it end by itself?", _ended, "PASS", "moves"),
-    "moves": Question("Does P move?", _moves, "further", "proof"),
-    "proof": Question("Is there a proof\nthat it cannot go on?", _proof, "HANG", "RERUN"),
-    "further": Question("Does it come further\nin twice the time?", _further, "state", "RERUN"),
-    "state": Question("Is the state alike after\nsteps 4 and 5?", _same_state, "operations",
-                      "LEAK"),
-    "operations": Question("Do operations\nexplain the time?", _operations, "DISPATCH",
-                           "ELSEWHERE"),
+    node: Question(*asked)
+    for node, *asked in (
+        ("ended", "Did it end by itself?", _late(lambda t: t.finished), "PASS", "moves"),
+        ("moves", "Does P move?", _late(lambda t: t.verdict.kind == "SLOW"), "further", "proof"),
+        ("proof", "Is there a proof\nthat it cannot go on?",
+         _late(lambda t: t.verdict.kind == "HANG"), "HANG", "RERUN"),
+        ("further", "Does it come further\nin twice the time?", _further, "state", "RERUN"),
+        ("state", "Is the state alike after\nsteps 4 and 5?", _same_state, "operations", "LEAK"),
+        ("operations", "Do operations\nexplain the time?", _operations, "DISPATCH", "ELSEWHERE"),
+    )
 }  # fmt: skip
 
 
@@ -102,8 +88,7 @@ def decide(results: Results) -> list[tuple[str, bool | None]]:
 def conclusion(results: Results) -> str:
     """The leaf, in words; which question has no answer where one is missing."""
     last = decide(results)[-1][0]
-    missing = f"INCONCLUSIVE: no evidence for {last!r}"
-    return LEAVES.get(last, missing)
+    return LEAVES.get(last, f"INCONCLUSIVE: no evidence for {last!r}")
 
 
 @dataclass(frozen=True)
@@ -111,33 +96,27 @@ class Reason:
     """One rule of GO or NO-GO."""
 
     rule: str
-    holds: bool | None
+    holds: bool
     because: str
 
     def __str__(self) -> str:
-        word = {True: "GO", False: "NO-GO", None: "INCONCLUSIVE"}[self.holds]
-        return f"{word}: {self.rule}; {self.because}"
+        return f"{verdict([self])}: {self.rule}; {self.because}"
 
 
 def go(results: Results) -> list[Reason]:
     """Whether the case study's training could have started, rule by rule."""
-    hung = [t.id for t in results.trials if t.verdict.kind == "HANG"]
-    step5 = TIMINGS[-1]
-    best_us = BAND_US[0]
+    ran, hung = len(results.trials), sum(t.verdict.kind == "HANG" for t in results.trials)
+    step5, best_us = TIMINGS[-1], BAND_US[0]
     rate = 1e6 * step5.tokens / (step5.operations * best_us)
-    defects = DESIGNS[results.lab.setup.design]().defects
+    defects = design(results.lab.setup.design).defects
+    allow = f"{step5.operations:,} operations a step at {best_us:g} us, the least seen, allow"
     return [
-        Reason("nothing hangs", not hung,
-               f"{len(results.trials)} trials, of which {len(hung)} are HANG"),
-        Reason(f"at least {TARGET:g} tokens/s", rate >= TARGET,
-               f"{step5.operations:,} operations a step at {best_us:g} us, the least seen, allow "
-               f"{rate:.0f}"),
+        Reason("nothing hangs", not hung, f"{ran} trials, of which {hung} are HANG"),
+        Reason(f"at least {TARGET:g} tokens/s", rate >= TARGET, f"{allow} {rate:.0f}"),
         Reason("attention is attention", not defects, f"it has {', '.join(defects) or 'none'}"),
-    ]  # fmt: skip
+    ]
 
 
 def verdict(reasons: list[Reason]) -> str:
     """GO only if every rule holds."""
-    if any(r.holds is False for r in reasons):
-        return "NO-GO"
-    return "GO" if all(r.holds for r in reasons) else "INCONCLUSIVE"
+    return "GO" if all(reason.holds for reason in reasons) else "NO-GO"

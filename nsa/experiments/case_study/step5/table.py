@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pandas
 
-from nsa.experiments.case_study.figures import MEMORY_MIB, PRODUCTION_PEAK_MIB, TIMINGS
-from nsa.experiments.case_study.loop.design import production
-from nsa.experiments.case_study.loop.saved import held, with_correct_window
+from nsa.experiments.case_study.figures import PEAKS_MIB, TIMINGS
+from nsa.experiments.case_study.loop.design import peak_mib
 from nsa.experiments.case_study.loop.subject import CASE_STUDY
-from nsa.experiments.case_study.step5.investigation import Results
-from nsa.experiments.case_study.step5.trials import Trial
+from nsa.experiments.case_study.step5.trials import Results, Trial
 from nsa.lab.search import candidates
 from nsa.lab.verdict import explain
-
-MIB = 2**20
 
 
 def trials(results: Results) -> pandas.DataFrame:
@@ -25,7 +21,7 @@ def trials(results: Results) -> pandas.DataFrame:
         {
             "trial": t.id,
             "name": names.get(t.id, ""),
-            **{k: v for k, v in t.cell.items() if k in ("path", "layers", "deadline")},
+            **{k: t.cell[k] for k in ("path", "layers", "deadline")},
             "allowed, s": t.evidence.deadline_s,
             "last line": t.said,
             "was in step": t.reached,
@@ -72,15 +68,12 @@ def operations(results: Results) -> pandas.DataFrame:
 
 def memory() -> pandas.DataFrame:
     """Its memory table, MiB, beside what shapes give: 5 layers by T, and 12 at T 2048."""
-    rows = [(5, tokens, mib) for tokens, mib in MEMORY_MIB.items()]
-    made = []
-    for layers, tokens, mib in [*rows, (12, 2048, PRODUCTION_PEAK_MIB)]:
-        found = held(production(layers), tokens)
-        right = held(with_correct_window(production(layers)), tokens)
-        made.append((layers, tokens, mib, round(found.total / MIB), found.total / MIB / mib - 1,
-                     round(right.total / MIB)))  # fmt: skip
+    rows = []
+    for (layers, tokens), mib in PEAKS_MIB.items():
+        found, right = (peak_mib(layers, tokens, right_window=right) for right in (False, True))
+        rows.append((layers, tokens, mib, round(found), found / mib - 1, round(right)))
     columns = ["layers", "T", "reported", "exhibit", "error", "with a correct window"]
-    return pandas.DataFrame(made, columns=columns).set_index(["layers", "T"])
+    return pandas.DataFrame(rows, columns=columns).set_index(["layers", "T"])
 
 
 def recorded(results: Results) -> pandas.DataFrame:
@@ -93,8 +86,7 @@ def recorded(results: Results) -> pandas.DataFrame:
 
 def page(trial: Trial) -> str:
     """The trial's page as `nsa explain` prints it, files of its stacks by their last two names."""
-    looks = [replace(look, threads=[_short(t) for t in look.threads]) for look in
-             trial.evidence.looks]  # fmt: skip
+    looks = [replace(x, threads=[_short(t) for t in x.threads]) for x in trial.evidence.looks]
     return explain.page(replace(trial.evidence, looks=looks), trial.verdict, name=trial.id)
 
 
@@ -112,40 +104,44 @@ def console_beside_progress(trial: Trial) -> pandas.DataFrame:
         if sample.p.step > seen:
             seen = sample.p.step
             line = trial.schedule.last_line(seen + 1, seen)
-            rows.append({"s": round(sample.t - began, 2), "heartbeat": f"step {seen + 1}",
-                         "last line": "" if line is None else f"step {line}"})  # fmt: skip
-    return pandas.DataFrame(rows)
+            said = "" if line is None else f"step {line}"
+            rows.append((round(sample.t - began, 2), f"step {seen + 1}", said))
+    return pandas.DataFrame(rows, columns=["s", "heartbeat", "last line"])
 
 
 def to_metrics(results: Results) -> list[dict]:
     """Rows for metrics.csv."""
     rows = []
+
+    def add(common: dict, metric: str, unit: str, median: float) -> None:
+        rows.append(common | {"mode": "step", "metric": metric, "unit": unit, "median": median})
+
     for t in results.trials:
         config = {"trial": t.id, **t.cell, "old_rule": t.old_verdict, "verdict": t.verdict.label}
-        common = {"operation": "trial", "backend": t.cell["path"], "mode": "step", "config": config,
-                  "x_name": "deadline", "x_value": t.cell["deadline"]}  # fmt: skip
-        rows.append(common | {"metric": "steps_reached", "unit": "steps", "median": t.reached})
+        common = {"operation": "trial", "backend": t.cell["path"], "config": config}
+        common |= {"x_name": "deadline", "x_value": t.cell["deadline"]}
+        add(common, "steps_reached", "steps", t.reached)
         if t.said is not None:
-            rows.append(common | {"metric": "last_line", "unit": "steps", "median": t.said})
+            add(common, "last_line", "steps", t.said)
+    step = {"operation": "step", "x_name": "tokens"}
     for row in results.operations:
-        common = {"operation": "step", "backend": row["path"], "mode": "step", "x_name": "tokens",
-                  "x_value": row["tokens"], "config": {"layers": row["layers"]}}  # fmt: skip
-        rows.append(common | {"metric": "operations", "unit": "1", "median": row["operations"]})
-        rows.append(common | {"metric": "latency", "unit": "ms", "median": 1e3 * row["seconds"]})
+        config = {"layers": row["layers"]}
+        common = step | {"backend": row["path"], "x_value": row["tokens"], "config": config}
+        add(common, "operations", "1", row["operations"])
+        add(common, "latency", "ms", 1e3 * row["seconds"])
     for row in results.memory:
+        config = {"layers": row["layers"], "predicted": row["predicted_mib"]}
+        common = step | {"backend": "loop", "x_value": row["tokens"], "config": config}
         if math.isfinite(row["peak_mib"]):
-            config = {"layers": row["layers"], "predicted": row["predicted_mib"]}
-            rows.append({"operation": "step", "backend": "loop", "mode": "step", "config": config,
-                         "metric": "peak_memory", "unit": "MiB", "x_name": "tokens",
-                         "x_value": row["tokens"], "median": row["peak_mib"]})  # fmt: skip
+            add(common, "peak_memory", "MiB", row["peak_mib"])
     return rows
 
 
 def facts(results: Results, tokens: int) -> list[str]:
     """Lines that are the same on every machine: what was printed, judged and counted."""
     unexplained = sum(trial.said not in trial.expected() for trial in results.trials)
-    changed, alike = ([r["what"] for r in results.state["rows"] if bool(r["changed"]) == c]
-                      for c in (True, False))  # fmt: skip
+    changed = [r["what"] for r in results.state["rows"] if r["changed"]]
+    alike = [r["what"] for r in results.state["rows"] if not r["changed"]]
     loop, masked, longer = (row["operations"] for row in results.operations)
     return [
         f"the console is silent from step to step: {CASE_STUDY.silences(45)}",

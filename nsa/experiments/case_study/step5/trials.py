@@ -1,17 +1,20 @@
 """The step-5 question as trials: the same healthy loop under deadlines, prints and observers.
 
-The old rule is the case study's: whoever has not ended at the deadline hangs, at the step of its
+The old rule is the case study's: a run that has not ended at the deadline hangs, at the step of its
 last printed line. Beside it stands the verdict of the evidence.
 """
 
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nsa.experiments.case_study.loop.design import LOOP_ONLY, design
 from nsa.experiments.case_study.loop.subject import PrintSchedule, last_step
+from nsa.lab import sweep
 from nsa.lab.process.gpus import Gpus
 from nsa.lab.process.runner import Spec
 from nsa.lab.search.bisection import Bisection
@@ -22,11 +25,10 @@ from nsa.lab.watch import read
 from nsa.lab.watch.evidence import Evidence, P
 
 SUBJECT = "nsa.experiments.case_study.loop.subject:make"
-BASE = {
-    "path": "loop", "layers": 1, "deadline": 1.0, "aux_stats": False, "tracing": False,
-    "blocking": False, "prints": (5, 20),
-}  # fmt: skip
-SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}
+MEASURE = "nsa.experiments.case_study.loop.measure:several"
+SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}  # observers, and by how much
+BASE = {"path": "loop", "layers": 1, "deadline": 1.0}
+BASE |= {"aux_stats": False, "tracing": False, "blocking": False, "prints": (5, 20)}
 # Of the bisection; the first value is what nobody would call a hang. Its long deadline has room for
 # observers on a machine that slows down: a trial that ends by itself takes no more of it.
 FACTORS = {
@@ -36,11 +38,18 @@ FACTORS = {
     "aux_stats": [False, True],
     "prints": [(5, 1), (5, 20)],
 }
+# Of what is varied alone.
+PRINTS = {"no debug lines": (0, 20), "2 and every 3rd": (2, 3), "every step": (5, 1)}
+OBSERVERS = {
+    "aux stats": {"aux_stats": True},
+    "tracing": {"tracing": True},
+    "launch blocking": {"blocking": True},
+}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """design, tokens, batch, device, seed and threads of every trial.
+    """design, tokens, device, seed and threads of every trial.
 
     steps: that a trial is to do; allowed: as many of them as the old deadline was long.
     """
@@ -113,8 +122,7 @@ class Trial:
 class Lab:
     """Runs cells into a ledger, and knows how long a step takes.
 
-    gpus: lent to a trial each. calibrated: a short trial without a deadline; step_s: its seconds a
-    step.
+    gpus: lent to a trial each. step_s: seconds a step, of a short trial without a deadline.
     """
 
     ledger: Ledger
@@ -125,13 +133,12 @@ class Lab:
     trials: list[Trial] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
-    def calibrate(self, steps: int = 8) -> Trial:
+    def calibrate(self, steps: int = 8) -> None:
         """Measures a step; until then there is no deadline to give."""
-        made = self._run(dict(BASE), steps, {})
+        made = self._run(BASE, steps)
         if not made.finished:
             raise RuntimeError(f"the calibration did not end: {made.verdict.label}")
         self.step_s = pace(made.evidence) or made.evidence.seconds / steps
-        return made
 
     def run(self, steps: int | None = None, **changes: Any) -> Trial:
         """The trial of BASE with `changes`; ValueError for a factor that is not known."""
@@ -141,31 +148,21 @@ class Lab:
             raise ValueError("nothing is known of a step's time yet; calibrate() first")
         cell = BASE | changes
         steps = steps or self.setup.steps
-        options = {
-            "deadline_s": round(self.deadline_s(cell["deadline"]), 2),
-            "predicted_s": self.predicted_s(cell, steps),
-            "factor": slowed(cell),
-        }
-        return self._run(cell, steps, options)
-
-    def with_tokens(self, tokens: int) -> "Lab":
-        """Itself, or a calibrated one of another sequence length beside it."""
-        if tokens == self.setup.tokens:
-            return self
-        other = Lab(self.ledger, replace(self.setup, tokens=tokens), self.say, self.gpus)
-        other.calibrate()
-        return other
+        # By operation count, as many as layers; with masks a tenth of that, which is ample.
+        share = cell["layers"] if cell["path"] == "loop" else 0.1 * cell["layers"]
+        return self._run(
+            cell,
+            steps,
+            deadline_s=round(self.deadline_s(cell["deadline"]), 2),
+            predicted_s=steps * self.step_s * share,
+            factor=slowed(cell),
+        )
 
     def deadline_s(self, factor: float = 1.0) -> float:
         """The old deadline, times `factor`."""
         return factor * self.setup.allowed * self.step_s
 
-    def predicted_s(self, cell: dict[str, Any], steps: int) -> float:
-        """By operation count, as many as layers; with masks a tenth of that, which is ample."""
-        share = cell["layers"] if cell["path"] == "loop" else 0.1 * cell["layers"]
-        return steps * self.step_s * share
-
-    def bisect(self, steps: int, factors: dict[str, list[Any]] = FACTORS) -> Found:
+    def bisect(self, steps: int) -> Found:
         """The smallest set of factors behind the old rule's HANG, after a screen of all pairs."""
 
         def judged(cell: dict[str, Any], attempt: int) -> Tried:
@@ -175,9 +172,9 @@ class Lab:
                 kind = "INCONCLUSIVE"
             return Tried(kind, "old rule" if kind == "HANG" else "", made.id)
 
-        return Bisection(factors, judged, kind="HANG", whole_screen=True).find()
+        return Bisection(FACTORS, judged, kind="HANG", whole_screen=True).find()
 
-    def _run(self, cell: dict[str, Any], steps: int, options: dict[str, Any]) -> Trial:
+    def _run(self, cell: dict[str, Any], steps: int, **options: Any) -> Trial:
         with self.gpus.one() as gpu:
             id, evidence, verdict = self.ledger.run(self.spec(cell, steps), gpu=gpu, **options)
         folder = Path(self.ledger.root) / id
@@ -192,38 +189,22 @@ class Lab:
         return made
 
     def spec(self, cell: dict[str, Any], steps: int) -> Spec:
-        setup = self.setup
-        changes: dict[str, Any] = {"layers": cell["layers"], "path": cell["path"]}
+        changes = {name: cell[name] for name in ("layers", "path")}
         if cell["path"] != "loop":
-            named = design(setup.design).defects
+            named = design(self.setup.design).defects
             changes["defects"] = [name for name in named if name not in LOOP_ONLY]
-        first, every = cell["prints"]
-        return Spec(
-            SUBJECT,
-            {
-                "design": setup.design,
-                "changes": changes,
-                "tokens": setup.tokens,
-                "device": setup.device,
-                "seed": setup.seed,
-                "threads": setup.threads,
-                "aux_stats": cell["aux_stats"],
-                "tracing": cell["tracing"],
-                "first": first,
-                "every": every,
-            },
-            steps=steps,
-            observers=tuple(name for name in SLOWS if cell[name]),
-            env={"CUDA_LAUNCH_BLOCKING": "1"} if cell["blocking"] else {},
-        )
+        settings = asdict(self.setup) | {"changes": changes}
+        settings |= dict(zip(("first", "every"), cell["prints"], strict=True))
+        settings |= {name: cell[name] for name in ("aux_stats", "tracing")}
+        del settings["steps"], settings["allowed"]
+        observers = tuple(name for name in SLOWS if cell[name])
+        env = {"CUDA_LAUNCH_BLOCKING": "1"} if cell["blocking"] else {}
+        return Spec(SUBJECT, settings, steps=steps, observers=observers, env=env)
 
 
 def slowed(cell: dict[str, Any]) -> float:
     """By how much its observers should slow a cell."""
-    factor = 1.0
-    for name, times in SLOWS.items():
-        factor *= times if cell[name] else 1.0
-    return factor
+    return math.prod((times for name, times in SLOWS.items() if cell[name]), start=1.0)
 
 
 def pace(evidence: Evidence) -> float | None:
@@ -237,3 +218,102 @@ def pace(evidence: Evidence) -> float | None:
     (begin, first), last = seen[0], seen[-1][1]
     end = next(t for t, step in seen if step == last)
     return (end - begin) / (last - first)
+
+
+@dataclass
+class Results:
+    """What was found: trials by name, the bisection, and rows of the measurements.
+
+    state: of loop.measure.difference; operations: of the loop, of dense masks, and of those at
+    twice the length; memory: of loop.measure.memory; failed: what a measurement ended with instead.
+    """
+
+    lab: Lab
+    named: dict[str, Trial]
+    bisection: Found
+    state: dict[str, Any] | None
+    operations: list[dict[str, Any]]
+    memory: list[dict[str, Any]]
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Every trial that ran, in the order in which they ended."""
+        return self.lab.trials
+
+    @property
+    def spread(self) -> float:
+        """How much a step's time varied over trials of the same program."""
+        alike = {"path": "loop", "layers": 1} | dict.fromkeys(SLOWS, False)
+        paces = [pace(t.evidence) for t in self.trials if t.cell == t.cell | alike]
+        paces = [p for p in paces if p]
+        return max(paces) / min(paces) if len(paces) > 1 else 1.0
+
+
+def cells(deadlines: list[float], layers: int) -> dict[str, dict[str, Any]]:
+    """What is varied, one thing at a time, by name."""
+    found: dict[str, dict[str, Any]] = {f"{d:g} x": {"deadline": float(d)} for d in deadlines}
+    found |= {f"{layers} layers": {"layers": layers}}
+    found |= {name: {"prints": prints} for name, prints in PRINTS.items()}
+    return found | OBSERVERS
+
+
+def investigate(
+    lab: Lab,
+    *,
+    deadlines: list[float],
+    layers: int,
+    bisect_steps: int,
+    bisect_tokens: int,
+    memory: list[dict[str, Any]],
+    workers: int,
+    folder: str | Path,
+    deadline_s: float,
+) -> Results:
+    """Calibrates, then runs all of it, `workers` processes at a time.
+
+    memory: settings of loop.measure.memory, one for each cell. Where there are `lab.gpus`, as
+    many as those: trials that share a GPU are not trusted.
+    """
+    lab.calibrate()
+    setup, changes = lab.setup, {"layers": BASE["layers"]}
+    settings = {name: getattr(setup, name) for name in ("design", "tokens", "device", "threads")}
+    settings["changes"] = changes
+    fast = {"changes": {"path": "masked", "defects": [], **changes}}
+    measured = {
+        "operations": [settings, settings | fast, settings | {"tokens": 2 * setup.tokens} | fast],
+        "state": [{"settings": settings, "after": 4}],
+        "memory": memory,
+    }
+    failed = []
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        if not measured[name]:
+            return []
+        spec = {"measure": name, "settings": measured[name]}
+        how = {"deadline_s": deadline_s, "gpus": lab.gpus, "folder": folder, "progress": False}
+        [ended] = sweep.measure(MEASURE, [name], lambda name, share_s: spec, **how)
+        if ended.status != "ok":
+            failed.append(f"{name}: {ended.status}, {ended.message}")
+        return ended.result["rows"] if ended.result else []
+
+    def bisected() -> Found:
+        if bisect_tokens == setup.tokens:
+            return lab.bisect(bisect_steps)
+        small = Lab(lab.ledger, replace(setup, tokens=bisect_tokens), lab.say, lab.gpus)
+        small.calibrate()
+        try:
+            return small.bisect(bisect_steps)
+        finally:
+            lab.trials += small.trials
+
+    named = cells(deadlines, layers)
+    longest_first = sorted(named, key=lambda name: -named[name].get("deadline", 1.0))
+    jobs = [bisected, *(partial(rows, name) for name in measured)]
+    jobs += [partial(lab.run, **named[name]) for name in longest_first]
+    # The bisection is one trial after another, so one worker more: a GPU waits for none of it.
+    at_once = len(lab.gpus.names) + 1 if lab.gpus.names else workers
+    found, operations, state, held, *ran = sweep.each(lambda gpu, job: job(), jobs, workers=at_once)
+    by_name = dict(zip(longest_first, ran, strict=True))
+    in_order = {name: by_name[name] for name in named}
+    return Results(lab, in_order, found, state[0] if state else None, operations, held, failed)
