@@ -8,6 +8,7 @@ dicts, so reading them needs no GPU either.
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -85,7 +86,8 @@ def replay(stream: Stream) -> Replay:
 
     ValueError for a stream without a phase.
     """
-    spans = _spans(stream)
+    borders = pairwise([*stream.marks, (len(stream), "end")])
+    spans = [(phase, start, end) for (start, phase), (end, _) in borders if phase != "end"]
     if not spans:
         raise ValueError("the stream marks no phase; call mark(phase) where each one starts")
     sizes, born, died, tagged, unknown, lost = _blocks(stream)
@@ -119,12 +121,6 @@ def replay(stream: Stream) -> Replay:
         bytes_held = level(categories == i)
         held[name] = max(int(bytes_held[start : end + 1].max()) for _, start, end in spans)
     return Replay(max(phases.values(), key=lambda p: p.bytes), phases, held, unknown, lost)
-
-
-def _spans(stream: Stream) -> list[tuple[str, int, int]]:
-    ends = [position for position, _ in stream.marks[1:]] + [len(stream)]
-    marks = zip(stream.marks, ends, strict=False)
-    return [(phase, start, end) for (start, phase), end in marks if phase != "end"]
 
 
 def _blocks(stream: Stream):
@@ -177,14 +173,6 @@ def _categories(born, died, tagged, spans, start):
 ROUNDING = 512  # bytes; the caching allocator's smallest block
 
 
-@dataclass(frozen=True)
-class Section:
-    """One stretch: `events` (address, bytes; None: freed) out of a trace of `entries`."""
-
-    events: list[tuple[int, int | None]]
-    entries: int
-
-
 def blocks_of(snapshot: dict, device: int) -> dict[int, int]:
     """Address and bytes of every block in use, as torch.cuda.memory_allocated counts them."""
     found = {}
@@ -199,8 +187,9 @@ def blocks_of(snapshot: dict, device: int) -> dict[int, int]:
     return found
 
 
-def read_section(snapshot: dict, device: int) -> Section:
-    """The allocations and frees of a snapshot's trace, with sizes as the statistics count them.
+def add_history(stream: Stream, snapshot: dict, device: int, most: int) -> str:
+    """Adds the allocations and frees of a snapshot's trace, with sizes as the statistics count
+    them; the reason why it does not, a trace of `most` entries, or "".
 
     A trace tells what was asked for. A block may be larger: rounded up to 512 bytes, or by up to
     1 MiB where the allocator found no use for the rest. Blocks still alive have their true size;
@@ -211,18 +200,18 @@ def read_section(snapshot: dict, device: int) -> Section:
     """
     traces = snapshot["device_traces"]
     trace = traces[device] if device < len(traces) else []
+    if len(trace) >= most:
+        return f"the history overflowed {most} entries"
     alive = blocks_of(snapshot, device)
-    settled: set[int] = set()
-    events: list[tuple[int, int | None]] = []
+    events: list[tuple[int, int]] = []
     for entry in reversed(trace):
         action, address = entry["action"], entry["addr"]
-        if action == "free_requested":
-            events.append((address, None))
-        elif action == "alloc":
+        if action == "alloc":
             rounded = max(1, -(-entry["size"] // ROUNDING)) * ROUNDING
-            true = alive.get(address, rounded) if address not in settled else rounded
-            events.append((address, true))
-        else:
-            continue
-        settled.add(address)
-    return Section(events[::-1], len(trace))
+            events.append((address, alive.pop(address, rounded)))
+        elif action == "free_requested":
+            alive.pop(address, None)
+            events.append((address, _FREE))
+    for address, size in reversed(events):
+        stream.alloc(address, size)
+    return ""

@@ -78,9 +78,7 @@ NAMED = {
 
 
 def shapes_from(
-    texts: Sequence[str],
-    tokens: Sequence[int] = (),
-    queries: Sequence[str] = ("random",),
+    texts: Sequence[str], tokens: Sequence[int] = (), queries: Sequence[str] = ("random",)
 ) -> list[Shape]:
     """Shapes from names of NAMED and lists such as "tokens=4k,heads=32,dtype=fp16".
 
@@ -100,18 +98,17 @@ def shapes_from(
 
 def _one(text: str, tokens: Sequence[int]) -> tuple[list[Shape], bool]:
     """The shapes of one text, and whether it names the kind of queries itself."""
+    if text in NAMED:
+        others = [replace(s, tokens=t) for t in tokens for s in NAMED[text]]
+        return list(dict.fromkeys(others)) or NAMED[text], False
     if "=" not in text:
-        if text not in NAMED:
-            hint = nearest(text, NAMED)
-            raise ValueError(
-                f"no shapes are called {text!r}; {hint}, or write tokens=4k,heads=32,kv_heads=8"
-            )
-        known = NAMED[text]
-        others = [replace(s, tokens=t) for t in tokens for s in known]
-        return list(dict.fromkeys(others)) or known, False
+        hint = nearest(text, NAMED)
+        raise ValueError(
+            f"no shapes are called {text!r}; {hint}, or write tokens=4k,heads=32,kv_heads=8"
+        )
     values, config = {}, {}
-    names = [f.name for f in fields(Shape) if f.name != "config"]
-    sizes = [f.name for f in fields(NSAConfig)]
+    names, sizes = ([f.name for f in fields(kind)] for kind in (Shape, NSAConfig))
+    names.remove("config")
     for part in text.split(","):
         name, value = pair(part, "heads=32")
         if name not in names + sizes:

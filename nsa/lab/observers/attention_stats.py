@@ -22,10 +22,7 @@ from nsa.reference.nsa import BRANCHES
 
 NAMES = (
     *(f"gate_{branch}" for branch in BRANCHES),
-    "gate_entropy",
-    "distance_blocks",
-    "distance_free_blocks",
-    "forced_share",
+    *("gate_entropy", "distance_blocks", "distance_free_blocks", "forced_share"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
 
@@ -63,11 +60,9 @@ class AttentionStats:
         self._hooks: list[Any] = []
         self._found: dict[int, Tensor] = {}
         self._later = Deferred()
-        self._steps: deque[tuple[int, list[list[float]]]] = deque(maxlen=keep)
+        self._steps: deque[tuple[int, list[dict[str, float]]]] = deque(maxlen=keep)
 
-    def on_start(self, trainer: Any) -> None:
-        """Refuses what runs no hooks of modules: compiled models and replayed CUDA graphs."""
-        refuse_without_hooks(trainer)
+    on_start = staticmethod(refuse_without_hooks)
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "forward" and step % self.every == 0 and not self._found:
@@ -88,9 +83,9 @@ class AttentionStats:
         """A row for each observed step and layer: step, layer, and NAMES. Waits for the device."""
         self._take(self._later.all())
         return [
-            {"step": step, "layer": layer, **dict(zip(NAMES, values, strict=True))}
+            {"step": step, "layer": layer, **found}
             for step, layers in self._steps
-            for layer, values in enumerate(layers)
+            for layer, found in enumerate(layers)
         ]
 
     def close(self) -> None:
@@ -99,23 +94,18 @@ class AttentionStats:
         self._take(self._later.all())
 
     def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _take(self, arrived: Any) -> None:
         for step, values in arrived:
-            layers = values.tolist()
+            layers = [dict(zip(NAMES, found, strict=True)) for found in values.tolist()]
             self._steps.append((step, layers))
             for writer in self.writers:
-                writer.write(
-                    step,
-                    {
-                        f"layer{layer}/{name}": value
-                        for layer, found in enumerate(layers)
-                        for name, value in zip(NAMES, found, strict=True)
-                    },
-                )
+                named = [
+                    (f"layer{i}/{n}", found[n]) for i, found in enumerate(layers) for n in NAMES
+                ]
+                writer.write(step, dict(named))
 
     def _look(self, index: int, layer: NSAAttention, args: tuple, kwargs: dict, _: Any) -> None:
         self._found[index] = look(layer, *args, **kwargs)
@@ -131,17 +121,18 @@ def look(
     """
     if cu_seqlens is not None:
         raise ValueError("packed sequences cannot be looked into; a batch of one length can")
-    inputs = layer_inputs(layer, x, rotary)
-    backend = _backend(layer.config.backend, inputs)
+    inputs, name = layer_inputs(layer, x, rotary), layer.config.backend
+    backend = registry.choose(inputs).backend if name == "auto" else registry.get(name)
     nan = x.new_full((), float("nan"), dtype=torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         selected = [nan] * 3
         if "slc" in inputs.branches:
-            inputs = with_blocks(inputs, backend.name)
+            inputs = _with_blocks(inputs, backend.name)
             selected = distances(inputs.blocks, inputs.config)
-        outputs = backend.run(inputs, lambda *_: None)
-        norms = [_norm(outputs[b]) if b in outputs else nan for b in BRANCHES]
-        found = [*gate_statistics(inputs.gates), *selected, *norms]
+        norms = dict.fromkeys(BRANCHES, nan)
+        for branch, o in backend.run(inputs, lambda *_: None).items():
+            norms[branch] = torch.linalg.vector_norm(o, dim=-1, dtype=wide(o.dtype)).mean()
+        found = [*gate_statistics(inputs.gates), *selected, *norms.values()]
         return torch.stack([value.float() for value in found])
 
 
@@ -150,16 +141,14 @@ def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
     return checked(**layer.arguments(x, rotary), blocks=None, scale=None)
 
 
-def with_blocks(inputs: Inputs, backend: str) -> Inputs:
+def _with_blocks(inputs: Inputs, backend: str) -> Inputs:
     """The inputs with their selection, which `triton` makes by its own kernel."""
     if backend == "triton":
         from nsa.attention.backends import triton
 
-        k_cmp, _ = triton.compressed(inputs)
-        return replace(inputs, blocks=triton.select_blocks(inputs, k_cmp))
+        return replace(inputs, blocks=triton.select_blocks(inputs, triton.compressed(inputs)[0]))
     k_cmp = compress_keys(inputs.k["cmp"], inputs.phi, inputs.config)
-    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
-    return replace(inputs, blocks=blocks)
+    return replace(inputs, blocks=select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale))
 
 
 def gate_statistics(gates: Tensor) -> list[Tensor]:
@@ -180,18 +169,5 @@ def distances(blocks: Tensor, config: NSAConfig) -> list[Tensor]:
     there = blocks >= 0
     forced = there & ((blocks < config.select_initial) | (blocks > own - config.select_local))
     free = there & ~forced
-    back = own - blocks
-    count = there.sum()
-    return [
-        (back * there).sum() / count,
-        (back * free).sum() / free.sum(),
-        forced.sum() / count,
-    ]
-
-
-def _norm(o: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(o, dim=-1, dtype=wide(o.dtype)).mean()
-
-
-def _backend(name: str, inputs: Inputs) -> registry.Backend:
-    return registry.choose(inputs).backend if name == "auto" else registry.get(name)
+    back, count = own - blocks, there.sum()
+    return [(back * there).sum() / count, (back * free).sum() / free.sum(), forced.sum() / count]

@@ -8,6 +8,7 @@ GIL now and then, so native code that never gives it up silences them, as it doe
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -22,9 +23,9 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from nsa.lab.measure.recorders import MIB, resident_mib
 from nsa.lab.observers.deferred import Deferred
 
-MIB = 2**20
 WINDOW = 50  # steps whose median is the pace
 
 
@@ -57,8 +58,9 @@ class Heartbeat:
         if not every_s > 0:
             raise ValueError(f"every_s={every_s} must be greater than 0; 10 is usual")
         self.every_s, self.total_steps, self.detail = every_s, total_steps, detail
-        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self._given_rank = rank is not None
+        self.rank, self._given_rank = rank, rank is not None
+        if rank is None:
+            self.rank = int(os.environ.get("RANK", "0"))
         self._out, self._clock = out, clock
         self._file: TextIO | None = None
         if file is not None:
@@ -66,10 +68,10 @@ class Heartbeat:
         # step, phase, its start, the step's start: one assignment, for the thread reads it.
         self._place = (None, "before the first step", clock(), None)
         self._seconds: deque[float] = deque(maxlen=WINDOW)
-        self._loss: tuple[int, float] | None = None
+        self._loss: tuple[int | None, float | None] = (None, None)
         self._losses = Deferred()
         self._device = torch.device("cpu")
-        self._mib: float | None = None
+        self._mib = math.nan
         self._sampled = float("-inf")
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -106,7 +108,7 @@ class Heartbeat:
         for (seen, _), value in self._losses.ready():
             self._loss = (seen, float(value))
         now = self._clock()
-        if now - self._sampled >= self.every_s / 4 or self._loss is None:
+        if now - self._sampled >= self.every_s / 4 or self._loss[0] is None:
             self._sampled = now
             # Asked here and not by the thread: in a stuck step the allocator may be locked.
             if loss.is_cuda:
@@ -122,7 +124,8 @@ class Heartbeat:
         eta = None
         if pace is not None and self.total_steps is not None:
             eta = max(0.0, pace * (self.total_steps - step) - min(now - began, pace))
-        loss = self._loss
+        mib = self._mib if self._device.type == "cuda" else resident_mib()
+        loss_step, loss = self._loss
         beat = {
             "ts": round(now, 3),
             "iso": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
@@ -133,11 +136,16 @@ class Heartbeat:
             "phase_s": round(now - since, 3),
             "s_per_step": pace,
             "eta_s": eta,
-            "loss": None if loss is None else loss[1],
-            "loss_step": None if loss is None else loss[0],
-            "mib": self._mib if self._device.type == "cuda" else resident_mib(),
+            "loss": loss,
+            "loss_step": loss_step,
+            "mib": None if math.isnan(mib) else mib,
         }
-        self._write(beat)
+        if self._file is not None:
+            self._file.write(json.dumps(beat) + "\n")
+        if self._out is not None:
+            more = f" · {self.detail()}" if self.detail is not None else ""
+            self._out.write(line(beat, self.total_steps) + more + "\n")
+            self._out.flush()
         return beat
 
     def close(self) -> None:
@@ -159,14 +167,6 @@ class Heartbeat:
             if self._stop.wait(0.9 * self.every_s):
                 return
 
-    def _write(self, beat: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(beat) + "\n")
-        if self._out is not None:
-            more = f" · {self.detail()}" if self.detail is not None else ""
-            self._out.write(line(beat, self.total_steps) + more + "\n")
-            self._out.flush()
-
 
 def line(beat: dict[str, Any], total_steps: int | None = None) -> str:
     """The beat for people: 12:00:10 rank 0 · step 7/500 backward 3.2 s · 0.065 s/step · ..."""
@@ -184,12 +184,3 @@ def line(beat: dict[str, Any], total_steps: int | None = None) -> str:
     if beat["mib"] is not None:
         parts.append(f"{beat['mib']:.0f} MiB")
     return f"{beat['iso'][11:19]} rank {beat['rank']} · " + " · ".join(parts)
-
-
-def resident_mib() -> float | None:
-    """What this process holds in RAM; None where /proc does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    return pages * os.sysconf("SC_PAGESIZE") / MIB

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 MOST_STEPS = 8
-INITIAL, REBUILT = "initial", "rebuilt"
 _ONE_HOOK = "DDP takes one communication hook only; wrap the model anew to trace its buckets"
 
 
@@ -63,12 +62,12 @@ class BucketTrace:
         self._wrapped, self._out = wrapped, out
         self._names = {p: name for name, p in wrapped.module.named_parameters()}
         rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
-        self._later = REBUILT if rebuilds else INITIAL
+        self._later = "rebuilt" if rebuilds else "initial"
         self._step: int | None = None  # the trainer's number
         self._count = 0  # averaged backwards so far
         self._hook_s = 0.0
         self._rows: list[dict[str, Any]] = []
-        self._timed: list[tuple[dict[str, Any], Any, list[Any]]] = []
+        self._timed: list[tuple[dict[str, Any], Any, list[Any]]] = []  # row, start, [end]
         try:
             wrapped.register_comm_hook(self, _average)
         except RuntimeError as error:  # a built-in hook, which DDP does not list
@@ -97,14 +96,25 @@ class BucketTrace:
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         entered = time.perf_counter()
-        group = self._wrapped.process_group
-        traced = self._count in self.steps
-        if traced:
-            start = _mark(bucket.buffer())
+        group, buffer = self._wrapped.process_group, bucket.buffer()
+        start = _mark(buffer) if self._count in self.steps else None
         future = allreduce_hook(group, bucket)
-        if traced:
+        if start is not None:
+            row = {
+                "rank": dist.get_rank(group),
+                "step": self._count if self._step is None else self._step,
+                "buckets": self._later if self._count > 0 else "initial",
+                "index": bucket.index(),
+                "elements": buffer.numel(),
+                "bytes": buffer.nbytes,
+                "dtype": str(buffer.dtype).removeprefix("torch."),
+                "is_last": bucket.is_last(),
+                "ms": None,
+                "names": [self._names[p] for p in bucket.parameters()],
+            }
             ends: list[Any] = []
-            self._note(bucket, start, ends)
+            self._rows.append(row)
+            self._timed.append((row, start, ends))
 
             def done(future: torch.futures.Future) -> Tensor:
                 value = future.value()
@@ -123,23 +133,6 @@ class BucketTrace:
                     "far)\n"
                 )
         return future
-
-    def _note(self, bucket: dist.GradBucket, start: Any, ends: list[Any]) -> None:
-        buffer = bucket.buffer()
-        row = {
-            "rank": dist.get_rank(self._wrapped.process_group),
-            "step": self._count if self._step is None else self._step,
-            "buckets": self._later if self._count > 0 else INITIAL,
-            "index": bucket.index(),
-            "elements": buffer.numel(),
-            "bytes": buffer.numel() * buffer.element_size(),
-            "dtype": str(buffer.dtype).removeprefix("torch."),
-            "is_last": bucket.is_last(),
-            "ms": None,
-            "names": [self._names[p] for p in bucket.parameters()],
-        }
-        self._rows.append(row)
-        self._timed.append((row, start, ends))
 
 
 def _average(trace: BucketTrace, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

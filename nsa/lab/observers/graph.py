@@ -24,7 +24,16 @@ def unreachable(
             "sharded parameters are not in the graph, their unsharded copies are; ask before "
             "fully_shard"
         )
-    reached = _leaves(loss)
+    reached = {id(loss)}
+    for node in _nodes([loss]):
+        kind = type(node).__name__
+        if kind == "AccumulateGrad":
+            reached.add(id(node.variable))
+        elif kind == "CheckpointFunctionBackward":
+            raise ValueError(
+                "a reentrant checkpoint hides the parameters inside it from the graph; "
+                "checkpoint(..., use_reentrant=False) shows them"
+            )
     return tuple(name for name, p in asked if id(p) not in reached)
 
 
@@ -34,7 +43,6 @@ def count_nodes(roots: Iterable[Tensor]) -> int:
 
 
 def _nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
-    """The autograd nodes behind these tensors, each once."""
     waiting = list({root.grad_fn for root in roots if root.grad_fn is not None})
     seen = set(waiting)
     while waiting:
@@ -44,20 +52,3 @@ def _nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-def _leaves(loss: Tensor) -> set[int]:
-    """ids of the leaves behind the loss."""
-    if loss.grad_fn is None:
-        return {id(loss)}
-    found: set[int] = set()
-    for node in _nodes([loss]):
-        kind = type(node).__name__
-        if kind == "AccumulateGrad":
-            found.add(id(node.variable))
-        elif kind == "CheckpointFunctionBackward":
-            raise ValueError(
-                "a reentrant checkpoint hides the parameters inside it from the graph; "
-                "checkpoint(..., use_reentrant=False) shows them"
-            )
-    return found

@@ -7,7 +7,7 @@ import torch
 from observed import trainer
 from tiny_models import TOKENS, tiny
 
-from nsa.lab.observers import syncs
+from nsa.lab.measure.counting import count_syncs
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
@@ -70,5 +70,5 @@ def test_no_observer_waits_for_the_gpu(tmp_path, precision):
 @pytest.mark.gpu
 def test_an_observed_step_makes_no_call_that_waits(tmp_path):
     made = watched(tmp_path, "cuda")
-    assert syncs.count(lambda: made.step(made.steps_done), warm=4).total == 0
+    assert count_syncs(lambda: made.step(made.steps_done), warm=4).total == 0
     made.close()

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,23 @@ def layer(**changes):
 
 def seen(attention, x):
     return dict(zip(NAMES, look(attention, x).tolist(), strict=True))
+
+
+def trained(steps=1, every=1, model=(), **training):
+    """Rows of a training, and what each forward of the first layer's attention shows."""
+    model, inputs = LanguageModel(tiny(**dict(model))), []
+    stats = AttentionStats(model, every=every)
+    made = trainer(stats, model=model, tokens=TOKENS, **training)
+    hook = model.blocks[0].attention.register_forward_pre_hook(
+        lambda module, args: inputs.append(look(module, args[0]).tolist())
+    )
+    made.run(steps)
+    hook.remove()
+    return stats.rows(), inputs
+
+
+def values(row):
+    return [row[name] for name in NAMES]
 
 
 @pytest.mark.parametrize(
@@ -100,58 +118,38 @@ def test_a_forced_branch_is_looked_at_alone(branch):
 
 
 def test_every_layer_of_an_observed_step_is_a_row():
-    model = LanguageModel(tiny())
-    stats = AttentionStats(model, every=2)
-    trainer(stats, model=model, tokens=TOKENS).run(4)
-    rows = stats.rows()
+    rows, _ = trained(steps=4, every=2)
     assert [(row["step"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (2, 0), (2, 1)]
-    assert all(math.isfinite(row[name]) for row in rows for name in NAMES)
+    assert all(math.isfinite(x) for row in rows for x in values(row))
     assert rows[0] != rows[1]
 
 
 def test_the_input_is_that_of_the_step():
-    model = LanguageModel(tiny())
-    stats = AttentionStats(model, every=1)
-    made = trainer(stats, model=model, tokens=TOKENS)
-    inputs = []
-    hook = model.blocks[0].attention.register_forward_pre_hook(
-        lambda module, args: inputs.append(look(module, args[0]))
-    )
-    made.run(1)
-    hook.remove()
-    (expected,) = inputs
-    assert [stats.rows()[0][name] for name in NAMES] == expected.tolist()
+    rows, inputs = trained()
+    assert [values(rows[0])] == inputs
 
 
 @pytest.mark.parametrize("changes", [{"checkpoint": "all"}, {"checkpoint": "0:1"}])
 def test_a_recomputed_layer_is_looked_at_once(changes):
-    found = []
-    for config in (tiny(), tiny(**changes)):
-        stats = AttentionStats(model := LanguageModel(config), every=1)
-        trainer(stats, model=model, tokens=TOKENS).run(2)
-        found.append(stats.rows())
-    assert found[0] == found[1]
+    assert trained(steps=2)[0] == trained(steps=2, model=changes)[0]
 
 
 def test_the_first_of_several_micro_batches_is_looked_at():
-    stats = AttentionStats(model := LanguageModel(tiny()), every=1)
-    made = trainer(stats, model=model, tokens=TOKENS, batch=4, accumulate=2)
-    inputs = []
-    hook = model.blocks[0].attention.register_forward_pre_hook(
-        lambda module, args: inputs.append(look(module, args[0]))
-    )
-    made.run(1)
-    hook.remove()
-    first, second = (x.tolist() for x in inputs)
-    assert [stats.rows()[0][name] for name in NAMES] == first != second
-    assert len(stats.rows()) == 2
+    rows, (first, second) = trained(batch=4, accumulate=2)
+    assert values(rows[0]) == first != second
+    assert len(rows) == 2
+
+
+def test_bf16_is_looked_at_as_it_is_computed():
+    rows, _ = trained(precision="bf16")
+    assert all(math.isfinite(x) for row in rows for x in values(row))
 
 
 def test_losses_and_the_witness_are_those_of_an_unobserved_run():
     found = []
-    for observed in (False, True):
+    for observers in ([], [partial(AttentionStats, every=1)]):
         model = LanguageModel(tiny())
-        made = trainer(*([AttentionStats(model, every=1)] if observed else []), model=model)
+        made = trainer(*(make(model) for make in observers), model=model)
         with witness.recording() as record:
             found.append((made.run(3), record.record()))
     assert found[0] == found[1]
@@ -171,50 +169,32 @@ def test_steps_that_are_not_observed_have_no_hook():
 
 
 def test_writers_get_the_numbers_when_they_have_arrived(monkeypatch):
-    class Writer:
-        def __init__(self):
-            self.seen = []
-
-        def write(self, step, values):
-            self.seen.append((step, values))
-
-    model, writer = LanguageModel(tiny()), Writer()
-    stats = AttentionStats(model, every=1, writers=[writer])
-    ready = Deferred.ready
-    monkeypatch.setattr(Deferred, "ready", lambda self: iter(()))
-    made = trainer(stats, model=model)
-    made.run(2)
-    assert writer.seen == []
-    monkeypatch.setattr(Deferred, "ready", ready)
-    made.run(1)
-    assert [step for step, _ in writer.seen] == [0, 1, 2]
-    assert len(writer.seen[0][1]) == 2 * len(NAMES)
-    assert writer.seen[1][1]["layer1/gate_win"] == stats.rows()[3]["gate_win"]
-    stats.close()
-
-
-def test_bf16_is_looked_at_as_it_is_computed():
+    seen = []
+    writer = SimpleNamespace(write=lambda step, values: seen.append((step, values)))
     model = LanguageModel(tiny())
-    stats = AttentionStats(model, every=1)
-    trainer(stats, model=model, tokens=TOKENS, precision="bf16").run(1)
-    assert all(math.isfinite(row[name]) for row in stats.rows() for name in NAMES)
+    stats = AttentionStats(model, every=1, writers=[writer])
+    made = trainer(stats, model=model)
+    with monkeypatch.context() as patch:
+        patch.setattr(Deferred, "ready", lambda self: iter(()))
+        made.run(2)
+        assert seen == []
+    made.run(1)
+    assert [step for step, _ in seen] == [0, 1, 2]
+    assert len(seen[0][1]) == 2 * len(NAMES)
+    assert seen[1][1]["layer1/gate_win"] == stats.rows()[3]["gate_win"]
 
 
 @pytest.mark.full
 def test_our_kernels_show_the_same_as_torch_does():
     pytest.importorskip("triton")
     sizes = {"head_dim": 16, "dim": 64}
-    first, second = (
-        seen_by(backend, hidden(tiny(**sizes)), sizes) for backend in ("gather", "triton")
-    )
-    assert first == pytest.approx(second, rel=1e-4)
-
-
-def seen_by(backend, x, sizes):
-    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    attention = layer(backend=backend, **sizes).to(device)
-    return seen(attention, x.to(device))
+    found = []
+    for backend in ("gather", "triton"):
+        torch.manual_seed(0)
+        attention = layer(backend=backend, **sizes).to(device)
+        found.append(seen(attention, hidden(tiny(**sizes)).to(device)))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_what_cannot_be_looked_into_is_refused():

@@ -1,4 +1,5 @@
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import oracle_subjects as subjects
@@ -8,8 +9,9 @@ from tiny_models import tiny
 from torch import nn
 
 from nsa.lab import oracles
-from nsa.lab.oracles import CHEAP, merge, watch
-from nsa.lab.oracles.steps import exponent, steady_slope
+from nsa.lab.oracles import CHEAP, Watch, merge
+from nsa.lab.oracles.compare import exponent
+from nsa.lab.oracles.growth import steady_slope
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.train import TrainConfig, Trainer
@@ -26,7 +28,7 @@ def asked(make, *names, steps=4, settings=None, twice=False):
     settings = settings or {}
     subject = make(settings)
     remade = (lambda changes: make({**settings, **changes})) if twice else None
-    with watch(names, subject, settings) as seen:
+    with Watch(names, subject, settings) as seen:
         for i in range(steps):
             seen.begin(i)
             loss = subject.step(i)
@@ -40,39 +42,51 @@ def one(make, name, **how):
     return result
 
 
-def test_a_sound_training_breaks_no_oracle():
-    found = asked(subjects.Plain, *CHEAP, "checkpoint", steps=12, twice=True)
-    assert list(found) == [*CHEAP, "checkpoint"]
+def broken(make, name, what, **how):
+    """What an oracle says that must find `what`."""
+    result = one(make, name, **how)
+    assert (result["ok"], result["what"]) == (False, what), result
+    return result
+
+
+def library(**changes):
+    """Makes the library's own training of a tiny model."""
+
+    def make(settings):
+        model = LanguageModel(tiny(**changes))
+        config = TrainConfig(batch=1, tokens=48, seed=0)
+        trainer = Trainer(model, synthetic(0, 256), config)
+        return SimpleNamespace(step=trainer.step, model=model)
+
+    return make
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sound_training_breaks_no_oracle(device):
+    names = (*CHEAP, "checkpoint")
+    found = asked(subjects.Plain, *names, steps=12, settings={"device": device}, twice=True)
+    assert list(found) == list(names)
     assert not [name for name, result in found.items() if result["ok"] is False]
     merged = merge({0: found})
     assert all(result["ok"] for name, result in merged.items() if name != "memory"), merged
 
 
-def test_losses_are_those_of_a_training_that_nobody_watches():
+def test_losses_are_those_of_a_training_that_nobody_watches_and_every_hook_is_gone_afterwards():
     plain = subjects.Plain()
     alone = [plain.step(i).item() for i in range(4)]
+    backward, frozen = torch.autograd.backward, gc.get_freeze_count()
     subject = subjects.Plain()
-    with watch(CHEAP, subject) as seen:
+    with Watch(CHEAP, subject) as seen:
         watched = []
         for i in range(4):
             seen.begin(i)
             watched.append(subject.step(i).item())
             seen.end(i, None)
-    assert watched == alone
-
-
-def test_every_hook_is_gone_afterwards():
-    backward, frozen = torch.autograd.backward, gc.get_freeze_count()
-    subject = subjects.Plain()
-    with watch(CHEAP, subject) as seen:
-        seen.begin(0)
-        subject.step(0)
-        seen.end(0, None)
         assert torch.autograd.backward is not backward
+    assert watched == alone
     assert torch.autograd.backward is backward
     assert gc.get_freeze_count() <= frozen
-    parameter = subject.model["first"].weight
-    assert not parameter._post_accumulate_grad_hooks
+    assert not subject.model["first"].weight._post_accumulate_grad_hooks
     assert not subject.model._forward_hooks
 
 
@@ -87,8 +101,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("make", GRADIENTS)
 def test_a_gradient_that_is_missing_zero_or_not_finite_is_named(make):
     name, what, place, detail = GRADIENTS[make]
-    result = one(make, name)
-    assert (result["ok"], result["what"]) == (False, what)
+    result = broken(make, name, what)
     assert result["place"].startswith(place) and detail in result["detail"]
 
 
@@ -115,8 +128,7 @@ def test_parameters_that_are_not_finite_at_the_end_are_named():
             if i == 3:
                 self.model["second"].weight.data.fill_(float("inf"))
 
-    result = one(Spoilt, "finite")
-    assert (result["what"], result["place"]) == ("nan-parameter", "second.weight")
+    assert broken(Spoilt, "finite", "nan-parameter")["place"] == "second.weight"
 
 
 def test_an_overflow_that_a_scaler_skips_is_no_fault():
@@ -129,28 +141,15 @@ def test_without_an_optimizer_arrivals_are_seen_and_values_are_said_to_be_gone()
 
 
 def test_layers_of_a_deeper_model_have_the_same_place():
-    model = LanguageModel(tiny(force_branch="win"))
-    train = TrainConfig(batch=1, tokens=48)
-    trainer = Trainer(model, synthetic(0, 256), train)
-
-    class Subject:
-        step = staticmethod(trainer.step)
-
-    Subject.model = model
-    result = one(lambda settings: Subject, "arrival", steps=1)
-    assert result["what"] == "missing-grad"
+    result = broken(library(force_branch="win"), "arrival", "missing-grad", steps=1)
     assert result["place"].startswith("blocks.*.attention.")
 
 
 def test_without_a_model_gradients_cannot_be_told_and_the_rest_can():
-    class Bare:
-        def __init__(self, settings):
-            self.plain = subjects.Plain()
+    def bare(settings):
+        return SimpleNamespace(step=subjects.Plain().step)
 
-        def step(self, i):
-            return self.plain.step(i)
-
-    found = asked(Bare, "arrival", "graph", "census", steps=9)
+    found = asked(bare, "arrival", "graph", "census", steps=9)
     assert found["arrival"]["ok"] is None and "no `model`" in found["arrival"]["detail"]
     assert found["graph"]["ok"] and found["census"]["ok"]
 
@@ -186,58 +185,45 @@ def test_memory_that_grows_by_2_mib_a_step_is_a_leak():
         def kept(self, i, loss):
             return torch.full((2**19,), float(i))
 
-    result = one(Keeps, "memory", steps=24)
-    assert (result["ok"], result["what"]) == (False, "host-leak"), result["detail"]
+    broken(Keeps, "memory", "host-leak", steps=24)
 
 
 @pytest.mark.gpu
 def test_on_a_device_a_quarter_of_a_mib_a_step_is_a_leak_and_nothing_is_none():
-    settings = {"device": "cuda"}
-    result = one(subjects.Keeps, "memory", steps=12, settings=settings)
-    assert (result["ok"], result["what"]) == (False, "device-leak")
-    assert one(subjects.Plain, "memory", steps=12, settings=settings)["ok"]
+    how = {"steps": 12, "settings": {"device": "cuda"}}
+    broken(subjects.Keeps, "memory", "device-leak", **how)
+    assert one(subjects.Plain, "memory", **how)["ok"]
 
 
 @pytest.mark.gpu
 def test_on_a_device_a_quadratic_buffer_is_found_by_the_peak():
     settings = {"tokens": 1024, "dense": True, "device": "cuda"}
-    result = one(subjects.Tokens, "quadratic", settings=settings, twice=True)
-    assert (result["ok"], result["what"]) == (False, "quadratic")
-    sound = one(subjects.Tokens, "quadratic", settings=settings | {"dense": False}, twice=True)
-    assert sound["ok"]
-
-
-@pytest.mark.gpu
-def test_on_a_device_a_sound_training_breaks_no_oracle():
-    found = asked(subjects.Plain, *CHEAP, steps=12, settings={"device": "cuda"})
-    assert not [name for name, result in found.items() if result["ok"] is False]
+    broken(subjects.Tokens, "quadratic", "quadratic", settings=settings, twice=True)
+    settings["dense"] = False
+    assert one(subjects.Tokens, "quadratic", settings=settings, twice=True)["ok"]
 
 
 def test_long_trainings_are_sampled_and_still_judged():
-    result = one(subjects.GrowingGraph, "graph", steps=150)
-    assert result["what"] == "graph-growth"
+    broken(subjects.GrowingGraph, "graph", "graph-growth", steps=150)
 
 
-def test_a_step_that_compiles_each_time_is_named(monkeypatch):
-    counted = iter(range(0, 1000, 3))
-    monkeypatch.setattr("nsa.lab.measure.compilations._graphs", lambda: next(counted))
-    result = one(subjects.Plain, "recompilations", steps=6)
-    assert (result["ok"], result["what"]) == (False, "recompile")
-
-
-def test_compiling_in_the_first_step_is_no_fault(monkeypatch):
-    steps = iter([0, 40] + [40] * 20)
-    monkeypatch.setattr("nsa.lab.measure.compilations._graphs", lambda: next(steps))
+def test_steps_that_compile_each_time_are_named_and_compiling_in_the_first_is_no_fault(monkeypatch):
+    count = "nsa.lab.measure.counting._graphs"
+    always, once = iter(range(0, 1000, 3)), iter([0, 40] + [40] * 20)
+    monkeypatch.setattr(count, lambda: next(always))
+    broken(subjects.Plain, "recompilations", "recompile", steps=6)
+    monkeypatch.setattr(count, lambda: next(once))
     assert one(subjects.Plain, "recompilations", steps=6)["ok"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputation_that_differs_is_found_by_switching_it_off(reentrant):
     settings = {"reentrant": reentrant, "spoilt": True}
-    result = one(subjects.Recomputed, "checkpoint", settings=settings, twice=True)
-    assert (result["ok"], result["what"]) == (False, "checkpoint-mismatch")
+    how = {"settings": settings, "twice": True}
+    result = broken(subjects.Recomputed, "checkpoint", "checkpoint-mismatch", **how)
     assert result["place"].startswith("first.")
-    sound = one(subjects.Recomputed, "checkpoint", settings={"reentrant": reentrant}, twice=True)
+    settings["spoilt"] = False
+    sound = one(subjects.Recomputed, "checkpoint", **how)
     assert sound["ok"] and "1 checkpoints" in sound["detail"]
 
 
@@ -256,39 +242,24 @@ def test_what_differs_from_itself_tells_nothing():
 
 
 def test_the_models_own_checkpointing_has_the_gradients_of_none():
-    model = tiny(checkpoint="all")
-
-    def make(settings):
-        made = LanguageModel(model)
-        made.reset_parameters(0)
-        trainer = Trainer(made, synthetic(0, 256), TrainConfig(batch=1, tokens=48, seed=0))
-
-        class Subject:
-            step = staticmethod(trainer.step)
-
-        Subject.model = made
-        return Subject
-
-    result = one(make, "checkpoint", steps=1, twice=True)
+    result = one(library(checkpoint="all"), "checkpoint", steps=1, twice=True)
     assert result["ok"] and "2 checkpoints" in result["detail"]
 
 
 def test_another_backend_has_the_same_gradients_or_is_named():
-    settings = {"backend": "plain"}
-    assert one(subjects.Ways, "backends:written out", settings=settings, twice=True)["ok"]
-    result = one(subjects.Ways, "backends:wrong", settings=settings, twice=True)
-    assert (result["ok"], result["what"]) == (False, "backend-mismatch")
-    other = one(subjects.Ways, "backends:backend=wrong", settings=settings, twice=True)
-    assert other["what"] == "backend-mismatch"
-    assert one(subjects.Ways, "backends:plain", settings=settings, twice=True)["ok"] is None
+    how = {"settings": {"backend": "plain"}, "twice": True}
+    assert one(subjects.Ways, "backends:written out", **how)["ok"]
+    broken(subjects.Ways, "backends:wrong", "backend-mismatch", **how)
+    broken(subjects.Ways, "backends:backend=wrong", "backend-mismatch", **how)
+    assert one(subjects.Ways, "backends:plain", **how)["ok"] is None
 
 
 def test_a_quadratic_buffer_is_named_with_its_module():
     settings = {"tokens": 128, "dense": True}
-    result = one(subjects.Tokens, "quadratic:tokens", settings=settings, twice=True)
-    assert (result["ok"], result["what"], result["place"]) == (False, "quadratic", "first")
+    how = {"settings": settings, "twice": True}
+    assert broken(subjects.Tokens, "quadratic:tokens", "quadratic", **how)["place"] == "first"
     settings["dense"] = False
-    sound = one(subjects.Tokens, "quadratic", settings=settings, twice=True)
+    sound = one(subjects.Tokens, "quadratic", **how)
     assert sound["ok"] and "to the 1.00" in sound["detail"]
     unset = one(subjects.Plain, "quadratic", twice=True)
     assert unset["ok"] is None and "is None" in unset["detail"]
@@ -299,10 +270,10 @@ def test_an_oracle_that_breaks_off_is_no_fault_of_the_training():
         raise RuntimeError("no second time")
 
     subject = subjects.Recomputed({})
-    with watch(["checkpoint"], subject) as seen:
+    with Watch(["checkpoint"], subject) as seen:
         result = seen.results(raises)["checkpoint"]
     assert result["ok"] is None and "broke off: RuntimeError: no second time" in result["detail"]
-    with watch(["checkpoint", "quadratic"], subject) as seen:
+    with Watch(["checkpoint", "quadratic"], subject) as seen:
         assert {r["ok"] for r in seen.results().values()} == {None}
 
 
@@ -320,7 +291,7 @@ def test_the_ranks_lists_are_compared_and_the_rank_is_named():
 
 
 def test_what_no_rank_can_tell_is_not_told():
-    silent = asked(lambda settings: type("Bare", (), {"step": lambda self, i: None})(), "ranks")
+    silent = asked(lambda settings: SimpleNamespace(step=lambda i: None), "ranks")
     assert merge({0: silent, 1: silent})["ranks"]["ok"] is None
     assert merge({}) == {}
 
@@ -340,9 +311,9 @@ def test_an_oracle_that_there_is_not_is_refused(names, message):
 
 
 def test_all_oracles_can_be_named():
-    oracles.check([name for name in oracles.names() if name != "backends"])
-    assert set(CHEAP) | set(oracles.ANEW) == set(oracles.names())
-    assert isinstance(oracles.watch([], nn.Linear(1, 1)).results(), dict)
+    oracles.check([name for name in oracles.ORACLES if name != "backends"])
+    assert set(CHEAP) | set(oracles.ANEW) == set(oracles.ORACLES)
+    assert isinstance(oracles.Watch([], nn.Linear(1, 1)).results(), dict)
 
 
 def test_a_slope_is_that_of_steady_growth_only():
