@@ -29,7 +29,7 @@ from nsa.experiments.case_study.loop import measure
 from nsa.experiments.case_study.loop.design import design
 from nsa.experiments.case_study.loop.model import build
 from nsa.experiments.case_study.loop.subject import last_step, make
-from nsa.lab.measure.compilations import Compilations
+from nsa.lab.measure.counting import Compilations
 from nsa.lab.observers.graph import count_nodes
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
