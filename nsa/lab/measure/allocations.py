@@ -7,7 +7,6 @@ dicts, so reading them needs no GPU either.
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -58,31 +57,13 @@ class Stream:
         self.tags.append((len(self), category, frozenset(addresses)))
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes alive at one moment, and whose they were then; they sum to `bytes`."""
+def replay(stream: Stream) -> dict:
+    """Bytes at the peak over all phases and at each phase's own, whose they were then, and the most
+    that each category `held`: {"peak", "phases", "by_category", "by_phase_category", "held",
+    "cross_check"}. A phase's peak includes what was alive when it started.
 
-    bytes: int
-    by_category: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """`peak` over all phases, `phases` each on its own, and `held`: the most of each category.
-
-    `unknown_frees` were of addresses never allocated; `lost_bytes` are of blocks whose free had to
-    be inferred from their address being given out again. Both are 0 for a stream that is whole.
-    """
-
-    peak: Peak
-    phases: dict[str, Peak]
-    held: dict[str, int]
-    unknown_frees: int
-    lost_bytes: int
-
-
-def replay(stream: Stream) -> Replay:
-    """Runs through the stream. A phase's peak includes what was alive when it started.
+    Checked are "unknown_frees", of addresses never allocated, and "lost_bytes", of blocks whose
+    free had to be inferred from their address being given out again: 0 for a stream that is whole.
 
     ValueError for a stream without a phase.
     """
@@ -102,25 +83,28 @@ def replay(stream: Stream) -> Replay:
         return np.cumsum(deltas)
 
     total = level(np.full(len(sizes), True))
-
-    def peak(start: int, end: int) -> Peak:
-        at = start + int(np.argmax(total[start : end + 1]))
-        alive = (born < at) & (died > at)
-        by_category = {
-            name: int(sizes[alive & (categories == i)].sum()) for i, name in enumerate(CATEGORIES)
-        }
-        return Peak(int(total[at]), by_category)
-
-    phases: dict[str, Peak] = {}
+    peaks: dict[str, int] = {}  # where each phase's is
     for phase, start, end in spans:
-        found = peak(start, end)
-        if phase not in phases or found.bytes > phases[phase].bytes:
-            phases[phase] = found
-    held = {}
+        at = start + int(np.argmax(total[start : end + 1]))
+        if phase not in peaks or total[at] > total[peaks[phase]]:
+            peaks[phase] = at
+    by_phase, held = {}, {}
+    for phase, at in peaks.items():
+        alive = (born < at) & (died > at)
+        sums = [int(sizes[alive & (categories == i)].sum()) for i in range(len(CATEGORIES))]
+        by_phase[phase] = dict(zip(CATEGORIES, sums, strict=True))
     for i, name in enumerate(CATEGORIES):  # one at a time: a stream may have 10^7 events
         bytes_held = level(categories == i)
         held[name] = max(int(bytes_held[start : end + 1].max()) for _, start, end in spans)
-    return Replay(max(phases.values(), key=lambda p: p.bytes), phases, held, unknown, lost)
+    highest = max(peaks, key=lambda phase: total[peaks[phase]])
+    return {
+        "peak": int(total[peaks[highest]]),
+        "phases": {phase: int(total[at]) for phase, at in peaks.items()},
+        "by_category": by_phase[highest],
+        "by_phase_category": by_phase,
+        "held": held,
+        "cross_check": {"events": len(stream), "unknown_frees": unknown, "lost_bytes": lost},
+    }
 
 
 def _blocks(stream: Stream):

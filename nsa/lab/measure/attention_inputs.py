@@ -22,18 +22,14 @@ ELEMENTS = 1 << 24  # slots or scores held at once
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tensors of one call, leaves of autograd, and dO.
-
-    q [B, T, HQ, D], gates [B, T, HQ, 3], do [B, T, HQ, DV]; k and v [B, T, HKV, *], one tensor or a
-    mapping with one a branch.
-    """
+    """The tensors of one call, leaves of autograd, and dO; k and v as one or as one a branch."""
 
     shape: Shape
-    q: Tensor
-    k: Tensor | Mapping[str, Tensor]
-    v: Tensor | Mapping[str, Tensor]
-    gates: Tensor
-    do: Tensor
+    q: Tensor  # [B, T, HQ, D]
+    k: Tensor | Mapping[str, Tensor]  # [B, T, HKV, D]
+    v: Tensor | Mapping[str, Tensor]  # [B, T, HKV, DV]
+    gates: Tensor  # [B, T, HQ, 3]
+    do: Tensor  # [B, T, HQ, DV]
 
     def leaves(self) -> dict[str, Tensor]:
         """Every input by name: q, k or k_cmp and so on, v likewise, gates."""

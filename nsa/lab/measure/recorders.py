@@ -41,10 +41,7 @@ class MemorySamples:
         self.device_mib: list[float] = []
         self.host_mib: list[float] = []
 
-    def on_step(self, step: int, loss: torch.Tensor) -> None:
-        self.take()
-
-    def take(self) -> None:
+    def take(self, *_: Any) -> None:
         if self.device.type == "cuda":
             self.device_mib.append(torch.cuda.memory_allocated(self.device) / MIB)
         if not self.host_mib:
@@ -52,6 +49,8 @@ class MemorySamples:
             if trim is not None:
                 trim(0)
         self.host_mib.append(resident_mib())
+
+    on_step = take
 
 
 def resident_mib() -> float:
@@ -126,27 +125,15 @@ class Recorder:
         raise NotImplementedError
 
     def record(self) -> dict:
-        """Bytes: {"peak", "phases", "by_category", "by_phase_category", "held", "cross_check"}."""
-        found = replay(self.stream)
-        return {
-            "peak": found.peak.bytes,
-            "phases": {name: peak.bytes for name, peak in found.phases.items()},
-            "by_category": found.peak.by_category,
-            "by_phase_category": {name: peak.by_category for name, peak in found.phases.items()},
-            "held": found.held,
-            "cross_check": {
-                "events": len(self.stream),
-                "unknown_frees": found.unknown_frees,
-                "lost_bytes": found.lost_bytes,
-            },
-        }
+        """What `replay` makes of the stream, and in "cross_check" whether another count "agrees"
+        or, as a "note", why not."""
+        return replay(self.stream)
 
 
 class CpuRecorder(Recorder):
-    """Allocator events through torch.profiler, about 8 us each. Not the process's resident memory.
-
-    Only memory events are recorded: with operations, one event would cost three times as much.
-    What a library allocates behind torch's back (oneDNN's scratch, Python's objects) is not seen.
+    """Allocator events through torch.profiler, about 8 us each: with operations, one would cost
+    three times as much. Not the process's resident memory: what a library allocates behind torch's
+    back (oneDNN's scratch, Python's objects) is not seen.
     """
 
     def _before(self) -> dict[int, int]:

@@ -1,8 +1,4 @@
-"""Latency and memory of one call, steps in interleaved A/B, and the time a benchmark may take.
-
-A call is timed forward, gradients alone, both, and as a replayed CUDA graph. Of two ways to take a
-step, interleaved A/B takes turns, so that a machine that slows down slows both.
-"""
+"""Latency and memory of one call, steps in interleaved A/B, and the time a benchmark may take."""
 
 import gc
 import statistics
@@ -209,13 +205,12 @@ def interleaved(
     """Times `steps` steps inside `watching()` and as many outside, in `rounds` rounds.
 
     Both take turns, in changing order, so that a machine that slows down slows both. From idle
-    device to idle device; without one processor time of all threads counts, for its cores are
-    shared, but not if `wall`: a wait for another rank takes none.
+    device to idle device; without one, and unless `wall`, as for a wait for another rank, the
+    processor time of all threads counts, for its cores are shared.
 
-    Not timed are one round before and the first step of every turn: what watching learns in its
-    first step, and whatever the change of turns costs, a training pays once. Nor is a full
-    collection of Python's garbage, which takes longer than a step and would fall into any turn: one
-    is made before each.
+    Not timed are one round before and the first step of every turn, whose costs a training pays
+    once, nor a full collection of Python's garbage, which takes longer than a step: one is made
+    before each turn.
     """
     clock, name = time.process_time, "processor time"
     if wall or trainer.device.type == "cuda":

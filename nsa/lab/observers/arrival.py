@@ -35,16 +35,12 @@ class GradientArrival(Sampled):
     """An observer that notes each parameter's gradient: arrived, missing or all zero, and when.
 
     Works on the bare model, so alike alone and under DDP, with accumulation and with checkpointing.
-    Times are the host's, which issues the work of a GPU ahead of it. Whether a gradient is zero is
-    decided on the device, from what the optimizer is about to use (under DDP the ranks' average, so
-    a gradient that is zero on one rank only counts as arrived there).
+    Times are the host's, which is ahead of a GPU. Whether a gradient is zero is decided on the
+    device, from what the optimizer is about to use: under DDP the ranks' average.
 
-    Before the first backward the parameters that the loss cannot reach are put into `unreachable`
-    and warned of (warn=False: only put there); where the graph does not tell, it stays None and
-    `unreachable_unknown` says why.
-
-    Observed are the first step and each that is a multiple of `every` steps after it; the last
-    `keep` of them are kept, and the hooks exist in those only.
+    Before the first backward the parameters that the loss cannot reach are put into `unreachable`,
+    and warned of if `warn`; where the graph does not tell, it stays None and `unreachable_unknown`
+    says why. `every` and `keep` are those of `Sampled`.
 
     Cost: 3 to 7 us of the host's time for each parameter in an observed step, and one reduction of
     all gradients on the device; before the first backward 1 to 3 us for each node of the graph.
@@ -60,8 +56,7 @@ class GradientArrival(Sampled):
         self._bind()
         self._norms = Deferred()
         self.unreachable: tuple[str, ...] | None = None
-        self.unreachable_unknown = ""
-        self._loss: Tensor | None = None
+        self.unreachable_unknown, self._loss = "", None
         self._catch = model.register_forward_hook(self._catch_loss)
 
     def on_start(self, trainer: Any) -> None:
@@ -72,7 +67,7 @@ class GradientArrival(Sampled):
         if getattr(config, "compile", False):
             # Only a backward would show what a compiled graph reaches, and hooks would cut it.
             self._forget_loss("a compiled graph hides which of its inputs have gradients")
-        self._detach()
+        super().close()
         self._bind()  # FSDP2 has put other parameters into the model
 
     def on_phase(self, name: str, step: int) -> None:
@@ -86,10 +81,10 @@ class GradientArrival(Sampled):
             self._look(self._now)
 
     def rows(self, step: int | None = None) -> list[dict[str, Any]]:
-        """A row a parameter of that step (default: the last), in order of arrival, missing last.
+        """A row a parameter of that step (default: the last), in order of arrival, missing last:
+        step, name, state, order, ms since its backward began, arrivals (one for each backward of
+        the step) and largest, the gradient's largest absolute value, NaN included.
 
-        Each has step, name, state, order, ms (since its backward began), arrivals (one for each
-        backward of the step) and largest (the gradient's largest absolute value, NaN included).
         ValueError for a step that is not kept. Waits for the device.
         """
         self._read(self._norms.all())

@@ -30,20 +30,18 @@ NAMES = (
 class AttentionStats:
     """An observer that looks into every NSAAttention of the model each `every` steps.
 
-    For each layer, means over the batch, its tokens and heads:
-    gate_cmp, gate_slc, gate_win; gate_entropy, in nats, of the gates divided by their sum (ln 3 if
-    all are equal); distance_blocks, how many blocks back from a query's own the selected ones lie;
-    distance_free_blocks, the same of those that were chosen rather than forced; forced_share of the
-    selected blocks; norm_cmp, norm_slc, norm_win, of a head's output before its gate (Euclidean).
-    What there is none of (blocks not forced in a short sequence, branches that are not computed) is
-    NaN.
+    For each layer, means over the batch, its tokens and heads: gate_cmp, gate_slc, gate_win;
+    gate_entropy, in nats, of the gates divided by their sum; distance_blocks, how many blocks back
+    from a query's own the selected ones lie; distance_free_blocks, the same of those that were
+    chosen rather than forced; forced_share of the selected blocks; norm_cmp, norm_slc, norm_win, of
+    a head's output before its gate (Euclidean). What there is none of (blocks not forced in a short
+    sequence, branches that are not computed) is NaN.
 
-    An observed step computes each layer's attention once more from that layer's own input, without
-    gradient; no other step has a hook. Nothing waits for the device: numbers are read when they
-    have arrived, and then handed to the `writers` (write(step, {"layer0/gate_cmp": ...})).
+    Nothing waits for the device: numbers are read when they have arrived, and then handed to the
+    `writers` (write(step, {"layer0/gate_cmp": ...})).
 
-    Cost: nothing in other steps; an observed one has one more forward of all attention, 1.4 x a
-    step of a small model on a CPU.
+    Cost: nothing in other steps; an observed one computes all attention once more, without
+    gradient, 1.4 x a step of a small model on a CPU.
 
     Raises ValueError for a model without such a layer.
     """
@@ -60,7 +58,7 @@ class AttentionStats:
         self._hooks: list[Any] = []
         self._found: dict[int, Tensor] = {}
         self._later = Deferred()
-        self._steps: deque[tuple[int, list[dict[str, float]]]] = deque(maxlen=keep)
+        self._rows: deque[dict[str, Any]] = deque(maxlen=keep * len(self._layers))
 
     on_start = staticmethod(refuse_without_hooks)
 
@@ -82,11 +80,7 @@ class AttentionStats:
     def rows(self) -> list[dict[str, Any]]:
         """A row for each observed step and layer: step, layer, and NAMES. Waits for the device."""
         self._take(self._later.all())
-        return [
-            {"step": step, "layer": layer, **found}
-            for step, layers in self._steps
-            for layer, found in enumerate(layers)
-        ]
+        return list(self._rows)
 
     def close(self) -> None:
         """Hands over what is still on its way. Waits for the device."""
@@ -99,13 +93,13 @@ class AttentionStats:
 
     def _take(self, arrived: Any) -> None:
         for step, values in arrived:
-            layers = [dict(zip(NAMES, found, strict=True)) for found in values.tolist()]
-            self._steps.append((step, layers))
+            named = {}
+            for layer, found in enumerate(values.tolist()):
+                row = dict(zip(NAMES, found, strict=True))
+                self._rows.append({"step": step, "layer": layer} | row)
+                named |= {f"layer{layer}/{name}": value for name, value in row.items()}
             for writer in self.writers:
-                named = [
-                    (f"layer{i}/{n}", found[n]) for i, found in enumerate(layers) for n in NAMES
-                ]
-                writer.write(step, dict(named))
+                writer.write(step, named)
 
     def _look(self, index: int, layer: NSAAttention, args: tuple, kwargs: dict, _: Any) -> None:
         self._found[index] = look(layer, *args, **kwargs)

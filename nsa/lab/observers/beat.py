@@ -1,8 +1,7 @@
 """A line at least every ten seconds that says where the training is, whatever else is printed.
 
-A loop that prints every hundredth step looks hung for as long as a hundred steps take. These lines
-come from a thread of their own, so also from inside a step that does not end; the thread needs the
-GIL now and then, so native code that never gives it up silences them, as it does
+The lines come from a thread of their own, so also from inside a step that does not end. The thread
+needs the GIL now and then: native code that never gives it up silences it, as it does
 `stacks_on_signal`; `py-spy dump --pid` shows where that is.
 """
 
@@ -32,13 +31,11 @@ WINDOW = 50  # steps whose median is the pace
 class Heartbeat:
     """An observer that tells step, phase, seconds in it, s/step and ETA, at most `every_s` apart.
 
-    Each beat is a line on `out` (None: none) and, with `file`, a JSON object on a line of its own:
-    ts, iso, pid, rank, step, phase, phase_s, s_per_step, eta_s, loss, loss_step, mib. What is not
-    known yet is null. `loss` is the newest one whose copy has arrived: nobody waits for it. `mib`
-    is what the GPU's allocator has handed out, or on a CPU what the process holds. `detail()`,
-    where given, ends the line with more; it is called from the thread.
-
-    The host may be ahead of the GPU: a step is where the host is.
+    Each beat is a line on `out` (None: none) and, with `file`, a JSON object on a line of its own,
+    null for what is not known yet. `loss` is the newest one whose copy has arrived: nothing waits
+    for it. `mib` is what the GPU's allocator has handed out, or on a CPU what the process holds.
+    `detail()`, called from the thread, ends the line with more. A step is where the host is, which
+    may be ahead of the GPU.
 
     Cost: 1 us of the host's time a step, and every few seconds a copy of a loss.
     """
@@ -58,21 +55,17 @@ class Heartbeat:
         if not every_s > 0:
             raise ValueError(f"every_s={every_s} must be greater than 0; 10 is usual")
         self.every_s, self.total_steps, self.detail = every_s, total_steps, detail
-        self.rank, self._given_rank = rank, rank is not None
-        if rank is None:
-            self.rank = int(os.environ.get("RANK", "0"))
-        self._out, self._clock = out, clock
-        self._file: TextIO | None = None
-        if file is not None:
-            self._file = Path(file).open("a", buffering=1)  # noqa: SIM115 - until close()
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self._given_rank, self._out, self._clock = rank is not None, out, clock
+        # until close()
+        self._file = None if file is None else Path(file).open("a", buffering=1)  # noqa: SIM115
         # step, phase, its start, the step's start: one assignment, for the thread reads it.
         self._place = (None, "before the first step", clock(), None)
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._loss: tuple[int | None, float | None] = (None, None)
         self._losses = Deferred()
-        self._device = torch.device("cpu")
-        self._mib = math.nan
-        self._sampled = float("-inf")
+        self._device, self._mib = torch.device("cpu"), math.nan
+        self._sampled = -math.inf
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -94,15 +87,12 @@ class Heartbeat:
             self._thread.start()
 
     def on_phase(self, name: str, step: int) -> None:
-        now = self._clock()
-        before = self._place[3]
-        if name != "data":
-            self._place = (step, name, now, before)
-            return
-        if before is not None:  # what lies between two steps counts as well
-            self._seconds.append(now - before)
-        self._place = (step, name, now, now)
-        self.start()
+        now, before = self._clock(), self._place[3]
+        self._place = (step, name, now, now if name == "data" else before)
+        if name == "data":
+            if before is not None:  # what lies between two steps counts as well
+                self._seconds.append(now - before)
+            self.start()
 
     def on_step(self, step: int, loss: Tensor) -> None:
         for (seen, _), value in self._losses.ready():
@@ -170,11 +160,9 @@ class Heartbeat:
 
 def line(beat: dict[str, Any], total_steps: int | None = None) -> str:
     """The beat for people: 12:00:10 rank 0 · step 7/500 backward 3.2 s · 0.065 s/step · ..."""
-    where = beat["phase"]
-    if beat["step"] is not None:
-        of = "" if total_steps is None else f"/{total_steps}"
-        where = f"step {beat['step']}{of} {where}"
-    parts = [f"{where} {beat['phase_s']:.1f} s"]
+    of = "" if total_steps is None else f"/{total_steps}"
+    where = "" if beat["step"] is None else f"step {beat['step']}{of} "
+    parts = [f"{where}{beat['phase']} {beat['phase_s']:.1f} s"]
     if beat["s_per_step"] is not None:
         parts.append(f"{beat['s_per_step']:.3g} s/step")
     if beat["eta_s"] is not None:

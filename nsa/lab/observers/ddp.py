@@ -23,15 +23,14 @@ class BucketTrace:
     """An observer that traces DDP's buckets by a communication hook that averages as DDP does.
 
     `steps` counts the averaged backwards since the model was wrapped, from 0; a step has one.
-    Gradients are divided by the ranks and summed in their own dtype, as without a hook (to the last
-    bit for 2, 4, 8, ... ranks).
+    Gradients are divided by the ranks and summed in their own dtype, as without a hook: to the last
+    bit for 2, 4, 8, ... ranks.
 
     A hook cannot be taken off again. After the traced steps it goes on costing a call of Python and
-    one more pass over the gradients for each bucket, which a line on `out` says once; more than
-    8 traced steps are refused unless `accept_cost` is set.
+    one more pass over the gradients for each bucket, which a line on `out` says once.
 
-    Raises ValueError for a model that is not wrapped in DDP, and where it has a hook already: DDP
-    takes one.
+    Raises ValueError for a model that is not wrapped in DDP or has a hook already, for DDP takes
+    one, and for more than 8 traced steps without `accept_cost`.
     """
 
     def __init__(

@@ -14,11 +14,13 @@ SAMPLED = 10  # steps from one to the next in a long run, where looking at all w
 
 
 class Sampled:
-    """An observer of some steps: `record(number)` of each, and hooks that exist in those only.
+    """An observer of some steps: of each a `record(number)`, and hooks that exist in those only.
 
     Observed are the first step asked about, also of a training that is resumed, and each that is a
     multiple of `every` steps after it; the last `keep` records are kept.
     """
+
+    _attach: Callable[[], list[Any]]  # sets the hooks and returns their handles
 
     def __init__(self, record: Callable[[int], Any], every: int, keep: int) -> None:
         if every < 1 or keep < 1:
@@ -28,10 +30,6 @@ class Sampled:
         self._steps: deque[Any] = deque(maxlen=keep)
         self._now: Any = None  # the record of a step that is observed
         self._hooks: list[Any] = []
-
-    def _attach(self) -> list[Any]:
-        """The handles of the hooks that it sets."""
-        raise NotImplementedError
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "data":
@@ -43,13 +41,10 @@ class Sampled:
         elif name == "end" and self._now is not None:
             self._now = None
             if self._every > 1:
-                self._detach()
+                Sampled.close(self)
 
     def close(self) -> None:
         """Takes every hook off the model; rows stay readable."""
-        self._detach()
-
-    def _detach(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -11,9 +11,8 @@ def unreachable(
 ) -> tuple[str, ...]:
     """Names of the trainable parameters that no gradient of `loss` can reach; 1 to 3 us a node.
 
-    Walks loss.grad_fn, custom functions and non-reentrant checkpoints included. A parameter that is
-    reached may still get a gradient of zeros, or none from a function that returns None for it. A
-    compiled model is one node that reaches all it reads.
+    A parameter that is reached may still get a gradient of zeros, or none from a function that
+    returns None for it. A compiled model is one node that reaches all it reads.
 
     Raises ValueError where the graph does not show it: a reentrant checkpoint, or parameters that
     FSDP2 has sharded, whose graph holds their unsharded copies.

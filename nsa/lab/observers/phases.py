@@ -60,10 +60,8 @@ class PhaseTimes:
         ]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each phase: phase, median_ms, share, host_ms (median), steps.
-
-        `share` is the part of all phases' time together. Waits for the device.
-        """
+        """A row for each phase: phase, median_ms, share of all phases' time together, host_ms
+        (median), steps. Waits for the device."""
         found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for row in self.steps():
             for times, key in zip(found[row["phase"]], ("ms", "host_ms"), strict=True):

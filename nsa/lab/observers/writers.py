@@ -55,9 +55,8 @@ class _Writer:
 class CsvWriter(_Writer):
     """One row a number: iso,step,name,value. "loss" from the steps, other names from `write`.
 
-    Every row is written whole when its number is known, so a run that is killed loses the few
-    steps that the device was behind. A file that is there is continued; a row cut short at its end
-    is dropped first.
+    A run that is killed loses the few steps that the device was behind. A file that is there is
+    continued; a row cut short at its end is dropped first.
 
     Raises ValueError for a file that is not such a table.
     """

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.modules import module as every_module
 from nsa.lab.oracles.steps import Result, Steps, broken, device_of, ok, unknown
 
 Remake = Callable[[dict[str, Any]], Any]  # changes of the settings -> a subject
+ByName = dict[str, Tensor]  # gradients
 
 RECOMPUTED = 1e-5  # of a gradient's largest value; a recomputation rounds as the forward did
 NOISE = 8.0  # times what two equal runs differ by
@@ -120,25 +122,23 @@ def checkpoints(off: bool = False) -> Iterator[list[None] | None]:
         yield calls
 
 
-def first_gradients(subject: Any) -> dict[str, Tensor]:
+def first_gradients(subject: Any) -> ByName:
     """Of one step: each parameter's gradient as its accumulation ended, on the CPU in fp32."""
     model = getattr(subject, "model", None)
     if model is None:
         return {}
-    found: dict[str, Tensor] = {}
+    found: ByName = {}
 
-    def keep(name: str) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                found[name] = parameter.grad.detach().float().cpu().clone()
-
-        return arrived
+    def keep(name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            found[name] = parameter.grad.detach().float().cpu().clone()
 
     with ExitStack() as stack:
         stack.callback(getattr(subject, "close", lambda: None))
         for name, p in model.named_parameters():
             if p.requires_grad:
-                stack.enter_context(p.register_post_accumulate_grad_hook(keep(name)))
+                hook = p.register_post_accumulate_grad_hook(partial(keep, name))
+                stack.enter_context(hook)
         subject.step(0)
     return found
 
@@ -209,12 +209,7 @@ class _Saved:
 
 
 def _compared(
-    mine: dict[str, Tensor],
-    other: dict[str, Tensor],
-    remake: Remake,
-    limit: float,
-    what: str,
-    ways: str,
+    mine: ByName, other: ByName, remake: Remake, limit: float, what: str, ways: str
 ) -> Result:
     if not mine:
         return unknown("the subject shows no model, or no gradient arrived in its first step")
@@ -228,10 +223,10 @@ def _compared(
     return broken(what, detail, name)
 
 
-def _apart(mine: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
+def _apart(mine: ByName, other: ByName) -> tuple[float, str]:
     """The largest difference over a gradient's largest value, and the parameter."""
     worst, where = 0.0, next(iter(mine), "")
-    for name in {**mine, **other}:
+    for name in mine | other:
         a, b = mine.get(name), other.get(name)
         if a is None or b is None:
             return math.inf, name

@@ -1,4 +1,5 @@
 import gc
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,16 +38,20 @@ def asked(make, *names, steps=4, settings=None, twice=False):
         return seen.results(remade)
 
 
-def one(make, name, **how):
-    (result,) = asked(make, name, **how).values()
-    return result
+def case(make, name, what, said="", steps=4, **settings):
+    """What oracle `name` finds wrong, "" for nothing and None where it cannot tell, and a part of
+    "place: detail"."""
+    marks = [pytest.mark.gpu] if settings.get("device") == "cuda" else []
+    return pytest.param(make, name, what, said, steps, settings, marks=marks)
 
 
-def broken(make, name, what, **how):
-    """What an oracle says that must find `what`."""
-    result = one(make, name, **how)
-    assert (result["ok"], result["what"]) == (False, what), result
-    return result
+def told(make, name, what, said, steps, settings):
+    (result,) = asked(make, name, steps=steps, settings=settings, twice=True).values()
+    assert (result["ok"], result["what"]) == (None if what is None else not what, what or "")
+    assert said in f"{result['place']}: {result['detail']}"
+
+
+cases = partial(pytest.mark.parametrize, ("make", "name", "what", "said", "steps", "settings"))
 
 
 def library(**changes):
@@ -90,59 +95,30 @@ def test_losses_are_those_of_a_training_that_nobody_watches_and_every_hook_is_go
     assert not subject.model._forward_hooks
 
 
-GRADIENTS = {
-    subjects.Detached: ("arrival", "missing-grad", "first.weight", "step 0: no gradient for 2"),
-    subjects.DetachedLate: ("arrival", "missing-grad", "first.weight", "step 2: no gradient for 2"),
-    subjects.TimesZero: ("arrival", "zero-grad", "first.", "all zero in each of 4 steps"),
-    subjects.NotFinite: ("finite", "nan-grad", "first.bias", "step 2: 1 gradients are not finite"),
-}
+UNREACHED = "first.weight: step 0: no gradient for 2 parameters: the loss does not reach first."
+LATE = "first.weight: step 2: no gradient for 2 parameters first."
+INFINITE = "first.bias: step 2: 1 gradients are not finite"
 
 
-@pytest.mark.parametrize("make", GRADIENTS)
-def test_a_gradient_that_is_missing_zero_or_not_finite_is_named(make):
-    name, what, place, detail = GRADIENTS[make]
-    result = broken(make, name, what)
-    assert result["place"].startswith(place) and detail in result["detail"]
-
-
-def test_what_the_loss_cannot_reach_is_told_from_what_did_not_arrive():
-    assert "the loss does not reach first." in one(subjects.Detached, "arrival")["detail"]
-    assert "reach" not in one(subjects.DetachedLate, "arrival")["detail"]
-
-
-def test_a_gradient_that_is_zero_now_and_then_is_no_fault():
-    assert one(subjects.ZeroAtFirst, "arrival")["ok"]
-    assert one(subjects.ZeroAtFirst, "arrival", steps=1)["ok"] is None
-
-
-def test_parameters_that_rightly_have_none_are_believed():
-    class Told(subjects.Detached):
-        without_gradient = frozenset({"first.weight", "first.bias"})
-
-    assert one(Told, "arrival")["ok"]
-
-
-def test_parameters_that_are_not_finite_at_the_end_are_named():
-    class Spoilt(subjects.Plain):
-        def after(self, i, loss):
-            if i == 3:
-                self.model["second"].weight.data.fill_(float("inf"))
-
-    assert broken(Spoilt, "finite", "nan-parameter")["place"] == "second.weight"
-
-
-def test_an_overflow_that_a_scaler_skips_is_no_fault():
-    assert one(subjects.Scaled, "finite")["ok"]
-
-
-def test_without_an_optimizer_arrivals_are_seen_and_values_are_said_to_be_gone():
-    result = one(subjects.NoOptimizer, "arrival")
-    assert result["ok"] and "their values were gone" in result["detail"]
-
-
-def test_layers_of_a_deeper_model_have_the_same_place():
-    result = broken(library(force_branch="win"), "arrival", "missing-grad", steps=1)
-    assert result["place"].startswith("blocks.*.attention.")
+@cases(
+    [
+        case(subjects.Detached, "arrival", "missing-grad", UNREACHED),
+        case(subjects.DetachedLate, "arrival", "missing-grad", LATE),
+        case(subjects.Expected, "arrival", ""),
+        case(subjects.TimesZero, "arrival", "zero-grad", "all zero in each of 4 steps: first."),
+        case(subjects.ZeroAtFirst, "arrival", ""),
+        case(subjects.ZeroAtFirst, "arrival", None, "zero in the only step", steps=1),
+        case(subjects.NoOptimizer, "arrival", "", "their values were gone"),
+        case(library(force_branch="win"), "arrival", "missing-grad", "blocks.*.attention.", 1),
+        case(subjects.NotFinite, "finite", "nan-grad", INFINITE),
+        case(subjects.Spoilt, "finite", "nan-parameter", "second.weight:"),
+        case(subjects.Scaled, "finite", ""),
+    ]
+)
+def test_a_gradient_that_is_missing_zero_or_not_finite_is_named_unless_it_is_right(
+    make, name, what, said, steps, settings
+):
+    told(make, name, what, said, steps, settings)
 
 
 def test_without_a_model_gradients_cannot_be_told_and_the_rest_can():
@@ -174,57 +150,59 @@ def test_what_is_kept_from_step_to_step_is_told_apart(make):
     assert all(result["ok"] is not None for result in found.values())
 
 
-@pytest.mark.parametrize("name", ["graph", "census", "memory", "recompilations"])
-def test_one_step_does_not_tell_growth_from_warming_up(name):
-    result = one(subjects.KeepsLosses, name, steps=1)
-    assert result["ok"] is None and "too few steps" in result["detail"]
+@cases(
+    [
+        case(subjects.KeepsLosses, "graph", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "census", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "memory", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "recompilations", None, "too few steps", steps=1),
+        case(subjects.GrowingGraph, "graph", "graph-growth", steps=150),  # is sampled
+        case(subjects.KeepsMuch, "memory", "host-leak", steps=24),
+        case(subjects.Keeps, "memory", "device-leak", steps=12, device="cuda"),
+        case(subjects.Plain, "memory", "", steps=12, device="cuda"),
+    ]
+)
+def test_growth_is_told_from_warming_up(make, name, what, said, steps, settings):
+    told(make, name, what, said, steps, settings)
 
 
-def test_memory_that_grows_by_2_mib_a_step_is_a_leak():
-    class Keeps(subjects.Keeps):
-        def kept(self, i, loss):
-            return torch.full((2**19,), float(i))
-
-    broken(Keeps, "memory", "host-leak", steps=24)
-
-
-@pytest.mark.gpu
-def test_on_a_device_a_quarter_of_a_mib_a_step_is_a_leak_and_nothing_is_none():
-    how = {"steps": 12, "settings": {"device": "cuda"}}
-    broken(subjects.Keeps, "memory", "device-leak", **how)
-    assert one(subjects.Plain, "memory", **how)["ok"]
+@pytest.mark.parametrize(
+    ("counts", "what"), [(range(0, 1000, 3), "recompile"), ([0] + [40] * 20, "")]
+)
+def test_steps_that_compile_each_time_are_named_and_compiling_in_the_first_is_no_fault(
+    monkeypatch, counts, what
+):
+    counts = iter(counts)
+    monkeypatch.setattr("nsa.lab.measure.counting._graphs", lambda: next(counts))
+    told(subjects.Plain, "recompilations", what, "", steps=6, settings={})
 
 
-@pytest.mark.gpu
-def test_on_a_device_a_quadratic_buffer_is_found_by_the_peak():
-    settings = {"tokens": 1024, "dense": True, "device": "cuda"}
-    broken(subjects.Tokens, "quadratic", "quadratic", settings=settings, twice=True)
-    settings["dense"] = False
-    assert one(subjects.Tokens, "quadratic", settings=settings, twice=True)["ok"]
+SPOILT = ("checkpoint", "checkpoint-mismatch", "first.")
 
 
-def test_long_trainings_are_sampled_and_still_judged():
-    broken(subjects.GrowingGraph, "graph", "graph-growth", steps=150)
-
-
-def test_steps_that_compile_each_time_are_named_and_compiling_in_the_first_is_no_fault(monkeypatch):
-    count = "nsa.lab.measure.counting._graphs"
-    always, once = iter(range(0, 1000, 3)), iter([0, 40] + [40] * 20)
-    monkeypatch.setattr(count, lambda: next(always))
-    broken(subjects.Plain, "recompilations", "recompile", steps=6)
-    monkeypatch.setattr(count, lambda: next(once))
-    assert one(subjects.Plain, "recompilations", steps=6)["ok"]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_that_differs_is_found_by_switching_it_off(reentrant):
-    settings = {"reentrant": reentrant, "spoilt": True}
-    how = {"settings": settings, "twice": True}
-    result = broken(subjects.Recomputed, "checkpoint", "checkpoint-mismatch", **how)
-    assert result["place"].startswith("first.")
-    settings["spoilt"] = False
-    sound = one(subjects.Recomputed, "checkpoint", **how)
-    assert sound["ok"] and "1 checkpoints" in sound["detail"]
+@cases(
+    [
+        case(subjects.Recomputed, *SPOILT, spoilt=True),
+        case(subjects.Recomputed, *SPOILT, spoilt=True, reentrant=True),
+        case(subjects.Recomputed, "checkpoint", "", "1 checkpoints"),
+        case(subjects.Recomputed, "checkpoint", "", "1 checkpoints", reentrant=True),
+        case(subjects.Random, "checkpoint", None, "two equal runs differ"),
+        case(library(checkpoint="all"), "checkpoint", "", "2 checkpoints", steps=1),
+        case(subjects.Ways, "backends:written out", "", backend="plain"),
+        case(subjects.Ways, "backends:wrong", "backend-mismatch", backend="plain"),
+        case(subjects.Ways, "backends:backend=wrong", "backend-mismatch", backend="plain"),
+        case(subjects.Ways, "backends:plain", None, backend="plain"),
+        case(subjects.Tokens, "quadratic:tokens", "quadratic", "first:", tokens=128, dense=True),
+        case(subjects.Tokens, "quadratic", "", "to the 1.00", tokens=128, dense=False),
+        case(subjects.Plain, "quadratic", None, "is None"),
+        case(subjects.Tokens, "quadratic", "quadratic", tokens=1024, dense=True, device="cuda"),
+        case(subjects.Tokens, "quadratic", "", tokens=1024, dense=False, device="cuda"),
+    ]
+)
+def test_another_way_to_the_same_and_a_longer_one_are_compared(
+    make, name, what, said, steps, settings
+):
+    told(make, name, what, said, steps, settings)
 
 
 def test_checkpointing_is_as_it_was_afterwards():
@@ -232,37 +210,8 @@ def test_checkpointing_is_as_it_was_afterwards():
 
     names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
     before = [getattr(checkpoint, name) for name in names]
-    one(subjects.Recomputed, "checkpoint", twice=True)
+    asked(subjects.Recomputed, "checkpoint", twice=True)
     assert [getattr(checkpoint, name) for name in names] == before
-
-
-def test_what_differs_from_itself_tells_nothing():
-    result = one(subjects.Random, "checkpoint", twice=True)
-    assert result["ok"] is None and "two equal runs differ" in result["detail"]
-
-
-def test_the_models_own_checkpointing_has_the_gradients_of_none():
-    result = one(library(checkpoint="all"), "checkpoint", steps=1, twice=True)
-    assert result["ok"] and "2 checkpoints" in result["detail"]
-
-
-def test_another_backend_has_the_same_gradients_or_is_named():
-    how = {"settings": {"backend": "plain"}, "twice": True}
-    assert one(subjects.Ways, "backends:written out", **how)["ok"]
-    broken(subjects.Ways, "backends:wrong", "backend-mismatch", **how)
-    broken(subjects.Ways, "backends:backend=wrong", "backend-mismatch", **how)
-    assert one(subjects.Ways, "backends:plain", **how)["ok"] is None
-
-
-def test_a_quadratic_buffer_is_named_with_its_module():
-    settings = {"tokens": 128, "dense": True}
-    how = {"settings": settings, "twice": True}
-    assert broken(subjects.Tokens, "quadratic:tokens", "quadratic", **how)["place"] == "first"
-    settings["dense"] = False
-    sound = one(subjects.Tokens, "quadratic", **how)
-    assert sound["ok"] and "to the 1.00" in sound["detail"]
-    unset = one(subjects.Plain, "quadratic", twice=True)
-    assert unset["ok"] is None and "is None" in unset["detail"]
 
 
 def test_an_oracle_that_breaks_off_is_no_fault_of_the_training():
