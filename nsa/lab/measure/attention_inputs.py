@@ -67,13 +67,13 @@ class Drawn:
         return dict.fromkeys(BRANCHES, x) if isinstance(x, Tensor) else dict(x)
 
 
-def draw(shape: Shape, device: str | torch.device = "cpu", seed: int | None = None) -> Drawn:
-    """Unit variance everywhere; gates uniform in 0..1. The same seed and device, the same tensors.
+def draw(shape: Shape, device: str | torch.device = "cpu") -> Drawn:
+    """Unit variance everywhere; gates uniform in 0..1. The same shape and device, the same tensors.
 
     Queries are white ("random") or an AR(1) process over tokens with COEFFICIENT ("correlated");
     keys, values and dO are white.
     """
-    generator = torch.Generator(device).manual_seed(shape.seed if seed is None else seed)
+    generator = torch.Generator(device).manual_seed(shape.seed)
     rows, dtype = (shape.batch, shape.tokens), shape.torch_dtype
     options = {"generator": generator, "device": device, "dtype": dtype}
 

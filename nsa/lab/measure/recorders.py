@@ -76,12 +76,12 @@ def profiled(activities: Iterable[ProfilerActivity], **options: Any) -> Iterator
         found.stop()
 
 
-def recorder_for(device: str | torch.device, watched: Watched, **options: Any) -> "Recorder":
+def recorder_for(device: str | torch.device, watched: Watched) -> "Recorder":
     """The recorder for that device; ValueError for one that is neither a CPU nor a CUDA device."""
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r} cannot be recorded; 'cpu' and 'cuda' can")
-    return (CpuRecorder if kind == "cpu" else CudaRecorder)(watched, **options)
+    return CpuRecorder(watched) if kind == "cpu" else CudaRecorder(watched)
 
 
 class Recorder:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 
 import torch
 
@@ -88,19 +89,13 @@ def shapes_from(
     for given, what, known in ((texts, "shapes", NAMED), (queries, "kinds of queries", QUERIES)):
         if not given:
             raise ValueError(f"no {what}; known are {', '.join(known)}")
-    found: list[Shape] = []
-    for text in texts:
-        known, fixed = _one(text, tokens)
-        kinds = [None] if fixed else queries
-        found += [replace(s, queries=kind or s.queries) for kind in kinds for s in known]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(s for text in texts for s in _of(text, tokens, queries)))
 
 
-def _one(text: str, tokens: Sequence[int]) -> tuple[list[Shape], bool]:
-    """The shapes of one text, and whether it names the kind of queries itself."""
+def _of(text: str, tokens: Sequence[int], queries: Sequence[str]) -> list[Shape]:
     if text in NAMED:
-        others = [replace(s, tokens=t) for t in tokens for s in NAMED[text]]
-        return list(dict.fromkeys(others)) or NAMED[text], False
+        known = [replace(s, tokens=t) for t in tokens for s in NAMED[text]] or NAMED[text]
+        return [replace(s, queries=kind) for kind in queries for s in known]
     if "=" not in text:
         hint = nearest(text, NAMED)
         raise ValueError(
@@ -116,11 +111,12 @@ def _one(text: str, tokens: Sequence[int]) -> tuple[list[Shape], bool]:
         (config if name in sizes else values)[name] = _value(name, value)
     if "dim" in values:
         values.setdefault("value_dim", values["dim"])
-    lengths = [values.pop("tokens")] if "tokens" in values else list(tokens)
-    if not lengths:
+    if "tokens" not in values and not tokens:
         raise ValueError(f"{text!r} needs tokens=..., as in tokens=8k,{text}")
-    made = [Shape(tokens=t, **values, config=NSAConfig(**config)) for t in lengths]
-    return made, "queries" in values
+    each = {"tokens": tokens, "queries": queries}
+    each |= {name: [values.pop(name)] for name in each if name in values}
+    one = partial(Shape, **values, config=NSAConfig(**config))
+    return [one(tokens=t, queries=kind) for kind in each["queries"] for t in each["tokens"]]
 
 
 def _value(name: str, text: str) -> int | bool | str:

@@ -83,14 +83,6 @@ class Watch(Steps):
                 listeners.insert(0, self._gradients)
         super().__init__(listeners)
 
-    def __enter__(self) -> Watch:
-        self.open()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Takes every hook away."""
-        self.close()
-
     def results(self, remake: Remake | None = None) -> dict[str, Result]:
         """What each oracle says, JSON-able.
 

@@ -158,10 +158,7 @@ def kept_bytes(subject: Any) -> dict[str, float]:
             subject.step(0)
         else:
             saved = _Saved(model)
-            steps = Steps([saved])
-            stack.callback(steps.close)
-            steps.open()
-            steps.begin(0)
+            stack.enter_context(Steps([saved])).begin(0)
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
                 subject.step(0)
             return saved.by_module

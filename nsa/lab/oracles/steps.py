@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ class Steps:
         self._step: int | None = None
         self._undo: list[Callable[[], Any]] = []
 
-    def open(self) -> None:
-        """From now on."""
+    def __enter__(self) -> Self:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         plain = torch.autograd.backward  # what Tensor.backward calls as well
@@ -45,8 +44,9 @@ class Steps:
 
         torch.autograd.backward = watched
         self._undo = [restore, register_optimizer_step_pre_hook(stepping).remove]
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Takes every hook away."""
         while self._undo:
             self._undo.pop()()
@@ -84,11 +84,11 @@ def broken(what: str, detail: str, name: str = "") -> Result:
     return {"ok": False, "detail": detail, "what": what, "place": place}
 
 
-def some(names: Iterable[str], most: int = 4) -> str:
-    """The first few of them."""
+def some(names: Iterable[str]) -> str:
+    """The first four of them."""
     listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+    more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
+    return ", ".join(listed[:4]) + more
 
 
 def device_of(model: nn.Module | None) -> torch.device:

@@ -1,5 +1,6 @@
 import math
 from functools import partial
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -62,19 +63,13 @@ def test_the_numbers_are_those_of_the_reference(changes):
     for branch in BRANCHES:
         norms = expected.branches[branch].norm(dim=-1)
         assert found[f"norm_{branch}"] == pytest.approx(norms.mean().item(), rel=1e-4)
-    back, free, forced, count = 0, [], 0, 0
-    for row in expected.blocks.tolist():
-        for t, heads in enumerate(row):
-            own = t // config.select_block
-            for j in (j for blocks in heads for j in blocks if j >= 0):
-                count, back = count + 1, back + own - j
-                if j < config.select_initial or j > own - config.select_local:
-                    forced += 1
-                else:
-                    free.append(own - j)
-    assert found["distance_blocks"] == pytest.approx(back / count)
-    assert found["distance_free_blocks"] == pytest.approx(sum(free) / len(free))
-    assert found["forced_share"] == pytest.approx(forced / count)
+    rows = enumerate(expected.blocks.transpose(0, 1).flatten(1).tolist())
+    chosen = [(t // config.select_block, j) for t, row in rows for j in row if j >= 0]
+    back = [own - j for own, j in chosen]
+    free = [own - j for own, j in chosen if config.select_initial <= j <= own - config.select_local]
+    assert found["distance_blocks"] == pytest.approx(mean(back))
+    assert found["distance_free_blocks"] == pytest.approx(mean(free))
+    assert found["forced_share"] == pytest.approx(1 - len(free) / len(back))
     gates = inputs.gates.detach().double()
     for index, branch in enumerate(BRANCHES):
         assert found[f"gate_{branch}"] == pytest.approx(gates[..., index].mean().item(), rel=1e-5)
@@ -83,22 +78,17 @@ def test_the_numbers_are_those_of_the_reference(changes):
 def test_gates_that_are_alike_have_the_largest_entropy_and_one_that_is_alone_none():
     alike, alone = torch.full((2, 5, 4, 3), 0.5), torch.zeros(2, 5, 4, 3)
     alone[..., 1] = 0.9
-    assert [x.item() for x in gate_statistics(alike)] == [
-        pytest.approx(x) for x in (0.5, 0.5, 0.5, math.log(3))
-    ]
-    assert [x.item() for x in gate_statistics(alone)] == [pytest.approx(x) for x in (0, 0.9, 0, 0)]
+    for gates, expected in ((alike, (0.5, 0.5, 0.5, math.log(3))), (alone, (0, 0.9, 0, 0))):
+        assert torch.stack(gate_statistics(gates)).tolist() == pytest.approx(expected)
 
 
 def test_distances_count_back_from_the_querys_own_block():
-    config = NSAConfig(
-        compress_block=4, compress_stride=2, select_block=4, select_count=4,
-        select_initial=1, select_local=1, window=4,
-    )  # fmt: skip
+    config = NSAConfig(4, 2, 4, 4, select_initial=1, select_local=1, window=4)
     blocks = torch.full((1, 24, 1, 4), -1, dtype=torch.int32)
     blocks[0, 20, 0] = torch.tensor([0, 2, 3, 5])  # own block 5; 0 and 5 are forced
     blocks[0, 0, 0, 0] = 0
-    found = [x.item() for x in distances(blocks, config)]
-    assert found == [pytest.approx((5 + 3 + 2 + 0 + 0) / 5), pytest.approx(2.5), pytest.approx(0.6)]
+    found = torch.stack(distances(blocks, config)).tolist()
+    assert found == pytest.approx([(5 + 3 + 2 + 0 + 0) / 5, 2.5, 0.6])
 
 
 def test_where_nothing_is_free_there_is_no_distance():

@@ -32,13 +32,6 @@ def steps(made, clock, count, seconds=2.0, first=0):
         made.on_phase("end", step)
 
 
-def wait_for(true, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
-
-
 def test_a_stuck_step_says_its_phase_and_for_how_long():
     made, clock = heartbeat()
     made.on_phase("data", 5)
@@ -48,40 +41,55 @@ def test_a_stuck_step_says_its_phase_and_for_how_long():
     assert (found["step"], found["phase"], found["phase_s"]) == (5, "backward", 12.5)
 
 
-def test_lines_come_from_inside_a_step_that_does_not_end():
-    out = io.StringIO()
-    made = Heartbeat(out, every_s=0.02)
+class Full(io.StringIO):
+    """A disk that is full at first."""
+
+    failed = False
+
+    def write(self, text):
+        if not self.failed:
+            self.failed = True
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_lines_come_from_inside_a_step_that_does_not_end_though_an_output_fails_once():
+    made = Heartbeat(out := Full(), every_s=0.02)
     made.on_phase("data", 3)
     made.on_phase("backward", 3)
-    wait_for(lambda: out.getvalue().count("step 3 backward") >= 3)
+    end = time.monotonic() + 20
+    while out.getvalue().count("step 3 backward") < 3:
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
     made.close()
 
 
 def test_beats_are_at_most_every_s_apart_however_steps_fall():
     made, clock = heartbeat()
-    asked = []
+    times = []
 
     def wait(seconds):
-        asked.append(seconds)
         clock.now += seconds
-        return len(asked) == 50
+        return len(times) == 50
 
     made._stop = SimpleNamespace(wait=wait)
-    times = []
     made.beat = lambda: times.append(clock.now)
     made._run()
     assert len(times) == 50
     assert max(b - a for a, b in pairwise(times)) <= 10.0
 
 
-def test_the_thread_is_a_daemon_and_there_is_one():
+def test_the_thread_is_a_daemon_there_is_one_and_it_keeps_its_hands_off_signals(monkeypatch):
+    asked = []
+    for name in ("signal", "setitimer", "alarm"):
+        monkeypatch.setattr(signal, name, lambda *args: asked.append(args))
     made = Heartbeat(None, every_s=60)
     made.start()
-    made.start()
-    threads = [t for t in threading.enumerate() if t.name == "heartbeat"]
-    assert len(threads) == 1 and threads[0].daemon
+    made.on_phase("data", 0)
+    (thread,) = (t for t in threading.enumerate() if t.name == "heartbeat")
+    assert thread.daemon
     made.close()
-    assert not [t for t in threading.enumerate() if t.name == "heartbeat"]
+    assert not thread.is_alive() and asked == []
 
 
 def test_pace_is_the_median_from_step_to_step_and_eta_what_is_left():
@@ -155,34 +163,6 @@ def test_a_line_is_for_people():
     out = io.StringIO()
     heartbeat(out, detail=lambda: "in blocks.3.attention")[0].beat()
     assert out.getvalue().endswith(" · in blocks.3.attention\n")
-
-
-def test_an_output_that_fails_once_does_not_silence_the_rest():
-    class Full(io.StringIO):
-        writes = 0
-
-        def write(self, text):
-            self.writes += 1
-            if self.writes == 1:
-                raise OSError(28, "No space left on device")
-            return super().write(text)
-
-    out = Full()
-    made = Heartbeat(out, every_s=0.01)
-    made.start()
-    wait_for(lambda: out.getvalue())
-    made.close()
-
-
-def test_it_keeps_its_hands_off_signals(monkeypatch):
-    asked = []
-    for name in ("signal", "setitimer", "alarm"):
-        monkeypatch.setattr(signal, name, lambda *args: asked.append(args))
-    made = Heartbeat(None, every_s=0.01)
-    made.start()
-    made.on_phase("data", 0)
-    made.close()
-    assert asked == []
 
 
 def test_a_pace_of_zero_is_refused():
