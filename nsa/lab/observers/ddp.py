@@ -66,7 +66,7 @@ class BucketTrace:
         self._count = 0  # averaged backwards so far
         self._hook_s = 0.0
         self._rows: list[dict[str, Any]] = []
-        self._timed: list[tuple[dict[str, Any], Any, list[Any]]] = []  # row, start, [end]
+        self._timed: list[tuple[dict[str, Any], Any, Any]] = []  # row, start, end of an answer
         try:
             wrapped.register_comm_hook(self, _average)
         except RuntimeError as error:  # a built-in hook, which DDP does not list
@@ -82,15 +82,13 @@ class BucketTrace:
         from the moment in which this rank's gradients are there until the average is, waiting for
         other ranks included; `names` are the bucket's parameters. Waits for the device.
         """
-        for row, start, ends in self._timed:
-            if not ends:
-                continue  # no answer yet
+        while self._timed:
+            row, start, end = self._timed.pop()
             if isinstance(start, float):
-                row["ms"] = 1e3 * (ends[0] - start)
+                row["ms"] = 1e3 * (end - start)
             else:
-                ends[0].synchronize()
-                row["ms"] = start.elapsed_time(ends[0])
-        self._timed = [item for item in self._timed if item[0]["ms"] is None]
+                end.synchronize()
+                row["ms"] = start.elapsed_time(end)
         return [dict(row) for row in self._rows]
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -111,13 +109,11 @@ class BucketTrace:
                 "ms": None,
                 "names": [self._names[p] for p in bucket.parameters()],
             }
-            ends: list[Any] = []
             self._rows.append(row)
-            self._timed.append((row, start, ends))
 
             def done(future: torch.futures.Future) -> Tensor:
                 value = future.value()
-                ends.append(_mark(value))
+                self._timed.append((row, start, _mark(value)))
                 return value
 
             future = future.then(done)

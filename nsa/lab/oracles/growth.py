@@ -47,9 +47,6 @@ def steady_slope(steps: Sequence[float], values: Sequence[float]) -> float | Non
     x, y = x[known], y[known]
     if len(x) < LEAST:
         return None
-    if len(x) > MOST:
-        chosen = np.linspace(0, len(x) - 1, MOST).round().astype(int)
-        x, y = x[chosen], y[chosen]
     first, second = np.triu_indices(len(x), k=1)
     return float(np.quantile((y[second] - y[first]) / (x[second] - x[first]), LOW))
 
@@ -58,27 +55,24 @@ class Series:
     """Values by step, thinned to MOST by leaving out every second."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.rows: list[tuple[float, ...]] = []
+        self.rows: dict[int, tuple[float, ...]] = {}
         self.every = 1
 
     def wants(self, step: int) -> bool:
         return step % self.every == 0
 
     def put(self, step: int, *values: float) -> None:
-        if len(self.steps) >= MOST:
+        if len(self.rows) >= MOST:
             self.every *= 2
-            kept = [pair for pair in zip(self.steps, self.rows, strict=True) if self.wants(pair[0])]
-            self.steps, self.rows = [s for s, _ in kept], [row for _, row in kept]
+            self.rows = {step: row for step, row in self.rows.items() if self.wants(step)}
         if self.wants(step):
-            self.steps.append(step)
-            self.rows.append(values)
+            self.rows[step] = values
 
     def column(self, index: int = 0) -> list[float]:
-        return [row[index] for row in self.rows]
+        return [row[index] for row in self.rows.values()]
 
     def slope(self, index: int = 0) -> float | None:
-        return steady_slope(self.steps, self.column(index))
+        return steady_slope(list(self.rows), self.column(index))
 
 
 class Graph(Series):
@@ -136,14 +130,14 @@ class Census(Series):
             return unknown(TOO_FEW.format(len(self.rows)))
         kib = self.slope(1) / 1024
         if kib < LIST_KIB and nodes < 1:
-            count = f"{self.rows[-1][0]:.0f} new tensors live after the last step"
+            count = f"{self.column()[-1]:.0f} new tensors live after the last step"
             return ok(f"{count}, and no more from step to step")
         before = self._count()
         gc.collect()
         dropped = np.subtract(before, self._count())
-        late = skip_first_third(self.rows)
         lead = 2 if nodes >= 1 else 1
-        if dropped[lead] > (late[-1][lead] - late[0][lead]) / 2:
+        late = skip_first_third(self.column(lead))
+        if dropped[lead] > (late[-1] - late[0]) / 2:
             detail = (
                 f"{kib:,.0f} KiB a step held by objects that only hold each other; the collector "
                 f"freed {dropped[1] / MIB:,.1f} MiB"

@@ -32,23 +32,17 @@ def watched(folder, device="cpu", **training):
     return trainer(*observers, model=model, device=device, tokens=TOKENS, **training)
 
 
-def test_all_together_leave_the_losses_as_they_are(tmp_path):
+def test_all_together_leave_the_losses_as_they_are_and_no_hook_behind(tmp_path):
     made = watched(tmp_path)
     losses = made.run(4)
-    made.close()
-    assert losses == trainer(tokens=TOKENS).run(4)
-    text = (tmp_path / "losses.csv").read_text().splitlines()
-    written = [float(row.rpartition(",")[2]) for row in text if ",loss," in row]
-    assert written == losses
-
-
-def test_a_closed_trainer_leaves_no_hook_behind(tmp_path):
-    made = watched(tmp_path)
-    made.run(2)
     made.close()
     for module in made.model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in made.model.parameters())
+    assert losses == trainer(tokens=TOKENS).run(4)
+    text = (tmp_path / "losses.csv").read_text().splitlines()
+    written = [float(row.rpartition(",")[2]) for row in text if ",loss," in row]
+    assert written == losses
 
 
 @pytest.mark.gpu
