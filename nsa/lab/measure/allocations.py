@@ -6,6 +6,7 @@ dicts, so reading them needs no GPU either.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -112,34 +113,29 @@ def _blocks(stream: Stream):
     sizes, born, died, tagged = array("q"), array("q"), array("q"), array("b")
     live: dict[int, int] = {}
     unknown = lost = 0
-    never = len(stream) + 1
-    events = zip(stream.addresses, stream.sizes, strict=True)
-    position = 0
+    tags = deque(stream.tags)
 
-    def apply(until: int) -> None:
-        nonlocal position, unknown, lost
-        while position < until:
-            address, size = next(events)
-            block = live.pop(address, None)
-            if size == _FREE:
-                unknown += block is None
-            else:
-                lost += sizes[block] if block is not None else 0
-                live[address] = len(sizes)
-                sizes.append(size)
-                born.append(position)
-                died.append(never)
-                tagged.append(-1)
-            position += 1
-            if block is not None:
-                died[block] = position
-
-    for where, category, addresses in stream.tags:
-        apply(where)
-        for address in addresses:
-            if address in live:
+    def tag(position: int) -> None:
+        while tags and tags[0][0] <= position:
+            _, category, addresses = tags.popleft()
+            for address in addresses & live.keys():
                 tagged[live[address]] = CATEGORIES.index(category)
-    apply(len(stream))
+
+    for position, (address, size) in enumerate(zip(stream.addresses, stream.sizes, strict=True)):
+        tag(position)
+        block = live.pop(address, None)
+        if block is not None:
+            died[block] = position + 1
+        if size == _FREE:
+            unknown += block is None
+        else:
+            lost += sizes[block] if block is not None else 0
+            live[address] = len(sizes)
+            sizes.append(size)
+            born.append(position)
+            died.append(len(stream) + 1)
+            tagged.append(-1)
+    tag(len(stream))
     arrays = (np.array(x, dtype=np.int64) for x in (sizes, born, died, tagged))
     return (*arrays, unknown, lost)
 

@@ -63,8 +63,8 @@ def pairs(tokens: int, config: NSAConfig) -> dict[str, int]:
 def branch_flops(shape: Shape) -> dict[str, int]:
     """Forward operations a branch; "score" is the second product of queries and compressed keys.
 
-    The probabilities that rank blocks need every key's score first, so whoever keeps no T x C
-    tensor makes them twice.
+    The probabilities that rank blocks need every key's score first, so an implementation that keeps
+    no T x C tensor makes them twice.
     """
     seen = pairs(shape.tokens, shape.config)
     heads = shape.batch * shape.heads

@@ -126,7 +126,7 @@ def _value(name: str, text: str) -> int | bool | str:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"shared_kv={text} must be true or false")
         return text.lower() == "true"
-    return 0 if text == "0" else count(text)  # which sizes may be 0, their owner knows
+    return 0 if text == "0" else count(text)  # their owner knows which sizes may be 0
 
 
 def count(text: str) -> int:

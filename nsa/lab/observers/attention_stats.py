@@ -34,7 +34,7 @@ class AttentionStats:
     gate_entropy, in nats, of the gates divided by their sum; distance_blocks, how many blocks back
     from a query's own the selected ones lie; distance_free_blocks, the same of those that were
     chosen rather than forced; forced_share of the selected blocks; norm_cmp, norm_slc, norm_win, of
-    a head's output before its gate (Euclidean). What there is none of (blocks not forced in a short
+    a head's output before its gate (Euclidean). A mean over nothing (blocks not forced in a short
     sequence, branches that are not computed) is NaN.
 
     Nothing waits for the device: numbers are read when they have arrived, and then handed to the

@@ -31,12 +31,12 @@ def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> Iterator
             file = stack.enter_context(Path(file).open("a", encoding="utf-8"))
         out = sys.stderr if file is None else file
         before = signal.signal(signal.SIGUSR1, lambda *_: None)
-        # What handled it in C, as faulthandler does, is not told; ignoring at least ends nobody.
+        # None: a handler in C, as faulthandler's; ignoring the signal at least ends no process.
         after = signal.SIG_IGN if before is None else before
         stack.callback(signal.signal, signal.SIGUSR1, after)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # who was woken before, -1 for nobody; it still is
+        # the descriptor that was written to before, -1 for none, still is
         other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
         def serve() -> None:

@@ -31,7 +31,7 @@ LEAST_BYTES = 2**16
 def checkpointing(remake: Remake) -> Result:
     """The first step's gradients with activation checkpointing and without it.
 
-    Whoever checkpoints: torch.utils.checkpoint itself is switched off, no setting is needed.
+    torch.utils.checkpoint itself is switched off, so no setting is needed.
     """
     with checkpoints() as calls:
         on = first_gradients(remake({}))
