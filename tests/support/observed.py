@@ -15,6 +15,25 @@ def trainer(*observers, model=None, config=None, data=None, device="cpu", **trai
     return Trainer(model, data or synthetic(seed=0), training, device=device, observers=made)
 
 
+def drive(model, observers, steps=1, passes=1, first=0, forward=None):
+    """What a training loop tells its observers; the loss is `forward()`."""
+
+    def tell(name, step):
+        for observer in observers:
+            observer.on_phase(name, step)
+
+    for step in range(first, first + steps):
+        tell("data", step)
+        for _ in range(passes):
+            tell("forward", step)
+            loss = (forward or model)()
+            tell("backward", step)
+            loss.backward()
+        tell("optimizer", step)
+        model.zero_grad()
+        tell("end", step)
+
+
 class AtOptimizer:
     """An observer that calls look(model, step) when a step's gradients are complete."""
 

@@ -57,6 +57,12 @@ class DetachedLate(Detached):
     until = 2
 
 
+class Expected(Detached):
+    """Says that the first layer rightly has none."""
+
+    without_gradient = frozenset({"first.weight", "first.bias"})
+
+
 class TimesZero(Plain):
     """The first layer's gradient is zero, as a new adapter's is before it."""
 
@@ -84,6 +90,14 @@ class NotFinite(Plain):
     def loss(self, i, x):
         loss = super().loss(i, x)
         return loss + (self.model["first"].bias * 0).sqrt().sum() if i == 2 else loss
+
+
+class Spoilt(Plain):
+    """A weight is infinite at the end."""
+
+    def after(self, i, loss):
+        if i == 3:
+            self.model["second"].weight.data.fill_(float("inf"))
 
 
 class NoOptimizer(Plain):
@@ -121,6 +135,13 @@ class Keeps(Plain):
 
     def kept(self, i, loss):
         return torch.full((2**16,), float(i), device=self.device)
+
+
+class KeepsMuch(Keeps):
+    """2 MiB a step."""
+
+    def kept(self, i, loss):
+        return torch.full((2**19,), float(i))
 
 
 class KeepsLosses(Keeps):

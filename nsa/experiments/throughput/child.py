@@ -15,11 +15,10 @@ from nsa.attention.registry import Declined
 from nsa.experiments.throughput.cell import Measured, TrainCell
 from nsa.experiments.throughput.overheads import communication_ms, observing
 from nsa.lab.measure import limits
-from nsa.lab.measure.compilations import Compilations
+from nsa.lab.measure.counting import Compilations, count_syncs
 from nsa.lab.measure.limits import nominal_tflops
 from nsa.lab.measure.recorders import MIB, MemorySamples, recorder_for
 from nsa.lab.measure.timing import wait
-from nsa.lab.observers import syncs
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
 from nsa.model.captured import warmup_steps
 from nsa.model.llama import parameter_count
@@ -47,7 +46,7 @@ def measure_rank(spec: dict) -> dict:
         found["losses"] = losses + found["losses"]
         found["phase_ms"] = _by_phase(trainer)
         if cell.device == "cuda":
-            found["syncs"] = syncs.count(lambda: trainer.step(trainer.steps_done)).total
+            found["syncs"] = count_syncs(lambda: trainer.step(trainer.steps_done)).total
         else:
             found["peak_mib"] = _cpu_peak(trainer)
         if cell.observe:

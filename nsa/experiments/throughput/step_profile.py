@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, record_function
 
 from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.child import warmup_of
+from nsa.lab.measure.counting import WAITS
 from nsa.lab.measure.recorders import profiled
 from nsa.lab.measure.timing import wait
-from nsa.lab.observers.syncs import WAITS
 from nsa.lab.process.trial import Outcome, run_child
 
 ENTRY = "nsa.experiments.throughput.step_profile:profile_cell"

@@ -6,8 +6,9 @@ dicts, so reading them needs no GPU either.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,35 +58,18 @@ class Stream:
         self.tags.append((len(self), category, frozenset(addresses)))
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes alive at one moment, and whose they were then; they sum to `bytes`."""
+def replay(stream: Stream) -> dict:
+    """Bytes at the peak over all phases and at each phase's own, whose they were then, and the most
+    that each category `held`: {"peak", "phases", "by_category", "by_phase_category", "held",
+    "cross_check"}. A phase's peak includes what was alive when it started.
 
-    bytes: int
-    by_category: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """`peak` over all phases, `phases` each on its own, and `held`: the most of each category.
-
-    `unknown_frees` were of addresses never allocated; `lost_bytes` are of blocks whose free had to
-    be inferred from their address being given out again. Both are 0 for a stream that is whole.
-    """
-
-    peak: Peak
-    phases: dict[str, Peak]
-    held: dict[str, int]
-    unknown_frees: int
-    lost_bytes: int
-
-
-def replay(stream: Stream) -> Replay:
-    """Runs through the stream. A phase's peak includes what was alive when it started.
+    Checked are "unknown_frees", of addresses never allocated, and "lost_bytes", of blocks whose
+    free had to be inferred from their address being given out again: 0 for a stream that is whole.
 
     ValueError for a stream without a phase.
     """
-    spans = _spans(stream)
+    borders = pairwise([*stream.marks, (len(stream), "end")])
+    spans = [(phase, start, end) for (start, phase), (end, _) in borders if phase != "end"]
     if not spans:
         raise ValueError("the stream marks no phase; call mark(phase) where each one starts")
     sizes, born, died, tagged, unknown, lost = _blocks(stream)
@@ -100,31 +84,28 @@ def replay(stream: Stream) -> Replay:
         return np.cumsum(deltas)
 
     total = level(np.full(len(sizes), True))
-
-    def peak(start: int, end: int) -> Peak:
-        at = start + int(np.argmax(total[start : end + 1]))
-        alive = (born < at) & (died > at)
-        by_category = {
-            name: int(sizes[alive & (categories == i)].sum()) for i, name in enumerate(CATEGORIES)
-        }
-        return Peak(int(total[at]), by_category)
-
-    phases: dict[str, Peak] = {}
+    peaks: dict[str, int] = {}  # where each phase's is
     for phase, start, end in spans:
-        found = peak(start, end)
-        if phase not in phases or found.bytes > phases[phase].bytes:
-            phases[phase] = found
-    held = {}
+        at = start + int(np.argmax(total[start : end + 1]))
+        if phase not in peaks or total[at] > total[peaks[phase]]:
+            peaks[phase] = at
+    by_phase, held = {}, {}
+    for phase, at in peaks.items():
+        alive = (born < at) & (died > at)
+        sums = [int(sizes[alive & (categories == i)].sum()) for i in range(len(CATEGORIES))]
+        by_phase[phase] = dict(zip(CATEGORIES, sums, strict=True))
     for i, name in enumerate(CATEGORIES):  # one at a time: a stream may have 10^7 events
         bytes_held = level(categories == i)
         held[name] = max(int(bytes_held[start : end + 1].max()) for _, start, end in spans)
-    return Replay(max(phases.values(), key=lambda p: p.bytes), phases, held, unknown, lost)
-
-
-def _spans(stream: Stream) -> list[tuple[str, int, int]]:
-    ends = [position for position, _ in stream.marks[1:]] + [len(stream)]
-    marks = zip(stream.marks, ends, strict=False)
-    return [(phase, start, end) for (start, phase), end in marks if phase != "end"]
+    highest = max(peaks, key=lambda phase: total[peaks[phase]])
+    return {
+        "peak": int(total[peaks[highest]]),
+        "phases": {phase: int(total[at]) for phase, at in peaks.items()},
+        "by_category": by_phase[highest],
+        "by_phase_category": by_phase,
+        "held": held,
+        "cross_check": {"events": len(stream), "unknown_frees": unknown, "lost_bytes": lost},
+    }
 
 
 def _blocks(stream: Stream):
@@ -132,34 +113,29 @@ def _blocks(stream: Stream):
     sizes, born, died, tagged = array("q"), array("q"), array("q"), array("b")
     live: dict[int, int] = {}
     unknown = lost = 0
-    never = len(stream) + 1
-    events = zip(stream.addresses, stream.sizes, strict=True)
-    position = 0
+    tags = deque(stream.tags)
 
-    def apply(until: int) -> None:
-        nonlocal position, unknown, lost
-        while position < until:
-            address, size = next(events)
-            block = live.pop(address, None)
-            if size == _FREE:
-                unknown += block is None
-            else:
-                lost += sizes[block] if block is not None else 0
-                live[address] = len(sizes)
-                sizes.append(size)
-                born.append(position)
-                died.append(never)
-                tagged.append(-1)
-            position += 1
-            if block is not None:
-                died[block] = position
-
-    for where, category, addresses in stream.tags:
-        apply(where)
-        for address in addresses:
-            if address in live:
+    def tag(position: int) -> None:
+        while tags and tags[0][0] <= position:
+            _, category, addresses = tags.popleft()
+            for address in addresses & live.keys():
                 tagged[live[address]] = CATEGORIES.index(category)
-    apply(len(stream))
+
+    for position, (address, size) in enumerate(zip(stream.addresses, stream.sizes, strict=True)):
+        tag(position)
+        block = live.pop(address, None)
+        if block is not None:
+            died[block] = position + 1
+        if size == _FREE:
+            unknown += block is None
+        else:
+            lost += sizes[block] if block is not None else 0
+            live[address] = len(sizes)
+            sizes.append(size)
+            born.append(position)
+            died.append(len(stream) + 1)
+            tagged.append(-1)
+    tag(len(stream))
     arrays = (np.array(x, dtype=np.int64) for x in (sizes, born, died, tagged))
     return (*arrays, unknown, lost)
 
@@ -177,14 +153,6 @@ def _categories(born, died, tagged, spans, start):
 ROUNDING = 512  # bytes; the caching allocator's smallest block
 
 
-@dataclass(frozen=True)
-class Section:
-    """One stretch: `events` (address, bytes; None: freed) out of a trace of `entries`."""
-
-    events: list[tuple[int, int | None]]
-    entries: int
-
-
 def blocks_of(snapshot: dict, device: int) -> dict[int, int]:
     """Address and bytes of every block in use, as torch.cuda.memory_allocated counts them."""
     found = {}
@@ -199,8 +167,9 @@ def blocks_of(snapshot: dict, device: int) -> dict[int, int]:
     return found
 
 
-def read_section(snapshot: dict, device: int) -> Section:
-    """The allocations and frees of a snapshot's trace, with sizes as the statistics count them.
+def add_history(stream: Stream, snapshot: dict, device: int, most: int) -> str:
+    """Adds the allocations and frees of a snapshot's trace, with sizes as the statistics count
+    them; the reason why it does not, a trace of `most` entries, or "".
 
     A trace tells what was asked for. A block may be larger: rounded up to 512 bytes, or by up to
     1 MiB where the allocator found no use for the rest. Blocks still alive have their true size;
@@ -211,18 +180,18 @@ def read_section(snapshot: dict, device: int) -> Section:
     """
     traces = snapshot["device_traces"]
     trace = traces[device] if device < len(traces) else []
+    if len(trace) >= most:
+        return f"the history overflowed {most} entries"
     alive = blocks_of(snapshot, device)
-    settled: set[int] = set()
-    events: list[tuple[int, int | None]] = []
+    events: list[tuple[int, int]] = []
     for entry in reversed(trace):
         action, address = entry["action"], entry["addr"]
-        if action == "free_requested":
-            events.append((address, None))
-        elif action == "alloc":
+        if action == "alloc":
             rounded = max(1, -(-entry["size"] // ROUNDING)) * ROUNDING
-            true = alive.get(address, rounded) if address not in settled else rounded
-            events.append((address, true))
-        else:
-            continue
-        settled.add(address)
-    return Section(events[::-1], len(trace))
+            events.append((address, alive.pop(address, rounded)))
+        elif action == "free_requested":
+            alive.pop(address, None)
+            events.append((address, _FREE))
+    for address, size in reversed(events):
+        stream.alloc(address, size)
+    return ""

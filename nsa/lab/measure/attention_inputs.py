@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,24 +22,19 @@ ELEMENTS = 1 << 24  # slots or scores held at once
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tensors of one call, leaves of autograd, and dO.
-
-    q [B, T, HQ, D], gates [B, T, HQ, 3], do [B, T, HQ, DV]; k and v [B, T, HKV, *], one tensor or a
-    mapping with one a branch.
-    """
+    """The tensors of one call, leaves of autograd, and dO; k and v as one or as one a branch."""
 
     shape: Shape
-    q: Tensor
-    k: Tensor | Mapping[str, Tensor]
-    v: Tensor | Mapping[str, Tensor]
-    gates: Tensor
-    do: Tensor
+    q: Tensor  # [B, T, HQ, D]
+    k: Tensor | Mapping[str, Tensor]  # [B, T, HKV, D]
+    v: Tensor | Mapping[str, Tensor]  # [B, T, HKV, DV]
+    gates: Tensor  # [B, T, HQ, 3]
+    do: Tensor  # [B, T, HQ, DV]
 
     def leaves(self) -> dict[str, Tensor]:
         """Every input by name: q, k or k_cmp and so on, v likewise, gates."""
         found = {"q": self.q}
-        for name in ("k", "v"):
-            x = getattr(self, name)
+        for name, x in (("k", self.k), ("v", self.v)):
             found |= {name: x} if isinstance(x, Tensor) else {f"{name}_{b}": x[b] for b in x}
         return found | {"gates": self.gates}
 
@@ -54,8 +50,8 @@ class Drawn:
                 return x.detach().requires_grad_(x.requires_grad)
             return {name: again(part) for name, part in x.items()}
 
-        names = ("q", "k", "v", "gates", "do")
-        return replace(self, **{name: again(getattr(self, name)) for name in names})
+        tensors = {name: again(x) for name, x in vars(self).items() if name != "shape"}
+        return replace(self, **tensors)
 
     def fingerprint(self) -> list[Tensor]:
         """Sums of every tensor's bits over features and over tokens: equal while none changes."""
@@ -71,18 +67,18 @@ class Drawn:
         return dict.fromkeys(BRANCHES, x) if isinstance(x, Tensor) else dict(x)
 
 
-def draw(shape: Shape, device: str | torch.device = "cpu", seed: int | None = None) -> Drawn:
-    """Unit variance everywhere; gates uniform in 0..1. The same seed and device, the same tensors.
+def draw(shape: Shape, device: str | torch.device = "cpu") -> Drawn:
+    """Unit variance everywhere; gates uniform in 0..1. The same shape and device, the same tensors.
 
     Queries are white ("random") or an AR(1) process over tokens with COEFFICIENT ("correlated");
     keys, values and dO are white.
     """
-    generator = torch.Generator(device).manual_seed(shape.seed if seed is None else seed)
-    batch, tokens, dtype = shape.batch, shape.tokens, shape.torch_dtype
+    generator = torch.Generator(device).manual_seed(shape.seed)
+    rows, dtype = (shape.batch, shape.tokens), shape.torch_dtype
+    options = {"generator": generator, "device": device, "dtype": dtype}
 
     def normal(heads: int, dim: int) -> Tensor:
-        size = (batch, tokens, heads, dim)
-        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+        return torch.randn((*rows, heads, dim), **options)
 
     def keys_or_values(dim: int) -> Tensor | dict[str, Tensor]:
         if shape.shared_kv:
@@ -92,12 +88,10 @@ def draw(shape: Shape, device: str | torch.device = "cpu", seed: int | None = No
     if shape.queries == "random":
         q = normal(shape.heads, shape.dim)
     else:
-        size = (batch, tokens, shape.heads * shape.dim)
+        size = (*rows, shape.heads * shape.dim)
         q = autoregressive(size, COEFFICIENT, generator, dtype).unflatten(2, (shape.heads, -1))
     k, v = keys_or_values(shape.dim), keys_or_values(shape.value_dim)
-    gates = torch.rand(
-        (batch, tokens, shape.heads, 3), generator=generator, device=device, dtype=dtype
-    )
+    gates = torch.rand((*rows, shape.heads, 3), **options)
     do = normal(shape.heads, shape.value_dim)
     return Drawn(shape, q.requires_grad_(), k, v, gates.requires_grad_(), do)
 
@@ -169,10 +163,9 @@ def importance_at(q_rows: Tensor, k_cmp: Tensor, rows: Tensor, tokens: int, conf
 
 def select_at(importance: Tensor, rows: Tensor, config: NSAConfig) -> Tensor:
     """Eq. 11 for importance [B, R, HKV, NB] of queries at ascending positions rows [R]."""
-    positions = rows.tolist()
-    breaks = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+    breaks = (rows.diff() != 1).nonzero().flatten() + 1
     parts = [
-        select(importance[:, first:last], config, first_position=positions[first])
-        for first, last in zip([0, *breaks], [*breaks, len(positions)], strict=True)
+        select(importance[:, first:last], config, first_position=int(rows[first]))
+        for first, last in pairwise([0, *breaks.tolist(), len(rows)])
     ]
     return torch.cat(parts, dim=1)

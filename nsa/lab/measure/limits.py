@@ -6,16 +6,8 @@ time that a perfect kernel would take.
 
 Model FLOPs are what the mathematics needs: no recomputation, neither a checkpoint's nor the scores
 that a kernel makes again. So an implementation gains nothing by doing more than it must.
-
-Divided by what the device does for a plain matrix product and a plain copy, measured in the same
-process, they give the time that a perfect kernel would take.
-
-Counted is what the mathematics needs: no recomputation, neither a checkpoint's nor the scores that
-a kernel makes again. So an implementation gains nothing here by doing more than it must.
 """
 
-import statistics
-import time
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +18,7 @@ from torch import nn
 from nsa.blocks import compressed_span, count_compressed, window_span
 from nsa.config import NSAConfig
 from nsa.lab.measure.shapes import Shape
+from nsa.lab.measure.timing import latency
 from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
 
@@ -70,8 +63,8 @@ def pairs(tokens: int, config: NSAConfig) -> dict[str, int]:
 def branch_flops(shape: Shape) -> dict[str, int]:
     """Forward operations a branch; "score" is the second product of queries and compressed keys.
 
-    The probabilities that rank blocks need every key's score first, so whoever keeps no T x C
-    tensor makes them twice.
+    The probabilities that rank blocks need every key's score first, so an implementation that keeps
+    no T x C tensor makes them twice.
     """
     seen = pairs(shape.tokens, shape.config)
     heads = shape.batch * shape.heads
@@ -88,22 +81,17 @@ def work(shape: Shape, operation: str = "nsa_attention") -> dict[str, Work]:
     once.
     """
     flops, dense = branch_flops(shape), operation == "dense_attention"
-    branches = ("dense",) if dense else ("cmp", "slc", "win")
-    forward = sum(flops[b] for b in branches) + (0 if dense else flops["score"])
+    products = sum(flops[b] for b in (("dense",) if dense else ("cmp", "slc", "win")))
+    forward = products + (0 if dense else flops["score"])
     both, five = shape.dim + shape.value_dim, 3 * shape.dim + 2 * shape.value_dim
-    backward = sum(flops[b] for b in branches) * five // both
-    rows = shape.batch * shape.tokens
-    copies = 1 if dense or shape.shared_kv else 3
-    inputs = rows * (shape.heads * shape.dim + copies * shape.kv_heads * both)
-    inputs += 0 if dense else rows * shape.heads * 3
-    output = rows * shape.heads * shape.value_dim
-    size = shape.torch_dtype.itemsize
-    found = {
-        "forward": Work(forward, (inputs + output) * size),
-        "backward": Work(backward, (2 * inputs + output) * size),
-    }
-    total = [sum(getattr(w, name) for w in found.values()) for name in ("flops", "bytes")]
-    return found | {"step": Work(*total)}
+    copies, gates = (1, 0) if dense else (1 if shape.shared_kv else 3, 3)
+    rows, size = shape.batch * shape.tokens, shape.torch_dtype.itemsize
+    inputs = rows * (shape.heads * (shape.dim + gates) + copies * shape.kv_heads * both) * size
+    output = rows * shape.heads * shape.value_dim * size
+    ahead = Work(forward, inputs + output)
+    back = Work(products * five // both, 2 * inputs + output)
+    step = Work(ahead.flops + back.flops, ahead.bytes + back.bytes)
+    return {"forward": ahead, "backward": back, "step": step}
 
 
 def measure_ceilings(device: str | torch.device, dtype: torch.dtype = torch.bfloat16) -> Ceilings:
@@ -112,24 +100,13 @@ def measure_ceilings(device: str | torch.device, dtype: torch.dtype = torch.bflo
     gpu = device.type == "cuda"
     edge, size = (8192, 1 << 30) if gpu else (512, 1 << 24)
     a, b = torch.randn(2, edge, edge, device=device).to(dtype)
-    matmul_s = _median_s(lambda: a @ b, device)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = _median_s(lambda: target.copy_(source), device)
-    return Ceilings(2 * edge**3 / matmul_s / 1e12, 2 * size / copy_s / 1e12)
-
-
-def _median_s(call, device: torch.device) -> float:
-    if device.type == "cuda":
-        from triton.testing import do_bench
-
-        return do_bench(call, warmup=100, rep=300, return_mode="median") / 1e3
-    times = []
-    for _ in range(6):
-        started = time.perf_counter()
+    seconds = []
+    for call in (lambda: a @ b, lambda: target.copy_(source)):
         call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+        seconds.append(latency(call, device).median / 1e3)
+    return Ceilings(2 * edge**3 / seconds[0] / 1e12, 2 * size / seconds[1] / 1e12)
 
 
 # Dense bf16 TFLOP/s by the maker's data sheets, SXM boards, by a part of the device's name.
@@ -166,10 +143,11 @@ def step_flops(config: ModelConfig, tokens: int, batch: int) -> StepFlops:
     """
     a_token, a_block = _multiplied(config)
     multiplied = tokens * a_token + count_compressed(tokens, config.nsa) * a_block
-    return StepFlops(
-        weights=6 * batch * multiplied,
-        attention=3 * config.layers * _attention_forward(config, tokens, batch),
-    )
+    sizes = config.heads, config.kv_heads, config.head_dim, config.value_size, batch
+    flops = branch_flops(Shape(tokens, *sizes, config=config.nsa))
+    branches = ("dense",) if config.attention == "dense" else ("cmp", "slc", "win")
+    attention = config.layers * sum(flops[branch] for branch in branches)
+    return StepFlops(weights=6 * batch * multiplied, attention=3 * attention)
 
 
 def nominal_tflops(device_name: str) -> float:
@@ -189,26 +167,5 @@ def _multiplied(config: ModelConfig) -> tuple[int, int]:
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear)
     )
-    phi = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if ".phi_" in name and "weight" in name.rpartition(".")[2]
-    )
-    return linear, phi
-
-
-def _attention_forward(config: ModelConfig, tokens: int, batch: int) -> int:
-    """One layer's."""
-    shape = Shape(
-        tokens,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.value_size,
-        batch,
-        config=config.nsa,
-    )
-    found = branch_flops(shape)
-    if config.attention == "dense":
-        return found["dense"]
-    return found["cmp"] + found["slc"] + found["win"]
+    weights = [(n, p) for n, p in model.named_parameters() if "weight" in n.rpartition(".")[2]]
+    return linear, sum(p.numel() for name, p in weights if ".phi_" in name)

@@ -9,13 +9,13 @@ Each phase is recorded on its own, so that a stream never holds more than a phas
 much larger, form. MemorySamples, below, tells what device and process hold after each step.
 """
 
-import contextlib
 import ctypes
 import gc
 import math
 import resource
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.lab.measure.allocations import Section, Stream, blocks_of, read_section, replay
+from nsa.lab.measure.allocations import Stream, add_history, blocks_of, replay
 
-_PAGE = resource.getpagesize()
+MIB = 2**20
+AGREEMENT = 0.01
+Watched = Callable[[], Mapping[str, Iterable[Tensor]]]
 
 
 class MemorySamples:
@@ -39,147 +41,112 @@ class MemorySamples:
         self.device_mib: list[float] = []
         self.host_mib: list[float] = []
 
-    def on_step(self, step: int, loss: torch.Tensor) -> None:
-        self.take()
-
-    def take(self) -> None:
+    def take(self, *_: Any) -> None:
         if self.device.type == "cuda":
             self.device_mib.append(torch.cuda.memory_allocated(self.device) / MIB)
         if not self.host_mib:
-            _give_back_freed()
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl and macOS lack it
+            if trim is not None:
+                trim(0)
         self.host_mib.append(resident_mib())
 
-
-def _give_back_freed() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl and macOS lack it
-    if trim is not None:
-        trim(0)
+    on_step = take
 
 
 def resident_mib() -> float:
-    """What this process holds in RAM; NaN outside Linux."""
+    """What this process holds in RAM; NaN where /proc does not tell, as outside Linux."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE / MIB
-    except OSError:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
         return math.nan
+    return pages * resource.getpagesize() / MIB
 
 
-@contextlib.contextmanager
-def profiled(activities: Iterable[ProfilerActivity]) -> Iterator[profile]:
+@contextmanager
+def profiled(activities: Iterable[ProfilerActivity], **options: Any) -> Iterator[profile]:
     """The work inside is profiled; ask for its events afterwards."""
-    found = profile(activities=list(activities))
-    start(found)
+    found = profile(activities=list(activities), **options)
+    with warnings.catch_warnings():
+        # torch 2.11 warns, once a process, of further cycles, of which there are none
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        found.start()
     try:
         yield found
     finally:
         found.stop()
 
 
-def start(found: profile) -> None:
-    """Starts it. torch 2.11 warns, once a process, of further cycles, of which there are none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        found.start()
-
-
-Watched = Callable[[], Mapping[str, Iterable[Tensor]]]
-MIB = 2**20
-AGREEMENT = 0.01
-
-
-def recorder_for(device: str | torch.device, watched: Watched, **options: Any) -> "Recorder":
+def recorder_for(device: str | torch.device, watched: Watched) -> "Recorder":
     """The recorder for that device; ValueError for one that is neither a CPU nor a CUDA device."""
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r} cannot be recorded; 'cpu' and 'cuda' can")
-    return (CpuRecorder if kind == "cpu" else CudaRecorder)(watched, **options)
+    return CpuRecorder(watched) if kind == "cpu" else CudaRecorder(watched)
 
 
 class Recorder:
-    """Shared by both: opens and closes a section at each phase, and tags the watched tensors.
+    """Shared by both: records each phase, and tags the watched tensors.
 
     `watched()` gives {category: tensors} for parameters, gradients and optimizer_state as they are
     when it is called, which is at each border between phases.
     """
 
     def __init__(self, watched: Watched) -> None:
-        self.watched = watched
-        self.stream = Stream()
-        self.phase: str | None = None
+        self.watched, self.stream = watched, Stream()
+        self._phase = ExitStack()
 
     def __enter__(self) -> "Recorder":
+        for address, size in self._before().items():
+            self.stream.alloc(address, size)
         self._tag()
         return self
 
     def on_phase(self, name: str, step: int) -> None:
         """The phase `name` starts; "end" ends the last one."""
-        self._leave()
+        self._phase.close()
         self.stream.mark(name)
         if name != "end":
-            self.phase = name
-            self._open()
+            self._phase.callback(self._tag)
+            self._phase.enter_context(self._recording(name))
 
     def __exit__(self, *error: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if self.phase is not None:
-            self._close(self.phase)
-            self.phase = None
-            self._tag()
+        self._phase.close()
 
     def _tag(self) -> None:
         for category, tensors in self.watched().items():
             self.stream.tag(category, {t.untyped_storage().data_ptr() for t in tensors})
 
-    def _open(self) -> None:
+    def _before(self) -> dict[int, int]:
+        """Address and bytes of what is there already."""
         raise NotImplementedError
 
-    def _close(self, phase: str) -> None:
+    def _recording(self, phase: str) -> AbstractContextManager[None]:
+        """What happens inside is in the stream afterwards."""
         raise NotImplementedError
 
     def record(self) -> dict:
-        """Bytes: {"peak", "phases", "by_category", "by_phase_category", "held", "cross_check"}."""
-        found = replay(self.stream)
-        return {
-            "peak": found.peak.bytes,
-            "phases": {name: peak.bytes for name, peak in found.phases.items()},
-            "by_category": found.peak.by_category,
-            "by_phase_category": {name: peak.by_category for name, peak in found.phases.items()},
-            "held": found.held,
-            "cross_check": {
-                "events": len(self.stream),
-                "unknown_frees": found.unknown_frees,
-                "lost_bytes": found.lost_bytes,
-            },
-        }
+        """What `replay` makes of the stream, and in "cross_check" whether another count "agrees"
+        or, as a "note", why not."""
+        return replay(self.stream)
 
 
 class CpuRecorder(Recorder):
-    """Allocator events through torch.profiler, about 8 us each. Not the process's resident memory.
-
-    Only memory events are recorded: with operations, one event would cost three times as much.
-    What a library allocates behind torch's back (oneDNN's scratch, Python's objects) is not seen.
+    """Allocator events through torch.profiler, about 8 us each: with operations, one would cost
+    three times as much. Not the process's resident memory: what a library allocates behind torch's
+    back (oneDNN's scratch, Python's objects) is not seen.
     """
 
-    def __enter__(self) -> "CpuRecorder":
-        for address, size in live_cpu_storages().items():
-            self.stream.alloc(address, size)
-        super().__enter__()
-        return self
+    def _before(self) -> dict[int, int]:
+        return live_cpu_storages()
 
-    def _open(self) -> None:
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        )
-        start(self._profile)
-        torch.autograd._enable_record_function(False)
-
-    def _close(self, phase: str) -> None:
-        torch.autograd._enable_record_function(True)
-        self._profile.stop()
+    @contextmanager
+    def _recording(self, phase: str) -> Iterator[None]:
+        with profiled([ProfilerActivity.CPU], profile_memory=True) as seen:
+            torch.autograd._enable_record_function(False)
+            yield
+            torch.autograd._enable_record_function(True)
         allocation = torch._C._profiler._EventType.Allocation
-        waiting = list(reversed(self._profile.profiler.kineto_results.experimental_event_tree()))
+        waiting = list(reversed(seen.profiler.kineto_results.experimental_event_tree()))
         while waiting:
             event = waiting.pop()
             if event.tag == allocation and event.extra_fields.device.type == "cpu":
@@ -189,7 +156,6 @@ class CpuRecorder(Recorder):
                 elif size < 0:
                     self.stream.free(event.extra_fields.ptr)
             waiting.extend(reversed(event.children))
-        del self._profile
 
     def record(self) -> dict:
         found = super().record()
@@ -217,53 +183,31 @@ class CudaRecorder(Recorder):
         native = torch.cuda.get_allocator_backend() == "native"
         self.missing = "" if native else "the allocator keeps no history"
 
-    def __enter__(self) -> "CudaRecorder":
-        if not self.missing:
-            for address, size in blocks_of(torch.cuda.memory._snapshot(), self.device).items():
-                self.stream.alloc(address, size)
-        super().__enter__()
-        return self
+    def _before(self) -> dict[int, int]:
+        return {} if self.missing else blocks_of(torch.cuda.memory._snapshot(), self.device)
 
-    def _open(self) -> None:
+    @contextmanager
+    def _recording(self, phase: str) -> Iterator[None]:
+        history = torch.cuda.memory._record_memory_history
         if not self.missing:
-            torch.cuda.memory._record_memory_history(
-                "all", context=None, stacks="python", max_entries=self.max_entries
-            )
+            history("all", context=None, stacks="python", max_entries=self.max_entries)
         torch.cuda.reset_peak_memory_stats()
-
-    def _close(self, phase: str) -> None:
-        peak = torch.cuda.max_memory_allocated()
-        self.peaks[phase] = max(peak, self.peaks.get(phase, 0))
+        yield
+        self.peaks[phase] = max(torch.cuda.max_memory_allocated(), self.peaks.get(phase, 0))
         self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
-        if self.missing:
-            return
-        snapshot = torch.cuda.memory._snapshot()
-        torch.cuda.memory._record_memory_history(None)  # which also empties it
-        self.missing = extend(self.stream, read_section(snapshot, self.device), self.max_entries)
+        if not self.missing:
+            snapshot = torch.cuda.memory._snapshot()
+            history(None)  # which also empties it
+            self.missing = add_history(self.stream, snapshot, self.device, self.max_entries)
 
     def record(self) -> dict:
         found = {"by_category": {}, "by_phase_category": {}, "held": {}, "cross_check": {}}
-        history = None
         if not self.missing:
             found |= super().record()
-            history = found["peak"]
-        found["peak"] = max(self.peaks.values())
-        found["phases"] = dict(self.peaks)
-        found["reserved"] = self.reserved
-        found["cross_check"] |= cross_check(found["peak"], history, self.missing)
+        history, statistics = found.get("peak"), max(self.peaks.values())
+        found |= {"peak": statistics, "phases": dict(self.peaks), "reserved": self.reserved}
+        found["cross_check"] |= cross_check(statistics, history, self.missing)
         return found
-
-
-def extend(stream: Stream, section: Section, max_entries: int) -> str:
-    """Adds a section's events to the stream; the reason why it is incomplete, or ""."""
-    if section.entries >= max_entries:
-        return f"the history overflowed {max_entries} entries"
-    for address, size in section.events:
-        if size is None:
-            stream.free(address)
-        else:
-            stream.alloc(address, size)
-    return ""
 
 
 def cross_check(statistics: int, history: int | None, missing: str = "") -> dict:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 
 import torch
 
@@ -78,9 +79,7 @@ NAMED = {
 
 
 def shapes_from(
-    texts: Sequence[str],
-    tokens: Sequence[int] = (),
-    queries: Sequence[str] = ("random",),
+    texts: Sequence[str], tokens: Sequence[int] = (), queries: Sequence[str] = ("random",)
 ) -> list[Shape]:
     """Shapes from names of NAMED and lists such as "tokens=4k,heads=32,dtype=fp16".
 
@@ -90,28 +89,21 @@ def shapes_from(
     for given, what, known in ((texts, "shapes", NAMED), (queries, "kinds of queries", QUERIES)):
         if not given:
             raise ValueError(f"no {what}; known are {', '.join(known)}")
-    found: list[Shape] = []
-    for text in texts:
-        known, fixed = _one(text, tokens)
-        kinds = [None] if fixed else queries
-        found += [replace(s, queries=kind or s.queries) for kind in kinds for s in known]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(s for text in texts for s in _of(text, tokens, queries)))
 
 
-def _one(text: str, tokens: Sequence[int]) -> tuple[list[Shape], bool]:
-    """The shapes of one text, and whether it names the kind of queries itself."""
+def _of(text: str, tokens: Sequence[int], queries: Sequence[str]) -> list[Shape]:
+    if text in NAMED:
+        known = [replace(s, tokens=t) for t in tokens for s in NAMED[text]] or NAMED[text]
+        return [replace(s, queries=kind) for kind in queries for s in known]
     if "=" not in text:
-        if text not in NAMED:
-            hint = nearest(text, NAMED)
-            raise ValueError(
-                f"no shapes are called {text!r}; {hint}, or write tokens=4k,heads=32,kv_heads=8"
-            )
-        known = NAMED[text]
-        others = [replace(s, tokens=t) for t in tokens for s in known]
-        return list(dict.fromkeys(others)) or known, False
+        hint = nearest(text, NAMED)
+        raise ValueError(
+            f"no shapes are called {text!r}; {hint}, or write tokens=4k,heads=32,kv_heads=8"
+        )
     values, config = {}, {}
-    names = [f.name for f in fields(Shape) if f.name != "config"]
-    sizes = [f.name for f in fields(NSAConfig)]
+    names, sizes = ([f.name for f in fields(kind)] for kind in (Shape, NSAConfig))
+    names.remove("config")
     for part in text.split(","):
         name, value = pair(part, "heads=32")
         if name not in names + sizes:
@@ -119,11 +111,12 @@ def _one(text: str, tokens: Sequence[int]) -> tuple[list[Shape], bool]:
         (config if name in sizes else values)[name] = _value(name, value)
     if "dim" in values:
         values.setdefault("value_dim", values["dim"])
-    lengths = [values.pop("tokens")] if "tokens" in values else list(tokens)
-    if not lengths:
+    if "tokens" not in values and not tokens:
         raise ValueError(f"{text!r} needs tokens=..., as in tokens=8k,{text}")
-    made = [Shape(tokens=t, **values, config=NSAConfig(**config)) for t in lengths]
-    return made, "queries" in values
+    each = {"tokens": tokens, "queries": queries}
+    each |= {name: [values.pop(name)] for name in each if name in values}
+    one = partial(Shape, **values, config=NSAConfig(**config))
+    return [one(tokens=t, queries=kind) for kind in each["queries"] for t in each["tokens"]]
 
 
 def _value(name: str, text: str) -> int | bool | str:
@@ -133,7 +126,7 @@ def _value(name: str, text: str) -> int | bool | str:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"shared_kv={text} must be true or false")
         return text.lower() == "true"
-    return 0 if text == "0" else count(text)  # which sizes may be 0, their owner knows
+    return 0 if text == "0" else count(text)  # their owner knows which sizes may be 0
 
 
 def count(text: str) -> int:

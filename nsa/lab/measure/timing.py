@@ -1,22 +1,23 @@
-"""Latency and memory of one call, steps in interleaved A/B, and the time a benchmark may take.
-
-A call is timed forward, gradients alone, both, and as a replayed CUDA graph. Of two ways to take a
-step, interleaved A/B takes turns, so that a machine that slows down slows both.
-"""
+"""Latency and memory of one call, steps in interleaved A/B, and the time a benchmark may take."""
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from nsa.lab.measure.recorders import MIB, CpuRecorder, live_cpu_storages
 from nsa.model.train import Trainer
 
 CAP_S = 60.0  # an implementation's share, anew whenever kernels may have been compiled
+SLOW_MS = 300.0  # a call that takes longer is repeated a few times, not for a given while
+VERY_SLOW_MS = 5000.0
+LEAST = 9  # calls that a median is taken of, below SLOW_MS
+ORDER = 0.02  # of the largest value: what bf16 sums in another order may differ by
 
 
 class Clock:
@@ -25,8 +26,7 @@ class Clock:
     def __init__(self, budget_s: float | None, cap_s: float = CAP_S) -> None:
         now = time.monotonic()
         self.end = float("inf") if budget_s is None else now + budget_s
-        self.cap_s = cap_s
-        self.share = now + cap_s
+        self.cap_s, self.share = cap_s, now + cap_s
 
     def start(self) -> None:
         """The next implementation's share begins."""
@@ -43,13 +43,6 @@ class Clock:
 
 class NoTime(Exception):
     """What was to come does not fit into the time that is left."""
-
-
-SLOW_MS = 300.0  # a call that takes longer is repeated a few times, not for a given while
-VERY_SLOW_MS = 5000.0
-LEAST = 9  # calls that a median is taken of, below SLOW_MS
-MIB = 2**20
-ORDER = 0.02  # of the largest value: what bf16 sums in another order may differ by
 
 
 @dataclass(frozen=True)
@@ -111,43 +104,39 @@ def extra_memory(
     forward: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor, backward: bool
 ) -> Memory:
     """One forward, and the gradients of `leaves` where `backward`."""
-    measure = _cuda_peaks if do.is_cuda else _cpu_peaks
-    base, peaks, sizes = measure(forward, leaves, do, backward)
-    mib = [(peak - base - size) / MIB for peak, size in zip(peaks, sizes, strict=True)]
-    return Memory(max(0.0, mib[0]), max(0.0, mib[1]) if backward else None)
+
+    def outputs() -> Iterator[int]:
+        """Bytes that are left after each of the two."""
+        o = forward()
+        yield o.nbytes
+        if backward:
+            grads = gradients(o, leaves, do)
+            yield o.nbytes + sum(g.nbytes for g in grads)
+
+    peaks = (_cuda_peaks if do.is_cuda else _cpu_peaks)(outputs())
+    mib = [max(0.0, peak / MIB) for peak in peaks]
+    return Memory(mib[0], mib[1] if backward else None)
 
 
-def _cuda_peaks(forward, leaves, do, backward):
+def _cuda_peaks(outputs: Iterator[int]) -> Iterator[int]:
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    o = forward()
-    torch.cuda.synchronize()
-    peaks, sizes = [torch.cuda.max_memory_allocated()], [o.nbytes]
-    if backward:
-        torch.cuda.reset_peak_memory_stats()
-        grads = gradients(o, leaves, do)
+    for size in outputs:
         torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated())
-        sizes.append(o.nbytes + sum(g.nbytes for g in grads))
-    return base, peaks, sizes
+        yield torch.cuda.max_memory_allocated() - base - size
+        torch.cuda.reset_peak_memory_stats()
 
 
-def _cpu_peaks(forward, leaves, do, backward):
-    from nsa.lab.measure.recorders import CpuRecorder, live_cpu_storages
-
-    base = sum(live_cpu_storages().values())
+def _cpu_peaks(outputs: Iterator[int]) -> list[int]:
+    base, sizes = sum(live_cpu_storages().values()), {}
     with CpuRecorder(dict) as recorder:
-        recorder.on_phase("forward", 0)
-        o = forward()
-        sizes = [o.nbytes]
-        if backward:
-            recorder.on_phase("backward", 0)
-            grads = gradients(o, leaves, do)
-            sizes.append(o.nbytes + sum(g.nbytes for g in grads))
+        for phase in ("forward", "backward"):
+            recorder.on_phase(phase, 0)
+            sizes[phase] = next(outputs, None)
         recorder.on_phase("end", 0)
-    phases = recorder.record()["phases"]
-    return base, [phases[name] for name in ("forward", "backward")[: len(sizes)]], sizes
+    peaks = recorder.record()["phases"]
+    return [peaks[phase] - base - size for phase, size in sizes.items() if size is not None]
 
 
 def graph_latency(
@@ -158,38 +147,31 @@ def graph_latency(
     The leaves must be those of `Drawn.fresh`. RuntimeError where a replay does not give what the
     same call gives without a graph.
     """
-    outside = torch.cuda.current_stream()
+    outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     try:
-        return _captured(forward, leaves, do)
+        stream.wait_stream(outside)
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                o = forward()
+                want = [o.detach(), *gradients(o, leaves, do)]
+                del o  # and with it all that remembers a stream
+        outside.wait_stream(stream)
+        torch.cuda.synchronize()
+        ahead, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(ahead, stream=stream):
+            o = forward()
+        with torch.cuda.graph(back, pool=ahead.pool(), stream=stream):
+            kept = gradients(o, leaves, do, keep=True)
+        for x in (o.detach(), *kept):
+            x.fill_(float("nan"))
+        ahead.replay()
+        back.replay()
+        torch.cuda.synchronize()
+        same_as(want, [o.detach(), *kept])
+        del want
+        return latency(ahead.replay, do.device), latency(back.replay, do.device)
     finally:
         torch.cuda.set_stream(outside)  # a capture that fails does not go back to it
-
-
-def _captured(forward, leaves, do):
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            o = forward()
-            want = [o.detach(), *gradients(o, leaves, do)]
-            del o  # and with it all that remembers a stream
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    ahead, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(ahead, stream=stream):
-        o = forward()
-    with torch.cuda.graph(back, pool=ahead.pool(), stream=stream):
-        kept = gradients(o, leaves, do, keep=True)
-    for x in (o.detach(), *kept):
-        x.fill_(float("nan"))
-    ahead.replay()
-    back.replay()
-    torch.cuda.synchronize()
-    same_as(want, [o.detach(), *kept])
-    del want
-    found = latency(ahead.replay, do.device), latency(back.replay, do.device)
-    del kept
-    return found
 
 
 def same_as(want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
@@ -223,13 +205,12 @@ def interleaved(
     """Times `steps` steps inside `watching()` and as many outside, in `rounds` rounds.
 
     Both take turns, in changing order, so that a machine that slows down slows both. From idle
-    device to idle device; without one processor time of all threads counts, for its cores are
-    shared, but not if `wall`: a wait for another rank takes none.
+    device to idle device; without one, and unless `wall`, as for a wait for another rank, the
+    processor time of all threads counts, for its cores are shared.
 
-    Not timed are one round before and the first step of every turn: what watching learns in its
-    first step, and whatever the change of turns costs, a training pays once. Nor is a full
-    collection of Python's garbage, which takes longer than a step and would fall into any turn: one
-    is made before each.
+    Not timed are one round before and the first step of every turn, whose costs a training pays
+    once, nor a full collection of Python's garbage, which takes longer than a step: one is made
+    before each turn.
     """
     clock, name = time.process_time, "processor time"
     if wall or trainer.device.type == "cuda":
@@ -248,13 +229,7 @@ def interleaved(
 
     found = []
     for number in range(rounds + 1):
-        order = (False, True) if number % 2 else (True, False)
-        ms = {watched: turn(watched) for watched in order}
+        ms = {watched: turn(watched) for watched in (number % 2 == 0, number % 2 == 1)}
         found.append((ms[False], ms[True]))
-    plain, watched = zip(*found[1:], strict=True)
-    return Interleaved(
-        statistics.median(plain),
-        statistics.median(watched),
-        statistics.median(b / a for a, b in found[1:]),
-        name,
-    )
+    plain, watched, ratio = zip(*((a, b, b / a) for a, b in found[1:]), strict=True)
+    return Interleaved(*map(statistics.median, (plain, watched, ratio)), name)

@@ -1,1 +1,1 @@
-"""What is passed to a trainer to see what it does; none passed, nothing is paid."""
+"""Objects passed to a trainer to see what it does; a training without any pays nothing."""

@@ -6,8 +6,7 @@ of arrivals alone tell nothing.
 
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.lab.observers.deferred import Deferred, Sampled, kept_step
+from nsa.lab.observers.deferred import Deferred, Sampled
 from nsa.lab.observers.graph import unreachable
 
 __all__ = ["GradientArrival", "compare", "summary", "unreachable"]
@@ -29,23 +28,19 @@ class _Step:
     began: float = 0.0  # of the latest backward
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # parameter, s since it began
     looked_at: list[int] = field(default_factory=list)  # parameters that hold a gradient
-    largest: list[float] | None = None  # of each of those, once read
+    largest: list[float] = field(default_factory=list)  # of each of those, once read
 
 
-class GradientArrival:
+class GradientArrival(Sampled):
     """An observer that notes each parameter's gradient: arrived, missing or all zero, and when.
 
     Works on the bare model, so alike alone and under DDP, with accumulation and with checkpointing.
-    Times are the host's, which issues the work of a GPU ahead of it. Whether a gradient is zero is
-    decided on the device, from what the optimizer is about to use (under DDP the ranks' average, so
-    a gradient that is zero on one rank only counts as arrived there).
+    Times are the host's, which is ahead of a GPU. Whether a gradient is zero is decided on the
+    device, from what the optimizer is about to use: under DDP the ranks' average.
 
-    Before the first backward the parameters that the loss cannot reach are put into `unreachable`
-    and warned of (warn=False: only put there); where the graph does not tell, it stays None and
-    `unreachable_unknown` says why.
-
-    Observed are the first step and each that is a multiple of `every` steps after it; the last
-    `keep` of them are kept, and the hooks exist in those only.
+    Before the first backward the parameters that the loss cannot reach are put into `unreachable`,
+    and warned of if `warn`; where the graph does not tell, it stays None and `unreachable_unknown`
+    says why. `every` and `keep` are those of `Sampled`.
 
     Cost: 3 to 7 us of the host's time for each parameter in an observed step, and one reduction of
     all gradients on the device; before the first backward 1 to 3 us for each node of the graph.
@@ -54,27 +49,15 @@ class GradientArrival:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        every: int = 1,
-        keep: int = 100,
-        warn: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        self, model: nn.Module, *, every: int = 1, keep: int = 100, warn: bool = True
     ) -> None:
-        if every < 1 or keep < 1:
-            raise ValueError(f"every={every} and keep={keep} must be at least 1")
-        self._model = model
+        super().__init__(_Step, every, keep)
+        self._model, self._warn = model, warn
         self._bind()
-        self._sampled, self._warn, self._clock = Sampled(every), warn, clock
-        self._steps: deque[_Step] = deque(maxlen=keep)
-        self._now: _Step | None = None
         self._norms = Deferred()
-        self._hooks: list[Any] = []
         self.unreachable: tuple[str, ...] | None = None
-        self.unreachable_unknown = ""
-        self._loss: Tensor | None = None
-        self._catch: Any = model.register_forward_hook(self._catch_loss)
+        self.unreachable_unknown, self._loss = "", None
+        self._catch = model.register_forward_hook(self._catch_loss)
 
     def on_start(self, trainer: Any) -> None:
         """Refuses a trainer that replays a CUDA graph: nothing of Python runs in there."""
@@ -84,102 +67,79 @@ class GradientArrival:
         if getattr(config, "compile", False):
             # Only a backward would show what a compiled graph reaches, and hooks would cut it.
             self._forget_loss("a compiled graph hides which of its inputs have gradients")
-        self._detach()
+        super().close()
         self._bind()  # FSDP2 has put other parameters into the model
 
     def on_phase(self, name: str, step: int) -> None:
-        if name == "data":
-            self._begin(step)
-        elif self._now is None:
+        super().on_phase(name, step)
+        if self._now is None:
             return
-        elif name == "backward":
+        if name == "backward":
             self._check_reach()
-            self._now.began = self._clock()
+            self._now.began = time.perf_counter()
         elif name == "optimizer":
             self._look(self._now)
-        elif name == "end":
-            self._now = None
-            if self._sampled.every > 1:
-                self._detach()
 
     def rows(self, step: int | None = None) -> list[dict[str, Any]]:
-        """A row a parameter of that step (default: the last), in order of arrival, missing last.
+        """A row a parameter of that step (default: the last), in order of arrival, missing last:
+        step, name, state, order, ms since its backward began, arrivals (one for each backward of
+        the step) and largest, the gradient's largest absolute value, NaN included.
 
-        Each has step, name, state, order, ms (since its backward began), arrivals (one for each
-        backward of the step) and largest (the gradient's largest absolute value, NaN included).
         ValueError for a step that is not kept. Waits for the device.
         """
-        for record, values in self._norms.all():
-            record.largest = values.tolist()
-        record = kept_step(self._steps, step)
-        largest = dict(zip(record.looked_at, record.largest or (), strict=False))
-        first: dict[int, float] = {}
-        counts = [0] * len(self._names)
+        self._read(self._norms.all())
+        record = self._kept(step)
+        largest = dict(zip(record.looked_at, record.largest, strict=False))
+        arrived: dict[int, list[float]] = {}
         for index, seconds in record.arrivals:
-            first.setdefault(index, seconds)
-            counts[index] += 1
+            arrived.setdefault(index, []).append(seconds)
+        order = [*arrived, *(i for i in range(len(self._names)) if i not in arrived)]
         rows = []
-        for order, (index, seconds) in enumerate(first.items()):
-            state = ZERO if largest.get(index) == 0 else ARRIVED
-            rows.append(self._row(record, index, state, order, 1e3 * seconds, counts, largest))
-        absent = (index for index in range(len(self._names)) if index not in first)
-        rows += [self._row(record, i, MISSING, None, None, counts, largest) for i in absent]
+        for place, index in enumerate(order):
+            times, most = arrived.get(index, []), largest.get(index)
+            row = {"step": record.number, "name": self._names[index], "state": MISSING}
+            row |= {"order": None, "ms": None, "arrivals": len(times), "largest": most}
+            if times:
+                row |= {"state": ZERO if most == 0 else ARRIVED, "order": place}
+                row["ms"] = 1e3 * times[0]
+            rows.append(row)
         return rows
 
     def close(self) -> None:
-        """Takes every hook off the model; rows stay readable."""
-        self._detach()
+        super().close()
         self._forget_loss(self.unreachable_unknown)
 
-    def _row(self, record, index, state, order, ms, counts, largest) -> dict[str, Any]:
-        return {
-            "step": record.number,
-            "name": self._names[index],
-            "state": state,
-            "order": order,
-            "ms": ms,
-            "arrivals": counts[index],
-            "largest": largest.get(index),
-        }
-
     def _bind(self) -> None:
-        trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("no parameter of the model requires a gradient, so none can arrive")
-        self._names = [name for name, _ in trained]
-        self._parameters = [p for _, p in trained]
+        self._names, self._parameters = list(trained), list(trained.values())
 
-    def _begin(self, step: int) -> None:
-        if not self._sampled(step):
-            self._now = None
-            return
-        self._now = _Step(step)
-        self._steps.append(self._now)
-        if not self._hooks:
-            self._hooks = [
-                p.register_post_accumulate_grad_hook(partial(self._arrive, index))
-                for index, p in enumerate(self._parameters)
-            ]
+    def _attach(self) -> list[Any]:
+        return [
+            p.register_post_accumulate_grad_hook(partial(self._arrive, index))
+            for index, p in enumerate(self._parameters)
+        ]
 
     def _arrive(self, index: int, _: Tensor) -> None:
         step = self._now
         if step is not None:
-            step.arrivals.append((index, self._clock() - step.began))
+            step.arrivals.append((index, time.perf_counter() - step.began))
 
     def _look(self, step: _Step) -> None:
-        for record, values in self._norms.ready():
-            record.largest = values.tolist()
-        gradients = [_local(p.grad) for p in self._parameters]
-        step.looked_at = [i for i, g in enumerate(gradients) if g is not None and g.numel()]
+        self._read(self._norms.ready())
+        gradients = [p.grad for p in self._parameters]
+        # this rank's part of those that FSDP2 has sharded
+        local = [g if type(g) is Tensor else getattr(g, "_local_tensor", g) for g in gradients]
+        step.looked_at = [i for i, g in enumerate(local) if g is not None and g.numel()]
         if step.looked_at:
             # The largest value rather than a sum of squares, which is 0 for what is merely small.
-            norms = torch._foreach_norm([gradients[i] for i in step.looked_at], ord=float("inf"))
+            norms = torch._foreach_norm([local[i] for i in step.looked_at], ord=float("inf"))
             self._norms.put(step, torch.stack([norm.float() for norm in norms]))
 
-    def _detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def _read(self, norms: Any) -> None:
+        for record, values in norms:
+            record.largest = values.tolist()
 
     def _catch_loss(self, module: nn.Module, args: Any, output: Any) -> None:
         outputs = output if isinstance(output, tuple | list) else (output,)
@@ -198,19 +158,16 @@ class GradientArrival:
             why = str(error)
         self._forget_loss(why)
         if self.unreachable and self._warn:
-            names = ", ".join(self.unreachable)
             warnings.warn(
                 f"the loss does not reach {len(self.unreachable)} parameter(s), which will not be "
-                f"trained: {names}",
+                f"trained: {', '.join(self.unreachable)}",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def _forget_loss(self, why: str) -> None:
         self._loss, self.unreachable_unknown = None, why
-        if self._catch is not None:
-            self._catch.remove()
-            self._catch = None
+        self._catch.remove()
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -235,8 +192,3 @@ def compare(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
                 found.append({"name": name, "differs": what, "by_rank": values})
                 break
     return found
-
-
-def _local(gradient: Tensor | None) -> Tensor | None:
-    """This rank's part of a sharded gradient (FSDP2), or the gradient."""
-    return gradient if type(gradient) is Tensor else getattr(gradient, "_local_tensor", gradient)

@@ -22,10 +22,7 @@ from nsa.reference.nsa import BRANCHES
 
 NAMES = (
     *(f"gate_{branch}" for branch in BRANCHES),
-    "gate_entropy",
-    "distance_blocks",
-    "distance_free_blocks",
-    "forced_share",
+    *("gate_entropy", "distance_blocks", "distance_free_blocks", "forced_share"),
     *(f"norm_{branch}" for branch in BRANCHES),
 )
 
@@ -33,20 +30,18 @@ NAMES = (
 class AttentionStats:
     """An observer that looks into every NSAAttention of the model each `every` steps.
 
-    For each layer, means over the batch, its tokens and heads:
-    gate_cmp, gate_slc, gate_win; gate_entropy, in nats, of the gates divided by their sum (ln 3 if
-    all are equal); distance_blocks, how many blocks back from a query's own the selected ones lie;
-    distance_free_blocks, the same of those that were chosen rather than forced; forced_share of the
-    selected blocks; norm_cmp, norm_slc, norm_win, of a head's output before its gate (Euclidean).
-    What there is none of (blocks not forced in a short sequence, branches that are not computed) is
-    NaN.
+    For each layer, means over the batch, its tokens and heads: gate_cmp, gate_slc, gate_win;
+    gate_entropy, in nats, of the gates divided by their sum; distance_blocks, how many blocks back
+    from a query's own the selected ones lie; distance_free_blocks, the same of those that were
+    chosen rather than forced; forced_share of the selected blocks; norm_cmp, norm_slc, norm_win, of
+    a head's output before its gate (Euclidean). A mean over nothing (blocks not forced in a short
+    sequence, branches that are not computed) is NaN.
 
-    An observed step computes each layer's attention once more from that layer's own input, without
-    gradient; no other step has a hook. Nothing waits for the device: numbers are read when they
-    have arrived, and then handed to the `writers` (write(step, {"layer0/gate_cmp": ...})).
+    Nothing waits for the device: numbers are read when they have arrived, and then handed to the
+    `writers` (write(step, {"layer0/gate_cmp": ...})).
 
-    Cost: nothing in other steps; an observed one has one more forward of all attention, 1.4 x a
-    step of a small model on a CPU.
+    Cost: nothing in other steps; an observed one computes all attention once more, without
+    gradient, 1.4 x a step of a small model on a CPU.
 
     Raises ValueError for a model without such a layer.
     """
@@ -63,11 +58,9 @@ class AttentionStats:
         self._hooks: list[Any] = []
         self._found: dict[int, Tensor] = {}
         self._later = Deferred()
-        self._steps: deque[tuple[int, list[list[float]]]] = deque(maxlen=keep)
+        self._rows: deque[dict[str, Any]] = deque(maxlen=keep * len(self._layers))
 
-    def on_start(self, trainer: Any) -> None:
-        """Refuses what runs no hooks of modules: compiled models and replayed CUDA graphs."""
-        refuse_without_hooks(trainer)
+    on_start = staticmethod(refuse_without_hooks)
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "forward" and step % self.every == 0 and not self._found:
@@ -87,11 +80,7 @@ class AttentionStats:
     def rows(self) -> list[dict[str, Any]]:
         """A row for each observed step and layer: step, layer, and NAMES. Waits for the device."""
         self._take(self._later.all())
-        return [
-            {"step": step, "layer": layer, **dict(zip(NAMES, values, strict=True))}
-            for step, layers in self._steps
-            for layer, values in enumerate(layers)
-        ]
+        return list(self._rows)
 
     def close(self) -> None:
         """Hands over what is still on its way. Waits for the device."""
@@ -99,23 +88,18 @@ class AttentionStats:
         self._take(self._later.all())
 
     def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _take(self, arrived: Any) -> None:
         for step, values in arrived:
-            layers = values.tolist()
-            self._steps.append((step, layers))
+            named = {}
+            for layer, found in enumerate(values.tolist()):
+                row = dict(zip(NAMES, found, strict=True))
+                self._rows.append({"step": step, "layer": layer} | row)
+                named |= {f"layer{layer}/{name}": value for name, value in row.items()}
             for writer in self.writers:
-                writer.write(
-                    step,
-                    {
-                        f"layer{layer}/{name}": value
-                        for layer, found in enumerate(layers)
-                        for name, value in zip(NAMES, found, strict=True)
-                    },
-                )
+                writer.write(step, named)
 
     def _look(self, index: int, layer: NSAAttention, args: tuple, kwargs: dict, _: Any) -> None:
         self._found[index] = look(layer, *args, **kwargs)
@@ -131,17 +115,18 @@ def look(
     """
     if cu_seqlens is not None:
         raise ValueError("packed sequences cannot be looked into; a batch of one length can")
-    inputs = layer_inputs(layer, x, rotary)
-    backend = _backend(layer.config.backend, inputs)
+    inputs, name = layer_inputs(layer, x, rotary), layer.config.backend
+    backend = registry.choose(inputs).backend if name == "auto" else registry.get(name)
     nan = x.new_full((), float("nan"), dtype=torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         selected = [nan] * 3
         if "slc" in inputs.branches:
-            inputs = with_blocks(inputs, backend.name)
+            inputs = _with_blocks(inputs, backend.name)
             selected = distances(inputs.blocks, inputs.config)
-        outputs = backend.run(inputs, lambda *_: None)
-        norms = [_norm(outputs[b]) if b in outputs else nan for b in BRANCHES]
-        found = [*gate_statistics(inputs.gates), *selected, *norms]
+        norms = dict.fromkeys(BRANCHES, nan)
+        for branch, o in backend.run(inputs, lambda *_: None).items():
+            norms[branch] = torch.linalg.vector_norm(o, dim=-1, dtype=wide(o.dtype)).mean()
+        found = [*gate_statistics(inputs.gates), *selected, *norms.values()]
         return torch.stack([value.float() for value in found])
 
 
@@ -150,16 +135,14 @@ def layer_inputs(layer: NSAAttention, x: Tensor, rotary: Any = None) -> Inputs:
     return checked(**layer.arguments(x, rotary), blocks=None, scale=None)
 
 
-def with_blocks(inputs: Inputs, backend: str) -> Inputs:
+def _with_blocks(inputs: Inputs, backend: str) -> Inputs:
     """The inputs with their selection, which `triton` makes by its own kernel."""
     if backend == "triton":
         from nsa.attention.backends import triton
 
-        k_cmp, _ = triton.compressed(inputs)
-        return replace(inputs, blocks=triton.select_blocks(inputs, k_cmp))
+        return replace(inputs, blocks=triton.select_blocks(inputs, triton.compressed(inputs)[0]))
     k_cmp = compress_keys(inputs.k["cmp"], inputs.phi, inputs.config)
-    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
-    return replace(inputs, blocks=blocks)
+    return replace(inputs, blocks=select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale))
 
 
 def gate_statistics(gates: Tensor) -> list[Tensor]:
@@ -180,18 +163,5 @@ def distances(blocks: Tensor, config: NSAConfig) -> list[Tensor]:
     there = blocks >= 0
     forced = there & ((blocks < config.select_initial) | (blocks > own - config.select_local))
     free = there & ~forced
-    back = own - blocks
-    count = there.sum()
-    return [
-        (back * there).sum() / count,
-        (back * free).sum() / free.sum(),
-        forced.sum() / count,
-    ]
-
-
-def _norm(o: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(o, dim=-1, dtype=wide(o.dtype)).mean()
-
-
-def _backend(name: str, inputs: Inputs) -> registry.Backend:
-    return registry.choose(inputs).backend if name == "auto" else registry.get(name)
+    back, count = own - blocks, there.sum()
+    return [(back * there).sum() / count, (back * free).sum() / free.sum(), forced.sum() / count]

@@ -1,13 +1,13 @@
 """A line at least every ten seconds that says where the training is, whatever else is printed.
 
-A loop that prints every hundredth step looks hung for as long as a hundred steps take. These lines
-come from a thread of their own, so also from inside a step that does not end; the thread needs the
-GIL now and then, so native code that never gives it up silences them, as it does
+The lines come from a thread of their own, so also from inside a step that does not end. The thread
+needs the GIL now and then: native code that never gives it up silences it, as it does
 `stacks_on_signal`; `py-spy dump --pid` shows where that is.
 """
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -22,22 +22,20 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from nsa.lab.measure.recorders import MIB, resident_mib
 from nsa.lab.observers.deferred import Deferred
 
-MIB = 2**20
 WINDOW = 50  # steps whose median is the pace
 
 
 class Heartbeat:
     """An observer that tells step, phase, seconds in it, s/step and ETA, at most `every_s` apart.
 
-    Each beat is a line on `out` (None: none) and, with `file`, a JSON object on a line of its own:
-    ts, iso, pid, rank, step, phase, phase_s, s_per_step, eta_s, loss, loss_step, mib. What is not
-    known yet is null. `loss` is the newest one whose copy has arrived: nobody waits for it. `mib`
-    is what the GPU's allocator has handed out, or on a CPU what the process holds. `detail()`,
-    where given, ends the line with more; it is called from the thread.
-
-    The host may be ahead of the GPU: a step is where the host is.
+    Each beat is a line on `out` (None: none) and, with `file`, a JSON object on a line of its own,
+    null for what is not known yet. `loss` is the newest one whose copy has arrived: nothing waits
+    for it. `mib` is what the GPU's allocator has handed out, or on a CPU what the process holds.
+    `detail()`, called from the thread, ends the line with more. A step is where the host is, which
+    may be ahead of the GPU.
 
     Cost: 1 us of the host's time a step, and every few seconds a copy of a loss.
     """
@@ -58,19 +56,16 @@ class Heartbeat:
             raise ValueError(f"every_s={every_s} must be greater than 0; 10 is usual")
         self.every_s, self.total_steps, self.detail = every_s, total_steps, detail
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self._given_rank = rank is not None
-        self._out, self._clock = out, clock
-        self._file: TextIO | None = None
-        if file is not None:
-            self._file = Path(file).open("a", buffering=1)  # noqa: SIM115 - until close()
+        self._given_rank, self._out, self._clock = rank is not None, out, clock
+        # until close()
+        self._file = None if file is None else Path(file).open("a", buffering=1)  # noqa: SIM115
         # step, phase, its start, the step's start: one assignment, for the thread reads it.
         self._place = (None, "before the first step", clock(), None)
         self._seconds: deque[float] = deque(maxlen=WINDOW)
-        self._loss: tuple[int, float] | None = None
+        self._loss: tuple[int | None, float | None] = (None, None)
         self._losses = Deferred()
-        self._device = torch.device("cpu")
-        self._mib: float | None = None
-        self._sampled = float("-inf")
+        self._device, self._mib = torch.device("cpu"), math.nan
+        self._sampled = -math.inf
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -92,21 +87,18 @@ class Heartbeat:
             self._thread.start()
 
     def on_phase(self, name: str, step: int) -> None:
-        now = self._clock()
-        before = self._place[3]
-        if name != "data":
-            self._place = (step, name, now, before)
-            return
-        if before is not None:  # what lies between two steps counts as well
-            self._seconds.append(now - before)
-        self._place = (step, name, now, now)
-        self.start()
+        now, before = self._clock(), self._place[3]
+        self._place = (step, name, now, now if name == "data" else before)
+        if name == "data":
+            if before is not None:  # what lies between two steps counts as well
+                self._seconds.append(now - before)
+            self.start()
 
     def on_step(self, step: int, loss: Tensor) -> None:
         for (seen, _), value in self._losses.ready():
             self._loss = (seen, float(value))
         now = self._clock()
-        if now - self._sampled >= self.every_s / 4 or self._loss is None:
+        if now - self._sampled >= self.every_s / 4 or self._loss[0] is None:
             self._sampled = now
             # Asked here and not by the thread: in a stuck step the allocator may be locked.
             if loss.is_cuda:
@@ -122,7 +114,8 @@ class Heartbeat:
         eta = None
         if pace is not None and self.total_steps is not None:
             eta = max(0.0, pace * (self.total_steps - step) - min(now - began, pace))
-        loss = self._loss
+        mib = self._mib if self._device.type == "cuda" else resident_mib()
+        loss_step, loss = self._loss
         beat = {
             "ts": round(now, 3),
             "iso": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
@@ -133,11 +126,16 @@ class Heartbeat:
             "phase_s": round(now - since, 3),
             "s_per_step": pace,
             "eta_s": eta,
-            "loss": None if loss is None else loss[1],
-            "loss_step": None if loss is None else loss[0],
-            "mib": self._mib if self._device.type == "cuda" else resident_mib(),
+            "loss": loss,
+            "loss_step": loss_step,
+            "mib": None if math.isnan(mib) else mib,
         }
-        self._write(beat)
+        if self._file is not None:
+            self._file.write(json.dumps(beat) + "\n")
+        if self._out is not None:
+            more = f" · {self.detail()}" if self.detail is not None else ""
+            self._out.write(line(beat, self.total_steps) + more + "\n")
+            self._out.flush()
         return beat
 
     def close(self) -> None:
@@ -159,22 +157,12 @@ class Heartbeat:
             if self._stop.wait(0.9 * self.every_s):
                 return
 
-    def _write(self, beat: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(beat) + "\n")
-        if self._out is not None:
-            more = f" · {self.detail()}" if self.detail is not None else ""
-            self._out.write(line(beat, self.total_steps) + more + "\n")
-            self._out.flush()
-
 
 def line(beat: dict[str, Any], total_steps: int | None = None) -> str:
     """The beat for people: 12:00:10 rank 0 · step 7/500 backward 3.2 s · 0.065 s/step · ..."""
-    where = beat["phase"]
-    if beat["step"] is not None:
-        of = "" if total_steps is None else f"/{total_steps}"
-        where = f"step {beat['step']}{of} {where}"
-    parts = [f"{where} {beat['phase_s']:.1f} s"]
+    of = "" if total_steps is None else f"/{total_steps}"
+    where = "" if beat["step"] is None else f"step {beat['step']}{of} "
+    parts = [f"{where}{beat['phase']} {beat['phase_s']:.1f} s"]
     if beat["s_per_step"] is not None:
         parts.append(f"{beat['s_per_step']:.3g} s/step")
     if beat["eta_s"] is not None:
@@ -184,12 +172,3 @@ def line(beat: dict[str, Any], total_steps: int | None = None) -> str:
     if beat["mib"] is not None:
         parts.append(f"{beat['mib']:.0f} MiB")
     return f"{beat['iso'][11:19]} rank {beat['rank']} · " + " · ".join(parts)
-
-
-def resident_mib() -> float | None:
-    """What this process holds in RAM; None where /proc does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    return pages * os.sysconf("SC_PAGESIZE") / MIB

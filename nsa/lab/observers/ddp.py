@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 MOST_STEPS = 8
-INITIAL, REBUILT = "initial", "rebuilt"
 _ONE_HOOK = "DDP takes one communication hook only; wrap the model anew to trace its buckets"
 
 
@@ -24,15 +23,14 @@ class BucketTrace:
     """An observer that traces DDP's buckets by a communication hook that averages as DDP does.
 
     `steps` counts the averaged backwards since the model was wrapped, from 0; a step has one.
-    Gradients are divided by the ranks and summed in their own dtype, as without a hook (to the last
-    bit for 2, 4, 8, ... ranks).
+    Gradients are divided by the ranks and summed in their own dtype, as without a hook: to the last
+    bit for 2, 4, 8, ... ranks.
 
     A hook cannot be taken off again. After the traced steps it goes on costing a call of Python and
-    one more pass over the gradients for each bucket, which a line on `out` says once; more than
-    8 traced steps are refused unless `accept_cost` is set.
+    one more pass over the gradients for each bucket, which a line on `out` says once.
 
-    Raises ValueError for a model that is not wrapped in DDP, and where it has a hook already: DDP
-    takes one.
+    Raises ValueError for a model that is not wrapped in DDP or has a hook already, for DDP takes
+    one, and for more than 8 traced steps without `accept_cost`.
     """
 
     def __init__(
@@ -63,12 +61,12 @@ class BucketTrace:
         self._wrapped, self._out = wrapped, out
         self._names = {p: name for name, p in wrapped.module.named_parameters()}
         rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
-        self._later = REBUILT if rebuilds else INITIAL
+        self._later = "rebuilt" if rebuilds else "initial"
         self._step: int | None = None  # the trainer's number
         self._count = 0  # averaged backwards so far
         self._hook_s = 0.0
         self._rows: list[dict[str, Any]] = []
-        self._timed: list[tuple[dict[str, Any], Any, list[Any]]] = []
+        self._timed: list[tuple[dict[str, Any], Any, Any]] = []  # row, start, end of an answer
         try:
             wrapped.register_comm_hook(self, _average)
         except RuntimeError as error:  # a built-in hook, which DDP does not list
@@ -84,31 +82,38 @@ class BucketTrace:
         from the moment in which this rank's gradients are there until the average is, waiting for
         other ranks included; `names` are the bucket's parameters. Waits for the device.
         """
-        for row, start, ends in self._timed:
-            if not ends:
-                continue  # no answer yet
+        while self._timed:
+            row, start, end = self._timed.pop()
             if isinstance(start, float):
-                row["ms"] = 1e3 * (ends[0] - start)
+                row["ms"] = 1e3 * (end - start)
             else:
-                ends[0].synchronize()
-                row["ms"] = start.elapsed_time(ends[0])
-        self._timed = [item for item in self._timed if item[0]["ms"] is None]
+                end.synchronize()
+                row["ms"] = start.elapsed_time(end)
         return [dict(row) for row in self._rows]
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         entered = time.perf_counter()
-        group = self._wrapped.process_group
-        traced = self._count in self.steps
-        if traced:
-            start = _mark(bucket.buffer())
+        group, buffer = self._wrapped.process_group, bucket.buffer()
+        start = _mark(buffer) if self._count in self.steps else None
         future = allreduce_hook(group, bucket)
-        if traced:
-            ends: list[Any] = []
-            self._note(bucket, start, ends)
+        if start is not None:
+            row = {
+                "rank": dist.get_rank(group),
+                "step": self._count if self._step is None else self._step,
+                "buckets": self._later if self._count > 0 else "initial",
+                "index": bucket.index(),
+                "elements": buffer.numel(),
+                "bytes": buffer.nbytes,
+                "dtype": str(buffer.dtype).removeprefix("torch."),
+                "is_last": bucket.is_last(),
+                "ms": None,
+                "names": [self._names[p] for p in bucket.parameters()],
+            }
+            self._rows.append(row)
 
             def done(future: torch.futures.Future) -> Tensor:
                 value = future.value()
-                ends.append(_mark(value))
+                self._timed.append((row, start, _mark(value)))
                 return value
 
             future = future.then(done)
@@ -123,23 +128,6 @@ class BucketTrace:
                     "far)\n"
                 )
         return future
-
-    def _note(self, bucket: dist.GradBucket, start: Any, ends: list[Any]) -> None:
-        buffer = bucket.buffer()
-        row = {
-            "rank": dist.get_rank(self._wrapped.process_group),
-            "step": self._count if self._step is None else self._step,
-            "buckets": self._later if self._count > 0 else INITIAL,
-            "index": bucket.index(),
-            "elements": buffer.numel(),
-            "bytes": buffer.numel() * buffer.element_size(),
-            "dtype": str(buffer.dtype).removeprefix("torch."),
-            "is_last": bucket.is_last(),
-            "ms": None,
-            "names": [self._names[p] for p in bucket.parameters()],
-        }
-        self._rows.append(row)
-        self._timed.append((row, start, ends))
 
 
 def _average(trace: BucketTrace, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

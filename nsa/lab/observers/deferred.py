@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the command line reads SAMPLED, and loads no torch for its help
@@ -14,29 +14,48 @@ SAMPLED = 10  # steps from one to the next in a long run, where looking at all w
 
 
 class Sampled:
-    """Whether a step is looked at: the first asked about, and each a multiple of `every` later.
+    """An observer of some steps: of each a `record(number)`, and hooks that exist in those only.
 
-    A training that is resumed between two of them is looked at from its own first step.
+    Observed are the first step asked about, also of a training that is resumed, and each that is a
+    multiple of `every` steps after it; the last `keep` records are kept.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    _attach: Callable[[], list[Any]]  # sets the hooks and returns their handles
+
+    def __init__(self, record: Callable[[int], Any], every: int, keep: int) -> None:
+        if every < 1 or keep < 1:
+            raise ValueError(f"every={every} and keep={keep} must be at least 1")
+        self._record, self._every = record, every
         self._first: int | None = None
+        self._steps: deque[Any] = deque(maxlen=keep)
+        self._now: Any = None  # the record of a step that is observed
+        self._hooks: list[Any] = []
 
-    def __call__(self, step: int) -> bool:
-        if self._first is None:
-            self._first = step
-        return (step - self._first) % self.every == 0
+    def on_phase(self, name: str, step: int) -> None:
+        if name == "data":
+            self._first = step if self._first is None else self._first
+            self._now = None if (step - self._first) % self._every else self._record(step)
+            if self._now is not None:
+                self._steps.append(self._now)
+                self._hooks = self._hooks or self._attach()
+        elif name == "end" and self._now is not None:
+            self._now = None
+            if self._every > 1:
+                Sampled.close(self)
 
+    def close(self) -> None:
+        """Takes every hook off the model; rows stay readable."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
-def kept_step(steps: Sequence[Any], number: int | None) -> Any:
-    """The record with that `.number`, by default the last; ValueError if it was not kept."""
-    kept = {record.number: record for record in steps}
-    if not kept:
-        raise ValueError("no step was observed yet; the trainer must have this as an observer")
-    if number is not None and number not in kept:
-        raise ValueError(f"step {number} was not kept; kept are {', '.join(map(str, kept))}")
-    return steps[-1] if number is None else kept[number]
+    def _kept(self, number: int | None) -> Any:
+        """The record of that step, by default the last; ValueError if it was not kept."""
+        kept = {record.number: record for record in self._steps}
+        if not kept:
+            raise ValueError("no step was observed yet; the trainer must have this as an observer")
+        if number is not None and number not in kept:
+            raise ValueError(f"step {number} was not kept; kept are {', '.join(map(str, kept))}")
+        return self._steps[-1] if number is None else kept[number]
 
 
 class Deferred:

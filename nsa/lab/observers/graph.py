@@ -11,9 +11,8 @@ def unreachable(
 ) -> tuple[str, ...]:
     """Names of the trainable parameters that no gradient of `loss` can reach; 1 to 3 us a node.
 
-    Walks loss.grad_fn, custom functions and non-reentrant checkpoints included. A parameter that is
-    reached may still get a gradient of zeros, or none from a function that returns None for it. A
-    compiled model is one node that reaches all it reads.
+    A parameter that is reached may still get a gradient of zeros, or none from a function that
+    returns None for it. A compiled model is one node that reaches all it reads.
 
     Raises ValueError where the graph does not show it: a reentrant checkpoint, or parameters that
     FSDP2 has sharded, whose graph holds their unsharded copies.
@@ -24,7 +23,16 @@ def unreachable(
             "sharded parameters are not in the graph, their unsharded copies are; ask before "
             "fully_shard"
         )
-    reached = _leaves(loss)
+    reached = {id(loss)}
+    for node in _nodes([loss]):
+        kind = type(node).__name__
+        if kind == "AccumulateGrad":
+            reached.add(id(node.variable))
+        elif kind == "CheckpointFunctionBackward":
+            raise ValueError(
+                "a reentrant checkpoint hides the parameters inside it from the graph; "
+                "checkpoint(..., use_reentrant=False) shows them"
+            )
     return tuple(name for name, p in asked if id(p) not in reached)
 
 
@@ -34,7 +42,6 @@ def count_nodes(roots: Iterable[Tensor]) -> int:
 
 
 def _nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
-    """The autograd nodes behind these tensors, each once."""
     waiting = list({root.grad_fn for root in roots if root.grad_fn is not None})
     seen = set(waiting)
     while waiting:
@@ -44,20 +51,3 @@ def _nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-def _leaves(loss: Tensor) -> set[int]:
-    """ids of the leaves behind the loss."""
-    if loss.grad_fn is None:
-        return {id(loss)}
-    found: set[int] = set()
-    for node in _nodes([loss]):
-        kind = type(node).__name__
-        if kind == "AccumulateGrad":
-            found.add(id(node.variable))
-        elif kind == "CheckpointFunctionBackward":
-            raise ValueError(
-                "a reentrant checkpoint hides the parameters inside it from the graph; "
-                "checkpoint(..., use_reentrant=False) shows them"
-            )
-    return found

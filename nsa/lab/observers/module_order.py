@@ -1,15 +1,15 @@
 """In which order the modules' backwards run, and where a step stopped."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from nsa.lab.observers.deferred import Sampled, kept_step
+from nsa.lab.observers.deferred import Sampled
 
 _KEY = "nsa.modules"
 
@@ -22,67 +22,45 @@ class _Step:
     entered: list[tuple[int, str, float]] = field(default_factory=list)
 
 
-class ModuleOrder:
+def refuse_without_hooks(trainer: Any) -> None:
+    """Raises ValueError for compiled models and replayed CUDA graphs."""
+    config = getattr(trainer, "config", None)
+    for name in ("compile", "cuda_graph"):
+        if getattr(config, name, False):
+            raise ValueError(f"{name}=True runs no hooks of modules; observe without it")
+
+
+class ModuleOrder(Sampled):
     """An observer that notes when each module instance's backward begins, and where it is now.
 
     A module's backward begins when the node that made its output is about to run: outer modules
     before inner ones that share it. Hooks are on nodes and not on tensors, so in-place operations
-    on outputs stay legal. Times are the host's. Works under DDP and with checkpointing (a layer
-    that is recomputed appears once, when its own backward begins).
-
-    Observed are the first step and each that is a multiple of `every` steps after it; the last
-    `keep` of them are kept, and the hooks exist in those only.
+    on outputs stay legal. Times are the host's. Works under DDP and with checkpointing: a layer
+    that is recomputed appears once. `every` and `keep` are those of `Sampled`.
 
     Cost: 6 us of the host's time for each module in an observed step where nothing else is in its
     caches, 15 in a step of 54 ms.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        every: int = 1,
-        keep: int = 10,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        if every < 1 or keep < 1:
-            raise ValueError(f"every={every} and keep={keep} must be at least 1")
+    def __init__(self, model: nn.Module, *, every: int = 1, keep: int = 10) -> None:
+        super().__init__(_Step, every, keep)
         self._modules = [(name, module) for name, module in model.named_modules() if name]
-        self._sampled, self._clock = Sampled(every), clock
-        self._steps: deque[_Step] = deque(maxlen=keep)
-        self._now: _Step | None = None
-        self._hooks: list[Any] = []
-        self._last: tuple[int | None, str, str] = (None, "", "")  # step, phase, module
+        # (step, phase, module) of the last module entered; the name is "" before the first
+        self.last: tuple[int | None, str, str] = (None, "", "")
 
-    def on_start(self, trainer: Any) -> None:
-        """Refuses what runs no hooks of modules: compiled models and replayed CUDA graphs."""
-        refuse_without_hooks(trainer)
+    on_start = staticmethod(refuse_without_hooks)
 
     def on_phase(self, name: str, step: int) -> None:
-        if name == "data":
-            self._now = _Step(step) if self._sampled(step) else None
-            if self._now is not None:
-                self._steps.append(self._now)
-                self._attach()
-        elif self._now is None:
-            return
-        elif name == "backward":
+        if name == "data" or self._now is not None:
+            self.last = (step, name, "")
+        super().on_phase(name, step)
+        if name == "backward" and self._now is not None:
             self._now.passes += 1
-            self._now.began = self._clock()
-        elif name == "end":
-            self._now = None
-            if self._sampled.every > 1:
-                self.close()
-        self._last = (step, name, "")
-
-    @property
-    def last(self) -> tuple[int | None, str, str]:
-        """(step, phase, module) of the last module entered; the name is "" before the first."""
-        return self._last
+            self._now.began = time.perf_counter()
 
     def here(self) -> str:
         """The place in words; `Heartbeat(detail=order.here)` adds it to every line."""
-        step, phase, module = self._last
+        step, phase, module = self.last
         if step is None:
             return "no step was observed yet"
         return f"step {step}, {phase}" + (f" in {module}" if module else "")
@@ -93,33 +71,27 @@ class ModuleOrder:
         `micro` counts the backwards of a step (accumulation). Default: the last step observed.
         ValueError for a step that is not kept.
         """
-        record = kept_step(self._steps, step)
-        order: dict[tuple[int, str], float] = {}
+        record = self._kept(step)
+        began: dict[tuple[int, str], float] = {}
         for micro, name, seconds in record.entered:
-            order.setdefault((micro, name), seconds)
-        rows, places = [], {}
-        for (micro, name), seconds in order.items():
-            place = places[micro] = places.get(micro, -1) + 1
-            row = {"step": record.number, "micro": micro, "order": place, "name": name}
-            rows.append({**row, "ms": 1e3 * seconds})
+            began.setdefault((micro, name), seconds)
+        rows, places = [], Counter()
+        for (micro, name), seconds in began.items():
+            row = {"step": record.number, "micro": micro, "order": places[micro], "name": name}
+            rows.append(row | {"ms": 1e3 * seconds})
+            places[micro] += 1
         return rows
 
-    def close(self) -> None:
-        """Takes every hook off the model; rows stay readable."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _attach(self) -> None:
-        if self._hooks:
-            return
+    def _attach(self) -> list[Any]:
+        hooks = []
         for name, module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(partial(self._forward, name)))
-            self._hooks.append(module.register_forward_hook(partial(self._watch, name)))
+            hooks.append(module.register_forward_pre_hook(partial(self._forward, name)))
+            hooks.append(module.register_forward_hook(partial(self._watch, name)))
+        return hooks
 
     def _forward(self, name: str, module: nn.Module, args: Any) -> None:
-        step, phase, _ = self._last
-        self._last = (step, phase, name)
+        step, phase, _ = self.last
+        self.last = (step, phase, name)
 
     def _watch(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         for x in (output,) if isinstance(output, Tensor) else _tensors(output):
@@ -137,26 +109,15 @@ class ModuleOrder:
         step = self._now
         if step is None:
             return
-        seconds = self._clock() - step.began
+        seconds = time.perf_counter() - step.began
         for name in reversed(names):
             step.entered.append((step.passes - 1, name, seconds))
-        self._last = (step.number, "backward", names[0])
-
-
-def refuse_without_hooks(trainer: Any) -> None:
-    """Raises ValueError for a trainer whose steps run no hooks of modules."""
-    config = getattr(trainer, "config", None)
-    for name in ("compile", "cuda_graph"):
-        if getattr(config, name, False):
-            raise ValueError(f"{name}=True runs no hooks of modules; observe without it")
+        self.last = (step.number, "backward", names[0])
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
+    elif isinstance(output, dict | tuple | list):
+        for value in output.values() if isinstance(output, dict) else output:
             yield from _tensors(value)

@@ -60,23 +60,22 @@ class PhaseTimes:
         ]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each phase: phase, median_ms, share, host_ms (median), steps.
-
-        `share` is the part of all phases' time together. Waits for the device.
-        """
-        found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        """A row for each phase: phase, median_ms, share of all phases' time together, host_ms
+        (median), steps. Waits for the device."""
+        found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for row in self.steps():
-            found[row["phase"]].append(row)
-        total = sum(row["ms"] for rows in found.values() for row in rows)
+            for times, key in zip(found[row["phase"]], ("ms", "host_ms"), strict=True):
+                times.append(row[key])
+        total = sum(sum(ms) for ms, _ in found.values()) or 1.0
         return [
             {
                 "phase": phase,
-                "median_ms": median(row["ms"] for row in rows),
-                "share": sum(row["ms"] for row in rows) / total if total else 0.0,
-                "host_ms": median(row["host_ms"] for row in rows),
-                "steps": len(rows),
+                "median_ms": median(ms),
+                "share": sum(ms) / total,
+                "host_ms": median(host_ms),
+                "steps": len(ms),
             }
-            for phase, rows in found.items()
+            for phase, (ms, host_ms) in found.items()
         ]
 
     def _read(self, wait: bool) -> None:
@@ -86,18 +85,15 @@ class PhaseTimes:
             (name, step, began, start), (_, _, ended, end) = self._marks[0], self._marks[1]
             if end is not None and not end.query():
                 return
-            host_ms = 1e3 * (ended - began)
-            ms = host_ms if end is None else start.elapsed_time(end)
             self._marks.popleft()
-            self._add(step, BETWEEN if name == "end" else name, ms, host_ms)
-
-    def _add(self, step: int, phase: str, ms: float, host_ms: float) -> None:
-        if len(self._skipped) < self.skip and step not in self._steps:
-            self._skipped.add(step)
-        if step in self._skipped:
-            return
-        sums = self._steps.setdefault(step, {}).setdefault(phase, [0.0, 0.0])
-        sums[0] += ms
-        sums[1] += host_ms
-        if len(self._steps) > self.keep:
-            del self._steps[next(iter(self._steps))]
+            if len(self._skipped) < self.skip and step not in self._steps:
+                self._skipped.add(step)
+            if step in self._skipped:
+                continue
+            host_ms = 1e3 * (ended - began)
+            phase = BETWEEN if name == "end" else name
+            sums = self._steps.setdefault(step, {}).setdefault(phase, [0.0, 0.0])
+            sums[0] += host_ms if end is None else start.elapsed_time(end)
+            sums[1] += host_ms
+            if len(self._steps) > self.keep:
+                del self._steps[next(iter(self._steps))]

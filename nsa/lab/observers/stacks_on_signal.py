@@ -31,15 +31,25 @@ def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> Iterator
             file = stack.enter_context(Path(file).open("a", encoding="utf-8"))
         out = sys.stderr if file is None else file
         before = signal.signal(signal.SIGUSR1, lambda *_: None)
-        # What handled it in C, as faulthandler does, is not told; ignoring at least ends nobody.
+        # None: a handler in C, as faulthandler's; ignoring the signal at least ends no process.
         after = signal.SIG_IGN if before is None else before
         stack.callback(signal.signal, signal.SIGUSR1, after)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
+        # the descriptor that was written to before, -1 for none, still is
         other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        thread = threading.Thread(
-            target=_serve, args=(reader, other, out), name="stacks on SIGUSR1", daemon=True
-        )
+
+        def serve() -> None:
+            while numbers := os.read(reader, 64):  # until the pipe is closed
+                if other >= 0:
+                    with contextlib.suppress(OSError):
+                        os.write(other, numbers)
+                for _ in range(numbers.count(signal.SIGUSR1)):
+                    with contextlib.suppress(OSError, ValueError):
+                        out.write(stacks())
+                        out.flush()
+
+        thread = threading.Thread(target=serve, name="stacks on SIGUSR1", daemon=True)
         thread.start()
         try:
             yield
@@ -48,18 +58,6 @@ def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> Iterator
             os.close(writer)
             thread.join()
             os.close(reader)
-
-
-def _serve(reader: int, other: int, out: TextIO) -> None:
-    """Until the pipe is closed. `other`: who was woken before, -1 for nobody; it still is."""
-    while numbers := os.read(reader, 64):
-        if other >= 0:
-            with contextlib.suppress(OSError):
-                os.write(other, numbers)
-        for _ in range(numbers.count(signal.SIGUSR1)):
-            with contextlib.suppress(OSError, ValueError):
-                out.write(stacks())
-                out.flush()
 
 
 def stacks() -> str:

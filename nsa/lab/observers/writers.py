@@ -20,6 +20,8 @@ class _Writer:
     Cost: 6 us of the host's time a step for a CsvWriter, and on a GPU a copy of 4 bytes.
     """
 
+    _out: Any  # what is closed at the end
+
     def __init__(self, every: int = 1) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1; 1 writes every step's loss")
@@ -29,8 +31,7 @@ class _Writer:
     def on_step(self, step: int, loss: Tensor) -> None:
         if step % self.every == 0:
             self._losses.put((step, time.time()), loss)
-        for (seen, when), value in self._losses.ready():
-            self._put(seen, "loss", float(value), when)
+        self._put_losses(self._losses.ready())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes numbers that are on the host already, as AttentionStats hands them over."""
@@ -40,23 +41,22 @@ class _Writer:
 
     def close(self) -> None:
         """Writes what is still on its way and closes the file. Waits for the device."""
-        for (seen, when), value in self._losses.all():
-            self._put(seen, "loss", float(value), when)
-        self._end()
+        self._put_losses(self._losses.all())
+        self._out.close()
+
+    def _put_losses(self, arrived: Any) -> None:
+        for (step, when), value in arrived:
+            self._put(step, "loss", float(value), when)
 
     def _put(self, step: int, name: str, value: float, when: float) -> None:
-        raise NotImplementedError
-
-    def _end(self) -> None:
         raise NotImplementedError
 
 
 class CsvWriter(_Writer):
     """One row a number: iso,step,name,value. "loss" from the steps, other names from `write`.
 
-    Every row is written whole when its number is known, so a run that is killed loses the few
-    steps that the device was behind. A file that is there is continued; a row cut short at its end
-    is dropped first.
+    A run that is killed loses the few steps that the device was behind. A file that is there is
+    continued; a row cut short at its end is dropped first.
 
     Raises ValueError for a file that is not such a table.
     """
@@ -66,16 +66,13 @@ class CsvWriter(_Writer):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_partial_row(path)
-        self._file = path.open("a", buffering=1, newline="")
-        if self._file.tell() == 0:
-            self._file.write(HEADER)
+        self._out = path.open("a", buffering=1, newline="")
+        if self._out.tell() == 0:
+            self._out.write(HEADER)
 
     def _put(self, step: int, name: str, value: float, when: float) -> None:
         iso = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
-        self._file.write(f"{iso},{step},{name},{value!r}\n")
-
-    def _end(self) -> None:
-        self._file.close()
+        self._out.write(f"{iso},{step},{name},{value!r}\n")
 
 
 class TensorBoardWriter(_Writer):
@@ -92,24 +89,20 @@ class TensorBoardWriter(_Writer):
             raise ModuleNotFoundError(
                 "TensorBoardWriter needs tensorboard; pip install tensorboard", name=error.name
             ) from error
-        self._writer: Any = SummaryWriter(log_dir=str(folder))
+        self._out = SummaryWriter(log_dir=str(folder))
 
     def _put(self, step: int, name: str, value: float, when: float) -> None:
-        self._writer.add_scalar(name, value, step, walltime=when)
-
-    def _end(self) -> None:
-        self._writer.close()
+        self._out.add_scalar(name, value, step, walltime=when)
 
 
 def _drop_partial_row(path: Path) -> None:
-    if not path.exists() or not path.stat().st_size:
+    if not path.exists():
         return
     with path.open("r+b") as file:
         content = file.read()
-        whole = content.rfind(b"\n") + 1
         if not content.startswith(HEADER.encode()[: len(content)]):
             start = content.split(b"\n")[0][:40].decode(errors="replace")
             raise ValueError(
                 f"{path} begins with {start!r}, not with {HEADER.strip()!r}; name another"
             )
-        file.truncate(whole)
+        file.truncate(content.rfind(b"\n") + 1)

@@ -1,5 +1,145 @@
-"""What must hold of a training that ends well: each oracle watches a trial and says ok or not."""
+"""What must hold of a training that ends well: each oracle watches a trial and says ok or not.
 
-from nsa.lab.oracles.registry import ANEW, CHEAP, ORACLES, Watch, check, merge, names, watch
+A rank's side: `with Watch(names, subject) as seen:`, around each step `seen.begin(i)` and
+`seen.end(i, loss)`, then `seen.results(remake)`. The supervisor's side: `merge` of all ranks'.
 
-__all__ = ["ANEW", "CHEAP", "ORACLES", "Watch", "check", "merge", "names", "watch"]
+A result is {"ok", "detail", "what", "place"}: ok None where it could not tell; what, the word for
+the fault; place, the parameter or module, the same in a model of other depth.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from nsa.lab.oracles import compare, gradients
+from nsa.lab.oracles.compare import Remake
+from nsa.lab.oracles.growth import Census, Graph, Memory, Recompilations
+from nsa.lab.oracles.steps import Result, Steps, unknown
+from nsa.spelling import nearest
+
+# Name, what it takes after a colon, and what must hold.
+ORACLES = {
+    "arrival": ("", "each trainable parameter has a gradient in each step, not always zeros"),
+    "finite": ("", "gradients and parameters are finite"),
+    "ranks": ("", "the same gradients arrive on all ranks"),
+    "graph": ("", "a backward does not go through more nodes from step to step"),
+    "census": ("", "no tensors, graphs or cycles are kept from step to step"),
+    "memory": ("", "memory does not grow steadily from step to step"),
+    "recompilations": ("", "steps do not compile again and again"),
+    "checkpoint": ("", "checkpointing on and off have the same gradients"),
+    "backends": ("VALUE or SETTING=VALUE", "another backend, or setting, has the same gradients"),
+    "quadratic": ("SETTING", "what is kept does not grow with the square of settings['tokens']"),
+}
+ANEW = ("checkpoint", "backends", "quadratic")  # make the subject once more, after the last step
+CHEAP = tuple(name for name in ORACLES if name not in ANEW)
+GRADIENTS = ("arrival", "finite", "ranks")
+
+
+def check(asked: Sequence[str]) -> None:
+    """ValueError for an oracle that is not known, naming the nearest, or that lacks its value."""
+    for one in asked:
+        name, colon, value = one.partition(":")
+        if name not in ORACLES:
+            raise ValueError(f"no oracle {name!r}; {nearest(name, ORACLES)}")
+        if name == "backends" and not value:
+            raise ValueError("oracle 'backends' compares with another: 'backends:sequential'")
+        if colon and not ORACLES[name][0]:
+            raise ValueError(f"oracle {name!r} takes nothing after a colon, got {value!r}")
+
+
+class Watch(Steps):
+    """The oracles of one rank, while it trains a subject, or a torch.nn.Module; see ORACLES.
+
+    subject.model is looked at, and subject.without_gradient, names of parameters that rightly have
+    no gradient, believed. settings: those that the subject was made with.
+    """
+
+    def __init__(
+        self, asked: Sequence[str], subject: Any, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        check(asked)
+        self._asked = {one.partition(":")[0]: one.partition(":")[2] for one in asked}
+        self._settings = dict(settings or {})
+        model = subject if isinstance(subject, nn.Module) else getattr(subject, "model", None)
+        model = model if isinstance(model, nn.Module) else None
+        # Memory after the others: what they keep of a step is let go before.
+        made = {
+            "graph": Graph,
+            "census": Census,
+            "memory": lambda: Memory(model),
+            "recompilations": Recompilations,
+        }
+        self._watching = {name: make() for name, make in made.items() if name in self._asked}
+        self._gradients = None
+        listeners = list(self._watching.values())
+        if model is not None and not self._asked.keys().isdisjoint(GRADIENTS):
+            expected = getattr(subject, "without_gradient", ())
+            self._gradients = gradients.Gradients(model, expected)
+            if not self._gradients.why_not:
+                listeners.insert(0, self._gradients)
+        super().__init__(listeners)
+
+    def results(self, remake: Remake | None = None) -> dict[str, Result]:
+        """What each oracle says, JSON-able.
+
+        `remake(changes)` makes the subject anew with some settings changed, for the oracles in
+        ANEW; without it those say that they could not tell. Call it after the last step, inside the
+        `with` or after it. What breaks inside an oracle is that oracle's "could not tell".
+        """
+        if self._gradients is not None:
+            self._gradients.read()
+        found = {}
+        for name, value in self._asked.items():
+            try:
+                found[name] = self._result(name, value, remake)
+            except Exception as error:
+                found[name] = unknown(f"broke off: {type(error).__name__}: {error}")
+        return found
+
+    def _result(self, name: str, value: str, remake: Remake | None) -> Result:
+        if name in GRADIENTS:
+            if self._gradients is None:
+                return unknown("the subject has no `model`, a torch.nn.Module, to look at")
+            return getattr(gradients, name)(self._gradients)
+        if name in self._watching:
+            return self._watching[name].result()
+        if remake is None:
+            return unknown("the subject cannot be made anew here")
+        if name == "checkpoint":
+            return compare.checkpointing(remake)
+        settings = self._settings or dict(getattr(remake({}), "settings", {}))
+        if name == "quadratic":
+            return compare.quadratic(remake, settings, value or "tokens")
+        key, equals, other = value.partition("=")
+        key, other = (key, _value(other)) if equals else ("backend", value)
+        return compare.same_gradients(remake, settings, key, other)
+
+
+def merge(by_rank: Mapping[int, Mapping[str, Result]]) -> dict[str, Result]:
+    """All ranks' results as one: broken where one is, with the rank; and their gradients compared.
+
+    A result that every rank tells alike is told once.
+    """
+    merged: dict[str, Result] = {}
+    for name in dict.fromkeys(name for results in by_rank.values() for name in results):
+        mine = {rank: results[name] for rank, results in by_rank.items() if name in results}
+        if name == "ranks":
+            merged[name] = gradients.compare_ranks(mine)
+            continue
+        worst = min(mine, key=lambda rank: ({False: 0, None: 1}.get(mine[rank]["ok"], 2), rank))
+        first = dict(mine[worst])
+        if len({str(result["detail"]) for result in mine.values()}) > 1:
+            first["detail"] = f"rank {worst}: {first['detail']}"
+        merged[name] = first
+    return merged
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

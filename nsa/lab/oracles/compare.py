@@ -5,26 +5,21 @@ Each starts from the same seed, so that what differs is what was changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules import module as every_module
 
-from nsa.lab.oracles.steps import (
-    Result,
-    Steps,
-    any_layer,
-    broken,
-    counted,
-    device_of,
-    exponent,
-    ok,
-    switched_off,
-    unknown,
-)
+from nsa.lab.oracles.steps import Result, Steps, broken, device_of, ok, unknown
 
 Remake = Callable[[dict[str, Any]], Any]  # changes of the settings -> a subject
+ByName = dict[str, Tensor]  # gradients
 
 RECOMPUTED = 1e-5  # of a gradient's largest value; a recomputation rounds as the forward did
 NOISE = 8.0  # times what two equal runs differ by
@@ -33,23 +28,21 @@ QUADRATIC = 1.5  # half way between linear and quadratic
 LEAST_BYTES = 2**16
 
 
-def checkpointing(remake: Remake, settings: dict[str, Any]) -> Result:
+def checkpointing(remake: Remake) -> Result:
     """The first step's gradients with activation checkpointing and without it.
 
-    Whoever checkpoints: torch.utils.checkpoint itself is switched off, no setting is needed.
+    torch.utils.checkpoint itself is switched off, so no setting is needed.
     """
-    with counted() as calls:
+    with checkpoints() as calls:
         on = first_gradients(remake({}))
+    if calls is None:
+        return unknown("this torch's checkpointing cannot be switched off from outside")
     if not calls:
         return ok("nothing is checkpointed")
-    with switched_off() as could:
-        if not could:
-            return unknown("this torch's checkpointing cannot be switched off from outside")
+    with checkpoints(off=True):
         off = first_gradients(remake({}))
-    return _compared(
-        on, off, RECOMPUTED, lambda: first_gradients(remake({})), "checkpoint-mismatch",
-        f"with {len(calls)} checkpoints and without",
-    )  # fmt: skip
+    ways = f"with {len(calls)} checkpoints and without"
+    return _compared(on, off, remake, RECOMPUTED, "checkpoint-mismatch", ways)
 
 
 def same_gradients(remake: Remake, settings: dict[str, Any], key: str, other: Any) -> Result:
@@ -58,10 +51,8 @@ def same_gradients(remake: Remake, settings: dict[str, Any], key: str, other: An
     if mine == other:
         return unknown(f"{key}={other!r} is what runs: nothing to compare with")
     limit = BACKENDS.get(str(settings.get("dtype", "fp32")), 5e-2)
-    return _compared(
-        first_gradients(remake({})), first_gradients(remake({key: other})), limit,
-        lambda: first_gradients(remake({})), f"{key}-mismatch", f"{key}={mine!r} and {other!r}",
-    )  # fmt: skip
+    found = first_gradients(remake({})), first_gradients(remake({key: other}))
+    return _compared(*found, remake, limit, f"{key}-mismatch", f"{key}={mine!r} and {other!r}")
 
 
 def quadratic(remake: Remake, settings: dict[str, Any], key: str = "tokens") -> Result:
@@ -82,39 +73,73 @@ def quadratic(remake: Remake, settings: dict[str, Any], key: str = "tokens") -> 
     told = f"{' -> '.join(f'{t / 2**20:,.2f}' for t in totals)} MiB at {key} {base} x 1, 2, 4"
     if found is None:
         return ok(f"what is kept does not grow with {key}: {told}")
+    grows = f"what is kept grows with {key} to the {found:.2f}"
     if found < QUADRATIC or totals[2] - totals[1] < LEAST_BYTES:
-        return ok(f"what is kept grows with {key} to the {found:.2f}: {told}")
-    growth = {name: kept[2][name] - kept[1].get(name, 0) for name in kept[2]}
-    worst = max(growth, key=growth.__getitem__)
-    detail = f"what is kept grows with {key} to the {found:.2f}, most of it in {worst}: {told}"
-    return broken("quadratic", detail, any_layer(worst))
+        return ok(f"{grows}: {told}")
+    worst = max(kept[2], key=lambda name: kept[2][name] - kept[1].get(name, 0))
+    return broken("quadratic", f"{grows}, most of it in {worst}: {told}", worst)
 
 
-def first_gradients(subject: Any) -> dict[str, Tensor]:
+def exponent(small: float, middle: float, large: float) -> float | None:
+    """Of a quantity at n, 2 n and 4 n, whatever constant it has besides: 1 linear, 2 quadratic.
+
+    None where it does not grow.
+    """
+    near, far = middle - small, large - middle
+    return math.log2(far / near) if near > 0 and far > 0 else None
+
+
+@contextmanager
+def checkpoints(off: bool = False) -> Iterator[list[None] | None]:
+    """A list that gets an item for each checkpoint inside; with `off` they are plain calls.
+
+    None where this torch's two ways, which it looks up by name in each call, have other names.
+    """
+    from torch.utils import checkpoint
+
+    ways = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    generator, reentrant = (getattr(checkpoint, way, None) for way in ways)
+    if generator is None or reentrant is None:
+        yield None
+        return
+    calls: list[None] = []
+
+    def generate(*args: Any, **options: Any) -> Iterator[None]:
+        calls.append(None)
+        # the caller runs the function between the first item and the end
+        return iter([None]) if off else generator(*args, **options)
+
+    class Function:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            calls.append(None)
+            return function(*args) if off else reentrant.apply(function, preserve, *args)
+
+    with ExitStack() as stack:
+        for way, instead in zip(ways, (generate, Function), strict=True):
+            stack.callback(setattr, checkpoint, way, getattr(checkpoint, way))
+            setattr(checkpoint, way, instead)
+        yield calls
+
+
+def first_gradients(subject: Any) -> ByName:
     """Of one step: each parameter's gradient as its accumulation ended, on the CPU in fp32."""
     model = getattr(subject, "model", None)
     if model is None:
         return {}
-    found: dict[str, Tensor] = {}
+    found: ByName = {}
 
-    def keep(name: str) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                found[name] = parameter.grad.detach().float().cpu().clone()
+    def keep(name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            found[name] = parameter.grad.detach().float().cpu().clone()
 
-        return arrived
-
-    hooks = [
-        p.register_post_accumulate_grad_hook(keep(name))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
-    try:
+    with ExitStack() as stack:
+        stack.callback(getattr(subject, "close", lambda: None))
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                hook = p.register_post_accumulate_grad_hook(partial(keep, name))
+                stack.enter_context(hook)
         subject.step(0)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        _close(subject)
     return found
 
 
@@ -125,62 +150,55 @@ def kept_bytes(subject: Any) -> dict[str, float]:
     """
     model = getattr(subject, "model", None)
     device = device_of(model)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        subject.step(0)
-        _close(subject)
-        return {"step": float(torch.cuda.max_memory_allocated(device) - before)}
-    saved = _Saved(model)
-    steps = Steps([saved])
-    steps.open()
-    try:
-        steps.begin(0)
-        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+    with ExitStack() as stack:
+        stack.callback(getattr(subject, "close", lambda: None))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
             subject.step(0)
-    finally:
-        steps.close()
-        _close(subject)
-    return saved.by_module
+        else:
+            saved = _Saved(model)
+            stack.enter_context(Steps([saved])).begin(0)
+            with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+                subject.step(0)
+            return saved.by_module
+    return {"step": float(torch.cuda.max_memory_allocated(device) - before)}
 
 
 class _Saved:
     """Storages saved until the first backward, by the innermost module that ran then."""
 
-    def __init__(self, model: nn.Module | None) -> None:
-        names = {id(m): name for name, m in model.named_modules()} if model is not None else {}
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()} if model else set()
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._names = {id(m): name for name, m in model.named_modules()} if model else {}
+        self._seen = (
+            {p.untyped_storage().data_ptr() for p in model.parameters()} if model else set()
+        )
         self._stack = ["outside of modules"]
-        self._seen = own
         self._held: list[Tensor] = []  # or a later tensor would get an earlier one's address
         self._over = False
-        self.by_module: dict[str, float] = {}
-        hooks = nn.modules.module
-
-        def enter(module: nn.Module, arguments: Any) -> None:
-            self._stack.append(names.get(id(module)) or type(module).__name__)
-
-        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-            if len(self._stack) > 1:
-                self._stack.pop()
-
+        self.by_module: Counter[str] = Counter()
         self._hooks = [
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave),
+            every_module.register_module_forward_pre_hook(self._enter),
+            every_module.register_module_forward_hook(self._leave),
         ]
+
+    def _enter(self, module: torch.nn.Module, arguments: Any) -> None:
+        self._stack.append(self._names.get(id(module)) or type(module).__name__)
+
+    def _leave(self, *_: Any) -> None:
+        if len(self._stack) > 1:
+            self._stack.pop()
 
     def keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if not self._over and storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self._held.append(tensor.detach())
-            here = self._stack[-1]
-            self.by_module[here] = self.by_module.get(here, 0.0) + storage.nbytes()
+            self.by_module[self._stack[-1]] += storage.nbytes()
         return tensor
 
     def backward(self, roots: Any) -> None:
-        self._over = True
-        self._held = []
+        self._over, self._held = True, []
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -188,42 +206,31 @@ class _Saved:
 
 
 def _compared(
-    mine: dict[str, Tensor],
-    other: dict[str, Tensor],
-    limit: float,
-    again: Callable[[], dict[str, Tensor]],
-    what: str,
-    ways: str,
+    mine: ByName, other: ByName, remake: Remake, limit: float, what: str, ways: str
 ) -> Result:
     if not mine:
         return unknown("the subject shows no model, or no gradient arrived in its first step")
     error, name = _apart(mine, other)
-    if error > limit:  # is it more than what two equal runs differ by?
-        noise, _ = _apart(mine, again())
-        if error > NOISE * noise:
-            detail = f"gradients {ways} differ by {error:.2g} of their largest value, in {name}"
-            return broken(what, detail, any_layer(name))
+    if error <= limit:
+        return ok(f"gradients {ways} agree to {max(error, 1e-16):.1g} of their largest value")
+    noise, _ = _apart(mine, first_gradients(remake({})))
+    if error <= NOISE * noise:
         return unknown(f"two equal runs differ by {noise:.2g} themselves")
-    return ok(f"gradients {ways} agree to {max(error, 1e-16):.1g} of their largest value")
+    detail = f"gradients {ways} differ by {error:.2g} of their largest value, in {name}"
+    return broken(what, detail, name)
 
 
-def _apart(mine: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
+def _apart(mine: ByName, other: ByName) -> tuple[float, str]:
     """The largest difference over a gradient's largest value, and the parameter."""
     worst, where = 0.0, next(iter(mine), "")
-    for name in {**mine, **other}:
+    for name in mine | other:
         a, b = mine.get(name), other.get(name)
         if a is None or b is None:
-            return float("inf"), name
+            return math.inf, name
         if not a.numel() or torch.equal(a, b):
             continue
         error = float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
-        error = error if error == error else float("inf")
+        error = math.inf if math.isnan(error) else error
         if error > worst:
             worst, where = error, name
     return worst, where
-
-
-def _close(subject: Any) -> None:
-    close = getattr(subject, "close", None)
-    if close is not None:
-        close()

@@ -1,4 +1,8 @@
-"""Oracles of what must not grow from step to step: the graph, tensors that live, memory, code."""
+"""Oracles of what must not grow from step to step: the graph, tensors that live, memory, code.
+
+Does a series grow steadily? A least-squares line calls one late allocation a leak. Of the slopes
+between all pairs of points (Theil and Sen) most are 0 then, and the low ones stay so.
+"""
 
 from __future__ import annotations
 
@@ -6,76 +10,87 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
-from nsa.lab.measure.compilations import Compilations
+from nsa.lab.measure.counting import Compilations
 from nsa.lab.measure.recorders import MIB, MemorySamples
 from nsa.lab.observers.graph import count_nodes
-from nsa.lab.oracles.steps import (
-    Result,
-    broken,
-    device_of,
-    ok,
-    skip_first_third,
-    steady_slope,
-    unknown,
-)
+from nsa.lab.oracles.steps import Result, broken, device_of, ok, unknown
 
 MOST = 64  # samples; then every second step, every fourth, ...
+LOW = 0.2  # the quantile of the slopes that must be positive
+LEAST = 4  # points that must be left
 HOST_MIB = 0.25  # a step: what RSS moves by without a leak
 DEVICE_MIB = 1 / 64  # the allocator counts exactly
 LIST_KIB = 16.0  # of live tensors a step: a kept number for each step is no leak
 TOO_FEW = "too few steps to tell growth from warming up: {} of 6"
 
 
+def skip_first_third(values: Sequence[Any]) -> Sequence[Any]:
+    """Without what warms up."""
+    return values[len(values) // 3 :]
+
+
+def steady_slope(steps: Sequence[float], values: Sequence[float]) -> float | None:
+    """The slope that four fifths of all pairs of points reach, the first third left out.
+
+    Units of `values` a step; 0 or less for what stays, falls, goes to and fro, or jumps once. None
+    for fewer than 4 points after the first third.
+
+    Raises ValueError for steps and values of different numbers.
+    """
+    if len(steps) != len(values):
+        raise ValueError(f"{len(steps)} steps with {len(values)} values; each step needs one")
+    x, y = (np.asarray(skip_first_third(each), dtype=float) for each in (steps, values))
+    known = np.isfinite(y)
+    x, y = x[known], y[known]
+    if len(x) < LEAST:
+        return None
+    first, second = np.triu_indices(len(x), k=1)
+    return float(np.quantile((y[second] - y[first]) / (x[second] - x[first]), LOW))
+
+
 class Series:
     """Values by step, thinned to MOST by leaving out every second."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.rows: list[tuple[float, ...]] = []
+        self.rows: dict[int, tuple[float, ...]] = {}
         self.every = 1
 
     def wants(self, step: int) -> bool:
         return step % self.every == 0
 
     def put(self, step: int, *values: float) -> None:
-        if len(self.steps) >= MOST:
+        if len(self.rows) >= MOST:
             self.every *= 2
-            kept = [i for i, s in enumerate(self.steps) if s % self.every == 0]
-            self.steps = [self.steps[i] for i in kept]
-            self.rows = [self.rows[i] for i in kept]
+            self.rows = {step: row for step, row in self.rows.items() if self.wants(step)}
         if self.wants(step):
-            self.steps.append(step)
-            self.rows.append(values)
+            self.rows[step] = values
 
-    def column(self, index: int) -> list[float]:
-        return [row[index] for row in self.rows]
+    def column(self, index: int = 0) -> list[float]:
+        return [row[index] for row in self.rows.values()]
 
     def slope(self, index: int = 0) -> float | None:
-        return steady_slope(self.steps, self.column(index))
+        return steady_slope(list(self.rows), self.column(index))
 
 
-class Graph:
+class Graph(Series):
     """The autograd nodes behind each step's backwards: the same number, or at least not more."""
-
-    def __init__(self) -> None:
-        self._series = Series()
-        self._step, self._nodes = -1, 0
 
     def begin(self, step: int) -> None:
         self._step, self._nodes = step, 0
 
     def backward(self, roots: Sequence[Any]) -> None:
-        if self._series.wants(self._step):
+        if self.wants(self._step):
             self._nodes += count_nodes(roots)
 
     def end(self, step: int, loss: Any) -> None:
         if self._nodes:
-            self._series.put(step, self._nodes)
+            self.put(step, self._nodes)
 
     def result(self) -> Result:
-        slope, nodes = self._series.slope(), self._series.column(0)
+        slope, nodes = self.slope(), self.column()
         if slope is None:
             return unknown(TOO_FEW.format(len(nodes)) if nodes else "no backward was seen")
         told = f"from {nodes[0]:.0f} to {nodes[-1]:.0f} nodes in {len(nodes)} steps"
@@ -85,7 +100,7 @@ class Graph:
         return ok(f"the graph of a backward does not grow: {told}")
 
 
-class Census:
+class Census(Series):
     """Tensors made since it began that live after a step, their bytes, the graphs that they hold.
 
     Tells a graph that is kept from a list of tensors, and both from objects that only hold each
@@ -93,9 +108,7 @@ class Census:
     step costs a millisecond rather than the 100 of a look at all objects that torch makes.
     """
 
-    def __init__(self) -> None:
-        self._series = Series()
-        self._frozen = False
+    _frozen = False
 
     def begin(self, step: int) -> None:
         if not self._frozen:
@@ -108,24 +121,23 @@ class Census:
             self._frozen = False
 
     def end(self, step: int, loss: Any) -> None:
-        if self._series.wants(step):
-            self._series.put(step, *self._count())
+        if self.wants(step):
+            self.put(step, *self._count())
 
     def result(self) -> Result:
-        rows = self._series.rows
-        slopes = [self._series.slope(i) for i in (1, 2)]
-        if not rows or slopes[0] is None:
-            return unknown(TOO_FEW.format(len(rows)))
-        kib, nodes = slopes[0] / 1024, slopes[1]
+        nodes = self.slope(2)
+        if nodes is None:
+            return unknown(TOO_FEW.format(len(self.rows)))
+        kib = self.slope(1) / 1024
         if kib < LIST_KIB and nodes < 1:
-            count = f"{rows[-1][0]:.0f} new tensors live after the last step"
+            count = f"{self.column()[-1]:.0f} new tensors live after the last step"
             return ok(f"{count}, and no more from step to step")
-        before, grown = self._count(), [last - first for first, last in self._ends()]
+        before = self._count()
         gc.collect()
-        left = self._count()
-        dropped = [a - b for a, b in zip(before, left, strict=True)]
+        dropped = np.subtract(before, self._count())
         lead = 2 if nodes >= 1 else 1
-        if dropped[lead] > grown[lead] / 2:
+        late = skip_first_third(self.column(lead))
+        if dropped[lead] > (late[-1] - late[0]) / 2:
             detail = (
                 f"{kib:,.0f} KiB a step held by objects that only hold each other; the collector "
                 f"freed {dropped[1] / MIB:,.1f} MiB"
@@ -134,13 +146,8 @@ class Census:
         if nodes >= 1:
             detail = f"{nodes:.0f} nodes a step stay in graphs that live tensors hold"
             return broken("graph-kept", detail + f", with {kib:,.0f} KiB of tensors")
-        return broken(
-            "tensor-list", f"{kib:,.0f} KiB of tensors a step stay alive, without a graph"
-        )
-
-    def _ends(self) -> list[tuple[float, float]]:
-        late = skip_first_third(self._series.rows)
-        return list(zip(late[0], late[-1], strict=True))
+        detail = f"{kib:,.0f} KiB of tensors a step stay alive, without a graph"
+        return broken("tensor-list", detail)
 
     def _count(self) -> tuple[float, float, float]:
         """Tensors, bytes of their storages, autograd nodes behind them."""
@@ -156,54 +163,44 @@ class Census:
         return float(len(tensors)), float(sum(storages.values())), float(count_nodes(roots))
 
 
-class Memory:
+class Memory(Series):
     """What the device, or the host without one, holds after each step."""
 
     def __init__(self, model: nn.Module | None) -> None:
+        super().__init__()
         self._model = model
-        self._samples: MemorySamples | None = None
-        self._series = Series()
 
     def end(self, step: int, loss: Any) -> None:
-        if self._samples is None:
+        if not self.rows:  # the first step may have moved the model
             self._samples = MemorySamples(device_of(self._model))
         self._samples.take()
-        on_device = self._samples.device_mib
-        self._series.put(step, on_device[-1] if on_device else self._samples.host_mib[-1])
+        self.put(step, (self._samples.device_mib or self._samples.host_mib)[-1])
 
     def result(self) -> Result:
-        slope, mib = self._series.slope(), self._series.column(0)
+        slope, mib = self.slope(), self.column()
         if slope is None:
             return unknown(TOO_FEW.format(len(mib)))
-        device = bool(self._samples and self._samples.device_mib)
+        device = bool(self._samples.device_mib)
         least, where = (DEVICE_MIB, "device") if device else (HOST_MIB, "host")
         told = f"from {mib[0]:,.1f} to {mib[-1]:,.1f} MiB in {len(mib)} steps"
         if slope >= least:
-            return broken(
-                f"{where}-leak", f"{where} memory grows by {slope:,.2f} MiB a step: {told}"
-            )
+            detail = f"{where} memory grows by {slope:,.2f} MiB a step: {told}"
+            return broken(f"{where}-leak", detail)
         return ok(f"{where} memory grows by less than {least:.2g} MiB a step: {told}")
 
 
-class Recompilations:
+class Recompilations(Series):
     """Code that is compiled again and again: right, and slow."""
 
-    def __init__(self) -> None:
-        self._series = Series()
-        self._open: Compilations | None = None
-
     def begin(self, step: int) -> None:
-        self._open = Compilations()
-        self._open.__enter__()
+        self._open = Compilations().__enter__()
 
     def end(self, step: int, loss: Any) -> None:
-        if self._open is not None:
-            self._open.__exit__()
-            self._series.put(step, self._open.count)
-            self._open = None
+        self._open.__exit__()
+        self.put(step, self._open.count)
 
     def result(self) -> Result:
-        counts = self._series.column(0)
+        counts = self.column()
         late = skip_first_third(counts)
         if len(late) < 2:
             return unknown("too few steps to tell compiling once from compiling always")

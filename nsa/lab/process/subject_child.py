@@ -87,7 +87,7 @@ def _watching(spec: dict[str, Any], subject: Any) -> Any:
         return
     from nsa.lab import oracles
 
-    with oracles.watch(spec["oracles"], subject, spec["settings"]) as seen:
+    with oracles.Watch(spec["oracles"], subject, spec["settings"]) as seen:
         yield seen
 
 

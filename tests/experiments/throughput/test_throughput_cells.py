@@ -24,7 +24,7 @@ from nsa.experiments.throughput.cell import TrainCell, curve_grid, throughput_gr
 from nsa.experiments.throughput.table import growth, windows
 from nsa.lab import sweep
 from nsa.lab.measure import recorders
-from nsa.lab.measure.compilations import Compilations
+from nsa.lab.measure.counting import Compilations
 from nsa.lab.measure.recorders import MemorySamples
 from nsa.lab.process.trial import Outcome
 from nsa.model.captured import DDP_WARMUP

@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from snapshots import BASE, entry, snapshot
 
-from nsa.lab.measure.allocations import CATEGORIES, Stream, replay
+from nsa.lab.measure.allocations import CATEGORIES, Stream, add_history, blocks_of, replay
 
 
 def categories(**sizes):
@@ -44,45 +45,31 @@ def training_step() -> Stream:
 def test_a_training_step_worked_out_by_hand():
     found = replay(training_step())
     base = {"parameters": 100, "resident": 7}
-    assert found.phases["data"].by_category == categories(**base, inputs=8, temporaries=500)
+    data = categories(**base, inputs=8, temporaries=500)
     base["inputs"] = 8
-    assert found.phases["forward"].by_category == categories(**base, activations=30, temporaries=60)
-    assert found.phases["backward"].by_category == categories(
-        **base, activations=70, gradients=100, temporaries=20
-    )
-    assert found.phases["optimizer"].by_category == categories(
-        **base, gradients=100, optimizer_state=200
-    )
-    assert {name: peak.bytes for name, peak in found.phases.items()} == {
-        "data": 615, "forward": 205, "backward": 305, "optimizer": 415
-    }  # fmt: skip
-    assert found.peak == found.phases["data"]
-    assert found.held == categories(
-        parameters=100, resident=7, inputs=8, activations=70, gradients=100, optimizer_state=200,
-        temporaries=500,
-    )  # fmt: skip
-    assert (found.unknown_frees, found.lost_bytes) == (0, 0)
+    assert found["by_phase_category"] == {
+        "data": data,
+        "forward": categories(**base, activations=30, temporaries=60),
+        "backward": categories(**base, activations=70, gradients=100, temporaries=20),
+        "optimizer": categories(**base, gradients=100, optimizer_state=200),
+    }
+    peaks = {"data": 615, "forward": 205, "backward": 305, "optimizer": 415}
+    assert (found["phases"], found["peak"], found["by_category"]) == (peaks, 615, data)
+    most = {"activations": 70, "gradients": 100, "optimizer_state": 200, "temporaries": 500}
+    assert found["held"] == categories(**base, **most)
+    assert found["cross_check"]["unknown_frees"] == found["cross_check"]["lost_bytes"] == 0
 
 
-def test_a_phase_without_events_has_what_was_alive_when_it_started():
+def test_a_phase_has_what_was_alive_when_it_started_and_the_highest_peak_of_all_its_times():
     stream = Stream()
-    stream.alloc(1, 5)
-    stream.mark("forward")
-    stream.mark("backward")
-    found = replay(stream)
-    assert found.phases["forward"].bytes == found.phases["backward"].bytes == 5
-
-
-def test_a_phase_that_comes_twice_has_its_highest_peak():
-    stream = Stream()
+    stream.alloc(9, 5)
     for size in (10, 30, 20):
         stream.mark("forward")
         stream.alloc(1, size)
         stream.mark("backward")
         stream.free(1)
-    assert {name: peak.bytes for name, peak in replay(stream).phases.items()} == {
-        "forward": 30, "backward": 30
-    }  # fmt: skip
+    stream.mark("optimizer")
+    assert replay(stream)["phases"] == {"forward": 35, "backward": 35, "optimizer": 5}
 
 
 def test_frees_that_do_not_fit_are_counted_and_change_nothing():
@@ -92,8 +79,8 @@ def test_frees_that_do_not_fit_are_counted_and_change_nothing():
     stream.alloc(1, 10)
     stream.alloc(1, 20)  # its free was lost
     found = replay(stream)
-    assert (found.unknown_frees, found.lost_bytes) == (1, 10)
-    assert found.peak.bytes == 20
+    assert found["cross_check"] == {"events": 3, "unknown_frees": 1, "lost_bytes": 10}
+    assert found["peak"] == 20
 
 
 def test_a_tag_names_the_block_that_lives_there_then_and_no_later_one():
@@ -104,8 +91,8 @@ def test_a_tag_names_the_block_that_lives_there_then_and_no_later_one():
     stream.free(1)
     stream.alloc(1, 16)
     found = replay(stream)
-    assert found.peak.by_category == categories(activations=16)
-    assert found.held["gradients"] == 10
+    assert found["by_category"] == categories(activations=16)
+    assert found["held"]["gradients"] == 10
 
 
 def test_streams_that_cannot_be_replayed_are_refused():
@@ -129,10 +116,8 @@ steps = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(steps)
 def test_any_stream_has_the_peaks_of_a_naive_replay(steps):
-    stream, live, phase, naive = Stream(), {}, None, {}
+    stream, live, phase, naive = Stream(), {}, "data", {"data": 0}
     stream.mark("data")
-    phase = "data"
-    naive["data"] = 0
     for number, (what, value) in enumerate(steps):
         if what == "alloc":
             stream.alloc(number, value)
@@ -149,9 +134,56 @@ def test_any_stream_has_the_peaks_of_a_naive_replay(steps):
         if phase != "end":
             naive[phase] = max(naive.get(phase, 0), sum(live.values()))
     found = replay(stream)
-    assert {name: peak.bytes for name, peak in found.phases.items()} == naive
-    assert found.peak.bytes == max(naive.values())
-    for peak in found.phases.values():
-        assert sum(peak.by_category.values()) == peak.bytes
-        assert all(0 <= peak.by_category[name] <= found.held[name] for name in CATEGORIES)
-    assert (found.unknown_frees, found.lost_bytes) == (0, 0)
+    assert found["phases"] == naive
+    assert found["peak"] == max(naive.values())
+    for phase, by_category in found["by_phase_category"].items():
+        assert sum(by_category.values()) == found["phases"][phase]
+        assert all(0 <= by_category[name] <= found["held"][name] for name in CATEGORIES)
+    assert found["cross_check"]["unknown_frees"] == found["cross_check"]["lost_bytes"] == 0
+
+
+def history(taken, device=0, most=100):
+    """What is added of it, as (address, bytes), a free with -1; and the reason why nothing is."""
+    stream = Stream()
+    why = add_history(stream, taken, device, most)
+    return list(zip(stream.addresses, stream.sizes, strict=True)), why
+
+
+def test_blocks_in_use_are_found_where_they_lie():
+    states = ("active_allocated", "inactive", "active_pending_free", "active_allocated")
+    sizes = (512, 1024, 512, 2048)
+    taken = snapshot([], zip(states, sizes, sizes, strict=True))
+    assert blocks_of(taken, 0) == {BASE: 512, BASE + 2048: 2048}
+
+
+def test_a_segment_of_another_device_is_left_out():
+    taken = snapshot([], [("active_allocated", 512, 4)], device=1)
+    assert blocks_of(taken, 0) == {} and blocks_of(taken, 1) == {BASE: 512}
+    assert history(taken, device=3) == ([], "")
+
+
+def test_sizes_are_rounded_and_those_still_alive_are_true():
+    trace = [
+        entry("segment_alloc", 0, 20 * 2**20),
+        entry("alloc", 0, 100),  # came and went: only the rounding is known
+        entry("free_requested", 0, 100),
+        entry("free_completed", 0, 100),
+        entry("alloc", 0, 1_048_577),  # got 1 MiB more than it asked for
+        entry("alloc", 4 * 2**20, 1),
+    ]
+    large, small = ("active_allocated", 4 * 2**20, 1_048_577), ("active_allocated", 512, 1)
+    events, _ = history(snapshot(trace, [large, small]))
+    assert events == [(BASE, 512), (BASE, -1), (BASE, 4 * 2**20), (BASE + 4 * 2**20, 512)]
+
+
+def test_a_free_counts_when_it_is_requested_and_once():
+    trace = [entry("alloc", 0, 512), entry("free_requested", 0, 512)]
+    for more in ([], [entry("free_completed", 0, 512)]):
+        assert history(snapshot(trace + more, [])) == ([(BASE, 512), (BASE, -1)], "")
+
+
+def test_a_history_that_overflowed_is_not_replayed():
+    taken = snapshot([entry("alloc", 0, 512)] * 5, [])
+    assert history(taken, most=5) == ([], "the history overflowed 5 entries")
+    events, why = history(taken, most=6)
+    assert len(events) == 5 and why == ""

@@ -1,5 +1,7 @@
 """Drawn inputs have the statistics they claim, and unions are counted right."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def test_inputs_have_the_shapes_dtype_and_variance_asked_for(shared, queries):
 
 
 def test_the_same_seed_gives_the_same_tensors_and_another_does_not():
-    first, again, other = draw(SMALL), draw(SMALL), draw(SMALL, seed=7)
+    first, again, other = draw(SMALL), draw(SMALL), draw(replace(SMALL, seed=7))
     assert torch.equal(first.q, again.q) and torch.equal(first.do, again.do)
     assert not torch.equal(first.q, other.q)
 

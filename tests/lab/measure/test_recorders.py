@@ -4,10 +4,12 @@ import gc
 
 import pytest
 import torch
+from snapshots import entry, snapshot
 from torch import nn
 
 from nsa.lab.measure.recorders import (
     CpuRecorder,
+    CudaRecorder,
     cross_check,
     live_cpu_storages,
     recorder_for,
@@ -20,46 +22,40 @@ def poisoned_memory():
     """Not here: filling memory with NaN allocates."""
 
 
-class Step:
-    """A training step in three lines a phase, for any forward."""
+def recorded(forward, parameters, make=CpuRecorder):
+    """The record of the second of two training steps, in three lines a phase."""
+    optimizer = torch.optim.AdamW(parameters)
 
-    def __init__(self, forward, parameters):
-        self.forward = forward
-        self.optimizer = torch.optim.AdamW(parameters)
-        self.model = nn.ParameterList(parameters)
-
-    def run(self, on_phase, step):
-        on_phase("data", step)
-        x = torch.ones(self.forward.inputs)
-        on_phase("forward", step)
-        loss = self.forward(x)
-        on_phase("backward", step)
+    def step(on_phase):
+        on_phase("data", 0)
+        x = torch.ones(forward.inputs, device=parameters[0].device)
+        on_phase("forward", 0)
+        loss = forward(x)
+        on_phase("backward", 0)
         loss.backward()
-        on_phase("optimizer", step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        on_phase("end", step)
+        on_phase("optimizer", 0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        on_phase("end", 0)
 
-
-def recorded(forward, parameters):
-    step = Step(forward, parameters)
-    step.run(lambda name, number: None, 0)
-    recorder = CpuRecorder(training_tensors(step.model, step.optimizer))
-    with recorder:
-        step.run(recorder.on_phase, 1)
+    step(lambda name, number: None)
+    with make(training_tensors(nn.ParameterList(parameters), optimizer)) as recorder:
+        step(recorder.on_phase)
     return recorder.record()
 
 
 class Stack:
     """Linear layers with a sigmoid after each, which keeps its output and nothing else."""
 
-    def __init__(self, rows=50, width=64, layers=3):
+    def __init__(self, rows, width, layers=3, device="cpu"):
         self.inputs = (rows, width)
-        self.layers = [nn.Linear(width, width, bias=False) for _ in range(layers)]
+        self.weights = [
+            nn.Parameter(torch.ones(width, width, device=device)) for _ in range(layers)
+        ]
 
     def __call__(self, x):
-        for layer in self.layers:
-            x = torch.sigmoid(layer(x))
+        for weight in self.weights:
+            x = torch.sigmoid(nn.functional.linear(x, weight))
         return x.sum()
 
 
@@ -72,9 +68,9 @@ def held_by_others() -> int:
 @pytest.mark.full
 def test_a_linear_stack_has_the_bytes_worked_out_by_hand():
     others = held_by_others()
-    stack = Stack(rows=50, width=64, layers=3)
+    stack = Stack(rows=50, width=64)
     weight, row = 4 * 64 * 64, 4 * 50 * 64
-    found = recorded(stack, [layer.weight for layer in stack.layers])
+    found = recorded(stack, stack.weights)
     adam = 3 * (2 * weight + 4)  # two moments and a step count each
     forward = found["by_phase_category"]["forward"]
     assert forward["parameters"] == 3 * weight
@@ -91,33 +87,27 @@ def test_a_linear_stack_has_the_bytes_worked_out_by_hand():
     assert found["peak"] == max(found["phases"].values())
 
 
-class Quadratic:
+def quadratic(tokens):
     """Keeps one T x T buffer for the backward, and frees another one at once."""
+    weight = nn.Parameter(torch.ones(1))
 
-    def __init__(self, tokens):
-        self.inputs = (tokens, 1)
-        self.weight = nn.Parameter(torch.ones(1))
+    def forward(x):
+        torch.zeros(3, tokens, tokens).sum()
+        return torch.sigmoid(weight * x @ x.T).sum()
 
-    def __call__(self, x):
-        torch.zeros(3, *x.shape[:1], x.shape[0]).sum()
-        scores = torch.sigmoid(self.weight * x @ x.T)
-        return scores.sum()
+    forward.inputs = (tokens, 1)
+    return recorded(forward, [weight])
 
 
 @pytest.mark.full
 def test_a_planted_t_by_t_buffer_is_an_activation_that_grows_as_t_squared():
-    found = {}
-    for tokens in (128, 256):
-        quadratic = Quadratic(tokens)
-        found[tokens] = recorded(quadratic, [quadratic.weight])
-    small, large = (found[tokens]["held"]["activations"] for tokens in (128, 256))
+    small, large = (quadratic(tokens)["held"]["activations"] for tokens in (128, 256))
     assert 4 * 256**2 <= large <= 1.02 * 4 * 256**2
     assert 3.9 < large / small < 4.05
 
 
 def test_what_the_forward_frees_is_temporary():
-    quadratic = Quadratic(256)
-    forward = recorded(quadratic, [quadratic.weight])["by_phase_category"]["forward"]
+    forward = quadratic(256)["by_phase_category"]["forward"]
     assert 0 <= forward["temporaries"] - 3 * 4 * 256**2 < 64  # and a sum or two
     assert forward["activations"] == 0
 
@@ -152,26 +142,19 @@ def test_memory_that_was_there_before_is_resident_unless_it_was_borrowed():
     storages = live_cpu_storages()
     assert storages[cache.data_ptr()] == 4_000_000
     assert borrowed.data_ptr() not in storages
-    quadratic = Quadratic(8)
-    resident = recorded(quadratic, [quadratic.weight])["by_category"]["resident"]
+    resident = quadratic(8)["by_category"]["resident"]
     assert 4_000_000 <= resident - others < 5_000_000
 
 
-def test_recording_leaves_the_profiler_off_and_function_events_on():
-    quadratic = Quadratic(8)
-    recorded(quadratic, [quadratic.weight])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        torch.ones(3).sum()
-    assert "aten::sum" in {event.key for event in profile.key_averages()}
-
-
-def test_an_error_in_a_phase_leaves_the_profiler_off():
+def test_recording_leaves_the_profiler_off_and_function_events_on_also_after_an_error():
     recorder = CpuRecorder(dict)
     with pytest.raises(ArithmeticError), recorder:
         recorder.on_phase("forward", 0)
         raise ArithmeticError
-    quadratic = Quadratic(8)
-    assert recorded(quadratic, [quadratic.weight])["peak"] > 0
+    assert quadratic(8)["peak"] > 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3).sum()
+    assert "aten::sum" in {event.key for event in profile.key_averages()}
 
 
 def test_a_device_that_cannot_be_recorded_is_refused():
@@ -185,3 +168,64 @@ def test_the_cross_check_says_when_two_peaks_differ_by_more_than_one_percent():
     assert "+1.1%" in cross_check(1000, 1011)["note"]
     overflown = cross_check(1000, None, "the history overflowed 5 entries")
     assert not overflown["agrees"] and "overflowed" in overflown["note"]
+
+
+def fake_cuda(monkeypatch, before, phases):
+    """The few calls of torch.cuda that the recorder makes, over planned phases; notes of two."""
+    snapshots, peaks, calls = [before, *(taken for taken, _ in phases)], [p for _, p in phases], []
+    for where, answers in {
+        torch.cuda: {
+            "current_device": lambda: 0,
+            "get_allocator_backend": lambda: "native",
+            "reset_peak_memory_stats": lambda: calls.append("reset"),
+            "max_memory_allocated": lambda: peaks.pop(0),
+            "max_memory_reserved": lambda: 4096,
+        },
+        torch.cuda.memory: {
+            "_snapshot": lambda: snapshots.pop(0),
+            "_record_memory_history": lambda enabled, **options: calls.append(enabled),
+        },
+    }.items():
+        for name, answer in answers.items():
+            monkeypatch.setattr(where, name, answer)
+    return calls
+
+
+@pytest.mark.parametrize(("max_entries", "known"), [(100, True), (2, False)])
+def test_peaks_come_from_statistics_and_categories_from_history(monkeypatch, max_entries, known):
+    held = ("active_allocated", 512, 4)
+    before = snapshot([], [held])
+    forward = snapshot(
+        [entry("alloc", 512, 1000), entry("alloc", 2048, 512), entry("free_requested", 2048, 512)],
+        [held, ("active_allocated", 1024, 1000)],
+    )
+    backward = snapshot([entry("free_requested", 512, 1000)], [held])
+    calls = fake_cuda(monkeypatch, before, [(forward, 2048), (backward, 1536)])
+    recorder = CudaRecorder(dict, max_entries=max_entries)
+    with recorder:
+        for phase in ("forward", "backward", "end"):
+            recorder.on_phase(phase, 1)
+    found = recorder.record()
+    assert found["phases"] == {"forward": 2048, "backward": 1536} and found["peak"] == 2048
+    assert found["reserved"] == 4096
+    assert found["cross_check"]["agrees"] is known
+    assert calls[:3] == ["all", "reset", None]
+    if known:
+        assert found["by_category"]["activations"] == 1024
+        assert found["by_category"]["temporaries"] == found["by_category"]["resident"] == 512
+        assert found["by_phase_category"]["backward"]["activations"] == 1024
+    else:
+        assert found["by_category"] == {} and "overflowed" in found["cross_check"]["note"]
+
+
+@pytest.mark.gpu
+def test_a_linear_stack_on_a_gpu_has_the_bytes_worked_out_by_hand():
+    width, rows = 512, 1024
+    stack = Stack(rows, width, device="cuda")
+    found = recorded(stack, stack.weights, CudaRecorder)
+    weight, row = 4 * width**2, 4 * rows * width
+    assert found["held"]["parameters"] == found["held"]["gradients"] == 3 * weight
+    assert found["held"]["optimizer_state"] == 6 * weight  # the step counts are on the CPU
+    assert found["held"]["inputs"] == row
+    assert 3 * row <= found["held"]["activations"] <= 3 * row + 1024
+    assert found["cross_check"]["agrees"], found["cross_check"]

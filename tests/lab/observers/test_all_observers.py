@@ -7,7 +7,7 @@ import torch
 from observed import trainer
 from tiny_models import TOKENS, tiny
 
-from nsa.lab.observers import syncs
+from nsa.lab.measure.counting import count_syncs
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
@@ -32,23 +32,17 @@ def watched(folder, device="cpu", **training):
     return trainer(*observers, model=model, device=device, tokens=TOKENS, **training)
 
 
-def test_all_together_leave_the_losses_as_they_are(tmp_path):
+def test_all_together_leave_the_losses_as_they_are_and_no_hook_behind(tmp_path):
     made = watched(tmp_path)
     losses = made.run(4)
-    made.close()
-    assert losses == trainer(tokens=TOKENS).run(4)
-    text = (tmp_path / "losses.csv").read_text().splitlines()
-    written = [float(row.rpartition(",")[2]) for row in text if ",loss," in row]
-    assert written == losses
-
-
-def test_a_closed_trainer_leaves_no_hook_behind(tmp_path):
-    made = watched(tmp_path)
-    made.run(2)
     made.close()
     for module in made.model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in made.model.parameters())
+    assert losses == trainer(tokens=TOKENS).run(4)
+    text = (tmp_path / "losses.csv").read_text().splitlines()
+    written = [float(row.rpartition(",")[2]) for row in text if ",loss," in row]
+    assert written == losses
 
 
 @pytest.mark.gpu
@@ -70,5 +64,5 @@ def test_no_observer_waits_for_the_gpu(tmp_path, precision):
 @pytest.mark.gpu
 def test_an_observed_step_makes_no_call_that_waits(tmp_path):
     made = watched(tmp_path, "cuda")
-    assert syncs.count(lambda: made.step(made.steps_done), warm=4).total == 0
+    assert count_syncs(lambda: made.step(made.steps_done), warm=4).total == 0
     made.close()

@@ -1,4 +1,6 @@
 import math
+from functools import partial
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,23 @@ def seen(attention, x):
     return dict(zip(NAMES, look(attention, x).tolist(), strict=True))
 
 
+def trained(steps=1, every=1, model=(), **training):
+    """Rows of a training, and what each forward of the first layer's attention shows."""
+    model, inputs = LanguageModel(tiny(**dict(model))), []
+    stats = AttentionStats(model, every=every)
+    made = trainer(stats, model=model, tokens=TOKENS, **training)
+    hook = model.blocks[0].attention.register_forward_pre_hook(
+        lambda module, args: inputs.append(look(module, args[0]).tolist())
+    )
+    made.run(steps)
+    hook.remove()
+    return stats.rows(), inputs
+
+
+def values(row):
+    return [row[name] for name in NAMES]
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, {"phi": "mlp"}, {"shared_kv": True}, {"compress_rope": "after"}, {"gate": "softmax"}],
@@ -44,19 +63,13 @@ def test_the_numbers_are_those_of_the_reference(changes):
     for branch in BRANCHES:
         norms = expected.branches[branch].norm(dim=-1)
         assert found[f"norm_{branch}"] == pytest.approx(norms.mean().item(), rel=1e-4)
-    back, free, forced, count = 0, [], 0, 0
-    for row in expected.blocks.tolist():
-        for t, heads in enumerate(row):
-            own = t // config.select_block
-            for j in (j for blocks in heads for j in blocks if j >= 0):
-                count, back = count + 1, back + own - j
-                if j < config.select_initial or j > own - config.select_local:
-                    forced += 1
-                else:
-                    free.append(own - j)
-    assert found["distance_blocks"] == pytest.approx(back / count)
-    assert found["distance_free_blocks"] == pytest.approx(sum(free) / len(free))
-    assert found["forced_share"] == pytest.approx(forced / count)
+    rows = enumerate(expected.blocks.transpose(0, 1).flatten(1).tolist())
+    chosen = [(t // config.select_block, j) for t, row in rows for j in row if j >= 0]
+    back = [own - j for own, j in chosen]
+    free = [own - j for own, j in chosen if config.select_initial <= j <= own - config.select_local]
+    assert found["distance_blocks"] == pytest.approx(mean(back))
+    assert found["distance_free_blocks"] == pytest.approx(mean(free))
+    assert found["forced_share"] == pytest.approx(1 - len(free) / len(back))
     gates = inputs.gates.detach().double()
     for index, branch in enumerate(BRANCHES):
         assert found[f"gate_{branch}"] == pytest.approx(gates[..., index].mean().item(), rel=1e-5)
@@ -65,22 +78,17 @@ def test_the_numbers_are_those_of_the_reference(changes):
 def test_gates_that_are_alike_have_the_largest_entropy_and_one_that_is_alone_none():
     alike, alone = torch.full((2, 5, 4, 3), 0.5), torch.zeros(2, 5, 4, 3)
     alone[..., 1] = 0.9
-    assert [x.item() for x in gate_statistics(alike)] == [
-        pytest.approx(x) for x in (0.5, 0.5, 0.5, math.log(3))
-    ]
-    assert [x.item() for x in gate_statistics(alone)] == [pytest.approx(x) for x in (0, 0.9, 0, 0)]
+    for gates, expected in ((alike, (0.5, 0.5, 0.5, math.log(3))), (alone, (0, 0.9, 0, 0))):
+        assert torch.stack(gate_statistics(gates)).tolist() == pytest.approx(expected)
 
 
 def test_distances_count_back_from_the_querys_own_block():
-    config = NSAConfig(
-        compress_block=4, compress_stride=2, select_block=4, select_count=4,
-        select_initial=1, select_local=1, window=4,
-    )  # fmt: skip
+    config = NSAConfig(4, 2, 4, 4, select_initial=1, select_local=1, window=4)
     blocks = torch.full((1, 24, 1, 4), -1, dtype=torch.int32)
     blocks[0, 20, 0] = torch.tensor([0, 2, 3, 5])  # own block 5; 0 and 5 are forced
     blocks[0, 0, 0, 0] = 0
-    found = [x.item() for x in distances(blocks, config)]
-    assert found == [pytest.approx((5 + 3 + 2 + 0 + 0) / 5), pytest.approx(2.5), pytest.approx(0.6)]
+    found = torch.stack(distances(blocks, config)).tolist()
+    assert found == pytest.approx([(5 + 3 + 2 + 0 + 0) / 5, 2.5, 0.6])
 
 
 def test_where_nothing_is_free_there_is_no_distance():
@@ -100,58 +108,38 @@ def test_a_forced_branch_is_looked_at_alone(branch):
 
 
 def test_every_layer_of_an_observed_step_is_a_row():
-    model = LanguageModel(tiny())
-    stats = AttentionStats(model, every=2)
-    trainer(stats, model=model, tokens=TOKENS).run(4)
-    rows = stats.rows()
+    rows, _ = trained(steps=4, every=2)
     assert [(row["step"], row["layer"]) for row in rows] == [(0, 0), (0, 1), (2, 0), (2, 1)]
-    assert all(math.isfinite(row[name]) for row in rows for name in NAMES)
+    assert all(math.isfinite(x) for row in rows for x in values(row))
     assert rows[0] != rows[1]
 
 
 def test_the_input_is_that_of_the_step():
-    model = LanguageModel(tiny())
-    stats = AttentionStats(model, every=1)
-    made = trainer(stats, model=model, tokens=TOKENS)
-    inputs = []
-    hook = model.blocks[0].attention.register_forward_pre_hook(
-        lambda module, args: inputs.append(look(module, args[0]))
-    )
-    made.run(1)
-    hook.remove()
-    (expected,) = inputs
-    assert [stats.rows()[0][name] for name in NAMES] == expected.tolist()
+    rows, inputs = trained()
+    assert [values(rows[0])] == inputs
 
 
 @pytest.mark.parametrize("changes", [{"checkpoint": "all"}, {"checkpoint": "0:1"}])
 def test_a_recomputed_layer_is_looked_at_once(changes):
-    found = []
-    for config in (tiny(), tiny(**changes)):
-        stats = AttentionStats(model := LanguageModel(config), every=1)
-        trainer(stats, model=model, tokens=TOKENS).run(2)
-        found.append(stats.rows())
-    assert found[0] == found[1]
+    assert trained(steps=2)[0] == trained(steps=2, model=changes)[0]
 
 
 def test_the_first_of_several_micro_batches_is_looked_at():
-    stats = AttentionStats(model := LanguageModel(tiny()), every=1)
-    made = trainer(stats, model=model, tokens=TOKENS, batch=4, accumulate=2)
-    inputs = []
-    hook = model.blocks[0].attention.register_forward_pre_hook(
-        lambda module, args: inputs.append(look(module, args[0]))
-    )
-    made.run(1)
-    hook.remove()
-    first, second = (x.tolist() for x in inputs)
-    assert [stats.rows()[0][name] for name in NAMES] == first != second
-    assert len(stats.rows()) == 2
+    rows, (first, second) = trained(batch=4, accumulate=2)
+    assert values(rows[0]) == first != second
+    assert len(rows) == 2
+
+
+def test_bf16_is_looked_at_as_it_is_computed():
+    rows, _ = trained(precision="bf16")
+    assert all(math.isfinite(x) for row in rows for x in values(row))
 
 
 def test_losses_and_the_witness_are_those_of_an_unobserved_run():
     found = []
-    for observed in (False, True):
+    for observers in ([], [partial(AttentionStats, every=1)]):
         model = LanguageModel(tiny())
-        made = trainer(*([AttentionStats(model, every=1)] if observed else []), model=model)
+        made = trainer(*(make(model) for make in observers), model=model)
         with witness.recording() as record:
             found.append((made.run(3), record.record()))
     assert found[0] == found[1]
@@ -171,50 +159,32 @@ def test_steps_that_are_not_observed_have_no_hook():
 
 
 def test_writers_get_the_numbers_when_they_have_arrived(monkeypatch):
-    class Writer:
-        def __init__(self):
-            self.seen = []
-
-        def write(self, step, values):
-            self.seen.append((step, values))
-
-    model, writer = LanguageModel(tiny()), Writer()
-    stats = AttentionStats(model, every=1, writers=[writer])
-    ready = Deferred.ready
-    monkeypatch.setattr(Deferred, "ready", lambda self: iter(()))
-    made = trainer(stats, model=model)
-    made.run(2)
-    assert writer.seen == []
-    monkeypatch.setattr(Deferred, "ready", ready)
-    made.run(1)
-    assert [step for step, _ in writer.seen] == [0, 1, 2]
-    assert len(writer.seen[0][1]) == 2 * len(NAMES)
-    assert writer.seen[1][1]["layer1/gate_win"] == stats.rows()[3]["gate_win"]
-    stats.close()
-
-
-def test_bf16_is_looked_at_as_it_is_computed():
+    seen = []
+    writer = SimpleNamespace(write=lambda step, values: seen.append((step, values)))
     model = LanguageModel(tiny())
-    stats = AttentionStats(model, every=1)
-    trainer(stats, model=model, tokens=TOKENS, precision="bf16").run(1)
-    assert all(math.isfinite(row[name]) for row in stats.rows() for name in NAMES)
+    stats = AttentionStats(model, every=1, writers=[writer])
+    made = trainer(stats, model=model)
+    with monkeypatch.context() as patch:
+        patch.setattr(Deferred, "ready", lambda self: iter(()))
+        made.run(2)
+        assert seen == []
+    made.run(1)
+    assert [step for step, _ in seen] == [0, 1, 2]
+    assert len(seen[0][1]) == 2 * len(NAMES)
+    assert seen[1][1]["layer1/gate_win"] == stats.rows()[3]["gate_win"]
 
 
 @pytest.mark.full
 def test_our_kernels_show_the_same_as_torch_does():
     pytest.importorskip("triton")
     sizes = {"head_dim": 16, "dim": 64}
-    first, second = (
-        seen_by(backend, hidden(tiny(**sizes)), sizes) for backend in ("gather", "triton")
-    )
-    assert first == pytest.approx(second, rel=1e-4)
-
-
-def seen_by(backend, x, sizes):
-    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    attention = layer(backend=backend, **sizes).to(device)
-    return seen(attention, x.to(device))
+    found = []
+    for backend in ("gather", "triton"):
+        torch.manual_seed(0)
+        attention = layer(backend=backend, **sizes).to(device)
+        found.append(seen(attention, hidden(tiny(**sizes)).to(device)))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_what_cannot_be_looked_into_is_refused():

@@ -31,13 +31,11 @@ def of_step(rows, step):
     return [row for row in rows if row["step"] == step]
 
 
-@pytest.mark.full
 def test_the_traced_average_is_ddps_own_to_the_last_bit(ranks):
     assert ranks[0]["traced"] == ranks[0]["plain"] == ranks[1]["plain"] == ranks[1]["traced"]
     assert ranks[0]["accumulated"] == ranks[1]["accumulated plain"]
 
 
-@pytest.mark.full
 def test_every_element_is_in_one_bucket_of_each_traced_step(ranks):
     for rank, found in enumerate(ranks):
         assert {row["step"] for row in found["rows"]} == {0, 1}

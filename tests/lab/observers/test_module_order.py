@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from observed import trainer
+from observed import drive, trainer
 from tiny_models import tiny
 from torch import nn
 
@@ -34,13 +34,14 @@ class Layer(nn.Module):
 
 
 def run(model, order, step=0):
-    order.on_phase("data", step)
-    order.on_phase("forward", step)
-    loss = model(torch.ones(2, 4)).sum()
-    order.on_phase("backward", step)
-    loss.backward()
-    order.on_phase("optimizer", step)
-    order.on_phase("end", step)
+    drive(model, [order], first=step, forward=lambda: model(torch.ones(2, 4)).sum())
+
+
+def trained(steps=1, model=(), **training):
+    model = LanguageModel(tiny(**dict(model)))
+    order = ModuleOrder(model)
+    trainer(order, model=model, **training).run(steps)
+    return order, model
 
 
 def names(order):
@@ -48,8 +49,7 @@ def names(order):
 
 
 def test_backward_goes_through_the_layers_from_the_last_and_from_outside_in():
-    order = ModuleOrder(model := LanguageModel(tiny()))
-    trainer(order, model=model).run(2)
+    order, model = trained(steps=2)
     found = names(order)
     assert found[:2] == ["head", "norm"] and found[-1] == "embed"
     at = found.index
@@ -65,27 +65,36 @@ def test_backward_goes_through_the_layers_from_the_last_and_from_outside_in():
     assert {row["step"] for row in rows} == {1}
 
 
-def test_outer_modules_come_before_inner_ones_that_made_their_output():
-    model = nn.Sequential(nn.Linear(4, 4), Layer(), nn.Sequential(Layer()))
-    order = ModuleOrder(model)
-    run(model, order)
-    assert names(order) == ["2", "2.0", "2.0.inner", "1", "1.inner", "0"]
+shared = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "order"),
+    [
+        # outer modules come before inner ones that made their output
+        (
+            [nn.Linear(4, 4), Layer(), nn.Sequential(Layer())],
+            ["2", "2.0", "2.0.inner", "1", "1.inner", "0"],
+        ),
+        # outputs can still be changed in place
+        (
+            [Layer(in_place=True), nn.ReLU(inplace=True), Layer()],
+            ["2", "2.inner", "1", "0", "0.inner"],
+        ),
+        # a module that runs twice appears when its backward first begins
+        ([shared, nn.ReLU(), shared], ["0", "1"]),
+    ],
+)
+def test_modules_come_in_the_order_of_their_backwards(model, order):
+    model = nn.Sequential(*model)
+    seen = ModuleOrder(model)
+    run(model, seen)
+    assert names(seen) == order
 
 
 def test_checkpointing_leaves_the_order_as_it_is():
-    found = []
-    for config in (tiny(), tiny(checkpoint="all")):
-        order = ModuleOrder(model := LanguageModel(config))
-        trainer(order, model=model).run(1)
-        found.append(names(order))
-    assert found[0] == found[1]
-
-
-def test_outputs_can_still_be_changed_in_place():
-    model = nn.Sequential(Layer(in_place=True), nn.ReLU(inplace=True), Layer())
-    order = ModuleOrder(model)
-    run(model, order)
-    assert names(order) == ["2", "2.inner", "1", "0", "0.inner"]
+    plain, checkpointed = trained()[0], trained(model={"checkpoint": "all"})[0]
+    assert names(plain) == names(checkpointed)
 
 
 def test_the_module_in_which_a_backward_stopped_is_the_last():
@@ -107,23 +116,10 @@ def test_the_module_in_which_a_forward_stopped_is_the_last():
 
 
 def test_each_micro_batch_has_its_own_order():
-    order = ModuleOrder(model := LanguageModel(tiny()))
-    trainer(order, model=model, batch=4, accumulate=2).run(1)
+    order, _ = trained(batch=4, accumulate=2)
     rows = order.rows()
     halves = [[row["name"] for row in rows if row["micro"] == micro] for micro in (0, 1)]
     assert halves[0] == halves[1] and len(halves[0]) + len(halves[1]) == len(rows)
-
-
-def test_a_module_that_runs_twice_appears_when_its_backward_first_begins():
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    order = ModuleOrder(model)
-    run(model, order)
-    assert names(order) == ["0", "1"]
-
-
-def test_losses_are_those_of_an_unobserved_run():
-    assert trainer(ModuleOrder).run(3) == trainer().run(3)
 
 
 def test_only_observed_steps_have_hooks():

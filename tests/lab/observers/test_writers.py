@@ -10,88 +10,82 @@ from nsa.lab.observers.deferred import Deferred
 from nsa.lab.observers.writers import CsvWriter, TensorBoardWriter
 
 
-def rows(path):
+def column(path, name="value"):
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        return [row[name] for row in csv.DictReader(file)]
 
 
-def test_every_loss_is_a_row_that_is_there_at_once(tmp_path):
-    writer = CsvWriter(tmp_path / "new" / "losses.csv")
-    for step in range(3):
-        writer.on_step(step, torch.tensor(5.5 - step))
-    found = rows(tmp_path / "new" / "losses.csv")  # not closed: what a killed run leaves
-    assert [(row["step"], row["name"], row["value"]) for row in found] == [
-        ("0", "loss", "5.5"),
-        ("1", "loss", "4.5"),
-        ("2", "loss", "3.5"),
-    ]
-    assert all(row["iso"].startswith("20") for row in found)
+def write(writer, *losses, first=0):
+    for step, loss in enumerate(losses, first):
+        writer.on_step(step, torch.tensor(loss))
     writer.close()
 
 
-def test_a_loss_on_its_way_is_not_waited_for_and_written_at_the_end(tmp_path, monkeypatch):
-    writer = CsvWriter(tmp_path / "losses.csv")
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "losses.csv"
+
+
+def test_every_loss_is_a_row_that_is_there_at_once(tmp_path):
+    path = tmp_path / "new" / "losses.csv"
+    writer = CsvWriter(path)
+    for step in range(3):
+        writer.on_step(step, torch.tensor(5.5 - step))
+    # not closed: what a killed run leaves
+    assert column(path, "step") == ["0", "1", "2"]
+    assert column(path, "name") == ["loss"] * 3
+    assert column(path) == ["5.5", "4.5", "3.5"]
+    assert all(iso.startswith("20") for iso in column(path, "iso"))
+    writer.close()
+
+
+def test_a_loss_on_its_way_is_not_waited_for_and_written_at_the_end(path, monkeypatch):
+    writer = CsvWriter(path)
     monkeypatch.setattr(Deferred, "ready", lambda self: iter(()))
     loss = torch.tensor(5.5)
     writer.on_step(0, loss)
     loss.fill_(0.0)  # the next step's
-    assert rows(tmp_path / "losses.csv") == []
+    assert column(path) == []
     writer.close()
-    assert [row["value"] for row in rows(tmp_path / "losses.csv")] == ["5.5"]
+    assert column(path) == ["5.5"]
 
 
-def test_numbers_read_back_as_they_were(tmp_path):
-    writer = CsvWriter(tmp_path / "x.csv")
-    loss = torch.tensor(1 / 3)
-    writer.on_step(0, loss)
-    writer.on_step(1, torch.tensor(float("nan")))
+def test_numbers_read_back_as_they_were(path):
+    writer = CsvWriter(path)
     writer.write(1, {"layer0/gate_cmp": 0.5})
-    writer.close()
-    found = rows(tmp_path / "x.csv")
-    assert float(found[0]["value"]) == loss.item()
-    assert math.isnan(float(found[1]["value"]))
-    assert (found[2]["name"], found[2]["value"]) == ("layer0/gate_cmp", "0.5")
+    write(writer, 1 / 3, float("nan"))
+    assert column(path, "name")[0] == "layer0/gate_cmp"
+    gate, third, nan = map(float, column(path))
+    assert (gate, third) == (0.5, torch.tensor(1 / 3).item()) and math.isnan(nan)
 
 
-def test_a_run_that_goes_on_continues_the_file_and_drops_a_row_cut_short(tmp_path):
-    path = tmp_path / "losses.csv"
-    first = CsvWriter(path)
-    first.on_step(0, torch.tensor(5.5))
-    first.close()
+def test_a_run_that_goes_on_continues_the_file_and_drops_a_row_cut_short(path):
+    write(CsvWriter(path), 5.5)
     with path.open("a") as file:
         file.write("2026-01-01T00:00:00.000+00:00,1,lo")
-    again = CsvWriter(path)
-    again.on_step(1, torch.tensor(4.5))
-    again.close()
-    assert [row["step"] for row in rows(path)] == ["0", "1"]
+    write(CsvWriter(path), 4.5, first=1)
+    assert column(path, "step") == ["0", "1"]
     assert path.read_text().count("iso,") == 1
 
 
-def test_a_header_cut_short_is_written_anew(tmp_path):
-    path = tmp_path / "losses.csv"
+def test_a_header_cut_short_is_written_anew(path):
     path.write_text("iso,st")
-    writer = CsvWriter(path)
-    writer.on_step(0, torch.tensor(5.5))
-    writer.close()
-    assert [row["value"] for row in rows(path)] == ["5.5"]
+    write(CsvWriter(path), 5.5)
+    assert column(path) == ["5.5"]
 
 
-def test_another_table_is_left_alone(tmp_path):
-    path = tmp_path / "other.csv"
+def test_another_table_is_left_alone(path):
     path.write_text("a,b\n1,2\n3")
     with pytest.raises(ValueError, match="begins with 'a,b', not with 'iso,step,name,value'"):
         CsvWriter(path)
     assert path.read_text() == "a,b\n1,2\n3"
 
 
-def test_losses_can_be_written_more_rarely(tmp_path):
-    writer = CsvWriter(tmp_path / "losses.csv", every=3)
-    for step in range(7):
-        writer.on_step(step, torch.tensor(1.0))
-    writer.close()
-    assert [row["step"] for row in rows(tmp_path / "losses.csv")] == ["0", "3", "6"]
+def test_losses_can_be_written_more_rarely(path):
+    write(CsvWriter(path, every=3), *[1.0] * 7)
+    assert column(path, "step") == ["0", "3", "6"]
     with pytest.raises(ValueError, match="every=0 must be at least 1"):
-        CsvWriter(tmp_path / "losses.csv", every=0)
+        CsvWriter(path, every=0)
 
 
 class Scalars:
@@ -112,11 +106,10 @@ def test_tensorboard_gets_the_same_numbers(tmp_path, monkeypatch):
     stub.SummaryWriter = Scalars
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     writer = TensorBoardWriter(tmp_path)
-    writer.on_step(4, torch.tensor(5.5))
     writer.write(4, {"layer0/gate_cmp": 0.5})
-    writer.close()
-    assert writer._writer.seen == [("loss", 5.5, 4), ("layer0/gate_cmp", 0.5, 4)]
-    assert writer._writer.log_dir == str(tmp_path) and writer._writer.closed
+    write(writer, 5.5, first=4)
+    assert writer._out.seen == [("layer0/gate_cmp", 0.5, 4), ("loss", 5.5, 4)]
+    assert writer._out.log_dir == str(tmp_path) and writer._out.closed
 
 
 def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):
@@ -129,9 +122,7 @@ def test_tensorboard_can_read_what_was_written(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = TensorBoardWriter(tmp_path)
-    writer.on_step(4, torch.tensor(5.5))
-    writer.close()
+    write(TensorBoardWriter(tmp_path), 5.5, first=4)
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(4, 5.5)]
@@ -139,8 +130,8 @@ def test_tensorboard_can_read_what_was_written(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_nothing_waits_for_the_gpu_until_the_writer_is_closed(tmp_path):
-    writer = CsvWriter(tmp_path / "losses.csv")
+def test_nothing_waits_for_the_gpu_until_the_writer_is_closed(path):
+    writer = CsvWriter(path)
     for step in range(3):  # pinned memory is allocated
         writer.on_step(step, torch.tensor(1.0, device="cuda"))
         torch.cuda.synchronize()
@@ -150,8 +141,8 @@ def test_nothing_waits_for_the_gpu_until_the_writer_is_closed(tmp_path):
         loss = torch.ones((), device="cuda") * 5.5
         writer.on_step(3, loss)
         loss.fill_(0.0)
-        assert [row["step"] for row in rows(tmp_path / "losses.csv")] == ["0", "1", "2"]
+        assert column(path, "step") == ["0", "1", "2"]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     writer.close()
-    assert [row["value"] for row in rows(tmp_path / "losses.csv")] == ["1.0", "1.0", "1.0", "5.5"]
+    assert column(path) == ["1.0", "1.0", "1.0", "5.5"]

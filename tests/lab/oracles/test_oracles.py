@@ -1,4 +1,6 @@
 import gc
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import oracle_subjects as subjects
@@ -8,8 +10,9 @@ from tiny_models import tiny
 from torch import nn
 
 from nsa.lab import oracles
-from nsa.lab.oracles import CHEAP, merge, watch
-from nsa.lab.oracles.steps import exponent, steady_slope
+from nsa.lab.oracles import CHEAP, Watch, merge
+from nsa.lab.oracles.compare import exponent
+from nsa.lab.oracles.growth import steady_slope
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.train import TrainConfig, Trainer
@@ -26,7 +29,7 @@ def asked(make, *names, steps=4, settings=None, twice=False):
     settings = settings or {}
     subject = make(settings)
     remade = (lambda changes: make({**settings, **changes})) if twice else None
-    with watch(names, subject, settings) as seen:
+    with Watch(names, subject, settings) as seen:
         for i in range(steps):
             seen.begin(i)
             loss = subject.step(i)
@@ -35,122 +38,94 @@ def asked(make, *names, steps=4, settings=None, twice=False):
         return seen.results(remade)
 
 
-def one(make, name, **how):
-    (result,) = asked(make, name, **how).values()
-    return result
+def case(make, name, what, said="", steps=4, **settings):
+    """What oracle `name` finds wrong, "" for nothing and None where it cannot tell, and a part of
+    "place: detail"."""
+    marks = [pytest.mark.gpu] if settings.get("device") == "cuda" else []
+    return pytest.param(make, name, what, said, steps, settings, marks=marks)
 
 
-def test_a_sound_training_breaks_no_oracle():
-    found = asked(subjects.Plain, *CHEAP, "checkpoint", steps=12, twice=True)
-    assert list(found) == [*CHEAP, "checkpoint"]
+def told(make, name, what, said, steps, settings):
+    (result,) = asked(make, name, steps=steps, settings=settings, twice=True).values()
+    assert (result["ok"], result["what"]) == (None if what is None else not what, what or "")
+    assert said in f"{result['place']}: {result['detail']}"
+
+
+cases = partial(pytest.mark.parametrize, ("make", "name", "what", "said", "steps", "settings"))
+
+
+def library(**changes):
+    """Makes the library's own training of a tiny model."""
+
+    def make(settings):
+        model = LanguageModel(tiny(**changes))
+        config = TrainConfig(batch=1, tokens=48, seed=0)
+        trainer = Trainer(model, synthetic(0, 256), config)
+        return SimpleNamespace(step=trainer.step, model=model)
+
+    return make
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sound_training_breaks_no_oracle(device):
+    names = (*CHEAP, "checkpoint")
+    found = asked(subjects.Plain, *names, steps=12, settings={"device": device}, twice=True)
+    assert list(found) == list(names)
     assert not [name for name, result in found.items() if result["ok"] is False]
     merged = merge({0: found})
     assert all(result["ok"] for name, result in merged.items() if name != "memory"), merged
 
 
-def test_losses_are_those_of_a_training_that_nobody_watches():
+def test_losses_are_those_of_a_training_that_nobody_watches_and_every_hook_is_gone_afterwards():
     plain = subjects.Plain()
     alone = [plain.step(i).item() for i in range(4)]
+    backward, frozen = torch.autograd.backward, gc.get_freeze_count()
     subject = subjects.Plain()
-    with watch(CHEAP, subject) as seen:
+    with Watch(CHEAP, subject) as seen:
         watched = []
         for i in range(4):
             seen.begin(i)
             watched.append(subject.step(i).item())
             seen.end(i, None)
-    assert watched == alone
-
-
-def test_every_hook_is_gone_afterwards():
-    backward, frozen = torch.autograd.backward, gc.get_freeze_count()
-    subject = subjects.Plain()
-    with watch(CHEAP, subject) as seen:
-        seen.begin(0)
-        subject.step(0)
-        seen.end(0, None)
         assert torch.autograd.backward is not backward
+    assert watched == alone
     assert torch.autograd.backward is backward
     assert gc.get_freeze_count() <= frozen
-    parameter = subject.model["first"].weight
-    assert not parameter._post_accumulate_grad_hooks
+    assert not subject.model["first"].weight._post_accumulate_grad_hooks
     assert not subject.model._forward_hooks
 
 
-GRADIENTS = {
-    subjects.Detached: ("arrival", "missing-grad", "first.weight", "step 0: no gradient for 2"),
-    subjects.DetachedLate: ("arrival", "missing-grad", "first.weight", "step 2: no gradient for 2"),
-    subjects.TimesZero: ("arrival", "zero-grad", "first.", "all zero in each of 4 steps"),
-    subjects.NotFinite: ("finite", "nan-grad", "first.bias", "step 2: 1 gradients are not finite"),
-}
+UNREACHED = "first.weight: step 0: no gradient for 2 parameters: the loss does not reach first."
+LATE = "first.weight: step 2: no gradient for 2 parameters first."
+INFINITE = "first.bias: step 2: 1 gradients are not finite"
 
 
-@pytest.mark.parametrize("make", GRADIENTS)
-def test_a_gradient_that_is_missing_zero_or_not_finite_is_named(make):
-    name, what, place, detail = GRADIENTS[make]
-    result = one(make, name)
-    assert (result["ok"], result["what"]) == (False, what)
-    assert result["place"].startswith(place) and detail in result["detail"]
-
-
-def test_what_the_loss_cannot_reach_is_told_from_what_did_not_arrive():
-    assert "the loss does not reach first." in one(subjects.Detached, "arrival")["detail"]
-    assert "reach" not in one(subjects.DetachedLate, "arrival")["detail"]
-
-
-def test_a_gradient_that_is_zero_now_and_then_is_no_fault():
-    assert one(subjects.ZeroAtFirst, "arrival")["ok"]
-    assert one(subjects.ZeroAtFirst, "arrival", steps=1)["ok"] is None
-
-
-def test_parameters_that_rightly_have_none_are_believed():
-    class Told(subjects.Detached):
-        without_gradient = frozenset({"first.weight", "first.bias"})
-
-    assert one(Told, "arrival")["ok"]
-
-
-def test_parameters_that_are_not_finite_at_the_end_are_named():
-    class Spoilt(subjects.Plain):
-        def after(self, i, loss):
-            if i == 3:
-                self.model["second"].weight.data.fill_(float("inf"))
-
-    result = one(Spoilt, "finite")
-    assert (result["what"], result["place"]) == ("nan-parameter", "second.weight")
-
-
-def test_an_overflow_that_a_scaler_skips_is_no_fault():
-    assert one(subjects.Scaled, "finite")["ok"]
-
-
-def test_without_an_optimizer_arrivals_are_seen_and_values_are_said_to_be_gone():
-    result = one(subjects.NoOptimizer, "arrival")
-    assert result["ok"] and "their values were gone" in result["detail"]
-
-
-def test_layers_of_a_deeper_model_have_the_same_place():
-    model = LanguageModel(tiny(force_branch="win"))
-    train = TrainConfig(batch=1, tokens=48)
-    trainer = Trainer(model, synthetic(0, 256), train)
-
-    class Subject:
-        step = staticmethod(trainer.step)
-
-    Subject.model = model
-    result = one(lambda settings: Subject, "arrival", steps=1)
-    assert result["what"] == "missing-grad"
-    assert result["place"].startswith("blocks.*.attention.")
+@cases(
+    [
+        case(subjects.Detached, "arrival", "missing-grad", UNREACHED),
+        case(subjects.DetachedLate, "arrival", "missing-grad", LATE),
+        case(subjects.Expected, "arrival", ""),
+        case(subjects.TimesZero, "arrival", "zero-grad", "all zero in each of 4 steps: first."),
+        case(subjects.ZeroAtFirst, "arrival", ""),
+        case(subjects.ZeroAtFirst, "arrival", None, "zero in the only step", steps=1),
+        case(subjects.NoOptimizer, "arrival", "", "their values were gone"),
+        case(library(force_branch="win"), "arrival", "missing-grad", "blocks.*.attention.", 1),
+        case(subjects.NotFinite, "finite", "nan-grad", INFINITE),
+        case(subjects.Spoilt, "finite", "nan-parameter", "second.weight:"),
+        case(subjects.Scaled, "finite", ""),
+    ]
+)
+def test_a_gradient_that_is_missing_zero_or_not_finite_is_named_unless_it_is_right(
+    make, name, what, said, steps, settings
+):
+    told(make, name, what, said, steps, settings)
 
 
 def test_without_a_model_gradients_cannot_be_told_and_the_rest_can():
-    class Bare:
-        def __init__(self, settings):
-            self.plain = subjects.Plain()
+    def bare(settings):
+        return SimpleNamespace(step=subjects.Plain().step)
 
-        def step(self, i):
-            return self.plain.step(i)
-
-    found = asked(Bare, "arrival", "graph", "census", steps=9)
+    found = asked(bare, "arrival", "graph", "census", steps=9)
     assert found["arrival"]["ok"] is None and "no `model`" in found["arrival"]["detail"]
     assert found["graph"]["ok"] and found["census"]["ok"]
 
@@ -175,70 +150,59 @@ def test_what_is_kept_from_step_to_step_is_told_apart(make):
     assert all(result["ok"] is not None for result in found.values())
 
 
-@pytest.mark.parametrize("name", ["graph", "census", "memory", "recompilations"])
-def test_one_step_does_not_tell_growth_from_warming_up(name):
-    result = one(subjects.KeepsLosses, name, steps=1)
-    assert result["ok"] is None and "too few steps" in result["detail"]
+@cases(
+    [
+        case(subjects.KeepsLosses, "graph", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "census", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "memory", None, "too few steps", steps=1),
+        case(subjects.KeepsLosses, "recompilations", None, "too few steps", steps=1),
+        case(subjects.GrowingGraph, "graph", "graph-growth", steps=150),  # is sampled
+        case(subjects.KeepsMuch, "memory", "host-leak", steps=24),
+        case(subjects.Keeps, "memory", "device-leak", steps=12, device="cuda"),
+        case(subjects.Plain, "memory", "", steps=12, device="cuda"),
+    ]
+)
+def test_growth_is_told_from_warming_up(make, name, what, said, steps, settings):
+    told(make, name, what, said, steps, settings)
 
 
-def test_memory_that_grows_by_2_mib_a_step_is_a_leak():
-    class Keeps(subjects.Keeps):
-        def kept(self, i, loss):
-            return torch.full((2**19,), float(i))
-
-    result = one(Keeps, "memory", steps=24)
-    assert (result["ok"], result["what"]) == (False, "host-leak"), result["detail"]
-
-
-@pytest.mark.gpu
-def test_on_a_device_a_quarter_of_a_mib_a_step_is_a_leak_and_nothing_is_none():
-    settings = {"device": "cuda"}
-    result = one(subjects.Keeps, "memory", steps=12, settings=settings)
-    assert (result["ok"], result["what"]) == (False, "device-leak")
-    assert one(subjects.Plain, "memory", steps=12, settings=settings)["ok"]
+@pytest.mark.parametrize(
+    ("counts", "what"), [(range(0, 1000, 3), "recompile"), ([0] + [40] * 20, "")]
+)
+def test_steps_that_compile_each_time_are_named_and_compiling_in_the_first_is_no_fault(
+    monkeypatch, counts, what
+):
+    counts = iter(counts)
+    monkeypatch.setattr("nsa.lab.measure.counting._graphs", lambda: next(counts))
+    told(subjects.Plain, "recompilations", what, "", steps=6, settings={})
 
 
-@pytest.mark.gpu
-def test_on_a_device_a_quadratic_buffer_is_found_by_the_peak():
-    settings = {"tokens": 1024, "dense": True, "device": "cuda"}
-    result = one(subjects.Tokens, "quadratic", settings=settings, twice=True)
-    assert (result["ok"], result["what"]) == (False, "quadratic")
-    sound = one(subjects.Tokens, "quadratic", settings=settings | {"dense": False}, twice=True)
-    assert sound["ok"]
+SPOILT = ("checkpoint", "checkpoint-mismatch", "first.")
 
 
-@pytest.mark.gpu
-def test_on_a_device_a_sound_training_breaks_no_oracle():
-    found = asked(subjects.Plain, *CHEAP, steps=12, settings={"device": "cuda"})
-    assert not [name for name, result in found.items() if result["ok"] is False]
-
-
-def test_long_trainings_are_sampled_and_still_judged():
-    result = one(subjects.GrowingGraph, "graph", steps=150)
-    assert result["what"] == "graph-growth"
-
-
-def test_a_step_that_compiles_each_time_is_named(monkeypatch):
-    counted = iter(range(0, 1000, 3))
-    monkeypatch.setattr("nsa.lab.measure.compilations._graphs", lambda: next(counted))
-    result = one(subjects.Plain, "recompilations", steps=6)
-    assert (result["ok"], result["what"]) == (False, "recompile")
-
-
-def test_compiling_in_the_first_step_is_no_fault(monkeypatch):
-    steps = iter([0, 40] + [40] * 20)
-    monkeypatch.setattr("nsa.lab.measure.compilations._graphs", lambda: next(steps))
-    assert one(subjects.Plain, "recompilations", steps=6)["ok"]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_that_differs_is_found_by_switching_it_off(reentrant):
-    settings = {"reentrant": reentrant, "spoilt": True}
-    result = one(subjects.Recomputed, "checkpoint", settings=settings, twice=True)
-    assert (result["ok"], result["what"]) == (False, "checkpoint-mismatch")
-    assert result["place"].startswith("first.")
-    sound = one(subjects.Recomputed, "checkpoint", settings={"reentrant": reentrant}, twice=True)
-    assert sound["ok"] and "1 checkpoints" in sound["detail"]
+@cases(
+    [
+        case(subjects.Recomputed, *SPOILT, spoilt=True),
+        case(subjects.Recomputed, *SPOILT, spoilt=True, reentrant=True),
+        case(subjects.Recomputed, "checkpoint", "", "1 checkpoints"),
+        case(subjects.Recomputed, "checkpoint", "", "1 checkpoints", reentrant=True),
+        case(subjects.Random, "checkpoint", None, "two equal runs differ"),
+        case(library(checkpoint="all"), "checkpoint", "", "2 checkpoints", steps=1),
+        case(subjects.Ways, "backends:written out", "", backend="plain"),
+        case(subjects.Ways, "backends:wrong", "backend-mismatch", backend="plain"),
+        case(subjects.Ways, "backends:backend=wrong", "backend-mismatch", backend="plain"),
+        case(subjects.Ways, "backends:plain", None, backend="plain"),
+        case(subjects.Tokens, "quadratic:tokens", "quadratic", "first:", tokens=128, dense=True),
+        case(subjects.Tokens, "quadratic", "", "to the 1.00", tokens=128, dense=False),
+        case(subjects.Plain, "quadratic", None, "is None"),
+        case(subjects.Tokens, "quadratic", "quadratic", tokens=1024, dense=True, device="cuda"),
+        case(subjects.Tokens, "quadratic", "", tokens=1024, dense=False, device="cuda"),
+    ]
+)
+def test_another_way_to_the_same_and_a_longer_one_are_compared(
+    make, name, what, said, steps, settings
+):
+    told(make, name, what, said, steps, settings)
 
 
 def test_checkpointing_is_as_it_was_afterwards():
@@ -246,52 +210,8 @@ def test_checkpointing_is_as_it_was_afterwards():
 
     names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
     before = [getattr(checkpoint, name) for name in names]
-    one(subjects.Recomputed, "checkpoint", twice=True)
+    asked(subjects.Recomputed, "checkpoint", twice=True)
     assert [getattr(checkpoint, name) for name in names] == before
-
-
-def test_what_differs_from_itself_tells_nothing():
-    result = one(subjects.Random, "checkpoint", twice=True)
-    assert result["ok"] is None and "two equal runs differ" in result["detail"]
-
-
-def test_the_models_own_checkpointing_has_the_gradients_of_none():
-    model = tiny(checkpoint="all")
-
-    def make(settings):
-        made = LanguageModel(model)
-        made.reset_parameters(0)
-        trainer = Trainer(made, synthetic(0, 256), TrainConfig(batch=1, tokens=48, seed=0))
-
-        class Subject:
-            step = staticmethod(trainer.step)
-
-        Subject.model = made
-        return Subject
-
-    result = one(make, "checkpoint", steps=1, twice=True)
-    assert result["ok"] and "2 checkpoints" in result["detail"]
-
-
-def test_another_backend_has_the_same_gradients_or_is_named():
-    settings = {"backend": "plain"}
-    assert one(subjects.Ways, "backends:written out", settings=settings, twice=True)["ok"]
-    result = one(subjects.Ways, "backends:wrong", settings=settings, twice=True)
-    assert (result["ok"], result["what"]) == (False, "backend-mismatch")
-    other = one(subjects.Ways, "backends:backend=wrong", settings=settings, twice=True)
-    assert other["what"] == "backend-mismatch"
-    assert one(subjects.Ways, "backends:plain", settings=settings, twice=True)["ok"] is None
-
-
-def test_a_quadratic_buffer_is_named_with_its_module():
-    settings = {"tokens": 128, "dense": True}
-    result = one(subjects.Tokens, "quadratic:tokens", settings=settings, twice=True)
-    assert (result["ok"], result["what"], result["place"]) == (False, "quadratic", "first")
-    settings["dense"] = False
-    sound = one(subjects.Tokens, "quadratic", settings=settings, twice=True)
-    assert sound["ok"] and "to the 1.00" in sound["detail"]
-    unset = one(subjects.Plain, "quadratic", twice=True)
-    assert unset["ok"] is None and "is None" in unset["detail"]
 
 
 def test_an_oracle_that_breaks_off_is_no_fault_of_the_training():
@@ -299,10 +219,10 @@ def test_an_oracle_that_breaks_off_is_no_fault_of_the_training():
         raise RuntimeError("no second time")
 
     subject = subjects.Recomputed({})
-    with watch(["checkpoint"], subject) as seen:
+    with Watch(["checkpoint"], subject) as seen:
         result = seen.results(raises)["checkpoint"]
     assert result["ok"] is None and "broke off: RuntimeError: no second time" in result["detail"]
-    with watch(["checkpoint", "quadratic"], subject) as seen:
+    with Watch(["checkpoint", "quadratic"], subject) as seen:
         assert {r["ok"] for r in seen.results().values()} == {None}
 
 
@@ -320,7 +240,7 @@ def test_the_ranks_lists_are_compared_and_the_rank_is_named():
 
 
 def test_what_no_rank_can_tell_is_not_told():
-    silent = asked(lambda settings: type("Bare", (), {"step": lambda self, i: None})(), "ranks")
+    silent = asked(lambda settings: SimpleNamespace(step=lambda i: None), "ranks")
     assert merge({0: silent, 1: silent})["ranks"]["ok"] is None
     assert merge({}) == {}
 
@@ -340,9 +260,9 @@ def test_an_oracle_that_there_is_not_is_refused(names, message):
 
 
 def test_all_oracles_can_be_named():
-    oracles.check([name for name in oracles.names() if name != "backends"])
-    assert set(CHEAP) | set(oracles.ANEW) == set(oracles.names())
-    assert isinstance(oracles.watch([], nn.Linear(1, 1)).results(), dict)
+    oracles.check([name for name in oracles.ORACLES if name != "backends"])
+    assert set(CHEAP) | set(oracles.ANEW) == set(oracles.ORACLES)
+    assert isinstance(oracles.Watch([], nn.Linear(1, 1)).results(), dict)
 
 
 def test_a_slope_is_that_of_steady_growth_only():

@@ -28,7 +28,7 @@ from nsa.experiments.case_study.loop.design import design
 from nsa.experiments.case_study.loop.model import build
 from nsa.experiments.case_study.loop.subject import last_step, make
 from nsa.lab import sweep
-from nsa.lab.measure.compilations import Compilations
+from nsa.lab.measure.counting import Compilations
 from nsa.lab.observers.graph import count_nodes
 from nsa.lab.process.trial import Outcome
 from nsa.model.config import ModelConfig

@@ -1,6 +1,7 @@
-"""Where a step makes the host wait for the GPU, counted from what the CUDA runtime was asked."""
+"""Counted while code runs: calls that make the host wait for the GPU, and what is compiled."""
 
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from nsa.lab.measure.recorders import profiled
 
@@ -32,7 +34,7 @@ class Syncs:
         return sum(n for name, n in self.by_call.items() if WAITS.fullmatch(name))
 
 
-def count(step: Callable[[], Any], *, warm: int = 2) -> Syncs:
+def count_syncs(step: Callable[[], Any], *, warm: int = 2) -> Syncs:
     """Runs `step` `warm` times, once under the profiler and once more to find the lines.
 
     Calls of cudaMalloc and cudaFree, which a warm caching allocator does not make, are in `by_call`
@@ -45,38 +47,32 @@ def count(step: Callable[[], Any], *, warm: int = 2) -> Syncs:
     for _ in range(warm):
         step()
     torch.cuda.synchronize()
-    activities = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+    activities = ProfilerActivity.CPU, ProfilerActivity.CUDA
     with profiled(activities) as profile, torch.profiler.record_function(_RANGE):
         step()
-    found = found_in(profile.events())
+    found = syncs_in(profile.events())
     torch.cuda.synchronize()
     found.by_line = _lines(step)
     return found
 
 
-def found_in(events: Iterable[Any]) -> Syncs:
+def syncs_in(events: Iterable[Any]) -> Syncs:
     """The waiting calls inside the step's range, of a profile's events."""
     events = list(events)
     ranges = [e.time_range for e in events if e.name == _RANGE and "CPU" in str(e.device_type)]
     if not ranges:
         raise ValueError(f"the profile has no range {_RANGE!r}, so nothing tells where the step is")
-    begin, end = ranges[0].start, ranges[0].end
-    calls: Counter[str] = Counter()
-    operations: Counter[str] = Counter()
+    calls, operations = Counter(), Counter()
     for event in events:
-        if not begin <= event.time_range.start <= end:
-            continue
-        if WAITS.fullmatch(event.name):
-            operations[_operation(event)] += 1
-        elif not ALLOCATES.fullmatch(event.name):
-            continue
-        calls[event.name] += 1
+        name, parent = event.name, event.cpu_parent
+        waits = WAITS.fullmatch(name)
+        inside = ranges[0].start <= event.time_range.start <= ranges[0].end
+        if inside and (waits or ALLOCATES.fullmatch(name)):
+            calls[name] += 1
+        if inside and waits:
+            told = parent is not None and parent.name != _RANGE
+            operations[parent.name if told else "no operation of torch"] += 1
     return Syncs(dict(calls), by_operation=dict(operations))
-
-
-def _operation(event: Any) -> str:
-    parent = event.cpu_parent
-    return parent.name if parent is not None and parent.name != _RANGE else "no operation of torch"
 
 
 def _lines(step: Callable[[], Any]) -> dict[str, int]:
@@ -91,3 +87,41 @@ def _lines(step: Callable[[], Any]) -> dict[str, int]:
             torch.cuda.set_sync_debug_mode(before)
     places = (f"{w.filename}:{w.lineno}" for w in seen if "synchronizing CUDA" in str(w.message))
     return dict(Counter(places))
+
+
+class Compilations:
+    """`with Compilations() as seen:`, then `seen.count`, that of this process and its threads:
+    `graphs` of torch.compile and `kernels` of Triton.
+
+    Looks at what is loaded and loads nothing: code that has not imported torch._dynamo or Triton at
+    the end has compiled nothing with it.
+    """
+
+    graphs = kernels = 0
+
+    @property
+    def count(self) -> int:
+        return self.graphs + self.kernels
+
+    def __enter__(self) -> "Compilations":
+        self._graphs_before = _graphs()
+        runtime = getattr(getattr(sys.modules.get("triton"), "knobs", None), "runtime", None)
+        self._runtime = runtime if hasattr(runtime, "jit_post_compile_hook") else None
+        if self._runtime is not None:
+            self._hook = runtime.jit_post_compile_hook
+            runtime.jit_post_compile_hook = self._compiled
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.graphs = _graphs() - self._graphs_before
+        if self._runtime is not None:
+            self._runtime.jit_post_compile_hook = self._hook
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        self.kernels += 1
+        return self._hook(*args, **kwargs) if self._hook is not None else None
+
+
+def _graphs() -> int:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils.counters["stats"]["unique_graphs"] if utils else 0
