@@ -12,7 +12,7 @@ from nsa.attention import dense, witness
 from nsa.attention.inputs import sequence_bounds
 from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
-from nsa.model.projections import Projections
+from nsa.model.layer import Projections
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.spelling import nearest
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nsa.attention.witness import where
-from nsa.model import checkpoint
-from nsa.model.config import ModelConfig
+from nsa.model.config import ModelConfig, layer_range
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention
 from nsa.model.rotary import Rotary, rotary_for
@@ -79,17 +81,17 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         self._reset_ends()
-        checkpoint.apply(self, config.checkpoint)
+        self.recompute(config.checkpoint)
 
     def reset_parameters(self, seed: int) -> None:
         """Draw all weights anew from a generator of this seed on the weights' own device."""
         generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
         self._reset_ends(generator)
         for block in self.blocks:
-            block.attention.reset_parameters(generator)
-            block.mlp.reset_parameters(generator)
-            block.norm1.reset_parameters()
-            block.norm2.reset_parameters()
+            for drawn in (block.attention, block.mlp):
+                drawn.reset_parameters(generator)
+            for norm in (block.norm1, block.norm2):
+                norm.reset_parameters()
         self.norm.reset_parameters()
 
     def _reset_ends(self, generator: torch.Generator | None = None) -> None:
@@ -117,13 +119,38 @@ class LanguageModel(nn.Module):
         rotary = rotary_for(self.config, tokens.shape[1], tokens.device, cu_seqlens)
         with self._naming_strangers("tokens", tokens):
             x = self.embed(tokens)
-        x = self.run_blocks(self.blocks, x, rotary, cu_seqlens)
+        x = self.run_blocks(x, rotary, cu_seqlens)
         logits = self.head(in_autocast_dtype(self.norm(x)))
         if targets is None:
             return logits, None
         with self._naming_strangers("targets", targets):
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return logits, loss
+
+    def recompute(self, layers: str) -> range:
+        """Recompute these blocks in the backward: less memory for one more forward of each.
+
+        `layers` is "" (none), "all" or "start:end", as `layer_range` reads it; returns which. The
+        path witness counts calls, so a recomputed block's attention counts twice a step.
+        """
+        self.recomputed = layer_range(layers, len(self.blocks))
+        return self.recomputed
+
+    def run_blocks(self, x: Tensor, *context: Any) -> Tensor:
+        """x through the blocks in turn, each called as block(x, *context).
+
+        Each checkpoint is given the block itself. A lambda over the loop's variable would give the
+        same loss and recompute every layer with the last block: the backward runs after the loop.
+
+        The whole block is recomputed (early_stop=False), which costs no more than its last
+        operation: so torch notices a recomputation that saves other tensors than the forward did.
+        No layer draws random numbers, so their state is not stored.
+        """
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        for index, block in enumerate(self.blocks):
+            recomputed = index in self.recomputed
+            x = again(block, x, *context) if recomputed else block(x, *context)
+        return x
 
     @contextmanager
     def _naming_strangers(self, name: str, ids: Tensor) -> Iterator[None]:

@@ -1,5 +1,8 @@
 """A tiny model in training, with observers."""
 
+from contextlib import contextmanager
+
+import torch
 from tiny_models import tiny
 
 from nsa.model.data import synthetic
@@ -13,6 +16,16 @@ def trainer(*observers, model=None, config=None, data=None, device="cpu", **trai
     training = TrainConfig(**{"batch": 2, "tokens": 32, "seed": 0, **training})
     made = [x(model) if isinstance(x, type) else x for x in observers]
     return Trainer(model, data or synthetic(seed=0), training, device=device, observers=made)
+
+
+@contextmanager
+def no_sync():
+    """An error where the host waits for the GPU."""
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class AtOptimizer:

@@ -26,7 +26,7 @@ from sample_notebooks import (
     write_notebook,
 )
 
-from nsa.workbook import engine, interpreter
+from nsa.workbook import engine, kernel
 
 # a second lock of a plain mutex waits for ever inside libc; PyDLL keeps the GIL meanwhile, so the
 # kernel can neither answer nor be interrupted
@@ -76,7 +76,7 @@ def reason(path: Path) -> str:
 
 def assert_nothing_left(mark: str) -> None:
     assert marked_sleepers(mark) == []
-    kernels = [p for p in psutil.Process().children(recursive=True) if "kernel.py" in str(_line(p))]
+    kernels = [p for p in psutil.Process().children(recursive=True) if "ipykernel" in str(_line(p))]
     assert kernels == []
 
 
@@ -184,7 +184,7 @@ def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
 @pytest.mark.full
 def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
     broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
-    monkeypatch.setattr(interpreter.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
+    monkeypatch.setattr(kernel.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
     out = execute(tmp_path, "print('never')", "print('never')")
     assert reason(out) == "error" and statuses(out) == ["failed", "pending"]
     assert "the kernel did not start" in code_cells(out)[0].outputs[0].evalue
@@ -235,7 +235,7 @@ def test_a_stopped_runner_leaves_a_true_notebook_and_no_process(tmp_path, mark):
 @pytest.mark.full
 def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark):
     runner, out = start_runner(tmp_path, mark, GIL_HANG)
-    kernels = [p for p in psutil.Process(runner.pid).children() if "kernel.py" in str(p.cmdline())]
+    kernels = [p for p in psutil.Process(runner.pid).children() if "ipykernel" in str(p.cmdline())]
     assert len(kernels) == 1
     runner.kill()
     runner.wait()
@@ -277,7 +277,7 @@ def test_the_kernel_is_the_interpreter_that_runs_us_with_the_package_of_the_runn
     import nsa
 
     cell = "import sys, nsa\nprint(sys.executable, nsa.__file__)"
-    shadows = "print([p for p in sys.path if p.endswith('workbook')])"
+    shadows = "print([p for p in sys.path if p.endswith('nsa/workbook')])"
     found, shadowed = map(text_of, code_cells(execute(tmp_path, cell, shadows)))
     assert found.split() == [sys.executable, nsa.__file__]
     assert shadowed == "[]\n", "the names of the workbook's files shadow modules"
