@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import nbformat
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -42,30 +42,19 @@ class TruthfulClient(PapermillNotebookClient):
         super().__init__(nb_man, km=kernel_manager(options.get("config")), **options)
         self.cell_timeout_s, self.timeout_s, self.on_output = cell_timeout_s, timeout_s, on_output
         self.cookie = family.new_cookie()
-        self.unsaved = False
-        self._outside: asyncio.Future | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: Stop | None = None
+        self.unsaved, self._asked = False, Future()
 
     def stop(self, stop: Stop) -> None:
         """Ask for an early end; safe from signal handlers and other threads."""
-        self._asked = self._asked or stop
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: the run is over
-                self._loop.call_soon_threadsafe(self._pass_on)
-
-    def _pass_on(self) -> None:
-        if self._outside is not None and not self._outside.done():
-            self._outside.set_result(self._asked)
+        if not self._asked.done():
+            self._asked.set_result(stop)
 
     async def run(self, *, environment: dict[str, str], cwd: str | None, kernel_log=None) -> str:
         """Execute everything; returns the stop reason, and leaves the failure in its cell."""
-        self._loop = asyncio.get_running_loop()
-        self._outside = self._loop.create_future()
-        if self._asked:
-            self._pass_on()
+        self._outside = asyncio.wrap_future(self._asked)
         self.reset_execution_trackers()
-        deadline = None if self.timeout_s is None else self._loop.time() + self.timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = None if self.timeout_s is None else loop.time() + self.timeout_s
         saver = asyncio.ensure_future(self._save_now_and_then())
         try:
             work = self._start(environment, cwd, kernel_log)
@@ -80,6 +69,7 @@ class TruthfulClient(PapermillNotebookClient):
         finally:
             saver.cancel()
             await self._end_kernel()
+            self._outside.cancel()  # it hears no more
 
     async def _start(self, environment, cwd, kernel_log) -> None:
         await self.async_start_new_kernel(
@@ -138,16 +128,13 @@ class TruthfulClient(PapermillNotebookClient):
         try:
             return task.result()
         except DeadKernelError:
-            return Stop("kernel_died", "DeadKernelError", f"the kernel died{self._how_it_ended()}")
+            code = process.poll() if (process := self._process()) else None
+            how = f" with exit code {code}"
+            if code is None or code < 0:
+                how = "" if code is None else f" of {family.signal_name(-code)}"
+            return Stop("kernel_died", "DeadKernelError", f"the kernel died{how}")
         except CellTimeoutError as error:
             return Stop("timeout", "CellTimeoutError", str(error))
-
-    def _how_it_ended(self) -> str:
-        process = self._process()
-        code = process.poll() if process is not None else None
-        if code is None:
-            return ""
-        return f" of {family.signal_name(-code)}" if code < 0 else f" with exit code {code}"
 
     def _process(self):
         """The kernel's Popen, or None before there is one."""
@@ -171,7 +158,7 @@ class TruthfulClient(PapermillNotebookClient):
         # Before the shutdown, which reaps the kernel: as long as it is there it leads to children
         # that dropped the environment, and its number is nobody else's.
         process = self._process()
-        roots = {process.pid} if process is not None and process.returncode is None else set()
+        roots = {process.pid} if process and process.returncode is None else set()
         left = await asyncio.to_thread(family.end_family, self.cookie, roots)
         if left:
             self.log.error(f"{len(left)} processes of the notebook could not be killed")
