@@ -98,10 +98,8 @@ class ModelConfig:
 
     @property
     def mlp_size(self) -> int:
-        """Hidden width of SwiGLU: `mlp_hidden`, or 8/3 dim to the nearest multiple of 16.
-
-        So SwiGLU's three matrices weigh what the case study's two of 4 dim did.
-        """
+        """Hidden width of SwiGLU: `mlp_hidden`, or 8/3 dim to the nearest multiple of 16. So
+        SwiGLU's three matrices weigh what the case study's two of 4 dim did."""
         return self.mlp_hidden or max(16, round(8 * self.dim / 3 / 16) * 16)
 
     def with_(self, **changes: Any) -> "ModelConfig":
@@ -161,9 +159,7 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_number(name: str, value: Any, **bounds: float) -> None:
     """Raises TypeError for what is no number, ValueError unless it is finite and in its bounds.
-
-    Bounds are least, above and below, which the value may not reach but for `least`.
-    """
+    Bounds are least, above and below, which the value may not reach but for `least`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         hint = "; YAML reads 1e-4 as text and 1.0e-4 as a number" if isinstance(value, str) else ""
         raise TypeError(f"{name}={value!r} is not a number{hint}")

@@ -75,9 +75,7 @@ class Text:
     @cached_property
     def data(self) -> UInt8[Tensor, " N"]:
         """At most `max_bytes` bytes of the files in order, without files that cannot be read.
-
-        ValueError when no byte is left.
-        """
+        ValueError when no byte is left."""
         joined, refused = bytearray(), []
         for file in self.files:
             try:
@@ -96,10 +94,8 @@ class Text:
         return torch.frombuffer(joined, dtype=torch.uint8)
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """`batch` passages of `tokens` bytes, and each byte's successor as its target.
-
-        ValueError when the text has fewer than tokens + 1 bytes.
-        """
+        """`batch` passages of `tokens` bytes, and each byte's successor as its target. ValueError
+        when the text has fewer than tokens + 1 bytes."""
         check_sizes(step, batch, tokens)
         if len(self.data) <= tokens:
             raise ValueError(

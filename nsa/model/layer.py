@@ -1,6 +1,6 @@
 """NSA as a layer: projections per branch, rotary, phi, gates, and the attention behind them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import sqrt
 from typing import Any
 
@@ -16,6 +16,15 @@ from nsa.model.rotary import Rotary, rotary_for
 from nsa.reference.compress import Phi, PhiWeights
 from nsa.reference.gate import sigmoid_gates, softmax_gates
 from nsa.reference.nsa import BRANCHES
+
+
+def draw(
+    inner: Iterable[nn.Linear], out: nn.Linear, layers: int, generator: torch.Generator | None
+) -> None:
+    """`inner` from a normal of 0.02, `out` from one divided by sqrt(2 layers), as in GPT-2."""
+    for linear in inner:
+        nn.init.normal_(linear.weight, std=0.02, generator=generator)
+    nn.init.normal_(out.weight, std=0.02 / sqrt(2 * layers), generator=generator)
 
 
 class LearnedPhi(nn.Module):
@@ -152,15 +161,10 @@ class NSAAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Projections from a normal of 0.02, the output one divided by sqrt(2 layers) as in GPT-2.
-
-        The gate's first matrix is Xavier-uniform, its last one with gain 0.1 and its biases zero,
-        so that all gates start near sigmoid(0) = 1/2 or near 1/3.
-        """
-        for linear in (self.q_proj, *self.k_proj.values(), *self.v_proj.values()):
-            nn.init.normal_(linear.weight, std=0.02, generator=generator)
-        std = 0.02 / sqrt(2 * self.config.layers)
-        nn.init.normal_(self.out_proj.weight, std=std, generator=generator)
+        """The gate's first matrix is Xavier-uniform, its last one with gain 0.1, its biases are 0:
+        all gates start near sigmoid(0) = 1/2 or near 1/3."""
+        inner = (self.q_proj, *self.k_proj.values(), *self.v_proj.values())
+        draw(inner, self.out_proj, self.config.layers, generator)
         nn.init.xavier_uniform_(self.gate1.weight, generator=generator)
         nn.init.xavier_uniform_(self.gate2.weight, gain=0.1, generator=generator)
         nn.init.zeros_(self.gate1.bias)
@@ -176,9 +180,7 @@ class NSAAttention(nn.Module):
         cu_seqlens: Int[Tensor, " N1"] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
-
-        `rotary` spares a model to make the tables in every layer; by default they are made here.
-        """
+        `rotary` spares a model to make the tables in every layer; by default they are made here."""
         config, arguments = self.config, self.arguments(x, rotary, cu_seqlens)
         o = nsa_attention(**arguments, backend=config.backend, strict=config.strict)
         return self.out_proj(o.flatten(2))

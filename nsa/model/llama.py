@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa.attention.witness import where
 from nsa.model.config import ModelConfig, layer_range
 from nsa.model.dense_attention import DenseAttention
-from nsa.model.layer import NSAAttention
+from nsa.model.layer import NSAAttention, draw
 from nsa.model.rotary import Rotary, rotary_for
 
 ATTENTION = {"nsa": NSAAttention, "dense": DenseAttention}
@@ -33,10 +33,7 @@ class SwiGLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """From a normal of 0.02, the output divided by sqrt(2 layers)."""
-        nn.init.normal_(self.gate.weight, std=0.02, generator=generator)
-        nn.init.normal_(self.up.weight, std=0.02, generator=generator)
-        nn.init.normal_(self.down.weight, std=0.02 / sqrt(2 * self.layers), generator=generator)
+        draw((self.gate, self.up), self.down, self.layers, generator)
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -157,11 +154,9 @@ class LanguageModel(nn.Module):
         try:
             yield
         except IndexError as error:
-            vocab = self.config.vocab
-            raise ValueError(
-                f"{name} hold ids from {int(ids.min())} to {int(ids.max())}; vocab={vocab} has "
-                f"0 to {vocab - 1}"
-            ) from error
+            vocab, held = self.config.vocab, f"{int(ids.min())} to {int(ids.max())}"
+            message = f"{name} hold ids from {held}; vocab={vocab} has 0 to {vocab - 1}"
+            raise ValueError(message) from error
 
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.numel() == 0:
@@ -183,11 +178,8 @@ class LanguageModel(nn.Module):
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """x in the dtype in which autocast will compute.
-
-    Autocast alone would cast it once for each projection that reads it, and keep each copy for the
-    backward.
-    """
+    """x in the dtype in which autocast will compute. Autocast alone would cast it once for each
+    projection that reads it, and keep each copy for the backward."""
     if torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x

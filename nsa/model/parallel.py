@@ -66,9 +66,7 @@ class Parallel:
 
     def rows(self, batch: int, accumulate: int = 1) -> slice:
         """The rows of a global batch that this rank takes, a whole number for each micro-batch.
-
-        Raises ValueError unless ranks * accumulate divides the batch.
-        """
+        Raises ValueError unless ranks * accumulate divides the batch."""
         parts = self.ranks * accumulate
         if batch % parts:
             near = max(parts, batch // parts * parts)
@@ -175,13 +173,24 @@ def start(
     on_gpu, backend = devices(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), backend, device)
     if on_gpu:
         torch.cuda.set_device(local)
-    joined = not dist.is_initialized()
+    joined, own = not dist.is_initialized(), f"cuda:{local}" if on_gpu else "cpu"
     if joined:
-        _meet(backend, timeout_s, torch.device("cuda", local) if backend == "nccl" else None)
+        bound = torch.device("cuda", local) if backend == "nccl" else None
+        try:
+            timeout = timedelta(seconds=timeout_s)
+            dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        except dist.DistError as error:
+            address, port = (os.environ[f"MASTER_{name}"] for name in ("ADDR", "PORT"))
+            if "EADDRINUSE" in str(error):
+                raise ValueError(
+                    f"port {port} is in use; give torchrun --master-port another one, or "
+                    "--standalone, which finds a free one"
+                ) from error
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"no meeting of ranks at {address}:{port}: {reason}") from error
     elif backend not in dist.get_backend():
         raise ValueError(f"this process meets the others by {dist.get_backend()}, not by {backend}")
-    own_device = f"cuda:{local}" if on_gpu else "cpu"
-    return replace(made, rank=rank, ranks=ranks, device=own_device, joined=joined)
+    return replace(made, rank=rank, ranks=ranks, device=own, joined=joined)
 
 
 def check(
@@ -212,10 +221,8 @@ def check(
 
 
 def devices(ranks: int, backend: str | None = None, device: str = "auto") -> tuple[bool, str]:
-    """(whether on GPUs, backend) of `ranks` ranks on this machine.
-
-    Raises ValueError for NCCL or device "cuda" without a GPU for each.
-    """
+    """(whether on GPUs, backend) of `ranks` ranks on this machine. Raises ValueError for NCCL or
+    device "cuda" without a GPU for each."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = "backend='nccl'" if backend == "nccl" else "device='cuda'" if device == "cuda" else ""
     if device == "cpu" and backend == "nccl":
@@ -239,16 +246,3 @@ def place() -> tuple[int, int, int]:
             "torchrun --nproc-per-node 2 -m nsa train --parallel ddp, or nsa train --ranks 2"
         )
     return tuple(int(os.environ[name]) for name in needed[:3])
-
-
-def _meet(backend: str, timeout_s: float | int, device: torch.device | None) -> None:
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
-    except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"port {os.environ['MASTER_PORT']} is in use; give torchrun --master-port another "
-                "one, or --standalone, which finds a free one"
-            ) from error
-        raise ValueError(f"no meeting of ranks at {where}: {str(error).splitlines()[0]}") from error

@@ -36,18 +36,14 @@ def smoke(layers: int = 6) -> ModelConfig:
 
 
 def step5() -> ModelConfig:
-    """One layer of `smoke`, on which the case study looked for its step-5 hang: T = 1024.
-
-    894,120 parameters.
-    """
+    """One layer of `smoke`, on which the case study looked for its step-5 hang: T = 1024. It has
+    894,120 parameters."""
     return smoke(layers=1).with_(name="step5")
 
 
 def production(layers: int = 12) -> ModelConfig:
-    """The case study's "125M" model, with the paper's block sizes: T = 2048.
-
-    78,578,736 parameters with 12 layers: a byte vocabulary, not a large one, makes it so small.
-    """
+    """The case study's "125M" model, with the paper's block sizes: T = 2048. 78,578,736 parameters
+    with 12 layers: a byte vocabulary, not a large one, makes it so small."""
     return ModelConfig(name="production", layers=layers, dim=768, heads=12, kv_heads=2, head_dim=64)
 
 
@@ -57,10 +53,8 @@ PRESETS: dict[str, Callable[..., ModelConfig]] = {
 
 
 def preset(name: str, **changes: Any) -> ModelConfig:
-    """The preset of that name with some fields changed, `nsa={...}` included.
-
-    Raises ValueError for an unknown preset or field, naming the nearest.
-    """
+    """The preset of that name with some fields changed, `nsa={...}` included. Raises ValueError for
+    an unknown preset or field, naming the nearest."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}; {nearest(name, PRESETS)}")
     return PRESETS[name]().with_(**changes)

@@ -101,11 +101,8 @@ def write(state: dict[str, Any], path: Path) -> None:
 
 
 def read(path: str | os.PathLike) -> dict[str, Any]:
-    """The state in a file, on the CPU. Nothing in it is executed.
-
-    Raises ValueError for a file that is truncated or of something else, and OSError where there is
-    none.
-    """
+    """The state in a file, on the CPU. Nothing in it is executed. Raises ValueError for a file that
+    is truncated or of something else, and OSError where there is none."""
     with open(path, "rb") as stream:
         try:
             with zipfile.ZipFile(stream) as archive:
@@ -131,10 +128,8 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def newest(folder: str | os.PathLike) -> dict[str, Any]:
-    """The state of the folder's last step that can be read; unreadable ones are warned of.
-
-    Raises FileNotFoundError for a folder without checkpoints, ValueError if none can be read.
-    """
+    """The state of the folder's last step that can be read; unreadable ones are warned of. Raises
+    FileNotFoundError for a folder without checkpoints, ValueError if none can be read."""
     files = checkpoints(folder)
     if not files:
         raise FileNotFoundError(f"there is no checkpoint (step-000500.pt) in {folder}")

@@ -154,10 +154,8 @@ class Stream:
 
 
 def stream(dataset: str = FINEWEB_EDU, seed: int = 1337, **options: Any) -> Stream:
-    """Text from Hugging Face, nothing of it read before the first batch; options as of Stream.
-
-    Of FineWeb-Edu it is the sample of 10 billion tokens, of other data sets the default subset.
-    """
+    """Text from Hugging Face, nothing of it read before the first batch; options as of Stream. Of
+    FineWeb-Edu it is the sample of 10 billion tokens, of other data sets the default subset."""
     subset = options.pop("subset", "sample-10BT" if dataset == FINEWEB_EDU else None)
     return Stream(dataset, subset, seed=seed, **options)
 

@@ -163,9 +163,7 @@ class Trainer:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes all that a resumed run needs; a folder gets step-000500.pt. All ranks must call.
-
-        The file is there whole or not at all: what `path` held before stays until then.
-        """
+        The file is there whole or not at all: what `path` held before stays until then."""
         saving.save(self, path)
 
     def load(self, path: str | os.PathLike) -> None:
@@ -255,25 +253,28 @@ class CapturedStep:
     """body(share) -> loss, replayed from a CUDA graph.
 
     The first `warmup` calls run the body as it is, on the stream of the later capture, on which
-    DDP must have been made too; the next one captures it. Each call trains one step. Inputs are
-    copied into buffers that the graph reads; batches must keep their shapes. What the graph
-    allocates stays allocated. Ranks capture and replay together, with NCCL's collectives in the
-    graph, and must `release` it before they leave the process group.
+    DDP must have been made too; the next one captures it. Inputs are copied into buffers that the
+    graph reads, so batches must keep their shapes. What the graph allocates stays allocated. Ranks
+    capture and replay together, and must `release` it before they leave the process group.
     """
 
     def __init__(
-        self, body: Callable[[Share], Tensor], stream: torch.cuda.Stream, warmup: int = WARMUP
+        self, body: Callable[[Share], Tensor], stream: torch.cuda.Stream, warmup: int
     ) -> None:
         self.body, self.stream, self.warmup, self.calls = body, stream, warmup, 0
         self.device = stream.device
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.buffers: Share | None = None
-        self.loss: Tensor | None = None
+        self.graph = self.buffers = self.loss = None
 
     def __call__(self, share: Share) -> Tensor:
         self.calls += 1
         if self.calls <= self.warmup:
-            return self._warm_up(share)
+            current = torch.cuda.current_stream(self.device)
+            with on_stream(self.stream):
+                loss = self.body(share)
+            for x in share.tensors():
+                x.record_stream(self.stream)
+            loss.record_stream(current)
+            return loss
         if self.graph is None:
             self._capture(share)
         for buffer, x in zip(self.buffers.tensors(), share.tensors(), strict=True):
@@ -288,15 +289,6 @@ class CapturedStep:
             self.graph.reset()
         self.graph = self.buffers = self.loss = None
 
-    def _warm_up(self, share: Share) -> Tensor:
-        current = torch.cuda.current_stream(self.device)
-        with on_stream(self.stream):
-            loss = self.body(share)
-        for x in share.tensors():
-            x.record_stream(self.stream)
-        loss.record_stream(current)
-        return loss
-
     def _capture(self, share: Share) -> None:
         self.buffers, graph = share.each(Tensor.clone), torch.cuda.CUDAGraph()
         # Other threads pin memory meanwhile, which is theirs to do.
@@ -307,25 +299,19 @@ class CapturedStep:
 
 def check_capturable(config: TrainConfig, device: torch.device, parallel: Parallel) -> None:
     """Raises ValueError where a whole step cannot be a CUDA graph, saying why."""
-    if device.type != "cuda":
-        raise ValueError(f"cuda_graph=True needs a CUDA device, got device={str(device)!r}")
-    if config.precision == "fp16":
-        raise ValueError(
-            "cuda_graph=True with precision='fp16': the loss scaler's decisions are not captured; "
-            "precision='bf16' needs no scaler"
-        )
-    if parallel.kind == "fsdp":
-        raise ValueError(
-            "cuda_graph=True with parallel='fsdp': FSDP2 gathers and frees parameters by the "
-            "host's hand in every step; parallel='ddp' would do, or cuda_graph=False"
-        )
-    if parallel.find_unused_parameters:
-        raise ValueError(
-            "cuda_graph=True with find_unused_parameters=True: the host reads in every step what "
-            "was unused; static_graph=True finds it once"
-        )
-    if parallel.kind == "ddp" and dist.is_initialized() and "nccl" not in dist.get_backend():
-        raise ValueError(
-            f"cuda_graph=True with backend={dist.get_backend()!r}: only NCCL's collectives can be "
-            "captured; backend='nccl' would do"
-        )
+    ddp = parallel.kind == "ddp" and dist.is_initialized()
+    sent_by = dist.get_backend() if ddp else "nccl"
+    reasons = {
+        f"needs a CUDA device, got device={str(device)!r}": device.type != "cuda",
+        "with precision='fp16': the loss scaler's decisions are not captured; precision='bf16' "
+        "needs no scaler": config.precision == "fp16",
+        "with parallel='fsdp': FSDP2 gathers and frees parameters by the host's hand in every "
+        "step; parallel='ddp' would do, or cuda_graph=False": parallel.kind == "fsdp",
+        "with find_unused_parameters=True: the host reads in every step what was unused; "
+        "static_graph=True finds it once": parallel.find_unused_parameters,
+        f"with backend={sent_by!r}: only NCCL's collectives can be captured; backend='nccl' "
+        "would do": "nccl" not in sent_by,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"cuda_graph=True {reason}")

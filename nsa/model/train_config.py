@@ -42,15 +42,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "warmup_steps", "accumulate"):
             check_int(name, getattr(self, name))
-        if self.steps is not None:
-            check_int("steps", self.steps)
-        if self.seed is not None:
-            check_int("seed", self.seed, least=0)
+        for name, least in (("steps", 1), ("seed", 0)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), least)
         for name in ("compile", "cuda_graph"):
             check_bool(name, getattr(self, name))
         check_number("lr", self.lr, above=0.0)
-        check_number("min_lr", self.min_lr, least=0.0)
-        check_number("weight_decay", self.weight_decay, least=0.0)
+        for name in ("min_lr", "weight_decay"):
+            check_number(name, getattr(self, name), least=0.0)
         if self.clip is not None:
             check_number("clip", self.clip, above=0.0)
         for beta in self.betas:
@@ -108,25 +107,19 @@ class TrainConfig:
 def adamw(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
     """torch's fused AdamW on a GPU, where it also takes a loss scaler's decisions without a sync.
 
-    With a CUDA graph its rate is a tensor: a graph repeats numbers, and reads tensors anew.
+    Matrices, and anything of more dimensions, decay; norms and biases do not. With a CUDA graph its
+    rate is a tensor: a graph repeats numbers, and reads tensors anew.
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay}
+    plain = {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}
     return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
+        [decayed, plain],
         lr=torch.tensor(config.lr, device=device) if config.cuda_graph else config.lr,
         betas=config.betas,
         fused=device.type == "cuda" or None,
         capturable=config.cuda_graph,
     )
-
-
-def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
-    """Matrices (and anything of more dimensions) with weight decay, norms and biases without."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed, plain = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

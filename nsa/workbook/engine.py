@@ -214,7 +214,6 @@ class TruthfulManager(NotebookExecutionManager):
             self.save()
 
 
-NAME = "truthful"
 SIGNALS = {
     signal.SIGTERM: Stop("terminated", "Terminated", "the runner was asked to end (SIGTERM)"),
     signal.SIGINT: Stop("interrupted", "KeyboardInterrupt", "the run was interrupted (Ctrl-C)"),
@@ -268,8 +267,8 @@ class TruthfulEngine(Engine):
 
 def register() -> str:
     """Make papermill know the engine, also where the package's entry points are not installed."""
-    papermill_engines.register(NAME, TruthfulEngine)
-    return NAME
+    papermill_engines.register("truthful", TruthfulEngine)
+    return "truthful"
 
 
 def _run(coroutine) -> str:

@@ -12,9 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
     """A notebook by path, name, number or part of its name (`01`, `memory_scaling`, `scaling`).
-
-    ValueError when the path leads nowhere; when no name or several fit, it names the nearest.
-    """
+    ValueError when the path leads nowhere; when no name or several fit, it names the nearest."""
     path = Path(name)
     if path.suffix == ".ipynb" and path.is_file():
         return path

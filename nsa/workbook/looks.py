@@ -179,9 +179,7 @@ def peaks(df, mode: str):
 
 def models(rows) -> dict:
     """Rows by model, in order of appearance, each sorted by T; of a point measured twice the last.
-
-    So a notebook's cell that is executed again replaces its points.
-    """
+    So a notebook's cell that is executed again replaces its points."""
     rows = rows.assign(model=[metrics.model_name(config) for config in metrics.configs(rows)])
     point = ["model", "backend", "mode", "metric", "x_value"]
     rows = rows.drop_duplicates(point, keep="last")

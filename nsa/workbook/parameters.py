@@ -136,10 +136,12 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
     """`given` with every value of the declared type; ValueError for the first that is not."""
-    for name in given:
+    found = {}
+    for name, value in given.items():
         if name not in declared:
             raise ValueError(f"unknown parameter {name!r}; {nearest(name, declared, 0.4)}")
-    return {name: _checked(declared[name], value) for name, value in given.items()}
+        found[name] = _checked(declared[name], value)
+    return found
 
 
 def filled(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:

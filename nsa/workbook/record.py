@@ -81,10 +81,8 @@ class Record:
 
 
 def status_now(record: dict) -> str:
-    """The stored status, but `lost` for a run whose runner is gone.
-
-    A live runner on this machine is never lost, however old its heartbeat (a suspended laptop).
-    """
+    """The stored status, but `lost` for a run whose runner is gone. A live runner on this machine
+    is never lost, however old its heartbeat (a suspended laptop)."""
     if record.get("status") != "running":
         return record.get("status", "lost")
     try:

@@ -44,9 +44,7 @@ def clean(paths: list[Path], check: bool = False) -> int:
 
 def execute(path: Path) -> None:
     """Run every cell in a fresh kernel of this interpreter; replace the file once all passed.
-
-    nbclient.exceptions.CellExecutionError when a cell fails; the file is then as it was.
-    """
+    nbclient.exceptions.CellExecutionError when a cell fails; the file is then as it was."""
     import nbformat
     from nbclient import NotebookClient
 

@@ -16,9 +16,7 @@ REMOTE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
 
 def publish_figures(folder: Path, root: Path, figures: Path) -> None:
     """Copy a run's PNG and SVG figures to `figures`, each beside a JSON that names the run.
-
-    `folder` is the run's, below `root`. OSError where `figures` cannot be written.
-    """
+    `folder` is the run's, below `root`. OSError where `figures` cannot be written."""
     sources = sorted(p for p in (folder / "figures").glob("*") if p.suffix in (".png", ".svg"))
     if not sources:
         return

@@ -46,15 +46,14 @@ def run_notebook(
     again: bool = False,
     progress: bool = True,
     notebooks: str | Path = "notebooks",
-    figures: str | Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
     """Execute a notebook with `given` parameters into a new folder below `root`.
 
     A run of the same id that reached its end is returned instead, whatever its verdicts, unless
-    `again`. `figures` (default: beside `root`) receives the figures of a run that reached its end.
-    Wrong names, parameters, deadlines and an unwritable `root` raise ValueError before anything
-    starts; later failures are the result.
+    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. Wrong
+    names, parameters, deadlines and an unwritable `root` raise ValueError before anything starts;
+    later failures are the result.
     """
     import yaml
 
@@ -93,7 +92,7 @@ def run_notebook(
         content = record.close(stop_reason, message)
     # Figures that cannot be copied and a report that cannot be drawn are said, and cost nothing.
     if content["status"] == "ok":
-        figures = Path(figures or root.parent / "figures")
+        figures = root.parent / "figures"
         try:
             report.publish_figures(folder, root, figures)
         except OSError as error:

@@ -25,10 +25,8 @@ class Fit:
 
 
 def local_exponents(x: Sequence[float], y: Sequence[float]) -> np.ndarray:
-    """log(y2/y1) / log(x2/x1) for each pair of neighbours in x, n - 1 values.
-
-    A pair with a failed (NaN) point gives NaN. ValueError as for `fit_exponent`.
-    """
+    """log(y2/y1) / log(x2/x1) for each pair of neighbours in x, n - 1 values. A pair with a failed
+    (NaN) point gives NaN. ValueError as for `fit_exponent`."""
     x, y = _pairs(x, y)
     return np.diff(np.log(y)) / np.diff(np.log(x))
 

@@ -53,9 +53,7 @@ class Machine:
 
 def find_machine(device: str, gpus: int = 1) -> Machine:
     """The machine for a notebook's parameter `device`; "auto" is a GPU where torch finds so many.
-
-    Raises ValueError for another word, and for "cuda" without so many.
-    """
+    Raises ValueError for another word, and for "cuda" without so many."""
     choice("device", device, ("auto", "cpu", "cuda"))
     found = torch.cuda.device_count()
     if device == "cuda" and found < gpus:
@@ -144,10 +142,8 @@ class Run:
             raise AssertionError("; ".join(refuted))
 
     def show(self, figure: Any, name: str) -> None:
-        """Write the figure as `name`.png and `name`.svg, each naming this run inside.
-
-        A notebook displays it by itself. None, a plot that had nothing to draw, is left out.
-        """
+        """Write the figure as `name`.png and `name`.svg, each naming this run inside. A notebook
+        displays it by itself. None, a plot that had nothing to draw, is left out."""
         if figure is None:
             return
         label = {"Title": name, "Description": f"run {self.id}"}
@@ -241,10 +237,8 @@ class Store:
         return pandas.DataFrame([summary(folder, self.root) for folder in self.folders()])
 
     def find(self, name: str | Path) -> Path:
-        """The folder of a run, by path, id, a prefix of it, `<date>/<id>` or `latest`.
-
-        ValueError when none or several fit; it names the nearest.
-        """
+        """The folder of a run, by path, id, a prefix of it, `<date>/<id>` or `latest`. ValueError
+        when none or several fit; it names the nearest."""
         if (Path(name) / "record.json").is_file():
             return Path(name)
         folders = self.folders()

@@ -206,35 +206,28 @@ def test_a_learned_linear_phi_starts_as_the_mean():
     torch.testing.assert_close(started, compress(x, "mean", None, layer.config.nsa))
 
 
-def test_illegal_borders_are_refused_by_the_attention_itself():
+def test_illegal_borders_are_refused_with_what_would_do():
     layer = NSAAttention(tiny())
     x = hidden(layer.config)
     for borders in ([0, 30, 20, TOKENS], [0, 20], [5, TOKENS], [0, 99]):
         with pytest.raises(ValueError, match=r"cu_seqlens=.* must rise from 0 to T=48"):
             layer(x, cu_seqlens=torch.tensor(borders, dtype=torch.int32))
+    shaped = r"needed is \[N \+ 1\] int32, rising from 0 to T=48"
+    for borders in ([], [[0, TOKENS]]):
+        borders = torch.tensor(borders, dtype=torch.int32)
+        # Under jaxtyping's hook its own TypeError comes first for two dimensions.
+        with pytest.raises((ValueError, TypeError), match=f"{shaped}|cu_seqlens"):
+            layer(x, cu_seqlens=borders)
+        with pytest.raises(ValueError, match=shaped):
+            inspect.unwrap(rotary_for)(layer.config, TOKENS, "cpu", borders)
 
 
-@pytest.mark.parametrize("borders", [[], [[0, TOKENS]]])
-def test_borders_of_the_wrong_shape_are_refused_with_what_would_do(borders):
-    layer = NSAAttention(tiny())
-    borders = torch.tensor(borders, dtype=torch.int32)
-    # Under jaxtyping's hook its own TypeError comes first for two dimensions.
-    with pytest.raises((ValueError, TypeError), match=r"needed is \[N \+ 1\] int32|cu_seqlens"):
-        layer(hidden(layer.config), cu_seqlens=borders)
-    bare = inspect.unwrap(rotary_for)
-    with pytest.raises(ValueError, match=r"needed is \[N \+ 1\] int32, rising from 0 to T=48"):
-        bare(layer.config, TOKENS, "cpu", borders)
-
-
-@pytest.mark.parametrize("backend", ["gather", "sdpa", "masked"])
-def test_the_backend_named_is_the_backend_that_runs(backend):
-    layer = NSAAttention(tiny(backend=backend))
-    with recording() as witness:
-        layer(hidden(layer.config))
-    assert dict(witness.backends) == {backend: 1}
-
-
-def test_an_unknown_backend_is_refused_before_anything_runs():
+def test_the_backend_named_is_the_backend_that_runs_and_an_unknown_one_is_refused():
+    for backend in ("gather", "sdpa", "masked"):
+        layer = NSAAttention(tiny(backend=backend))
+        with recording() as witness:
+            layer(hidden(layer.config))
+        assert dict(witness.backends) == {backend: 1}
     with pytest.raises(ValueError, match=r"backend 'gathr' is unknown.*the nearest is 'gather'"):
         NSAAttention(tiny(backend="gathr"))
 
