@@ -103,9 +103,8 @@ class Text:
                 f"target need {tokens + 1}; name a larger file or folder, or take at most "
                 f"{len(self.data) - 1} tokens"
             )
-        starts = torch.randint(
-            len(self.data) - tokens, (batch, 1), generator=generator(self.seed, step)
-        )
+        random = generator(self.seed, step)
+        starts = torch.randint(len(self.data) - tokens, (batch, 1), generator=random)
         return with_successors(self.data[starts + torch.arange(tokens + 1)].long(), device)
 
     def record(self) -> dict:

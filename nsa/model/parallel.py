@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from nsa.spelling import choice
 
 KINDS = ("none", "ddp", "fsdp")
-BACKENDS = ("gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def check(
     """Raises ValueError for options that no number of ranks could use."""
     choice("parallel", kind, KINDS)
     if backend is not None:
-        choice("backend", backend, BACKENDS)
+        choice("backend", backend, ("gloo", "nccl"))
     if static_graph and find_unused_parameters:
         raise ValueError(
             "static_graph=True with find_unused_parameters=True: a static graph finds unused "

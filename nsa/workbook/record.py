@@ -30,7 +30,6 @@ class Record:
 
     def __init__(self, folder: Path, notebook: str, question: str, beat_s: float = 15.0):
         self.path = Path(folder) / "record.json"
-        self._lock = threading.Lock()
         self._done = threading.Event()
         self._began = time.monotonic()
         self.content = {
@@ -76,8 +75,7 @@ class Record:
                 self._write()
 
     def _write(self) -> None:
-        with self._lock:
-            write_json(self.path, self.content)
+        write_json(self.path, self.content)
 
 
 def status_now(record: dict) -> str:

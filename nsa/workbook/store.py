@@ -7,6 +7,7 @@ runs/<YYYY-MM-DD>/<notebook>-<id>/  notebook.ipynb parameters.yaml environment.j
 import atexit
 import itertools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -248,8 +249,9 @@ class Store:
             return folders[-1]
         name = str(name).strip("/")
         paths = [folder.relative_to(self.root).as_posix() for folder in folders]
-        # the short id alone is what tables show, so it must be enough
-        ways = {path: (path, path.split("/")[1], _short_id(path)) for path in paths}
+        # the short id alone, 1a2b3c4d-2 of 01_memory-1a2b3c4d-2, is what tables show
+        short = {path: re.search(r"[^-/]+(-\d{1,7})?$", path)[0] for path in paths}
+        ways = {path: (path, path.split("/")[1], short[path]) for path in paths}
         fits = [path for path, (_, whole, _) in ways.items() if name in (path, whole)] or [
             path for path, names in ways.items() if any(n.startswith(name) for n in names)
         ]
@@ -289,9 +291,7 @@ def summary(folder: Path, root: Path) -> dict:
         "notebook": record.get("notebook", ""),
         "status": status_now(record),
         "verdict": overall(read_json(folder / "verdicts.json", [])),
-        "started": record.get("started"),
-        "seconds": record.get("seconds"),
-        "stop_reason": record.get("stop_reason"),
+        **{key: record.get(key) for key in ("started", "seconds", "stop_reason")},
         **{key: facts[key] for key in ("gpu", "torch", "commit")},
         "folder": str(folder),
     }
@@ -301,9 +301,3 @@ def overall(verdicts: list[dict]) -> str:
     """The worst of a run's verdicts, or "" when it has none."""
     given = {entry.get("verdict") for entry in verdicts}
     return next((verdict for verdict in VERDICTS if verdict in given), "")
-
-
-def _short_id(key: str) -> str:
-    """`2026-11-21/01_memory-1a2b3c4d-2` -> `1a2b3c4d-2`."""
-    pieces = key.split("/")[1].split("-")
-    return "-".join(pieces[-2:]) if pieces[-1].isdigit() and len(pieces[-1]) < 8 else pieces[-1]

@@ -4,7 +4,6 @@ from tiny_models import gradients, hidden, tiny, tokens
 
 from nsa.attention import dense, witness
 from nsa.attention.registry import Declined
-from nsa.model.config import ModelConfig
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.presets import PRESETS, dense_twin, preset, production
@@ -51,12 +50,6 @@ def test_packed_sequences_do_not_see_each_other():
     assert torch.allclose(packed, alone, atol=1e-6)
     with pytest.raises(ValueError, match=r"cu_seqlens=\[0, 17\] must rise from 0 to T=48"):
         layer(x, cu_seqlens=torch.tensor([0, 17], dtype=torch.int32))
-
-
-def test_an_older_config_is_that_of_nsa():
-    older = tiny().to_dict()
-    del older["attention"]  # as runs before the twin stored it
-    assert ModelConfig.from_dict(older) == tiny()
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ def test_a_config_survives_json(config):
 
 def test_a_stored_config_with_unknown_names_or_too_few_is_refused():
     values = tiny().to_dict()
+    older = {name: value for name, value in values.items() if name != "attention"}
+    assert ModelConfig.from_dict(older) == tiny(), "runs before the twin stored it so"
     with pytest.raises(ValueError, match="no field dims; the nearest is 'dim'"):
         ModelConfig.from_dict({**values, "dims": 4})
     with pytest.raises(ValueError, match=r"no field nsa\.stride"):

@@ -8,7 +8,6 @@ import torch
 from observed import trainer
 from tiny_models import tiny
 
-from nsa.model.data import text
 from nsa.model.llama import LanguageModel
 from nsa.model.train_config import TrainConfig
 
@@ -29,14 +28,11 @@ def test_a_cosine_warms_up_and_ends_at_its_least_rate_where_it_stays():
     assert found[7] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
 
 
-def test_a_constant_rate_stays_and_needs_no_end():
+def test_a_constant_rate_needs_no_end_and_a_cosine_hardly_more_than_its_warm_up():
     assert rates(6, warmup_steps=2) == [0.5] + [1.0] * 5
     assert rates(3, warmup_steps=1) == [1.0] * 3
-
-
-@pytest.mark.parametrize("steps", [5, 6])
-def test_a_cosine_that_is_hardly_longer_than_its_warm_up_has_no_zero_to_divide_by(steps):
-    assert rates(6, schedule="cosine", warmup_steps=5, steps=steps)[4] == 1.0
+    for steps in (5, 6):
+        assert rates(6, schedule="cosine", warmup_steps=5, steps=steps)[4] == 1.0
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("cosine", 1e-3), ("constant", 1e-2)])
@@ -110,13 +106,6 @@ def overflow(*steps):
             model.head.weight.grad[0, 0] = float("inf")
 
     return observed.AtOptimizer(spoil)
-
-
-@pytest.mark.full
-def test_fp16_trains():
-    losses = half(data=text(max_bytes=2**20), lr=1e-2).run(14)
-    assert losses[-1] < losses[0] - 1.0
-    assert all(map(math.isfinite, losses))
 
 
 @pytest.mark.parametrize(
