@@ -200,8 +200,8 @@ class NSAAttention(nn.Module):
         v = self.values(projections, branches)
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.force_branch != "slc"):
             phi = None if config.force_branch == "win" else self.phi(q.dtype, rotary)
-        found = {"q": q, "k": k, "v": v, "gates": self.gates(x, q), "config": config.nsa}
-        return found | {"phi": phi, "cu_seqlens": cu_seqlens, "branches": branches}
+        chosen = {"config": config.nsa, "phi": phi, "cu_seqlens": cu_seqlens, "branches": branches}
+        return {"q": q, "k": k, "v": v, "gates": self.gates(x, q), **chosen}
 
     def projections(self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]) -> Projections:
         """`q`, `k SOURCE` and `v SOURCE`, not rotated; a source is a branch, or `shared`."""

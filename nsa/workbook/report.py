@@ -105,23 +105,19 @@ def _header(folder: Path, notebook: Path) -> dict:
     }
     if not record:
         return header
-    facts = _environment(read_json(folder / "environment.json", {}))
+    facts, file = read_json(folder / "environment.json", {}), folder / "parameters.yaml"
+    given = parameters.read_file(file) if file.is_file() else {}
     return header | {
         "status": status_now(record),
         "message": record.get("message", ""),
         "verdicts": read_json(folder / "verdicts.json", []),
-        "tables": {"Parameters": _parameters(folder), "Environment": facts},
+        "tables": {"Parameters": list(given.items()), "Environment": _environment(facts)},
         "footer": f"{run}. The numbers are in metrics.csv beside this file.",
     }
 
 
 def _when(record: dict) -> str:
     return (record.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
-
-
-def _parameters(folder: Path) -> list[tuple[str, Any]]:
-    file = folder / "parameters.yaml"
-    return list(parameters.read_file(file).items()) if file.is_file() else []
 
 
 def _environment(facts: dict) -> list[tuple[str, Any]]:
