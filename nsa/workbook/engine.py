@@ -21,7 +21,6 @@ from papermill.log import logger
 from nsa.lab.process import family
 from nsa.workbook.files import write_notebook
 from nsa.workbook.kernel import kernel_manager
-from nsa.workbook.run import signals_handled
 
 
 class Stop(Exception):
@@ -228,6 +227,8 @@ class TruthfulEngine(Engine):
 
     @classmethod
     def execute_notebook(cls, nb, kernel_name, **options):
+        from nsa.workbook.run import signals_handled  # here, for importing papermill imports us
+
         def given(*names):
             return {name: options[name] for name in names if name in options}
 
