@@ -291,8 +291,9 @@ def test_two_runs_of_one_thing_at_once_both_survive(place):
     printed = sorted(process.communicate(timeout=120)[0].split() for process in both)
     first = printed[0][0]
     assert printed == [[first, "ok"], [f"{first}-2", "ok"]]
-    for name, folder in zip(printed, store.open_store(place / "runs").folders(), strict=True):
-        assert folder.name == name[0] and record.load(folder)["status"] == "ok"
+    folders = sorted(store.open_store(place / "runs").folders())
+    assert [[folder.name, record.load(folder)["status"]] for folder in folders] == printed
+    for folder in folders:
         assert store.Run(folder).metrics()["median"].tolist() == [2.0]
 
 
