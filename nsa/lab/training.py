@@ -135,9 +135,8 @@ def open_trainer(
     import torch
 
     from nsa.model import parallel
-    from nsa.model.data import synthetic, text
+    from nsa.model.data import Prefetch, synthetic, text
     from nsa.model.llama import LanguageModel
-    from nsa.model.prefetch import Prefetch
     from nsa.model.train import Trainer
 
     if threads:

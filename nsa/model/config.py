@@ -1,6 +1,7 @@
 """Everything that decides what a model computes, as one frozen value that is stored with a run."""
 
 import operator
+import re
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
@@ -10,9 +11,6 @@ from nsa.reference.compress import PHI_KINDS
 from nsa.reference.gate import GATE_KINDS
 from nsa.reference.nsa import BRANCHES
 from nsa.spelling import choice, nearest
-
-COMPRESS_ROPE = ("before", "after")
-ATTENTION_KINDS = ("nsa", "dense")
 
 
 @dataclass(frozen=True)
@@ -75,23 +73,20 @@ class ModelConfig:
                 f"head_dim={self.head_dim} is odd and rotary turns pairs; nearest that do: "
                 f"{self.head_dim - 1 or 2} and {self.head_dim + 1}"
             )
-        choice("attention", self.attention, ATTENTION_KINDS)
+        choice("attention", self.attention, ("nsa", "dense"))
         choice("phi", self.phi, PHI_KINDS)
         choice("gate", self.gate, GATE_KINDS)
-        choice("compress_rope", self.compress_rope, COMPRESS_ROPE)
-        if self.force_branch is not None:
-            if self.force_branch not in BRANCHES:
-                hint = nearest(self.force_branch, [*BRANCHES, "None"])
-                raise ValueError(f"force_branch={self.force_branch!r} is unknown; {hint}")
-            if self.attention == "dense":
-                raise ValueError(
-                    f"force_branch={self.force_branch!r}: dense attention has no branches; "
-                    "force_branch=None would do, or attention='nsa'"
-                )
-        if not isinstance(self.backend, str) or not self.backend:
+        choice("compress_rope", self.compress_rope, ("before", "after"))
+        forced = f"force_branch={self.force_branch!r}"
+        if self.force_branch not in (*BRANCHES, None):
+            raise ValueError(f"{forced} is unknown; known are {', '.join(BRANCHES)}, None")
+        if self.force_branch and self.attention == "dense":
             raise ValueError(
-                f"backend={self.backend!r} is not a backend's name; 'auto' chooses one"
+                f"{forced}: dense attention has no branches; force_branch=None would do, or "
+                "attention='nsa'"
             )
+        if not isinstance(self.backend, str) or not self.backend:
+            raise ValueError(f"backend={self.backend!r} is no backend's name; 'auto' chooses one")
         for name in ("rope_base", "norm_eps"):
             check_number(name, getattr(self, name), above=0.0)
         layer_range(self.checkpoint, self.layers)
@@ -103,10 +98,8 @@ class ModelConfig:
 
     @property
     def mlp_size(self) -> int:
-        """Hidden width of SwiGLU: `mlp_hidden`, or 8/3 dim to the nearest multiple of 16.
-
-        So SwiGLU's three matrices weigh what the case study's two of 4 dim did.
-        """
+        """Hidden width of SwiGLU: `mlp_hidden`, or 8/3 dim to the nearest multiple of 16. So
+        SwiGLU's three matrices weigh what the case study's two of 4 dim did."""
         return self.mlp_hidden or max(16, round(8 * self.dim / 3 / 16) * 16)
 
     def with_(self, **changes: Any) -> "ModelConfig":
@@ -139,16 +132,12 @@ def layer_range(text: str, layers: int) -> range:
     "0:12" of a 6-layer model is a misunderstanding rather than a wish for six.
     """
     legal = f"'', 'all' or 'start:end' with 0 <= start < end <= {layers}"
-    if text == "":
-        return range(0)
-    if text == "all":
-        return range(layers)
-    if not isinstance(text, str) or text.count(":") != 1:
+    if text in ("", "all"):
+        return range(layers if text else 0)
+    bounds = re.fullmatch(r"(\d*):(\d*)", text, re.ASCII) if isinstance(text, str) else None
+    if not bounds:
         raise ValueError(f"checkpoint={text!r} is not a layer range; legal are {legal}")
-    start, end = text.split(":")
-    if not all(part == "" or (part.isascii() and part.isdigit()) for part in (start, end)):
-        raise ValueError(f"checkpoint={text!r} is not a layer range; legal are {legal}")
-    chosen = range(int(start or 0), int(end or layers))
+    chosen = range(int(bounds[1] or 0), int(bounds[2] or layers))
     if not 0 <= chosen.start < chosen.stop <= layers:
         raise ValueError(f"checkpoint={text!r} does not fit {layers} layers; legal are {legal}")
     return chosen
@@ -170,9 +159,7 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_number(name: str, value: Any, **bounds: float) -> None:
     """Raises TypeError for what is no number, ValueError unless it is finite and in its bounds.
-
-    Bounds are least, above and below, which the value may not reach but for `least`.
-    """
+    Bounds are least, above and below, which the value may not reach but for `least`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         hint = "; YAML reads 1e-4 as text and 1.0e-4 as a number" if isinstance(value, str) else ""
         raise TypeError(f"{name}={value!r} is not a number{hint}")
@@ -196,8 +183,8 @@ def check_complete(owner: type, given: dict[str, Any]) -> None:
 
 def check_names(owner: type, given: dict[str, Any], prefix: str = "") -> None:
     """Raises ValueError for a name that is no field of `owner`, naming the nearest one."""
-    known = [f.name for f in fields(owner)]
+    known = [prefix + f.name for f in fields(owner)]
     for name in given:
-        if name not in known:
-            hint = nearest(prefix + name, [prefix + field for field in known])
+        if prefix + name not in known:
+            hint = nearest(prefix + name, known)
             raise ValueError(f"{owner.__name__} has no field {prefix}{name}; {hint}")

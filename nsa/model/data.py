@@ -1,18 +1,22 @@
 """What the model reads, and how it is cut into batches.
 
-A batch is a function of (seed, step) and of nothing else: no state moves from step to step, so a
-trial that starts at step 5 sees what a trial that ran through sees. Tokens are drawn on the CPU, so
-every device gets the same ones.
+A batch is a function of (seed, step) alone, so a trial that starts at step 5 sees what a trial that
+ran through sees. Tokens are drawn on the CPU, so every device gets the same ones.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
+import queue
 import sysconfig
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int64, UInt8
@@ -21,10 +25,21 @@ from torch import Tensor
 from nsa.model.parallel import Parallel
 
 MAX_BYTES = 64 * 2**20
+EVALUATION = 2**40  # the first batch of evaluation, which no training reaches
+IGNORED = -100  # a target that is not scored, as cross entropy has it
 _NOT_TEXT = {"__pycache__", "site-packages", "dist-packages"}
+_POLL_S = 0.1
 
 Device = str | torch.device
 Batch = tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]
+
+
+@runtime_checkable
+class Data(Protocol):
+    """Seeded and stateless in `step`, so that a run can be repeated from anywhere."""
+
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
+        """(tokens, targets), both int64 [B, T]; targets of -100 are not scored."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +74,9 @@ class Text:
 
     @cached_property
     def data(self) -> UInt8[Tensor, " N"]:
-        """At most `max_bytes` bytes of the files in order. Files that cannot be read are left out.
-
-        ValueError when no byte is left.
-        """
-        joined = bytearray()
-        refused: list[str] = []
+        """At most `max_bytes` bytes of the files in order, without files that cannot be read.
+        ValueError when no byte is left."""
+        joined, refused = bytearray(), []
         for file in self.files:
             try:
                 with file.open("rb") as stream:
@@ -82,10 +94,8 @@ class Text:
         return torch.frombuffer(joined, dtype=torch.uint8)
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """`batch` passages of `tokens` bytes, and each byte's successor as its target.
-
-        ValueError when the text has fewer than tokens + 1 bytes.
-        """
+        """`batch` passages of `tokens` bytes, and each byte's successor as its target. ValueError
+        when the text has fewer than tokens + 1 bytes."""
         check_sizes(step, batch, tokens)
         if len(self.data) <= tokens:
             raise ValueError(
@@ -93,9 +103,8 @@ class Text:
                 f"target need {tokens + 1}; name a larger file or folder, or take at most "
                 f"{len(self.data) - 1} tokens"
             )
-        starts = torch.randint(
-            len(self.data) - tokens, (batch, 1), generator=generator(self.seed, step)
-        )
+        random = generator(self.seed, step)
+        starts = torch.randint(len(self.data) - tokens, (batch, 1), generator=random)
         return with_successors(self.data[starts + torch.arange(tokens + 1)].long(), device)
 
     def record(self) -> dict:
@@ -118,8 +127,7 @@ def text(
 
     Without a path it is the Python standard library's own sources, which every machine has; their
     bytes differ between Python versions. A folder's files come sorted by name, then its folders;
-    what is beyond `max_bytes` is left out. Nothing is read before the first batch.
-    ValueError when there is no such file.
+    nothing is read before the first batch. ValueError when there is no such file.
     """
     if max_bytes < 2:
         raise ValueError(f"max_bytes={max_bytes}: a token and its target need at least 2")
@@ -129,11 +137,10 @@ def text(
         name = f"the standard library of Python {platform.python_version()}"
         remedy = "this Python has no sources; name a file or folder of your own: text(path=...)"
     else:
-        named = Path(path).expanduser()
+        named, name = Path(path).expanduser(), str(path)
         if not named.exists():
             raise ValueError(f"{named}: got 0 bytes, there is no such file or folder; name one")
         files = (named,) if named.is_file() else tuple(_files_below(named))
-        name = str(path)
         remedy = "name a regular file, or a folder with at least one"
     if not files:
         raise ValueError(f"{name}: got 0 bytes, no file was found there; {remedy}")
@@ -169,9 +176,6 @@ def with_successors(drawn: Tensor, device: Device) -> Batch:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-IGNORED = -100  # a target that is not scored, as cross entropy has it
-
-
 @dataclass(frozen=True)
 class Share:
     """A rank's rows, [b, T] each, which `micro()` splits; weights [accumulate], or None for 1."""
@@ -193,13 +197,17 @@ class Share:
 
     def to(self, device: torch.device) -> "Share":
         """On that device, without waiting for it."""
-        return self._each(lambda x: _moved(x, device))
 
-    def clone(self) -> "Share":
-        """In memory of its own."""
-        return self._each(Tensor.clone)
+        def moved(x: Tensor) -> Tensor:
+            if device.type == "cuda" and x.device.type == "cpu":
+                # From memory that is not pinned, the copy would wait for the step before to end.
+                return x.pin_memory().to(device, non_blocking=True)
+            return x.to(device)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Share":
+        return self.each(moved)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Share":
+        """The same share of changed tensors."""
         tensors = (self.tokens, self.targets, self.weights)
         return Share(*(None if x is None else change(x) for x in tensors), self.accumulate)
 
@@ -210,7 +218,7 @@ def share_of(
     """The share of one rank in a whole batch, which every rank has drawn.
 
     A micro-batch weighs what it has of the batch's scored targets, times the ranks over which
-    gradients are averaged: all micro-batches of all ranks make the mean over scored targets.
+    gradients are averaged: together all micro-batches give the mean over scored targets.
     """
     weights = None
     if parallel.ranks * accumulate > 1:
@@ -219,8 +227,107 @@ def share_of(
     return Share(tokens[rows], targets[rows], weights, accumulate)
 
 
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and x.device.type == "cpu":
-        # From memory that is not pinned, the copy would wait for the step before to end.
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
+class Prefetch:
+    """`data`, whose next `depth` batches a thread draws and pins while the step computes.
+
+    Batches are those of `data`, in any order of steps: a step that does not follow the last one
+    (a run resumed, an evaluation between) starts over there. Sizes may change too.
+
+    `wait_s` is how long the newest batch was waited for, `waited_s` all of them together and
+    `batches` their number. An error of the thread is raised by `batch`, with the thread's
+    traceback. `close`, leaving a `with`, or dropping the object ends the thread.
+
+    Raises ValueError for a depth below 1.
+    """
+
+    def __init__(self, data: Data, depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"depth={depth} must be at least 1: the next batch")
+        self.data, self.depth = data, depth
+        self.pin = torch.cuda.is_available()  # only a GPU copies from pinned memory
+        self.wait_s = self.waited_s = 0.0
+        self.batches = 0
+        self._thread, self._closed = None, False
+
+    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
+        """`data.batch(...)`, in pinned memory where that serves. ValueError once closed."""
+        if self._closed:
+            raise ValueError(f"step {step}: this Prefetch was closed; make another")
+        started = time.perf_counter()
+        if self._thread is None or self._next != (step, batch, tokens):
+            self._start(step, batch, tokens)
+        try:
+            drawn = self._drawn.get()
+            if isinstance(drawn, BaseException):
+                drawn.add_note(f"while the batch of step {step} was drawn ahead")
+                raise drawn
+            self._next = (step + 1, batch, tokens)
+        except BaseException:
+            self._stop()  # so that the step can be tried again
+            raise
+        self.wait_s = time.perf_counter() - started
+        self.waited_s += self.wait_s
+        self.batches += 1
+        if torch.device(device).type == "cpu":
+            return drawn
+        ids, targets = (x.to(device, non_blocking=self.pin) for x in drawn)
+        return ids, targets
+
+    def record(self) -> dict[str, Any]:
+        """What `data` says of itself, and what its batches were waited for."""
+        inner = self.data.record() if hasattr(self.data, "record") else {}
+        mean_ms = 1e3 * self.waited_s / self.batches if self.batches else 0.0
+        return {**inner, "prefetch": {"depth": self.depth, "mean_wait_ms": mean_ms}}
+
+    def close(self) -> None:
+        """Ends the thread, after the batch that it draws just then. May be called twice."""
+        self._closed = True
+        self._stop()
+
+    def _start(self, *first: int) -> None:
+        self._stop()
+        self._next, self._drawn = first, queue.Queue(maxsize=self.depth)
+        self._stopped = threading.Event()
+        given = (self.data, first, self.pin, self._drawn, self._stopped)
+        self._thread = threading.Thread(target=_draw, args=given, name="nsa-prefetch", daemon=True)
+        self._thread.start()
+
+    def _stop(self) -> None:
+        while self._thread is not None:
+            self._stopped.set()
+            with contextlib.suppress(queue.Empty):
+                self._drawn.get_nowait()  # so that it need not wait for room
+            self._thread.join(_POLL_S)
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_thread", None) is not None:
+            self._stopped.set()  # and the thread is not waited for
+
+
+def _draw(
+    data: Data, first: tuple[int, int, int], pin: bool, drawn: queue.Queue, stopped: threading.Event
+) -> None:
+    """Draws the batches from one step on, in order; an error is the last that it hands over."""
+    step, batch, tokens = first
+    found = None
+    while not stopped.is_set() and not isinstance(found, BaseException):
+        try:
+            found = tuple(data.batch(step, batch, tokens))
+            if pin:
+                found = tuple(x if x.is_pinned() else x.pin_memory() for x in found)
+        except BaseException as error:
+            found = error
+        put = False
+        while not put and not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                drawn.put(found, timeout=_POLL_S)
+                put = True
+        step += 1

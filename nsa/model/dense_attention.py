@@ -1,7 +1,6 @@
 """The dense twin of the NSA layer: causal attention over every earlier token."""
 
 from itertools import pairwise
-from math import sqrt
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +11,7 @@ from nsa.attention import dense, witness
 from nsa.attention.inputs import sequence_bounds
 from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
-from nsa.model.projections import Projections
+from nsa.model.layer import Projections, draw
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.spelling import nearest
 
@@ -34,10 +33,8 @@ class DenseAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.backend not in BACKENDS:
-            raise ValueError(
-                f"backend={config.backend!r} is none of dense attention; "
-                f"{nearest(config.backend, BACKENDS)}"
-            )
+            hint = nearest(config.backend, BACKENDS)
+            raise ValueError(f"backend={config.backend!r} is none of dense attention; {hint}")
         self.config = config
         dim, heads, kv_heads = config.dim, config.heads, config.kv_heads
         self.q_proj = nn.Linear(dim, heads * config.head_dim, bias=False)
@@ -47,11 +44,8 @@ class DenseAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """From a normal of 0.02, the output divided by sqrt(2 layers), as in NSAAttention."""
-        for linear in (self.q_proj, self.k_proj, self.v_proj):
-            nn.init.normal_(linear.weight, std=0.02, generator=generator)
-        std = 0.02 / sqrt(2 * self.config.layers)
-        nn.init.normal_(self.out_proj.weight, std=std, generator=generator)
+        inner = (self.q_proj, self.k_proj, self.v_proj)
+        draw(inner, self.out_proj, self.config.layers, generator)
 
     def forward(
         self,

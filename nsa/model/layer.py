@@ -1,20 +1,125 @@
 """NSA as a layer: projections per branch, rotary, phi, gates, and the attention behind them."""
 
+from collections.abc import Collection, Iterable, Mapping
 from math import sqrt
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
 from nsa.model.config import ModelConfig
-from nsa.model.projections import LEARNED_PHI, Projections
 from nsa.model.rotary import Rotary, rotary_for
-from nsa.reference.compress import Phi
+from nsa.reference.compress import Phi, PhiWeights
 from nsa.reference.gate import sigmoid_gates, softmax_gates
 from nsa.reference.nsa import BRANCHES
+
+
+def draw(
+    inner: Iterable[nn.Linear], out: nn.Linear, layers: int, generator: torch.Generator | None
+) -> None:
+    """`inner` from a normal of 0.02, `out` from one divided by sqrt(2 layers), as in GPT-2."""
+    for linear in inner:
+        nn.init.normal_(linear.weight, std=0.02, generator=generator)
+    nn.init.normal_(out.weight, std=0.02 / sqrt(2 * layers), generator=generator)
+
+
+class LearnedPhi(nn.Module):
+    """Parameters of one side (keys or values), one set per KV head; see `PhiWeights` for shapes.
+
+    For keys that are rotated before phi, the linear kind's `position` and the mlp's `bias2` move
+    every compressed key of a head by the same vector, so that a softmax over them does not change:
+    their gradient is zero but for rounding.
+    """
+
+    def __init__(self, kv_heads: int, block: int, width: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(kv_heads, block, width))
+        self.weight1 = nn.Parameter(torch.zeros(kv_heads, block * width, width))
+
+    def weights(self, dtype: torch.dtype) -> PhiWeights:
+        """The parameters in the dtype in which the branch computes."""
+        return PhiWeights(**{name: p.to(dtype) for name, p in self.named_parameters()})
+
+
+class LinearPhi(LearnedPhi):
+    """Starts as phi="mean", the mean over the block: l identities over l, positions 0.
+
+    Nothing is drawn.
+    """
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        block, width = self.position.shape[1:]
+        self.position.zero_()
+        mean = torch.eye(width, device=self.weight1.device).repeat(block, 1) / block  # [l*D, D]
+        self.weight1.copy_(mean.expand_as(self.weight1))
+
+
+class MLPPhi(LearnedPhi):
+    """The paper's learnable MLP with position encoding; its hidden width is the head's own.
+
+    Matrices start Xavier-uniform, positions from a normal of 0.02, biases at 0.
+    """
+
+    def __init__(self, kv_heads: int, block: int, width: int) -> None:
+        super().__init__(kv_heads, block, width)
+        self.bias1 = nn.Parameter(torch.zeros(kv_heads, width))
+        self.weight2 = nn.Parameter(torch.zeros(kv_heads, width, width))
+        self.bias2 = nn.Parameter(torch.zeros(kv_heads, width))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        nn.init.normal_(self.position, std=0.02, generator=generator)
+        for matrix in (*self.weight1, *self.weight2):
+            nn.init.xavier_uniform_(matrix, generator=generator)
+        self.bias1.zero_()
+        self.bias2.zero_()
+
+
+LEARNED_PHI = {"linear": LinearPhi, "mlp": MLPPhi}
+
+
+class Projections:
+    """What linear layers make of one input x [B, T, E], by the layers' names.
+
+    Each is applied when it is asked for, so that nothing is held before it is used. Where
+    torch.compile traces, those of `together`, by default all, are one product with their weights
+    end to end: wide products keep a GPU busier, and x's gradient is not added up part by part.
+    There a weight that no loss reaches has a gradient of zeros, not none, if a loss reaches
+    another. Layers with a bias, hooks or a forward of their own, or of another class, stay apart.
+    """
+
+    def __init__(
+        self,
+        x: Float[Tensor, "B T E"],
+        linears: Mapping[str, nn.Module],
+        together: Collection[str] | None = None,
+    ) -> None:
+        self._x, self._linears, self._made = x, linears, {}
+        together = linears if together is None else together
+        if torch.compiler.is_compiling() and all(_is_plain(linears[name]) for name in together):
+            weights = [linears[name].weight for name in together]
+            product = F.linear(x, torch.cat(weights))
+            parts = product.split([weight.shape[0] for weight in weights], dim=-1)
+            self._made = dict(zip(together, parts, strict=True))
+
+    def __getitem__(self, name: str) -> Float[Tensor, "B T F"]:
+        return self._made[name] if name in self._made else self._linears[name](self._x)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether the layer is its weight and nothing else."""
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and "forward" not in layer.__dict__
+        and not (layer._forward_pre_hooks or layer._forward_hooks)
+        and not (layer._backward_pre_hooks or layer._backward_hooks)
+    )
 
 
 class NSAAttention(nn.Module):
@@ -56,15 +161,10 @@ class NSAAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Projections from a normal of 0.02, the output one divided by sqrt(2 layers) as in GPT-2.
-
-        The gate's first matrix is Xavier-uniform, its last one with gain 0.1 and its biases zero,
-        so that all gates start near sigmoid(0) = 1/2 or near 1/3.
-        """
-        for linear in (self.q_proj, *self.k_proj.values(), *self.v_proj.values()):
-            nn.init.normal_(linear.weight, std=0.02, generator=generator)
-        std = 0.02 / sqrt(2 * self.config.layers)
-        nn.init.normal_(self.out_proj.weight, std=std, generator=generator)
+        """The gate's first matrix is Xavier-uniform, its last one with gain 0.1, its biases are 0:
+        all gates start near sigmoid(0) = 1/2 or near 1/3."""
+        inner = (self.q_proj, *self.k_proj.values(), *self.v_proj.values())
+        draw(inner, self.out_proj, self.config.layers, generator)
         nn.init.xavier_uniform_(self.gate1.weight, generator=generator)
         nn.init.xavier_uniform_(self.gate2.weight, gain=0.1, generator=generator)
         nn.init.zeros_(self.gate1.bias)
@@ -80,11 +180,9 @@ class NSAAttention(nn.Module):
         cu_seqlens: Int[Tensor, " N1"] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
-
-        `rotary` spares a model to make the tables in every layer; by default they are made here.
-        """
-        arguments = self.arguments(x, rotary, cu_seqlens)
-        o = nsa_attention(**arguments, backend=self.config.backend, strict=self.config.strict)
+        `rotary` spares a model to make the tables in every layer; by default they are made here."""
+        config, arguments = self.config, self.arguments(x, rotary, cu_seqlens)
+        o = nsa_attention(**arguments, backend=config.backend, strict=config.strict)
         return self.out_proj(o.flatten(2))
 
     def arguments(
@@ -102,16 +200,8 @@ class NSAAttention(nn.Module):
         v = self.values(projections, branches)
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.force_branch != "slc"):
             phi = None if config.force_branch == "win" else self.phi(q.dtype, rotary)
-        return {
-            "q": q,
-            "k": k,
-            "v": v,
-            "gates": self.gates(x, q),
-            "config": config.nsa,
-            "phi": phi,
-            "cu_seqlens": cu_seqlens,
-            "branches": branches,
-        }
+        chosen = {"config": config.nsa, "phi": phi, "cu_seqlens": cu_seqlens, "branches": branches}
+        return {"q": q, "k": k, "v": v, "gates": self.gates(x, q), **chosen}
 
     def projections(self, x: Float[Tensor, "B T E"], branches: tuple[str, ...]) -> Projections:
         """`q`, `k SOURCE` and `v SOURCE`, not rotated; a source is a branch, or `shared`."""
@@ -169,12 +259,8 @@ class NSAAttention(nn.Module):
         tables = (rotary.cos, rotary.sin) if after else None
         if self.config.phi == "mean":
             return Phi(rotary=tables)
-        return Phi(
-            self.config.phi,
-            key=self.phi_key.weights(dtype),
-            value=self.phi_value.weights(dtype),
-            rotary=tables,
-        )
+        key, value = self.phi_key.weights(dtype), self.phi_value.weights(dtype)
+        return Phi(self.config.phi, key, value, tables)
 
     def gates(
         self, x: Float[Tensor, "B T E"], q: Float[Tensor, "B T HQ D"]

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nsa.attention.witness import where
-from nsa.model import checkpoint
-from nsa.model.config import ModelConfig
+from nsa.model.config import ModelConfig, layer_range
 from nsa.model.dense_attention import DenseAttention
-from nsa.model.layer import NSAAttention
+from nsa.model.layer import NSAAttention, draw
 from nsa.model.rotary import Rotary, rotary_for
 
 ATTENTION = {"nsa": NSAAttention, "dense": DenseAttention}
@@ -31,10 +33,7 @@ class SwiGLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """From a normal of 0.02, the output divided by sqrt(2 layers)."""
-        nn.init.normal_(self.gate.weight, std=0.02, generator=generator)
-        nn.init.normal_(self.up.weight, std=0.02, generator=generator)
-        nn.init.normal_(self.down.weight, std=0.02 / sqrt(2 * self.layers), generator=generator)
+        draw((self.gate, self.up), self.down, self.layers, generator)
 
     def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -79,17 +78,17 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         self._reset_ends()
-        checkpoint.apply(self, config.checkpoint)
+        self.recompute(config.checkpoint)
 
     def reset_parameters(self, seed: int) -> None:
         """Draw all weights anew from a generator of this seed on the weights' own device."""
         generator = torch.Generator(self.embed.weight.device).manual_seed(seed)
         self._reset_ends(generator)
         for block in self.blocks:
-            block.attention.reset_parameters(generator)
-            block.mlp.reset_parameters(generator)
-            block.norm1.reset_parameters()
-            block.norm2.reset_parameters()
+            for drawn in (block.attention, block.mlp):
+                drawn.reset_parameters(generator)
+            for norm in (block.norm1, block.norm2):
+                norm.reset_parameters()
         self.norm.reset_parameters()
 
     def _reset_ends(self, generator: torch.Generator | None = None) -> None:
@@ -117,7 +116,7 @@ class LanguageModel(nn.Module):
         rotary = rotary_for(self.config, tokens.shape[1], tokens.device, cu_seqlens)
         with self._naming_strangers("tokens", tokens):
             x = self.embed(tokens)
-        x = self.run_blocks(self.blocks, x, rotary, cu_seqlens)
+        x = self.run_blocks(x, rotary, cu_seqlens)
         logits = self.head(in_autocast_dtype(self.norm(x)))
         if targets is None:
             return logits, None
@@ -125,16 +124,39 @@ class LanguageModel(nn.Module):
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return logits, loss
 
+    def recompute(self, layers: str) -> range:
+        """Recompute these blocks in the backward: less memory for one more forward of each.
+
+        `layers` is "" (none), "all" or "start:end", as `layer_range` reads it; returns which. The
+        path witness counts calls, so a recomputed block's attention counts twice a step.
+        """
+        self.recomputed = layer_range(layers, len(self.blocks))
+        return self.recomputed
+
+    def run_blocks(self, x: Tensor, *context: Any) -> Tensor:
+        """x through the blocks in turn, each called as block(x, *context).
+
+        Each checkpoint is given the block itself. A lambda over the loop's variable would give the
+        same loss and recompute every layer with the last block: the backward runs after the loop.
+
+        The whole block is recomputed (early_stop=False), which costs no more than its last
+        operation: so torch notices a recomputation that saves other tensors than the forward did.
+        No layer draws random numbers, so their state is not stored.
+        """
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        for index, block in enumerate(self.blocks):
+            recomputed = index in self.recomputed
+            x = again(block, x, *context) if recomputed else block(x, *context)
+        return x
+
     @contextmanager
     def _naming_strangers(self, name: str, ids: Tensor) -> Iterator[None]:
         try:
             yield
         except IndexError as error:
-            vocab = self.config.vocab
-            raise ValueError(
-                f"{name} hold ids from {int(ids.min())} to {int(ids.max())}; vocab={vocab} has "
-                f"0 to {vocab - 1}"
-            ) from error
+            vocab, held = self.config.vocab, f"{int(ids.min())} to {int(ids.max())}"
+            message = f"{name} hold ids from {held}; vocab={vocab} has 0 to {vocab - 1}"
+            raise ValueError(message) from error
 
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.numel() == 0:
@@ -156,11 +178,8 @@ class LanguageModel(nn.Module):
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """x in the dtype in which autocast will compute.
-
-    Autocast alone would cast it once for each projection that reads it, and keep each copy for the
-    backward.
-    """
+    """x in the dtype in which autocast will compute. Autocast alone would cast it once for each
+    projection that reads it, and keep each copy for the backward."""
     if torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x

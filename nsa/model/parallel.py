@@ -1,17 +1,14 @@
 """One model on several processes: DDP or FSDP2, applied from outside; models know of neither.
 
 Every rank draws the same global batch and takes its own rows of it, and gradients are averaged over
-ranks: any number of ranks trains on the same numbers.
-
-Mixed precision stays autocast's under FSDP2 too: parameters, gradients and what is sent are fp32,
-so that every kind computes the same. FSDP2's MixedPrecisionPolicy would gather half the bytes and
-run norms and the residual stream in bf16, which is another model.
+ranks: any number of ranks trains on the same numbers. Mixed precision stays autocast's under FSDP2
+too, whose MixedPrecisionPolicy would run norms and the residual stream in bf16: another model.
 """
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -23,7 +20,6 @@ from torch import Tensor, nn
 from nsa.spelling import choice
 
 KINDS = ("none", "ddp", "fsdp")
-BACKENDS = ("gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -69,9 +65,7 @@ class Parallel:
 
     def rows(self, batch: int, accumulate: int = 1) -> slice:
         """The rows of a global batch that this rank takes, a whole number for each micro-batch.
-
-        Raises ValueError unless ranks * accumulate divides the batch.
-        """
+        Raises ValueError unless ranks * accumulate divides the batch."""
         parts = self.ranks * accumulate
         if batch % parts:
             near = max(parts, batch // parts * parts)
@@ -131,17 +125,12 @@ class Parallel:
         """Puts back what `state` gave on rank 0; every rank brings the whole of it."""
         from torch.distributed.checkpoint import state_dict as whole
 
-        # Copies, because torch puts sharded tensors into what it is given.
-        whole.set_model_state_dict(
-            model, dict(state["model"]), options=whole.StateDictOptions(full_state_dict=True)
-        )
+        # A copy, because torch puts sharded tensors into what it is given.
+        options = whole.StateDictOptions(full_state_dict=True)
+        whole.set_model_state_dict(model, dict(state["model"]), options=options)
         # A parameter that no loss has reached has no optimizer state, which strict would refuse.
-        whole.set_optimizer_state_dict(
-            model,
-            optimizer,
-            state["optimizer"],
-            options=whole.StateDictOptions(full_state_dict=True, strict=False),
-        )
+        options = whole.StateDictOptions(full_state_dict=True, strict=False)
+        whole.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
@@ -162,47 +151,45 @@ def start(
     *,
     backend: str | None = None,
     device: str = "auto",
-    static_graph: bool = False,
-    find_unused_parameters: bool = False,
-    bucket_mb: float | int = 25,
-    gradient_as_bucket_view: bool = True,
     timeout_s: float | int = 600,
+    **options: Any,
 ) -> Parallel:
     """Joins the processes that torchrun started, and says which of them this one is.
 
     A process that is in a group already stays in that one, which must have the same backend.
-
     device: "cuda", "cpu", or "auto": a GPU for each rank if there are so many, else the CPU.
     backend: "nccl" or "gloo"; None is "nccl" for GPUs and "gloo" for CPUs. `timeout_s` is how long
-    a collective may wait.
+    a collective may wait. options: those of DDP that Parallel has.
 
-    Raises ValueError for unknown names, for options that do not go together, outside torchrun, for
-    NCCL without a GPU for each rank, and when the meeting place cannot be had (a port in use).
+    Raises ValueError for unknown names, options that do not go together, no torchrun, NCCL without
+    a GPU for each rank, and a meeting place that cannot be had (a port in use).
     """
-    check(kind, backend, static_graph, find_unused_parameters, bucket_mb)
+    made = Parallel(kind, **options)
+    check(kind, backend, made.static_graph, made.find_unused_parameters, made.bucket_mb)
     if kind == "none":
         return SINGLE
     rank, ranks, local = place()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    on_gpu, backend = devices(here, backend, device)
+    on_gpu, backend = devices(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), backend, device)
     if on_gpu:
         torch.cuda.set_device(local)
-    joined = not dist.is_initialized()
+    joined, own = not dist.is_initialized(), f"cuda:{local}" if on_gpu else "cpu"
     if joined:
-        _meet(backend, timeout_s, torch.device("cuda", local) if backend == "nccl" else None)
+        bound = torch.device("cuda", local) if backend == "nccl" else None
+        try:
+            timeout = timedelta(seconds=timeout_s)
+            dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        except dist.DistError as error:
+            address, port = (os.environ[f"MASTER_{name}"] for name in ("ADDR", "PORT"))
+            if "EADDRINUSE" in str(error):
+                raise ValueError(
+                    f"port {port} is in use; give torchrun --master-port another one, or "
+                    "--standalone, which finds a free one"
+                ) from error
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"no meeting of ranks at {address}:{port}: {reason}") from error
     elif backend not in dist.get_backend():
         raise ValueError(f"this process meets the others by {dist.get_backend()}, not by {backend}")
-    return Parallel(
-        kind=kind,
-        rank=rank,
-        ranks=ranks,
-        device=f"cuda:{local}" if on_gpu else "cpu",
-        static_graph=static_graph,
-        find_unused_parameters=find_unused_parameters,
-        bucket_mb=bucket_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        joined=joined,
-    )
+    return replace(made, rank=rank, ranks=ranks, device=own, joined=joined)
 
 
 def check(
@@ -215,7 +202,7 @@ def check(
     """Raises ValueError for options that no number of ranks could use."""
     choice("parallel", kind, KINDS)
     if backend is not None:
-        choice("backend", backend, BACKENDS)
+        choice("backend", backend, ("gloo", "nccl"))
     if static_graph and find_unused_parameters:
         raise ValueError(
             "static_graph=True with find_unused_parameters=True: a static graph finds unused "
@@ -233,10 +220,8 @@ def check(
 
 
 def devices(ranks: int, backend: str | None = None, device: str = "auto") -> tuple[bool, str]:
-    """(whether on GPUs, backend) of `ranks` ranks on this machine.
-
-    Raises ValueError for NCCL or device "cuda" without a GPU for each.
-    """
+    """(whether on GPUs, backend) of `ranks` ranks on this machine. Raises ValueError for NCCL or
+    device "cuda" without a GPU for each."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = "backend='nccl'" if backend == "nccl" else "device='cuda'" if device == "cuda" else ""
     if device == "cpu" and backend == "nccl":
@@ -253,27 +238,10 @@ def devices(ranks: int, backend: str | None = None, device: str = "auto") -> tup
 
 def place() -> tuple[int, int, int]:
     """(rank, ranks, rank on this machine) as torchrun says it. Raises ValueError outside of it."""
-    missing = [
-        name
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        if name not in os.environ
-    ]
-    if missing:
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in os.environ]:
         raise ValueError(
             f"parallel training starts under torchrun, which sets {', '.join(missing)}: "
             "torchrun --nproc-per-node 2 -m nsa train --parallel ddp, or nsa train --ranks 2"
         )
-    return tuple(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-
-
-def _meet(backend: str, timeout_s: float | int, device: torch.device | None) -> None:
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
-    except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"port {os.environ['MASTER_PORT']} is in use; give torchrun --master-port another "
-                "one, or --standalone, which finds a free one"
-            ) from error
-        raise ValueError(f"no meeting of ranks at {where}: {str(error).splitlines()[0]}") from error
+    return tuple(int(os.environ[name]) for name in needed[:3])

@@ -1,8 +1,8 @@
-"""The models that the workbook measures, as functions that return a config.
+"""The models that the workbook measures: the case study's sizes, with three changes.
 
-Sizes are the case study's, with three changes: SwiGLU instead of a SiLU MLP of the same weight, the
-paper's sigmoid gate instead of a softmax one, and keys and scores that are right. With
-`gate="softmax"` the production model has exactly the case study's 78,295,332 parameters.
+SwiGLU instead of a SiLU MLP of the same weight, the paper's sigmoid gate instead of a softmax one,
+and keys and scores that are right. With `gate="softmax"` the production model has exactly the case
+study's 78,295,332 parameters.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,10 @@ from nsa.spelling import nearest
 
 def repro(layers: int = 5) -> ModelConfig:
     """The case study's memory table: T = 128 to 2048. 1,005,024 parameters with 5 layers."""
-    return ModelConfig(
-        name="repro",
-        layers=layers,
-        dim=128,
-        heads=8,
-        kv_heads=2,
-        head_dim=16,
-        nsa=NSAConfig(
-            compress_block=16, compress_stride=8, select_block=32, select_count=8, window=64
-        ),
-    )
+    sizes = {"dim": 128, "heads": 8, "kv_heads": 2, "head_dim": 16}
+    compressed = {"compress_block": 16, "compress_stride": 8}
+    nsa = NSAConfig(**compressed, select_block=32, select_count=8, window=64)
+    return ModelConfig("repro", layers, **sizes, nsa=nsa)
 
 
 def cpu_test() -> ModelConfig:
@@ -43,18 +36,14 @@ def smoke(layers: int = 6) -> ModelConfig:
 
 
 def step5() -> ModelConfig:
-    """One layer of `smoke`, on which the case study looked for its step-5 hang: T = 1024.
-
-    894,120 parameters.
-    """
+    """One layer of `smoke`, on which the case study looked for its step-5 hang: T = 1024. It has
+    894,120 parameters."""
     return smoke(layers=1).with_(name="step5")
 
 
 def production(layers: int = 12) -> ModelConfig:
-    """The case study's "125M" model, with the paper's block sizes: T = 2048.
-
-    78,578,736 parameters with 12 layers: a byte vocabulary, not a large one, makes it so small.
-    """
+    """The case study's "125M" model, with the paper's block sizes: T = 2048. 78,578,736 parameters
+    with 12 layers: a byte vocabulary, not a large one, makes it so small."""
     return ModelConfig(name="production", layers=layers, dim=768, heads=12, kv_heads=2, head_dim=64)
 
 
@@ -64,10 +53,8 @@ PRESETS: dict[str, Callable[..., ModelConfig]] = {
 
 
 def preset(name: str, **changes: Any) -> ModelConfig:
-    """The preset of that name with some fields changed, `nsa={...}` included.
-
-    Raises ValueError for an unknown preset or field, naming the nearest.
-    """
+    """The preset of that name with some fields changed, `nsa={...}` included. Raises ValueError for
+    an unknown preset or field, naming the nearest."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}; {nearest(name, PRESETS)}")
     return PRESETS[name]().with_(**changes)

@@ -6,7 +6,7 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,25 +31,21 @@ def save(trainer: "Trainer", path: str | os.PathLike) -> None:
         trainer.optimizer.state.clear()
         state.get("optimizer", {})["state"] = {}
     if trainer.parallel.rank == 0:
-        on_gpu = trainer.device.type == "cuda"
-        random = {
-            "cpu": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(trainer.device) if on_gpu else None,
+        random = {"cpu": torch.get_rng_state(), "cuda": None}
+        if trainer.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(trainer.device)
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "configs": _configs(trainer),
+            **state,
+            "scaler": trainer.scaler.state_dict(),
+            "random": random,
+            "steps_done": trainer.steps_done,
+            "tried": trainer._tried,
+            "torch": str(torch.__version__),
         }
-        write(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "configs": _configs(trainer),
-                **state,
-                "scaler": trainer.scaler.state_dict(),
-                "random": random,
-                "steps_done": trainer.steps_done,
-                "tried": trainer._tried,
-                "torch": str(torch.__version__),
-            },
-            file_of(path, trainer.steps_done),
-        )
+        write(content, file_of(path, trainer.steps_done))
     trainer.parallel.barrier()
 
 
@@ -105,14 +101,16 @@ def write(state: dict[str, Any], path: Path) -> None:
 
 
 def read(path: str | os.PathLike) -> dict[str, Any]:
-    """The state in a file, on the CPU. Nothing in it is executed.
-
-    Raises ValueError for a file that is truncated or of something else, and OSError where there is
-    none.
-    """
+    """The state in a file, on the CPU. Nothing in it is executed. Raises ValueError for a file that
+    is truncated or of something else, and OSError where there is none."""
     with open(path, "rb") as stream:
         try:
-            state = _checked(stream)
+            with zipfile.ZipFile(stream) as archive:
+                damaged = archive.testzip()  # torch itself does not look at its checksums
+            if damaged is not None:
+                raise ValueError(f"the checksum of {damaged} is wrong")
+            stream.seek(0)
+            state = torch.load(stream, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises whatever a foreign file leads it to
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             if isinstance(error, pickle.UnpicklingError):
@@ -129,20 +127,9 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
     return state
 
 
-def _checked(stream: BinaryIO) -> Any:
-    with zipfile.ZipFile(stream) as archive:
-        damaged = archive.testzip()  # torch itself does not look at its checksums
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} is wrong")
-    stream.seek(0)
-    return torch.load(stream, map_location="cpu", weights_only=True)
-
-
 def newest(folder: str | os.PathLike) -> dict[str, Any]:
-    """The state of the folder's last step that can be read; unreadable ones are warned of.
-
-    Raises FileNotFoundError for a folder without checkpoints, ValueError if none can be read.
-    """
+    """The state of the folder's last step that can be read; unreadable ones are warned of. Raises
+    FileNotFoundError for a folder without checkpoints, ValueError if none can be read."""
     files = checkpoints(folder)
     if not files:
         raise FileNotFoundError(f"there is no checkpoint (step-000500.pt) in {folder}")
@@ -152,10 +139,10 @@ def newest(folder: str | os.PathLike) -> dict[str, Any]:
             state = read(file)
         except ValueError as error:
             passed_over.append(str(error))
-            continue
-        for message in passed_over:
-            warnings.warn(f"passed over: {message}", RuntimeWarning, stacklevel=4)
-        return state
+        else:
+            for message in passed_over:
+                warnings.warn(f"passed over: {message}", RuntimeWarning, stacklevel=4)
+            return state
     raise ValueError(f"no checkpoint in {folder} can be read: {'; '.join(passed_over)}")
 
 
@@ -176,7 +163,7 @@ def differences(here: dict[str, dict], there: dict[str, dict]) -> list[str]:
     found = []
     for part, free in FREE.items():
         mine, other = _flat(here[part]), _flat(there[part])
-        for name in [*mine, *(name for name in other if name not in mine)]:
+        for name in mine | other:
             if name not in free and mine.get(name) != other.get(name):
                 found.append(f"{part} {name}: {mine.get(name)!r}, {other.get(name)!r}")
     return found
@@ -185,10 +172,8 @@ def differences(here: dict[str, dict], there: dict[str, dict]) -> list[str]:
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
+        nested = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {prefix + name: value}
     return flat
 
 

@@ -1,8 +1,8 @@
 """Real text from Hugging Face as it streams: FineWeb-Edu by default (pip install datasets).
 
-The stream is kept: each byte that arrives is appended to a file, and a batch is a function of the
-bytes that lie before it. So batches are random access like any other data's, a run can be resumed
-without the network as far as it had come, and two runs on one file see the same text.
+Each byte that arrives is appended to a file, and a batch is a function of the bytes that lie before
+it. So batches are random access like any other data's, a run can be resumed without the network as
+far as it had come, and two runs on one file see the same text.
 """
 
 import fcntl
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,10 +43,7 @@ class Stream:
     Documents are UTF-8 with a zero byte after each, in the order of the stream shuffled in a buffer
     of `shuffle_buffer` documents by `seed` (0: as they come). After `retries` failed attempts in a
     row, each twice as long after the last, NoText tells what the last one said. With HF_HUB_OFFLINE
-    set nothing is tried beyond the cache.
-
-    Processes may share a cache, as ranks do: each streams, and what one has written no other does.
-    What lies before the end of the cache is skipped by streaming past it, when more is needed.
+    set nothing is tried beyond the cache. Processes may share a cache, as ranks do.
     """
 
     dataset: str = FINEWEB_EDU
@@ -65,20 +63,15 @@ class Stream:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.cache = Path(self.cache or Path(home) / "nsa").expanduser()
-        self._documents: Iterator[str] | None = None
-        self._next_document = 0  # its number
-        self._stored: _Stored | None = None
+        self._documents, self._next_document = None, 0  # the rest of the stream, and its number
 
     @property
     def name(self) -> str:
         return "/".join(filter(None, (self.dataset, self.subset, self.split)))
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """`batch` passages of `tokens` bytes, and each byte's successor as its target.
-
-        Raises NoText where text is missing and cannot be fetched, ValueError where the data set
-        ends before.
-        """
+        """`batch` passages of `tokens` bytes, and each byte's successor as its target. NoText where
+        text is missing and cannot be fetched, ValueError where the data set ends before."""
         check_sizes(step, batch, tokens)
         size = batch * (tokens + 1)
         drawn = torch.frombuffer(bytearray(self._read(step * size, size)), dtype=torch.uint8)
@@ -86,18 +79,12 @@ class Stream:
 
     def record(self) -> dict[str, Any]:
         """What a run keeps of its text: what was asked for, and what has arrived of it."""
-        stored = self._store()
-        return {
-            "name": self.name,
-            "seed": self.seed,
-            "shuffle_buffer": self.shuffle_buffer,
-            "bytes": stored.bytes,
-            "documents": stored.documents,
-            "waited_s": self.waited_s,
-        }
+        asked = {name: getattr(self, name) for name in ("name", "seed", "shuffle_buffer")}
+        stored = {name: getattr(self._stored, name) for name in ("bytes", "documents")}
+        return asked | stored | {"waited_s": self.waited_s}
 
     def _read(self, first: int, count: int) -> bytes:
-        stored = self._store()
+        stored = self._stored
         while stored.bytes < first + count and stored.refresh() < first + count:
             document = self._next()
             if document is None:
@@ -115,7 +102,7 @@ class Stream:
         for attempt in range(1, self.retries + 1):
             try:
                 if self._documents is None:
-                    self._next_document = max(self._next_document, self._store().documents)
+                    self._next_document = max(self._next_document, self._stored.documents)
                     self._documents = self._open(skip=self._next_document)
                 return next(self._documents, None)
             except NoText:
@@ -150,24 +137,21 @@ class Stream:
         return (row[self.column] for row in rows)
 
     def _remedy(self) -> str:
-        have = f"{self._store().bytes} bytes of it are in {self._store().file}"
-        unset = "unset HF_HUB_OFFLINE, " if _offline() else "mind the network and HF_TOKEN, "
-        return f"{have}; {unset}copy a filled cache there, or read a file: data.text(path=...)"
+        have = f"{self._stored.bytes} bytes of it are in {self._stored.file}"
+        mend = "unset HF_HUB_OFFLINE" if _offline() else "mind the network and HF_TOKEN"
+        return f"{have}; {mend}, copy a filled cache there, or read a file: data.text(path=...)"
 
-    def _store(self) -> "_Stored":
-        if self._stored is None:
-            asked = [self.dataset, self.subset, self.split, self.column, self.seed]
-            asked.append(self.shuffle_buffer)
-            digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-            self._stored = _Stored(self.cache / f"stream-{digest}.bytes")
-        return self._stored
+    @cached_property
+    def _stored(self) -> "_Stored":
+        names = ("dataset", "subset", "split", "column", "seed", "shuffle_buffer")
+        asked = [getattr(self, name) for name in names]
+        digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+        return _Stored(self.cache / f"stream-{digest}.bytes")
 
 
 def stream(dataset: str = FINEWEB_EDU, seed: int = 1337, **options: Any) -> Stream:
-    """Text from Hugging Face, nothing of it read before the first batch; options as of Stream.
-
-    Of FineWeb-Edu it is the sample of 10 billion tokens, of other data sets the default subset.
-    """
+    """Text from Hugging Face, nothing of it read before the first batch; options as of Stream. Of
+    FineWeb-Edu it is the sample of 10 billion tokens, of other data sets the default subset."""
     subset = options.pop("subset", "sample-10BT" if dataset == FINEWEB_EDU else None)
     return Stream(dataset, subset, seed=seed, **options)
 

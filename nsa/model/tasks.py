@@ -3,28 +3,26 @@
 Random bytes stay at a loss of log(vocab) whether or not a model attends to anything, and on text a
 broken attention is only a little worse. Here a model that does not reach back answers by chance.
 
-Batches are as in `nsa.model.data`: a function of (seed, step), drawn on the CPU. A target is -100
-where nothing can be known, and every row scores the same number of tokens. Token 0 marks what is
-asked for or repeated; further ids are split between symbols, keys, values and filler as each task
-says.
+Batches are as in `nsa.model.data`. A target is -100 where nothing can be known, and every row
+scores the same number of tokens. Further ids than MARK are split between symbols, keys, values and
+filler as each task says.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
 from nsa.model.config import check_int
-from nsa.model.data import IGNORED, Batch, Device, check_sizes, generator
-from nsa.model.train import EVALUATION, Data
+from nsa.model.data import EVALUATION, IGNORED, Batch, Data, Device, check_sizes, generator
 from nsa.model.train_config import autocast
 
 MARK = 0  # starts a string, or asks for what follows a key
 
 
-class Task(Data, Protocol):
+class Task:
     """Data whose answers can be counted."""
 
     seed: int
@@ -33,6 +31,15 @@ class Task(Data, Protocol):
     @property
     def chance(self) -> float:
         """Accuracy of a model that knows the task's rules and sees nothing of the row."""
+        raise NotImplementedError
+
+    def record(self) -> dict[str, Any]:
+        """What it is: its name, its fields and its chance."""
+        return {"name": type(self).__name__.lower(), **asdict(self), "chance": self.chance}
+
+    def check_ints(self, **least: int) -> None:
+        for name, smallest in {"seed": 0, **least}.items():
+            check_int(name, getattr(self, name), smallest)
 
 
 def scored(ids: Int64[Tensor, "B T1"], answers: Int64[Tensor, "B S"], device: Device) -> Batch:
@@ -43,28 +50,15 @@ def scored(ids: Int64[Tensor, "B T1"], answers: Int64[Tensor, "B S"], device: De
 
 def limits(given: int | tuple[int, int] | None, most: int) -> tuple[int, int]:
     """(least, most) to draw from: as given, or `most` itself."""
-    if given is None:
-        return most, most
+    given = most if given is None else given
     return (given, given) if isinstance(given, int) else given
-
-
-class Recorded:
-    """A task that says what it is: its name, its fields and its chance."""
-
-    def record(self) -> dict[str, Any]:
-        return {"name": type(self).__name__.lower(), **asdict(self), "chance": self.chance}
-
-
-def check_ints(task: Any, **least: int) -> None:
-    for name, smallest in {"seed": 0, **least}.items():
-        check_int(name, getattr(task, name), smallest)
 
 
 def check_range(name: str, given: Any, least: int) -> None:
     """Raises unless it is None, a number or a pair (least, most), none of them too small."""
-    pair = given if isinstance(given, tuple) else (given, given)
     if given is None:
         return
+    pair = given if isinstance(given, tuple) else (given, given)
     if len(pair) != 2 or any(not isinstance(x, int) or isinstance(x, bool) for x in pair):
         raise TypeError(f"{name}={given!r} is not an int, a pair of ints (least, most) or None")
     if not least <= pair[0] <= pair[1]:
@@ -72,7 +66,7 @@ def check_range(name: str, given: Any, least: int) -> None:
 
 
 @dataclass(frozen=True)
-class Copy(Recorded):
+class Copy(Task):
     """A random string, marked, and once more after a second mark: each symbol of that is scored.
 
     No symbol comes twice in a string, so the one before tells which is next: two layers can do it,
@@ -88,7 +82,7 @@ class Copy(Recorded):
     distance: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        check_ints(self, vocab=4, length=1)
+        self.check_ints(vocab=4, length=1)
         if self.length > self.vocab - 2:
             raise ValueError(
                 f"length={self.length} symbols of which none comes twice need vocab >= "
@@ -127,7 +121,7 @@ class Copy(Recorded):
 
 
 @dataclass(frozen=True)
-class Needle(Recorded):
+class Needle(Task):
     """A value hidden in filler and asked for at the end of the row: one scored token.
 
     Without keys (`pairs` = 1) the only value in the row is the answer, and one layer finds it. With
@@ -147,7 +141,7 @@ class Needle(Recorded):
     distance: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        check_ints(self, vocab=4, values=2, pairs=1, filler=1)
+        self.check_ints(vocab=4, values=2, pairs=1, filler=1)
         if self.keys < (self.pairs if self.pairs > 1 else 0):
             raise ValueError(
                 f"vocab={self.vocab} leaves {self.keys} keys beside the mark, {self.values} values "
@@ -171,8 +165,7 @@ class Needle(Recorded):
         check_sizes(step, batch, tokens)
         random = generator(self.seed, step)
         keyed = self.pairs > 1
-        width = 2 if keyed else 1  # tokens of a pair
-        asked = 2 if keyed else 1  # tokens of the question
+        width = asked = 2 if keyed else 1  # tokens of a pair, and of the question
         low, high = (asked, tokens - width) if self.distance is None else limits(self.distance, 0)
         slots = (tokens - asked) // width
         if high > tokens - width or low < asked or slots < self.pairs + 1:
@@ -206,7 +199,7 @@ class Needle(Recorded):
 
 
 @dataclass(frozen=True)
-class Recall(Recorded):
+class Recall(Task):
     """Multi-query associative recall (arXiv 2312.04927): pairs first, then every key once more.
 
     `pairs` keys, each followed by its value; then `gap` tokens of filler (id 1), as many as fit by
@@ -221,7 +214,7 @@ class Recall(Recorded):
     gap: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        check_ints(self, vocab=4, pairs=1)
+        self.check_ints(vocab=4, pairs=1)
         if self.pairs > self.symbols:
             raise ValueError(
                 f"pairs={self.pairs} need as many keys; vocab={self.vocab} has {self.symbols}, "
@@ -264,8 +257,6 @@ class Recall(Recorded):
         return scored(ids, answers.expand(batch, -1), device)
 
 
-__all__ = ["IGNORED", "MARK", "TASKS", "Copy", "Needle", "Recall", "Task", "accuracy", "task"]
-
 TASKS = {task.__name__.lower(): task for task in (Copy, Needle, Recall)}
 
 
@@ -293,9 +284,7 @@ def accuracy(
     autocast. Waits for the device once.
     """
     device = next(model.parameters()).device
-    right = torch.zeros((), device=device)
-    scored = 0
-    training = model.training
+    right, scored, training = torch.zeros((), device=device), 0, model.training
     model.eval()
     try:
         for step in range(first_step, first_step + batches):

@@ -1,51 +1,34 @@
 """The training loop: one step for notebooks, trials and torchrun, and phases to be observed."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nsa.attention import witness
 from nsa.model import saving
-from nsa.model.captured import CapturedStep, check_capturable, on_stream, warmup_steps
-from nsa.model.data import Batch, Device, Share, share_of
+from nsa.model.data import EVALUATION, Data, Device, Share, share_of
 from nsa.model.parallel import SINGLE, Parallel
-from nsa.model.train_config import (
-    TrainConfig,
-    adamw,
-    autocast,
-    check_weights,
-    grad_scaler,
-    parameter_groups,
-    set_rate,
-)
+from nsa.model.train_config import TrainConfig, adamw, autocast, check_weights, set_rate
 
-__all__ = ["Data", "TrainConfig", "Trainer", "parameter_groups"]
+__all__ = ["EVALUATION", "Data", "TrainConfig", "Trainer"]
 
-EVALUATION = 2**40  # the first batch of evaluation, which no training reaches
-
-
-@runtime_checkable
-class Data(Protocol):
-    """Seeded and stateless in `step`, so that a run can be repeated from anywhere."""
-
-    def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
-        """(tokens, targets), both int64 [B, T]; targets of -100 are not scored."""
+WARMUP = 3  # steps before a capture: kernels are compiled and tuned, AdamW's state is made
+DDP_WARMUP = 11  # DDP times its first ten steps by events, which a graph cannot hold
 
 
 class Trainer:
     """Trains a LanguageModel, one batch a step; every rank of a job runs one.
 
     Each rank draws the same batch and takes its rows, micro-batch by micro-batch. Losses and
-    gradients are means over the scored targets of the whole batch, however it is split and wherever
-    the scored ones are, but each micro-batch needs at least one.
-
-    Weights, AdamW's states and gradients are fp32; "bf16" and "fp16" are autocast over them, and
-    fp16 scales the loss: a step whose gradients overflow is skipped, see `skipped_steps`. AdamW is
-    torch's fused one on a GPU. Decay is for parameters of two or more dimensions only.
+    gradients are means over the scored targets of the whole batch, however it is split; each
+    micro-batch needs at least one. Weights, AdamW's states and gradients are fp32; "bf16" and
+    "fp16" are autocast over them, and fp16 scales the loss and skips a step that overflows.
 
     Observers may have on_start(trainer), called once; on_phase(name, step), called at the start of
     "data", "forward", "backward" and "optimizer" and with "end" after the step; on_step(step,
@@ -54,10 +37,9 @@ class Trainer:
     gone at "end". A step out of a CUDA graph is "data", "graph", "end". Methods are looked up when
     observers are given, so without any a step pays for six empty loops, 0.7 us.
 
-    `model` is the bare model, `wrapped` what is called: the model, or DDP around it.
-
-    Raises ValueError for weights narrower than fp32, for a batch that cannot be split over the
-    ranks, and where a CUDA graph is asked for and cannot be had.
+    `model` is the bare model, `wrapped` what is called: the model, or DDP around it. Raises
+    ValueError for weights narrower than fp32, a batch that cannot be split over the ranks, and a
+    CUDA graph that cannot be had.
     """
 
     def __init__(
@@ -84,14 +66,17 @@ class Trainer:
         if config.seed is not None:
             model.reset_parameters(config.seed)
         self.model = model.to(self.device)
-        if config.compile:
-            compile_blocks(self.model)
+        if config.compile:  # in place: parameters keep their names, blocks share the code
+            for block in model.blocks:
+                block.compile(fullgraph=True, dynamic=False)
         self._stream = torch.cuda.Stream(self.device) if config.cuda_graph else None
         with on_stream(self._stream):  # DDP's hooks stay on the stream they are made on
             self.wrapped = parallel.wrap(self.model)
         self.parameters = list(self.model.parameters())  # a walk over 12 layers takes 0.5 ms
         self.optimizer = adamw(self.model, config, self.device)
-        self.scaler = grad_scaler(config.precision, self.device)
+        # fp16 gradients below 6e-8 would be 0 if the loss were not scaled
+        scaled = config.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.steps_done = 0
         self._tried = 0  # steps taken, and skipped ones; steps_done also counts those passed over
         self._captured = self._capture()
@@ -121,8 +106,8 @@ class Trainer:
     def step(self, step: int) -> Tensor:
         """Trains on batch number `step`; returns the loss, fp32, without waiting for the device.
 
-        Of several ranks each has its own share of it, whose mean over ranks is the batch's loss: a
-        step pays for no collective but the gradients'.
+        It is this rank's share, whose mean over ranks is the batch's loss: a step pays for no
+        collective but the gradients'.
         """
         with witness.where(step=step):
             self._enter("data", step)
@@ -144,16 +129,13 @@ class Trainer:
     def run(self, steps: int) -> list[float]:
         """Trains the next `steps` steps; returns their losses in nats, means over all ranks.
 
-        Waits for the device once, and has one collective for the losses, at the end.
-
-        If attention outputs were not finite, one RuntimeWarning names the place of the first: at
-        once on a CPU, at the end on a GPU. An open `witness.recording()` counts them as well.
+        Waits for the device once, and has one collective for the losses, at the end. If attention
+        outputs were not finite, one RuntimeWarning names the place of the first: at once on a CPU,
+        at the end on a GPU. An open `witness.recording()` counts them as well.
         """
         self.model.train()
-        losses = []
         with witness.recording() as seen:
-            for step in range(self.steps_done, self.steps_done + steps):
-                losses.append(self.step(step))
+            losses = [self.step(self.steps_done) for _ in range(steps)]
             seen.non_finite()  # warns
         return self.parallel.mean(torch.stack(losses)).tolist() if losses else []
 
@@ -163,8 +145,8 @@ class Trainer:
     ) -> float:
         """The loss in nats without training, a mean over `batches` batches and all ranks.
 
-        They are drawn from `data`, or from the training data, from `first_step` on: the default is
-        beyond every training step. Waits for the device once.
+        They are those of `data`, or of the training data, from `first_step` on, by default beyond
+        every training step. Waits for the device once.
         """
         if batches < 1:
             raise ValueError(f"batches={batches} must be at least 1")
@@ -181,9 +163,7 @@ class Trainer:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes all that a resumed run needs; a folder gets step-000500.pt. All ranks must call.
-
-        The file is there whole or not at all: what `path` held before stays until then.
-        """
+        The file is there whole or not at all: what `path` held before stays until then."""
         saving.save(self, path)
 
     def load(self, path: str | os.PathLike) -> None:
@@ -196,10 +176,7 @@ class Trainer:
         self._captured = self._capture()  # the old one reads what was replaced
 
     def close(self) -> None:
-        """Closes the observers and lets go of a captured step; a further one captures it anew.
-
-        The process group is its owner's to close, after this.
-        """
+        """Closes the observers and lets go of a captured step; a process group is closed after."""
         for close in _methods(self._observers, "close"):
             close()
         if self._captured is not None:
@@ -234,10 +211,11 @@ class Trainer:
         share = share_of(*batch, self.parallel, self.config.accumulate, self._rows)
         return share.to(self.device)
 
-    def _capture(self) -> CapturedStep | None:
+    def _capture(self) -> "CapturedStep | None":
         if not self.config.cuda_graph:
             return None
-        body = partial(self._train_on, enter=_silent)
+        # A graph has no phases: what observers do must not be captured.
+        body = partial(self._train_on, enter=lambda phase: None)
         return CapturedStep(body, self._stream, warmup_steps(self.parallel))
 
     def _drop_gradients(self) -> None:
@@ -249,15 +227,91 @@ class Trainer:
             on_phase(phase, step)
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """torch.compile of each block, in place: parameters keep their names, blocks share the code."""
-    for block in model.blocks:
-        block.compile(fullgraph=True, dynamic=False)
-
-
-def _silent(phase: str) -> None:
-    """A graph has no phases: what observers do must not be captured."""
-
-
 def _methods(observers: Iterable[Any], name: str) -> tuple[Any, ...]:
     return tuple(getattr(x, name) for x in observers if hasattr(x, name))
+
+
+def warmup_steps(parallel: Parallel) -> int:
+    """How many steps run as they are before one is captured."""
+    return DDP_WARMUP if parallel.kind == "ddp" else WARMUP
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is launched inside goes to `stream`, after and before all that the current one gets."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+class CapturedStep:
+    """body(share) -> loss, replayed from a CUDA graph.
+
+    The first `warmup` calls run the body as it is, on the stream of the later capture, on which
+    DDP must have been made too; the next one captures it. Inputs are copied into buffers that the
+    graph reads, so batches must keep their shapes. What the graph allocates stays allocated. Ranks
+    capture and replay together, and must `release` it before they leave the process group.
+    """
+
+    def __init__(
+        self, body: Callable[[Share], Tensor], stream: torch.cuda.Stream, warmup: int
+    ) -> None:
+        self.body, self.stream, self.warmup, self.calls = body, stream, warmup, 0
+        self.device = stream.device
+        self.graph = self.buffers = self.loss = None
+
+    def __call__(self, share: Share) -> Tensor:
+        self.calls += 1
+        if self.calls <= self.warmup:
+            current = torch.cuda.current_stream(self.device)
+            with on_stream(self.stream):
+                loss = self.body(share)
+            for x in share.tensors():
+                x.record_stream(self.stream)
+            loss.record_stream(current)
+            return loss
+        if self.graph is None:
+            self._capture(share)
+        for buffer, x in zip(self.buffers.tensors(), share.tensors(), strict=True):
+            buffer.copy_(x, non_blocking=True)
+        self.graph.replay()
+        return self.loss.clone()  # the next replay overwrites it
+
+    def release(self) -> None:
+        """Waits for the graph and lets go of it and its memory; the next call captures another."""
+        if self.graph is not None:
+            torch.cuda.synchronize(self.device)
+            self.graph.reset()
+        self.graph = self.buffers = self.loss = None
+
+    def _capture(self, share: Share) -> None:
+        self.buffers, graph = share.each(Tensor.clone), torch.cuda.CUDAGraph()
+        # Other threads pin memory meanwhile, which is theirs to do.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            self.loss = self.body(self.buffers)
+        self.graph = graph
+
+
+def check_capturable(config: TrainConfig, device: torch.device, parallel: Parallel) -> None:
+    """Raises ValueError where a whole step cannot be a CUDA graph, saying why."""
+    ddp = parallel.kind == "ddp" and dist.is_initialized()
+    sent_by = dist.get_backend() if ddp else "nccl"
+    reasons = {
+        f"needs a CUDA device, got device={str(device)!r}": device.type != "cuda",
+        "with precision='fp16': the loss scaler's decisions are not captured; precision='bf16' "
+        "needs no scaler": config.precision == "fp16",
+        "with parallel='fsdp': FSDP2 gathers and frees parameters by the host's hand in every "
+        "step; parallel='ddp' would do, or cuda_graph=False": parallel.kind == "fsdp",
+        "with find_unused_parameters=True: the host reads in every step what was unused; "
+        "static_graph=True finds it once": parallel.find_unused_parameters,
+        f"with backend={sent_by!r}: only NCCL's collectives can be captured; backend='nccl' "
+        "would do": "nccl" not in sent_by,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"cuda_graph=True {reason}")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from nsa.model.config import check_bool, check_complete, check_int, check_names, check_number
 from nsa.spelling import choice
 
-SCHEDULES = ("constant", "cosine")
-PRECISIONS = ("fp32", "bf16", "fp16")
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -43,40 +42,34 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "warmup_steps", "accumulate"):
             check_int(name, getattr(self, name))
-        if self.steps is not None:
-            check_int("steps", self.steps)
-        if self.seed is not None:
-            check_int("seed", self.seed, least=0)
+        for name, least in (("steps", 1), ("seed", 0)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), least)
         for name in ("compile", "cuda_graph"):
             check_bool(name, getattr(self, name))
         check_number("lr", self.lr, above=0.0)
-        check_number("min_lr", self.min_lr, least=0.0)
-        check_number("weight_decay", self.weight_decay, least=0.0)
+        for name in ("min_lr", "weight_decay"):
+            check_number(name, getattr(self, name), least=0.0)
         if self.clip is not None:
             check_number("clip", self.clip, above=0.0)
         for beta in self.betas:
             check_number("betas", beta, least=0.0, below=1.0)
-        choice("precision", self.precision, PRECISIONS)
-        self._check_schedule()
-        if self.batch % self.accumulate:
-            raise ValueError(
-                f"batch={self.batch} is not a multiple of accumulate={self.accumulate}; nearest "
-                f"that are: {self.batch // self.accumulate * self.accumulate or self.accumulate} "
-                f"and {(self.batch // self.accumulate + 1) * self.accumulate}"
-            )
-
-    def _check_schedule(self) -> None:
-        choice("schedule", self.schedule, SCHEDULES)
+        choice("precision", self.precision, ("fp32", *AUTOCAST))
+        choice("schedule", self.schedule, ("constant", "cosine"))
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is more than lr={self.lr}")
-        if self.schedule == "constant":
-            return
-        if self.steps is None:
+        if self.schedule == "cosine" and self.steps is None:
             raise ValueError("schedule='cosine' needs steps, the step at which it ends")
-        if self.steps < self.warmup_steps:
+        if self.schedule == "cosine" and self.steps < self.warmup_steps:
             raise ValueError(
                 f"steps={self.steps} end before warmup_steps={self.warmup_steps} do; "
                 "a shorter warm-up or more steps would do"
+            )
+        if self.batch % self.accumulate:
+            below = self.batch // self.accumulate * self.accumulate
+            raise ValueError(
+                f"batch={self.batch} is not a multiple of accumulate={self.accumulate}; nearest "
+                f"that are: {below or self.accumulate} and {below + self.accumulate}"
             )
 
     def rate(self, step: int) -> float:
@@ -114,25 +107,19 @@ class TrainConfig:
 def adamw(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
     """torch's fused AdamW on a GPU, where it also takes a loss scaler's decisions without a sync.
 
-    With a CUDA graph its rate is a tensor: a graph repeats numbers, and reads tensors anew.
+    Matrices, and anything of more dimensions, decay; norms and biases do not. With a CUDA graph its
+    rate is a tensor: a graph repeats numbers, and reads tensors anew.
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay}
+    plain = {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}
     return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
+        [decayed, plain],
         lr=torch.tensor(config.lr, device=device) if config.cuda_graph else config.lr,
         betas=config.betas,
         fused=device.type == "cuda" or None,
         capturable=config.cuda_graph,
     )
-
-
-def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
-    """Matrices (and anything of more dimensions) with weight decay, norms and biases without."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -144,26 +131,23 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_MASTER = (torch.float32, torch.float64)
-
-
 def check_weights(model: nn.Module) -> None:
     """Raises ValueError unless the weights are wide enough to be trained as they are."""
+    would_do = (
+        "keep the weights fp32 (model.float()) and let autocast compute: precision='bf16' would do"
+    )
     for name, parameter in model.named_parameters():
-        if parameter.dtype in _MASTER or not parameter.requires_grad:
+        if parameter.dtype in (torch.float32, torch.float64) or not parameter.requires_grad:
             continue
         if parameter.dtype == torch.float16:
             raise ValueError(
                 f"{name} is fp16: AdamW's eps of 1e-8 becomes 0 in fp16 weights, so that the first "
-                "zero gradient gives 0 / 0 and the loss is NaN from the second step on; keep the "
-                "weights fp32 (model.float()) and let autocast compute: precision='bf16' would do, "
-                "or 'fp16', which scales the loss too"
+                "zero gradient gives 0 / 0 and the loss is NaN from the second step on; "
+                f"{would_do}, or 'fp16', which scales the loss too"
             )
         raise ValueError(
             f"{name} is {str(parameter.dtype).removeprefix('torch.')}: updates smaller than its "
-            "rounding would be lost; keep the weights fp32 (model.float()) and let autocast "
-            "compute: precision='bf16' would do"
+            f"rounding would be lost; {would_do}"
         )
 
 
@@ -171,9 +155,4 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """What a forward runs under: autocast to bf16 or fp16 over fp32 weights, or nothing."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, _AUTOCAST[precision])
-
-
-def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """Scales losses in fp16, whose gradients below 6e-8 would be 0; elsewhere it does nothing."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    return torch.autocast(device.type, AUTOCAST[precision])

@@ -11,29 +11,17 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
+import nsa
 from nsa.lab import sweep
 from nsa.lab.process import child, family, preflight
 
-PREFIXES = (
-    "TORCH",
-    "PYTORCH",
-    "CUDA",
-    "CUBLAS",
-    "CUDNN",
-    "NCCL",
-    "TRITON",
-    "NSA_",
-    "OMP_",
-    "MKL_",
-    "SLURM_JOB",
-)
+PREFIXES = ("TORCH", "PYTORCH", "CUDA", "CUBLAS", "CUDNN", "NCCL", "TRITON")
+PREFIXES += ("NSA_", "OMP_", "MKL_", "SLURM_JOB")
 # how a run's processes find each other: different every time, and no setting
 OWN = ("NSA_RUN", sweep.RUN_ENDS, family.COOKIE, family.PARENT, child.PATH)
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SECRET = re.compile(r"token|secret|passw|credential|api_?key|auth", re.IGNORECASE)
-IDENTITY = re.compile(
-    r"user|account|nodelist|node_?name|host|partition|group|uid|gid|cluster", re.I
-)
+IDENTITY = re.compile("user|account|nodelist|node_?name|host|partition|group|uid|gid|cluster", re.I)
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -49,29 +37,29 @@ def snapshot(seed: int | None = None) -> dict:
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
         "gpus": gpus(),
-        **versions(),
-        "git": git_state(),
-        "seed": seed,
-        "allocator": {name: os.environ[name] for name in ALLOCATOR if name in os.environ},
-        "variables": relevant_variables(dict(os.environ)),
-    }
-
-
-def utc_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def versions() -> dict:
-    """Versions of the packages that decide the numbers; None where one is not installed."""
-    return {
-        "nsa": _version("nsa") or _own_version(),
+        # versions that decide the numbers; None where a package is not installed
+        "nsa": _version("nsa") or nsa.__version__,
         "torch": _version("torch"),
         "cuda": _cuda_of_torch(),
         "triton": _version("triton"),
         # flash-attn 2 and 4 are two distributions that may stand side by side
         "flash_attn": _version("flash-attn"),
         "flash_attn_4": _version("flash-attn-4"),
+        "git": git_state(),
+        "seed": seed,
+        "allocator": {name: os.environ[name] for name in ALLOCATOR if name in os.environ},
+        # those that change what runs, without secrets, identities or paths of this machine
+        "variables": {
+            name: _without_paths(value)
+            for name, value in sorted(os.environ.items())
+            if name.startswith(PREFIXES) and not SECRET.search(name) and not IDENTITY.search(name)
+            if name not in OWN
+        },
     }
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def provenance(environment: dict) -> dict:
@@ -84,16 +72,6 @@ def provenance(environment: dict) -> dict:
         "torch": environment.get("torch") or "",
         "triton": environment.get("triton") or "",
         "commit": commit + ("+dirty" if commit and git.get("dirty") else ""),
-    }
-
-
-def relevant_variables(variables: dict[str, str]) -> dict[str, str]:
-    """Those that change what runs, without secrets, identities or paths of this machine."""
-    return {
-        name: _without_paths(value)
-        for name, value in sorted(variables.items())
-        if name.startswith(PREFIXES) and not SECRET.search(name) and not IDENTITY.search(name)
-        if name not in OWN
     }
 
 
@@ -121,12 +99,8 @@ def visible_gpus(text: str, visible: str | None) -> list[dict]:
             continue
         index, uuid, name, memory_mib, capability, driver = cells
         memory_gib = round(float(memory_mib) / 1024, 1) if memory_mib.isdigit() else None
-        gpu = {
-            "name": name,
-            "memory_gib": memory_gib,
-            "compute_capability": capability,
-            "driver": driver,
-        }
+        gpu = {"name": name, "memory_gib": memory_gib}
+        gpu |= {"compute_capability": capability, "driver": driver}
         found.append((index, uuid, gpu))
     if visible is None:
         return [gpu for _, _, gpu in found]
@@ -145,19 +119,22 @@ def git_state(folder: Path | None = None) -> dict | None:
     the files without their history is told the commit by NSA_COMMIT; whether they are changed
     is then unknown (None).
     """
-    folder = Path(folder or PACKAGE.parent)
-    top = _output(["git", "-C", str(folder), "rev-parse", "--show-toplevel"])
+    top = str(folder or PACKAGE.parent)
+
+    def git(*words: str) -> str:
+        return _output(["git", "-C", top, *words]) or ""
+
+    commit = git("rev-parse", "--verify", "HEAD").strip() or None
     told = os.environ.get("NSA_COMMIT")
-    if told and not _output(["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"]):
+    if told and not commit:
         return {"commit": told, "dirty": None, "dirty_hash": None}
+    top = git("rev-parse", "--show-toplevel").strip()
     if not top:
         return None
-    top = top.strip()
     outside = ["--", ".", ":(exclude)runs", ":(exclude)figures"]
-    commit = (_output(["git", "-C", top, "rev-parse", "--verify", "HEAD"]) or "").strip() or None
-    difference = _output(["git", "-C", top, "diff", "HEAD", *outside]) or "" if commit else ""
-    listed = ["git", "-C", top, "ls-files", "-z", "--others", "--exclude-standard", *outside]
-    untracked = sorted(name for name in (_output(listed) or "").split("\0") if name)
+    difference = git("diff", "HEAD", *outside) if commit else ""
+    listed = git("ls-files", "-z", "--others", "--exclude-standard", *outside)
+    untracked = sorted(filter(None, listed.split("\0")))
     if not difference and not untracked:
         return {"commit": commit, "dirty": False, "dirty_hash": None}
     digest = hashlib.sha256(difference.encode(errors="surrogateescape"))
@@ -172,17 +149,16 @@ def git_state(folder: Path | None = None) -> dict | None:
 def _output(command: list[str]) -> str | None:
     """What a command printed, or None when it is missing, fails or does not answer."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command,
             capture_output=True,
+            check=True,
+            timeout=20,
             text=True,
             errors="surrogateescape",
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _version(distribution: str) -> str | None:
@@ -192,21 +168,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _own_version() -> str | None:
-    import nsa
-
-    return getattr(nsa, "__version__", None)
-
-
 def _cuda_of_torch() -> str | None:
     """The CUDA version torch was built for, read from its version file: torch stays unimported."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
+    spec = importlib.util.find_spec("torch")
+    if not spec or not spec.origin:
         return None
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        file = Path(folder, "version.py")
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        if found := re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", text, re.M):
-            return found.group(1)
-    return None
+    file = Path(spec.origin).with_name("version.py")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", text, re.M)
+    return found and found[1]

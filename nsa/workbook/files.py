@@ -11,7 +11,7 @@ from typing import Any
 def write_atomically(path: str | Path, content: str | bytes) -> Path:
     """Write beside the target, then rename over it."""
     path = Path(path)
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    data = content.encode() if isinstance(content, str) else content
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

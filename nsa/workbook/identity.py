@@ -12,9 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
     """A notebook by path, name, number or part of its name (`01`, `memory_scaling`, `scaling`).
-
-    ValueError when the path leads nowhere; when no name or several fit, it names the nearest.
-    """
+    ValueError when the path leads nowhere; when no name or several fit, it names the nearest."""
     path = Path(name)
     if path.suffix == ".ipynb" and path.is_file():
         return path
@@ -25,11 +23,12 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
     if not found:
         raise ValueError(f"no notebooks in {folder}; name one by its path")
     name = path.stem if path.suffix == ".ipynb" else str(name)
-    without_number = {re.sub(r"^\d+_", "", stem): stem for stem in found}
-    if name in found or name in without_number:
-        return found[without_number.get(name, name)]
-    fits = [s for s in found if s.startswith(name) or re.sub(r"^\d+_", "", s).startswith(name)]
-    fits = fits or [stem for stem in found if name in stem]
+    named = {stem: (stem, re.sub(r"^\d+_", "", stem)) for stem in found}
+    fits = (
+        [stem for stem, names in named.items() if name in names]
+        or [stem for stem, names in named.items() if any(n.startswith(name) for n in names)]
+        or [stem for stem in found if name in stem]
+    )
     if len(fits) == 1:
         return found[fits[0]]
     if fits:

@@ -73,14 +73,12 @@ def panels(count: int, height: float):
     """A figure and `count` axes of that height in inches, two a row."""
     import matplotlib.pyplot as plt
 
-    columns = min(count, 2)
-    rows = -(-count // columns)
+    columns, rows = min(count, 2), -(-count // 2)
     width = 6.4 if count == 1 else 10.5
     fig, grid = plt.subplots(rows, columns, figsize=(width, height * rows + 0.5), squeeze=False)
-    axes_list = list(grid.flat)
-    for spare in axes_list[count:]:
+    for spare in grid.flat[count:]:
         spare.set_visible(False)
-    return fig, axes_list[:count]
+    return fig, list(grid.flat[:count])
 
 
 def legend(fig, axes_list) -> None:
@@ -97,7 +95,7 @@ def legend(fig, axes_list) -> None:
             break
         made.remove()  # it would be cut off at both sides of the figure
     rows = -(-len(found) // columns)
-    even = -(-len(found) // rows)  # as many in the last row as in the others, or nearly
+    even = -(-len(found) // rows)  # the last row is about as long as the others
     if even < columns:
         made.remove()
         fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=even)
@@ -173,7 +171,7 @@ def peaks(df, mode: str):
     """The peaks of that mode; ValueError where there is none, with the modes there are."""
     rows = over_tokens(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == mode)]
-    if not len(rows):
+    if rows.empty:
         modes = sorted(set(df["mode"]))
         raise ValueError(f"no peak_memory rows over tokens in MiB of mode {mode!r}; modes: {modes}")
     return rows
@@ -181,9 +179,7 @@ def peaks(df, mode: str):
 
 def models(rows) -> dict:
     """Rows by model, in order of appearance, each sorted by T; of a point measured twice the last.
-
-    So a notebook's cell that is executed again replaces its points.
-    """
+    So a notebook's cell that is executed again replaces its points."""
     rows = rows.assign(model=[metrics.model_name(config) for config in metrics.configs(rows)])
     point = ["model", "backend", "mode", "metric", "x_value"]
     rows = rows.drop_duplicates(point, keep="last")
@@ -204,10 +200,10 @@ def by_tokens(rows, values: str, index=("model", "backend")):
 
 def backends(frame) -> list[tuple]:
     """(backend, its rows), those of `LOOKS` first and in that order."""
-    order = list(LOOKS)
-    present = list(dict.fromkeys(frame["backend"]))
-    present.sort(key=lambda name: order.index(name) if name in order else len(order))
-    return [(name, frame[frame["backend"] == name]) for name in present]
+    present = dict.fromkeys(frame["backend"])
+    ordered = [name for name in LOOKS if name in present]
+    ordered += [name for name in present if name not in LOOKS]
+    return [(name, frame[frame["backend"] == name]) for name in ordered]
 
 
 def largest_common(frame) -> float:

@@ -1,30 +1,15 @@
 """metrics.csv: one long table, the same columns for every notebook, so any script reads any run."""
 
+import contextlib
 import json
 from pathlib import Path
 
 from nsa.spelling import nearest
 from nsa.workbook.files import plain
 
-COLUMNS = (
-    "operation",
-    "backend",
-    "mode",
-    "metric",
-    "unit",
-    "x_name",
-    "x_value",
-    "median",
-    "q20",
-    "q80",
-    "config",
-    "gpu",
-    "torch",
-    "triton",
-    "commit",
-    "date",
-)
 NUMBERS = ("x_value", "median", "q20", "q80")
+MEASURED = ("operation", "backend", "mode", "metric", "unit", "x_name", *NUMBERS, "config")
+COLUMNS = (*MEASURED, "gpu", "torch", "triton", "commit", "date")
 
 
 def row(given: dict, facts: dict) -> dict:
@@ -69,27 +54,24 @@ def read(path: str | Path):
     if not Path(path).is_file():
         return table([])
     texts = {column: str for column in COLUMNS if column not in NUMBERS}
-    found = pandas.read_csv(
-        path, dtype=texts, keep_default_na=False, na_values={name: [""] for name in NUMBERS}
-    )
+    nothing = {name: [""] for name in NUMBERS}
+    found = pandas.read_csv(path, dtype=texts, keep_default_na=False, na_values=nothing)
     return found.astype(dict.fromkeys(NUMBERS, float))
 
 
 def configs(frame):
     """The config column as a list of dicts; what is no JSON object is an empty one."""
-    found = []
-    for text in frame["config"]:
-        try:
-            value = json.loads(text) if isinstance(text, str) and text else text
-        except ValueError:
-            value = {}
-        found.append(value if isinstance(value, dict) else {})
-    return found
+
+    def read_one(text):
+        with contextlib.suppress(TypeError, ValueError):
+            text = json.loads(text)
+        return text if isinstance(text, dict) else {}
+
+    return [read_one(text) for text in frame["config"]]
 
 
 def model_name(config: dict) -> str:
     """A model's name as every table and plot shows it, e.g. "repro, 5 layers"."""
     name, layers = str(config.get("preset") or config.get("model") or ""), config.get("layers")
-    if not layers:
-        return name
-    return f"{name}, {layers} layer{'s' if layers != 1 else ''}".strip(", ")
+    depth = f"{layers} layer{'s' if layers != 1 else ''}" if layers else ""
+    return ", ".join(filter(None, (name, depth)))

@@ -4,25 +4,17 @@ papermill checks nothing: an unknown name is a warning and `-p N ten` runs with 
 """
 
 import ast
-import math
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nsa.spelling import nearest
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
-EXAMPLES = {
-    "int": "4",
-    "float": "0.5",
-    "str": "cpu",
-    "bool": "true",
-    "list[int]": "128,256",
-    "list[float]": "0.5,1.0",
-    "list[str]": "gather,sdpa",
-}
+EXAMPLES = {"int": "4", "float": "0.5", "str": "cpu", "bool": "true"}
+EXAMPLES |= {"list[int]": "128,256", "list[float]": "0.5,1.0", "list[str]": "gather,sdpa"}
 RANGE = re.compile(r"\(\s*(-?[\d.]+?)\s*\.\.\s*(-?\d[\d.]*)?\s*\)")
 CHOICES = re.compile(r"one of:?\s+([^;()]+)")
 
@@ -43,16 +35,13 @@ class Parameter:
     @property
     def range(self) -> tuple[float, float] | None:
         found = RANGE.search(self.help)
-        if not found:
-            return None
-        return float(found.group(1)), float(found.group(2)) if found.group(2) else math.inf
+        return found and (float(found[1]), float(found[2] or "inf"))
 
     @property
     def choices(self) -> tuple[str, ...]:
         found = CHOICES.search(self.help)
-        if not found:
-            return ()
-        return tuple(word.strip(" .'\"`") for word in found.group(1).split(",") if word.strip())
+        words = found[1].split(",") if found else ()
+        return tuple(word.strip(" .'\"`") for word in words if word.strip())
 
 
 def declared(notebook: str | Path) -> dict[str, Parameter]:
@@ -88,14 +77,13 @@ def _parameter(notebook: str, entry: dict) -> Parameter:
         raise ValueError(f"{notebook}: {name} has type {kind}; known are {', '.join(EXAMPLES)}")
     if not entry["help"].strip():
         raise ValueError(f"{notebook}: {name} has no comment; say what it means after a '#'")
+    text = entry["default"]
     try:
-        default = ast.literal_eval(entry["default"])
+        parameter = Parameter(name, kind, ast.literal_eval(text), entry["help"].strip())
     except (ValueError, SyntaxError):
-        raise ValueError(
-            f"{notebook}: the default of {name} is {entry['default']}; it must be a literal"
-        ) from None
-    parameter = Parameter(name, kind, default, entry["help"].strip())
-    return Parameter(name, kind, _checked(parameter, default), parameter.help)
+        message = f"{notebook}: the default of {name} is {text}; it must be a literal"
+        raise ValueError(message) from None
+    return replace(parameter, default=_checked(parameter, parameter.default))
 
 
 def parse(text: str, kind: str) -> Any:
@@ -116,7 +104,7 @@ def parse(text: str, kind: str) -> Any:
         quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
         return text[1:-1] if quoted else text
     try:
-        return {"int": int, "float": float}[kind](text)
+        return TYPES[kind](text)
     except ValueError:
         return text
 
@@ -137,8 +125,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         where = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "unreadable"
         raise ValueError(f"{path}{where} is not YAML: {problem}") from None
-    if content is None:
-        return {}
+    content = {} if content is None else content
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ValueError(
             f"{path} line 1 holds a {type(content).__name__}, not a mapping; "
@@ -149,7 +136,12 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 def check(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
     """`given` with every value of the declared type; ValueError for the first that is not."""
-    return {name: _checked(_find(declared, name), value) for name, value in given.items()}
+    found = {}
+    for name, value in given.items():
+        if name not in declared:
+            raise ValueError(f"unknown parameter {name!r}; {nearest(name, declared, 0.4)}")
+        found[name] = _checked(declared[name], value)
+    return found
 
 
 def filled(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
@@ -157,28 +149,20 @@ def filled(declared: dict[str, Parameter], given: dict[str, Any]) -> dict[str, A
     return {name: parameter.default for name, parameter in declared.items()} | given
 
 
-def _find(declared: dict[str, Parameter], name: str) -> Parameter:
-    if name in declared:
-        return declared[name]
-    raise ValueError(f"unknown parameter {name!r}; {nearest(name, declared, 0.4)}")
-
-
 def _checked(parameter: Parameter, value: Any) -> Any:
     kind = parameter.type
-    if kind.startswith("list["):
-        if not isinstance(value, list | tuple):
-            raise _wrong(parameter, value)
-        return [_one(parameter, kind[5:-1], item) for item in value]
-    return _one(parameter, kind, value)
+    if not kind.startswith("list["):
+        return _one(parameter, kind, value)
+    if not isinstance(value, list | tuple):
+        raise _wrong(parameter, value)
+    return [_one(parameter, kind[5:-1], item) for item in value]
 
 
 def _one(parameter: Parameter, kind: str, value: Any) -> Any:
     # True is an int for Python, and never what a caller of `layers=` meant
-    if isinstance(value, bool) and kind != "bool":
-        raise _wrong(parameter, value)
-    if kind == "float" and isinstance(value, int):
+    if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if not isinstance(value, TYPES[kind]):
+    if not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise _wrong(parameter, value)
     limits, choices = parameter.range, parameter.choices
     if limits and kind in ("int", "float") and not limits[0] <= value <= limits[1]:
@@ -190,11 +174,9 @@ def _one(parameter: Parameter, kind: str, value: Any) -> Any:
 
 
 def _wrong(parameter: Parameter, value: Any) -> ValueError:
-    kind = parameter.type
-    return ValueError(
-        f"{parameter.name} wants {kind}, got {value!r} ({type(value).__name__}); "
-        f"for example {parameter.name}={EXAMPLES[kind]}"
-    )
+    name, kind = parameter.name, parameter.type
+    got = f"{value!r} ({type(value).__name__})"
+    return ValueError(f"{name} wants {kind}, got {got}; for example {name}={EXAMPLES[kind]}")
 
 
 def table(parameters: dict[str, Parameter]) -> str:

@@ -1,5 +1,6 @@
 """record.json: the manifest of a run, kept true while it runs and after."""
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -12,8 +13,7 @@ from nsa.workbook.environment import utc_now
 from nsa.workbook.files import read_json, write_json
 
 SCHEMA = 1
-STATUSES = ("running", "ok", "failed", "timeout", "killed", "interrupted", "lost")
-STATUS_OF = {
+STATUS_OF = {  # before its end a run is "running", or "lost" where its runner is gone
     "ok": "ok",
     "error": "failed",
     "timeout": "timeout",
@@ -30,7 +30,6 @@ class Record:
 
     def __init__(self, folder: Path, notebook: str, question: str, beat_s: float = 15.0):
         self.path = Path(folder) / "record.json"
-        self._lock = threading.Lock()
         self._done = threading.Event()
         self._began = time.monotonic()
         self.content = {
@@ -71,38 +70,30 @@ class Record:
     def _beat(self, beat_s: float) -> None:
         while not self._done.wait(beat_s):
             self.content["heartbeat"] = utc_now()
-            try:
+            # a full disk must not end the run; the next beat tries again
+            with contextlib.suppress(OSError):
                 self._write()
-            except OSError:  # a full disk must not end the run; the next beat tries again
-                continue
 
     def _write(self) -> None:
-        with self._lock:
-            write_json(self.path, self.content)
+        write_json(self.path, self.content)
 
 
-def status_now(record: dict, lost_after_s: float = LOST_AFTER_S) -> str:
-    """The stored status, but `lost` for a run whose runner is gone.
-
-    A live runner on this machine is never lost, however old its heartbeat (a suspended laptop).
-    """
-    status = record.get("status", "lost")
-    if status != "running":
-        return status
+def status_now(record: dict) -> str:
+    """The stored status, but `lost` for a run whose runner is gone. A live runner on this machine
+    is never lost, however old its heartbeat (a suspended laptop)."""
+    if record.get("status") != "running":
+        return record.get("status", "lost")
     try:
         beat = datetime.fromisoformat(record["heartbeat"])
         age_s = (datetime.now(UTC) - beat).total_seconds()
     except (KeyError, ValueError, TypeError):
         age_s = float("inf")
-    return "lost" if age_s > lost_after_s and not _runner_lives(record) else "running"
-
-
-def _runner_lives(record: dict) -> bool:
-    if record.get("machine") != machine():
-        return False
-    started = process_start(record.get("pid") or -1)
-    # the system gives numbers of ended processes to new ones
-    return started is not None and started == record.get("pid_started")
+    if age_s <= LOST_AFTER_S:
+        return "running"
+    here = record.get("machine") == machine()
+    started = process_start(record.get("pid") or -1) if here else None
+    # compared, because the system gives numbers of ended processes to new ones
+    return "running" if started and started == record.get("pid_started") else "lost"
 
 
 def process_start(pid: int) -> float | None:

@@ -44,13 +44,11 @@ def clean(paths: list[Path], check: bool = False) -> int:
 
 def execute(path: Path) -> None:
     """Run every cell in a fresh kernel of this interpreter; replace the file once all passed.
-
-    nbclient.exceptions.CellExecutionError when a cell fails; the file is then as it was.
-    """
+    nbclient.exceptions.CellExecutionError when a cell fails; the file is then as it was."""
     import nbformat
     from nbclient import NotebookClient
 
-    from nsa.workbook.interpreter import kernel_manager
+    from nsa.workbook.kernel import kernel_manager
 
     class Client(NotebookClient):
         def create_kernel_manager(self):
@@ -59,12 +57,8 @@ def execute(path: Path) -> None:
 
     notebook = nbformat.read(path, as_version=4)
     notebook.metadata.kernelspec = dict(KERNEL)
-    client = Client(
-        notebook,
-        timeout=CELL_TIMEOUT_S,
-        record_timing=False,
-        resources={"metadata": {"path": str(path.parent)}},
-    )
+    where = {"metadata": {"path": str(path.parent)}}
+    client = Client(notebook, timeout=CELL_TIMEOUT_S, record_timing=False, resources=where)
     cookie = family.new_cookie()
     try:
         client.execute(env=family.environment({**os.environ, "NSA_HEADLESS": "1"}, cookie))
@@ -89,9 +83,8 @@ def lighter(png: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m nsa.workbook.refresh", description=__doc__.splitlines()[0]
-    )
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m nsa.workbook.refresh", description=about)
     parser.add_argument("notebooks", nargs="*", type=Path)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--check", action="store_true", help="only fail if one is not clean")

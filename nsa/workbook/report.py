@@ -3,41 +3,32 @@
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from nsa.workbook import environment, store
+from nsa.workbook import environment, parameters, store
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.record import load, status_now
 
-
-def publish_figures(folder: Path, root: Path, figures: Path) -> list[Path]:
-    """Copy a run's PNG and SVG figures to `figures`, each beside a JSON that names the run.
-
-    `folder` is the run's, below `root`. OSError where `figures` cannot be written.
-    """
-    sources = sorted(p for p in (folder / "figures").glob("*") if p.suffix in (".png", ".svg"))
-    if not sources:
-        return []
-    facts = environment.provenance(read_json(folder / "environment.json", {}))
-    record = load(folder)
-    figures.mkdir(parents=True, exist_ok=True)
-    copies = []
-    for source in sources:
-        copy = figures / f"{record['notebook']}--{source.name}"
-        copies.append(write_atomically(copy, source.read_bytes()))
-        origin = {
-            "figure": source.stem,
-            "notebook": record["notebook"],
-            "run": folder.relative_to(root).as_posix(),
-            "date": record["started"],
-            **facts,
-        }
-        write_json(copy.with_suffix(".json"), origin)
-    return copies
-
-
 TEMPLATES = Path(__file__).with_name("templates")
 REMOTE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
+
+
+def publish_figures(folder: Path, root: Path, figures: Path) -> None:
+    """Copy a run's PNG and SVG figures to `figures`, each beside a JSON that names the run.
+    `folder` is the run's, below `root`. OSError where `figures` cannot be written."""
+    sources = sorted(p for p in (folder / "figures").glob("*") if p.suffix in (".png", ".svg"))
+    if not sources:
+        return
+    record = load(folder)
+    notebook = record["notebook"]
+    of_run = {"run": folder.relative_to(root).as_posix(), "date": record["started"]}
+    of_run |= environment.provenance(read_json(folder / "environment.json", {}))
+    figures.mkdir(parents=True, exist_ok=True)
+    for source in sources:
+        copy = write_atomically(figures / f"{notebook}--{source.name}", source.read_bytes())
+        origin = {"figure": source.stem, "notebook": notebook, **of_run}
+        write_json(copy.with_suffix(".json"), origin)
 
 
 def render(source: str | Path) -> Path:
@@ -47,6 +38,7 @@ def render(source: str | Path) -> Path:
     ValueError when there is no notebook to show.
     """
     import nbformat
+    from nbconvert.exporters import HTMLExporter
 
     source = Path(source)
     folder = source if source.is_dir() else source.parent
@@ -57,7 +49,13 @@ def render(source: str | Path) -> Path:
     content = nbformat.read(notebook, as_version=4)
     marked = "papermill-error-cell-tag"  # the header and the open cell say it already
     content.cells = [c for c in content.cells if marked not in c.metadata.get("tags", [])]
-    exporter = _exporter()
+    exporter = HTMLExporter(
+        template_file="report.html.j2",
+        extra_template_paths=[str(TEMPLATES)],
+        exclude_anchor_links=True,
+    )
+    # widgets are left out; the state they saved would only make the file large
+    exporter.exclude_output_prompt = exporter.exclude_input_prompt = True
     html, _ = exporter.from_notebook_node(content, {"report": _header(folder, notebook)})
     return write_atomically(target, _closed(html, notebook.parent))
 
@@ -71,9 +69,8 @@ def index(root: str | Path) -> Path:
     for folder in reversed(store.open_store(root).folders()):
         row = {k: "" if v is None else v for k, v in store.summary(folder, root).items()}
         row["started"] = _when(row)
-        row["link"] = (
-            quote(f"{row['run']}/report.html") if (folder / "report.html").is_file() else ""
-        )
+        there = (folder / "report.html").is_file()
+        row["link"] = quote(f"{row['run']}/report.html") if there else ""
         rows.append(row)
     template = jinja2.Template((TEMPLATES / "index.html.j2").read_text(encoding="utf-8"))
     root.mkdir(parents=True, exist_ok=True)
@@ -92,37 +89,30 @@ def style() -> str:
     return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{plain}\n{own}"
 
 
-def _exporter():
-    from nbconvert.exporters import HTMLExporter
-
-    exporter = HTMLExporter(
-        template_file="report.html.j2",
-        extra_template_paths=[str(TEMPLATES)],
-        exclude_anchor_links=True,
-    )
-    # widgets are left out; the state they saved would only make the file large
-    exporter.exclude_output_prompt = exporter.exclude_input_prompt = True
-    return exporter
-
-
 def _header(folder: Path, notebook: Path) -> dict:
     record = load(folder)
-    environment = read_json(folder / "environment.json", {})
-    run = record.get("run_id") or notebook.stem
-    return {
+    run, seconds = record.get("run_id") or notebook.stem, record.get("seconds")
+    lasted = ""
+    if seconds is not None:
+        lasted = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+    header = {
         "title": f"{record.get('notebook') or notebook.stem} · {_when(record)}".strip(" ·"),
-        "crumb": " · ".join(filter(None, [run, _when(record), _duration(record)])),
-        "status": status_now(record) if record else "notebook",
-        "message": record.get("message", ""),
-        "verdicts": read_json(folder / "verdicts.json", []) if record else [],
-        "tables": [
-            {"name": "Parameters", "rows": _parameters(folder), "open": False},
-            {"name": "Environment", "rows": _environment(environment), "open": False},
-        ]
-        if record
-        else [],
+        "crumb": " · ".join(filter(None, [run, _when(record), lasted])),
+        "status": "notebook",
+        "tables": {},
+        "footer": run,
         "style": style(),
-        "footer": f"{run}. The numbers are in metrics.csv beside this file." if record else run,
+    }
+    if not record:
+        return header
+    facts, file = read_json(folder / "environment.json", {}), folder / "parameters.yaml"
+    given = parameters.read_file(file) if file.is_file() else {}
+    return header | {
+        "status": status_now(record),
+        "message": record.get("message", ""),
+        "verdicts": read_json(folder / "verdicts.json", []),
+        "tables": {"Parameters": list(given.items()), "Environment": _environment(facts)},
+        "footer": f"{run}. The numbers are in metrics.csv beside this file.",
     }
 
 
@@ -130,22 +120,7 @@ def _when(record: dict) -> str:
     return (record.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
 
 
-def _duration(record: dict) -> str:
-    seconds = record.get("seconds")
-    if seconds is None:
-        return ""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
-
-
-def _parameters(folder: Path) -> list[tuple[str, str]]:
-    import yaml
-
-    file = folder / "parameters.yaml"
-    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return [(name, str(value)) for name, value in (content or {}).items()]
-
-
-def _environment(facts: dict) -> list[tuple[str, str]]:
+def _environment(facts: dict) -> list[tuple[str, Any]]:
     gpus = [
         "{name}, {memory_gib} GiB, compute {compute_capability}, driver {driver}".format(**g)
         for g in facts.get("gpus") or []
@@ -155,12 +130,10 @@ def _environment(facts: dict) -> list[tuple[str, str]]:
     names = ("python", "platform", "cpu_cores", "nsa", "torch", "cuda", "triton")
     names += ("flash_attn", "flash_attn_4", "seed", "date")
     rows = [("gpu", "; ".join(gpus) or "none")]
-    rows += [(name, str(facts[name])) for name in names if facts.get(name) is not None]
-    rows.append(
-        ("commit", commit + (f" and changes {git['dirty_hash'][:12]}" if git.get("dirty") else ""))
-    )
-    rows += list({**facts.get("allocator", {}), **facts.get("variables", {})}.items())
-    return rows
+    rows += [(name, facts[name]) for name in names if facts.get(name) is not None]
+    changes = f" and changes {git['dirty_hash'][:12]}" if git.get("dirty") else ""
+    rows.append(("commit", commit + changes))
+    return rows + list((facts.get("allocator", {}) | facts.get("variables", {})).items())
 
 
 def _closed(html: str, folder: Path) -> str:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.sweep import RUN_ENDS
-from nsa.workbook import environment, identity, parameters, store
+from nsa.workbook import environment, identity, parameters, report, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.record import Record, load
-from nsa.workbook.report import publish_figures
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,6 @@ class RunResult:
     verdicts: list[dict] = field(default_factory=list)
     report: Path | None = None
     message: str = ""
-
-    @property
-    def run_id(self) -> str:
-        return self.folder.name
 
     @property
     def good(self) -> bool:
@@ -51,16 +46,18 @@ def run_notebook(
     again: bool = False,
     progress: bool = True,
     notebooks: str | Path = "notebooks",
-    figures: str | Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
     """Execute a notebook with `given` parameters into a new folder below `root`.
 
     A run of the same id that reached its end is returned instead, whatever its verdicts, unless
-    `again`. `figures` (default: beside `root`) receives the figures of a run that reached its end.
-    Wrong names, parameters, deadlines and an unwritable `root` raise ValueError before anything
-    starts; later failures are the result.
+    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. Wrong
+    names, parameters, deadlines and an unwritable `root` raise ValueError before anything starts;
+    later failures are the result.
     """
+    import yaml
+
+    root = Path(root)
     notebook = identity.find_notebook(name_or_path, notebooks)
     declared = parameters.declared(notebook)
     given = parameters.check(declared, given or {})
@@ -70,11 +67,12 @@ def run_notebook(
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
     snapshot = environment.snapshot(full.get("seed"))
     name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
-    if not again and (earlier := _finished(Path(root), name)):
+    if not again and (earlier := _finished(root, name)):
         say(f"this run exists: {earlier} (run it again with --again)")
-        return _cached(earlier)
+        return _result(earlier, cached=True)
     folder = store.create_folder(root, name)
-    write_atomically(folder / "parameters.yaml", _yaml(full))
+    settings = yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
+    write_atomically(folder / "parameters.yaml", settings)
     write_json(folder / "environment.json", snapshot)
     record = Record(folder, notebook.stem, identity.question(notebook))
     say(f"running {notebook.stem} into {folder}")
@@ -92,17 +90,37 @@ def run_notebook(
         message = f"{type(error).__name__}: {error}"
     finally:
         content = record.close(stop_reason, message)
+    # Figures that cannot be copied and a report that cannot be drawn are said, and cost nothing.
     if content["status"] == "ok":
-        _publish(folder, Path(root), Path(figures or Path(root).parent / "figures"), say)
-    return RunResult(
-        folder=folder,
-        status=content["status"],
-        stop_reason=stop_reason,
-        seconds=content["seconds"],
-        verdicts=store.Run(folder).verdicts(),
-        report=_report(folder, Path(root), say),
-        message=message,
-    )
+        figures = root.parent / "figures"
+        try:
+            report.publish_figures(folder, root, figures)
+        except OSError as error:
+            say(f"no figures in {figures}: {error.strerror}")
+    try:
+        report.render(folder)
+        report.index(root)
+    except Exception as error:
+        say(f"no report: {type(error).__name__}: {error}")
+    return _result(folder)
+
+
+def _finished(root: Path, name: str) -> Path | None:
+    """The newest run of this id that reached its end, also one that had to be called `<name>-2`."""
+    found = [
+        path.parent
+        for pattern in (f"*/{name}/record.json", f"*/{name}-*/record.json")
+        for path in root.glob(pattern)
+        if load(path.parent).get("status") == "ok"
+    ]
+    return max(found, key=lambda folder: str(load(folder).get("started")), default=None)
+
+
+def _result(folder: Path, cached: bool = False) -> RunResult:
+    record, page = load(folder), folder / "report.html"
+    ended = [record[key] for key in ("status", "stop_reason", "seconds")]
+    verdicts, shown = store.Run(folder).verdicts(), page if page.is_file() else None
+    return RunResult(folder, *ended, cached, verdicts, shown, record.get("message", ""))
 
 
 def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tuple[str, str]:
@@ -113,20 +131,16 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
 
     from nsa.workbook import engine
 
-    kernel_environment = {
-        **os.environ,
-        "NSA_HEADLESS": "1",
-        "NSA_RUN": str(folder.resolve()),
-    }
+    variables = os.environ | {"NSA_HEADLESS": "1", "NSA_RUN": str(folder.resolve())}
     if timeout_s is not None:
-        kernel_environment[RUN_ENDS] = str(time.monotonic() + timeout_s)
+        variables[RUN_ENDS] = str(time.monotonic() + timeout_s)
     output = folder / "notebook.ipynb"
     message = ""
     with contextlib.ExitStack() as files:
-        logs = {
-            key: files.enter_context((folder / f"{key}.log").open("w", encoding="utf-8"))
+        stdout, stderr, kernel = (
+            files.enter_context((folder / f"{key}.log").open("w", encoding="utf-8"))
             for key in ("stdout", "stderr", "kernel")
-        }
+        )
         try:
             papermill.execute_notebook(
                 str(notebook),
@@ -136,11 +150,11 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
                 kernel_name="python3",
                 language="python",
                 progress_bar={"file": sys.stderr, "desc": notebook.stem} if progress else False,
-                stdout_file=logs["stdout"],
-                stderr_file=logs["stderr"],
-                kernel_log=logs["kernel"],
+                stdout_file=stdout,
+                stderr_file=stderr,
+                kernel_log=kernel,
                 kernel_cwd=str(notebook.resolve().parent),
-                environment=kernel_environment,
+                environment=variables,
                 on_output=_relay if progress else None,
                 timeout_s=timeout_s,
                 cell_timeout_s=cell_timeout_s,
@@ -154,10 +168,9 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
     write_notebook(output, executed)
     stop_reason = details["stop_reason"]
     if stop_reason in ("timeout", "kernel_died", "terminated", "interrupted"):
-        errors = [
-            o for c in executed.cells for o in c.get("outputs", []) if o.output_type == "error"
-        ]
-        message = errors[-1].evalue if errors else message
+        outputs = [o for cell in executed.cells for o in cell.get("outputs", [])]
+        errors = [o.evalue for o in outputs if o.output_type == "error"]
+        message = errors[-1] if errors else message
     return stop_reason, message
 
 
@@ -173,70 +186,24 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM outside the time when the engine itself listens."""
 
 
-@contextlib.contextmanager
 def termination_is_an_exception():
-    """SIGTERM raises Terminated while this is open; nothing changes outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """A context in which SIGTERM raises Terminated; nothing changes outside the main thread."""
 
     def raise_it(_number, _frame):
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, raise_it)
+    return signals_handled({signal.SIGTERM: raise_it})
+
+
+@contextlib.contextmanager
+def signals_handled(handlers: dict[int, Callable]):
+    """These handlers, in the main thread, until the old ones come back at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _finished(root: Path, name: str) -> Path | None:
-    """The newest run of this id that reached its end, also one that had to be called `<name>-2`."""
-    found = [
-        path.parent
-        for pattern in (f"*/{name}/record.json", f"*/{name}-*/record.json")
-        for path in root.glob(pattern)
-        if load(path.parent).get("status") == "ok"
-    ]
-    return max(found, key=lambda folder: str(load(folder).get("started")), default=None)
-
-
-def _cached(folder: Path) -> RunResult:
-    record = load(folder)
-    report = folder / "report.html"
-    return RunResult(
-        folder=folder,
-        status="ok",
-        stop_reason="ok",
-        seconds=record["seconds"],
-        cached=True,
-        verdicts=store.Run(folder).verdicts(),
-        report=report if report.is_file() else None,
-    )
-
-
-def _publish(folder: Path, root: Path, figures: Path, say) -> None:
-    """Figures that cannot be copied are said, and cost the run nothing."""
-    try:
-        publish_figures(folder, root, figures)
-    except OSError as error:
-        say(f"no figures in {figures}: {error.strerror}")
-
-
-def _report(folder: Path, root: Path, say) -> Path | None:
-    """A report that cannot be drawn is said, and costs the run nothing."""
-    from nsa.workbook import report
-
-    try:
-        made = report.render(folder)
-        report.index(root)
-        return made
-    except Exception as error:
-        say(f"no report: {type(error).__name__}: {error}")
-        return None
-
-
-def _yaml(content: dict) -> str:
-    import yaml
-
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)

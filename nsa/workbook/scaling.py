@@ -25,10 +25,8 @@ class Fit:
 
 
 def local_exponents(x: Sequence[float], y: Sequence[float]) -> np.ndarray:
-    """log(y2/y1) / log(x2/x1) for each pair of neighbours in x, n - 1 values.
-
-    A pair with a failed (NaN) point gives NaN. ValueError as for `fit_exponent`.
-    """
+    """log(y2/y1) / log(x2/x1) for each pair of neighbours in x, n - 1 values. A pair with a failed
+    (NaN) point gives NaN. ValueError as for `fit_exponent`."""
     x, y = _pairs(x, y)
     return np.diff(np.log(y)) / np.diff(np.log(x))
 
@@ -36,8 +34,8 @@ def local_exponents(x: Sequence[float], y: Sequence[float]) -> np.ndarray:
 def fit_exponent(x: Sequence[float], y: Sequence[float]) -> Fit:
     """Least squares in log-log with a 95 % Student interval; points with y NaN are left out.
 
-    One point or none gives NaN throughout. ValueError: lengths differ, x is not growing, or a
-    value is not positive.
+    One point or none gives NaN throughout. ValueError for lengths that differ, x that does not
+    grow, or a value that is not positive.
     """
     x, y = _pairs(x, y)
     kept = np.isfinite(y)
@@ -63,7 +61,7 @@ def _pairs(x, y) -> tuple[np.ndarray, np.ndarray]:
 
 
 def crossing(tokens: list[int], ours: list[float], dense: list[float]) -> str:
-    """From which T on ours stays below dense, in words; see `break_even`."""
+    """From which T on ours stays below dense, in words."""
     gap = np.log(np.asarray(ours, float)) - np.log(np.asarray(dense, float))
     losing = np.flatnonzero(gap >= 0)
     if not len(losing):

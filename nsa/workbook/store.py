@@ -5,22 +5,67 @@ runs/<YYYY-MM-DD>/<notebook>-<id>/  notebook.ipynb parameters.yaml environment.j
 """
 
 import atexit
+import itertools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nsa.spelling import nearest
+import torch
+
+from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
 from nsa.workbook.claim import Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
-from nsa.workbook.machine import Machine, find_machine
-from nsa.workbook.record import status_now
+from nsa.workbook.record import load, status_now
 
-VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
+VERDICTS = ("FAIL", "INCONCLUSIVE", "PASS")  # the worst first
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a notebook's cells run."""
+
+    where: str  # "cpu" or "cuda"
+    name: str  # what figures call it
+
+    def __str__(self) -> str:
+        return f"{self.name}, torch {torch.__version__}"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.where == "cpu"
+
+    @property
+    def threads(self) -> int | None:
+        """Of each child: one on a CPU, where several run beside each other; None: torch's own."""
+        return 1 if self.on_cpu else None
+
+    @property
+    def note(self) -> str:
+        """What a figure of times says of the machine."""
+        return f"{self.name}: only ratios mean anything" if self.on_cpu else self.name
+
+
+def find_machine(device: str, gpus: int = 1) -> Machine:
+    """The machine for a notebook's parameter `device`; "auto" is a GPU where torch finds so many.
+    Raises ValueError for another word, and for "cuda" without so many."""
+    choice("device", device, ("auto", "cpu", "cuda"))
+    found = torch.cuda.device_count()
+    if device == "cuda" and found < gpus:
+        wanted, there = ("a GPU" if gpus == 1 else f"{gpus} GPUs"), found or "none"
+        raise ValueError(
+            f"device='cuda' needs {wanted} and torch {torch.__version__} finds {there}; "
+            "device='cpu' would do, or 'auto', which takes what there is"
+        )
+    if device == "cpu" or found < gpus:
+        return Machine("cpu", "a CPU")
+    return Machine("cuda", torch.cuda.get_device_name())
 
 
 class Run:
@@ -38,8 +83,7 @@ class Run:
     @property
     def id(self) -> str:
         """The folder's name, `<notebook>-<id>`; for a scratch run the notebook's alone."""
-        record = read_json(self.folder / "record.json", {})
-        return record.get("run_id") or self.notebook or self.folder.name
+        return load(self.folder).get("run_id") or self.notebook or self.folder.name
 
     @property
     def environment(self) -> dict:
@@ -77,7 +121,7 @@ class Run:
     def verdict(self, claim: str, verdict: str, evidence: Any) -> str:
         """Store one claim's verdict, replacing an earlier one on the same claim; returns it."""
         if verdict not in VERDICTS:
-            raise ValueError(f"verdict {verdict!r} is not one of {', '.join(VERDICTS)}")
+            raise ValueError(f"verdict {verdict!r} is not one of PASS, FAIL, INCONCLUSIVE")
         entries = [entry for entry in self.verdicts() if entry["claim"] != claim]
         entries.append({"claim": claim, "verdict": verdict, "evidence": evidence})
         write_json(self.folder / "verdicts.json", entries)
@@ -99,10 +143,8 @@ class Run:
             raise AssertionError("; ".join(refuted))
 
     def show(self, figure: Any, name: str) -> None:
-        """Write the figure as `name`.png and `name`.svg, each naming this run inside.
-
-        A notebook displays it by itself. None, a plot that had nothing to draw, is left out.
-        """
+        """Write the figure as `name`.png and `name`.svg, each naming this run inside. A notebook
+        displays it by itself. None, a plot that had nothing to draw, is left out."""
         if figure is None:
             return
         label = {"Title": name, "Description": f"run {self.id}"}
@@ -124,13 +166,14 @@ class Run:
 
     def figure(self, name: str) -> Path:
         """The path of a figure's file, its folder made."""
-        folder = self.folder / "figures"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / name
+        return self._made("figures") / name
 
     def trial_folder(self, trial: str | int) -> Path:
         """The folder of one trial, made."""
-        folder = self.folder / "trials" / str(trial)
+        return self._made("trials", str(trial))
+
+    def _made(self, *parts: str) -> Path:
+        folder = self.folder.joinpath(*parts)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -160,18 +203,15 @@ def create_folder(root: str | Path, name: str, day: str | None = None) -> Path:
     mkdir is exclusive, so of two that ask at once each gets its own. ValueError when the place
     cannot be written.
     """
-    day = day or datetime.now(UTC).strftime("%Y-%m-%d")
-    parent = Path(root, day)
-    number = 1
+    folder = Path(root, day or datetime.now(UTC).strftime("%Y-%m-%d"), name)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            folder = parent / (name if number == 1 else f"{name}-{number}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
             try:
                 folder.mkdir()
                 return folder
             except FileExistsError:
-                number += 1
+                folder = folder.with_name(f"{name}-{number}")
     except OSError as error:
         raise ValueError(
             f"cannot write runs to {root} ({error.strerror}); "
@@ -188,25 +228,18 @@ class Store:
     def folders(self) -> list[Path]:
         """The run folders, oldest first."""
         found = [path.parent for path in self.root.glob("*/*/record.json")]
-        return sorted(
-            found, key=lambda f: (str(read_json(f / "record.json", {}).get("started")), f)
-        )
+        return sorted(found, key=lambda folder: (str(load(folder).get("started")), folder))
 
     def runs(self):
         """One row a run: run, notebook, status, verdict, started, seconds, stop_reason, gpu, torch,
         commit, folder. A `running` run whose runner is gone shows as `lost`."""
         import pandas
 
-        columns = ["run", "notebook", "status", "verdict", "started", "seconds", "stop_reason"]
-        columns += ["gpu", "torch", "commit", "folder"]
-        rows = [summary(folder, self.root) for folder in self.folders()]
-        return pandas.DataFrame(rows, columns=columns)
+        return pandas.DataFrame([summary(folder, self.root) for folder in self.folders()])
 
     def find(self, name: str | Path) -> Path:
-        """The folder of a run, by path, id, a prefix of it, `<date>/<id>` or `latest`.
-
-        ValueError when none or several fit; it names the nearest.
-        """
+        """The folder of a run, by path, id, a prefix of it, `<date>/<id>` or `latest`. ValueError
+        when none or several fit; it names the nearest."""
         if (Path(name) / "record.json").is_file():
             return Path(name)
         folders = self.folders()
@@ -215,22 +248,20 @@ class Store:
         if str(name) == "latest":
             return folders[-1]
         name = str(name).strip("/")
-        names = {f.relative_to(self.root).as_posix(): f for f in folders}
-        exact = [f for key, f in names.items() if name in (key, key.split("/")[1])]
-        if len(exact) == 1:
-            return exact[0]
-        # the short id alone is what tables show, so it must be enough
-        parts = {key: (key, key.split("/")[1], _short_id(key)) for key in names}
-        fits = exact or [
-            names[k] for k, ways in parts.items() if any(w.startswith(name) for w in ways)
+        paths = [folder.relative_to(self.root).as_posix() for folder in folders]
+        # the short id alone, 1a2b3c4d-2 of 01_memory-1a2b3c4d-2, is what tables show
+        short = {path: re.search(r"[^-/]+(-\d{1,7})?$", path)[0] for path in paths}
+        ways = {path: (path, path.split("/")[1], short[path]) for path in paths}
+        fits = [path for path, (_, whole, _) in ways.items() if name in (path, whole)] or [
+            path for path, names in ways.items() if any(n.startswith(name) for n in names)
         ]
-        if len(fits) == 1:
-            return fits[0]
-        if fits:
-            several = ", ".join(f.relative_to(self.root).as_posix() for f in fits)
-            raise ValueError(f"{name!r} fits {len(fits)} runs: {several}; give more of one")
-        known = [ways[1] for ways in parts.values()]
-        raise ValueError(f"no run {name!r} in {self.root}; {nearest(name, known, 0)}")
+        if len(fits) > 1:
+            several = f"{len(fits)} runs: {', '.join(fits)}"
+            raise ValueError(f"{name!r} fits {several}; give more of one")
+        if not fits:
+            known = [whole for _, whole, _ in ways.values()]
+            raise ValueError(f"no run {name!r} in {self.root}; {nearest(name, known, 0)}")
+        return self.root / fits[0]
 
     def metrics(self):
         """Every run's metrics in one DataFrame, with the column `run` in front."""
@@ -242,11 +273,9 @@ class Store:
             if len(table):
                 table.insert(0, "run", folder.relative_to(self.root).as_posix())
                 tables.append(table)
-        return (
-            pandas.concat(tables, ignore_index=True)
-            if tables
-            else pandas.DataFrame(columns=["run", *metrics.COLUMNS])
-        )
+        if not tables:
+            return pandas.DataFrame(columns=["run", *metrics.COLUMNS])
+        return pandas.concat(tables, ignore_index=True)
 
 
 def open_store(root: str | Path = "runs") -> Store:
@@ -255,16 +284,14 @@ def open_store(root: str | Path = "runs") -> Store:
 
 def summary(folder: Path, root: Path) -> dict:
     """One run's line in the table of runs."""
-    record = read_json(folder / "record.json", {})
+    record = load(folder)
     facts = environment.provenance(read_json(folder / "environment.json", {}))
     return {
         "run": folder.relative_to(root).as_posix(),
         "notebook": record.get("notebook", ""),
         "status": status_now(record),
         "verdict": overall(read_json(folder / "verdicts.json", [])),
-        "started": record.get("started"),
-        "seconds": record.get("seconds"),
-        "stop_reason": record.get("stop_reason"),
+        **{key: record.get(key) for key in ("started", "seconds", "stop_reason")},
         **{key: facts[key] for key in ("gpu", "torch", "commit")},
         "folder": str(folder),
     }
@@ -273,10 +300,4 @@ def summary(folder: Path, root: Path) -> dict:
 def overall(verdicts: list[dict]) -> str:
     """The worst of a run's verdicts, or "" when it has none."""
     given = {entry.get("verdict") for entry in verdicts}
-    return next((v for v in ("FAIL", "INCONCLUSIVE", "PASS") if v in given), "")
-
-
-def _short_id(key: str) -> str:
-    """`2026-11-21/01_memory-1a2b3c4d-2` -> `1a2b3c4d-2`."""
-    pieces = key.split("/")[1].split("-")
-    return "-".join(pieces[-2:]) if pieces[-1].isdigit() and len(pieces[-1]) < 8 else pieces[-1]
+    return next((verdict for verdict in VERDICTS if verdict in given), "")

@@ -1,14 +1,11 @@
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 from tiny_models import gradients, tiny, tokens
-from torch.utils.checkpoint import CheckpointError
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from nsa.attention.witness import recording
-from nsa.model import checkpoint
 from nsa.model.llama import LanguageModel
 
 RANGES = {1: ["all"], 2: ["all", "0:1", "1:2"], 4: ["all", "0:1", "1:3", "3:4", ":2", "2:"]}
@@ -50,10 +47,12 @@ def test_gradients_are_bit_equal_with_checkpointing_on_and_off(layers, text, phi
 @pytest.mark.parametrize(("layers", "text"), CASES)
 def test_the_layers_recomputed_are_exactly_those_of_the_range(layers, text):
     model = model_of(layers, checkpoint=text)
-    chosen = checkpoint.apply(model, text)
+    chosen = model.recompute(text)
     assert len(chosen) > 0
     expected = {index: 2 if index in chosen else 1 for index in range(layers)}
-    assert forwards_per_block(model) == expected
+    with recording() as seen:
+        assert forwards_per_block(model) == expected
+    assert seen.backends["gather"] == sum(expected.values())
 
 
 def test_bf16_autocast_is_recomputed_alike():
@@ -67,19 +66,16 @@ def test_bf16_autocast_is_recomputed_alike():
     assert wrong_gradients(under_autocast(""), under_autocast("all")) == set()
 
 
-def run_blocks_late_bound(blocks, x, *context, recomputed):
-    """The case study's defect: the lambda reads the loop's variable when the loop has ended."""
-    for index, block in enumerate(blocks):
-        if index in recomputed:
-            x = torch_checkpoint(lambda *args: block(*args), x, *context, use_reentrant=False)  # noqa: B023
-        else:
-            x = block(x, *context)
-    return x
-
-
 def test_a_late_binding_closure_would_be_caught():
     healthy, broken = model_of(2), model_of(2)
-    broken.run_blocks = partial(run_blocks_late_bound, recomputed=range(2))
+
+    def late_bound(x, *context):
+        """The case study's defect: the lambda reads the loop's variable when the loop has ended."""
+        for block in broken.blocks:
+            x = checkpoint(lambda *args: block(*args), x, *context, use_reentrant=False)  # noqa: B023
+        return x
+
+    broken.run_blocks = late_bound
     read, targets = tokens(2), tokens(2, seed=1)
     assert torch.equal(healthy(read, targets)[1], broken(read, targets)[1])  # the loss hides it
 
@@ -122,25 +118,13 @@ def test_less_is_saved_for_the_backward():
     assert half == pytest.approx((none + whole) / 2, rel=0.1)
 
 
-def test_a_recomputed_layer_counts_twice_in_the_path_witness():
-    with recording() as off:
-        gradients(model_of(2))
-    with recording() as on:
-        gradients(model_of(2, checkpoint="0:1"))
-    assert off.backends["gather"] == 2
-    assert on.backends["gather"] == 3
-
-
 def test_checkpointing_can_be_changed_and_switched_off_from_outside():
     model = model_of(4, checkpoint="all")
     names = list(model.state_dict())
-    assert list(checkpoint.apply(model, "1:2")) == [1]
+    assert list(model.recompute("1:2")) == [1]
     assert forwards_per_block(model) == {0: 1, 1: 2, 2: 1, 3: 1}
-    assert list(checkpoint.apply(model, "")) == []
+    assert list(model.recompute("")) == []
     assert forwards_per_block(model) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert list(model.state_dict()) == names
-
-
-def test_a_range_outside_the_model_is_refused():
-    with pytest.raises(ValueError, match="checkpoint='0:6' does not fit 2 layers"):
-        checkpoint.apply(model_of(2), "0:6")
+    with pytest.raises(ValueError, match="checkpoint='0:6' does not fit 4 layers"):
+        model.recompute("0:6")

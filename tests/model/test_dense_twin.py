@@ -4,8 +4,6 @@ from tiny_models import gradients, hidden, tiny, tokens
 
 from nsa.attention import dense, witness
 from nsa.attention.registry import Declined
-from nsa.config import NSAConfig
-from nsa.model.config import ModelConfig
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.llama import LanguageModel, parameter_count
 from nsa.model.presets import PRESETS, dense_twin, preset, production
@@ -54,17 +52,6 @@ def test_packed_sequences_do_not_see_each_other():
         layer(x, cu_seqlens=torch.tensor([0, 17], dtype=torch.int32))
 
 
-def test_every_parameter_has_a_gradient():
-    found = gradients(LanguageModel(twin()))
-    assert all(g is not None and g.abs().max() > 0 for g in found.values())
-
-
-def test_an_older_config_is_that_of_nsa():
-    older = tiny().to_dict()
-    del older["attention"]  # as runs before the twin stored it
-    assert ModelConfig.from_dict(older) == tiny()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -84,10 +71,10 @@ def test_flash_runs_or_says_why_not():
         layer(hidden(layer.config))
 
 
-def test_the_witness_names_what_served():
-    model = LanguageModel(twin())
+def test_every_parameter_has_a_gradient_and_the_witness_names_what_served():
     with witness.recording() as seen:
-        model(tokens())
+        found = gradients(LanguageModel(twin()))
+    assert all(g is not None and g.abs().max() > 0 for g in found.values())
     assert seen.record()["paths"] == {"dense": {"sdpa": 2}}
 
 
@@ -133,11 +120,8 @@ def test_the_twin_of_the_production_model_has_the_parameters_that_its_docstring_
     with torch.device("meta"):
         count = parameter_count(LanguageModel(dense_twin(production())))
     assert f"{count:,} beside `production`'s 78,578,736" in " ".join(dense_twin.__doc__.split())
-
-
-def test_the_twin_of_a_forced_branch_is_the_whole_model():
-    config = dense_twin(tiny(force_branch="slc", nsa=NSAConfig()))
-    assert (config.attention, config.force_branch) == ("dense", None)
+    forced = dense_twin(tiny(force_branch="slc"))
+    assert (forced.attention, forced.force_branch) == ("dense", None)
 
 
 @pytest.mark.gpu

@@ -10,15 +10,9 @@ from nsa.lab.observers.graph import count_nodes
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
 from nsa.model.rotary import rotary_for
-from nsa.reference.compress import compress
-
-BRANCHES = ("cmp", "slc", "win")
-
-
-def run(layer, x, **kwargs):
-    with torch.no_grad():
-        return layer(x, **kwargs)
-
+from nsa.reference.compress import Phi, PhiWeights, compress
+from nsa.reference.nsa import BRANCHES, nsa
+from nsa.reference.rotary import rotary_tables
 
 # Keys of one head that all move by one vector leave a softmax over them as it was.
 ROUNDING_ONLY = {("linear", "before"): "phi_key.position", ("mlp", "before"): "phi_key.bias2"}
@@ -42,22 +36,23 @@ def test_every_parameter_gets_a_finite_nonzero_gradient_at_the_first_step(phi, r
             assert largest > 1e-6 * scale, (name, largest)
 
 
+GATE = {f"gate{n}.{p}" for n in (1, 2) for p in ("weight", "bias")}
+
+
+def without_gradient(model):
+    return {name for name, gradient in gradients(model).items() if gradient is None}
+
+
 @pytest.mark.parametrize("force_branch", BRANCHES)
 @pytest.mark.parametrize("phi", ["mean", "linear"])
 def test_a_forced_branch_leaves_the_others_and_the_gate_without_gradient(force_branch, phi):
     model = LanguageModel(tiny(force_branch=force_branch, phi=phi))
-    without = {
-        name.partition("attention.")[2]
-        for name, gradient in gradients(model).items()
-        if gradient is None
-    }
-    gate = {f"gate{n}.{p}" for n in (1, 2) for p in ("weight", "bias")}
-    others = {
-        f"{side}_proj.{name}.weight" for side in "kv" for name in BRANCHES if name != force_branch
-    }
+    without = {name.partition("attention.")[2] for name in without_gradient(model)}
+    names = [name for name in BRANCHES if name != force_branch]
+    others = {f"{side}_proj.{name}.weight" for side in "kv" for name in names}
     learned = {f"phi_{side}.{p}" for side in ("key", "value") for p in ("position", "weight1")}
     unused = learned if phi == "linear" and force_branch != "cmp" else set()
-    assert without == gate | others | unused
+    assert without == GATE | others | unused
 
 
 def test_projections_that_are_more_than_a_weight_are_traced_as_they_are(monkeypatch):
@@ -139,7 +134,7 @@ def test_a_shared_projection_is_applied_once(force_branch, rope):
     config = tiny(force_branch=force_branch, shared_kv=True, compress_rope=rope)
     layer = NSAAttention(config)
     applied = applied_projections(layer)
-    run(layer, hidden(config))
+    layer(hidden(config))
     assert sorted(applied) == ["k_proj.shared", "v_proj.shared"]
 
 
@@ -181,25 +176,22 @@ def test_stopped_gates_cost_exactly_the_gate_parameters_their_gradient(gate):
     stopped.load_state_dict(plain.state_dict())
     with torch.no_grad():
         assert torch.equal(stopped(tokens())[0], plain(tokens())[0])
-    assert None not in gradients(plain).values()
-    assert {name for name, gradient in gradients(stopped).items() if gradient is None} == {
-        f"blocks.{layer}.attention.gate{n}.{p}"
-        for layer in (0, 1)
-        for n in (1, 2)
-        for p in ("weight", "bias")
-    }
+    assert not without_gradient(plain)
+    gates = {f"blocks.{layer}.attention.{name}" for layer in (0, 1) for name in GATE}
+    assert without_gradient(stopped) == gates
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_gates_start_near_their_middle_with_a_tenth_of_xaviers_spread(gate):
     config = tiny(dim=256, heads=16, kv_heads=2, head_dim=64, gate=gate)
     layer = NSAAttention(config)
+    biased = {name for name, _ in layer.named_parameters() if name.endswith("bias")}
+    assert biased == {"gate1.bias", "gate2.bias"}
     out, hidden_size = layer.gate2.weight.shape
     xavier = (2 / (out + hidden_size)) ** 0.5
     assert layer.gate2.weight.std().item() == pytest.approx(0.1 * xavier, rel=0.15)
     assert layer.gate2.weight.abs().max() <= 0.1 * 3**0.5 * xavier
-    assert not layer.gate1.bias.any()
-    assert not layer.gate2.bias.any()
+    assert not layer.gate1.bias.any() and not layer.gate2.bias.any()
     x = hidden(config)
     gates = layer.gates(x, torch.randn(1, TOKENS, 16, 64))
     middle = 1 / 2 if gate == "sigmoid" else 1 / 3
@@ -214,35 +206,28 @@ def test_a_learned_linear_phi_starts_as_the_mean():
     torch.testing.assert_close(started, compress(x, "mean", None, layer.config.nsa))
 
 
-def test_illegal_borders_are_refused_by_the_attention_itself():
+def test_illegal_borders_are_refused_with_what_would_do():
     layer = NSAAttention(tiny())
     x = hidden(layer.config)
     for borders in ([0, 30, 20, TOKENS], [0, 20], [5, TOKENS], [0, 99]):
         with pytest.raises(ValueError, match=r"cu_seqlens=.* must rise from 0 to T=48"):
             layer(x, cu_seqlens=torch.tensor(borders, dtype=torch.int32))
+    shaped = r"needed is \[N \+ 1\] int32, rising from 0 to T=48"
+    for borders in ([], [[0, TOKENS]]):
+        borders = torch.tensor(borders, dtype=torch.int32)
+        # Under jaxtyping's hook its own TypeError comes first for two dimensions.
+        with pytest.raises((ValueError, TypeError), match=f"{shaped}|cu_seqlens"):
+            layer(x, cu_seqlens=borders)
+        with pytest.raises(ValueError, match=shaped):
+            inspect.unwrap(rotary_for)(layer.config, TOKENS, "cpu", borders)
 
 
-@pytest.mark.parametrize("borders", [[], [[0, TOKENS]]])
-def test_borders_of_the_wrong_shape_are_refused_with_what_would_do(borders):
-    layer = NSAAttention(tiny())
-    borders = torch.tensor(borders, dtype=torch.int32)
-    # Under jaxtyping's hook its own TypeError comes first for two dimensions.
-    with pytest.raises((ValueError, TypeError), match=r"needed is \[N \+ 1\] int32|cu_seqlens"):
-        layer(hidden(layer.config), cu_seqlens=borders)
-    bare = inspect.unwrap(rotary_for)
-    with pytest.raises(ValueError, match=r"needed is \[N \+ 1\] int32, rising from 0 to T=48"):
-        bare(layer.config, TOKENS, "cpu", borders)
-
-
-@pytest.mark.parametrize("backend", ["gather", "sdpa", "masked"])
-def test_the_backend_named_is_the_backend_that_runs(backend):
-    layer = NSAAttention(tiny(backend=backend))
-    with recording() as witness:
-        run(layer, hidden(layer.config))
-    assert dict(witness.backends) == {backend: 1}
-
-
-def test_an_unknown_backend_is_refused_before_anything_runs():
+def test_the_backend_named_is_the_backend_that_runs_and_an_unknown_one_is_refused():
+    for backend in ("gather", "sdpa", "masked"):
+        layer = NSAAttention(tiny(backend=backend))
+        with recording() as witness:
+            layer(hidden(layer.config))
+        assert dict(witness.backends) == {backend: 1}
     with pytest.raises(ValueError, match=r"backend 'gathr' is unknown.*the nearest is 'gather'"):
         NSAAttention(tiny(backend="gathr"))
 
@@ -252,10 +237,85 @@ def test_strict_mode_reaches_the_attention():
     with torch.no_grad():
         layer.v_proj["win"].weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="'win'"):
-        run(layer, hidden(layer.config))
+        layer(hidden(layer.config))
 
 
-def test_only_the_gate_has_biases():
-    layer = NSAAttention(tiny())
-    biased = {name for name, _ in layer.named_parameters() if name.endswith("bias")}
-    assert biased == {"gate1.bias", "gate2.bias"}
+def written_out(layer, x, cu_seqlens=None):
+    """What the layer is documented to compute, from its own weights and the reference."""
+    config, weight = layer.config, dict(layer.named_parameters())
+    cos, sin = rotary_tables(x.shape[1], config.head_dim, config.rope_base)
+    positions = torch.arange(x.shape[1])
+    if cu_seqlens is not None:
+        positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])
+
+    def turned(y):
+        first, second = y[..., : config.head_dim // 2], y[..., config.head_dim // 2 :]
+        c, s = cos[positions][:, None], sin[positions][:, None]
+        return torch.cat([first * c - second * s, second * c + first * s], -1)
+
+    def projected(name, heads):
+        return (x @ weight[f"{name}.weight"].T).unflatten(-1, (heads, -1))
+
+    def learned(side):
+        prefix = f"phi_{side}."
+        found = {n.removeprefix(prefix): w for n, w in weight.items() if n.startswith(prefix)}
+        return PhiWeights(**found) if found else None
+
+    after = config.compress_rope == "after"
+    q = turned(projected("q_proj", config.heads))
+    source = {name: "shared" if config.shared_kv else name for name in BRANCHES}
+    k = {name: projected(f"k_proj.{source[name]}", config.kv_heads) for name in BRANCHES}
+    k = {name: y if after and name == "cmp" else turned(y) for name, y in k.items()}
+    v = {name: projected(f"v_proj.{source[name]}", config.kv_heads) for name in BRANCHES}
+    phi = Phi(config.phi, learned("key"), learned("value"), (cos, sin) if after else None)
+
+    per_group = config.gate == "softmax"
+    read = q.unflatten(2, (config.kv_heads, -1)).mean(3) if per_group else x
+    read = read @ weight["gate1.weight"].T + weight["gate1.bias"]
+    read = read * torch.sigmoid(read)
+    logits = read @ weight["gate2.weight"].T + weight["gate2.bias"]
+    if config.force_branch:
+        gates = torch.tensor([float(name == config.force_branch) for name in BRANCHES])
+        gates = gates.to(x).expand(*q.shape[:3], 3)
+    elif per_group:
+        gates = logits.softmax(-1).repeat_interleave(config.heads // config.kv_heads, 2)
+    else:
+        gates = logits.unflatten(-1, (config.heads, 3)).sigmoid()
+
+    branches = (config.force_branch,) if config.force_branch else BRANCHES
+    o = nsa(q, k, v, gates, config.nsa, phi=phi, cu_seqlens=cu_seqlens, branches=branches).o
+    return o.flatten(2) @ weight["out_proj.weight"].T
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gate": "sigmoid"},
+        {"gate": "softmax"},
+        {"shared_kv": True},
+        {"force_branch": "cmp"},
+        {"force_branch": "win"},
+        {"force_branch": "slc"},
+        {"force_branch": "slc", "shared_kv": True},
+    ],
+    ids=["sigmoid", "softmax", "shared", "cmp", "win", "slc", "slc-shared"],
+)
+@pytest.mark.parametrize("rope", ["before", "after"])
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+@pytest.mark.parametrize("borders", [None, [0, 1, TOKENS]], ids=["whole", "packed"])
+def test_the_layer_is_the_reference_with_its_weights_written_out(borders, phi, rope, changes):
+    config = tiny(phi=phi, compress_rope=rope, value_dim=6, rope_base=100.0, **changes)
+    layer = NSAAttention(config).double()
+    with torch.no_grad():  # large enough that scores, gates and biases matter
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    x = hidden(config).double().requires_grad_()
+    if borders is not None:
+        borders = torch.tensor(borders, dtype=torch.int32)
+    got, want = layer(x, cu_seqlens=borders), written_out(layer, x, borders)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    names, leaves = zip(("x", x), *layer.named_parameters(), strict=True)
+    of = torch.randn_like(want)
+    grads = (torch.autograd.grad(o, leaves, of, materialize_grads=True) for o in (got, want))
+    for name, g, w in zip(names, *grads, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")

@@ -4,6 +4,8 @@ import pytest
 from tiny_models import tiny
 
 from nsa.model.config import ModelConfig, layer_range
+from nsa.model.llama import LanguageModel, parameter_count
+from nsa.model.presets import PRESETS, preset, production, repro
 
 
 @pytest.mark.parametrize(
@@ -33,24 +35,15 @@ def test_an_illegal_field_is_refused_with_what_would_do(changes, message):
         tiny(**changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"name": None},
-        {"dim": 32.0},
-        {"layers": True},
-        {"strict": 1},
-        {"nsa": 512},
-        {"max_tokens": "512"},
-        {"rope_base": "1e4"},
-        {"norm_eps": True},
-    ],
-)
-def test_a_field_of_the_wrong_type_is_refused(changes):
-    ((name, value),) = changes.items()
+WRONG = {"name": None, "dim": 32.0, "layers": True, "strict": 1, "nsa": 512}
+WRONG |= {"max_tokens": "512", "rope_base": "1e4", "norm_eps": True}
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG.items())
+def test_a_field_of_the_wrong_type_is_refused(name, value):
     # Under jaxtyping's hook its own TypeError comes first; both name the field.
     with pytest.raises(TypeError, match=name):
-        tiny(**changes)
+        tiny(**{name: value})
     config = tiny()
     object.__setattr__(config, name, value)
     with pytest.raises(TypeError, match=f"{name}={value!r} is not a"):
@@ -71,6 +64,8 @@ def test_a_config_survives_json(config):
 
 def test_a_stored_config_with_unknown_names_or_too_few_is_refused():
     values = tiny().to_dict()
+    older = {name: value for name, value in values.items() if name != "attention"}
+    assert ModelConfig.from_dict(older) == tiny(), "runs before the twin stored it so"
     with pytest.raises(ValueError, match="no field dims; the nearest is 'dim'"):
         ModelConfig.from_dict({**values, "dims": 4})
     with pytest.raises(ValueError, match=r"no field nsa\.stride"):
@@ -82,26 +77,12 @@ def test_a_stored_config_with_unknown_names_or_too_few_is_refused():
         ModelConfig.from_dict({})
 
 
-def test_nested_changes_leave_the_other_sizes_alone():
-    changed = tiny(nsa={"window": 4}).nsa
-    assert changed.window == 4
-    assert changed.select_block == tiny().nsa.select_block
+RANGES = {"": "", "all": "0123", "1:3": "12", ":2": "01", "2:": "23", "0:4": "0123", ":": "0123"}
 
 
-@pytest.mark.parametrize(
-    ("text", "chosen"),
-    [
-        ("", []),
-        ("all", [0, 1, 2, 3]),
-        ("1:3", [1, 2]),
-        (":2", [0, 1]),
-        ("2:", [2, 3]),
-        ("0:4", [0, 1, 2, 3]),
-        (":", [0, 1, 2, 3]),
-    ],
-)
+@pytest.mark.parametrize(("text", "chosen"), RANGES.items())
 def test_a_layer_range_names_its_layers(text, chosen):
-    assert list(layer_range(text, 4)) == chosen
+    assert "".join(map(str, layer_range(text, 4))) == chosen
 
 
 @pytest.mark.parametrize("text", ["0:5", "4:", "3:3", "3:1", "-1:2", "1", "a:b", "0:2:1", "none"])
@@ -117,3 +98,46 @@ def test_swiglu_weighs_what_two_matrices_of_four_times_the_width_did():
         assert 3 * dim * config.mlp_size == pytest.approx(2 * dim * 4 * dim, rel=0.02)
     assert tiny(dim=768).mlp_size == 2048
     assert tiny(mlp_hidden=40).mlp_size == 40
+
+
+PARAMETERS = {"repro": 1_005_024, "step5": 894_120, "smoke": 4_708_080, "cpu_test": 441_408}
+PARAMETERS |= {"production": 78_578_736}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_parameters_that_its_docstring_says(name):
+    count = parameter_count(LanguageModel(preset(name)))
+    assert count == PARAMETERS[name]
+    assert f"{count:,} parameters" in PRESETS[name].__doc__
+
+
+def test_with_its_gate_the_production_model_weighs_exactly_what_the_case_studys_did():
+    assert parameter_count(LanguageModel(production().with_(gate="softmax"))) == 78_295_332
+
+
+def test_a_preset_has_the_sizes_of_the_case_study():
+    sizes = {
+        name: (c.layers, c.dim, c.heads, c.kv_heads, c.head_dim, *vars(c.nsa).values())
+        for name, c in ((name, preset(name)) for name in PRESETS)
+    }
+    # layers dim HQ HKV D | l d l' n initial local w
+    assert sizes == {
+        "repro": (5, 128, 8, 2, 16, 16, 8, 32, 8, 1, 2, 64),
+        "step5": (1, 256, 8, 2, 32, 16, 8, 32, 8, 1, 2, 256),
+        "smoke": (6, 256, 8, 2, 32, 16, 8, 32, 8, 1, 2, 256),
+        "cpu_test": (2, 128, 8, 2, 16, 16, 8, 32, 8, 1, 2, 64),
+        "production": (12, 768, 12, 2, 64, 32, 16, 64, 16, 1, 2, 512),
+    }
+
+
+def test_a_preset_takes_changes_of_fields_and_of_nested_fields():
+    changed = preset("repro", layers=1, nsa={"window": 32})
+    assert (changed.layers, changed.nsa.window, changed.nsa.select_count) == (1, 32, 8)
+    assert preset("repro", layers=12) == repro(layers=12)
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ValueError, match="no preset 'prodution'; the nearest is 'production'"):
+        preset("prodution")
+    with pytest.raises(ValueError, match="known are repro, step5, smoke, cpu_test, production"):
+        preset("gpt")

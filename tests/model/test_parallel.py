@@ -15,6 +15,13 @@ from nsa.model.llama import LanguageModel
 from nsa.model.parallel import SINGLE, Parallel
 
 
+def place_of(monkeypatch, **place):
+    """The environment of the only rank."""
+    only = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (only | place).items():
+        monkeypatch.setenv(name, str(value))
+
+
 def two_ranks(folder, backend):
     """What both ranks saw, in processes started without torchrun but with what it would set."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
@@ -113,9 +120,7 @@ def test_what_cannot_be_started_is_refused_with_the_reason(monkeypatch, options,
 
 
 def test_a_group_that_another_joined_is_used_and_left_open(monkeypatch):
-    meeting = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": free_port()}
-    for name, value in (meeting | {"MASTER_ADDR": "127.0.0.1"}).items():
-        monkeypatch.setenv(name, str(value))
+    place_of(monkeypatch, MASTER_PORT=free_port())
     dist = torch.distributed
     first = parallel.start("ddp", backend="gloo")
     try:
@@ -147,9 +152,7 @@ def test_a_port_in_use_is_said(monkeypatch):
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}
-        for name, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items():
-            monkeypatch.setenv(name, str(value))
+        place_of(monkeypatch, MASTER_PORT=port)
         with pytest.raises(ValueError, match=f"port {port} is in use; give torchrun"):
             parallel.start("ddp", backend="gloo", device="cpu", timeout_s=5)
 

@@ -1,5 +1,8 @@
 """A tiny model in training, with observers."""
 
+from contextlib import contextmanager
+
+import torch
 from tiny_models import tiny
 
 from nsa.model.data import synthetic
@@ -32,6 +35,16 @@ def drive(model, observers, steps=1, passes=1, first=0, forward=None):
         tell("optimizer", step)
         model.zero_grad()
         tell("end", step)
+
+
+@contextmanager
+def no_sync():
+    """An error where the host waits for the GPU."""
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class AtOptimizer:

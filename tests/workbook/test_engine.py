@@ -15,7 +15,7 @@ import psutil
 import pytest
 from jupyter_client.kernelspec import KernelSpec
 from papermill.exceptions import PapermillExecutionError
-from processes import environment_with_package, wait_until_there
+from processes import python, wait_until_there
 from sample_notebooks import (
     code_cells,
     errors_of,
@@ -26,7 +26,7 @@ from sample_notebooks import (
     write_notebook,
 )
 
-from nsa.workbook import engine, interpreter
+from nsa.workbook import engine, kernel
 
 # a second lock of a plain mutex waits for ever inside libc; PyDLL keeps the GIL meanwhile, so the
 # kernel can neither answer nor be interrupted
@@ -50,18 +50,11 @@ def execute(tmp_path, *cells, parameters=None, **options) -> Path:
     """Run the cells with the engine; the error papermill raises for a failed one is expected."""
     notebook = write_notebook(tmp_path / "in.ipynb", *cells, parameters=parameters)
     output = tmp_path / "out.ipynb"
-    kernel_log = (tmp_path / "kernel.log").open("w")
-    with kernel_log:
+    options |= {"engine_name": engine.register(), "kernel_name": "python3", "language": "python"}
+    with (tmp_path / "kernel.log").open("w") as log:
         try:
             papermill.execute_notebook(
-                str(notebook),
-                str(output),
-                engine_name=engine.register(),
-                kernel_name="python3",
-                language="python",
-                progress_bar=False,
-                kernel_log=kernel_log,
-                **options,
+                str(notebook), str(output), progress_bar=False, kernel_log=log, **options
             )
         except PapermillExecutionError:
             assert reason(output) != "ok"
@@ -76,15 +69,8 @@ def reason(path: Path) -> str:
 
 def assert_nothing_left(mark: str) -> None:
     assert marked_sleepers(mark) == []
-    kernels = [p for p in psutil.Process().children(recursive=True) if "kernel.py" in str(_line(p))]
-    assert kernels == []
-
-
-def _line(process):
-    try:
-        return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
-    except psutil.Error:
-        return []
+    own = set(psutil.Process().children(recursive=True))
+    assert not own & set(marked_sleepers(kernel.START)), "a kernel is left"
 
 
 @pytest.fixture
@@ -184,7 +170,7 @@ def test_a_deadline_before_the_kernel_is_ready_counts_too(tmp_path):
 @pytest.mark.full
 def test_a_kernel_that_does_not_start_fails_the_first_cell(tmp_path, monkeypatch):
     broken = KernelSpec(argv=[sys.executable, "-c", "raise SystemExit(3)"], language="python")
-    monkeypatch.setattr(interpreter.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
+    monkeypatch.setattr(kernel.OwnInterpreter, "get_kernel_spec", lambda *_: broken)
     out = execute(tmp_path, "print('never')", "print('never')")
     assert reason(out) == "error" and statuses(out) == ["failed", "pending"]
     assert "the kernel did not start" in code_cells(out)[0].outputs[0].evalue
@@ -194,7 +180,7 @@ RUNNER = """\
 import sys, papermill
 from nsa.workbook import engine
 try:
-    papermill.execute_notebook(sys.argv[1], sys.argv[2], engine_name=engine.register(),
+    papermill.execute_notebook({!r}, {!r}, engine_name=engine.register(),
         kernel_name="python3", language="python", progress_bar=False)
 except papermill.PapermillExecutionError as error:
     sys.exit(7)
@@ -205,18 +191,13 @@ def start_runner(tmp_path, mark, cell):
     """A runner in a process of its own, once its notebook has entered `cell`."""
     ready = tmp_path / "ready"
     touch = f"open({str(ready)!r}, 'w').close()\n"
-    notebook = write_notebook(
-        tmp_path / "in.ipynb", sleeper(mark), touch + cell, "print('never')", parameters=None
-    )
-    runner = subprocess.Popen(
-        [sys.executable, "-c", RUNNER, str(notebook), str(tmp_path / "out.ipynb")],
-        env=environment_with_package(),
-        stderr=subprocess.DEVNULL,
-    )
+    files = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
+    write_notebook(files[0], sleeper(mark), touch + cell, "print('never')", parameters=None)
+    runner = python(RUNNER.format(*map(str, files)), stderr=subprocess.DEVNULL)
     wait_until_there(ready, runner)
     time.sleep(1.0)
     assert len(marked_sleepers(mark)) == 2
-    return runner, tmp_path / "out.ipynb"
+    return runner, files[1]
 
 
 @pytest.mark.full
@@ -235,7 +216,7 @@ def test_a_stopped_runner_leaves_a_true_notebook_and_no_process(tmp_path, mark):
 @pytest.mark.full
 def test_a_runner_killed_outright_takes_a_kernel_stuck_in_c_along(tmp_path, mark):
     runner, out = start_runner(tmp_path, mark, GIL_HANG)
-    kernels = [p for p in psutil.Process(runner.pid).children() if "kernel.py" in str(p.cmdline())]
+    kernels = [p for p in psutil.Process(runner.pid).children() if kernel.START in p.cmdline()]
     assert len(kernels) == 1
     runner.kill()
     runner.wait()
@@ -261,13 +242,9 @@ def test_it_runs_in_a_running_event_loop_and_in_a_thread_and_gives_the_signal_ha
 def test_outputs_are_logged_as_they_arrive(tmp_path):
     times = []
     cell = "import time\nprint('a', flush=True)\ntime.sleep(1)\nprint('b', flush=True)"
+    heard = {"on_output": lambda output: times.append((time.monotonic(), output.text))}
     with (tmp_path / "stdout.log").open("w") as log:
-        execute(
-            tmp_path,
-            cell,
-            stdout_file=log,
-            on_output=lambda output: times.append((time.monotonic(), output.text)),
-        )
+        execute(tmp_path, cell, stdout_file=log, **heard)
     assert (tmp_path / "stdout.log").read_text() == "a\nb\n"
     assert [text for _, text in times] == ["a\n", "b\n"]
     assert times[1][0] - times[0][0] > 0.5
@@ -277,7 +254,7 @@ def test_the_kernel_is_the_interpreter_that_runs_us_with_the_package_of_the_runn
     import nsa
 
     cell = "import sys, nsa\nprint(sys.executable, nsa.__file__)"
-    shadows = "print([p for p in sys.path if p.endswith('workbook')])"
+    shadows = "print([p for p in sys.path if p.endswith('nsa/workbook')])"
     found, shadowed = map(text_of, code_cells(execute(tmp_path, cell, shadows)))
     assert found.split() == [sys.executable, nsa.__file__]
     assert shadowed == "[]\n", "the names of the workbook's files shadow modules"

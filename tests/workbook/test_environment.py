@@ -78,18 +78,10 @@ def test_gpus_are_those_that_the_process_may_use(visible, names):
     assert [gpu["name"] for gpu in environment.visible_gpus(SMI, visible)] == names
 
 
-def test_a_gpu_is_described():
-    gpu = environment.visible_gpus(SMI, None)[0]
-    assert gpu == {
-        "name": "NVIDIA H200",
-        "memory_gib": 140.4,
-        "compute_capability": "9.0",
-        "driver": "570.1",
-    }
-
-
 @pytest.mark.processes
-def test_no_gpu_is_an_empty_list(monkeypatch):
+def test_a_gpu_is_described_and_none_is_an_empty_list(monkeypatch):
+    described = {"name": "NVIDIA H200", "memory_gib": 140.4, "compute_capability": "9.0"}
+    assert environment.visible_gpus(SMI, None)[0] == described | {"driver": "570.1"}
     assert environment.visible_gpus("", None) == []
     monkeypatch.setenv("PATH", "/nonexistent")
     environment.gpus.cache_clear()
@@ -100,14 +92,13 @@ def test_no_gpu_is_an_empty_list(monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_clean_repository_has_a_commit_and_no_dirty_hash(repository):
+def test_a_repository_is_clean_with_results_and_each_change_of_source_has_a_hash(repository):
+    for name in ("runs/x/record.json", "figures/a.png"):
+        (repository / name).parent.mkdir(parents=True)
+        (repository / name).write_text("1")
     found = environment.git_state(repository)
     assert len(found["commit"]) == 40
     assert found["dirty"] is False and found["dirty_hash"] is None
-
-
-@pytest.mark.processes
-def test_each_change_of_the_source_has_its_own_dirty_hash(repository):
     hashes = set()
     for name, content in (("a.py", "two\n"), ("a.py", "three\n"), ("b.py", "x"), ("b.py", "y")):
         (repository / name).write_text(content)
@@ -115,14 +106,6 @@ def test_each_change_of_the_source_has_its_own_dirty_hash(repository):
         assert found["dirty"]
         hashes.add(found["dirty_hash"])
     assert len(hashes) == 4
-
-
-@pytest.mark.processes
-def test_results_make_nothing_dirty(repository):
-    for name in ("runs/x/record.json", "figures/a.png"):
-        (repository / name).parent.mkdir(parents=True)
-        (repository / name).write_text("1")
-    assert environment.git_state(repository)["dirty"] is False
 
 
 @pytest.mark.processes
@@ -135,16 +118,8 @@ def test_outside_a_repository_git_is_null_unless_the_commit_is_told(tmp_path, mo
 
 
 def test_a_row_of_metrics_names_gpu_versions_and_a_dirty_commit():
-    facts = {
-        "gpus": [{"name": "NVIDIA H200"}],
-        "torch": "2.13.0",
-        "triton": None,
-        "git": {"commit": "0123456789abcdef", "dirty": True},
-    }
-    assert environment.provenance(facts) == {
-        "gpu": "NVIDIA H200",
-        "torch": "2.13.0",
-        "triton": "",
-        "commit": "0123456789ab+dirty",
-    }
+    facts = {"gpus": [{"name": "NVIDIA H200"}], "torch": "2.13.0", "triton": None}
+    facts["git"] = {"commit": "0123456789abcdef", "dirty": True}
+    expected = {"gpu": "NVIDIA H200", "torch": "2.13.0", "triton": ""}
+    assert environment.provenance(facts) == expected | {"commit": "0123456789ab+dirty"}
     assert environment.provenance({})["gpu"] == "cpu"

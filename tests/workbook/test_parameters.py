@@ -14,6 +14,7 @@ def test_types_defaults_and_help_come_from_the_parameters_cell(known):
     assert known["lengths"].type == "list[int]" and known["lengths"].default == [128, 256]
     assert known["precision"].default == "fp32" and known["deep"].default is False
     assert known["rate"].help == "learning rate"
+    assert "lengths: list[int] = 128,256" in table(known) and "learning rate" in table(known)
 
 
 @pytest.mark.parametrize(
@@ -26,17 +27,13 @@ def test_types_defaults_and_help_come_from_the_parameters_cell(known):
         ("layers: int = 2  # with x=1 inside", "second '='"),
         ("layers: int = 'two'  # wrong default", "wants int"),
         ("layers: int = 90  # how many (1..64)", "outside 1..64"),
+        (None, "0 cells tagged"),
     ],
 )
 def test_a_parameters_cell_that_cannot_be_checked_is_refused(tmp_path, cell, message):
     notebook = write_notebook(tmp_path / "bad.ipynb", parameters=cell)
     with pytest.raises(ValueError, match=message):
         declared(notebook)
-
-
-def test_a_notebook_without_parameters_cell_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="0 cells tagged"):
-        declared(write_notebook(tmp_path / "none.ipynb", "1", parameters=None))
 
 
 @pytest.mark.parametrize(
@@ -90,17 +87,11 @@ def test_what_does_not_fit_is_refused_with_what_it_got_and_what_would(known, nam
         check(known, {name: value})
 
 
-def test_an_int_serves_as_a_float_and_arrives_as_one(known):
+def test_an_int_serves_as_a_float_a_range_has_its_ends_and_the_rest_its_default(known):
     found = check(known, {"rate": 1})["rate"]
     assert found == 1.0 and isinstance(found, float)
-
-
-def test_the_ends_of_a_range_belong_to_it(known):
     assert check(known, {"layers": 64}) == {"layers": 64}
     assert check(known, {"layers": 1}) == {"layers": 1}
-
-
-def test_what_is_not_given_has_its_default(known):
     full = filled(known, {"layers": 3})
     assert list(full) == list(known) and full["layers"] == 3
     assert {full[name] == known[name].default for name in known if name != "layers"} == {True}
@@ -112,6 +103,8 @@ def test_a_parameter_file_is_a_mapping_of_names(tmp_path):
     assert read_file(file) == {"layers": 4, "lengths": [128, 256]}
     file.write_text("# nothing yet\n")
     assert read_file(file) == {}
+    with pytest.raises(ValueError, match=r"cannot read .*gone\.yaml"):
+        read_file(tmp_path / "gone.yaml")
 
 
 @pytest.mark.parametrize(
@@ -130,13 +123,3 @@ def test_a_file_that_is_no_yaml_mapping_is_refused(tmp_path, content, message):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_file(file)
-
-
-def test_a_missing_parameter_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot read .*gone\.yaml"):
-        read_file(tmp_path / "gone.yaml")
-
-
-def test_the_table_shows_name_type_default_and_help(known):
-    assert "lengths: list[int] = 128,256" in table(known)
-    assert "learning rate" in table(known)

@@ -5,14 +5,12 @@ import io
 import json
 import sys
 
+import nbformat
 import pytest
+from nbclient.exceptions import CellExecutionError
+from PIL import Image, ImageChops
 
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("papermill")
-Image = pytest.importorskip("PIL.Image")
-ImageChops = pytest.importorskip("PIL.ImageChops")
-
-from nsa.workbook.refresh import main  # noqa: E402
+from nsa.workbook.refresh import main
 
 
 def written(path, *sources):
@@ -69,8 +67,6 @@ def test_plots_are_kept_with_few_colours(tmp_path):
 
 @pytest.mark.processes
 def test_a_failing_cell_leaves_the_notebook_as_it_was(tmp_path):
-    from nbclient.exceptions import CellExecutionError
-
     path = written(tmp_path / "n.ipynb", "1 + 1", "1 / 0")
     before = path.read_bytes()
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
@@ -81,14 +77,11 @@ def test_a_failing_cell_leaves_the_notebook_as_it_was(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_cleaning_executes_nothing(tmp_path):
+def test_cleaning_executes_nothing_and_a_missing_notebook_is_refused_by_name(tmp_path, capsys):
     path = written(tmp_path / "n.ipynb", "1 + 1")
     assert main(["--clean", str(path)]) == 0
     assert nbformat.read(path, as_version=4).cells[0].execution_count is None
     assert main(["--check", str(path)]) == 0
-
-
-def test_a_missing_notebook_is_refused_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none.ipynb")])
     assert "none.ipynb" in capsys.readouterr().err

@@ -17,6 +17,16 @@ def folder(tmp_path):
     """A run's folder with one of every kind of output a notebook makes."""
     folder = store.create_folder(tmp_path, "01_tiny-12345678", "2026-11-21")
     v4, failed = nbformat.v4, "ZeroDivisionError: division by zero"
+    printed = v4.new_output("stream", name="stdout", text="printed <b>not bold</b>\n")
+    shown = (
+        {"image/png": PIXEL, "text/plain": "<Figure>"},
+        {"text/html": "<table><tr><td onclick='x()'>cell</td></tr></table>"},
+        {"application/javascript": "fetch('//x')"},
+    )
+    displayed = [v4.new_output("display_data", data=data) for data in shown]
+    content = dict(zip(("ename", "evalue"), failed.split(": "), strict=True))
+    content["traceback"] = ["\x1b[31mZeroDivisionError\x1b[39m: division by zero"]
+    error = v4.new_output("error", **content)
     book = v4.new_notebook()
     book.cells = [
         v4.new_markdown_cell(
@@ -24,30 +34,8 @@ def folder(tmp_path):
             "![far](https://example.org/a.png) ![near](near.png)\n\n"
             "<script>alert(1)</script><iframe src='https://example.org'></iframe>"
         ),
-        v4.new_code_cell(
-            "x = 1  # the code",
-            outputs=[
-                v4.new_output("stream", name="stdout", text="printed <b>not bold</b>\n"),
-                v4.new_output("display_data", data={"image/png": PIXEL, "text/plain": "<Figure>"}),
-                v4.new_output(
-                    "display_data",
-                    data={"text/html": "<table><tr><td onclick='x()'>cell</td></tr></table>"},
-                ),
-                v4.new_output("display_data", data={"application/javascript": "fetch('//x')"}),
-            ],
-        ),
-        v4.new_code_cell(
-            "1 / 0",
-            outputs=[
-                v4.new_output(
-                    "error",
-                    ename="ZeroDivisionError",
-                    evalue="division by zero",
-                    traceback=["\x1b[31mZeroDivisionError\x1b[39m: division by zero"],
-                )
-            ],
-            metadata={"papermill": {"status": "failed"}},
-        ),
+        v4.new_code_cell("x = 1  # the code", outputs=[printed, *displayed]),
+        v4.new_code_cell("1 / 0", outputs=[error], metadata={"papermill": {"status": "failed"}}),
         v4.new_code_cell("print('never')", metadata={"papermill": {"status": "pending"}}),
     ]
     nbformat.write(book, folder / "notebook.ipynb")
@@ -78,14 +66,11 @@ def fetched(path) -> list[str]:
     return found + re.findall(r"@import|url\(|https?://", styles)
 
 
-def test_a_report_fetches_nothing(folder):
+def test_a_report_fetches_nothing_though_its_notebook_would(folder, monkeypatch):
     path = report.render(folder)
     assert path == folder / "report.html"
     assert fetched(path) == []
     assert not re.search("https?://", path.read_text())
-
-
-def test_the_notebook_of_that_test_would_fetch_things_if_left_as_it_is(folder, monkeypatch):
     monkeypatch.setattr(report, "_closed", lambda html, _: html)
     found = fetched(report.render(folder))
     assert {"iframe", "onclick", "a href=https://arxiv.org/abs/2502.11089"} <= set(found)
@@ -115,15 +100,12 @@ def test_the_header_names_run_status_verdicts_parameters_and_environment(folder)
     assert facts["gpu"] == "none" and facts["commit"] == "not in a git repository"
 
 
-def test_code_is_folded_but_that_of_a_failed_cell_is_open(folder):
-    cells = page(report.render(folder)).find_all("details", class_="code")
+def test_code_is_folded_but_that_of_a_failed_cell_and_what_was_printed_is_text(folder):
+    path = report.render(folder)
+    cells = page(path).find_all("details", class_="code")
     assert [cell.has_attr("open") for cell in cells] == [False, True, False]
     assert "x = 1" in cells[0].text
     assert "failed" in cells[1].summary.text and "did not run" in cells[2].summary.text
-
-
-def test_what_a_cell_printed_is_shown_as_text_in_light_and_dark(folder):
-    path = report.render(folder)
     assert "printed <b>not bold</b>" in page(path).text
     assert page(path).find("td", string="cell").attrs == {}
     text = path.read_text()
@@ -140,6 +122,9 @@ def test_a_notebook_without_run_has_a_page_too_and_a_folder_without_notebook_non
 
 def test_the_index_lists_runs_newest_first_and_links_their_reports(folder):
     root = folder.parents[1]
+    assert "nsa run" in report.index(root / "none").read_text(), (
+        "of no runs it says how to make one"
+    )
     report.render(folder)
     newer = store.create_folder(root, "02_speed-aaaaaaaa", "2026-11-22")
     started = "2026-11-22T10:00:00+00:00"
@@ -151,7 +136,3 @@ def test_the_index_lists_runs_newest_first_and_links_their_reports(folder):
     assert links == ["2026-11-21/01_tiny-12345678/report.html"]
     assert (root / links[0]).is_file()
     assert "http" not in (root / "index.html").read_text()
-
-
-def test_an_index_of_no_runs_says_how_to_make_one(tmp_path):
-    assert "nsa run" in report.index(tmp_path / "runs").read_text()

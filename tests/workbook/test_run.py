@@ -4,13 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import uuid
 
 import nbformat
 import pytest
 import yaml
-from processes import environment_with_package, wait_until_there
+from processes import python, wait_until_there
 from sample_notebooks import (
     SET_UP,
     code_cells,
@@ -63,7 +62,7 @@ def good(tmp_path_factory):
 
 
 @pytest.mark.processes
-def test_a_good_run_leaves_everything_that_is_promised(good):
+def test_a_good_run_leaves_everything_that_is_promised_and_its_figures_with_its_name(good):
     place, result = good
     folder = result.folder
     assert (result.status, result.stop_reason, result.cached) == ("ok", "ok", False)
@@ -84,11 +83,6 @@ def test_a_good_run_leaves_everything_that_is_promised(good):
     for name in ("notebook.ipynb", "record.json", "environment.json", "parameters.yaml"):
         assert str(place) not in (folder / name).read_text(), f"{name} names this machine"
     assert str(place) not in result.report.read_text()
-
-
-@pytest.mark.processes
-def test_figures_of_a_good_run_are_published_with_the_name_of_the_run(good):
-    place, result = good
     figures = place / "figures"
     assert (figures / "01_tiny--plot.png").read_bytes() == b"png"
     names = sorted(path.name for path in figures.iterdir())
@@ -133,13 +127,9 @@ def test_a_failed_run_says_so_and_publishes_no_figure(place):
     assert (result.status, result.stop_reason) == ("failed", "error") and not result.good
     assert result.message == "ZeroDivisionError: division by zero"
     assert record.load(result.folder)["status"] == "failed"
-    assert statuses_of(result)[-2:] == ["failed", "pending"]
+    assert statuses(result.folder / "notebook.ipynb")[-2:] == ["failed", "pending"]
     assert not (place / "figures").exists()
     assert "division by zero" in result.report.read_text()
-
-
-def statuses_of(result) -> list[str]:
-    return [s for s in statuses(result.folder / "notebook.ipynb") if s]
 
 
 @pytest.mark.processes
@@ -178,11 +168,7 @@ def test_the_same_run_is_a_cache_hit_and_again_runs_it_beside(place):
     assert not third.cached and third.folder.name == f"{first.folder.name}-2"
     assert first.folder.is_dir()
     assert not start(place, {"layers": 3}).cached
-
-
-@pytest.mark.processes
-@pytest.mark.full
-def test_a_failed_run_is_no_cache_hit(place):
+    # a failed run is none
     marker = place / "marker"
     cell = f"import os\nassert os.path.exists({str(marker)!r})"
     notebook(place, cell)
@@ -193,35 +179,29 @@ def test_a_failed_run_is_no_cache_hit(place):
     assert start(place).folder == second.folder
 
 
-def test_the_id_names_parameters_source_and_environment_and_not_outputs(tmp_path):
+def test_the_id_names_parameters_source_and_environment_and_not_outputs(tmp_path, monkeypatch):
     path = write_notebook(tmp_path / "a.ipynb", "print(1)")
     facts = {"torch": "2.13.0", "gpus": [{"name": "H200"}], "date": "today"}
-    first = identity.run_id(path, {"layers": 2}, facts)
+
+    def run_id(layers=2, **changes):
+        return identity.run_id(path, {"layers": layers}, facts | changes)
+
+    first = run_id()
     assert len(first) == 8 and int(first, 16) >= 0
-    assert identity.run_id(path, {"layers": 2}, {**facts, "date": "tomorrow"}) == first
+    assert run_id(date="tomorrow") == first
     content = json.loads(path.read_text())
     content["cells"][-1]["execution_count"] = 7
     path.write_text(json.dumps(content))
-    assert identity.run_id(path, {"layers": 2}, facts) == first
-    others = {
-        identity.run_id(path, {"layers": 3}, facts),
-        identity.run_id(path, {"layers": 2}, {**facts, "torch": "2.11.0"}),
-        identity.run_id(path, {"layers": 2}, {**facts, "gpus": []}),
-        identity.run_id(write_notebook(tmp_path / "a.ipynb", "print(2)"), {"layers": 2}, facts),
-        first,
-    }
-    assert len(others) == 5
-
-
-def test_the_id_changes_with_the_packages_source(tmp_path, monkeypatch):
-    path = write_notebook(tmp_path / "a.ipynb", "1")
+    assert run_id() == first
+    found = {first, run_id(layers=3), run_id(torch="2.11.0"), run_id(gpus=[])}
+    write_notebook(path, "print(2)")
+    found.add(run_id())
     (tmp_path / "package").mkdir()
     monkeypatch.setattr(identity, "PACKAGE", tmp_path / "package")
-    found = set()
     for text in ("one", "two"):
         (tmp_path / "package" / "m.py").write_text(text)
-        found.add(identity.run_id(path, {}, {}))
-    assert len(found) == 2
+        found.add(run_id())
+    assert len(found) == 7
 
 
 @pytest.mark.parametrize("name", ["01_tiny", "tiny", "01", "ti", "iny", "01_tiny.ipynb"])
@@ -264,17 +244,9 @@ def test_bad_input_is_refused_before_anything_is_made(place, given, options, mes
 
 
 @pytest.mark.processes
-def test_an_unwritable_root_is_refused_before_anything_starts(place, monkeypatch):
-    (place / "runs").write_text("a file in its place")
-    monkeypatch.setattr(run, "_execute", lambda *_: pytest.fail("it started"))
-    with pytest.raises(ValueError, match="cannot write runs to"):
-        start(place)
-    with pytest.raises(ValueError, match="cannot write runs to /proc"):
-        start(place, root="/proc/runs")
-
-
-@pytest.mark.processes
-def test_a_run_whose_kernel_does_not_start_is_recorded_as_failed(place, monkeypatch):
+def test_an_unwritable_root_is_refused_and_a_kernel_that_does_not_start_is_a_failed_run(
+    place, monkeypatch
+):
     def broken(*_):
         raise RuntimeError("no kernel")
 
@@ -282,24 +254,23 @@ def test_a_run_whose_kernel_does_not_start_is_recorded_as_failed(place, monkeypa
     result = start(place)
     assert (result.status, result.message) == ("failed", "RuntimeError: no kernel")
     assert record.load(result.folder)["status"] == "failed"
+    monkeypatch.setattr(run, "_execute", lambda *_: pytest.fail("it started"))
+    (place / "file").write_text("a file in the place of runs")
+    for root in (place / "file", "/proc/runs"):
+        with pytest.raises(ValueError, match=f"cannot write runs to {root}"):
+            start(place, root=root)
 
 
 RUNNER = """\
-import sys
 from nsa.workbook.run import run_notebook
-result = run_notebook("tiny", {}, root=sys.argv[1] + "/runs", notebooks=sys.argv[1] + "/notebooks",
-                      progress=False)
+place = {!r}
+result = run_notebook("tiny", root=place + "/runs", notebooks=place + "/notebooks", progress=False)
 print(result.folder.name, result.status)
 """
 
 
 def runner(place) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", RUNNER, str(place)],
-        env=environment_with_package(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return python(RUNNER.format(str(place)), stdout=subprocess.PIPE)
 
 
 @pytest.mark.processes
@@ -318,13 +289,12 @@ def test_two_runs_of_one_thing_at_once_both_survive(place):
     notebook(place, meet, MEASURE)
     both = [runner(place), runner(place)]
     printed = sorted(process.communicate(timeout=120)[0].split() for process in both)
-    (first, _), (second, _) = printed
-    assert [status for _, status in printed] == ["ok", "ok"]
-    assert second == f"{first}-2"
-    for folder in store.open_store(place / "runs").folders():
+    first = printed[0][0]
+    assert printed == [[first, "ok"], [f"{first}-2", "ok"]]
+    folders = sorted(store.open_store(place / "runs").folders())
+    assert [[folder.name, record.load(folder)["status"]] for folder in folders] == printed
+    for folder in folders:
         assert store.Run(folder).metrics()["median"].tolist() == [2.0]
-        assert record.load(folder)["status"] == "ok"
-    assert len(store.open_store(place / "runs").folders()) == 2
 
 
 @pytest.mark.processes

@@ -10,38 +10,26 @@ from datetime import UTC, datetime, timedelta
 import numpy
 import pandas
 import pytest
+import torch
 from processes import printed_by
 
 from nsa.workbook import metrics, store
 from nsa.workbook.claim import Claim
 from nsa.workbook.files import plain, read_json, write_atomically, write_json
 from nsa.workbook.record import Record, machine, process_start, status_now
+from nsa.workbook.store import Machine, find_machine
 
-ROW = {
-    "operation": "train",
-    "backend": "gather",
-    "mode": "step",
-    "metric": "peak_memory",
-    "unit": "MiB",
-    "x_name": "tokens",
-    "x_value": 128,
-    "median": 12.5,
-    "config": {"preset": "repro", "layers": 5},
-}
+ROW = {"operation": "train", "backend": "gather", "mode": "step", "metric": "peak_memory"}
+ROW |= {"unit": "MiB", "x_name": "tokens", "x_value": 128, "median": 12.5}
+ROW |= {"config": {"preset": "repro", "layers": 5}}
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The run of a notebook that `nsa run` started."""
-    write_json(
-        tmp_path / "environment.json",
-        {
-            "gpus": [{"name": "NVIDIA H200"}],
-            "torch": "2.13.0",
-            "triton": "3.9.0",
-            "git": {"commit": "a" * 40, "dirty": False},
-        },
-    )
+    facts = {"gpus": [{"name": "NVIDIA H200"}], "torch": "2.13.0", "triton": "3.9.0"}
+    facts |= {"git": {"commit": "a" * 40, "dirty": False}}
+    write_json(tmp_path / "environment.json", facts)
     monkeypatch.setenv("NSA_RUN", str(tmp_path))
     return store.current({"layers": 2}, notebook="01_tiny")
 
@@ -49,20 +37,14 @@ def run(tmp_path, monkeypatch):
 def make_run(root, name, day="2026-11-21", **changes):
     """A finished run's folder, with a record."""
     folder = store.create_folder(root, name, day)
-    record = {
-        "run_id": folder.name,
-        "notebook": name.rsplit("-", 1)[0],
-        "status": "ok",
-        "stop_reason": "ok",
-        "started": f"{day}T10:00:00+00:00",
-        "seconds": 3.0,
-        **changes,
-    }
-    write_json(folder / "record.json", record)
+    record = {"run_id": folder.name, "notebook": name.rsplit("-", 1)[0], "status": "ok"}
+    record |= {"stop_reason": "ok", "started": f"{day}T10:00:00+00:00", "seconds": 3.0}
+    write_json(folder / "record.json", record | changes)
     return folder
 
 
-def test_metrics_have_exactly_the_agreed_columns(run):
+def test_metrics_have_the_agreed_columns_and_rows_say_where_they_come_from(run):
+    assert list(run.metrics().columns) == list(metrics.COLUMNS) and len(run.metrics()) == 0
     run.add_rows([ROW])
     header = (run.folder / "metrics.csv").read_text().splitlines()[0]
     assert header == (
@@ -70,10 +52,6 @@ def test_metrics_have_exactly_the_agreed_columns(run):
         "gpu,torch,triton,commit,date"
     )
     assert list(run.metrics().columns) == header.split(",")
-
-
-def test_rows_are_filled_with_where_they_come_from(run):
-    run.add_rows([ROW])
     row = run.metrics().iloc[0]
     assert (row.gpu, row.torch, row.triton) == ("NVIDIA H200", "2.13.0", "3.9.0")
     assert row.commit == "a" * 12
@@ -94,9 +72,8 @@ def test_rows_are_appended_from_mappings_and_tables(run):
 def test_failures_types_and_words_that_pandas_takes_for_nothing_survive(run):
     varied = {"layers": numpy.int64(5), "rate": math.nan, "lengths": (1, 2)}
     run.add_rows([{**ROW, "median": None, "config": {"outcome": "oom"}}])
-    run.add_rows(
-        [{**ROW, "config": varied}, {**ROW, "backend": "NA", "mode": "null", "triton": ""}]
-    )
+    words = {"backend": "NA", "mode": "null", "triton": ""}
+    run.add_rows([{**ROW, "config": varied}, ROW | words])
     found = run.metrics()
     failed, kept, _ = metrics.configs(found)
     assert failed == {"outcome": "oom"} and math.isnan(found["median"][0])
@@ -119,10 +96,6 @@ def test_a_wrong_row_is_refused_and_nothing_is_written(run, change, message):
     assert len(run.metrics()) == 0
 
 
-def test_a_run_without_measurements_has_an_empty_table(run):
-    assert list(run.metrics().columns) == list(metrics.COLUMNS) and len(run.metrics()) == 0
-
-
 def test_verdicts_are_kept_in_order_and_a_claim_has_one(run):
     run.verdict("it is linear", "PASS", {"exponent": 1.02})
     run.verdict("it is fast", "INCONCLUSIVE", ["trial 3"])
@@ -131,19 +104,14 @@ def test_verdicts_are_kept_in_order_and_a_claim_has_one(run):
         {"claim": "it is fast", "verdict": "INCONCLUSIVE", "evidence": ["trial 3"]},
         {"claim": "it is linear", "verdict": "FAIL", "evidence": {"exponent": None}},
     ]
-
-
-def test_a_verdict_of_another_name_is_refused(run):
     with pytest.raises(ValueError, match="'OK' is not one of PASS, FAIL, INCONCLUSIVE"):
         run.verdict("it works", "OK", None)
 
 
 def test_claims_are_recorded_and_printed_and_a_refuted_one_ends_the_notebook(run, capsys):
-    claims = [Claim("it is linear", "PASS", 1), Claim.undecided("it is fast", "no GPU")]
-    run.judge(claims)
-    assert capsys.readouterr().out.splitlines() == [
-        "PASS: it is linear", "INCONCLUSIVE: it is fast: not decided, no GPU"
-    ]  # fmt: skip
+    run.judge([Claim("it is linear", "PASS", 1), Claim.undecided("it is fast", "no GPU")])
+    printed = ["PASS: it is linear", "INCONCLUSIVE: it is fast: not decided, no GPU"]
+    assert capsys.readouterr().out.splitlines() == printed
     refuted = Claim("it is small", "FAIL", 2)
     with pytest.raises(AssertionError, match="FAIL: it is small"):
         run.judge([refuted, Claim("it is last", "PASS", 3)], shown=False)
@@ -153,11 +121,6 @@ def test_claims_are_recorded_and_printed_and_a_refuted_one_ends_the_notebook(run
     run.judge([refuted], must_hold=False)  # an aim may be missed
 
 
-def test_a_plot_that_had_nothing_to_draw_leaves_no_file(run):
-    run.show(None, "phases")
-    assert not (run.folder / "figures").exists()
-
-
 def test_one_failed_claim_fails_the_run():
     assert store.overall([{"verdict": "PASS"}, {"verdict": "FAIL"}]) == "FAIL"
     assert store.overall([{"verdict": "PASS"}, {"verdict": "INCONCLUSIVE"}]) == "INCONCLUSIVE"
@@ -165,6 +128,8 @@ def test_one_failed_claim_fails_the_run():
 
 
 def test_witnesses_trials_and_figures_lie_in_the_run(run):
+    run.show(None, "phases")  # a plot that had nothing to draw
+    assert not (run.folder / "figures").exists()
     run.witness({"paths": {"cmp/gather": 3}})
     run.witness({"paths": {}})
     assert read_json(run.folder / "witness.json")[0] == {"paths": {"cmp/gather": 3}}
@@ -174,7 +139,7 @@ def test_witnesses_trials_and_figures_lie_in_the_run(run):
 
 
 @pytest.mark.processes
-def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it(monkeypatch):
+def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it(monkeypatch, tmp_path):
     code = (
         "from nsa.workbook import store\n"
         "run = store.current({}, notebook='01_tiny')\n"
@@ -186,9 +151,6 @@ def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it(monke
     shown, folder = printed_by(code).split()
     assert shown == "Run(01_tiny)"
     assert not os.path.exists(folder)
-
-
-def test_a_run_folder_that_is_none_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("NSA_RUN", str(tmp_path / "gone"))
     with pytest.raises(ValueError, match="NSA_RUN names"):
         store.current({})
@@ -202,13 +164,11 @@ def _create(root, barrier, results):
 @pytest.mark.full
 def test_processes_that_create_the_same_folder_at_once_each_get_their_own(tmp_path):
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    processes = [
-        context.Process(target=_create, args=(tmp_path, barrier, results)) for _ in range(2)
-    ]
+    given = (tmp_path, context.Barrier(2), context.Queue())
+    processes = [context.Process(target=_create, args=given) for _ in range(2)]
     for process in processes:
         process.start()
-    names = [name for _ in processes for name in results.get(timeout=60)]
+    names = [name for _ in processes for name in given[2].get(timeout=60)]
     for process in processes:
         process.join()
     expected = {"tiny-12345678", *(f"tiny-12345678-{n}" for n in range(2, 41))}
@@ -223,8 +183,9 @@ def test_an_unwritable_root_is_said_with_what_would_do(tmp_path):
         store.create_folder("/proc/nsa", "tiny-1")
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_replaced_whole_or_not_at_all_and_others_can_read_it(tmp_path, monkeypatch):
     target = write_atomically(tmp_path / "a.json", "old")
+    assert target.stat().st_mode & 0o777 == 0o644
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -235,16 +196,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
 
 
-def test_a_written_file_can_be_read_by_others(tmp_path):
-    assert write_atomically(tmp_path / "a", "x").stat().st_mode & 0o777 == 0o644
-
-
 def test_json_takes_numpy_and_has_no_nan():
     given = {"a": numpy.float32(0.5), "b": float("inf"), "c": numpy.arange(2), "d": (1, None)}
     assert plain(given) == {"a": 0.5, "b": None, "c": [0, 1], "d": [1, None]}
 
 
 def test_the_table_of_runs_is_derived_from_the_folders(tmp_path):
+    assert len(store.open_store(tmp_path / "none").runs()) == 0
     first = make_run(tmp_path, "01_memory-aaaaaaaa", "2026-11-20")
     second = make_run(tmp_path, "02_speed-bbbbbbbb", status="failed", stop_reason="error")
     write_json(first / "verdicts.json", [{"claim": "c", "verdict": "PASS", "evidence": None}])
@@ -258,12 +216,8 @@ def test_the_table_of_runs_is_derived_from_the_folders(tmp_path):
     assert sorted(store.open_store(tmp_path).runs()["status"]) == ["lost", "ok"]
 
 
-def test_no_runs_are_an_empty_table(tmp_path):
-    assert len(store.open_store(tmp_path / "none").runs()) == 0
-    assert len(store.open_store(tmp_path / "none").metrics()) == 0
-
-
 def test_all_metrics_are_one_table_that_names_the_run(tmp_path):
+    assert len(store.open_store(tmp_path / "none").metrics()) == 0
     for name in ("01_memory-aaaaaaaa", "01_memory-bbbbbbbb"):
         folder = make_run(tmp_path, name)
         write_json(folder / "environment.json", {"torch": "2.13.0"})
@@ -308,14 +262,11 @@ def running(age_s: float, **changes) -> dict:
     return {"status": "running", "heartbeat": beat.isoformat(), "machine": "another", **changes}
 
 
-def test_a_running_record_with_an_old_heartbeat_is_lost():
+@pytest.mark.processes
+def test_a_running_record_is_lost_when_its_heartbeat_is_old_and_its_runner_not_here():
     assert status_now(running(300)) == "lost"
     assert status_now(running(30)) == "running"
     assert status_now({"status": "running"}) == "lost"
-
-
-@pytest.mark.processes
-def test_an_ended_runner_on_this_machine_is_lost_and_a_live_one_is_not():
     mine = {"machine": machine(), "pid": os.getpid(), "pid_started": process_start(os.getpid())}
     assert status_now(running(300, **mine)) == "running"
     # the same number, given to another process since
@@ -342,3 +293,35 @@ def test_a_record_beats_while_it_runs_and_ends_with_the_truth(tmp_path):
     ended = {"status": "killed", "stop_reason": "kernel_died", "message": "it died"}
     assert ended.items() <= last.items()
     assert last["ended"] and last["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "there", "found"),
+    [
+        ("auto", 1, 0, "cpu"),
+        ("auto", 1, 1, "cuda"),
+        ("auto", 2, 1, "cpu"),
+        ("cuda", 2, 2, "cuda"),
+        ("cpu", 1, 1, "cpu"),
+        ("gpu", 1, 1, "device='gpu' is unknown; known are auto, cpu, cuda"),
+        ("cuda", 1, 0, r"needs a GPU and torch .* finds none; device='cpu' would do, or 'auto'"),
+        ("cuda", 2, 1, r"needs 2 GPUs and torch .* finds 1;"),
+    ],
+)
+def test_auto_takes_what_there_is_and_a_device_that_is_not_there_is_refused(
+    monkeypatch, device, wanted, there, found
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a name")
+    known = {"cpu": Machine("cpu", "a CPU"), "cuda": Machine("cuda", "a name")}
+    if found in known:
+        assert find_machine(device, wanted) == known[found]
+        return
+    with pytest.raises(ValueError, match=found):
+        find_machine(device, wanted)
+
+
+def test_a_cpu_gets_one_thread_a_child_and_a_note_that_times_mean_nothing():
+    cpu, gpu = Machine("cpu", "a CPU"), Machine("cuda", "a name")
+    assert (cpu.on_cpu, cpu.threads, cpu.note) == (True, 1, "a CPU: only ratios mean anything")
+    assert (gpu.on_cpu, gpu.threads, gpu.note) == (False, None, "a name")

@@ -133,9 +133,9 @@ MUTANTS = (
     Mutant(
         "late-binding-checkpoint",
         "a closure over the loop's variable: every layer recomputes the last one",
-        "nsa/model/checkpoint.py",
-        "                block,\n",
-        "                lambda *inputs: block(*inputs),\n",
+        "nsa/model/llama.py",
+        "again(block, x, *context)",
+        "again(lambda *inputs: block(*inputs), x, *context)",
         (
             "tests/model/test_checkpoint.py::test_gradients_are_bit_equal_with_checkpointing_on_and_off",
         ),

@@ -20,9 +20,8 @@ from nsa.lab.measure.limits import nominal_tflops
 from nsa.lab.measure.recorders import MIB, MemorySamples, recorder_for
 from nsa.lab.measure.timing import wait
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
-from nsa.model.captured import warmup_steps
 from nsa.model.llama import parameter_count
-from nsa.model.train import Trainer
+from nsa.model.train import Trainer, warmup_steps
 
 WATCHED = 5  # steps that are timed by phase
 CAPTURED = 2  # steps: the graph's capture and its first replay

@@ -12,13 +12,13 @@ from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
+from nsa.model.data import Prefetch
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
-from nsa.model.prefetch import Prefetch
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
 from nsa.workbook.files import write_atomically, write_json
-from nsa.workbook.machine import find_machine
+from nsa.workbook.store import find_machine
 
 TASKS = ("copy", "needle", "recall")
 CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
