@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
@@ -48,13 +49,10 @@ class P:
         return (self.step, self.modules + self.fired, device, self.phases, order)
 
     def __str__(self) -> str:
-        backward = f", node {self.fired} of {self.total}" if self.total else ""
-        more = "".join(
-            f", {count} {name}"
-            for name, count in (("events", self.events), ("collectives", self.collectives))
-            if count
-        )
-        return f"step {self.step} {self.phase}, {self.modules} modules{backward}{more}"
+        more = f", node {self.fired} of {self.total}" if self.total else ""
+        more += f", {self.events} events" if self.events else ""
+        more += f", {self.collectives} collectives" if self.collectives else ""
+        return f"step {self.step} {self.phase}, {self.modules} modules{more}"
 
 
 @dataclass(frozen=True)
@@ -175,14 +173,8 @@ class Evidence:
     def frozen_s(self, rank: int = 0) -> float:
         """How long the rank's P had rested at its last sample."""
         seen = self.of(rank)
-        if not seen:
-            return 0.0
-        since = seen[-1]
-        for sample in reversed(seen):
-            if sample.p != seen[-1].p:
-                break
-            since = sample
-        return seen[-1].t - since.t
+        resting = list(takewhile(lambda sample: sample.p == seen[-1].p, reversed(seen)))
+        return resting[0].t - resting[-1].t if resting else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which knows no NaN: losses that are not finite become their names."""
@@ -191,8 +183,7 @@ class Evidence:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Evidence:
         """What `to_dict` wrote, also after JSON. Names that are not known are passed over."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        values = {name: value for name, value in found.items() if name in known}
+        values = _known(cls, found)
         values["samples"] = [_made(Sample, x) for x in values.get("samples", ())]
         values["looks"] = [_made(Look, x) for x in values.get("looks", ())]
         values["flights"] = {int(k): v for k, v in (values.get("flights") or {}).items()}
@@ -217,11 +208,14 @@ def thinned(samples: list[Sample]) -> list[Sample]:
     return kept
 
 
+def _known(cls: type, found: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found}
+
+
 def _made(cls: type, found: dict[str, Any]) -> Any:
-    known = {f.name for f in dataclasses.fields(cls)}
-    values = {name: value for name, value in found.items() if name in known}
+    values = _known(cls, found)
     if values.get("p") is not None:
-        values["p"] = _made(P, values["p"])
+        values["p"] = P(**_known(P, values["p"]))
     return cls(**values)
 
 

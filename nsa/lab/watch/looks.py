@@ -24,29 +24,11 @@ from nsa.lab.watch import progress
 from nsa.lab.watch.evidence import Look
 
 SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
-
-
-def asked(pid: int, file: Path) -> str:
-    """What faulthandler appends to `file` when the process gets the signal; "" for nothing.
-
-    The process must have registered: else the signal ends it. OSError where there is no process or
-    no file.
-    """
-    before = seen = file.stat().st_size
-    os.kill(pid, signal.SIGUSR1)
-    end = time.monotonic() + SIGNAL_S
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        now = file.stat().st_size
-        if now > before and now == seen:
-            break
-        seen = now
-    with open(file, "rb") as stream:
-        stream.seek(before)
-        return stream.read().decode(errors="replace")
-
-
 EVERY_S = 1.0
+PY_SPY_S = 8.0
+_THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+Threads = list[dict[str, Any]]
 
 
 class DeviceUse:
@@ -79,12 +61,6 @@ class DeviceUse:
                 return
 
 
-PY_SPY_S = 8.0
-_THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-Threads = list[dict[str, Any]]
-
-
 def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None:
     """One look by one of evidence.TOOLS at a rank that counts its progress in `counted`.
 
@@ -94,12 +70,18 @@ def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None
     if cells is None:
         return None
     if tool == "proc":
-        threads, message = proc(pid)
+        threads = procfs.threads(pid)
+        message = "" if threads else "the process has ended, or there is no /proc"
     elif tool != "faulthandler":
         threads, message = py_spy(pid, native=tool == "native")
     elif cells[progress.LISTENS]:
-        written = counted.with_name(f"stacks-{rank}.txt")
-        threads, message = faulthandler(pid, written, cells[progress.MAIN_THREAD])
+        threads, message = [], f"faulthandler wrote nothing within {SIGNAL_S:g} s"
+        try:
+            written = asked(pid, counted.with_name(f"stacks-{rank}.txt"))
+            if threads := parse(written, cells[progress.MAIN_THREAD]):
+                message = ""
+        except OSError as error:
+            message = f"faulthandler: {error}"
     else:
         threads, message = [], "the process does not listen to SIGUSR1 yet"
     after = progress.cells_of(counted) or cells
@@ -150,19 +132,24 @@ def _thread(thread: dict[str, Any], pid: int) -> dict[str, Any]:
     }
 
 
-def faulthandler(pid: int, file: Path, main: int) -> tuple[Threads, str]:
-    """(threads, "") as the process writes them to `file` on SIGUSR1, or ([], why not).
+def asked(pid: int, file: Path) -> str:
+    """What faulthandler appends to `file` when the process gets the signal; "" for nothing.
 
-    Also while its GIL is held, but not while it is stopped. `main` is its main thread's ident. The
-    process must have registered: else the signal ends it.
+    Also while its GIL is held, but not while it is stopped. The process must have registered: else
+    the signal ends it. OSError where there is no process or no file.
     """
-    try:
-        written = asked(pid, file)
-    except OSError as error:
-        return [], f"faulthandler: {error}"
-    found = parse(written, main)
-    none = f"faulthandler wrote nothing within {SIGNAL_S:g} s"
-    return (found, "") if found else ([], none)
+    before = seen = file.stat().st_size
+    os.kill(pid, signal.SIGUSR1)
+    end = time.monotonic() + SIGNAL_S
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        now = file.stat().st_size
+        if now > before and now == seen:
+            break
+        seen = now
+    with open(file, "rb") as stream:
+        stream.seek(before)
+        return stream.read().decode(errors="replace")
 
 
 def parse(text: str, main: int) -> Threads:
@@ -177,9 +164,3 @@ def parse(text: str, main: int) -> Threads:
         elif (frame := _FRAME.match(line)) and found:
             found[-1]["frames"].append(f"{frame[1]}:{frame[2]} {frame[3]}")
     return found
-
-
-def proc(pid: int) -> tuple[Threads, str]:
-    """(threads, "") as the kernel has them: state, wchan and cpu_s of each."""
-    found = procfs.threads(pid)
-    return found, "" if found else "the process has ended, or there is no /proc"

@@ -57,7 +57,7 @@ def test_a_lent_gpu_is_the_only_one_that_a_trial_sees_and_is_asked_about(tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(preflight, "uses_gpu", lambda settings, env: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    preflight.environment()  # asks about all, once
+    preflight.environment(None)  # asks about all, once
     (tmp_path / "asked").unlink(missing_ok=True)
     spec = Spec("subject_entries:visible", {"wanted": "1"}, steps=3)
     evidence = run(spec, folder=tmp_path / "trial", gpu="1", stall_s=1.0, deadline_s=30.0)

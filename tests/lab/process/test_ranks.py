@@ -88,4 +88,4 @@ def _alive(word: str) -> list[str]:
             lines.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
             continue
-    return [line for line in lines if word in line and "rank_child" in line]
+    return [line for line in lines if word in line and "process.child" in line]

@@ -8,7 +8,8 @@ import pytest
 from processes import python, wait_until_gone
 
 from nsa.lab.process import trial
-from nsa.lab.process.out_of_memory import is_out_of_memory, kernel_kills
+from nsa.lab.process.child import is_out_of_memory
+from nsa.lab.process.procfs import kernel_kills
 from nsa.lab.process.trial import Stopped, run_child
 
 

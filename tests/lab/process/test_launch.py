@@ -11,14 +11,13 @@ import time
 import pytest
 
 from nsa.lab.process import family
-from nsa.lab.process.launch import check_port
-from nsa.lab.process.rank_state import accounted, first_failure, logged, say
+from nsa.lab.process.launch import accounted, check_port, first_failure, logged, say
 
 STUCK = """
 import ctypes, sys
-from nsa.lab.process import rank_state
-rank_state.STUCK_S = 0.2
-with rank_state.accounted(sys.argv[1], 0, lambda: print("told", flush=True)):
+from nsa.lab.process import launch
+launch.STUCK_S = 0.2
+with launch.accounted(sys.argv[1], 0, lambda: print("told", flush=True)):
     print("here", flush=True)
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):  # the second waits for ever, whatever signal comes, as a collective does
