@@ -113,7 +113,15 @@ def main(entry: str, spec_file: str, result: str) -> int:
         standing("starting")
     else:
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a late trial stands
-    outcome = _call(entry, spec_file)
+    try:
+        spec = json.loads(Path(spec_file).read_text(encoding="utf-8"))
+        function = resolve(entry)
+        if function is None:
+            outcome = failure(AttributeError(f"{entry} is not there")) | {"refused": True}
+        else:
+            outcome = {"status": "ok", "result": function(spec)}
+    except BaseException as error:  # SystemExit and KeyboardInterrupt end a trial like any other
+        outcome = failure(error)
     try:
         put(result, outcome)
     except (TypeError, ValueError) as error:
@@ -121,18 +129,6 @@ def main(entry: str, spec_file: str, result: str) -> int:
         outcome = failure(error) | {"message": message}
         put(result, outcome)
     return 0 if outcome["status"] == "ok" else 1
-
-
-def _call(entry: str, spec_file: str) -> dict:
-    try:
-        spec = json.loads(Path(spec_file).read_text(encoding="utf-8"))
-        function = resolve(entry)
-        if function is None:
-            module, _, name = entry.partition(":")
-            return failure(AttributeError(f"{module} has no {name!r}")) | {"refused": True}
-        return {"status": "ok", "result": function(spec)}
-    except BaseException as error:  # SystemExit and KeyboardInterrupt end a trial like any other
-        return failure(error)
 
 
 if __name__ == "__main__":

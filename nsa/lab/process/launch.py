@@ -222,7 +222,10 @@ def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterat
             if said.acquire(blocking=False):
                 lines = "".join(traceback.format_exception(error)).splitlines()
                 what = {"message": one_line(error), "traceback": "\n".join(lines[-TAIL_LINES:])}
-                say(folder, rank, _state_of(error), **what)
+                bad_input = isinstance(error, ValueError | ModuleNotFoundError)
+                state = "bad input" if bad_input else "exception"
+                state = "interrupted" if isinstance(error, KeyboardInterrupt) else state
+                say(folder, rank, state, **what)
                 when_ended()
             raise
         said.acquire(blocking=False)
@@ -268,12 +271,6 @@ def one_line(error: BaseException) -> str:
     """ValueErrors are written for readers; of others the kind belongs to the message."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
-
-
-def _state_of(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "bad input" if isinstance(error, ValueError | ModuleNotFoundError) else "exception"
 
 
 def first_failure(

@@ -91,9 +91,12 @@ def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
     """
     found = []
     if uses_gpu:
-        there = _foreign(only)
-        found += [f"the GPU is also used by process {pid} ({mib} MiB)" for pid, mib in there]
-        found += _unexplained(only) if not found else []
+        own = _ancestors()
+        for pid, mib in _smi("--query-compute-apps=pid,used_memory", only):
+            if pid.isdigit() and int(pid) not in own:
+                held = int(mib) if mib.isdigit() else 0
+                found.append(f"the GPU is also used by process {pid} ({held} MiB)")
+        found = found or _unexplained(only)
     for pid, started in list(_left.items()):
         if remember(pid, started):
             found.append(f"process {pid} of an earlier trial still runs")
@@ -102,15 +105,8 @@ def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
     return found
 
 
-def _foreign(only: str | None) -> list[tuple[int, int]]:
-    """(pid, MiB) of the GPU's processes that are neither this one nor one of its ancestors."""
-    own = _ancestors()
-    rows = _smi("--query-compute-apps=pid,used_memory", only)
-    found = [(int(pid), int(mib) if mib.isdigit() else 0) for pid, mib in rows if pid.isdigit()]
-    return [(pid, mib) for pid, mib in found if pid not in own]
-
-
 def _ancestors() -> set[int]:
+    """Of this process, itself included."""
     found, pid = set(), os.getpid()
     while pid > 1:
         found.add(pid)

@@ -22,7 +22,7 @@ from nsa.lab.process.supervisor import Supervisor, settle
 from nsa.lab.search import time_model
 from nsa.lab.watch import flight_recorder
 from nsa.lab.watch.evidence import Evidence
-from nsa.lab.watch.looks import DeviceUse
+from nsa.lab.watch.looks import device_use
 
 HARD = 4.0  # the deadline, in soft ones, where none is given
 UNPREDICTED_S = 600.0
@@ -134,10 +134,17 @@ def run(
     )
     used = preflight.used_mib(gpu) if on_gpu else []
     kills = kernel_kills() or 0
-    with DeviceUse(gpu) if on_gpu else contextlib.nullcontext() as use:
+    with device_use(gpu) if on_gpu else contextlib.nullcontext() as use:
         supervisor = Supervisor(evidence, folder, spec.ranks, stop=stop, use=use)
         started = time.monotonic()
-        ended = _launch(spec, env, folder, supervisor)
+        given = {"spec": spec.to_dict(), "folder": str(folder)}
+        options: dict[str, Any] = {"folder": folder, "watch": supervisor, "python": spec.python}
+        options |= {"deadline_s": FAR_S, "env": {**flight_recorder.ENVIRONMENT, **env}}
+        if spec.ranks == 1:
+            ended: Any = trial.run_child("nsa.lab.process.subject:run", given, **options)
+        else:
+            options["ranks"] = spec.ranks
+            ended = ranks.run_ranks("nsa.lab.process.subject:run", given, **options)
         supervisor.close()
     evidence.seconds = time.monotonic() - started
     settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
@@ -149,22 +156,6 @@ def run(
         if preflight.remember(pid, since):
             evidence.notes.append(f"process {pid} could not be ended")
     return evidence
-
-
-def _launch(spec: Spec, env: dict[str, str], folder: Path, supervisor: Supervisor) -> Any:
-    """A trial.Outcome, or the rows of ranks.run_ranks where there are several."""
-    entry = "nsa.lab.process.subject:run"
-    given = {"spec": spec.to_dict(), "folder": str(folder)}
-    options: dict[str, Any] = {
-        "deadline_s": FAR_S,
-        "folder": folder,
-        "env": {**flight_recorder.ENVIRONMENT, **env},
-        "watch": supervisor,
-        "python": spec.python,
-    }
-    if spec.ranks == 1:
-        return trial.run_child(entry, given, **options)
-    return ranks.run_ranks(entry, given, ranks=spec.ranks, **options)
 
 
 def run_until_proven(spec: Spec, *, folder: str | Path, **options: Any) -> Evidence:

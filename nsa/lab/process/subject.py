@@ -1,9 +1,10 @@
 """What a trial runs: anything that makes steps, named by its import path; and the trial's inside.
 
 "package.module:make" names a function make(settings, progress) that returns an object with
-step(i) -> the step's loss, or None. That is all a stranger's training needs. What else it has is
-used: `model`, a torch.nn.Module; `close()`; `oracles()` -> {name: {"ok", "detail"}}, asked at the
-end; `witness()` -> what ran and `result()` -> what came of it, both JSON-able.
+step(i) -> the loss of step i, counted from 0: a tensor, a number or None. That is all a stranger's
+training needs. What else it has is used: `model`, a torch.nn.Module; `close()`; `oracles()` ->
+{name: {"ok", "detail"}}, asked at the end; `witness()` -> what ran and `result()` -> what came of
+it, both JSON-able.
 
 Of several ranks each makes its own subject, under torchrun's variables; it joins its process group
 itself, with `join` or any other way.
@@ -19,20 +20,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from nsa.lab.process import child, preflight, trial
 from nsa.lab.watch import Progress, Unheard
 
 FAR_S = 3600.0  # beyond any trial: the supervisor ends a trial, not the process group
-
-
-@runtime_checkable
-class Subject(Protocol):
-    """The least that a subject has."""
-
-    def step(self, i: int) -> Any:
-        """Step number i, from 0; returns the loss, a tensor or a number, or None."""
 
 
 @dataclass
@@ -46,7 +39,7 @@ class Steps:
         return self.function(i)
 
 
-def make(path: str, settings: dict[str, Any], progress: Progress) -> Subject:
+def make(path: str, settings: dict[str, Any], progress: Progress) -> Any:
     """The subject that `path` names.
 
     ValueError where there is none, or where what was made has no step(i).
@@ -57,7 +50,7 @@ def make(path: str, settings: dict[str, Any], progress: Progress) -> Subject:
         module, _, name = path.partition(":")
         raise ValueError(f"subject={path!r}: {module} has no {name!r}")
     subject = maker(settings, progress)
-    if not isinstance(subject, Subject):
+    if not hasattr(subject, "step"):
         raise ValueError(
             f"subject={path!r} made a {type(subject).__name__}, which has no step(i); "
             "nsa.lab.process.subject.Steps(function) makes one of a function"
@@ -146,13 +139,10 @@ def _run(spec: dict[str, Any], progress: Progress, losses: list[Any], left: dict
 def _witnessed(subject: Any, left: dict[str, Any]) -> Iterator[None]:
     """Which implementations of attention ran, where any of ours is there to run."""
     witness = sys.modules.get("nsa.attention.witness")
-    if witness is None:
+    with witness.recording() if witness else contextlib.nullcontext() as recorded:
         yield
-    else:
-        with witness.recording() as recorded:
-            yield
-        if recorded.paths:
-            left["witness"] = recorded.record()
+    if recorded is not None and recorded.paths:
+        left["witness"] = recorded.record()
     if hasattr(subject, "witness"):
         left["witness"] = subject.witness()
 

@@ -13,14 +13,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nsa.lab.process import child, procfs
 from nsa.lab.process.trial import Outcome
 from nsa.lab.verdict import judge
-from nsa.lab.watch import flight_recorder, looks, progress
+from nsa.lab.watch import looks, progress
 from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample, thinned
-from nsa.lab.watch.looks import DeviceUse
 
 EVERY_S = 0.25
 LOOKS, APART_S = 3, 0.5
@@ -50,7 +50,7 @@ class Supervisor:
         ranks: int,
         *,
         stop: threading.Event | None = None,
-        use: DeviceUse | None = None,
+        use: SimpleNamespace | None = None,
     ) -> None:
         self.evidence, self.folder, self._stop, self._use = evidence, folder, stop, use
         self.reason = self.message = ""  # of its end: one of evidence.REASONS, and in words
@@ -188,7 +188,7 @@ class Supervisor:
             self._look("proc", self._live)
             self._look_at_stacks()
         end = self.t + FLIGHT_S
-        while self.t < end and any(flight_recorder.read(self.folder, r) is None for r in asked):
+        while self.t < end and not all(self._answer("flight", r).is_file() for r in asked):
             self._pause(EVERY_S)
         self._collect()
         self.sample()
@@ -233,12 +233,15 @@ class Supervisor:
         for rank in self._live:
             if not self._beats(rank):
                 continue
-            for name in (f"flight-{rank}.json", f"memory-{rank}.json"):
-                (self.folder / name).unlink(missing_ok=True)
+            for name in ("flight", "memory"):
+                self._answer(name, rank).unlink(missing_ok=True)
             with contextlib.suppress(OSError, ValueError):
                 progress.ask(self._files[rank])
                 asked.append(rank)
         return asked
+
+    def _answer(self, name: str, rank: int) -> Path:
+        return self.folder / f"{name}-{rank}.json"
 
     def _beats(self, rank: int) -> bool:
         """Whether it did in the last second and a half."""
@@ -248,9 +251,9 @@ class Supervisor:
     def _collect(self) -> None:
         """What the ranks have answered so far, also after they have ended."""
         for rank in self._files:
-            if found := flight_recorder.read(self.folder, rank):
+            if found := child.read(self._answer("flight", rank), {}).get("entries"):
                 self.evidence.flights[rank] = found
-            if held := flight_recorder.memory(self.folder, rank):
+            if held := child.read(self._answer("memory", rank)):
                 self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
 
 

@@ -33,18 +33,16 @@ class Outcome:
 
     status: "ok"; "oom", out of device or host memory; "timeout", still running at its deadline
     (which does not say why); "crash", ended by a signal; "error", an exception or an early exit.
-    A sweep adds "declined" and "not run". result: what the function returned, for "ok" only.
-    message: one line, empty for "ok". evidence: the traceback's tail, the stacks at the deadline,
-    or the tail of stderr. alone: no other trial of its sweep ran beside it.
+    A sweep adds "declined" and "not run".
     """
 
     status: str
-    result: dict | None
+    result: dict | None  # what the function returned, for "ok" only
     seconds: float
-    message: str
+    message: str  # one line, empty for "ok"
     returncode: int | None
-    evidence: str = ""
-    alone: bool = True
+    evidence: str = ""  # the traceback's tail, the stacks at the deadline, or the tail of stderr
+    alone: bool = True  # no other trial of its sweep ran beside it
 
 
 class Stopped(Exception):
@@ -110,8 +108,10 @@ def run_child(
                 if time.monotonic() - started > deadline_s:
                     late = late or f"still running after {deadline_s:g} s"
                 if late and process.poll() is None:
-                    # Who watches has looked already.
-                    seen = "" if watch is not None else _stacks(process.pid, stderr)
+                    seen = ""
+                    if watch is None:  # else whoever watches has looked already
+                        with contextlib.suppress(OSError):
+                            seen = looks.asked(process.pid, stderr)[: 4 * _TAIL_BYTES]
                     roots = family.family(cookie, roots)  # while it still leads to all of them
                     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                         process.terminate()
@@ -179,12 +179,6 @@ def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[s
         own = [os.path.abspath(place) for place in sysconfig.get_paths().values()]
         places = [place for place in places if not place.startswith(tuple(own))]
     return given | {child.PATH: json.dumps(places)}
-
-
-def _stacks(pid: int, stderr: Path) -> str:
-    with contextlib.suppress(OSError):
-        return looks.asked(pid, stderr)[: 4 * _TAIL_BYTES]
-    return ""
 
 
 def check_entry(entry: str) -> None:

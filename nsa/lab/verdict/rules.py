@@ -24,20 +24,15 @@ KINDS = ("PASS", "FAIL", "SLOW", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "IN
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of KINDS, and why.
-
-    what: which sort, as "blocked" or "nan-grad". rule: the first rule that applied. because: what
-    it read, in sentences. place: where, as far as another run of the same fault shows it too.
-    numbers: what a table wants. signature: kind, what and place, equal for equal faults.
-    """
+    """One of KINDS, and why."""
 
     kind: str
-    what: str = ""
-    rule: str = ""
-    because: tuple[str, ...] = ()
-    place: str = ""
-    numbers: dict[str, Any] = field(default_factory=dict, compare=False)
-    signature: str = ""
+    what: str = ""  # which sort, as "blocked" or "nan-grad"
+    rule: str = ""  # the first rule that applied
+    because: tuple[str, ...] = ()  # what it read, in sentences
+    place: str = ""  # where, as far as another run of the same fault shows it too
+    numbers: dict[str, Any] = field(default_factory=dict, compare=False)  # what a table wants
+    signature: str = ""  # kind, what and place, equal for equal faults
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -6,11 +6,11 @@ A stack alone, or an idle core alone, is no proof.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
-from nsa.lab.watch.evidence import Evidence, Look, P, Sample
+from nsa.lab.watch.evidence import Evidence, Look, P, Sample, at_last_p
 
 OWN_GAPS = 3.0  # how much longer than its longest rest so far a rank must rest
 LOOKS, APART_S = 3, 0.45
@@ -44,26 +44,20 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class Stall:
-    """One rank whose P has not changed since `since`, for `seconds`, as its samples have it.
-
-    bound: how long it must rest for that to count. cpu: share of one core that it used, None where
-    that is not told. beats: of the thread that needs the GIL; alive: they had ever risen. state:
-    that of all its samples, "" where they differ. gone: it has ended, while others have not. looks:
-    those taken in the rest, at the same P; samples: those of the rest.
-    """
+    """One rank whose P has not changed, as its samples have it."""
 
     rank: int
     p: P
     since: float
     seconds: float
-    bound: float
-    cpu: float | None
-    beats: int
-    alive: bool
-    state: str
-    gone: bool
-    looks: list[Look]
-    samples: list[Sample]
+    bound: float  # how long it must rest for that to count
+    cpu: float | None  # share of one core that it used, None where that is not told
+    beats: int  # of the thread that needs the GIL
+    alive: bool  # beats had ever risen
+    state: str  # that of all its samples, "" where they differ
+    gone: bool  # it has ended, while others have not
+    looks: list[Look]  # taken in the rest, at the same P
+    samples: list[Sample]  # of the rest
 
     @property
     def frozen(self) -> bool:
@@ -72,13 +66,8 @@ class Stall:
 
     @property
     def idle(self) -> bool:
-        """Nothing of the process computed."""
+        """Nothing of the process computed, as far as that is told."""
         return self.cpu is not None and self.cpu < IDLE
-
-    @property
-    def works(self) -> bool:
-        """It computed, as far as that is told."""
-        return self.cpu is None or self.cpu >= IDLE
 
     def three_looks(self) -> list[Look]:
         """At three or more moments half a second apart, by the best tool; [] if fewer."""
@@ -128,7 +117,7 @@ def _rest(evidence: Evidence, rank: int, latest: float) -> Stall:
     samples = evidence.of(rank)
     samples = [s for s in samples if s.state] or samples  # what is read of the dead has no state
     last = samples[-1]
-    mine = list(takewhile(lambda sample: sample.p == last.p, reversed(samples)))[::-1]
+    mine = at_last_p(samples)
     first, seconds = mine[0], last.t - mine[0].t
     states = {sample.state for sample in mine[1:] or mine}
     return Stall(
@@ -218,7 +207,7 @@ def _gil_held(evidence: Evidence, rest: Stall) -> Proof | None:
     if not rest.alive or rest.beats > 0 or rest.state in ("T", "D"):
         return None
     asleep = rest.state == "S"  # the same of a process that was given no core says nothing
-    if rest.seconds <= _patient(evidence, rest) or not (asleep or rest.works):
+    if rest.seconds <= _patient(evidence, rest) or (rest.idle and not asleep):
         return None
     used = "" if rest.cpu is None else f", at {rest.cpu:.0%} of a core"
     because = [f"no beat in {rest.seconds:.1f} s: the GIL was never let go{used}"]
@@ -229,7 +218,7 @@ def _gil_held(evidence: Evidence, rest: Stall) -> Proof | None:
 
 def _python_spin(evidence: Evidence, rest: Stall) -> Proof | None:
     """Python code owns the GIL, in one function with the same callers at every look."""
-    if rest.beats <= 0 or not rest.works or rest.seconds <= _patient(evidence, rest):
+    if rest.beats <= 0 or rest.idle or rest.seconds <= _patient(evidence, rest):
         return None
     looks = rest.three_looks()
     threads = [at_work(look.threads) for look in looks]

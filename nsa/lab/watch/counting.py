@@ -6,6 +6,7 @@ And how far a device has come along the work that a training gave it.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,17 +62,11 @@ class DeviceEvents:
 
         Of several streams some events may count before their own has come that far.
         """
-        waiting, first, last = self._waiting, 0, len(self._waiting)
-        while first < last and not self.quiet:
-            middle = (first + last) // 2
-            if waiting[middle][1].query():
-                first = middle + 1
-            else:
-                last = middle
-        for _ in range(first):
-            device, event = waiting.popleft()
+        count = bisect_left(self._waiting, True, key=lambda x: self.quiet or not x[1].query())
+        for _ in range(count):
+            device, event = self._waiting.popleft()
             self._spare.setdefault(device, []).append(event)
-        return first
+        return count
 
 
 def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
@@ -87,7 +82,7 @@ def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
 
     handles = [module.register_forward_hook(ended) for module in model.modules()]
     handles.append(model.register_forward_pre_hook(begins))
-    return [*(handle.remove for handle in handles), _outputs(progress)]
+    return [handle.remove for handle in handles]
 
 
 def all_modules(progress: Progress) -> list[Undo]:
@@ -108,12 +103,7 @@ def all_modules(progress: Progress) -> list[Undo]:
 
         return counted
 
-    return [_in_place_of(nn.Module, "__call__", counting), _outputs(progress)]
-
-
-def _outputs(progress: Progress) -> Undo:
-    progress.outputs = Outputs(progress)
-    return partial(setattr, progress, "outputs", None)
+    return [_in_place_of(nn.Module, "__call__", counting)]
 
 
 def _begins(progress: Progress) -> None:

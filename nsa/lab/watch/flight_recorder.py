@@ -41,16 +41,6 @@ def write(folder: Path, rank: int) -> None:
             torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
 
 
-def read(folder: Path, rank: int) -> list[dict[str, Any]] | None:
-    """What `write` left of the Flight Recorder; None where it left nothing yet."""
-    return child.read(folder / f"flight-{rank}.json", {}).get("entries")
-
-
-def memory(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What `write` left of the device's memory."""
-    return child.read(folder / f"memory-{rank}.json")
-
-
 def recorded() -> list[dict[str, Any]]:
     """This process's last collectives, by recorder, oldest first; empty without a process group.
 

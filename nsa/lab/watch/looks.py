@@ -16,7 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nsa.lab.process import preflight, procfs
@@ -31,34 +34,29 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 Threads = list[dict[str, Any]]
 
 
-class DeviceUse:
-    """`with DeviceUse() as use: use.percent` is the busiest GPU's, None before it was told.
+@contextmanager
+def device_use(only: str | None = None) -> Iterator[SimpleNamespace]:
+    """`with device_use() as use: use.percent` is the busiest GPU's, None before it was told.
 
-    only: the GPUs that count, as CUDA_VISIBLE_DEVICES names them; None: those of this process.
-
-    A GPU counts as busy while any kernel runs, one that never ends as well.
+    only: the GPUs that count, as CUDA_VISIBLE_DEVICES names them; None: those of this process. A
+    GPU counts as busy while any kernel runs, one that never ends as well.
     """
+    use, stop = SimpleNamespace(percent=None), threading.Event()
 
-    def __init__(self, only: str | None = None) -> None:
-        self._only = only
-        self.percent: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._ask, name="device use", daemon=True)
-
-    def __enter__(self) -> DeviceUse:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _ask(self) -> None:
+    def ask() -> None:
         while True:
-            told = preflight.numbers("utilization.gpu", self._only)
-            self.percent = max(map(float, told), default=None)
-            if self._stop.wait(EVERY_S):
+            told = preflight.numbers("utilization.gpu", only)
+            use.percent = max(map(float, told), default=None)
+            if stop.wait(EVERY_S):
                 return
+
+    thread = threading.Thread(target=ask, name="device use", daemon=True)
+    thread.start()
+    try:
+        yield use
+    finally:
+        stop.set()
+        thread.join()
 
 
 def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None:

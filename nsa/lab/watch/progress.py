@@ -177,6 +177,7 @@ class Progress:
     def _count_backwards(self) -> None:
         from nsa.lab.watch import counting
 
+        self.outputs = counting.Outputs(self)
         if not self._counts_backwards:
             self._counts_backwards = True
             self._undo += counting.backwards(self)
@@ -227,7 +228,7 @@ class Progress:
             thread.join(1.0)
         for undo in reversed(self._undo):
             undo()
-        self._undo, self._all, self._counts_backwards = [], False, False
+        self._undo, self._all, self._counts_backwards, self.outputs = [], False, False, None
 
     def _beat(self) -> None:
         while not self._stop.wait(EVERY_S):
