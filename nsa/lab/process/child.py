@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 from nsa.lab.process.family import die_with_parent, let_others_look
 
@@ -40,7 +39,7 @@ def put(path: str | os.PathLike, content: dict, indent: int | None = None) -> No
     unfinished.replace(path)
 
 
-def read(path: str | os.PathLike, default: Any = None) -> Any:
+def read(path: str | os.PathLike, default: dict | None = None) -> dict | None:
     """What `put` wrote, `default` where that cannot be read."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -86,10 +85,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def resolve(entry: str) -> Any:
+def resolve(entry: str):
     """What "package.module:name" names; None where the module has no such name."""
     module, _, name = entry.partition(":")
-    found: Any = importlib.import_module(module)
+    found = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
