@@ -6,12 +6,14 @@ cookie in it finds them, and whoever dropped the environment is found below one 
 long as that one lives. Finding reads /proc, so outside Linux nobody is found.
 
 Imports as little as it can: kernels and trials load it before anything else.
+`python -m nsa.lab.process.family MODULE ARG...` runs a module that ends with its parent.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Collection, Mapping
@@ -118,3 +120,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+if __name__ == "__main__":
+    import runpy
+
+    die_with_parent()
+    del sys.argv[0]  # runpy puts the module's file in the place of its name
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nsa.lab.process import family
 from nsa.lab.process.child import put, read
@@ -90,16 +89,16 @@ def check_port(port: int) -> None:
             ) from None
 
 
-def torchrun(
-    ranks: int, module: str, arguments: Sequence[str], *, port: int = 0, **options: Any
-) -> dict[int, int]:
-    """torchrun, in this process: exit codes of the ranks that it saw fail, in their order of time.
-
-    options: more of torch's LaunchConfig.
-    """
+def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> int:
+    """0 when every rank ended well, else 1."""
+    family.die_with_parent()
+    # before torch makes the handlers of its loggers
+    sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -111,32 +110,17 @@ def torchrun(
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
-        local_addr="127.0.0.1",  # rather than the host's name, which need not resolve
-        **options,
+        local_addr="127.0.0.1",
     )
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
-        failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        return {rank: failure.exitcode for rank, failure in failed}
-    return {}
-
-
-def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> int:
-    """0 when every rank ended well, else 1."""
-    family.die_with_parent()
-    # before torch makes the handlers of its loggers
-    sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    try:
-        codes = torchrun(ranks, module, arguments, port=port)
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        put(Path(folder, "exits.json"), codes)
+        return 1
     except SignalException:
         return 1
-    if codes:
-        put(Path(folder, "exits.json"), codes)
-    return 1 if codes else 0
+    return 0
 
 
 class Both:

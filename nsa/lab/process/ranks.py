@@ -1,20 +1,22 @@
 """One function on several ranks of one host, under torchrun, and how each rank ended."""
 
-import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from nsa.lab.process import child, family, trial
-from nsa.lab.process.launch import torchrun
 
 _STACK_S = 1.0
 _MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
 _TAIL = 4000
+_FAILURE = re.compile(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)")
 
 
 def run_ranks(
@@ -50,32 +52,57 @@ def run_ranks(
     for pattern in ("rank-*.json", "place-*.json", "stacks-*.txt", "logs/*/*/*/*.log"):
         for left in folder.glob(pattern):
             left.unlink()
-    end = time.monotonic() + deadline_s
-
-    def late(pid: int) -> str:
-        if reason := watch(pid) if watch is not None else "":
-            return reason
-        if time.monotonic() < end:
-            return ""
-        for place in folder.glob("place-*.json"):
-            with contextlib.suppress(OSError, ValueError):  # it has just ended
-                os.kill(json.loads(place.read_text())["pid"], signal.SIGUSR1)
-        time.sleep(_STACK_S)
-        return f"still running after {deadline_s:g} s"
-
+    given = {"entry": entry, "spec": spec, "ranks": ranks, "folder": str(folder)}
     launched = trial.run_child(
         "nsa.lab.process.ranks:launch",
-        {"entry": entry, "spec": spec, "ranks": ranks, "folder": str(folder)},
+        given | {"deadline_s": deadline_s},
         deadline_s=deadline_s + _MARGIN_S,
         folder=folder / "launch",
         env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})},
         stop=stop,
-        watch=late,
+        watch=watch,
         python=python,
     )
-    codes = dict((launched.result or {"codes": ()})["codes"])
-    rows = [_row(rank, codes.get(rank), launched, folder) for rank in range(ranks)]
-    first = _first(rows, next(iter(codes), None))
+    return _rows(launched, ranks, folder)
+
+
+def launch(spec: dict) -> dict:
+    """torchrun itself, watched; runs in a child process. {"late", "stderr"}."""
+    folder = Path(spec["folder"])
+    spec_file = folder / "ranks.json"
+    spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
+    command = [
+        *(sys.executable, "-m", "nsa.lab.process.family", "torch.distributed.run"),
+        *("--nproc-per-node", str(spec["ranks"])),
+        # An address of our own rather than the host's name, which need not resolve.
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("--log-dir", str(folder / "logs"), "--redirects", "3"),
+        *("-m", "nsa.lab.process.child", spec["entry"], str(spec_file), str(folder)),
+    ]
+    end = time.monotonic() + spec["deadline_s"]
+    with open(folder / "torchrun.txt", "wb") as out:
+        paths = os.pathsep.join(filter(None, sys.path))  # ranks find the modules that we find
+        env = {**os.environ, "PYTHONPATH": paths, family.PARENT: str(os.getpid())}
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+    late = process.poll() is None
+    if late:
+        for place in folder.glob("place-*.json"):
+            try:
+                os.kill(json.loads(place.read_text())["pid"], signal.SIGUSR1)
+            except (OSError, ValueError):
+                continue  # it has just ended
+        time.sleep(_STACK_S)
+    text = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace")
+    return {"late": late, "stderr": text[-4 * _TAIL :]}
+
+
+def _rows(launched: trial.Outcome, ranks: int, folder: Path) -> list[dict]:
+    said = launched.result or {"late": launched.status == "timeout", "stderr": launched.evidence}
+    codes = {int(rank): int(code) for rank, code in _FAILURE.findall(said["stderr"])}
+    rows = [_row(rank, said, codes.get(rank), launched, folder) for rank in range(ranks)]
+    first = _first(rows, said["stderr"])
     for row in rows:
         row["first"] = row["rank"] == first
         row["seconds"] = launched.seconds
@@ -83,22 +110,7 @@ def run_ranks(
     return rows
 
 
-def launch(spec: dict) -> dict:
-    """torchrun, in a child process: {"codes": (rank, exit code) of those that it saw fail}."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-
-    folder = Path(spec["folder"])
-    child.put(folder / "ranks.json", spec["spec"], indent=1)
-    os.environ[family.PARENT] = str(os.getpid())
-    arguments = [spec["entry"], str(folder / "ranks.json"), str(folder)]
-    logs = DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL)
-    # SIGTERM ends this process at once, and its ranks with it.
-    options = {"logs_specs": logs, "signals_to_handle": "SIGINT"}
-    codes = torchrun(spec["ranks"], "nsa.lab.process.child", arguments, **options)
-    return {"codes": list(codes.items())}
-
-
-def _row(rank: int, code: int | None, launched: trial.Outcome, folder: Path) -> dict:
+def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folder: Path) -> dict:
     left = child.read(folder / f"rank-{rank}.json", {})
     place = child.read(folder / f"place-{rank}.json", {}).get("place", "before its start")
     row = {"rank": rank, "place": place, "result": None, "message": "", "evidence": "",
@@ -108,13 +120,12 @@ def _row(rank: int, code: int | None, launched: trial.Outcome, folder: Path) -> 
     if left:
         status, message, evidence = left["status"], left["message"], left["traceback"]
         row["time"] = left["time"]
-    elif launched.status == "timeout":
+    elif said["late"]:
         status, message = "timeout", f"still running at the deadline, at: {place}"
-        evidence = _text(folder / f"stacks-{rank}.txt")
+        stacks = folder / f"stacks-{rank}.txt"
+        evidence = stacks.read_text(errors="replace") if stacks.is_file() else ""
     else:
-        logs = sorted(folder.glob(f"logs/*/*/{rank}/stderr.log"))
-        said = launched.evidence or _text(folder / "launch" / "stderr.txt")
-        evidence = (_text(logs[-1]) if logs else "")[-_TAIL:] or said[-_TAIL:] or launched.message
+        evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
         if code == -signal.SIGTERM:
             status, message = "ended", f"ended because another rank had failed, at: {place}"
         elif code is not None and code < 0:
@@ -125,11 +136,10 @@ def _row(rank: int, code: int | None, launched: trial.Outcome, folder: Path) -> 
     return row | {"status": status, "message": message, "evidence": evidence}
 
 
-def _first(rows: list[dict], named: int | None) -> int | None:
-    """A rank that a signal ended went before those whose connection to it broke.
-
-    named: the first that torchrun saw fail.
-    """
+def _first(rows: list[dict], stderr: str) -> int | None:
+    """A rank that a signal ended went before those whose connection to it broke."""
+    cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
+    named = int(cause[1]) if cause else None
     crashed = [row["rank"] for row in rows if row["status"] == "crash"]
     if crashed:
         return named if named in crashed else crashed[0]
@@ -137,5 +147,6 @@ def _first(rows: list[dict], named: int | None) -> int | None:
     return raised[0][1] if raised else named
 
 
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+def _tail(rank: int, folder: Path) -> str:
+    logs = sorted(folder.glob(f"logs/*/*/{rank}/stderr.log"))
+    return logs[-1].read_text(encoding="utf-8", errors="replace")[-_TAIL:] if logs else ""
