@@ -210,7 +210,7 @@ OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconv
         ("from nsa.cli.main import parser; parser().format_help()", {"torch"}),
         ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
         ("import nsa.lab.process.family", {"torch", "numpy", "psutil"}),
-        ("from nsa.lab.process import launch, rank_state", {"torch", "numpy", "psutil"}),
+        ("from nsa.lab.process import launch", {"torch", "numpy", "psutil"}),
     ],
 )
 def test_what_needs_little_loads_little(statement, absent):

@@ -1,8 +1,11 @@
 """Evidence written by hand: a trial that trains for a while, and then what a test says."""
 
+from dataclasses import replace
+
 from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample
 
 STEPS = 6
+EVERY_S = 0.25  # from one sample to the next
 SPEC = {"subject": "somebody:make", "steps": STEPS, "ranks": 1, "settings": {}}
 STOPPED = End("stopped by the supervisor", -15, "deadline", "still running after 20 s")
 TRAIN = "/home/someone/train.py"
@@ -13,27 +16,25 @@ def p(step=3, phase="backward", modules=12, fired=4, total=203, **more):
     return P(step, phase, modules, fired, total, **more)
 
 
-def moving(seconds, *, rank=0, each_s=1.0, step=0, every_s=0.25, **how):
+def moving(seconds, *, rank=0, each_s=1.0, **how):
     """Samples of a rank that works: a node at each, a step each `each_s`."""
     found = []
-    for number in range(round(seconds / every_s)):
-        t = number * every_s
-        at = step + int(t / each_s)
-        fired = 1 + int(200 * (t % each_s) / each_s)
-        found.append(_sample(t, rank, p(at, fired=fired), t, **{"cpu": 1.0, **how}))
+    for number in range(round(seconds / EVERY_S)):
+        t = number * EVERY_S
+        at = p(int(t / each_s), fired=1 + int(200 * (t % each_s) / each_s))
+        found.append(_sample(t, rank, at, t, **how))
     return found
 
 
-def resting(since, seconds, *, rank=0, at=None, every_s=0.25, **how):
+def resting(since, seconds, *, rank=0, at=None, **how):
     """Samples of a rank whose P rests: at full use of a core and with beats unless told."""
-    return [
-        _sample(since + i * every_s, rank, at or p(), i * every_s, before_s=since,
-                **{"cpu": 1.0, **how})
-        for i in range(round(seconds / every_s) + 1)
-    ]  # fmt: skip
+    times = [i * EVERY_S for i in range(round(seconds / EVERY_S) + 1)]
+    return [_sample(since + t, rank, at or p(), t, before_s=since, **how) for t in times]
 
 
-def _sample(t, rank, at, lasted, *, cpu, beats=True, state="R", wchan="", before_s=0.0, gpu=None):
+def _sample(
+    t, rank, at, lasted, *, cpu=1.0, beats=True, state="R", wchan="", before_s=0.0, gpu=None
+):
     beat = int(10 * before_s) + (int(10 * lasted) if beats else 0)
     return Sample(t, rank, at, beat, before_s + cpu * lasted, state, wchan, 100.0, gpu)
 
@@ -64,16 +65,10 @@ def trial(samples=(), looks=(), end=STOPPED, **more):
 
 def frozen(seconds=8.0, looked=(), before_s=3.0, **how):
     """Trains for 3 s and then rests."""
-    more = {
-        k: how.pop(k) for k in ("end", "again", "stall_s", "flights", "predicted_s") if k in how
-    }
-    at = how.get("at")
+    known = ("end", "again", "stall_s", "flights", "predicted_s")
+    more = {name: how.pop(name) for name in known if name in how}
     samples = [*moving(before_s), *resting(before_s, seconds, **how)]
-    return trial(samples, looked if at is None else [_at(x, at) for x in looked], **more)
-
-
-def _at(look, at):
-    return Look(look.t, look.rank, look.tool, look.threads, at, look.message)
+    return trial(samples, [replace(x, p=how.get("at") or x.p) for x in looked], **more)
 
 
 def returned(**more):

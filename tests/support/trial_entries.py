@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from nsa.lab.process.rank_child import standing
+from nsa.lab.process.child import standing
 
 
 def echo(spec):

@@ -23,7 +23,7 @@ from nsa.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_un
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.measure.timing import Clock, NoTime
-from nsa.lab.process.out_of_memory import is_out_of_memory
+from nsa.lab.process.child import is_out_of_memory
 from nsa.reference.compress import Phi, compress_keys
 
 NOT_COMPARED = "not compared: it computes another function"

@@ -14,7 +14,7 @@ from nsa.experiments.tracing.trials import STEPS, Setup, Trial
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.module_order import ModuleOrder
-from nsa.lab.process.rank_child import failure, put, standing
+from nsa.lab.process.child import failure, put, standing
 from nsa.lab.search.planted import plant, without_gradient
 from nsa.model import parallel
 from nsa.model.data import synthetic, text

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.lab.process.family import PARENT, die_with_parent
-from nsa.lab.process.rank_state import Failure, accounted, first_failure, logged, one_line
+from nsa.lab.process.launch import Failure, accounted, first_failure, logged, one_line
 from nsa.workbook import environment, store
 from nsa.workbook.files import read_json, write_json
 from nsa.workbook.record import STATUS_OF, Record

@@ -6,12 +6,14 @@ cookie in it finds them, and whoever dropped the environment is found below one 
 long as that one lives. Finding reads /proc, so outside Linux nobody is found.
 
 Imports as little as it can: kernels and trials load it before anything else.
+`python -m nsa.lab.process.family MODULE ARG...` runs a module that ends with its parent.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Collection, Mapping
@@ -19,6 +21,7 @@ from pathlib import Path
 
 COOKIE = "NSA_FAMILY_COOKIE"
 PARENT = "NSA_PARENT_PID"
+_WITHIN_S = 5.0
 _HOME = str(Path(__file__).resolve().parents[3])
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
@@ -32,12 +35,8 @@ def new_cookie() -> str:
 def environment(given: Mapping[str, str], cookie: str) -> dict[str, str]:
     """`given` for a child of this process: it carries `cookie`, and imports this very package."""
     paths = [_HOME, *filter(None, given.get("PYTHONPATH", "").split(os.pathsep))]
-    return {
-        **given,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        COOKIE: cookie,
-        PARENT: str(os.getpid()),
-    }
+    ours = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), COOKIE: cookie}
+    return {**given, **ours, PARENT: str(os.getpid())}
 
 
 def die_with_parent() -> None:
@@ -63,6 +62,15 @@ def let_others_look() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANYBODY)
 
 
+def stat(process: Path) -> list[str]:
+    """What /proc tells of a process or thread after "pid (name) ": state, parent, ...
+
+    Raises OSError where it is gone.
+    """
+    # the name may hold anything, parentheses too
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def family(cookie: str, roots: Collection[int] = ()) -> set[int]:
     """Live processes that carry `cookie` or one made below it, `roots`, and all descendants.
 
@@ -73,10 +81,8 @@ def family(cookie: str, roots: Collection[int] = ()) -> set[int]:
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         # It may end, or belong to somebody else, between any two of these reads.
-        with contextlib.suppress(OSError, IndexError):
-            # after "pid (name) ", where the name may hold anything: state, parent, ...
-            stat = (folder / "stat").read_text(errors="replace")
-            state, parent = stat.rpartition(")")[2].split()[:2]
+        with contextlib.suppress(OSError, ValueError):
+            state, parent, *_ = stat(folder)
             if state in "ZX":
                 continue
             pid = int(folder.name)
@@ -87,20 +93,17 @@ def family(cookie: str, roots: Collection[int] = ()) -> set[int]:
             entries = (folder / "environ").read_bytes().split(b"\0")
             if any((entry + b"/").startswith(mark) for entry in entries):
                 found.add(pid)
-    grew = True
-    while grew:
-        below = {pid for pid, parent in parents.items() if parent in found} - found
+    while below := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= below
-        grew = bool(below)
     return found - {os.getpid()}
 
 
-def end_family(cookie: str, roots: Collection[int] = (), within_s: float = 5.0) -> set[int]:
-    """SIGKILL all of them, again until none is left; returns those left after `within_s`.
+def end_family(cookie: str, roots: Collection[int] = ()) -> set[int]:
+    """SIGKILL all of them, again until none is left; returns those left after 5 s.
 
     `roots` must not have been waited for: their numbers could be somebody else's by now.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _WITHIN_S
     while left := family(cookie, roots):
         for pid in left:
             with contextlib.suppress(OSError):
@@ -117,3 +120,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+if __name__ == "__main__":
+    import runpy
+
+    die_with_parent()
+    del sys.argv[0]  # runpy puts the module's file in the place of its name
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

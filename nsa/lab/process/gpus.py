@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from threading import Event, Lock
-from typing import TypeVar
+from threading import Lock
 
 from nsa.lab.process import preflight
-
-Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class Gpus:
@@ -59,39 +56,6 @@ class Gpus:
                     turn.set_result(name)
                     return
             self._free.append(name)
-
-    def map(
-        self,
-        function: Callable[[str | None, Item], Result],
-        items: Iterable[Item],
-        workers: int = 1,
-        *,
-        stop: Event | None = None,
-    ) -> list[Result]:
-        """function(gpu, item) of each, in their order: one on each GPU at once, else `workers`.
-
-        stop: set when the caller is interrupted or one of them raises, for the others in flight.
-        """
-        stop = stop or Event()
-
-        def lent(item: Item) -> Result:
-            with self.one() as gpu:
-                try:
-                    return function(gpu, item)
-                except BaseException:
-                    stop.set()
-                    raise
-
-        with ThreadPoolExecutor(len(self.names) or workers) as pool:
-            each = [pool.submit(lent, item) for item in items]
-            try:
-                for ended in wait(each, return_when=FIRST_EXCEPTION).done:
-                    ended.result()
-            except BaseException:
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return [ended.result() for ended in each]
 
 
 def only(gpu: str | None) -> dict[str, str]:

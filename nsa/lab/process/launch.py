@@ -1,30 +1,38 @@
-"""Ranks of one host under torchrun and a supervisor that outlives them and leaves none behind.
+"""Ranks of one host under torchrun, and what each of them says of itself in files.
 
 `python -m nsa.lab.process.launch RANKS PORT FOLDER MODULE ARG...` is torchrun as a function. It
-runs `python -m MODULE ARGUMENT...` as RANKS processes of this host and leaves in FOLDER exits.json,
-the exit codes of those that failed. PORT 0 finds a free one. What torchrun itself has to say is in
+runs `python -m MODULE ARG...` as RANKS processes of this host and leaves in FOLDER exits.json, the
+exit codes of those that failed. PORT 0 finds a free one. What torchrun itself has to say is in
 FOLDER/torchrun.log; the ranks keep this process's standard output and error.
 
-Runs `python -m MODULE ARGUMENT...` as RANKS processes of this host and leaves in FOLDER exits.json,
-the exit codes of those that failed. PORT 0 finds a free one. What torchrun itself has to say is in
-FOLDER/torchrun.log; the ranks keep this process's standard output and error.
+A rank leaves rank<r>.json: {"rank", "pid", "state", "time"}, and of a failure its message and
+traceback; and rank<r>.log, its output and its errors. A rank that says "running" and whose process
+is gone was killed. That comes before whatever the others say: they lose their connection to it, or
+are asked to end. This module imports as little as it can.
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.lab.process import family
-from nsa.lab.process.family import die_with_parent
+from nsa.lab.process.child import put, read
 
 ENDING_S = 8.0  # for ranks to end by themselves after Ctrl-C
+STUCK_S = 5.0  # how long a rank may take to end after Ctrl-C; a collective never looks for one
+TAIL_LINES = 40
+EXITING = 0x4  # PF_EXITING among a process's flags, field 9 of /proc/<pid>/stat
 
 
 def launch(
@@ -32,8 +40,9 @@ def launch(
 ) -> dict[int, int] | None:
     """`python -m module arguments...` as `ranks` processes under torchrun; returns when all ended.
 
-    None when all ended well, else the exit codes of those that torchrun saw fail, by rank. However
-    it ends, exceptions such as KeyboardInterrupt included, no process of theirs is left.
+    None when all ended well, else the exit codes of those that torchrun saw fail, by rank; empty
+    when it could not tell. However it ends, exceptions such as KeyboardInterrupt included, no
+    process of theirs is left.
 
     Raises ValueError when `port` is in use; None finds a free one.
     """
@@ -60,16 +69,9 @@ def launch(
     finally:
         family.end_family(cookie, {child.pid} if child.poll() is None else ())
         child.wait()
-    return None if good else exit_codes(folder)
-
-
-def exit_codes(folder: Path) -> dict[int, int]:
-    """Of the ranks that torchrun saw fail; empty when it could not tell."""
-    try:
-        codes = json.loads(Path(folder, "exits.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {int(rank): code for rank, code in codes.items()}
+    if good:
+        return None
+    return {int(rank): code for rank, code in read(Path(folder, "exits.json"), {}).items()}
 
 
 def check_port(port: int) -> None:
@@ -89,7 +91,7 @@ def check_port(port: int) -> None:
 
 def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> int:
     """0 when every rank ended well, else 1."""
-    die_with_parent()
+    family.die_with_parent()
     # before torch makes the handlers of its loggers
     sys.stderr = open(Path(folder, "torchrun.log"), "w", buffering=1)  # noqa: SIM115
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -114,11 +116,206 @@ def main(ranks: int, port: int, folder: str, module: str, *arguments: str) -> in
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        Path(folder, "exits.json").write_text(json.dumps(codes), encoding="utf-8")
+        put(Path(folder, "exits.json"), codes)
         return 1
     except SignalException:
         return 1
     return 0
+
+
+class Both:
+    """What Python writes, into the log and to where it went before if somebody reads there."""
+
+    def __init__(self, log, console) -> None:
+        self._log, self._console = log, console
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        with contextlib.suppress(OSError, ValueError):
+            self._console.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self._console.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self._log, name)
+
+
+@contextmanager
+def logged(folder: Path, rank: int, console: bool) -> Iterator[None]:
+    """File descriptors 1 and 2 are rank<r>.log while this is open, C and C++ code included.
+
+    `console`: what Python itself prints goes to the terminal as well.
+    """
+
+    def opened(number: int):
+        return os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8")
+
+    before = sys.stdout, sys.stderr
+    for stream in before:
+        stream.flush()
+    consoles = [opened(number) for number in (1, 2)]
+    with open(Path(folder, f"rank{rank}.log"), "ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    streams = [opened(number) for number in (1, 2)]
+    sys.stdout, sys.stderr = map(Both, streams, consoles) if console else streams
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+        for number, terminal in enumerate(consoles, 1):
+            os.dup2(terminal.fileno(), number)
+        for stream in (*streams, *consoles):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank to fail.
+
+    how: "exception", "bad input" (a ValueError), "killed", "interrupted" or "terminated".
+    """
+
+    rank: int
+    how: str
+    message: str
+    time: float
+    traceback: str = ""
+
+
+def say(folder: Path, rank: int, state: str, **more) -> None:
+    """Puts down how this rank stands; the file appears whole or not at all."""
+    content = {"rank": rank, "pid": os.getpid(), "state": state, "time": time.time(), **more}
+    put(Path(folder, f"rank{rank}.json"), content, indent=1)
+
+
+@contextmanager
+def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterator[None]:
+    """Around all that a rank does: its file says how it ended, however it did.
+
+    `when_ended` is called once the file says so, unless all went well. SIGTERM ends the process
+    with 143, also where the main thread waits for a GPU or for other ranks: a thread of its own
+    hears it. After Ctrl-C the main thread has STUCK_S to end by itself, then the same is done.
+    """
+    say(folder, rank, "running")
+    said = threading.Lock()  # taken by the first who says how it ended, and kept
+
+    def end(state: str, code: int) -> None:
+        if said.acquire(blocking=False):
+            say(folder, rank, state)
+            when_ended()
+        else:
+            time.sleep(STUCK_S)  # the main thread has ended, unless it is stuck on its way out
+        os._exit(code)
+
+    with _heard(end):
+        try:
+            yield
+        except BaseException as error:
+            if said.acquire(blocking=False):
+                lines = "".join(traceback.format_exception(error)).splitlines()
+                what = {"message": one_line(error), "traceback": "\n".join(lines[-TAIL_LINES:])}
+                bad_input = isinstance(error, ValueError | ModuleNotFoundError)
+                state = "bad input" if bad_input else "exception"
+                state = "interrupted" if isinstance(error, KeyboardInterrupt) else state
+                say(folder, rank, state, **what)
+                when_ended()
+            raise
+        said.acquire(blocking=False)
+    say(folder, rank, "ok")
+
+
+@contextmanager
+def _heard(end: Callable[[str, int], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT wake a thread through a pipe, whatever C code holds the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    over = threading.Event()
+
+    def listen() -> None:
+        while not over.is_set():
+            heard = os.read(reading, 1)
+            if heard == bytes([signal.SIGTERM]):
+                end("terminated", 128 + signal.SIGTERM)
+            if heard == bytes([signal.SIGINT]) and not over.wait(STUCK_S):
+                end("interrupted", 128 + signal.SIGINT)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        over.set()
+        signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(fd_before)
+        with contextlib.suppress(OSError):
+            os.write(writing, b"\0")
+        thread.join()
+        os.close(reading)
+        os.close(writing)
+
+
+def one_line(error: BaseException) -> str:
+    """ValueErrors are written for readers; of others the kind belongs to the message."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def first_failure(
+    folder: Path, ranks: int, exitcodes: Mapping[int, int] | None = None
+) -> Failure | None:
+    """Which rank failed first, or None when all ended well or are at work.
+
+    `exitcodes` of ranks as far as they are known, negative for a signal.
+    """
+    found = []
+    for rank in range(ranks):
+        said = read(Path(folder, f"rank{rank}.json"), {})
+        state, code = said.get("state"), (exitcodes or {}).get(rank)
+        if state is None and code is None:
+            continue  # it never came as far as that
+        if state in (None, "running"):
+            if code == -signal.SIGTERM:
+                how, message = "terminated", "was asked to end"
+            elif code or not _lives(said.get("pid")):
+                how, message = "killed", _how_killed(code)
+            else:
+                continue
+            found.append(Failure(rank, how, message, said.get("time", 0.0)))
+        elif state != "ok":
+            message = said.get("message") or f"was {state}"
+            found.append(Failure(rank, state, message, said["time"], said.get("traceback", "")))
+    order = {"killed": 0, "exception": 1, "bad input": 1}
+    return min(found, key=lambda f: (order.get(f.how, 2), f.time), default=None)
+
+
+def _how_killed(code: int | None) -> str:
+    if code is None:
+        return "was killed: its process is gone without a word"
+    if code < 0:
+        return f"was killed by {family.signal_name(-code)}"
+    return f"ended at once with exit code {code}"
+
+
+def _lives(pid: int | None) -> bool:
+    try:
+        state, *fields = family.stat(Path(f"/proc/{pid}"))
+    except OSError:
+        return False
+    # Its sockets close, and tell the other ranks, a moment before it is a zombie.
+    return state not in "ZX" and not int(fields[5]) & EXITING
 
 
 if __name__ == "__main__":

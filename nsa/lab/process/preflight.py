@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import procfs
+from nsa.lab.process import family, procfs
 
 PACKAGE = Path(__file__).resolve().parents[2]
 NOT_RUN = ("workbook", "cli", "__main__.py")  # no trial imports them
@@ -24,28 +24,15 @@ FREE_MIB = 256  # what a device may keep, beyond what it had
 UNSEEN_MIB = 1024  # an idle driver holds some hundreds at most
 DISTRIBUTIONS = ("torch", "triton", "flash-attn", "numpy")
 _GPU = re.compile(r"\d+|GPU-[0-9a-f-]{36}")  # as nvidia-smi takes them; it knows no short forms
-_TOLD = (
-    "import importlib.metadata as m, json, platform\n"
-    "def version(name):\n"
-    "    try: return m.version(name)\n"
-    "    except m.PackageNotFoundError: return None\n"
-    "print(json.dumps({'python': platform.python_version(), "
-    f"**{{name: version(name) for name in {DISTRIBUTIONS!r}}}}}))"
-)
 
 
 def source_hash(subject: str) -> str:
     """Of the files that a trial of `subject` may import: this package's, and the subject's own."""
     digest = hashlib.sha256()
-    for file in [*_sources(), *_subject_files(subject)]:
+    ours = (f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] not in NOT_RUN)
+    for file in [*sorted(ours), *_subject_files(subject)]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _sources() -> list[Path]:
-    return sorted(
-        file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] not in NOT_RUN
-    )
 
 
 def _subject_files(subject: str) -> list[Path]:
@@ -60,40 +47,41 @@ def _subject_files(subject: str) -> list[Path]:
 
 
 @lru_cache(maxsize=8)
-def _environment(python: str | None) -> str:
-    if python is None:
-        found: dict[str, Any] = {"python": platform.python_version()}
-        for name in DISTRIBUTIONS:
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                found[name] = None
-    else:
-        found = json.loads(_asked(python))
-    found |= {
+def environment(python: str | None) -> dict[str, Any]:
+    """Versions and devices that decide what a trial does, by the interpreter that runs it.
+
+    Nobody may change the dict. Raises ValueError for an interpreter that cannot be run.
+    """
+    return (_versions(DISTRIBUTIONS) if python is None else _versions_of(python)) | {
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
         "gpus": [name for name, _ in gpus("name,driver_version")],
     }
-    return json.dumps(found)
 
 
-def environment(python: str | None = None) -> dict[str, Any]:
-    """Versions and devices that decide what a trial does, by the interpreter that runs it.
+def _versions(names):  # its text alone is what another interpreter runs
+    from importlib import metadata
+    from platform import python_version
 
-    Raises ValueError for an interpreter that cannot be run.
-    """
-    return json.loads(_environment(python))
+    found = {"python": python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
-def _asked(python: str) -> str:
+def _versions_of(python: str) -> dict[str, Any]:
+    tell = f"import json\nprint(json.dumps(_versions({DISTRIBUTIONS!r})))"
     try:
         done = subprocess.run(
-            [python, "-c", _TOLD], capture_output=True, text=True, timeout=60, check=True
-        )
+            [python, "-c", f"{inspect.getsource(_versions)}\n{tell}"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         raise ValueError(f"python={python!r} cannot be run: {error}") from None
-    return done.stdout
+    return json.loads(done.stdout)
 
 
 def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
@@ -103,15 +91,29 @@ def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
     """
     found = []
     if uses_gpu:
-        there = foreign(only)
-        found += [f"the GPU is also used by process {pid} ({mib} MiB)" for pid, mib in there]
-        found += _unexplained(only) if not found else []
+        own = _ancestors()
+        for pid, mib in _smi("--query-compute-apps=pid,used_memory", only):
+            if pid.isdigit() and int(pid) not in own:
+                held = int(mib) if mib.isdigit() else 0
+                found.append(f"the GPU is also used by process {pid} ({held} MiB)")
+        found = found or _unexplained(only)
     for pid, started in list(_left.items()):
-        seen = procfs.process(pid)
-        if seen is None or seen.started != started or seen.state in "ZX":
-            del _left[pid]
-        else:
+        if remember(pid, started):
             found.append(f"process {pid} of an earlier trial still runs")
+        else:
+            del _left[pid]
+    return found
+
+
+def _ancestors() -> set[int]:
+    """Of this process, itself included."""
+    found, pid = set(), os.getpid()
+    while pid > 1:
+        found.add(pid)
+        try:
+            pid = int(family.stat(Path(f"/proc/{pid}"))[1])
+        except OSError:
+            break
     return found
 
 
@@ -133,25 +135,16 @@ _left: dict[int, int] = {}  # pid: when it started; of trials that have ended
 
 def remember(pid: int, started: int) -> bool:
     """Notes a process that should be gone; whether it still runs."""
-    seen = procfs.process(pid)
-    if seen is None or seen.started != started or seen.state in "ZX":
-        return False
-    _left[pid] = started
-    return True
+    runs = procfs.lives(pid, started)
+    if runs:
+        _left[pid] = started
+    return runs
 
 
 def uses_gpu(settings: dict[str, Any], env: dict[str, str]) -> bool:
     """Whether a trial with these settings can touch a GPU of this machine."""
     told = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES")
     return settings.get("device") != "cpu" and told != "" and bool(gpus("name"))
-
-
-def foreign(only: str | None = None) -> list[tuple[int, int]]:
-    """(pid, MiB) of the GPU's processes that are neither this one nor one of its ancestors."""
-    own = _ancestors()
-    rows = _smi("--query-compute-apps=pid,used_memory", only)
-    found = [(int(pid), int(mib) if mib.isdigit() else 0) for pid, mib in rows if pid.isdigit()]
-    return [(pid, mib) for pid, mib in found if pid not in own]
 
 
 def used_mib(only: str | None = None) -> list[int]:
@@ -165,27 +158,14 @@ def wait_until_free(
     """Waits until each GPU holds no more than `before`; says which of them still does."""
     end = time.monotonic() + within_s
     while True:
-        now = used_mib(only)
         more = [
             f"GPU {index} still holds {mib - was} MiB of the trial"
-            for index, (was, mib) in enumerate(zip(before, now, strict=False))
+            for index, (was, mib) in enumerate(zip(before, used_mib(only), strict=False))
             if mib > was + FREE_MIB
         ]
         if not more or time.monotonic() > end:
             return more
         time.sleep(0.2)
-
-
-def _ancestors() -> set[int]:
-    found, pid = set(), os.getpid()
-    while pid > 1:
-        found.add(pid)
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        except OSError:
-            break
-        pid = int(stat.rpartition(")")[2].split()[1])
-    return found
 
 
 def numbers(field: str, only: str | None = None) -> list[int]:
@@ -204,26 +184,17 @@ def gpus(fields: str, only: str | None = None) -> list[list[str]]:
     return _smi(f"--query-gpu={fields}", only)
 
 
-def _smi(query: str, only: str | None = None) -> list[list[str]]:
+def _smi(query: str, only: str | None) -> list[list[str]]:
     """nvidia-smi's rows; none where there is none, or it does not answer.
 
     Of the GPUs that `only`, or else CUDA_VISIBLE_DEVICES, names: who uses others disturbs nobody.
     """
     names = visible(only)
-    named = names and all(_GPU.fullmatch(name) for name in names)
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    if names and all(_GPU.fullmatch(name) for name in names):
+        command.append(f"--id={','.join(names)}")
     try:
-        done = subprocess.run(
-            [
-                "nvidia-smi", query, "--format=csv,noheader,nounits",
-                *([f"--id={','.join(names)}"] if named else []),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if done.returncode:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]

@@ -1,4 +1,7 @@
-"""A process as Linux tells of it: state, processor time, where it sleeps. None outside Linux."""
+"""A process as Linux tells of it: state, processor time, where it sleeps, kills for memory.
+
+None outside Linux.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nsa.lab.process.family import stat
 
 MIB = 2**20
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -23,20 +28,27 @@ class Seen:
     rss_mib: float
     started: int
 
+    @property
+    def lives(self) -> bool:
+        """A zombie does not."""
+        return self.state not in "ZX"
+
 
 def process(pid: int) -> Seen | None:
     """None where there is none; a zombie's state is Z."""
+    folder = Path(f"/proc/{pid}")
     try:
-        fields = _stat(Path(f"/proc/{pid}/stat"))
-        return Seen(
-            state=fields[0],
-            cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
-            wchan=_wchan(Path(f"/proc/{pid}")),
-            rss_mib=int(fields[21]) * _PAGE / MIB,
-            started=int(fields[19]),
-        )
+        fields = stat(folder)
+        rss_mib, started = int(fields[21]) * _PAGE / MIB, int(fields[19])
+        return Seen(fields[0], _cpu_s(fields), _wchan(folder), rss_mib, started)
     except (OSError, IndexError, ValueError):
         return None
+
+
+def lives(pid: int, started: int) -> bool:
+    """Whether the process that began at `started` still runs."""
+    seen = process(pid)
+    return seen is not None and seen.started == started and seen.lives
 
 
 def threads(pid: int) -> list[dict[str, Any]]:
@@ -45,24 +57,16 @@ def threads(pid: int) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError):
         for folder in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda f: int(f.name)):
             with contextlib.suppress(OSError, IndexError, ValueError):
-                fields = _stat(folder / "stat")
-                thread = {
-                    "name": (folder / "comm").read_text(errors="replace").strip(),
-                    "main": folder.name == str(pid),
-                    "active": None,
-                    "gil": None,
-                    "frames": [],
-                    "state": fields[0],
-                    "wchan": _wchan(folder),
-                    "cpu_s": (int(fields[11]) + int(fields[12])) / _TICKS,
-                }
-                found.append(thread)
+                fields = stat(folder)
+                name = (folder / "comm").read_text(errors="replace").strip()
+                thread = {"name": name, "main": folder.name == str(pid)}
+                thread |= {"active": None, "gil": None, "frames": [], "state": fields[0]}
+                found.append(thread | {"wchan": _wchan(folder), "cpu_s": _cpu_s(fields)})
     return found
 
 
-def _stat(file: Path) -> list[str]:
-    # after "pid (name) ", where the name may hold anything
-    return file.read_text(errors="replace").rpartition(")")[2].split()
+def _cpu_s(fields: list[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def _wchan(folder: Path) -> str:
@@ -71,3 +75,30 @@ def _wchan(folder: Path) -> str:
     except OSError:
         return ""
     return "" if name == "0" else name
+
+
+def kernel_kills(
+    root: str | Path = "/sys/fs/cgroup", membership: str | Path = "/proc/self/cgroup"
+) -> int | None:
+    """How often the kernel has killed for memory in this process's control group, 1 or 2.
+
+    None where that is not told, as outside Linux.
+    """
+    try:
+        lines = Path(membership).read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, name = Path(root), "memory.events"
+        elif "memory" in controllers.split(","):
+            folder, name = Path(root, "memory"), "memory.oom_control"
+        else:
+            continue
+        # A container may see its own group as the root of the mount.
+        for place in (folder / path.lstrip("/") / name, folder / name):
+            with contextlib.suppress(OSError, KeyError, ValueError):
+                told = dict(line.split(maxsplit=1) for line in place.read_text().splitlines())
+                return int(told["oom_kill"])
+    return None

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from nsa.lab.process import family, trial
+from nsa.lab.process import child, family, trial
 
-STATUSES = (*trial.STATUSES, "ended")
 _STACK_S = 1.0
 _MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
 _TAIL = 4000
@@ -53,15 +52,10 @@ def run_ranks(
     for pattern in ("rank-*.json", "place-*.json", "stacks-*.txt", "logs/*/*/*/*.log"):
         for left in folder.glob(pattern):
             left.unlink()
+    given = {"entry": entry, "spec": spec, "ranks": ranks, "folder": str(folder)}
     launched = trial.run_child(
         "nsa.lab.process.ranks:launch",
-        {
-            "entry": entry,
-            "spec": spec,
-            "ranks": ranks,
-            "folder": str(folder),
-            "deadline_s": deadline_s,
-        },
+        given | {"deadline_s": deadline_s},
         deadline_s=deadline_s + _MARGIN_S,
         folder=folder / "launch",
         env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})},
@@ -73,17 +67,17 @@ def run_ranks(
 
 
 def launch(spec: dict) -> dict:
-    """torchrun itself, watched; runs in a child process. {"returncode", "late", "stderr"}."""
+    """torchrun itself, watched; runs in a child process. {"late", "stderr"}."""
     folder = Path(spec["folder"])
     spec_file = folder / "ranks.json"
     spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
     command = [
-        *(sys.executable, "-m", "nsa.lab.process.parent_death", "torch.distributed.run"),
+        *(sys.executable, "-m", "nsa.lab.process.family", "torch.distributed.run"),
         *("--nproc-per-node", str(spec["ranks"])),
         # An address of our own rather than the host's name, which need not resolve.
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
         *("--log-dir", str(folder / "logs"), "--redirects", "3"),
-        *("-m", "nsa.lab.process.rank_child", spec["entry"], str(spec_file), str(folder)),
+        *("-m", "nsa.lab.process.child", spec["entry"], str(spec_file), str(folder)),
     ]
     end = time.monotonic() + spec["deadline_s"]
     with open(folder / "torchrun.txt", "wb") as out:
@@ -94,18 +88,14 @@ def launch(spec: dict) -> dict:
             time.sleep(0.05)
     late = process.poll() is None
     if late:
-        _ask_for_stacks(folder)
+        for place in folder.glob("place-*.json"):
+            try:
+                os.kill(json.loads(place.read_text())["pid"], signal.SIGUSR1)
+            except (OSError, ValueError):
+                continue  # it has just ended
+        time.sleep(_STACK_S)
     text = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace")
-    return {"returncode": process.returncode, "late": late, "stderr": text[-4 * _TAIL :]}
-
-
-def _ask_for_stacks(folder: Path) -> None:
-    for place in folder.glob("place-*.json"):
-        try:
-            os.kill(json.loads(place.read_text())["pid"], signal.SIGUSR1)
-        except (OSError, ValueError):
-            continue  # it has just ended
-    time.sleep(_STACK_S)
+    return {"late": late, "stderr": text[-4 * _TAIL :]}
 
 
 def _rows(launched: trial.Outcome, ranks: int, folder: Path) -> list[dict]:
@@ -121,37 +111,29 @@ def _rows(launched: trial.Outcome, ranks: int, folder: Path) -> list[dict]:
 
 
 def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folder: Path) -> dict:
-    left = _read(folder / f"rank-{rank}.json")
-    place = _read(folder / f"place-{rank}.json").get("place", "before its start")
-    row = {
-        "rank": rank,
-        "place": place,
-        "result": None,
-        "message": "",
-        "evidence": "",
-        "time": None,
-    }
+    left = child.read(folder / f"rank-{rank}.json", {})
+    place = child.read(folder / f"place-{rank}.json", {}).get("place", "before its start")
+    row = {"rank": rank, "place": place, "result": None, "message": "", "evidence": "",
+           "time": None}  # fmt: skip
     if left.get("status") == "ok":
         return row | {"status": "ok", "result": left["result"]}
     if left:
-        return row | {
-            "status": left["status"],
-            "message": left["message"],
-            "evidence": left["traceback"],
-            "time": left["time"],
-        }
-    if said["late"]:
-        message = f"still running at the deadline, at: {place}"
-        return row | {"status": "timeout", "message": message, "evidence": _stacks(rank, folder)}
-    evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
-    if code is not None and code < 0 and code != -signal.SIGTERM:
-        message = f"ended by {family.signal_name(-code)}"
-        return row | {"status": "crash", "message": message, "evidence": evidence}
-    if code == -signal.SIGTERM:
-        message = f"ended because another rank had failed, at: {place}"
-        return row | {"status": "ended", "message": message, "evidence": evidence}
-    message = launched.message or f"exited with {code} before it had a result"
-    return row | {"status": "error", "message": message, "evidence": evidence}
+        status, message, evidence = left["status"], left["message"], left["traceback"]
+        row["time"] = left["time"]
+    elif said["late"]:
+        status, message = "timeout", f"still running at the deadline, at: {place}"
+        stacks = folder / f"stacks-{rank}.txt"
+        evidence = stacks.read_text(errors="replace") if stacks.is_file() else ""
+    else:
+        evidence = _tail(rank, folder) or said["stderr"][-_TAIL:] or launched.message
+        if code == -signal.SIGTERM:
+            status, message = "ended", f"ended because another rank had failed, at: {place}"
+        elif code is not None and code < 0:
+            status, message = "crash", f"ended by {family.signal_name(-code)}"
+        else:
+            status = "error"
+            message = launched.message or f"exited with {code} before it had a result"
+    return row | {"status": status, "message": message, "evidence": evidence}
 
 
 def _first(rows: list[dict], stderr: str) -> int | None:
@@ -165,18 +147,6 @@ def _first(rows: list[dict], stderr: str) -> int | None:
     return raised[0][1] if raised else named
 
 
-def _stacks(rank: int, folder: Path) -> str:
-    file = folder / f"stacks-{rank}.txt"
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-
-
 def _tail(rank: int, folder: Path) -> str:
     logs = sorted(folder.glob(f"logs/*/*/{rank}/stderr.log"))
     return logs[-1].read_text(encoding="utf-8", errors="replace")[-_TAIL:] if logs else ""
-
-
-def _read(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.process import gpus, preflight, ranks, renamed, trial
-from nsa.lab.process.out_of_memory import kernel_kills
-from nsa.lab.process.supervisor import Proven, Supervisor, settle
+from nsa.lab.process.procfs import kernel_kills
+from nsa.lab.process.supervisor import Supervisor, settle
 from nsa.lab.search import time_model
 from nsa.lab.watch import flight_recorder
 from nsa.lab.watch.evidence import Evidence
-from nsa.lab.watch.looks import DeviceUse
+from nsa.lab.watch.looks import device_use
 
 HARD = 4.0  # the deadline, in soft ones, where none is given
 UNPREDICTED_S = 600.0
@@ -88,28 +88,37 @@ def run(
     deadline_s: float | None = None,
     stall_s: float = 5.0,
     factor: float = 1.0,
-    keep: bool = True,
     gpu: str | None = None,
     stop: threading.Event | None = None,
-    proven: Proven | None = None,
 ) -> Evidence:
     """Runs the trial; returns what was seen, and raises nothing for how it ended.
 
     predicted_s: what its steps should take; it is looked at after 3 x that x `factor`, by which its
     observers slow it. deadline_s: when it has to end (None: 4 x as late, or after 600 s where
     nothing is predicted). Both count from the first step, not from the start of the process.
-    stall_s: how long P may rest until it is looked at closely. proven: says of the evidence so far
-    whether it need not go on; None is a verdict of HANG. keep: what the processes wrote stays in
-    `folder`, which is emptied first. gpu: the only one that it sees, as `nsa.lab.process.gpus`
-    lends them; which one that is makes no other trial of it. stop: ends it from another thread.
+    stall_s: how long P may rest until it is looked at closely; it is ended where the verdict then
+    is HANG. folder: emptied first, it keeps what the processes wrote. gpu: the only one that it
+    sees, as `nsa.lab.process.gpus` lends them; which one that is makes no other trial of it. stop:
+    ends it from another thread.
 
     Raises ValueError for a subject, an oracle, an interpreter or times that cannot be, OSError
     where `folder` cannot be written.
     """
-    _check(spec, predicted_s, deadline_s, stall_s)
+    if spec.python is None:
+        trial.check_entry(spec.subject)
+    if spec.oracles:
+        from nsa.lab import oracles
+
+        oracles.check(spec.oracles)
+    times = {"predicted_s": predicted_s, "deadline_s": deadline_s, "stall_s": stall_s}
+    for name, value in times.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value} must be greater than 0 seconds")
     soft_s = time_model.soft_deadline(predicted_s, factor) if predicted_s else None
     folder = Path(folder).resolve()
-    _empty(folder)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
     source = preflight.source_hash(spec.subject)
     env = {**spec.env, **gpus.only(gpu)}
     on_gpu = preflight.uses_gpu(spec.settings, env)
@@ -125,12 +134,17 @@ def run(
     )
     used = preflight.used_mib(gpu) if on_gpu else []
     kills = kernel_kills() or 0
-    with DeviceUse(gpu) if on_gpu else contextlib.nullcontext() as use:
-        supervisor = Supervisor(
-            evidence, folder, spec.ranks, proven=proven or is_proven, stop=stop, use=use
-        )
+    with device_use(gpu) if on_gpu else contextlib.nullcontext() as use:
+        supervisor = Supervisor(evidence, folder, spec.ranks, stop=stop, use=use)
         started = time.monotonic()
-        ended = _launch(spec, env, folder, supervisor)
+        given = {"spec": spec.to_dict(), "folder": str(folder)}
+        options: dict[str, Any] = {"folder": folder, "watch": supervisor, "python": spec.python}
+        options |= {"deadline_s": FAR_S, "env": {**flight_recorder.ENVIRONMENT, **env}}
+        if spec.ranks == 1:
+            ended: Any = trial.run_child("nsa.lab.process.subject:run", given, **options)
+        else:
+            options["ranks"] = spec.ranks
+            ended = ranks.run_ranks("nsa.lab.process.subject:run", given, **options)
         supervisor.close()
     evidence.seconds = time.monotonic() - started
     settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
@@ -141,8 +155,6 @@ def run(
     for pid, since in supervisor.pids.items():
         if preflight.remember(pid, since):
             evidence.notes.append(f"process {pid} could not be ended")
-    if not keep:
-        shutil.rmtree(folder, ignore_errors=True)
     return evidence
 
 
@@ -153,64 +165,11 @@ def run_until_proven(spec: Spec, *, folder: str | Path, **options: Any) -> Evide
     from work that stands. The second is `.again` of the first.
     """
     first = run(spec, folder=folder, **options)
-    if not _rested_unproven(first):
+    stop, end = options.get("stop"), first.end
+    if end is None or end.type != "deadline" or first.preflight or (stop and stop.is_set()):
         return first
-    stop = options.get("stop")
-    if stop is not None and stop.is_set():
-        return first
-    cut = first.samples[-1].t - (first.began_s or 0.0)
-    longer = {**options, "deadline_s": 2 * max(cut, first.deadline_s or 0.0)}
-    first.again = run(spec, folder=Path(folder) / "again", **longer)
+    if any(first.frozen_s(rank) >= first.stall_s for rank in first.ranks()):
+        cut = first.samples[-1].t - (first.began_s or 0.0)
+        longer = {**options, "deadline_s": 2 * max(cut, first.deadline_s or 0.0)}
+        first.again = run(spec, folder=Path(folder) / "again", **longer)
     return first
-
-
-def is_proven(evidence: Evidence) -> bool:
-    """Whether the verdict of what was seen so far is HANG."""
-    from nsa.lab.verdict import judge
-
-    return judge(evidence).kind == "HANG"
-
-
-def _rested_unproven(evidence: Evidence) -> bool:
-    end = evidence.end
-    if end is None or end.type != "deadline" or evidence.preflight:
-        return False
-    return any(evidence.frozen_s(rank) >= evidence.stall_s for rank in evidence.ranks())
-
-
-def _launch(spec: Spec, env: dict[str, str], folder: Path, supervisor: Supervisor) -> Any:
-    """A trial.Outcome, or the rows of ranks.run_ranks where there are several."""
-    entry, given = (
-        "nsa.lab.process.subject_child:main",
-        {"spec": spec.to_dict(), "folder": str(folder)},
-    )
-    options: dict[str, Any] = {
-        "deadline_s": FAR_S,
-        "folder": folder,
-        "env": {**flight_recorder.environment(), **env},
-        "watch": supervisor,
-        "python": spec.python,
-    }
-    if spec.ranks == 1:
-        return trial.run_child(entry, given, **options)
-    return ranks.run_ranks(entry, given, ranks=spec.ranks, **options)
-
-
-def _check(spec: Spec, predicted_s: float | None, deadline_s: float | None, stall_s: float) -> None:
-    if spec.python is None:
-        trial.check_entry(spec.subject)
-    if spec.oracles:
-        from nsa.lab import oracles
-
-        oracles.check(spec.oracles)
-    for name, value in (
-        ("predicted_s", predicted_s), ("deadline_s", deadline_s), ("stall_s", stall_s)
-    ):  # fmt: skip
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value} must be greater than 0 seconds")
-
-
-def _empty(folder: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)

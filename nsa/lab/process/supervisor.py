@@ -2,28 +2,25 @@
 
 The supervisor reads the trial's counters and looks closer where they rest. Whoever waits for the
 processes calls it many times a second; it does something four times a second.
-
-Called many times a second by whoever waits for the processes; does something four times a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from nsa.lab.process import procfs
+from nsa.lab.process import child, procfs
 from nsa.lab.process.trial import Outcome
-from nsa.lab.watch import flight_recorder, looks, progress
+from nsa.lab.verdict import judge
+from nsa.lab.watch import looks, progress
 from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample, thinned
-from nsa.lab.watch.looks import DeviceUse
 
 EVERY_S = 0.25
 LOOKS, APART_S = 3, 0.5
@@ -33,7 +30,6 @@ START_S = 300.0  # for all of it
 FRESH_S = 1.0  # whoever moved so recently moves
 FLIGHT_S = 3.0
 KEPT = 4000  # samples; of more, every other one of the older half goes
-Proven = Callable[[Evidence], bool]
 
 
 class Supervisor:
@@ -41,10 +37,10 @@ class Supervisor:
 
     At the soft deadline py-spy takes the stacks once. Where a rank's P rests for stall_s they are
     taken three times, at least half a second apart, with native stacks, /proc, the Flight Recorders
-    and the device's memory; if P still rests, `proven` is asked, and ends the trial at once if it
-    says yes. Else it goes on to its deadline, and is looked at again meanwhile. At the deadline a
-    trial that moves is ended; one that has just come to rest is watched until it moves, or has
-    rested for stall_s.
+    and the device's memory; if P still rests and the verdict is HANG, the trial is ended at once.
+    Else it goes on to its deadline, and is looked at again meanwhile. At the deadline a trial that
+    moves is ended; one that has just come to rest is watched until it moves, or has rested for
+    stall_s.
     """
 
     def __init__(
@@ -53,12 +49,10 @@ class Supervisor:
         folder: Path,
         ranks: int,
         *,
-        proven: Proven,
         stop: threading.Event | None = None,
-        use: DeviceUse | None = None,
+        use: SimpleNamespace | None = None,
     ) -> None:
-        self.evidence, self.folder, self.proven, self.stop = evidence, folder, proven, stop
-        self._use = use
+        self.evidence, self.folder, self._stop, self._use = evidence, folder, stop, use
         self.reason = self.message = ""  # of its end: one of evidence.REASONS, and in words
         self.pids: dict[int, int] = {}  # of all ranks seen, with the time of their start
         self._files = {rank: folder / f"progress-{rank}.bin" for rank in range(ranks)}
@@ -75,21 +69,21 @@ class Supervisor:
 
     def __call__(self, pid: int) -> str:
         """An empty string to go on, else why the trial is to be ended."""
-        if self.stop is not None and self.stop.is_set():
+        if self._stop is not None and self._stop.is_set():
             return self._end("caller", "its caller asked for it")
         if self.t < self._next:
             return ""
         self._next = self.t + EVERY_S
         self.sample()
-        evidence, late = self.evidence, self._late()
+        late = self._late()
         if self._at_rest() or (late and self._at_rest(looked=True)):
             self._look_closely()
             if self._at_rest(looked=True):
-                proven = self.proven(self._so_far())
+                proven = self._proven()
                 self._look("native", self._live)  # last, for it may take seconds
                 if not proven:
                     self.sample()
-                    proven = self._at_rest(looked=True) and self.proven(self._so_far())
+                    proven = self._at_rest(looked=True) and self._proven()
                 if proven:
                     return self._end("stall", f"no progress for {self._rest_s():.1f} s")
                 if late and self._at_rest(looked=True):
@@ -97,13 +91,14 @@ class Supervisor:
         elif late and self._rest_s() < FRESH_S:
             self._look_at_stacks()
             return self._end("deadline", late)
-        elif self._worked_s() > (evidence.soft_s or float("inf")) and not self._soft_done:
+        elif self._worked_s() > (self.evidence.soft_s or float("inf")) and not self._soft_done:
             self._soft_done = True
             self._look("py-spy", self._live)  # by nothing that could end it
         return ""
 
     def sample(self) -> None:
         """One sample of every rank that lives, and of one that has just begun to."""
+        samples = self.evidence.samples
         for rank, file in self._files.items():
             cells, t = progress.cells_of(file), self.t
             pid = cells[progress.PID] if cells else 0
@@ -112,7 +107,7 @@ class Supervisor:
             if cells is None or seen is None:
                 continue
             p = progress.coordinate(cells)
-            if seen.state not in "ZX":
+            if seen.lives:
                 self._live[rank] = pid
             self.pids[pid] = seen.started
             if rank not in self._moved or self._moved[rank][0] != p:
@@ -121,25 +116,22 @@ class Supervisor:
             self._note_beginning(cells)
             what = (cells[progress.BEATS], seen.cpu_s, seen.state, seen.wchan, seen.rss_mib)
             use = self._use.percent if self._use is not None else None
-            self.evidence.samples.append(Sample(t, rank, p, *what, use))
-        if len(self.evidence.samples) > KEPT:
-            half = KEPT // 2
-            self.evidence.samples = (
-                thinned(self.evidence.samples[:half]) + (self.evidence.samples[half:])
-            )
+            samples.append(Sample(t, rank, p, *what, use))
+        if len(samples) > KEPT:
+            self.evidence.samples = thinned(samples[: KEPT // 2]) + samples[KEPT // 2 :]
 
     def close(self) -> None:
         """When all processes have ended: how far each had come, and what it still said."""
-        self.collect()
+        self._collect()
         for rank, file in self._files.items():
             cells = progress.cells_of(file)
             if cells is not None:
                 self._note_beginning(cells)
-                p, beats = progress.coordinate(cells), cells[progress.BEATS]
-                last = next((s for s in reversed(self.evidence.samples) if s.rank == rank), None)
-                if last is None or p != last.p:
-                    cpu_s = last.cpu_s if last else 0.0
-                    self.evidence.samples.append(Sample(self.t, rank, p, beats, cpu_s))
+                p, seen = progress.coordinate(cells), self.evidence.of(rank)
+                if not seen or p != seen[-1].p:
+                    cpu_s = seen[-1].cpu_s if seen else 0.0
+                    last = Sample(self.t, rank, p, cells[progress.BEATS], cpu_s)
+                    self.evidence.samples.append(last)
 
     def _note_beginning(self, cells: tuple[int, ...]) -> None:
         began_ns = cells[progress.BEGAN_NS]
@@ -159,8 +151,9 @@ class Supervisor:
 
     def _at_rest(self, looked: bool = False) -> bool:
         """Whether a rank has rested so long that a look is due, or was when it was taken."""
-        bounds = self._look_at if not looked else {r: self._bound(p) for r, (p, _) in
-                                                  self._moved.items()}  # fmt: skip
+        bounds = self._look_at
+        if looked:
+            bounds = {rank: self._bound(p) for rank, (p, _) in self._moved.items()}
         return any(rest >= bounds[rank] for rank, rest in self._rests().items())
 
     def _worked_s(self) -> float:
@@ -182,19 +175,22 @@ class Supervisor:
             self.sample()
         return message
 
-    def _so_far(self) -> Evidence:
-        return replace(self.evidence, seconds=self.t, end=None)
+    def _proven(self) -> bool:
+        return judge(replace(self.evidence, seconds=self.t, end=None)).kind == "HANG"
 
     # what a closer look takes
 
     def _look_closely(self) -> None:
-        flying = self._ask()
+        asked = self._ask()
         for number in range(LOOKS):
             if number:
                 self._pause(APART_S)
             self._look("proc", self._live)
             self._look_at_stacks()
-        self._gather(flying)
+        end = self.t + FLIGHT_S
+        while self.t < end and not all(self._answer("flight", r).is_file() for r in asked):
+            self._pause(EVERY_S)
+        self._collect()
         self.sample()
         for rank, rest in self._rests().items():
             if rest >= self._look_at[rank]:
@@ -237,35 +233,27 @@ class Supervisor:
         for rank in self._live:
             if not self._beats(rank):
                 continue
-            for name in (f"flight-{rank}.json", f"memory-{rank}.json"):
-                (self.folder / name).unlink(missing_ok=True)
+            for name in ("flight", "memory"):
+                self._answer(name, rank).unlink(missing_ok=True)
             with contextlib.suppress(OSError, ValueError):
                 progress.ask(self._files[rank])
                 asked.append(rank)
         return asked
+
+    def _answer(self, name: str, rank: int) -> Path:
+        return self.folder / f"{name}-{rank}.json"
 
     def _beats(self, rank: int) -> bool:
         """Whether it did in the last second and a half."""
         seen = [s.beats for s in self.evidence.samples[-6 * len(self._files) :] if s.rank == rank]
         return not seen or seen[-1] > seen[0]
 
-    def _gather(self, asked: list[int]) -> None:
-        """What they answer, within a time."""
-        waiting, end = set(asked), self.t + FLIGHT_S
-        while waiting and self.t < end:
-            waiting -= {
-                rank for rank in waiting if flight_recorder.read(self.folder, rank) is not None
-            }
-            if waiting:
-                self._pause(EVERY_S)
-        self.collect()
-
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """What the ranks have answered so far, also after they have ended."""
         for rank in self._files:
-            if found := flight_recorder.read(self.folder, rank):
+            if found := child.read(self._answer("flight", rank), {}).get("entries"):
                 self.evidence.flights[rank] = found
-            if held := flight_recorder.memory(self.folder, rank):
+            if held := child.read(self._answer("memory", rank)):
                 self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
 
 
@@ -282,31 +270,29 @@ def settle(
     killed: bool,
 ) -> None:
     """Completes the evidence of a trial that has ended; killed: the kernel did so, for memory."""
-    one = isinstance(ended, Outcome)
-    evidence.end = _of_one(ended, folder) if one else _of_ranks(ended, killed)
-    if evidence.end.how == "stopped by the supervisor":
-        said = supervisor.message or evidence.end.message
-        evidence.end = replace(evidence.end, type=supervisor.reason or "deadline", message=said)
-    left = {rank: found for rank in range(_ranks(evidence)) if (found := _left(folder, rank))}
+    if isinstance(ended, Outcome):
+        wrote = (folder / "result.json").is_file()
+        end = _end(ended.status, ended.message, ended.evidence, ended.returncode, wrote=wrote)
+    else:
+        end = _of_ranks(ended, killed)
+    if end.how == "stopped by the supervisor":
+        said = supervisor.message or end.message
+        end = replace(end, type=supervisor.reason or "deadline", message=said)
+    every = {r: child.read(folder / f"left-{r}.json") for r in range(int(evidence.spec["ranks"]))}
+    left = {rank: found for rank, found in every.items() if found}
+    peaks = [found["peak_mib"] for found in left.values() if found["peak_mib"] is not None]
+    peaks = peaks or [sample.rss_mib or 0.0 for sample in evidence.samples]
+    evidence.end = replace(end, peak_mib=max(peaks, default=None))
     if left:
         _take(evidence, left)
-    if evidence.end.peak_mib is None:
-        peak = max((s.rss_mib or 0.0 for s in evidence.samples), default=None)
-        evidence.end = replace(evidence.end, peak_mib=peak)
-
-
-def _of_one(outcome: Outcome, folder: Path) -> End:
-    wrote = (folder / "result.json").is_file()
-    return _end(outcome.status, outcome.message, outcome.evidence, outcome.returncode, wrote=wrote)
 
 
 def _of_ranks(rows: list[dict[str, Any]], killed: bool) -> End:
-    if all(row["status"] == "ok" for row in rows):
+    bad = [row for row in rows if row["status"] != "ok"]
+    if not bad:
         return End("returned", 0)
-    late = next((row for row in rows if row["status"] == "timeout"), None)
-    first = next((row for row in rows if row["first"]), None)
-    if first is None:
-        first = late or next(row for row in rows if row["status"] != "ok")
+    late = [row for row in bad if row["status"] == "timeout"]
+    first = next((row for row in rows if row["first"]), (late or bad)[0])
     status = first["status"]
     if killed and status == "crash" and first["message"].endswith("SIGKILL"):
         status = "oom"
@@ -330,17 +316,6 @@ def _end(status: str, message: str, evidence: str, code: int | None, *, wrote: b
     return End("exception", code, named[1], named[2], evidence, out_of_memory=memory)
 
 
-def _ranks(evidence: Evidence) -> int:
-    return int(evidence.spec["ranks"])
-
-
-def _left(folder: Path, rank: int) -> dict[str, Any] | None:
-    try:
-        return json.loads((folder / f"left-{rank}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def _take(evidence: Evidence, left: dict[int, dict[str, Any]]) -> None:
     """What the ranks wrote down."""
     evidence.losses = [float(loss) for loss in left.get(0, {}).get("losses", ())]
@@ -351,8 +326,6 @@ def _take(evidence: Evidence, left: dict[int, dict[str, Any]]) -> None:
         from nsa.lab import oracles
 
         evidence.oracles = oracles.merge(said)
-    peaks = [found["peak_mib"] for found in left.values() if found["peak_mib"] is not None]
-    evidence.end = replace(evidence.end, peak_mib=max(peaks, default=None))
     source = evidence.environment.get("source")
     for rank, found in left.items():
         if found.get("source") not in (None, source):

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.lab.process import child, family
-from nsa.lab.process.out_of_memory import kernel_kills
+from nsa.lab.process.procfs import kernel_kills
 from nsa.lab.watch import looks
 
-STATUSES = ("ok", "oom", "timeout", "crash", "error")
 _POLL_S = 0.02
 _TERM_S = 2.0
 _TAIL_BYTES = 4000
@@ -34,18 +33,16 @@ class Outcome:
 
     status: "ok"; "oom", out of device or host memory; "timeout", still running at its deadline
     (which does not say why); "crash", ended by a signal; "error", an exception or an early exit.
-    A sweep adds "declined" and "not run". result: what the function returned, for "ok" only.
-    message: one line, empty for "ok". evidence: the traceback's tail, the stacks at the deadline,
-    or the tail of stderr. alone: no other trial of its sweep ran beside it.
+    A sweep adds "declined" and "not run".
     """
 
     status: str
-    result: dict | None
+    result: dict | None  # what the function returned, for "ok" only
     seconds: float
-    message: str
+    message: str  # one line, empty for "ok"
     returncode: int | None
-    evidence: str = ""
-    alone: bool = True
+    evidence: str = ""  # the traceback's tail, the stacks at the deadline, or the tail of stderr
+    alone: bool = True  # no other trial of its sweep ran beside it
 
 
 class Stopped(Exception):
@@ -84,25 +81,67 @@ def run_child(
         text = json.dumps(spec, indent=1)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the spec of {entry} must fit JSON: {error}") from None
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="nsa-trial-") as temporary:
-            return _run(entry, text, deadline_s, Path(temporary), env or {}, stop, watch, python)
-    with _alone_in(Path(folder).resolve()) as kept:
-        return _run(entry, text, deadline_s, kept, env or {}, stop, watch, python)
-
-
-def place_of(folder: str | Path | None, number: int, what: object) -> Path | None:
-    """Where one of several trials keeps its files: `folder`/007-what-it-is; None without a folder.
-
-    The number tells those apart that say the same of themselves.
-    """
-    if folder is None:
-        return None
-    return Path(folder, f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', str(what))}")
+    with _files_in(folder) as files:
+        spec_file, result, stderr = (files / n for n in ("spec.json", "result.json", "stderr.txt"))
+        spec_file.write_text(text, encoding="utf-8")
+        result.unlink(missing_ok=True)
+        cookie, kills, started = family.new_cookie(), kernel_kills(), time.monotonic()
+        with open(files / "stdout.txt", "wb") as out, open(stderr, "wb") as err:
+            process = subprocess.Popen(
+                [
+                    *(python or sys.executable, "-X", "faulthandler", "-m"),
+                    *("nsa.lab.process.child", entry, str(spec_file), str(result)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env=_environment(env or {}, cookie, python),
+            )
+        seen = late = None
+        roots = {process.pid}
+        try:
+            while process.poll() is None:
+                if stop is not None and stop.is_set():
+                    raise Stopped(f"{entry} was stopped")
+                late = watch(process.pid) if watch is not None else None
+                if time.monotonic() - started > deadline_s:
+                    late = late or f"still running after {deadline_s:g} s"
+                if late and process.poll() is None:
+                    seen = ""
+                    if watch is None:  # else whoever watches has looked already
+                        with contextlib.suppress(OSError):
+                            seen = looks.asked(process.pid, stderr)[: 4 * _TAIL_BYTES]
+                    roots = family.family(cookie, roots)  # while it still leads to all of them
+                    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                        process.terminate()
+                        process.wait(_TERM_S)
+                    break
+                time.sleep(_POLL_S)
+        finally:
+            seconds = time.monotonic() - started
+            if process.returncode is not None:
+                roots = roots - {process.pid}  # reaped, so the number may be somebody else's by now
+            family.end_family(cookie, roots)
+            process.wait()
+        if seen is not None:
+            return Outcome("timeout", None, seconds, late, process.returncode, seen)
+        left = child.read(result, {})
+        if left.get("refused"):
+            module, _, name = entry.partition(":")
+            raise ValueError(f"{entry!r} cannot be run: {module} has no {name!r}")
+        killed = (kernel_kills() or 0) > (kills or 0)
+        return _outcome(process.returncode, left, seconds, stderr, killed)
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[Path]:
+def _files_in(folder: str | Path | None) -> Iterator[Path]:
+    """The folder, this call's alone; a temporary one for None."""
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="nsa-trial-") as temporary:
+            yield Path(temporary)
+        return
+    folder = Path(folder).resolve()
     with _KEPT_LOCK:
         if folder in _KEPT:
             raise ValueError(f"folder={str(folder)!r} is another trial's, which still runs")
@@ -115,83 +154,22 @@ def _alone_in(folder: Path) -> Iterator[Path]:
             _KEPT.remove(folder)
 
 
-def _run(
-    entry: str,
-    spec: str,
-    deadline_s: float,
-    folder: Path,
-    env: dict[str, str],
-    stop: threading.Event | None,
-    watch: Callable[[int], str] | None,
-    python: str | None,
-) -> Outcome:
-    (folder / "spec.json").write_text(spec, encoding="utf-8")
-    (folder / "result.json").unlink(missing_ok=True)
-    cookie = family.new_cookie()
-    kills_before = kernel_kills()
-    started = time.monotonic()
-    with open(folder / "stdout.txt", "wb") as out, open(folder / "stderr.txt", "wb") as err:
-        process = subprocess.Popen(
-            [
-                *(python or sys.executable, "-X", "faulthandler", "-m", "nsa.lab.process.child"),
-                *(entry, str(folder / "spec.json"), str(folder / "result.json")),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-            env=_environment(env, cookie, python),
-        )
-    seen = late = None
-    roots = {process.pid}
-    try:
-        while process.poll() is None:
-            if stop is not None and stop.is_set():
-                raise Stopped(f"{entry} was stopped")
-            late = watch(process.pid) if watch is not None else None
-            if time.monotonic() - started > deadline_s:
-                late = late or f"still running after {deadline_s:g} s"
-            if late and process.poll() is None:
-                # Who watches has looked already.
-                seen = "" if watch is not None else _stacks(process, folder / "stderr.txt")
-                roots = family.family(cookie, roots)  # while it still leads to all of them
-                _terminate(process)
-                break
-            time.sleep(_POLL_S)
-    finally:
-        seconds = time.monotonic() - started
-        if process.returncode is not None:
-            roots = roots - {process.pid}  # reaped, so the number may be somebody else's by now
-        family.end_family(cookie, roots)
-        process.wait()
-    if seen is not None:
-        return Outcome("timeout", None, seconds, late, process.returncode, seen)
-    return _judge(entry, process.returncode, folder, seconds, kills_before)
-
-
-def _judge(
-    entry: str, returncode: int, folder: Path, seconds: float, kills_before: int | None
-) -> Outcome:
-    try:
-        left = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        left = {}
-    if left.get("status") == "bad entry":
-        raise ValueError(f"{entry!r} cannot be run: {left['message']}")
-    if returncode < 0:
-        name = family.signal_name(-returncode)
-        evidence = _tail(folder / "stderr.txt")
-        killed = returncode == -signal.SIGKILL and (kernel_kills() or 0) > (kills_before or 0)
-        if killed:
-            message = "killed by the kernel: the host's memory, or this group's, was used up"
-            return Outcome("oom", None, seconds, message, returncode, evidence)
-        return Outcome("crash", None, seconds, f"ended by {name}", returncode, evidence)
-    if not left:
-        message = f"exited with {returncode} before it had a result"
-        return Outcome("error", None, seconds, message, returncode, _tail(folder / "stderr.txt"))
-    if left["status"] == "ok":
-        return Outcome("ok", left["result"], seconds, "", returncode)
-    return Outcome(left["status"], None, seconds, left["message"], returncode, left["traceback"])
+def _outcome(returncode: int, left: dict, seconds: float, stderr: Path, killed: bool) -> Outcome:
+    """killed: the kernel has ended a process for memory meanwhile."""
+    if left and returncode >= 0:
+        message, evidence = left.get("message", ""), left.get("traceback", "")
+        return Outcome(left["status"], left.get("result"), seconds, message, returncode, evidence)
+    if returncode == -signal.SIGKILL and killed:
+        status = "oom"
+        message = "killed by the kernel: the host's memory, or this group's, was used up"
+    elif returncode < 0:
+        status, message = "crash", f"ended by {family.signal_name(-returncode)}"
+    else:
+        status, message = "error", f"exited with {returncode} before it had a result"
+    with open(stderr, "rb") as stream:
+        stream.seek(max(0, stderr.stat().st_size - _TAIL_BYTES))
+        evidence = stream.read().decode(errors="replace")
+    return Outcome(status, None, seconds, message, returncode, evidence)
 
 
 def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[str, str]:
@@ -201,19 +179,6 @@ def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[s
         own = [os.path.abspath(place) for place in sysconfig.get_paths().values()]
         places = [place for place in places if not place.startswith(tuple(own))]
     return given | {child.PATH: json.dumps(places)}
-
-
-def _stacks(process: subprocess.Popen, stderr: Path) -> str:
-    with contextlib.suppress(OSError):
-        return looks.asked(process.pid, stderr)[: 4 * _TAIL_BYTES]
-    return ""
-
-
-def _terminate(process: subprocess.Popen) -> None:
-    with contextlib.suppress(OSError):
-        process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_TERM_S)
 
 
 def check_entry(entry: str) -> None:
@@ -232,9 +197,3 @@ def check_entry(entry: str) -> None:
         found = False
     if not found:
         raise ValueError(f"entry={entry!r}: there is no module {module}")
-
-
-def _tail(file: Path) -> str:
-    with open(file, "rb") as stream:
-        stream.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-        return stream.read().decode(errors="replace")

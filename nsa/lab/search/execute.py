@@ -13,6 +13,7 @@ from nsa.lab.search import Cell, calibration
 from nsa.lab.search.candidates import Spent, Tried
 from nsa.lab.search.ledger import FULL, Ledger
 from nsa.lab.search.plan import Plan
+from nsa.lab.sweep import each
 from nsa.lab.verdict import Verdict, arms, compare
 from nsa.lab.watch.evidence import Evidence
 
@@ -178,7 +179,7 @@ def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: An
 
     several = gpus is not None and len(gpus.names) > 1
     if several and all(plan.spec(cell).ranks == 1 for cell in cells):
-        rows = gpus.map(attempts, cells, stop=trials.stop)
+        rows = each(attempts, cells, gpus=gpus, stop=trials.stop)
     else:
         rows = [attempts(None, cell) for cell in cells]
     for cell, found in zip(cells, rows, strict=True):

@@ -4,7 +4,6 @@
 slow work is never HANG.
 """
 
-from nsa.lab.verdict.comparing import arms, compare, jeffreys
-from nsa.lab.verdict.rules import KINDS, Verdict, judge
+from nsa.lab.verdict.rules import KINDS, Verdict, arms, compare, jeffreys, judge
 
 __all__ = ["KINDS", "Verdict", "arms", "compare", "jeffreys", "judge"]

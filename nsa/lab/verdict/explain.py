@@ -14,9 +14,22 @@ from nsa.lab.verdict.stalls import at_work
 from nsa.lab.watch.evidence import End, Evidence, Look, Sample
 
 STRIP_WIDTH = 60
+WIDTH = 100
 ROWS = 8  # of progress
 FRAMES = 5
 BARS = " ▁▂▃▄▅▆▇█"
+
+
+def page(
+    evidence: Evidence, verdict: Verdict | None = None, *, name: str = "", markdown: bool = False
+) -> str:
+    """Verdict, rule, what it read, progress, stacks, oracles, rerun; `verdict` None: judged now.
+
+    name: the trial's id. Lines of a terminal's page have at most 100 characters, but for stacks.
+    """
+    verdict = judge(evidence) if verdict is None else verdict
+    parts = sections(evidence, verdict)
+    return _markdown(verdict, name, parts) if markdown else _text(verdict, name, parts)
 
 
 @dataclass
@@ -33,20 +46,21 @@ def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
     """All that are not empty."""
     made = [
         Section("Why", list(verdict.because)),
-        _ran(evidence),
+        Section("What ran", table=_ran(evidence)),
         _ended(evidence),
         _progress(evidence),
-        _stacks(evidence),
-        _collectives(evidence),
-        _oracles(evidence),
-        _losses(evidence),
-        _rerun(evidence),
+        Section("Stacks", verbatim=_stacks(evidence)),
+        Section("Last collectives", table=_collectives(evidence)),
+        Section("Oracles", table=_oracles(evidence)),
+        Section("Losses", _losses(evidence.losses)),
+        Section("Rerun for twice as long", table=_rerun(evidence)),
         Section("Notes", [*evidence.preflight, *evidence.notes]),
     ]
-    return [section for section in made if section.lines or section.table or section.verbatim]
+    # a table of headings alone is empty
+    return [part for part in made if part.lines or part.table[1:] or part.verbatim]
 
 
-def _ran(evidence: Evidence) -> Section:
+def _ran(evidence: Evidence) -> list[list[str]]:
     spec, environment = evidence.spec, evidence.environment
     rows = [["what", "value"]]
     for name in ("subject", "steps", "ranks", "seed", "python"):
@@ -54,13 +68,13 @@ def _ran(evidence: Evidence) -> Section:
             rows.append([name, str(spec[name])])
     for name in ("settings", "env"):
         if spec.get(name):
-            rows.append([name, _pairs(spec[name])])
+            rows.append([name, ", ".join(_flat(spec[name]))])
     for name in ("observers", "oracles"):
         if spec.get(name):
             rows.append([name, ", ".join(map(str, spec[name]))])
     told = {k: v for k, v in environment.items() if isinstance(v, str | int | float) and v != ""}
     if told:
-        rows.append(["environment", _pairs(told)])
+        rows.append(["environment", ", ".join(_flat(told))])
     limits = {
         "predicted": evidence.predicted_s,
         "soft deadline": evidence.soft_s,
@@ -69,7 +83,15 @@ def _ran(evidence: Evidence) -> Section:
     }
     said = ", ".join(f"{name} {s:.3g} s" for name, s in limits.items() if s is not None)
     slowed = f"; observers slow it {evidence.factor:.2g} x" if evidence.factor != 1 else ""
-    return Section("What ran", table=[*rows, ["times", said + slowed]])
+    return [*rows, ["times", said + slowed]]
+
+
+def _flat(found: dict[str, Any], before: str = "") -> Iterator[str]:
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}={value}"
 
 
 def _ended(evidence: Evidence) -> Section:
@@ -110,24 +132,20 @@ def _progress(evidence: Evidence) -> Section:
         bars = strip(samples, steps, last_t)
         verbatim.append(f"rank {rank} |{bars}| {last_t:.1f} s, {samples[-1].p}")
         chosen = sorted({round(i * (len(samples) - 1) / (ROWS - 1)) for i in range(ROWS)})
-        for number, index in enumerate(chosen):
-            before = samples[chosen[number - 1]] if number else None
-            table.append(_row(samples[index], before))
-    return Section("Progress", table=table if verbatim else [], verbatim=verbatim)
+        shown = [samples[index] for index in chosen]
+        for before, sample in zip([None, *shown], shown, strict=False):
+            beats = core = ""
+            if before is not None and sample.t > before.t:
+                beats = f"{(sample.beats - before.beats) / (sample.t - before.t):.1f}"
+                core = f"{(sample.cpu_s - before.cpu_s) / (sample.t - before.t):.0%}"
+            place = [f"{sample.t:.1f} s", str(rank), str(sample.p)]
+            table.append([*place, beats, core, sample.state, sample.wchan])
+    return Section("Progress", table=table, verbatim=verbatim)
 
 
-def _row(sample: Sample, before: Sample | None) -> list[str]:
-    beats = core = ""
-    if before is not None and sample.t > before.t:
-        beats = f"{(sample.beats - before.beats) / (sample.t - before.t):.1f}"
-        core = f"{(sample.cpu_s - before.cpu_s) / (sample.t - before.t):.0%}"
-    place = [f"{sample.t:.1f} s", str(sample.rank), str(sample.p)]
-    return [*place, beats, core, sample.state, sample.wchan]
-
-
-def _stacks(evidence: Evidence) -> Section:
+def _stacks(evidence: Evidence) -> list[str]:
     """Looks one after the other that saw the same are told once."""
-    verbatim: list[str] = []
+    told: list[str] = []
     ordered = sorted(evidence.looks, key=lambda x: (x.rank, x.tool))
     for (rank, tool), mine in groupby(ordered, key=lambda x: (x.rank, x.tool)):
         for words, same in groupby(sorted(mine, key=lambda x: x.t), key=_words):
@@ -136,8 +154,8 @@ def _stacks(evidence: Evidence) -> Section:
             seen = list(same)
             times = f"{len(seen)} looks, {seen[0].t:.1f} to {seen[-1].t:.1f} s"
             when = times if len(seen) > 1 else f"{seen[0].t:.1f} s"
-            verbatim += [f"rank {rank}, {tool}, {when}", *(f"  {line}" for line in words)]
-    return Section("Stacks", verbatim=verbatim)
+            told += [f"rank {rank}, {tool}, {when}", *(f"  {line}" for line in words)]
+    return told
 
 
 def _words(look: Look) -> tuple[str, ...]:
@@ -151,75 +169,40 @@ def _words(look: Look) -> tuple[str, ...]:
     return (f"{thread.get('name') or 'thread'}{holds}", *(f"  {f}" for f in frames), *rest)
 
 
-def _collectives(evidence: Evidence) -> Section:
+def _collectives(evidence: Evidence) -> list[list[str]]:
     rows = [["rank", "number", "operation", "state", "sizes", "at"]]
     for rank, entries in sorted(evidence.flights.items()):
-        rows += [
-            [str(rank), *(str(e.get(k, "")) for k in ("seq", "op", "state", "sizes")),
-             next(iter(e.get("frames") or []), "")]
-            for e in entries[-3:]
-        ]  # fmt: skip
-    return Section("Last collectives", table=rows if len(rows) > 1 else [])
+        for entry in entries[-3:]:
+            told = [str(entry.get(name, "")) for name in ("seq", "op", "state", "sizes")]
+            rows.append([str(rank), *told, *(entry.get("frames") or [""])[:1]])
+    return rows
 
 
-def _oracles(evidence: Evidence) -> Section:
-    words = {True: "holds", False: "BROKEN", None: "?"}
-    rows = [
-        [words.get(result.get("ok"), "?"), name, str(result.get("detail", ""))]
-        for name, result in evidence.oracles.items()
-    ]
-    return Section("Oracles", table=[["", "oracle", "what it saw"], *rows] if rows else [])
+def _oracles(evidence: Evidence) -> list[list[str]]:
+    words = {True: "holds", False: "BROKEN"}
+    told = evidence.oracles.items()
+    rows = [[words.get(x.get("ok"), "?"), name, str(x.get("detail", ""))] for name, x in told]
+    return [["", "oracle", "what it saw"], *rows]
 
 
-def _losses(evidence: Evidence) -> Section:
-    losses = evidence.losses
-    if not losses:
-        return Section("Losses")
-    shown = [f"{loss:.4g}" for loss in (losses if len(losses) < 7 else losses[:3])]
-    rest = ["..."] + [f"{loss:.4g}" for loss in losses[-3:]] if len(losses) >= 7 else []
-    return Section("Losses", [f"{len(losses)}: {', '.join([*shown, *rest])}"])
+def _losses(losses: list[float]) -> list[str]:
+    shown = [f"{loss:.4g}" for loss in losses]
+    if len(shown) >= 7:
+        shown = [*shown[:3], "...", *shown[-3:]]
+    return [f"{len(losses)}: {', '.join(shown)}"] if losses else []
 
 
-def _rerun(evidence: Evidence) -> Section:
+def _rerun(evidence: Evidence) -> list[list[str]]:
     """The invariance that is told with a rest: P at the deadline and at twice the deadline."""
-    again = evidence.again
-    if again is None:
-        return Section("Rerun")
     rows = [["run", "deadline", "seconds", "P at its end", "ended by"]]
-    for name, one in (("first", evidence), ("rerun", again)):
+    if evidence.again is None:
+        return rows
+    for name, one in (("first", evidence), ("rerun", evidence.again)):
         deadline = "" if one.deadline_s is None else f"{one.deadline_s:.1f} s"
         how = "" if one.end is None else _how(one.end)
-        ranks = one.ranks() or [0]
-        places = "; ".join(str(one.last(rank)) for rank in ranks)
+        places = "; ".join(str(one.last(rank)) for rank in one.ranks() or [0])
         rows.append([name, deadline, f"{one.seconds:.1f}", places, how])
-    return Section("Rerun for twice as long", table=rows)
-
-
-def _pairs(found: dict[str, Any]) -> str:
-    return ", ".join(_flat(found))
-
-
-def _flat(found: dict[str, Any], before: str = "") -> Iterator[str]:
-    for name, value in found.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}={value}"
-
-
-WIDTH = 100
-
-
-def page(
-    evidence: Evidence, verdict: Verdict | None = None, *, name: str = "", markdown: bool = False
-) -> str:
-    """Verdict, rule, what it read, progress, stacks, oracles, rerun; `verdict` None: judged now.
-
-    name: the trial's id. Lines of a terminal's page have at most 100 characters, but for stacks.
-    """
-    verdict = judge(evidence) if verdict is None else verdict
-    parts = sections(evidence, verdict)
-    return _markdown(verdict, name, parts) if markdown else _text(verdict, name, parts)
+    return rows
 
 
 def _text(verdict: Verdict, name: str, parts: list[Section]) -> str:
@@ -238,13 +221,11 @@ def _text(verdict: Verdict, name: str, parts: list[Section]) -> str:
 
 def _columns(table: list[list[str]]) -> list[str]:
     """Aligned; the last column of a wide table goes on below itself."""
-    if not table:
-        return []
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    last = sum(width + 2 for width in widths[:-1]) + 2
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)][:-1]
+    last = sum(width + 2 for width in widths) + 2
     lines = []
-    for row in table:
-        start = "  " + "".join(f"{c:<{w}}  " for c, w in zip(row[:-1], widths[:-1], strict=True))
+    for row in table if len(table) > 1 else ():
+        start = "  " + "".join(f"{c:<{w}}  " for c, w in zip(row[:-1], widths, strict=True))
         rest = wrap(row[-1], max(30, WIDTH - last)) or [""]
         lines.append((start + rest[0]).rstrip())
         lines += [" " * last + more for more in rest[1:]]
@@ -253,27 +234,19 @@ def _columns(table: list[list[str]]) -> list[str]:
 
 def _markdown(verdict: Verdict, name: str, parts: list[Section]) -> str:
     title = f"### Trial `{name}`: {verdict.label}" if name else f"### {verdict.label}"
-    blocks = [
-        title,
-        f"Rule: *{verdict.rule}*" + (f", at `{verdict.place}`" if verdict.place else ""),
-    ]
+    place = f", at `{verdict.place}`" if verdict.place else ""
+    blocks = [title, f"Rule: *{verdict.rule}*{place}"]
     for part in parts:
         blocks.append(f"**{part.title}**")
         if part.lines:
             blocks.append("\n".join(f"- {_plain(line)}" for line in part.lines))
         if part.verbatim:
             blocks.append("\n".join(["```text", *part.verbatim, "```"]))
-        if part.table:
-            head, *rows = ([_cell(cell) for cell in row] for row in part.table)
-            rule = "|".join("---" for _ in head)
-            blocks.append("\n".join(["| " + " | ".join(row) + " |" for row in [head]]
-                                    + [f"|{rule}|"]
-                                    + ["| " + " | ".join(row) + " |" for row in rows]))  # fmt: skip
+        if part.table[1:]:
+            cells = [[_plain(cell.replace("|", "\\|")) for cell in row] for row in part.table]
+            head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
+            blocks.append("\n".join([head, f"|{'|'.join('---' for _ in cells[0])}|", *rows]))
     return "\n\n".join(blocks) + "\n"
-
-
-def _cell(text: str) -> str:
-    return _plain(text.replace("|", "\\|"))
 
 
 def _plain(text: str) -> str:

@@ -29,14 +29,6 @@ def moves(samples: Sequence[Sample]) -> int:
     return sum(a.p != b.p for a, b in pairwise(samples))
 
 
-def first_move(samples: Sequence[Sample]) -> Sample | None:
-    """The last sample before P moved for the first time; None where it never did."""
-    for before, after in pairwise(samples):
-        if after.p != before.p:
-            return before
-    return None
-
-
 def backward_eta_s(samples: Sequence[Sample]) -> float | None:
     """Seconds until the backward that the last sample is in will be done; None outside of one.
 
@@ -64,24 +56,23 @@ def pace(evidence: Evidence) -> dict[str, float | None]:
     that to the prediction. None for what cannot be told.
     """
     steps = int(evidence.spec.get("steps") or 0)
-    ranks = evidence.ranks()
-    rank = min(ranks, key=lambda r: evidence.last(r).key(), default=None)
-    found: dict[str, float | None] = dict.fromkeys(
-        ("fraction", "steps_per_s", "nodes_per_s", "eta_s", "backward_eta_s", "projected_s",
-         "ratio")
-    )  # fmt: skip
+    names = "fraction steps_per_s nodes_per_s eta_s backward_eta_s projected_s ratio"
+    found: dict[str, float | None] = dict.fromkeys(names.split())
+    rank = min(evidence.ranks(), key=lambda r: evidence.last(r).key(), default=None)
     if rank is None:
         return found
     samples = evidence.of(rank)
-    last, start = samples[-1], first_move(samples)
+    last = samples[-1]
     found["fraction"] = done = fraction(last.p, steps) if steps else None
     found["backward_eta_s"] = backward_eta_s(samples)
     recent = next((s for s in samples if s.t >= last.t - RECENT_S), last)
     if last.t > recent.t and last.p.step == recent.p.step and last.p.fired > recent.p.fired:
         found["nodes_per_s"] = (last.p.fired - recent.p.fired) / (last.t - recent.t)
-    if start is None or last.t <= start.t:
-        return found
+    # its work begins with the last sample before P moved for the first time
+    start = next((a for a, b in pairwise(samples) if a.p != b.p), last)
     worked = last.t - start.t
+    if worked <= 0:
+        return found
     found["steps_per_s"] = max(0, last.p.step) / worked
     if done:
         found["projected_s"] = worked / done

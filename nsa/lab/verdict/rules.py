@@ -1,4 +1,4 @@
-"""From evidence to a verdict, rule by rule: the first that applies.
+"""From evidence to a verdict, rule by rule: the first that applies. And several trials as one.
 
 A timeout alone is never HANG. Work that moves is SLOW however late it is, and a trial that rests is
 HANG only with a proof that it cannot go on, or after it has rested twice at the same place. A
@@ -7,36 +7,32 @@ verdict is a kind, the rule that applied, and what that rule read.
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nsa.lab.verdict import proofs
 from nsa.lab.verdict.pace import moves, pace
-from nsa.lab.verdict.stalls import Stall, place_of, stalls
-from nsa.lab.watch.evidence import End, Evidence
+from nsa.lab.verdict.stalls import Stall, place_of, proven, stalls
+from nsa.lab.watch.evidence import Evidence
 
 KINDS = ("PASS", "FAIL", "SLOW", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "INCONCLUSIVE")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of KINDS, and why.
-
-    what: which sort, as "blocked" or "nan-grad". rule: the first rule that applied. because: what
-    it read, in sentences. place: where, as far as another run of the same fault shows it too.
-    numbers: what a table wants. signature: kind, what and place, equal for equal faults.
-    """
+    """One of KINDS, and why."""
 
     kind: str
-    what: str = ""
-    rule: str = ""
-    because: tuple[str, ...] = ()
-    place: str = ""
-    numbers: dict[str, Any] = field(default_factory=dict, compare=False)
-    signature: str = ""
+    what: str = ""  # which sort, as "blocked" or "nan-grad"
+    rule: str = ""  # the first rule that applied
+    because: tuple[str, ...] = ()  # what it read, in sentences
+    place: str = ""  # where, as far as another run of the same fault shows it too
+    numbers: dict[str, Any] = field(default_factory=dict, compare=False)  # what a table wants
+    signature: str = ""  # kind, what and place, equal for equal faults
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -52,15 +48,7 @@ class Verdict:
         return f"{self.kind}:{self.what}" if self.what else self.kind
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "what": self.what,
-            "rule": self.rule,
-            "because": list(self.because),
-            "place": self.place,
-            "numbers": dict(self.numbers),
-            "signature": self.signature,
-        }
+        return asdict(self) | {"because": list(self.because)}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Verdict:
@@ -76,6 +64,7 @@ ORDER = (
 SLOW_ONLY = "recompile"  # what is right and late
 FAULTS = ("SIGSEGV", "SIGBUS")
 DUMPING_S = 2.0  # between the beginning of a dump and the end that it brings
+UNDONE = "ended by itself before its steps were done"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -85,11 +74,11 @@ def judge(evidence: Evidence) -> Verdict:
     Of a trial that still runs (`end` None) as of its last sample: HANG only where it is proven, so
     that a supervisor may ask as often as it likes and end what it need not wait for.
     """
-    for rule in (_untrusted, _ended, _returned, _silent, _proven, _moving, _resting):
+    for rule in (_untrusted, _ended, _returned, _silent, _proven, _moving):
         found = rule(evidence)
         if found is not None:
             return found
-    raise AssertionError("the last rule applies to everything")
+    return _resting(evidence)
 
 
 def _untrusted(evidence: Evidence) -> Verdict | None:
@@ -104,7 +93,9 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
     if detail and end.how == "signal" and end.type == "SIGSEGV":
         why = "TORCH_DISTRIBUTED_DEBUG=DETAIL itself ends in SIGSEGV with some versions; use INFO"
         return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
-    if end.how == "signal" and end.type in FAULTS and _was_dumping(evidence):
+    dumped = max((x.t for x in evidence.looks if x.tool == "faulthandler"), default=-math.inf)
+    dumping = evidence.seconds - dumped < DUMPING_S
+    if end.how == "signal" and end.type in FAULTS and dumping:
         why = (
             f"{end.type} while faulthandler wrote its stacks, which reads threads that run; with "
             "py-spy installed, and allowed to ptrace, it is not asked"
@@ -116,41 +107,40 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _was_dumping(evidence: Evidence) -> bool:
-    last = max((x.t for x in evidence.looks if x.tool == "faulthandler"), default=-math.inf)
-    return evidence.seconds - last < DUMPING_S
-
-
 def _ended(evidence: Evidence) -> Verdict | None:
     """By itself, and not well."""
     end = evidence.end
     if end is None:
         return None
     if end.out_of_memory:
-        peak = [f"its peak was {end.peak_mib:,.0f} MiB"] if end.peak_mib is not None else []
-        because = [f"{end.out_of_memory} memory: {end.message or end.type}", *peak]
-        return Verdict("OOM", end.out_of_memory, "out of memory", because,
-                       numbers={"peak_mib": end.peak_mib})  # fmt: skip
+        because = [f"{end.out_of_memory} memory: {end.message or end.type}"]
+        if end.peak_mib is not None:
+            because.append(f"its peak was {end.peak_mib:,.0f} MiB")
+        numbers = {"peak_mib": end.peak_mib}
+        return Verdict("OOM", end.out_of_memory, "out of memory", because, numbers=numbers)
     if end.how not in ("exception", "signal", "exit"):
         return None
     what = end.type or (f"exit {end.returncode}" if end.how == "exit" else end.how)
     because = [f"it ended by {end.how}: {end.message or what}"]
     if end.first_rank is not None:
         because.append(f"rank {end.first_rank} was the first to fail")
-    place = _raised_at(end) or _last_place(evidence, end.first_rank)
+    frames = [f"{file}:{line} {name}" for file, line, name in _FRAME.findall(end.traceback)]
+    place = place_of(frames[::-1])
+    if not place and evidence.samples:
+        place = evidence.last(end.first_rank or 0).phase
     if place:
         because.append(f"at {place}")
-    return Verdict("CRASH", what, "ended by itself before its steps were done", because, place)
+    return Verdict("CRASH", what, UNDONE, because, place)
 
 
 def _returned(evidence: Evidence) -> Verdict | None:
     if evidence.end is None or evidence.end.how != "returned":
         return None
-    steps, done = int(evidence.spec.get("steps") or 0), _steps_done(evidence)
-    if done is not None and done < steps:
+    steps, told = int(evidence.spec.get("steps") or 0), (evidence.result or {}).get("steps")
+    done = int(told) if told is not None else len(evidence.losses) or steps
+    if done < steps:
         because = [f"it returned after {done} of {steps} steps"]
-        return Verdict("CRASH", "early-return", "ended by itself before its steps were done",
-                       because)  # fmt: skip
+        return Verdict("CRASH", "early-return", UNDONE, because)
     broken = sorted(
         (name for name, r in evidence.oracles.items() if r.get("ok") is False),
         key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name),
@@ -162,29 +152,27 @@ def _returned(evidence: Evidence) -> Verdict | None:
     if broken:
         first = evidence.oracles[broken[0]]
         what = first.get("what") or broken[0]
-        kind = "SLOW" if what == SLOW_ONLY and not bad else "FAIL"
-        rule = "an oracle is broken" if kind == "FAIL" else "right, and late by its own doing"
+        kind, rule = "FAIL", "an oracle is broken"
+        if what == SLOW_ONLY and not bad:
+            kind, rule = "SLOW", "right, and late by its own doing"
         return Verdict(kind, what, rule, said, first.get("place", ""), {"broken": broken})
     if bad:
         return Verdict("FAIL", "nan-loss", "a loss is not finite", said)
-    return _passed(evidence, steps)
-
-
-def _passed(evidence: Evidence, steps: int) -> Verdict:
     held = [name for name, r in evidence.oracles.items() if r.get("ok")]
-    because = [f"{steps} of {steps} steps" if steps else "it returned"]
-    because.append(f"oracles that hold: {', '.join(held)}" if held else "no oracle was asked")
+    because = [
+        f"{steps} of {steps} steps" if steps else "it returned",
+        f"oracles that hold: {', '.join(held)}" if held else "no oracle was asked",
+    ]
     because += [
         f"{name} could not tell: {r.get('detail', '')}"
         for name, r in evidence.oracles.items()
         if r.get("ok") is None
     ]
-    seconds = _worked_s(evidence)
-    late = seconds > (evidence.soft_s or math.inf)
-    if late:
-        because.append(f"late: {seconds:.1f} s, its soft deadline was {evidence.soft_s:.1f} s")
-    return Verdict("PASS", "", "returned, and every oracle holds", because,
-                   numbers={"late": late, "seconds": seconds})  # fmt: skip
+    numbers = {"late": _is_late(evidence), "seconds": _worked_s(evidence)}
+    if numbers["late"]:
+        late, soft_s = numbers["seconds"], evidence.soft_s
+        because.append(f"late: {late:.1f} s, its soft deadline was {soft_s:.1f} s")
+    return Verdict("PASS", "", "returned, and every oracle holds", because, numbers=numbers)
 
 
 def _silent(evidence: Evidence) -> Verdict | None:
@@ -197,17 +185,16 @@ def _silent(evidence: Evidence) -> Verdict | None:
 
 
 def _proven(evidence: Evidence) -> Verdict | None:
-    proof = proofs.find(evidence)
-    if proof is None or _came_further(evidence, proof.rest):
+    proof, again = proven(evidence), evidence.again
+    if proof is None:
         return None
-    because = [*_rested(proof.rest), *proof.because, *_elsewhere(evidence)]
-    return _hang(proof.what, "rests, with a proof that it cannot go on", because, proof.rest)
-
-
-def _came_further(evidence: Evidence, rest: Stall) -> bool:
-    """A rerun that went on past the place disproves what looked proven."""
-    again = evidence.again
-    return again is not None and not again.preflight and again.last(rest.rank).after(rest.p)
+    rest = proof.rest
+    if again is not None and not again.preflight and again.last(rest.rank).after(rest.p):
+        return None  # a rerun that went on past the place disproves what looked proven
+    because = [*_rested(rest), *proof.because]
+    if again is not None:  # the invariance that is published with a HANG
+        because.append(f"the rerun at twice the deadline ended at {again.last()}")
+    return _hang(proof.what, "rests, with a proof that it cannot go on", because, rest)
 
 
 def _moving(evidence: Evidence) -> Verdict | None:
@@ -217,7 +204,6 @@ def _moving(evidence: Evidence) -> Verdict | None:
     if seen and all(rest.seconds > (evidence.stall_s if rerun else rest.bound) for rest in seen):
         return None
     numbers = pace(evidence)
-    late = _worked_s(evidence) > (evidence.soft_s or math.inf)
     cut = evidence.end is not None and evidence.end.type == "deadline"
     mover = min(seen, key=lambda rest: rest.seconds)
     count = moves(evidence.of(mover.rank))
@@ -225,34 +211,35 @@ def _moving(evidence: Evidence) -> Verdict | None:
     if not count:
         because = [f"stopped after {evidence.seconds:.1f} s, too soon to see anything move"]
         return Verdict("INCONCLUSIVE", "too-short", "nothing had moved yet", because)
-    if not late and not cut:
-        if evidence.end is None:
-            return Verdict("INCONCLUSIVE", "running", "it is not late", because, numbers=numbers)
-        because.append("it was stopped, though it was not late")
-        return Verdict("INCONCLUSIVE", "unproven", "stopped without need", because)
-    return Verdict("SLOW", "", "moves, and is late", because + _late(evidence, numbers),
-                   numbers=numbers)  # fmt: skip
+    if _is_late(evidence) or cut:
+        because += _late(evidence, numbers)
+        return Verdict("SLOW", "", "moves, and is late", because, numbers=numbers)
+    if evidence.end is None:
+        return Verdict("INCONCLUSIVE", "running", "it is not late", because, numbers=numbers)
+    because.append("it was stopped, though it was not late")
+    return Verdict("INCONCLUSIVE", "unproven", "stopped without need", because)
 
 
 def _resting(evidence: Evidence) -> Verdict:
     """At rest without a proof that holds: only a rerun at twice the deadline decides."""
     rest = min(stalls(evidence), key=lambda rest: (rest.p.key(), rest.rank))  # others may wait
-    because = _rested(rest)
-    again = evidence.again
+    because, again = _rested(rest), evidence.again
     if again is None:
         because.append("nothing proves that it cannot go on; a rerun at twice the deadline decides")
         return Verdict("INCONCLUSIVE", "unproven", "rests, without a proof", because, rest.place())
     second = judge(again)
     if second.kind != "INCONCLUSIVE" or again.preflight:
         told = f"the rerun at twice the deadline: {second.label}"
-        return Verdict(second.kind, second.what, f"rerun: {second.rule}",
-                       [*because, told, *second.because], second.place, second.numbers)  # fmt: skip
+        because += [told, *second.because]
+        return Verdict(second.kind, second.what, f"rerun: {second.rule}", because, second.place,
+                       second.numbers)  # fmt: skip
     first_p, second_p = evidence.last(rest.rank), again.last(rest.rank)
     if second_p.after(first_p):
-        because.append(f"the rerun at twice the deadline came further: {second_p}")
         numbers = pace(again)
-        return Verdict("SLOW", "", "came further when it was given longer",
-                       because + _late(again, numbers), numbers=numbers)  # fmt: skip
+        because.append(f"the rerun at twice the deadline came further: {second_p}")
+        because += _late(again, numbers)
+        return Verdict("SLOW", "", "came further when it was given longer", because,
+                       numbers=numbers)  # fmt: skip
     if second_p.key() != first_p.key() or second.what != "unproven":
         because.append(f"the rerun at twice the deadline ended elsewhere: {second_p}")
         return Verdict("INCONCLUSIVE", "unproven", "two runs, two places", because, rest.place())
@@ -268,33 +255,30 @@ def _hang(what: str, rule: str, because: list[str], rest: Stall) -> Verdict:
 
 
 def _rested(rest: Stall) -> list[str]:
+    seen = len(rest.samples)
     return [
         f"rank {rest.rank} rests at {rest.p}",
-        f"for {rest.seconds:.1f} s, in {rest.seen} samples; {rest.bound:.1f} s are allowed",
+        f"for {rest.seconds:.1f} s, in {seen} samples; {rest.bound:.1f} s are allowed",
     ]
-
-
-def _elsewhere(evidence: Evidence) -> list[str]:
-    """The invariance that is published with a HANG: P at twice the deadline, where there is one."""
-    if evidence.again is None:
-        return []
-    return [f"the rerun at twice the deadline ended at {evidence.again.last()}"]
 
 
 def _late(evidence: Evidence, numbers: Mapping[str, float | None]) -> list[str]:
     lines = []
     if evidence.soft_s is not None:
-        lines.append(
-            f"{_worked_s(evidence):.1f} s since its first step began, its soft deadline was "
-            f"{evidence.soft_s:.1f} s"
-        )
-    if numbers.get("fraction") is not None:
-        lines.append(f"about {numbers['fraction']:.0%} of its steps are done")
-    if numbers.get("eta_s") is not None:
-        lines.append(f"about {numbers['eta_s']:,.0f} s are left at this rate")
-    if numbers.get("ratio") is not None:
-        lines.append(f"{numbers['ratio']:.1f} x its prediction")
-    return lines
+        worked_s, soft_s = _worked_s(evidence), evidence.soft_s
+        since = f"{worked_s:.1f} s since its first step began"
+        lines.append(f"{since}, its soft deadline was {soft_s:.1f} s")
+    told = {
+        "fraction": "about {:.0%} of its steps are done",
+        "eta_s": "about {:,.0f} s are left at this rate",
+        "ratio": "{:.1f} x its prediction",
+    }
+    known = {name: numbers[name] for name in told if numbers.get(name) is not None}
+    return lines + [told[name].format(number) for name, number in known.items()]
+
+
+def _is_late(evidence: Evidence) -> bool:
+    return _worked_s(evidence) > (evidence.soft_s or math.inf)
 
 
 def _worked_s(evidence: Evidence) -> float:
@@ -304,18 +288,76 @@ def _worked_s(evidence: Evidence) -> float:
     return max(0.0, (until or evidence.seconds) - (evidence.began_s or 0.0))
 
 
-def _steps_done(evidence: Evidence) -> int | None:
-    """None where nothing told."""
-    told = (evidence.result or {}).get("steps")
-    if told is not None:
-        return int(told)
-    return len(evidence.losses) or None
+def compare(trials: Sequence[Evidence | Verdict]) -> Verdict:
+    """Trials of one spec as one: what they all are, or FLAKY with k of n and a Jeffreys interval.
+
+    Those that are INCONCLUSIVE do not count. numbers: n, k of the most frequent verdict that is not
+    PASS, low and high of its rate at 95 %, and `counts` by label. That all are alike bounds how
+    often another would come; it does not say never.
+
+    Raises ValueError for no trial, and for evidence of different specs.
+    """
+    if not trials:
+        raise ValueError("no trials to compare; give all that ran of one spec")
+    specs = {json.dumps(t.spec, sort_keys=True) for t in trials if isinstance(t, Evidence)}
+    if len(specs) > 1:
+        raise ValueError(f"{len(specs)} different specs: what differs may be their doing; use one")
+    verdicts = [t if isinstance(t, Verdict) else judge(t) for t in trials]
+    told = [v for v in verdicts if v.kind != "INCONCLUSIVE"]
+    n, left = len(told), len(verdicts) - len(told)
+    notes = [f"{left} of {len(verdicts)} are inconclusive and do not count"] if left else []
+    if not told:
+        return Verdict("INCONCLUSIVE", verdicts[0].what, "no trial tells anything", notes)
+    counts = Counter(v.label for v in told)
+    bad = Counter(v.label for v in told if v.kind != "PASS") or counts
+    label, k = bad.most_common(1)[0]
+    low, high = jeffreys(k, n)
+    numbers = {"n": n, "k": k, "of": label, "low": low, "high": high, "counts": dict(counts)}
+    if len(counts) == 1:
+        alike, rare = told[0], jeffreys(0, n)[1]
+        notes = [f"{n} of {n} alike; another verdict comes in less than {rare:.0%} (95 %)", *notes]
+        return Verdict(alike.kind, alike.what, alike.rule, [*alike.because, *notes], alike.place,
+                       {**alike.numbers, **numbers})  # fmt: skip
+    said = [f"{name}: {count} of {n}" for name, count in counts.most_common()]
+    because = [f"{label} in {k} of {n}, a rate of {low:.0%} to {high:.0%} (95 %, Jeffreys)", *said]
+    because += notes
+    return Verdict("FLAKY", label, "one spec, different verdicts", because, numbers=numbers)
 
 
-def _raised_at(end: End) -> str:
-    frames = [f"{file}:{line} {name}" for file, line, name in _FRAME.findall(end.traceback)]
-    return place_of(frames[::-1])
+def arms(a: Evidence, b: Evidence) -> Verdict:
+    """Whether two arms of a comparison compared anything: INVALID where both ran the same path.
+
+    PASS where their witnesses differ, however often each path ran; INCONCLUSIVE without both.
+    """
+    paths = [_paths(arm.witness) for arm in (a, b)]
+    if None in paths:
+        who = " and ".join(name for name, p in zip("ab", paths, strict=True) if p is None)
+        why = f"no path witness of arm {who}: nothing tells what ran"
+        return Verdict("INCONCLUSIVE", "no-witness", "arms without a witness", [why])
+    if paths[0] == paths[1]:
+        why = f"both arms ran {', '.join(sorted(paths[0])) or 'nothing'}"
+        return Verdict("INVALID", "same-path", "both arms ran the same path", [why])
+    only = [", ".join(sorted(paths[i] - paths[1 - i])) or "nothing else" for i in (0, 1)]
+    why = [f"only the first ran {only[0]}", f"only the second ran {only[1]}"]
+    return Verdict("PASS", "", "the arms ran different paths", why)
 
 
-def _last_place(evidence: Evidence, rank: int | None) -> str:
-    return evidence.last(rank or 0).phase if evidence.samples else ""
+def _paths(witness: dict[str, Any] | None) -> set[str] | None:
+    """What ran, without how often: `branch: implementation`, and whatever else is one word."""
+    if not witness or witness.get("paths") == {}:
+        return None
+    words = {f"{k}: {v}" for k, v in witness.items() if isinstance(v, str | bool | int | float)}
+    paths = witness.get("paths", {})
+    return words | {f"{branch}: {name}" for branch, ran in paths.items() for name in ran}
+
+
+def jeffreys(k: int, n: int) -> tuple[float, float]:
+    """The 95 % interval for a rate of which k of n were seen; from 0 where k = 0, to 1 at k = n."""
+    if not 0 <= k <= n or n < 1:
+        raise ValueError(f"k={k} of n={n}: k must be 0 to n, and n at least 1")
+    from scipy.special import betaincinv
+
+    tail = (1 - 0.95) / 2
+    low = 0.0 if k == 0 else float(betaincinv(k + 0.5, n - k + 0.5, tail))
+    high = 1.0 if k == n else float(betaincinv(k + 0.5, n - k + 0.5, 1 - tail))
+    return low, high

@@ -6,19 +6,28 @@ And how far a device has come along the work that a training gave it.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nsa.lab.watch.evidence import PHASES
-from nsa.lab.watch.progress import FIRED, MODULES, PHASE, TOTAL
+from nsa.lab.watch.progress import FIRED, MODULES, PHASE, TOTAL, Progress
 
 MOST_EVENTS = 4096  # under way on a device
+MOST_HOOKS = 256  # of one backward: each costs 5 us, and a finer count tells nobody more
+MOST_BETWEEN = 128  # nodes from one hooked output to the next; else the graph is walked
+SHORT_S = 1.0  # a backward that takes longer can afford the walk, and a finer count
+APART = 64  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
+FEW_HOOKS = 24
+OTHER = PHASES.index("other")
+_nodes_made = torch.autograd._get_sequence_nr  # by this thread
+Undo = Callable[[], Any]
 
 
 class DeviceEvents:
@@ -53,46 +62,27 @@ class DeviceEvents:
 
         Of several streams some events may count before their own has come that far.
         """
-        waiting, first, last = self._waiting, 0, len(self._waiting)
-        while first < last and not self.quiet:
-            middle = (first + last) // 2
-            if waiting[middle][1].query():
-                first = middle + 1
-            else:
-                last = middle
-        for _ in range(first):
-            device, event = waiting.popleft()
+        count = bisect_left(self._waiting, True, key=lambda x: self.quiet or not x[1].query())
+        for _ in range(count):
+            device, event = self._waiting.popleft()
             self._spare.setdefault(device, []).append(event)
-        return first
-
-
-if TYPE_CHECKING:
-    from nsa.lab.watch.progress import Progress
-
-MOST_HOOKS = 256  # of one backward: each costs 5 us, and a finer count tells nobody more
-MOST_BETWEEN = 128  # nodes from one hooked output to the next; else the graph is walked
-SHORT_S = 1.0  # a backward that takes longer can afford the walk, and a finer count
-APART = 64  # nodes, about, between hooked outputs; fewer where that leaves not FEW_HOOKS of them
-FEW_HOOKS = 24
-OTHER = PHASES.index("other")
-_nodes_made = torch.autograd._get_sequence_nr  # by this thread
-Undo = Callable[[], Any]
+        return count
 
 
 def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
     """Counts the forwards of a model and of all modules inside it."""
 
-    def begins(module: nn.Module, arguments: Any) -> None:
-        if not (torch.compiler.is_compiling() or progress.told):
+    def begins(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
             _begins(progress)
 
     def ended(module: nn.Module, arguments: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():  # inside a compiled region nothing is left of this
             _ended(progress, output)
 
-    handle = model.register_forward_pre_hook(begins)
     handles = [module.register_forward_hook(ended) for module in model.modules()]
-    return [handle.remove, *(one.remove for one in handles), _outputs(progress)]
+    handles.append(model.register_forward_pre_hook(begins))
+    return [handle.remove for handle in handles]
 
 
 def all_modules(progress: Progress) -> list[Undo]:
@@ -106,29 +96,19 @@ def all_modules(progress: Progress) -> list[Undo]:
         def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or counted.over:
                 return plain(module, *args, **kwargs)
-            if not progress.told:
-                _begins(progress)
+            _begins(progress)
             output = plain(module, *args, **kwargs)
             _ended(progress, output)
             return output
 
         return counted
 
-    return [_in_place_of(nn.Module, "__call__", counting), _outputs(progress)]
-
-
-def _outputs(progress: Progress) -> Undo:
-    progress.outputs = Outputs(progress)
-
-    def undo() -> None:
-        progress.outputs = None
-
-    return undo
+    return [_in_place_of(nn.Module, "__call__", counting)]
 
 
 def _begins(progress: Progress) -> None:
     """Guesses that a forward begins with a module."""
-    if progress.cells[PHASE] == OTHER:
+    if not progress.told and progress.cells[PHASE] == OTHER:
         progress.enter("forward")
 
 
@@ -209,39 +189,31 @@ def optimizers(progress: Progress) -> list[Undo]:
     """Guesses the phase from any optimizer's step."""
     from torch.optim import optimizer
 
-    def begins(*_: Any) -> None:
-        if not progress.told:
-            progress.enter("optimizer")
-
-    def ended(*_: Any) -> None:
-        if not progress.told:
-            progress.enter("other")
-
-    return [
-        optimizer.register_optimizer_step_pre_hook(begins).remove,
-        optimizer.register_optimizer_step_post_hook(ended).remove,
-    ]
+    begins = optimizer.register_optimizer_step_pre_hook(lambda *_: progress.guess("optimizer"))
+    ended = optimizer.register_optimizer_step_post_hook(lambda *_: progress.guess("other"))
+    return [begins.remove, ended.remove]
 
 
 def backwards(progress: Progress) -> list[Undo]:
     """Counts the nodes of every backward() and grad() that this process calls from Python."""
-    places = ("backward", "tensors"), ("grad", "outputs")
-    return [_counted(name, roots, progress) for name, roots in places]
 
-
-def _counted(name: str, roots: str, progress: Progress) -> Undo:
-    def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(plain: Callable[..., Any], roots: str) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
             if torch.compiler.is_compiling() or counted.over:
                 return plain(*args, **options)
             given = args[0] if args else options.get(roots, ())
+            given = [given] if isinstance(given, Tensor) else list(given)
             retained = bool(options.get("retain_graph") or options.get("create_graph"))
-            with backward(_tensors(given), progress, retained=retained):
+            with backward(given, progress, retained=retained):
                 return plain(*args, **options)
 
         return counted
 
-    return _in_place_of(torch.autograd, name, counting)
+    places = {"backward": "tensors", "grad": "outputs"}
+    return [
+        _in_place_of(torch.autograd, name, partial(counting, roots=roots))
+        for name, roots in places.items()
+    ]
 
 
 def _in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
@@ -264,10 +236,6 @@ def _in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
     return undo
 
 
-def _tensors(given: Any) -> Sequence[Any]:
-    return [given] if isinstance(given, Tensor) else list(given)
-
-
 @contextmanager
 def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False) -> Iterator[None]:
     """Around a backward from `roots`: its nodes are counted as they are about to run.
@@ -279,8 +247,7 @@ def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False
     """
     cells = progress.cells
     phase = PHASES[cells[PHASE]]
-    if not progress.told:
-        progress.enter("backward")
+    progress.guess("backward")
     first, before_it = cells[FIRED], cells[TOTAL]
     # None inside another backward, which recomputes what it needs.
     outputs, progress.outputs = progress.outputs, None
@@ -302,8 +269,7 @@ def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False
         if retained:  # they would count again
             for handle in handles:
                 handle.remove()
-        if not progress.told:
-            progress.enter(phase if phase == "backward" else "other")
+        progress.guess(phase if phase == "backward" else "other")
 
 
 def _hooked(nodes: Sequence[Any], progress: Progress) -> list[Any]:

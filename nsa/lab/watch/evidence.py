@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
@@ -18,23 +19,18 @@ TOOLS = ("py-spy", "faulthandler", "native", "proc")
 
 @dataclass(frozen=True)
 class P:
-    """How far a rank has come: its progress coordinate.
+    """How far a rank has come: its progress coordinate."""
 
-    step: the one it is in, -1 before the first. modules, fired: modules whose forward ended, and
-    autograd nodes that ran, in this step; total: the nodes that its backwards have, 0 where not
-    known. events: what the device, or the loop itself, said to have passed; collectives: those
-    enqueued; phases: those entered; all three since the start. made: nodes of autograd that the
-    main thread had made when it last looked: more of them is a move, though no place in a step.
-    """
-
-    step: int = -1
+    step: int = -1  # the one it is in, -1 before the first
     phase: str = "start"
-    modules: int = 0
-    fired: int = 0
-    total: int = 0
-    events: int = 0
-    collectives: int = 0
-    phases: int = 0
+    modules: int = 0  # whose forward ended in this step
+    fired: int = 0  # autograd nodes that ran in this step
+    total: int = 0  # nodes that its backwards have, 0 where not known
+    events: int = 0  # that the device, or the loop itself, said to have passed since the start
+    collectives: int = 0  # enqueued since the start
+    phases: int = 0  # entered since the start
+    # Nodes of autograd that the main thread had made when it last looked: more of them is a move,
+    # though no place in a step.
     made: int = 0
 
     def after(self, other: P) -> bool:
@@ -48,35 +44,25 @@ class P:
         return (self.step, self.modules + self.fired, device, self.phases, order)
 
     def __str__(self) -> str:
-        backward = f", node {self.fired} of {self.total}" if self.total else ""
-        more = "".join(
-            f", {count} {name}"
-            for name, count in (("events", self.events), ("collectives", self.collectives))
-            if count
-        )
-        return f"step {self.step} {self.phase}, {self.modules} modules{backward}{more}"
+        more = f", node {self.fired} of {self.total}" if self.total else ""
+        more += f", {self.events} events" if self.events else ""
+        more += f", {self.collectives} collectives" if self.collectives else ""
+        return f"step {self.step} {self.phase}, {self.modules} modules{more}"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look from outside, a few a second.
+    """One look from outside, a few a second."""
 
-    t: seconds since the trial's start. beats: of a thread that needs the GIL. cpu_s: that the
-    process has used, all threads. state: R, S, D, T or Z as /proc has it, "" where it is not told
-    or the process is gone. wchan: where the main thread sleeps in the kernel, "" where not told.
-    gpu_percent: the share of the last second in which any kernel ran on the device, a spinning one
-    as well.
-    """
-
-    t: float
+    t: float  # seconds since the trial's start
     rank: int
     p: P
-    beats: int = 0
-    cpu_s: float = 0.0
-    state: str = ""
-    wchan: str = ""
+    beats: int = 0  # of a thread that needs the GIL
+    cpu_s: float = 0.0  # that the process has used, all threads
+    state: str = ""  # R, S, D, T or Z as /proc has it, "" where not told or the process is gone
+    wchan: str = ""  # where the main thread sleeps in the kernel, "" where not told
     rss_mib: float | None = None
-    gpu_percent: float | None = None
+    gpu_percent: float | None = None  # of the last second in which any kernel ran, even a spinning
 
 
 @dataclass(frozen=True)
@@ -85,16 +71,15 @@ class Look:
 
     threads: {"name", "main", "active", "gil", "frames": ["file:line function", ...]}, innermost
     frame first; active and gil are None where the tool does not tell. "proc" tells no frames, but
-    "state", "wchan" and "cpu_s" of each, as the kernel has them. p: the rank's coordinate at
-    that moment. message: why there are no threads, where there are none.
+    "state", "wchan" and "cpu_s" of each, as the kernel has them.
     """
 
     t: float
     rank: int
     tool: str
     threads: list[dict[str, Any]] = field(default_factory=list)
-    p: P | None = None
-    message: str = ""
+    p: P | None = None  # the rank's coordinate at that moment
+    message: str = ""  # why there are no threads, where there are none
 
     def main(self) -> dict[str, Any] | None:
         """The main thread, where it was seen."""
@@ -103,61 +88,43 @@ class Look:
 
 @dataclass(frozen=True)
 class End:
-    """How it ended.
+    """How it ended."""
 
-    how: one of ENDS. type: the exception's class, the signal's name, or one of REASONS when the
-    supervisor stopped it. first_rank: the first to fail, None where none did or it is not known.
-    out_of_memory: "", "device" or "host". peak_mib: of the device, or of the host where none is
-    used.
-    """
-
-    how: str
+    how: str  # one of ENDS
     returncode: int | None = None
-    type: str = ""
+    type: str = ""  # the exception's class, the signal's name, or one of REASONS
     message: str = ""
     traceback: str = ""
-    first_rank: int | None = None
-    out_of_memory: str = ""
-    peak_mib: float | None = None
+    first_rank: int | None = None  # the first to fail, None where none did or it is not known
+    out_of_memory: str = ""  # "", "device" or "host"
+    peak_mib: float | None = None  # of the device, or of the host where none is used
 
 
 @dataclass
 class Evidence:
-    """All that is known of one trial.
-
-    spec, environment: what ran, and where. preflight: reasons not to trust it, empty when there is
-    none. seconds: from its start to its end, start-up included. began_s: when its first step
-    began, None where it never did. predicted_s: what its steps should take, None where nobody said;
-    factor: by which its observers slow it. soft_s: when looks are taken first; deadline_s: when it
-    has to end, both counted from began_s; stall_s: how long P may rest.
-    samples, looks: in order of time, of all ranks. end: None while it runs. oracles: name to
-    {"ok", "detail"}. flights: of each rank, what its Flight Recorder held. losses: of rank 0.
-    witness: which implementations ran, None where not recorded. memory: at a stall on a GPU.
-    result: what rank 0's subject made of its steps, None where it tells nothing.
-    again: the rerun at twice the deadline. notes: what else a reader should know.
-    """
+    """All that is known of one trial: what ran, where, what was seen, how it ended."""
 
     spec: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    preflight: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    began_s: float | None = None
-    predicted_s: float | None = None
-    factor: float = 1.0
-    soft_s: float | None = None
-    deadline_s: float | None = None
-    stall_s: float = 5.0
-    samples: list[Sample] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
-    end: End | None = None
-    oracles: dict[str, dict[str, Any]] = field(default_factory=dict)
-    flights: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    witness: dict[str, Any] | None = None
-    memory: dict[str, Any] | None = None
-    result: dict[str, Any] | None = None
-    again: Evidence | None = None
-    notes: list[str] = field(default_factory=list)
+    preflight: list[str] = field(default_factory=list)  # reasons not to trust it
+    seconds: float = 0.0  # from its start to its end, start-up included
+    began_s: float | None = None  # when its first step began, None where it never did
+    predicted_s: float | None = None  # what its steps should take, None where nobody said
+    factor: float = 1.0  # by which its observers slow it
+    soft_s: float | None = None  # when looks are taken first, counted from began_s
+    deadline_s: float | None = None  # when it has to end, counted from began_s
+    stall_s: float = 5.0  # how long P may rest
+    samples: list[Sample] = field(default_factory=list)  # in order of time, of all ranks
+    looks: list[Look] = field(default_factory=list)  # likewise
+    end: End | None = None  # None while it runs
+    oracles: dict[str, dict[str, Any]] = field(default_factory=dict)  # name: {"ok", "detail"}
+    flights: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # Flight Recorders
+    losses: list[float] = field(default_factory=list)  # of rank 0
+    witness: dict[str, Any] | None = None  # which implementations ran, None where not recorded
+    memory: dict[str, Any] | None = None  # at a stall on a GPU
+    result: dict[str, Any] | None = None  # what rank 0's subject made of its steps
+    again: Evidence | None = None  # the rerun at twice the deadline
+    notes: list[str] = field(default_factory=list)  # what else a reader should know
 
     def ranks(self) -> list[int]:
         """Those of which there is a sample."""
@@ -174,15 +141,8 @@ class Evidence:
 
     def frozen_s(self, rank: int = 0) -> float:
         """How long the rank's P had rested at its last sample."""
-        seen = self.of(rank)
-        if not seen:
-            return 0.0
-        since = seen[-1]
-        for sample in reversed(seen):
-            if sample.p != seen[-1].p:
-                break
-            since = sample
-        return seen[-1].t - since.t
+        resting = at_last_p(self.of(rank))
+        return resting[-1].t - resting[0].t if resting else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which knows no NaN: losses that are not finite become their names."""
@@ -191,8 +151,7 @@ class Evidence:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Evidence:
         """What `to_dict` wrote, also after JSON. Names that are not known are passed over."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        values = {name: value for name, value in found.items() if name in known}
+        values = _known(cls, found)
         values["samples"] = [_made(Sample, x) for x in values.get("samples", ())]
         values["looks"] = [_made(Look, x) for x in values.get("looks", ())]
         values["flights"] = {int(k): v for k, v in (values.get("flights") or {}).items()}
@@ -202,6 +161,11 @@ class Evidence:
         if values.get("again") is not None:
             values["again"] = cls.from_dict(values["again"])
         return cls(**values)
+
+
+def at_last_p(samples: list[Sample]) -> list[Sample]:
+    """Of one rank's samples, those at the end between which its P did not change."""
+    return list(takewhile(lambda sample: sample.p == samples[-1].p, reversed(samples)))[::-1]
 
 
 def thinned(samples: list[Sample]) -> list[Sample]:
@@ -217,11 +181,14 @@ def thinned(samples: list[Sample]) -> list[Sample]:
     return kept
 
 
+def _known(cls: type, found: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found}
+
+
 def _made(cls: type, found: dict[str, Any]) -> Any:
-    known = {f.name for f in dataclasses.fields(cls)}
-    values = {name: value for name, value in found.items() if name in known}
+    values = _known(cls, found)
     if values.get("p") is not None:
-        values["p"] = _made(P, values["p"])
+        values["p"] = P(**_known(P, values["p"]))
     return cls(**values)
 
 

@@ -1,19 +1,18 @@
 """What only a stuck process itself can tell: its Flight Recorder, and its device's memory.
 
-Written by a thread of the process when a supervisor asks (nsa.lab.watch.ask): the main thread
-may be inside a collective for good.
+Written by a thread of the process when a supervisor asks (nsa.lab.watch.progress.ask): the main
+thread may be inside a collective for good.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process.rank_child import put
+from nsa.lab.process import child
 
 RECORDERS = "_dump_fr_trace", "_dump_nccl_trace"  # of gloo and of NCCL: each has its own
 ENTRIES = 2000
@@ -22,27 +21,23 @@ FRAMES = 4
 MEMORY = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current",
           "active.all.current", "inactive_split_bytes.all.current", "num_alloc_retries",
           "num_ooms")  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    """Variables under which a process records its collectives."""
-    return {
-        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),  # its name before torch 2.9
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # 1 destroys the record
-    }
+ENVIRONMENT = {  # variables under which a process records its collectives
+    "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),  # its name before torch 2.9
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # 1 destroys the record
+}
 
 
 def write(folder: Path, rank: int) -> None:
     """Leaves flight-K.json, and on a GPU memory-K.json and memory-K.pickle, in `folder`."""
     with contextlib.suppress(Exception):
-        put(folder / f"flight-{rank}.json", {"entries": recorded()})
+        child.put(folder / f"flight-{rank}.json", {"entries": recorded()})
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
             every = [torch.cuda.memory_stats(i) for i in range(torch.cuda.device_count())]
             held = {name: sum(stats.get(name, 0) for stats in every) for name in MEMORY}
-            put(folder / f"memory-{rank}.json", held)
+            child.put(folder / f"memory-{rank}.json", held)
             torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
 
 
@@ -75,34 +70,13 @@ def _entry(entry: dict[str, Any], status: dict[Any, dict[str, int]]) -> dict[str
     done = status.get(group, {}).get("last_completed_collective", -1)
     if sequence is not None and not entry.get("is_p2p") and sequence <= done:
         state = "completed"
+    frames = entry.get("frames") or []
+    frames = [f for f in frames if "torch/distributed" not in f["filename"]] or frames
     return {
         "seq": sequence,
         "op": entry.get("profiling_name"),
         "state": state,
         "group": group,
         "sizes": entry.get("input_sizes"),
-        "frames": _frames(entry.get("frames") or []),
+        "frames": [f"{f['filename']}:{f['line']} {f['name']}" for f in frames[:FRAMES]],
     }
-
-
-def _frames(frames: list[dict[str, Any]]) -> list[str]:
-    own = [f for f in frames if "torch/distributed" not in f["filename"]] or frames
-    return [f"{f['filename']}:{f['line']} {f['name']}" for f in own[:FRAMES]]
-
-
-def read(folder: Path, rank: int) -> list[dict[str, Any]] | None:
-    """What `write` left of the Flight Recorder; None where it left nothing yet."""
-    found = _json(folder / f"flight-{rank}.json")
-    return None if found is None else found["entries"]
-
-
-def memory(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What `write` left of the device's memory."""
-    return _json(folder / f"memory-{rank}.json")
-
-
-def _json(file: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

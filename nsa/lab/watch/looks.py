@@ -16,7 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nsa.lab.process import preflight, procfs
@@ -24,65 +27,36 @@ from nsa.lab.watch import progress
 from nsa.lab.watch.evidence import Look
 
 SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
-
-
-def asked(pid: int, file: Path) -> str:
-    """What faulthandler appends to `file` when the process gets the signal; "" for nothing.
-
-    The process must have registered: else the signal ends it. OSError where there is no process or
-    no file.
-    """
-    before = seen = file.stat().st_size
-    os.kill(pid, signal.SIGUSR1)
-    end = time.monotonic() + SIGNAL_S
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        now = file.stat().st_size
-        if now > before and now == seen:
-            break
-        seen = now
-    with open(file, "rb") as stream:
-        stream.seek(before)
-        return stream.read().decode(errors="replace")
-
-
 EVERY_S = 1.0
-
-
-class DeviceUse:
-    """`with DeviceUse() as use: use.percent` is the busiest GPU's, None before it was told.
-
-    only: the GPUs that count, as CUDA_VISIBLE_DEVICES names them; None: those of this process.
-
-    A GPU counts as busy while any kernel runs, one that never ends as well.
-    """
-
-    def __init__(self, only: str | None = None) -> None:
-        self._only = only
-        self.percent: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._ask, name="device use", daemon=True)
-
-    def __enter__(self) -> DeviceUse:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _ask(self) -> None:
-        while True:
-            told = preflight.numbers("utilization.gpu", self._only)
-            self.percent = max(map(float, told), default=None)
-            if self._stop.wait(EVERY_S):
-                return
-
-
 PY_SPY_S = 8.0
 _THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 Threads = list[dict[str, Any]]
+
+
+@contextmanager
+def device_use(only: str | None = None) -> Iterator[SimpleNamespace]:
+    """`with device_use() as use: use.percent` is the busiest GPU's, None before it was told.
+
+    only: the GPUs that count, as CUDA_VISIBLE_DEVICES names them; None: those of this process. A
+    GPU counts as busy while any kernel runs, one that never ends as well.
+    """
+    use, stop = SimpleNamespace(percent=None), threading.Event()
+
+    def ask() -> None:
+        while True:
+            told = preflight.numbers("utilization.gpu", only)
+            use.percent = max(map(float, told), default=None)
+            if stop.wait(EVERY_S):
+                return
+
+    thread = threading.Thread(target=ask, name="device use", daemon=True)
+    thread.start()
+    try:
+        yield use
+    finally:
+        stop.set()
+        thread.join()
 
 
 def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None:
@@ -94,12 +68,18 @@ def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None
     if cells is None:
         return None
     if tool == "proc":
-        threads, message = proc(pid)
+        threads = procfs.threads(pid)
+        message = "" if threads else "the process has ended, or there is no /proc"
     elif tool != "faulthandler":
         threads, message = py_spy(pid, native=tool == "native")
     elif cells[progress.LISTENS]:
-        written = counted.with_name(f"stacks-{rank}.txt")
-        threads, message = faulthandler(pid, written, cells[progress.MAIN_THREAD])
+        threads, message = [], f"faulthandler wrote nothing within {SIGNAL_S:g} s"
+        try:
+            written = asked(pid, counted.with_name(f"stacks-{rank}.txt"))
+            if threads := parse(written, cells[progress.MAIN_THREAD]):
+                message = ""
+        except OSError as error:
+            message = f"faulthandler: {error}"
     else:
         threads, message = [], "the process does not listen to SIGUSR1 yet"
     after = progress.cells_of(counted) or cells
@@ -150,19 +130,24 @@ def _thread(thread: dict[str, Any], pid: int) -> dict[str, Any]:
     }
 
 
-def faulthandler(pid: int, file: Path, main: int) -> tuple[Threads, str]:
-    """(threads, "") as the process writes them to `file` on SIGUSR1, or ([], why not).
+def asked(pid: int, file: Path) -> str:
+    """What faulthandler appends to `file` when the process gets the signal; "" for nothing.
 
-    Also while its GIL is held, but not while it is stopped. `main` is its main thread's ident. The
-    process must have registered: else the signal ends it.
+    Also while its GIL is held, but not while it is stopped. The process must have registered: else
+    the signal ends it. OSError where there is no process or no file.
     """
-    try:
-        written = asked(pid, file)
-    except OSError as error:
-        return [], f"faulthandler: {error}"
-    found = parse(written, main)
-    none = f"faulthandler wrote nothing within {SIGNAL_S:g} s"
-    return (found, "") if found else ([], none)
+    before = seen = file.stat().st_size
+    os.kill(pid, signal.SIGUSR1)
+    end = time.monotonic() + SIGNAL_S
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        now = file.stat().st_size
+        if now > before and now == seen:
+            break
+        seen = now
+    with open(file, "rb") as stream:
+        stream.seek(before)
+        return stream.read().decode(errors="replace")
 
 
 def parse(text: str, main: int) -> Threads:
@@ -177,9 +162,3 @@ def parse(text: str, main: int) -> Threads:
         elif (frame := _FRAME.match(line)) and found:
             found[-1]["frames"].append(f"{frame[1]}:{frame[2]} {frame[3]}")
     return found
-
-
-def proc(pid: int) -> tuple[Threads, str]:
-    """(threads, "") as the kernel has them: state, wchan and cpu_s of each."""
-    found = procfs.threads(pid)
-    return found, "" if found else "the process has ended, or there is no /proc"

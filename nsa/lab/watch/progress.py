@@ -3,14 +3,6 @@
 The counters live in an mmap, 64 bits each in this machine's order. One process writes, anybody
 reads, and whoever reads needs no word from the process, which may hold the GIL, be stopped, or be
 dead. A stack says where a process is; only counters say whether it moves.
-
-The counters live in an mmap: whoever reads them needs no word from the process, which may hold the
-GIL, be stopped, or be dead. A stack says where a process is; only counters say whether it moves.
-
-Sixty-four bits each, in this machine's order. One process writes, anybody reads.
-
-torch counts them for each thread by itself, so the main thread must be asked. It looks at pending
-calls between two bytecodes, and answers then; nothing is interrupted, no signal is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +27,6 @@ CELLS = 24
     ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS, BEGAN_NS, MADE,
 ) = range(16)  # fmt: skip
 LAYOUT = 1
-NUMBER = {name: number for number, name in enumerate(PHASES)}
 
 
 def read(file: str | os.PathLike) -> tuple[P, int]:
@@ -58,17 +49,8 @@ def cells_of(file: str | os.PathLike) -> tuple[int, ...] | None:
 
 def coordinate(cells: tuple[int, ...]) -> P:
     """The counters as a progress coordinate."""
-    return P(
-        step=cells[STEP],
-        phase=PHASES[cells[PHASE]],
-        modules=cells[MODULES],
-        fired=cells[FIRED],
-        total=cells[TOTAL],
-        events=cells[EVENTS],
-        collectives=cells[COLLECTIVES],
-        phases=cells[ENTERED],
-        made=cells[MADE],
-    )
+    counts = cells[MODULES : ENTERED + 1]
+    return P(cells[STEP], PHASES[cells[PHASE]], *counts, made=cells[MADE])
 
 
 def ask(file: str | os.PathLike) -> None:
@@ -80,38 +62,13 @@ def ask(file: str | os.PathLike) -> None:
 
 
 _CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-_asking: set[MainThread] = set()  # the interpreter keeps no reference to what it will call
+_asking: set[Progress] = set()  # the interpreter keeps no reference to what it will call
 
 
-class MainThread:
-    """How many autograd nodes the main thread has made: the forward's progress, whatever makes it.
-
-    `ask()` as often as you like; `told(count)` is called in the main thread when it answers. torch
-    counts the nodes for each thread by itself, so the main thread must be asked. It looks at
-    pending calls between two bytecodes; nothing is interrupted, no signal is sent.
-    """
-
-    def __init__(self, told: Callable[[int], None]) -> None:
-        self._told = told
-        self._callback = _CALLBACK(self._answer)
-
-    def ask(self) -> None:
-        """Nothing while the last question is open, or before torch is loaded."""
-        if self not in _asking and _counter() is not None:
-            _asking.add(self)
-            if ctypes.pythonapi.Py_AddPendingCall(self._callback, None):  # too many are waiting
-                _asking.discard(self)
-
-    def _answer(self, _: int | None) -> int:
-        _asking.discard(self)
-        counter = _counter()
-        if counter is not None:
-            self._told(counter())
-        return 0
-
-
-def _counter() -> Callable[[], int] | None:
-    return getattr(sys.modules.get("torch.autograd"), "_get_sequence_nr", None)
+def _nodes_made() -> int | None:
+    """By this thread, of autograd's; None before torch is loaded."""
+    counter = getattr(sys.modules.get("torch.autograd"), "_get_sequence_nr", None)
+    return None if counter is None else counter()
 
 
 EVERY_S = 0.1  # between two beats
@@ -150,10 +107,10 @@ class Progress:
         self.told = False  # somebody names the phases: then none is guessed
         self.outputs: Any = None  # of modules, while they are counted and no backward runs
         self._undo: list[Callable[[], Any]] = []
-        self._all = False
+        self._all = self._counts_backwards = False
         self._device: Any = None
         _counting.add(self)
-        self._main = MainThread(self._made)
+        self._callback = _CALLBACK(self._answer)
         self._stop = threading.Event()
         # Two, because asking a device or a process group may take as long as what they do.
         self._threads = [
@@ -171,36 +128,42 @@ class Progress:
         cells[BEGAN_NS] = cells[BEGAN_NS] or time.monotonic_ns()
         if self.outputs is not None:
             self.outputs.renew()
-        if not self.told:
-            self.enter("other")
+        self.guess("other")
 
     def phase(self, name: str) -> None:
         """One of PHASES begins. From then on none is guessed from modules and backwards.
 
         Raises ValueError for a name that is not known.
         """
-        if name not in NUMBER:
+        if name not in PHASES:
             raise ValueError(f"phase={name!r} is none of {', '.join(PHASES)}")
         self.told = True
         self.enter(name)
 
+    def guess(self, name: str) -> None:
+        """`enter`, unless somebody names the phases."""
+        if not self.told:
+            self.enter(name)
+
     def enter(self, name: str) -> None:
         """`phase`, of which nobody can be sure."""
         cells = self.cells
-        cells[PHASE] = NUMBER[name]
+        cells[PHASE] = PHASES.index(name)
         cells[ENTERED] += 1
-        if self._device is None:
-            self._look_for_a_device()
+        torch = sys.modules.get("torch")
+        if self._device is None and torch is not None and torch.cuda.is_initialized():
+            from nsa.lab.watch.counting import DeviceEvents
+
+            self._device = DeviceEvents()
         self.mark()
 
     def watch(self, model: Any) -> None:
         """Counts the modules of `model` whose forward ends, and all backwards of this process."""
         from nsa.lab.watch import counting
 
-        if self._all:
-            return
-        self._undo += counting.modules_of(model, self)
-        self._count_backwards()
+        if not self._all:
+            self._undo += counting.modules_of(model, self)
+            self._count_backwards()
 
     def attach(self) -> None:
         """Counts every module, backward and optimizer step of this process, whoever makes them."""
@@ -211,15 +174,21 @@ class Progress:
             self._undo += [*counting.all_modules(self), *counting.optimizers(self)]
             self._count_backwards()
 
+    def _count_backwards(self) -> None:
+        from nsa.lab.watch import counting
+
+        self.outputs = counting.Outputs(self)
+        if not self._counts_backwards:
+            self._counts_backwards = True
+            self._undo += counting.backwards(self)
+
     def backward(self, loss: Any, *args: Any, **options: Any) -> None:
         """loss.backward(...), whose nodes are counted, also where nothing is attached."""
         from nsa.lab.watch import counting
 
-        if self._counts_backwards:
+        counted = self._counts_backwards
+        with contextlib.nullcontext() if counted else counting.backward([loss], self):
             loss.backward(*args, **options)
-        else:
-            with counting.backward([loss], self):
-                loss.backward(*args, **options)
 
     def event(self) -> None:
         """Something was done; on a GPU it counts when the device has come that far."""
@@ -235,10 +204,6 @@ class Progress:
         """A collective was enqueued that the default process group does not count."""
         self.cells[COLLECTIVES] += 1
 
-    def beat(self) -> None:
-        """Says by hand that the interpreter runs; a thread does it anyway."""
-        self.cells[BEATS] += 1
-
     def on_start(self, trainer: Any) -> None:
         """As an observer of a Trainer: watches its model."""
         self.watch(trainer.model)
@@ -248,10 +213,7 @@ class Progress:
             self.step(step)
         if self._device is not None:  # a capture must not meet our events
             self._device.quiet = name == "graph"
-        self.phase(name if name in NUMBER else "other")
-
-    def on_step(self, step: int, loss: Any) -> None:
-        pass  # "end" has said it
+        self.phase(name if name in PHASES else "other")
 
     def listens(self) -> None:
         """Says that SIGUSR1 makes this process write its stacks, and does not end it."""
@@ -266,34 +228,22 @@ class Progress:
             thread.join(1.0)
         for undo in reversed(self._undo):
             undo()
-        self._undo, self._all = [], False
-
-    _counts_backwards = False
-
-    def _count_backwards(self) -> None:
-        from nsa.lab.watch import counting
-
-        if not self._counts_backwards:
-            self._counts_backwards = True
-            self._undo += [*counting.backwards(self), self._counts_no_backwards]
-
-    def _counts_no_backwards(self) -> None:
-        self._counts_backwards = False
-
-    def _look_for_a_device(self) -> None:
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            from nsa.lab.watch.counting import DeviceEvents
-
-            self._device = DeviceEvents()
+        self._undo, self._all, self._counts_backwards, self.outputs = [], False, False, None
 
     def _beat(self) -> None:
         while not self._stop.wait(EVERY_S):
             self.cells[BEATS] += 1
-            self._main.ask()
+            # torch counts the nodes for each thread by itself, so the main thread must be asked. It
+            # looks at pending calls between two bytecodes; nothing is interrupted, no signal sent.
+            if self not in _asking and _nodes_made() is not None:
+                _asking.add(self)
+                if ctypes.pythonapi.Py_AddPendingCall(self._callback, None):  # too many are waiting
+                    _asking.discard(self)
 
-    def _made(self, count: int) -> None:
-        self.cells[MADE] = count
+    def _answer(self, _: int | None) -> int:
+        _asking.discard(self)
+        self.cells[MADE] = _nodes_made() or 0
+        return 0
 
     def _poll(self) -> None:
         enqueued = answered = 0
@@ -306,13 +256,9 @@ class Progress:
                 enqueued = now
             if self.cells[ASKED] > answered:
                 answered = self.cells[ASKED]
-                self._answer()
+                from nsa.lab.watch import flight_recorder
 
-    def _answer(self) -> None:
-        """What only this process can tell: its Flight Recorder, its device's memory."""
-        from nsa.lab.watch import flight_recorder
-
-        flight_recorder.write(self.file.parent, self.rank)
+                flight_recorder.write(self.file.parent, self.rank)
 
 
 _counting: WeakSet[Progress] = WeakSet()

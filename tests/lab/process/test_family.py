@@ -19,15 +19,16 @@ def cookie():
     family.end_family(word)
 
 
+def ran(code, environment, **options):
+    """A child that runs the code to its end."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
+
+
 def start_orphan(cookie):
     """Two forks and a new session: no longer a child of anything we know."""
-    inner = "import subprocess; subprocess.Popen(['sleep', '60'])"
-    subprocess.run(
-        [sys.executable, "-c", inner],
-        env=family.environment(os.environ, cookie),
-        start_new_session=True,
-        check=True,
-    )
+    inner = "import subprocess as s; s.Popen(['sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL)"
+    ran(inner, family.environment(os.environ, cookie), start_new_session=True, check=True)
 
 
 @pytest.mark.processes
@@ -78,25 +79,21 @@ def test_a_child_imports_this_package_whatever_path_it_was_given():
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(["/nowhere", ""])}
     environment = family.environment(given, "cookie")
     code = "import nsa, sys; print(nsa.__file__, '/nowhere' in sys.path)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True
-    )
-    assert done.stdout.split() == [nsa.__file__, "True"]
+    assert ran(code, environment, cwd="/").stdout.split() == [nsa.__file__, "True"]
     assert environment["PYTHONPATH"].split(os.pathsep)[1:] == ["/nowhere"]
     twice = family.environment(environment, "cookie")
     assert twice["PYTHONPATH"] == environment["PYTHONPATH"]
 
 
 @pytest.mark.processes
-def test_a_child_whose_parent_is_already_gone_ends_at_once():
+@pytest.mark.parametrize(
+    ("parent", "ended"), [(os.getpid(), ("lives\n", 0)), (2**22 + 1, ("", 1))], ids=["here", "gone"]
+)
+def test_a_child_whose_parent_is_already_gone_ends_at_once(parent, ended):
     code = "from nsa.lab.process.family import die_with_parent; die_with_parent(); print('lives')"
-    environment = family.environment(os.environ, "cookie")
-    for parent, printed in ((os.getpid(), "lives\n"), (2**22 + 1, "")):
-        environment[family.PARENT] = str(parent)
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-        )
-        assert (done.stdout, done.returncode) == (printed, 0 if printed else 1)
+    environment = family.environment(os.environ, "cookie") | {family.PARENT: str(parent)}
+    done = ran(code, environment)
+    assert (done.stdout, done.returncode) == ended
 
 
 def test_a_signal_without_a_name_is_called_by_its_number():

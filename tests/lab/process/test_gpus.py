@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -17,16 +18,53 @@ from nsa.lab.process.runner import Spec, run
 from nsa.lab.process.trial import Outcome
 
 
+def see(names, monkeypatch):
+    """Sets CUDA_VISIBLE_DEVICES; not at all for None."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if names is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+
+
+def put_nvidia_smi(folder, line, monkeypatch):
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{line}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+@pytest.fixture
+def held():
+    """held(gpu) has it for a moment; held.at_once: what others had as each was taken."""
+    now, lock = [], threading.Lock()
+
+    def hold(gpu):
+        with lock:
+            now.append(gpu)
+            hold.at_once.append(list(now))
+        time.sleep(0.02)
+        with lock:
+            now.remove(gpu)
+
+    hold.at_once = []
+    return hold
+
+
 def test_a_foreign_process_on_the_gpu_is_a_reason_to_trust_nothing(monkeypatch):
     rows = [["4294967", "1000"], [str(os.getpid()), "50"]]
-    monkeypatch.setattr(preflight, "_smi", lambda query, only=None: rows)
+    monkeypatch.setattr(preflight, "_smi", lambda query, only: rows)
     assert preflight.reasons(True) == ["the GPU is also used by process 4294967 (1000 MiB)"]
     assert preflight.reasons(False) == []
 
 
+def test_memory_that_nobody_is_seen_to_hold_is_one_as_well(monkeypatch):
+    rows = {"--query-gpu=memory.used": [["4"], ["9000"]]}
+    monkeypatch.setattr(preflight, "_smi", lambda query, only: rows.get(query, []))
+    said = ["9000 MiB of GPU 1 are in use by a process that cannot be seen"]
+    assert preflight.reasons(True) == said and preflight.reasons(False) == []
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("visible", "asked"),
+    ("names", "asked"),
     [
         (None, None),
         ("", None),
@@ -36,14 +74,9 @@ def test_a_foreign_process_on_the_gpu_is_a_reason_to_trust_nothing(monkeypatch):
         ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",) * 2,
     ],
 )
-def test_only_visible_gpus_are_asked_about(visible, asked, tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\necho "$@" | tr " " "\\n"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_only_visible_gpus_are_asked_about(names, asked, tmp_path, monkeypatch):
+    see(names, monkeypatch)
+    put_nvidia_smi(tmp_path, 'echo "$@" | tr " " "\\n"', monkeypatch)
     wanted = [f"--id={asked}"] if asked else []
     told = [",".join(row) for row in preflight.gpus("name")]
     assert told == ["--query-gpu=name", "--format=csv,noheader,nounits", *wanted]
@@ -51,13 +84,10 @@ def test_only_visible_gpus_are_asked_about(visible, asked, tmp_path, monkeypatch
 
 @pytest.mark.processes
 def test_a_lent_gpu_is_the_only_one_that_a_trial_sees_and_is_asked_about(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    see("0,1", monkeypatch)
+    put_nvidia_smi(tmp_path, f'echo "$@" >> {tmp_path}/asked', monkeypatch)
     monkeypatch.setattr(preflight, "uses_gpu", lambda settings, env: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    preflight.environment()  # asks about all, once
+    preflight.environment(None)  # asks about all, once
     (tmp_path / "asked").unlink(missing_ok=True)
     spec = Spec("subject_entries:visible", {"wanted": "1"}, steps=3)
     evidence = run(spec, folder=tmp_path / "trial", gpu="1", stall_s=1.0, deadline_s=30.0)
@@ -67,32 +97,24 @@ def test_a_lent_gpu_is_the_only_one_that_a_trial_sees_and_is_asked_about(tmp_pat
     assert asked and all("--id=1" in line for line in asked)
 
 
-@pytest.mark.parametrize(("visible", "names"), [("2, 5", ("2", "5")), ("", ()), (None, ("0", "1"))])
-def test_visible_gpus_are_lent_one_by_one(visible, names, monkeypatch):
+@pytest.mark.parametrize(("names", "lent"), [("2, 5", ("2", "5")), ("", ()), (None, ("0", "1"))])
+def test_visible_gpus_are_lent_one_by_one(names, lent, monkeypatch, held):
+    see(names, monkeypatch)
     monkeypatch.setattr(preflight, "gpus", lambda fields: [["H200"], ["H200"]])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     pool = gpus.all_visible()
-    assert pool.names == names
-    held, most, lock = [], [], threading.Lock()
+    assert pool.names == lent
 
     def use(_):
         with pool.one() as gpu:
-            with lock:
-                held.append(gpu)
-                most.append(list(held))
-            time.sleep(0.01)
-            with lock:
-                held.remove(gpu)
+            held(gpu)
         return gpu
 
     with ThreadPoolExecutor(6) as many:
-        used = list(many.map(use, range(12)))
-    if names:
-        assert set(used) == set(names) and all(len(set(now)) == len(now) for now in most)
+        assert set(many.map(use, range(12))) == set(lent or [None])
+    if lent:
+        assert all(len(set(now)) == len(now) for now in held.at_once)
     else:
-        assert set(used) == {None} and max(map(len, most)) > 2  # nobody waits
+        assert max(map(len, held.at_once)) > 2  # nobody waits
 
 
 def test_a_gpu_goes_to_whoever_asked_first():
@@ -113,30 +135,21 @@ def test_a_gpu_goes_to_whoever_asked_first():
 
 @pytest.mark.parametrize("had", [False, True], ids=["waiting", "just served"])
 def test_who_is_interrupted_while_it_waits_keeps_no_gpu(had, monkeypatch):
-    pool, plain = gpus.Gpus(("0",)), gpus.Future.result
-    holder = pool.one()
-    holder.__enter__()
+    pool, holder, plain = gpus.Gpus(("0",)), ExitStack(), gpus.Future.result
+    holder.enter_context(pool.one())
 
     def interrupted(turn):
         monkeypatch.setattr(gpus.Future, "result", plain)
         if had:
-            holder.__exit__(None, None, None)
+            holder.close()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gpus.Future, "result", interrupted)
     with pytest.raises(KeyboardInterrupt), pool.one():
         pass
-    if not had:
-        holder.__exit__(None, None, None)
+    holder.close()
     with pool.one() as gpu:
         assert gpu == "0"
-
-
-def test_memory_that_nobody_is_seen_to_hold_is_one_as_well(monkeypatch):
-    rows = {"--query-gpu=memory.used": [["4"], ["9000"]]}
-    monkeypatch.setattr(preflight, "_smi", lambda query, only=None: rows.get(query, []))
-    said = ["9000 MiB of GPU 1 are in use by a process that cannot be seen"]
-    assert preflight.reasons(True) == said and preflight.reasons(False) == []
 
 
 @pytest.mark.processes
@@ -160,7 +173,7 @@ def test_a_device_that_stays_full_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "visible", "wanted", "at_once"),
+    ("device", "names", "wanted", "most"),
     [
         ("cuda", "3,5", {"3", "5"}, 2),
         ("cuda", "1", {"1"}, 1),
@@ -169,25 +182,17 @@ def test_a_device_that_stays_full_is_told(monkeypatch):
     ],
 )
 def test_each_visible_gpu_measures_a_shape_at_a_time(
-    device, visible, wanted, at_once, monkeypatch, tmp_path
+    device, names, wanted, most, monkeypatch, tmp_path, held
 ):
-    seen, now, most, places, lock = [], [], [], set(), threading.Lock()
+    see(names, monkeypatch)
+    places = set()
 
     def child(entry, spec, *, env, folder, **_):
         places.add(folder)
-        gpu = env.get("CUDA_VISIBLE_DEVICES")
-        with lock:
-            seen.append(gpu)
-            now.append(gpu)
-            most.append(len(now))
-            assert gpu is None or now.count(gpu) == 1
-        time.sleep(0.05)
-        with lock:
-            now.remove(gpu)
+        held(env.get("CUDA_VISIBLE_DEVICES"))
         return Outcome("ok", {"cells": [spec["shapes"][0]["tokens"]]}, 0.1, "", 0)
 
     monkeypatch.setattr(sweep, "run_child", child)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     shapes = [Shape(1024 * n) for n in range(1, 8)] + [Shape(1024)]  # one of them twice
     cells = comparison.compare(
         shapes, deadline_s=9, device=device, workers=4, backends=["gather"], progress=False,
@@ -195,7 +200,9 @@ def test_each_visible_gpu_measures_a_shape_at_a_time(
     )  # fmt: skip
     assert len(places) == len(shapes)
     assert cells == [shape.tokens for shape in shapes]  # in the order asked for
-    assert set(seen) == wanted and max(most) == at_once
+    assert {gpu for now in held.at_once for gpu in now} == wanted
+    assert max(map(len, held.at_once)) == most
+    assert all(now.count(gpu) == 1 for now in held.at_once for gpu in now if gpu is not None)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +210,9 @@ def test_each_visible_gpu_measures_a_shape_at_a_time(
     [("kernels/tiles.py", True), ("model/train.py", True), ("lab/process/trial.py", True),
      ("workbook/claim.py", False), ("cli/main.py", False)],
 )  # fmt: skip
-def test_a_trial_stands_on_the_source_of_all_that_it_may_import(
-    tmp_path, monkeypatch, file, changes
-):
-    copy = tmp_path / "nsa"
-    shutil.copytree(preflight.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_trial_stands_on_the_source_of_all_it_may_import(tmp_path, monkeypatch, file, changes):
+    ignored = shutil.ignore_patterns("__pycache__")
+    copy = shutil.copytree(preflight.PACKAGE, tmp_path / "nsa", ignore=ignored)
     monkeypatch.setattr(preflight, "PACKAGE", copy)
     before = preflight.source_hash("a.subject:make")
     with (copy / file).open("a") as source:

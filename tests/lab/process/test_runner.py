@@ -1,47 +1,50 @@
 """Every way a trial can come to its end: what was seen of it, and that nothing of it is left."""
 
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from processes import python, wait_until_gone
 
-from nsa.lab.process.runner import Spec, run, run_until_proven
+from nsa.lab.process.runner import Spec, run
 from nsa.lab.verdict import judge
-from nsa.lab.watch import flight_recorder, looks
-from nsa.lab.watch.evidence import End, Evidence, P, Sample, thinned
+from nsa.lab.watch import looks
+from nsa.lab.watch.evidence import End, Evidence
 
+pytestmark = pytest.mark.processes
 STALL_S = 1.0
-AT_ONCE = ("lock", "stop", "gil", "native", "slow")
+# Trials that stand or are late: settings, and how they are run.
+STUCK = {
+    "lock": ({}, {}),
+    "stop": ({}, {}),
+    "gil": ({}, {}),
+    "native": ({"size": 900}, {}),
+    "slow": ({"operations": 300_000}, {"deadline_s": 1.0, "predicted_s": 0.1}),
+}
 
 
-def trial(name, folder, settings=None, **options):
-    spec = {"steps": options.pop("steps", 3), "ranks": options.pop("ranks", 1)}
+def trial(name, folder, settings=None, steps=3, ranks=1, **options):
     subject = name if ":" in name else f"subject_entries:{name}"
-    given = {"stall_s": STALL_S, "deadline_s": 30.0, **options}
-    return run(Spec(subject, settings or {}, **spec), folder=folder, **given)
+    spec = Spec(subject, settings or {}, steps=steps, ranks=ranks)
+    return run(spec, folder=folder, **{"stall_s": STALL_S, "deadline_s": 30.0, **options})
 
 
 @pytest.fixture(scope="module")
 def stuck(tmp_path_factory):
-    """Trials that stand or are late, two at a time: most of their time they only wait."""
+    """Two at a time: most of their time they only wait."""
     folder = tmp_path_factory.mktemp("stuck")
-    settings = {"native": {"size": 900}, "slow": {"operations": 300_000}}
-    options = {"slow": {"deadline_s": 1.0, "predicted_s": 0.1}}
 
     def one(name):
-        more = options.get(name, {})
-        return trial(name, folder / name, settings.get(name), **more)
+        settings, options = STUCK[name]
+        return trial(name, folder / name, settings, **options)
 
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(AT_ONCE, pool.map(one, AT_ONCE), strict=True))
+        return dict(zip(STUCK, pool.map(one, STUCK), strict=True))
 
 
 def gone(pids):
@@ -52,7 +55,6 @@ def by(evidence, tool):
     return [look for look in evidence.looks if look.tool == tool and look.threads]
 
 
-@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "what"), [("lock", "blocked"), ("stop", "stopped"), ("gil", "gil-held")]
@@ -68,7 +70,6 @@ def test_what_stands_is_looked_at_three_times_and_ended_with_its_proof(stuck, na
     assert (verdict.kind, verdict.what) == ("HANG", what), verdict.because
 
 
-@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["lock", "gil"])
 def test_the_stacks_name_the_line(stuck, name):
@@ -80,7 +81,6 @@ def test_the_stacks_name_the_line(stuck, name):
     assert any("subject_entries.py" in frame for frame in main["frames"])
 
 
-@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["lock", "gil", "slow"])
 def test_faulthandler_is_not_asked_where_py_spy_shows_the_stacks(stuck, name):
@@ -92,7 +92,6 @@ def test_faulthandler_is_not_asked_where_py_spy_shows_the_stacks(stuck, name):
     assert looks and looks[0].tool == "py-spy"
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_the_kernel_tells_who_is_stopped_and_who_waits(stuck):
     assert {s.state for s in stuck["stop"].samples[-4:]} == {"T"}
@@ -100,7 +99,6 @@ def test_the_kernel_tells_who_is_stopped_and_who_waits(stuck):
     assert all(s.beats == stuck["gil"].samples[-1].beats for s in stuck["gil"].samples[-3:])
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_slow_work_is_ended_at_its_deadline_while_it_moves(stuck):
     evidence = stuck["slow"]
@@ -109,14 +107,12 @@ def test_slow_work_is_ended_at_its_deadline_while_it_moves(stuck):
     assert judge(evidence).kind == "SLOW"
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_one_long_operation_is_waited_for(stuck):
     assert stuck["native"].end.how == "returned" and len(stuck["native"].losses) == 3
     assert judge(stuck["native"]).kind == "PASS"
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_a_strangers_training_is_tried_by_its_path_alone(tmp_path):
     evidence = trial("stranger:Training", tmp_path)
@@ -129,30 +125,27 @@ def test_a_strangers_training_is_tried_by_its_path_alone(tmp_path):
     assert Evidence.from_dict(evidence.to_dict()).to_dict() == evidence.to_dict()
 
 
-ENDS = [
-    ("exception", {}, ("exception", 1, "KeyError", "")),
-    ("leave", {"code": 3}, ("exit", 3, "", "")),
-    ("kill", {"signal": int(signal.SIGSEGV)}, ("signal", -11, "SIGSEGV", "")),
-    ("address_space", {}, ("exception", 1, "MemoryError", "host")),
-]
-
-
-@pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "settings", "expected"), ENDS)
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("exception", {}, ("exception", 1, "KeyError", "")),
+        ("leave", {"code": 3}, ("exit", 3, "", "")),
+        ("kill", {"signal": int(signal.SIGSEGV)}, ("signal", -11, "SIGSEGV", "")),
+        ("address_space", {}, ("exception", 1, "MemoryError", "host")),
+    ],
+)
 def test_how_it_ended_by_itself_is_told(tmp_path, name, settings, expected):
     end = trial(name, tmp_path, settings).end
     assert (end.how, end.returncode, end.type, end.out_of_memory) == expected
-    if name in ("exception", "address_space"):
+    if end.how == "exception":
         assert "subject_entries.py" in end.traceback
 
 
-@pytest.mark.processes
 def test_losses_before_the_end_are_kept(tmp_path):
     assert len(trial("exception", tmp_path, {"at": 2}).losses) == 2
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_who_is_forked_and_who_ignores_sigterm_is_ended_as_well(tmp_path):
     pids = tmp_path / "pids"
@@ -163,7 +156,6 @@ def test_who_is_forked_and_who_ignores_sigterm_is_ended_as_well(tmp_path):
     assert evidence.end.returncode == -9 and gone([int(pids.read_text())])
 
 
-@pytest.mark.processes
 def test_its_caller_may_end_it(tmp_path):
     stop = threading.Event()
     threading.Timer(1.0, stop.set).start()
@@ -173,17 +165,14 @@ def test_its_caller_may_end_it(tmp_path):
     assert judge(evidence).kind == "INCONCLUSIVE"
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_of_several_ranks_the_first_to_fail_is_told(tmp_path):
     evidence = trial("rank_fails", tmp_path, ranks=2)
-    assert (evidence.end.how, evidence.end.type, evidence.end.first_rank) == (
-        "exception", "ArithmeticError", 1
-    )  # fmt: skip
+    end = evidence.end
+    assert (end.how, end.type, end.first_rank) == ("exception", "ArithmeticError", 1)
     assert evidence.ranks() == [0, 1]
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_a_skipped_collective_is_in_the_flight_recorders(tmp_path):
     evidence = trial("skipped_collective", tmp_path, ranks=2)
@@ -191,7 +180,6 @@ def test_a_skipped_collective_is_in_the_flight_recorders(tmp_path):
     assert judge(evidence).what == "collective"
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path, ranks):
@@ -209,7 +197,6 @@ def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path, ranks):
     assert len(files) == ranks and gone([int(file.name[4:]) for file in files])
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_another_interpreter_runs_with_packages_of_its_own(tmp_path):
     other = tmp_path / "python"
@@ -220,23 +207,6 @@ def test_another_interpreter_runs_with_packages_of_its_own(tmp_path):
     assert evidence.losses == [1.0] and evidence.environment["python"]
 
 
-def test_a_rest_without_proof_is_tried_again_for_twice_as_long(monkeypatch, tmp_path):
-    from nsa.lab.process import runner
-
-    given = []
-
-    def rested(spec, *, folder, **options):
-        given.append((Path(folder).name, options["deadline_s"]))
-        samples = [Sample(float(t), 0, P(1)) for t in range(8)]
-        end = End("stopped by the supervisor", -9, "deadline")
-        return Evidence(samples=samples, end=end, deadline_s=options["deadline_s"], began_s=1.0)
-
-    monkeypatch.setattr(runner, "run", rested)
-    evidence = run_until_proven(Spec("a:b"), folder=tmp_path / "t", deadline_s=5.0)
-    assert given == [("t", 5.0), ("again", 12.0)] and evidence.again.frozen_s() == 7.0
-
-
-@pytest.mark.processes
 @pytest.mark.full
 def test_without_py_spy_it_says_so_and_faulthandler_remains(monkeypatch, tmp_path):
     monkeypatch.setattr(looks, "_py_spy", lambda: None)
@@ -251,61 +221,6 @@ def test_without_py_spy_it_says_so_and_faulthandler_remains(monkeypatch, tmp_pat
     assert judge(evidence).what == "blocked"
 
 
-def test_a_dump_is_read_with_its_main_thread():
-    text = (
-        'Thread 0x0000000000000007 (most recent call first):\n  File "a b.py", line 3 in f\n\n'
-        "Current thread 0x00007fb5a6673b80 [python] (most recent call first):\n"
-        '  File "c.py", line 9 in <module>\n'
-    )
-    found = looks.parse(text, 0x7FB5A6673B80)
-    assert [(t["main"], t["frames"]) for t in found] == [
-        (False, ["a b.py:3 f"]), (True, ["c.py:9 <module>"])
-    ]  # fmt: skip
-
-
-def test_thinning_keeps_the_moves_and_every_other_sample_of_each_rank():
-    samples = [Sample(float(t), t % 2, P(t // 20)) for t in range(100)]
-    kept = thinned(samples)
-    assert 50 <= len(kept) < 75 and {s.p for s in kept} == {s.p for s in samples}
-    assert {s.rank for s in kept} == {0, 1} and kept == sorted(kept, key=lambda s: s.t)
-
-
-def test_both_flight_recorders_are_read(monkeypatch):
-    import torch
-    import torch._C._distributed_c10d as c10d
-
-    def dump(name):
-        entry = {"process_group": ("0", "default"), "collective_seq_id": 3, "profiling_name": name}
-        return lambda *_: pickle.dumps({"entries": [entry]})
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(c10d, "_dump_fr_trace", dump("gloo:all_reduce"))
-    monkeypatch.setattr(c10d, "_dump_nccl_trace", dump("nccl:all_reduce"), raising=False)
-    assert [e["op"] for e in flight_recorder.recorded()] == ["gloo:all_reduce", "nccl:all_reduce"]
-
-
-def test_the_same_spec_source_and_environment_have_the_same_id():
-    spec = Spec("a:b", {"x": 1}, oracles=["finite"])
-    assert spec == Spec.from_dict(spec.to_dict()) and len(spec.id("s", {})) == 12
-    assert spec.id("s", {}) == Spec.from_dict(spec.to_dict()).id("s", {})
-    others = [spec.id("t", {}), spec.id("s", {"torch": "3"}), Spec("a:b", {"x": 2}).id("s", {})]
-    assert len({spec.id("s", {}), *others}) == 4
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"steps": 0}, "steps=0 must be at least 1"),
-        ({"ranks": 0}, "ranks=0 must be at least 1"),
-        ({"settings": {"a": {1}}}, "must fit JSON"),
-    ],
-)
-def test_a_spec_that_cannot_be_run_is_refused(values, said):
-    with pytest.raises(ValueError, match=said):
-        Spec("a:b", **values)
-
-
-@pytest.mark.processes
 def test_a_subject_that_is_none_says_what_it_needs(tmp_path):
     with pytest.raises(ValueError, match="no module"):
         trial("nowhere:make", tmp_path)

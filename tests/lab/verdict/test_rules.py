@@ -7,24 +7,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verdict_cases import (
     ALIVE,
+    ALONE,
     ASLEEP,
     ENDED,
     IDLE_LOOKS,
     NATIVE,
-    NEAR,
     PROVEN,
+    RANKS,
+    RANKS_NEAR,
     RERUNS,
-)
-from verdict_rank_cases import RANKS, RANKS_NEAR, waiting
+    waiting,
+)  # fmt: skip
 
 from nsa.lab.verdict import KINDS, Verdict, arms, compare, jeffreys, judge
 from nsa.lab.verdict.stalls import place_of
 from nsa.lab.watch.evidence import End, Evidence, P, Sample
 
 
-@pytest.mark.parametrize("case", [*ENDED, *ALIVE, *PROVEN, *NEAR])
+@pytest.mark.parametrize("case", ALONE)
 def test_each_evidence_has_its_verdict(case):
-    evidence, expected = {**ENDED, **ALIVE, **PROVEN, **NEAR}[case]
+    evidence, expected = ALONE[case]
     verdict = judge(evidence)
     assert verdict.label == expected, verdict
     assert verdict.rule and verdict.because and all(verdict.because)
@@ -45,8 +47,8 @@ def test_what_rests_without_proof_is_decided_by_a_rerun(case):
 
 def test_the_same_place_twice_without_computing_is_blocked():
     idle = {"cpu": 0.0, "state": "S"}
-    first = frozen(16, looks(9, **IDLE_LOOKS), again=frozen(30, looks(9, **IDLE_LOOKS), **idle),
-                   **idle)  # fmt: skip
+    first = frozen(16, looks(9, **IDLE_LOOKS), **idle)
+    first.again = frozen(30, looks(9, **IDLE_LOOKS), **idle)
     assert judge(first).label == "HANG:blocked"
 
 
@@ -112,8 +114,7 @@ def test_slow_work_is_never_hang_at_any_deadline(each_s, part, ticks, gil, idle,
 def test_a_deadline_moves_slow_work_only_between_slow_and_done(part):
     """One token at a time: 51 s a step, a deadline of any length."""
     seconds = 51 * part
-    evidence = trial(moving(seconds, each_s=51.0), looks(seconds - 2), soft_s=10.0)
-    verdict = judge(evidence)
+    verdict = judge(trial(moving(seconds, each_s=51.0), looks(seconds - 2), soft_s=10.0))
     assert verdict.kind == "SLOW"
     assert verdict.numbers["fraction"] == pytest.approx(part / STEPS, abs=0.1)
 
@@ -134,18 +135,23 @@ def test_the_place_of_an_exception_is_its_own_code():
     verdict = judge(trial(moving(2), end=end))
     assert verdict.signature == "CRASH:RuntimeError at train.py step"
     assert "rank 1 was the first to fail" in verdict.because
-    assert place_of(["/x/site-packages/torch/a.py:1 f"]) == "a.py f"
-    assert place_of(["libc.so:0 wait"]) == ""
 
 
-def test_what_counts_a_module_is_not_where_it_rests():
-    counted = "/x/nsa/lab/watch/counting.py:9 counted"
-    frames = ["/x/site-packages/torch/nn/linear.py:1 forward", counted, "/mine/model.py:3 forward"]
-    assert place_of(frames) == "model.py forward"
-    assert (
-        place_of(["/x/site-packages/torch/autograd/graph.py:8 f", counted, "/mine/a.py:3 step"])
-        == "a.py step"
-    )
+TORCH, COUNTED = "/x/site-packages/torch", "/x/nsa/lab/watch/counting.py:9 counted"
+
+
+@pytest.mark.parametrize(
+    ("frames", "place"),
+    [
+        ([f"{TORCH}/a.py:1 f"], "a.py f"),
+        (["libc.so:0 wait"], ""),
+        ([f"{TORCH}/nn/linear.py:1 forward", COUNTED, "/mine/model.py:3 forward"],
+         "model.py forward"),
+        ([f"{TORCH}/autograd/graph.py:8 f", COUNTED, "/mine/a.py:3 step"], "a.py step"),
+    ],
+)  # fmt: skip
+def test_neither_a_library_nor_what_counts_a_module_is_where_it_rests(frames, place):
+    assert place_of(frames) == place
 
 
 def test_slow_work_is_told_with_its_rate_and_what_is_left():
@@ -166,15 +172,13 @@ def test_a_hang_tells_what_it_read():
 
 
 def test_different_verdicts_of_one_spec_are_flaky_with_an_interval():
-    hang, good = frozen(8, looks(9)), returned()
-    unproven = frozen(8, looks(9, **NATIVE))
-    verdict = compare([good] * 7 + [hang] * 3 + [unproven])
+    hang, unproven = frozen(8, looks(9)), frozen(8, looks(9, **NATIVE))
+    verdict = compare([returned()] * 7 + [hang] * 3 + [unproven])
     assert verdict.label == "FLAKY:HANG:python-spin"
-    numbers = verdict.numbers
-    assert (numbers["k"], numbers["n"]) == (3, 10)
-    assert numbers["low"] == pytest.approx(0.0927, abs=1e-4)
-    assert numbers["high"] == pytest.approx(0.6058, abs=1e-4)
-    assert numbers["counts"] == {"PASS": 7, "HANG:python-spin": 3}
+    assert verdict.numbers == {
+        "n": 10, "k": 3, "of": "HANG:python-spin", "counts": {"PASS": 7, "HANG:python-spin": 3},
+        "low": pytest.approx(0.0927, abs=1e-4), "high": pytest.approx(0.6058, abs=1e-4),
+    }  # fmt: skip
     assert "1 of 11 are inconclusive and do not count" in verdict.because
 
 
@@ -200,17 +204,17 @@ def test_what_cannot_be_compared_is_refused():
 
 
 def test_arms_that_ran_one_path_are_invalid():
-    gather = {"paths": {"slc": {"gather": 6}, "win": {"gather": 6}}, "backends": {"gather": 6}}
-    longer = {"paths": {"slc": {"gather": 60}, "win": {"gather": 60}}, "backends": {"gather": 60}}
-    masked = {"paths": {"slc": {"masked": 6}, "win": {"gather": 6}}, "backends": {"masked": 6}}
-    one, same, other, silent = (returned(witness=w) for w in (gather, longer, masked, None))
-    assert arms(one, same).label == "INVALID:same-path"
+    def arm(name, times=6, **more):
+        ran = {"slc": {name: times}, "win": {"gather": times}}
+        return returned(witness={"paths": ran, "backends": {name: times}} | more)
+
+    one, other = arm("gather"), arm("masked")
+    assert arms(one, arm("gather", 60)).label == "INVALID:same-path"
     assert arms(one, other).kind == "PASS"
     assert "only the second ran slc: masked" in arms(one, other).because
-    assert arms(one, silent).label == "INCONCLUSIVE:no-witness"
+    assert arms(one, returned(witness=None)).label == "INCONCLUSIVE:no-witness"
     assert arms(one, returned(witness={"paths": {}})).kind == "INCONCLUSIVE"
-    compiled = returned(witness=gather | {"compiled": True})
-    assert arms(returned(witness=gather | {"compiled": False}), compiled).kind == "PASS"
+    assert arms(arm("gather", compiled=False), arm("gather", compiled=True)).kind == "PASS"
 
 
 def test_every_kind_can_be_reached():

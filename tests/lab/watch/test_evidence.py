@@ -2,10 +2,12 @@
 
 import json
 import math
+import pickle
 
 import pytest
 
-from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample
+from nsa.lab.watch import flight_recorder, looks
+from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample, thinned
 
 
 def full():
@@ -77,3 +79,34 @@ def test_frozen_is_counted_from_the_first_sample_at_the_last_place():
 
 def test_a_coordinate_reads_as_a_sentence():
     assert str(P(5, "backward", 8, 4, 203)) == "step 5 backward, 8 modules, node 4 of 203"
+
+
+def test_thinning_keeps_the_moves_and_every_other_sample_of_each_rank():
+    samples = [Sample(float(t), t % 2, P(t // 20)) for t in range(100)]
+    kept = thinned(samples)
+    assert 50 <= len(kept) < 75 and {s.p for s in kept} == {s.p for s in samples}
+    assert {s.rank for s in kept} == {0, 1} and kept == sorted(kept, key=lambda s: s.t)
+
+
+def test_a_dump_is_read_with_its_main_thread():
+    text = (
+        'Thread 0x0000000000000007 (most recent call first):\n  File "a b.py", line 3 in f\n\n'
+        "Current thread 0x00007fb5a6673b80 [python] (most recent call first):\n"
+        '  File "c.py", line 9 in <module>\n'
+    )
+    found = [(t["main"], t["frames"]) for t in looks.parse(text, 0x7FB5A6673B80)]
+    assert found == [(False, ["a b.py:3 f"]), (True, ["c.py:9 <module>"])]
+
+
+def test_both_flight_recorders_are_read(monkeypatch):
+    import torch
+    import torch._C._distributed_c10d as c10d
+
+    def dump(name):
+        entry = {"process_group": ("0", "default"), "collective_seq_id": 3, "profiling_name": name}
+        return lambda *_: pickle.dumps({"entries": [entry]})
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(c10d, "_dump_fr_trace", dump("gloo:all_reduce"))
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", dump("nccl:all_reduce"), raising=False)
+    assert [e["op"] for e in flight_recorder.recorded()] == ["gloo:all_reduce", "nccl:all_reduce"]

@@ -1,18 +1,14 @@
-"""A backward counted by what modules put out, and where that does not do."""
+"""A backward counted by what modules put out, and where that does not do; events of a device."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from counted import here, nodes_of
 from torch import nn
 
-from nsa.lab.watch import Progress, counting
-
-
-@pytest.fixture
-def counters(tmp_path):
-    made = Progress(tmp_path / "progress.bin")
-    yield made
-    made.close()
+from nsa.lab.watch import counting
+from nsa.lab.watch.counting import DeviceEvents
 
 
 class Scaled(nn.Module):
@@ -34,9 +30,8 @@ def test_where_modules_are_small_their_outputs_count_the_nodes(counters, monkeyp
     during, walked = [], []
     walk = counting._nodes
     monkeypatch.setattr(counting, "_nodes", lambda *given: walked.append(1) or walk(*given))
-    layers = [Scaled(3) for _ in range(60)]
-    layers[29] = Scaled(3, lambda: during.append(here(counters)))
-    model = nn.Sequential(*layers)
+    middle = Scaled(3, lambda: during.append(here(counters)))
+    model = nn.Sequential(*(Scaled(3) if n != 29 else middle for n in range(60)))
     x = torch.ones(4, requires_grad=True)
     for watched in (True, False):  # of this model alone, and by whoever attaches
         counters.watch(model) if watched else counters.attach()
@@ -52,33 +47,24 @@ def test_where_modules_are_small_their_outputs_count_the_nodes(counters, monkeyp
 
 def test_a_backward_that_takes_long_is_counted_more_finely_from_then_on(counters, monkeypatch):
     counters.attach()
-    during = []
-    layers = [Scaled(20) for _ in range(8)]
-    model, x = nn.Sequential(*layers), torch.ones(4, requires_grad=True)
+    model, x = nn.Sequential(*(Scaled(20) for _ in range(8))), torch.ones(4, requires_grad=True)
 
     def stages():
         """How many counts are seen while one module's 20 nodes run."""
-        during.clear()
-        y = model(x)
-        for node in nodes_between(y, 65, 85):
-            node.register_prehook(lambda _: during.append(here(counters).fired))
+        during, y = set(), model(x)
+        node = y.grad_fn
+        for number in range(85):
+            if number >= 65:
+                node.register_prehook(lambda _: during.add(here(counters).fired))
+            node = node.next_functions[0][0]
         y.sum().backward()
-        return len(set(during))
+        return len(during)
 
     stages()
     assert stages() <= 2
     monkeypatch.setattr(counting, "SHORT_S", 0.0)
     stages()
     assert stages() >= 19
-
-
-def nodes_between(y, first, last):
-    """Of a chain of nodes, those that run in these places."""
-    node, chain = y.grad_fn, []
-    while node is not None and node.next_functions:
-        chain.append(node)
-        node = node.next_functions[0][0]
-    return chain[first:last]
 
 
 def test_modules_far_apart_are_counted_by_a_walk(counters):
@@ -129,3 +115,84 @@ def test_a_forward_counts_in_its_own_backward_alone(counters):
         counters.step(step)
         model(x).sum().backward()
         assert here(counters).fired == here(counters).total == 201
+
+
+class Event:
+    """As many of a device's events pass as its `done` says, in the order of their recording."""
+
+    def __init__(self, device):
+        self.device, self.number, self.on = device, None, None
+        device.made += 1
+
+    def record(self):
+        assert self.on in (None, self.device.current), "an event is of one device"
+        self.on = self.device.current
+        self.device.recorded += 1
+        self.number = self.device.recorded
+
+    def query(self):
+        self.device.looks += 1
+        return self.number <= self.device.done
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = SimpleNamespace(made=0, recorded=0, done=0, looks=0, current=0, capturing=False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+    return device
+
+
+def recorded(events, count):
+    assert all(events.record() for _ in range(count))
+
+
+@pytest.mark.parametrize("waiting", [1, 2, 5, 64])
+def test_each_event_counts_once_however_many_have_passed(device, waiting):
+    for done in range(waiting + 1):
+        events, before = DeviceEvents(), device.recorded
+        recorded(events, waiting)
+        for upto, count in ((done, done), (waiting, waiting - done), (waiting, 0)):
+            device.done = before + upto
+            assert events.passed() == count
+
+
+def test_of_many_few_are_looked_at(device):
+    events = DeviceEvents()
+    recorded(events, 1000)
+    device.done = 700
+    assert events.passed() == 700 and device.looks <= 10
+
+
+def test_what_has_passed_is_used_again_and_what_has_not_is_not(device):
+    events = DeviceEvents()
+    for _ in range(20):
+        recorded(events, 30)
+        device.done = device.recorded - 10
+        events.passed()
+    assert device.made == 40 and events.passed() == 0
+    device.done = device.recorded
+    assert events.passed() == 10
+
+
+def test_an_event_stays_with_its_device(device):
+    events = DeviceEvents()
+    for turn in range(10):
+        device.current = turn % 2
+        recorded(events, 3)
+        device.done = device.recorded
+        assert events.passed() == 3
+    assert device.made == 6
+
+
+def test_while_a_graph_is_captured_nothing_is_recorded_and_nothing_asked(device):
+    events = DeviceEvents()
+    recorded(events, 4)
+    device.done = 4
+    device.capturing = True
+    assert not events.record()
+    events.quiet = True
+    assert events.passed() == 0 and device.looks == 0
+    device.capturing = events.quiet = False
+    assert events.passed() == 4 and events.record()

@@ -11,14 +11,13 @@ import time
 import pytest
 
 from nsa.lab.process import family
-from nsa.lab.process.launch import check_port
-from nsa.lab.process.rank_state import accounted, first_failure, logged, say
+from nsa.lab.process.launch import accounted, check_port, first_failure, logged, say
 
 STUCK = """
 import ctypes, sys
-from nsa.lab.process import rank_state
-rank_state.STUCK_S = 0.2
-with rank_state.accounted(sys.argv[1], 0, lambda: print("told", flush=True)):
+from nsa.lab.process import launch
+launch.STUCK_S = 0.2
+with launch.accounted(sys.argv[1], 0, lambda: print("told", flush=True)):
     print("here", flush=True)
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):  # the second waits for ever, whatever signal comes, as a collective does
@@ -32,30 +31,30 @@ for _ in range(60):
 os.write(int(sys.argv[1]), b"r")
 time.sleep(60)
 """
+GONE = 2**22 + 1  # no process has so high a number
 
 
-def gone():
-    """The number of a process that was and is no more."""
-    return subprocess.Popen([sys.executable, "-c", ""]).wait() or 2**22 + 1
+@pytest.fixture
+def put(tmp_path):
+    """Writes down how a rank stands."""
+
+    def write(rank, state, **more):
+        content = {"rank": rank, "pid": os.getpid(), "state": state, "time": float(rank), **more}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
+
+    return write
 
 
-def put(folder, rank, state, **more):
-    content = {"rank": rank, "pid": os.getpid(), "state": state, "time": float(rank), **more}
-    (folder / f"rank{rank}.json").write_text(json.dumps(content))
-
-
-@pytest.mark.processes
-def test_ranks_that_work_or_ended_well_have_not_failed(tmp_path):
-    put(tmp_path, 0, "ok", pid=gone())
-    put(tmp_path, 1, "running")
+def test_ranks_that_work_or_ended_well_have_not_failed(tmp_path, put):
+    put(0, "ok", pid=GONE)
+    put(1, "running")
     assert first_failure(tmp_path, ranks=3) is None
 
 
-@pytest.mark.processes
-def test_a_rank_that_is_gone_without_a_word_comes_before_those_who_miss_it(tmp_path):
-    put(tmp_path, 0, "exception", message="RuntimeError: Connection closed by peer")
-    put(tmp_path, 1, "terminated")
-    put(tmp_path, 2, "running", pid=gone())
+def test_a_rank_that_is_gone_without_a_word_comes_before_those_who_miss_it(tmp_path, put):
+    put(0, "exception", message="RuntimeError: Connection closed by peer")
+    put(1, "terminated")
+    put(2, "running", pid=GONE)
     found = first_failure(tmp_path, ranks=3)
     assert (found.rank, found.how) == (2, "killed")
     assert "gone without a word" in found.message
@@ -64,7 +63,7 @@ def test_a_rank_that_is_gone_without_a_word_comes_before_those_who_miss_it(tmp_p
 
 
 @pytest.mark.processes
-def test_a_rank_is_gone_from_the_moment_that_its_sockets_close(tmp_path):
+def test_a_rank_is_gone_from_the_moment_that_its_sockets_close(tmp_path, put):
     """The others notice a killed rank then, a little before it is a zombie with all its threads."""
     for _ in range(8):
         ours, theirs = socket.socketpair()
@@ -73,7 +72,7 @@ def test_a_rank_is_gone_from_the_moment_that_its_sockets_close(tmp_path):
             child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
             theirs.close()
             assert ours.recv(1) == b"r"
-            put(tmp_path, 0, "running", pid=child.pid)
+            put(0, "running", pid=child.pid)
             assert first_failure(tmp_path, 1) is None
             child.kill()
             assert ours.recv(1) == b""
@@ -82,18 +81,17 @@ def test_a_rank_is_gone_from_the_moment_that_its_sockets_close(tmp_path):
         assert found is not None and found.how == "killed"
 
 
-def test_of_exceptions_the_earliest_is_the_first(tmp_path):
-    put(tmp_path, 0, "exception", time=20.0, message="RuntimeError: Connection reset by peer")
-    put(tmp_path, 1, "bad input", time=10.0, message="no bytes", traceback="Traceback")
-    put(tmp_path, 2, "terminated", time=1.0)
+def test_of_exceptions_the_earliest_is_the_first(tmp_path, put):
+    put(0, "exception", time=20.0, message="RuntimeError: Connection reset by peer")
+    put(1, "bad input", time=10.0, message="no bytes", traceback="Traceback")
+    put(2, "terminated", time=1.0)
     found = first_failure(tmp_path, ranks=3, exitcodes={0: 1, 1: 2, 2: -15})
     assert (found.rank, found.how, found.message) == (1, "bad input", "no bytes")
 
 
-@pytest.mark.processes
-def test_a_rank_that_was_asked_to_end_is_not_taken_for_killed(tmp_path):
-    put(tmp_path, 0, "running", pid=gone())
-    put(tmp_path, 1, "exception", time=10.0, message="RuntimeError: this")
+def test_a_rank_that_was_asked_to_end_is_not_taken_for_killed(tmp_path, put):
+    put(0, "running", pid=GONE)
+    put(1, "exception", time=10.0, message="RuntimeError: this")
     assert first_failure(tmp_path, 2, {0: -signal.SIGTERM, 1: 1}).rank == 1
 
 
@@ -133,10 +131,8 @@ def test_a_rank_that_ends_well_says_so_and_leaves_signals_as_they_were(tmp_path)
 def test_a_rank_stuck_in_c_code_ends_when_it_is_asked_to(tmp_path, number, state, code):
     process = subprocess.Popen(
         [sys.executable, "-c", STUCK, str(tmp_path)],
-        env=family.environment(os.environ, "cookie"),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+        env=family.environment(os.environ, "cookie"), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         assert process.stdout.readline() == "here\n"
         time.sleep(0.1)
@@ -161,11 +157,11 @@ def test_all_that_a_rank_prints_is_in_its_log_and_of_rank_0_on_the_terminal_too(
             print(f"error {rank}", file=sys.stderr)
             os.write(2, b"from C\n")
         print("after")
-    assert (tmp_path / "rank0.log").read_text() == "out 0\nerror 0\nfrom C\n"
-    assert (tmp_path / "rank1.log").read_text() == "out 1\nerror 1\nfrom C\n"
+    for rank in (0, 1):
+        log = (tmp_path / f"rank{rank}.log").read_text()
+        assert log == f"out {rank}\nerror {rank}\nfrom C\n"
     printed = capfd.readouterr()
-    assert printed.out == "out 0\nafter\nafter\n"
-    assert printed.err == "error 0\n"
+    assert (printed.out, printed.err) == ("out 0\nafter\nafter\n", "error 0\n")
 
 
 @pytest.mark.parametrize("port", [-1, 0, 70000])

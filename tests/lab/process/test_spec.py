@@ -1,0 +1,97 @@
+"""What a trial is: its spec, its id, its rerun, entries that moved; and what is out of memory."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from nsa.lab.process import renamed, runner
+from nsa.lab.process.child import is_out_of_memory
+from nsa.lab.process.procfs import kernel_kills
+from nsa.lab.process.runner import Spec, run_until_proven
+from nsa.lab.watch.evidence import End, Evidence, P, Sample
+
+
+def test_the_same_spec_source_and_environment_have_the_same_id():
+    spec = Spec("a:b", {"x": 1}, oracles=["finite"])
+    assert spec == Spec.from_dict(spec.to_dict()) and len(spec.id("s", {})) == 12
+    assert spec.id("s", {}) == Spec.from_dict(spec.to_dict()).id("s", {})
+    others = [spec.id("t", {}), spec.id("s", {"torch": "3"}), Spec("a:b", {"x": 2}).id("s", {})]
+    assert len({spec.id("s", {}), *others}) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"ranks": 0}, "ranks=0 must be at least 1"),
+        ({"settings": {"a": {1}}}, "must fit JSON"),
+    ],
+)
+def test_a_spec_that_cannot_be_run_is_refused(values, said):
+    with pytest.raises(ValueError, match=said):
+        Spec("a:b", **values)
+
+
+def test_a_rest_without_proof_is_tried_again_for_twice_as_long(monkeypatch, tmp_path):
+    given = []
+
+    def rested(spec, *, folder, **options):
+        given.append((Path(folder).name, options["deadline_s"]))
+        samples = [Sample(float(t), 0, P(1)) for t in range(8)]
+        end = End("stopped by the supervisor", -9, "deadline")
+        return Evidence(samples=samples, end=end, deadline_s=options["deadline_s"], began_s=1.0)
+
+    monkeypatch.setattr(runner, "run", rested)
+    evidence = run_until_proven(Spec("a:b"), folder=tmp_path / "t", deadline_s=5.0)
+    assert given == [("t", 5.0), ("again", 12.0)] and evidence.again.frozen_s() == 7.0
+
+
+@pytest.mark.parametrize("new", renamed.MOVED.values())
+def test_every_moved_module_is_there(new):
+    importlib.import_module(new)
+
+
+def test_a_stored_spec_runs_the_subject_where_it_is_now():
+    spec = Spec.from_dict({"subject": "nsa.lab.exhibits.subject:make", "steps": 2})
+    assert spec.subject == "nsa.experiments.case_study.loop.subject:make"
+
+
+def test_what_never_moved_stays_as_it_is():
+    for entry in ("my.module:make", "nsa.lab.plansx:make", "nsa.lab.process.ranks:launch"):
+        assert renamed.current(entry) == entry
+    assert renamed.current("nsa.lab.plans.calibration:make") == "nsa.lab.search.calibration:make"
+
+
+def test_every_entry_that_a_committed_run_names_is_found():
+    found = set()
+    for file in (ROOT / "runs").rglob("*.json"):
+        found |= set(re.findall(r"\bnsa\.[a-z_.]+:[a-z_]+", file.read_text()))
+    for entry in found:
+        module, _, name = renamed.current(entry).partition(":")
+        assert hasattr(importlib.import_module(module), name), entry
+
+
+def test_an_ordinary_error_is_not_out_of_memory():
+    assert not is_out_of_memory(RuntimeError("out of order"))
+    assert not is_out_of_memory(ValueError("the manual says 'out of memory'"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert is_out_of_memory(OSError(12, "Cannot allocate memory"))
+
+
+@pytest.mark.parametrize(
+    ("membership", "file"),
+    [
+        ("0::/box\n", "box/memory.events"),
+        ("0::/seen/from/outside\n", "memory.events"),
+        ("5:cpu:/\n4:memory:/box\n0::/\n", "memory/box/memory.oom_control"),
+    ],
+)
+def test_kills_are_read_from_both_kinds_of_control_group(tmp_path, membership, file):
+    (tmp_path / "membership").write_text(membership)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("under_oom 0\noom_kill 7\n")
+    assert kernel_kills(tmp_path, tmp_path / "membership") == 7
+    assert kernel_kills(tmp_path, tmp_path / "missing") is None
