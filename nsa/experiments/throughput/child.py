@@ -1,10 +1,14 @@
-"""The inside of a throughput trial: warm up, time steps that nobody watches, then watch some."""
+"""What runs inside a throughput trial: steps that nobody watches, then steps that are watched."""
 
 import contextlib
+import io
+import os
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,21 +16,27 @@ import torch
 
 from nsa.attention import witness
 from nsa.attention.registry import Declined
-from nsa.experiments.throughput.cell import Measured, TrainCell
-from nsa.experiments.throughput.overheads import communication_ms, observing
+from nsa.experiments.throughput.trials import Measured, TrainCell
 from nsa.lab.measure import limits
 from nsa.lab.measure.compilations import Compilations
-from nsa.lab.measure.limits import nominal_tflops
 from nsa.lab.measure.recorders import MIB, MemorySamples, recorder_for
-from nsa.lab.measure.timing import wait
+from nsa.lab.measure.timing import interleaved, wait
 from nsa.lab.observers import syncs
+from nsa.lab.observers.arrival import GradientArrival
+from nsa.lab.observers.attention_stats import AttentionStats
+from nsa.lab.observers.beat import Heartbeat
+from nsa.lab.observers.deferred import SAMPLED
+from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
+from nsa.lab.observers.writers import CsvWriter
 from nsa.model.captured import warmup_steps
 from nsa.model.llama import parameter_count
+from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 
 WATCHED = 5  # steps that are timed by phase
 CAPTURED = 2  # steps: the graph's capture and its first replay
+ROUNDS, TURN = 3, 5  # of communication; steps of a turn
 
 
 def measure_rank(spec: dict) -> dict:
@@ -41,8 +51,7 @@ def measure_rank(spec: dict) -> dict:
                 losses = [float(trainer.step(0))]
         except Declined as refusal:
             return {"declined": str(refusal)}
-        warmup = warmup_of(trainer, cell)
-        losses += [float(trainer.step(step)) for step in range(1, warmup)]
+        losses += [float(trainer.step(step)) for step in range(1, warmup_of(trainer, cell))]
         found = _timed(trainer, cell.steps)
         found["losses"] = losses + found["losses"]
         found["phase_ms"] = _by_phase(trainer)
@@ -51,10 +60,27 @@ def measure_rank(spec: dict) -> dict:
         else:
             found["peak_mib"] = _cpu_peak(trainer)
         if cell.observe:
-            found |= observing(trainer)
+            found |= _observing(trainer)
         if cell.parallel == "ddp" and not cell.cuda_graph:
             found["communication_ms"] = communication_ms(trainer)
-        return asdict(Measured(**found, **_facts(trainer, cell), paths=_paths(seen)))
+        paths = {branch: sorted(served) for branch, served in seen.record()["paths"].items()}
+        return asdict(Measured(**found, **_facts(trainer, cell), paths=paths))
+
+
+def train(spec: dict) -> dict:
+    """{"losses", "device_mib", "host_mib"} of one seed, each a list with a number a step, or
+    {"declined": why}; of {"cell": TrainCell.to_dict(), "seed": int, "threads": int or None}."""
+    cell = TrainCell.from_dict(spec["cell"])
+    warmup = min(10, max(1, cell.steps // 10))
+    changes = {"steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
+    with cell.opened(spec.get("threads"), seed=spec["seed"], **changes) as trainer:
+        memory = MemorySamples(trainer.device)
+        trainer.observers = (memory,)
+        try:
+            losses = trainer.run(cell.steps)
+        except Declined as refusal:
+            return {"declined": str(refusal)}
+    return {"losses": losses, "device_mib": memory.device_mib, "host_mib": memory.host_mib}
 
 
 def warmup_of(trainer: Trainer, cell: TrainCell) -> int:
@@ -102,41 +128,6 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
     return found
 
 
-def _by_phase(trainer: Trainer) -> dict[str, float]:
-    times = PhaseTimes(trainer.device)
-    with observed(trainer, times):
-        for step in range(trainer.steps_done, trainer.steps_done + WATCHED):
-            trainer.step(step)
-    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
-
-
-def _cpu_peak(trainer: Trainer) -> float:
-    """What torch's allocator holds at most in one step, in MiB."""
-    recorder = recorder_for("cpu", dict)
-    with recorder, observed(trainer, recorder):
-        trainer.step(trainer.steps_done)
-    return recorder.record()["peak"] / MIB
-
-
-def _facts(trainer: Trainer, cell: TrainCell) -> dict[str, Any]:
-    device = trainer.device
-    low = cell.precision != "fp32"
-    ceilings = limits.measure_ceilings(device, torch.bfloat16 if low else torch.float32)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {
-        "parameters": parameter_count(trainer.model),
-        "matmul_tflops": ceilings.matmul_tflops,
-        "nominal_tflops": nominal_tflops(name) if low else float("nan"),
-        "device_name": name,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _paths(seen: witness.Witness) -> dict[str, list[str]]:
-    return {branch: sorted(served) for branch, served in seen.record()["paths"].items()}
-
-
 def _mark(device: torch.device):
     if device.type != "cuda":
         return time.perf_counter()
@@ -149,15 +140,101 @@ def _between_ms(start, end) -> float:
     return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
+def _by_phase(trainer: Trainer) -> dict[str, float]:
+    times = PhaseTimes(trainer.device)
+    with _changed(trainer, "observers", (*trainer.observers, times)):
+        for step in range(trainer.steps_done, trainer.steps_done + WATCHED):
+            trainer.step(step)
+    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
+
+
+def _cpu_peak(trainer: Trainer) -> float:
+    """What torch's allocator holds at most in one step, in MiB."""
+    recorder = recorder_for("cpu", dict)
+    with recorder, _changed(trainer, "observers", (*trainer.observers, recorder)):
+        trainer.step(trainer.steps_done)
+    return recorder.record()["peak"] / MIB
+
+
+def _facts(trainer: Trainer, cell: TrainCell) -> dict[str, Any]:
+    device, low = trainer.device, cell.precision != "fp32"
+    ceilings = limits.measure_ceilings(device, torch.bfloat16 if low else torch.float32)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "parameters": parameter_count(trainer.model),
+        "matmul_tflops": ceilings.matmul_tflops,
+        "nominal_tflops": limits.nominal_tflops(name) if low else float("nan"),
+        "device_name": name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _observing(trainer: Trainer) -> dict[str, float]:
+    """{"watched_ms", "unwatched_ms", "watched_times"} of a step, with all observers and with none.
+
+    As in a long run, the heartbeat, times by phase and losses are of every step, gradients' arrival
+    and the modules' order of every tenth, and so, five times as often as there, the attention's
+    statistics.
+    """
+    # An observer that samples looks at one step of each turn.
+    found = interleaved(trainer, lambda: _all_observers(trainer), rounds=5, steps=SAMPLED)
+    watched = {"watched_ms": found.watched_ms, "watched_times": found.ratio}
+    return watched | {"unwatched_ms": found.plain_ms}
+
+
+def communication_ms(trainer: Trainer) -> float:
+    """ms that a step under DDP takes longer than one whose gradients stay on their rank.
+
+    Both are interleaved, see `interleaved`. Less than 0 where it is smaller than what else differs
+    between two turns. The ranks' weights differ afterwards; every rank must call it.
+    """
+    found = interleaved(trainer, lambda: unsynced(trainer), rounds=ROUNDS, steps=TURN, wall=True)
+    return found.plain_ms * (1 - found.ratio)
+
+
+def unsynced(trainer: Trainer) -> contextlib.AbstractContextManager:
+    """The trainer's steps inside send no gradient."""
+    kept = {f.name: getattr(trainer.parallel, f.name) for f in fields(Parallel) if f.init}
+    return _changed(trainer, "parallel", _Unsynced(**kept))
+
+
+class _Unsynced(Parallel):
+    """None of its micro-batches is the last."""
+
+    def micro(self, wrapped, last: bool):
+        return super().micro(wrapped, False)
+
+
 @contextlib.contextmanager
-def observed(trainer: Trainer, observer: Any) -> Iterator[None]:
-    """Steps inside have this observer, too."""
-    before = trainer.observers
-    trainer.observers = (*before, observer)
+def _all_observers(trainer: Trainer) -> Iterator[None]:
+    rank = os.environ.get("RANK", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        writer = CsvWriter(Path(folder, f"losses-{rank}.csv"))
+        observers: tuple[Any, ...] = (
+            Heartbeat(io.StringIO(), file=Path(folder, f"beat-{rank}.jsonl")),
+            GradientArrival(trainer.model, every=SAMPLED),
+            ModuleOrder(trainer.model, every=SAMPLED),
+            AttentionStats(trainer.model, every=SAMPLED, writers=[writer]),
+            PhaseTimes(trainer.device),
+            writer,
+        )
+        with _changed(trainer, "observers", observers):
+            try:
+                yield
+            finally:
+                trainer.close()
+
+
+@contextlib.contextmanager
+def _changed(trainer: Trainer, name: str, value: Any) -> Iterator[None]:
+    """The steps inside are taken with another value of this attribute of the trainer."""
+    before = getattr(trainer, name)
+    setattr(trainer, name, value)
     try:
         yield
     finally:
-        trainer.observers = before
+        setattr(trainer, name, before)
 
 
 @contextlib.contextmanager

@@ -32,8 +32,10 @@ LOSS_SHARE = 0.02
 def all_claims(
     df: pandas.DataFrame, rows: Sequence[dict], lessons: Sequence[dict] = ()
 ) -> list[Claim]:
-    """What must hold in any run. `rows` are those of throughput trials, `lessons` those of
-    correctness.lesson_rows.learn_all; without any there is no sentence about them."""
+    """What must hold in any run.
+
+    rows: of throughput trials. lessons: of correctness.lesson_rows.learn_all, or none.
+    """
     return [
         nothing_broke(df),
         the_meter_is_right(df),
@@ -107,7 +109,7 @@ def no_step_waits_for_the_device(df: pandas.DataFrame) -> Claim:
 def memory_is_flat(df: pandas.DataFrame) -> Claim:
     """Unless the slope's 95 % interval is above 0 and all steps together add more than 1 %."""
     sentence = f"memory, the device's and the host's, grows by at most {FLAT_SHARE:.0%} in a run"
-    found, grown = {}, {}
+    found, grown = {}, []
     keys = ["mode", "model", "backend", "variant"]
     highest = table.memory_over_steps(df).groupby(keys)["median"].max()
     for mode in ("device", "host"):
@@ -115,15 +117,14 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
             if row.steps < FLAT_STEPS or not np.isfinite(row.median):
                 continue
             level = highest[mode, row.model, row.backend, row.variant]
-            share = round(float(row.median * row.steps / level), 5)
-            found[f"{_cell(row)}, {mode}"] = share
-            if row.q20 > 0 and row.median * row.steps / level > FLAT_SHARE:
-                grown[f"{_cell(row)}, {mode}"] = share
+            share, name = float(row.median * row.steps / level), f"{_cell(row)}, {mode}"
+            found[name] = round(share, 5)
+            grown += [name] * (row.q20 > 0 and share > FLAT_SHARE)
     if not found:
-        why = f"no cell of at least {FLAT_STEPS} steps"
-        return Claim.undecided(sentence, why)
+        return Claim.undecided(sentence, f"no cell of at least {FLAT_STEPS} steps")
     if grown:
-        return Claim(f"{sentence}; it grew in {', '.join(grown)}", "FAIL", grown)
+        told = {name: found[name] for name in grown}
+        return Claim(f"{sentence}; it grew in {', '.join(grown)}", "FAIL", told)
     worst = max(found.values())
     return Claim(f"{sentence}: {worst:.2%} at most, {len(found)} series", "PASS", found)
 
@@ -136,12 +137,12 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     """
     losses = table.losses(df)
     curves = {n: losses.loc[n] for n in losses.index.unique("backend") if not n.startswith("dense")}
-    who = ", ".join(curves)
-    sentence = f"the loss curves of {who or 'NSA backends'} lie within their seeds' spread"
+    sentence = (
+        f"the loss curves of {', '.join(curves) or 'NSA backends'} lie within their seeds' spread"
+    )
     seeds = {name: len(mine) for name, mine in curves.items()}
     if len(curves) < 2 or min(seeds.values()) < 2:
-        why = "two backends with two seeds each are needed"
-        return Claim.undecided(sentence, why, seeds)
+        return Claim.undecided(sentence, "two backends with two seeds each are needed", seeds)
     broken = [name for name, mine in curves.items() if not np.isfinite(mine.to_numpy()).all()]
     if broken:
         return Claim(f"{sentence}; not finite: {', '.join(broken)}", "FAIL", broken)
@@ -285,7 +286,7 @@ def _at(line: pandas.Series) -> float:
 
 
 def _needs_an_h200(df: pandas.DataFrame) -> None:
-    if not len(df) or df["gpu"].isin(["", "cpu"]).any():
+    if not len(df) or table.on_cpu(df):
         raise NotMeasured("a CPU's times say nothing about a GPU")
     gpu = df["gpu"].iloc[0]
     if "H200" not in gpu:

@@ -21,41 +21,33 @@ def speed(df, *, note: str = "", reported: bool = True):
     reported them, grey crosses (`reported`), which lie decades below. Failures are crosses at the
     foot. `note` stands in a corner. ValueError without rows.
     """
-    rows = _needed(table.over_tokens(df, "tokens_per_second"), "tokens_per_second")
-    models = [(*model, beside) for model in rows.groupby("model", sort=False)
+    models = [(*model, beside) for model in _by_model(df, "tokens_per_second")
               for beside in (False, True)[: 1 + reported]]  # fmt: skip
     with looks.style():
         fig, panels = looks.panels(len(models), 3.6)
         for axes, (model, frame, beside) in zip(panels, models, strict=True):
-            _lines(axes, frame, bands=not _on_cpu(df))
-            tokens = list(frame["x_value"])
+            tokens = _reported(axes) if beside else []
+            _against_tokens(axes, frame, tokens, bands=not table.on_cpu(df))
+            axes.set(ylabel="tokens / s")
+            looks.log_axis(axes.yaxis)
             if beside:
-                tokens += _reported(axes)
                 looks.title(axes, "Beside the case study", note)
             else:
                 looks.title(axes, f"Training speed: {model}", "" if reported else note)
-            axes.set(xlabel="T (tokens)", ylabel="tokens / s")
-            axes.set_xscale("log", base=2)
-            looks.log_axis(axes.yaxis)
-            _failures(axes, frame)
-            looks.plain_ticks(axes, tokens)
         looks.legend(fig, panels)
     return fig
 
 
 def memory(df, *, note: str = ""):
     """Peak memory of a step against T, a panel a model."""
-    rows = _needed(table.over_tokens(df, "peak_memory"), "peak_memory")
+    models = _by_model(df, "peak_memory")
     with looks.style():
-        fig, panels = looks.panels(rows["model"].nunique(), 2.7)
-        for axes, (model, frame) in zip(panels, rows.groupby("model", sort=False), strict=True):
-            _lines(axes, frame, bands=False)
+        fig, panels = looks.panels(len(models), 2.7)
+        for axes, (model, frame) in zip(panels, models, strict=True):
+            _against_tokens(axes, frame)
             looks.title(axes, f"Peak memory: {model}", note)
-            axes.set(xlabel="T (tokens)", ylabel="peak of a step (MiB)")
+            axes.set(ylabel="peak of a step (MiB)")
             looks.from_zero(axes)
-            axes.set_xscale("log", base=2)
-            _failures(axes, frame)
-            looks.plain_ticks(axes, frame["x_value"])
         looks.legend(fig, panels)
     return fig
 
@@ -112,8 +104,9 @@ def scaling(df, *, note: str = ""):
         top = 1.08 * max(most, found["times one rank"].max())
         axes.set(xlabel="ranks", ylabel="tokens / s, times one rank", ylim=(0, top))
         axes.set_xticks(range(1, most + 1))
-        looks.title(axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks",
-                    note)  # fmt: skip
+        looks.title(
+            axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks", note
+        )
         looks.legend(fig, [axes])
     return fig
 
@@ -208,7 +201,16 @@ def _style(backend: str) -> dict:
     return {"color": colour, "marker": marker, "ls": "-", "label": backend}
 
 
-def _lines(axes, frame, *, bands: bool) -> None:
+def _by_model(df, metric: str) -> list[tuple]:
+    """(model, its rows of the metric over T); ValueError without any."""
+    if not len(rows := table.over_tokens(df, metric)):
+        raise ValueError(f"no training rows of {metric}")
+    return list(rows.groupby("model", sort=False))
+
+
+def _against_tokens(axes, frame, tokens=(), *, bands: bool = False) -> None:
+    """Lines over T, with ticks at `tokens` too, and a cross at the foot for each cell that failed,
+    its outcome beside it."""
     for backend, line in backends(frame):
         good = line[line["median"].notna()].sort_values("x_value")
         if not len(good):
@@ -218,6 +220,14 @@ def _lines(axes, frame, *, bands: bool) -> None:
         if bands:
             low, high = good["q20"].astype(float), good["q80"].astype(float)
             axes.fill_between(good["x_value"], low, high, color=style["color"], alpha=0.18, lw=0)
+    failed = frame[frame["median"].isna() & (frame["outcome"] != "not run")]  # for want of time
+    failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
+    looks.crosses(
+        axes, failing, frame["x_value"], top=False, colour=lambda name: _style(name)["color"]
+    )
+    axes.set(xlabel="T (tokens)")
+    axes.set_xscale("log", base=2)
+    looks.plain_ticks(axes, [*frame["x_value"], *tokens])
 
 
 def _reported(axes) -> list[int]:
@@ -232,22 +242,3 @@ def _reported(axes) -> list[int]:
     axes.axhspan(*case_study.TARGET_TOKENS_PER_S, color="#999999", alpha=0.15, lw=0, zorder=0,
                  label="its target")  # fmt: skip
     return list(tokens)
-
-
-def _failures(axes, frame) -> None:
-    """A cross at the foot for each cell that failed, its outcome beside it."""
-    failed = frame[frame["median"].isna() & (frame["outcome"] != "not run")]  # for want of time
-    failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
-    looks.crosses(
-        axes, failing, frame["x_value"], top=False, colour=lambda name: _style(name)["color"]
-    )
-
-
-def _on_cpu(df) -> bool:
-    return bool(df["gpu"].isin(["", "cpu"]).any())
-
-
-def _needed(rows, what: str):
-    if not len(rows):
-        raise ValueError(f"no training rows of {what}")
-    return rows

@@ -2,14 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from nsa.experiments.throughput.cell import TrainCell
 from nsa.experiments.throughput.child import warmup_of
+from nsa.experiments.throughput.trials import TrainCell
 from nsa.lab.measure.recorders import profiled
 from nsa.lab.measure.timing import wait
 from nsa.lab.observers.syncs import WAITS
@@ -24,16 +23,12 @@ _NAME = 80
 Spans = dict[str, list[tuple[float, float]]]  # of each name (start, end) in ms
 
 
-def profile_step(
-    cell: TrainCell,
-    *,
-    deadline_s: float,
-    threads: int | None = None,
-    folder: str | Path | None = None,
-) -> Outcome:
-    """How the profile of one step ended, in a process of its own; see `profile_cell`."""
-    spec = {"cell": cell.to_dict(), "threads": threads}
-    return run_child(ENTRY, spec, deadline_s=deadline_s, folder=folder)
+def profile_step(cell: TrainCell, *, threads: int | None = None, **options: Any) -> Outcome:
+    """How the profile of one step ended, in a process of its own; see `profile_cell`.
+
+    options: deadline_s and folder of `run_child`.
+    """
+    return run_child(ENTRY, {"cell": cell.to_dict(), "threads": threads}, **options)
 
 
 def profile_cell(spec: dict) -> dict[str, Any]:
@@ -59,8 +54,8 @@ def profile_cell(spec: dict) -> dict[str, Any]:
                 trainer.step(trainer.steps_done)
             wait(device)
         events = list(seen.events())
-        whole = next(e for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
-        events = [event for event in events if event.name != STEP]
+    whole = next(e for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
+    events = [event for event in events if event.name != STEP]
     if device.type == "cuda":
         kernels = _device_work(events)
         issued = [e.name for e in events if _within(e, whole)]
@@ -73,29 +68,22 @@ def profile_cell(spec: dict) -> dict[str, Any]:
     spans = defaultdict(list)
     for event in events:
         spans[event.name].append((0.0, event.self_cpu_time_total / 1e3))
-    empty = dict.fromkeys(("idle_ms", "gaps", "longest_gap_ms", "launches", "syncs"))
-    busy = _total(spans)
     step_ms = (whole.time_range.end - whole.time_range.start) / 1e3
-    return {"kernels": top(spans), "step_ms": step_ms, "busy_ms": busy, **empty}
+    unknown = dict.fromkeys(("idle_ms", "gaps", "longest_gap_ms", "launches", "syncs"))
+    return {"kernels": top(spans), "step_ms": step_ms, "busy_ms": _total(spans), **unknown}
 
 
 def top(spans: Spans, count: int = TOP) -> list[dict[str, Any]]:
     """The names that took longest, by each one's (start, end) in ms; then a row for the rest."""
-    total = _total(spans)
     rows = [
-        {
-            "name": name[:_NAME],
-            "ms": sum(end - start for start, end in found),
-            "calls": len(found),
-        }
+        {"name": name[:_NAME], "ms": _total({name: found}), "calls": len(found)}
         for name, found in spans.items()
     ]
     rows.sort(key=lambda row: -row["ms"])
-    rest = rows[count:]
-    if rest:
-        name = f"{len(rest)} others"
-        calls = sum(row["calls"] for row in rest)
-        rows = [*rows[:count], {"name": name, "ms": sum(r["ms"] for r in rest), "calls": calls}]
+    if rest := rows[count:]:
+        both = {key: sum(row[key] for row in rest) for key in ("ms", "calls")}
+        rows = [*rows[:count], {"name": f"{len(rest)} others"} | both]
+    total = _total(spans)
     return [row | {"share": row["ms"] / total if total else 0.0} for row in rows]
 
 
@@ -113,22 +101,16 @@ def gaps(spans: Iterable[tuple[float, float]]) -> dict[str, float | int]:
         if start > reached:
             idle.append(start - reached)
         reached = max(reached, end)
-    whole = reached - first
-    return {
-        "step_ms": whole,
-        "busy_ms": whole - sum(idle),
-        "idle_ms": sum(idle),
-        "gaps": len(idle),
-        "longest_gap_ms": max(idle, default=0.0),
-    }
+    step_ms, idle_ms = reached - first, sum(idle)
+    found = {"step_ms": step_ms, "busy_ms": step_ms - idle_ms, "idle_ms": idle_ms}
+    return found | {"gaps": len(idle), "longest_gap_ms": max(idle, default=0.0)}
 
 
 def _device_work(events: Iterable) -> Spans:
     """{kernel, copy or fill: its (start, end) in ms}; annotations mirrored there are no work."""
     spans = defaultdict(list)
     for event in events:
-        on_device = event.device_type == DeviceType.CUDA
-        if on_device and not event.is_user_annotation:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             span = event.time_range
             spans[event.name].append((span.start / 1e3, span.end / 1e3))
     return spans

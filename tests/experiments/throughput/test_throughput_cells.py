@@ -17,11 +17,15 @@ import torch
 from throughput_entries import measured
 
 from nsa.experiments.correctness import lesson_rows
-from nsa.experiments.throughput import child as throughput_trial
-from nsa.experiments.throughput import loss_curves, overheads, step_profile
-from nsa.experiments.throughput import trials as throughput
-from nsa.experiments.throughput.cell import TrainCell, curve_grid, throughput_grid
+from nsa.experiments.throughput import child, step_profile
 from nsa.experiments.throughput.table import growth, windows
+from nsa.experiments.throughput.trials import (
+    TrainCell,
+    curve_grid,
+    measure,
+    measure_curves,
+    throughput_grid,
+)
 from nsa.lab import sweep
 from nsa.lab.measure import recorders
 from nsa.lab.measure.compilations import Compilations
@@ -103,7 +107,7 @@ def test_a_grid_has_what_decides_then_ranks_then_variants_then_other_backends():
 @pytest.fixture(scope="module")
 def found():
     """One cell, measured in this process."""
-    return throughput_trial.measure_rank({"cell": CELL.to_dict(), "threads": 1})
+    return child.measure_rank({"cell": CELL.to_dict(), "threads": 1})
 
 
 def test_a_trial_measures_steps_that_nobody_watches(found):
@@ -122,7 +126,7 @@ def test_a_trial_measures_steps_that_nobody_watches(found):
 
 
 def test_a_backend_that_does_not_take_the_model_says_why():
-    declined = throughput_trial.measure_rank({"cell": replace(CELL, backend="flex").to_dict()})
+    declined = child.measure_rank({"cell": replace(CELL, backend="flex").to_dict()})
     assert "no backward on cpu" in declined["declined"]
 
 
@@ -131,11 +135,11 @@ def test_observers_and_the_place_among_ranks_are_put_back():
     with CELL.opened(1) as trainer:
         trainer.step(0)
         place = trainer.parallel
-        throughput_trial._by_phase(trainer)
-        overheads.communication_ms(trainer)
+        child._by_phase(trainer)
+        child.communication_ms(trainer)
         assert trainer.observers == () and trainer.parallel is place
-        turns = 2 * (overheads.ROUNDS + 1)
-        looked = 1 + throughput_trial.WATCHED + turns * (overheads.TURN + 1)
+        turns = 2 * (child.ROUNDS + 1)
+        looked = 1 + child.WATCHED + turns * (child.TURN + 1)
         assert trainer.steps_done == looked
 
 
@@ -150,7 +154,7 @@ def test_steps_without_communication_send_nothing_even_in_the_last_micro_batch()
     trainer = SimpleNamespace(parallel=Parallel("ddp", 1, 2))
     with trainer.parallel.micro(Wrapped(), True):
         assert seen == []
-    with overheads.unsynced(trainer):
+    with child.unsynced(trainer):
         with trainer.parallel.micro(Wrapped(), True):
             assert seen == ["no sync"]
         assert trainer.parallel.kind == "ddp"
@@ -169,14 +173,14 @@ def test_communication_is_what_a_step_waits_for_others():
             self.steps_done += 1
             time.sleep(0.008 if type(self.parallel) is Parallel else 0.002)
 
-    found = overheads.communication_ms(Waiting(parallel=Parallel("ddp", 0, 2)))
+    found = child.communication_ms(Waiting(parallel=Parallel("ddp", 0, 2)))
     assert found == pytest.approx(6, rel=0.25)
 
 
 @pytest.mark.processes
 @pytest.mark.full
 def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
-    (row,) = throughput.measure(
+    (row,) = measure(
         [replace(TWO, seed=0)], deadline_s=60, entry=ENTRY, progress=False, folder=tmp_path
     )
     assert row["outcome"] == "ok" and row["variant"] == "ranks=2 parallel=ddp"
@@ -187,7 +191,7 @@ def test_two_ranks_are_one_row_of_the_slower_one(tmp_path):
 
 
 def test_a_cell_without_time_is_a_row():
-    (row,) = throughput.measure([CELL], deadline_s=9, budget_s=1e-9, progress=False)
+    (row,) = measure([CELL], deadline_s=9, budget_s=1e-9, progress=False)
     assert (row["outcome"], row["message"]) == ("not run", "the budget of 1e-09 s was used up")
     assert math.isnan(row["step_ms"]) and row["losses"] == [] and row["timing"] == "ratio"
 
@@ -195,13 +199,13 @@ def test_a_cell_without_time_is_a_row():
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_job_names_the_rank_that_failed_first():
-    (row,) = throughput.measure([replace(TWO, seed=1)], deadline_s=60, entry=ENTRY, progress=False)
+    (row,) = measure([replace(TWO, seed=1)], deadline_s=60, entry=ENTRY, progress=False)
     assert row["outcome"] == "oom" and row["message"].startswith("rank 1 of 2: MemoryError")
 
 
 def test_illegal_cells_are_refused_before_anything_runs():
     with pytest.raises(ValueError, match="no field 'batches'"):
-        throughput.measure([CELL, {"preset": "cpu_test", "batches": 2}], deadline_s=1)
+        measure([CELL, {"preset": "cpu_test", "batches": 2}], deadline_s=1)
 
 
 @pytest.mark.processes
@@ -209,11 +213,11 @@ def test_illegal_cells_are_refused_before_anything_runs():
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_train_with_gloo_and_ddp_says_what_communication_costs(kind):
     cell = CELL.with_(f"ranks=2 parallel={kind}")
-    (row,) = throughput.measure([cell], deadline_s=120, threads=1, progress=False)
+    (row,) = measure([cell], deadline_s=120, threads=1, progress=False)
     assert row["outcome"] == "ok", row["message"] + row["evidence"]
     assert math.isfinite(row["communication_ms"]) == (kind == "ddp")
     assert len(row["by_rank"]) == 2 and row["parameters"] > 200_000 and row["peak_mib"] > 3
-    one = throughput_trial.measure_rank({"cell": CELL.to_dict(), "threads": 1})
+    one = child.measure_rank({"cell": CELL.to_dict(), "threads": 1})
     assert row["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
@@ -222,7 +226,7 @@ def test_curves_of_equal_seeds_are_equal_and_of_other_weights_others():
 
     def curve(seed, **changes):
         given = replace(cell, **changes).to_dict()
-        return loss_curves.train({"cell": given, "seed": seed, "threads": 1})
+        return child.train({"cell": given, "seed": seed, "threads": 1})
 
     first, other = curve(1), curve(2)
     assert first["losses"] == curve(1)["losses"] != other["losses"]
@@ -234,32 +238,32 @@ def test_curves_of_equal_seeds_are_equal_and_of_other_weights_others():
 def test_curves_on_several_gpus_are_trained_beside_each_other(monkeypatch, workers):
     seen, meet = [], threading.Barrier(2 * workers, timeout=20)
 
-    def child(entry, spec, *, env, **_):
+    def trained(entry, spec, *, env, **_):
         seen.append(env["CUDA_VISIBLE_DEVICES"])
         meet.wait()  # for the other GPU's, and for those beside it
         return Outcome("ok", {"losses": [float(spec["cell"]["tokens"])]}, 0.1, "", 0)
 
-    monkeypatch.setattr(sweep, "run_child", child)
+    monkeypatch.setattr(sweep, "run_child", trained)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7")
     cells = [TrainCell("cpu_test", tokens, device="cuda") for tokens in (32, 64)]
-    rows = loss_curves.measure(cells, [1, 2], deadline_s=9, workers=workers, progress=False)
+    rows = measure_curves(cells, [1, 2], deadline_s=9, workers=workers, progress=False)
     assert sorted(seen) == ["2", "2", "7", "7"]
     assert [row["losses"] for row in rows] == [{"1": [t], "2": [t]} for t in (32.0, 64.0)]
 
 
 def test_a_seed_that_breaks_off_leaves_the_others_losses(monkeypatch):
-    def child(entry, spec, **_):
+    def trained(entry, spec, **_):
         if spec["seed"] == 0:
             return Outcome("timeout", None, 9.0, "still running", -9)
         return Outcome("ok", {"losses": [5.0], "host_mib": [7.0]}, 1.0, "", 0)
 
-    monkeypatch.setattr(sweep, "run_child", child)
+    monkeypatch.setattr(sweep, "run_child", trained)
     cells = [TrainCell("cpu_test", 32, device="cpu")]
-    (row,) = loss_curves.measure(cells, [1, 0, 1], deadline_s=9, progress=False)
+    (row,) = measure_curves(cells, [1, 0, 1], deadline_s=9, progress=False)
     assert (row["outcome"], row["message"]) == ("timeout", "seed 0: still running")
     assert (row["losses"], row["host_mib"], row["seconds"]) == ({"1": [5.0]}, [7.0], 10.0)
     with pytest.raises(ValueError, match="trains nothing"):
-        loss_curves.measure(cells, [], deadline_s=9)
+        measure_curves(cells, [], deadline_s=9)
 
 
 def test_what_is_compiled_meanwhile_is_counted():
@@ -373,11 +377,11 @@ def test_lessons_are_rows_and_unknown_ones_refused():
 
 
 def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
-    def child(entry, spec, **_):
+    def trained(entry, spec, **_):
         time.sleep(0.2 if spec["model"]["name"] == "lesson-window" else 0.0)
         return Outcome("timeout", None, 1.0, "late", None)
 
-    monkeypatch.setattr(sweep, "run_child", child)
+    monkeypatch.setattr(sweep, "run_child", trained)
     rows = lesson_rows.learn_all(["window", "copy"], 64, deadline_s=9, workers=2, progress=False)
     assert [row["lesson"] for row in rows] == ["window", "copy"]
     assert {row["outcome"] for row in rows} == {"timeout"}
@@ -386,7 +390,7 @@ def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
 @pytest.mark.full
 def test_a_cell_that_asks_is_told_what_all_observers_cost():
     cell = CELL.with_("observe")
-    found = throughput_trial.measure_rank({"cell": cell.to_dict(), "threads": 1})
+    found = child.measure_rank({"cell": cell.to_dict(), "threads": 1})
     assert 0.8 < found["watched_times"] < 5 and found["watched_ms"] > 0 < found["unwatched_ms"]
 
 
@@ -398,7 +402,7 @@ def test_a_stand_in_returns_what_a_trial_returns(found):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # compile
 @pytest.mark.parametrize("variant", ["", "compile", "cuda_graph"])
 def test_a_gpu_step_waits_for_nothing_and_compiles_nothing_late(variant):
-    found = throughput_trial.measure_rank({"cell": GPU.with_(variant).to_dict()})
+    found = child.measure_rank({"cell": GPU.with_(variant).to_dict()})
     assert found["syncs"] == 0 and found["recompilations"] == 0
     assert found["recount_tokens_s"] == pytest.approx(found["tokens_s"], rel=0.02)
     # The losses that are kept take 512 bytes each.
@@ -408,14 +412,14 @@ def test_a_gpu_step_waits_for_nothing_and_compiles_nothing_late(variant):
 @pytest.mark.gpu
 def test_flex_does_not_make_the_host_wait_either():
     cell = replace(GPU, backend="flex", layers=1, batch=1)
-    assert throughput_trial.measure_rank({"cell": cell.to_dict()})["syncs"] == 0
+    assert child.measure_rank({"cell": cell.to_dict()})["syncs"] == 0
 
 
 @pytest.mark.gpus2
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_gpus_train_as_one(kind):
     one = replace(CELL, device="cuda", backend="triton", tokens=256)
-    rows = throughput.measure([one, one.with_(f"ranks=2 parallel={kind}")], deadline_s=200)
+    rows = measure([one, one.with_(f"ranks=2 parallel={kind}")], deadline_s=200)
     assert [row["outcome"] for row in rows] == ["ok", "ok"], rows[1]["message"]
     assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-3)
     assert rows[1]["syncs"] == 0
@@ -429,7 +433,7 @@ def test_ranks_under_ddp_train_by_a_cuda_graph_as_they_do_without(ranks, how):
     one = replace(CELL, device="cuda", backend="triton", tokens=256, precision="bf16", steps=15)
     many = one.with_(f"ranks={ranks} parallel=ddp {how}".strip())
     cells = [many, many.with_("cuda_graph")]
-    plain, captured = throughput.measure(cells, deadline_s=200, progress=False)
+    plain, captured = measure(cells, deadline_s=200, progress=False)
     assert [plain["outcome"], captured["outcome"]] == ["ok", "ok"], captured["message"]
     both = zip(plain["losses"], captured["losses"], strict=False)
     assert all(a == pytest.approx(b, abs=2e-3) for a, b in both)
@@ -462,5 +466,5 @@ def test_a_gpu_step_is_profiled_kernel_by_kernel():
 def test_what_a_graph_keeps_counts_in_its_peak():
     cell = replace(GPU, batch=8)
     cells = [cell, cell.with_("cuda_graph")]
-    plain, captured = throughput.measure(cells, deadline_s=200, progress=False)
+    plain, captured = measure(cells, deadline_s=200, progress=False)
     assert captured["peak_mib"] >= 0.9 * plain["peak_mib"]

@@ -5,9 +5,8 @@ import pytest
 from places import NOTEBOOKS
 
 from nsa.experiments.throughput import claims, plots, table
-from nsa.experiments.throughput.cell import TrainCell, throughput_grid
 from nsa.experiments.throughput.table import curves_to_metrics, rows_to_metrics
-from nsa.experiments.throughput.trials import row_of
+from nsa.experiments.throughput.trials import TrainCell, row_of, throughput_grid
 from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics, parameters
 
@@ -280,13 +279,15 @@ def test_variants_stand_beside_the_plain_cell_of_the_same_backend():
 
 def test_a_cell_measured_twice_counts_once_and_last():
     df = frame(row(step_ms=100.0), row(step_ms=50.0))
-    assert table.wide(df, "step_time").iloc[0, 0] == 50.0
+    assert table.at_points(df, "step_time").to_list() == [50.0]
 
 
 def test_work_is_told_by_shapes():
-    found = table.work([row(), row("dense")])
-    assert list(found) == ["triton T 2048 batch 16", "dense T 2048 batch 16"]
-    assert found["triton T 2048 batch 16"][1] > found["dense T 2048 batch 16"][1]
+    lines = table.facts([row(), row("dense")])
+    work = dict(line.split(": operations a step ") for line in lines if "operations" in line)
+    assert list(work) == ["triton T 2048 batch 16", "dense T 2048 batch 16"]
+    ours, dense = (int(told.split()[3].replace(",", "")) for told in work.values())
+    assert ours > dense
 
 
 def test_cpu_times_are_labelled():
