@@ -52,12 +52,13 @@ def run(spec: dict) -> dict:
             record = {"status": "ok", "message": "", "result": trace_one(setup, trial, here, place)}
         except Exception as error:
             seen = failure(error)
-            evidence = seen.pop("traceback")
-            put(file, {**seen, "evidence": evidence, "place": place.place})
+            put(file, seen | {"evidence": seen["traceback"], "place": place.place})
             raise
-        put(file, {**record, "place": place.place})
+        put(file, record | {"place": place.place})
         everyone.barrier()
-        _forget()
+        gc.collect()  # DDP's hooks and the model hold each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     everyone.close()
     return {}
 
@@ -68,20 +69,18 @@ def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None"
     Steps are numbered from 1. `weights` is a fingerprint of all weights after the last step;
     `unreachable` what the graph named before the first backward, None where it does not tell.
     """
-    config = setup.spec(trial).config()
+    spec = setup.spec(trial)
+    config = spec.config()
     model = LanguageModel(config)
     expected = without_gradient(config, dict(model.named_parameters()))
     if trial.fault:
         plant(trial.fault, model, here.rank, here.ranks)
     data = text(seed=setup.seed) if setup.data == "text" else synthetic(setup.seed, config.vocab)
-    trainer = Trainer(model, data, setup.spec(trial).training(), device=here.device, parallel=here)
+    trainer = Trainer(model, data, spec.training(), device=here.device, parallel=here)
     arrival, modules = GradientArrival(model, warn=False), ModuleOrder(model)
-    observers: list[Any] = [*([place] if place else []), arrival, modules]
     buckets = BucketTrace(trainer.wrapped, range(STEPS), out=None) if here.kind == "ddp" else None
-    observers += [buckets] if buckets else []
     first = _FirstGradients(model) if trial.compared else None
-    observers += [first] if first else []
-    trainer.observers = observers
+    trainer.observers = [x for x in (place, arrival, modules, buckets, first) if x is not None]
     losses = trainer.run(STEPS)
     found = {
         "losses": losses,
@@ -97,7 +96,6 @@ def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None"
                     for step in range(STEPS) for row in modules.rows(step)],
         "buckets": [_row(row, "index", "elements", "bytes", "dtype", "is_last", "ms")
                     for row in (buckets.rows() if buckets else ())],
-        "gradients": [],
     }  # fmt: skip
     trainer.close()
     if first:
@@ -172,16 +170,10 @@ class _FirstGradients:
 
 
 def _parallel(setup: Setup, trial: Trial, everyone: Parallel) -> Parallel:
-    parallel.check(
-        trial.kind, setup.communication, trial.static_graph, trial.find_unused, setup.bucket_mb
-    )
-    return replace(
-        everyone,
-        kind=trial.kind,
-        static_graph=trial.static_graph,
-        find_unused_parameters=trial.find_unused,
-        bucket_mb=setup.bucket_mb,
-    )
+    options = {"static_graph": trial.static_graph, "bucket_mb": setup.bucket_mb}
+    options["find_unused_parameters"] = trial.find_unused
+    parallel.check(trial.kind, setup.communication, **options)
+    return replace(everyone, kind=trial.kind, **options)
 
 
 def _row(row: dict, *kept: str, **more: Any) -> dict:
@@ -192,18 +184,12 @@ def _row(row: dict, *kept: str, **more: Any) -> dict:
 def _error(mine: Tensor | None, alone: Tensor | None) -> float:
     if mine is None or alone is None:
         return 0.0 if mine is alone else float("inf")
-    scale = float(alone.abs().max())
     apart = float((mine - alone).abs().max())
     if not apart:
         return 0.0
+    scale = float(alone.abs().max())
     return apart / scale if scale and isfinite(apart) else float("inf")
 
 
 def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def _forget() -> None:
-    gc.collect()  # DDP's hooks and the model hold each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from nsa.workbook.looks import PALETTE, RED
 
 RANK_LOOKS = (("#0072B2", "o"), ("#D55E00", "x"), ("#009E73", "+"), ("#CC79A7", "1"))
 HATCHES = ("", "///", "...", "xxx")
+NOT_ENDED = ": not traced to its end"
 
 
 def arrival_order(traced: Traced, trials: list[str], step: int = 1):
@@ -23,7 +24,7 @@ def arrival_order(traced: Traced, trials: list[str], step: int = 1):
     rows = table.frame(traced, "arrivals", step=step)
     shown = [name for name in trials if (rows["trial"] == name).any()]
     if not shown:
-        return _nothing(f"no arrivals of {', '.join(trials) or 'any trial'}")
+        return looks.nothing(f"no arrivals of {', '.join(trials) or 'any trial'}{NOT_ENDED}")
     one = rows[rows["rank"] == 0]
     fullest = (one["state"] != "missing").groupby(one["trial"], sort=False).sum().idxmax()
     arrived = list(one[one["trial"] == fullest]["parameter"])
@@ -45,7 +46,7 @@ def buckets(traced: Traced, trials: list[str]):
     """DDP's buckets by elements, stacked in their order: a bar a step and rank, a panel a trial."""
     found = {name: steps for name in trials if (steps := table.layouts(traced, name))}
     if not found:
-        return _nothing(f"no buckets of {', '.join(trials)}")
+        return looks.nothing(f"no buckets of {', '.join(trials)}{NOT_ENDED}")
     with looks.style():
         fig, panels = looks.panels(len(found), 2.4)
         for axes, (name, steps) in zip(panels, found.items(), strict=True):
@@ -55,7 +56,12 @@ def buckets(traced: Traced, trials: list[str]):
                 for rank, elements in by_rank.items():
                     ticks.append(step - 0.4 + width * (rank + 0.5))
                     labels.append(f"step {step}\nrank {rank}" if len(by_rank) < 3 else str(rank))
-                    _stack(axes, ticks[-1], 0.9 * width, elements)
+                    for index, count in enumerate(elements):
+                        axes.bar(
+                            ticks[-1], count / 1e6, 0.9 * width, bottom=sum(elements[:index]) / 1e6,
+                            color=PALETTE[index % 7], hatch=HATCHES[index // 7 % len(HATCHES)],
+                            edgecolor="white", lw=0.6, label=f"bucket {index}",
+                        )  # fmt: skip
             axes.set_xticks(ticks, labels, fontsize=8)
             axes.grid(False, axis="x")
             axes.set(ylabel="elements (million)")
@@ -75,7 +81,7 @@ def module_timeline(traced: Traced, trial: str, step: int = STEPS, depth: int = 
     times = table.modules(traced, trial, step)
     times = times[[name.count(".") < depth for name in times.index]]
     if not len(times):
-        return _nothing(f"no module backwards of {trial}")
+        return looks.nothing(f"no module backwards of {trial}{NOT_ENDED}")
     first = float(np.nanmin(times))
     times, (begins, pause) = _without_pause(times - first)
     with looks.style():
@@ -113,10 +119,6 @@ def _without_pause(times):
     return times.where(times <= begins, times - wait + left), (begins + left / 2, wait - left)
 
 
-def _nothing(text: str):
-    return looks.nothing(f"{text}: not traced to its end")
-
-
 def _arrivals(axes, rows, place: dict[str, int], rank: int) -> None:
     """One rank's arrivals, and what is missing or zero of them."""
     colour, marker = RANK_LOOKS[rank % len(RANK_LOOKS)]
@@ -136,16 +138,6 @@ def _arrivals(axes, rows, place: dict[str, int], rank: int) -> None:
     ):
         if mine.any():
             draw(rows[mine], shape, label, mew=1.6, **style)
-
-
-def _stack(axes, at: float, width: float, elements: list[int]) -> None:
-    below = 0.0
-    for index, count in enumerate(elements):
-        axes.bar(
-            at, count / 1e6, width, bottom=below, color=PALETTE[index % 7], edgecolor="white",
-            lw=0.6, hatch=HATCHES[index // 7 % len(HATCHES)], label=f"bucket {index}",
-        )  # fmt: skip
-        below += count / 1e6
 
 
 def _in_model_order(arrived: list[str]) -> list[str]:

@@ -93,35 +93,19 @@ def outcomes(traced: Traced) -> pandas.DataFrame:
     for trial in traced.trials:
         mine, losses = traced.of(trial.name), traced.losses(trial.name)
         equal = "yes" if len({row["weights"] for row in mine}) == 1 else "no"
-        rows.append(
-            {
-                "trial": trial.name,
-                "ended": ", ".join(dict.fromkeys(row["status"] for row in mine)),
-                "losses": ", ".join(f"{loss:.4f}" for loss in losses),
-                "equal weights": equal if losses else "",
-                "why": why(mine),
-            }
-        )
-    return pandas.DataFrame(rows).set_index("trial")
+        ended = ", ".join(dict.fromkeys(row["status"] for row in mine))
+        told = ", ".join(f"{loss:.4f}" for loss in losses)
+        rows.append((trial.name, ended, told, equal if losses else "", why(mine)))
+    columns = ["trial", "ended", "losses", "equal weights", "why"]
+    return pandas.DataFrame(rows, columns=columns).set_index("trial")
 
 
 def counts(traced: Traced, step: int = 1) -> pandas.DataFrame:
     """Arrived, missing and zero gradients of one step, and how many of them should not be so."""
-    rows = []
-    groups = frame(traced, "arrivals", step=step).groupby(["trial", "rank"], sort=False)
-    for (trial, rank), mine in groups:
-        numbers = {state: int((mine["state"] == state).sum()) for state in STATES}
-        wrong = int((mine["state"] != mine["expected"]).sum())
-        rows.append({"trial": trial, "rank": rank, **numbers, "unexpected": wrong})
-    columns = ["trial", "rank", *STATES, "unexpected"]
-    return pandas.DataFrame(rows, columns=columns).set_index(["trial", "rank"])
-
-
-def arrived(traced: Traced, trial: str, rank: int = 0, step: int = 1) -> list[str]:
-    """The parameters whose gradients arrived on a rank, in that order."""
-    table = frame(traced, "arrivals", trial, step=step)
-    mine = table[table["rank"] == rank].dropna(subset="order")
-    return list(mine.sort_values("order")["parameter"])
+    rows = frame(traced, "arrivals", step=step)
+    found = {state: rows["state"] == state for state in STATES}
+    found["unexpected"] = rows["state"] != rows["expected"]
+    return rows.assign(**found).groupby(["trial", "rank"], sort=False)[list(found)].sum()
 
 
 def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
@@ -180,22 +164,13 @@ def to_metrics(traced: Traced) -> list[dict]:
     setup = traced.setup
     names = ("preset", "layers", "tokens", "batch", "ranks", "device", "communication", "bucket_mb")
     common = {name: getattr(setup, name) for name in names} | {"dtype": setup.precision}
+    step_of = {"operation": "distributed_step", "backend": setup.backend, "mode": "step"}
     rows = []
 
     def add(trial, rank, metric, value, step=1, unit="count", **more):
-        rows.append(
-            {
-                "operation": "distributed_step",
-                "backend": setup.backend,
-                "mode": "step",
-                "metric": metric,
-                "unit": unit,
-                "x_name": "step",
-                "x_value": step,
-                "median": value,
-                "config": {**common, "trial": trial, "rank": rank, **more},
-            }
-        )
+        config = {**common, "trial": trial, "rank": rank, **more}
+        row = {"metric": metric, "unit": unit, "median": value, "config": config}
+        rows.append(step_of | {"x_name": "step", "x_value": step} | row)
 
     for row in traced.outcomes:
         for step, loss in enumerate(row["losses"] or [None], 1):
@@ -227,6 +202,8 @@ def facts(traced: Traced, chosen: Iterable[Trial]) -> list[str]:
         ends = ", ".join(dict.fromkeys(row["status"] for row in mine))
         lines.append(f"{trial.name}: {ends}, {steps} steps on {len(mine)} ranks")
     lines += [f"{name}.csv: {len(found)} rows" for name, found in evidence(traced).items()]
-    order = arrived(traced, "ddp")
+    rows = frame(traced, "arrivals", "ddp", step=1)
+    rows = rows[rows["rank"] == 0].dropna(subset="order").sort_values("order")
+    order = list(rows["parameter"])
     told = f"{', '.join(order[:2])}, ... {', '.join(order[-1:])}"
     return [*lines, f"ddp: {len(order)} arrivals, {told}"]
