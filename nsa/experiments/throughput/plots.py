@@ -119,24 +119,21 @@ def losses(df):
         return None
     names = list(dict.fromkeys(found.index.get_level_values("backend")))
     nsa = [name for name in names if not name.startswith("dense")] or names
-    middle = found.loc[nsa].mean()
+    left = (0.0, "Loss, mean over seeds", "loss")
+    right = (found.loc[nsa].mean(), "Distance from the mean of NSA", "loss less the mean")
     with looks.style():
         fig, panels = looks.panels(2, 3.0)
-        for name in names:
-            lines, every = found.loc[name], max(1, found.shape[1] // 10)
-            style = _style(name) | {"markevery": every}
-            for axes, base in ((panels[0], 0.0), (panels[1], middle)):
-                axes.plot(found.columns, lines.mean() - base, **style)
+        for axes, (base, title, what) in zip(panels, (left, right), strict=True):
+            for name in names:
+                lines = found.loc[name] - base
+                style = _style(name) | {"markevery": max(1, found.shape[1] // 10)}
+                axes.plot(found.columns, lines.mean(), **style)
                 axes.fill_between(
-                    found.columns, lines.min() - base, lines.max() - base, color=style["color"],
-                    alpha=0.18, lw=0,
-                )  # fmt: skip
-        panels[0].set(xlabel="step", ylabel="loss (nats a byte)")
-        panels[1].set(xlabel="step", ylabel="loss less the mean (nats a byte)")
-        for axes in panels:
+                    found.columns, lines.min(), lines.max(), color=style["color"], alpha=0.18, lw=0
+                )
+            axes.set(xlabel="step", ylabel=f"{what} (nats a byte)")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        looks.title(panels[0], "Loss, mean over seeds")
-        looks.title(panels[1], "Distance from the mean of NSA")
+            looks.title(axes, title)
         looks.legend(fig, panels)
     return fig
 

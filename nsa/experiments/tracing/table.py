@@ -11,9 +11,6 @@ from nsa.workbook.files import write_atomically
 
 WHO = ["trial", "rank", "step"]
 STATES = ("arrived", "missing", "zero")
-EVIDENCE = (
-    "all_missing_params", "arrival_by_rank", "ddp_buckets", "module_order", "rank_outcomes",
-)  # fmt: skip
 OUTCOME = [
     "trial", "rank", "status", "first", "place", "losses", "weights", "message", "evidence",
 ]  # fmt: skip
@@ -26,7 +23,7 @@ COLUMNS = {
 
 
 def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
-    """The tables of the run's evidence files, by EVIDENCE's names; `step` counts from 1.
+    """The tables of the run's evidence files, by their names; `step` counts from 1.
 
     all_missing_params: every gradient that is missing or zero, with whether that is right
     (`expected`) and whether it was planted. arrival_by_rank: a row a parameter, step and trial,
@@ -50,7 +47,7 @@ def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
 
 
 def write_evidence(folder: str | Path, traced: Traced) -> pandas.DataFrame:
-    """Writes EVIDENCE as CSV files into `folder`; returns their names and numbers of rows."""
+    """Writes the evidence as CSV files into `folder`; returns their names and numbers of rows."""
     rows = []
     for name, table in evidence(traced).items():
         write_atomically(Path(folder, f"{name}.csv"), table.to_csv(index=False))
