@@ -40,10 +40,8 @@ ROUNDS, TURN = 3, 5  # of communication; steps of a turn
 
 
 def measure_rank(spec: dict) -> dict:
-    """`Measured` by one rank: {"cell": TrainCell.to_dict(), "threads": int or None}.
-
-    Where the backend does not take the model, it is {"declined": why}.
-    """
+    """`Measured` by one rank: {"cell": TrainCell.to_dict(), "threads": int or None}. Where the
+    backend does not take the model, it is {"declined": why}."""
     cell = TrainCell.from_dict(spec["cell"])
     with cell.opened(spec.get("threads")) as trainer, _noted(trainer):
         try:
@@ -184,11 +182,9 @@ def _observing(trainer: Trainer) -> dict[str, float]:
 
 
 def communication_ms(trainer: Trainer) -> float:
-    """ms that a step under DDP takes longer than one whose gradients stay on their rank.
-
-    Both are interleaved, see `interleaved`. Less than 0 where it is smaller than what else differs
-    between two turns. The ranks' weights differ afterwards; every rank must call it.
-    """
+    """ms that a step under DDP takes longer than one whose gradients stay on their rank. Both are
+    interleaved, see `interleaved`. Less than 0 where it is smaller than what else differs between
+    two turns. The ranks' weights differ afterwards; every rank must call it."""
     found = interleaved(trainer, lambda: unsynced(trainer), rounds=ROUNDS, steps=TURN, wall=True)
     return found.plain_ms * (1 - found.ratio)
 

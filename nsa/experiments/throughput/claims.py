@@ -31,10 +31,7 @@ LOSS_SHARE = 0.02
 def all_claims(
     df: pandas.DataFrame, rows: Sequence[dict], lessons: Sequence[dict] = ()
 ) -> list[Claim]:
-    """What must hold in any run.
-
-    rows: of throughput trials. lessons: of correctness.lesson_rows.learn_all, or none.
-    """
+    """What must hold in any run, with the rows of its trials and of correctness.lesson_rows."""
     return [
         nothing_broke(df),
         the_meter_is_right(df),
@@ -123,11 +120,9 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
 
 
 def backends_learn_alike(df: pandas.DataFrame) -> Claim:
-    """Backends on the same batches from the same weights, against what other weights change.
-
-    Two seeds' curves cross, and where they do they would have no spread. So a step's spread is the
-    root mean square over the tenth of the run around it.
-    """
+    """Backends on the same batches from the same weights, against what other weights change. Two
+    seeds' curves cross, and where they do they would have no spread. So a step's spread is the root
+    mean square over the tenth of the run around it."""
     losses = table.losses(df)
     curves = {n: losses.loc[n] for n in losses.index.unique("backend") if not n.startswith("dense")}
     sentence = (
@@ -243,10 +238,8 @@ def watching_costs_little(df: pandas.DataFrame, backend: str):
 
 @_aim(f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's")
 def learns_as_the_twin(df: pandas.DataFrame, backend: str):
-    """The last tenth of the curves; fewer steps than 500 do not tell.
-
-    NSA's are all its backends' together: what they compute is the same, so each is a sample more.
-    """
+    """The last tenth of the curves; fewer steps than 500 do not tell. NSA's are all its backends'
+    together: what they compute is the same, so each is a sample more."""
     rows = table.labelled(df)
     rows = rows[(rows["metric"] == "loss") & rows["median"].notna()]
     if not len(rows) or rows["steps"].min() < LOSS_STEPS:

@@ -139,10 +139,8 @@ def losses(df):
 
 
 def memory_over_steps(df):
-    """Memory after each step less that after the first, device and host, a line a cell.
-
-    Cells of fewer than ten steps are left out, unless there are no others.
-    """
+    """Memory after each step less that after the first, device and host, a line a cell. Cells of
+    fewer than ten steps are left out, unless there are no others."""
     if (rows := table.memory_over_steps(df)).empty:
         return None
     modes = [mode for mode in ("device", "host") if (rows["mode"] == mode).any()]

@@ -24,10 +24,7 @@ Spans = dict[str, list[tuple[float, float]]]  # of each name (start, end) in ms
 
 
 def profile_step(cell: TrainCell, *, threads: int | None = None, **options: Any) -> Outcome:
-    """How the profile of one step ended, in a process of its own; see `profile_cell`.
-
-    options: deadline_s and folder of `run_child`.
-    """
+    """How `profile_cell` ended in a process of its own; options: deadline_s, folder."""
     return run_child(ENTRY, {"cell": cell.to_dict(), "threads": threads}, **options)
 
 
@@ -88,10 +85,8 @@ def top(spans: Spans, count: int = TOP) -> list[dict[str, Any]]:
 
 
 def gaps(spans: Iterable[tuple[float, float]]) -> dict[str, float | int]:
-    """step_ms, busy_ms, idle_ms, gaps and longest_gap_ms of work given as (start, end) in ms.
-
-    Work that overlaps, as on several streams, is busy once. ValueError where there is none.
-    """
+    """step_ms, busy_ms, idle_ms, gaps and longest_gap_ms of work given as (start, end) in ms. Work
+    that overlaps, as on several streams, is busy once. ValueError where there is none."""
     ordered = sorted(spans)
     if not ordered:
         raise ValueError("no kernel ran on the device during the step")
@@ -118,11 +113,8 @@ def _device_work(events: Iterable) -> Spans:
 
 def by_operator(events: Iterable, kernels: Spans) -> Spans:
     """The device's work, that of torch's operators under their names: aten::mm rather than one of
-    many matrix products, or of templates whose names tell nothing.
-
-    `kernels` as they are where the profiler linked less than nine tenths of them to an operator, as
-    in a CUDA graph.
-    """
+    many matrix products, or of templates whose names tell nothing. `kernels` as they are where the
+    profiler linked less than nine tenths of them to an operator, as in a CUDA graph."""
     spans = defaultdict(list)
     for event in events:
         for kernel in getattr(event, "kernels", ()):

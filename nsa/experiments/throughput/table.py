@@ -43,9 +43,7 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
 
 def curves_to_metrics(curves: Sequence[dict]) -> list[dict]:
     """Rows of "loss" over steps: the mean of each of at most 50 windows, a row a window and seed.
-
-    And "memory" and "memory_growth" as in `rows_to_metrics`.
-    """
+    And "memory" and "memory_growth" as in `rows_to_metrics`."""
     found = []
     for curve in curves:
         for seed, losses in curve["losses"].items():
@@ -163,9 +161,7 @@ def variants(df: pandas.DataFrame) -> pandas.DataFrame:
 
 def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
     """Tokens a second by ranks, in times of one rank of the same backend and T, run the same way.
-
-    `how` holds what else the variant changes: "compile" is held against one rank compiled.
-    """
+    `how` holds what else the variant changes: "compile" is held against one rank compiled."""
     rows = over_tokens(df, "tokens_per_second", variant=None)
     # without what ranks and the batch that they share change; older records have a colon
     how = rows["variant"].str.replace(r"\b(ranks|parallel|batch)[=:]\S+ ?", "", regex=True)
@@ -320,9 +316,7 @@ def _row(
     row: dict, mode: str, metric: str, unit: str, *values: float | None, step=None, **more
 ) -> dict:
     """A row of metrics.csv over T, or over steps; values: the median, or it and both quantiles.
-
-    `config` holds the cell, how it ended, and more.
-    """
+    `config` holds the cell, how it ended, and more."""
     x = ("tokens", row["tokens"]) if step is None else ("step", step)
     values = values if len(values) == 3 else values * 3
     config = {name: row[name] for name in (*_CELL, *_ENDED) if name in row}

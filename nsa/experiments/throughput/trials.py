@@ -28,10 +28,8 @@ WORST = ("step_ms", "step_ms_q20", "step_ms_q80", "peak_mib", "loader_wait_ms", 
 
 @dataclass(frozen=True)
 class TrainCell(TrainingSpec):
-    """A training of `warmup` steps that nobody times and `steps` that are timed.
-
-    The data are the same for every seed. Raises ValueError for anything that could not be run.
-    """
+    """A training of `warmup` steps that nobody times and `steps` that are timed. The data are the
+    same for every seed. Raises ValueError for anything that could not be run."""
 
     observe: bool = False  # what all observers together cost is measured too, after the steps
     warmup: int = LEAST_WARMUP
@@ -84,9 +82,7 @@ class TrainCell(TrainingSpec):
 @dataclass(frozen=True)
 class Measured:
     """What one rank measured, of the timed steps unless it says otherwise; a row has the job's.
-
-    NaN, empty or None where it did not end well, or where there was nothing to measure.
-    """
+    NaN, empty or None where it did not end well, or where there was nothing to measure."""
 
     tokens_s: float = nan  # of the whole job, by the device's own clock
     recount_tokens_s: float = nan  # by the wall clock, from an idle device to an idle device

@@ -64,11 +64,9 @@ def run(spec: dict) -> dict:
 
 
 def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None" = None) -> dict:
-    """Three steps of one trial: losses, weights, arrivals, modules, buckets, gradients.
-
-    Steps are numbered from 1. `weights` is a fingerprint of all weights after the last step;
-    `unreachable` what the graph named before the first backward, None where it does not tell.
-    """
+    """Three steps of one trial: losses, weights, arrivals, modules, buckets, gradients. Steps are
+    numbered from 1. `weights` is a fingerprint of all weights after the last step; `unreachable`
+    what the graph named before the first backward, None where it does not tell."""
     spec = setup.spec(trial)
     config = spec.config()
     model = LanguageModel(config)
@@ -132,9 +130,7 @@ def beside_one_process(
 
 def fingerprint(model: nn.Module) -> str:
     """Equal for equal weights: a hash of each parameter's sum and sum of absolute values, fp64.
-
-    Under FSDP2 of the whole weights, so every rank must ask.
-    """
+    Under FSDP2 of the whole weights, so every rank must ask."""
     sums = []
     for p in model.parameters():
         x = _whole(p.detach()).double()

@@ -16,11 +16,9 @@ NOT_ENDED = ": not traced to its end"
 
 
 def arrival_order(traced: Traced, trials: list[str], step: int = 1):
-    """When each gradient arrives, against the parameter's place in the model; a panel a trial.
-
-    A rank is a marker. What is missing stands at the left edge in red, what arrives as zero keeps
-    its place, in a red square.
-    """
+    """When each gradient arrives, against the parameter's place in the model; a panel a trial. A
+    rank is a marker. What is missing stands at the left edge in red, what arrives as zero keeps its
+    place, in a red square."""
     rows = table.frame(traced, "arrivals", step=step)
     shown = [name for name in trials if (rows["trial"] == name).any()]
     if not shown:

@@ -67,9 +67,7 @@ def frame(traced: Traced, kind: str, *trials: str, step: int | None = None) -> p
 
 def by_rank(arrivals: pandas.DataFrame) -> pandas.DataFrame:
     """A row a trial, step and parameter, with state, order and ms of each rank beside each other.
-
-    `same`: every rank has the same state and order.
-    """
+    `same`: every rank has the same state and order."""
     keys = ["trial", "step", "parameter"]
     ranks = sorted(set(arrivals["rank"]))
     table = arrivals[keys].drop_duplicates().set_index(keys)
@@ -119,9 +117,7 @@ def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
 
 def buckets(traced: Traced) -> pandas.DataFrame:
     """The elements of each bucket, a row a trial and a column a step; equal on all ranks, or both.
-
-    An empty table where no rank traced any.
-    """
+    An empty table where no rank traced any."""
     rows: dict[str, dict[str, str]] = {}
     for trial in dict.fromkeys(row["trial"] for row in traced.buckets):
         for step, by_rank in layouts(traced, trial).items():

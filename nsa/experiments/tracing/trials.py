@@ -106,9 +106,7 @@ class Traced:
 
 def trials_for(ranks: int, names: Iterable[str] = ()) -> tuple[Trial, ...]:
     """The trials of these names, all for none; without what needs a second rank, for one rank.
-
-    ValueError for an unknown name.
-    """
+    ValueError for an unknown name."""
     known = {trial.name: trial for trial in TRIALS}
     names = tuple(names)
     strangers = [name for name in names if name not in known]

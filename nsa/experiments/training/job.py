@@ -37,10 +37,8 @@ KEPT = 2  # checkpoints: the last good one, and the one before it
 
 @dataclass(frozen=True)
 class Job:
-    """What `nsa train` was asked for, checked as far as no rank is needed to do so.
-
-    Raises ValueError for values that no rank could use; the message says what would do.
-    """
+    """What `nsa train` was asked for, checked as far as no rank is needed to do so. Raises
+    ValueError for values that no rank could use; the message says what would do."""
 
     model: ModelConfig
     train: TrainConfig  # with its number of steps
@@ -104,10 +102,8 @@ class Job:
 
 
 def source_of(job: Job) -> Any:
-    """The data that a job's name for it means, of nsa.model.train's protocol.
-
-    Raises ValueError for a name that is neither known nor a file or folder.
-    """
+    """The data that a job's name for it means, of nsa.model.train's protocol. Raises ValueError for
+    a name that is neither known nor a file or folder."""
     if job.data == "text":
         return data.text(seed=job.seed)
     if job.data == "synthetic":
@@ -146,11 +142,9 @@ def evaluation(source: Any) -> dict[str, Any]:
 
 
 def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
-    """Trains this rank to the job's end; every rank of the job calls it with its own place.
-
-    Rank 0 writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and
-    returns what it wrote into the last.
-    """
+    """Trains this rank to the job's end; every rank of the job calls it with its own place. Rank 0
+    writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and returns what
+    it wrote into the last."""
     device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)

@@ -43,10 +43,8 @@ class Ended:
 
 
 def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Path:
-    """The run's folder with job.json and environment.json in it.
-
-    Raises ValueError when it cannot be written, or `given` holds a run already.
-    """
+    """The run's folder with job.json and environment.json in it. Raises ValueError when it cannot
+    be written, or `given` holds a run already."""
     facts, content = environment.snapshot(job.seed), job.to_dict()
     if given is None:
         spec = json.dumps([content, facts.get("git")], sort_keys=True, default=str)
@@ -66,10 +64,8 @@ def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Pa
 
 
 def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
-    """Runs the job's ranks under torchrun, in processes of their own, and writes the record.
-
-    Ctrl-C and SIGTERM end them all and are recorded. Raises ValueError for a port in use.
-    """
+    """Runs the job's ranks under torchrun, in processes of their own, and writes the record. Ctrl-C
+    and SIGTERM end them all and are recorded. Raises ValueError for a port in use."""
     from nsa.lab.process import launch
 
     if port is not None:
@@ -100,9 +96,7 @@ def alone(job: "Job", folder: Path) -> Ended:
 
 def under_torchrun(job: "Job", argv: list[str], runs: str, given: str | None) -> Ended:
     """Runs this rank of a job that somebody's torchrun started; rank 0 makes folder and record.
-
-    Does not return to a caller that could be kept waiting: a rank that fails ends its process.
-    """
+    Does not return to a caller that could be kept waiting: a rank that fails ends its process."""
     from torch.distributed import broadcast_object_list
 
     os.environ.pop(PARENT, None)  # names who started torchrun, where that is one of ours
