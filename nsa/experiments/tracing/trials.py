@@ -163,10 +163,8 @@ def _collect(found: Traced, todo: list, rows: list[dict], place: Path, progress:
         if progress:
             ends = ", ".join(dict.fromkeys(record["status"] for record in records))
             said = f" ({why(records).splitlines()[0][:100]})" if why(records) else ""
-            line = (
-                f"[{1 + found.trials.index(trial)}/{len(found.trials)}] {trial.name}: {ends}{said}"
-            )
-            print(line, file=sys.stderr, flush=True)
+            count = f"{1 + number}/{len(found.trials)}"
+            print(f"[{count}] {trial.name}: {ends}{said}", file=sys.stderr, flush=True)
         if not (none_began or all(record["whole"] for record in records)):
             return done  # this one ended the launch
     return len(todo)

@@ -68,8 +68,6 @@ def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
     and SIGTERM end them all and are recorded. Raises ValueError for a port in use."""
     from nsa.lab.process import launch
 
-    if port is not None:
-        launch.check_port(port)
     record, codes, stopped = _record(folder), {}, ""
     try:
         with termination_is_an_exception():
