@@ -165,25 +165,21 @@ def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
     rows = over_tokens(df, "tokens_per_second", variant=None)
     # without what ranks and the batch that they share change; older records have a colon
     how = rows["variant"].str.replace(r"\b(ranks|parallel|batch)[=:]\S+ ?", "", regex=True)
-    points = pandas.MultiIndex.from_frame(rows[POINT])
-    waits, peaks = at_points(df, "phase_time", "communication"), at_points(df, "peak_memory")
+    rows = rows.assign(how=how.str.strip(), T=rows["x_value"])
+    group = ["model", "backend", "how", "T"]
+    one, points = (pandas.MultiIndex.from_frame(rows[names]) for names in (group, POINT))
     numbers = {
         "tokens/s": rows["median"],
-        "times one rank": np.nan,
-        "communication ms": waits.reindex(points).array,
-        "peak MiB a rank": peaks.reindex(points).array,
+        "times one rank": rows["median"] / rows.set_index(POINT)["median"].reindex(one).array,
+        "communication ms": at_points(df, "phase_time", "communication").reindex(points).array,
+        "peak MiB a rank": at_points(df, "peak_memory").reindex(points).array,
     }
-    rows = rows.assign(how=how.str.strip(), T=rows["x_value"], **numbers)
-    found = [rows[:0]]
-    many = rows[rows["parallel"] != "none"]
-    for key, group in many.groupby(["model", "backend", "how", "T"], sort=False):
-        one = rows[(rows[["model", "backend", "variant", "T"]] == list(key)).all(axis=1)]
-        both = pandas.concat([one, group])
-        base = one["median"].iloc[0] if len(one) else np.nan
-        found.append(both.assign(**{"times one rank": both["median"] / base}))
+    rows, many = rows.assign(**numbers), rows["parallel"] != "none"
+    shown = pandas.concat([rows[~many & (rows["variant"] == rows["how"])], rows[many]])
+    table = rows.loc[many, group].drop_duplicates().merge(shown, on=group)
     keys = ["model", "backend", "T", "how", "parallel", "ranks"]
-    table = pandas.concat(found).drop_duplicates(keys).set_index(keys)
-    return named(table[[*numbers, "outcome"]].round(3), df)
+    table = table.drop_duplicates(keys).set_index(keys)[[*numbers, "outcome"]]
+    return named(table.round(3), df)
 
 
 def break_even(df: pandas.DataFrame) -> pandas.DataFrame:

@@ -75,11 +75,9 @@ def by_rank(arrivals: pandas.DataFrame) -> pandas.DataFrame:
         mine = arrivals[arrivals["rank"] == rank].set_index(keys)
         for name in ("state", "order", "ms"):
             table[f"{name}_{rank}"] = mine[name]
-    same = pandas.Series(True, index=table.index)
-    for name in ("state", "order"):
-        columns = table[[f"{name}_{rank}" for rank in ranks]]
-        same &= columns.nunique(axis=1, dropna=False) == 1
-    return table.assign(same=same).reset_index()
+    state, order = (table[[f"{name}_{rank}" for rank in ranks]] for name in ("state", "order"))
+    same = [columns.nunique(axis=1, dropna=False) == 1 for columns in (state, order)]
+    return table.assign(same=same[0] & same[1]).reset_index()
 
 
 def outcomes(traced: Traced) -> pandas.DataFrame:
