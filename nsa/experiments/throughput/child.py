@@ -105,7 +105,7 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
             marks.append(_mark(device))
         wait(device)
         wall_s = time.perf_counter() - started
-    ms = [_between_ms(a, b) for a, b in pairwise(marks)]
+    ms = [(b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b) for a, b in pairwise(marks)]
     tokens = trainer.config.batch * trainer.config.tokens * steps
     waited, batches = trainer.data.waited_s - waited, trainer.data.batches - batches
     found = {
@@ -132,10 +132,6 @@ def _mark(device: torch.device):
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _between_ms(start, end) -> float:
-    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
 def _by_phase(trainer: Trainer) -> dict[str, float]:

@@ -54,8 +54,9 @@ def profile_cell(spec: dict) -> dict[str, Any]:
     whole = next(e for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
     events = [event for event in events if event.name != STEP]
     if device.type == "cuda":
-        kernels = _device_work(events)
-        issued = [e.name for e in events if _within(e, whole)]
+        kernels, step = _device_work(events), whole.time_range
+        hosted = [(e.name, e.time_range) for e in events if e.device_type == DeviceType.CPU]
+        issued = [name for name, at in hosted if step.start <= at.start and at.end <= step.end]
         return {
             "kernels": top(by_operator(events, kernels)),
             **gaps([span for spans in kernels.values() for span in spans]),
@@ -125,9 +126,3 @@ def by_operator(events: Iterable, kernels: Spans) -> Spans:
 
 def _total(spans: Spans) -> float:
     return sum(end - start for found in spans.values() for start, end in found)
-
-
-def _within(event, whole) -> bool:
-    on_host = event.device_type == DeviceType.CPU
-    span, outer = event.time_range, whole.time_range
-    return on_host and outer.start <= span.start and span.end <= outer.end

@@ -54,12 +54,7 @@ def buckets(traced: Traced, trials: list[str]):
                 for rank, elements in by_rank.items():
                     ticks.append(step - 0.4 + width * (rank + 0.5))
                     labels.append(f"step {step}\nrank {rank}" if len(by_rank) < 3 else str(rank))
-                    for index, count in enumerate(elements):
-                        axes.bar(
-                            ticks[-1], count / 1e6, 0.9 * width, bottom=sum(elements[:index]) / 1e6,
-                            color=PALETTE[index % 7], hatch=HATCHES[index // 7 % len(HATCHES)],
-                            edgecolor="white", lw=0.6, label=f"bucket {index}",
-                        )  # fmt: skip
+                    _stack(axes, ticks[-1], 0.9 * width, elements)
             axes.set_xticks(ticks, labels, fontsize=8)
             axes.grid(False, axis="x")
             axes.set(ylabel="elements (million)")
@@ -136,6 +131,15 @@ def _arrivals(axes, rows, place: dict[str, int], rank: int) -> None:
     ):
         if mine.any():
             draw(rows[mine], shape, label, mew=1.6, **style)
+
+
+def _stack(axes, at: float, width: float, elements: list[int]) -> None:
+    for index, count in enumerate(elements):
+        axes.bar(
+            at, count / 1e6, width, bottom=sum(elements[:index]) / 1e6, color=PALETTE[index % 7],
+            edgecolor="white", lw=0.6, hatch=HATCHES[index // 7 % len(HATCHES)],
+            label=f"bucket {index}",
+        )  # fmt: skip
 
 
 def _in_model_order(arrived: list[str]) -> list[str]:

@@ -88,7 +88,6 @@ class Traced:
     buckets: list[dict] = field(default_factory=list)  # step, index, elements, bytes, ..., ms
     gradients: list[dict] = field(default_factory=list)  # see `child.beside_one_process`
     launches: int = 0
-    seconds: float = 0.0
 
     def of(self, trial: str) -> list[dict]:
         """A trial's outcomes, by rank; empty for one that was not tried."""
@@ -146,7 +145,6 @@ def trace(
             env={"CUDA_VISIBLE_DEVICES": ""} if setup.device == "cpu" else None,
         )  # fmt: skip
         found.launches += 1
-        found.seconds += rows[0]["seconds"]
         todo = todo[_collect(found, todo, rows, place, progress) :]
     return found
 
@@ -159,7 +157,11 @@ def _collect(found: Traced, todo: list, rows: list[dict], place: Path, progress:
         if trial.kind == "fsdp":
             _judge_shards_together(records)
         for rank, record in enumerate(records):
-            _add(found, {"trial": trial.name, "rank": rank}, record)
+            who, result = {"trial": trial.name, "rank": rank}, record.get("result") or {}
+            told = {name: record.get(name, "") for name in OUTCOME}
+            found.outcomes.append(who | told | {name: result.get(name) for name in TRAINED})
+            for kind in ("arrivals", "modules", "buckets", "gradients"):
+                getattr(found, kind).extend(who | row for row in result.get(kind, ()))
         if progress:
             ends = ", ".join(dict.fromkeys(record["status"] for record in records))
             said = f" ({why(records).splitlines()[0][:100]})" if why(records) else ""
@@ -188,14 +190,6 @@ def _judge_shards_together(records: list[dict]) -> None:
     for row in every:
         if row["state"] == "zero" and (row["step"], row["parameter"]) in alive:
             row["state"] = "arrived"
-
-
-def _add(found: Traced, who: dict, record: dict) -> None:
-    result = record.get("result") or {}
-    told = {name: record.get(name, "") for name in OUTCOME}
-    found.outcomes.append(who | told | {name: result.get(name) for name in TRAINED})
-    for kind in ("arrivals", "modules", "buckets", "gradients"):
-        getattr(found, kind).extend(who | row for row in result.get(kind, ()))
 
 
 def why(rows: Iterable[dict]) -> str:
