@@ -26,10 +26,11 @@ def speed(df, *, note: str = "", reported: bool = True):
     with looks.style():
         fig, panels = looks.panels(len(models), 3.6)
         for axes, (model, frame, beside) in zip(panels, models, strict=True):
+            _lines(axes, frame, bands=not table.on_cpu(df))
             tokens = _reported(axes) if beside else []
-            _against_tokens(axes, frame, tokens, bands=not table.on_cpu(df))
             axes.set(ylabel="tokens / s")
             looks.log_axis(axes.yaxis)
+            _failures(axes, frame, tokens)
             if beside:
                 looks.title(axes, "Beside the case study", note)
             else:
@@ -44,10 +45,11 @@ def memory(df, *, note: str = ""):
     with looks.style():
         fig, panels = looks.panels(len(models), 2.7)
         for axes, (model, frame) in zip(panels, models, strict=True):
-            _against_tokens(axes, frame)
+            _lines(axes, frame, bands=False)
             looks.title(axes, f"Peak memory: {model}", note)
             axes.set(ylabel="peak of a step (MiB)")
             looks.from_zero(axes)
+            _failures(axes, frame)
         looks.legend(fig, panels)
     return fig
 
@@ -203,9 +205,9 @@ def _by_model(df, metric: str) -> list[tuple]:
     return list(rows.groupby("model", sort=False))
 
 
-def _against_tokens(axes, frame, tokens=(), *, bands: bool = False) -> None:
-    """Lines over T, with ticks at `tokens` too, and a cross at the foot for each cell that failed,
-    its outcome beside it."""
+def _lines(axes, frame, *, bands: bool) -> None:
+    axes.set(xlabel="T (tokens)")
+    axes.set_xscale("log", base=2)
     for backend, line in backends(frame):
         good = line[line["median"].notna()].sort_values("x_value")
         if not len(good):
@@ -215,13 +217,15 @@ def _against_tokens(axes, frame, tokens=(), *, bands: bool = False) -> None:
         if bands:
             low, high = good["q20"].astype(float), good["q80"].astype(float)
             axes.fill_between(good["x_value"], low, high, color=style["color"], alpha=0.18, lw=0)
+
+
+def _failures(axes, frame, tokens=()) -> None:
+    """A cross at the foot for each cell that failed, its outcome beside it; ticks at each T."""
     failed = frame[frame["median"].isna() & (frame["outcome"] != "not run")]  # for want of time
     failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
     looks.crosses(
         axes, failing, frame["x_value"], top=False, colour=lambda name: _style(name)["color"]
     )
-    axes.set(xlabel="T (tokens)")
-    axes.set_xscale("log", base=2)
     looks.plain_ticks(axes, [*frame["x_value"], *tokens])
 
 
