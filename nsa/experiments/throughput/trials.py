@@ -145,13 +145,13 @@ def throughput_grid(
     pairs = dict.fromkeys([*product(tokens, deciding), *product(long_tokens, long_backends)])
     if not pairs:
         raise ValueError(f"no cell to measure: backends={backends}, tokens={tokens}")
-    cells = [plain(*pair) for pair in pairs]
+    cells = [plain(*one) for one in pairs]
     first = cells[0]
     for count, kind in product([count for count in ranks if count != 1], parallel):
         cells.append(first.with_(f"batch={count * first.batch} ranks={count} parallel={kind}"))
     cells += [first.with_(text) for text in variants]
     others = dict.fromkeys(product(tokens, backends))
-    return cells + [plain(*pair) for pair in others if pair not in pairs]
+    return cells + [plain(*one) for one in others if one not in pairs]
 
 
 def curve_grid(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.experiments.tracing.trials import STEPS, Setup, Trial
+from nsa.experiments.tracing.trials import COLUMNS, STEPS, Setup, Trial
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.module_order import ModuleOrder
@@ -86,14 +86,13 @@ def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None"
         "parameters": parameter_count(model),
         "unreachable": None if arrival.unreachable is None else list(arrival.unreachable),
         "arrivals": [
-            _row(row, "state", "order", "ms", parameter=row["name"],
+            _row("arrivals", row, parameter=row["name"],
                  expected="missing" if row["name"] in expected else "arrived")
             for step in range(STEPS) for row in arrival.rows(step)
         ],
-        "modules": [_row(row, "order", "ms", module=row["name"])
+        "modules": [_row("modules", row, module=row["name"])
                     for step in range(STEPS) for row in modules.rows(step)],
-        "buckets": [_row(row, "index", "elements", "bytes", "dtype", "is_last", "ms")
-                    for row in (buckets.rows() if buckets else ())],
+        "buckets": [_row("buckets", row) for row in (buckets.rows() if buckets else ())],
     }  # fmt: skip
     trainer.close()
     if first:
@@ -172,9 +171,10 @@ def _parallel(setup: Setup, trial: Trial, everyone: Parallel) -> Parallel:
     return replace(everyone, kind=trial.kind, **options)
 
 
-def _row(row: dict, *kept: str, **more: Any) -> dict:
-    """A row of an observer, its step counted from 1."""
-    return {"step": row["step"] + 1, **more, **{name: row[name] for name in kept}}
+def _row(kind: str, row: dict, **more: Any) -> dict:
+    """A row of an observer as one of ours, its step counted from 1."""
+    row = row | more | {"step": row["step"] + 1}
+    return {name: row[name] for name in COLUMNS[kind]}
 
 
 def _error(mine: Tensor | None, alone: Tensor | None) -> float:

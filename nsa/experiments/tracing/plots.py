@@ -15,11 +15,11 @@ HATCHES = ("", "///", "...", "xxx")
 NOT_ENDED = ": not traced to its end"
 
 
-def arrival_order(traced: Traced, trials: list[str], step: int = 1):
-    """When each gradient arrives, against the parameter's place in the model; a panel a trial. A
-    rank is a marker. What is missing stands at the left edge in red, what arrives as zero keeps its
-    place, in a red square."""
-    rows = table.frame(traced, "arrivals", step=step)
+def arrival_order(traced: Traced, trials: list[str]):
+    """When each gradient of step 1 arrives, against the parameter's place in the model; a panel a
+    trial. A rank is a marker. What is missing stands at the left edge in red, what arrives as zero
+    keeps its place, in a red square."""
+    rows = table.frame(traced, "arrivals", step=1)
     shown = [name for name in trials if (rows["trial"] == name).any()]
     if not shown:
         return looks.nothing(f"no arrivals of {', '.join(trials) or 'any trial'}{NOT_ENDED}")
@@ -33,7 +33,7 @@ def arrival_order(traced: Traced, trials: list[str], step: int = 1):
             for rank, mine in rows[rows["trial"] == name].groupby("rank"):
                 _arrivals(axes, mine, place, rank)
             axes.set(xlabel="order of arrival", ylabel="parameter's place in the model")
-            looks.title(axes, f"{name}: gradients of step {step}")
+            looks.title(axes, f"{name}: gradients of step 1")
             axes.set_xlim(-0.09 * len(place), 1.02 * len(place))
             axes.invert_yaxis()
         looks.legend(fig, panels)
@@ -64,15 +64,14 @@ def buckets(traced: Traced, trials: list[str]):
     return fig
 
 
-def module_timeline(traced: Traced, trial: str, step: int = STEPS, depth: int = 3):
+def module_timeline(traced: Traced, trial: str):
     """When each module's backward begins on each rank, ms since the first one's; what came before
     it, and a pause of more than half of the rest, are cut out and told in words.
 
-    By default in the last step: in the first, kernels are compiled. Modules more than `depth` names
-    deep are left out.
+    Of the last step: in the first, kernels are compiled. Only modules at most three names deep.
     """
-    times = table.modules(traced, trial, step)
-    times = times[[name.count(".") < depth for name in times.index]]
+    times = table.modules(traced, trial, STEPS)
+    times = times[[name.count(".") < 3 for name in times.index]]
     if not len(times):
         return looks.nothing(f"no module backwards of {trial}{NOT_ENDED}")
     first = float(np.nanmin(times))
@@ -94,7 +93,7 @@ def module_timeline(traced: Traced, trial: str, step: int = STEPS, depth: int = 
         axes.set_yticks(levels, times.index, fontsize=7.5)
         axes.invert_yaxis()
         axes.set(xlabel="ms since the first module's backward began (host)")
-        looks.title(axes, f"{trial}, step {step}: backward by module",
+        looks.title(axes, f"{trial}, step {STEPS}: backward by module",
                     f"the first began {first:.3g} ms after the backward")  # fmt: skip
         looks.legend(fig, [axes])
     return fig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas
 
-from nsa.experiments.tracing.trials import Traced, Trial, why
+from nsa.experiments.tracing.trials import COLUMNS, Traced, Trial, why
 from nsa.lab.search.planted import planted
 from nsa.workbook.files import write_atomically
 
@@ -14,12 +14,6 @@ STATES = ("arrived", "missing", "zero")
 OUTCOME = [
     "trial", "rank", "status", "first", "place", "losses", "weights", "message", "evidence",
 ]  # fmt: skip
-COLUMNS = {
-    "arrivals": [*WHO, "parameter", "state", "expected", "order", "ms"],
-    "modules": [*WHO, "module", "order", "ms"],
-    "buckets": [*WHO, "index", "elements", "bytes", "dtype", "is_last", "ms"],
-    "gradients": ["trial", "rank", "way", "error", "parameter"],
-}
 
 
 def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
@@ -57,7 +51,7 @@ def write_evidence(folder: str | Path, traced: Traced) -> pandas.DataFrame:
 
 def frame(traced: Traced, kind: str, *trials: str, step: int | None = None) -> pandas.DataFrame:
     """The rows of one kind, by COLUMNS; of these trials alone where any is named, and one step."""
-    table = pandas.DataFrame(getattr(traced, kind), columns=COLUMNS[kind])
+    table = pandas.DataFrame(getattr(traced, kind), columns=["trial", "rank", *COLUMNS[kind]])
     if kind == "arrivals":
         table["order"] = table["order"].astype("Int64")  # missing ones have none
     if trials:
@@ -93,9 +87,9 @@ def outcomes(traced: Traced) -> pandas.DataFrame:
     return pandas.DataFrame(rows, columns=columns).set_index("trial")
 
 
-def counts(traced: Traced, step: int = 1) -> pandas.DataFrame:
-    """Arrived, missing and zero gradients of one step, and how many of them should not be so."""
-    rows = frame(traced, "arrivals", step=step)
+def counts(traced: Traced) -> pandas.DataFrame:
+    """Arrived, missing and zero gradients of step 1, and how many of them should not be so."""
+    rows = frame(traced, "arrivals", step=1)
     found = {state: rows["state"] == state for state in STATES}
     found["unexpected"] = rows["state"] != rows["expected"]
     return rows.assign(**found).groupby(["trial", "rank"], sort=False)[list(found)].sum()
@@ -142,7 +136,7 @@ def gradients(traced: Traced) -> pandas.DataFrame:
     return worst.drop(columns="rank").set_index(["trial", "way"])
 
 
-def modules(traced: Traced, trial: str, step: int = 1) -> pandas.DataFrame:
+def modules(traced: Traced, trial: str, step: int) -> pandas.DataFrame:
     """When each module's backward begins, ms since the backward's begin, a column a rank."""
     table = frame(traced, "modules", trial, step=step)
     wide = table.pivot(index="module", columns="rank", values="ms")

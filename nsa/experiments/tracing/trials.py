@@ -17,6 +17,12 @@ from nsa.lab.training import TrainingSpec
 ENTRY = "nsa.experiments.tracing.child:run"
 OUTCOME = ("status", "message", "evidence", "place", "first")
 TRAINED = ("losses", "weights", "unreachable", "parameters")
+COLUMNS = {  # of each kind of row, beside its trial and rank
+    "arrivals": ("step", "parameter", "state", "expected", "order", "ms"),
+    "modules": ("step", "module", "order", "ms"),
+    "buckets": ("step", "index", "elements", "bytes", "dtype", "is_last", "ms"),
+    "gradients": ("way", "error", "parameter"),  # see `child.beside_one_process`
+}
 STEPS = 3  # DDP cuts its buckets anew after the first, with a static graph after the second
 
 
@@ -75,18 +81,17 @@ class Setup(TrainingSpec):
 
 @dataclass
 class Traced:
-    """What a trace found, as rows; every row names its trial and rank. Steps count from 1."""
+    """What a trace found: rows of COLUMNS, each with its trial and rank; steps count from 1."""
 
     setup: Setup
     trials: tuple[Trial, ...]
     # status ("ok", "refused" by the options' own check, or one of `run_ranks`), message, evidence,
     # place, first, losses (nats, a step each), weights (a fingerprint after the last step)
     outcomes: list[dict] = field(default_factory=list)
-    # step, parameter, state, expected, order, ms
     arrivals: list[dict] = field(default_factory=list)
-    modules: list[dict] = field(default_factory=list)  # step, module, order, ms
-    buckets: list[dict] = field(default_factory=list)  # step, index, elements, bytes, ..., ms
-    gradients: list[dict] = field(default_factory=list)  # see `child.beside_one_process`
+    modules: list[dict] = field(default_factory=list)
+    buckets: list[dict] = field(default_factory=list)
+    gradients: list[dict] = field(default_factory=list)
     launches: int = 0
 
     def of(self, trial: str) -> list[dict]:
@@ -160,7 +165,7 @@ def _collect(found: Traced, todo: list, rows: list[dict], place: Path, progress:
             who, result = {"trial": trial.name, "rank": rank}, record.get("result") or {}
             told = {name: record.get(name, "") for name in OUTCOME}
             found.outcomes.append(who | told | {name: result.get(name) for name in TRAINED})
-            for kind in ("arrivals", "modules", "buckets", "gradients"):
+            for kind in COLUMNS:
                 getattr(found, kind).extend(who | row for row in result.get(kind, ()))
         if progress:
             ends = ", ".join(dict.fromkeys(record["status"] for record in records))
