@@ -17,7 +17,7 @@ FLAT_STEPS = 100  # fewer tell growth from the first steps' settling badly
 FLAT_SHARE = 0.01
 POOLED = 0.1  # of a curve's steps, around the one whose seeds' spread is asked for
 
-AIMED = "production, 12 layers, bf16"
+AIMED, OURS = "production, 12 layers, bf16", "triton"
 TOKENS_S = 250_000
 TOKENS = 2048
 TWIN_STEP = 1.25
@@ -44,10 +44,10 @@ def all_claims(
     ]
 
 
-def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
+def aims(df: pandas.DataFrame) -> list[Claim]:
     """Each aim with what was measured; INCONCLUSIVE where this run cannot tell."""
-    found = (is_fast, is_near_the_twin, beats_the_twin_when_long, two_ranks_pay)
-    return [aim(df, backend) for aim in (*found, watching_costs_little, learns_as_the_twin)]
+    of_speed = (is_fast, is_near_the_twin, beats_the_twin_when_long, two_ranks_pay)
+    return [aim(df) for aim in (*of_speed, watching_costs_little, learns_as_the_twin)]
 
 
 def nothing_broke(df: pandas.DataFrame) -> Claim:
@@ -169,38 +169,37 @@ def _aim(sentence: str):
     """Makes a claim of a function that returns (what was found, whether it is enough, evidence), or
     raises NotMeasured: the claim is INCONCLUSIVE then."""
 
-    def wrap(measured: Callable[[pandas.DataFrame, str], tuple[str, bool, dict]]):
+    def wrap(measured: Callable[[pandas.DataFrame], tuple[str, bool, dict]]):
         @wraps(measured)
-        def claim(df: pandas.DataFrame, backend: str = "triton") -> Claim:
-            said = sentence.format(backend=backend)
+        def claim(df: pandas.DataFrame) -> Claim:
             try:
-                found, enough, evidence = measured(df, backend)
+                found, enough, evidence = measured(df)
             except NotMeasured as why:
-                return Claim.undecided(said, str(why))
-            return Claim(f"{said}: {found}", verdict_of(enough), evidence)
+                return Claim.undecided(sentence, str(why))
+            return Claim(f"{sentence}: {found}", verdict_of(enough), evidence)
 
         return claim
 
     return wrap
 
 
-@_aim(f"{{backend}} trains at least {TOKENS_S:,} tokens/s at T {TOKENS}")
-def is_fast(df: pandas.DataFrame, backend: str):
-    speed = _at(_aimed(df, "tokens_per_second", backend))
+@_aim(f"{OURS} trains at least {TOKENS_S:,} tokens/s at T {TOKENS}")
+def is_fast(df: pandas.DataFrame):
+    speed = _at(_aimed(df, "tokens_per_second", OURS))
     return f"{speed:,.0f}", speed >= TOKENS_S, {"tokens/s": speed}
 
 
-@_aim(f"{{backend}}'s step at T {TOKENS} takes at most {TWIN_STEP} of the dense twin's")
-def is_near_the_twin(df: pandas.DataFrame, backend: str):
-    ms = {name: _at(_aimed(df, "step_time", name)) for name in (backend, "dense")}
-    ratio = ms[backend] / ms["dense"]
+@_aim(f"{OURS}'s step at T {TOKENS} takes at most {TWIN_STEP} of the dense twin's")
+def is_near_the_twin(df: pandas.DataFrame):
+    ms = {name: _at(_aimed(df, "step_time", name)) for name in (OURS, "dense")}
+    ratio = ms[OURS] / ms["dense"]
     return f"{ratio:.3f}", ratio <= TWIN_STEP, ms
 
 
-@_aim(f"{{backend}} trains faster than the dense twin from T {LONG} on")
-def beats_the_twin_when_long(df: pandas.DataFrame, backend: str):
+@_aim(f"{OURS} trains faster than the dense twin from T {LONG} on")
+def beats_the_twin_when_long(df: pandas.DataFrame):
     """At every T from 16k on that both were measured at."""
-    ours, dense = (_aimed(df, "tokens_per_second", name) for name in (backend, "dense"))
+    ours, dense = (_aimed(df, "tokens_per_second", name) for name in (OURS, "dense"))
     ratio = (ours / dense).dropna().loc[lambda line: line.index >= LONG]
     if not len(ratio):
         raise NotMeasured("no such T was measured with both")
@@ -209,11 +208,11 @@ def beats_the_twin_when_long(df: pandas.DataFrame, backend: str):
 
 
 @_aim(f"two GPUs train at least {TWO_RANKS} times the tokens/s of one, with DDP")
-def two_ranks_pay(df: pandas.DataFrame, backend: str):
+def two_ranks_pay(df: pandas.DataFrame):
     """DDP with twice the batch, however else it was run."""
     _needs_an_h200(df)
     rows = table.scaling(df).reset_index().dropna(subset="times one rank")
-    wanted = {"model": AIMED, "backend": backend, "parallel": "ddp", "ranks": 2}
+    wanted = {"model": AIMED, "backend": OURS, "parallel": "ddp", "ranks": 2}
     rows = rows[(rows[list(wanted)] == list(wanted.values())).all(axis=1)]
     if not len(rows):
         raise NotMeasured("not measured in this run")
@@ -224,7 +223,7 @@ def two_ranks_pay(df: pandas.DataFrame, backend: str):
 
 
 @_aim(f"with all observers on a step takes at most {WATCHED} of one with none")
-def watching_costs_little(df: pandas.DataFrame, backend: str):
+def watching_costs_little(df: pandas.DataFrame):
     """All observers on, beside the same steps with none; of any backend."""
     _needs_an_h200(df)
     rows = table.over_tokens(df, "observing", variant=None)
@@ -237,7 +236,7 @@ def watching_costs_little(df: pandas.DataFrame, backend: str):
 
 
 @_aim(f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's")
-def learns_as_the_twin(df: pandas.DataFrame, backend: str):
+def learns_as_the_twin(df: pandas.DataFrame):
     """The last tenth of the curves; fewer steps than 500 do not tell. NSA's are all its backends'
     together: what they compute is the same, so each is a sample more."""
     rows = table.labelled(df)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from throughput_entries import measured
 
 from nsa.experiments.correctness import lesson_rows
 from nsa.experiments.throughput import child, step_profile, trials
@@ -136,7 +135,6 @@ def test_a_trial_measures_steps_that_nobody_watches(found):
     assert found["paths"]["slc"] == ["gather-chunks"]
     assert len(found["host_mib"]) == CELL.steps and found["device_mib"] == []
     json.dumps(found)
-    assert set(measured()) <= set(found), "what the stand-in of other tests returns"
 
 
 def test_a_backend_that_does_not_take_the_model_says_why():
