@@ -17,6 +17,7 @@ from nsa.spelling import nearest, pair
 
 ENTRY = "nsa.experiments.throughput.child:measure_rank"
 CURVE_ENTRY = "nsa.experiments.throughput.child:train"
+PROFILE_ENTRY = "nsa.experiments.throughput.child:profile_cell"
 DENSE = "dense"
 DATA_SEED = 1337
 LEAST_WARMUP = 3  # steps 0 to 2: kernels are compiled, optimizer state is made, buckets are rebuilt
@@ -289,3 +290,8 @@ def _curve_row(cell: TrainCell, curves: dict[int, Outcome]) -> dict:
     row["seconds"] = sum(curve.seconds for curve in curves.values())
     row["losses"] = {seed: one["losses"] for seed, one in found.items() if one.get("losses")}
     return row
+
+
+def profile_step(cell: TrainCell, *, threads: int | None = None, **options: Any) -> Outcome:
+    """How `child.profile_cell` ended in a process of its own; options: deadline_s, folder."""
+    return run_child(PROFILE_ENTRY, {"cell": cell.to_dict(), "threads": threads}, **options)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nsa.experiments.correctness import lesson_rows
-from nsa.experiments.throughput import child, step_profile, trials
+from nsa.experiments.throughput import child, trials
 from nsa.experiments.throughput.table import growth, windows
 from nsa.experiments.throughput.trials import TrainCell, curve_grid, throughput_grid
 from nsa.lab import sweep
@@ -305,16 +305,16 @@ def test_windows_keep_the_mean_and_say_where_they_stand():
 
 def test_gaps_are_where_no_stream_works():
     spans = [(1.0, 3.0), (2.0, 2.5), (5.0, 6.0), (6.0, 7.0), (10.0, 11.0)]
-    assert step_profile.gaps(reversed(spans)) == {
+    assert child.gaps(reversed(spans)) == {
         "step_ms": 10.0, "busy_ms": 5.0, "idle_ms": 5.0, "gaps": 2, "longest_gap_ms": 3.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match="no kernel ran"):
-        step_profile.gaps([])
+        child.gaps([])
 
 
 def test_the_most_expensive_kernels_come_first_and_the_rest_together():
     spans = {"a": [(0, 1)], "b": [(1, 4), (5, 6)], "c": [(7, 9)], "d": [(9, 10)]}
-    rows = step_profile.top(spans, count=2)
+    rows = child.top(spans, count=2)
     told = [(row["name"], row["ms"], row["calls"]) for row in rows]
     assert told == [("b", 4, 2), ("c", 2, 1), ("2 others", 2, 2)]
     assert sum(row["share"] for row in rows) == 1
@@ -332,14 +332,14 @@ def test_kernels_of_torch_go_by_the_operator_that_launched_them():
         SimpleNamespace(name="on the device"),
     ]
     kernels = {"nvjet": [(0.0, 4.0)], "ours": [(4.0, 6.5)]}
-    found = step_profile.by_operator(events, kernels)
+    found = child.by_operator(events, kernels)
     assert found["aten::mm"] == [(0.0, 3.0), (0.0, 1.0)]
     assert set(found) == {"aten::mm", "_selected_forward", "_unions"}
-    assert step_profile.by_operator(events[:1], kernels) is kernels  # most is not linked
+    assert child.by_operator(events[:1], kernels) is kernels  # most is not linked
 
 
 def test_a_step_is_profiled_on_a_cpu():
-    found = step_profile.profile_cell(spec(CELL))
+    found = child.profile_cell(spec(CELL))
     assert any("mm" in row["name"] for row in found["kernels"])
     assert 0 < found["busy_ms"] <= 1.05 * found["step_ms"]
     assert found["launches"] is None and found["syncs"] is None
@@ -427,7 +427,7 @@ def test_a_kernel_that_is_compiled_late_is_counted():
 
 @pytest.mark.gpu
 def test_a_gpu_step_is_profiled_kernel_by_kernel():
-    found = step_profile.profile_cell(spec(GPU))
+    found = child.profile_cell(spec(GPU))
     assert found["launches"] > 50 and found["syncs"] == 0
     assert found["busy_ms"] + found["idle_ms"] == pytest.approx(found["step_ms"])
     assert {"aten::mm", "_selected_forward"} <= {row["name"] for row in found["kernels"]}
