@@ -243,7 +243,7 @@ def test_tables_show_values_and_failures_by_name():
 
 
 def test_variants_stand_beside_the_plain_cell_of_the_same_backend():
-    two = row(variant="batch=32 ranks=2 parallel=ddp")
+    two = row(variant=TWO)
     changed = row(variant="checkpoint=all", step_ms=125.0, peak_mib=4500.0)
     df = frame(row(), row("dense"), two, changed)
     found = table.variants(df).droplevel(["model", "backend", "T"])
@@ -271,7 +271,7 @@ def test_cpu_times_are_labelled():
 
 
 def test_figures_are_drawn_with_failures_in_them():
-    two = row(variant="batch=32 ranks=2 parallel=ddp", step_ms=105.0, communication_ms=5.0)
+    two = row(variant=TWO, step_ms=105.0, communication_ms=5.0)
     cells = [row(), row("dense"), row("masked", outcome="oom"), two, row(tokens=4096)]
     df = frame(*cells, curves=[curve(), curve("gather"), curve("dense", offset=0.1)])
     figure = plots.speed(df, note="H200")
