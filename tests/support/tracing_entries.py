@@ -3,29 +3,31 @@
 import os
 import time
 
-from nsa.experiments.tracing import child as tracing_child
+from nsa.experiments.tracing import child
 
-plain = tracing_child.trace_one
+
+def run_but(spec, rank, instead):
+    plain = child.trace_one
+
+    def trace_one(setup, trial, here, place=None):
+        if trial.name == "ddp" and here.rank == rank:
+            instead()
+        return plain(setup, trial, here, place)
+
+    child.trace_one = trace_one
+    return child.run(spec)
+
+
+def planted_mistake():
+    raise ValueError("the planted mistake")
 
 
 def raise_on_rank_1(spec):
-    def trace_one(setup, trial, here, place=None):
-        if trial.name == "ddp" and here.rank == 1:
-            raise ValueError("the planted mistake")
-        return plain(setup, trial, here, place)
-
-    tracing_child.trace_one = trace_one
-    return tracing_child.run(spec)
+    return run_but(spec, 1, planted_mistake)
 
 
 def stay_away_on_rank_0(spec):
-    def trace_one(setup, trial, here, place=None):
-        if trial.name == "ddp" and here.rank == 0:
-            time.sleep(300)
-        return plain(setup, trial, here, place)
-
-    tracing_child.trace_one = trace_one
-    return tracing_child.run(spec)
+    return run_but(spec, 0, lambda: time.sleep(300))
 
 
 def never_begin(spec):

@@ -45,19 +45,13 @@ def _add(found, trial, rank, names, total, first_loss):
     for step in range(1, STEPS + 1):
         order = 0
         for name in reversed(names):
-            missing = name in none or (name in spoilt and state == "missing")
-            found.arrivals.append(
-                {
-                    **who,
-                    "step": step,
-                    "parameter": name,
-                    "state": state if name in spoilt else "missing" if missing else "arrived",
-                    "expected": "missing" if name in none else "arrived",
-                    "order": None if missing else order,
-                    "ms": None if missing else order / 10,
-                }
-            )
-            order += not missing
+            arrives = not (name in none or (name in spoilt and state == "missing"))
+            row = {"step": step, "parameter": name}
+            row["state"] = state if name in spoilt else "arrived" if arrives else "missing"
+            row["expected"] = "missing" if name in none else "arrived"
+            row |= {"order": order, "ms": order / 10} if arrives else {"order": None, "ms": None}
+            found.arrivals.append(who | row)
+            order += arrives
         for order, module in enumerate(("head", "blocks.1", "blocks.0", "embed")):
             row = {"step": step, "module": module, "order": order, "ms": float(order)}
             found.modules.append(who | row)

@@ -1,37 +1,54 @@
-"""The inside of a throughput trial: warm up, time steps that nobody watches, then watch some."""
+"""What runs in a child process: steps that nobody watches and then steps that are watched, a curve
+of losses, or one step under torch.profiler."""
 
 import contextlib
+import io
+import os
+import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
 
 from nsa.attention import witness
 from nsa.attention.registry import Declined
-from nsa.experiments.throughput.cell import Measured, TrainCell
-from nsa.experiments.throughput.overheads import communication_ms, observing
+from nsa.experiments.throughput.trials import Measured, TrainCell
 from nsa.lab.measure import limits
-from nsa.lab.measure.counting import Compilations, count_syncs
-from nsa.lab.measure.limits import nominal_tflops
-from nsa.lab.measure.recorders import MIB, MemorySamples, recorder_for
-from nsa.lab.measure.timing import wait
+from nsa.lab.measure.counting import WAITS, Compilations, count_syncs
+from nsa.lab.measure.recorders import MIB, MemorySamples, profiled, recorder_for
+from nsa.lab.measure.timing import interleaved, wait
+from nsa.lab.observers.arrival import GradientArrival
+from nsa.lab.observers.attention_stats import AttentionStats
+from nsa.lab.observers.beat import Heartbeat
+from nsa.lab.observers.deferred import SAMPLED
+from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
+from nsa.lab.observers.writers import CsvWriter
 from nsa.model.llama import parameter_count
+from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer, warmup_steps
 
 WATCHED = 5  # steps that are timed by phase
 CAPTURED = 2  # steps: the graph's capture and its first replay
+ROUNDS, TURN = 3, 5  # of communication; steps of a turn
+STEP = "nsa training step"  # its mark in a profile
+TOP, LETTERS = 20, 80  # names that a profile tells, and how much of each
+LAUNCHES = ("LaunchKernel", "GraphLaunch")  # parts of CUDA's own names, runtime's and driver's
+
+Spans = dict[str, list[tuple[float, float]]]  # of each name (start, end) in ms
 
 
 def measure_rank(spec: dict) -> dict:
-    """`Measured` by one rank: {"cell": TrainCell.to_dict(), "threads": int or None}.
-
-    Where the backend does not take the model, it is {"declined": why}.
-    """
+    """`Measured` by one rank: {"cell": TrainCell.to_dict(), "threads": int or None}. Where the
+    backend does not take the model, it is {"declined": why}."""
     cell = TrainCell.from_dict(spec["cell"])
     with cell.opened(spec.get("threads")) as trainer, _noted(trainer):
         try:
@@ -39,8 +56,7 @@ def measure_rank(spec: dict) -> dict:
                 losses = [float(trainer.step(0))]
         except Declined as refusal:
             return {"declined": str(refusal)}
-        warmup = warmup_of(trainer, cell)
-        losses += [float(trainer.step(step)) for step in range(1, warmup)]
+        losses += [float(trainer.step(step)) for step in range(1, warmup_of(trainer, cell))]
         found = _timed(trainer, cell.steps)
         found["losses"] = losses + found["losses"]
         found["phase_ms"] = _by_phase(trainer)
@@ -49,10 +65,70 @@ def measure_rank(spec: dict) -> dict:
         else:
             found["peak_mib"] = _cpu_peak(trainer)
         if cell.observe:
-            found |= observing(trainer)
+            found |= _observing(trainer)
         if cell.parallel == "ddp" and not cell.cuda_graph:
             found["communication_ms"] = communication_ms(trainer)
-        return asdict(Measured(**found, **_facts(trainer, cell), paths=_paths(seen)))
+        paths = {branch: sorted(served) for branch, served in seen.record()["paths"].items()}
+        return asdict(Measured(**found, **_facts(trainer, cell), paths=paths))
+
+
+def train(spec: dict) -> dict:
+    """{"losses", "device_mib", "host_mib"} of one seed, each a list with a number a step, or
+    {"declined": why}; of {"cell": TrainCell.to_dict(), "seed": int, "threads": int or None}."""
+    cell = TrainCell.from_dict(spec["cell"])
+    warmup = min(10, max(1, cell.steps // 10))
+    changes = {"steps": cell.steps, "schedule": "cosine", "warmup_steps": warmup}
+    with cell.opened(spec.get("threads"), seed=spec["seed"], **changes) as trainer:
+        memory = MemorySamples(trainer.device)
+        trainer.observers = (memory,)
+        try:
+            losses = trainer.run(cell.steps)
+        except Declined as refusal:
+            return {"declined": str(refusal)}
+    return {"losses": losses, "device_mib": memory.device_mib, "host_mib": memory.host_mib}
+
+
+def profile_cell(spec: dict) -> dict[str, Any]:
+    """The step after the warm-up: {"cell": TrainCell.to_dict(), "threads": int or None}.
+
+    `kernels`: the most expensive, {name, ms, share, calls}; on a GPU the device's own times, of
+    torch's kernels by the operator that launched them, on a CPU each operator's own without those
+    it calls. `step_ms` from the first kernel's start to the last one's end, `busy_ms` while at
+    least one ran, `idle_ms` the gaps between them, `gaps` how many, `longest_gap_ms`; `launches`
+    and `syncs` counted while the step was issued. On a CPU, where nothing is launched, the last
+    five are None.
+    """
+    cell = TrainCell.from_dict(spec["cell"])
+    with cell.opened(spec.get("threads")) as trainer:
+        for step in range(warmup_of(trainer, cell)):
+            trainer.step(step)
+        device = trainer.device
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] * (device.type == "cuda")
+        wait(device)
+        with profiled(activities) as seen:
+            with record_function(STEP):
+                trainer.step(trainer.steps_done)
+            wait(device)
+        events = list(seen.events())
+    whole = next(e for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
+    events = [event for event in events if event.name != STEP]
+    if device.type == "cuda":
+        kernels, step = _device_work(events), whole.time_range
+        hosted = [(e.name, e.time_range) for e in events if e.device_type == DeviceType.CPU]
+        issued = [name for name, at in hosted if step.start <= at.start and at.end <= step.end]
+        return {
+            "kernels": top(by_operator(events, kernels)),
+            **gaps([span for spans in kernels.values() for span in spans]),
+            "launches": sum(any(part in name for part in LAUNCHES) for name in issued),
+            "syncs": sum(bool(WAITS.fullmatch(name)) for name in issued),
+        }
+    spans = defaultdict(list)
+    for event in events:
+        spans[event.name].append((0.0, event.self_cpu_time_total / 1e3))
+    step_ms = (whole.time_range.end - whole.time_range.start) / 1e3
+    unknown = dict.fromkeys(("idle_ms", "gaps", "longest_gap_ms", "launches", "syncs"))
+    return {"kernels": top(spans), "step_ms": step_ms, "busy_ms": _total(spans), **unknown}
 
 
 def warmup_of(trainer: Trainer, cell: TrainCell) -> int:
@@ -79,7 +155,7 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
             marks.append(_mark(device))
         wait(device)
         wall_s = time.perf_counter() - started
-    ms = [_between_ms(a, b) for a, b in pairwise(marks)]
+    ms = [(b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b) for a, b in pairwise(marks)]
     tokens = trainer.config.batch * trainer.config.tokens * steps
     waited, batches = trainer.data.waited_s - waited, trainer.data.batches - batches
     found = {
@@ -100,41 +176,6 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
     return found
 
 
-def _by_phase(trainer: Trainer) -> dict[str, float]:
-    times = PhaseTimes(trainer.device)
-    with observed(trainer, times):
-        for step in range(trainer.steps_done, trainer.steps_done + WATCHED):
-            trainer.step(step)
-    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
-
-
-def _cpu_peak(trainer: Trainer) -> float:
-    """What torch's allocator holds at most in one step, in MiB."""
-    recorder = recorder_for("cpu", dict)
-    with recorder, observed(trainer, recorder):
-        trainer.step(trainer.steps_done)
-    return recorder.record()["peak"] / MIB
-
-
-def _facts(trainer: Trainer, cell: TrainCell) -> dict[str, Any]:
-    device = trainer.device
-    low = cell.precision != "fp32"
-    ceilings = limits.measure_ceilings(device, torch.bfloat16 if low else torch.float32)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {
-        "parameters": parameter_count(trainer.model),
-        "matmul_tflops": ceilings.matmul_tflops,
-        "nominal_tflops": nominal_tflops(name) if low else float("nan"),
-        "device_name": name,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _paths(seen: witness.Witness) -> dict[str, list[str]]:
-    return {branch: sorted(served) for branch, served in seen.record()["paths"].items()}
-
-
 def _mark(device: torch.device):
     if device.type != "cuda":
         return time.perf_counter()
@@ -143,19 +184,99 @@ def _mark(device: torch.device):
     return event
 
 
-def _between_ms(start, end) -> float:
-    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+def _by_phase(trainer: Trainer) -> dict[str, float]:
+    times = PhaseTimes(trainer.device)
+    with _changed(trainer, "observers", (*trainer.observers, times)):
+        for step in range(trainer.steps_done, trainer.steps_done + WATCHED):
+            trainer.step(step)
+    return {row["phase"]: row["median_ms"] for row in times.table() if row["phase"] != BETWEEN}
+
+
+def _cpu_peak(trainer: Trainer) -> float:
+    """What torch's allocator holds at most in one step, in MiB."""
+    recorder = recorder_for("cpu", dict)
+    with recorder, _changed(trainer, "observers", (*trainer.observers, recorder)):
+        trainer.step(trainer.steps_done)
+    return recorder.record()["peak"] / MIB
+
+
+def _facts(trainer: Trainer, cell: TrainCell) -> dict[str, Any]:
+    device, low = trainer.device, cell.precision != "fp32"
+    ceilings = limits.measure_ceilings(device, torch.bfloat16 if low else torch.float32)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "parameters": parameter_count(trainer.model),
+        "matmul_tflops": ceilings.matmul_tflops,
+        "nominal_tflops": limits.nominal_tflops(name) if low else float("nan"),
+        "device_name": name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _observing(trainer: Trainer) -> dict[str, float]:
+    """{"watched_ms", "unwatched_ms", "watched_times"} of a step, with all observers and with none.
+
+    As in a long run, the heartbeat, times by phase and losses are of every step, gradients' arrival
+    and the modules' order of every tenth, and so, five times as often as there, the attention's
+    statistics.
+    """
+    # An observer that samples looks at one step of each turn.
+    found = interleaved(trainer, lambda: _all_observers(trainer), rounds=5, steps=SAMPLED)
+    watched = {"watched_ms": found.watched_ms, "watched_times": found.ratio}
+    return watched | {"unwatched_ms": found.plain_ms}
+
+
+def communication_ms(trainer: Trainer) -> float:
+    """ms that a step under DDP takes longer than one whose gradients stay on their rank. Both are
+    interleaved, see `interleaved`. Less than 0 where it is smaller than what else differs between
+    two turns. The ranks' weights differ afterwards; every rank must call it."""
+    found = interleaved(trainer, lambda: unsynced(trainer), rounds=ROUNDS, steps=TURN, wall=True)
+    return found.plain_ms * (1 - found.ratio)
+
+
+def unsynced(trainer: Trainer) -> contextlib.AbstractContextManager:
+    """The trainer's steps inside send no gradient."""
+    kept = {f.name: getattr(trainer.parallel, f.name) for f in fields(Parallel) if f.init}
+    return _changed(trainer, "parallel", _Unsynced(**kept))
+
+
+class _Unsynced(Parallel):
+    """None of its micro-batches is the last."""
+
+    def micro(self, wrapped, last: bool):
+        return super().micro(wrapped, False)
 
 
 @contextlib.contextmanager
-def observed(trainer: Trainer, observer: Any) -> Iterator[None]:
-    """Steps inside have this observer, too."""
-    before = trainer.observers
-    trainer.observers = (*before, observer)
+def _all_observers(trainer: Trainer) -> Iterator[None]:
+    rank = os.environ.get("RANK", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        writer = CsvWriter(Path(folder, f"losses-{rank}.csv"))
+        observers: tuple[Any, ...] = (
+            Heartbeat(io.StringIO(), file=Path(folder, f"beat-{rank}.jsonl")),
+            GradientArrival(trainer.model, every=SAMPLED),
+            ModuleOrder(trainer.model, every=SAMPLED),
+            AttentionStats(trainer.model, every=SAMPLED, writers=[writer]),
+            PhaseTimes(trainer.device),
+            writer,
+        )
+        with _changed(trainer, "observers", observers):
+            try:
+                yield
+            finally:
+                trainer.close()
+
+
+@contextlib.contextmanager
+def _changed(trainer: Trainer, name: str, value: Any) -> Iterator[None]:
+    """The steps inside are taken with another value of this attribute of the trainer."""
+    before = getattr(trainer, name)
+    setattr(trainer, name, value)
     try:
         yield
     finally:
-        trainer.observers = before
+        setattr(trainer, name, before)
 
 
 @contextlib.contextmanager
@@ -165,3 +286,60 @@ def _noted(trainer: Trainer) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"after {trainer.steps_done} steps")
         raise
+
+
+def top(spans: Spans, count: int = TOP) -> list[dict[str, Any]]:
+    """The names that took longest, by each one's (start, end) in ms; then a row for the rest."""
+    rows = [
+        {"name": name[:LETTERS], "ms": _total({name: found}), "calls": len(found)}
+        for name, found in spans.items()
+    ]
+    rows.sort(key=lambda row: -row["ms"])
+    if rest := rows[count:]:
+        both = {key: sum(row[key] for row in rest) for key in ("ms", "calls")}
+        rows = [*rows[:count], {"name": f"{len(rest)} others"} | both]
+    total = _total(spans)
+    return [row | {"share": row["ms"] / total if total else 0.0} for row in rows]
+
+
+def gaps(spans: Iterable[tuple[float, float]]) -> dict[str, float | int]:
+    """step_ms, busy_ms, idle_ms, gaps and longest_gap_ms of work given as (start, end) in ms. Work
+    that overlaps, as on several streams, is busy once. ValueError where there is none."""
+    ordered = sorted(spans)
+    if not ordered:
+        raise ValueError("no kernel ran on the device during the step")
+    first, reached = ordered[0]
+    idle = []
+    for start, end in ordered[1:]:
+        if start > reached:
+            idle.append(start - reached)
+        reached = max(reached, end)
+    step_ms, idle_ms = reached - first, sum(idle)
+    found = {"step_ms": step_ms, "busy_ms": step_ms - idle_ms, "idle_ms": idle_ms}
+    return found | {"gaps": len(idle), "longest_gap_ms": max(idle, default=0.0)}
+
+
+def _device_work(events: Iterable) -> Spans:
+    """{kernel, copy or fill: its (start, end) in ms}; annotations mirrored there are no work."""
+    spans = defaultdict(list)
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            span = event.time_range
+            spans[event.name].append((span.start / 1e3, span.end / 1e3))
+    return spans
+
+
+def by_operator(events: Iterable, kernels: Spans) -> Spans:
+    """The device's work, that of torch's operators under their names: aten::mm rather than one of
+    many matrix products, or of templates whose names tell nothing. `kernels` as they are where the
+    profiler linked less than nine tenths of them to an operator, as in a CUDA graph."""
+    spans = defaultdict(list)
+    for event in events:
+        for kernel in getattr(event, "kernels", ()):
+            name = event.name if event.name.startswith("aten::") else kernel.name
+            spans[name].append((0.0, kernel.duration / 1e3))
+    return spans if _total(spans) >= 0.9 * _total(kernels) else kernels
+
+
+def _total(spans: Spans) -> float:
+    return sum(end - start for found in spans.values() for start, end in found)

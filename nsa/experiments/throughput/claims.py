@@ -1,7 +1,6 @@
 """The sentences of the throughput notebook, each decided by rows and never by hand.
 
-`all_claims` must hold in any run. `aims` are what training is meant to reach: the 12-layer
-production model in bf16 on an H200.
+Aims are what the 12-layer production model in bf16 is meant to reach on an H200.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ FLAT_STEPS = 100  # fewer tell growth from the first steps' settling badly
 FLAT_SHARE = 0.01
 POOLED = 0.1  # of a curve's steps, around the one whose seeds' spread is asked for
 
-AIMED = "production, 12 layers, bf16"
+AIMED, OURS = "production, 12 layers, bf16", "triton"
 TOKENS_S = 250_000
 TOKENS = 2048
 TWIN_STEP = 1.25
@@ -32,8 +31,7 @@ LOSS_SHARE = 0.02
 def all_claims(
     df: pandas.DataFrame, rows: Sequence[dict], lessons: Sequence[dict] = ()
 ) -> list[Claim]:
-    """What must hold in any run. `rows` are those of throughput trials, `lessons` those of
-    correctness.lesson_rows.learn_all; without any there is no sentence about them."""
+    """What must hold in any run, with the rows of its trials and of correctness.lesson_rows."""
     return [
         nothing_broke(df),
         the_meter_is_right(df),
@@ -46,16 +44,10 @@ def all_claims(
     ]
 
 
-def aims(df: pandas.DataFrame, backend: str = "triton") -> list[Claim]:
+def aims(df: pandas.DataFrame) -> list[Claim]:
     """Each aim with what was measured; INCONCLUSIVE where this run cannot tell."""
-    return [
-        is_fast(df, backend),
-        is_near_the_twin(df, backend),
-        beats_the_twin_when_long(df, backend),
-        two_ranks_pay(df, backend),
-        watching_costs_little(df),
-        learns_as_the_twin(df),
-    ]
+    of_speed = (is_fast, is_near_the_twin, beats_the_twin_when_long, two_ranks_pay)
+    return [aim(df) for aim in (*of_speed, watching_costs_little, learns_as_the_twin)]
 
 
 def nothing_broke(df: pandas.DataFrame) -> Claim:
@@ -107,7 +99,7 @@ def no_step_waits_for_the_device(df: pandas.DataFrame) -> Claim:
 def memory_is_flat(df: pandas.DataFrame) -> Claim:
     """Unless the slope's 95 % interval is above 0 and all steps together add more than 1 %."""
     sentence = f"memory, the device's and the host's, grows by at most {FLAT_SHARE:.0%} in a run"
-    found, grown = {}, {}
+    found, grown = {}, []
     keys = ["mode", "model", "backend", "variant"]
     highest = table.memory_over_steps(df).groupby(keys)["median"].max()
     for mode in ("device", "host"):
@@ -115,33 +107,30 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
             if row.steps < FLAT_STEPS or not np.isfinite(row.median):
                 continue
             level = highest[mode, row.model, row.backend, row.variant]
-            share = round(float(row.median * row.steps / level), 5)
-            found[f"{_cell(row)}, {mode}"] = share
-            if row.q20 > 0 and row.median * row.steps / level > FLAT_SHARE:
-                grown[f"{_cell(row)}, {mode}"] = share
+            share, name = float(row.median * row.steps / level), f"{_cell(row)}, {mode}"
+            found[name] = round(share, 5)
+            grown += [name] * (row.q20 > 0 and share > FLAT_SHARE)
     if not found:
-        why = f"no cell of at least {FLAT_STEPS} steps"
-        return Claim.undecided(sentence, why)
+        return Claim.undecided(sentence, f"no cell of at least {FLAT_STEPS} steps")
     if grown:
-        return Claim(f"{sentence}; it grew in {', '.join(grown)}", "FAIL", grown)
+        told = {name: found[name] for name in grown}
+        return Claim(f"{sentence}; it grew in {', '.join(grown)}", "FAIL", told)
     worst = max(found.values())
     return Claim(f"{sentence}: {worst:.2%} at most, {len(found)} series", "PASS", found)
 
 
 def backends_learn_alike(df: pandas.DataFrame) -> Claim:
-    """Backends on the same batches from the same weights, against what other weights change.
-
-    Two seeds' curves cross, and where they do they would have no spread. So a step's spread is the
-    root mean square over the tenth of the run around it.
-    """
+    """Backends on the same batches from the same weights, against what other weights change. Two
+    seeds' curves cross, and where they do they would have no spread. So a step's spread is the root
+    mean square over the tenth of the run around it."""
     losses = table.losses(df)
     curves = {n: losses.loc[n] for n in losses.index.unique("backend") if not n.startswith("dense")}
-    who = ", ".join(curves)
-    sentence = f"the loss curves of {who or 'NSA backends'} lie within their seeds' spread"
+    sentence = (
+        f"the loss curves of {', '.join(curves) or 'NSA backends'} lie within their seeds' spread"
+    )
     seeds = {name: len(mine) for name, mine in curves.items()}
     if len(curves) < 2 or min(seeds.values()) < 2:
-        why = "two backends with two seeds each are needed"
-        return Claim.undecided(sentence, why, seeds)
+        return Claim.undecided(sentence, "two backends with two seeds each are needed", seeds)
     broken = [name for name, mine in curves.items() if not np.isfinite(mine.to_numpy()).all()]
     if broken:
         return Claim(f"{sentence}; not finite: {', '.join(broken)}", "FAIL", broken)
@@ -177,68 +166,64 @@ class NotMeasured(LookupError):
 
 
 def _aim(sentence: str):
-    """A claim out of a function that returns (what was found, whether it is enough, evidence), or
+    """Makes a claim of a function that returns (what was found, whether it is enough, evidence), or
     raises NotMeasured: the claim is INCONCLUSIVE then."""
 
-    def wrap(measured: Callable[[pandas.DataFrame, str], tuple[str, bool, dict]]):
+    def wrap(measured: Callable[[pandas.DataFrame], tuple[str, bool, dict]]):
         @wraps(measured)
-        def claim(df: pandas.DataFrame, backend: str = "triton") -> Claim:
-            said = sentence.format(backend=backend)
+        def claim(df: pandas.DataFrame) -> Claim:
             try:
-                found, enough, evidence = measured(df, backend)
+                found, enough, evidence = measured(df)
             except NotMeasured as why:
-                return Claim.undecided(said, str(why))
-            return Claim(f"{said}: {found}", verdict_of(bool(enough)), evidence)
+                return Claim.undecided(sentence, str(why))
+            return Claim(f"{sentence}: {found}", verdict_of(enough), evidence)
 
         return claim
 
     return wrap
 
 
-@_aim(f"{{backend}} trains at least {TOKENS_S:,} tokens/s at T {TOKENS}")
-def is_fast(df: pandas.DataFrame, backend: str):
-    """One GPU at T 2048."""
-    speed = _at(_aimed(df, "tokens_per_second", backend))
+@_aim(f"{OURS} trains at least {TOKENS_S:,} tokens/s at T {TOKENS}")
+def is_fast(df: pandas.DataFrame):
+    speed = _at(_aimed(df, "tokens_per_second", OURS))
     return f"{speed:,.0f}", speed >= TOKENS_S, {"tokens/s": speed}
 
 
-@_aim(f"{{backend}}'s step at T {TOKENS} takes at most {TWIN_STEP} of the dense twin's")
-def is_near_the_twin(df: pandas.DataFrame, backend: str):
-    """The same batch at T 2048."""
-    ms = {name: _at(_aimed(df, "step_time", name)) for name in (backend, "dense")}
-    ratio = ms[backend] / ms["dense"]
+@_aim(f"{OURS}'s step at T {TOKENS} takes at most {TWIN_STEP} of the dense twin's")
+def is_near_the_twin(df: pandas.DataFrame):
+    ms = {name: _at(_aimed(df, "step_time", name)) for name in (OURS, "dense")}
+    ratio = ms[OURS] / ms["dense"]
     return f"{ratio:.3f}", ratio <= TWIN_STEP, ms
 
 
-@_aim(f"{{backend}} trains faster than the dense twin from T {LONG} on")
-def beats_the_twin_when_long(df: pandas.DataFrame, backend: str):
+@_aim(f"{OURS} trains faster than the dense twin from T {LONG} on")
+def beats_the_twin_when_long(df: pandas.DataFrame):
     """At every T from 16k on that both were measured at."""
-    ours, dense = (_aimed(df, "tokens_per_second", name) for name in (backend, "dense"))
+    ours, dense = (_aimed(df, "tokens_per_second", name) for name in (OURS, "dense"))
     ratio = (ours / dense).dropna().loc[lambda line: line.index >= LONG]
     if not len(ratio):
         raise NotMeasured("no such T was measured with both")
     found = {f"T {t}": round(float(r), 3) for t, r in ratio.items()}
-    text = f"{ratio.min():.2f} times at least, at T {ratio.idxmin()}"
-    return text, ratio.min() > 1, found
+    return f"{ratio.min():.2f} times at least, at T {ratio.idxmin()}", ratio.min() > 1, found
 
 
 @_aim(f"two GPUs train at least {TWO_RANKS} times the tokens/s of one, with DDP")
-def two_ranks_pay(df: pandas.DataFrame, backend: str):
+def two_ranks_pay(df: pandas.DataFrame):
     """DDP with twice the batch, however else it was run."""
     _needs_an_h200(df)
     rows = table.scaling(df).reset_index().dropna(subset="times one rank")
-    wanted = {"model": AIMED, "backend": backend, "parallel": "ddp", "ranks": 2}
+    wanted = {"model": AIMED, "backend": OURS, "parallel": "ddp", "ranks": 2}
     rows = rows[(rows[list(wanted)] == list(wanted.values())).all(axis=1)]
     if not len(rows):
         raise NotMeasured("not measured in this run")
-    times = rows["times one rank"]
-    where = [f"T {t} {how}".strip() for t, how in zip(rows["T"], rows["how"], strict=True)]
-    found = {name: round(float(x), 3) for name, x in zip(where, times, strict=True)}
-    return f"{times.min():.3f}", times.min() >= TWO_RANKS, found
+    columns = rows["T"], rows["how"], rows["times one rank"]
+    times = {f"T {t} {how}".strip(): float(x) for t, how, x in zip(*columns, strict=True)}
+    least = min(times.values())
+    return f"{least:.3f}", least >= TWO_RANKS, {name: round(x, 3) for name, x in times.items()}
 
 
 @_aim(f"with all observers on a step takes at most {WATCHED} of one with none")
-def watching_costs_little(df: pandas.DataFrame, backend: str):
+def watching_costs_little(df: pandas.DataFrame):
     """All observers on, beside the same steps with none; of any backend."""
     _needs_an_h200(df)
     rows = table.over_tokens(df, "observing", variant=None)
@@ -251,11 +236,9 @@ def watching_costs_little(df: pandas.DataFrame, backend: str):
 
 
 @_aim(f"after {LOSS_STEPS} steps NSA's loss is within {LOSS_SHARE:.0%} of the twin's")
-def learns_as_the_twin(df: pandas.DataFrame, backend: str):
-    """The last tenth of the curves; fewer steps than 500 do not tell.
-
-    NSA's are all its backends' together: what they compute is the same, so each is a sample more.
-    """
+def learns_as_the_twin(df: pandas.DataFrame):
+    """The last tenth of the curves; fewer steps than 500 do not tell. NSA's are all its backends'
+    together: what they compute is the same, so each is a sample more."""
     rows = table.labelled(df)
     rows = rows[(rows["metric"] == "loss") & rows["median"].notna()]
     if not len(rows) or rows["steps"].min() < LOSS_STEPS:
@@ -285,7 +268,7 @@ def _at(line: pandas.Series) -> float:
 
 
 def _needs_an_h200(df: pandas.DataFrame) -> None:
-    if not len(df) or df["gpu"].isin(["", "cpu"]).any():
+    if not len(df) or table.on_cpu(df):
         raise NotMeasured("a CPU's times say nothing about a GPU")
     gpu = df["gpu"].iloc[0]
     if "H200" not in gpu:

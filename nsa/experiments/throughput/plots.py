@@ -21,41 +21,35 @@ def speed(df, *, note: str = "", reported: bool = True):
     reported them, grey crosses (`reported`), which lie decades below. Failures are crosses at the
     foot. `note` stands in a corner. ValueError without rows.
     """
-    rows = _needed(table.over_tokens(df, "tokens_per_second"), "tokens_per_second")
-    models = [(*model, beside) for model in rows.groupby("model", sort=False)
+    models = [(*model, beside) for model in _by_model(df, "tokens_per_second")
               for beside in (False, True)[: 1 + reported]]  # fmt: skip
     with looks.style():
         fig, panels = looks.panels(len(models), 3.6)
         for axes, (model, frame, beside) in zip(panels, models, strict=True):
-            _lines(axes, frame, bands=not _on_cpu(df))
-            tokens = list(frame["x_value"])
+            _lines(axes, frame, bands=not table.on_cpu(df))
+            tokens = _reported(axes) if beside else []
+            axes.set(ylabel="tokens / s")
+            looks.log_axis(axes.yaxis)
+            _failures(axes, frame, tokens)
             if beside:
-                tokens += _reported(axes)
                 looks.title(axes, "Beside the case study", note)
             else:
                 looks.title(axes, f"Training speed: {model}", "" if reported else note)
-            axes.set(xlabel="T (tokens)", ylabel="tokens / s")
-            axes.set_xscale("log", base=2)
-            looks.log_axis(axes.yaxis)
-            _failures(axes, frame)
-            looks.plain_ticks(axes, tokens)
         looks.legend(fig, panels)
     return fig
 
 
 def memory(df, *, note: str = ""):
     """Peak memory of a step against T, a panel a model."""
-    rows = _needed(table.over_tokens(df, "peak_memory"), "peak_memory")
+    models = _by_model(df, "peak_memory")
     with looks.style():
-        fig, panels = looks.panels(rows["model"].nunique(), 2.7)
-        for axes, (model, frame) in zip(panels, rows.groupby("model", sort=False), strict=True):
+        fig, panels = looks.panels(len(models), 2.7)
+        for axes, (model, frame) in zip(panels, models, strict=True):
             _lines(axes, frame, bands=False)
             looks.title(axes, f"Peak memory: {model}", note)
-            axes.set(xlabel="T (tokens)", ylabel="peak of a step (MiB)")
+            axes.set(ylabel="peak of a step (MiB)")
             looks.from_zero(axes)
-            axes.set_xscale("log", base=2)
             _failures(axes, frame)
-            looks.plain_ticks(axes, frame["x_value"])
         looks.legend(fig, panels)
     return fig
 
@@ -112,8 +106,9 @@ def scaling(df, *, note: str = ""):
         top = 1.08 * max(most, found["times one rank"].max())
         axes.set(xlabel="ranks", ylabel="tokens / s, times one rank", ylim=(0, top))
         axes.set_xticks(range(1, most + 1))
-        looks.title(axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks",
-                    note)  # fmt: skip
+        looks.title(
+            axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks", note
+        )
         looks.legend(fig, [axes])
     return fig
 
@@ -126,33 +121,28 @@ def losses(df):
         return None
     names = list(dict.fromkeys(found.index.get_level_values("backend")))
     nsa = [name for name in names if not name.startswith("dense")] or names
-    middle = found.loc[nsa].mean()
+    left = (0.0, "Loss, mean over seeds", "loss")
+    right = (found.loc[nsa].mean(), "Distance from the mean of NSA", "loss less the mean")
     with looks.style():
         fig, panels = looks.panels(2, 3.0)
-        for name in names:
-            lines, every = found.loc[name], max(1, found.shape[1] // 10)
-            style = _style(name) | {"markevery": every}
-            for axes, base in ((panels[0], 0.0), (panels[1], middle)):
-                axes.plot(found.columns, lines.mean() - base, **style)
+        for axes, (base, title, what) in zip(panels, (left, right), strict=True):
+            for name in names:
+                lines = found.loc[name] - base
+                style = _style(name) | {"markevery": max(1, found.shape[1] // 10)}
+                axes.plot(found.columns, lines.mean(), **style)
                 axes.fill_between(
-                    found.columns, lines.min() - base, lines.max() - base, color=style["color"],
-                    alpha=0.18, lw=0,
-                )  # fmt: skip
-        panels[0].set(xlabel="step", ylabel="loss (nats a byte)")
-        panels[1].set(xlabel="step", ylabel="loss less the mean (nats a byte)")
-        for axes in panels:
+                    found.columns, lines.min(), lines.max(), color=style["color"], alpha=0.18, lw=0
+                )
+            axes.set(xlabel="step", ylabel=f"{what} (nats a byte)")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        looks.title(panels[0], "Loss, mean over seeds")
-        looks.title(panels[1], "Distance from the mean of NSA")
+            looks.title(axes, title)
         looks.legend(fig, panels)
     return fig
 
 
 def memory_over_steps(df):
-    """Memory after each step less that after the first, device and host, a line a cell.
-
-    Cells of fewer than ten steps are left out, unless there are no others.
-    """
+    """Memory after each step less that after the first, device and host, a line a cell. Cells of
+    fewer than ten steps are left out, unless there are no others."""
     if (rows := table.memory_over_steps(df)).empty:
         return None
     modes = [mode for mode in ("device", "host") if (rows["mode"] == mode).any()]
@@ -208,7 +198,16 @@ def _style(backend: str) -> dict:
     return {"color": colour, "marker": marker, "ls": "-", "label": backend}
 
 
+def _by_model(df, metric: str) -> list[tuple]:
+    """(model, its rows of the metric over T); ValueError without any."""
+    if not len(rows := table.over_tokens(df, metric)):
+        raise ValueError(f"no training rows of {metric}")
+    return list(rows.groupby("model", sort=False))
+
+
 def _lines(axes, frame, *, bands: bool) -> None:
+    axes.set(xlabel="T (tokens)")
+    axes.set_xscale("log", base=2)
     for backend, line in backends(frame):
         good = line[line["median"].notna()].sort_values("x_value")
         if not len(good):
@@ -218,6 +217,16 @@ def _lines(axes, frame, *, bands: bool) -> None:
         if bands:
             low, high = good["q20"].astype(float), good["q80"].astype(float)
             axes.fill_between(good["x_value"], low, high, color=style["color"], alpha=0.18, lw=0)
+
+
+def _failures(axes, frame, tokens=()) -> None:
+    """A cross at the foot for each cell that failed, its outcome beside it; ticks at each T."""
+    failed = frame[frame["median"].isna() & (frame["outcome"] != "not run")]  # for want of time
+    failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
+    looks.crosses(
+        axes, failing, frame["x_value"], top=False, colour=lambda name: _style(name)["color"]
+    )
+    looks.plain_ticks(axes, [*frame["x_value"], *tokens])
 
 
 def _reported(axes) -> list[int]:
@@ -232,22 +241,3 @@ def _reported(axes) -> list[int]:
     axes.axhspan(*case_study.TARGET_TOKENS_PER_S, color="#999999", alpha=0.15, lw=0, zorder=0,
                  label="its target")  # fmt: skip
     return list(tokens)
-
-
-def _failures(axes, frame) -> None:
-    """A cross at the foot for each cell that failed, its outcome beside it."""
-    failed = frame[frame["median"].isna() & (frame["outcome"] != "not run")]  # for want of time
-    failing = [(name, line["x_value"], line["outcome"]) for name, line in backends(failed)]
-    looks.crosses(
-        axes, failing, frame["x_value"], top=False, colour=lambda name: _style(name)["color"]
-    )
-
-
-def _on_cpu(df) -> bool:
-    return bool(df["gpu"].isin(["", "cpu"]).any())
-
-
-def _needed(rows, what: str):
-    if not len(rows):
-        raise ValueError(f"no training rows of {what}")
-    return rows

@@ -1,17 +1,14 @@
-"""What training cells measured: as rows of metrics.csv, and as tables made of those. Draws nothing.
-
-A row of a trial becomes rows in the long format (`rows_to_metrics`, `curves_to_metrics`); all other
-tables answer one question each about a table of these.
-"""
+"""What training cells measured, as rows of metrics.csv, and one table a question about those."""
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pandas
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.throughput.cell import LEAST_WARMUP, TrainCell
+from nsa.experiments.throughput.trials import LEAST_WARMUP, TrainCell
 from nsa.lab.measure.limits import StepFlops, step_flops
 from nsa.workbook import metrics
 from nsa.workbook.looks import by_tokens
@@ -23,6 +20,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "graph", "communication")
 POINTS = 50  # of a series over steps
 PLAIN = ""  # the variant of a cell that is not one
 POINT = ["model", "backend", "variant", "x_value"]
+_CELL = tuple(TrainCell.__dataclass_fields__)
 _ENDED = ("outcome", "message", "timing", "parameters", "device_name", "threads")
 _LABELS = {
     "variant": PLAIN, "outcome": "ok", "ranks": 1, "parallel": "none", "seed": 0, "message": "",
@@ -45,15 +43,12 @@ def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
 
 def curves_to_metrics(curves: Sequence[dict]) -> list[dict]:
     """Rows of "loss" over steps: the mean of each of at most 50 windows, a row a window and seed.
-
-    And "memory" and "memory_growth" as in `rows_to_metrics`.
-    """
+    And "memory" and "memory_growth" as in `rows_to_metrics`."""
     found = []
     for curve in curves:
         for seed, losses in curve["losses"].items():
-            config = _config(curve) | {"seed": int(seed)}
             for step, loss in windows(losses):
-                found.append(_row(curve, "step", "loss", "nats", loss, step=step, config=config))
+                found.append(_row(curve, "step", "loss", "nats", loss, step=step, seed=int(seed)))
         if not curve["losses"]:
             found.append(_row(curve, "step", "loss", "nats", math.nan, step=0))
         found += _memory(curve, skip=LEAST_WARMUP)  # the optimizer's state is made there
@@ -79,7 +74,7 @@ def growth(series: Sequence[float]) -> tuple[float, float, float]:
 
 def flops_of(row: dict) -> StepFlops:
     """The model FLOPs of one step of a row's cell."""
-    cell = _cell(row)
+    cell = TrainCell(**{name: row[name] for name in _CELL})
     return step_flops(cell.config(), cell.tokens, cell.batch)
 
 
@@ -108,11 +103,6 @@ def over_tokens(
 def at_points(df: pandas.DataFrame, metric: str, mode: str = "step") -> pandas.Series:
     """The values of one metric over T, of all variants, by POINT."""
     return over_tokens(df, metric, mode, None).set_index(POINT)["median"]
-
-
-def wide(df: pandas.DataFrame, metric: str, mode: str = "step") -> pandas.DataFrame:
-    """One row a model and backend, one column a T; NaN where it failed."""
-    return by_tokens(over_tokens(df, metric, mode), "median").astype(float)
 
 
 def speed(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -171,32 +161,25 @@ def variants(df: pandas.DataFrame) -> pandas.DataFrame:
 
 def scaling(df: pandas.DataFrame) -> pandas.DataFrame:
     """Tokens a second by ranks, in times of one rank of the same backend and T, run the same way.
-
-    `how` holds what else the variant changes: "compile" is held against one rank compiled.
-    """
+    `how` holds what else the variant changes: "compile" is held against one rank compiled."""
     rows = over_tokens(df, "tokens_per_second", variant=None)
     # without what ranks and the batch that they share change; older records have a colon
     how = rows["variant"].str.replace(r"\b(ranks|parallel|batch)[=:]\S+ ?", "", regex=True)
     rows = rows.assign(how=how.str.strip(), T=rows["x_value"])
-    waits, peaks = at_points(df, "phase_time", "communication"), at_points(df, "peak_memory")
-    found = []
-    many = rows[rows["parallel"] != "none"]
-    for key, group in many.groupby(["model", "backend", "how", "T"], sort=False):
-        alike = (rows[["model", "backend", "variant", "T"]] == list(key)).all(axis=1)
-        base = rows.loc[alike, "median"].iloc[0] if alike.any() else np.nan
-        for line in pandas.concat([rows[alike], group]).itertuples():
-            point = line.model, line.backend, line.variant, line.T
-            found.append({
-                "model": line.model, "backend": line.backend, "T": line.T, "how": line.how,
-                "parallel": line.parallel, "ranks": line.ranks,
-                "tokens/s": line.median, "times one rank": line.median / base,
-                "communication ms": waits.get(point, np.nan), "peak MiB a rank": peaks.get(point),
-                "outcome": line.outcome,
-            })  # fmt: skip
-    columns = ["tokens/s", "times one rank", "communication ms", "peak MiB a rank", "outcome"]
+    group = ["model", "backend", "how", "T"]
+    one, points = (pandas.MultiIndex.from_frame(rows[names]) for names in (group, POINT))
+    numbers = {
+        "tokens/s": rows["median"],
+        "times one rank": rows["median"] / rows.set_index(POINT)["median"].reindex(one).array,
+        "communication ms": at_points(df, "phase_time", "communication").reindex(points).array,
+        "peak MiB a rank": at_points(df, "peak_memory").reindex(points).array,
+    }
+    rows, many = rows.assign(**numbers), rows["parallel"] != "none"
+    shown = pandas.concat([rows[~many & (rows["variant"] == rows["how"])], rows[many]])
+    table = rows.loc[many, group].drop_duplicates().merge(shown, on=group)
     keys = ["model", "backend", "T", "how", "parallel", "ranks"]
-    table = pandas.DataFrame(found, columns=[*keys, *columns])
-    return named(table.drop_duplicates(keys).set_index(keys).round(3), df)
+    table = table.drop_duplicates(keys).set_index(keys)[[*numbers, "outcome"]]
+    return named(table.round(3), df)
 
 
 def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -205,7 +188,7 @@ def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
     Interpolated between measured T, straight in log-log; "below T" where it wins from the first T
     on, "beyond T" where it does not win up to the last. `dense / NSA` is at the longest T of both.
     """
-    cost = 1 / wide(df, "tokens_per_second")
+    cost = 1 / by_tokens(over_tokens(df, "tokens_per_second"), "median").astype(float)
     found = {}
     for model, backend in cost.index:
         if backend == "dense" or (model, "dense") not in cost.index:
@@ -264,19 +247,13 @@ def final_losses(df: pandas.DataFrame) -> pandas.DataFrame:
     return last.unstack("seed").loc[lambda t: list(dict.fromkeys(table.index.unique("backend")))]
 
 
-def work(rows: Sequence[dict]) -> dict[str, tuple[int, int]]:
-    """{cell: (operations with weights, operations of attention)} of a step, by shapes alone."""
-    found = {}
-    for row in rows:
-        flops = flops_of(row)
-        name = f"{row['name']} T {row['tokens']} batch {row['batch']}"
-        found[name] = flops.weights, flops.attention
-    return found
+def on_cpu(df: pandas.DataFrame) -> bool:
+    return bool(df["gpu"].isin(["", "cpu"]).any())
 
 
 def named(table: pandas.DataFrame, df: pandas.DataFrame) -> pandas.DataFrame:
     """With a warning over the columns where the times are a CPU's."""
-    if not len(df) or not df["gpu"].isin(["", "cpu"]).any():
+    if not on_cpu(df):
         return table
     name = f"{table.columns.name or ''} (a CPU: only ratios mean anything)".strip()
     return table.rename_axis(columns=name)
@@ -297,9 +274,7 @@ def _columns(df, wanted: dict[str, tuple[str, str]]) -> pandas.DataFrame:
 
 
 def _metrics(row: dict) -> Iterator[dict]:
-    def at(mode: str, metric: str, unit: str, *values: float) -> dict:
-        return _row(row, mode, metric, unit, *values)
-
+    at = partial(_row, row)
     times = [row[name] for name in ("step_ms", "step_ms_q20", "step_ms_q80")]
     per_step = 1e3 * row["batch"] * row["tokens"]
     low, high = per_step / times[2], per_step / times[1]
@@ -314,7 +289,7 @@ def _metrics(row: dict) -> Iterator[dict]:
         yield at("step", "observing", "1", row["watched_times"])
     yield at("step", "peak_memory", "MiB", row["peak_mib"])
     yield at("step", "recompilations", "1", row["recompilations"])
-    yield at("step", "syncs", "1", math.nan if row["syncs"] is None else row["syncs"])
+    yield at("step", "syncs", "1", row["syncs"])
     yield at("step", "loader_wait", "ms", row["loader_wait_ms"])
     if row["outcome"] != "ok":
         return
@@ -327,57 +302,38 @@ def _metrics(row: dict) -> Iterator[dict]:
 
 def _memory(row: dict, skip: int = 0) -> Iterator[dict]:
     for mode in ("device", "host"):
-        series = row[f"{mode}_mib"][skip:]
-        if series:
+        if series := row[f"{mode}_mib"][skip:]:
             yield _row(row, mode, "memory_growth", "MiB/step", *growth(series))
             for step, mib in windows(series):
                 yield _row(row, mode, "memory", "MiB", mib, step=step)
 
 
-def _cell(row: dict) -> TrainCell:
-    names = TrainCell.__dataclass_fields__
-    return TrainCell.from_dict({name: row[name] for name in names if name in row})
-
-
-def _config(row: dict) -> dict:
-    """The cell and how it ended; NaN as null, for strict readers of JSON refuse it."""
-    found = {n: row[n] for n in (*TrainCell.__dataclass_fields__, *_ENDED) if n in row}
-    plain = {n: None if isinstance(v, float) and math.isnan(v) else v for n, v in found.items()}
-    return plain | {"layers": _cell(row).config().layers}
-
-
 def _row(
-    row: dict, mode: str, metric: str, unit: str, *values: float, step=None, config=None
+    row: dict, mode: str, metric: str, unit: str, *values: float | None, step=None, **more
 ) -> dict:
-    """A row of metrics.csv over T, or over steps; values: the median, or it and both quantiles."""
-    median, low, high = values if len(values) == 3 else values * 3
-    return {
-        "operation": OPERATION,
-        "backend": row["name"],
-        "mode": mode,
-        "metric": metric,
-        "unit": unit,
-        "x_name": "tokens" if step is None else "step",
-        "x_value": row["tokens"] if step is None else step,
-        "median": median,
-        "q20": low,
-        "q80": high,
-        "config": _config(row) if config is None else config,
-        # A GPU that this machine has is none that a cell on the CPU used.
-        "gpu": "cpu" if row["device"] == "cpu" else None,
-    }
+    """A row of metrics.csv over T, or over steps; values: the median, or it and both quantiles.
+    `config` holds the cell, how it ended, and more."""
+    x = ("tokens", row["tokens"]) if step is None else ("step", step)
+    values = values if len(values) == 3 else values * 3
+    config = {name: row[name] for name in (*_CELL, *_ENDED) if name in row}
+    config["layers"] = TrainCell(**{name: row[name] for name in _CELL}).config().layers
+    # A GPU that this machine has is none that a cell on the CPU used.
+    gpu = "cpu" if row["device"] == "cpu" else None
+    found = (OPERATION, row["name"], mode, metric, unit, *x, *values, config | more, gpu)
+    return dict(zip(metrics.COLUMNS, found, strict=False))
 
 
 def facts(rows: Sequence[dict]) -> list[str]:
-    """Lines that are the same on every machine: how cells ended, operations, paths."""
-    lines = []
+    """Lines that are the same on every machine: how cells ended, operations by shapes, paths."""
+    ended, work, paths = [], {}, {}
     for row in rows:
-        cell = f"{row['name']} T {row['tokens']} batch {row['batch']}, {row['ranks']} rank(s)"
-        lines.append(f"{cell} {row['variant'] or 'plain'}: {row['outcome']}")
-    for name, (weights, attention) in work(rows).items():
-        told = f"{weights:,} with weights, {attention:,} of attention"
-        lines.append(f"{name}: operations a step {told}")
-    for name, paths in {row["name"]: row["paths"] for row in rows}.items():
-        served = [f"{branch} {', '.join(path)}" for branch, path in paths.items()]
-        lines.append(f"{name}: {', '.join(served)}")
-    return lines
+        size = f"{row['name']} T {row['tokens']} batch {row['batch']}"
+        ended.append(
+            f"{size}, {row['ranks']} rank(s) {row['variant'] or 'plain'}: {row['outcome']}"
+        )
+        flops = flops_of(row)
+        told = f"{flops.weights:,} with weights, {flops.attention:,} of attention"
+        work[size] = f"operations a step {told}"
+        served = [f"{branch} {', '.join(path)}" for branch, path in row["paths"].items()]
+        paths[row["name"]] = ", ".join(served)
+    return ended + [f"{name}: {told}" for name, told in (*work.items(), *paths.items())]

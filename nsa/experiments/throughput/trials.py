@@ -1,55 +1,213 @@
-"""Training throughput, one cell after another, each in processes of its own."""
+"""What a throughput table varies, as cells, and each measured in processes of its own."""
 
-import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from math import nan
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.throughput.cell import Measured, TrainCell
 from nsa.lab import sweep
+from nsa.lab.process import gpus
 from nsa.lab.process.ranks import run_ranks
 from nsa.lab.process.trial import Outcome, run_child
+from nsa.lab.training import TrainingSpec, check_switch, check_whole, open_trainer
+from nsa.spelling import nearest, pair
 
 ENTRY = "nsa.experiments.throughput.child:measure_rank"
+CURVE_ENTRY = "nsa.experiments.throughput.child:train"
+PROFILE_ENTRY = "nsa.experiments.throughput.child:profile_cell"
+DENSE = "dense"
+DATA_SEED = 1337
+LEAST_WARMUP = 3  # steps 0 to 2: kernels are compiled, optimizer state is made, buckets are rebuilt
+SWITCHES = ("compile", "cuda_graph", "observe")
+TOLD = ("attention", "backend", "tokens")  # by a cell's name and T, wherever it is shown
 # A job is as slow, and as large, as its slowest and largest rank.
 WORST = ("step_ms", "step_ms_q20", "step_ms_q80", "peak_mib", "loader_wait_ms", "recompilations")
+
+
+@dataclass(frozen=True)
+class TrainCell(TrainingSpec):
+    """A training of `warmup` steps that nobody times and `steps` that are timed. The data are the
+    same for every seed. Raises ValueError for anything that could not be run."""
+
+    observe: bool = False  # what all observers together cost is measured too, after the steps
+    warmup: int = LEAST_WARMUP
+    steps: int = 20
+    variant: str = ""  # how `with_` made this cell of another
+
+    def __post_init__(self) -> None:
+        check_whole(self, {"warmup": LEAST_WARMUP, "steps": 2})
+        check_switch(self, "observe")
+        if self.observe and (self.compile or self.cuda_graph):
+            raise ValueError("observe hooks modules, which compile and cuda_graph leave out")
+        super().__post_init__()
+
+    @property
+    def name(self) -> str:
+        """What its line is called: the backend; the twin is "dense", or "dense-sdpa"."""
+        if self.attention == "nsa":
+            return self.backend
+        return DENSE if self.backend == "auto" else f"{DENSE}-{self.backend}"
+
+    def opened(self, threads: int | None = None, **changes: Any):
+        """`open_trainer` with batches that are the same for every seed and drawn ahead."""
+        return open_trainer(self, threads=threads, data_seed=DATA_SEED, prefetch=True, **changes)
+
+    def with_(self, text: str) -> "TrainCell":
+        """A copy with the fields that words name: "compile", "checkpoint=all batch=1".
+
+        "attention=dense backend=auto" makes the twin of it. Its variant is the words but for TOLD.
+
+        ValueError for a field that a cell does not have, naming the nearest.
+        """
+        values, words = self.to_dict(), self.variant.split()
+        for word in text.split():
+            switched = f"{word}=true" if word in SWITCHES else word
+            name, value = pair(switched, f"batch=8, or {', '.join(SWITCHES)} alone", "=:")
+            if name not in values:
+                raise ValueError(f"{word!r} in {text!r} changes nothing; {nearest(name, values)}")
+            words += [word] * (name not in TOLD)
+            if isinstance(values[name], bool):
+                values[name] = value.lower() == "true"
+            else:
+                values[name] = int(value) if value.isdigit() else value
+        return TrainCell(**values | {"variant": " ".join(words)})
+
+    def __str__(self) -> str:
+        size = f"T={self.tokens} batch {self.batch} {self.precision} {self.device}"
+        return self.told(self.name, size, SWITCHES)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured, of the timed steps unless it says otherwise; a row has the job's.
+    NaN, empty or None where it did not end well, or where there was nothing to measure."""
+
+    tokens_s: float = nan  # of the whole job, by the device's own clock
+    recount_tokens_s: float = nan  # by the wall clock, from an idle device to an idle device
+    step_ms: float = nan  # the median
+    step_ms_q20: float = nan
+    step_ms_q80: float = nan
+    step_ms_each: list = field(default_factory=list)
+    phase_ms: dict = field(default_factory=dict)  # of steps watched after the timed ones
+    communication_ms: float = nan  # DDP's; FSDP2 and a CUDA graph do not go on without sending
+    loader_wait_ms: float = nan  # a step's mean
+    peak_mib: float = nan  # of a CUDA graph since the process began: what it took, it keeps
+    device_mib: list = field(default_factory=list)  # after each step
+    host_mib: list = field(default_factory=list)
+    recompilations: float = nan
+    syncs: int | None = None  # the host's waits in one step; None without a GPU
+    losses: list = field(default_factory=list)  # of the warm-up, too
+    parameters: float = nan
+    matmul_tflops: float = nan  # measured on this device
+    nominal_tflops: float = nan
+    watched_ms: float = nan  # a step with all observers, of a cell that asks for it
+    unwatched_ms: float = nan
+    watched_times: float = nan
+    paths: dict = field(default_factory=dict)  # which implementations served a branch
+    by_rank: list = field(default_factory=list)  # each rank's own, of several
+    device_name: str = ""
+    torch: str = ""
+    threads: int | None = None  # torch's, on the CPU
+
+
+def throughput_grid(
+    preset: str,
+    backends: Sequence[str],
+    tokens: Sequence[int],
+    *,
+    step_tokens: int,
+    long_backends: Sequence[str] = (),
+    long_tokens: Sequence[int] = (),
+    variants: Sequence[str] = (),
+    ranks: Sequence[int] = (1,),
+    parallel: Sequence[str] = ("ddp",),
+    **fixed: Any,
+) -> list[TrainCell]:
+    """The cells, in the order of what they decide, for what comes last may find no time.
+
+    First the first of `backends` and its dense twin at each of `tokens`, then `long_backends` at
+    each of `long_tokens`, then ranks and variants, last the other backends. "dense" among the
+    backends is the dense twin. A step has `step_tokens` tokens where T divides them, else one
+    sequence. `variants`, see `TrainCell.with_`, change the first backend at the first T; so does
+    each number of ranks above 1, with each kind of `parallel` and as many times the batch.
+
+    ValueError for anything illegal, before any cell runs, and for a grid without cells.
+    """
+
+    def plain(length: int, name: str) -> TrainCell:
+        how = {"attention": "dense"} if name == DENSE else {"backend": name}
+        batch = max(1, step_tokens // length)
+        return TrainCell(preset=preset, tokens=length, batch=batch, **how, **fixed)
+
+    deciding = [name for name in backends if name in (backends[0], DENSE)]
+    pairs = dict.fromkeys([*product(tokens, deciding), *product(long_tokens, long_backends)])
+    if not pairs:
+        raise ValueError(f"no cell to measure: backends={backends}, tokens={tokens}")
+    cells = [plain(*one) for one in pairs]
+    first = cells[0]
+    for count, kind in product([count for count in ranks if count != 1], parallel):
+        cells.append(first.with_(f"batch={count * first.batch} ranks={count} parallel={kind}"))
+    cells += [first.with_(text) for text in variants]
+    others = dict.fromkeys(product(tokens, backends))
+    return cells + [plain(*one) for one in others if one not in pairs]
+
+
+def curve_grid(
+    preset: str,
+    backends: Sequence[str],
+    *,
+    tokens: int,
+    batch: int,
+    steps: int,
+    variant: str = "",
+    **fixed: Any,
+) -> list[TrainCell]:
+    """One cell a backend, "dense" being the twin; none where `steps` is 0. `variant` is of all."""
+    if not steps:
+        return []
+    cells = throughput_grid(preset, backends, [tokens], step_tokens=batch * tokens, **fixed)
+    return [replace(cell, steps=max(steps, LEAST_WARMUP)).with_(variant) for cell in cells]
 
 
 def measure(
     cells: Sequence[TrainCell | dict],
     *,
-    deadline_s: float,
-    budget_s: float = math.inf,
     threads: int | None = None,
-    folder: str | Path | None = None,
-    progress: bool = True,
     entry: str = ENTRY,
+    **options: Any,
 ) -> list[dict]:
     """One row a cell, in the cells' order; never two cells at once, which would falsify times.
 
-    A row has the cell's fields, `outcome` (as of `sweep.measure`, which the other options are for,
-    too), `message`, `evidence`, `seconds`, `timing` ("absolute" on a GPU, "ratio" on a CPU, whose
-    times may only be compared with each other) and what was `Measured`. Several ranks run under
-    torchrun; the row then is the job's, and `by_rank` keeps each rank's own.
+    A row has the cell's fields, `outcome` (as of `sweep.measure`), `message`, `evidence`,
+    `seconds`, `timing` ("absolute" on a GPU, "ratio" on a CPU, whose times may only be compared
+    with each other) and what was `Measured`. Several ranks run under torchrun; the row then is the
+    job's, and `by_rank` keeps each rank's own.
 
-    threads: torch's CPU threads in each rank. Raises ValueError for an illegal cell or deadline
-    before any cell runs.
+    threads: torch's CPU threads in each rank. options: deadline_s, budget_s, folder and progress of
+    `sweep.measure`. Raises ValueError for an illegal cell or deadline before any cell runs.
     """
     checked = [cell if isinstance(cell, TrainCell) else TrainCell.from_dict(cell) for cell in cells]
     ended = sweep.measure(
         entry,
         checked,
         lambda cell, s: {"cell": cell.to_dict(), "threads": threads, "deadline_s": s},
-        deadline_s=deadline_s,
-        budget_s=budget_s,
-        folder=folder,
         said=lambda r: f"{r['tokens_s']:,.0f} tokens/s, {r['step_ms']:.1f} ms a step",
-        progress=progress,
+        workers=1,
         run=_run,
+        **options,
     )
     return [row_of(cell, how) for cell, how in zip(checked, ended, strict=True)]
+
+
+def row_of(cell: TrainCell, ended: Outcome) -> dict:
+    """A cell, how it ended and what it measured, as one flat row; see `measure`."""
+    row = {**cell.to_dict(), "name": cell.name, "outcome": ended.status}
+    row |= {name: getattr(ended, name) for name in ("message", "evidence", "seconds")}
+    row["timing"] = "absolute" if cell.device == "cuda" else "ratio"
+    return row | asdict(Measured(**(ended.result or {})))
 
 
 def _run(entry: str, spec: dict, *, folder: Path | None, **options: Any) -> Outcome:
@@ -71,28 +229,69 @@ def _run(entry: str, spec: dict, *, folder: Path | None, **options: Any) -> Outc
 
 def _job(ranks: Sequence[dict]) -> dict:
     """What a job measured, from what its ranks did."""
-    if len(ranks) == 1 or "declined" in ranks[0]:
-        return ranks[0]
+    first = ranks[0]
+    if len(ranks) == 1 or "declined" in first:
+        return first
     kept = (*WORST, "tokens_s", "phase_ms", "syncs")
-    job = ranks[0] | {"by_rank": [{name: rank[name] for name in kept} for rank in ranks]}
-    job |= {name: max(rank[name] for rank in ranks) for name in WORST}
-    job |= {name: min(rank[name] for rank in ranks) for name in ("tokens_s", "recount_tokens_s")}
-    each = zip(*(rank["losses"] for rank in ranks), strict=True)
-    job["losses"] = [sum(losses) / len(losses) for losses in each]
-    if job["syncs"] is not None:
-        job["syncs"] = max(rank["syncs"] for rank in ranks)
-    return job
-
-
-def row_of(cell: TrainCell, ended: Outcome) -> dict:
-    """A cell, how it ended and what it measured, as one flat row; see `measure`."""
-    return {
-        **cell.to_dict(),
-        "name": cell.name,
-        "outcome": ended.status,
-        "message": ended.message,
-        "evidence": ended.evidence,
-        "seconds": ended.seconds,
-        "timing": "absolute" if cell.device == "cuda" else "ratio",
-        **asdict(Measured(**(ended.result or {}))),
+    worst = WORST if first["syncs"] is None else (*WORST, "syncs")
+    losses = zip(*(rank["losses"] for rank in ranks), strict=True)
+    return first | {
+        "by_rank": [{name: rank[name] for name in kept} for rank in ranks],
+        **{name: max(rank[name] for rank in ranks) for name in worst},
+        **{name: min(rank[name] for rank in ranks) for name in ("tokens_s", "recount_tokens_s")},
+        "losses": [sum(each) / len(each) for each in losses],
     }
+
+
+def measure_curves(
+    cells: Sequence[TrainCell],
+    seeds: Sequence[int],
+    *,
+    threads: int | None = None,
+    workers: int = 1,
+    **options: Any,
+) -> list[dict]:
+    """One row a cell: its fields, `outcome`, `message`, `seconds`, `losses` {seed: nats} and, of
+    the first seed, `device_mib` and `host_mib` after each step.
+
+    A cell's `steps` are all there are, with a cosine schedule down to 0. Each seed is trained in a
+    child process of its own; where one breaks off, the row keeps the others' losses and has its
+    outcome. Times are not taken, so `workers` of them may run at once: for "cuda" that many on each
+    visible GPU, whose memory they then share. options: as of `measure`. ValueError without a seed.
+    """
+    seeds = tuple(dict.fromkeys(seeds))
+    if cells and not seeds:
+        raise ValueError("seeds=[] trains nothing; each is a whole number from 0 on, as in [1, 2]")
+    on_gpu = any(cell.device == "cuda" for cell in cells)
+    found = sweep.measure(
+        CURVE_ENTRY,
+        list(product(cells, seeds)),
+        lambda one, s: {"cell": one[0].to_dict(), "seed": one[1], "threads": threads},
+        workers=workers,
+        gpus=gpus.Gpus(gpus.all_visible().names * workers if on_gpu else ()),
+        name=lambda one: f"{one[0]} seed {one[1]}",
+        said=lambda result: f"last loss {result['losses'][-1]:.4f}",
+        **options,
+    )
+    ended = iter(found)
+    return [_curve_row(cell, {seed: next(ended) for seed in seeds}) for cell in cells]
+
+
+def _curve_row(cell: TrainCell, curves: dict[int, Outcome]) -> dict:
+    """The cell's row from how its seeds ended."""
+    row = {**cell.to_dict(), "name": cell.name, "variant": "curve", "timing": "none"}
+    row |= {"outcome": "ok", "message": ""}
+    for seed, curve in reversed(curves.items()):  # the first that broke off counts
+        if curve.status != "ok":
+            row |= {"outcome": curve.status, "message": f"seed {seed}: {curve.message}"}
+    found = {str(seed): curve.result or {} for seed, curve in curves.items()}
+    first = next(iter(found.values()))
+    row |= {name: first.get(name, []) for name in ("device_mib", "host_mib")}
+    row["seconds"] = sum(curve.seconds for curve in curves.values())
+    row["losses"] = {seed: one["losses"] for seed, one in found.items() if one.get("losses")}
+    return row
+
+
+def profile_step(cell: TrainCell, *, threads: int | None = None, **options: Any) -> Outcome:
+    """How `child.profile_cell` ended in a process of its own; options: deadline_s, folder."""
+    return run_child(PROFILE_ENTRY, {"cell": cell.to_dict(), "threads": threads}, **options)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.experiments.tracing.trials import STEPS, Setup, Trial
+from nsa.experiments.tracing.trials import COLUMNS, STEPS, Setup, Trial
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.module_order import ModuleOrder
@@ -52,36 +52,33 @@ def run(spec: dict) -> dict:
             record = {"status": "ok", "message": "", "result": trace_one(setup, trial, here, place)}
         except Exception as error:
             seen = failure(error)
-            evidence = seen.pop("traceback")
-            put(file, {**seen, "evidence": evidence, "place": place.place})
+            put(file, seen | {"evidence": seen["traceback"], "place": place.place})
             raise
-        put(file, {**record, "place": place.place})
+        put(file, record | {"place": place.place})
         everyone.barrier()
-        _forget()
+        gc.collect()  # DDP's hooks and the model hold each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     everyone.close()
     return {}
 
 
 def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None" = None) -> dict:
-    """Three steps of one trial: losses, weights, arrivals, modules, buckets, gradients.
-
-    Steps are numbered from 1. `weights` is a fingerprint of all weights after the last step;
-    `unreachable` what the graph named before the first backward, None where it does not tell.
-    """
-    config = setup.spec(trial).config()
+    """Three steps of one trial: losses, weights, arrivals, modules, buckets, gradients. Steps are
+    numbered from 1. `weights` is a fingerprint of all weights after the last step; `unreachable`
+    what the graph named before the first backward, None where it does not tell."""
+    spec = setup.spec(trial)
+    config = spec.config()
     model = LanguageModel(config)
     expected = without_gradient(config, dict(model.named_parameters()))
     if trial.fault:
         plant(trial.fault, model, here.rank, here.ranks)
     data = text(seed=setup.seed) if setup.data == "text" else synthetic(setup.seed, config.vocab)
-    trainer = Trainer(model, data, setup.spec(trial).training(), device=here.device, parallel=here)
+    trainer = Trainer(model, data, spec.training(), device=here.device, parallel=here)
     arrival, modules = GradientArrival(model, warn=False), ModuleOrder(model)
-    observers: list[Any] = [*([place] if place else []), arrival, modules]
     buckets = BucketTrace(trainer.wrapped, range(STEPS), out=None) if here.kind == "ddp" else None
-    observers += [buckets] if buckets else []
     first = _FirstGradients(model) if trial.compared else None
-    observers += [first] if first else []
-    trainer.observers = observers
+    trainer.observers = [x for x in (place, arrival, modules, buckets, first) if x is not None]
     losses = trainer.run(STEPS)
     found = {
         "losses": losses,
@@ -89,15 +86,13 @@ def trace_one(setup: Setup, trial: Trial, here: Parallel, place: "_Place | None"
         "parameters": parameter_count(model),
         "unreachable": None if arrival.unreachable is None else list(arrival.unreachable),
         "arrivals": [
-            _row(row, "state", "order", "ms", parameter=row["name"],
+            _row("arrivals", row, parameter=row["name"],
                  expected="missing" if row["name"] in expected else "arrived")
             for step in range(STEPS) for row in arrival.rows(step)
         ],
-        "modules": [_row(row, "order", "ms", module=row["name"])
+        "modules": [_row("modules", row, module=row["name"])
                     for step in range(STEPS) for row in modules.rows(step)],
-        "buckets": [_row(row, "index", "elements", "bytes", "dtype", "is_last", "ms")
-                    for row in (buckets.rows() if buckets else ())],
-        "gradients": [],
+        "buckets": [_row("buckets", row) for row in (buckets.rows() if buckets else ())],
     }  # fmt: skip
     trainer.close()
     if first:
@@ -134,9 +129,7 @@ def beside_one_process(
 
 def fingerprint(model: nn.Module) -> str:
     """Equal for equal weights: a hash of each parameter's sum and sum of absolute values, fp64.
-
-    Under FSDP2 of the whole weights, so every rank must ask.
-    """
+    Under FSDP2 of the whole weights, so every rank must ask."""
     sums = []
     for p in model.parameters():
         x = _whole(p.detach()).double()
@@ -172,38 +165,27 @@ class _FirstGradients:
 
 
 def _parallel(setup: Setup, trial: Trial, everyone: Parallel) -> Parallel:
-    parallel.check(
-        trial.kind, setup.communication, trial.static_graph, trial.find_unused, setup.bucket_mb
-    )
-    return replace(
-        everyone,
-        kind=trial.kind,
-        static_graph=trial.static_graph,
-        find_unused_parameters=trial.find_unused,
-        bucket_mb=setup.bucket_mb,
-    )
+    options = {"static_graph": trial.static_graph, "bucket_mb": setup.bucket_mb}
+    options["find_unused_parameters"] = trial.find_unused
+    parallel.check(trial.kind, setup.communication, **options)
+    return replace(everyone, kind=trial.kind, **options)
 
 
-def _row(row: dict, *kept: str, **more: Any) -> dict:
-    """A row of an observer, its step counted from 1."""
-    return {"step": row["step"] + 1, **more, **{name: row[name] for name in kept}}
+def _row(kind: str, row: dict, **more: Any) -> dict:
+    """A row of an observer as one of ours, its step counted from 1."""
+    row = row | more | {"step": row["step"] + 1}
+    return {name: row[name] for name in COLUMNS[kind]}
 
 
 def _error(mine: Tensor | None, alone: Tensor | None) -> float:
     if mine is None or alone is None:
         return 0.0 if mine is alone else float("inf")
-    scale = float(alone.abs().max())
     apart = float((mine - alone).abs().max())
     if not apart:
         return 0.0
+    scale = float(alone.abs().max())
     return apart / scale if scale and isfinite(apart) else float("inf")
 
 
 def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def _forget() -> None:
-    gc.collect()  # DDP's hooks and the model hold each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

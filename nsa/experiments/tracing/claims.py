@@ -49,16 +49,15 @@ def gradients_arrive(traced: Traced, trial: Trial) -> Claim:
         return _undecided(f"{trial.name}: every gradient arrives")
     rows = table.frame(traced, "arrivals", trial.name)
     first = rows[(rows["step"] == 1) & (rows["rank"] == 0)]
-    due, rightly = (int((first["expected"] == s).sum()) for s in ("arrived", "missing"))
+    due = int((first["expected"] == "arrived").sum())
+    rightly = set(first[first["expected"] == "missing"]["parameter"])
     wrong = rows[rows["state"] != rows["expected"]]
-    apart = table.by_rank(rows)
-    apart = apart[~apart["same"]]
+    apart = table.by_rank(rows).query("not same")
     ranks = traced.setup.ranks
     order = f" on all {ranks} ranks, in one order" if ranks > 1 else " on the one rank"
-    rest = f", and rightly none for the other {rightly}" if rightly else ""
+    rest = f", and rightly none for the other {len(rightly)}" if rightly else ""
     named = [row["unreachable"] for row in traced.of(trial.name)]
-    expected = set(first[first["expected"] == "missing"]["parameter"])
-    graph = None in named or all(set(names) == expected for names in named)
+    graph = None in named or all(set(names) == rightly for names in named)
     told = "" if graph else "; the graph before the backward says otherwise"
     return Claim(
         f"{trial.name}: a gradient for each of {due} parameters{order}{rest}{told}",
@@ -124,7 +123,7 @@ def buckets_hold_every_parameter(traced: Traced) -> Claim:
     """A bucket trace that loses elements, or fires on some ranks only, traces nothing."""
     sentence = "the buckets of every step and rank hold each parameter once"
     totals, wrong = [], []
-    for name in _bucketed(traced):
+    for name in (trial.name for trial in _bucketed(traced)):
         parameters = traced.of(name)[0]["parameters"]
         for step, by_rank in table.layouts(traced, name).items():
             for rank, elements in by_rank.items():
@@ -142,15 +141,10 @@ def buckets_hold_every_parameter(traced: Traced) -> Claim:
 
 def buckets_are_cut_anew(traced: Traced) -> Claim:
     """After step 1, after step 2 with a static graph, never under find_unused_parameters."""
-    found, wrong, seen = {}, [], set()
-    bucketed = _bucketed(traced)
-    for trial in traced.trials:
-        if trial.name not in bucketed:
-            continue
+    found, wrong = {}, []
+    for trial in _bucketed(traced):
         by_step = table.layouts(traced, trial.name)
         steps = {step: ranks[min(ranks)] for step, ranks in by_step.items()}
-        if trial.name == "ddp":
-            seen = {len(elements) for ranks in by_step.values() for elements in ranks.values()}
         found[trial.name] = [s for s in steps if s > 1 and steps[s] != steps.get(s - 1)]
         due = [] if trial.find_unused else [3] if trial.static_graph else [2]
         if found[trial.name] != due:
@@ -161,7 +155,8 @@ def buckets_are_cut_anew(traced: Traced) -> Claim:
     )
     if "ddp" not in found:
         return _undecided(sentence)
-    if seen <= {1}:
+    plain = [e for ranks in table.layouts(traced, "ddp").values() for e in ranks.values()]
+    if all(len(elements) == 1 for elements in plain):
         return Claim(f"{sentence}: not seen, all fits into one bucket", "INCONCLUSIVE", found)
     return Claim(
         sentence + (f"; not so: {', '.join(wrong)}" if wrong else ""),
@@ -178,11 +173,8 @@ def static_graph_trains_the_same(traced: Traced) -> Claim:
         return _undecided(sentence)
     limit = LOSS_LIMIT.get(traced.setup.precision, COARSE)
     apart = max(abs(a - b) / abs(a) for a, b in zip(plain, static, strict=True))
-    return Claim(
-        f"{sentence}: losses of {len(plain)} steps to {limit:g}",
-        verdict_of(apart <= limit),
-        {"ddp": plain, "static graph": static},
-    )
+    said = f"{sentence}: losses of {len(plain)} steps to {limit:g}"
+    return Claim(said, verdict_of(apart <= limit), {"ddp": plain, "static graph": static})
 
 
 def contradiction_is_refused(traced: Traced) -> Claim:
@@ -228,18 +220,15 @@ def only_arrivals_tell(traced: Traced) -> Claim:
     if not traced.ended(name):
         return _undecided(sentence)
     rows = traced.of(name)
-    compared = table.by_rank(table.frame(traced, "arrivals", name))
+    same = table.by_rank(table.frame(traced, "arrivals", name))["same"]
     weights = sorted({row["weights"] for row in rows})
-    return Claim(
-        f"{sentence} on {len(rows)} ranks",
-        verdict_of(len(weights) == 1 and not compared["same"].all()),
-        {"weights": weights},
-    )
+    holds = len(weights) == 1 and not same.all()
+    return Claim(f"{sentence} on {len(rows)} ranks", verdict_of(holds), {"weights": weights})
 
 
-def _bucketed(traced: Traced) -> list[str]:
+def _bucketed(traced: Traced) -> list[Trial]:
     """The trials under DDP that ended."""
-    return [t.name for t in traced.trials if t.kind == "ddp" and traced.ended(t.name)]
+    return [t for t in traced.trials if t.kind == "ddp" and traced.ended(t.name)]
 
 
 def _undecided(sentence: str, why: str = "it was not traced to its end") -> Claim:

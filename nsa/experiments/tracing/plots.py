@@ -12,18 +12,17 @@ from nsa.workbook.looks import PALETTE, RED
 
 RANK_LOOKS = (("#0072B2", "o"), ("#D55E00", "x"), ("#009E73", "+"), ("#CC79A7", "1"))
 HATCHES = ("", "///", "...", "xxx")
+NOT_ENDED = ": not traced to its end"
 
 
-def arrival_order(traced: Traced, trials: list[str], step: int = 1):
-    """When each gradient arrives, against the parameter's place in the model; a panel a trial.
-
-    A rank is a marker. What is missing stands at the left edge in red, what arrives as zero keeps
-    its place, in a red square.
-    """
-    rows = table.frame(traced, "arrivals", step=step)
+def arrival_order(traced: Traced, trials: list[str]):
+    """When each gradient of step 1 arrives, against the parameter's place in the model; a panel a
+    trial. A rank is a marker. What is missing stands at the left edge in red, what arrives as zero
+    keeps its place, in a red square."""
+    rows = table.frame(traced, "arrivals", step=1)
     shown = [name for name in trials if (rows["trial"] == name).any()]
     if not shown:
-        return _nothing(f"no arrivals of {', '.join(trials) or 'any trial'}")
+        return looks.nothing(f"no arrivals of {', '.join(trials) or 'any trial'}{NOT_ENDED}")
     one = rows[rows["rank"] == 0]
     fullest = (one["state"] != "missing").groupby(one["trial"], sort=False).sum().idxmax()
     arrived = list(one[one["trial"] == fullest]["parameter"])
@@ -34,7 +33,7 @@ def arrival_order(traced: Traced, trials: list[str], step: int = 1):
             for rank, mine in rows[rows["trial"] == name].groupby("rank"):
                 _arrivals(axes, mine, place, rank)
             axes.set(xlabel="order of arrival", ylabel="parameter's place in the model")
-            looks.title(axes, f"{name}: gradients of step {step}")
+            looks.title(axes, f"{name}: gradients of step 1")
             axes.set_xlim(-0.09 * len(place), 1.02 * len(place))
             axes.invert_yaxis()
         looks.legend(fig, panels)
@@ -45,7 +44,7 @@ def buckets(traced: Traced, trials: list[str]):
     """DDP's buckets by elements, stacked in their order: a bar a step and rank, a panel a trial."""
     found = {name: steps for name in trials if (steps := table.layouts(traced, name))}
     if not found:
-        return _nothing(f"no buckets of {', '.join(trials)}")
+        return looks.nothing(f"no buckets of {', '.join(trials)}{NOT_ENDED}")
     with looks.style():
         fig, panels = looks.panels(len(found), 2.4)
         for axes, (name, steps) in zip(panels, found.items(), strict=True):
@@ -65,17 +64,16 @@ def buckets(traced: Traced, trials: list[str]):
     return fig
 
 
-def module_timeline(traced: Traced, trial: str, step: int = STEPS, depth: int = 3):
+def module_timeline(traced: Traced, trial: str):
     """When each module's backward begins on each rank, ms since the first one's; what came before
     it, and a pause of more than half of the rest, are cut out and told in words.
 
-    By default in the last step: in the first, kernels are compiled. Modules more than `depth` names
-    deep are left out.
+    Of the last step: in the first, kernels are compiled. Only modules at most three names deep.
     """
-    times = table.modules(traced, trial, step)
-    times = times[[name.count(".") < depth for name in times.index]]
+    times = table.modules(traced, trial, STEPS)
+    times = times[[name.count(".") < 3 for name in times.index]]
     if not len(times):
-        return _nothing(f"no module backwards of {trial}")
+        return looks.nothing(f"no module backwards of {trial}{NOT_ENDED}")
     first = float(np.nanmin(times))
     times, (begins, pause) = _without_pause(times - first)
     with looks.style():
@@ -95,7 +93,7 @@ def module_timeline(traced: Traced, trial: str, step: int = STEPS, depth: int = 
         axes.set_yticks(levels, times.index, fontsize=7.5)
         axes.invert_yaxis()
         axes.set(xlabel="ms since the first module's backward began (host)")
-        looks.title(axes, f"{trial}, step {step}: backward by module",
+        looks.title(axes, f"{trial}, step {STEPS}: backward by module",
                     f"the first began {first:.3g} ms after the backward")  # fmt: skip
         looks.legend(fig, [axes])
     return fig
@@ -111,10 +109,6 @@ def _without_pause(times):
     begins, wait = values[waits.argmax()], waits.max()
     left = 0.1 * (values[-1] - wait)  # a gap that the eye sees
     return times.where(times <= begins, times - wait + left), (begins + left / 2, wait - left)
-
-
-def _nothing(text: str):
-    return looks.nothing(f"{text}: not traced to its end")
 
 
 def _arrivals(axes, rows, place: dict[str, int], rank: int) -> None:
@@ -139,13 +133,12 @@ def _arrivals(axes, rows, place: dict[str, int], rank: int) -> None:
 
 
 def _stack(axes, at: float, width: float, elements: list[int]) -> None:
-    below = 0.0
     for index, count in enumerate(elements):
         axes.bar(
-            at, count / 1e6, width, bottom=below, color=PALETTE[index % 7], edgecolor="white",
-            lw=0.6, hatch=HATCHES[index // 7 % len(HATCHES)], label=f"bucket {index}",
+            at, count / 1e6, width, bottom=sum(elements[:index]) / 1e6, color=PALETTE[index % 7],
+            edgecolor="white", lw=0.6, hatch=HATCHES[index // 7 % len(HATCHES)],
+            label=f"bucket {index}",
         )  # fmt: skip
-        below += count / 1e6
 
 
 def _in_model_order(arrived: list[str]) -> list[str]:

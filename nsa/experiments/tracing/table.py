@@ -5,28 +5,19 @@ from pathlib import Path
 
 import pandas
 
-from nsa.experiments.tracing.trials import Traced, Trial, why
+from nsa.experiments.tracing.trials import COLUMNS, Traced, Trial, why
 from nsa.lab.search.planted import planted
 from nsa.workbook.files import write_atomically
 
 WHO = ["trial", "rank", "step"]
 STATES = ("arrived", "missing", "zero")
-EVIDENCE = (
-    "all_missing_params", "arrival_by_rank", "ddp_buckets", "module_order", "rank_outcomes",
-)  # fmt: skip
 OUTCOME = [
     "trial", "rank", "status", "first", "place", "losses", "weights", "message", "evidence",
 ]  # fmt: skip
-COLUMNS = {
-    "arrivals": [*WHO, "parameter", "state", "expected", "order", "ms"],
-    "modules": [*WHO, "module", "order", "ms"],
-    "buckets": [*WHO, "index", "elements", "bytes", "dtype", "is_last", "ms"],
-    "gradients": ["trial", "rank", "way", "error", "parameter"],
-}
 
 
 def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
-    """The tables of the run's evidence files, by EVIDENCE's names; `step` counts from 1.
+    """The tables of the run's evidence files, by their names; `step` counts from 1.
 
     all_missing_params: every gradient that is missing or zero, with whether that is right
     (`expected`) and whether it was planted. arrival_by_rank: a row a parameter, step and trial,
@@ -50,7 +41,7 @@ def evidence(traced: Traced) -> dict[str, pandas.DataFrame]:
 
 
 def write_evidence(folder: str | Path, traced: Traced) -> pandas.DataFrame:
-    """Writes EVIDENCE as CSV files into `folder`; returns their names and numbers of rows."""
+    """Writes the evidence as CSV files into `folder`; returns their names and numbers of rows."""
     rows = []
     for name, table in evidence(traced).items():
         write_atomically(Path(folder, f"{name}.csv"), table.to_csv(index=False))
@@ -60,7 +51,7 @@ def write_evidence(folder: str | Path, traced: Traced) -> pandas.DataFrame:
 
 def frame(traced: Traced, kind: str, *trials: str, step: int | None = None) -> pandas.DataFrame:
     """The rows of one kind, by COLUMNS; of these trials alone where any is named, and one step."""
-    table = pandas.DataFrame(getattr(traced, kind), columns=COLUMNS[kind])
+    table = pandas.DataFrame(getattr(traced, kind), columns=["trial", "rank", *COLUMNS[kind]])
     if kind == "arrivals":
         table["order"] = table["order"].astype("Int64")  # missing ones have none
     if trials:
@@ -70,9 +61,7 @@ def frame(traced: Traced, kind: str, *trials: str, step: int | None = None) -> p
 
 def by_rank(arrivals: pandas.DataFrame) -> pandas.DataFrame:
     """A row a trial, step and parameter, with state, order and ms of each rank beside each other.
-
-    `same`: every rank has the same state and order.
-    """
+    `same`: every rank has the same state and order."""
     keys = ["trial", "step", "parameter"]
     ranks = sorted(set(arrivals["rank"]))
     table = arrivals[keys].drop_duplicates().set_index(keys)
@@ -80,11 +69,9 @@ def by_rank(arrivals: pandas.DataFrame) -> pandas.DataFrame:
         mine = arrivals[arrivals["rank"] == rank].set_index(keys)
         for name in ("state", "order", "ms"):
             table[f"{name}_{rank}"] = mine[name]
-    same = pandas.Series(True, index=table.index)
-    for name in ("state", "order"):
-        columns = table[[f"{name}_{rank}" for rank in ranks]]
-        same &= columns.nunique(axis=1, dropna=False) == 1
-    return table.assign(same=same).reset_index()
+    state, order = (table[[f"{name}_{rank}" for rank in ranks]] for name in ("state", "order"))
+    same = [columns.nunique(axis=1, dropna=False) == 1 for columns in (state, order)]
+    return table.assign(same=same[0] & same[1]).reset_index()
 
 
 def outcomes(traced: Traced) -> pandas.DataFrame:
@@ -93,35 +80,19 @@ def outcomes(traced: Traced) -> pandas.DataFrame:
     for trial in traced.trials:
         mine, losses = traced.of(trial.name), traced.losses(trial.name)
         equal = "yes" if len({row["weights"] for row in mine}) == 1 else "no"
-        rows.append(
-            {
-                "trial": trial.name,
-                "ended": ", ".join(dict.fromkeys(row["status"] for row in mine)),
-                "losses": ", ".join(f"{loss:.4f}" for loss in losses),
-                "equal weights": equal if losses else "",
-                "why": why(mine),
-            }
-        )
-    return pandas.DataFrame(rows).set_index("trial")
+        ended = ", ".join(dict.fromkeys(row["status"] for row in mine))
+        told = ", ".join(f"{loss:.4f}" for loss in losses)
+        rows.append((trial.name, ended, told, equal if losses else "", why(mine)))
+    columns = ["trial", "ended", "losses", "equal weights", "why"]
+    return pandas.DataFrame(rows, columns=columns).set_index("trial")
 
 
-def counts(traced: Traced, step: int = 1) -> pandas.DataFrame:
-    """Arrived, missing and zero gradients of one step, and how many of them should not be so."""
-    rows = []
-    groups = frame(traced, "arrivals", step=step).groupby(["trial", "rank"], sort=False)
-    for (trial, rank), mine in groups:
-        numbers = {state: int((mine["state"] == state).sum()) for state in STATES}
-        wrong = int((mine["state"] != mine["expected"]).sum())
-        rows.append({"trial": trial, "rank": rank, **numbers, "unexpected": wrong})
-    columns = ["trial", "rank", *STATES, "unexpected"]
-    return pandas.DataFrame(rows, columns=columns).set_index(["trial", "rank"])
-
-
-def arrived(traced: Traced, trial: str, rank: int = 0, step: int = 1) -> list[str]:
-    """The parameters whose gradients arrived on a rank, in that order."""
-    table = frame(traced, "arrivals", trial, step=step)
-    mine = table[table["rank"] == rank].dropna(subset="order")
-    return list(mine.sort_values("order")["parameter"])
+def counts(traced: Traced) -> pandas.DataFrame:
+    """Arrived, missing and zero gradients of step 1, and how many of them should not be so."""
+    rows = frame(traced, "arrivals", step=1)
+    found = {state: rows["state"] == state for state in STATES}
+    found["unexpected"] = rows["state"] != rows["expected"]
+    return rows.assign(**found).groupby(["trial", "rank"], sort=False)[list(found)].sum()
 
 
 def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
@@ -138,9 +109,7 @@ def unexpected(traced: Traced, step: int | None = None) -> pandas.DataFrame:
 
 def buckets(traced: Traced) -> pandas.DataFrame:
     """The elements of each bucket, a row a trial and a column a step; equal on all ranks, or both.
-
-    An empty table where no rank traced any.
-    """
+    An empty table where no rank traced any."""
     rows: dict[str, dict[str, str]] = {}
     for trial in dict.fromkeys(row["trial"] for row in traced.buckets):
         for step, by_rank in layouts(traced, trial).items():
@@ -167,7 +136,7 @@ def gradients(traced: Traced) -> pandas.DataFrame:
     return worst.drop(columns="rank").set_index(["trial", "way"])
 
 
-def modules(traced: Traced, trial: str, step: int = 1) -> pandas.DataFrame:
+def modules(traced: Traced, trial: str, step: int) -> pandas.DataFrame:
     """When each module's backward begins, ms since the backward's begin, a column a rank."""
     table = frame(traced, "modules", trial, step=step)
     wide = table.pivot(index="module", columns="rank", values="ms")
@@ -180,22 +149,13 @@ def to_metrics(traced: Traced) -> list[dict]:
     setup = traced.setup
     names = ("preset", "layers", "tokens", "batch", "ranks", "device", "communication", "bucket_mb")
     common = {name: getattr(setup, name) for name in names} | {"dtype": setup.precision}
+    step_of = {"operation": "distributed_step", "backend": setup.backend, "mode": "step"}
     rows = []
 
     def add(trial, rank, metric, value, step=1, unit="count", **more):
-        rows.append(
-            {
-                "operation": "distributed_step",
-                "backend": setup.backend,
-                "mode": "step",
-                "metric": metric,
-                "unit": unit,
-                "x_name": "step",
-                "x_value": step,
-                "median": value,
-                "config": {**common, "trial": trial, "rank": rank, **more},
-            }
-        )
+        config = {**common, "trial": trial, "rank": rank, **more}
+        row = {"metric": metric, "unit": unit, "median": value, "config": config}
+        rows.append(step_of | {"x_name": "step", "x_value": step} | row)
 
     for row in traced.outcomes:
         for step, loss in enumerate(row["losses"] or [None], 1):
@@ -227,6 +187,8 @@ def facts(traced: Traced, chosen: Iterable[Trial]) -> list[str]:
         ends = ", ".join(dict.fromkeys(row["status"] for row in mine))
         lines.append(f"{trial.name}: {ends}, {steps} steps on {len(mine)} ranks")
     lines += [f"{name}.csv: {len(found)} rows" for name, found in evidence(traced).items()]
-    order = arrived(traced, "ddp")
+    rows = frame(traced, "arrivals", "ddp", step=1)
+    rows = rows[rows["rank"] == 0].dropna(subset="order").sort_values("order")
+    order = list(rows["parameter"])
     told = f"{', '.join(order[:2])}, ... {', '.join(order[-1:])}"
     return [*lines, f"ddp: {len(order)} arrivals, {told}"]

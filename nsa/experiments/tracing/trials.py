@@ -7,15 +7,22 @@ off is a row, and the trials after it get a launch of their own.
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from nsa.lab.process.ranks import run_ranks
 from nsa.lab.search.planted import FAULTS
 from nsa.lab.training import TrainingSpec
 
 ENTRY = "nsa.experiments.tracing.child:run"
+OUTCOME = ("status", "message", "evidence", "place", "first")
+TRAINED = ("losses", "weights", "unreachable", "parameters")
+COLUMNS = {  # of each kind of row, beside its trial and rank
+    "arrivals": ("step", "parameter", "state", "expected", "order", "ms"),
+    "modules": ("step", "module", "order", "ms"),
+    "buckets": ("step", "index", "elements", "bytes", "dtype", "is_last", "ms"),
+    "gradients": ("way", "error", "parameter"),  # see `child.beside_one_process`
+}
 STEPS = 3  # DDP cuts its buckets anew after the first, with a static graph after the second
 
 
@@ -28,7 +35,7 @@ class Trial:
     branch: str | None = None  # this branch alone
     static_graph: bool = False
     find_unused: bool = False
-    fault: str | None = None  # of tracing_faults.FAULTS
+    fault: str | None = None  # of nsa.lab.search.planted
     compared: bool = False
 
 
@@ -44,22 +51,14 @@ TRIALS = (*CLEAN, *BRANCHES, *PLANTED)
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(TrainingSpec):
     """What all trials have in common. Raises ValueError for what no rank could run."""
 
-    preset: str
-    tokens: int
-    batch: int  # sequences of a step of the whole job
     ranks: int = 2
-    device: str = "cpu"
-    communication: str | None = None  # "gloo", "nccl"; None: NCCL on GPUs and gloo on CPUs
-    backend: str = "auto"  # of attention
-    precision: str = "fp32"
-    layers: int | None = None  # None: the preset's own number
-    bucket_mb: float = 25.0  # of DDP's buckets
+    parallel: str = "ddp"  # each trial has its own
     data: str = "synthetic"
-    seed: int = 1337
-    changes: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
+    communication: str | None = None  # "gloo", "nccl"; None: NCCL on GPUs and gloo on CPUs
+    bucket_mb: float = 25.0  # of DDP's buckets
 
     def __post_init__(self) -> None:
         from nsa.model import parallel
@@ -72,33 +71,28 @@ class Setup:
                 "'fp32' or 'bf16' would do"
             )
         parallel.check("ddp", self.communication, bucket_mb=self.bucket_mb)
-        self.spec(Trial("ddp"))
+        super().__post_init__()
 
     def spec(self, trial: Trial) -> TrainingSpec:
         """The training of a trial. ValueError for what no rank could run."""
-        names = ("preset", "tokens", "batch", "ranks", "device", "backend", "precision", "layers")
-        common = {name: getattr(self, name) for name in (*names, "data", "seed")}
         changes = {"force_branch": trial.branch, **self.changes}
-        return TrainingSpec(**common, parallel=trial.kind, changes=changes)
+        return replace(self, parallel=trial.kind, changes=changes)
 
 
 @dataclass
 class Traced:
-    """What a trace found, as rows; every row names its trial and rank. Steps count from 1."""
+    """What a trace found: rows of COLUMNS, each with its trial and rank; steps count from 1."""
 
     setup: Setup
     trials: tuple[Trial, ...]
     # status ("ok", "refused" by the options' own check, or one of `run_ranks`), message, evidence,
     # place, first, losses (nats, a step each), weights (a fingerprint after the last step)
     outcomes: list[dict] = field(default_factory=list)
-    arrivals: list[dict] = field(
-        default_factory=list
-    )  # step, parameter, state, expected, order, ms
-    modules: list[dict] = field(default_factory=list)  # step, module, order, ms
-    buckets: list[dict] = field(default_factory=list)  # step, index, elements, bytes, ..., ms
-    gradients: list[dict] = field(default_factory=list)  # see `child.beside_one_process`
+    arrivals: list[dict] = field(default_factory=list)
+    modules: list[dict] = field(default_factory=list)
+    buckets: list[dict] = field(default_factory=list)
+    gradients: list[dict] = field(default_factory=list)
     launches: int = 0
-    seconds: float = 0.0
 
     def of(self, trial: str) -> list[dict]:
         """A trial's outcomes, by rank; empty for one that was not tried."""
@@ -116,9 +110,7 @@ class Traced:
 
 def trials_for(ranks: int, names: Iterable[str] = ()) -> tuple[Trial, ...]:
     """The trials of these names, all for none; without what needs a second rank, for one rank.
-
-    ValueError for an unknown name.
-    """
+    ValueError for an unknown name."""
     known = {trial.name: trial for trial in TRIALS}
     names = tuple(names)
     strangers = [name for name in names if name not in known]
@@ -151,20 +143,14 @@ def trace(
         place.mkdir(parents=True, exist_ok=True)
         for left in place.glob("trial-*.json"):
             left.unlink()
-        spec = {
-            "setup": asdict(setup),
-            "trials": [[number, asdict(trial)] for number, trial in todo],
-            "folder": str(place.resolve()),
-            "threads": threads,
-        }
+        spec = {"setup": asdict(setup), "folder": str(place.resolve()), "threads": threads}
+        spec["trials"] = [[number, asdict(trial)] for number, trial in todo]
         rows = run_ranks(
             entry, spec, ranks=setup.ranks, deadline_s=deadline_s, folder=place,
             env={"CUDA_VISIBLE_DEVICES": ""} if setup.device == "cpu" else None,
         )  # fmt: skip
         found.launches += 1
-        found.seconds += rows[0]["seconds"]
-        done = _collect(found, todo, rows, place, progress)
-        todo = todo[done:]
+        todo = todo[_collect(found, todo, rows, place, progress) :]
     return found
 
 
@@ -176,9 +162,16 @@ def _collect(found: Traced, todo: list, rows: list[dict], place: Path, progress:
         if trial.kind == "fsdp":
             _judge_shards_together(records)
         for rank, record in enumerate(records):
-            _add(found, trial, rank, record)
+            who, result = {"trial": trial.name, "rank": rank}, record.get("result") or {}
+            told = {name: record.get(name, "") for name in OUTCOME}
+            found.outcomes.append(who | told | {name: result.get(name) for name in TRAINED})
+            for kind in COLUMNS:
+                getattr(found, kind).extend(who | row for row in result.get(kind, ()))
         if progress:
-            _say(found, trial, records)
+            ends = ", ".join(dict.fromkeys(record["status"] for record in records))
+            said = f" ({why(records).splitlines()[0][:100]})" if why(records) else ""
+            count = f"{1 + number}/{len(found.trials)}"
+            print(f"[{count}] {trial.name}: {ends}{said}", file=sys.stderr, flush=True)
         if not (none_began or all(record["whole"] for record in records)):
             return done  # this one ended the launch
     return len(todo)
@@ -202,26 +195,6 @@ def _judge_shards_together(records: list[dict]) -> None:
     for row in every:
         if row["state"] == "zero" and (row["step"], row["parameter"]) in alive:
             row["state"] = "arrived"
-
-
-def _add(found: Traced, trial: Trial, rank: int, record: dict) -> None:
-    who = {"trial": trial.name, "rank": rank}
-    kept = ("status", "message", "evidence", "place", "first")
-    result = record.get("result") or {}
-    outcome = {name: record.get(name, "") for name in kept}
-    for name in ("losses", "weights", "unreachable", "parameters"):
-        outcome[name] = result.get(name)
-    outcome["first"] = bool(outcome["first"])
-    found.outcomes.append({**who, **outcome})
-    for kind in ("arrivals", "modules", "buckets", "gradients"):
-        getattr(found, kind).extend({**who, **row} for row in result.get(kind, ()))
-
-
-def _say(found: Traced, trial: Trial, records: list[dict]) -> None:
-    ends = ", ".join(dict.fromkeys(record["status"] for record in records))
-    number = 1 + list(found.trials).index(trial)
-    text = f" ({why(records).splitlines()[0][:100]})" if why(records) else ""
-    print(f"[{number}/{len(found.trials)}] {trial.name}: {ends}{text}", file=sys.stderr, flush=True)
 
 
 def why(rows: Iterable[dict]) -> str:

@@ -1,14 +1,22 @@
 """One training job: everything that decides it as one value, and the loop that each rank runs."""
 
+import sys
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa.experiments.training import observers as training_observers
+from nsa.lab.observers import writers
+from nsa.lab.observers.arrival import GradientArrival
+from nsa.lab.observers.attention_stats import AttentionStats
+from nsa.lab.observers.beat import Heartbeat
+from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.deferred import SAMPLED
+from nsa.lab.observers.module_order import ModuleOrder
+from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
@@ -21,6 +29,7 @@ from nsa.workbook.files import write_atomically, write_json
 from nsa.workbook.store import find_machine
 
 TASKS = ("copy", "needle", "recall")
+OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "stats")
 CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
 EVALUATION_BATCHES = 8
 KEPT = 2  # checkpoints: the last good one, and the one before it
@@ -28,10 +37,8 @@ KEPT = 2  # checkpoints: the last good one, and the one before it
 
 @dataclass(frozen=True)
 class Job:
-    """What `nsa train` was asked for, checked as far as no rank is needed to do so.
-
-    Raises ValueError for values that no rank could use; the message says what would do.
-    """
+    """What `nsa train` was asked for, checked as far as no rank is needed to do so. Raises
+    ValueError for values that no rank could use; the message says what would do."""
 
     model: ModelConfig
     train: TrainConfig  # with its number of steps
@@ -58,33 +65,45 @@ class Job:
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
         parallel.check(self.kind, self.backend, self.static_graph, self.find_unused, self.bucket_mb)
-        training_observers.check(self.observe, self.kind)
+        for name in self.observe:
+            if name not in OBSERVERS:
+                raise ValueError(f"no observer {name!r}; there are {', '.join(OBSERVERS)}")
+        if "buckets" in self.observe and self.kind != "ddp":
+            raise ValueError(
+                f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
+            )
         Parallel(self.kind, 0, self.ranks).rows(self.train.batch, self.train.accumulate)
         if self.kind != "none" or self.device == "cuda":
             parallel.devices(self.ranks, self.backend, self.device)
         if self.data != "fineweb-edu":  # which costs a download
             source_of(self).batch(0, 1, self.train.tokens)  # T longer than the data
 
+    def join(self) -> Parallel:
+        """This process's place in the job; see nsa.model.parallel.start."""
+        return parallel.start(
+            self.kind,
+            backend=self.backend,
+            device=self.device,
+            static_graph=self.static_graph,
+            find_unused_parameters=self.find_unused,
+            bucket_mb=self.bucket_mb,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same job back."""
-        plain = asdict(self) | {"observe": list(self.observe)}
-        return plain | {"model": self.model.to_dict(), "train": self.train.to_dict()}
+        model, train = self.model.to_dict(), self.train.to_dict()
+        return asdict(self) | {"observe": list(self.observe), "model": model, "train": train}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Job":
-        made = {
-            "model": ModelConfig.from_dict(values["model"]),
-            "train": TrainConfig.from_dict(values["train"]),
-            "observe": tuple(values["observe"]),
-        }
-        return cls(**{**values, **made})
+        model = ModelConfig.from_dict(values["model"])
+        train, observe = TrainConfig.from_dict(values["train"]), tuple(values["observe"])
+        return cls(**values | {"model": model, "train": train, "observe": observe})
 
 
 def source_of(job: Job) -> Any:
-    """The data that a job's name for it means, of nsa.model.train's protocol.
-
-    Raises ValueError for a name that is neither known nor a file or folder.
-    """
+    """The data that a job's name for it means, of nsa.model.train's protocol. Raises ValueError for
+    a name that is neither known nor a file or folder."""
     if job.data == "text":
         return data.text(seed=job.seed)
     if job.data == "synthetic":
@@ -110,11 +129,9 @@ class HeldOut:
     """A stream without its first batches: text that has an order is not to be read far ahead."""
 
     stream: Any
-    batches: int = EVALUATION_BATCHES
 
     def batch(self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"):
-        """Batch `step + batches` of the stream."""
-        return self.stream.batch(step + self.batches, batch, tokens, device)
+        return self.stream.batch(step + EVALUATION_BATCHES, batch, tokens, device)
 
 
 def evaluation(source: Any) -> dict[str, Any]:
@@ -125,11 +142,9 @@ def evaluation(source: Any) -> dict[str, Any]:
 
 
 def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
-    """Trains this rank to the job's end; every rank of the job calls it with its own place.
-
-    Rank 0 writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and
-    returns what it wrote into the last.
-    """
+    """Trains this rank to the job's end; every rank of the job calls it with its own place. Rank 0
+    writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and returns what
+    it wrote into the last."""
     device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
@@ -137,11 +152,11 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
-        observers = training_observers.make(job.observe, trainer, folder, job.observe_every)
+        observers = observers_for(job, trainer, folder)
         trainer.observers = observers.values()
         try:
             result = _loop(job, trainer, folder, evaluation(source))
-            training_observers.write_rows(observers, place.rank, folder)
+            _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
         result["mean_wait_ms"] = 1e3 * ahead.waited_s / max(1, ahead.batches)
@@ -165,51 +180,80 @@ def _resume(trainer: Trainer, path: str) -> None:
 
 
 def _loop(job: Job, trainer: Trainer, folder: Path, held_out: dict[str, Any]) -> dict[str, Any]:
-    losses = _Table(folder / "losses.csv", "step,loss", trainer.parallel.rank == 0)
-    evaluated = _Table(folder / "evaluations.csv", "step,loss", trainer.parallel.rank == 0)
-    first_step = trainer.steps_done
-    marks: list[tuple[int, float]] = []
+    first_rank, steps = trainer.parallel.rank == 0, job.train.steps
+    losses = _Table(folder / "losses.csv", first_rank)
+    evaluated = _Table(folder / "evaluations.csv", first_rank)
     found: list[float] = []
+    marks: list[tuple[int, float]] = []
     evaluated_loss = None
-    while (now := trainer.steps_done) < job.train.steps:
+    while (now := trainer.steps_done) < steps:
+        stops = [now - now % n + n for n in (job.save_every, job.eval_every) if n]
         began = time.monotonic()
-        found += trainer.run(_next_stop(job, now) - now)
-        marks.append((trainer.steps_done - now, time.monotonic() - began))
-        losses.add(zip(range(now, trainer.steps_done), found[now - first_step :], strict=True))
-        done, last = trainer.steps_done, trainer.steps_done == job.train.steps
-        if job.eval_every and (done % job.eval_every == 0 or last):
+        new = trainer.run(min(steps, now + CHUNK, *stops) - now)
+        done = trainer.steps_done
+        marks.append((done - now, time.monotonic() - began))
+        losses.add(enumerate(new, now))
+        found += new
+        if job.eval_every and (done % job.eval_every == 0 or done == steps):
             evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
             evaluated.add([(done, evaluated_loss)])
-        if job.save_every and (done % job.save_every == 0 or last):
+        if job.save_every and (done % job.save_every == 0 or done == steps):
             trainer.save(folder / "checkpoints")
-            if trainer.parallel.rank == 0:
+            if first_rank:
                 for old in saving.checkpoints(folder / "checkpoints")[:-KEPT]:
                     old.unlink()
     # the first stretch warms up, compiles and tunes
-    steps, seconds = map(sum, zip(*(marks[1:] or marks), strict=True))
+    timed, seconds = map(sum, zip(*(marks[1:] or marks), strict=True))
     return {
         "steps": trainer.steps_done,
         "first_loss": found[0],
         "last_loss": found[-1],
         "evaluation": evaluated_loss,
         "skipped_steps": trainer.skipped_steps,
-        "tokens_per_s": job.train.batch * job.train.tokens * steps / seconds,
+        "tokens_per_s": job.train.batch * job.train.tokens * timed / seconds,
     }
 
 
-def _next_stop(job: Job, now: int) -> int:
-    stops = [job.train.steps, now + CHUNK]
-    stops += [now - now % every + every for every in (job.save_every, job.eval_every) if every]
-    return min(stops)
-
-
 class _Table:
-    """A CSV file that is whole after every addition; only rank 0 has one."""
+    """A CSV file of losses that is whole after every addition; only rank 0 writes one."""
 
-    def __init__(self, path: Path, header: str, writes: bool) -> None:
-        self._path, self._lines, self._writes = path, [header], writes
+    def __init__(self, path: Path, writes: bool) -> None:
+        self._path, self._writes, self._lines = path, writes, ["step,loss"]
 
-    def add(self, rows) -> None:
-        self._lines += [f"{step},{value!r}" for step, value in rows]
+    def add(self, rows: Iterable[tuple[int, float]]) -> None:
+        self._lines += [f"{step},{loss!r}" for step, loss in rows]
         if self._writes:
             write_atomically(self._path, "\n".join(self._lines) + "\n")
+
+
+def observers_for(job: Job, trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """This rank's observers by name: always a heartbeat, whose lines rank 0 prints.
+
+    Arrival and modules look at the first step and every `observe_every`-th after it. The writers
+    are rank 0's.
+    """
+    rank, model, every = trainer.parallel.rank, trainer.model, job.observe_every
+    written = {
+        "csv": lambda: writers.CsvWriter(folder / "observed.csv"),
+        "tensorboard": lambda: writers.TensorBoardWriter(folder / "tensorboard"),
+    }
+    kept = {name: written[name]() for name in job.observe if name in written and rank == 0}
+    watching = {
+        "arrival": lambda: GradientArrival(model, every=every, keep=1),
+        "buckets": lambda: BucketTrace(trainer.wrapped),
+        "modules": lambda: ModuleOrder(model, every=every, keep=1),
+        "phases": lambda: PhaseTimes(trainer.device),
+        "stats": lambda: AttentionStats(model, writers=list(kept.values())),
+    }
+    out, beats = sys.stderr if rank == 0 else None, folder / f"beats{rank}.jsonl"
+    made: dict[str, Any] = {"heartbeat": Heartbeat(out, file=beats, total_steps=job.train.steps)}
+    made |= {name: watching[name]() for name in job.observe if name in watching}
+    return made | kept  # last, so that what the others still hand them is written
+
+
+def _write_rows(observers: Mapping[str, Any], rank: int, folder: Path) -> None:
+    """<name>-rank<r>.json of the observers that kept rows; of those by step, the last looked at."""
+    for name, observer in observers.items():
+        rows = getattr(observer, "rows", None) or getattr(observer, "table", None)
+        if rows is not None:
+            write_json(folder / f"{name}-rank{rank}.json", rows())

@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +43,9 @@ class Ended:
 
 
 def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Path:
-    """The run's folder with job.json and environment.json in it.
-
-    Raises ValueError when it cannot be written, or `given` holds a run already.
-    """
-    facts = environment.snapshot(job.seed)
-    content = job.to_dict()
+    """The run's folder with job.json and environment.json in it. Raises ValueError when it cannot
+    be written, or `given` holds a run already."""
+    facts, content = environment.snapshot(job.seed), job.to_dict()
     if given is None:
         spec = json.dumps([content, facts.get("git")], sort_keys=True, default=str)
         name = f"train-{hashlib.sha256(spec.encode()).hexdigest()[:8]}"
@@ -65,17 +64,11 @@ def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Pa
 
 
 def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
-    """Runs the job's ranks under torchrun, in processes of their own, and writes the record.
-
-    Ctrl-C and SIGTERM end them all and are recorded. Raises ValueError for a port in use.
-    """
+    """Runs the job's ranks under torchrun, in processes of their own, and writes the record. Ctrl-C
+    and SIGTERM end them all and are recorded. Raises ValueError for a port in use."""
     from nsa.lab.process import launch
 
-    if port is not None:
-        launch.check_port(port)
-    record = _record(folder)
-    codes: Mapping[int, int] | None = {}
-    stopped = ""
+    record, codes, stopped = _record(folder), {}, ""
     try:
         with termination_is_an_exception():
             codes = launch.launch(
@@ -92,35 +85,29 @@ def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
 
 def alone(job: "Job", folder: Path) -> Ended:
     """Runs the job in this process."""
-    from nsa.model.parallel import SINGLE
-
     record = _record(folder)
+    close = partial(_close, record, folder, 1)
     with contextlib.suppress(Exception, KeyboardInterrupt), logged(folder, 0, console=True):
-        _rank(job, lambda: SINGLE, folder, 0, lambda: _close(record, folder, 1))
-    return _close(record, folder, 1)
+        _rank(job, folder, 0, close)
+    return close()
 
 
 def under_torchrun(job: "Job", argv: list[str], runs: str, given: str | None) -> Ended:
     """Runs this rank of a job that somebody's torchrun started; rank 0 makes folder and record.
-
-    Does not return to a caller that could be kept waiting: a rank that fails ends its process.
-    """
+    Does not return to a caller that could be kept waiting: a rank that fails ends its process."""
     from torch.distributed import broadcast_object_list
 
     os.environ.pop(PARENT, None)  # names who started torchrun, where that is one of ours
     die_with_parent()
-    place = join(job)
+    place = job.join()
     everyone = [str(make_folder(job, argv, runs, given)) if place.rank == 0 else None]
     broadcast_object_list(everyone, src=0)
     folder = Path(everyone[0])
     record = _record(folder) if place.rank == 0 else None
-
-    def close() -> Ended:
-        return _close(record, folder, place.ranks)
-
+    close = partial(_close, record, folder, place.ranks)
     try:
         with logged(folder, place.rank, console=place.rank == 0):
-            _rank(job, lambda: place, folder, place.rank, close)
+            _rank(job, folder, place.rank, close, place)
     except BaseException as error:
         end_process(error, place.rank)
     return close() if record is not None else Ended(folder, "ok")
@@ -137,23 +124,9 @@ def supervised_rank(folder: Path) -> None:
             content = read_json(folder / "job.json")
             content.pop("argv")
             job = Job.from_dict(content)
-            _rank(job, lambda: join(job), folder, rank, lambda: None)
+            _rank(job, folder, rank, lambda: None)
     except BaseException as error:
         end_process(error)
-
-
-def join(job: "Job"):
-    """This process's place in the job; see nsa.model.parallel.start."""
-    from nsa.model import parallel
-
-    return parallel.start(
-        job.kind,
-        backend=job.backend,
-        device=job.device,
-        static_graph=job.static_graph,
-        find_unused_parameters=job.find_unused,
-        bucket_mb=job.bucket_mb,
-    )
 
 
 def end_process(error: BaseException, rank: int | None = None) -> None:
@@ -167,15 +140,14 @@ def end_process(error: BaseException, rank: int | None = None) -> None:
 
 
 def _rank(
-    job: "Job", join_: Callable[[], Any], folder: Path, rank: int, when_ended: Callable[[], Any]
+    job: "Job", folder: Path, rank: int, when_ended: Callable[[], Any], place: Any = None
 ) -> None:
-    import traceback
-
+    """Trains as one rank, which joins the others unless it has its place among them."""
     from nsa.experiments.training import job as training_job
 
     with accounted(folder, rank, when_ended):
         try:
-            place = join_()
+            place = place or job.join()
             training_job.run(job, place, folder)
             place.close()  # a rank that failed does not: it would wait for the others
         except Exception:
@@ -185,8 +157,7 @@ def _rank(
 
 
 def _record(folder: Path) -> Record:
-    question = "Does the model learn, and how fast?"
-    return Record(folder, "train", question)
+    return Record(folder, "train", "Does the model learn, and how fast?")
 
 
 def _close(
@@ -198,37 +169,32 @@ def _close(
 ) -> Ended:
     """Writes the record's last word from what the ranks said, and tells it."""
     failure = first_failure(folder, ranks, codes)
-    reason, message = "ok", ""
     if failure is not None and failure.how in ("interrupted", "terminated"):
         stopped = stopped or failure.how
+    reason, message = "ok", ""
     if stopped:
         how = "interrupted (Ctrl-C)" if stopped == "interrupted" else "asked to end (SIGTERM)"
         reason, message, failure = stopped, f"the job was {how}", None
     elif failure is not None:
         reason = "rank_died" if failure.how == "killed" else "error"
-        first = f"rank {failure.rank} failed first: " if ranks > 1 else ""
-        message = first + failure.message
+        message = f"rank {failure.rank} failed first: " * (ranks > 1) + failure.message
     elif codes is not None:
         known = f": {dict(codes)}" if codes else ""
         reason, message = "error", f"no rank says why torchrun failed{known}; see torchrun.log"
     more: dict[str, Any] = {}
     if failure is not None:
-        more["first_failure"] = {"rank": failure.rank, "how": failure.how} | {
-            "message": failure.message,
-            "traceback": failure.traceback,
-        }
+        told = ("rank", "how", "message", "traceback")
+        more["first_failure"] = {name: getattr(failure, name) for name in told}
     result = read_json(folder / "result.json", {}) if reason == "ok" else {}
     if result:
         more["result"] = result
     if record is not None:
         record.content.update(more)
         record.close(reason, message)
-    else:  # rank 0 had it, and is gone
-        content = read_json(folder / "record.json", {})
-        if content.get("status") == "running":
-            ended = {"status": STATUS_OF[reason], "stop_reason": reason, "message": message}
-            now = environment.utc_now()
-            write_json(folder / "record.json", {**content, **more, **ended, "ended": now})
+    elif (content := read_json(folder / "record.json", {})).get("status") == "running":
+        # rank 0 had the record, and is gone
+        more |= {"status": STATUS_OF[reason], "stop_reason": reason, "message": message}
+        write_json(folder / "record.json", content | more | {"ended": environment.utc_now()})
     return Ended(folder, STATUS_OF[reason], message, failure, result)
 
 

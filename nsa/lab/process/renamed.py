@@ -23,8 +23,10 @@ MOVED = {
     },
     "nsa.lab.faults": "nsa.experiments.selfcheck.faults",
     "nsa.lab.throughput.throughput_trial": "nsa.experiments.throughput.child",
-    "nsa.lab.throughput.loss_curves": "nsa.experiments.throughput.loss_curves",
-    "nsa.lab.throughput.step_profile": "nsa.experiments.throughput.step_profile",
+    "nsa.lab.throughput.loss_curves": "nsa.experiments.throughput.child",
+    "nsa.experiments.throughput.loss_curves": "nsa.experiments.throughput.child",
+    "nsa.lab.throughput.step_profile": "nsa.experiments.throughput.child",
+    "nsa.experiments.throughput.step_profile": "nsa.experiments.throughput.child",
     "nsa.lab.tracing.tracing_child": "nsa.experiments.tracing.child",
     "nsa.lab.plans": "nsa.lab.search",
 }

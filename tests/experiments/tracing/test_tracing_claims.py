@@ -1,12 +1,16 @@
+"""The tracing notebook's sentences, tables and figures, on a healthy trace and on spoilt ones."""
+
 import pytest
 
 pytest.importorskip("pandas")
 
+import matplotlib
 from tracing_rows import SETUP, healthy
 
-from nsa.experiments.tracing import claims, table
+from nsa.experiments.tracing import claims, plots, table
 from nsa.experiments.tracing.trials import TRIALS, Setup, Traced, trials_for
 
+matplotlib.use("agg")
 KEYS = "blocks.1.attention.k_proj.win.weight"
 
 
@@ -68,33 +72,38 @@ def test_each_claim_can_fail_and_fails_alone(kind, which, changes, named):
     assert named in claim
 
 
-@pytest.mark.parametrize(
-    ("kind", "trial", "named"),
-    [("arrivals", "static graph", "static graph: a gradient"),
-     ("modules", "ddp", "module backwards")],
-)  # fmt: skip
-def test_another_order_on_one_rank_fails_alone(kind, trial, named):
-    traced = healthy()
+def swap_orders(traced, kind, trial):
     first, second = pick(getattr(traced, kind), trial=trial, rank=1, step=1)[:2]
     first["order"], second["order"] = second["order"], first["order"]
-    (claim,) = failing(traced)
-    assert named in claim
 
 
-def test_buckets_of_some_ranks_only_fail_alone():
-    traced = healthy()
+def lose_buckets(traced):
     traced.buckets = [r for r in traced.buckets if (r["trial"], r["rank"]) != ("ddp", 1)]
-    (claim,) = failing(traced)
-    assert "ranks differ" in claim
 
 
-def test_first_buckets_that_are_kept_fail_alone():
-    traced = healthy()
+def keep_first_buckets(traced):
     whole = pick(traced.buckets, trial="ddp", step=1)
     traced.buckets = [r for r in traced.buckets if r["trial"] != "ddp" or r["step"] != 2]
     traced.buckets += [row | {"step": 2} for row in whole]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (
+            lambda traced: swap_orders(traced, "arrivals", "static graph"),
+            "static graph: a gradient",
+        ),
+        (lambda traced: swap_orders(traced, "modules", "ddp"), "module backwards"),
+        (lose_buckets, "ranks differ"),
+        (keep_first_buckets, "cut anew"),
+    ],
+)
+def test_what_one_rank_or_step_does_otherwise_fails_alone(spoil, named):
+    traced = healthy()
+    spoil(traced)
     (claim,) = failing(traced)
-    assert "cut anew" in claim
+    assert named in claim
 
 
 def test_a_trial_that_did_not_end_decides_nothing_about_itself():
@@ -126,7 +135,8 @@ def test_one_bucket_for_everything_shows_no_rebuilding():
 def test_the_evidence_lists_every_gradient_that_is_missing_or_zero(tmp_path):
     traced = healthy()
     listed = table.write_evidence(tmp_path, traced).set_index("file")["rows"]
-    assert set(listed.index) == {f"{name}.csv" for name in table.EVIDENCE}
+    names = ("all_missing_params", "arrival_by_rank", "ddp_buckets", "module_order")
+    assert list(listed.index) == [f"{name}.csv" for name in (*names, "rank_outcomes")]
     found = table.evidence(traced)["all_missing_params"]
     planted = found[found["planted"]]
     assert set(planted["trial"]) == {"rank branch", "detached", "gate x 0"}
@@ -145,13 +155,20 @@ def test_ranks_are_laid_beside_each_other():
     assert not mine.loc["embed.weight", "same"]  # what comes after a missing one comes earlier
 
 
-def test_tables_of_nothing_are_empty():
+def test_tables_of_nothing_are_empty_and_figures_say_so():
     nothing = Traced(SETUP, TRIALS)
     for found in table.evidence(nothing).values():
         assert not len(found)
     for question in ("counts", "unexpected", "buckets", "gradients"):
         assert not len(getattr(table, question)(nothing))
     assert set(verdicts(nothing).values()) == {"INCONCLUSIVE"}
+    for drawn, trials in (
+        ("arrival_order", ["ddp"]),
+        ("buckets", ["ddp"]),
+        ("module_timeline", "ddp"),
+    ):
+        (axes,) = getattr(plots, drawn)(nothing, trials).axes
+        assert axes.texts[0].get_text().endswith("of ddp: not traced to its end")
 
 
 def test_a_failure_is_told_by_who_was_first():
@@ -173,3 +190,34 @@ def test_the_rows_fit_the_run_s_metrics(tmp_path):
     found = run.metrics()
     assert set(found["operation"]) == {"distributed_step"}
     assert {"loss", "gradients_zero", "buckets", "gradient_error"} <= set(found["metric"])
+
+
+def test_a_pause_is_cut_out_of_the_timeline_and_told():
+    traced = healthy()
+    for row in traced.modules:
+        row["ms"] = 5.0 + row["order"] + (18_000 if row["order"] > 1 else 0)
+    (axes,) = plots.module_timeline(traced, "ddp").axes
+    lines = axes.get_lines()
+    assert max(max(line.get_xdata()) for line in lines) < 10
+    assert lines[0].get_xdata()[0] == 0  # the axis begins with the first module
+    (told,) = axes.texts
+    assert told.get_text() == " 18 s are left out here"
+    assert "began 5 ms after" in axes.get_title(loc="right")
+    assert not plots.module_timeline(healthy(), "ddp").axes[0].texts
+
+
+def test_every_bucket_has_a_look_and_a_legend_entry():
+    traced = healthy()
+    traced.buckets = [
+        {"trial": "ddp", "rank": 0, "step": 1, "index": index, "elements": 1000}
+        for index in range(12)
+    ]
+    figure = plots.buckets(traced, ["ddp"])
+    looks = {(bar.get_facecolor(), bar.get_hatch()) for bar in figure.axes[0].patches}
+    assert len(looks) == len(figure.legends[0].get_texts()) == 12
+
+
+def test_arrivals_mark_missing_and_zero_gradients():
+    figure = plots.arrival_order(healthy(), ["rank branch", "gate x 0", "win alone"])
+    said = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert said == {"rank 0", "rank 1", "missing on rank 1", "arrives as zero", "rightly none"}

@@ -1,48 +1,53 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from tracing_rows import SETUP
 
-from nsa.experiments.tracing import child as tracing_child
-from nsa.experiments.tracing import trials as tracing
+from nsa.experiments.tracing import child, trials
 from nsa.experiments.tracing.trials import TRIALS, Setup, Trial, trace, trials_for
 from nsa.lab.search.planted import plant, planted, without_gradient
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import SINGLE
 
-BRANCHES = ("cmp", "slc", "win")
+CONFIG = SETUP.spec(TRIALS[0]).config()
+ALONE = Setup("cpu_test", tokens=64, batch=1, ranks=1, layers=1)
 
 
-def alone(trial, **changes):
+def alone(changes=None, **trial):
     """What one process sees of a trial."""
-    setup = Setup("cpu_test", tokens=64, batch=1, ranks=1, layers=1, changes=changes)
-    return tracing_child.trace_one(setup, trial, SINGLE)
+    setup = replace(ALONE, changes=changes or {})
+    return child.trace_one(setup, Trial("alone", kind="none", **trial), SINGLE)
 
 
-def in_state(found, state, step=1):
-    return {r["parameter"] for r in found["arrivals"] if (r["step"], r["state"]) == (step, state)}
+def in_state(found, state, step=1, key="state"):
+    return {r["parameter"] for r in found["arrivals"] if (r["step"], r[key]) == (step, state)}
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
+def traced_by(entry, folder, *names, **options):
+    entry = f"tracing_entries:{entry}"
+    return trace(SETUP, trials_for(2, names), folder=folder, threads=1, entry=entry, **options)
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 @pytest.mark.parametrize("phi", ["mean", "mlp"])
 def test_one_branch_alone_lacks_what_the_layer_says_it_lacks(branch, phi):
-    found = alone(Trial("alone", kind="none", branch=branch), phi=phi)
-    expected = {r["parameter"] for r in found["arrivals"] if r["expected"] == "missing"}
+    found = alone({"phi": phi}, branch=branch)
+    expected = in_state(found, "missing", key="expected")
     assert in_state(found, "missing") == expected == set(found["unreachable"])
     learned = 2 * 5 if phi == "mlp" and branch != "cmp" else 0
     assert len(expected) == 8 + learned
 
 
 def test_gates_without_gradient_are_expected_to_have_none():
-    found = alone(Trial("clean", kind="none"), stopgrad_gates=True)
+    found = alone({"stopgrad_gates": True})
     gates = {f"blocks.0.attention.gate{n}.{kind}" for n in (1, 2) for kind in ("weight", "bias")}
-    assert in_state(found, "missing") == gates
-    assert gates == {r["parameter"] for r in found["arrivals"] if r["expected"] == "missing"}
+    assert in_state(found, "missing") == gates == in_state(found, "missing", key="expected")
 
 
 def test_every_gradient_of_a_clean_trial_arrives_in_every_step():
-    found = alone(Trial("clean", kind="none", compared=True))
+    found = alone(compared=True)
     for step in (1, 2, 3):
         assert not in_state(found, "missing", step) | in_state(found, "zero", step)
     assert len(found["losses"]) == 3 and found["unreachable"] == []
@@ -52,34 +57,32 @@ def test_every_gradient_of_a_clean_trial_arrives_in_every_step():
 
 @pytest.mark.parametrize("fault", ["detached", "gate x 0"])
 def test_a_planted_fault_spoils_what_it_says_and_nothing_else(fault):
-    found = alone(Trial("fault", kind="none", fault=fault))
-    setup = Setup("cpu_test", tokens=64, batch=1, ranks=1, layers=1)
-    expected = planted(fault, setup.spec(Trial("fault")).config(), ranks=1)
+    found = alone(fault=fault)
+    config = ALONE.config()
+    expected = planted(fault, config, ranks=1)
     for step in (1, 2, 3):
         spoilt = in_state(found, "missing", step) | in_state(found, "zero", step)
         assert spoilt == set(expected.parameters) == in_state(found, expected.state, step)
-    names = [name for name, _ in LanguageModel(setup.spec(Trial("x")).config()).named_parameters()]
-    assert set(expected.parameters) < set(names)
+    assert set(expected.parameters) < {name for name, _ in LanguageModel(config).named_parameters()}
 
 
 def test_a_rank_branch_is_planted_on_the_last_rank_alone():
-    config = SETUP.spec(TRIALS[0]).config()
-    assert planted("rank branch", config, 4).ranks == (3,)
+    assert planted("rank branch", CONFIG, 4).ranks == (3,)
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     for rank, missing in ((0, 0), (1, 2)):
-        model = LanguageModel(config)
+        model = LanguageModel(CONFIG)
         plant("rank branch", model, rank, 2)
         model(tokens, tokens)[1].backward()
         assert sum(p.grad is None for p in model.parameters()) == missing
 
 
 def test_a_wrong_gradient_is_far_from_one_process_s():
-    model = LanguageModel(SETUP.spec(TRIALS[0]).config())
+    model = LanguageModel(CONFIG)
     gradients = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    data = tracing_child.synthetic(SETUP.seed, 256)
+    data = child.synthetic(SETUP.seed, 256)
 
     def rows():
-        return tracing_child.beside_one_process(gradients, SETUP, TRIALS[0], data, SINGLE)
+        return child.beside_one_process(gradients, SETUP, TRIALS[0], data, SINGLE)
 
     assert all(row["error"] == 1.0 and row["parameter"] for row in rows())
     gradients["head.weight"].fill_(float("nan"))
@@ -89,12 +92,12 @@ def test_a_wrong_gradient_is_far_from_one_process_s():
 
 
 def test_the_fingerprint_tells_weights_apart():
-    model = LanguageModel(SETUP.spec(TRIALS[0]).config())
-    before = tracing_child.fingerprint(model)
-    assert before == tracing_child.fingerprint(model)
+    model = LanguageModel(CONFIG)
+    before = child.fingerprint(model)
+    assert before == child.fingerprint(model)
     with torch.no_grad():
         model.head.weight[3, 5] += 1e-4
-    assert before != tracing_child.fingerprint(model)
+    assert before != child.fingerprint(model)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +125,15 @@ def test_trials_are_chosen_by_name():
 
 
 def test_unknown_faults_and_a_lone_rank_s_branch_are_refused():
-    config = SETUP.spec(TRIALS[0]).config()
     with pytest.raises(ValueError, match="fault='sabotage' is unknown"):
-        planted("sabotage", config, 2)
+        planted("sabotage", CONFIG, 2)
     with pytest.raises(ValueError, match="needs at least 2 ranks"):
-        planted("rank branch", config, 1)
+        planted("rank branch", CONFIG, 1)
 
 
 def test_no_parameter_of_a_plain_model_is_excused():
-    config = SETUP.spec(TRIALS[0]).config()
-    names = [name for name, _ in LanguageModel(config).named_parameters()]
-    assert without_gradient(config, names) == set()
+    names = [name for name, _ in LanguageModel(CONFIG).named_parameters()]
+    assert without_gradient(CONFIG, names) == set()
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +147,12 @@ def traced(tmp_path_factory):
 @pytest.mark.full
 def test_two_ranks_bear_out_every_claim_in_one_launch(traced):
     pytest.importorskip("pandas")
-    from nsa.experiments.tracing import claims as tracing_claims
+    from nsa.experiments.tracing import claims
 
     found, folder = traced
     assert found.launches == 1
-    claims = tracing_claims.all_claims(found)
-    assert {claim.verdict for claim in claims} == {"PASS"}, [str(claim) for claim in claims]
+    told = claims.all_claims(found)
+    assert {claim.verdict for claim in told} == {"PASS"}, [str(claim) for claim in told]
     record = json.loads((folder / "launch-0" / "trial-0-rank-1.json").read_text())
     assert record["status"] == "ok" and record["result"]["losses"]
 
@@ -174,7 +175,7 @@ def test_a_shard_of_zeros_is_no_dead_gradient():
         return {"result": {"arrivals": rows}}
 
     records = [record("arrived", "zero", "missing"), record("zero", "zero", "missing")]
-    tracing._judge_shards_together(records)
+    trials._judge_shards_together(records)
     for found in records:
         states = [row["state"] for row in found["result"]["arrivals"]]
         assert states == ["arrived", "zero", "missing"]
@@ -183,10 +184,7 @@ def test_a_shard_of_zeros_is_no_dead_gradient():
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_rank_that_raises_is_a_row_and_the_next_trial_gets_another_launch(tmp_path, capsys):
-    found = trace(
-        SETUP, trials_for(2, ["ddp", "detached"]), deadline_s=120, folder=tmp_path, threads=1,
-        entry="tracing_entries:raise_on_rank_1",
-    )  # fmt: skip
+    found = traced_by("raise_on_rank_1", tmp_path, "ddp", "detached", deadline_s=120)
     assert found.launches == 2 and found.ended("detached")
     other, culprit = found.of("ddp")
     assert culprit["status"] == "error" and culprit["message"] == "ValueError: the planted mistake"
@@ -199,10 +197,7 @@ def test_a_rank_that_raises_is_a_row_and_the_next_trial_gets_another_launch(tmp_
 @pytest.mark.processes
 @pytest.mark.slow
 def test_at_the_deadline_every_rank_says_where_it_stands(tmp_path):
-    found = trace(
-        SETUP, trials_for(2, ["ddp"]), deadline_s=25, folder=tmp_path, threads=1, progress=False,
-        entry="tracing_entries:stay_away_on_rank_0",
-    )  # fmt: skip
+    found = traced_by("stay_away_on_rank_0", tmp_path, "ddp", deadline_s=25)
     absent, waiting = found.of("ddp")
     assert absent["status"] == waiting["status"] == "timeout"
     assert "before step 1" in absent["place"] and "stay_away_on_rank_0" in absent["evidence"]
@@ -215,10 +210,7 @@ def test_at_the_deadline_every_rank_says_where_it_stands(tmp_path):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_ranks_that_never_meet_fail_every_trial_in_one_launch(tmp_path):
-    found = trace(
-        SETUP, trials_for(2, ["ddp", "fsdp"]), deadline_s=60, folder=tmp_path, progress=False,
-        entry="tracing_entries:never_begin",
-    )  # fmt: skip
+    found = traced_by("never_begin", tmp_path, "ddp", "fsdp", deadline_s=60)
     assert found.launches == 1
     for trial in ("ddp", "fsdp"):
         assert [row["status"] for row in found.of(trial)] == ["ended", "error"]
@@ -228,12 +220,12 @@ def test_ranks_that_never_meet_fail_every_trial_in_one_launch(tmp_path):
 @pytest.mark.gpus2
 def test_two_gpus_bear_out_every_claim_under_nccl(tmp_path):
     pytest.importorskip("pandas")
-    from nsa.experiments.tracing import claims as tracing_claims
+    from nsa.experiments.tracing import claims
 
     setup = Setup("smoke", tokens=512, batch=2, device="cuda", communication="nccl")
     found = trace(setup, TRIALS, deadline_s=300, folder=tmp_path)
-    claims = tracing_claims.all_claims(found)
-    assert "FAIL" not in {claim.verdict for claim in claims}, [str(claim) for claim in claims]
+    told = claims.all_claims(found)
+    assert "FAIL" not in {claim.verdict for claim in told}, [str(claim) for claim in told]
 
 
 @pytest.mark.gpu
