@@ -1,55 +1,53 @@
-"""`nsa notebooks` and `nsa run`: what can be run, and running it."""
+"""`nsa notebooks`, `run`, `runs`, `show`, `env`, `report`, `figures`: what can run and what ran."""
 
+import importlib
+import json
 import sys
+from pathlib import Path
 
-from nsa.cli.options import FAILED, GOOD, command, duration, runs_option
-from nsa.cli.runs import print_run
+from nsa.cli.options import FAILED, GOOD, SEVERAL, command, duration, share
 from nsa.spelling import pair
+
+# Name of the figure, the run that it is of, what draws it from the run's metrics.csv.
+HEADLINES = (
+    ("memory", "01_memory_scaling-28623959", "nsa.experiments.memory.plots:scaling"),
+    ("latency", "02_backend_comparison-7d821386", "nsa.experiments.comparison.plots:latency"),
+    ("tokens_per_second", "04_throughput-fca040d9", "nsa.experiments.throughput.plots:speed"),
+    ("losses", "04_throughput-25571656", "nsa.experiments.throughput.plots:losses"),
+)
 
 
 def add(commands) -> None:
-    """The parsers of both."""
+    """Their parsers."""
+    text = "List the notebooks, their questions and parameters."
+    command(commands, notebooks, text, "--notebooks")
 
-    def notebooks_option(made) -> None:
-        made.add_argument("--notebooks", default="notebooks", metavar="DIR", help="where they lie")
+    text = "Run a notebook into a dated folder: checked parameters, live log, HTML report."
+    made = command(commands, run, text)
+    option = made.add_argument
+    option("notebook", metavar="NAME", help="name, number, part of the name, or path")
+    text = "one parameter, lists as 128,256; wins over a file's"
+    option("-p", "--parameter", metavar="NAME=VALUE", help=text, **SEVERAL)
+    text = "YAML file of parameters; later files win"
+    option("-f", "--file", metavar="FILE", help=text, **SEVERAL)
+    text = "for the whole notebook, whose budgets end before it: 90, 90s, 20m, 2h"
+    option("--timeout", type=duration, metavar="TIME", help=text)
+    text = "for each cell: 90, 90s, 20m, 2h"
+    option("--cell-timeout", type=duration, metavar="TIME", help=text)
+    option("--again", action="store_true", help="run also when this very run exists")
+    option("--quiet", action="store_true", help="no progress bar")
+    share(made, "--notebooks", "--runs")
 
-    listed = command(
-        commands, "notebooks", notebooks, "List the notebooks, their questions and parameters."
-    )
-    notebooks_option(listed)
+    command(commands, runs, "List the runs, oldest first.", "--json", "--runs")
+    text = "Show one run: how it ended, its verdicts, parameters and files."
+    command(commands, show, text, "run", "--runs")
+    command(commands, env, "Show what a run would record about this machine.", "--json")
+    text = "Write a run's HTML report again, and the page of all runs."
+    command(commands, report, text, "run", "--runs")
 
-    run_text = "Run a notebook into a dated folder: checked parameters, live log, HTML report."
-    made = command(commands, "run", run, run_text)
-    made.add_argument("notebook", metavar="NAME", help="name, number, part of the name, or path")
-    made.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="one parameter, lists as 128,256; wins over a file's",
-    )
-    made.add_argument(
-        "-f",
-        "--file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML file of parameters; later files win",
-    )
-    made.add_argument(
-        "--timeout",
-        type=duration,
-        metavar="TIME",
-        help="for the whole notebook, whose budgets end before it: 90, 90s, 20m, 2h",
-    )
-    made.add_argument(
-        "--cell-timeout", type=duration, metavar="TIME", help="for each cell: 90, 90s, 20m, 2h"
-    )
-    made.add_argument("--again", action="store_true", help="run also when this very run exists")
-    made.add_argument("--quiet", action="store_true", help="no progress bar")
-    notebooks_option(made)
-    runs_option(made)
+    made = command(commands, figures, "Redraw the headline plots from committed runs.")
+    made.add_argument("--to", metavar="DIR", default="figures", help="folder; default: figures")
+    share(made, "--runs")
 
 
 def notebooks(arguments) -> int:
@@ -90,6 +88,97 @@ def run(arguments) -> int:
         progress=not arguments.quiet,
         say=lambda text: print(text, file=sys.stderr),
     )
-    print_run(store.Run(result.folder), result.status, result.message)
+    _print_run(store.Run(result.folder), result.status, result.message)
     print(f"  report   {result.report or 'none'}")
     return GOOD if result.good else FAILED
+
+
+def runs(arguments) -> int:
+    from nsa.workbook.files import plain
+    from nsa.workbook.store import open_store
+
+    table = open_store(arguments.runs).runs()
+    if arguments.json:
+        print(json.dumps(plain(table.to_dict("records")), indent=2))
+    elif len(table):
+        shown = ["run", "status", "verdict", "seconds", "gpu", "torch", "commit"]
+        print(table[shown].fillna("").to_string(index=False))
+    else:
+        print(f"no runs in {arguments.runs}")
+    return GOOD
+
+
+def show(arguments) -> int:
+    from nsa.workbook.record import load, status_now
+    from nsa.workbook.store import Run, open_store
+
+    found = Run(open_store(arguments.runs).find(arguments.run))
+    record = load(found.folder)
+    status = status_now(record)
+    _print_run(found, status, record.get("message", ""))
+    seconds = record.get("seconds")
+    lasted = "" if seconds is None else f", {seconds} s"
+    print(f"  started  {record.get('started')}{lasted}")
+    print(f"  rows     {len(found.metrics())} in metrics.csv")
+    parameters = found.folder / "parameters.yaml"
+    if parameters.is_file():
+        print("  parameters\n    " + parameters.read_text().strip().replace("\n", "\n    "))
+    failing = any(entry.get("verdict") == "FAIL" for entry in found.verdicts())
+    return GOOD if status in ("ok", "running") and not failing else FAILED
+
+
+def env(arguments) -> int:
+    from nsa.workbook.environment import snapshot
+
+    facts = snapshot()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return GOOD
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key}={item}" for key, item in value.items()) or "none"
+        elif isinstance(value, list):
+            value = "; ".join(" ".join(map(str, item.values())) for item in value) or "none"
+        print(f"{name:14} {'none' if value is None else value}")
+    return GOOD
+
+
+def report(arguments) -> int:
+    from nsa.workbook.report import index, render
+    from nsa.workbook.store import open_store
+
+    print(render(open_store(arguments.runs).find(arguments.run)))
+    print(index(arguments.runs))
+    return GOOD
+
+
+def figures(arguments) -> int:
+    """Writes each headline as SVG, naming its run inside; the same records give the same bytes."""
+    import matplotlib.pyplot as plt
+
+    from nsa.workbook import looks
+    from nsa.workbook.store import Run, open_store
+
+    target = Path(arguments.to)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, run_id, entry in HEADLINES:
+        module, _, function = entry.partition(":")
+        df = Run(open_store(arguments.runs).find(run_id)).metrics()
+        note = {"note": df["gpu"].iloc[0]} if function in ("latency", "speed") else {}
+        figure = getattr(importlib.import_module(module), function)(df, **note)
+        about = {"Title": name, "Description": f"run {run_id}", "Date": None}
+        with looks.style(), plt.rc_context({"svg.hashsalt": name}):
+            figure.savefig(target / f"{name}.svg", metadata=about)
+        plt.close(figure)
+        print(f"{target / name}.svg  of run {run_id}")
+    return GOOD
+
+
+def _print_run(run, status: str, message: str) -> None:
+    """How a run ended, with its verdicts and its folder."""
+    print(f"{run.id}: {status}")
+    if message:
+        print(f"  reason   {message}")
+    for entry in run.verdicts():
+        print(f"  {entry['verdict']:<12} {entry['claim']}")
+    print(f"  folder   {Path(run.folder)}")

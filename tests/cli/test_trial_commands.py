@@ -74,7 +74,7 @@ def test_a_sweep_prints_its_table_and_goes_on(place, capsys):
 
 @pytest.mark.parametrize(("device", "lent"), [("cuda", ("0", "1")), ("cpu", None)])
 def test_a_sweep_uses_all_gpus_where_a_trial_of_it_can(monkeypatch, device, lent):
-    from nsa.cli.sweep import gpus_of
+    from nsa.cli.trials import gpus_of
     from nsa.lab.process import preflight
     from nsa.lab.search.plan import Plan
 

@@ -1,18 +1,28 @@
-"""A plan's trials, run into a ledger: each once, for as long as there is time."""
+"""A plan's trials, run into a ledger: each once, for as long as there is time.
+
+A sweep runs all of them; a bisection those that say which factors, or which value of one, a fault
+needs.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Event, Lock, Timer
+from itertools import combinations
+from threading import TIMEOUT_MAX, Event, Lock, Timer
 from typing import Any
 
 from nsa.lab.process.gpus import Gpus
 from nsa.lab.process.runner import Spec
 from nsa.lab.process.trial import Stopped
-from nsa.lab.search import Cell, calibration
-from nsa.lab.search.candidates import Spent, Tried
+from nsa.lab.search import calibration
+from nsa.lab.search.bisection import Bisection, is_fault
+from nsa.lab.search.candidates import Cell, Found, Row, Spent, Tried, ordered, word
+from nsa.lab.search.covering import same
 from nsa.lab.search.ledger import FULL, Ledger
 from nsa.lab.search.plan import Plan
+from nsa.lab.search.thresholds import Answer, Posterior, bayes
+from nsa.lab.sweep import each
 from nsa.lab.verdict import Verdict, arms, compare
 from nsa.lab.watch.evidence import Evidence
 
@@ -20,6 +30,7 @@ from nsa.lab.watch.evidence import Evidence
 PATHS = (
     "branch", "backend", "compressed_backend", "selected_backend", "window_backend", "safe_packing",
 )  # fmt: skip
+FLAKY_TRIALS = 20
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,6 @@ class Done:
     verdict: Verdict
     evidence: Evidence
     cached: bool = False
-    attempt: int = 0
     calibrated: str = ""
 
 
@@ -58,9 +68,9 @@ class Trials:
     ) -> None:
         if budget_s is not None and not budget_s > 0:
             raise ValueError(f"budget_s={budget_s} must be greater than 0 seconds")
-        self.plan, self.ledger, self.budget_s = plan, ledger, budget_s
+        self.plan, self.ledger, self.budget_s = plan, ledger, budget_s or float("inf")
         self._predict, self._say = predict, say
-        self._end = None if budget_s is None else time.monotonic() + budget_s
+        self._end = time.monotonic() + self.budget_s
         self.stop, self._lock = Event(), Lock()
 
     def run(self, cell: Cell, attempt: int = 0, gpu: str | None = None) -> Done:
@@ -75,7 +85,7 @@ class Trials:
         elif self.plan.calibrate:
             told = self._calibrate(cell, options, gpu)
         id, evidence, verdict, cached = self._found_or_run(spec, options, gpu)
-        done = Done(dict(cell), id, verdict, evidence, cached, attempt, told)
+        done = Done(dict(cell), id, verdict, evidence, cached, told)
         with self._lock:
             self._say(done)
         return done
@@ -101,23 +111,16 @@ class Trials:
         self, spec: Spec, options: dict[str, Any], gpu: str | None
     ) -> tuple[str, Evidence, Verdict, bool]:
         id = self.ledger.id(spec, **options)
-        found = self.ledger.get(id)
-        cached = found is not None and found[1].kind != "INCONCLUSIVE"
-        return (id, *(found if cached else self._run(spec, options | {"gpu": gpu})), cached)
-
-    def _run(self, spec: Spec, options: dict[str, Any]) -> tuple[Evidence, Verdict]:
-        timer = None
-        if self.stop.is_set():
+        if found := self.ledger.settled(id):
+            return id, *found, True
+        left = self._end - time.monotonic()
+        if self.stop.is_set() or left <= 0:
             raise self._spent()
-        if self._end is not None:
-            left = self._end - time.monotonic()
-            if left <= 0:
-                raise self._spent()
-            timer = Timer(left, self.stop.set)
-            timer.daemon = True
-            timer.start()
+        timer = Timer(min(left, TIMEOUT_MAX), self.stop.set)
+        timer.daemon = True
+        timer.start()
         try:
-            _, evidence, verdict = self.ledger.run(spec, **options, stop=self.stop)
+            _, evidence, verdict = self.ledger.run(spec, **options, gpu=gpu, stop=self.stop)
         except (Stopped, InterruptedError):
             raise self._spent() from None
         except OSError as error:
@@ -127,20 +130,15 @@ class Trials:
                 f"cannot keep trials in {self.ledger.root} ({error.strerror}); name another folder"
             ) from None
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
         if self.stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
             raise self._spent()
-        return evidence, verdict
+        return id, evidence, verdict, False
 
     def _spent(self) -> Spent:
-        return Spent(f"the budget of {_seconds(self.budget_s or 0)} is spent")
-
-    def judged(self, cell: Cell, attempt: int = 0) -> Tried:
-        """`run`, as a bisection asks for it."""
-        done = self.run(cell, attempt)
-        verdict = done.verdict
-        return Tried(verdict.kind, verdict.signature, done.id, verdict.what)
+        seconds = self.budget_s
+        told = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
+        return Spent(f"the budget of {told} is spent")
 
 
 @dataclass
@@ -176,11 +174,9 @@ def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: An
             swept.why = str(spent)
         return found
 
-    several = gpus is not None and len(gpus.names) > 1
-    if several and all(plan.spec(cell).ranks == 1 for cell in cells):
-        rows = gpus.map(attempts, cells, stop=trials.stop)
-    else:
-        rows = [attempts(None, cell) for cell in cells]
+    if gpus and (len(gpus.names) == 1 or any(plan.spec(cell).ranks > 1 for cell in cells)):
+        gpus = None
+    rows = each(attempts, cells, gpus=gpus, stop=trials.stop)
     for cell, found in zip(cells, rows, strict=True):
         if len(found) < plan.attempts:
             swept.not_run.append(cell)
@@ -195,13 +191,106 @@ def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: An
 
 def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
     """Pairs that differ in one factor that chooses code, and yet ran the same."""
-    for number, one in enumerate(done):
-        for other in done[number + 1 :]:
-            differ = [name for name in one.cell if one.cell[name] != other.cell[name]]
-            comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
-            if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
-                yield one, other
+    for one, other in combinations(done, 2):
+        differ = [name for name in one.cell if one.cell[name] != other.cell[name]]
+        comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
+        if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
+            yield one, other
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
+@dataclass
+class Threshold:
+    """Where a fault begins that does not always fire; rows as a bisection has them."""
+
+    name: str
+    target: Tried | None = None
+    posterior: Posterior | None = None
+    rows: list[Row] = field(default_factory=list)
+    why: str = ""
+
+    @property
+    def solved(self) -> bool:
+        """Whether a threshold was found."""
+        return self.posterior is not None and self.posterior.value is not None
+
+    def __str__(self) -> str:
+        found = self.posterior
+        if found is None or found.value is None or self.target is None:
+            return self.why or f"no fault in {len(self.rows)} trials"
+        (fired, above), (stray, below) = found.rates
+        low, high = map(word, found.bracket)
+        between = "" if low == high else f", between {low} and {high} at the least"
+        return (
+            f"{self.target} begins at {self.name}={word(found.value)} "
+            f"(probability {found.probability:.3f}{between}); "
+            f"it fired {fired} of {above} times from there on, {stray} of {below} below"
+        )
+
+
+def bisect(
+    plan: Plan, ledger: Ledger, *, say: Callable[[Row], None] = lambda row: None, **options: Any
+) -> Found | Threshold:
+    """Searches for what causes the plan's fault, in at most `plan.most` trials and the budget.
+
+    With `attempts` above 1 a plan of one factor whose values have an order is searched by `bayes`:
+    the result is a Threshold. `options` as of Trials. ValueError for a plan in which nothing is
+    varied.
+    """
+    trials = Trials(plan, ledger, **options)
+    varied = {name: values for name, values in plan.values.items() if len(values) > 1}
+    if not varied:
+        out = f"; left out: {'; '.join(plan.left_out)}" if plan.left_out else ""
+        raise ValueError(f"no factor has two values that can be run{out}")
+    fixed = {name: value for name, value in plan.base.items() if name not in varied}
+
+    def run(cell: Cell, attempt: int) -> Tried:
+        done = trials.run(fixed | cell, attempt)
+        return Tried(done.verdict.kind, done.verdict.signature, done.id, done.verdict.what)
+
+    if plan.attempts > 1 and len(varied) == 1 and ordered(*varied.values()):
+        return _flaky(plan, varied, run, say)
+    return Bisection(
+        varied,
+        run,
+        legal=lambda part: plan.legal(fixed | part),
+        kind=plan.kind,
+        most=plan.most,
+        attempts=plan.attempts,
+        whole_screen=plan.screen,
+        seen={name: value for name, value in plan.seen.items() if name in varied},
+        say=say,
+    ).find()
+
+
+def _flaky(
+    plan: Plan,
+    varied: Mapping[str, list[Any]],
+    run: Callable[[Cell, int], Tried],
+    say: Callable[[Row], None],
+) -> Threshold:
+    ((name, values),) = varied.items()
+    found = Threshold(name)
+    asked: Counter[int] = Counter()
+
+    def test(value: Any) -> Answer:
+        index = values.index(value)
+        tried = run({name: value}, asked[index])
+        asked[index] += 1
+        if found.target is None and is_fault(tried, plan.kind):
+            found.target = tried
+        answer = False if tried.kind == "PASS" else None
+        if found.target is not None:
+            answer = same(found.target, tried)
+        told = {True: f"it begins no later than at {word(value)}", None: "nothing"}
+        eliminated = told.get(answer, f"a little of: it fires from {word(value)} on")
+        changed, number = f"{name}={word(value)}", len(found.rows) + 1
+        row = Row(number, {name: value}, changed, f"{changed} shows it", tried, eliminated, None)
+        found.rows.append(row)
+        say(row)
+        return answer
+
+    try:
+        found.posterior = bayes(values, test, trials=min(plan.most, FLAKY_TRIALS))
+    except Spent as spent:
+        found.why = f"not at its end: {spent}"
+    return found

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from nsa.lab import search
+from nsa.lab.search import covering
 from nsa.lab.search.bisection import Bisection, Spent, Tried
 from nsa.lab.search.candidates import Candidates, ordered, position, table, text
 
@@ -40,14 +40,14 @@ def covered(cells, names, strength):
 
 @pytest.mark.parametrize(("strength", "most"), [(2, 8), (3, 24)])
 def test_a_screen_of_switches_is_small_and_has_every_combination(strength, most):
-    cells = list(search.cover(SWITCHES, strength=strength))
+    cells = list(covering.cover(SWITCHES, strength=strength))
     assert len(cells) <= most
     wanted = 2**strength * len(list(combinations(NAMES, strength)))
     assert len(covered(cells, NAMES, strength)) == wanted
 
 
 def test_a_screen_of_138240_combinations_has_every_pair_in_32_cells():
-    cells = list(search.cover(MIXED))
+    cells = list(covering.cover(MIXED))
     pairs = sum(len(MIXED[a]) * len(MIXED[b]) for a, b in combinations(NAMES, 2))
     assert len(covered(cells, NAMES, 2)) == pairs
     assert len(cells) == 32
@@ -55,13 +55,13 @@ def test_a_screen_of_138240_combinations_has_every_pair_in_32_cells():
 
 def test_every_triple_is_there_though_the_library_leaves_some_out():
     factors = {"a": [0, 1, 2], "b": [0, 1, 2], "c": [0, 1, 2]}
-    assert len(list(search.cover(factors, strength=3))) == 27
+    assert len(list(covering.cover(factors, strength=3))) == 27
 
 
 def test_what_is_tested_is_not_screened_again():
     factors = {"a": [1, 2], "b": [1, 2]}
     tested = [{"a": 1, "b": 1}, {"a": 2, "b": 2}]
-    cells = list(search.cover(factors, tested=tested))
+    cells = list(covering.cover(factors, tested=tested))
     assert sorted(tuple(c.values()) for c in cells) == [(1, 2), (2, 1)]
 
 
@@ -70,7 +70,7 @@ def test_a_screen_keeps_to_what_is_legal_and_still_has_all_that_can_be():
         return not (part.get("f0") and part.get("f1")) and not (part.get("f2") and "f3" in part
                                                                 and not part["f3"])  # fmt: skip
 
-    cells = list(search.cover(SWITCHES, legal=legal))
+    cells = list(covering.cover(SWITCHES, legal=legal))
     assert all(legal(cell) for cell in cells)
     found = covered(cells, NAMES, 2)
     possible = {
@@ -83,24 +83,19 @@ def test_a_screen_keeps_to_what_is_legal_and_still_has_all_that_can_be():
     assert possible == found
 
 
-def test_a_screen_judges_every_cell():
-    found = search.screen({"a": [1, 2], "b": [1, 2]}, lambda cell: cell["a"] * cell["b"])
-    assert sorted(product_ for _, product_ in found) == [1, 2, 2, 4]
-
-
 def test_one_factor_is_screened_value_by_value():
-    assert list(search.cover({"a": [3, 1, 2]})) == [{"a": 3}, {"a": 1}, {"a": 2}]
+    assert list(covering.cover({"a": [3, 1, 2]})) == [{"a": 3}, {"a": 1}, {"a": 2}]
 
 
 def test_a_value_that_is_a_list_and_one_that_equals_another_are_kept_apart():
     factors = {"a": [1, True], "b": [[1], [2]]}
-    assert len(list(search.cover(factors))) == 4
+    assert len(list(covering.cover(factors))) == 4
 
 
 def test_without_allpairspy_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "allpairspy", None)
     with pytest.raises(ValueError, match=r"needs allpairspy; pip install 'nsa\[lab\]'"):
-        list(search.cover(SWITCHES))
+        list(covering.cover(SWITCHES))
 
 
 # ddmin
@@ -115,18 +110,18 @@ def test_ddmin_finds_every_set_in_few_questions(size, most):
             asked[tuple(part)] += 1
             return set(wanted) <= set(part)
 
-        assert search.ddmin(range(11), test) == list(wanted)
+        assert covering.ddmin(range(11), test) == list(wanted)
         assert max(asked.values()) == 1 and len(asked) <= most
 
 
 def test_ddmin_of_what_needs_nothing_is_empty():
-    assert search.ddmin(["a", "b"], lambda part: True) == []
-    assert search.ddmin([], lambda part: True) == []
+    assert covering.ddmin(["a", "b"], lambda part: True) == []
+    assert covering.ddmin([], lambda part: True) == []
 
 
 def test_ddmin_refuses_differences_that_do_not_show_it():
     with pytest.raises(ValueError, match=r"2 difference\(s\) together do not show the fault"):
-        search.ddmin(["a", "b"], lambda part: None)
+        covering.ddmin(["a", "b"], lambda part: None)
 
 
 def test_ddmin_leaves_nothing_out_where_a_difference_hides_the_fault():
@@ -134,7 +129,7 @@ def test_ddmin_leaves_nothing_out_where_a_difference_hides_the_fault():
     def test(part):
         return {"a", "b"} <= set(part) and ("c" not in part or "d" in part)
 
-    found = search.ddmin(list("abcd"), test)
+    found = covering.ddmin(list("abcd"), test)
     assert test(found) and not any(test([x for x in found if x != one]) for one in found)
 
 
@@ -142,7 +137,7 @@ def test_ddmin_takes_what_is_unresolved_for_no_fault():
     def test(part):
         return None if len(part) == 2 else {0, 3} <= set(part)
 
-    found = search.ddmin(range(4), test)
+    found = covering.ddmin(range(4), test)
     assert test(found) is True and {0, 3} <= set(found)
 
 
@@ -161,7 +156,7 @@ def test_ddmin_takes_what_is_unresolved_for_no_fault():
     ],
 )
 def test_only_the_same_kind_and_signature_is_the_same_fault(found, answer):
-    assert search.same(FAULT, found) is answer
+    assert covering.same(FAULT, found) is answer
 
 
 # bisection

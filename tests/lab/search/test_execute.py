@@ -5,8 +5,7 @@ import pytest
 from nsa.lab.process import preflight, runner
 from nsa.lab.process.gpus import Gpus
 from nsa.lab.search import ledger as ledgers
-from nsa.lab.search.bisect_plan import bisect
-from nsa.lab.search.execute import Trials, same_paths, sweep
+from nsa.lab.search.execute import Trials, bisect, same_paths, sweep
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import ATTEMPT, Plan
 from nsa.lab.verdict import Verdict

@@ -4,9 +4,8 @@ import sys
 import pytest
 from places import NOTEBOOKS
 
-from nsa.lab.search.factors import TRAINING_SUBJECT, find, known
+from nsa.lab.search.factors import TRAINING_SUBJECT, find, known, listed
 from nsa.lab.search.plan import ATTEMPT, Plan
-from nsa.lab.search.training_factors import listed
 
 STRANGER = "lab_entries:broken_pair"
 

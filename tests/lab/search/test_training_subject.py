@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from nsa.attention.api import nsa_attention
-from nsa.lab.search.branchwise import branchwise, by_branches
-from nsa.lab.search.training_subject import make
+from nsa.lab.search.training_subject import branchwise, by_branches, make
 from nsa.lab.watch import Progress, read
 from nsa.model import layer
 
