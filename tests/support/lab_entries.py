@@ -44,3 +44,19 @@ def paced(settings, progress):
 def unsized(settings, progress):
     """Takes a twentieth of a second, whatever its settings."""
     return SimpleNamespace(step=lambda i: time.sleep(0.05))
+
+
+def make_up_trials(monkeypatch, run):
+    """A ledger's trials without processes: `run` in place of the runner's, judged by their end."""
+    from nsa.lab.process import preflight, runner
+    from nsa.lab.search import ledger
+    from nsa.lab.verdict import Verdict
+
+    def judge(evidence):
+        kind = {"returned": "PASS", "exception": "CRASH"}.get(evidence.end.how, "INCONCLUSIVE")
+        return Verdict(kind, evidence.end.type, "made up", ("it was made up",))
+
+    monkeypatch.setattr(preflight, "source_hash", lambda subject: "source")
+    monkeypatch.setattr(preflight, "environment", lambda python=None: {})
+    monkeypatch.setattr(runner, "run_until_proven", run)
+    monkeypatch.setattr(ledger, "judge", judge)

@@ -1,6 +1,8 @@
 import random
+import sys
 from collections import Counter
 from itertools import combinations, product
+from math import prod
 
 import pytest
 
@@ -35,70 +37,49 @@ def covered(cells, names, strength):
     }
 
 
-# cover
-
-
-@pytest.mark.parametrize(("strength", "most"), [(2, 8), (3, 24)])
-def test_a_screen_of_switches_is_small_and_has_every_combination(strength, most):
-    cells = list(covering.cover(SWITCHES, strength=strength))
-    assert len(cells) <= most
-    wanted = 2**strength * len(list(combinations(NAMES, strength)))
-    assert len(covered(cells, NAMES, strength)) == wanted
-
-
-def test_a_screen_of_138240_combinations_has_every_pair_in_32_cells():
-    cells = list(covering.cover(MIXED))
-    pairs = sum(len(MIXED[a]) * len(MIXED[b]) for a, b in combinations(NAMES, 2))
-    assert len(covered(cells, NAMES, 2)) == pairs
-    assert len(cells) == 32
-
-
-def test_every_triple_is_there_though_the_library_leaves_some_out():
-    factors = {"a": [0, 1, 2], "b": [0, 1, 2], "c": [0, 1, 2]}
-    assert len(list(covering.cover(factors, strength=3))) == 27
+@pytest.mark.parametrize(
+    ("factors", "strength", "least", "most"),
+    [(SWITCHES, 2, 1, 8), (SWITCHES, 3, 1, 24), (MIXED, 2, 32, 32),
+     # a third of these triples the library leaves out
+     ({name: [0, 1, 2] for name in "abc"}, 3, 27, 27)],
+)  # fmt: skip
+def test_a_screen_is_small_and_has_every_combination(factors, strength, least, most):
+    cells = list(covering.cover(factors, strength=strength))
+    assert least <= len(cells) <= most
+    wanted = sum(
+        prod(len(factors[name]) for name in chosen) for chosen in combinations(factors, strength)
+    )
+    assert len(covered(cells, factors, strength)) == wanted
 
 
 def test_what_is_tested_is_not_screened_again():
-    factors = {"a": [1, 2], "b": [1, 2]}
     tested = [{"a": 1, "b": 1}, {"a": 2, "b": 2}]
-    cells = list(covering.cover(factors, tested=tested))
+    cells = list(covering.cover({"a": [1, 2], "b": [1, 2]}, tested=tested))
     assert sorted(tuple(c.values()) for c in cells) == [(1, 2), (2, 1)]
 
 
 def test_a_screen_keeps_to_what_is_legal_and_still_has_all_that_can_be():
     def legal(part):
-        return not (part.get("f0") and part.get("f1")) and not (part.get("f2") and "f3" in part
-                                                                and not part["f3"])  # fmt: skip
+        both = part.get("f0") and part.get("f1")
+        return not both and not (part.get("f2") and part.get("f3") is False)
 
     cells = list(covering.cover(SWITCHES, legal=legal))
     assert all(legal(cell) for cell in cells)
-    found = covered(cells, NAMES, 2)
-    possible = {
-        pair
-        for a, b in combinations(NAMES, 2)
-        for pair in product([(a, False), (a, True)], [(b, False), (b, True)])
-        if legal(dict(pair))
-    }
     # f2 wants f3: a pair with f2 and f3=False cannot be, all others can
-    assert possible == found
+    pairs = product(combinations(NAMES, 2), product([False, True], repeat=2))
+    possible = {tuple(zip(names, values, strict=True)) for names, values in pairs}
+    assert covered(cells, NAMES, 2) == {pair for pair in possible if legal(dict(pair))}
 
 
-def test_one_factor_is_screened_value_by_value():
+def test_one_factor_is_screened_by_value_and_equal_values_or_lists_are_kept_apart():
     assert list(covering.cover({"a": [3, 1, 2]})) == [{"a": 3}, {"a": 1}, {"a": 2}]
-
-
-def test_a_value_that_is_a_list_and_one_that_equals_another_are_kept_apart():
-    factors = {"a": [1, True], "b": [[1], [2]]}
-    assert len(list(covering.cover(factors))) == 4
+    assert len(list(covering.cover({"a": [1, True], "b": [[1], [2]]}))) == 4
 
 
 def test_without_allpairspy_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "allpairspy", None)
+    monkeypatch.setitem(sys.modules, "allpairspy", None)
     with pytest.raises(ValueError, match=r"needs allpairspy; pip install 'nsa\[lab\]'"):
         list(covering.cover(SWITCHES))
-
-
-# ddmin
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, 10), (2, 17), (3, 22)])
@@ -124,24 +105,17 @@ def test_ddmin_refuses_differences_that_do_not_show_it():
         covering.ddmin(["a", "b"], lambda part: None)
 
 
-def test_ddmin_leaves_nothing_out_where_a_difference_hides_the_fault():
-    # c hides what a and b cause, unless d is there as well
-    def test(part):
-        return {"a", "b"} <= set(part) and ("c" not in part or "d" in part)
-
+@pytest.mark.parametrize(
+    "test",
+    [  # c hides what a and b cause, unless d is there as well; what is unresolved is no fault
+        lambda part: {"a", "b"} <= set(part) and ("c" not in part or "d" in part),
+        lambda part: None if len(part) == 2 else {"a", "d"} <= set(part),
+    ],
+)
+def test_ddmin_leaves_out_nothing_that_is_needed_where_a_difference_hides_the_fault(test):
     found = covering.ddmin(list("abcd"), test)
-    assert test(found) and not any(test([x for x in found if x != one]) for one in found)
-
-
-def test_ddmin_takes_what_is_unresolved_for_no_fault():
-    def test(part):
-        return None if len(part) == 2 else {0, 3} <= set(part)
-
-    found = covering.ddmin(range(4), test)
-    assert test(found) is True and {0, 3} <= set(found)
-
-
-# verdicts
+    assert test(found) is True
+    assert not any(test([x for x in found if x != one]) for one in found)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +131,6 @@ def test_ddmin_takes_what_is_unresolved_for_no_fault():
 )
 def test_only_the_same_kind_and_signature_is_the_same_fault(found, answer):
     assert covering.same(FAULT, found) is answer
-
-
-# bisection
 
 
 @pytest.mark.full
@@ -184,28 +155,19 @@ def test_sets_of_thresholds_are_found_among_138240_combinations(size):
             assert (bracket.below, bracket.above) == (wanted[name] - 1, wanted[name])
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_sets_of_single_values_are_found_among_138240_combinations(size):
-    rng = random.Random(size)
-    for _ in range(10):
-        wanted = {n: rng.choice(MIXED[n][1:]) for n in rng.sample(NAMES, size)}
-        found = Bisection(MIXED, planted(*(has(n, v) for n, v in wanted.items()))).find()
-        assert found.cause == wanted and len(found.rows) <= 40
-
-
-def test_three_single_values_are_found_from_where_they_were_seen():
+@pytest.mark.parametrize(("size", "times", "from_seen"), [(1, 10, 0), (2, 10, 0), (3, 40, 1)])
+def test_sets_of_single_values_are_found_three_of_them_from_where_they_were_seen(
+    size, times, from_seen
+):
     """A run that hangs beside one that does not, among 138,240 combinations; a new screen of pairs
-    finds 7 in 10 of these within 40 trials."""
-    rng = random.Random(3)
-    most = 0
-    for _ in range(40):
-        wanted = {n: rng.choice(MIXED[n][1:]) for n in rng.sample(NAMES, 3)}
-        seen = {n: rng.choice(values) for n, values in MIXED.items()} | wanted
+    finds 7 in 10 of three values within 40 trials."""
+    rng = random.Random(size)
+    for _ in range(times):
+        wanted = {n: rng.choice(MIXED[n][1:]) for n in rng.sample(NAMES, size)}
+        seen = {n: rng.choice(values) for n, values in MIXED.items()} | wanted if from_seen else {}
         judge = planted(*(has(n, v) for n, v in wanted.items()))
         found = Bisection(MIXED, judge, seen=seen).find()
-        assert found.cause == wanted and found.finished
-        most = max(most, len(found.rows))
-    assert most <= 40
+        assert found.cause == wanted and found.finished and len(found.rows) <= 40
 
 
 def test_what_was_seen_and_does_not_show_it_again_costs_one_trial():
@@ -216,20 +178,22 @@ def test_what_was_seen_and_does_not_show_it_again_costs_one_trial():
     assert len(found.rows) <= len(plain.rows) + 1
 
 
-def test_a_default_that_takes_part_is_found_too():
-    found = Bisection(SWITCHES, planted(has("f2"), has("f7", False))).find()
-    assert found.cause == {"f2": True, "f7": False}
-
-
-def test_values_that_python_calls_equal_are_told_apart():
-    factors = {"a": [1, True, 1.0], "b": [False, True]}
-    found = Bisection(factors, planted(lambda cell: cell["a"] is True, has("b"))).find()
-    assert found.cause["a"] is True and found.cause["b"] is True
-
-
-def test_a_fault_of_the_defaults_is_found():
-    found = Bisection(SWITCHES, planted(has("f3", False))).find()
-    assert found.cause == {"f3": False} and found.instead == {"f3": True}
+@pytest.mark.parametrize(
+    ("factors", "conditions", "cause"),
+    [
+        (SWITCHES, [has("f2"), has("f7", False)], {"f2": True, "f7": False}),
+        (SWITCHES, [has("f3", False)], {"f3": False}),
+        ({"a": [1, True, 1.0], "b": [False, True]}, [lambda cell: cell["a"] is True, has("b")],
+         {"a": True, "b": True}),
+    ],
+)  # fmt: skip
+def test_defaults_that_take_part_and_values_that_python_calls_equal_are_found(
+    factors, conditions, cause
+):
+    found = Bisection(factors, planted(*conditions)).find()
+    assert found.cause == cause and found.instead.keys() == cause.keys()
+    for name, value in cause.items():
+        assert found.cause[name] is value and found.instead[name] is not value
 
 
 def test_a_fault_whatever_the_factors_are_has_an_empty_cause():
@@ -362,9 +326,6 @@ def test_two_causes_are_said_to_be_more_than_one():
 def test_a_bisection_of_nothing_is_refused(factors, more, message):
     with pytest.raises(ValueError, match=message):
         Bisection(factors, planted(), **more)
-
-
-# candidates
 
 
 def test_candidates_are_counted_and_refuted():
