@@ -9,7 +9,7 @@ from nsa.cli.options import FAILED, GOOD, SEVERAL, command, duration, share, wor
 
 def add(commands) -> None:
     """Its parser."""
-    made = command(commands, bench, "Time every attention backend; accuracy is checked first.")
+    made = command(commands, bench)
     option = made.add_argument
     text = (
         "main, small, g4, tiny, or sizes as tokens=4k,heads=32,kv_heads=8,dim=128; "
@@ -30,6 +30,7 @@ def add(commands) -> None:
 
 
 def bench(arguments) -> int:
+    """Time every attention backend; accuracy is checked first."""
     import torch
 
     gpu = torch.cuda.is_available() if arguments.device == "auto" else arguments.device == "cuda"

@@ -19,11 +19,8 @@ HEADLINES = (
 
 def add(commands) -> None:
     """Their parsers."""
-    text = "List the notebooks, their questions and parameters."
-    command(commands, notebooks, text, "--notebooks")
-
-    text = "Run a notebook into a dated folder: checked parameters, live log, HTML report."
-    made = command(commands, run, text)
+    command(commands, notebooks, "--notebooks")
+    made = command(commands, run)
     option = made.add_argument
     option("notebook", metavar="NAME", help="name, number, part of the name, or path")
     text = "one parameter, lists as 128,256; wins over a file's"
@@ -37,20 +34,17 @@ def add(commands) -> None:
     option("--again", action="store_true", help="run also when this very run exists")
     option("--quiet", action="store_true", help="no progress bar")
     share(made, "--notebooks", "--runs")
-
-    command(commands, runs, "List the runs, oldest first.", "--json", "--runs")
-    text = "Show one run: how it ended, its verdicts, parameters and files."
-    command(commands, show, text, "run", "--runs")
-    command(commands, env, "Show what a run would record about this machine.", "--json")
-    text = "Write a run's HTML report again, and the page of all runs."
-    command(commands, report, text, "run", "--runs")
-
-    made = command(commands, figures, "Redraw the headline plots from committed runs.")
+    command(commands, runs, "--json", "--runs")
+    command(commands, show, "run", "--runs")
+    command(commands, env, "--json")
+    command(commands, report, "run", "--runs")
+    made = command(commands, figures)
     made.add_argument("--to", metavar="DIR", default="figures", help="folder; default: figures")
     share(made, "--runs")
 
 
 def notebooks(arguments) -> int:
+    """List the notebooks, their questions and parameters."""
     from nsa.workbook import identity, parameters
 
     found = identity.notebooks(arguments.notebooks)
@@ -66,6 +60,7 @@ def notebooks(arguments) -> int:
 
 
 def run(arguments) -> int:
+    """Run a notebook into a dated folder: checked parameters, live log, HTML report."""
     from nsa.workbook import identity, parameters, store
     from nsa.workbook.run import run_notebook
 
@@ -94,6 +89,7 @@ def run(arguments) -> int:
 
 
 def runs(arguments) -> int:
+    """List the runs, oldest first."""
     from nsa.workbook.files import plain
     from nsa.workbook.store import open_store
 
@@ -109,6 +105,7 @@ def runs(arguments) -> int:
 
 
 def show(arguments) -> int:
+    """Show one run: how it ended, its verdicts, parameters and files."""
     from nsa.workbook.record import load, status_now
     from nsa.workbook.store import Run, open_store
 
@@ -128,6 +125,7 @@ def show(arguments) -> int:
 
 
 def env(arguments) -> int:
+    """Show what a run would record about this machine."""
     from nsa.workbook.environment import snapshot
 
     facts = snapshot()
@@ -144,6 +142,7 @@ def env(arguments) -> int:
 
 
 def report(arguments) -> int:
+    """Write a run's HTML report again, and the page of all runs."""
     from nsa.workbook.report import index, render
     from nsa.workbook.store import open_store
 
@@ -153,7 +152,7 @@ def report(arguments) -> int:
 
 
 def figures(arguments) -> int:
-    """Writes each headline as SVG, naming its run inside; the same records give the same bytes."""
+    """Redraw the headline plots from committed runs."""
     import matplotlib.pyplot as plt
 
     from nsa.workbook import looks
@@ -165,6 +164,7 @@ def figures(arguments) -> int:
         module, _, function = entry.partition(":")
         df = Run(open_store(arguments.runs).find(run_id)).metrics()
         note = {"note": df["gpu"].iloc[0]} if function in ("latency", "speed") else {}
+        # Each names its run inside; the same records give the same bytes.
         figure = getattr(importlib.import_module(module), function)(df, **note)
         about = {"Title": name, "Description": f"run {run_id}", "Date": None}
         with looks.style(), plt.rc_context({"svg.hashsalt": name}):

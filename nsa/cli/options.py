@@ -41,12 +41,13 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def command(
-    commands, function: Callable[[argparse.Namespace], int], text: str, *shared: str
+    commands, function: Callable[[argparse.Namespace], int], *shared: str
 ) -> argparse.ArgumentParser:
     """A parser for `nsa NAME`, which calls the function of that name; its result is the exit code.
 
-    It has the options of SHARED that are named.
+    The function's docstring is the help. The parser has the options of SHARED that are named.
     """
+    text = " ".join((function.__doc__ or "").split())
     made = commands.add_parser(function.__name__, help=text, description=text)
     made.set_defaults(command=function)
     share(made, *shared)

@@ -8,10 +8,7 @@ from nsa.cli.options import FAILED, GOOD, SEVERAL, check_json, command, provenan
 
 def add(commands) -> None:
     """Its parser."""
-    text = (
-        "Plant every fault that this machine can hold, judge each, and print the confusion matrix."
-    )
-    option = command(commands, selfcheck, text).add_argument
+    option = command(commands, selfcheck).add_argument
     option("--rounds", type=int, default=1, metavar="N", help="how often; 1 by default")
     text = "one fault or control; may be given several times"
     option("--only", metavar="NAME", help=text, **SEVERAL)
@@ -23,6 +20,7 @@ def add(commands) -> None:
 
 
 def selfcheck(arguments) -> int:
+    """Plant every fault that this machine can hold, judge each, and print the confusion matrix."""
     from nsa.experiments.selfcheck.faults import registry
     from nsa.experiments.selfcheck.trials import check
 

@@ -22,11 +22,7 @@ OTHER_TOKENS = 512
 
 def add(commands) -> None:
     """Its parser."""
-    text = (
-        "Train a language model. --ranks 2 starts two processes and looks after them; "
-        "torchrun --nproc-per-node 2 -m nsa train --parallel ddp works too."
-    )
-    made = command(commands, train, text)
+    made = command(commands, train)
     option = made.add_argument
     option("--preset", default="production", metavar="NAME", help="production by default")
     text = "a field of the model's config, as backend=triton or nsa.window=64"
@@ -76,6 +72,8 @@ def add(commands) -> None:
 
 
 def train(arguments) -> int:
+    """Train a language model. --ranks 2 starts two processes and looks after them; torchrun
+    --nproc-per-node 2 -m nsa train --parallel ddp works too."""
     under_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun else None
     arguments.kind = arguments.kind or ("ddp" if arguments.ranks else "none")

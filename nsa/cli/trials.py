@@ -12,39 +12,21 @@ OF_THE_PLAN = ("subject", "steps", "deadline_s", "predicted_s", "stall_s", "cali
 
 def add(commands) -> None:
     """Their parsers."""
-    text = (
-        "Run one trial under supervision and judge it. Exit code 0 if it passed. "
-        "subject=package.module:make names anything that makes steps; by default it is a training "
-        "step of this package: layers=2 backend=gather tokens=256."
-    )
-    made = command(commands, trial, text)
+    made = command(commands, trial)
     text = f"a factor of the subject, or {', '.join(OF_THE_PLAN)}"
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
     made.add_argument("--factors", action="store_true", help="list the factors and end")
     share(made, "--trials")
 
-    text = (
-        "Run the trials of a plan, a YAML file. A finished trial is not run again, so the same "
-        "command goes on where it was cut off. Exit code 0 if all were run and passed."
-    )
-    made = command(commands, sweep, text, "plan", "--budget")
+    made = command(commands, sweep, "plan", "--budget")
     text = "also on several GPUs, which else have a trial each: those share a host"
     made.add_argument("--one-at-a-time", action="store_true", help=text)
     made.add_argument("--list", action="store_true", help="tell what would be run, and end")
     share(made, "--trials")
 
-    text = (
-        "Find the smallest set of a plan's factors that causes a fault, or the threshold of one. "
-        "Prints the ledger: trial, hypothesis, verdict, what it eliminated. Exit code 0 if a cause "
-        "was found."
-    )
-    command(commands, bisect, text, "plan", "--budget", "--trials")
+    command(commands, bisect, "plan", "--budget", "--trials")
 
-    text = (
-        "Explain a trial: its verdict, the rule that applied, and the evidence that it read. "
-        "Exit code 0 if it passed."
-    )
-    made = command(commands, explain, text)
+    made = command(commands, explain)
     made.add_argument("trial", metavar="TRIAL", help="id, its beginning, its folder, or latest")
     made.add_argument("--markdown", action="store_true", help="as markdown, for a notebook")
     made.add_argument("--again", action="store_true", help="judge it anew, by today's rules")
@@ -52,6 +34,9 @@ def add(commands) -> None:
 
 
 def trial(arguments) -> int:
+    """Run one trial under supervision and judge it. Exit code 0 if it passed.
+    subject=package.module:make names anything that makes steps; by default it is a training step of
+    this package: layers=2 backend=gather tokens=256."""
     from nsa.lab.search.candidates import Spent
     from nsa.lab.search.execute import Trials
     from nsa.lab.search.factors import listed
@@ -79,6 +64,8 @@ def trial(arguments) -> int:
 
 
 def sweep(arguments) -> int:
+    """Run the trials of a plan, a YAML file. A finished trial is not run again, so the same command
+    goes on where it was cut off. Exit code 0 if all were run and passed."""
     from nsa.lab.search import execute
     from nsa.lab.search.candidates import text
     from nsa.lab.search.ledger import Ledger
@@ -119,6 +106,9 @@ def sweep(arguments) -> int:
 
 
 def bisect(arguments) -> int:
+    """Find the smallest set of a plan's factors that causes a fault, or the threshold of one.
+    Prints the ledger: trial, hypothesis, verdict, what it eliminated. Exit code 0 if a cause was
+    found."""
     from nsa.lab.search import execute
     from nsa.lab.search.candidates import table, text
     from nsa.lab.search.ledger import Ledger
@@ -132,7 +122,7 @@ def bisect(arguments) -> int:
     print(found)
     if found.why and found.why not in str(found):
         print(found.why)
-    for other in getattr(found, "others", ()):
+    for other in found.others:
         print(f"another fault was seen: {other} (nsa explain {other.id})")
     if found.target is not None:
         print(f"more: nsa explain {found.target.id}")
@@ -165,6 +155,8 @@ def gpus_of(plan):
 
 
 def explain(arguments) -> int:
+    """Explain a trial: its verdict, the rule that applied, and the evidence that it read. Exit code
+    0 if it passed."""
     from nsa.lab.search.ledger import Ledger
     from nsa.lab.verdict import judge
     from nsa.lab.verdict.explain import page

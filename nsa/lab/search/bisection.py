@@ -1,13 +1,14 @@
 """Which factors cause a fault? The smallest set that shows it, and what each trial eliminated."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nsa.lab.search.candidates import Candidates, Found, Row, Spent, Tried, ordered, position, word
 from nsa.lab.search.covering import Cell, Legal, cover, ddmin, same
-from nsa.lab.search.thresholds import Answer, threshold
+from nsa.lab.search.thresholds import Answer, bayes, threshold
 
-MOST = 40  # trials
 _NOT_A_FAULT = ("PASS", "INCONCLUSIVE", "INVALID", "FLAKY")
 
 
@@ -16,15 +17,51 @@ def is_fault(tried: Tried, kind: str | None = None) -> bool:
     return tried.kind == kind if kind else tried.kind not in _NOT_A_FAULT
 
 
+def flaky_threshold(
+    name: str,
+    values: Sequence[Any],
+    run: Callable[[Cell, int], Tried],
+    *,
+    kind: str | None,
+    most: int,
+    say: Callable[[Row], None],
+) -> Found:
+    """Where along one factor a fault begins that does not always fire, in `most` trials.
+
+    The `values` have an order; all else is as of Bisection.
+    """
+    found = Found({name: values[0]})
+    asked: Counter[int] = Counter()
+
+    def test(value: Any) -> Answer:
+        index = values.index(value)
+        tried = run({name: value}, asked[index])
+        asked[index] += 1
+        if found.target is None and is_fault(tried, kind):
+            found.target = tried
+        answer = same(found.target, tried)
+        told = {True: f"it begins no later than at {word(value)}", None: "nothing"}
+        eliminated = told.get(answer, f"a little of: it fires from {word(value)} on")
+        changed, number = f"{name}={word(value)}", len(found.rows) + 1
+        row = Row(number, {name: value}, changed, f"{changed} shows it", tried, eliminated, None)
+        found.rows.append(row)
+        say(row)
+        return answer
+
+    try:
+        found.posterior = bayes(values, test, trials=most)
+        found.finished = True
+        found.why = f"no fault in {len(found.rows)} trials"
+    except Spent as spent:
+        found.why = f"not at its end: {spent}"
+    if found.posterior is not None and found.posterior.value is not None:
+        found.cause, found.why = {name: found.posterior.value}, ""
+    return found
+
+
+@dataclass
 class Bisection:
     """Searches for the smallest set of factors behind a fault, in at most `most` trials.
-
-    factors: {name: values}; the first value of each is its default unless `base` says otherwise.
-    run(cell, attempt): judges one cell; may raise Spent. legal(part): what may be run, see
-    `search.cover`. kind: the verdict that is looked for; None: that of the first trial to fail.
-    attempts: how often a cell that passes is run, for faults that do not always fire.
-    whole_screen: cover all pairs of values first, though a fault was found before. seen: values
-    that showed the fault elsewhere; the other factors stay at their defaults.
 
     First the base, and `seen` or else the cell with every factor at its last value; where those do
     not show the fault beside a PASS, a screen of all pairs of values, then of all triples. Then
@@ -33,34 +70,28 @@ class Bisection:
     of which nothing can be left out. Then the threshold of each factor whose values have an order.
     """
 
-    def __init__(
-        self,
-        factors: Mapping[str, Sequence[Any]],
-        run: Callable[[Cell, int], Tried],
-        *,
-        base: Mapping[str, Any] | None = None,
-        legal: Legal = lambda part: True,
-        kind: str | None = None,
-        most: int = MOST,
-        attempts: int = 1,
-        whole_screen: bool = False,
-        seen: Mapping[str, Any] | None = None,
-        say: Callable[[Row], None] = lambda row: None,
-    ) -> None:
-        if not factors or not all(len(values) > 1 for values in factors.values()):
+    factors: Mapping[str, Sequence[Any]]  # the first value of each is its default, the base
+    run: Callable[[Cell, int], Tried]  # judges a cell, of which it is attempt n; may raise Spent
+    legal: Legal = lambda part: True  # what may be run, see `covering.cover`
+    kind: str | None = None  # that is looked for; None: that of the first trial to fail
+    most: int = 40
+    attempts: int = 1  # how often a cell that passes is run, for faults that do not always fire
+    whole_screen: bool = False  # cover all pairs of values first, though a fault was found before
+    seen: Mapping[str, Any] = field(default_factory=dict)  # values that showed it elsewhere
+    say: Callable[[Row], None] = lambda row: None
+
+    def __post_init__(self) -> None:
+        if not self.factors or not all(len(values) > 1 for values in self.factors.values()):
             raise ValueError(
-                f"a bisection needs factors with two values or more, got {dict(factors)}"
+                f"a bisection needs factors with two values or more, got {dict(self.factors)}"
             )
-        self.factors = {name: list(values) for name, values in factors.items()}
-        self.base = {name: values[0] for name, values in self.factors.items()} | dict(base or {})
-        self._seen = self.base | dict(seen or {})
-        for name, value in (*self.base.items(), *self._seen.items()):
+        self.base = {name: values[0] for name, values in self.factors.items()}
+        self.seen = self.base | self.seen
+        for name, value in self.seen.items():
             position(self.factors.get(name, []), value)
-        for what, cell in (("the base itself", self.base), ("what was seen", self._seen)):
-            if not legal(cell):
+        for what, cell in (("the base itself", self.base), ("what was seen", self.seen)):
+            if not self.legal(cell):
                 raise ValueError(f"{what} is not legal: {cell}")
-        self._run, self._legal, self._kind, self._say = run, legal, kind, say
-        self._most, self._attempts, self._whole_screen = most, attempts, whole_screen
         self._known: dict[tuple[int, ...], tuple[Cell, Tried]] = {}
         self._left: Candidates | None = None
         self.found = Found(base=self.base)
@@ -72,7 +103,7 @@ class Bisection:
             self._screen()
             if found.target is None:
                 found.why = (
-                    f"no {self._kind or 'fault'} in {len(found.rows)} trials: "
+                    f"no {self.kind or 'fault'} in {len(found.rows)} trials: "
                     "every combination of up to 3 factors was run"
                 )
             elif not self._cells(False):
@@ -92,17 +123,17 @@ class Bisection:
 
     def _screen(self) -> None:
         self._ask(self.base, "the defaults show it")
-        if self._differ(self._seen, self.base):
-            self._ask(self._seen, "what was seen shows it again")
+        if self._differ(self.seen, self.base):
+            self._ask(self.seen, "what was seen shows it again")
         if not self._pair():
             self._ask(self._farthest(), "everything changed shows it")
         for strength, what in ((2, "pair"), (3, "triple")):
-            if self._pair() and not (self._whole_screen and strength == 2):
+            if self._pair() and not (self.whole_screen and strength == 2):
                 return
             tested = [cell for cell, _ in self._known.values()]
-            for cell in cover(self.factors, legal=self._legal, strength=strength, tested=tested):
+            for cell in cover(self.factors, legal=self.legal, strength=strength, tested=tested):
                 self._ask(cell, f"a {what} of these values shows it")
-                if self._pair() and not self._whole_screen:
+                if self._pair() and not self.whole_screen:
                     return
 
     def _narrow(self) -> None:
@@ -162,16 +193,16 @@ class Bisection:
 
     def _ask(self, cell: Cell, hypothesis: str) -> Answer:
         key = self._key(cell)
-        if key in self._known or not self._legal(cell):
+        if key in self._known or not self.legal(cell):
             return self._known_answer(cell)
         passed, unjudged = 0, 0
         while key not in self._known:
-            if len(self.found.rows) >= self._most:
-                raise Spent(f"{self._most} trials are spent")
-            tried = self._run(cell, passed)
+            if len(self.found.rows) >= self.most:
+                raise Spent(f"{self.most} trials are spent")
+            tried = self.run(cell, passed)
             if tried.kind == "PASS":
                 passed += 1
-                last = passed >= self._attempts
+                last = passed >= self.attempts
             else:  # what could not be judged gets a second chance
                 unjudged += 1
                 last = tried.kind != "INCONCLUSIVE" or unjudged > 1
@@ -181,7 +212,7 @@ class Bisection:
         return self._known_answer(cell)
 
     def _note(self, cell: Cell, tried: Tried, hypothesis: str, last: bool) -> None:
-        if self.found.target is None and is_fault(tried, self._kind):
+        if self.found.target is None and is_fault(tried, self.kind):
             self.found.target = tried
             self._left = Candidates(self.factors)
             before = len(self._left)
@@ -202,11 +233,9 @@ class Bisection:
         number = len(self.found.rows) + 1
         row = Row(number, dict(cell), self._words(cell), hypothesis, tried, eliminated, left)
         self.found.rows.append(row)
-        self._say(row)
+        self.say(row)
 
     def _answer(self, tried: Tried) -> Answer:
-        if self.found.target is None:
-            return False if tried.kind == "PASS" else None
         return same(self.found.target, tried)
 
     def _known_answer(self, cell: Cell) -> Answer:
@@ -225,7 +254,7 @@ class Bisection:
         for name, values in self.factors.items():
             last = position(values, self.base[name]) == len(values) - 1
             end = values[0] if last else values[-1]
-            if self._legal(cell | {name: end}):
+            if self.legal(cell | {name: end}):
                 cell[name] = end
         return cell
 

@@ -124,28 +124,16 @@ def _lengths(tokens: int) -> list[int]:
     return sorted({max(1, largest // 4), max(1, largest // 2), largest})
 
 
-def make(settings: dict[str, Any], progress: Progress) -> Points:
-    """The subject of a calibration: see `calibration_spec`."""
-    return Points(settings["subject"], settings["settings"], settings["points"], progress)
-
-
 class Points:
-    """REPEATS steps at each point, smallest first; `rows` has their seconds and longest rests.
+    """REPEATS steps at each point, smallest first: the subject of `calibration_spec`.
 
     A single process begins no point that would end after BUDGET_S, as the last one foretells; its
     steps do nothing then. Of several ranks none may leave the others alone, and what was made first
     stays open, for it holds their process group. `close` closes what is open, the first last.
     """
 
-    def __init__(
-        self,
-        subject: str,
-        settings: dict[str, Any],
-        points: list[dict[str, int]],
-        progress: Progress,
-    ) -> None:
-        self._subject, self._settings = subject, settings
-        self._points, self._progress = points, progress
+    def __init__(self, settings: dict[str, Any], progress: Progress) -> None:
+        self._given, self._progress = settings, progress
         self._alone = rank_and_ranks()[1] == 1
         self._began, self._spent = time.perf_counter(), False
         self._made: Any = None
@@ -162,7 +150,7 @@ class Points:
         if self._spent:
             return None
         if again == 0:
-            self._open(self._points[index])
+            self._open(self._given["points"][index])
         row = self.rows[-1]
         with _looked_at(self._progress) as ticks:
             began = time.perf_counter()
@@ -183,11 +171,14 @@ class Points:
     def _open(self, point: dict[str, int]) -> None:
         if self._alone:
             self._opened.close()
-        unheard = Unheard(self._progress)
-        self._made = make_subject(self._subject, {**self._settings, **point}, unheard)
+        settings = self._given["settings"] | point
+        self._made = make_subject(self._given["subject"], settings, Unheard(self._progress))
         if hasattr(self._made, "close"):
             self._opened.enter_context(closing(self._made))
         self.rows.append({"layers": 1, "tokens": 1} | point | {"seconds": [], "gap_s": 0.0})
+
+
+make = Points
 
 
 @contextmanager

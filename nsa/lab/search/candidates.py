@@ -3,7 +3,8 @@
 Candidates are every set of up to three conditions on factors.
 """
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise, product
 from math import prod
@@ -11,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from nsa.lab.search.thresholds import Answer, Bracket
+from nsa.lab.search.thresholds import Answer, Bracket, Posterior
 
 Cell = dict[str, Any]  # a value for every factor
 MOST = 2_000_000  # sets of conditions that are kept account of
-_WORDS = {"eq": "=", "ge": ">=", "le": "<="}
 
 
 class Candidates:
@@ -28,13 +28,13 @@ class Candidates:
 
     def __init__(self, factors: Mapping[str, Sequence[Any]], size: int = 3) -> None:
         self.factors = {name: list(values) for name, values in factors.items()}
-        self.conditions: list[tuple[str, str, int]] = []  # factor, how, index of the value
+        self.conditions: list[tuple[str, Callable[[int, int], bool], int]] = []
         by_factor: list[range] = []  # of the conditions
         for name, values in self.factors.items():
-            made = [(name, "eq", index) for index in range(len(values))]
+            made = [(name, operator.eq, index) for index in range(len(values))]
             if ordered(values):
-                ends = range(1, len(values) - 1)
-                made += [(name, how, index) for how in ("ge", "le") for index in ends]
+                inner = range(1, len(values) - 1)
+                made += [(name, how, i) for how in (operator.ge, operator.le) for i in inner]
             start = len(self.conditions)
             self.conditions += made
             by_factor.append(range(start, start + len(made)))
@@ -53,40 +53,13 @@ class Candidates:
     def __len__(self) -> int:
         return len(self._sets)
 
-    def note(self, cell: Mapping[str, Any], answer: Answer) -> int:
-        """Drops the sets that this trial refutes; returns how many. None refutes nothing."""
+    def note(self, cell: Mapping[str, Any], answer: Answer) -> None:
+        """Drops the sets that this trial refutes; None refutes nothing."""
         if answer is None:
-            return 0
-        holds = np.array([self._holds(one, cell) for one in self.conditions] + [True])
-        keep = holds[self._sets].all(axis=1) == answer
-        self._sets = self._sets[keep]
-        return int((~keep).sum())
-
-    def texts(self, most: int = 5) -> list[str]:
-        """The sets that are left, those with the fewest conditions first."""
-        nothing = len(self.conditions)
-        order = (self._sets != nothing).sum(axis=1).argsort(kind="stable")[:most]
-        return [
-            " and ".join(self._text(i) for i in row if i != nothing) or "whatever the factors are"
-            for row in self._sets[order].tolist()
-        ]
-
-    def _holds(self, condition: tuple[str, str, int], cell: Mapping[str, Any]) -> bool:
-        name, how, wanted = condition
-        has = position(self.factors[name], cell[name])
-        return {"eq": has == wanted, "ge": has >= wanted, "le": has <= wanted}[how]
-
-    def _text(self, index: int) -> str:
-        name, how, wanted = self.conditions[index]
-        return f"{name} {_WORDS[how]} {word(self.factors[name][wanted])}"
-
-
-def ordered(values: Sequence[Any]) -> bool:
-    """Whether these are numbers that grow or shrink from each to the next."""
-    if any(not isinstance(v, int | float) or isinstance(v, bool) for v in values):
-        return False
-    pairs = list(pairwise(values))
-    return bool(pairs) and (all(a < b for a, b in pairs) or all(a > b for a, b in pairs))
+            return
+        has = {name: position(values, cell[name]) for name, values in self.factors.items()}
+        holds = [compare(has[name], wanted) for name, compare, wanted in self.conditions]
+        self._sets = self._sets[np.array([*holds, True])[self._sets].all(axis=1) == answer]
 
 
 def position(values: Sequence[Any], value: Any) -> int:
@@ -102,6 +75,14 @@ def word(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(value) if value != "" else "''"
+
+
+def ordered(values: Sequence[Any]) -> bool:
+    """Whether these are numbers that grow or shrink from each to the next."""
+    if any(not isinstance(v, int | float) or isinstance(v, bool) for v in values):
+        return False
+    pairs = list(pairwise(values))
+    return bool(pairs) and (all(a < b for a, b in pairs) or all(a > b for a, b in pairs))
 
 
 class Spent(Exception):
@@ -140,8 +121,9 @@ class Found:
 
     cause: the values that together show the fault `target`, all else as in `base`; {} where it
     shows whatever they are, None where no cause was found. instead: the values of the same factors
-    with which it passed. brackets: for factors with an order, where it begins. finished: whether
-    the search came to its end; why: what ended it.
+    with which it passed. brackets: for factors with an order, where it begins; posterior: that of
+    one factor, where the fault does not always fire. finished: whether the search came to its end;
+    why: what ended it.
     """
 
     base: Cell
@@ -149,6 +131,7 @@ class Found:
     cause: Cell | None = None
     instead: Cell = field(default_factory=dict)
     brackets: dict[str, Bracket] = field(default_factory=dict)
+    posterior: Posterior | None = None
     rows: list[Row] = field(default_factory=list)
     finished: bool = False
     why: str = ""
@@ -164,6 +147,9 @@ class Found:
             return self.why
         if not self.cause:
             return f"{self.target} whatever the factors are"
+        if self.posterior is not None:
+            ((name, value),) = self.cause.items()
+            return f"{self.target} begins at {name}={word(value)} {self.posterior}"
         parts = [
             f"{name} {self.brackets[name]}" if name in self.brackets else f"{name}={word(value)}"
             for name, value in self.cause.items()

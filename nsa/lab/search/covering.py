@@ -13,11 +13,14 @@ Numbers = dict[int, int]  # of factors, by number, the number of a value
 Left = set[tuple[tuple[int, int], ...]]  # combinations of (factor, value) that no cell has yet
 
 
-def same(target: Tried, found: Tried) -> Answer:
+def same(target: Tried | None, found: Tried) -> Answer:
     """Whether `found` is the fault of `target`. Another fault hides it, so it is None.
 
-    A run that is slow has no hang, though it was not seen to its end.
+    A run that is slow has no hang, though it was not seen to its end. Without a target there is
+    nothing that is the fault, yet.
     """
+    if target is None:
+        return False if found.kind == "PASS" else None
     if (found.kind, found.signature) == (target.kind, target.signature):
         return True
     if found.kind == "PASS" or (found.kind == "SLOW" and target.kind == "HANG"):

@@ -4,24 +4,20 @@ A sweep runs all of them; a bisection those that say which factors, or which val
 needs.
 """
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from threading import TIMEOUT_MAX, Event, Lock, Timer
+from threading import Event, Lock, Timer
 from typing import Any
 
 from nsa.lab.process.gpus import Gpus
 from nsa.lab.process.runner import Spec
 from nsa.lab.process.trial import Stopped
 from nsa.lab.search import calibration
-from nsa.lab.search.bisection import Bisection, is_fault
-from nsa.lab.search.candidates import Cell, Found, Row, Spent, Tried, ordered, word
-from nsa.lab.search.covering import same
+from nsa.lab.search.bisection import Bisection, flaky_threshold
+from nsa.lab.search.candidates import Cell, Found, Row, Spent, Tried, ordered
 from nsa.lab.search.ledger import FULL, Ledger
 from nsa.lab.search.plan import Plan
-from nsa.lab.search.thresholds import Answer, Posterior, bayes
 from nsa.lab.sweep import each
 from nsa.lab.verdict import Verdict, arms, compare
 from nsa.lab.watch.evidence import Evidence
@@ -48,30 +44,32 @@ class Done:
     calibrated: str = ""
 
 
+@dataclass
 class Trials:
     """Runs cells of a plan into a ledger, until the budget of seconds is spent.
 
-    predict(settings): seconds that a trial's steps should take, instead of the plan's predicted_s
-    and of its calibrations.
     The trial in flight when time is up, or when `stop` is set, is ended and is not kept: Spent. So
     is one for which the disk has no room. ValueError where trials cannot be kept at all.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        ledger: Ledger,
-        *,
-        budget_s: float | None = None,
-        predict: Callable[[dict[str, Any]], float] | None = None,
-        say: Callable[[Done], None] = lambda done: None,
-    ) -> None:
+    plan: Plan
+    ledger: Ledger
+    budget_s: float | None = None
+    # Seconds that steps should take, by settings; not the plan's predicted_s and calibrations then.
+    predict: Callable[[dict[str, Any]], float] | None = None
+    say: Callable[[Done], None] = lambda done: None
+
+    def __post_init__(self) -> None:
+        budget_s = self.budget_s
         if budget_s is not None and not budget_s > 0:
             raise ValueError(f"budget_s={budget_s} must be greater than 0 seconds")
-        self.plan, self.ledger, self.budget_s = plan, ledger, budget_s or float("inf")
-        self._predict, self._say = predict, say
-        self._end = time.monotonic() + self.budget_s
-        self.stop, self._lock = Event(), Lock()
+        self.stop, self._lock, self._spent = Event(), Lock(), "stopped by the caller"
+        if budget_s is not None:
+            told = f"{budget_s:g} s" if budget_s < 120 else f"{budget_s / 60:g} min"
+            self._spent = f"the budget of {told} is spent"
+            timer = Timer(budget_s, self.stop.set)
+            timer.daemon = True
+            timer.start()
 
     def run(self, cell: Cell, attempt: int = 0, gpu: str | None = None) -> Done:
         """The trial of a cell, out of the ledger or run now, `gpu` as of runner.run. Raises Spent.
@@ -80,14 +78,14 @@ class Trials:
         """
         spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
         told = ""
-        if self._predict is not None:
-            options["predicted_s"] = self._predict(spec.settings)
+        if self.predict is not None:
+            options["predicted_s"] = self.predict(spec.settings)
         elif self.plan.calibrate:
             told = self._calibrate(cell, options, gpu)
         id, evidence, verdict, cached = self._found_or_run(spec, options, gpu)
         done = Done(dict(cell), id, verdict, evidence, cached, told)
         with self._lock:
-            self._say(done)
+            self.say(done)
         return done
 
     def _calibrate(self, cell: Cell, options: dict[str, Any], gpu: str | None) -> str:
@@ -113,32 +111,21 @@ class Trials:
         id = self.ledger.id(spec, **options)
         if found := self.ledger.settled(id):
             return id, *found, True
-        left = self._end - time.monotonic()
-        if self.stop.is_set() or left <= 0:
-            raise self._spent()
-        timer = Timer(min(left, TIMEOUT_MAX), self.stop.set)
-        timer.daemon = True
-        timer.start()
+        if self.stop.is_set():
+            raise Spent(self._spent)
         try:
             _, evidence, verdict = self.ledger.run(spec, **options, gpu=gpu, stop=self.stop)
         except (Stopped, InterruptedError):
-            raise self._spent() from None
+            raise Spent(self._spent) from None
         except OSError as error:
             if error.errno in FULL:
                 raise Spent(error.strerror) from None
             raise ValueError(
                 f"cannot keep trials in {self.ledger.root} ({error.strerror}); name another folder"
             ) from None
-        finally:
-            timer.cancel()
         if self.stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
-            raise self._spent()
+            raise Spent(self._spent)
         return id, evidence, verdict, False
-
-    def _spent(self) -> Spent:
-        seconds = self.budget_s
-        told = f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
-        return Spent(f"the budget of {told} is spent")
 
 
 @dataclass
@@ -198,43 +185,13 @@ def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
             yield one, other
 
 
-@dataclass
-class Threshold:
-    """Where a fault begins that does not always fire; rows as a bisection has them."""
-
-    name: str
-    target: Tried | None = None
-    posterior: Posterior | None = None
-    rows: list[Row] = field(default_factory=list)
-    why: str = ""
-
-    @property
-    def solved(self) -> bool:
-        """Whether a threshold was found."""
-        return self.posterior is not None and self.posterior.value is not None
-
-    def __str__(self) -> str:
-        found = self.posterior
-        if found is None or found.value is None or self.target is None:
-            return self.why or f"no fault in {len(self.rows)} trials"
-        (fired, above), (stray, below) = found.rates
-        low, high = map(word, found.bracket)
-        between = "" if low == high else f", between {low} and {high} at the least"
-        return (
-            f"{self.target} begins at {self.name}={word(found.value)} "
-            f"(probability {found.probability:.3f}{between}); "
-            f"it fired {fired} of {above} times from there on, {stray} of {below} below"
-        )
-
-
 def bisect(
     plan: Plan, ledger: Ledger, *, say: Callable[[Row], None] = lambda row: None, **options: Any
-) -> Found | Threshold:
+) -> Found:
     """Searches for what causes the plan's fault, in at most `plan.most` trials and the budget.
 
-    With `attempts` above 1 a plan of one factor whose values have an order is searched by `bayes`:
-    the result is a Threshold. `options` as of Trials. ValueError for a plan in which nothing is
-    varied.
+    With `attempts` above 1 a plan of one factor whose values have an order is searched for a flaky
+    threshold. `options` as of Trials. ValueError for a plan in which nothing is varied.
     """
     trials = Trials(plan, ledger, **options)
     varied = {name: values for name, values in plan.values.items() if len(values) > 1}
@@ -248,7 +205,9 @@ def bisect(
         return Tried(done.verdict.kind, done.verdict.signature, done.id, done.verdict.what)
 
     if plan.attempts > 1 and len(varied) == 1 and ordered(*varied.values()):
-        return _flaky(plan, varied, run, say)
+        ((name, values),) = varied.items()
+        most = min(plan.most, FLAKY_TRIALS)
+        return flaky_threshold(name, values, run, kind=plan.kind, most=most, say=say)
     return Bisection(
         varied,
         run,
@@ -260,37 +219,3 @@ def bisect(
         seen={name: value for name, value in plan.seen.items() if name in varied},
         say=say,
     ).find()
-
-
-def _flaky(
-    plan: Plan,
-    varied: Mapping[str, list[Any]],
-    run: Callable[[Cell, int], Tried],
-    say: Callable[[Row], None],
-) -> Threshold:
-    ((name, values),) = varied.items()
-    found = Threshold(name)
-    asked: Counter[int] = Counter()
-
-    def test(value: Any) -> Answer:
-        index = values.index(value)
-        tried = run({name: value}, asked[index])
-        asked[index] += 1
-        if found.target is None and is_fault(tried, plan.kind):
-            found.target = tried
-        answer = False if tried.kind == "PASS" else None
-        if found.target is not None:
-            answer = same(found.target, tried)
-        told = {True: f"it begins no later than at {word(value)}", None: "nothing"}
-        eliminated = told.get(answer, f"a little of: it fires from {word(value)} on")
-        changed, number = f"{name}={word(value)}", len(found.rows) + 1
-        row = Row(number, {name: value}, changed, f"{changed} shows it", tried, eliminated, None)
-        found.rows.append(row)
-        say(row)
-        return answer
-
-    try:
-        found.posterior = bayes(values, test, trials=min(plan.most, FLAKY_TRIALS))
-    except Spent as spent:
-        found.why = f"not at its end: {spent}"
-    return found

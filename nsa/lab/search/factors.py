@@ -6,7 +6,7 @@ Any other subject has the settings it likes: a factor that nobody here knows is 
 import inspect
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,32 +18,36 @@ ENVIRONMENT = "env."  # env.NAME of any subject is an environment variable of it
 CALLED = {
     "T": "tokens", "S": "tokens", "dtypes": "dtype", "precision": "dtype", "version": "python",
 }  # fmt: skip
+SWITCH = (False, True)
 Legal = Callable[[Any], str]  # what would do instead of a value, "" where it is legal
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One thing that a trial can vary.
-
-    place: "settings", which the subject gets, or "spec", "deadline": the trial itself. env:
-    variables that a value needs set before Python starts. slows: how much longer a step may take at
-    another value than the default; above 1 it is an observer, which is no part of what is trained.
-    """
+    """One thing that a trial can vary."""
 
     name: str
     default: Any
-    legal: Legal
+    legal: Legal | tuple[Any, ...]  # or its choices
     help: str
-    choices: tuple[Any, ...] = ()
-    place: str = "settings"
-    env: Callable[[Any], dict[str, str]] = field(default=lambda value: {})
+    place: str = "settings"  # which the subject gets; "spec", "deadline": the trial itself
+    env: Callable[[Any], dict[str, str]] = lambda value: {}  # variables to set before Python starts
+    # How much longer a step may take at another value than the default; above 1 it is an observer,
+    # which is no part of what is trained.
     slows: float = 1.0
 
     def check(self, value: Any) -> Any:
         """The value; ValueError where it is not legal, with what would do."""
-        if wrong := self.legal(value):
+        if wrong := self._wrong(value):
             raise ValueError(f"{self.name}={value!r}: {wrong}")
         return value
+
+    def _wrong(self, value: Any) -> str:
+        if callable(self.legal):
+            return self.legal(value)
+        if self.legal == SWITCH:
+            return "" if isinstance(value, bool) else "must be true or false"
+        return "" if value in self.legal else f"is unknown; {nearest(value, self.legal)}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def find(subject: str, name: str) -> Factor | None:
         variable = name.removeprefix(ENVIRONMENT)
         return Factor(
             name, "", text, f"the environment variable {variable}", place="spec",
-            env=lambda value: {variable: value} if value else {},
+           env=lambda value: {variable: value} if value else {},
         )  # fmt: skip
     if subject != TRAINING_SUBJECT:
         return None
@@ -99,8 +103,9 @@ def listed() -> str:
     """One line a factor: name, default, what it is; those of every subject first."""
     lines = []
     for name, factor in (COMMON | TRAINING).items():
-        told = "|".join(word(one) for one in factor.choices) or word(factor.default)
-        lines.append(f"{name:24}{told:32}{factor.help}")
+        default, legal = factor.default, factor.legal
+        values = [default] if callable(legal) else sorted(legal, key=lambda one: one != default)
+        lines.append(f"{name:24}{'|'.join(map(word, values)):32}{factor.help}")
     return "\n".join(lines)
 
 
@@ -126,22 +131,6 @@ def refused(check: Callable[..., Any], *values: Any) -> str:
     except (ValueError, TypeError) as error:
         return str(error)
     return ""
-
-
-def choice(name: str, default: str, choices: tuple[str, ...], help: str, **more: Any) -> Factor:
-    def legal(value: Any) -> str:
-        return "" if value in choices else f"is unknown; {nearest(value, choices)}"
-
-    return Factor(name, default, legal, help, choices, **more)
-
-
-def on_off(name: str, default: bool, help: str, **more: Any) -> Factor:
-    switch = must("true or false", lambda value: isinstance(value, bool))
-    return Factor(name, default, switch, help, (default, not default), **more)
-
-
-def by_name(*factors: Factor) -> dict[str, Factor]:
-    return {factor.name: factor for factor in factors}
 
 
 text = must("text; put it in quotes", lambda value: isinstance(value, str))
@@ -182,16 +171,16 @@ def _preset(value: Any) -> str:
 
 # The second name of the allocator's variable is what torch before 2.9 reads.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-COMMON = by_name(
+COMMON = {factor.name: factor for factor in (
     Factor("ranks", 1, whole(1), "processes, started by torchrun when there are several",
            place="spec"),
     Factor("seed", 1337, whole(0), "of weights and data", place="spec"),
     Factor("python", None, _interpreter, "another interpreter, with its own torch", place="spec"),
     Factor("deadline_factor", 1.0, positive, "times the plan's deadline_s", place="deadline"),
-)  # fmt: skip
-TRAINING = by_name(
+)}  # fmt: skip
+TRAINING = {factor.name: factor for factor in (
     Factor("preset", "cpu_test", _preset, "the model, out of nsa.model.presets"),
-    choice("branch", "all", ("all", "cmp", "slc", "win"), "all three, or one alone with gate 1"),
+    Factor("branch", "all", ("all", "cmp", "slc", "win"), "all three, or one alone with gate 1"),
     Factor("backend", "auto", _backend, "of all branches"),
     Factor("compressed_backend", None, or_none(_backend), "of this branch; none: as backend"),
     Factor("selected_backend", None, or_none(_backend), "of this branch; none: as backend"),
@@ -200,31 +189,32 @@ TRAINING = by_name(
     Factor("dim", None, or_none(whole(1)), "width of the model; none: the preset's"),
     Factor("tokens", 128, whole(1), "T, tokens of a sequence"),
     Factor("batch", 1, whole(1), "sequences a step, of all ranks together"),
-    choice("dtype", "fp32", ("fp32", "bf16", "fp16"), "autocast over fp32 weights"),
+    Factor("dtype", "fp32", ("fp32", "bf16", "fp16"), "autocast over fp32 weights"),
     Factor("checkpoint", "", _checkpoint, "layers recomputed in the backward: '', all or 0:6"),
-    on_off("aux_stats", False, "gates, distances and norms of every step", slows=1.4),
-    choice("tracing", "off", ("off", "arrival", "modules", "buckets", "all"),
-            "gradients' arrival, the modules' order, DDP's buckets", slows=1.2),
-    on_off("strict", False, "raise at the first value that is not finite"),
-    on_off("safe_packing", True, "off, a specimen: branches are packed behind autograd's back"),
+    Factor("aux_stats", False, SWITCH, "gates, distances and norms of every step", slows=1.4),
+    Factor("tracing", "off", ("off", "arrival", "modules", "buckets", "all"),
+           "gradients' arrival, the modules' order, DDP's buckets", slows=1.2),
+    Factor("strict", False, SWITCH, "raise at the first value that is not finite"),
+    Factor("safe_packing", True, SWITCH,
+           "off, a specimen: branches are packed behind autograd's back"),
     Factor("allocator", "", _allocator, "PYTORCH_ALLOC_CONF, of a GPU's memory",
            env=lambda value: dict.fromkeys(ALLOCATOR, value) if value else {}),
-    on_off("launch_blocking", False, "CUDA_LAUNCH_BLOCKING=1", slows=2.0,
-            env=lambda on: {"CUDA_LAUNCH_BLOCKING": "1"} if on else {}),
-    on_off("anomaly", False, "autograd's anomaly mode", slows=3.6),
-    on_off("deterministic", False, "torch.use_deterministic_algorithms",
-            env=lambda on: {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if on else {}),
-    on_off("compile", False, "torch.compile of each block"),
-    choice("communication", "auto", ("auto", "gloo", "nccl"), "of several ranks"),
-    choice("parallel", "ddp", ("ddp", "fsdp"), "of several ranks"),
-    on_off("static_graph", False, "DDP: every step uses the same parameters"),
-    on_off("find_unused_parameters", False, "DDP: look for unused parameters each step"),
-    choice("device", "auto", ("auto", "cpu", "cuda"), "a GPU where there is one"),
-    choice("data", "synthetic", ("synthetic", "text"), "random bytes, or Python's own sources"),
+    Factor("launch_blocking", False, SWITCH, "CUDA_LAUNCH_BLOCKING=1", slows=2.0,
+           env=lambda on: {"CUDA_LAUNCH_BLOCKING": "1"} if on else {}),
+    Factor("anomaly", False, SWITCH, "autograd's anomaly mode", slows=3.6),
+    Factor("deterministic", False, SWITCH, "torch.use_deterministic_algorithms",
+           env=lambda on: {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if on else {}),
+    Factor("compile", False, SWITCH, "torch.compile of each block"),
+    Factor("communication", "auto", ("auto", "gloo", "nccl"), "of several ranks"),
+    Factor("parallel", "ddp", ("ddp", "fsdp"), "of several ranks"),
+    Factor("static_graph", False, SWITCH, "DDP: every step uses the same parameters"),
+    Factor("find_unused_parameters", False, SWITCH, "DDP: look for unused parameters each step"),
+    Factor("device", "auto", ("auto", "cpu", "cuda"), "a GPU where there is one"),
+    Factor("data", "synthetic", ("synthetic", "text"), "random bytes, or Python's own sources"),
     Factor("lr", 1e-3, positive, "learning rate"),
     Factor("threads", None, or_none(whole(1)), "of torch on the CPU; none: its own choice"),
     Factor("changes", {}, _changes, "further fields of the model's config, as {phi: mlp}"),
-)  # fmt: skip
+)}  # fmt: skip
 
 
 def _branch(branch, compressed_backend, selected_backend, window_backend) -> str:
@@ -233,10 +223,6 @@ def _branch(branch, compressed_backend, selected_backend, window_backend) -> str
         if value is not None and branch not in ("all", name):
             return f"a backend of {name} has no effect on branch={branch!r}"
     return ""
-
-
-def _ranks(ranks, batch) -> str:
-    return f"batch={batch} cannot be split over {ranks} ranks" if batch % ranks else ""
 
 
 def _layers(preset, layers, checkpoint) -> str:
@@ -266,7 +252,8 @@ def _gpu(device, allocator, launch_blocking, communication, ranks) -> str:
 
 RULES = (
     Rule(_branch),
-    Rule(_ranks),
+    Rule(lambda ranks, batch:
+         f"batch={batch} cannot be split over {ranks} ranks" if batch % ranks else ""),
     Rule(_layers),
     Rule(_one_rank, "DDP's options have no effect on one rank"),
     Rule(_gpu),

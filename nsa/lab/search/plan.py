@@ -12,9 +12,9 @@ from typing import Any
 from nsa.lab import oracles
 from nsa.lab.process import trial
 from nsa.lab.process.runner import Spec
-from nsa.lab.search import covering
 from nsa.lab.search import factors as known
 from nsa.lab.search.candidates import Cell, position, word
+from nsa.lab.search.covering import cover
 from nsa.lab.search.factors import TRAINING_SUBJECT
 from nsa.lab.training import check_switch, check_whole
 from nsa.lab.verdict import KINDS
@@ -28,38 +28,29 @@ ATTEMPT = "NSA_ATTEMPT"  # the variable that tells repeated trials of one cell a
 class Plan:
     """Trials of one subject: `settings` are fixed, each of `factors` takes its values in turn.
 
-    The first value of a factor is its default. never: combinations that are not run, each a mapping
-    of factors to a value or a list of them. cover: whether a sweep runs all combinations, or so
-    many that all pairs, or triples, of values are there. steps, deadline_s, predicted_s, stall_s,
-    oracles: of every trial; deadline_s is before its deadline_factor; by default the oracles are
-    arrival and finite, and ranks where there are several. kind: the verdict that a
-    bisection looks for, in at most `most` trials; attempts: how often it runs what passes; screen:
-    whether it covers all pairs though it found a fault before; seen: values of factors that showed
-    the fault elsewhere, where a bisection begins, the others at their defaults. calibrate:
-    predicted_s and stall_s are measured for each cell, by smaller trials beforehand
-    (nsa.lab.search.calibration).
-
     Values of the training subject and of what every subject has are checked; what does not go
     together is left out of `values`, see `left_out`. Raises ValueError for what is not known or not
     legal, naming the nearest, and for a plan of which nothing is left.
     """
 
-    factors: dict[str, list[Any]]
+    factors: dict[str, list[Any]]  # the first value of each is its default
     subject: str = TRAINING_SUBJECT
     settings: dict[str, Any] = field(default_factory=dict)
+    # Combinations that are not run, each a mapping of factors to a value or a list of them.
     never: list[dict[str, Any]] = field(default_factory=list)
-    steps: int = 3
-    deadline_s: float | None = None
+    steps: int = 3  # of every trial, as all down to `oracles`
+    deadline_s: float | None = None  # before a trial's deadline_factor
     predicted_s: float | None = None
     stall_s: float = 5.0
-    oracles: list[str] | None = None
-    cover: str = "all"
-    kind: str | None = None
-    most: int = 40
-    attempts: int = 1
-    screen: bool = False
+    oracles: list[str] | None = None  # None: arrival and finite, and ranks of several
+    cover: str = "all"  # combinations of a sweep; or so many that have all "pairs", or "triples"
+    kind: str | None = None  # the verdict that a bisection looks for ...
+    most: int = 40  # ... in so many trials
+    attempts: int = 1  # how often it runs what passes
+    screen: bool = False  # whether it covers all pairs though it found a fault before
+    # Values that showed the fault elsewhere: where a bisection begins, all others at the defaults.
     seen: dict[str, Any] = field(default_factory=dict)
-    calibrate: bool = False
+    calibrate: bool = False  # its times are measured for each cell, by smaller trials beforehand
     question: str = ""
     left_out: tuple[str, ...] = field(default=(), init=False, compare=False)
     values: dict[str, list[Any]] = field(default_factory=dict, init=False, compare=False)
@@ -131,11 +122,9 @@ class Plan:
     def cells(self) -> Iterator[Cell]:
         """The cells of a sweep, the base first."""
         yield self.base
-        if strength := STRENGTH[self.cover]:
-            tested = [self.base]
-            yield from covering.cover(
-                self.values, legal=self.legal, strength=strength, tested=tested
-            )
+        if size := STRENGTH[self.cover]:
+            done = [self.base]
+            yield from cover(self.values, legal=self.legal, strength=size, tested=done)
             return
         for values in product(*self.values.values()):
             cell = dict(zip(self.values, values, strict=True))
@@ -180,16 +169,14 @@ class Plan:
 
         Each deadline makes a trial of its own.
         """
-        settings = self._settled(cell)
-        found = {name: known.find(self.subject, name) for name in settings}
-        slower = [f.slows for name, f in found.items() if f and settings[name] != f.default]
-        deadline = self.deadline_s and self.deadline_s * settings["deadline_factor"]
-        return {
-            "predicted_s": self.predicted_s,
-            "deadline_s": deadline,
-            "stall_s": self.stall_s,
-            "factor": prod(slower, start=1.0),
-        }
+        settings, slower = self._settled(cell), 1.0
+        for name, value in settings.items():
+            factor = known.find(self.subject, name)
+            if factor is not None and value != factor.default:
+                slower *= factor.slows
+        deadline_s = self.deadline_s and self.deadline_s * settings["deadline_factor"]
+        times = {"predicted_s": self.predicted_s, "stall_s": self.stall_s}
+        return times | {"deadline_s": deadline_s, "factor": slower}
 
     def _settled(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """The part, and for all else the plan's settings or the defaults."""

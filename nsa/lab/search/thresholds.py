@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 Answer = bool | None  # the fault, passed, neither
+SURE = 0.99
 _TOLD = {True: "the fault", False: "passed", None: "unresolved"}
 
 
@@ -96,7 +97,7 @@ class Posterior:
     """A threshold under a fault that does not always fire.
 
     value: the first at which it fires, most probably; None if it never fired. probability: of that.
-    bracket: the shortest run of values that holds the first one with `sure`; rates: how often it
+    bracket: the shortest run of values that holds the first one with SURE; rates: how often it
     fired from `value` on, and below it, as (fired, trials).
     """
 
@@ -107,19 +108,22 @@ class Posterior:
     distribution: list[float]
     answers: list[tuple[Any, Answer]]
 
+    def __str__(self) -> str:
+        (fired, above), (stray, below) = self.rates
+        low, high = self.bracket
+        between = "" if low == high else f", between {low} and {high} at the least"
+        return (
+            f"(probability {self.probability:.3f}{between}); "
+            f"it fired {fired} of {above} times from there on, {stray} of {below} below"
+        )
 
-def bayes(
-    values: Sequence[Any],
-    test: Callable[[Any], Answer],
-    *,
-    trials: int = 20,
-    sure: float = 0.99,
-) -> Posterior:
+
+def bayes(values: Sequence[Any], test: Callable[[Any], Answer], *, trials: int = 20) -> Posterior:
     """The first of `values`, from harmless to faulty, at which a fault fires that often does not.
 
     Each trial is of the value whose answer tells most, so one may be asked again and again (`test`
     must not remember), but not if it was unresolved. Ends after `trials`, or when one value is
-    `sure`. Below its threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not
+    SURE. Below its threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not
     come by chance), above it to fire at a rate that is not known (Beta(0.7, 0.3)).
     """
     if len(values) < 2 or trials < 1:
@@ -136,7 +140,7 @@ def bayes(
     )
     answers: list[tuple[int, Answer]] = []
     rest = list(range(len(values)))  # those that are not unresolved
-    while rest and len(answers) < trials and max(bisector.distribution) < sure:
+    while rest and len(answers) < trials and max(bisector.distribution) < SURE:
         wanted = last - int(bisector.select())  # it looks for the last of the faulty
         index = min(rest, key=lambda i: abs(i - wanted))
         answer = test(values[index])
@@ -152,7 +156,7 @@ def bayes(
         return Posterior(None, 0.0, None, ((0, 0), (0, len(resolved))), distribution, told)
     best = max(range(len(values)), key=distribution.__getitem__)
     low = high = best
-    while sum(distribution[low : high + 1]) < sure and high - low < last:
+    while sum(distribution[low : high + 1]) < SURE and high - low < last:
         before = distribution[low - 1] if low else -1.0
         after = distribution[high + 1] if high < last else -1.0
         low, high = (low - 1, high) if before >= after else (low, high + 1)

@@ -24,28 +24,21 @@ from nsa.reference.nsa import BRANCHES
 _BACKENDS = {"cmp": "compressed_backend", "slc": "selected_backend", "win": "window_backend"}
 
 
-def make(settings: dict[str, Any], progress: Progress) -> "TrainingSubject":
-    """Model, data and Trainer of `settings`, named as in nsa.lab.search.factors.
-
-    What is not given has its default. ValueError for a name or a value that is not legal. What a
-    trial alone knows (attempt, ...) is passed over.
-    """
-    factors = known(TRAINING_SUBJECT)
-    given = {name: one.check(settings[name]) for name, one in factors.items() if name in settings}
-    defaults = {name: factor.default for name, factor in factors.items()}
-    return TrainingSubject(defaults | given, progress)
-
-
 class TrainingSubject:
     """step(i) trains on batch number i; `model` is the bare model, `trainer` all that trains it.
 
-    close() puts back what it changed in this process, and leaves the process group.
+    `settings` are named as in nsa.lab.search.factors; what is not given has its default, and what a
+    trial alone knows (attempt, ...) is passed over. close() puts back what it changed in this
+    process, and leaves the process group. ValueError for a name or a value that is not legal.
     """
 
     def __init__(self, settings: dict[str, Any], progress: Progress) -> None:
-        self.settings = settings
+        self.settings = {
+            name: factor.check(settings.get(name, factor.default))
+            for name, factor in known(TRAINING_SUBJECT).items()
+        }
         with contextlib.ExitStack() as opened:
-            self._set_up(settings, progress, opened)
+            self._set_up(self.settings, progress, opened)
             self.close = opened.pop_all().close
 
     def _set_up(self, settings: dict[str, Any], progress: Any, opened: Any) -> None:
@@ -94,20 +87,19 @@ class TrainingSubject:
         }
 
 
+make = TrainingSubject
+
+
 def _place(settings: dict[str, Any]) -> parallel.Parallel:
-    device = settings["device"]
+    device, backend = settings["device"], settings["communication"]
     if rank_and_ranks()[1] == 1:
         gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         return replace(parallel.SINGLE, device="cuda" if gpu else "cpu")
-    backend = settings["communication"]
     return parallel.start(
         settings["parallel"],
         backend=None if backend == "auto" else backend,
-        device=device,
-        static_graph=settings["static_graph"],
-        find_unused_parameters=settings["find_unused_parameters"],
-        # A trial is ended by its supervisor, which has looked at it, and not by the process group.
-        timeout_s=3600,
+        timeout_s=3600,  # its supervisor, which has looked at it, ends a trial, not the group
+        **{name: settings[name] for name in ("device", "static_graph", "find_unused_parameters")},
     )
 
 
