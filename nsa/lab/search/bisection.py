@@ -9,54 +9,13 @@ from nsa.lab.search.candidates import Candidates, Found, Row, Spent, Tried, orde
 from nsa.lab.search.covering import Cell, Legal, cover, ddmin, same
 from nsa.lab.search.thresholds import Answer, bayes, threshold
 
+FLAKY_TRIALS = 20
 _NOT_A_FAULT = ("PASS", "INCONCLUSIVE", "INVALID", "FLAKY")
 
 
 def is_fault(tried: Tried, kind: str | None = None) -> bool:
     """Whether this is what a search looks for: `kind`, or any verdict that blames the trial."""
     return tried.kind == kind if kind else tried.kind not in _NOT_A_FAULT
-
-
-def flaky_threshold(
-    name: str,
-    values: Sequence[Any],
-    run: Callable[[Cell, int], Tried],
-    *,
-    kind: str | None,
-    most: int,
-    say: Callable[[Row], None],
-) -> Found:
-    """Where along one factor a fault begins that does not always fire, in `most` trials.
-
-    The `values` have an order; all else is as of Bisection.
-    """
-    found = Found({name: values[0]})
-    asked: Counter[int] = Counter()
-
-    def test(value: Any) -> Answer:
-        index = values.index(value)
-        tried = run({name: value}, asked[index])
-        asked[index] += 1
-        if found.target is None and is_fault(tried, kind):
-            found.target = tried
-        answer = same(found.target, tried)
-        told = {True: f"it begins no later than at {word(value)}", None: "nothing"}
-        eliminated = told.get(answer, f"a little of: it fires from {word(value)} on")
-        changed, number = f"{name}={word(value)}", len(found.rows) + 1
-        row = Row(number, {name: value}, changed, f"{changed} shows it", tried, eliminated, None)
-        found.rows.append(row)
-        say(row)
-        return answer
-
-    try:
-        found.posterior = bayes(values, test, trials=most)
-        found.finished = True
-        found.why = f"no fault in {len(found.rows)} trials"
-    except Spent as spent:
-        found.why = f"not at its end: {spent}"
-    if found.posterior is not None and found.posterior.value is not None:
-        found.cause, found.why = {name: found.posterior.value}, ""
-    return found
 
 
 @dataclass
@@ -119,6 +78,35 @@ class Bisection:
         tried = [one for _, one in self._known.values()]
         others = [one for one in tried if is_fault(one) and self._answer(one) is None]
         found.others = list({(one.kind, one.signature): one for one in others}.values())
+        return found
+
+    def find_flaky(self) -> Found:
+        """Where along the only factor, whose values have an order, a fault begins to fire at times.
+
+        In at most FLAKY_TRIALS; see `bayes`.
+        """
+        found, ((name, values),) = self.found, self.factors.items()
+        asked: Counter[int] = Counter()
+
+        def test(value: Any) -> Answer:
+            tried = self.run({name: value}, asked[value])
+            asked[value] += 1
+            if found.target is None and is_fault(tried, self.kind):
+                found.target = tried
+            answer, changed = self._answer(tried), f"{name}={word(value)}"
+            told = {True: f"it begins no later than at {word(value)}", None: "nothing"}
+            eliminated = told.get(answer, f"a little of: it fires from {word(value)} on")
+            self._row({name: value}, changed, f"{changed} shows it", tried, eliminated, None)
+            return answer
+
+        try:
+            found.posterior = bayes(values, test, trials=min(self.most, FLAKY_TRIALS))
+            found.finished = True
+            found.why = f"no fault in {len(found.rows)} trials"
+        except Spent as spent:
+            found.why = f"not at its end: {spent}"
+        if found.posterior is not None and found.posterior.value is not None:
+            found.cause, found.why = {name: found.posterior.value}, ""
         return found
 
     def _screen(self) -> None:
@@ -230,8 +218,10 @@ class Bisection:
                 eliminated = "nothing: another verdict hides it"
             elif not left:
                 eliminated = "every single cause: there are several, or a factor is missing"
-        number = len(self.found.rows) + 1
-        row = Row(number, dict(cell), self._words(cell), hypothesis, tried, eliminated, left)
+        self._row(cell, self._words(cell), hypothesis, tried, eliminated, left)
+
+    def _row(self, cell: Cell, *told: Any) -> None:
+        row = Row(len(self.found.rows) + 1, dict(cell), *told)
         self.found.rows.append(row)
         self.say(row)
 

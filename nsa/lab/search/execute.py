@@ -14,7 +14,7 @@ from nsa.lab.process.gpus import Gpus
 from nsa.lab.process.runner import Spec
 from nsa.lab.process.trial import Stopped
 from nsa.lab.search import calibration
-from nsa.lab.search.bisection import Bisection, flaky_threshold
+from nsa.lab.search.bisection import Bisection
 from nsa.lab.search.candidates import Cell, Found, Row, Spent, Tried, ordered
 from nsa.lab.search.ledger import FULL, Ledger
 from nsa.lab.search.plan import Plan
@@ -26,7 +26,6 @@ from nsa.lab.watch.evidence import Evidence
 PATHS = (
     "branch", "backend", "compressed_backend", "selected_backend", "window_backend", "safe_packing",
 )  # fmt: skip
-FLAKY_TRIALS = 20
 
 
 @dataclass(frozen=True)
@@ -204,11 +203,7 @@ def bisect(
         done = trials.run(fixed | cell, attempt)
         return Tried(done.verdict.kind, done.verdict.signature, done.id, done.verdict.what)
 
-    if plan.attempts > 1 and len(varied) == 1 and ordered(*varied.values()):
-        ((name, values),) = varied.items()
-        most = min(plan.most, FLAKY_TRIALS)
-        return flaky_threshold(name, values, run, kind=plan.kind, most=most, say=say)
-    return Bisection(
+    search = Bisection(
         varied,
         run,
         legal=lambda part: plan.legal(fixed | part),
@@ -218,4 +213,6 @@ def bisect(
         whole_screen=plan.screen,
         seen={name: value for name, value in plan.seen.items() if name in varied},
         say=say,
-    ).find()
+    )
+    flaky = plan.attempts > 1 and len(varied) == 1 and ordered(*varied.values())
+    return search.find_flaky() if flaky else search.find()
