@@ -61,8 +61,10 @@ class Ledger:
 
     def ids(self) -> list[str]:
         """Of all finished trials, oldest first."""
-        files = self.root.glob("*/verdict.json")
-        found = [(file.stat().st_mtime, file.parent.name) for file in files]
+        found = []
+        for file in self.root.glob("*/verdict.json"):
+            with contextlib.suppress(OSError):  # another supervisor replaces it just now
+                found.append((file.stat().st_mtime, file.parent.name))
         return [name for _, name in sorted(found) if not name.startswith(".")]
 
     def put(
