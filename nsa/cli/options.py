@@ -27,7 +27,7 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-# Options of several commands, by the name that `command` takes.
+# Options of several commands.
 SHARED: dict[str, dict[str, Any]] = {
     "--runs": {"default": "runs", "metavar": "DIR", "help": "where runs are kept"},
     "--trials": {"default": "trials", "metavar": "DIR", "help": "where trials are kept"},

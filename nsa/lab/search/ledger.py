@@ -27,12 +27,12 @@ WAIT_S = 0.1
 class Ledger:
     """Finished trials below `root`, one folder each: a trial that is there is not run again.
 
-    Two supervisors may share one; who wants a trial that another one runs waits for it. A folder
-    appears whole or not at all: whoever is killed loses the trial in flight and nothing else, and
-    the next one takes its place.
+    Two supervisors may share it: one waits for a trial that the other runs. A folder appears whole
+    or not at all: a supervisor that is killed loses the trial in flight and nothing else, and the
+    next one takes its place.
 
     <id>/evidence.json and verdict.json, and what the trial's processes wrote. Names that begin
-    with a point are in flight.
+    with a dot are in flight.
     """
 
     def __init__(self, root: str | Path) -> None:

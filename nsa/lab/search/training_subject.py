@@ -33,24 +33,10 @@ class TrainingSubject:
     """
 
     def __init__(self, settings: dict[str, Any], progress: Progress) -> None:
-        self.settings = {
+        self.settings = settings = {
             name: factor.check(settings.get(name, factor.default))
             for name, factor in known(TRAINING_SUBJECT).items()
         }
-        with contextlib.ExitStack() as opened:
-            self._set_up(self.settings, progress, opened)
-            self.close = opened.pop_all().close
-
-    def _set_up(self, settings: dict[str, Any], progress: Any, opened: Any) -> None:
-        if settings["threads"]:
-            torch.set_num_threads(settings["threads"])
-        if settings["deterministic"]:
-            torch.use_deterministic_algorithms(True)
-            opened.callback(torch.use_deterministic_algorithms, False)
-        if settings["anomaly"]:
-            opened.enter_context(torch.autograd.set_detect_anomaly(True))
-        backends = {branch: settings[name] for branch, name in _BACKENDS.items()}
-        opened.enter_context(branchwise(backends, safe_packing=settings["safe_packing"]))
         sizes = {name: settings[name] for name in ("layers", "dim") if settings[name] is not None}
         config = preset(
             settings["preset"],
@@ -64,15 +50,26 @@ class TrainingSubject:
             lr=float(settings["lr"]),
             precision=settings["dtype"],
         )
-        self.trainer = opened.enter_context(
-            trainer_at(_place(settings), config, training, settings["data"], settings["seed"])
-        )
-        self.model = self.trainer.model
-        names = [name for name, _ in self.model.named_parameters()]
-        self.without_gradient = without_gradient(config, names)  # rightly, so no oracle minds
-        self.observers = _observers(settings, self.trainer)
-        self.trainer.observers = (progress, *self.observers.values())
-        self._seen = opened.enter_context(witness.recording())
+        backends = {branch: settings[name] for branch, name in _BACKENDS.items()}
+        with contextlib.ExitStack() as opened:
+            if settings["threads"]:
+                torch.set_num_threads(settings["threads"])
+            if settings["deterministic"]:
+                torch.use_deterministic_algorithms(True)
+                opened.callback(torch.use_deterministic_algorithms, False)
+            if settings["anomaly"]:
+                opened.enter_context(torch.autograd.set_detect_anomaly(True))
+            opened.enter_context(branchwise(backends, safe_packing=settings["safe_packing"]))
+            self.trainer = opened.enter_context(
+                trainer_at(_place(settings), config, training, settings["data"], settings["seed"])
+            )
+            self.model = self.trainer.model
+            names = [name for name, _ in self.model.named_parameters()]
+            self.without_gradient = without_gradient(config, names)  # rightly, so no oracle minds
+            self.observers = _observers(settings, self.trainer)
+            self.trainer.observers = (progress, *self.observers.values())
+            self._seen = opened.enter_context(witness.recording())
+            self.close = opened.pop_all().close
 
     def step(self, i: int) -> Tensor:
         """Trains on batch i; the loss, fp32, on its device."""

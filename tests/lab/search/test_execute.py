@@ -1,5 +1,6 @@
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from lab_entries import make_up_trials
@@ -246,9 +247,6 @@ def test_a_plan_in_which_nothing_varies_is_not_bisected(fake):
 
 def test_two_sweeps_of_one_store_share_the_trials(fake):
     ledger, ran = fake(lambda settings, attempt, stop: PASSED)
-    threads = [threading.Thread(target=sweep, args=(plan(), ledger)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: sweep(plan(), ledger), range(2)))
     assert len(ran.ran) == 8 == len(ledger.ids())
