@@ -46,10 +46,9 @@ class Ledger:
 
     def get(self, id: str) -> tuple[Evidence, Verdict] | None:
         """(Evidence, Verdict) of a finished trial, else None."""
-        place = self.root / id
+        files = [self.root / id / name for name in ("evidence.json", "verdict.json")]
         try:
-            evidence = json.loads((place / "evidence.json").read_text(encoding="utf-8"))
-            verdict = json.loads((place / "verdict.json").read_text(encoding="utf-8"))
+            evidence, verdict = (json.loads(file.read_text(encoding="utf-8")) for file in files)
         except (OSError, ValueError):
             return None
         return Evidence.from_dict(evidence), Verdict.from_dict(verdict)
