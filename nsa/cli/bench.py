@@ -2,50 +2,35 @@
 
 import os
 import sys
-from pathlib import Path
 
-from nsa.cli.options import FAILED, GOOD, command, duration, words
+from nsa.cli import options
+from nsa.cli.options import FAILED, GOOD, SEVERAL, command, duration, share, words
 
 
 def add(commands) -> None:
     """Its parser."""
-    made = command(
-        commands, "bench", bench, "Time every attention backend; accuracy is checked first."
+    made = command(commands, bench)
+    option = made.add_argument
+    text = (
+        "main, small, g4, tiny, or sizes as tokens=4k,heads=32,kv_heads=8,dim=128; "
+        "main on a GPU, tiny without"
     )
-    made.add_argument(
-        "--shapes",
-        nargs="+",
-        metavar="SHAPE",
-        help="main, small, g4, tiny, or sizes as tokens=4k,heads=32,kv_heads=8,dim=128; "
-        "main on a GPU, tiny without",
-    )
-    made.add_argument("--tokens", type=words, default=[], metavar="T,T", help="8k,32k: other T")
-    made.add_argument(
-        "--backends", type=words, metavar="NAME,NAME", help="ours to run; all by default"
-    )
-    made.add_argument(
-        "--queries",
-        type=words,
-        default=["random", "correlated"],
-        metavar="KIND",
-        help="random (white), correlated (neighbours alike), or both: the default",
-    )
-    made.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="import.path:function, called as f(q, k, v, gates, config) -> o [B, T, HQ, DV]",
-    )
-    made.add_argument("--no-dense", action="store_true", help="without dense attention")
-    made.add_argument(
-        "--budget", type=duration, metavar="TIME", help="what does not fit says so: 5m"
-    )
-    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
-    made.add_argument("--json", metavar="FILE", help="write the rows, as in metrics.csv, there")
+    option("--shapes", nargs="+", metavar="SHAPE", help=text)
+    option("--tokens", type=words, default=[], metavar="T,T", help="8k,32k: other T")
+    text = "ours to run; all by default"
+    option("--backends", type=words, metavar="NAME,NAME", help=text)
+    text = "random (white), correlated (neighbours alike), or both: the default"
+    option("--queries", type=words, default=["random", "correlated"], metavar="KIND", help=text)
+    text = "import.path:function, called as f(q, k, v, gates, config) -> o [B, T, HQ, DV]"
+    option("--peer", metavar="PATH", help=text, **SEVERAL)
+    option("--no-dense", action="store_true", help="without dense attention")
+    option("--budget", type=duration, metavar="TIME", help="what does not fit says so: 5m")
+    share(made, "--device")
+    option("--json", metavar="FILE", help="write the rows, as in metrics.csv, there")
 
 
 def bench(arguments) -> int:
+    """Time every attention backend; accuracy is checked first."""
     import torch
 
     gpu = torch.cuda.is_available() if arguments.device == "auto" else arguments.device == "cuda"
@@ -59,12 +44,8 @@ def bench(arguments) -> int:
     from nsa.experiments.comparison.bench import bench as run_bench
     from nsa.lab.measure import shapes
 
-    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: its folder does not exist; make it first")
-    if arguments.json and Path(arguments.json).is_dir():
-        raise ValueError(f"--json {arguments.json} is a folder; name a file")
-    if os.getcwd() not in sys.path:  # `nsa` does not look there, `python -m nsa` does
-        sys.path.append(os.getcwd())
+    options.check_json(arguments.json)
+    options.import_from_here()
     wrong = implementations.wrong_paths(arguments.peer)
     if wrong:
         raise ValueError(f"--peer: {'; '.join(wrong)}")
@@ -90,12 +71,11 @@ def bench(arguments) -> int:
         print("nsa: interrupted; what was measured until then:", file=sys.stderr)
     print(record.text(cells), flush=True)
     if arguments.json:
-        from nsa.workbook import environment, metrics
-        from nsa.workbook.files import plain, write_json
+        from nsa.workbook import metrics
+        from nsa.workbook.files import write_json
 
-        facts = environment.provenance(environment.snapshot()) | {"date": environment.utc_now()}
-        rows = [metrics.row(row, facts) for row in record.rows(cells)]
-        write_json(arguments.json, plain(rows))
+        facts = options.provenance()
+        write_json(arguments.json, [metrics.row(row, facts) for row in record.rows(cells)])
     failed = [(w, line) for w in ("red", "error") for line in record.ended(cells, w)]
     for how, line in failed:
         what = "NOT ACCURATE" if how == "red" else "BROKE OFF"

@@ -1,58 +1,50 @@
-"""`nsa notebooks` and `nsa run`: what can be run, and running it."""
+"""`nsa notebooks`, `run`, `runs`, `show`, `env`, `report`, `figures`: what can run and what ran."""
 
+import importlib
+import json
 import sys
+from pathlib import Path
 
-from nsa.cli.options import FAILED, GOOD, command, duration, runs_option
-from nsa.cli.runs import print_run
+from nsa.cli.options import FAILED, GOOD, SEVERAL, command, duration, share
 from nsa.spelling import pair
+
+# Name of the figure, the run that it is of, what draws it from the run's metrics.csv.
+HEADLINES = (
+    ("memory", "01_memory_scaling-28623959", "nsa.experiments.memory.plots:scaling"),
+    ("latency", "02_backend_comparison-7d821386", "nsa.experiments.comparison.plots:latency"),
+    ("tokens_per_second", "04_throughput-fca040d9", "nsa.experiments.throughput.plots:speed"),
+    ("losses", "04_throughput-25571656", "nsa.experiments.throughput.plots:losses"),
+)
 
 
 def add(commands) -> None:
-    """The parsers of both."""
-
-    def notebooks_option(made) -> None:
-        made.add_argument("--notebooks", default="notebooks", metavar="DIR", help="where they lie")
-
-    listed = command(
-        commands, "notebooks", notebooks, "List the notebooks, their questions and parameters."
-    )
-    notebooks_option(listed)
-
-    run_text = "Run a notebook into a dated folder: checked parameters, live log, HTML report."
-    made = command(commands, "run", run, run_text)
-    made.add_argument("notebook", metavar="NAME", help="name, number, part of the name, or path")
-    made.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="one parameter, lists as 128,256; wins over a file's",
-    )
-    made.add_argument(
-        "-f",
-        "--file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML file of parameters; later files win",
-    )
-    made.add_argument(
-        "--timeout",
-        type=duration,
-        metavar="TIME",
-        help="for the whole notebook, whose budgets end before it: 90, 90s, 20m, 2h",
-    )
-    made.add_argument(
-        "--cell-timeout", type=duration, metavar="TIME", help="for each cell: 90, 90s, 20m, 2h"
-    )
-    made.add_argument("--again", action="store_true", help="run also when this very run exists")
-    made.add_argument("--quiet", action="store_true", help="no progress bar")
-    notebooks_option(made)
-    runs_option(made)
+    """Their parsers."""
+    command(commands, notebooks, "--notebooks")
+    made = command(commands, run)
+    option = made.add_argument
+    option("notebook", metavar="NAME", help="name, number, part of the name, or path")
+    text = "one parameter, lists as 128,256; wins over a file's"
+    option("-p", "--parameter", metavar="NAME=VALUE", help=text, **SEVERAL)
+    text = "YAML file of parameters; later files win"
+    option("-f", "--file", metavar="FILE", help=text, **SEVERAL)
+    text = "for the whole notebook, whose budgets end before it: 90, 90s, 20m, 2h"
+    option("--timeout", type=duration, metavar="TIME", help=text)
+    text = "for each cell: 90, 90s, 20m, 2h"
+    option("--cell-timeout", type=duration, metavar="TIME", help=text)
+    option("--again", action="store_true", help="run also when this very run exists")
+    option("--quiet", action="store_true", help="no progress bar")
+    share(made, "--notebooks", "--runs")
+    command(commands, runs, "--json", "--runs")
+    command(commands, show, "run", "--runs")
+    command(commands, env, "--json")
+    command(commands, report, "run", "--runs")
+    made = command(commands, figures)
+    made.add_argument("--to", metavar="DIR", default="figures", help="folder; default: figures")
+    share(made, "--runs")
 
 
 def notebooks(arguments) -> int:
+    """List the notebooks, their questions and parameters."""
     from nsa.workbook import identity, parameters
 
     found = identity.notebooks(arguments.notebooks)
@@ -68,6 +60,7 @@ def notebooks(arguments) -> int:
 
 
 def run(arguments) -> int:
+    """Run a notebook into a dated folder: checked parameters, live log, HTML report."""
     from nsa.workbook import identity, parameters, store
     from nsa.workbook.run import run_notebook
 
@@ -90,6 +83,102 @@ def run(arguments) -> int:
         progress=not arguments.quiet,
         say=lambda text: print(text, file=sys.stderr),
     )
-    print_run(store.Run(result.folder), result.status, result.message)
+    _print_run(store.Run(result.folder), result.status, result.message)
     print(f"  report   {result.report or 'none'}")
     return GOOD if result.good else FAILED
+
+
+def runs(arguments) -> int:
+    """List the runs, oldest first."""
+    from nsa.workbook.files import plain
+    from nsa.workbook.store import open_store
+
+    table = open_store(arguments.runs).runs()
+    if arguments.json:
+        print(json.dumps(plain(table.to_dict("records")), indent=2))
+    elif len(table):
+        shown = ["run", "status", "verdict", "seconds", "gpu", "torch", "commit"]
+        print(table[shown].fillna("").to_string(index=False))
+    else:
+        print(f"no runs in {arguments.runs}")
+    return GOOD
+
+
+def show(arguments) -> int:
+    """Show one run: how it ended, its verdicts, parameters and files."""
+    from nsa.workbook.record import load, status_now
+    from nsa.workbook.store import Run, open_store
+
+    found = Run(open_store(arguments.runs).find(arguments.run))
+    record = load(found.folder)
+    status = status_now(record)
+    _print_run(found, status, record.get("message", ""))
+    seconds = record.get("seconds")
+    lasted = "" if seconds is None else f", {seconds} s"
+    print(f"  started  {record.get('started')}{lasted}")
+    print(f"  rows     {len(found.metrics())} in metrics.csv")
+    parameters = found.folder / "parameters.yaml"
+    if parameters.is_file():
+        print("  parameters\n    " + parameters.read_text().strip().replace("\n", "\n    "))
+    failing = any(entry.get("verdict") == "FAIL" for entry in found.verdicts())
+    return GOOD if status in ("ok", "running") and not failing else FAILED
+
+
+def env(arguments) -> int:
+    """Show what a run would record about this machine."""
+    from nsa.workbook.environment import snapshot
+
+    facts = snapshot()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return GOOD
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key}={item}" for key, item in value.items()) or "none"
+        elif isinstance(value, list):
+            value = "; ".join(" ".join(map(str, item.values())) for item in value) or "none"
+        print(f"{name:14} {'none' if value is None else value}")
+    return GOOD
+
+
+def report(arguments) -> int:
+    """Write a run's HTML report again, and the page of all runs."""
+    from nsa.workbook.report import index, render
+    from nsa.workbook.store import open_store
+
+    print(render(open_store(arguments.runs).find(arguments.run)))
+    print(index(arguments.runs))
+    return GOOD
+
+
+def figures(arguments) -> int:
+    """Redraw the headline plots from committed runs."""
+    import matplotlib.pyplot as plt
+
+    from nsa.workbook import looks
+    from nsa.workbook.store import Run, open_store
+
+    target = Path(arguments.to)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, run_id, entry in HEADLINES:
+        module, _, function = entry.partition(":")
+        df = Run(open_store(arguments.runs).find(run_id)).metrics()
+        note = {"note": df["gpu"].iloc[0]} if function in ("latency", "speed") else {}
+        # Each names its run inside; the same records give the same bytes.
+        figure = getattr(importlib.import_module(module), function)(df, **note)
+        about = {"Title": name, "Description": f"run {run_id}", "Date": None}
+        with looks.style(), plt.rc_context({"svg.hashsalt": name}):
+            figure.savefig(target / f"{name}.svg", metadata=about)
+        plt.close(figure)
+        print(f"{target / name}.svg  of run {run_id}")
+    return GOOD
+
+
+def _print_run(run, status: str, message: str) -> None:
+    """How a run ended, with its verdicts and its folder."""
+    print(f"{run.id}: {status}")
+    if message:
+        print(f"  reason   {message}")
+    for entry in run.verdicts():
+        print(f"  {entry['verdict']:<12} {entry['claim']}")
+    print(f"  folder   {Path(run.folder)}")

@@ -1,32 +1,15 @@
 """What commands share: exit codes, options, and how words on the command line are read."""
 
 import argparse
+import os
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 GOOD, FAILED, BAD_INPUT = 0, 1, 2
-
-
-def command(
-    commands, name: str, function: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
-    """A parser for `nsa NAME`, which calls `function` with the arguments and ends with its code."""
-    made = commands.add_parser(name, help=text, description=text)
-    made.set_defaults(command=function)
-    return made
-
-
-def runs_option(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--runs", default="runs", metavar="DIR", help="where runs are kept")
-
-
-def trials_option(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--trials", default="trials", metavar="DIR", help="where trials are kept")
-
-
-def words(text: str) -> list[str]:
-    """`a,b` as ["a", "b"]."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+SEVERAL: dict[str, Any] = {"action": "append", "default": []}  # an option that may come again
 
 
 def duration(text: str) -> float:
@@ -37,3 +20,62 @@ def duration(text: str) -> float:
     if seconds <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90, 90s, 20m or 2h")
     return seconds
+
+
+def words(text: str) -> list[str]:
+    """`a,b` as ["a", "b"]."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+# Options of several commands.
+SHARED: dict[str, dict[str, Any]] = {
+    "--runs": {"default": "runs", "metavar": "DIR", "help": "where runs are kept"},
+    "--trials": {"default": "trials", "metavar": "DIR", "help": "where trials are kept"},
+    "--notebooks": {"default": "notebooks", "metavar": "DIR", "help": "where they lie"},
+    "--json": {"action": "store_true", "help": "print JSON instead of a table"},
+    "--budget": {"type": duration, "metavar": "TIME", "help": "90, 90s, 20m or 2h"},
+    "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "where"},
+    "run": {"metavar": "RUN", "help": "id, its beginning, a path, or latest"},
+    "plan": {"metavar": "PLAN", "help": "YAML file: factors, settings, steps, ..."},
+}
+
+
+def command(
+    commands, function: Callable[[argparse.Namespace], int], *shared: str
+) -> argparse.ArgumentParser:
+    """A parser for `nsa NAME`, which calls the function of that name; its result is the exit code.
+
+    The function's docstring is the help. The parser has the options of SHARED that are named.
+    """
+    text = " ".join((function.__doc__ or "").split())
+    made = commands.add_parser(function.__name__, help=text, description=text)
+    made.set_defaults(command=function)
+    share(made, *shared)
+    return made
+
+
+def share(made: argparse.ArgumentParser, *names: str) -> None:
+    """Adds options of SHARED."""
+    for name in names:
+        made.add_argument(name, **SHARED[name])
+
+
+def check_json(file: str | None) -> None:
+    """ValueError where no rows could be written to the file of --json, before any are measured."""
+    if file and not Path(file).resolve().parent.is_dir():
+        raise ValueError(f"--json {file}: its folder does not exist; make it first")
+    if file and Path(file).is_dir():
+        raise ValueError(f"--json {file} is a folder; name a file")
+
+
+def provenance() -> dict[str, Any]:
+    """What rows in a file say of the machine, the source and the date that they are from."""
+    from nsa.workbook import environment
+
+    return environment.provenance(environment.snapshot()) | {"date": environment.utc_now()}
+
+
+def import_from_here() -> None:
+    """The current folder is looked into, as `python -m nsa` does and `nsa` does not."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

@@ -1,42 +1,26 @@
 """`nsa selfcheck`: plants every fault that this machine can hold, and judges each blind."""
 
 import sys
-import threading
 import time
-from pathlib import Path
 
-from nsa.cli.options import FAILED, GOOD, command
+from nsa.cli.options import FAILED, GOOD, SEVERAL, check_json, command, provenance
 
 
 def add(commands) -> None:
     """Its parser."""
-    made = command(
-        commands,
-        "selfcheck",
-        selfcheck,
-        "Plant every fault that this machine can hold, judge each, and print the confusion matrix.",
-    )
-    made.add_argument("--rounds", type=int, default=1, metavar="N", help="how often; 1 by default")
-    made.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="one fault or control; may be given several times",
-    )
-    made.add_argument(
-        "--workers",
-        type=int,
-        default=3,
-        metavar="N",
-        help="trials at once, of those that mostly wait; 3 by default",
-    )
-    made.add_argument("--folder", metavar="DIR", help="keep every trial's evidence there")
-    made.add_argument("--json", metavar="FILE", help="write a row a trial there")
-    made.add_argument("--list", action="store_true", help="only say what there is to plant")
+    option = command(commands, selfcheck).add_argument
+    option("--rounds", type=int, default=1, metavar="N", help="how often; 1 by default")
+    text = "one fault or control; may be given several times"
+    option("--only", metavar="NAME", help=text, **SEVERAL)
+    text = "trials at once, of those that mostly wait; 3 by default"
+    option("--workers", type=int, default=3, metavar="N", help=text)
+    option("--folder", metavar="DIR", help="keep every trial's evidence there")
+    option("--json", metavar="FILE", help="write a row a trial there")
+    option("--list", action="store_true", help="only say what there is to plant")
 
 
 def selfcheck(arguments) -> int:
+    """Plant every fault that this machine can hold, judge each, and print the confusion matrix."""
     from nsa.experiments.selfcheck.faults import registry
     from nsa.experiments.selfcheck.trials import check
 
@@ -45,28 +29,22 @@ def selfcheck(arguments) -> int:
         for fault in chosen:
             print(f"{fault.name:30} {' or '.join(fault.kinds):14} {fault.text}")
         return GOOD
-    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: its folder does not exist; make it first")
-    if arguments.json and Path(arguments.json).is_dir():
-        raise ValueError(f"--json {arguments.json} is a folder; name a file")
-    began, stop = time.monotonic(), threading.Event()
+    check_json(arguments.json)
+    began = time.monotonic()
     rows = check(
         chosen,
         rounds=arguments.rounds,
         workers=arguments.workers,
         folder=arguments.folder,
         say=lambda text: print(text, file=sys.stderr, flush=True),
-        stop=stop,
     )
     seconds = time.monotonic() - began
     print(text(rows, seconds), flush=True)
     if arguments.json:
-        from nsa.workbook import environment
-        from nsa.workbook.files import plain, write_json
+        from nsa.workbook.files import write_json
 
-        facts = environment.provenance(environment.snapshot()) | {"date": environment.utc_now()}
-        content = {**facts, "seconds": seconds, "rows": [row.to_dict() for row in rows]}
-        write_json(arguments.json, plain(content))
+        content = {"seconds": seconds, "rows": [row.to_dict() for row in rows]}
+        write_json(arguments.json, provenance() | content)
     return FAILED if any(row.missed for row in rows) else GOOD
 
 
@@ -84,10 +62,10 @@ def text(rows, seconds: float) -> str:
     run = [row for row in rows if not row.skipped]
     missed = [row for row in run if row.missed]
     lines += ["", *(line(row) for row in missed)]
-    skipped = sum(1 for row in rows if row.skipped)
+    skipped, right = len(rows) - len(run), len(run) - len(missed)
     hung = sum(1 for row in run if row.control and row.found == "HANG")
     lines.append(
-        f"{len(run) - len(missed)} of {len(run)} right in {seconds:.0f} s"
+        f"{right} of {len(run)} right in {seconds:.0f} s"
         + (f", {skipped} skipped" if skipped else "")
         + f"; controls called HANG: {hung}"
     )

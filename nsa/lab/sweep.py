@@ -43,14 +43,6 @@ class Budget:
         """Seconds for the next trial, at most its deadline; 0 or less when none are left."""
         return min(deadline_s, self._end - time.monotonic())
 
-    def judged(
-        self, status: str, message: str, share_s: float, deadline_s: float
-    ) -> tuple[str, str]:
-        """(status, message) of a trial that had `share_s`; cut short, it was not run."""
-        if status != "timeout" or share_s >= deadline_s:
-            return status, message
-        return "not run", f"{self.used_up} after {share_s:.0f} s of this one"
-
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during `measure`. ended: each cell's Outcome, None where it had not ended."""
@@ -106,11 +98,18 @@ def measure(
         share_s = budget.share(deadline_s)
         if share_s <= 0:
             return Outcome("not run", None, 0.0, budget.used_up, None)
-        place = None if folder is None else Path(folder, _plain(number, name(cells[number])))
+        place = None
+        if folder is not None:  # the number tells those apart that say the same of themselves
+            plain = re.sub("[^A-Za-z0-9.=]+", "-", name(cells[number]))
+            place = Path(folder, f"{number:03d}-{plain}")
         ended = (run or run_child)(
-            entry, spec(cells[number], share_s), deadline_s=share_s, folder=place,
-            env={**(env or {}), **only(gpu)}, stop=stop,
-        )  # fmt: skip
+            entry,
+            spec(cells[number], share_s),
+            deadline_s=share_s,
+            folder=place,
+            env={**(env or {}), **only(gpu)},
+            stop=stop,
+        )
         if ended.status == "timeout" and share_s < deadline_s:
             message = f"{budget.used_up} after {share_s:.0f} s of this one"
             return replace(ended, status="not run", message=message)
@@ -119,25 +118,26 @@ def measure(
             return replace(ended, status="declined", message=message, result=None)
         return ended
 
-    def through(numbers: Sequence[int], workers: int) -> None:
+    def through(numbers: Sequence[int], workers: int, gpus: Gpus) -> None:
         alone = min(len(gpus.names) or workers, len(numbers)) == 1
 
         def keep(index: int, ended: Outcome) -> None:
             number = numbers[index]
+            again = number in found
             found[number] = replace(ended, alone=alone)
-            say(_line(name(cells[number]), ended, said), number)
+            line = f"{name(cells[number])}: {_ending(ended, said)}"
+            say(line, f"[{len(found)}/{len(cells)}] ", again)
 
         each(one, numbers, workers=workers, gpus=gpus, stop=stop, ended=keep)
 
     with _lines(len(cells), progress) as say:
         try:
-            through(range(len(cells)), workers)
+            through(range(len(cells)), workers, gpus)
             if again_alone:
                 crowded = [n for n, e in found.items() if e.status == "oom" and not e.alone]
-                gpus = Gpus(gpus.names[:1])
-                through(sorted(crowded), 1)
+                through(sorted(crowded), 1, Gpus(gpus.names[:1]))
         except KeyboardInterrupt:
-            say(f"interrupted: {len(found)} of {len(cells)} cells are measured", None)
+            say(f"interrupted: {len(found)} of {len(cells)} cells are measured")
             raise Interrupted([found.get(number) for number in range(len(cells))]) from None
     return [found[number] for number in range(len(cells))]
 
@@ -186,43 +186,33 @@ def each(
     return [job.result() for job in jobs]
 
 
-def _plain(number: int, name: str) -> str:
-    """A folder's name; the number tells those apart that say the same of themselves."""
-    return f"{number:03d}-{re.sub('[^A-Za-z0-9.=]+', '-', name)}"
-
-
-def _line(name: str, ended: Outcome, said: Callable[[dict], str]) -> str:
-    """One line for a person who waits."""
+def _ending(ended: Outcome, said: Callable[[dict], str]) -> str:
+    """How a cell ended, in one line for a person who waits."""
     if ended.status == "ok":
-        return f"{name}: {said(ended.result)}, {ended.seconds:.1f} s"
+        return f"{said(ended.result)}, {ended.seconds:.1f} s"
     message = ended.message.splitlines()[0][:100] if ended.message else ""
-    return f"{name}: {ended.status} after {ended.seconds:.1f} s ({message})"
+    return f"{ended.status} after {ended.seconds:.1f} s ({message})"
 
 
 @contextlib.contextmanager
-def _lines(total: int, progress: bool) -> Iterator[Callable[[str, int | None], None]]:
-    """Gives say(line, number): a line on stderr, and a bar on a terminal where tqdm is there."""
+def _lines(total: int, progress: bool) -> Iterator[Callable[..., None]]:
+    """Gives say(line, count, again): a line on stderr, where a terminal has a bar if tqdm is there.
+
+    count: which of all it is, which a bar says itself. again: the line's cell has been counted.
+    """
     bar: Any = None
     if progress and sys.stderr.isatty() and not os.environ.get("NSA_HEADLESS"):
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
             bar = tqdm(total=total, unit="cell")
-    known: set[int] = set()
 
-    def say(line: str, number: int | None) -> None:
-        again = number in known
-        if number is not None:
-            known.add(number)
+    def say(line: str, count: str = "", again: bool = False) -> None:
         if bar is not None:
             bar.write(line, file=sys.stderr)
-            bar.update(number is not None and not again)
+            bar.update(bool(count) and not again)
         elif progress:
-            count = f"[{len(known)}/{total}] " if number is not None else ""
             print(f"{count}{line}{' (again, alone)' * again}", file=sys.stderr, flush=True)
 
-    try:
+    with bar if bar is not None else contextlib.nullcontext():
         yield say
-    finally:
-        if bar is not None:
-            bar.close()

@@ -13,13 +13,16 @@ from nsa.spelling import choice, nearest
 
 if TYPE_CHECKING:  # a table of cells loads no torch
     from nsa.model.config import ModelConfig
+    from nsa.model.parallel import Parallel
     from nsa.model.train import Trainer
     from nsa.model.train_config import TrainConfig
 
-DEVICES = ("cpu", "cuda")
-DATA = ("text", "synthetic")
-ATTENTIONS = ("nsa", "dense")
-PARALLELS = ("none", "ddp", "fsdp")
+CHOICES = {
+    "attention": ("nsa", "dense"),
+    "parallel": ("none", "ddp", "fsdp"),
+    "device": ("cpu", "cuda"),
+    "data": ("text", "synthetic"),
+}
 OWN = {"attention", "layers", "backend", "checkpoint"}  # of ModelConfig, which a spec has itself
 
 
@@ -51,12 +54,10 @@ class TrainingSpec:
         from nsa.model.parallel import Parallel
 
         check_whole(self, {"tokens": 1, "batch": 1, "ranks": 1, "seed": 0})
-        for name in ("compile", "cuda_graph"):
-            check_switch(self, name)
-        choice("attention", self.attention, ATTENTIONS)
-        choice("parallel", self.parallel, PARALLELS)
-        choice("device", self.device, DEVICES)
-        choice("data", self.data, DATA)
+        check_switch(self, "compile")
+        check_switch(self, "cuda_graph")
+        for name, known in CHOICES.items():
+            choice(name, getattr(self, name), known)
         if self.ranks > 1 and self.parallel == "none":
             raise ValueError(f"ranks={self.ranks} need parallel='ddp' or 'fsdp'")
         Parallel("ddp", ranks=self.ranks).rows(self.batch)
@@ -127,7 +128,7 @@ def open_trainer(
     observers: Sequence[Any] = (),
     **changes: Any,
 ) -> Iterator["Trainer"]:
-    """The spec's trainer in training mode, closed at the end; under torchrun one rank's.
+    """The spec's trainer, as `trainer_at` gives it; under torchrun one rank's.
 
     threads: of torch; None leaves them. data_seed: of the batches; None is the spec's own.
     prefetch: batches are drawn ahead in a thread. changes: of the spec's TrainConfig.
@@ -135,30 +136,41 @@ def open_trainer(
     import torch
 
     from nsa.model import parallel
+
+    if threads:
+        torch.set_num_threads(threads)
+    model, train = spec.config(), spec.training(**changes)
+    seed = spec.seed if data_seed is None else data_seed
+    place = parallel.start(spec.parallel, backend=None if spec.device == "cuda" else "gloo")
+    if place.kind == "none" or spec.device == "cpu":
+        place = replace(place, device=spec.device)
+    with trainer_at(place, model, train, spec.data, seed, prefetch=prefetch) as trainer:
+        trainer.observers = tuple(observers)
+        yield trainer
+
+
+@contextlib.contextmanager
+def trainer_at(
+    place: "Parallel",
+    model: "ModelConfig",
+    train: "TrainConfig",
+    data: str,
+    data_seed: int,
+    *,
+    prefetch: bool = False,
+) -> Iterator["Trainer"]:
+    """A new model's trainer in training mode; at the end it is closed, and `place` is left."""
     from nsa.model.data import Prefetch, synthetic, text
     from nsa.model.llama import LanguageModel
     from nsa.model.train import Trainer
 
-    if threads:
-        torch.set_num_threads(threads)
-    place = parallel.start(spec.parallel, backend=None if spec.device == "cuda" else "gloo")
-    if place.kind == "none" or spec.device == "cpu":
-        place = replace(place, device=spec.device)
     with contextlib.ExitStack() as opened:
         opened.callback(place.close)
-        config = spec.config()
-        seed = spec.seed if data_seed is None else data_seed
-        data = text(seed=seed) if spec.data == "text" else synthetic(seed, config.vocab)
+        batches = text(seed=data_seed) if data == "text" else synthetic(data_seed, model.vocab)
         if prefetch:
-            data = opened.enter_context(Prefetch(data))
-        trainer = Trainer(
-            LanguageModel(config),
-            data,
-            spec.training(**changes),
-            device=place.device,
-            parallel=place,
-            observers=tuple(observers),
-        )
+            batches = opened.enter_context(Prefetch(batches))
+        made = LanguageModel(model)
+        trainer = Trainer(made, batches, train, device=place.device, parallel=place)
         opened.callback(trainer.close)
         trainer.model.train()
         yield trainer

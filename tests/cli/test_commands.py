@@ -32,56 +32,54 @@ def one_line(capsys) -> str:
     return error
 
 
+def printed_by(capsys, *words, code=0) -> str:
+    assert cli.main([*words]) == code
+    return capsys.readouterr().out
+
+
+def start(*words, **options):
+    command, pipe = [sys.executable, "-m", "nsa", *words], subprocess.PIPE
+    environment = environment_with_package()
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, **options)
+
+
 @pytest.mark.processes
 def test_a_run_prints_how_it_ended_and_can_be_looked_at(place, capsys):
     file = place / "p.yaml"
     file.write_text("layers: 5\nrate: 2\n")
     words = ["run", "tiny", "-f", str(file), "-p", "layers=7", "-p", "lengths=64,128", "--quiet"]
-    assert cli.main([*words, "--timeout", "5m", "--cell-timeout", "60"]) == 0
-    printed = capsys.readouterr().out
+    printed = printed_by(capsys, *words, "--timeout", "5m", "--cell-timeout", "60")
     assert ": ok" in printed and "PASS         it ran" in printed and "report.html" in printed
 
-    assert cli.main(["runs"]) == 0
-    assert "01_tiny-" in capsys.readouterr().out
-    assert cli.main(["runs", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    assert "01_tiny-" in printed_by(capsys, "runs")
+    (row,) = json.loads(printed_by(capsys, "runs", "--json"))
     assert row["status"] == "ok" and row["verdict"] == "PASS"
 
-    assert cli.main(["show", "latest"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed_by(capsys, "show", "latest")
     assert "layers: 7" in shown and "rate: 2.0" in shown and "- 128" in shown
 
     assert cli.main([*words]) == 0
     assert "this run exists" in capsys.readouterr().err
-
-    assert cli.main(["report", "01_tiny"]) == 0
-    for path in capsys.readouterr().out.split():
-        assert os.path.isfile(path)
+    assert all(os.path.isfile(path) for path in printed_by(capsys, "report", "01_tiny").split())
 
 
 @pytest.mark.processes
 def test_a_reader_that_goes_early_is_no_failure(place):
-    command = [sys.executable, "-m", "nsa", "notebooks"]
-    environment = environment_with_package()
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with start("notebooks") as process:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 0
 
 
 def test_notebooks_are_listed_with_question_and_parameters(place, capsys):
-    assert cli.main(["notebooks"]) == 0
-    printed = capsys.readouterr().out
+    printed = printed_by(capsys, "notebooks")
     assert "01_tiny\n  Does it run?" in printed
     assert "layers: int = 2" in printed and "how many (1..64)" in printed
 
 
 def test_a_notebook_that_cannot_be_run_does_not_hide_the_others(place, capsys):
     write_notebook(place / "notebooks" / "00_bad.ipynb", "1", parameters=None)
-    assert cli.main(["notebooks"]) == 0
-    printed = capsys.readouterr().out
+    printed = printed_by(capsys, "notebooks")
     assert "cannot be run: 00_bad.ipynb has 0 cells" in printed and "layers: int" in printed
 
 
@@ -90,9 +88,7 @@ def test_a_notebook_that_cannot_be_run_does_not_hide_the_others(place, capsys):
 @pytest.mark.parametrize("failure", ["1 / 0", "run.verdict('it is right', 'FAIL', 1)"])
 def test_a_failed_run_and_a_failed_verdict_exit_with_1(place, capsys, failure):
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, failure)
-    assert cli.main(["run", "01", "--quiet"]) == 1
-    assert cli.main(["show", "latest"]) == 1
-    capsys.readouterr()
+    assert cli.main(["run", "01", "--quiet"]) == cli.main(["show", "latest"]) == 1
 
 
 @pytest.mark.processes
@@ -127,11 +123,9 @@ def test_a_wrong_command_line_exits_with_2(place, capsys, words):
     assert "usage: nsa" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400)]
-)
-def test_durations_have_units(text, seconds):
-    assert options.duration(text) == seconds
+def test_durations_have_units():
+    times = {"90": 90, "90s": 90, "20m": 1200, "1.5h": 5400}
+    assert {text: options.duration(text) for text in times} == times
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "5d", "m", "1m30s"])
@@ -140,22 +134,14 @@ def test_a_wrong_duration_is_refused(text):
         options.duration(text)
 
 
-def every_parser(parser):
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for child in action.choices.values():
-                yield from every_parser(child)
-
-
 def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
-    found = list(every_parser(cli.parser()))
-    assert len(found) == 15
-    for parser in found:
+    top = cli.parser()
+    (commands,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
+    assert len(commands.choices) == 14
+    for parser in (top, *commands.choices.values()):
         assert parser.description, parser.prog
         for action in parser._actions:
-            if not isinstance(action, argparse._SubParsersAction):
-                assert action.help, f"{parser.prog} {action.dest}"
+            assert action.help or action is commands, f"{parser.prog} {action.dest}"
         with pytest.raises(SystemExit) as stopped:
             cli.main([*parser.prog.split()[1:], "--help"])
         assert stopped.value.code == 0
@@ -164,17 +150,13 @@ def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
 
 @pytest.mark.processes
 def test_the_environment_is_shown_as_text_and_as_json(capsys):
-    assert cli.main(["env"]) == 0
-    assert "torch " in capsys.readouterr().out
-    assert cli.main(["env", "--json"]) == 0
-    assert "gpus" in json.loads(capsys.readouterr().out)
+    assert "torch " in printed_by(capsys, "env")
+    assert "gpus" in json.loads(printed_by(capsys, "env", "--json"))
 
 
 def test_no_runs_are_said_and_are_an_empty_list(place, capsys):
-    assert cli.main(["runs"]) == 0
-    assert capsys.readouterr().out == "no runs in runs\n"
-    assert cli.main(["runs", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    assert printed_by(capsys, "runs") == "no runs in runs\n"
+    assert json.loads(printed_by(capsys, "runs", "--json")) == []
 
 
 def test_a_lost_run_shows_as_lost_and_exits_with_1(place, capsys):
@@ -182,8 +164,7 @@ def test_a_lost_run_shows_as_lost_and_exits_with_1(place, capsys):
     old = "2020-01-01T00:00:00+00:00"
     content = {"run_id": folder.name, "status": "running", "heartbeat": old, "started": old}
     write_json(folder / "record.json", content)
-    assert cli.main(["show", "01_tiny"]) == 1
-    assert ": lost" in capsys.readouterr().out
+    assert ": lost" in printed_by(capsys, "show", "01_tiny", code=1)
 
 
 def test_a_missing_package_is_said_with_the_extra_that_brings_it(place, capsys, monkeypatch):
@@ -198,13 +179,7 @@ def test_a_missing_package_is_said_with_the_extra_that_brings_it(place, capsys, 
 def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     ready = place / "ready"
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, hang_after(ready))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nsa", "run", "tiny"],
-        env=environment_with_package(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start("run", "tiny", text=True)
     wait_until_there(ready, process)
     process.send_signal(signal.SIGINT)
     printed, error = process.communicate(timeout=60)

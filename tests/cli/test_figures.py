@@ -5,8 +5,8 @@ import re
 import pytest
 from places import ROOT
 
-from nsa.cli import figures
 from nsa.cli.main import main
+from nsa.cli.notebooks import HEADLINES
 
 matplotlib = pytest.importorskip("matplotlib")
 PIN = re.search(r"^matplotlib==(.*)$", (ROOT / "constraints.txt").read_text(), re.M).group(1)
@@ -18,11 +18,11 @@ def test_the_headline_plots_are_redrawn_from_the_records_alone(tmp_path):
     drawn = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     kept = {file.name: file.read_bytes() for file in (ROOT / "figures").glob("*.svg")
             if "--" not in file.name}  # fmt: skip
-    assert sorted(drawn) == sorted(kept) == sorted(f"{name}.svg" for name, *_ in figures.HEADLINES)
+    assert sorted(drawn) == sorted(kept) == sorted(f"{name}.svg" for name, *_ in HEADLINES)
     changed = [name for name in drawn if drawn[name] != kept[name]]
     assert not changed, f"`nsa figures` writes {', '.join(changed)} anew: look at it and commit it"
 
 
 def test_the_results_page_cites_every_run_that_is_drawn():
     page = (ROOT / "docs/results.md").read_text()
-    assert [run for _, run, _ in figures.HEADLINES if run not in page] == []
+    assert [run for _, run, _ in HEADLINES if run not in page] == []

@@ -41,31 +41,26 @@ class Children:
                 self.now.remove(gpu)
 
 
-def swept(cells, run, **options):
-    given = {"deadline_s": 60, "progress": False, "run": run} | options
-    return measure(ENTRY, cells, lambda cell, share_s: {"cell": cell, "share_s": share_s}, **given)
+def swept(cells, run=None, **options):
+    def spec(cell, share_s):
+        return {"cell": cell, "how": cell, "name": "HOME", "share_s": share_s}
 
-
-def endings(*how, **options):
-    given = {"deadline_s": 60, "progress": False} | options
-    return measure(ENTRY, how, lambda cell, share_s: {"how": cell, "name": "HOME"}, **given)
+    return measure(ENTRY, cells, spec, run=run, **{"deadline_s": 60, "progress": False} | options)
 
 
 @pytest.mark.processes
 def test_every_way_to_end_is_an_outcome_in_its_place(tmp_path, capsys):
     how = ("environment", "wrapped_out_of_memory", "sleep", "kill_itself", "value_error",
            "declining")  # fmt: skip
-    found = endings(*how, workers=2, deadline_s=3, folder=tmp_path, progress=True)
-    assert [ended.status for ended in found] == [
-        "ok", "oom", "timeout", "crash", "error", "declined"
-    ]  # fmt: skip
+    found = swept(how, workers=2, deadline_s=3, folder=tmp_path, progress=True)
+    statuses = ["ok", "oom", "timeout", "crash", "error", "declined"]
+    assert [ended.status for ended in found] == statuses
     assert found[0].result == {"value": os.environ["HOME"]}
     assert all(ended.message and ended.result is None for ended in found[1:])
     assert all(ended.evidence for ended in found[1:3])
     assert found[5].message == "not for such cells"
-    assert [place.name for place in sorted(tmp_path.iterdir())][:2] == [
-        "000-environment", "001-wrapped-out-of-memory"
-    ]  # fmt: skip
+    places = [place.name for place in sorted(tmp_path.iterdir())]
+    assert places[:2] == ["000-environment", "001-wrapped-out-of-memory"]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 6 and lines[-1].startswith("[6/6] ")
     assert any("value_error: error after" in line and "not a colour" in line for line in lines)
@@ -85,8 +80,7 @@ def test_outcomes_keep_the_cells_order_whoever_ends_first(workers):
 
 
 def test_cells_that_say_the_same_of_themselves_have_folders_of_their_own(tmp_path):
-    children = Children()
-    swept([7, 7], children, folder=tmp_path, name=lambda cell: f"T={cell} fp32/x")
+    swept([7, 7], children := Children(), folder=tmp_path, name=lambda cell: f"T={cell} fp32/x")
     names = [asked["folder"].name for asked in children.asked]
     assert names == ["000-T=7-fp32-x", "001-T=7-fp32-x"]
 
@@ -117,8 +111,7 @@ def test_each_gpu_has_one_cell_at_a_time_however_many_workers(workers):
         meet.wait()  # nobody passes alone
         return OK
 
-    children = Children(ends)
-    swept(range(6), children, gpus=Gpus(("3", "5")), workers=workers)
+    swept(range(6), children := Children(ends), gpus=Gpus(("3", "5")), workers=workers)
     assert {asked["gpu"] for asked in children.asked} == {"3", "5"} and children.most == 2
     swept(range(2), alone := Children(), gpus=Gpus(("1",)), workers=workers)
     assert {asked["gpu"] for asked in alone.asked} == {"1"} and alone.most == 1
@@ -143,7 +136,7 @@ def test_an_interrupt_ends_the_children_and_keeps_what_was_measured(capsys):
     started = time.monotonic()
     timer.start()
     with pytest.raises(Interrupted) as cut:
-        endings("environment", "sleep", "environment", deadline_s=50, progress=True)
+        swept(["environment", "sleep", "environment"], deadline_s=50, progress=True)
     assert time.monotonic() - started < 20
     assert [ended and ended.status for ended in cut.value.ended] == ["ok", None, None]
     assert "interrupted: 1 of 3 cells are measured" in capsys.readouterr().err
@@ -186,9 +179,8 @@ def test_a_terminal_gets_a_bar_unless_headless(monkeypatch, capsys):
     ("options", "message"), [({"workers": 0}, "workers=0"), ({"deadline_s": 0}, "deadline_s=0")]
 )
 def test_a_sweep_that_cannot_be_run_is_refused(options, message):
-    children = Children()
     with pytest.raises(ValueError, match=message):
-        swept([1], children, **options)
+        swept([1], children := Children(), **options)
     assert not children.asked
 
 
@@ -201,10 +193,8 @@ def test_each_runs_functions_as_well():
 
 
 def test_trials_share_a_budget_and_have_no_more_than_their_deadline():
-    budget = Budget(100)
-    assert budget.share(30) == 30
-    assert budget.share(300) == pytest.approx(100, abs=1)
-    assert Budget().share(1e9) == 1e9
+    assert Budget(100).share(30) == 30 and Budget().share(1e9) == 1e9
+    assert Budget(100).share(300) == pytest.approx(100, abs=1)
     assert Budget(0).share(30) <= 0
 
 

@@ -1,6 +1,5 @@
 """Subjects of trials in the tests: a stranger's, which know nothing of this package."""
 
-import os
 import time
 from types import SimpleNamespace
 
@@ -12,16 +11,6 @@ def broken_pair(settings, progress):
         if i == 1 and settings["cache"] and settings["fast"]:
             raise RuntimeError("the cache is stale")
         return 1.0 / (i + 1)
-
-    return SimpleNamespace(step=step)
-
-
-def variable(settings, progress):
-    """Raises where the environment says so."""
-
-    def step(i):
-        if os.environ.get("LAB_SWITCH") == "1":
-            raise ValueError("switched")
 
     return SimpleNamespace(step=step)
 
@@ -44,3 +33,19 @@ def paced(settings, progress):
 def unsized(settings, progress):
     """Takes a twentieth of a second, whatever its settings."""
     return SimpleNamespace(step=lambda i: time.sleep(0.05))
+
+
+def make_up_trials(monkeypatch, run):
+    """A ledger's trials without processes: `run` in place of the runner's, judged by their end."""
+    from nsa.lab.process import preflight, runner
+    from nsa.lab.search import ledger
+    from nsa.lab.verdict import Verdict
+
+    def judge(evidence):
+        kind = {"returned": "PASS", "exception": "CRASH"}.get(evidence.end.how, "INCONCLUSIVE")
+        return Verdict(kind, evidence.end.type, "made up", ("it was made up",))
+
+    monkeypatch.setattr(preflight, "source_hash", lambda subject: "source")
+    monkeypatch.setattr(preflight, "environment", lambda python=None: {})
+    monkeypatch.setattr(runner, "run_until_proven", run)
+    monkeypatch.setattr(ledger, "judge", judge)

@@ -1,16 +1,15 @@
 """Which factors cause a fault? The smallest set that shows it, and what each trial eliminated."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nsa.lab.search.candidates import Candidates, Found, Row, Spent, Tried, ordered, position, word
-from nsa.lab.search.covering import Cell, Legal, cover, ddmin, everything, same
-from nsa.lab.search.thresholds import Answer, threshold
+from nsa.lab.search.covering import Cell, Legal, cover, ddmin, same
+from nsa.lab.search.thresholds import Answer, bayes, threshold
 
-__all__ = ["Bisection", "Found", "Row", "Spent", "Tried", "is_fault"]
-
-MOST = 40  # trials
-_WHOLE = "every combination of up to 3 factors was run"
+FLAKY_TRIALS = 20
 _NOT_A_FAULT = ("PASS", "INCONCLUSIVE", "INVALID", "FLAKY")
 
 
@@ -19,15 +18,9 @@ def is_fault(tried: Tried, kind: str | None = None) -> bool:
     return tried.kind == kind if kind else tried.kind not in _NOT_A_FAULT
 
 
+@dataclass
 class Bisection:
     """Searches for the smallest set of factors behind a fault, in at most `most` trials.
-
-    factors: {name: values}; the first value of each is its default unless `base` says otherwise.
-    run(cell, attempt): judges one cell; may raise Spent. legal(part): what may be run, see
-    `search.cover`. kind: the verdict that is looked for; None: that of the first trial to fail.
-    attempts: how often a cell that passes is run, for faults that do not always fire.
-    whole_screen: cover all pairs of values first, though a fault was found before. seen: values
-    that showed the fault elsewhere; the other factors stay at their defaults.
 
     First the base, and `seen` or else the cell with every factor at its last value; where those do
     not show the fault beside a PASS, a screen of all pairs of values, then of all triples. Then
@@ -36,42 +29,31 @@ class Bisection:
     of which nothing can be left out. Then the threshold of each factor whose values have an order.
     """
 
-    def __init__(
-        self,
-        factors: Mapping[str, Sequence[Any]],
-        run: Callable[[Cell, int], Tried],
-        *,
-        base: Mapping[str, Any] | None = None,
-        legal: Legal = everything,
-        kind: str | None = None,
-        most: int = MOST,
-        attempts: int = 1,
-        whole_screen: bool = False,
-        seen: Mapping[str, Any] | None = None,
-        say: Callable[[Row], None] = lambda row: None,
-    ) -> None:
-        if not factors or not all(len(values) > 1 for values in factors.values()):
+    factors: Mapping[str, Sequence[Any]]  # the first value of each is its default, the base
+    run: Callable[[Cell, int], Tried]  # judges a cell, of which it is attempt n; may raise Spent
+    legal: Legal = lambda part: True  # what may be run, see `covering.cover`
+    kind: str | None = None  # that is looked for; None: that of the first trial to fail
+    most: int = 40
+    attempts: int = 1  # how often a cell that passes is run, for faults that do not always fire
+    whole_screen: bool = False  # cover all pairs of values first, though a fault was found before
+    seen: Mapping[str, Any] = field(default_factory=dict)  # values that showed it elsewhere
+    say: Callable[[Row], None] = lambda row: None
+
+    def __post_init__(self) -> None:
+        if not self.factors or not all(len(values) > 1 for values in self.factors.values()):
             raise ValueError(
-                f"a bisection needs factors with two values or more, got {dict(factors)}"
+                f"a bisection needs factors with two values or more, got {dict(self.factors)}"
             )
-        self.factors = {name: list(values) for name, values in factors.items()}
-        self.base = {name: values[0] for name, values in self.factors.items()} | dict(base or {})
-        self._seen = self.base | dict(seen or {})
-        for name, value in (*self.base.items(), *self._seen.items()):
+        self.base = {name: values[0] for name, values in self.factors.items()}
+        self.seen = self.base | self.seen
+        for name, value in self.seen.items():
             position(self.factors.get(name, []), value)
-        for cell in (self.base, self._seen):
-            if not legal(cell):
-                what = "the base itself" if cell is self.base else "what was seen"
+        for what, cell in (("the base itself", self.base), ("what was seen", self.seen)):
+            if not self.legal(cell):
                 raise ValueError(f"{what} is not legal: {cell}")
-        self._run, self._legal, self._kind, self._say = run, legal, kind, say
-        self._most, self._attempts, self._whole_screen = most, attempts, whole_screen
-        self._known: dict[tuple[int, ...], Tried] = {}
+        self._known: dict[tuple[int, ...], tuple[Cell, Tried]] = {}
         self._left: Candidates | None = None
         self.found = Found(base=self.base)
-
-    @property
-    def rows(self) -> list[Row]:
-        return self.found.rows
 
     def find(self) -> Found:
         """Searches. Where trials or time are spent it returns how far it came."""
@@ -79,9 +61,10 @@ class Bisection:
         try:
             self._screen()
             if found.target is None:
-                found.why = f"no fault in {len(self.rows)} trials: {_WHOLE}"
-                if self._kind:
-                    found.why = found.why.replace("no fault", f"no {self._kind}")
+                found.why = (
+                    f"no {self.kind or 'fault'} in {len(found.rows)} trials: "
+                    "every combination of up to 3 factors was run"
+                )
             elif not self._cells(False):
                 if len(self._cells(True)) == len(self._known):
                     found.cause = {}
@@ -92,39 +75,61 @@ class Bisection:
             found.finished = True
         except Spent as spent:
             found.why = f"not at its end: {spent}"
-        found.others = self._others()
+        tried = [one for _, one in self._known.values()]
+        others = [one for one in tried if is_fault(one) and self._answer(one) is None]
+        found.others = list({(one.kind, one.signature): one for one in others}.values())
+        return found
+
+    def find_flaky(self) -> Found:
+        """Where along the only factor, whose values have an order, a fault begins to fire at times.
+
+        In at most FLAKY_TRIALS; see `bayes`.
+        """
+        found, ((name, values),) = self.found, self.factors.items()
+        asked: Counter[int] = Counter()
+
+        def test(value: Any) -> Answer:
+            tried = self.run({name: value}, asked[value])
+            asked[value] += 1
+            if found.target is None and is_fault(tried, self.kind):
+                found.target = tried
+            answer, changed = self._answer(tried), f"{name}={word(value)}"
+            told = {True: f"it begins no later than at {word(value)}", None: "nothing"}
+            eliminated = told.get(answer, f"a little of: it fires from {word(value)} on")
+            self._row({name: value}, changed, f"{changed} shows it", tried, eliminated, None)
+            return answer
+
+        try:
+            found.posterior = bayes(values, test, trials=min(self.most, FLAKY_TRIALS))
+            found.finished = True
+            found.why = f"no fault in {len(found.rows)} trials"
+        except Spent as spent:
+            found.why = f"not at its end: {spent}"
+        if found.posterior is not None and found.posterior.value is not None:
+            found.cause, found.why = {name: found.posterior.value}, ""
         return found
 
     def _screen(self) -> None:
         self._ask(self.base, "the defaults show it")
-        if self._differ(self._seen, self.base):
-            self._ask(self._seen, "what was seen shows it again")
+        if self._differ(self.seen, self.base):
+            self._ask(self.seen, "what was seen shows it again")
         if not self._pair():
             self._ask(self._farthest(), "everything changed shows it")
-        for strength in (2, 3):
-            if self._pair() and not (self._whole_screen and strength == 2):
+        for strength, what in ((2, "pair"), (3, "triple")):
+            if self._pair() and not (self.whole_screen and strength == 2):
                 return
-            tested = [self._cell(key) for key in self._known]
-            what = {2: "pair", 3: "triple"}[strength]
-            for cell in cover(self.factors, legal=self._legal, strength=strength, tested=tested):
+            tested = [cell for cell, _ in self._known.values()]
+            for cell in cover(self.factors, legal=self.legal, strength=strength, tested=tested):
                 self._ask(cell, f"a {what} of these values shows it")
-                if self._pair() and not self._whole_screen:
+                if self._pair() and not self.whole_screen:
                     return
 
     def _narrow(self) -> None:
-        fault = self._cells(True)
-        shows = min(fault, key=lambda cell: self._distance(cell, self.base))
-        passed = self._nearest(shows)
+        shows = self._nearest(self._cells(True), self.base)
+        passed = self._nearest(self._cells(False), shows)
         cause: set[str] = set()
         while passed is not None:
-            differ = self._differ(shows, passed)
-            near = dict(passed)  # the loop's own, for the function below
-
-            def test(part: list[str], near=near, shows=shows) -> Answer:
-                cell = near | {name: shows[name] for name in part}
-                return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
-
-            needed = ddmin(differ, test)
+            needed = ddmin(self._differ(shows, passed), self._enough(passed, shows))
             cause |= set(needed)
             for name in needed:
                 self.found.instead.setdefault(name, passed[name])
@@ -132,30 +137,33 @@ class Bisection:
             shows = passed | {name: shows[name] for name in needed}
             alone = self.base | self.found.cause
             words = self._words(alone, list(self.found.cause))
-            answer = self._ask(alone, f"{words} is enough beside the defaults")
-            if answer:
+            if self._ask(alone, f"{words} is enough beside the defaults"):
                 shows = alone
             contrary = [
                 cell for cell in self._cells(False) if not cause & set(self._differ(cell, alone))
             ]
-            passed = min(contrary, key=lambda c: self._distance(c, shows), default=None)
+            passed = self._nearest(contrary, shows)
         if self._known_answer(self.base) is False:
-            self._prune()
+            self._prune(self.found.cause or {})
 
-    def _prune(self) -> None:
+    def _prune(self, cause: Cell) -> None:
         """Each was needed beside some other cell: is it beside the defaults?"""
-        cause = self.found.cause or {}
         changed = self._differ(self.base | cause, self.base)
-
-        def alone(part: list[str]) -> Answer:
-            cell = self.base | {name: cause[name] for name in part}
-            return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
-
+        alone = self._enough(self.base, cause)
         if alone(changed) is True:
             kept = {*ddmin(changed, alone), *(cause.keys() - set(changed))}
             self.found.cause = {name: cause[name] for name in cause if name in kept}
             instead = self.found.instead | {name: self.base[name] for name in changed}
             self.found.instead = {name: instead[name] for name in self.found.cause}
+
+    def _enough(self, beside: Cell, values: Cell) -> Callable[[list[str]], Answer]:
+        """Asks whether some factors at these `values` show the fault, all else as in `beside`."""
+
+        def test(part: list[str]) -> Answer:
+            cell = beside | {name: values[name] for name in part}
+            return self._ask(cell, f"{self._words(cell, part) or 'nothing'} is enough")
+
+        return test
 
     def _refine(self) -> None:
         for name, value in (self.found.cause or {}).items():
@@ -164,104 +172,84 @@ class Bisection:
             between = values[start : end + 1] if start < end else values[end : start + 1][::-1]
             if len(between) < 3 or not ordered(values):
                 continue
-            shows = self.base | self.found.cause
 
-            def test(one: Any, name=name, shows=shows) -> Answer:
-                return self._ask(shows | {name: one}, f"{name}={word(one)} is enough")
+            def test(one: Any, name: str = name) -> Answer:
+                cell = self.base | self.found.cause | {name: one}
+                return self._ask(cell, f"{name}={word(one)} is enough")
 
             self.found.brackets[name] = threshold(between, test)
 
     def _ask(self, cell: Cell, hypothesis: str) -> Answer:
         key = self._key(cell)
-        if key in self._known:
+        if key in self._known or not self.legal(cell):
             return self._known_answer(cell)
-        if not self._legal(cell):
-            return None
-        attempt, again = 0, True
-        while True:
-            if len(self.rows) >= self._most:
-                raise Spent(f"{self._most} trials are spent")
-            tried = self._run(cell, attempt)
+        passed, unjudged = 0, 0
+        while key not in self._known:
+            if len(self.found.rows) >= self.most:
+                raise Spent(f"{self.most} trials are spent")
+            tried = self.run(cell, passed)
             if tried.kind == "PASS":
-                attempt += 1
-                last = attempt >= self._attempts
+                passed += 1
+                last = passed >= self.attempts
             else:  # what could not be judged gets a second chance
-                last = tried.kind != "INCONCLUSIVE" or not again
-                again = False
+                unjudged += 1
+                last = tried.kind != "INCONCLUSIVE" or unjudged > 1
             if last:
-                self._known[key] = tried
+                self._known[key] = cell, tried
             self._note(cell, tried, hypothesis, last)
-            if last:
-                return self._known_answer(cell)
+        return self._known_answer(cell)
 
     def _note(self, cell: Cell, tried: Tried, hypothesis: str, last: bool) -> None:
-        target = self.found.target
-        if target is None and is_fault(tried, self._kind):
-            self.found.target = target = tried
+        if self.found.target is None and is_fault(tried, self.kind):
+            self.found.target = tried
             self._left = Candidates(self.factors)
-            for key, one in self._known.items():
-                self._left.note(self._cell(key), same(target, one))
-            before = len(Candidates(self.factors))
+            before = len(self._left)
+            for done, one in self._known.values():
+                self._left.note(done, self._answer(one))
         elif self._left is not None:
             before = len(self._left)
             if last:
-                self._left.note(cell, same(target, tried))
-        left = None if self._left is None else len(self._left)
-        eliminated = "" if left is None else self._eliminated(same(target, tried), before, left)
-        changed = self._words(cell)
-        number = len(self.rows) + 1
-        row = Row(number, dict(cell), changed, hypothesis, tried, eliminated, left)
-        self.rows.append(row)
-        self._say(row)
+                self._left.note(cell, self._answer(tried))
+        left, eliminated = None, ""
+        if self._left is not None:
+            left = len(self._left)
+            eliminated = f"{before - left:,} of {before:,} causes"
+            if self._answer(tried) is None:
+                eliminated = "nothing: another verdict hides it"
+            elif not left:
+                eliminated = "every single cause: there are several, or a factor is missing"
+        self._row(cell, self._words(cell), hypothesis, tried, eliminated, left)
 
-    def _eliminated(self, answer: Answer, before: int, left: int) -> str:
-        if answer is None:
-            return "nothing: another verdict hides it"
-        if not left:
-            return "every single cause: there are several, or a factor is missing"
-        return f"{before - left:,} of {before:,} causes"
+    def _row(self, cell: Cell, *told: Any) -> None:
+        row = Row(len(self.found.rows) + 1, dict(cell), *told)
+        self.found.rows.append(row)
+        self.say(row)
 
-    def _others(self) -> list[Tried]:
-        target = self.found.target
-        kinds = {
-            (one.kind, one.signature): one
-            for one in self._known.values()
-            if is_fault(one) and (target is None or same(target, one) is None)
-        }
-        return list(kinds.values())
-
-    def _pair(self) -> bool:
-        return bool(self._cells(True)) and bool(self._cells(False))
-
-    def _cells(self, answer: bool) -> list[Cell]:
-        target = self.found.target
-        if target is None:
-            return []
-        return [self._cell(key) for key, one in self._known.items() if same(target, one) is answer]
-
-    def _nearest(self, cell: Cell | None) -> Cell | None:
-        passed = self._cells(False)
-        return min(passed, key=lambda one: self._distance(one, cell or one), default=None)
+    def _answer(self, tried: Tried) -> Answer:
+        return same(self.found.target, tried)
 
     def _known_answer(self, cell: Cell) -> Answer:
-        target, one = self.found.target, self._known.get(self._key(cell))
-        if one is None:
-            return None
-        if target is None:
-            return False if one.kind == "PASS" else None
-        return same(target, one)
+        known = self._known.get(self._key(cell))
+        return None if known is None else self._answer(known[1])
+
+    def _cells(self, answer: bool) -> list[Cell]:
+        return [cell for cell, tried in self._known.values() if self._answer(tried) is answer]
+
+    def _pair(self) -> bool:
+        """Whether there is a fault, and a PASS to compare it with."""
+        return bool(self._cells(True)) and bool(self._cells(False))
 
     def _farthest(self) -> Cell:
         cell = dict(self.base)
         for name, values in self.factors.items():
             last = position(values, self.base[name]) == len(values) - 1
             end = values[0] if last else values[-1]
-            if self._legal(cell | {name: end}):
+            if self.legal(cell | {name: end}):
                 cell[name] = end
         return cell
 
-    def _distance(self, one: Cell, other: Cell) -> int:
-        return len(self._differ(one, other))
+    def _nearest(self, cells: Sequence[Cell], to: Cell) -> Cell | None:
+        return min(cells, key=lambda cell: len(self._differ(cell, to)), default=None)
 
     def _differ(self, one: Cell, other: Cell) -> list[str]:
         keys = zip(self.factors, self._key(one), self._key(other), strict=True)
@@ -269,10 +257,6 @@ class Bisection:
 
     def _key(self, cell: Cell) -> tuple[int, ...]:
         return tuple(position(values, cell[name]) for name, values in self.factors.items())
-
-    def _cell(self, key: tuple[int, ...]) -> Cell:
-        pairs = zip(self.factors.items(), key, strict=True)
-        return {name: values[index] for (name, values), index in pairs}
 
     def _words(self, cell: Cell, names: Sequence[str] | None = None) -> str:
         if names is None:

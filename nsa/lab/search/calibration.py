@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -71,7 +72,7 @@ def size_of(plan: Plan, cell: Mapping[str, Any]) -> tuple[int, int]:
     """(layers, tokens) of a cell; 1 for what its subject does not have as a whole number."""
     settings = plan.spec(cell).settings
     layers, tokens = (_count(settings.get(name)) for name in ("layers", "tokens"))
-    if layers is None and "preset" in settings and plan.subject == known.TRAINING_SUBJECT:
+    if not layers and "preset" in settings and plan.subject == known.TRAINING_SUBJECT:
         from nsa.model.presets import preset
 
         layers = preset(settings["preset"]).layers
@@ -92,15 +93,14 @@ def calibration_spec(plan: Plan, cell: Mapping[str, Any]) -> Spec:
     spec = replace(plan, factors={}, settings=plan.settings | plain, never=[], seen={}).spec({})
     settings = dict(spec.settings)
     layers, tokens = size_of(plan, cell)
-    sizes: dict[str, list[int]] = {}
-    if _count(settings.get("layers")) or layers > 1:
-        sizes["layers"] = [n for n in LAYERS if n <= layers]
+    sizes: dict[str, list[int]] = {}  # all layers of a length, then the next one
     if _count(settings.get("tokens")):
         sizes["tokens"] = _lengths(tokens)
+    if _count(settings.get("layers")) or layers > 1:
+        sizes["layers"] = [n for n in LAYERS if n <= layers]
     settings = {name: value for name, value in settings.items() if name not in sizes}
     if settings.get("checkpoint"):
         settings["checkpoint"] = "all"  # a range of layers may lie beyond those that are left
-    sizes = dict(sorted(sizes.items(), reverse=True))  # all layers of a length, then the next one
     points = [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
     given = {"subject": spec.subject, "settings": settings, "points": points}
     given["source"] = preflight.source_hash(spec.subject)
@@ -109,9 +109,10 @@ def calibration_spec(plan: Plan, cell: Mapping[str, Any]) -> Spec:
     return replace(spec, subject=SUBJECT, settings=given, steps=REPEATS * len(points), oracles=())
 
 
-def _count(value: Any) -> int | None:
+def _count(value: Any) -> int:
+    """A whole number above 0; 0 for anything else."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return value if whole else None
+    return value if whole else 0
 
 
 def _lengths(tokens: int) -> list[int]:
@@ -123,101 +124,78 @@ def _lengths(tokens: int) -> list[int]:
     return sorted({max(1, largest // 4), max(1, largest // 2), largest})
 
 
-def make(settings: dict[str, Any], progress: Progress) -> Points:
-    """The subject of a calibration: see `calibration_spec`."""
-    return Points(settings["subject"], settings["settings"], settings["points"], progress)
-
-
 class Points:
-    """REPEATS steps at each point, smallest first; `result` has their seconds and longest rests.
+    """REPEATS steps at each point, smallest first: the subject of `calibration_spec`.
 
     A single process begins no point that would end after BUDGET_S, as the last one foretells; its
     steps do nothing then. Of several ranks none may leave the others alone, and what was made first
-    stays open, for it holds their process group.
+    stays open, for it holds their process group. `close` closes what is open, the first last.
     """
 
-    def __init__(
-        self,
-        subject: str,
-        settings: dict[str, Any],
-        points: list[dict[str, int]],
-        progress: Progress,
-    ) -> None:
-        self._subject, self._settings = subject, settings
-        self._points, self._progress = points, progress
+    def __init__(self, settings: dict[str, Any], progress: Progress) -> None:
+        self._given, self._progress = settings, progress
         self._alone = rank_and_ranks()[1] == 1
         self._began, self._spent = time.perf_counter(), False
-        self._made: list[Any] = []
+        self._made: Any = None
+        self._opened = ExitStack()
+        self.close = self._opened.close
         self.rows: list[dict[str, Any]] = []
 
     def step(self, i: int) -> Any:
         index, again = divmod(i, REPEATS)
-        if again == 0 and not self._spent:
-            self._spent = self._alone and index > 0 and self._too_late()
-            if not self._spent:
-                self._open(self._points[index])
+        if again == 0 and index and self._alone:
+            # One that takes four times as long as the last would not be done in time.
+            expected_s = 4 * sum(self.rows[-1]["seconds"])
+            self._spent |= time.perf_counter() - self._began + expected_s > BUDGET_S
         if self._spent:
             return None
+        if again == 0:
+            self._open(self._given["points"][index])
         row = self.rows[-1]
-        with _Rests(self._progress) as rests:
+        with _looked_at(self._progress) as ticks:
             began = time.perf_counter()
-            loss = self._made[-1].step(again)
+            loss = self._made.step(again)
             if getattr(loss, "is_cuda", False):
                 from nsa.lab.measure.timing import wait  # torch, which plans are read without
 
                 wait(loss.device)
             row["seconds"].append(time.perf_counter() - began)
         if again:  # the first step loads and compiles
-            row["gap_s"] = max(row["gap_s"], rests.longest_s())
+            row["gap_s"] = max(row["gap_s"], longest_gap(ticks))
         return loss
 
     def result(self) -> dict[str, Any]:
         """{"points": one {"layers", "tokens", "seconds": of each step, "gap_s"} a point}."""
         return {"points": self.rows}
 
-    def close(self) -> None:
-        """Closes what was made, the first last."""
-        while self._made:
-            made = self._made.pop()
-            if hasattr(made, "close"):
-                made.close()
-
-    def _too_late(self) -> bool:
-        """Whether a point that takes four times as long as the last would not be done in time."""
-        last_s = sum(self.rows[-1]["seconds"])
-        return time.perf_counter() - self._began + 4 * last_s > BUDGET_S
-
     def _open(self, point: dict[str, int]) -> None:
         if self._alone:
-            self.close()
-        settings = {**self._settings, **point}
-        self._made.append(make_subject(self._subject, settings, Unheard(self._progress)))
-        sizes = {"layers": 1, "tokens": 1} | point
-        self.rows.append({**sizes, "seconds": [], "gap_s": 0.0})
+            self._opened.close()
+        settings = self._given["settings"] | point
+        self._made = make_subject(self._given["subject"], settings, Unheard(self._progress))
+        if hasattr(self._made, "close"):
+            self._opened.enter_context(closing(self._made))
+        self.rows.append({"layers": 1, "tokens": 1} | point | {"seconds": [], "gap_s": 0.0})
 
 
-class _Rests:
-    """Looks at P from a thread of its own, while it is open; to open and to close it is a move."""
+make = Points
 
-    def __init__(self, progress: Progress) -> None:
-        self._file = progress.file
-        self._ticks: list[tuple[float, P | str]] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
 
-    def __enter__(self) -> _Rests:
-        self._ticks.append((time.perf_counter(), "opened"))
-        self._thread.start()
-        return self
+@contextmanager
+def _looked_at(progress: Progress) -> Iterator[list[tuple[float, P | str]]]:
+    """(seconds, P) of looks from a thread of its own; that it opens and closes are moves."""
+    ticks: list[tuple[float, P | str]] = [(time.perf_counter(), "opened")]
+    over = threading.Event()
 
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._ticks.append((time.perf_counter(), "closed"))
+    def look() -> None:
+        while not over.wait(EVERY_S):
+            ticks.append((time.perf_counter(), read(progress.file)[0]))
 
-    def longest_s(self) -> float:
-        return longest_gap(self._ticks)
-
-    def _look(self) -> None:
-        while not self._over.wait(EVERY_S):
-            self._ticks.append((time.perf_counter(), read(self._file)[0]))
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield ticks
+    finally:
+        over.set()
+        thread.join()
+        ticks.append((time.perf_counter(), "closed"))

@@ -3,18 +3,19 @@
 Candidates are every set of up to three conditions on factors.
 """
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise, product
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from nsa.lab.search.thresholds import Bracket
+from nsa.lab.search.thresholds import Answer, Bracket, Posterior
 
 Cell = dict[str, Any]  # a value for every factor
 MOST = 2_000_000  # sets of conditions that are kept account of
-_WORDS = {"eq": "=", "ge": ">=", "le": "<="}
 
 
 class Candidates:
@@ -27,15 +28,18 @@ class Candidates:
 
     def __init__(self, factors: Mapping[str, Sequence[Any]], size: int = 3) -> None:
         self.factors = {name: list(values) for name, values in factors.items()}
-        by_factor: list[list[int]] = []
-        self.conditions: list[tuple[str, str, int]] = []
+        self.conditions: list[tuple[str, Callable[[int, int], bool], int]] = []
+        by_factor: list[range] = []  # of the conditions
         for name, values in self.factors.items():
-            made = conditions(name, values)
+            made = [(name, operator.eq, index) for index in range(len(values))]
+            if ordered(values):
+                inner = range(1, len(values) - 1)
+                made += [(name, how, i) for how in (operator.ge, operator.le) for i in inner]
             start = len(self.conditions)
             self.conditions += made
-            by_factor.append(list(range(start, start + len(made))))
+            by_factor.append(range(start, start + len(made)))
         size = min(size, len(by_factor))
-        while size > 1 and _count(by_factor, size) > MOST:
+        while size > 1 and sum(map(prod, combinations(map(len, by_factor), size))) > MOST:
             size -= 1
         nothing = len(self.conditions)  # a condition that always holds, for sets smaller than size
         rows: list[np.ndarray] = [np.full((1, size), nothing, dtype=np.int32)]
@@ -49,51 +53,13 @@ class Candidates:
     def __len__(self) -> int:
         return len(self._sets)
 
-    def note(self, cell: Mapping[str, Any], answer: bool | None) -> int:
-        """Drops the sets that this trial refutes; returns how many. None refutes nothing."""
+    def note(self, cell: Mapping[str, Any], answer: Answer) -> None:
+        """Drops the sets that this trial refutes; None refutes nothing."""
         if answer is None:
-            return 0
-        holds = np.array([self._holds(one, cell) for one in self.conditions] + [True])
-        keep = holds[self._sets].all(axis=1) == answer
-        refuted = int((~keep).sum())
-        self._sets = self._sets[keep]
-        return refuted
-
-    def texts(self, most: int = 5) -> list[str]:
-        """The sets that are left, those with the fewest conditions first."""
-        nothing = len(self.conditions)
-        order = (self._sets != nothing).sum(axis=1).argsort(kind="stable")[:most]
-        return [
-            " and ".join(self._text(i) for i in row if i != nothing) or "whatever the factors are"
-            for row in self._sets[order].tolist()
-        ]
-
-    def _holds(self, condition: tuple[str, str, int], cell: Mapping[str, Any]) -> bool:
-        name, how, wanted = condition
-        has = position(self.factors[name], cell[name])
-        return {"eq": has == wanted, "ge": has >= wanted, "le": has <= wanted}[how]
-
-    def _text(self, index: int) -> str:
-        name, how, wanted = self.conditions[index]
-        return f"{name} {_WORDS[how]} {word(self.factors[name][wanted])}"
-
-
-def conditions(name: str, values: Sequence[Any]) -> list[tuple[str, str, int]]:
-    """(factor, "eq", "ge" or "le", index of the value) of all that can be said of one factor."""
-    found = [(name, "eq", index) for index in range(len(values))]
-    if ordered(values) and len(values) > 2:
-        found += [(name, "ge", index) for index in range(1, len(values) - 1)]
-        found += [(name, "le", index) for index in range(1, len(values) - 1)]
-    return found
-
-
-def ordered(values: Sequence[Any]) -> bool:
-    """Whether these are numbers that grow or shrink from each to the next."""
-    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) < len(values) or len(values) < 2:
-        return False
-    steps = [b > a for a, b in pairwise(numbers)]
-    return len(set(numbers)) == len(numbers) and len(set(steps)) == 1
+            return
+        has = {name: position(values, cell[name]) for name, values in self.factors.items()}
+        holds = [compare(has[name], wanted) for name, compare, wanted in self.conditions]
+        self._sets = self._sets[np.array([*holds, True])[self._sets].all(axis=1) == answer]
 
 
 def position(values: Sequence[Any], value: Any) -> int:
@@ -107,17 +73,16 @@ def position(values: Sequence[Any], value: Any) -> int:
 def word(value: Any) -> str:
     """A value as a plan writes it."""
     if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
+        return str(value).lower()
     return str(value) if value != "" else "''"
 
 
-def _count(by_factor: Sequence[Sequence[int]], size: int) -> int:
-    """How many sets there are, without making them: elementary symmetric sums."""
-    sums = [1] + [0] * size
-    for one in by_factor:
-        for some in range(size, 0, -1):
-            sums[some] += sums[some - 1] * len(one)
-    return sum(sums)
+def ordered(values: Sequence[Any]) -> bool:
+    """Whether these are numbers that grow or shrink from each to the next."""
+    if any(not isinstance(v, int | float) or isinstance(v, bool) for v in values):
+        return False
+    pairs = list(pairwise(values))
+    return bool(pairs) and (all(a < b for a, b in pairs) or all(a > b for a, b in pairs))
 
 
 class Spent(Exception):
@@ -156,8 +121,9 @@ class Found:
 
     cause: the values that together show the fault `target`, all else as in `base`; {} where it
     shows whatever they are, None where no cause was found. instead: the values of the same factors
-    with which it passed. brackets: for factors with an order, where it begins. finished: whether
-    the search came to its end; why: what ended it.
+    with which it passed. brackets: for factors with an order, where it begins; posterior: that of
+    one factor, where the fault does not always fire. finished: whether the search came to its end;
+    why: what ended it.
     """
 
     base: Cell
@@ -165,6 +131,7 @@ class Found:
     cause: Cell | None = None
     instead: Cell = field(default_factory=dict)
     brackets: dict[str, Bracket] = field(default_factory=dict)
+    posterior: Posterior | None = None
     rows: list[Row] = field(default_factory=list)
     finished: bool = False
     why: str = ""
@@ -180,6 +147,9 @@ class Found:
             return self.why
         if not self.cause:
             return f"{self.target} whatever the factors are"
+        if self.posterior is not None:
+            ((name, value),) = self.cause.items()
+            return f"{self.target} begins at {name}={word(value)} {self.posterior}"
         parts = [
             f"{name} {self.brackets[name]}" if name in self.brackets else f"{name}={word(value)}"
             for name, value in self.cause.items()
@@ -189,28 +159,19 @@ class Found:
 
 def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The ledger as rows: number, trial, verdict, hypothesis, eliminated, left, changed."""
+    names = ("hypothesis", "eliminated", "left", "changed")
     return [
-        {
-            "number": row.number,
-            "trial": row.tried.id,
-            "verdict": str(row.tried),
-            "hypothesis": row.hypothesis,
-            "eliminated": row.eliminated,
-            "left": row.left,
-            "changed": row.changed,
-        }
+        {"number": row.number, "trial": row.tried.id, "verdict": str(row.tried)}
+        | {name: getattr(row, name) for name in names}
         for row in rows
     ]
 
 
-def text(rows: Sequence[dict[str, Any]]) -> str:
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of equal keys as lines, columns as wide as they need."""
     if not rows:
         return ""
     told = [[str(name) for name in rows[0]]]
     told += [["" if v is None else str(v) for v in row.values()] for row in rows]
-    wide = [max(len(line[i]) for line in told) for i in range(len(told[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, wide, strict=True)).rstrip()
-        for line in told
-    )
+    wide = [max(map(len, column)) for column in zip(*told, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line in told)

@@ -3,27 +3,24 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
-from typing import Any, Protocol
+from typing import Any
 
-from nsa.lab.search.candidates import Cell, position
+from nsa.lab.search.candidates import Cell, Tried, position
 from nsa.lab.search.thresholds import Answer
 
 Legal = Callable[[Mapping[str, Any]], bool]
 Numbers = dict[int, int]  # of factors, by number, the number of a value
+Left = set[tuple[tuple[int, int], ...]]  # combinations of (factor, value) that no cell has yet
 
 
-class Judged(Protocol):
-    """What is compared of a verdict."""
-
-    kind: str
-    signature: str
-
-
-def same(target: Judged, found: Judged) -> Answer:
+def same(target: Tried | None, found: Tried) -> Answer:
     """Whether `found` is the fault of `target`. Another fault hides it, so it is None.
 
-    A run that is slow has no hang, though it was not seen to its end.
+    A run that is slow has no hang, though it was not seen to its end. Without a target there is
+    nothing that is the fault, yet.
     """
+    if target is None:
+        return False if found.kind == "PASS" else None
     if (found.kind, found.signature) == (target.kind, target.signature):
         return True
     if found.kind == "PASS" or (found.kind == "SLOW" and target.kind == "HANG"):
@@ -31,15 +28,10 @@ def same(target: Judged, found: Judged) -> Answer:
     return None
 
 
-def everything(part: Mapping[str, Any]) -> bool:
-    """Every cell is legal."""
-    return True
-
-
 def cover(
     factors: Mapping[str, Sequence[Any]],
     *,
-    legal: Legal = everything,
+    legal: Legal = lambda part: True,
     strength: int = 2,
     tested: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Cell]:
@@ -60,7 +52,7 @@ def cover(
     def fits(part: Numbers) -> bool:
         return legal(cell(part))
 
-    left = {
+    left: Left = {
         tuple(zip(chosen, numbers, strict=True))
         for chosen in combinations(range(len(names)), size)
         for numbers in product(*(range(sizes[one]) for one in chosen))
@@ -72,7 +64,7 @@ def cover(
     for done in before:
         left.difference_update(combinations(done.items(), size))
     # The library covers all pairs, but leaves a third of the triples out: the rest is ours.
-    found = _by_allpairspy(sizes, fits, [x for x in before if fits(x)], size)
+    found = _by_allpairspy(sizes, fits, before, size) if size > 1 else ()
     for numbers in chain(found, _completions(left, sizes, fits)):
         fresh = left.intersection(combinations(numbers.items(), size))
         if fresh:
@@ -81,30 +73,28 @@ def cover(
 
 
 def _by_allpairspy(
-    sizes: Sequence[int], legal: Callable[[Numbers], bool], before: Sequence[Numbers], size: int
+    sizes: Sequence[int], fits: Callable[[Numbers], bool], before: Sequence[Numbers], size: int
 ) -> Iterator[Numbers]:
-    if size < 2:
-        return
     try:
         from allpairspy import AllPairs
     except ModuleNotFoundError:
         raise ValueError("a screen needs allpairspy; pip install 'nsa[lab]' brings it") from None
-    for row in AllPairs(
+    rows = AllPairs(
         [list(range(count)) for count in sizes],
-        filter_func=lambda row: legal(dict(enumerate(row))),
-        previously_tested=[list(done.values()) for done in before],
+        filter_func=lambda row: fits(dict(enumerate(row))),
+        previously_tested=[list(done.values()) for done in before if fits(done)],
         n=size,
-    ):
-        yield dict(enumerate(row))
+    )
+    return (dict(enumerate(row)) for row in rows)
 
 
 def _completions(
-    left: set[tuple[tuple[int, int], ...]], sizes: Sequence[int], legal: Callable[[Numbers], bool]
+    left: Left, sizes: Sequence[int], fits: Callable[[Numbers], bool]
 ) -> Iterator[Numbers]:
     """Cells for what is left, which the caller strikes off; what cannot be made is dropped."""
     while left:
         seed = min(left)
-        found = _completed(dict(seed), left, sizes, legal)
+        found = _completed(dict(seed), left, sizes, fits)
         if found is None:
             left.discard(seed)
         else:
@@ -112,31 +102,21 @@ def _completions(
 
 
 def _completed(
-    part: Numbers,
-    left: set[tuple[tuple[int, int], ...]],
-    sizes: Sequence[int],
-    legal: Callable[[Numbers], bool],
+    part: Numbers, left: Left, sizes: Sequence[int], fits: Callable[[Numbers], bool]
 ) -> Numbers | None:
     """`part` as a whole cell with as much as possible of what is left; None where none is legal."""
-    if not legal(part):
+    if not fits(part):
         return None
     missing = next((one for one in range(len(sizes)) if one not in part), None)
     if missing is None:
         return dict(sorted(part.items()))
-    fits = [one for one in left if all(part.get(f, n) == n for f, n in one)]
-    gains = Counter(number for one in fits for factor, number in one if factor == missing)
+    near = {one for one in left if all(part.get(f, n) == n for f, n in one)}
+    gains = Counter(number for one in near for factor, number in one if factor == missing)
     for number in sorted(range(sizes[missing]), key=lambda number: -gains[number]):
-        whole = _completed(part | {missing: number}, set(fits), sizes, legal)
+        whole = _completed(part | {missing: number}, near, sizes, fits)
         if whole is not None:
             return whole
     return None
-
-
-def screen(
-    factors: Mapping[str, Sequence[Any]], run: Callable[[Cell], Judged], **options: Any
-) -> list[tuple[Cell, Judged]]:
-    """Every cell of `cover`, with how it was judged."""
-    return [(cell, run(cell)) for cell in cover(factors, **options)]
 
 
 def ddmin(differences: Sequence[Any], test: Callable[[list[Any]], Answer]) -> list[Any]:

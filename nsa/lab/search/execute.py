@@ -1,16 +1,21 @@
-"""A plan's trials, run into a ledger: each once, for as long as there is time."""
+"""A plan's trials, run into a ledger: each once, for as long as there is time.
 
-import time
+A sweep runs all of them; a bisection those that say which factors, or which value of one, a fault
+needs.
+"""
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from threading import Event, Lock, Timer
 from typing import Any
 
 from nsa.lab.process.gpus import Gpus
 from nsa.lab.process.runner import Spec
 from nsa.lab.process.trial import Stopped
-from nsa.lab.search import Cell, calibration
-from nsa.lab.search.candidates import Spent, Tried
+from nsa.lab.search import calibration
+from nsa.lab.search.bisection import Bisection
+from nsa.lab.search.candidates import Cell, Found, Row, Spent, Tried, ordered
 from nsa.lab.search.ledger import FULL, Ledger
 from nsa.lab.search.plan import Plan
 from nsa.lab.sweep import each
@@ -35,34 +40,35 @@ class Done:
     verdict: Verdict
     evidence: Evidence
     cached: bool = False
-    attempt: int = 0
     calibrated: str = ""
 
 
+@dataclass
 class Trials:
     """Runs cells of a plan into a ledger, until the budget of seconds is spent.
 
-    predict(settings): seconds that a trial's steps should take, instead of the plan's predicted_s
-    and of its calibrations.
     The trial in flight when time is up, or when `stop` is set, is ended and is not kept: Spent. So
     is one for which the disk has no room. ValueError where trials cannot be kept at all.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        ledger: Ledger,
-        *,
-        budget_s: float | None = None,
-        predict: Callable[[dict[str, Any]], float] | None = None,
-        say: Callable[[Done], None] = lambda done: None,
-    ) -> None:
+    plan: Plan
+    ledger: Ledger
+    budget_s: float | None = None
+    # Seconds that steps should take, by settings; not the plan's predicted_s and calibrations then.
+    predict: Callable[[dict[str, Any]], float] | None = None
+    say: Callable[[Done], None] = lambda done: None
+
+    def __post_init__(self) -> None:
+        budget_s = self.budget_s
         if budget_s is not None and not budget_s > 0:
             raise ValueError(f"budget_s={budget_s} must be greater than 0 seconds")
-        self.plan, self.ledger, self.budget_s = plan, ledger, budget_s
-        self._predict, self._say = predict, say
-        self._end = None if budget_s is None else time.monotonic() + budget_s
-        self.stop, self._lock = Event(), Lock()
+        self.stop, self._lock, self._spent = Event(), Lock(), "stopped by the caller"
+        if budget_s is not None:
+            told = f"{budget_s:g} s" if budget_s < 120 else f"{budget_s / 60:g} min"
+            self._spent = f"the budget of {told} is spent"
+            timer = Timer(budget_s, self.stop.set)
+            timer.daemon = True
+            timer.start()
 
     def run(self, cell: Cell, attempt: int = 0, gpu: str | None = None) -> Done:
         """The trial of a cell, out of the ledger or run now, `gpu` as of runner.run. Raises Spent.
@@ -71,14 +77,14 @@ class Trials:
         """
         spec, options = self.plan.spec(cell, attempt), self.plan.options(cell)
         told = ""
-        if self._predict is not None:
-            options["predicted_s"] = self._predict(spec.settings)
+        if self.predict is not None:
+            options["predicted_s"] = self.predict(spec.settings)
         elif self.plan.calibrate:
             told = self._calibrate(cell, options, gpu)
         id, evidence, verdict, cached = self._found_or_run(spec, options, gpu)
-        done = Done(dict(cell), id, verdict, evidence, cached, attempt, told)
+        done = Done(dict(cell), id, verdict, evidence, cached, told)
         with self._lock:
-            self._say(done)
+            self.say(done)
         return done
 
     def _calibrate(self, cell: Cell, options: dict[str, Any], gpu: str | None) -> str:
@@ -102,46 +108,23 @@ class Trials:
         self, spec: Spec, options: dict[str, Any], gpu: str | None
     ) -> tuple[str, Evidence, Verdict, bool]:
         id = self.ledger.id(spec, **options)
-        found = self.ledger.get(id)
-        cached = found is not None and found[1].kind != "INCONCLUSIVE"
-        return (id, *(found if cached else self._run(spec, options | {"gpu": gpu})), cached)
-
-    def _run(self, spec: Spec, options: dict[str, Any]) -> tuple[Evidence, Verdict]:
-        timer = None
+        if found := self.ledger.settled(id):
+            return id, *found, True
         if self.stop.is_set():
-            raise self._spent()
-        if self._end is not None:
-            left = self._end - time.monotonic()
-            if left <= 0:
-                raise self._spent()
-            timer = Timer(left, self.stop.set)
-            timer.daemon = True
-            timer.start()
+            raise Spent(self._spent)
         try:
-            _, evidence, verdict = self.ledger.run(spec, **options, stop=self.stop)
+            _, evidence, verdict = self.ledger.run(spec, **options, gpu=gpu, stop=self.stop)
         except (Stopped, InterruptedError):
-            raise self._spent() from None
+            raise Spent(self._spent) from None
         except OSError as error:
             if error.errno in FULL:
                 raise Spent(error.strerror) from None
             raise ValueError(
                 f"cannot keep trials in {self.ledger.root} ({error.strerror}); name another folder"
             ) from None
-        finally:
-            if timer is not None:
-                timer.cancel()
         if self.stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
-            raise self._spent()
-        return evidence, verdict
-
-    def _spent(self) -> Spent:
-        return Spent(f"the budget of {_seconds(self.budget_s or 0)} is spent")
-
-    def judged(self, cell: Cell, attempt: int = 0) -> Tried:
-        """`run`, as a bisection asks for it."""
-        done = self.run(cell, attempt)
-        verdict = done.verdict
-        return Tried(verdict.kind, verdict.signature, done.id, verdict.what)
+            raise Spent(self._spent)
+        return id, evidence, verdict, False
 
 
 @dataclass
@@ -177,11 +160,9 @@ def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: An
             swept.why = str(spent)
         return found
 
-    several = gpus is not None and len(gpus.names) > 1
-    if several and all(plan.spec(cell).ranks == 1 for cell in cells):
-        rows = each(attempts, cells, gpus=gpus, stop=trials.stop)
-    else:
-        rows = [attempts(None, cell) for cell in cells]
+    if gpus and (len(gpus.names) == 1 or any(plan.spec(cell).ranks > 1 for cell in cells)):
+        gpus = None
+    rows = each(attempts, cells, gpus=gpus, stop=trials.stop)
     for cell, found in zip(cells, rows, strict=True):
         if len(found) < plan.attempts:
             swept.not_run.append(cell)
@@ -196,13 +177,42 @@ def sweep(plan: Plan, ledger: Ledger, *, gpus: Gpus | None = None, **options: An
 
 def same_paths(done: Sequence[Done]) -> Iterator[tuple[Done, Done]]:
     """Pairs that differ in one factor that chooses code, and yet ran the same."""
-    for number, one in enumerate(done):
-        for other in done[number + 1 :]:
-            differ = [name for name in one.cell if one.cell[name] != other.cell[name]]
-            comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
-            if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
-                yield one, other
+    for one, other in combinations(done, 2):
+        differ = [name for name in one.cell if one.cell[name] != other.cell[name]]
+        comparable = len(differ) == 1 and differ[0] in PATHS and one.evidence.witness
+        if comparable and arms(one.evidence, other.evidence).kind == "INVALID":
+            yield one, other
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
+def bisect(
+    plan: Plan, ledger: Ledger, *, say: Callable[[Row], None] = lambda row: None, **options: Any
+) -> Found:
+    """Searches for what causes the plan's fault, in at most `plan.most` trials and the budget.
+
+    With `attempts` above 1 a plan of one factor whose values have an order is searched for a flaky
+    threshold. `options` as of Trials. ValueError for a plan in which nothing is varied.
+    """
+    trials = Trials(plan, ledger, **options)
+    varied = {name: values for name, values in plan.values.items() if len(values) > 1}
+    if not varied:
+        out = f"; left out: {'; '.join(plan.left_out)}" if plan.left_out else ""
+        raise ValueError(f"no factor has two values that can be run{out}")
+    fixed = {name: value for name, value in plan.base.items() if name not in varied}
+
+    def run(cell: Cell, attempt: int) -> Tried:
+        done = trials.run(fixed | cell, attempt)
+        return Tried(done.verdict.kind, done.verdict.signature, done.id, done.verdict.what)
+
+    search = Bisection(
+        varied,
+        run,
+        legal=lambda part: plan.legal(fixed | part),
+        kind=plan.kind,
+        most=plan.most,
+        attempts=plan.attempts,
+        whole_screen=plan.screen,
+        seen={name: value for name, value in plan.seen.items() if name in varied},
+        say=say,
+    )
+    flaky = plan.attempts > 1 and len(varied) == 1 and ordered(*varied.values())
+    return search.find_flaky() if flaky else search.find()

@@ -1,28 +1,83 @@
-"""What trials can vary, by subject: every subject's factors, and those of the training step here.
+"""What trials can vary, by subject: what every subject has, and the training step of this package.
 
 Any other subject has the settings it likes: a factor that nobody here knows is handed to it.
 """
 
-from nsa.lab.search.factor import COMMON, Factor, Rule, text
-from nsa.lab.search.training_factors import RULES, TRAINING
+import inspect
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nsa.lab.search.candidates import word
 from nsa.spelling import nearest
 
 TRAINING_SUBJECT = "nsa.lab.search.training_subject:make"
 ENVIRONMENT = "env."  # env.NAME of any subject is an environment variable of its process
 CALLED = {
-    "T": "tokens",
-    "S": "tokens",
-    "dtypes": "dtype",
-    "precision": "dtype",
-    "version": "python",
-}
+    "T": "tokens", "S": "tokens", "dtypes": "dtype", "precision": "dtype", "version": "python",
+}  # fmt: skip
+SWITCH = (False, True)
+Legal = Callable[[Any], str]  # what would do instead of a value, "" where it is legal
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One thing that a trial can vary."""
+
+    name: str
+    default: Any
+    legal: Legal | tuple[Any, ...]  # or its choices
+    help: str
+    place: str = "settings"  # which the subject gets; "spec", "deadline": the trial itself
+    env: Callable[[Any], dict[str, str]] = lambda value: {}  # variables to set before Python starts
+    # How much longer a step may take at another value than the default; above 1 it is an observer,
+    # which is no part of what is trained.
+    slows: float = 1.0
+
+    def check(self, value: Any) -> Any:
+        """The value; ValueError where it is not legal, with what would do."""
+        if wrong := self._wrong(value):
+            raise ValueError(f"{self.name}={value!r}: {wrong}")
+        return value
+
+    def _wrong(self, value: Any) -> str:
+        if callable(self.legal):
+            return self.legal(value)
+        if self.legal == SWITCH:
+            return "" if isinstance(value, bool) else "must be true or false"
+        return "" if value in self.legal else f"is unknown; {nearest(value, self.legal)}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What does not go together: `when` of the factors that its parameters name, and why.
+
+    Where `why` is empty, `when` returns the reason, "" where there is none.
+    """
+
+    when: Callable[..., Any]
+    why: str = ""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.when).parameters)
+
+    def broken(self, settings: dict[str, Any]) -> str:
+        """Why these cannot be run, "" where they can."""
+        found = self.when(*(settings[name] for name in self.names))
+        return (self.why or found) if found else ""
 
 
 def known(subject: str) -> dict[str, Factor]:
     """The factors of a subject that are known here."""
-    if subject != TRAINING_SUBJECT:
-        return COMMON
-    return COMMON | TRAINING
+    return COMMON | TRAINING if subject == TRAINING_SUBJECT else COMMON
+
+
+def rules(subject: str) -> tuple[Rule, ...]:
+    """What does not go together for a subject."""
+    return RULES if subject == TRAINING_SUBJECT else ()
 
 
 def find(subject: str, name: str) -> Factor | None:
@@ -37,15 +92,184 @@ def find(subject: str, name: str) -> Factor | None:
         variable = name.removeprefix(ENVIRONMENT)
         return Factor(
             name, "", text, f"the environment variable {variable}", place="spec",
-            env=lambda value: {variable: value} if value else {},
+           env=lambda value: {variable: value} if value else {},
         )  # fmt: skip
     if subject != TRAINING_SUBJECT:
         return None
     raise ValueError(f"unknown factor {name!r}; {nearest(CALLED.get(name, name), factors)}")
 
 
-def rules(subject: str) -> tuple[Rule, ...]:
-    """What does not go together for a subject."""
-    if subject != TRAINING_SUBJECT:
-        return ()
-    return RULES
+def listed() -> str:
+    """One line a factor: name, default, what it is; those of every subject first."""
+    lines = []
+    for name, factor in (COMMON | TRAINING).items():
+        default, legal = factor.default, factor.legal
+        values = [default] if callable(legal) else sorted(legal, key=lambda one: one != default)
+        lines.append(f"{name:24}{'|'.join(map(word, values)):32}{factor.help}")
+    return "\n".join(lines)
+
+
+def must(be: str, holds: Callable[[Any], bool]) -> Legal:
+    return lambda value: "" if holds(value) else f"must be {be}"
+
+
+def whole(least: int) -> Legal:
+    return must(
+        f"a whole number of at least {least}",
+        lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least,
+    )
+
+
+def or_none(legal: Legal) -> Legal:
+    return lambda value: "" if value is None else legal(value)
+
+
+def refused(check: Callable[..., Any], *values: Any) -> str:
+    """What the check says of these values, "" where it lets them through."""
+    try:
+        check(*values)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+text = must("text; put it in quotes", lambda value: isinstance(value, str))
+positive = must(
+    "a number greater than 0",
+    lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e9,
+)
+_interpreter = must(
+    "the path of a Python interpreter that can be run",
+    lambda v: v is None or (isinstance(v, str) and shutil.which(v) is not None),
+)
+_changes = must("a mapping of ModelConfig's fields", lambda value: isinstance(value, dict))
+_allocator = must(
+    "text as 'max_split_size_mb:64' or 'expandable_segments:True'",
+    lambda v: isinstance(v, str) and all(":" in one for one in v.split(",") if one),
+)
+
+
+def _backend(value: Any) -> str:
+    from nsa.attention.registry import check_name
+
+    return refused(check_name, value)
+
+
+def _checkpoint(value: Any) -> str:
+    from nsa.model.config import layer_range
+
+    return (
+        refused(layer_range, value, 10**6) if isinstance(value, str) else "must be text, as '0:2'"
+    )
+
+
+def _preset(value: Any) -> str:
+    from nsa.model.presets import preset
+
+    return refused(preset, value)
+
+
+# The second name of the allocator's variable is what torch before 2.9 reads.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+COMMON = {factor.name: factor for factor in (
+    Factor("ranks", 1, whole(1), "processes, started by torchrun when there are several",
+           place="spec"),
+    Factor("seed", 1337, whole(0), "of weights and data", place="spec"),
+    Factor("python", None, _interpreter, "another interpreter, with its own torch", place="spec"),
+    Factor("deadline_factor", 1.0, positive, "times the plan's deadline_s", place="deadline"),
+)}  # fmt: skip
+TRAINING = {factor.name: factor for factor in (
+    Factor("preset", "cpu_test", _preset, "the model, out of nsa.model.presets"),
+    Factor("branch", "all", ("all", "cmp", "slc", "win"), "all three, or one alone with gate 1"),
+    Factor("backend", "auto", _backend, "of all branches"),
+    Factor("compressed_backend", None, or_none(_backend), "of this branch; none: as backend"),
+    Factor("selected_backend", None, or_none(_backend), "of this branch; none: as backend"),
+    Factor("window_backend", None, or_none(_backend), "of this branch; none: as backend"),
+    Factor("layers", None, or_none(whole(1)), "none: the preset's"),
+    Factor("dim", None, or_none(whole(1)), "width of the model; none: the preset's"),
+    Factor("tokens", 128, whole(1), "T, tokens of a sequence"),
+    Factor("batch", 1, whole(1), "sequences a step, of all ranks together"),
+    Factor("dtype", "fp32", ("fp32", "bf16", "fp16"), "autocast over fp32 weights"),
+    Factor("checkpoint", "", _checkpoint, "layers recomputed in the backward: '', all or 0:6"),
+    Factor("aux_stats", False, SWITCH, "gates, distances and norms of every step", slows=1.4),
+    Factor("tracing", "off", ("off", "arrival", "modules", "buckets", "all"),
+           "gradients' arrival, the modules' order, DDP's buckets", slows=1.2),
+    Factor("strict", False, SWITCH, "raise at the first value that is not finite"),
+    Factor("safe_packing", True, SWITCH,
+           "off, a specimen: branches are packed behind autograd's back"),
+    Factor("allocator", "", _allocator, "PYTORCH_ALLOC_CONF, of a GPU's memory",
+           env=lambda value: dict.fromkeys(ALLOCATOR, value) if value else {}),
+    Factor("launch_blocking", False, SWITCH, "CUDA_LAUNCH_BLOCKING=1", slows=2.0,
+           env=lambda on: {"CUDA_LAUNCH_BLOCKING": "1"} if on else {}),
+    Factor("anomaly", False, SWITCH, "autograd's anomaly mode", slows=3.6),
+    Factor("deterministic", False, SWITCH, "torch.use_deterministic_algorithms",
+           env=lambda on: {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if on else {}),
+    Factor("compile", False, SWITCH, "torch.compile of each block"),
+    Factor("communication", "auto", ("auto", "gloo", "nccl"), "of several ranks"),
+    Factor("parallel", "ddp", ("ddp", "fsdp"), "of several ranks"),
+    Factor("static_graph", False, SWITCH, "DDP: every step uses the same parameters"),
+    Factor("find_unused_parameters", False, SWITCH, "DDP: look for unused parameters each step"),
+    Factor("device", "auto", ("auto", "cpu", "cuda"), "a GPU where there is one"),
+    Factor("data", "synthetic", ("synthetic", "text"), "random bytes, or Python's own sources"),
+    Factor("lr", 1e-3, positive, "learning rate"),
+    Factor("threads", None, or_none(whole(1)), "of torch on the CPU; none: its own choice"),
+    Factor("changes", {}, _changes, "further fields of the model's config, as {phi: mlp}"),
+)}  # fmt: skip
+
+
+def _branch(branch, compressed_backend, selected_backend, window_backend) -> str:
+    own = {"cmp": compressed_backend, "slc": selected_backend, "win": window_backend}
+    for name, value in own.items():
+        if value is not None and branch not in ("all", name):
+            return f"a backend of {name} has no effect on branch={branch!r}"
+    return ""
+
+
+def _layers(preset, layers, checkpoint) -> str:
+    from nsa.model.config import layer_range
+    from nsa.model.presets import PRESETS
+
+    return refused(layer_range, checkpoint, layers or PRESETS[preset]().layers)
+
+
+def _one_rank(ranks, static_graph, find_unused_parameters, communication, parallel) -> bool:
+    several = (static_graph, find_unused_parameters, communication, parallel)
+    return ranks == 1 and several != (False, False, "auto", "ddp")
+
+
+def _gpu(device, allocator, launch_blocking, communication, ranks) -> str:
+    import torch
+
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
+        return "torch finds no GPU"
+    if communication == "nccl" and gpus < ranks:
+        return f"NCCL needs a GPU for each of {ranks} rank(s), torch finds {gpus}"
+    if not gpus and (allocator or launch_blocking):
+        return "allocator and launch_blocking have no effect without a GPU"
+    return ""
+
+
+RULES = (
+    Rule(_branch),
+    Rule(lambda ranks, batch:
+         f"batch={batch} cannot be split over {ranks} ranks" if batch % ranks else ""),
+    Rule(_layers),
+    Rule(_one_rank, "DDP's options have no effect on one rank"),
+    Rule(_gpu),
+    Rule(lambda static_graph, find_unused_parameters: static_graph and find_unused_parameters,
+         "static_graph finds unused parameters itself, once"),
+    Rule(lambda parallel, static_graph, find_unused_parameters:
+         parallel != "ddp" and (static_graph or find_unused_parameters),
+         "static_graph and find_unused_parameters are DDP's"),
+    Rule(lambda ranks, parallel, tracing:
+         tracing == "buckets" and (ranks == 1 or parallel != "ddp"),
+         "buckets are DDP's, of several ranks"),
+    Rule(lambda compile, strict: compile and strict,
+         "strict looks at values, which a compiled block does not allow"),
+    Rule(lambda compile, aux_stats, tracing:
+         compile and (aux_stats or tracing in ("modules", "all")),
+         "a compiled model runs no hooks of its modules"),
+    Rule(lambda safe_packing, compile: compile and not safe_packing,
+         "the specimen of unsafe packing is not compiled"),
+)  # fmt: skip

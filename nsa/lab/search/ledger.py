@@ -11,7 +11,6 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ WAIT_S = 0.1
 class Ledger:
     """Finished trials below `root`, one folder each: a trial that is there is not run again.
 
-    Two supervisors may share one; who wants a trial that another one runs waits for it. A folder
-    appears whole or not at all: whoever is killed loses the trial in flight and nothing else, and
-    the next one takes its place.
+    Two supervisors may share it: one waits for a trial that the other runs. A folder appears whole
+    or not at all: a supervisor that is killed loses the trial in flight and nothing else, and the
+    next one takes its place.
 
     <id>/evidence.json and verdict.json, and what the trial's processes wrote. Names that begin
-    with a point are in flight.
+    with a dot are in flight.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -47,13 +46,25 @@ class Ledger:
 
     def get(self, id: str) -> tuple[Evidence, Verdict] | None:
         """(Evidence, Verdict) of a finished trial, else None."""
-        place = self.root / id
+        files = [self.root / id / name for name in ("evidence.json", "verdict.json")]
         try:
-            evidence = json.loads((place / "evidence.json").read_text(encoding="utf-8"))
-            verdict = json.loads((place / "verdict.json").read_text(encoding="utf-8"))
+            evidence, verdict = (json.loads(file.read_text(encoding="utf-8")) for file in files)
         except (OSError, ValueError):
             return None
         return Evidence.from_dict(evidence), Verdict.from_dict(verdict)
+
+    def settled(self, id: str) -> tuple[Evidence, Verdict] | None:
+        """`get` of a trial that need not run again: it was not INCONCLUSIVE."""
+        found = self.get(id)
+        return None if found is None or found[1].kind == "INCONCLUSIVE" else found
+
+    def ids(self) -> list[str]:
+        """Of all finished trials, oldest first."""
+        found = []
+        for file in self.root.glob("*/verdict.json"):
+            with contextlib.suppress(OSError):  # another supervisor replaces it just now
+                found.append((file.stat().st_mtime, file.parent.name))
+        return [name for _, name in sorted(found) if not name.startswith(".")]
 
     def put(
         self, id: str, evidence: Evidence, verdict: Verdict, folder: str | Path | None = None
@@ -63,14 +74,17 @@ class Ledger:
         Raises OSError that says so when the disk is full: what was stored before stays.
         """
         place = Path(folder) if folder is not None else self.root / f".{id}.{os.getpid()}"
-        try:
+        target, old = self.root / id, self.root / f".{id}.old"
+        with self._undone(id, place):
             place.mkdir(parents=True, exist_ok=True)
             _write(place / "evidence.json", json.dumps(evidence.to_dict()))
             _write(place / "verdict.json", json.dumps(verdict.to_dict(), indent=1))
-            return self._publish(place, id)
-        except OSError as error:
-            shutil.rmtree(place, ignore_errors=True)
-            raise self._clear(error, id) from error
+            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # else it was inconclusive
+                os.replace(target, old)
+            os.replace(place, target)
+            shutil.rmtree(old, ignore_errors=True)
+        return target
 
     def run(self, spec: Spec, **options: Any) -> tuple[str, Evidence, Verdict]:
         """(id, Evidence, Verdict), out of the store or of a trial run now and stored.
@@ -78,73 +92,44 @@ class Ledger:
         `options` are those of runner.run, but `folder`. A stored INCONCLUSIVE is run again.
         """
         id = self.id(spec, **options)
-        found = self._settled(id)
-        if found is not None:
+        if found := self.settled(id):
             return (id, *found)
         with self._claimed(id, options.get("stop")):
-            found = self._settled(id)  # whoever held it may have finished it
-            if found is not None:
+            if found := self.settled(id):  # whoever held it has finished it
                 return (id, *found)
             place = self.root / f".{id}.flight"
-            try:
+            with self._undone(id, place):
                 evidence = runner.run_until_proven(spec, folder=place, **options)
                 verdict = judge(evidence)
-            except BaseException as error:
-                shutil.rmtree(place, ignore_errors=True)
-                if isinstance(error, OSError):
-                    raise self._clear(error, id) from error
-                raise
             self.put(id, evidence, verdict, place)
             return id, evidence, verdict
 
-    def ids(self) -> list[str]:
-        """Of all finished trials, oldest first."""
-        if not self.root.is_dir():
-            return []
-        found = []
-        for place in self.root.iterdir():
-            with contextlib.suppress(OSError):
-                if not place.name.startswith("."):
-                    found.append(((place / "verdict.json").stat().st_mtime, place.name))
-        return [name for _, name in sorted(found)]
+    @contextlib.contextmanager
+    def _undone(self, id: str, place: Path | None = None) -> Iterator[None]:
+        """Whatever is raised leaves nothing in `place`; of a full disk the error tells more."""
+        try:
+            yield
+        except BaseException as error:
+            if place is not None:
+                shutil.rmtree(place, ignore_errors=True)
+            if not isinstance(error, OSError) or error.errno not in FULL:
+                raise
+            raise OSError(
+                error.errno,
+                f"the disk of {self.root} is full: trial {id} is lost, the {len(self.ids())} "
+                "before it are kept; free some space and run again",
+            ) from error
 
-    def _settled(self, id: str) -> tuple[Evidence, Verdict] | None:
-        found = self.get(id)
-        return None if found is None or found[1].kind == "INCONCLUSIVE" else found
-
-    def _publish(self, place: Path, id: str) -> Path:
-        target = self.root / id
-        if target.exists():  # it was inconclusive
-            old = self.root / f".{id}.old"
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(target, old)
-            os.replace(place, target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(place, target)
-        return target
-
-    def _clear(self, error: OSError, id: str) -> OSError:
-        if error.errno not in FULL:
-            return error
-        return OSError(
-            error.errno,
-            f"the disk of {self.root} is full: trial {id} is lost, the {len(self.ids())} before it "
-            "are kept; free some space and run again",
-        )
-
-    @contextmanager
+    @contextlib.contextmanager
     def _claimed(self, id: str, stop: threading.Event | None) -> Iterator[None]:
         """Alone with this trial: a lock that ends with its holder, however that ends.
 
         The file says who holds it, and is never removed: another one could hold what replaced it.
         """
         locks = self.root / ".locks"
-        try:
+        with self._undone(id):
             locks.mkdir(parents=True, exist_ok=True)
             opened = open(locks / id, "a+")  # noqa: SIM115
-        except OSError as error:
-            raise self._clear(error, id) from error
         with opened:
             while True:
                 try:

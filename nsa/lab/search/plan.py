@@ -9,17 +9,18 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from nsa.lab import oracles, search
+from nsa.lab import oracles
 from nsa.lab.process import trial
 from nsa.lab.process.runner import Spec
-from nsa.lab.search import Cell
 from nsa.lab.search import factors as known
-from nsa.lab.search.candidates import position, word
+from nsa.lab.search.candidates import Cell, position, word
+from nsa.lab.search.covering import cover
 from nsa.lab.search.factors import TRAINING_SUBJECT
+from nsa.lab.training import check_switch, check_whole
 from nsa.lab.verdict import KINDS
 from nsa.spelling import choice, nearest
 
-COVERS = ("all", "pairs", "triples")
+STRENGTH = {"all": 0, "pairs": 2, "triples": 3}
 ATTEMPT = "NSA_ATTEMPT"  # the variable that tells repeated trials of one cell apart
 
 
@@ -27,45 +28,36 @@ ATTEMPT = "NSA_ATTEMPT"  # the variable that tells repeated trials of one cell a
 class Plan:
     """Trials of one subject: `settings` are fixed, each of `factors` takes its values in turn.
 
-    The first value of a factor is its default. never: combinations that are not run, each a mapping
-    of factors to a value or a list of them. cover: whether a sweep runs all combinations, or so
-    many that all pairs, or triples, of values are there. steps, deadline_s, predicted_s, stall_s,
-    oracles: of every trial; deadline_s is before its deadline_factor; by default the oracles are
-    arrival and finite, and ranks where there are several. kind: the verdict that a
-    bisection looks for, in at most `most` trials; attempts: how often it runs what passes; screen:
-    whether it covers all pairs though it found a fault before; seen: values of factors that showed
-    the fault elsewhere, where a bisection begins, the others at their defaults. calibrate:
-    predicted_s and stall_s are measured for each cell, by smaller trials beforehand
-    (nsa.lab.search.calibration).
-
     Values of the training subject and of what every subject has are checked; what does not go
     together is left out of `values`, see `left_out`. Raises ValueError for what is not known or not
     legal, naming the nearest, and for a plan of which nothing is left.
     """
 
-    factors: dict[str, list[Any]]
+    factors: dict[str, list[Any]]  # the first value of each is its default
     subject: str = TRAINING_SUBJECT
     settings: dict[str, Any] = field(default_factory=dict)
+    # Combinations that are not run, each a mapping of factors to a value or a list of them.
     never: list[dict[str, Any]] = field(default_factory=list)
-    steps: int = 3
-    deadline_s: float | None = None
+    steps: int = 3  # of every trial, as all down to `oracles`
+    deadline_s: float | None = None  # before a trial's deadline_factor
     predicted_s: float | None = None
     stall_s: float = 5.0
-    oracles: list[str] | None = None
-    cover: str = "all"
-    kind: str | None = None
-    most: int = 40
-    attempts: int = 1
-    screen: bool = False
+    oracles: list[str] | None = None  # None: arrival and finite, and ranks of several
+    cover: str = "all"  # combinations of a sweep; or so many that have all "pairs", or "triples"
+    kind: str | None = None  # the verdict that a bisection looks for ...
+    most: int = 40  # ... in so many trials
+    attempts: int = 1  # how often it runs what passes
+    screen: bool = False  # whether it covers all pairs though it found a fault before
+    # Values that showed the fault elsewhere: where a bisection begins, all others at the defaults.
     seen: dict[str, Any] = field(default_factory=dict)
-    calibrate: bool = False
+    calibrate: bool = False  # its times are measured for each cell, by smaller trials beforehand
     question: str = ""
     left_out: tuple[str, ...] = field(default=(), init=False, compare=False)
     values: dict[str, list[Any]] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         trial.check_entry(self.subject)
-        self._check_numbers()
+        self._check_options()
         oracles.check(self.oracles or ())
         for name in ("settings", "factors"):
             if not isinstance(getattr(self, name), dict):
@@ -80,11 +72,13 @@ class Plan:
             self._check(name, values)
         if "deadline_factor" in self.settings | self.factors and self.deadline_s is None:
             raise ValueError("deadline_factor has nothing to multiply; give deadline_s in seconds")
-        _check_never(self.never, self.factors)
+        never = self.never
+        if not isinstance(never, list) or not all(isinstance(one, dict) and one for one in never):
+            raise ValueError(f"never={never!r} must be a list of mappings, e.g. [{{layers: 6}}]")
         if not isinstance(self.seen, dict):
             raise ValueError(f"seen={self.seen!r} must be a mapping, e.g. {{layers: 6}}")
-        for name, value in self.seen.items():
-            _check_varied("seen", name, [value], self.factors)
+        for key, one in (*(("never", one) for one in never), ("seen", self.seen)):
+            self._check_varied(key, one)
         self._leave_out()
         if why := self.why_not(self.base | self.seen):
             raise ValueError(f"what was seen cannot be run: {why}")
@@ -114,11 +108,10 @@ class Plan:
         for one in self.never:
             if all(name in part and _among(part[name], given) for name, given in one.items()):
                 return "never: " + ", ".join(f"{name}={word(part[name])}" for name in one)
-        settled = self._defaults() | self.settings | dict(part)
+        settled = self._settled(part)
         for rule in known.rules(self.subject):
-            if all(n in part or n not in self.factors for n in rule.names) and (
-                why := rule.broken(settled)
-            ):
+            decided = all(name in part or name not in self.factors for name in rule.names)
+            if decided and (why := rule.broken(settled)):
                 return why
         return ""
 
@@ -129,16 +122,14 @@ class Plan:
     def cells(self) -> Iterator[Cell]:
         """The cells of a sweep, the base first."""
         yield self.base
-        if self.cover == "all":
-            for values in product(*self.values.values()):
-                cell = dict(zip(self.values, values, strict=True))
-                if cell != self.base and self.legal(cell):
-                    yield cell
+        if size := STRENGTH[self.cover]:
+            done = [self.base]
+            yield from cover(self.values, legal=self.legal, strength=size, tested=done)
             return
-        strength = {"pairs": 2, "triples": 3}[self.cover]
-        yield from search.cover(
-            self.values, legal=self.legal, strength=strength, tested=[self.base]
-        )
+        for values in product(*self.values.values()):
+            cell = dict(zip(self.values, values, strict=True))
+            if cell != self.base and self.legal(cell):
+                yield cell
 
     def size(self) -> int:
         """How many combinations there are, legal or not."""
@@ -146,30 +137,29 @@ class Plan:
 
     def spec(self, cell: Mapping[str, Any], attempt: int = 0) -> Spec:
         """The trial of a cell; other attempts are other trials of the same."""
-        settings = self._defaults() | self.settings | dict(cell)
         whole: dict[str, Any] = {}
         env: dict[str, str] = {}
-        observers = []
-        handed = {}
-        for name, value in settings.items():
+        observers, handed = [], {}
+        for name, value in self._settled(cell).items():
             factor = known.find(self.subject, name)
-            if factor is None or factor.place == "settings":
+            if factor is None or factor.place == "settings" or name == "seed":
                 handed[name] = value
-            elif factor.place == "spec" and not name.startswith(known.ENVIRONMENT):
+            if factor is None:
+                continue
+            if factor.place == "spec" and not name.startswith(known.ENVIRONMENT):
                 whole[name] = value
-                handed |= {name: value} if name == "seed" else {}
-            if factor is not None:
-                env |= factor.env(value)
-                if factor.slows > 1 and value != factor.default:
-                    observers.append(name)
+            env |= factor.env(value)
+            if factor.slows > 1 and value != factor.default:
+                observers.append(name)
         if attempt:
             env[ATTEMPT] = str(attempt)
+        usual = ["arrival", "finite", *(["ranks"] if whole["ranks"] > 1 else [])]
         return Spec(
             subject=self.subject,
             settings=handed,
             steps=self.steps,
             observers=tuple(observers),
-            oracles=tuple(_usual(whole["ranks"]) if self.oracles is None else self.oracles),
+            oracles=tuple(usual if self.oracles is None else self.oracles),
             env=env,
             **whole,
         )
@@ -179,24 +169,19 @@ class Plan:
 
         Each deadline makes a trial of its own.
         """
-        settings = self._defaults() | self.settings | dict(cell)
-        slower = 1.0
+        settings, slower = self._settled(cell), 1.0
         for name, value in settings.items():
             factor = known.find(self.subject, name)
             if factor is not None and value != factor.default:
                 slower *= factor.slows
-        deadline = self.deadline_s
-        if deadline is not None:
-            deadline *= settings["deadline_factor"]
-        return {
-            "predicted_s": self.predicted_s,
-            "deadline_s": deadline,
-            "stall_s": self.stall_s,
-            "factor": slower,
-        }
+        deadline_s = self.deadline_s and self.deadline_s * settings["deadline_factor"]
+        times = {"predicted_s": self.predicted_s, "stall_s": self.stall_s}
+        return times | {"deadline_s": deadline_s, "factor": slower}
 
-    def _defaults(self) -> dict[str, Any]:
-        return {name: factor.default for name, factor in known.known(self.subject).items()}
+    def _settled(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """The part, and for all else the plan's settings or the defaults."""
+        defaults = {name: factor.default for name, factor in known.known(self.subject).items()}
+        return defaults | self.settings | dict(part)
 
     def _check(self, name: str, values: Sequence[Any]) -> None:
         factor = known.find(self.subject, name)
@@ -207,28 +192,35 @@ class Plan:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
                 raise ValueError(f"{name}={value!r} does not fit JSON; plain values do") from None
-            if _among(value, list(values[:index])):
+            if _among(value, values[:index]):
                 raise ValueError(f"factor {name!r} has {value!r} twice")
 
-    def _check_numbers(self) -> None:
-        for name, least in (("steps", 1), ("most", 1), ("attempts", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    def _check_options(self) -> None:
+        check_whole(self, {"steps": 1, "most": 1, "attempts": 1})
         for name in ("deadline_s", "predicted_s", "stall_s"):
             value = getattr(self, name)
             if value is None and name != "stall_s":
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise ValueError(f"{name}={value!r} must be a number of seconds greater than 0")
-        if self.calibrate not in (True, False):
-            raise ValueError(f"calibrate={self.calibrate!r} must be true or false")
+        check_switch(self, "calibrate")
+        check_switch(self, "screen")
         if self.calibrate and self.predicted_s is not None:
             raise ValueError(f"predicted_s={self.predicted_s} is given; calibrate would measure it")
-        for name, choices in (("cover", COVERS), ("kind", (None, *KINDS))):
-            choice(name, getattr(self, name), choices)
-        if not isinstance(self.screen, bool):
-            raise ValueError(f"screen={self.screen!r} must be true or false")
+        choice("cover", self.cover, STRENGTH)
+        choice("kind", self.kind, (None, *KINDS))
+
+    def _check_varied(self, key: str, part: Mapping[str, Any]) -> None:
+        """ValueError unless these factors, each with a value or a list of them, are varied so."""
+        for name, given in part.items():
+            if name not in self.factors:
+                hint = nearest(name, self.factors)
+                raise ValueError(f"{key} names {name!r}, which is not varied; {hint}")
+            for value in given if isinstance(given, list) and key == "never" else [given]:
+                try:
+                    position(self.factors[name], value)
+                except ValueError as error:
+                    raise ValueError(f"{key}: {name}: {error}") from None
 
     def _leave_out(self) -> None:
         """Values that no cell could have are told of and dropped."""
@@ -236,9 +228,10 @@ class Plan:
             raise ValueError(f"the settings cannot be run: {why}")
         notes, kept = [], {}
         for name, values in self.factors.items():
-            reasons = {i: self.why_not({name: value}) for i, value in enumerate(values)}
-            kept[name] = [value for i, value in enumerate(values) if not reasons[i]]
-            notes += [f"{name}={word(values[i])}: {why}" for i, why in reasons.items() if why]
+            reasons = [self.why_not({name: value}) for value in values]
+            told = list(zip(values, reasons, strict=True))
+            kept[name] = [value for value, why in told if not why]
+            notes += [f"{name}={word(value)}: {why}" for value, why in told if why]
         object.__setattr__(self, "left_out", tuple(notes))
         if empty := [name for name, values in kept.items() if not values]:
             raise ValueError(f"no value of {empty[0]} can be run: {'; '.join(notes)}")
@@ -250,30 +243,7 @@ class Plan:
             )
 
 
-def _usual(ranks: int) -> list[str]:
-    return ["arrival", "finite", *(["ranks"] if ranks > 1 else [])]
-
-
-def _check_never(never: Any, varied: Mapping[str, Sequence[Any]]) -> None:
-    if not isinstance(never, list) or not all(isinstance(one, dict) and one for one in never):
-        raise ValueError(f"never={never!r} must be a list of mappings, e.g. [{{layers: 6}}]")
-    for one in never:
-        for name, given in one.items():
-            _check_varied("never", name, given if isinstance(given, list) else [given], varied)
-
-
-def _check_varied(
-    key: str, name: str, values: Sequence[Any], varied: Mapping[str, Sequence[Any]]
-) -> None:
-    if name not in varied:
-        raise ValueError(f"{key} names {name!r}, which is not varied; {nearest(name, varied)}")
-    for value in values:
-        try:
-            position(varied[name], value)
-        except ValueError as error:
-            raise ValueError(f"{key}: {name}: {error}") from None
-
-
 def _among(value: Any, given: Any) -> bool:
+    """Whether it is the value given, or one of a list of them; True is not 1."""
     values = given if isinstance(given, list) else [given]
     return any(type(value) is type(one) and value == one for one in values)

@@ -12,9 +12,9 @@ from nsa.model.config import ModelConfig
 from nsa.reference.nsa import BRANCHES
 from nsa.spelling import choice
 
-FAULTS = ("rank branch", "detached", "gate x 0")
 BRANCH = "win"  # the branch that they spoil
 STATE = {"rank branch": "missing", "detached": "missing", "gate x 0": "zero"}
+FAULTS = tuple(STATE)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,13 @@ def plant(fault: str, model: nn.Module, rank: int, ranks: int) -> None:
         return
     if fault == "gate x 0":
         attention = model.blocks[model.config.layers // 2].attention
-        attention.gates = _without_branch(attention.gates)
+        gates = attention.gates
+
+        def spoilt(x: Tensor, q: Tensor) -> Tensor:
+            g = gates(x, q)
+            return g * g.new_tensor([float(branch != BRANCH) for branch in BRANCHES])
+
+        attention.gates = spoilt
         return
     for name in where.parameters:
         model.get_submodule(name.removesuffix(".weight")).register_forward_hook(
@@ -70,12 +76,3 @@ def without_gradient(config: ModelConfig, names: Iterable[str]) -> set[str]:
     if config.force_branch in ("slc", "win"):
         parts += ["phi_key.", "phi_value."]
     return {name for name in names if any(f".attention.{part}" in name for part in parts)}
-
-
-def _without_branch(gates):
-    def spoilt(x: Tensor, q: Tensor) -> Tensor:
-        g = gates(x, q)
-        keep = g.new_tensor([float(branch != BRANCH) for branch in BRANCHES])
-        return g * keep
-
-    return spoilt

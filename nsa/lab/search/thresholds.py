@@ -6,6 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 Answer = bool | None  # the fault, passed, neither
+SURE = 0.99
+_TOLD = {True: "the fault", False: "passed", None: "unresolved"}
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Bracket:
 
     def __str__(self) -> str:
         if not self.monotone:
-            told = ", ".join(f"{value}: {_word(answer)}" for value, answer in self.answers)
+            told = ", ".join(f"{value}: {_TOLD[answer]}" for value, answer in self.answers)
             return f"no single threshold ({told})"
         if self.above is None:
             return f"nowhere up to {self.below}"
@@ -42,133 +44,44 @@ def threshold(values: Sequence[Any], test: Callable[[Any], Answer]) -> Bracket:
     if len(values) < 2:
         raise ValueError(f"a threshold lies between two values, got {list(values)}")
     known: dict[int, Answer] = {}
-    order: list[int] = []
-
-    def ask(index: int) -> Answer:
-        if index not in known:
+    last = len(values) - 1
+    for index in dict.fromkeys((0, last, last // 2)):
+        known[index] = test(values[index])
+    while (index := _between(known)) is not None:
+        known[index] = test(values[index])
+    for side in (False, True):
+        if _monotone(known) and (index := _unseen(known, side)) is not None:
             known[index] = test(values[index])
-            order.append(index)
-        return known[index]
-
-    last = len(values) - 1
-    for index in (0, last, last // 2):
-        ask(index)
-    if _monotone(known):
-        while (open_ := _open(known, last)) is not None:
-            ask(open_)
-        for side in (False, True):
-            if _monotone(known) and (far := _unseen(known, last, side)) is not None:
-                ask(far)
-    passed = [i for i, answer in known.items() if answer is False]
-    showed = [i for i, answer in known.items() if answer is True]
+    passed, showed = _ends(known)
     return Bracket(
-        below=values[max(passed)] if passed else None,
-        above=values[min(showed)] if showed else None,
+        below=None if passed is None else values[passed],
+        above=None if showed is None else values[showed],
         monotone=_monotone(known),
-        answers=[(values[i], known[i]) for i in sorted(order)],
+        answers=[(values[i], known[i]) for i in sorted(known)],
     )
 
 
-@dataclass
-class Posterior:
-    """A threshold under a fault that does not always fire.
-
-    value: the first at which it fires, most probably; None if it never fired. probability: of that.
-    bracket: the shortest run of values that holds the first one with `sure`; rates: how often it
-    fired from `value` on, and below it, as (fired, trials).
-    """
-
-    value: Any
-    probability: float
-    bracket: tuple[Any, Any] | None
-    rates: tuple[tuple[int, int], tuple[int, int]]
-    distribution: list[float]
-    answers: list[tuple[Any, Answer]]
-
-
-def bayes(
-    values: Sequence[Any],
-    test: Callable[[Any], Answer],
-    *,
-    trials: int = 20,
-    sure: float = 0.99,
-) -> Posterior:
-    """The first of `values`, from harmless to faulty, at which a fault fires that often does not.
-
-    Each trial is of the value whose answer tells most, so one may be asked again and again (`test`
-    must not remember), but not if it was unresolved. Ends after `trials`, or when one value is
-    `sure`. Below its threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not
-    come by chance), above it to fire at a rate that is not known (Beta(0.7, 0.3)).
-    """
-    if len(values) < 2 or trials < 1:
-        raise ValueError(f"bayes needs two values and a trial, got {list(values)} and {trials}")
-    last = len(values) - 1
-    bisector = _bisector()(
-        [1.0] * len(values), alpha_new=0.7, beta_new=0.3, alpha_old=0.02, beta_old=0.98
-    )
-    answers: list[tuple[int, Answer]] = []
-    unresolved: set[int] = set()
-    for _ in range(trials):
-        wanted = last - int(bisector.select())  # it looks for the last of the faulty
-        rest = [i for i in range(len(values)) if i not in unresolved]
-        if not rest:
-            break
-        index = min(rest, key=lambda i: abs(i - wanted))
-        answer = test(values[index])
-        answers.append((index, answer))
-        if answer is None:  # not told to the bisector, which would rule the value out
-            unresolved.add(index)
-            continue
-        bisector.record(last - index, answer)
-        if max(bisector.distribution) >= sure:
-            break
-    posterior = [float(x) for x in bisector.distribution[::-1]]
-    return _posterior(values, posterior, answers, sure)
-
-
-def _posterior(
-    values: Sequence[Any], posterior: list[float], answers: list[tuple[int, Answer]], sure: float
-) -> Posterior:
-    told = [(values[i], answer) for i, answer in answers]
-    if not any(answer for _, answer in answers):
-        asked = sum(answer is not None for _, answer in answers)
-        return Posterior(None, 0.0, None, ((0, 0), (0, asked)), posterior, told)
-    best = max(range(len(values)), key=posterior.__getitem__)
-    low = high = best
-    while sum(posterior[low : high + 1]) < sure and high - low + 1 < len(values):
-        before = posterior[low - 1] if low else -1.0
-        after = posterior[high + 1] if high + 1 < len(values) else -1.0
-        low, high = (low - 1, high) if before >= after else (low, high + 1)
-    above = [answer for i, answer in answers if i >= best and answer is not None]
-    below = [answer for i, answer in answers if i < best and answer is not None]
-    return Posterior(
-        value=values[best],
-        probability=posterior[best],
-        bracket=(values[low], values[high]),
-        rates=((sum(above), len(above)), (sum(below), len(below))),
-        distribution=posterior,
-        answers=told,
-    )
+def _ends(known: Mapping[int, Answer]) -> tuple[int | None, int | None]:
+    """The last that passed and the first that showed the fault."""
+    passed = max((i for i, answer in known.items() if answer is False), default=None)
+    return passed, min((i for i, answer in known.items() if answer is True), default=None)
 
 
 def _monotone(known: Mapping[int, Answer]) -> bool:
-    passed = [i for i, answer in known.items() if answer is False]
-    showed = [i for i, answer in known.items() if answer is True]
-    return not passed or not showed or max(passed) < min(showed)
+    passed, showed = _ends(known)
+    return passed is None or showed is None or passed < showed
 
 
-def _open(known: Mapping[int, Answer], last: int) -> int | None:
+def _between(known: Mapping[int, Answer]) -> int | None:
     """The value nearest to the middle of the bracket that nobody looked at yet."""
-    passed = [i for i, answer in known.items() if answer is False]
-    showed = [i for i, answer in known.items() if answer is True]
-    if not passed or not showed:
+    low, high = _ends(known)
+    if low is None or high is None:
         return None
-    low, high = max(passed), min(showed)
     unseen = [i for i in range(low + 1, high) if i not in known]
     return min(unseen, key=lambda i: abs(2 * i - low - high), default=None)
 
 
-def _unseen(known: Mapping[int, Answer], last: int, side: bool) -> int | None:
+def _unseen(known: Mapping[int, Answer], side: bool) -> int | None:
     """The middle of the longest stretch between two answers that are both `side`."""
     seen = sorted(i for i, answer in known.items() if answer is not None)
     gaps = [
@@ -179,15 +92,81 @@ def _unseen(known: Mapping[int, Answer], last: int, side: bool) -> int | None:
     return max(gaps)[1] if gaps else None
 
 
-def _word(answer: Answer) -> str:
-    return {True: "the fault", False: "passed", None: "unresolved"}[answer]
+@dataclass
+class Posterior:
+    """A threshold under a fault that does not always fire.
+
+    value: the first at which it fires, most probably; None if it never fired. probability: of that.
+    bracket: the shortest run of values that holds the first one with SURE; rates: how often it
+    fired from `value` on, and below it, as (fired, trials).
+    """
+
+    value: Any
+    probability: float
+    bracket: tuple[Any, Any] | None
+    rates: tuple[tuple[int, int], tuple[int, int]]
+    distribution: list[float]
+    answers: list[tuple[Any, Answer]]
+
+    def __str__(self) -> str:
+        (fired, above), (stray, below) = self.rates
+        low, high = self.bracket
+        between = "" if low == high else f", between {low} and {high} at the least"
+        return (
+            f"(probability {self.probability:.3f}{between}); "
+            f"it fired {fired} of {above} times from there on, {stray} of {below} below"
+        )
 
 
-def _bisector():
+def bayes(values: Sequence[Any], test: Callable[[Any], Answer], *, trials: int = 20) -> Posterior:
+    """The first of `values`, from harmless to faulty, at which a fault fires that often does not.
+
+    Each trial is of the value whose answer tells most, so one may be asked again and again (`test`
+    must not remember), but not if it was unresolved. Ends after `trials`, or when one value is
+    SURE. Below its threshold the fault is held to be rare (Beta(0.02, 0.98): a signature does not
+    come by chance), above it to fire at a rate that is not known (Beta(0.7, 0.3)).
+    """
+    if len(values) < 2 or trials < 1:
+        raise ValueError(f"bayes needs two values and a trial, got {list(values)} and {trials}")
     try:
         from git_bayesect import Bisector
     except ModuleNotFoundError:
         raise ValueError(
             "a threshold of a flaky fault needs git-bayesect; pip install 'nsa[lab]' brings it"
         ) from None
-    return Bisector
+    last = len(values) - 1
+    bisector = Bisector(
+        [1.0] * len(values), alpha_new=0.7, beta_new=0.3, alpha_old=0.02, beta_old=0.98
+    )
+    answers: list[tuple[int, Answer]] = []
+    rest = list(range(len(values)))  # those that are not unresolved
+    while rest and len(answers) < trials and max(bisector.distribution) < SURE:
+        wanted = last - int(bisector.select())  # it looks for the last of the faulty
+        index = min(rest, key=lambda i: abs(i - wanted))
+        answer = test(values[index])
+        answers.append((index, answer))
+        if answer is None:  # not told to the bisector, which would rule the value out
+            rest.remove(index)
+        else:
+            bisector.record(last - index, answer)
+    distribution = [float(x) for x in bisector.distribution[::-1]]
+    told = [(values[i], answer) for i, answer in answers]
+    resolved = [(i, answer) for i, answer in answers if answer is not None]
+    if not any(answer for _, answer in resolved):
+        return Posterior(None, 0.0, None, ((0, 0), (0, len(resolved))), distribution, told)
+    best = max(range(len(values)), key=distribution.__getitem__)
+    low = high = best
+    while sum(distribution[low : high + 1]) < SURE and high - low < last:
+        before = distribution[low - 1] if low else -1.0
+        after = distribution[high + 1] if high < last else -1.0
+        low, high = (low - 1, high) if before >= after else (low, high + 1)
+    above = [answer for i, answer in resolved if i >= best]
+    below = [answer for i, answer in resolved if i < best]
+    return Posterior(
+        value=values[best],
+        probability=distribution[best],
+        bracket=(values[low], values[high]),
+        rates=((sum(above), len(above)), (sum(below), len(below))),
+        distribution=distribution,
+        answers=told,
+    )

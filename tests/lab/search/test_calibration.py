@@ -1,7 +1,9 @@
 import json
+from itertools import product
 
 import pytest
 
+from nsa.lab.search import calibration
 from nsa.lab.search.calibration import REPEATS, Calibration, calibration_spec, size_of
 from nsa.lab.search.execute import Trials
 from nsa.lab.search.ledger import Ledger
@@ -14,33 +16,32 @@ SLOW = {"a": 0.02, "b": 0.01, "c": 1e-4}
 PACED = {"subject": "lab_entries:paced", "oracles": [], "steps": 2}
 
 
-def row(layers, tokens, seconds, first=0.0, gap_s=0.0):
-    later = [seconds * (1 + 0.1 * i) for i in range(REPEATS - 1)]
-    return {
-        "layers": layers, "tokens": tokens, "seconds": [seconds + first, *later], "gap_s": gap_s,
-    }  # fmt: skip
+def calibrated(lengths, step_s, first=0.0, gap_s=lambda layers, tokens: 0.0):
+    """Of made-up points, whose steps take a little longer each."""
+    rows = []
+    for layers, tokens in product((1, 2), lengths):
+        later = [step_s(layers, tokens) * (1 + 0.1 * i) for i in range(REPEATS - 1)]
+        row = {"layers": layers, "tokens": tokens, "seconds": [later[0] + first, *later]}
+        rows.append(row | {"gap_s": gap_s(layers, tokens)})
+    return Calibration.of(Evidence(result={"points": rows}))
 
 
-def told(*rows):
-    return Evidence(result={"points": list(rows)})
+def run(plan, folder, **options):
+    return Trials(plan, Ledger(folder), **options).run({})
 
 
 def test_what_was_measured_small_predicts_what_is_large():
-    a, b, c, d = 0.02, 0.01, 1e-4, 3e-7
-    rows = [
-        row(n, t, a + b * n + c * n * t + d * n * t * t, first=0.5)
-        for n in (1, 2)
-        for t in (64, 128, 256)
-    ]
-    found = Calibration.of(told(*rows))
-    step = a + b * 12 + c * 12 * 2048 + d * 12 * 2048**2
-    assert found.predicted_s((12, 2048), steps=3) == pytest.approx(0.5 + 3 * step, rel=0.02)
+    def step_s(n, t):
+        return 0.02 + n * (0.01 + 1e-4 * t + 3e-7 * t * t)
+
+    found = calibrated((64, 128, 256), step_s, first=0.5)
+    expected = 0.5 + 3 * step_s(12, 2048)
+    assert found.predicted_s((12, 2048), steps=3) == pytest.approx(expected, rel=0.02)
     assert found.stall_s((12, 2048)) == 5
 
 
 def test_progress_may_rest_longer_where_a_layer_takes_longer_but_not_for_more_layers():
-    rows = [row(n, t, 1e-3 * n * t, gap_s=1e-3 * t * n) for n in (1, 2) for t in (64, 128)]
-    found = Calibration.of(told(*rows))
+    found = calibrated((64, 128), lambda n, t: 1e-3 * n * t, gap_s=lambda n, t: 1e-3 * n * t)
     assert found.gap_at == (2, 128)
     assert found.stall_s((12, 1280)) == pytest.approx(10 * 10 * 0.256, rel=0.01)
     assert found.stall_s((2, 1280)) == found.stall_s((12, 1280))
@@ -72,18 +73,20 @@ def test_cells_that_differ_in_size_or_observers_share_a_calibration():
     assert base.steps == 6 * REPEATS and json.dumps(base.to_dict())
 
 
-def test_it_is_never_larger_than_what_it_predicts():
-    points = calibration_spec(Plan({}, settings={"layers": 1, "tokens": 48}), {}).settings["points"]
-    assert points == [{"layers": 1, "tokens": n} for n in (8, 16, 32)]
+@pytest.mark.parametrize(
+    ("settings", "layers", "tokens"),
+    [({"layers": 1, "tokens": 48}, [1], [8, 16, 32]), ({"tokens": 1}, [1, 2], [1]),
+     ({"preset": "production", "tokens": 128}, [1, 2], [16, 32, 64]),
+     ({"tokens": 2**20}, [1, 2], [128, 256, 512])],
+)  # fmt: skip
+def test_it_is_never_larger_than_what_it_predicts(settings, layers, tokens):
+    points = calibration_spec(Plan({}, settings=settings), {}).settings["points"]
+    assert points == [{"layers": n, "tokens": t} for t in tokens for n in layers]
+
+
+def test_the_size_of_a_cell_has_the_presets_layers():
     plan = Plan({}, settings={"preset": "production", "tokens": 128})
-    points = calibration_spec(plan, {}).settings["points"]
-    assert [p["tokens"] for p in points] == [16, 16, 32, 32, 64, 64]
-    assert [p["layers"] for p in points] == [1, 2] * 3
     assert size_of(plan, {}) == (12, 128)
-    points = calibration_spec(Plan({}, settings={"tokens": 2**20}), {}).settings["points"]
-    assert max(p["tokens"] for p in points) == 512
-    points = calibration_spec(Plan({}, settings={"tokens": 1}), {}).settings["points"]
-    assert {p["tokens"] for p in points} == {1}
 
 
 def test_a_plan_that_knows_where_the_fault_was_seen_is_calibrated_like_any_other():
@@ -100,14 +103,12 @@ def test_settings_of_these_names_that_are_no_numbers_are_left_as_they_are():
 
 
 def test_points_that_would_take_too_long_are_left_out(tmp_path, monkeypatch):
-    from nsa.lab.search import calibration
-
     monkeypatch.setattr(calibration, "BUDGET_S", 0.5)
     sizes = [{"layers": 1, "tokens": n} for n in (64, 128, 256)]
     progress = Progress(tmp_path / "progress.bin")
-    points = calibration.Points(
-        "lab_entries:paced", {"a": 0.03, "b": 0.0, "c": 0.0}, sizes, progress
-    )
+    settings = {"a": 0.03, "b": 0.0, "c": 0.0}
+    given = {"subject": "lab_entries:paced", "settings": settings, "points": sizes}
+    points = calibration.make(given, progress)
     losses = [points.step(i) for i in range(3 * REPEATS)]
     points.close()
     progress.close()
@@ -118,10 +119,8 @@ def test_points_that_would_take_too_long_are_left_out(tmp_path, monkeypatch):
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_strangers_training_is_calibrated_by_the_names_that_it_has(tmp_path):
-    found = Trials(
-        Plan({}, subject="lab_entries:unsized", oracles=[], steps=4, calibrate=True),
-        Ledger(tmp_path),
-    ).run({})
+    plan = Plan({}, subject="lab_entries:unsized", oracles=[], steps=4, calibrate=True)
+    found = run(plan, tmp_path)
     assert found.verdict.kind == "PASS"
     assert 0.19 < found.evidence.predicted_s < 1  # a machine with other work is late to begin
 
@@ -147,7 +146,7 @@ def test_a_cell_is_predicted_before_it_runs_and_the_next_one_by_the_same_calibra
 @pytest.mark.full
 def test_a_fault_that_is_there_at_any_size_is_judged_without_a_prediction(tmp_path):
     settings = SLOW | {"layers": 1, "tokens": 64, "breaks": True}
-    done = Trials(Plan({}, settings=settings, calibrate=True, **PACED), Ledger(tmp_path)).run({})
+    done = run(Plan({}, settings=settings, calibrate=True, **PACED), tmp_path)
     assert done.verdict.kind == "CRASH" and done.evidence.predicted_s is None
     assert "nothing was predicted: its calibration" in done.calibrated
     assert "CRASH" in done.calibrated
@@ -157,10 +156,9 @@ def test_a_fault_that_is_there_at_any_size_is_judged_without_a_prediction(tmp_pa
 @pytest.mark.full
 def test_a_rest_inside_a_step_is_seen_and_the_first_step_may_load(tmp_path):
     settings = {"a": 0.4, "b": 0.0, "c": 0.0, "first": 0.5, "layers": 1, "tokens": 64}
-    ledger = Ledger(tmp_path)
-    done = Trials(Plan({}, settings=settings, calibrate=True, **PACED), ledger).run({})
-    (id,) = [i for i in ledger.ids() if i != done.id]
-    evidence, _ = ledger.get(id)
+    done = run(Plan({}, settings=settings, calibrate=True, **PACED), tmp_path)
+    (id,) = [i for i in Ledger(tmp_path).ids() if i != done.id]
+    evidence, _ = Ledger(tmp_path).get(id)
     for row in evidence.result["points"]:
         assert 0.2 < row["gap_s"] < 2
         assert row["seconds"][0] > 0.85 and min(row["seconds"][1:]) < 0.8
@@ -179,7 +177,7 @@ def test_a_prediction_is_given_or_measured():
 @pytest.mark.parametrize(("backend", "tokens"), [("gather", 1024), ("masked", 512)])
 def test_a_real_training_is_predicted_from_seconds_of_smaller_work(tmp_path, backend, tokens):
     settings = {"layers": 4, "tokens": tokens, "backend": backend, "threads": 1}
-    done = Trials(Plan({}, settings=settings, steps=4, calibrate=True), Ledger(tmp_path)).run({})
+    done = run(Plan({}, settings=settings, steps=4, calibrate=True), tmp_path)
     assert done.verdict.kind == "PASS"
     took = done.evidence.samples[-1].t - done.evidence.began_s
     assert 0.4 < took / done.evidence.predicted_s < SOFT  # late work is looked at, this is not
@@ -189,5 +187,5 @@ def test_a_real_training_is_predicted_from_seconds_of_smaller_work(tmp_path, bac
 @pytest.mark.slow
 def test_several_ranks_are_calibrated_in_one_launch(tmp_path):
     settings = {"ranks": 2, "batch": 2, "layers": 2, "tokens": 128, "threads": 1}
-    done = Trials(Plan({}, settings=settings, calibrate=True), Ledger(tmp_path)).run({})
+    done = run(Plan({}, settings=settings, calibrate=True), tmp_path)
     assert done.verdict.kind == "PASS" and done.evidence.predicted_s > 0

@@ -1,12 +1,12 @@
+import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from lab_entries import make_up_trials
 
-from nsa.lab.process import preflight, runner
 from nsa.lab.process.gpus import Gpus
-from nsa.lab.search import ledger as ledgers
-from nsa.lab.search.bisect_plan import bisect
-from nsa.lab.search.execute import Trials, same_paths, sweep
+from nsa.lab.search.execute import Done, Trials, bisect, same_paths, sweep
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import ATTEMPT, Plan
 from nsa.lab.verdict import Verdict
@@ -16,7 +16,7 @@ STRANGER = "lab_entries:broken_pair"
 
 
 class Runner:
-    """Runs nothing: `ends(settings, attempt)` says how a trial ends; remembers what was asked."""
+    """Runs nothing: `ends(settings, attempt, stop)` tells a trial's end; keeps what was asked."""
 
     def __init__(self, ends):
         self.ends, self.ran, self.asked = ends, [], []
@@ -25,7 +25,7 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         attempt = int(spec.env.get(ATTEMPT, "0"))
         self.asked.append(options)
-        end = self.ends(spec.settings, attempt, options.get("stop"))
+        end = self.ends(spec.settings, attempt, options["stop"])
         if isinstance(end, BaseException):
             raise end
         self.ran.append((spec.settings, attempt))
@@ -33,27 +33,25 @@ class Runner:
 
 
 PASSED = End("returned", 0)
+CRASHED = End("exception", 1, "RuntimeError")
 
 
 def crashed(settings, attempt, stop):
-    bad = settings["cache"] and settings["fast"]
-    return End("exception", 1, "RuntimeError") if bad else PASSED
+    return CRASHED if settings["cache"] and settings["fast"] else PASSED
+
+
+def stopped(settings, attempt, stop):
+    assert stop.wait(10)
+    return End("stopped by the supervisor", type="caller")
 
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
     """A ledger whose trials are made up: fake(ends) -> (Ledger, Runner)."""
-    monkeypatch.setattr(preflight, "source_hash", lambda subject: "source")
-    monkeypatch.setattr(preflight, "environment", lambda python=None: {})
-    judged = {"returned": "PASS", "exception": "CRASH"}
-    monkeypatch.setattr(
-        ledgers, "judge",
-        lambda e: Verdict(judged.get(e.end.how, "INCONCLUSIVE"), what=e.end.type, rule="made up"),
-    )  # fmt: skip
 
     def make(ends):
         made = Runner(ends)
-        monkeypatch.setattr(runner, "run_until_proven", made)
+        make_up_trials(monkeypatch, made)
         return Ledger(tmp_path / "trials"), made
 
     return make
@@ -64,21 +62,16 @@ def plan(**more):
     return Plan.from_dict({"subject": STRANGER, "factors": factors, "oracles": []} | more)
 
 
-def test_a_sweep_runs_every_cell_once(fake):
+def test_a_sweep_runs_every_cell_once_and_a_finished_trial_is_a_cache_hit(fake):
     ledger, ran = fake(crashed)
-    swept = sweep(plan(), ledger)
+    swept, again = sweep(plan(), ledger), sweep(plan(), ledger, budget_s=1e-9)
     assert len(swept.done) == len(ran.ran) == 8 and not swept.not_run and not swept.why
     kinds = {(d.cell["cache"], d.cell["fast"]): d.verdict.kind for d in swept.done}
     assert kinds.pop((True, True)) == "CRASH" and set(kinds.values()) == {"PASS"}
-    assert not any(done.cached for done in swept.done)
-
-
-def test_a_finished_trial_is_a_cache_hit(fake):
-    ledger, ran = fake(crashed)
-    first = sweep(plan(), ledger)
-    again = sweep(plan(), ledger)
-    assert len(ran.ran) == 8 and all(done.cached for done in again.done)
-    assert [done.id for done in again.done] == [done.id for done in first.done]
+    # a spent budget still tells what is there
+    assert [done.id for done in again.done] == [done.id for done in swept.done]
+    assert not again.not_run
+    assert {done.cached for done in swept.done} == {False} != {done.cached for done in again.done}
 
 
 def test_interrupted_it_loses_the_trial_in_flight_and_goes_on(fake):
@@ -102,10 +95,8 @@ def test_the_budget_ends_the_trial_in_flight_which_is_run_by_the_next_sweep(fake
 
     def ends(settings, attempt, stop):
         state["calls"] += 1
-        if state["slow"] and state["calls"] == 3:
-            assert stop.wait(5)
-            return End("stopped by the supervisor", type="caller")
-        return PASSED
+        slow = state["slow"] and state["calls"] == 3
+        return stopped(settings, attempt, stop) if slow else PASSED
 
     ledger, _ = fake(ends)
     swept = sweep(plan(), ledger, budget_s=1.0)
@@ -114,13 +105,6 @@ def test_the_budget_ends_the_trial_in_flight_which_is_run_by_the_next_sweep(fake
     state["slow"] = False
     swept = sweep(plan(), ledger, budget_s=600)
     assert len(swept.done) == 8 and sum(done.cached for done in swept.done) == 2
-
-
-def test_a_spent_budget_still_tells_what_is_there(fake):
-    ledger, _ = fake(lambda settings, attempt, stop: PASSED)
-    sweep(plan(), ledger)
-    swept = sweep(plan(), ledger, budget_s=1e-9)
-    assert len(swept.done) == 8 and not swept.not_run
 
 
 def test_a_trial_that_ends_by_itself_as_time_is_up_is_kept(fake):
@@ -166,7 +150,7 @@ def test_one_that_breaks_off_ends_those_on_the_other_gpus(fake):
         if both.wait() == 0:
             return RuntimeError("the lab itself is broken")
         ended.append(stop.wait(10))
-        return End("stopped by the supervisor", type="caller")
+        return stopped(settings, attempt, stop)
 
     ledger, ran = fake(ends)
     with pytest.raises(RuntimeError, match="the lab itself"):
@@ -175,11 +159,7 @@ def test_one_that_breaks_off_ends_those_on_the_other_gpus(fake):
 
 
 def test_a_budget_on_several_gpus_ends_all_in_flight(fake):
-    def ends(settings, attempt, stop):
-        assert stop.wait(10)
-        return End("stopped by the supervisor", type="caller")
-
-    ledger, _ = fake(ends)
+    ledger, _ = fake(stopped)
     swept = sweep(plan(), ledger, gpus=Gpus(("0", "1")), budget_s=0.2)
     assert not swept.done and swept.not_run == list(plan().cells())
     assert swept.why == "the budget of 0.2 s is spent"
@@ -213,8 +193,6 @@ def test_attempts_that_differ_are_flaky(fake):
 
 def test_arms_that_ran_the_same_code_are_invalid(fake):
     def done(backend, paths):
-        from nsa.lab.search.execute import Done
-
         evidence = Evidence(witness={"paths": paths})
         return Done({"backend": backend, "layers": 1}, backend, Verdict("PASS"), evidence)
 
@@ -241,23 +219,17 @@ def test_a_bisection_of_a_plan_keeps_to_never(fake):
 
 
 def test_a_bisection_without_time_says_so(fake):
-    def ends(settings, attempt, stop):
-        assert stop.wait(5)
-        return End("stopped by the supervisor", type="caller")
-
-    ledger, _ = fake(ends)
+    ledger, _ = fake(stopped)
     found = bisect(plan(), ledger, budget_s=0.2)
     assert not found.solved and found.why == "not at its end: the budget of 0.2 s is spent"
 
 
 def test_a_flaky_threshold_of_a_plan_asks_one_value_several_times(fake):
-    import random
-
     rng = random.Random(5)
 
     def ends(settings, attempt, stop):
         fires = settings["size"] >= 6 and rng.random() < 0.7
-        return End("exception", 1, "RuntimeError") if fires else PASSED
+        return CRASHED if fires else PASSED
 
     ledger, ran = fake(ends)
     made = plan(factors={"size": list(range(1, 13))}, attempts=3, kind="CRASH")
@@ -274,16 +246,7 @@ def test_a_plan_in_which_nothing_varies_is_not_bisected(fake):
 
 
 def test_two_sweeps_of_one_store_share_the_trials(fake):
-    lock = threading.Lock()
-
-    def ends(settings, attempt, stop):
-        with lock:
-            return PASSED
-
-    ledger, ran = fake(ends)
-    threads = [threading.Thread(target=sweep, args=(plan(), ledger)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ledger, ran = fake(lambda settings, attempt, stop: PASSED)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: sweep(plan(), ledger), range(2)))
     assert len(ran.ran) == 8 == len(ledger.ids())

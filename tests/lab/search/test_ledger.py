@@ -3,6 +3,7 @@
 import errno
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,12 @@ from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict
 from nsa.lab.watch.evidence import End, Evidence, P, Sample
 
-SPEC = Spec("stranger:Training", {"width": 8})
+
+def spec(**settings):
+    return Spec("stranger:Training", settings)
+
+
+SPEC = spec(width=8)
 
 
 @pytest.fixture
@@ -50,29 +56,21 @@ def test_a_finished_trial_is_not_run_again(tmp_path, tried):
 
 def test_another_deadline_or_setting_is_another_trial(tmp_path, tried):
     store = Ledger(tmp_path)
-    ids = [store.run(SPEC)[0], store.run(SPEC, deadline_s=9.0)[0]]
-    ids.append(store.run(Spec("stranger:Training", {"width": 16}))[0])
+    ids = [store.run(SPEC)[0], store.run(SPEC, deadline_s=9.0)[0], store.run(spec(width=16))[0]]
     assert len(set(ids)) == 3 and tried == [8, 8, 16] and store.ids() == ids
 
 
 def test_what_was_inconclusive_is_run_again_and_replaced(tmp_path, tried):
-    spec = Spec("stranger:Training", {"stopped": True})
     store = Ledger(tmp_path)
-    first, second = store.run(spec), store.run(spec)
+    first, second = store.run(spec(stopped=True)), store.run(spec(stopped=True))
     assert first[2].kind == "INCONCLUSIVE" and len(tried) == 2
     assert store.ids() == [first[0]] == [second[0]] and store.get(first[0])
 
 
 def test_two_supervisors_run_a_trial_once(tmp_path, tried):
-    found = []
-    both = [
-        threading.Thread(target=lambda: found.append(Ledger(tmp_path).run(SPEC))) for _ in range(2)
-    ]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
-    assert tried == [8] and found[0][0] == found[1][0] and found[0][2] == found[1][2]
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: Ledger(tmp_path).run(SPEC), range(2))
+    assert tried == [8] and one[0] == other[0] and one[2] == other[2]
 
 
 def test_who_waits_for_another_can_be_stopped(tmp_path, tried):
@@ -89,7 +87,7 @@ def test_a_full_disk_is_told_and_costs_the_trial_in_flight_only(tmp_path, tried,
     store = Ledger(tmp_path)
     kept = store.run(SPEC)[0]
     with pytest.raises(OSError, match=r"is full: trial .* is lost, the 1 before it are kept"):
-        store.run(Spec("stranger:Training", {"full": True}))
+        store.run(spec(full=True))
 
     def full(path, text):
         path.write_text(text[: len(text) // 2])
@@ -97,13 +95,12 @@ def test_a_full_disk_is_told_and_costs_the_trial_in_flight_only(tmp_path, tried,
 
     with monkeypatch.context() as patched:
         patched.setattr(ledger, "_write", full)
-        other = Spec("stranger:Training", {"width": 16})
         with pytest.raises(OSError, match="free some space and run again") as error:
-            store.run(other)
+            store.run(spec(width=16))
     assert error.value.errno == errno.ENOSPC
     assert store.ids() == [kept] and store.get(kept)
     assert [p.name for p in tmp_path.iterdir() if p.name not in (kept, ".locks")] == []
-    assert store.run(other)[2].kind == "PASS"
+    assert store.run(spec(width=16))[2].kind == "PASS"
 
 
 def test_a_folder_that_was_never_finished_is_none(tmp_path):
@@ -118,10 +115,10 @@ def test_a_folder_that_was_never_finished_is_none(tmp_path):
 @pytest.mark.full
 def test_a_killed_supervisor_leaves_a_store_that_goes_on(tmp_path):
     pid, root = tmp_path / "pid", tmp_path / "store"
+    unlike = Spec("subject_entries:unlike", {"pids": str(pid)})
     code = (
-        "from nsa.lab.search.ledger import Ledger\nfrom nsa.lab.process.runner import Spec\n"
-        f"store = Ledger({str(root)!r})\n"
-        f"store.run(Spec('subject_entries:unlike', {{'pids': {str(pid)!r}}}), stall_s=60.0)\n"
+        "from nsa.lab.search.ledger import Ledger; from nsa.lab.process.runner import Spec; "
+        f"Ledger({str(root)!r}).run({unlike!r}, stall_s=60.0)"
     )
     kept = Ledger(root).put("before", Evidence(), Verdict("PASS")).name
     supervisor = python(code)
@@ -135,7 +132,6 @@ def test_a_killed_supervisor_leaves_a_store_that_goes_on(tmp_path):
     assert not alive(child)
     store = Ledger(root)
     assert store.ids() == [kept] and store.get(kept)[1].kind == "PASS"
-    spec = Spec("subject_entries:unlike", {"pids": str(pid)})
-    id, evidence, verdict = store.run(spec, stall_s=60.0)
+    id, evidence, verdict = store.run(unlike, stall_s=60.0)
     assert verdict.kind == "PASS" and len(evidence.losses) == 3
     assert store.ids() == [kept, id]

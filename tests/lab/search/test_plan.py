@@ -4,11 +4,11 @@ import sys
 import pytest
 from places import NOTEBOOKS
 
-from nsa.lab.search.factors import TRAINING_SUBJECT, find, known
+from nsa.lab.search.factors import TRAINING_SUBJECT, find, known, listed
 from nsa.lab.search.plan import ATTEMPT, Plan
-from nsa.lab.search.training_factors import listed
 
 STRANGER = "lab_entries:broken_pair"
+BOTH = [False, True]
 
 
 def plan(**more):
@@ -106,39 +106,31 @@ def test_a_wrong_plan_is_refused_in_words(more, message):
 
 def test_what_does_not_go_together_is_left_out_and_told_of(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    varied = {
-        "compile": [False, True],
-        "strict": [False, True],
-        "branch": ["all", "cmp"],
-        "window_backend": [None, "masked"],
-        "launch_blocking": [False, True],
-    }
-    made = plan(factors=varied)
+    switches = dict.fromkeys(("compile", "strict", "launch_blocking"), BOTH)
+    made = plan(factors=switches | {"branch": ["all", "cmp"], "window_backend": [None, "masked"]})
     assert made.left_out == (
         "launch_blocking=true: allocator and launch_blocking have no effect without a GPU",
     )
     assert made.values["launch_blocking"] == [False]
-    assert made.factors["launch_blocking"] == [False, True]
+    assert made.factors["launch_blocking"] == BOTH
     cells = list(made.cells())
     assert len(cells) == 3 * 3 and cells[0] == made.base
     assert not any(cell["compile"] and cell["strict"] for cell in cells)
     assert not any(cell["branch"] == "cmp" and cell["window_backend"] for cell in cells)
-    assert "has no effect on branch='cmp'" in made.why_not(
-        {"branch": "cmp", "window_backend": "masked"}
-    )
+    both = {"branch": "cmp", "window_backend": "masked"}
+    assert "has no effect on branch='cmp'" in made.why_not(both)
 
 
 def test_never_is_kept_to():
-    made = plan(factors={"layers": [1, 2, 4], "strict": [False, True]},
-                never=[{"layers": [2, 4], "strict": True}])  # fmt: skip
+    never = [{"layers": [2, 4], "strict": True}]
+    made = plan(factors={"layers": [1, 2, 4], "strict": BOTH}, never=never)
     assert len(list(made.cells())) == 4
     assert made.why_not({"layers": 2, "strict": True}) == "never: layers=2, strict=true"
     assert made.legal({"layers": 2})
 
 
 def test_pairs_are_fewer_than_all_and_begin_with_the_defaults():
-    factors = {"layers": [1, 2, 4], "strict": [False, True], "anomaly": [False, True],
-               "tokens": [64, 128, 256]}  # fmt: skip
+    factors = {"layers": [1, 2, 4], "strict": BOTH, "anomaly": BOTH, "tokens": [64, 128, 256]}
     every, pairs = plan(factors=factors), plan(factors=factors, cover="pairs")
     cells = list(pairs.cells())
     assert len(list(every.cells())) == every.size() == 36
@@ -147,7 +139,7 @@ def test_pairs_are_fewer_than_all_and_begin_with_the_defaults():
 
 def test_a_cell_becomes_a_spec_with_what_must_be_set_before_torch_starts():
     made = plan(
-        factors={"launch_blocking": [False], "allocator": [""], "anomaly": [False, True]},
+        factors={"launch_blocking": [False], "allocator": [""], "anomaly": BOTH},
         settings={"device": "cpu", "python": sys.executable, "ranks": 2, "batch": 2,
                   "env.OMP_NUM_THREADS": "1", "deterministic": True, "aux_stats": True},
         steps=5, deadline_s=10,

@@ -1,4 +1,4 @@
-import json
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -17,24 +17,18 @@ SMALL = [(layers, tokens) for layers in (1, 2) for tokens in (64, 128, 256)]
 
 
 def points(a, b, c, d, noise=0.0, seed=0, cells=SMALL):
-    random = np.random.default_rng(seed)
+    off = np.exp(noise * np.random.default_rng(seed).standard_normal(len(cells)))
+    seconds = [a + b * n + c * n * t + d * n * t * t for n, t in cells]
     return [
-        {
-            "layers": n,
-            "tokens": t,
-            "seconds": (a + b * n + c * n * t + d * n * t * t)
-            * float(np.exp(noise * random.standard_normal())),
-        }
-        for n, t in cells
+        {"layers": n, "tokens": t, "seconds": s}
+        for (n, t), s in zip(cells, (seconds * off).tolist(), strict=True)
     ]
 
 
 def test_terms_that_made_the_points_are_found_again():
     model = TimeModel.fit(points(0.02, 0.01, 1e-4, 3e-7))
-    found = (model.a, model.b, model.c, model.d)
-    assert found == pytest.approx((0.02, 0.01, 1e-4, 3e-7), rel=1e-6)
+    assert astuple(model) == pytest.approx((0.02, 0.01, 1e-4, 3e-7), rel=1e-6)
     assert model.predict(12, 2048) == pytest.approx(0.02 + 12 * (0.01 + 0.2048 + 3e-7 * 2048**2))
-    assert model.worst() == pytest.approx((1, 1))
 
 
 @settings(max_examples=50, deadline=None)
@@ -52,8 +46,8 @@ def test_a_small_point_is_not_lost_beside_a_large_one():
     cells = [*SMALL, (12, 2048)]
     made = points(0.001, 0.001, 1e-6, 1e-6, cells=cells)
     made[-1]["seconds"] *= 1.1  # a tenth of it is more than all others together
-    low, high = TimeModel.fit(made).worst()
-    assert 0.8 < low <= high < 1.2
+    model = TimeModel.fit(made)
+    assert all(0.8 < model.predict(p["layers"], p["tokens"]) / p["seconds"] < 1.2 for p in made)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -65,27 +59,21 @@ def test_the_time_of_one_token_at_a_time_is_foreseen_from_seconds_of_it(seed):
     assert soft_deadline(foreseen) > 58.9
 
 
-def test_a_model_survives_json():
-    model = TimeModel.fit(points(0.02, 0.01, 1e-4, 3e-7))
-    assert TimeModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
-
-
 def test_points_that_cannot_be_fitted_are_refused():
     with pytest.raises(ValueError, match="no points to fit; measure layers 1 and 2"):
         TimeModel.fit([])
     with pytest.raises(ValueError, match=r"layers=1, tokens=64, seconds=0.0: all three must be"):
         TimeModel.fit([{"layers": 1, "tokens": 64, "seconds": 0.0}])
     with pytest.raises(ValueError, match="layers=0 and tokens=5 must be at least 1"):
-        TimeModel.fit(points(0.02, 0.01, 1e-4, 3e-7)).predict(0, 5)
+        TimeModel(0.02, 0.01, 1e-4, 3e-7).predict(0, 5)
 
 
 def test_a_soft_deadline_is_three_predictions_times_what_observers_cost():
     assert soft_deadline(10) == 30
     assert soft_deadline(10, 1.5) == 45
-    assert soft_deadline(10, [1.5, 2.0]) == 90
     with pytest.raises(ValueError, match="predicted_s=0 must be greater than 0"):
         soft_deadline(0)
-    with pytest.raises(ValueError, match=r"observer factors \[0.5\] must be at least 1"):
+    with pytest.raises(ValueError, match=r"observer factor 0\.5 must be at least 1"):
         soft_deadline(1, 0.5)
 
 
@@ -97,7 +85,7 @@ def test_the_longest_gap_is_between_two_moves():
 
 
 def test_progress_may_rest_ten_of_its_longest_gaps_and_never_less_than_5_s():
-    assert stall_bound() == stall_bound(0.1) == LEAST_STALL_S == 5
+    assert stall_bound(0.0) == stall_bound(0.1) == LEAST_STALL_S == 5
     assert stall_bound(2.0) == 20
     with pytest.raises(ValueError, match="must not be negative"):
         stall_bound(-1)

@@ -1,9 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nsa.attention.api import nsa_attention
-from nsa.lab.search.branchwise import branchwise, by_branches
-from nsa.lab.search.training_subject import make
+from nsa.config import NSAConfig
+from nsa.lab.search.training_subject import branchwise, by_branches, make
 from nsa.lab.watch import Progress, read
 from nsa.model import layer
 
@@ -55,16 +57,9 @@ def test_what_must_not_change_the_training_does_not(trained, settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"branch": "win"},
-        {"dim": 64},
-        {"layers": 2},
-        {"seed": 3},
-        {"dtype": "bf16"},
-        {"changes": {"phi": "mlp"}},
-        {"data": "text"},
-    ],
-)
+    [{"branch": "win"}, {"dim": 64}, {"layers": 2}, {"seed": 3}, {"dtype": "bf16"},
+     {"changes": {"phi": "mlp"}}, {"data": "text"}],
+)  # fmt: skip
 def test_what_must_change_the_training_does(trained, settings):
     assert trained(**settings)[0] != trained()[0]
 
@@ -87,43 +82,35 @@ def test_a_forced_branch_has_its_backend_and_its_missing_gradients_are_expected(
 def test_unsafe_packing_loses_gradients_and_says_that_it_is_unsafe(trained):
     _, subject = trained(safe_packing=False)
     assert subject.witness()["packing"] == "unsafe"
-    missing = {}
+    lost = set()
 
-    class Look:
-        def on_phase(self, name, step):
-            if name == "optimizer":
-                missing.update({n: p.grad for n, p in subject.model.named_parameters()})
+    def on_phase(phase, step):
+        if phase == "optimizer":
+            lost.update(n for n, p in subject.model.named_parameters() if p.grad is None)
 
-    subject.trainer.observers = (*subject.trainer.observers, Look())
+    subject.trainer.observers = (*subject.trainer.observers, SimpleNamespace(on_phase=on_phase))
     subject.step(2)
-    lost = {name for name, grad in missing.items() if grad is None}
     assert any("q_proj" in name for name in lost) and any("gate1" in name for name in lost)
     assert not any("mlp" in name or "out_proj" in name for name in lost)
 
 
-def test_closing_puts_back_what_was_changed(tmp_path):
-    progress = Progress(tmp_path / "progress")
-    subject = make(SMALL | {"window_backend": "sdpa", "anomaly": True, "deterministic": True},
-                   progress)  # fmt: skip
+def test_closing_puts_back_what_was_changed(trained):
+    _, subject = trained(window_backend="sdpa", anomaly=True, deterministic=True)
     assert layer.nsa_attention is not nsa_attention
     assert torch.is_anomaly_enabled() and torch.are_deterministic_algorithms_enabled()
     subject.close()
-    progress.close()
     assert layer.nsa_attention is nsa_attention
     assert not torch.is_anomaly_enabled() and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_what_could_not_be_made_leaves_nothing_changed(tmp_path):
-    progress = Progress(tmp_path / "progress")
-    with pytest.raises(ValueError, match="no field windw"):
-        make(SMALL | {"window_backend": "sdpa", "changes": {"windw": 3}}, progress)
-    progress.close()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"layers": 0}, "layers=0: must be"), ({"changes": {"windw": 3}}, "no field windw")],
+)
+def test_what_could_not_be_made_is_refused_and_leaves_nothing_changed(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(SMALL | {"window_backend": "sdpa"} | settings, None)
     assert layer.nsa_attention is nsa_attention
-
-
-def test_an_illegal_setting_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="layers=0: must be"):
-        make({"layers": 0}, None)
 
 
 def test_without_a_backend_of_its_own_the_attention_is_left_alone():
@@ -134,14 +121,11 @@ def test_without_a_backend_of_its_own_the_attention_is_left_alone():
 
 
 def test_branches_one_by_one_are_the_whole():
-    from nsa.config import NSAConfig
-
     config = NSAConfig(
         compress_block=8, compress_stride=4, select_block=8, select_count=4, window=16
     )
     q, gates = torch.randn(1, 40, 4, 8), torch.rand(1, 40, 4, 3)
-    k = {name: torch.randn(1, 40, 2, 8) for name in ("cmp", "slc", "win")}
-    v = {name: torch.randn(1, 40, 2, 8) for name in ("cmp", "slc", "win")}
+    k, v = ({b: torch.randn(1, 40, 2, 8) for b in ("cmp", "slc", "win")} for _ in range(2))
     whole = nsa_attention(q, k, v, gates, config, backend="masked")
     backends = {"cmp": "gather", "slc": "masked", "win": "sdpa"}
     torch.testing.assert_close(by_branches(q, k, v, gates, config, backends=backends), whole)

@@ -1,0 +1,192 @@
+"""`nsa trial`, `sweep`, `bisect` and `explain`: supervised trials, a plan of them, a verdict."""
+
+import sys
+from pathlib import Path
+
+from nsa.cli.options import FAILED, GOOD, command, import_from_here, share, words
+from nsa.spelling import settings
+
+# What is said of the trial itself and not of its subject.
+OF_THE_PLAN = ("subject", "steps", "deadline_s", "predicted_s", "stall_s", "calibrate", "oracles")
+
+
+def add(commands) -> None:
+    """Their parsers."""
+    made = command(commands, trial)
+    text = f"a factor of the subject, or {', '.join(OF_THE_PLAN)}"
+    made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
+    made.add_argument("--factors", action="store_true", help="list the factors and end")
+    share(made, "--trials")
+
+    made = command(commands, sweep, "plan", "--budget")
+    text = "also on several GPUs, which else have a trial each: those share a host"
+    made.add_argument("--one-at-a-time", action="store_true", help=text)
+    made.add_argument("--list", action="store_true", help="tell what would be run, and end")
+    share(made, "--trials")
+
+    command(commands, bisect, "plan", "--budget", "--trials")
+
+    made = command(commands, explain)
+    made.add_argument("trial", metavar="TRIAL", help="id, its beginning, its folder, or latest")
+    made.add_argument("--markdown", action="store_true", help="as markdown, for a notebook")
+    made.add_argument("--again", action="store_true", help="judge it anew, by today's rules")
+    share(made, "--trials")
+
+
+def trial(arguments) -> int:
+    """Run one trial under supervision and judge it. Exit code 0 if it passed.
+    subject=package.module:make names anything that makes steps; by default it is a training step of
+    this package: layers=2 backend=gather tokens=256."""
+    from nsa.lab.search.candidates import Spent
+    from nsa.lab.search.execute import Trials
+    from nsa.lab.search.factors import listed
+    from nsa.lab.search.ledger import Ledger
+    from nsa.lab.search.plan import Plan
+
+    if arguments.factors:
+        print(listed())
+        return GOOD
+    import_from_here()
+    given = settings(arguments.settings, "layers=2")
+    whole = {name: given.pop(name) for name in OF_THE_PLAN if name in given}
+    if isinstance(whole.get("oracles"), str):
+        whole["oracles"] = words(whole["oracles"])
+    try:
+        done = Trials(Plan({}, settings=given, **whole), Ledger(arguments.trials)).run({})
+    except Spent as spent:
+        print(f"nsa: {spent}", file=sys.stderr)
+        return FAILED
+    print(f"{done.verdict.label}  trial {done.id}{'  (was there)' if done.cached else ''}")
+    for sentence in (*done.verdict.because, done.calibrated, f"more: nsa explain {done.id}"):
+        if sentence:
+            print(f"  {sentence}")
+    return GOOD if done.verdict.kind == "PASS" else FAILED
+
+
+def sweep(arguments) -> int:
+    """Run the trials of a plan, a YAML file. A finished trial is not run again, so the same command
+    goes on where it was cut off. Exit code 0 if all were run and passed."""
+    from nsa.lab.search import execute
+    from nsa.lab.search.candidates import text
+    from nsa.lab.search.ledger import Ledger
+
+    def say(done) -> None:
+        cell = ", ".join(f"{name}={value}" for name, value in done.cell.items())
+        again = " (was there)" if done.cached else ""
+        print(f"{done.id} {done.verdict.label}{again}: {cell}", file=sys.stderr, flush=True)
+
+    plan = plan_from(arguments.plan)
+    cells = list(plan.cells())
+    if arguments.list:
+        print(text(cells))
+        print(f"{len(cells)} trials of {plan.size():,} combinations")
+        return GOOD
+    gpus = None if arguments.one_at_a_time else gpus_of(plan)
+    ledger = Ledger(arguments.trials)
+    swept = execute.sweep(plan, ledger, gpus=gpus, budget_s=arguments.budget, say=say)
+    rows = [
+        {"trial": done.id, "verdict": done.verdict.label}
+        | done.cell
+        | {"seconds": f"{done.evidence.seconds:.1f}"}
+        for done in swept.done
+    ]
+    print(text(rows))
+    for number, verdict in swept.flaky.items():
+        print(f"trial {swept.done[number].id} and its repeats: {verdict.label}")
+        print("".join(f"  {sentence}\n" for sentence in verdict.because), end="")
+    for one, other in swept.invalid:
+        print(f"INVALID: {one.id} and {other.id} ran the same code; they compare nothing")
+    if swept.not_run:
+        print(
+            f"{len(swept.not_run)} of {len(cells)} cells not run: {swept.why}; "
+            "the same command goes on"
+        )
+    passed = all(done.verdict.kind == "PASS" for done in swept.done)
+    return GOOD if passed and not (swept.not_run or swept.flaky or swept.invalid) else FAILED
+
+
+def bisect(arguments) -> int:
+    """Find the smallest set of a plan's factors that causes a fault, or the threshold of one.
+    Prints the ledger: trial, hypothesis, verdict, what it eliminated. Exit code 0 if a cause was
+    found."""
+    from nsa.lab.search import execute
+    from nsa.lab.search.candidates import table, text
+    from nsa.lab.search.ledger import Ledger
+
+    def say(row) -> None:
+        print(f"{row.number:3} {row.tried}: {row.changed}", file=sys.stderr, flush=True)
+
+    plan, ledger = plan_from(arguments.plan), Ledger(arguments.trials)
+    found = execute.bisect(plan, ledger, budget_s=arguments.budget, say=say)
+    print(text(table(found.rows)))
+    print(found)
+    if found.why and found.why not in str(found):
+        print(found.why)
+    for other in found.others:
+        print(f"another fault was seen: {other} (nsa explain {other.id})")
+    if found.target is not None:
+        print(f"more: nsa explain {found.target.id}")
+    return GOOD if found.solved else FAILED
+
+
+def plan_from(path: str):
+    """The plan in a YAML file; what of it cannot be run here is told. ValueError names the file."""
+    from nsa.lab.search.plan import Plan
+    from nsa.workbook.parameters import read_file
+
+    import_from_here()
+    content = read_file(path)
+    try:
+        plan = Plan.from_dict(content)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    for note in plan.left_out:
+        print(f"left out: {note}", file=sys.stderr)
+    return plan
+
+
+def gpus_of(plan):
+    """The visible GPUs if any trial of the plan can use one, else None."""
+    from nsa.lab.process import gpus, preflight
+
+    specs = map(plan.spec, plan.cells())
+    uses = any(preflight.uses_gpu(spec.settings, spec.env) for spec in specs)
+    return gpus.all_visible() if uses else None
+
+
+def explain(arguments) -> int:
+    """Explain a trial: its verdict, the rule that applied, and the evidence that it read. Exit code
+    0 if it passed."""
+    from nsa.lab.search.ledger import Ledger
+    from nsa.lab.verdict import judge
+    from nsa.lab.verdict.explain import page
+
+    given = Path(arguments.trial)
+    if (given / "evidence.json").is_file():
+        ledger, name = Ledger(given.resolve().parent), given.resolve().name
+    else:
+        ledger = Ledger(arguments.trials)
+        name = _find(ledger.ids(), arguments.trial, arguments.trials)
+    found = ledger.get(name)
+    if found is None:
+        raise ValueError(f"trial {name} in {ledger.root} cannot be read")
+    evidence, verdict = found
+    if arguments.again:
+        verdict = judge(evidence)
+    print(page(evidence, verdict, name=name, markdown=arguments.markdown), end="")
+    return GOOD if verdict.kind == "PASS" else FAILED
+
+
+def _find(ids: list[str], text: str, where: str) -> str:
+    """The one id that `text` begins, or the latest; ValueError tells what there is instead."""
+    if not ids:
+        raise ValueError(f"no trials in {where}; name another folder: --trials")
+    if text == "latest":
+        return ids[-1]
+    found = [text] if text in ids else [id for id in ids if id.startswith(text)]
+    if len(found) > 1:
+        raise ValueError(f"{text!r} begins {len(found)} trials: {', '.join(found[:5])}; write more")
+    if not found:
+        latest = ", ".join(ids[-3:])
+        raise ValueError(f"no trial {text!r} among {len(ids)} in {where}; the latest are {latest}")
+    return found[0]
