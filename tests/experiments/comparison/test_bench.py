@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nsa.cli import main as cli
-from nsa.experiments.comparison import bench, implementations, record
 from nsa.experiments.comparison import cell as bench_cell
+from nsa.experiments.comparison import implementations, record, trials
 from nsa.lab.measure import timing
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.workbook import metrics
@@ -28,7 +28,7 @@ def interpreter_left_as_it_was():
 
 
 def run(*paths, shape=SHAPE, backends=("gather",), with_dense=False, **options):
-    cells = bench.bench(
+    cells = trials.bench(
         [shape],
         backends=list(backends),
         peers=[p if ":" in p else f"bench_peers:{p}" for p in paths],
@@ -117,7 +117,7 @@ def test_a_result_that_is_wrong_after_the_timing_is_red(monkeypatch):
 
 
 def test_a_red_check_at_one_length_keeps_no_error_of_another():
-    cells = bench.bench(
+    cells = trials.bench(
         [replace(SHAPE, tokens=t) for t in (60, 70)], backends=["gather"],
         peers=["bench_peers:right"], with_dense=False,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_device_that_fails_before_a_shape_leaves_the_shapes_before(monkeypatch
     def fails(*args):
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(bench.limits, "measure_ceilings", fails)
+    monkeypatch.setattr(trials.limits, "measure_ceilings", fails)
     cell = run()["gather"]
     assert cell["outcome"] == "ok" and math.isnan(cell["ceilings"]["matmul_tflops"])
     assert "gather" in record.text([cell])
@@ -237,12 +237,12 @@ def test_the_printed_table_names_all_and_says_that_cpu_times_mean_nothing():
 
 def test_a_spec_through_json_runs_as_a_trial():
     spec = {"shapes": [SHAPE.to_dict()], "backends": ["masked"], "with_dense": False}
-    result = json.loads(json.dumps(bench.measure_spec(json.loads(json.dumps(spec)))))
+    result = json.loads(json.dumps(trials.measure_spec(json.loads(json.dumps(spec)))))
     assert [c["name"] for c in result["cells"]] == ["fla", "masked"]
 
 
 def test_fla_is_never_compared_and_says_why():
-    assert "l = d = l'" in implementations.fla().other
+    assert "l = d = l'" in implementations.FLA.other
     cell = run()["fla"]
     assert cell["outcome"] in ("declined", "ok") and "red" not in cell["outcome"]
 

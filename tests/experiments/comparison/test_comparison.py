@@ -6,9 +6,9 @@ import matplotlib
 import pytest
 
 from nsa.config import NSAConfig
-from nsa.experiments.comparison import claims, plots, published, record, table, trials
+from nsa.experiments.comparison import claims, plots, record, table, trials
 from nsa.experiments.comparison.cell import NOT_COMPARED
-from nsa.experiments.comparison.published import AIMS
+from nsa.experiments.comparison.claims import AIMS
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.workbook import looks, metrics
 
@@ -89,9 +89,8 @@ def test_tables_show_values_and_failures_by_name_and_the_reasons_beside():
     assert notes.loc["masked", "why"] == "OutOfMemoryError" and notes.loc["masked", "T"] == "8192"
     assert table.accuracy(df).loc["triton", "forward"] == 0.25
     assert table.unions(df).iloc[:, 0].tolist() == [20.0, 30.0]
-    assert table.outcomes([cell("triton"), cell("triton", forward=None)]) == {
-        "triton": "ok x1, oom x1"
-    }
+    told = table.facts([cell("triton"), cell("triton", forward=None)], [])
+    assert told == ["triton: ok x1, oom x1", "triton: slc triton"]
 
 
 def test_a_red_check_refutes_and_names_who_is_wrong():
@@ -239,7 +238,7 @@ def test_the_aims_are_those_that_were_set():
     main = found[65536, 4, 64, 128, "correlated"]
     assert (main.forward_ms, main.backward_ms, main.public_ms) == (22, 54, None)
     assert found[32768, 16, 64, 128, "random"].public_ms == (38.3, 54.4)
-    assert published.MEMORY_64K_GIB == (2.0, 4.0)
+    assert claims.MEMORY_64K_GIB == {"forward": 2.0, "backward": 4.0}
 
 
 def test_memory_is_held_to_its_exponent_and_its_size():

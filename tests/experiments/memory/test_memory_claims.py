@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ def test_dense_masks_are_compared_at_the_longest_length_of_both():
 
 def measured_row(backend="gather", path="gather-chunks", **changes):
     cell = Cell("repro", backend, 512, layers=1)
-    row = cell.to_dict() | {"outcome": "ok", "parameters": 1000, "model": cell.config().to_dict()}
+    row = asdict(cell) | {"outcome": "ok", "parameters": 1000, "model": cell.config().to_dict()}
     held = {"parameters": 4000 / 2**20, "gradients": 4000 / 2**20}
     row["held_mib"] = held | {"optimizer_state": 8000 / 2**20, "activations": 7.5}
     row["witness"] = {"paths": {"slc": {path: 2}, "win": {"span-chunks": 2}}}
