@@ -8,7 +8,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -88,22 +88,22 @@ class Runner:
         self.memory = cpu_memory or device.type == "cuda"
         self.stage = ""
         self.broken = ""  # the device no longer answers, and why
-        self.small: dict[tuple[str, Shape], tuple[check.Checked, float]] = {}
+        self.small: dict[tuple[str, Shape], tuple[dict, str, float]] = {}
         self.mark: list[torch.Tensor] = []  # of the inputs as they were drawn
 
     def draw(self, shape: Shape) -> tuple[Drawn | None, str]:
         """The inputs, or None and the reason."""
-        found, why = None, self.broken
-        if not why:
-            try:
-                self.clock.check(0.0, "the inputs")
-                found = draw(shape, self.device)
-                self.mark = found.fingerprint()
-            except Exception as error:
-                why = brief(error)
-        if found is None:
-            self.release()
-        return found, why
+        if self.broken:
+            return None, self.broken
+        try:
+            self.clock.check(0.0, "the inputs")
+            drawn = draw(shape, self.device)
+            self.mark = drawn.fingerprint()
+            return drawn, ""
+        except Exception as error:
+            drawn, why = None, brief(error)
+        self.release()
+        return drawn, why
 
     def union(self, drawn: Drawn) -> dict[str, float]:
         """Mean distinct blocks of 4 and 8 neighbouring queries, from a sample of tiles."""
@@ -133,8 +133,7 @@ class Runner:
         except AccuracyError as error:
             fail(cell, "red", str(error))
         except (Exception, SystemExit) as error:
-            text = f"{self.stage}: {brief(error)}"
-            memory = is_out_of_memory(error)
+            text, memory = f"{self.stage}: {brief(error)}", is_out_of_memory(error)
             if memory and self.stage in LATER:
                 add(cell, text)
             else:
@@ -206,10 +205,9 @@ class Runner:
                 with torch.no_grad():
                     ms = timing.once_ms(lambda: implementation.call(first, None), self.device)
             self.clock.start()  # some of its kernels are compiled now
-            kept = replace(checked, rows=None, plain=None, exact=None)
-            self.small[key] = (kept, ms / 1e3)
-        found, small_s = self.small[key]
-        cell |= {"errors": found.by_mode(), "checked": f"T={small.tokens}: {found.what}"}
+            self.small[key] = (checked.by_mode(), checked.what, ms / 1e3)
+        errors, what, small_s = self.small[key]
+        cell |= {"errors": dict(errors), "checked": f"T={small.tokens}: {what}"}
         # A first guess: linear in T, which scores and masks exceed.
         guess_s = small_s * shape.batch * shape.tokens / (small.batch * small.tokens)
         self.clock.check(6 * guess_s if guess_s > 1 else 0.0, "this T")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
@@ -105,8 +106,8 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
     chosen = []
     for first in range(0, count, shape.value_dim):
         column = torch.arange(first, first + shape.value_dim, device=block.device)
-        tag = (block[:, None] == column).to(values.dtype)[None, :, None].expand_as(values)
-        tag = tag.contiguous()
+        tag = (block[:, None] == column).to(values.dtype)[None, :, None]
+        tag = tag.expand_as(values).contiguous()
         v = tag if shape.shared_kv else dict.fromkeys(drawn.v, tag)
         o = implementation.call(replace(drawn, v=v, gates=gates), None)
         if not bool(o[:, rows].isfinite().all()):
@@ -124,10 +125,8 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
         raise AccuracyError(
             f"query {int(rows[row])} selects {got} blocks, {int(wanted[row])} are right"
         )
-    order = torch.arange(count, device=rows.device)
-    ranked = torch.where(mask, order, count).sort(dim=-1).values[..., : config.select_count]
-    empty_slots = config.select_count - ranked.shape[-1]
-    ranked = torch.nn.functional.pad(ranked, (0, empty_slots), value=count)
+    ranked = torch.where(mask, torch.arange(count, device=rows.device), count).sort(dim=-1).values
+    ranked = F.pad(ranked, (0, config.select_count - count), value=count)  # below 0 it crops
     return torch.where(ranked == count, -1, ranked).to(torch.int32)
 
 
@@ -279,9 +278,8 @@ def check(
     grads: dict[str, Tensor] = {}
     if backward:
         if not every:
-            whole = _gradients(o, inputs, drawn.do)
-            bad = [f"d{name}" for name, grad in whole.items() if not bool(grad.isfinite().all())]
-            if bad:
+            whole = _gradients(o, inputs, drawn.do).items()
+            if bad := [f"d{name}" for name, grad in whole if not bool(grad.isfinite().all())]:
                 raise AccuracyError(f"{', '.join(bad)} with dO at all queries: not finite")
             del whole
         do = torch.zeros_like(drawn.do)

@@ -1,5 +1,6 @@
 """What a comparison calls: our backends, dense attention, and other people's code, in one form."""
 
+import contextlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -41,16 +42,6 @@ class Implementation:
     graph: bool = False  # a CUDA graph can capture it; one that fails may spoil the allocator
 
 
-def all_implementations(
-    names: Sequence[str] | None = None, paths: Sequence[str] = (), with_dense: bool = True
-) -> list[Implementation]:
-    """Backends, dense attention, fla-core and peers; backends with T x T tensors come last."""
-    ours = backends(names)
-    first = [i for i in ours if i.name in ("triton", "flash")]
-    theirs = [*(DENSE_ATTENTIONS if with_dense else ()), FLA, *map(peer, paths)]
-    return [*first, *theirs, *(i for i in ours if i not in first)]
-
-
 def backends(names: Sequence[str] | None = None) -> list[Implementation]:
     """Our backends, those with memory linear in T first; ValueError for an unknown name."""
     if names is not None and not names:
@@ -69,9 +60,10 @@ def _backend(backend: registry.Backend) -> Implementation:
         rest = dict.fromkeys(("phi", "cu_seqlens", "blocks", "scale")) | {"branches": BRANCHES}
         return backend.why_not(checked(*_given(drawn), **rest))
 
-    held_bytes = partial(_held_bytes, backend.name)
-    more = {"takes_blocks": True, "held_bytes": held_bytes, "graph": backend.name == "triton"}
-    return Implementation(backend.name, NSA, call, why_not, **more)
+    held, graph = partial(_held_bytes, backend.name), backend.name == "triton"
+    return Implementation(
+        backend.name, NSA, call, why_not, takes_blocks=True, held_bytes=held, graph=graph
+    )
 
 
 def _given(drawn: Drawn) -> tuple:
@@ -133,26 +125,11 @@ def _fla(drawn: Drawn, blocks: Tensor | None) -> Tensor:
     return parallel_nsa(drawn.q, drawn.k, drawn.v, g_cmp, g_slc, **sizes)
 
 
-def _why_not_flash(drawn: Drawn) -> list[str]:
-    return (_half_on_a_gpu(drawn) if drawn.q.is_cuda else []) + _one_dim(drawn)
-
-
-def _why_not_fa4(drawn: Drawn) -> list[str]:
-    if not (find_spec("flash_attn") and find_spec("flash_attn.cute")):
-        return ["flash-attn-4 is not installed; pip install 'nsa[flash-attn]'"]
-    reasons = _half_on_a_gpu(drawn)
-    if not drawn.q.is_cuda:
-        return reasons
-    capability = torch.cuda.get_device_capability(drawn.q.device)
-    if capability < (9, 0):
-        reasons.append(f"needs compute capability 9.0 (Hopper) or newer, got {capability}")
-    return reasons + _one_dim(drawn)  # grouped heads have no backward otherwise
-
-
 def _why_not_fla(drawn: Drawn) -> list[str]:
     if not find_spec("fla"):
         return ["fla-core is not installed; pip install fla-core"]
-    reasons, group = _no_gpu(drawn), drawn.shape.group
+    group = drawn.shape.group
+    reasons = [] if drawn.q.is_cuda else [f"needs a GPU, got {drawn.q.device}"]
     if group < 16 or group & (group - 1):
         reasons.append(f"needs a power of two of at least 16 query heads a KV head, got {group}")
     if not drawn.shape.shared_kv:
@@ -160,31 +137,35 @@ def _why_not_fla(drawn: Drawn) -> list[str]:
     return reasons
 
 
-def _no_gpu(drawn: Drawn) -> list[str]:
-    return [] if drawn.q.is_cuda else [f"needs a GPU, got {drawn.q.device}"]
+def _why_not_dense(name: str, drawn: Drawn) -> list[str]:
+    q, dim, value_dim = drawn.q, drawn.shape.dim, drawn.shape.value_dim
+    if name == "fa4" and not (find_spec("flash_attn") and find_spec("flash_attn.cute")):
+        return ["flash-attn-4 is not installed; pip install 'nsa[flash-attn]'"]
+    if name != "flash" and not q.is_cuda:
+        return [f"needs a GPU, got {q.device}"]
+    reasons = []
+    if q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"needs bf16 or fp16, got {q.dtype}")
+    if name == "fa4" and (capability := torch.cuda.get_device_capability(q.device)) < (9, 0):
+        reasons.append(f"needs compute capability 9.0 (Hopper) or newer, got {capability}")
+    if name != "cudnn" and dim != value_dim:  # fa4's grouped heads have no backward otherwise
+        reasons.append(f"needs D = DV, got {dim} and {value_dim}")
+    return reasons
 
 
-def _half_on_a_gpu(drawn: Drawn) -> list[str]:
-    half = drawn.q.dtype in (torch.bfloat16, torch.float16)
-    return _no_gpu(drawn) or ([] if half else [f"needs bf16 or fp16, got {drawn.q.dtype}"])
-
-
-def _one_dim(drawn: Drawn) -> list[str]:
-    dim, value_dim = drawn.shape.dim, drawn.shape.value_dim
-    return [] if dim == value_dim else [f"needs D = DV, got {dim} and {value_dim}"]
-
-
-# torch's FlashAttention-2, cuDNN by way of torch, and flash-attn-4
-DENSE_ATTENTIONS = tuple(
-    Implementation(f"dense-{name}", DENSE, call, why_not, _reaches, graph=True)
-    for name, call, why_not in (
-        ("flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION), _why_not_flash),
-        ("cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION), _half_on_a_gpu),
-        ("fa4", _fa4, _why_not_fa4),
-    )
-)
 OTHER = "fla-core compresses with l = d = l' and runs here without a window"
 FLA = Implementation("fla", NSA, _fla, _why_not_fla, other=OTHER)  # fla-core's `parallel_nsa`
+# torch's FlashAttention-2, cuDNN by way of torch, and flash-attn-4
+DENSE_ATTENTIONS = tuple(
+    Implementation(
+        f"dense-{name}", DENSE, call, partial(_why_not_dense, name), _reaches, graph=True
+    )
+    for name, call in (
+        ("flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
+        ("cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+        ("fa4", _fa4),
+    )
+)
 
 
 def peer(path: str) -> Implementation:
@@ -198,8 +179,8 @@ def peer(path: str) -> Implementation:
     def call(drawn: Drawn, blocks: Tensor | None) -> Tensor:
         o = function(*_given(drawn))
         wanted = (*drawn.q.shape[:3], drawn.shape.value_dim)
-        if not isinstance(o, Tensor) or o.shape != wanted:
-            got = tuple(o.shape) if isinstance(o, Tensor) else type(o).__name__
+        got = tuple(o.shape) if isinstance(o, Tensor) else type(o).__name__
+        if got != wanted:
             raise ValueError(f"{path} must return o [B, T, HQ, DV] = {wanted}, got {got}")
         if o.dtype != drawn.q.dtype:
             raise ValueError(f"{path} must return {drawn.q.dtype} as q is, got {o.dtype}")
@@ -226,11 +207,10 @@ def _found(path: str) -> tuple[Callable | None, list[str]]:
         return None, [f"{module} cannot be imported: {type(error).__name__}: {error}"]
     if not callable(function):
         return None, [f"{path} is no function but {type(function).__name__}"]
-    try:
-        inspect.signature(function).bind(*range(5))
-    except TypeError as error:
+    with contextlib.suppress(ValueError):  # a builtin tells no signature; the call will say
         signature = inspect.signature(function)
-        return None, [f"{path}{signature} does not take (q, k, v, gates, config): {error}"]
-    except ValueError:  # a builtin tells no signature; the call will say
-        pass
+        try:
+            signature.bind(*range(5))
+        except TypeError as error:
+            return None, [f"{path}{signature} does not take (q, k, v, gates, config): {error}"]
     return function, []

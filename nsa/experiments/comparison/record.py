@@ -12,7 +12,7 @@ from nsa.attention import measured, registry
 from nsa.config import NSAConfig
 from nsa.experiments.comparison.cell import NOT_COMPARED
 from nsa.experiments.comparison.implementations import LIMITS, NSA
-from nsa.lab.measure.shapes import Shape
+from nsa.lab.measure.shapes import DTYPES, Shape
 from nsa.workbook import metrics
 from nsa.workbook.files import read_json, write_atomically
 
@@ -186,15 +186,21 @@ def write_measured(folders: Iterable[str | Path], path: str | Path = measured.TA
 
 def _measured_rows(frame) -> Iterator[dict]:
     """Rows of the table, in the order in which a run measured its shapes."""
+    wanted = {"operation": [NSA], "metric": ["latency"], "unit": ["ms"], "x_name": ["tokens"]}
+    wanted |= {"backend": registry.names(), "mode": measured.DIRECTIONS}
+    for column, values in wanted.items():
+        frame = frame[frame[column].isin(values)]
+    frame = frame[frame["median"].notna()]
     # shape -> direction -> backend -> kind of inputs -> ms
     shapes: dict[str, dict] = {}
     for row, config in zip(frame.to_dict("records"), metrics.configs(frame), strict=True):
-        shape = _measured_shape(row, config)
-        if shape is None:
-            continue
-        name = json.dumps(shape, sort_keys=True)
+        config["tokens"] = int(row["x_value"])
+        sizes = {f.name: config[f.name] for f in fields(NSAConfig) if f.name in config}
+        shape: dict = {name: int(config[name]) for name in measured.SIZES}
+        shape["dtype"] = str(DTYPES[config["dtype"]]).removeprefix("torch.")
+        name = json.dumps(shape | {"config": asdict(NSAConfig(**sizes))}, sort_keys=True)
         directions = shapes.setdefault(name, {d: defaultdict(dict) for d in measured.DIRECTIONS})
-        kind = config.get("queries"), config.get("shared_kv")
+        kind = config["queries"], config["shared_kv"]
         directions[row["mode"]][row["backend"]][kind] = row["median"]
     for name, directions in shapes.items():
         latency = {}
@@ -204,20 +210,3 @@ def _measured_rows(frame) -> Iterator[dict]:
             if whole:
                 latency[direction] = {n: round(mean(ms.values()), 4) for n, ms in whole.items()}
         yield json.loads(name) | {"latency_ms": latency}
-
-
-def _measured_shape(row: dict, config: dict) -> dict | None:
-    """The sizes of a row that belongs in the table; None for any other row."""
-    wanted = row["operation"] == NSA and row["metric"] == "latency" and row["unit"] == "ms"
-    known = row["backend"] in registry.names() and row["mode"] in measured.DIRECTIONS
-    if not wanted or not known or not math.isfinite(row["median"]):
-        return None
-    if row["x_name"] == "tokens":
-        config = {"tokens": int(row["x_value"]), **config}
-    if any(name not in config for name in (*measured.SIZES, "dtype")):
-        return None
-    sizes = {f.name: config[f.name] for f in fields(NSAConfig) if f.name in config}
-    shape = {name: int(config[name]) for name in measured.SIZES}
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    shape["dtype"] = dtype.get(config["dtype"], config["dtype"])
-    return shape | {"config": asdict(NSAConfig(**sizes))}

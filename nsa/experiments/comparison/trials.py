@@ -6,11 +6,13 @@ implementation ended is a value: the `outcome` of its cell.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from nsa.experiments.comparison import implementations
 from nsa.experiments.comparison.cell import UNKNOWN, Runner, add_graphs, empty
-from nsa.experiments.comparison.implementations import all_implementations
+from nsa.experiments.comparison.implementations import Implementation
 from nsa.lab import sweep
 from nsa.lab.measure import limits
 from nsa.lab.measure.limits import Ceilings
@@ -25,6 +27,17 @@ CRASHED = f"{PROCESS}: crash"
 MARGIN_S = 30.0  # of a deadline, for start-up and for what is running when the budget ends
 
 
+def all_implementations(
+    backends: Sequence[str] | None = None, peers: Sequence[str] = (), with_dense: bool = True
+) -> list[Implementation]:
+    """Backends (None: all), dense attention, fla-core and peers; T x T tensors come last."""
+    ours = implementations.backends(backends)
+    first = [i for i in ours if i.name in ("triton", "flash")]
+    dense = implementations.DENSE_ATTENTIONS if with_dense else ()
+    theirs = [*dense, implementations.FLA, *map(implementations.peer, peers)]
+    return [*first, *theirs, *(i for i in ours if i not in first)]
+
+
 def compare(
     shapes: Sequence[Shape],
     *,
@@ -33,33 +46,23 @@ def compare(
     share_s: float = CAP_S,
     device: str = "cpu",
     workers: int = 1,
-    backends: Sequence[str] | None = None,
-    peers: Sequence[str] = (),
-    with_dense: bool = True,
     threads: int | None = None,
     folder: str | Path | None = None,
     progress: bool = True,
     entry: str = ENTRY,
+    **chosen: Any,
 ) -> list[dict]:
     """The cells of `bench`, each shape measured in a process of its own.
 
     Within a shape all implementations share one process and its inputs. deadline_s: for each shape;
     a budget somewhat below it lets the child say what did not fit. budget_s: for all; a shape whose
     turn comes later is not run. share_s: for each implementation, see `bench`. workers: shapes at
-    once on a CPU, where Triton's kernels run interpreted; on "cuda" one on each visible GPU. A
-    child that gives no result leaves a cell for each implementation, `outcome` "oom", "error" or
-    "not run", and the reason.
+    once on a CPU, where Triton's kernels run interpreted; on "cuda" one on each visible GPU.
+    chosen: as of `all_implementations`. A child that gives no result leaves a cell for each
+    implementation, `outcome` "oom", "error" or "not run", and the reason.
     """
-    every = all_implementations(backends, peers, with_dense)
-    common = {
-        "backends": None if backends is None else list(backends),
-        "peers": list(peers),
-        "with_dense": with_dense,
-        "device": device,
-        "threads": threads,
-        "cpu_memory": True,
-        "cap_s": share_s,
-    }
+    every = all_implementations(**chosen)
+    common = chosen | {"device": device, "threads": threads, "cpu_memory": True, "cap_s": share_s}
 
     def spec(shape: Shape, seconds: float) -> dict:
         budget_s = max(seconds - MARGIN_S, 0.7 * seconds)
@@ -68,11 +71,11 @@ def compare(
     def cells(shape: Shape, ended: Outcome) -> list[dict]:
         if ended.status == "ok":
             return ended.result["cells"]
-        status = ended.status if ended.status in ("oom", "error") else "not run"
-        message = ended.message
+        lost = {"outcome": "not run", "message": ended.message}
         if ended.status != "not run":
-            message = f"{PROCESS}: {ended.status}, {message}"
-        lost = {"outcome": status, "message": message}
+            lost["message"] = f"{PROCESS}: {ended.status}, {ended.message}"
+        if ended.status in ("oom", "error"):
+            lost["outcome"] = ended.status
         return [empty(shape, implementation, device) | lost for implementation in every]
 
     ended = sweep.measure(
@@ -102,23 +105,22 @@ def measure_spec(spec: dict) -> dict:
 def bench(
     shapes: Sequence[Shape],
     *,
-    backends: Sequence[str] | None = None,
-    peers: Sequence[str] = (),
-    with_dense: bool = True,
     device: str | torch.device = "cpu",
     budget_s: float | None = None,
     cap_s: float = CAP_S,
     cpu_memory: bool = False,
     say: Callable[[str], None] = lambda line: None,
     into: list[dict] | None = None,
+    **chosen: Any,
 ) -> list[dict]:
     """One cell, see `cell.empty`, for each shape and implementation, in that order.
 
     cpu_memory: record memory on a CPU, too, by torch's profiler, some builds of which write to
     stderr. into: the list that cells are added to as they come, so that an interrupted run leaves
-    what it has. ValueError for an unknown backend, before anything runs.
+    what it has. chosen: as of `all_implementations`. ValueError for an unknown backend, before
+    anything runs.
     """
-    chosen = all_implementations(backends, peers, with_dense)
+    every = all_implementations(**chosen)
     device = torch.device(device)
     runner = Runner(device, Clock(budget_s, cap_s), cpu_memory)
     ceilings: dict[str, Ceilings] = {}
@@ -130,7 +132,7 @@ def bench(
         say(f"{shape}")
         drawn, why = runner.draw(shape)
         union = {} if drawn is None else runner.union(drawn)
-        for implementation in chosen:
+        for implementation in every:
             cell = empty(shape, implementation, device.type, ceilings[shape.dtype])
             if drawn is None:
                 cell["message"] = why
