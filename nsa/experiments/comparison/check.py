@@ -41,8 +41,7 @@ def at_rows(
     """
     given = operands(drawn) if operation == DENSE else drawn.leaves()
     whole = {n: x.detach().to(dtype) for n, x in given.items() if n not in BY_QUERY}
-    per_row = drawn.shape.batch * drawn.shape.heads * drawn.shape.tokens
-    step = max(1, ELEMENTS // per_row)
+    step = max(1, ELEMENTS // (drawn.shape.batch * drawn.shape.heads * drawn.shape.tokens))
     summed_in = dtype if step >= len(rows) else torch.float64
     sums = {n: torch.zeros_like(x, dtype=summed_in) for n, x in whole.items()}
     parts: dict[str, list[Tensor]] = {name: [] for name in given if name in BY_QUERY}
@@ -122,9 +121,8 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
     if bool(wrong.any()):
         _, row, _ = wrong.nonzero()[0].tolist()
         got = sorted(set(mask[:, row].sum(-1).flatten().tolist()))
-        raise AccuracyError(
-            f"query {int(rows[row])} selects {got} blocks, {int(wanted[row])} are right"
-        )
+        what = f"query {int(rows[row])} selects {got} blocks"
+        raise AccuracyError(f"{what}, {int(wanted[row])} are right")
     ranked = torch.where(mask, torch.arange(count, device=rows.device), count).sort(dim=-1).values
     ranked = F.pad(ranked, (0, config.select_count - count), value=count)  # below 0 it crops
     return torch.where(ranked == count, -1, ranked).to(torch.int32)
@@ -228,8 +226,8 @@ def small(shape: Shape) -> Shape:
     config = shape.config
     tokens = config.select_block * (config.select_count + 4) + config.select_block // 2 + 5
     kv_heads = min(shape.kv_heads, 2)
-    sizes = {"heads": kv_heads * shape.group, "kv_heads": kv_heads, "batch": min(shape.batch, 2)}
-    return replace(shape, tokens=min(shape.tokens, tokens), **sizes)
+    heads = {"heads": kv_heads * shape.group, "kv_heads": kv_heads}
+    return replace(shape, tokens=min(shape.tokens, tokens), batch=min(shape.batch, 2), **heads)
 
 
 def sample_rows(tokens: int, device: torch.device) -> Tensor:
@@ -269,18 +267,16 @@ def check(
     inputs = {n: leaves[n] for n in implementation.reaches(drawn)} if backward else {}
     with torch.set_grad_enabled(backward):
         o = implementation.call(drawn, handed)
-    if not bool(o.isfinite().all()):
-        raise AccuracyError(
-            f"o: {int((~o.isfinite()).sum())} values are not finite, of {o.numel()}"
-        )
+    if bad := int((~o.isfinite()).sum()):
+        raise AccuracyError(f"o: {bad} values are not finite, of {o.numel()}")
     if backward and not o.requires_grad:
         raise NoGradient("its output has no gradient")
     grads: dict[str, Tensor] = {}
     if backward:
         if not every:
-            whole = _gradients(o, inputs, drawn.do).items()
-            if bad := [f"d{name}" for name, grad in whole if not bool(grad.isfinite().all())]:
-                raise AccuracyError(f"{', '.join(bad)} with dO at all queries: not finite")
+            whole = _gradients(o, inputs, drawn.do)
+            if wrong := [f"d{n}" for n, grad in whole.items() if not bool(grad.isfinite().all())]:
+                raise AccuracyError(f"{', '.join(wrong)} with dO at all queries: not finite")
             del whole
         do = torch.zeros_like(drawn.do)
         do[:, rows] = drawn.do[:, rows]
@@ -296,12 +292,13 @@ def check(
     for name in inputs:
         grad = grads.pop(name)
         if name in BY_QUERY:
-            whole, grad = grad, grad[:, rows]
+            at = grad[:, rows]
             if not every:
-                whole[:, rows] = 0
-                if stray := int((whole != 0).sum()):  # NaN counts, too
+                grad[:, rows] = 0
+                if stray := int((grad != 0).sum()):  # NaN counts, too
                     text = f"d{name}: {stray} values are not 0 at queries whose dO is 0"
                     raise AccuracyError(text)
+            grad = at
         same, right = plain_grads.pop(name), exact_grads.pop(name)
         errors.append(hold(f"d{name}", grad, same, right, dtype=dtype, magnitude=largest))
     return Checked(what, tuple(errors), None if handed is not None else rows, plain, exact)

@@ -4,6 +4,7 @@
 implementation ended is a value: the `outcome` of its cell.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,8 @@ def compare(
     every = all_implementations(**chosen)
     common = chosen | {"device": device, "threads": threads, "cpu_memory": True, "cap_s": share_s}
 
-    def spec(shape: Shape, seconds: float) -> dict:
-        budget_s = max(seconds - MARGIN_S, 0.7 * seconds)
-        return common | {"shapes": [shape.to_dict()], "budget_s": budget_s}
+    def spec(shape: Shape, s: float) -> dict:
+        return common | {"shapes": [shape.to_dict()], "budget_s": max(s - MARGIN_S, 0.7 * s)}
 
     def cells(shape: Shape, ended: Outcome) -> list[dict]:
         if ended.status == "ok":
@@ -128,7 +128,9 @@ def bench(
     measured = []
     for shape in shapes:
         if shape.dtype not in ceilings:
-            ceilings[shape.dtype] = _ceilings(device, shape)
+            ceilings[shape.dtype] = UNKNOWN  # if the device cannot tell; what was measured stays
+            with contextlib.suppress(Exception):
+                ceilings[shape.dtype] = limits.measure_ceilings(device, shape.torch_dtype)
         say(f"{shape}")
         drawn, why = runner.draw(shape)
         union = {} if drawn is None else runner.union(drawn)
@@ -147,14 +149,6 @@ def bench(
     if device.type == "cuda":
         add_graphs(measured, runner, lambda cell: say("  graph " + _line_of(cell)))
     return cells
-
-
-def _ceilings(device: torch.device, shape: Shape) -> Ceilings:
-    """Unknown where the device cannot tell any more; what was measured stays."""
-    try:
-        return limits.measure_ceilings(device, shape.torch_dtype)
-    except Exception:
-        return UNKNOWN
 
 
 def _line_of(cell: dict) -> str:

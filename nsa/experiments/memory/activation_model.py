@@ -19,7 +19,7 @@ class Prediction:
     weights: int
     gradients: int
     optimizer_state: int
-    quadratic: int  # of one T x T tensor per head in one layer; 0 for a backend that holds none
+    quadratic: int  # of one fp32 [B, HQ, T, T] in one layer; 0 for a backend that holds none
 
     @property
     def fixed(self) -> int:
@@ -31,9 +31,8 @@ def predict(config: ModelConfig, tokens: int, batch: int = 1, backend: str = "")
     """Exact for the parts named, with fp32 weights: 4 bytes a parameter for the weight, 4 for its
     gradient, 8 for AdamW's moments, and 4 for each parameter tensor's step count.
 
-    `quadratic` is of an fp32 [B, HQ, T, T]; how many of them a backend keeps is its own to say.
-    `backend` replaces the config's; "auto" counts as one that holds none. ValueError for an unknown
-    backend, or sizes below 1.
+    `backend` replaces the config's; "auto" counts as one that holds no T x T tensor. ValueError for
+    an unknown backend, or sizes below 1.
     """
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens={tokens} and batch={batch} must be at least 1")

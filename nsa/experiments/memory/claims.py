@@ -35,12 +35,10 @@ def all_claims(df: pandas.DataFrame, rows: Sequence[dict], linear: Sequence[str]
 def case_study_is_not_quadratic() -> Claim:
     """The report said "O(S^2) confirmed" beside a table that says otherwise."""
     local = local_exponents(*zip(*case_study.MEMORY_MIB.items(), strict=True))
-    text = ", ".join(f"{p:.2f}" for p in local)
-    return Claim(
-        f"the case study's own table is not T squared: its local exponents are {text}",
-        verdict_of(bool((local < 2).all() and local[-1] < 1)),
-        {"table": "nsa.experiments.case_study.figures.MEMORY_MIB"},
-    )
+    sentence = "the case study's own table is not T squared: its local exponents are "
+    sentence += ", ".join(f"{p:.2f}" for p in local)
+    evidence = {"table": "nsa.experiments.case_study.figures.MEMORY_MIB"}
+    return Claim(sentence, verdict_of(bool((local < 2).all() and local[-1] < 1)), evidence)
 
 
 def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
@@ -98,11 +96,9 @@ def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
         held = sum(row["held_mib"][n] for n in ("parameters", "gradients", "optimizer_state"))
         strays.append(abs(held * 2**20 / (16 * row["parameters"]) - 1))
     worst = max(strays, default=0.0)
-    return Claim(
-        "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %",
-        verdict_of(worst <= 0.03) if strays else "INCONCLUSIVE",
-        {"cells": len(strays), "largest_deviation": round(worst, 5)},
-    )
+    evidence = {"cells": len(strays), "largest_deviation": round(worst, 5)}
+    sentence = "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %"
+    return Claim(sentence, verdict_of(worst <= 0.03) if strays else "INCONCLUSIVE", evidence)
 
 
 def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
@@ -146,10 +142,6 @@ def production_fits(df: pandas.DataFrame) -> Claim:
     sentence = f"a production step of 12 layers at T 2048, batch 1, stays {limit}"
     if not len(rows):
         return Claim(f"{sentence}: not measured in this run", "INCONCLUSIVE", {})
-    best = rows.loc[rows["median"].idxmin()]
-    gib = best["median"] / 1024
-    return Claim(
-        f"{sentence}: {gib:.2f} GiB with {best['backend']}",
-        verdict_of(gib < PRODUCTION_LIMIT_GIB),
-        {row.backend: round(row.median / 1024, 3) for row in rows.itertuples()},
-    )
+    gib = rows.set_index("backend")["median"] / 1024
+    sentence += f": {gib.min():.2f} GiB with {gib.idxmin()}"
+    return Claim(sentence, verdict_of(gib.min() < PRODUCTION_LIMIT_GIB), gib.round(3).to_dict())

@@ -41,9 +41,6 @@ def scaling(
                 colour, marker = looks.look(backend)
                 look = {"color": colour, "marker": marker, "label": backend, "zorder": 3}
                 axes.plot(good["x_value"], good["median"] / scale, **look)
-                low, high = good["q20"].astype(float) / scale, good["q80"].astype(float) / scale
-                if low.notna().all() and high.notna().all():
-                    axes.fill_between(good["x_value"], low, high, alpha=0.18, lw=0, color=colour)
             for label, (tokens, mib) in predicted:
                 look = {"color": looks.look(label)[0], "label": f"predicted: {label}", "lw": 1.1}
                 axes.plot(tokens, np.asarray(mib, float) / scale, "--", **look)

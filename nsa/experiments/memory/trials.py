@@ -40,11 +40,10 @@ def measure(
     `seconds`, `alone` (nobody ran beside it), and what was `Measured`. `timing` is "absolute" on a
     GPU, "ratio" on a CPU, whose times may only be compared with each other, and "contended" where
     others ran beside it. A cell that ran out of memory beside others is run again alone before that
-    counts.
+    counts. An interrupt ends the children and returns the rows that are done.
 
-    threads: torch's CPU threads in each child (None: torch's own choice). folder, progress: as of
-    `sweep.measure`. An interrupt ends the children and returns the rows that are done. ValueError
-    for an illegal deadline or number of workers, before any cell runs.
+    threads: torch's CPU threads in each child (None: torch's own choice). The rest, and what is
+    raised before any cell runs, is as of `sweep.measure`.
     """
     try:
         ended: Sequence[Outcome | None] = sweep.measure(
@@ -133,25 +132,22 @@ def measure_cell(spec: dict) -> dict:
 
 def _record(trainer: Trainer, place: "_Place", losses: list[float]) -> dict:
     """The fields of Measured that one recorded step gives; its loss goes to `losses`."""
-    fields, device = {}, trainer.device.type
+    device, sizes = trainer.device.type, {}
     if device == "cuda":
-        fields["first_step_peak_mib"] = torch.cuda.max_memory_allocated() / MIB
+        sizes["first_step_peak"] = torch.cuda.max_memory_allocated()
     recorder = recorder_for(device, training_tensors(trainer.model, trainer.optimizer))
     trainer.observers = (place, recorder)
     started = time.monotonic()
     with witness.recording() as seen, recorder:
         loss = trainer.step(1)
     losses.append(float(loss))
-    fields["recorded_s"] = time.monotonic() - started
+    recorded_s = time.monotonic() - started
     trainer.observers = (place,)
     found = recorder.record()
-    sizes = {"peak": found["peak"], **found["phases"]}
-    if "reserved" in found:
-        sizes["reserved"] = found["reserved"]
-    for name in ("by_category", "by_phase_category", "held"):
-        sizes[name] = found[name]
-    fields |= {f"{name}_mib": _in_mib(size) for name, size in sizes.items()}
-    return fields | {"cross_check": found["cross_check"], "witness": seen.record()}
+    told = {"cross_check": found.pop("cross_check"), "witness": seen.record()}
+    sizes |= found.pop("phases") | found
+    sizes = {f"{name}_mib": _in_mib(size) for name, size in sizes.items()}
+    return sizes | told | {"recorded_s": recorded_s}
 
 
 def _in_mib(size):
