@@ -174,7 +174,7 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
         return Claim(f"{what}: {wanted}; not decided, {why}", "INCONCLUSIVE", {})
     rows = table.rows_of(df, "latency")
     rows = rows[rows["backend"] == backend]
-    rows = rows[list(map(aim.fits, rows["x_value"], metrics.configs(rows)))]
+    rows = rows.loc[list(map(aim.fits, rows["x_value"], metrics.configs(rows)))]
     by_mode = rows.dropna(subset="median").set_index("mode")["median"]
     if not {"forward", "backward"} <= set(by_mode.index):
         return Claim(f"{what}: {wanted}; not measured in this run", "INCONCLUSIVE", {})

@@ -137,7 +137,7 @@ def production_fits(df: pandas.DataFrame) -> Claim:
     rows = table.labelled(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["x_value"] == 2048)]
     rows = rows[(rows["model"] == "production, 12 layers") & rows["median"].notna()]
-    rows = rows[[config.get("batch", 1) == 1 for config in metrics.configs(rows)]]
+    rows = rows.loc[[config.get("batch", 1) == 1 for config in metrics.configs(rows)]]
     limit = f"under {PRODUCTION_LIMIT_GIB:.0f} GiB"
     sentence = f"a production step of 12 layers at T 2048, batch 1, stays {limit}"
     if not len(rows):
