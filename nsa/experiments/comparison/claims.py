@@ -119,8 +119,8 @@ def nothing_broke(cells: Sequence[dict]) -> Claim:
 
 def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
     """By their path witnesses."""
-    served = table.paths(list(cells))
-    return different_programs(served, {n: dict(line) for n, line in served.items()}, "backends")
+    served = table.paths(cells)
+    return different_programs({n: tuple(p.items()) for n, p in served.items()}, served, "backends")
 
 
 def memory_is_not_identical(df: pandas.DataFrame) -> Claim:

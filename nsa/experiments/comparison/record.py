@@ -2,11 +2,9 @@
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from statistics import mean
 
 from nsa.attention import measured, registry
 from nsa.config import NSAConfig
@@ -191,22 +189,19 @@ def _measured_rows(frame) -> Iterator[dict]:
     for column, values in wanted.items():
         frame = frame[frame[column].isin(values)]
     frame = frame[frame["median"].notna()]
-    # shape -> direction -> backend -> kind of inputs -> ms
-    shapes: dict[str, dict] = {}
-    for row, config in zip(frame.to_dict("records"), metrics.configs(frame), strict=True):
-        config["tokens"] = int(row["x_value"])
+    shapes, kinds = [], []
+    for tokens, config in zip(frame["x_value"], metrics.configs(frame), strict=True):
+        config["tokens"] = tokens
         sizes = {f.name: config[f.name] for f in fields(NSAConfig) if f.name in config}
         shape: dict = {name: int(config[name]) for name in measured.SIZES}
         shape["dtype"] = str(DTYPES[config["dtype"]]).removeprefix("torch.")
-        name = json.dumps(shape | {"config": asdict(NSAConfig(**sizes))}, sort_keys=True)
-        directions = shapes.setdefault(name, {d: defaultdict(dict) for d in measured.DIRECTIONS})
-        kind = config["queries"], config["shared_kv"]
-        directions[row["mode"]][row["backend"]][kind] = row["median"]
-    for name, directions in shapes.items():
+        shapes.append(json.dumps(shape | {"config": asdict(NSAConfig(**sizes))}, sort_keys=True))
+        kinds.append(f"{config['queries']} {config['shared_kv']}")
+    for shape, found in frame.assign(shape=shapes, kind=kinds).groupby("shape", sort=False):
         latency = {}
-        for direction, by_backend in directions.items():
-            kinds = {kind for ms in by_backend.values() for kind in ms}
-            whole = {n: ms for n, ms in by_backend.items() if set(ms) == kinds}
-            if whole:
-                latency[direction] = {n: round(mean(ms.values()), 4) for n, ms in whole.items()}
-        yield json.loads(name) | {"latency_ms": latency}
+        for mode in measured.DIRECTIONS:
+            mine = found[found["mode"] == mode]
+            ms = mine.pivot_table("median", "backend", "kind", aggfunc="last", sort=False).dropna()
+            if len(ms):
+                latency[mode] = ms.mean(axis=1).round(4).to_dict()
+        yield json.loads(shape) | {"latency_ms": latency}

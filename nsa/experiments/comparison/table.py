@@ -114,10 +114,10 @@ def accuracy(df: pandas.DataFrame) -> pandas.DataFrame:
     return share
 
 
-def paths(cells: list[dict]) -> dict[str, tuple]:
-    """{backend: what served each branch}, from the witnesses of cells."""
+def paths(cells: Sequence[dict]) -> dict[str, dict[str, str]]:
+    """{backend: {branch: what served it}}, from the witnesses of cells."""
     return {
-        cell["name"]: tuple((b, ", ".join(p)) for b, p in sorted(cell["paths"].items()))
+        cell["name"]: {b: ", ".join(served) for b, served in sorted(cell["paths"].items())}
         for cell in cells
         if cell["paths"] and not cell["name"].startswith("peer ")
     }
@@ -178,7 +178,7 @@ def unions(df: pandas.DataFrame) -> pandas.DataFrame:
     return table.rename_axis(columns="T").round(1)
 
 
-def facts(cells: list[dict], shapes: Sequence[Shape]) -> list[str]:
+def facts(cells: Sequence[dict], shapes: Sequence[Shape]) -> list[str]:
     """Lines that are the same on every machine: how cells ended, work in numbers, paths."""
     outcomes: dict[str, Counter] = {}
     for cell in cells:
@@ -192,5 +192,5 @@ def facts(cells: list[dict], shapes: Sequence[Shape]) -> list[str]:
         lines.append(f"T {shape.tokens}: pairs {limits.pairs(shape.tokens, shape.config)}")
         lines.append(f"  operations forward {work['forward']}, backward {work['backward']}")
     for name, served in paths(cells).items():
-        lines.append(f"{name}: " + ", ".join(f"{branch} {path}" for branch, path in served))
+        lines.append(f"{name}: " + ", ".join(map(" ".join, served.items())))
     return lines

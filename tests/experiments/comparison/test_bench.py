@@ -149,29 +149,22 @@ def test_a_device_that_fails_before_a_shape_leaves_the_shapes_before(monkeypatch
     assert "gather" in record.text([cell])
 
 
-def test_inputs_that_cannot_be_drawn_are_the_reason_of_every_cell(monkeypatch):
-    monkeypatch.setattr(bench_cell, "draw", failing(RuntimeError("no room")))
-    assert {(c["outcome"], c["message"]) for c in run().values()} == {
-        ("not run", "RuntimeError: no room")
-    }
-
-
 def test_a_backend_without_backward_is_timed_forward_only():
     cell = run(backends=["flex"])["flex"]
     assert cell["outcome"] == "ok" and "forward only: flex_attention has no" in cell["message"]
     assert set(cell["latency_ms"]) == {"forward"} == set(cell["errors"])
 
 
-def test_a_quadratic_backend_is_skipped_where_its_tensors_do_not_fit(monkeypatch):
+def test_what_does_not_fit_says_so(monkeypatch):
+    late = run(budget_s=1e-9)["gather"]
+    assert late["outcome"] == "not run" and "the budget has 0 s left" in late["message"]
     monkeypatch.setattr(implementations, "free_bytes", lambda device: 1 << 17)
     cells = run(backends=["masked", "gather"])
     assert cells["masked"]["outcome"] == "skipped" and cells["gather"]["outcome"] == "ok"
     assert "its T x T tensors take" in cells["masked"]["message"]
-
-
-def test_what_does_not_fit_into_the_budget_says_so():
-    cell = run(budget_s=1e-9)["gather"]
-    assert cell["outcome"] == "not run" and "the budget has 0 s left" in cell["message"]
+    monkeypatch.setattr(bench_cell, "draw", failing(RuntimeError("no room")))
+    lost = run()["gather"]
+    assert (lost["outcome"], lost["message"]) == ("not run", "RuntimeError: no room")
 
 
 def test_a_share_that_ends_in_between_keeps_what_was_measured(monkeypatch):
