@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
-from nsa.experiments.comparison.implementations import DENSE, NSA, Implementation, operands
+from nsa.experiments.comparison.implementations import NSA, Implementation, operands
 from nsa.lab.measure.accuracy import AccuracyError, Error, hold
 from nsa.lab.measure.attention_inputs import Drawn, importance_at, select_at
 from nsa.lab.measure.shapes import Shape
@@ -30,16 +30,16 @@ BY_QUERY = ("q", "gates")  # leaves whose gradient is 0 where dO is
 
 
 def at_rows(
-    drawn: Drawn, rows: Tensor, blocks: Tensor | None, operation: str, dtype: torch.dtype
+    drawn: Drawn, rows: Tensor, blocks: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The definition evaluated in `dtype` on inputs as drawn, for queries at positions rows [R].
 
     Returns o [B, R, HQ, DV] and, by leaf, the gradients of the sum over rows of o dO: those of
     BY_QUERY at the rows alone, the others whole. blocks [B, R, HKV, n] is the selection at those
-    rows; dense attention needs none. Rows are done a few at a time; what they add to the keys' and
+    rows, None for dense attention. Rows are done a few at a time; what they add to the keys' and
     values' gradients is summed in fp64.
     """
-    given = operands(drawn) if operation == DENSE else drawn.leaves()
+    given = operands(drawn) if blocks is None else drawn.leaves()
     whole = {n: x.detach().to(dtype) for n, x in given.items() if n not in BY_QUERY}
     step = max(1, ELEMENTS // (drawn.shape.batch * drawn.shape.heads * drawn.shape.tokens))
     summed_in = dtype if step >= len(rows) else torch.float64
@@ -251,16 +251,16 @@ def check(
     the rows; with dO everywhere they have to be finite. NoGradient where `backward` is asked of an
     output without one. Whatever the implementation raises comes through.
     """
-    operation, dtype = implementation.operation, drawn.q.dtype
+    nsa, dtype = implementation.operation == NSA, drawn.q.dtype
     rows = sample_rows(drawn.shape.tokens, drawn.q.device)
     every = len(rows) == drawn.shape.tokens
     what = "all rows" if every else f"{len(rows)} rows"
     blocks, handed = None, None
-    if operation == NSA and reveal:
+    if nsa and reveal:
         blocks = revealed(implementation, drawn, rows)
         hold_selection(drawn, rows, blocks)
         what += ", own selection"
-    elif operation == NSA:
+    elif nsa:
         blocks, handed = handed_in(drawn, rows)
         what += ", selection handed in"
     leaves = drawn.leaves()
@@ -285,8 +285,8 @@ def check(
     got = o.detach()[:, rows]
     del o
     what += ", forward and gradients" if backward else ", forward"
-    exact, exact_grads = at_rows(drawn, rows, blocks, operation, torch.float64)
-    plain, plain_grads = at_rows(drawn, rows, blocks, operation, dtype)
+    exact, exact_grads = at_rows(drawn, rows, blocks, torch.float64)
+    plain, plain_grads = at_rows(drawn, rows, blocks, dtype)
     errors = [hold("o", got, plain, exact, dtype=dtype)]
     largest = max(float(x.abs().max()) for x in exact_grads.values())
     for name in inputs:

@@ -104,7 +104,7 @@ def test_the_exact_rows_are_the_references(few_rows):
     do = torch.zeros_like(drawn.do)
     do[:, rows] = drawn.do[:, rows]
     grads = torch.autograd.grad(want.o, list(leaves.values()), do.double())
-    o, found = row_check.at_rows(drawn, rows, want.blocks[:, rows], "nsa_attention", torch.float64)
+    o, found = row_check.at_rows(drawn, rows, want.blocks[:, rows], torch.float64)
     torch.testing.assert_close(o, want.o[:, rows].detach())
     for name, grad in zip(leaves, grads, strict=True):
         at = grad[:, rows] if name in ("q", "gates") else grad
