@@ -1,8 +1,8 @@
 """What was measured faster at a shape, so that `auto` need not guess: a table shipped beside this.
 
 measured.json holds medians of whole calls by every backend, one process a run; each names the run
-that it comes from. `nsa.experiments.comparison.measured_table` writes it. Nothing is measured here,
-and the table is read once a process.
+that it comes from. `nsa.experiments.comparison.record` writes it. Nothing is measured here, and the
+table is read once a process.
 """
 
 import json

@@ -41,7 +41,7 @@ def bench(arguments) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
     from nsa.experiments.comparison import implementations, record
-    from nsa.experiments.comparison.bench import bench as run_bench
+    from nsa.experiments.comparison.trials import bench as run_bench
     from nsa.lab.measure import shapes
 
     options.check_json(arguments.json)

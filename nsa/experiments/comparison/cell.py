@@ -8,86 +8,65 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 
 import torch
 
 from nsa.attention.witness import recording
 from nsa.blocks import count_selectable
 from nsa.experiments.comparison import check, implementations
-from nsa.experiments.comparison.check import Checked
 from nsa.experiments.comparison.implementations import NSA, Implementation
 from nsa.lab.measure import limits, timing
 from nsa.lab.measure.accuracy import AccuracyError
-from nsa.lab.measure.attention_inputs import Drawn, draw, importance_at, mean_union, select_at
+from nsa.lab.measure.attention_inputs import Drawn, draw, mean_union, select_at
 from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.measure.timing import Clock, NoTime
 from nsa.lab.process.child import is_out_of_memory
-from nsa.reference.compress import Phi, compress_keys
 
 NOT_COMPARED = "not compared: it computes another function"
-
-
 UNKNOWN = Ceilings(math.nan, math.nan)
-
-
-@dataclass
-class Cell:
-    """One implementation at one shape; what a benchmark hands on is this as a dict.
-
-    Modes: forward and backward, on a GPU step, and for short T graph_forward and graph_backward.
-    """
-
-    shape: dict  # Shape.to_dict
-    name: str
-    operation: str  # implementations.NSA or DENSE
-    message: str  # why it ended so, and remarks
-    timing: str  # "absolute" on a GPU, "not meaningful" on a CPU
-    ceilings: dict[str, float]  # limits.Ceilings
-    limit_ms: dict[str, float]  # {mode: ms}
-    outcome: str = "not run"  # or ok, red, declined, skipped, oom, error; only "ok" carries speed
-    checked: str = ""  # what was compared with the exact result
-    errors: dict[str, list[float]] = field(default_factory=dict)  # {mode: [worst, limit]}
-    latency_ms: dict[str, list[float]] = field(default_factory=dict)  # {mode: [median, q20, q80]}
-    memory_mib: dict[str, float] = field(default_factory=dict)  # {mode: MiB}
-    paths: dict[str, list[str]] = field(default_factory=dict)  # {branch: what served it}
-    union: dict[str, float] = field(default_factory=dict)  # {neighbours: distinct blocks}
+REVEAL_S = 10.0  # what finding out a selection at a benchmark's own T may take
+UNION_TILES = 64
+BEYOND = 1.03  # of the limit, whose ceilings are medians
+LATER = ("memory", "step")  # stages after which the times that matter are known
+GRAPH_TOKENS, GRAPH_MS = 4096, 20.0  # launches are felt at short T alone
 
 
 def empty(
     shape: Shape, implementation: Implementation, device: str = "cpu", ceilings: Ceilings = UNKNOWN
 ) -> dict:
-    """The cell of a measurement that has not begun."""
+    """The cell of a measurement that has not begun: one implementation at one shape.
+
+    Modes: forward and backward, on a GPU step, and for short T graph_forward and graph_backward.
+    """
     work = limits.work(shape, implementation.operation)
-    cell = Cell(
-        shape.to_dict(),
-        implementation.name,
-        implementation.operation,
-        message=implementation.other,
-        timing="absolute" if device.startswith("cuda") else "not meaningful",
-        ceilings=asdict(ceilings),
-        limit_ms={mode: done.limit_ms(ceilings) for mode, done in work.items()},
-    )
-    return asdict(cell)
+    return {
+        "shape": shape.to_dict(),
+        "name": implementation.name,
+        "operation": implementation.operation,
+        "message": implementation.other,  # why it ended so, and remarks
+        "timing": "absolute" if device.startswith("cuda") else "not meaningful",
+        "ceilings": asdict(ceilings),
+        "limit_ms": {mode: done.limit_ms(ceilings) for mode, done in work.items()},
+        "outcome": "not run",  # or ok, red, declined, skipped, oom, error; only "ok" carries speed
+        "checked": "",  # what was compared with the exact result
+        "errors": {},  # {mode: [worst, limit]}
+        "latency_ms": {},  # {mode: [median, q20, q80]}
+        "memory_mib": {},  # {mode: MiB}
+        "paths": {},  # {branch: what served it}
+        "union": {},  # {neighbours: distinct blocks}
+    }
 
 
 def fail(cell: dict, outcome: str, text: str) -> None:
     """Records a failure; speed, memory and passed checks are removed."""
     for name in ("latency_ms", "memory_mib", "errors"):
         cell[name].clear()
-    cell["checked"] = ""
-    cell["outcome"] = outcome
+    cell |= {"checked": "", "outcome": outcome}
     if outcome == "red":
         cell["message"] = ""
     add(cell, text)
-
-
-def note(cell: dict, checked: Checked) -> None:
-    """Records a check's errors; the check at the longer T comes last and stays."""
-    cell["errors"] = {"forward": [checked.forward.worst, checked.forward.limit]}
-    if checked.backward is not None:
-        cell["errors"]["backward"] = [checked.backward.worst, checked.backward.limit]
 
 
 def add(cell: dict, text: str) -> None:
@@ -101,12 +80,6 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
-REVEAL_S = 10.0  # what finding out a selection at a benchmark's own T may take
-UNION_TILES = 64
-BEYOND = 1.03  # of the limit, whose ceilings are medians
-LATER = ("memory", "step")  # stages after which the times that matter are known
-
-
 class Runner:
     """Measures one implementation after another on a device, and remembers checks already made."""
 
@@ -115,36 +88,34 @@ class Runner:
         self.memory = cpu_memory or device.type == "cuda"
         self.stage = ""
         self.broken = ""  # the device no longer answers, and why
-        self.small: dict[tuple[str, Shape], tuple[check.Checked, float]] = {}
+        self.small: dict[tuple[str, Shape], tuple[dict, str, float]] = {}
         self.mark: list[torch.Tensor] = []  # of the inputs as they were drawn
 
     def draw(self, shape: Shape) -> tuple[Drawn | None, str]:
         """The inputs, or None and the reason."""
-        found, why = None, self.broken
-        if not why:
-            try:
-                self.clock.check(0.0, "the inputs")
-                found = draw(shape, self.device)
-                self.mark = found.fingerprint()
-            except Exception as error:
-                why = brief(error)
-        if found is None:
-            self.release()
-        return found, why
+        if self.broken:
+            return None, self.broken
+        try:
+            self.clock.check(0.0, "the inputs")
+            drawn = draw(shape, self.device)
+            self.mark = drawn.fingerprint()
+            return drawn, ""
+        except Exception as error:
+            drawn, why = None, brief(error)
+        self.release()
+        return drawn, why
 
     def union(self, drawn: Drawn) -> dict[str, float]:
         """Mean distinct blocks of 4 and 8 neighbouring queries, from a sample of tiles."""
-        shape, found = drawn.shape, {}
         with contextlib.suppress(Exception), torch.no_grad():
-            rows = _tiles(shape.tokens, self.device)
-            k = drawn.by_branch("k")["cmp"].float()
-            k_cmp = compress_keys(k, Phi(), shape.config)
-            scores = importance_at(
-                drawn.q[:, rows].float(), k_cmp, rows, shape.tokens, shape.config
-            )
-            blocks = select_at(scores, rows, shape.config)
-            found = {str(n): mean_union(blocks, n) for n in (4, 8)}
-        return found
+            tiles = drawn.shape.tokens // 8
+            count = min(tiles, UNION_TILES)
+            first = torch.linspace(0, tiles - 1, count, device=self.device).long() * 8
+            rows = (first[:, None] + torch.arange(8, device=self.device)).flatten()
+            importance = check.importance(drawn, rows, torch.float32)
+            blocks = select_at(importance, rows, drawn.shape.config)
+            return {str(n): mean_union(blocks, n) for n in (4, 8)}
+        return {}
 
     def fill(self, cell: dict, implementation: Implementation, drawn: Drawn) -> None:
         """Measures an implementation and writes the result into its cell."""
@@ -162,8 +133,7 @@ class Runner:
         except AccuracyError as error:
             fail(cell, "red", str(error))
         except (Exception, SystemExit) as error:
-            text = f"{self.stage}: {brief(error)}"
-            memory = is_out_of_memory(error)
+            text, memory = f"{self.stage}: {brief(error)}", is_out_of_memory(error)
             if memory and self.stage in LATER:
                 add(cell, text)
             else:
@@ -189,7 +159,7 @@ class Runner:
             return
         fail(cell, "red", f"it changes its inputs ({cell['message'] or cell['outcome']})")
 
-    def _measure(self, cell, implementation, drawn) -> None:
+    def _measure(self, cell: dict, implementation: Implementation, drawn: Drawn) -> None:
         reasons = implementation.why_not(drawn)
         backward = not reasons
         if reasons:
@@ -235,11 +205,9 @@ class Runner:
                 with torch.no_grad():
                     ms = timing.once_ms(lambda: implementation.call(first, None), self.device)
             self.clock.start()  # some of its kernels are compiled now
-            kept = replace(checked, rows=None, plain=None, exact=None)
-            self.small[key] = (kept, ms / 1e3)
-        found, small_s = self.small[key]
-        note(cell, found)
-        cell["checked"] = f"T={small.tokens}: {found.what}"
+            self.small[key] = (checked.by_mode(), checked.what, ms / 1e3)
+        errors, what, small_s = self.small[key]
+        cell |= {"errors": dict(errors), "checked": f"T={small.tokens}: {what}"}
         # A first guess: linear in T, which scores and masks exceed.
         guess_s = small_s * shape.batch * shape.tokens / (small.batch * small.tokens)
         self.clock.check(6 * guess_s if guess_s > 1 else 0.0, "this T")
@@ -256,7 +224,7 @@ class Runner:
             cell["checked"] += f"; T={shape.tokens}: not checked, it takes {passes} more forwards"
             return None
         checked = check.check(implementation, drawn, backward=backward, reveal=reveal)
-        note(cell, checked)
+        cell["errors"] = checked.by_mode()
         cell["checked"] += f"; T={shape.tokens}: {checked.what}"
         return checked
 
@@ -314,18 +282,6 @@ class Runner:
                 self.broken = brief(error)
 
 
-def _tiles(tokens: int, device: torch.device) -> torch.Tensor:
-    """Positions of up to UNION_TILES tiles of 8 neighbours, spread evenly over the sequence."""
-    tiles = tokens // 8
-    count = min(tiles, UNION_TILES)
-    first = torch.linspace(0, tiles - 1, count, device=device).long() * 8
-    return (first[:, None] + torch.arange(8, device=device)).flatten()
-
-
-TOKENS = 4096  # launches are felt at short T alone
-SLOW_MS = 20.0
-
-
 def add_graphs(
     measured: Sequence[tuple[dict, Shape, Implementation]],
     runner: Runner,
@@ -334,7 +290,7 @@ def add_graphs(
     """Writes graph_forward and graph_backward into the cells that ran, are short, and can be
     captured; into the others' messages, why not. The outcome stays as it is."""
     for shape in dict.fromkeys(shape for _, shape, _ in measured):
-        mine = [(cell, i) for cell, s, i in measured if s == shape and eligible(cell, i)]
+        mine = [(cell, i) for cell, s, i in measured if s == shape and _eligible(cell, i)]
         if not mine:
             continue
         drawn, why = runner.draw(shape)
@@ -358,14 +314,13 @@ def add_graphs(
         runner.release()
 
 
-def eligible(cell: dict, implementation: Implementation) -> bool:
-    """Launches are felt at short T alone, and a capture needs a graph-safe backward, too."""
-    ms = cell["latency_ms"]
-    short = cell["shape"]["tokens"] <= TOKENS and "backward" in ms and ms["forward"][0] <= SLOW_MS
-    return implementation.graph and cell["outcome"] == "ok" and short
+def _eligible(cell: dict, implementation: Implementation) -> bool:
+    ms, tokens = cell["latency_ms"], cell["shape"]["tokens"]
+    ran = implementation.graph and cell["outcome"] == "ok" and "backward" in ms
+    return ran and tokens <= GRAPH_TOKENS and ms["forward"][0] <= GRAPH_MS
 
 
-def capture(cell: dict, implementation: Implementation, drawn) -> None:
+def capture(cell: dict, implementation: Implementation, drawn: Drawn) -> None:
     """On leaves of its own, which no forward on another stream has met."""
     fresh = drawn.fresh()
     leaves = [fresh.leaves()[name] for name in implementation.reaches(fresh)]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
-from nsa.experiments.comparison.implementations import DENSE, NSA, Implementation, operands
+from nsa.experiments.comparison.implementations import NSA, Implementation, operands
 from nsa.lab.measure.accuracy import AccuracyError, Error, hold
 from nsa.lab.measure.attention_inputs import Drawn, importance_at, select_at
 from nsa.lab.measure.shapes import Shape
@@ -22,34 +23,28 @@ from nsa.reference.nsa import BRANCHES, combine, compressed_visible
 from nsa.reference.select import selected_tokens
 
 ELEMENTS = 1 << 27  # scores of one branch that are held at once
-
-
-@dataclass(frozen=True)
-class Rows:
-    """o [B, R, HQ, DV] at the rows and, by leaf, the gradients of the sum over rows of o dO.
-
-    Those of q and gates are at the rows alone (elsewhere they are 0), the others whole.
-    """
-
-    o: Tensor
-    grads: dict[str, Tensor]
+SAMPLE = 64  # query rows that are looked at where T is too long for all of them
+ALL_ROWS = 4096  # T up to which all of them are
+MOST_PASSES = 16  # forwards that finding out a selection may take
+BY_QUERY = ("q", "gates")  # leaves whose gradient is 0 where dO is
 
 
 def at_rows(
-    drawn: Drawn, rows: Tensor, blocks: Tensor | None, operation: str, dtype: torch.dtype
-) -> Rows:
+    drawn: Drawn, rows: Tensor, blocks: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The definition evaluated in `dtype` on inputs as drawn, for queries at positions rows [R].
 
-    blocks [B, R, HKV, n] is the selection at those rows; dense attention needs none. Rows are done
-    a few at a time; what they add to the keys' and values' gradients is summed in fp64.
+    Returns o [B, R, HQ, DV] and, by leaf, the gradients of the sum over rows of o dO: those of
+    BY_QUERY at the rows alone, the others whole. blocks [B, R, HKV, n] is the selection at those
+    rows, None for dense attention. Rows are done a few at a time; what they add to the keys' and
+    values' gradients is summed in fp64.
     """
-    given = operands(drawn) if operation == DENSE else drawn.leaves()
-    whole = {n: x.detach().to(dtype) for n, x in given.items() if n not in ("q", "gates")}
-    per_row = drawn.shape.batch * drawn.shape.heads * drawn.shape.tokens
-    step = max(1, ELEMENTS // per_row)
+    given = operands(drawn) if blocks is None else drawn.leaves()
+    whole = {n: x.detach().to(dtype) for n, x in given.items() if n not in BY_QUERY}
+    step = max(1, ELEMENTS // (drawn.shape.batch * drawn.shape.heads * drawn.shape.tokens))
     summed_in = dtype if step >= len(rows) else torch.float64
     sums = {n: torch.zeros_like(x, dtype=summed_in) for n, x in whole.items()}
-    parts: dict[str, list[Tensor]] = {name: [] for name in given if name in ("q", "gates")}
+    parts: dict[str, list[Tensor]] = {name: [] for name in given if name in BY_QUERY}
     outputs = []
     for first in range(0, len(rows), step):
         chunk = rows[first : first + step]
@@ -65,7 +60,7 @@ def at_rows(
             else:
                 sums[name] += grad
         outputs.append(o.detach())
-    return Rows(torch.cat(outputs, 1), {n: torch.cat(g, 1) for n, g in parts.items()} | sums)
+    return torch.cat(outputs, 1), {n: torch.cat(g, 1) for n, g in parts.items()} | sums
 
 
 def _evaluate(
@@ -89,9 +84,8 @@ def _evaluate(
         "slc": selected_tokens(blocks, tokens, config) & causal,
         "win": (causal & (distance < config.window))[None, None],
     }
-    return combine(
-        leaves["gates"], {b: attend(q, k[b], v[b], visible[b], scale)[0] for b in BRANCHES}
-    )
+    o = {b: attend(q, k[b], v[b], visible[b], scale)[0] for b in BRANCHES}
+    return combine(leaves["gates"], o)
 
 
 @torch.no_grad()
@@ -111,8 +105,8 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
     chosen = []
     for first in range(0, count, shape.value_dim):
         column = torch.arange(first, first + shape.value_dim, device=block.device)
-        tag = (block[:, None] == column).to(values.dtype)[None, :, None].expand_as(values)
-        tag = tag.contiguous()
+        tag = (block[:, None] == column).to(values.dtype)[None, :, None]
+        tag = tag.expand_as(values).contiguous()
         v = tag if shape.shared_kv else dict.fromkeys(drawn.v, tag)
         o = implementation.call(replace(drawn, v=v, gates=gates), None)
         if not bool(o[:, rows].isfinite().all()):
@@ -122,20 +116,15 @@ def revealed(implementation: Implementation, drawn: Drawn, rows: Tensor) -> Tens
     if not torch.equal(mask.any(3), mask.all(3)):
         raise AccuracyError("the heads of a group select different blocks")
     mask = mask.any(3)
-    wanted = torch.minimum(
-        rows // config.select_block + 1, torch.tensor(config.select_count, device=rows.device)
-    )
+    wanted = (rows // config.select_block + 1).clamp(max=config.select_count)
     wrong = mask.sum(-1) != wanted[:, None]
     if bool(wrong.any()):
         _, row, _ = wrong.nonzero()[0].tolist()
         got = sorted(set(mask[:, row].sum(-1).flatten().tolist()))
-        raise AccuracyError(
-            f"query {int(rows[row])} selects {got} blocks, {int(wanted[row])} are right"
-        )
-    order = torch.arange(count, device=rows.device)
-    ranked = torch.where(mask, order, count).sort(dim=-1).values[..., : config.select_count]
-    empty_slots = config.select_count - ranked.shape[-1]
-    ranked = torch.nn.functional.pad(ranked, (0, empty_slots), value=count)
+        what = f"query {int(rows[row])} selects {got} blocks"
+        raise AccuracyError(f"{what}, {int(wanted[row])} are right")
+    ranked = torch.where(mask, torch.arange(count, device=rows.device), count).sort(dim=-1).values
+    ranked = F.pad(ranked, (0, config.select_count - count), value=count)  # below 0 it crops
     return torch.where(ranked == count, -1, ranked).to(torch.int32)
 
 
@@ -162,22 +151,20 @@ def hold_selection(drawn: Drawn, rows: Tensor, blocks: Tensor) -> None:
         if bool((legal & ~(blocks == block[..., None]).any(-1)).any()):
             raise AccuracyError("a query does not select its local blocks and the first ones")
     most = kept(best)
-    lost, stick = most - kept(blocks), most - kept(plain)
+    lost, stick = most - kept(blocks), (most - kept(plain)).abs()
     grain = torch.finfo(dtype).eps / 4 * float(most.mean()) / config.select_count
     noise = 4 * torch.finfo(torch.float32).eps * float(most.max())
-    for kind, ours, torchs in (
-        ("worst", lost.max(), stick.abs().max()),
-        ("mean", lost.mean(), stick.abs().mean()),
-    ):
-        limit = 2 * float(torchs) + grain + noise
-        if float(ours) > limit:
+    for kind, over_all in (("worst", torch.max), ("mean", torch.mean)):
+        ours, limit = float(over_all(lost)), 2 * float(over_all(stick)) + grain + noise
+        if ours > limit:
             raise AccuracyError(
-                f"its selection loses {float(ours):.2e} of importance ({kind}) > {limit:.2e}; "
+                f"its selection loses {ours:.2e} of importance ({kind}) > {limit:.2e}; "
                 f"the best keeps {float(most.mean()):.2e}"
             )
 
 
 def importance(drawn: Drawn, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, R, HKV, NB], computed in `dtype`."""
     k = drawn.by_branch("k")["cmp"].detach().to(dtype)
     k_cmp = compress_keys(k, Phi(), drawn.shape.config)
     q = drawn.q.detach()[:, rows].to(dtype)
@@ -196,11 +183,6 @@ def handed_in(drawn: Drawn, rows: Tensor) -> tuple[Tensor, Tensor]:
     whole = plain[None, :, None].repeat(drawn.shape.batch, 1, drawn.shape.kv_heads, 1)
     whole[:, rows] = blocks
     return blocks, whole
-
-
-SAMPLE = 64  # query rows that are looked at where T is too long for all of them
-ALL_ROWS = 4096  # T up to which all of them are
-MOST_PASSES = 16  # forwards that finding out a selection may take
 
 
 class NoGradient(Exception):
@@ -229,14 +211,14 @@ class Checked:
             got = o.detach()[:, self.rows]
             hold(f"o {when}", got, self.plain, self.exact, dtype=o.dtype)
 
-    @property
-    def forward(self) -> Error:
-        return self.errors[0]
-
-    @property
-    def backward(self) -> Error | None:
-        """The gradient that comes closest to its limit."""
-        return max(self.errors[1:], key=lambda e: e.worst / (e.limit or 1), default=None)
+    def by_mode(self) -> dict[str, list[float]]:
+        """{mode: [worst, limit]}: o's, and of the gradient that comes closest to its limit."""
+        o, *grads = self.errors
+        found = {"forward": [o.worst, o.limit]}
+        if grads:
+            nearest = max(grads, key=lambda e: e.worst / (e.limit or 1))
+            found["backward"] = [nearest.worst, nearest.limit]
+        return found
 
 
 def small(shape: Shape) -> Shape:
@@ -244,20 +226,15 @@ def small(shape: Shape) -> Shape:
     config = shape.config
     tokens = config.select_block * (config.select_count + 4) + config.select_block // 2 + 5
     kv_heads = min(shape.kv_heads, 2)
-    return replace(
-        shape,
-        tokens=min(shape.tokens, tokens),
-        heads=kv_heads * shape.group,
-        kv_heads=kv_heads,
-        batch=min(shape.batch, 2),
-    )
+    heads = {"heads": kv_heads * shape.group, "kv_heads": kv_heads}
+    return replace(shape, tokens=min(shape.tokens, tokens), batch=min(shape.batch, 2), **heads)
 
 
-def sample_rows(tokens: int, device: torch.device, seed: int = 0) -> Tensor:
+def sample_rows(tokens: int, device: torch.device) -> Tensor:
     """All rows of a short sequence, SAMPLE ascending ones of a long one with its first and last."""
     if tokens <= ALL_ROWS:
         return torch.arange(tokens, device=device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     chosen = {0, 1, tokens // 2, *range(tokens - 8, tokens)}
     while len(chosen) < SAMPLE:
         chosen.add(int(torch.randint(tokens, (), generator=generator)))
@@ -274,36 +251,32 @@ def check(
     the rows; with dO everywhere they have to be finite. NoGradient where `backward` is asked of an
     output without one. Whatever the implementation raises comes through.
     """
-    operation, dtype = implementation.operation, drawn.q.dtype
+    nsa, dtype = implementation.operation == NSA, drawn.q.dtype
     rows = sample_rows(drawn.shape.tokens, drawn.q.device)
     every = len(rows) == drawn.shape.tokens
     what = "all rows" if every else f"{len(rows)} rows"
     blocks, handed = None, None
-    if operation == NSA and reveal:
+    if nsa and reveal:
         blocks = revealed(implementation, drawn, rows)
         hold_selection(drawn, rows, blocks)
         what += ", own selection"
-    elif operation == NSA:
+    elif nsa:
         blocks, handed = handed_in(drawn, rows)
         what += ", selection handed in"
     leaves = drawn.leaves()
-    names = implementation.reaches(drawn) if backward else []
+    inputs = {n: leaves[n] for n in implementation.reaches(drawn)} if backward else {}
     with torch.set_grad_enabled(backward):
         o = implementation.call(drawn, handed)
-    if not bool(o.isfinite().all()):
-        raise AccuracyError(
-            f"o: {int((~o.isfinite()).sum())} values are not finite, of {o.numel()}"
-        )
+    if bad := int((~o.isfinite()).sum()):
+        raise AccuracyError(f"o: {bad} values are not finite, of {o.numel()}")
     if backward and not o.requires_grad:
         raise NoGradient("its output has no gradient")
     grads: dict[str, Tensor] = {}
     if backward:
-        inputs = {n: leaves[n] for n in names}
         if not every:
             whole = _gradients(o, inputs, drawn.do)
-            bad = [f"d{name}" for name, grad in whole.items() if not bool(grad.isfinite().all())]
-            if bad:
-                raise AccuracyError(f"{', '.join(bad)} with dO at all queries: not finite")
+            if wrong := [f"d{n}" for n, grad in whole.items() if not bool(grad.isfinite().all())]:
+                raise AccuracyError(f"{', '.join(wrong)} with dO at all queries: not finite")
             del whole
         do = torch.zeros_like(drawn.do)
         do[:, rows] = drawn.do[:, rows]
@@ -312,18 +285,23 @@ def check(
     got = o.detach()[:, rows]
     del o
     what += ", forward and gradients" if backward else ", forward"
-    truth = at_rows(drawn, rows, blocks, operation, torch.float64)
-    stick = at_rows(drawn, rows, blocks, operation, dtype)
-    errors = [hold("o", got, stick.o, truth.o, dtype=dtype)]
-    largest = max(float(x.abs().max()) for x in truth.grads.values())
-    for name in names:
+    exact, exact_grads = at_rows(drawn, rows, blocks, torch.float64)
+    plain, plain_grads = at_rows(drawn, rows, blocks, dtype)
+    errors = [hold("o", got, plain, exact, dtype=dtype)]
+    largest = max(float(x.abs().max()) for x in exact_grads.values())
+    for name in inputs:
         grad = grads.pop(name)
-        if name in ("q", "gates"):
-            grad = _only_at(rows, grad, name)
-        same, exact = stick.grads.pop(name), truth.grads.pop(name)
-        errors.append(hold(f"d{name}", grad, same, exact, dtype=dtype, magnitude=largest))
-    own = None if handed is not None else rows
-    return Checked(what, tuple(errors), own, stick.o, truth.o)
+        if name in BY_QUERY:
+            at = grad[:, rows]
+            if not every:
+                grad[:, rows] = 0
+                if stray := int((grad != 0).sum()):  # NaN counts, too
+                    text = f"d{name}: {stray} values are not 0 at queries whose dO is 0"
+                    raise AccuracyError(text)
+            grad = at
+        same, right = plain_grads.pop(name), exact_grads.pop(name)
+        errors.append(hold(f"d{name}", grad, same, right, dtype=dtype, magnitude=largest))
+    return Checked(what, tuple(errors), None if handed is not None else rows, plain, exact)
 
 
 def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
@@ -337,14 +315,3 @@ def _gradients(o: Tensor, inputs: dict[str, Tensor], do: Tensor) -> dict[str, Te
     if missing:
         raise AccuracyError(f"no gradient reaches {', '.join(missing)}")
     return dict(zip(inputs, found, strict=True))
-
-
-def _only_at(rows: Tensor, grad: Tensor, name: str) -> Tensor:
-    """The gradient at the rows; AccuracyError where one elsewhere, whose dO is 0, is not 0."""
-    at = grad[:, rows]
-    if grad.shape[1] > len(rows):
-        grad[:, rows] = 0
-        stray = int((grad != 0).sum())  # NaN counts, too
-        if stray:
-            raise AccuracyError(f"d{name}: {stray} values are not 0 at queries whose dO is 0")
-    return at

@@ -1,7 +1,8 @@
 """What a comparison calls: our backends, dense attention, and other people's code, in one form."""
 
-import importlib
+import contextlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +11,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
-from nsa.attention.inputs import Inputs, checked
+from nsa.attention.inputs import checked
 from nsa.lab.measure.attention_inputs import Drawn
 from nsa.lab.measure.shapes import Shape
 from nsa.reference.nsa import BRANCHES
@@ -24,25 +26,20 @@ LIMITS = {NSA: "limit", DENSE: "dense limit"}  # the names of the physical limit
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute attention from drawn inputs.
+    """One way to compute attention from drawn inputs: call(drawn, blocks) -> o [B, T, HQ, DV].
 
-    operation: NSA or DENSE, what it is compared with. `call(drawn, blocks)` returns
-    o [B, T, HQ, DV]; blocks [B, T, HKV, n] is None unless `takes_blocks`. `why_not(drawn)` lists
-    reasons, empty when it runs. `reaches(drawn)` names the leaves that o depends on. `other` says
-    in which way it computes another function, so that its accuracy is not compared.
-    `held_bytes(shape)`: T x T tensors it holds, 0 for linear memory. `graph`: a CUDA graph can
-    capture it; a capture that fails may leave the allocator unfit for what comes after.
+    blocks [B, T, HKV, n] is None unless `takes_blocks`.
     """
 
     name: str
-    operation: str
+    operation: str  # NSA or DENSE: what it is compared with
     call: Callable[[Drawn, Tensor | None], Tensor]
-    why_not: Callable[[Drawn], list[str]]
-    reaches: Callable[[Drawn], list[str]] = lambda drawn: list(drawn.leaves())
+    why_not: Callable[[Drawn], list[str]]  # reasons, empty when it runs
+    reaches: Callable[[Drawn], list[str]] = lambda drawn: list(drawn.leaves())  # o depends on them
     takes_blocks: bool = False
-    other: str = ""
-    held_bytes: Callable[[Shape], int] = lambda shape: 0
-    graph: bool = False
+    other: str = ""  # in which way it computes another function: its accuracy is not compared
+    held_bytes: Callable[[Shape], int] = lambda shape: 0  # T x T tensors, 0 for linear memory
+    graph: bool = False  # a CUDA graph can capture it; one that fails may spoil the allocator
 
 
 def backends(names: Sequence[str] | None = None) -> list[Implementation]:
@@ -55,30 +52,23 @@ def backends(names: Sequence[str] | None = None) -> list[Implementation]:
     return [_backend(b) for b in sorted(known, key=lambda b: (b.quadratic, b.name != "triton"))]
 
 
-def inputs_of(drawn: Drawn) -> Inputs:
-    """What a backend's `why_not` looks at."""
-    rest = {"phi": None, "cu_seqlens": None, "blocks": None, "branches": BRANCHES, "scale": None}
-    return checked(*_given(drawn), **rest)
+def _backend(backend: registry.Backend) -> Implementation:
+    def call(drawn: Drawn, blocks: Tensor | None) -> Tensor:
+        return nsa_attention(*_given(drawn), backend=backend.name, blocks=blocks)
+
+    def why_not(drawn: Drawn) -> list[str]:
+        rest = dict.fromkeys(("phi", "cu_seqlens", "blocks", "scale")) | {"branches": BRANCHES}
+        return backend.why_not(checked(*_given(drawn), **rest))
+
+    held, graph = partial(_held_bytes, backend.name), backend.name == "triton"
+    return Implementation(
+        backend.name, NSA, call, why_not, takes_blocks=True, held_bytes=held, graph=graph
+    )
 
 
 def _given(drawn: Drawn) -> tuple:
     """q, k, v, gates and config, in the order in which every NSA takes them."""
     return drawn.q, drawn.k, drawn.v, drawn.gates, drawn.shape.config
-
-
-def _backend(backend: registry.Backend) -> Implementation:
-    def call(drawn: Drawn, blocks: Tensor | None) -> Tensor:
-        return nsa_attention(*_given(drawn), backend=backend.name, blocks=blocks)
-
-    return Implementation(
-        backend.name,
-        NSA,
-        call,
-        why_not=lambda drawn: backend.why_not(inputs_of(drawn)),
-        takes_blocks=True,
-        held_bytes=lambda shape: _held_bytes(backend.name, shape),
-        graph=backend.name == "triton",
-    )
 
 
 def _held_bytes(name: str, shape: Shape) -> int:
@@ -102,16 +92,6 @@ def free_bytes(device: torch.device) -> int:
     return int(told["MemAvailable"].split()[0]) * 1024
 
 
-def providers() -> list[Implementation]:
-    """dense-flash (torch's FlashAttention-2), dense-cudnn, and dense-fa4 (flash-attn-4)."""
-    flash, cudnn = (partial(_sdpa, name) for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"))
-    return [
-        Implementation("dense-flash", DENSE, flash, _why_not_flash, _reaches, graph=True),
-        Implementation("dense-cudnn", DENSE, cudnn, _why_not_cudnn, _reaches, graph=True),
-        Implementation("dense-fa4", DENSE, _fa4, _why_not_fa4, _reaches, graph=True),
-    ]
-
-
 def operands(drawn: Drawn) -> dict[str, Tensor]:
     """q, k and v of dense attention, by the names of their leaves: shared ones or the window's."""
     leaves = drawn.leaves()
@@ -122,11 +102,9 @@ def _reaches(drawn: Drawn) -> list[str]:
     return ["q", "k", "v"] if drawn.shape.shared_kv else ["q", "k_win", "v_win"]
 
 
-def _sdpa(backend: str, drawn: Drawn, blocks: Tensor | None) -> Tensor:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
+def _sdpa(backend: SDPBackend, drawn: Drawn, blocks: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in operands(drawn).values())
-    with sdpa_kernel([getattr(SDPBackend, backend)]):
+    with sdpa_kernel([backend]):
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return o.transpose(1, 2)
 
@@ -136,46 +114,6 @@ def _fa4(drawn: Drawn, blocks: Tensor | None) -> Tensor:
 
     o = flash_attn_func(*operands(drawn).values(), causal=True)
     return o[0] if isinstance(o, tuple) else o  # some releases return the lse, too
-
-
-def _why_not_flash(drawn: Drawn) -> list[str]:
-    return (_half_on_a_gpu(drawn) if drawn.q.is_cuda else []) + _one_dim(drawn)
-
-
-def _why_not_cudnn(drawn: Drawn) -> list[str]:
-    return _no_gpu(drawn) or _half_on_a_gpu(drawn)
-
-
-def _why_not_fa4(drawn: Drawn) -> list[str]:
-    if not (find_spec("flash_attn") and find_spec("flash_attn.cute")):
-        return ["flash-attn-4 is not installed; pip install 'nsa[flash-attn]'"]
-    if reasons := _no_gpu(drawn):
-        return reasons
-    reasons = _half_on_a_gpu(drawn)
-    capability = torch.cuda.get_device_capability(drawn.q.device)
-    if capability < (9, 0):
-        reasons.append(f"needs compute capability 9.0 (Hopper) or newer, got {capability}")
-    return reasons + _one_dim(drawn)  # grouped heads have no backward otherwise
-
-
-def _no_gpu(drawn: Drawn) -> list[str]:
-    return [] if drawn.q.is_cuda else [f"needs a GPU, got {drawn.q.device}"]
-
-
-def _one_dim(drawn: Drawn) -> list[str]:
-    dim, value_dim = drawn.shape.dim, drawn.shape.value_dim
-    return [] if dim == value_dim else [f"needs D = DV, got {dim} and {value_dim}"]
-
-
-def _half_on_a_gpu(drawn: Drawn) -> list[str]:
-    dtype = drawn.q.dtype
-    return [] if dtype in (torch.bfloat16, torch.float16) else [f"needs bf16 or fp16, got {dtype}"]
-
-
-def fla() -> Implementation:
-    """fla-core's `parallel_nsa`: mean pooling over blocks that do not overlap, and no window."""
-    other = "fla-core compresses with l = d = l' and runs here without a window"
-    return Implementation("fla", NSA, _fla, _why_not_fla, other=other)
 
 
 def _fla(drawn: Drawn, blocks: Tensor | None) -> Tensor:
@@ -190,13 +128,44 @@ def _fla(drawn: Drawn, blocks: Tensor | None) -> Tensor:
 def _why_not_fla(drawn: Drawn) -> list[str]:
     if not find_spec("fla"):
         return ["fla-core is not installed; pip install fla-core"]
-    reasons = _no_gpu(drawn)
     group = drawn.shape.group
+    reasons = [] if drawn.q.is_cuda else [f"needs a GPU, got {drawn.q.device}"]
     if group < 16 or group & (group - 1):
         reasons.append(f"needs a power of two of at least 16 query heads a KV head, got {group}")
     if not drawn.shape.shared_kv:
         reasons.append("takes one k and v for all branches")
     return reasons
+
+
+def _why_not_dense(name: str, drawn: Drawn) -> list[str]:
+    q, dim, value_dim = drawn.q, drawn.shape.dim, drawn.shape.value_dim
+    if name == "fa4" and not (find_spec("flash_attn") and find_spec("flash_attn.cute")):
+        return ["flash-attn-4 is not installed; pip install 'nsa[flash-attn]'"]
+    if name != "flash" and not q.is_cuda:
+        return [f"needs a GPU, got {q.device}"]
+    reasons = []
+    if q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"needs bf16 or fp16, got {q.dtype}")
+    if name == "fa4" and (capability := torch.cuda.get_device_capability(q.device)) < (9, 0):
+        reasons.append(f"needs compute capability 9.0 (Hopper) or newer, got {capability}")
+    if name != "cudnn" and dim != value_dim:  # fa4's grouped heads have no backward otherwise
+        reasons.append(f"needs D = DV, got {dim} and {value_dim}")
+    return reasons
+
+
+OTHER = "fla-core compresses with l = d = l' and runs here without a window"
+FLA = Implementation("fla", NSA, _fla, _why_not_fla, other=OTHER)  # fla-core's `parallel_nsa`
+# torch's FlashAttention-2, cuDNN by way of torch, and flash-attn-4
+DENSE_ATTENTIONS = tuple(
+    Implementation(
+        f"dense-{name}", DENSE, call, partial(_why_not_dense, name), _reaches, graph=True
+    )
+    for name, call in (
+        ("flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
+        ("cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+        ("fa4", _fa4),
+    )
+)
 
 
 def peer(path: str) -> Implementation:
@@ -210,8 +179,8 @@ def peer(path: str) -> Implementation:
     def call(drawn: Drawn, blocks: Tensor | None) -> Tensor:
         o = function(*_given(drawn))
         wanted = (*drawn.q.shape[:3], drawn.shape.value_dim)
-        if not isinstance(o, Tensor) or o.shape != wanted:
-            got = tuple(o.shape) if isinstance(o, Tensor) else type(o).__name__
+        got = tuple(o.shape) if isinstance(o, Tensor) else type(o).__name__
+        if got != wanted:
             raise ValueError(f"{path} must return o [B, T, HQ, DV] = {wanted}, got {got}")
         if o.dtype != drawn.q.dtype:
             raise ValueError(f"{path} must return {drawn.q.dtype} as q is, got {o.dtype}")
@@ -225,26 +194,23 @@ def wrong_paths(paths: Sequence[str]) -> list[str]:
     return [reason for path in paths for reason in _found(path)[1]]
 
 
-def _found(path: str):
-    """(the callable or None, reasons for which it cannot be called)."""
-    module, colon, name = path.partition(":")
-    if not (module and colon and name):
+def _found(path: str) -> tuple[Callable | None, list[str]]:
+    """(the callable, reasons for which it cannot be called)."""
+    module, _, name = path.partition(":")
+    if not (module and name):
         return None, [f"--peer {path!r} is not of the form import.path:function"]
     try:
-        function = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
+        function = pkgutil.resolve_name(path)
     except AttributeError:
         return None, [f"module {module} has no {name!r}"]
     except (Exception, SystemExit) as error:  # anything may happen in somebody's module
         return None, [f"{module} cannot be imported: {type(error).__name__}: {error}"]
     if not callable(function):
         return None, [f"{path} is no function but {type(function).__name__}"]
-    try:
-        inspect.signature(function).bind(*range(5))
-    except TypeError as error:
+    with contextlib.suppress(ValueError):  # a builtin tells no signature; the call will say
         signature = inspect.signature(function)
-        return None, [f"{path}{signature} does not take (q, k, v, gates, config): {error}"]
-    except ValueError:  # a builtin tells no signature; the call will say
-        pass
+        try:
+            signature.bind(*range(5))
+        except TypeError as error:
+            return None, [f"{path}{signature} does not take (q, k, v, gates, config): {error}"]
     return function, []

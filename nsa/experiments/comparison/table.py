@@ -1,9 +1,9 @@
 """Questions put to the benchmark rows of a metrics table, answered as tables. Draws nothing."""
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 import pandas
@@ -17,23 +17,24 @@ from nsa.workbook import metrics
 from nsa.workbook.looks import by_tokens
 from nsa.workbook.scaling import crossing
 
-LINES = ("shape", "queries", "backend")  # of a table
+CURVE = ["shape", "queries"]  # what all points of a curve have in common
+LINES = [*CURVE, "backend"]  # of a table
 MODES = ("forward", "backward", "step")
 LETTERS = ("l", "d", "l'", "n", "first", "local", "w")  # the paper's, of NSAConfig's fields
 
 
 def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The benchmark's rows over T, with `shape` ("HQ 64, HKV 4, D 128, bf16"), `queries` and
-    `outcome`; of a point measured twice the last."""
+    """The benchmark's rows over T, with `shape` ("HQ 64, HKV 4, D 128, bf16") and, from the config,
+    `queries`, `outcome`, `checked` and `message`; of a point measured twice the last."""
     rows = df[df["operation"].isin([NSA, DENSE]) & (df["x_name"] == "tokens")].copy()
     configs = metrics.configs(rows)
     rows["shape"] = [shape_name(config) for config in configs]
-    rows["queries"] = [config.get("queries", "") for config in configs]
-    rows["outcome"] = [config.get("outcome", "ok") for config in configs]
-    rows["comparable"] = [config.get("checked", "") != NOT_COMPARED for config in configs]
+    usual = {"queries": "", "outcome": "ok", "checked": "", "message": ""}
+    for name, value in usual.items():
+        rows[name] = [config.get(name, value) for config in configs]
     rows["x_value"] = rows["x_value"].astype(int)
     rows["median"] = rows["median"].astype(float)
-    point = ["shape", "queries", "operation", "backend", "mode", "metric", "x_value"]
+    point = [*CURVE, "operation", "backend", "mode", "metric", "x_value"]
     return rows.drop_duplicates(point, keep="last")
 
 
@@ -52,7 +53,7 @@ def shape_name(config: dict) -> str:
     parts += [f"B {config['batch']}"] * (config.get("batch", 1) != 1)
     parts.append(str(config.get("dtype", "")))
     parts += ["own k, v a branch"] * (not config.get("shared_kv", True))
-    for field, letter in zip(dataclasses.fields(NSAConfig), LETTERS, strict=True):
+    for field, letter in zip(fields(NSAConfig), LETTERS, strict=True):
         value = config.get(field.name, field.default)
         parts += [f"{letter} {value}"] * (value != field.default)
     return ", ".join(parts)
@@ -63,13 +64,15 @@ def wide(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
     return by_tokens(rows_of(df, metric, mode), "median", LINES).astype(float)
 
 
-def shown(df: pandas.DataFrame, metric: str, mode: str, digits: int = 3) -> pandas.DataFrame:
-    """`wide`, for a reader: rounded, a failure by its name, "none" where there is no such mode."""
+def shown(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
+    """`wide`, for a reader: three digits, a failure by its name, "none" where there is no mode."""
     rows = rows_of(df, metric, mode)
-    texts = [
-        _figures(value, digits) if np.isfinite(value) else outcome if outcome != "ok" else "none"
-        for value, outcome in zip(rows["median"], rows["outcome"], strict=True)
-    ]
+    texts = []
+    for value, outcome in zip(rows["median"], rows["outcome"], strict=True):
+        if not np.isfinite(value):
+            texts.append(outcome if outcome != "ok" else "none")
+        else:
+            texts.append(f"{value:,.0f}" if value == 0 or abs(value) >= 1000 else f"{value:.3g}")
     table = by_tokens(rows.assign(text=texts), "text", LINES).fillna("")
     return table if metric != "latency" else _named(table, rows, "T")
 
@@ -81,17 +84,9 @@ def _named(table: pandas.DataFrame, rows: pandas.DataFrame, name: str = "") -> p
     return table.rename_axis(columns=name or None)
 
 
-def _figures(value: float, digits: int) -> str:
-    if value == 0 or abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
-
-
 def notes(df: pandas.DataFrame) -> pandas.DataFrame:
     """What did not run, or not whole, and why: one row an implementation, reason and its T."""
-    rows = rows_of(df, "latency", "forward")
-    messages = [config.get("message", "") for config in metrics.configs(rows)]
-    rows = rows.assign(why=messages)
+    rows = rows_of(df, "latency", "forward").rename(columns={"message": "why"})
     rows = rows[rows["why"] != ""]
     if not len(rows):
         return pandas.DataFrame(columns=["outcome", "T", "why"])
@@ -108,12 +103,8 @@ def accuracy(df: pandas.DataFrame) -> pandas.DataFrame:
     rows = labelled(df)
     red = rows[rows["outcome"] == "red"]["backend"].unique()
     rows = rows[rows["metric"] == "error"]
-    configs = metrics.configs(rows)
-    rows = rows.assign(
-        share=[m / c["allowed"] for m, c in zip(rows["median"], configs, strict=True)],
-        checked=[c.get("checked", "") for c in configs],
-    )
-    share = rows.pivot_table(
+    allowed = [config["allowed"] for config in metrics.configs(rows)]
+    share = rows.assign(share=rows["median"] / allowed).pivot_table(
         index="backend", columns="mode", values="share", aggfunc="max", sort=False
     )
     share = share.reindex(columns=[m for m in ("forward", "backward") if m in share]).round(2)
@@ -123,10 +114,10 @@ def accuracy(df: pandas.DataFrame) -> pandas.DataFrame:
     return share
 
 
-def paths(cells: list[dict]) -> dict[str, tuple]:
-    """{backend: what served each branch}, from the witnesses of cells."""
+def paths(cells: Sequence[dict]) -> dict[str, dict[str, str]]:
+    """{backend: {branch: what served it}}, from the witnesses of cells."""
     return {
-        cell["name"]: tuple((b, ", ".join(p)) for b, p in sorted(cell["paths"].items()))
+        cell["name"]: {b: ", ".join(served) for b, served in sorted(cell["paths"].items())}
         for cell in cells
         if cell["paths"] and not cell["name"].startswith("peer ")
     }
@@ -137,19 +128,16 @@ def fastest(df: pandas.DataFrame) -> pandas.DataFrame:
     much. `NSA of limit` is the share of the physical limit that the winner reaches. What computes
     another function takes no part."""
     rows = rows_of(df, "latency", *MODES)
-    rows = rows[rows["median"].notna() & rows["comparable"]]
-    found, index = [], ["shape", "queries", "T", "mode"]
-    for key, group in rows.groupby(["shape", "queries", "x_value", "mode"], sort=False):
+    rows = rows[rows["median"].notna() & (rows["checked"] != NOT_COMPARED)]
+    found, index = [], [*CURVE, "T", "mode"]
+    for key, group in rows.groupby([*CURVE, "x_value", "mode"], sort=False):
         line: dict = dict(zip(index, key, strict=True))
         for operation, label in ((NSA, "NSA"), (DENSE, "dense")):
-            mine = group[group["operation"] == operation]
-            limit = mine[mine["backend"] == LIMITS[operation]]["median"]
-            raced = mine[mine["backend"] != LIMITS[operation]]
+            mine = group[group["operation"] == operation].set_index("backend")["median"]
+            raced = mine.drop(LIMITS[operation], errors="ignore")
             if len(raced):
-                best = raced.loc[raced["median"].idxmin()]
-                line[label], line[f"{label} ms"] = best["backend"], best["median"]
-                if label == "NSA" and len(limit):
-                    line["NSA of limit"] = limit.iloc[-1] / best["median"]
+                line |= {label: raced.idxmin(), f"{label} ms": raced.min()}
+                line[f"{label} of limit"] = mine.get(LIMITS[operation], math.nan) / raced.min()
         if "NSA" in line:
             line["dense / NSA"] = line.get("dense ms", math.nan) / line["NSA ms"]
             found.append(line)
@@ -164,20 +152,19 @@ def break_even(df: pandas.DataFrame) -> pandas.DataFrame:
     Interpolated between measured T, straight in log-log; "below T" where it wins from the first T
     on, "beyond T" where it does not win up to the last.
     """
+    rows = rows_of(df, "latency", *MODES)
+    rows = rows[rows["median"].notna() & ~rows["backend"].isin(LIMITS.values())]
     found: dict[tuple, dict[str, str]] = {}
     for mode in MODES:
-        rows = rows_of(df, "latency", mode)
-        rows = rows[rows["median"].notna() & ~rows["backend"].isin(LIMITS.values())]
-        for (shape, queries), group in rows.groupby(["shape", "queries"], sort=False):
+        for curve, group in rows[rows["mode"] == mode].groupby(CURVE, sort=False):
             dense = group[group["operation"] == DENSE].groupby("x_value")["median"].min()
-            ours = group[group["operation"] == NSA]
-            for backend, line in ours.groupby("backend", sort=False):
-                both = line.set_index("x_value")["median"].to_frame("ours")
-                both = both.join(dense.rename("dense"), how="inner").sort_index()
+            for backend, ours in group[group["operation"] == NSA].groupby("backend", sort=False):
+                both = ours.join(dense.rename("dense"), on="x_value", how="inner")
+                both = both.sort_values("x_value")
                 if len(both):
-                    text = crossing(list(both.index), list(both["ours"]), list(both["dense"]))
-                    found.setdefault((shape, queries, backend), {})[mode] = text
-    index = pandas.MultiIndex.from_tuples(found, names=["shape", "queries", "backend"])
+                    columns = (list(both[name]) for name in ("x_value", "median", "dense"))
+                    found.setdefault((*curve, backend), {})[mode] = crossing(*columns)
+    index = pandas.MultiIndex.from_tuples(found, names=LINES)
     return _named(pandas.DataFrame(list(found.values()), index=index).fillna(""), df)
 
 
@@ -186,29 +173,24 @@ def unions(df: pandas.DataFrame) -> pandas.DataFrame:
     rows = labelled(df)
     rows = rows[rows["metric"].str.startswith("mean_union_of_")]
     rows = rows.assign(neighbours=rows["metric"].str.rpartition("_")[2].astype(int))
-    lines = ["shape", "queries", "neighbours"]
+    lines = [*CURVE, "neighbours"]
     table = rows.pivot_table("median", lines, "x_value", aggfunc="last", sort=False)
     return table.rename_axis(columns="T").round(1)
 
 
-def outcomes(cells: list[dict]) -> dict[str, str]:
-    """{implementation: "ok x2, declined x1"}, in the order of the cells."""
-    found: dict[str, Counter] = {}
-    for cell in cells:
-        found.setdefault(cell["name"], Counter())[cell["outcome"]] += 1
-    return {
-        name: ", ".join(f"{outcome} x{count}" for outcome, count in counts.items())
-        for name, counts in found.items()
-    }
-
-
-def facts(cells: list[dict], shapes: Sequence[Shape]) -> list[str]:
+def facts(cells: Sequence[dict], shapes: Sequence[Shape]) -> list[str]:
     """Lines that are the same on every machine: how cells ended, work in numbers, paths."""
-    lines = [f"{name}: {ended}" for name, ended in outcomes(cells).items()]
+    outcomes: dict[str, Counter] = {}
+    for cell in cells:
+        outcomes.setdefault(cell["name"], Counter())[cell["outcome"]] += 1
+    lines = [
+        f"{name}: {', '.join(f'{outcome} x{count}' for outcome, count in counts.items())}"
+        for name, counts in outcomes.items()
+    ]
     for shape in shapes:
         work = {mode: f"{done.flops:,}" for mode, done in limits.work(shape).items()}
         lines.append(f"T {shape.tokens}: pairs {limits.pairs(shape.tokens, shape.config)}")
         lines.append(f"  operations forward {work['forward']}, backward {work['backward']}")
     for name, served in paths(cells).items():
-        lines.append(f"{name}: " + ", ".join(f"{branch} {path}" for branch, path in served))
+        lines.append(f"{name}: " + ", ".join(map(" ".join, served.items())))
     return lines

@@ -1,20 +1,42 @@
-"""A benchmark whose shapes each run in a child process: one that crashes or hangs leaves rows."""
+"""Every implementation side by side on the same inputs in one process: accuracy first, then speed.
 
-from collections.abc import Sequence
+`compare` gives each shape a child process, so that one that crashes or hangs leaves rows. How an
+implementation ended is a value: the `outcome` of its cell.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from nsa.experiments.comparison import bench
-from nsa.experiments.comparison.cell import empty
+import torch
+
+from nsa.experiments.comparison import implementations
+from nsa.experiments.comparison.cell import UNKNOWN, Runner, add_graphs, empty
+from nsa.experiments.comparison.implementations import Implementation
 from nsa.lab import sweep
+from nsa.lab.measure import limits
+from nsa.lab.measure.limits import Ceilings
 from nsa.lab.measure.shapes import Shape
-from nsa.lab.measure.timing import CAP_S
+from nsa.lab.measure.timing import CAP_S, Clock
 from nsa.lab.process import gpus
 from nsa.lab.process.trial import Outcome
 
-ENTRY = "nsa.experiments.comparison.bench:measure_spec"
+ENTRY = "nsa.experiments.comparison.trials:measure_spec"
 PROCESS = "the process that measured this shape"
 CRASHED = f"{PROCESS}: crash"
 MARGIN_S = 30.0  # of a deadline, for start-up and for what is running when the budget ends
+
+
+def all_implementations(
+    backends: Sequence[str] | None = None, peers: Sequence[str] = (), with_dense: bool = True
+) -> list[Implementation]:
+    """Backends (None: all), dense attention, fla-core and peers; T x T tensors come last."""
+    ours = implementations.backends(backends)
+    first = [i for i in ours if i.name in ("triton", "flash")]
+    dense = implementations.DENSE_ATTENTIONS if with_dense else ()
+    theirs = [*dense, implementations.FLA, *map(implementations.peer, peers)]
+    return [*first, *theirs, *(i for i in ours if i not in first)]
 
 
 def compare(
@@ -25,46 +47,35 @@ def compare(
     share_s: float = CAP_S,
     device: str = "cpu",
     workers: int = 1,
-    backends: Sequence[str] | None = None,
-    peers: Sequence[str] = (),
-    with_dense: bool = True,
     threads: int | None = None,
     folder: str | Path | None = None,
     progress: bool = True,
     entry: str = ENTRY,
+    **chosen: Any,
 ) -> list[dict]:
-    """The cells of `comparison.bench.bench`, each shape measured in a process of its own.
+    """The cells of `bench`, each shape measured in a process of its own.
 
     Within a shape all implementations share one process and its inputs. deadline_s: for each shape;
     a budget somewhat below it lets the child say what did not fit. budget_s: for all; a shape whose
     turn comes later is not run. share_s: for each implementation, see `bench`. workers: shapes at
-    once on a CPU, where Triton's kernels run interpreted; on "cuda" one on each visible GPU. A
-    child that gives no result leaves a cell for each implementation, `outcome` "oom", "error" or
-    "not run", and the reason.
+    once on a CPU, where Triton's kernels run interpreted; on "cuda" one on each visible GPU.
+    chosen: as of `all_implementations`. A child that gives no result leaves a cell for each
+    implementation, `outcome` "oom", "error" or "not run", and the reason.
     """
-    every = bench.all_implementations(backends, peers, with_dense)
-    common = {
-        "backends": None if backends is None else list(backends),
-        "peers": list(peers),
-        "with_dense": with_dense,
-        "device": device,
-        "threads": threads,
-        "cpu_memory": True,
-        "cap_s": share_s,
-    }
+    every = all_implementations(**chosen)
+    common = chosen | {"device": device, "threads": threads, "cpu_memory": True, "cap_s": share_s}
 
-    def spec(shape: Shape, seconds: float) -> dict:
-        budget_s = max(seconds - MARGIN_S, 0.7 * seconds)
-        return common | {"shapes": [shape.to_dict()], "budget_s": budget_s}
+    def spec(shape: Shape, s: float) -> dict:
+        return common | {"shapes": [shape.to_dict()], "budget_s": max(s - MARGIN_S, 0.7 * s)}
 
     def cells(shape: Shape, ended: Outcome) -> list[dict]:
         if ended.status == "ok":
             return ended.result["cells"]
-        status = ended.status if ended.status in ("oom", "error") else "not run"
-        message = ended.message
+        lost = {"outcome": "not run", "message": ended.message}
         if ended.status != "not run":
-            message = f"{PROCESS}: {ended.status}, {message}"
-        lost = {"outcome": status, "message": message}
+            lost["message"] = f"{PROCESS}: {ended.status}, {ended.message}"
+        if ended.status in ("oom", "error"):
+            lost["outcome"] = ended.status
         return [empty(shape, implementation, device) | lost for implementation in every]
 
     ended = sweep.measure(
@@ -80,3 +91,68 @@ def compare(
         progress=progress,
     )
     return [cell for pair in zip(shapes, ended, strict=True) for cell in cells(*pair)]
+
+
+def measure_spec(spec: dict) -> dict:
+    """`bench` as a trial: {"shapes", and its keyword arguments} -> {"cells"}."""
+    given = dict(spec)
+    shapes = [Shape.from_dict(values) for values in given.pop("shapes")]
+    if threads := given.pop("threads", None):
+        torch.set_num_threads(threads)
+    return {"cells": bench(shapes, say=lambda line: print(line, flush=True), **given)}
+
+
+def bench(
+    shapes: Sequence[Shape],
+    *,
+    device: str | torch.device = "cpu",
+    budget_s: float | None = None,
+    cap_s: float = CAP_S,
+    cpu_memory: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    into: list[dict] | None = None,
+    **chosen: Any,
+) -> list[dict]:
+    """One cell, see `cell.empty`, for each shape and implementation, in that order.
+
+    cpu_memory: record memory on a CPU, too, by torch's profiler, some builds of which write to
+    stderr. into: the list that cells are added to as they come, so that an interrupted run leaves
+    what it has. chosen: as of `all_implementations`. ValueError for an unknown backend, before
+    anything runs.
+    """
+    every = all_implementations(**chosen)
+    device = torch.device(device)
+    runner = Runner(device, Clock(budget_s, cap_s), cpu_memory)
+    ceilings: dict[str, Ceilings] = {}
+    cells = [] if into is None else into
+    measured = []
+    for shape in shapes:
+        if shape.dtype not in ceilings:
+            ceilings[shape.dtype] = UNKNOWN  # if the device cannot tell; what was measured stays
+            with contextlib.suppress(Exception):
+                ceilings[shape.dtype] = limits.measure_ceilings(device, shape.torch_dtype)
+        say(f"{shape}")
+        drawn, why = runner.draw(shape)
+        union = {} if drawn is None else runner.union(drawn)
+        for implementation in every:
+            cell = empty(shape, implementation, device.type, ceilings[shape.dtype])
+            if drawn is None:
+                cell["message"] = why
+            else:
+                cell["union"] = union
+                runner.fill(cell, implementation, drawn)
+            cells.append(cell)
+            measured.append((cell, shape, implementation))
+            say("  " + _line_of(cell))
+        del drawn
+        runner.release()
+    if device.type == "cuda":
+        add_graphs(measured, runner, lambda cell: say("  graph " + _line_of(cell)))
+    return cells
+
+
+def _line_of(cell: dict) -> str:
+    """One line of progress."""
+    ms = {mode: values[0] for mode, values in cell["latency_ms"].items() if mode != "step"}
+    said = ", ".join(f"{mode} {median:.3g}" for mode, median in ms.items()) + " ms" * bool(ms)
+    return f"{cell['name']}: {' '.join(filter(None, (cell['outcome'], said, cell['message'])))}"

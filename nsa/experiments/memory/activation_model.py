@@ -1,28 +1,58 @@
-"""What the forward keeps for the backward, from shapes alone: no fitted number.
-
-One term for each tensor that autograd saves, so that a wrong term names itself.
-"""
+"""What a training step holds, from shapes alone, a term for each tensor: no fitted number."""
 
 from dataclasses import dataclass
 
+import torch
+
 from nsa.attention.registry import check_name, get
 from nsa.blocks import count_compressed, count_selectable
-from nsa.experiments.memory.step_model import predict
 from nsa.model.config import ModelConfig
+from nsa.model.llama import LanguageModel
 
 FP32 = 4
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Bytes kept by all layers and the head: `linear` grows with T, `quadratic` with T x T.
+class Prediction:
+    """Bytes that a step holds at every T, whatever its backend does."""
 
-    `casts` are the weights in bf16, which autocast makes once a forward and the backward uses.
+    weights: int
+    gradients: int
+    optimizer_state: int
+    quadratic: int  # of one fp32 [B, HQ, T, T] in one layer; 0 for a backend that holds none
+
+    @property
+    def fixed(self) -> int:
+        """What the optimizer's phase holds at least."""
+        return self.weights + self.gradients + self.optimizer_state
+
+
+def predict(config: ModelConfig, tokens: int, batch: int = 1, backend: str = "") -> Prediction:
+    """Exact for the parts named, with fp32 weights: 4 bytes a parameter for the weight, 4 for its
+    gradient, 8 for AdamW's moments, and 4 for each parameter tensor's step count.
+
+    `backend` replaces the config's; "auto" counts as one that holds no T x T tensor. ValueError for
+    an unknown backend, or sizes below 1.
     """
+    if tokens < 1 or batch < 1:
+        raise ValueError(f"tokens={tokens} and batch={batch} must be at least 1")
+    name = check_name(backend or config.backend)
+    with torch.device("meta"):
+        parameters = list(LanguageModel(config).parameters())
+    weights = FP32 * sum(p.numel() for p in parameters)
+    square = FP32 * batch * config.heads * tokens**2
+    holds = name != "auto" and get(name).quadratic
+    moments = 2 * weights + FP32 * len(parameters)
+    return Prediction(weights, weights, moments, square if holds else 0)
 
-    casts: int
-    linear: int
-    quadratic: int
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes kept by all layers and the head."""
+
+    casts: int  # the weights in bf16, which autocast makes once a forward and the backward uses
+    linear: int  # grows with T
+    quadratic: int  # grows with T x T
 
     @property
     def total(self) -> int:
@@ -45,7 +75,7 @@ def predicted_peak(
 def activations(
     config: ModelConfig, tokens: int, batch: int = 1, dtype: str = "fp32", backend: str = ""
 ) -> Activations:
-    """Bytes that a forward without checkpointing keeps.
+    """Bytes that a forward without checkpointing keeps for the backward.
 
     dtype "bf16" is autocast: the residual stream and what norms read stay fp32. `backend` replaces
     the config's. Left out: masks of one byte shared by all heads, what phi keeps, and a second copy
@@ -54,23 +84,18 @@ def activations(
     """
     name = get(check_name(backend or config.backend)).name
     size = FP32 if dtype == "fp32" else 2
-    rows = batch * tokens
-    layer = rows * (_block(config, size) + _attention(config, name, size))
-    copies = _one_token_at_a_time(config, tokens) if name == "sequential" else 0
-    head = rows * (FP32 * config.dim + size * config.dim + FP32 * 2 * config.vocab)
-    quadratic = {"masked": _masked, "sdpa": _sdpa}.get(name)
-    squares = 0 if quadratic is None else batch * quadratic(config, tokens, size)
+    # Bytes a token: both norms' inputs and outputs, the MLP's gate, silu, up and product.
+    block = 2 * config.dim * (FP32 + size) + 4 * config.mlp_size * size
+    layer = tokens * (block + _attention(config, name, size))
+    if name == "sequential":
+        layer += _one_token_at_a_time(config, tokens)
+    head = tokens * (FP32 * config.dim + size * config.dim + FP32 * 2 * config.vocab)
     weights = predict(config, tokens, batch, backend).weights
     return Activations(
         casts=0 if dtype == "fp32" else weights * size // FP32,
-        linear=config.layers * (layer + batch * copies) + head,
-        quadratic=config.layers * squares,
+        linear=batch * (config.layers * layer + head),
+        quadratic=batch * config.layers * _squares(config, name, tokens, size),
     )
-
-
-def _block(config: ModelConfig, size: int) -> int:
-    """Bytes a token: both norms' inputs and outputs, the MLP's gate, silu, up and product."""
-    return 2 * config.dim * (FP32 + size) + 4 * config.mlp_size * size
 
 
 def _attention(config: ModelConfig, backend: str, size: int) -> int:
@@ -82,26 +107,26 @@ def _attention(config: ModelConfig, backend: str, size: int) -> int:
     # The kernels form the gated sum and keep only the compressed branch's o beside it.
     branches = 1 if backend == "triton" else 3
     kept = size * (queries + keys + (branches + 1) * outputs + 3 * config.heads)
-    statistics = FP32 * 3 * config.heads
+    kept += FP32 * 3 * config.heads
     if backend == "packed":
         kept += FP32 * outputs  # the selected branch's o before it is rounded
     if backend in ("gather", "packed", "triton"):
         kept += 4 * config.nsa.select_count * config.kv_heads  # the selection
-    return kept + statistics
+    return kept
 
 
-def _masked(config: ModelConfig, tokens: int, size: int) -> int:
-    """fp32 probabilities for every head, a copy to multiply the values with, and masks."""
-    pairs = tokens * (2 * tokens + count_compressed(tokens, config.nsa))
-    masks = tokens * tokens * config.kv_heads + pairs
-    return config.heads * pairs * (FP32 + size) + masks
-
-
-def _sdpa(config: ModelConfig, tokens: int, size: int) -> int:
-    """A mask as an additive bias for every head of a group: one of each KV head for selected."""
-    group = config.heads // config.kv_heads
-    rows = tokens * ((config.kv_heads + 1) * tokens + count_compressed(tokens, config.nsa))
-    return group * rows * size
+def _squares(config: ModelConfig, backend: str, tokens: int, size: int) -> int:
+    """Bytes a layer and sequence."""
+    compressed = count_compressed(tokens, config.nsa)
+    if backend == "masked":
+        # fp32 probabilities for every head, a copy to multiply the values with, and masks
+        pairs = tokens * (2 * tokens + compressed)
+        return config.heads * pairs * (FP32 + size) + tokens**2 * config.kv_heads + pairs
+    if backend == "sdpa":
+        # A mask as an additive bias for every head of a group: one of each KV head for selected.
+        rows = tokens * ((config.kv_heads + 1) * tokens + compressed)
+        return config.heads // config.kv_heads * rows * size
+    return 0
 
 
 def _one_token_at_a_time(config: ModelConfig, tokens: int) -> int:

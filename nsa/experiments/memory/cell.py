@@ -7,41 +7,31 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from nsa.attention.registry import check_name
-from nsa.lab.training import TrainingSpec, check_fields
+from nsa.lab.training import TrainingSpec
 from nsa.spelling import choice, pair
 
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
 
-DTYPES = ("fp32", "bf16")
-
 
 @dataclass(frozen=True)
 class Cell:
-    """One training step to measure.
-
-    layers: None for the preset's own number. dtype: "bf16" is autocast over fp32 weights.
-    checkpoint: layers that are recomputed in the backward, see ModelConfig. data: "text" reads the
-    standard library's sources. changes: further fields of ModelConfig, e.g. {"phi": "mlp",
-    "nsa": {"window": 64}}.
-
-    Raises ValueError for anything that could not be run.
-    """
+    """One training step to measure. Raises ValueError for anything that could not be run."""
 
     preset: str
     backend: str
     tokens: int
-    layers: int | None = None
+    layers: int | None = None  # None: the preset's own number
     batch: int = 1
-    dtype: str = "fp32"
-    checkpoint: str = ""
+    dtype: str = "fp32"  # "bf16" is autocast over fp32 weights
+    checkpoint: str = ""  # layers that are recomputed in the backward, see ModelConfig
     device: str = "cpu"
     seed: int = 1337
-    data: str = "text"
-    changes: dict[str, Any] = field(default_factory=dict)
+    data: str = "text"  # the standard library's sources, or "synthetic"
+    changes: dict[str, Any] = field(default_factory=dict)  # further fields of ModelConfig
 
     def __post_init__(self) -> None:
-        choice("dtype", self.dtype, DTYPES)
+        choice("dtype", self.dtype, ("fp32", "bf16"))
         self.spec()
 
     def spec(self) -> TrainingSpec:
@@ -51,16 +41,6 @@ class Cell:
 
     def config(self) -> "ModelConfig":
         return self.spec().config()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; `from_dict` brings the same cell back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Cell":
-        """The cell of `to_dict`. ValueError for a field it does not have, naming the nearest."""
-        check_fields(cls, values, "a cell", needed=("preset", "backend", "tokens"))
-        return cls(**values)
 
     def __str__(self) -> str:
         batch = f" batch {self.batch}" * (self.batch != 1)
@@ -97,17 +77,6 @@ class Measured:
     threads: int | None = None  # torch's, on the CPU
 
 
-def limits(longest: Sequence[str]) -> dict[str, int]:
-    """["sequential=256"] as {"sequential": 256}, a colon as well; ValueError for anything else."""
-    found = {}
-    for text in longest:
-        name, tokens = pair(text, "sequential=256", "=:")
-        if not (tokens.isascii() and tokens.isdigit()) or int(tokens) < 1:
-            raise ValueError(f"longest={text!r} must end in a number of tokens, as sequential=256")
-        found[check_name(name)] = int(tokens)
-    return found
-
-
 def memory_grid(
     presets: Sequence[str],
     layers: Sequence[int],
@@ -119,11 +88,16 @@ def memory_grid(
 ) -> list[Cell]:
     """One cell for each preset, number of layers, backend and T, in that order.
 
-    `longest` keeps a backend out of longer T than it names, see `limits`. `layers`
-    may be empty: each preset's own number. `fixed` holds the other fields of every cell. ValueError
-    for anything illegal, before any cell runs, and for a grid without cells.
+    `longest` keeps a backend out of longer T than it names: "sequential=256", or with a colon.
+    `layers` may be empty: each preset's own number. `fixed` holds the other fields of every cell.
+    ValueError for anything illegal, before any cell runs, and for a grid without cells.
     """
-    most = limits(longest)
+    most = {}
+    for text in longest:
+        name, limit = pair(text, "sequential=256", "=:")
+        if not (limit.isascii() and limit.isdigit()) or int(limit) < 1:
+            raise ValueError(f"longest={text!r} must end in a number of tokens, as sequential=256")
+        most[check_name(name)] = int(limit)
     cells = [
         Cell(preset=preset, layers=depth, backend=backend, tokens=length, **fixed)
         for preset, depth, backend, length in product(presets, layers or [None], backends, tokens)

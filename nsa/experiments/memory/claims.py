@@ -34,14 +34,11 @@ def all_claims(df: pandas.DataFrame, rows: Sequence[dict], linear: Sequence[str]
 
 def case_study_is_not_quadratic() -> Claim:
     """The report said "O(S^2) confirmed" beside a table that says otherwise."""
-    tokens, mib = zip(*case_study.MEMORY_MIB.items(), strict=True)
-    local = local_exponents(tokens, mib)
-    text = ", ".join(f"{p:.2f}" for p in local)
-    return Claim(
-        f"the case study's own table is not T squared: its local exponents are {text}",
-        verdict_of(bool((local < 2).all() and local[-1] < 1)),
-        {"table": "nsa.experiments.case_study.figures.MEMORY_MIB"},
-    )
+    local = local_exponents(*zip(*case_study.MEMORY_MIB.items(), strict=True))
+    sentence = "the case study's own table is not T squared: its local exponents are "
+    sentence += ", ".join(f"{p:.2f}" for p in local)
+    evidence = {"table": "nsa.experiments.case_study.figures.MEMORY_MIB"}
+    return Claim(sentence, verdict_of(bool((local < 2).all() and local[-1] < 1)), evidence)
 
 
 def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
@@ -49,9 +46,9 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
 
     Only T from n l' on count: up to there every query sees every key, whatever the backend.
     """
-    growing, dense_up_to = table.growing(df), table.dense_up_to(df)
+    dense_up_to = table.dense_up_to(df)
     found, short = {}, set()
-    for (model, name), line in growing.iterrows():
+    for (model, name), line in table.growing(df).iterrows():
         line = line.dropna()
         if name != backend or len(line) < 2:
             continue
@@ -74,10 +71,9 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
 
 def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
     """At the longest T that masked and a linear backend both finished."""
-    growing = table.growing(df)
     evidence, ratios = {}, []
-    for model in growing.index.unique("model"):
-        lines = growing.loc[model]
+    for model, lines in table.growing(df).groupby(level="model", sort=False):
+        lines = lines.droplevel("model")
         names = [name for name in linear if name in lines.index]
         if "masked" not in lines.index or not names:
             continue
@@ -95,24 +91,21 @@ def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
 
 def state_is_sixteen_bytes_a_parameter(rows: Sequence[dict]) -> Claim:
     """fp32 weights, gradients and two Adam moments; a GPU's allocator rounds blocks up."""
-    worst, cells = 0.0, 0
-    for row in rows:
-        if row["outcome"] == "ok" and row["held_mib"]:
-            held = sum(row["held_mib"][n] for n in ("parameters", "gradients", "optimizer_state"))
-            worst = max(worst, abs(held * 2**20 / (16 * row["parameters"]) - 1))
-            cells += 1
-    return Claim(
-        "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %",
-        verdict_of(worst <= 0.03) if cells else "INCONCLUSIVE",
-        {"cells": cells, "largest_deviation": round(worst, 5)},
-    )
+    strays = []
+    for row in _held(rows):
+        held = sum(row["held_mib"][n] for n in ("parameters", "gradients", "optimizer_state"))
+        strays.append(abs(held * 2**20 / (16 * row["parameters"]) - 1))
+    worst = max(strays, default=0.0)
+    evidence = {"cells": len(strays), "largest_deviation": round(worst, 5)}
+    sentence = "weights, gradients and optimizer state are 16 bytes a parameter, to 3 %"
+    return Claim(sentence, verdict_of(worst <= 0.03) if strays else "INCONCLUSIVE", evidence)
 
 
 def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
     """What the forward kept for the backward, against the sum of its shapes."""
     ratios = {}
-    for row in rows:
-        if row["outcome"] == "ok" and row["held_mib"] and not row["checkpoint"]:
+    for row in _held(rows):
+        if not row["checkpoint"]:
             config = ModelConfig.from_dict(row["model"])
             kept = activations(config, row["tokens"], row["batch"], row["dtype"], row["backend"])
             measured = row["held_mib"]["activations"] * 2**20
@@ -128,28 +121,27 @@ def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
     )
 
 
+def _held(rows: Sequence[dict]) -> list[dict]:
+    return [row for row in rows if row["outcome"] == "ok" and row["held_mib"]]
+
+
 def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
     """By their path witnesses."""
-    found = table.paths(list(rows))
-    served = {name: tuple(line) for name, line in found.iterrows()}
-    return different_programs(served, {n: dict(line) for n, line in found.iterrows()}, "backends")
+    found = table.paths(rows).to_dict("index")
+    served = {name: tuple(line.values()) for name, line in found.items()}
+    return different_programs(served, found, "backends")
 
 
 def production_fits(df: pandas.DataFrame) -> Claim:
     """The case study projected 50 to 151 GB for this step."""
     rows = table.labelled(df)
-    rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == "step")]
-    rows = rows[(rows["model"] == "production, 12 layers") & (rows["x_value"] == 2048)]
-    single = np.array([c.get("batch", 1) == 1 for c in metrics.configs(rows)], dtype=bool)
-    rows = rows[rows["median"].notna() & single]
+    rows = rows[(rows["metric"] == "peak_memory") & (rows["x_value"] == 2048)]
+    rows = rows[(rows["model"] == "production, 12 layers") & rows["median"].notna()]
+    rows = rows.loc[[config.get("batch", 1) == 1 for config in metrics.configs(rows)]]
     limit = f"under {PRODUCTION_LIMIT_GIB:.0f} GiB"
     sentence = f"a production step of 12 layers at T 2048, batch 1, stays {limit}"
     if not len(rows):
         return Claim(f"{sentence}: not measured in this run", "INCONCLUSIVE", {})
-    best = rows.loc[rows["median"].idxmin()]
-    gib = best["median"] / 1024
-    return Claim(
-        f"{sentence}: {gib:.2f} GiB with {best['backend']}",
-        verdict_of(gib < PRODUCTION_LIMIT_GIB),
-        {row.backend: round(row.median / 1024, 3) for row in rows.itertuples()},
-    )
+    gib = rows.set_index("backend")["median"] / 1024
+    sentence += f": {gib.min():.2f} GiB with {gib.idxmin()}"
+    return Claim(sentence, verdict_of(gib.min() < PRODUCTION_LIMIT_GIB), gib.round(3).to_dict())

@@ -14,11 +14,7 @@ Curves = Mapping[str, Line | Mapping[str, Line]]
 
 
 def scaling(
-    df,
-    prediction: Curves | None = None,
-    case_study: Curves | None = None,
-    *,
-    mode: str = "step",
+    df, prediction: Curves | None = None, case_study: Curves | None = None, *, mode: str = "step"
 ):
     """Peak memory against tokens, log-log: one panel a model, one line a backend.
 
@@ -28,33 +24,30 @@ def scaling(
     squeeze the others) map a label to (tokens, MiB), or a panel's title (`repro, 5 layers`) to such
     a mapping. Returns the figure; ValueError without rows.
     """
-    unit, scale = _unit(df, "peak_memory")
+    unit, scale = _unit(df)
     wanted = []  # (title, rows, predicted, reported) of each panel
     for model, frame in looks.models(looks.peaks(df, mode)).items():
         predicted, reported = _curves(prediction, model), _curves(case_study, model)
-        title = f"Peak memory: {model}"
-        if reported and _squeezed(frame, reported):
-            wanted.append((title, frame, predicted, []))
+        squeezed = reported and _squeezed(frame, reported)
+        here = [] if squeezed else reported
+        wanted.append((f"Peak memory: {model}", frame, predicted, here))
+        if squeezed:
             wanted.append(("Beside the case study", frame, [], reported))
-        else:
-            wanted.append((title, frame, predicted, reported))
     with looks.style():
         fig, panels = looks.panels(len(wanted), 3.9)
         for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
             for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
-                style = dict(zip(("color", "marker"), looks.look(backend), strict=True))
-                axes.plot(good["x_value"], good["median"] / scale, label=backend, zorder=3, **style)
-                low, high = good["q20"].astype(float), good["q80"].astype(float)
-                if low.notna().all() and high.notna().all():
-                    axes.fill_between(good["x_value"], low / scale, high / scale, alpha=0.18, lw=0,
-                                      color=style["color"])  # fmt: skip
+                colour, marker = looks.look(backend)
+                look = {"color": colour, "marker": marker, "label": backend, "zorder": 3}
+                axes.plot(good["x_value"], good["median"] / scale, **look)
             for label, (tokens, mib) in predicted:
-                axes.plot(tokens, np.asarray(mib, float) / scale, "--", lw=1.1,
-                          color=looks.look(label)[0], label=f"predicted: {label}")  # fmt: skip
+                look = {"color": looks.look(label)[0], "label": f"predicted: {label}", "lw": 1.1}
+                axes.plot(tokens, np.asarray(mib, float) / scale, "--", **look)
             for number, (label, (tokens, mib)) in enumerate(reported):
-                axes.plot(tokens, np.asarray(mib, float) / scale, ":", lw=1.2, color="#9a9a9a",
-                          marker="1234+x"[number % 6], label=label)  # fmt: skip
+                look = {"color": "#9a9a9a", "label": label, "lw": 1.2}
+                look["marker"] = "1234+x"[number % 6]
+                axes.plot(tokens, np.asarray(mib, float) / scale, ":", **look)
             axes.set_xscale("log", base=2)
             looks.log_axis(axes.yaxis)
             _mark_failures(axes, frame)
@@ -66,9 +59,9 @@ def scaling(
     return fig
 
 
-def exponents(df, *, mode: str = "step"):
+def exponents(df):
     """The exponent between neighbouring T, drawn between them: 1 is linear, 2 is quadratic."""
-    models = looks.models(looks.peaks(df, mode))
+    models = looks.models(looks.peaks(df, "step"))
     with looks.style():
         fig, panels = looks.panels(len(models), 3.2)
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
@@ -83,8 +76,8 @@ def exponents(df, *, mode: str = "step"):
                 axes.plot(middle, found, color=colour, marker=marker, label=backend)
             for level, name in ((1, "linear"), (2, "quadratic")):
                 axes.axhline(level, color="#9a9a9a", lw=0.9, ls="--", zorder=0)
-                axes.annotate(name, (1, level), xycoords=("axes fraction", "data"), ha="right",
-                              va="bottom", fontsize=8, color=GREY)  # fmt: skip
+                look = {"ha": "right", "va": "bottom", "fontsize": 8, "color": GREY}
+                axes.annotate(name, (1, level), xycoords=("axes fraction", "data"), **look)
             axes.set_xscale("log", base=2)
             axes.set(xlabel="T (tokens)", ylabel="local exponent of peak memory")
             looks.title(axes, f"Growth: {model}")
@@ -94,20 +87,20 @@ def exponents(df, *, mode: str = "step"):
     return fig
 
 
-def categories(df, tokens: int | None = None, *, mode: str = "step"):
+def categories(df, tokens: int | None = None):
     """What the peak holds, stacked a backend, one panel a model, at `tokens` (default: the largest
     T that every backend finished). df: rows whose metric is `memory_<category>`."""
     rows = looks.over_tokens(df)
     rows = rows[rows["metric"].str.startswith("memory_")]
-    rows = rows[(rows["mode"] == mode) & rows["median"].notna()]
+    rows = rows[(rows["mode"] == "step") & rows["median"].notna()]
     if not len(rows):
-        raise ValueError(f"no rows of mode {mode!r} whose metric is memory_<category>")
+        raise ValueError("no rows of mode 'step' whose metric is memory_<category>")
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
     models = looks.models(rows)
     colours = dict(zip(rows["category"].unique(), looks.PALETTE, strict=False))
+    unit, scale = _unit(df)
     with looks.style():
         fig, panels = looks.panels(len(models), 3.4)
-        unit, scale = _unit(df, "peak_memory")
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
             at = tokens if tokens is not None else looks.largest_common(frame)
             frame = frame[frame["x_value"] == at]
@@ -119,10 +112,10 @@ def categories(df, tokens: int | None = None, *, mode: str = "step"):
             ).fillna(0.0)
             table = table.loc[[backend for backend, _ in looks.backends(frame)]] / scale
             below = np.zeros(len(table))
-            for category in table.columns:
-                axes.bar(table.index, table[category], bottom=below, color=colours[category],
-                         label=category.replace("_", " "))  # fmt: skip
-                below += table[category].to_numpy()
+            for category, held in table.items():
+                look = {"color": colours[category], "label": category.replace("_", " ")}
+                axes.bar(table.index, held, bottom=below, **look)
+                below += held.to_numpy()
             axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.06 * below.max() or 1))
             looks.title(axes, f"Peak by category: {model}, T = {at:.0f}")
             axes.grid(False, axis="x")
@@ -131,13 +124,13 @@ def categories(df, tokens: int | None = None, *, mode: str = "step"):
     return fig
 
 
-def _unit(df, metric: str) -> tuple[str, float]:
+def _unit(df) -> tuple[str, float]:
     """One unit for all panels: GiB as soon as a peak has several."""
-    highest = df.loc[df["metric"] == metric, "median"].astype(float).max()
+    highest = df.loc[df["metric"] == "peak_memory", "median"].astype(float).max()
     return ("GiB", MIB_PER_GIB) if highest >= 2 * MIB_PER_GIB else ("MiB", 1.0)
 
 
-def _curves(curves: Mapping | None, model: str) -> list:
+def _curves(curves: Curves | None, model: str) -> list[tuple[str, Line]]:
     """Those for every panel, and those given under this panel's title."""
     found = []
     for name, curve in (curves or {}).items():
@@ -152,10 +145,7 @@ def _squeezed(frame, curves: Sequence[tuple[str, Line]]) -> bool:
     """Whether a log axis with these curves leaves less than two thirds of it to our own points."""
     ours = frame["median"].dropna().to_numpy(float)
     theirs = np.concatenate([np.asarray(mib, float) for _, (_, mib) in curves])
-    if not len(ours):
-        return False
-    both = np.log([*ours, *theirs])
-    return np.ptp(both) > 1.5 * np.ptp(np.log(ours))
+    return len(ours) and np.ptp(np.log([*ours, *theirs])) > 1.5 * np.ptp(np.log(ours))
 
 
 def _mark_failures(axes, frame) -> None:

@@ -1,6 +1,8 @@
 """Questions put to the memory rows of a metrics table, answered as tables. Draws nothing."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 
 import numpy as np
@@ -17,22 +19,24 @@ from nsa.workbook.scaling import Fit, fit_exponent, local_exponents
 
 # What a step holds whatever T is; the rest of a peak is what grows.
 CONSTANT = ("parameters", "gradients", "optimizer_state", "resident")
+STUDY = "case study, 5 layers"
 
 
 def labelled(df: pandas.DataFrame) -> pandas.DataFrame:
-    """The rows of training steps over T, with columns `model` ("repro, 5 layers") and `outcome`."""
+    """Rows of training steps over T, mode "step", with columns `model` ("repro, 5 layers") and
+    `outcome`."""
     rows = df[(df["operation"] == "training_step") & (df["x_name"] == "tokens")].copy()
     configs = metrics.configs(rows)
     rows["model"] = [model_name(config) for config in configs]
     rows["outcome"] = [config.get("outcome", "ok") for config in configs]
     rows["x_value"] = rows["x_value"].astype(int)
-    return rows
+    return rows[rows["mode"] == "step"]
 
 
 def peaks(df: pandas.DataFrame) -> pandas.DataFrame:
     """Peak MiB of a step, one row a model and backend, one column a T; a failure by its name."""
     rows = labelled(df)
-    rows = rows[(rows["metric"] == "peak_memory") & (rows["mode"] == "step")]
+    rows = rows[rows["metric"] == "peak_memory"]
     shown = [
         f"{mib:,.1f}" if np.isfinite(mib) else outcome
         for mib, outcome in zip(rows["median"].astype(float), rows["outcome"], strict=True)
@@ -47,7 +51,7 @@ def growing(df: pandas.DataFrame) -> pandas.DataFrame:
     hides its growth behind the constant part.
     """
     rows = labelled(df)
-    rows = rows[rows["metric"].str.startswith("memory_") & (rows["mode"] == "step")]
+    rows = rows[rows["metric"].str.startswith("memory_")]
     rows = rows[~rows["metric"].str.removeprefix("memory_").isin(CONSTANT)]
     keys = ["model", "backend", "x_value"]
     rows = rows.drop_duplicates([*keys, "metric"], keep="last")
@@ -70,14 +74,13 @@ def dense_up_to(df: pandas.DataFrame) -> dict[str, int]:
 def exponents(table: pandas.DataFrame) -> pandas.DataFrame:
     """Local exponents of a `growing` table, one column a pair of neighbouring T, and the fit."""
     tokens = list(table.columns)
-    found = {}
-    for key, line in table.iterrows():
-        fit = exponent_fit(line)
+    found = []
+    for _, line in table.iterrows():
         local = local_exponents(tokens, line.to_numpy())
-        found[key] = [*(f"{p:.2f}" if np.isfinite(p) else "" for p in local), str(fit)]
+        texts = [f"{p:.2f}" if np.isfinite(p) else "" for p in local]
+        found.append([*texts, str(exponent_fit(line))])
     pairs = [f"{a}-{b}" for a, b in pairwise(tokens)]
-    index = pandas.MultiIndex.from_tuples(found, names=table.index.names)
-    return pandas.DataFrame(list(found.values()), index=index, columns=[*pairs, "fit [95 %]"])
+    return pandas.DataFrame(found, index=table.index, columns=[*pairs, "fit [95 %]"])
 
 
 def exponent_fit(line: pandas.Series, first: int = 0) -> Fit:
@@ -86,7 +89,7 @@ def exponent_fit(line: pandas.Series, first: int = 0) -> Fit:
     return fit_exponent(list(line.index), line.to_numpy())
 
 
-def paths(rows: list[dict]) -> pandas.DataFrame:
+def paths(rows: Sequence[dict]) -> pandas.DataFrame:
     """Which implementation served each branch, from the witnesses of measured rows, by backend."""
     found = {}
     for row in rows:
@@ -99,52 +102,44 @@ def paths(rows: list[dict]) -> pandas.DataFrame:
 def predicted(cells: Sequence[Cell]) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
     """{model: {backend: (T, MiB)}}: what shapes alone say that each cell holds at its peak."""
     curves: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
-    for cell in cells:
-        if cell.backend == "auto":
-            continue
-        bytes_held = predicted_peak(
-            cell.config(), cell.tokens, cell.batch, cell.dtype, cell.backend
-        )
-        tokens, mib = curves.setdefault(model_name(cell.to_dict()), {}).setdefault(
-            cell.backend, ([], [])
-        )
-        tokens.append(cell.tokens)
-        mib.append(bytes_held / 2**20)
+    for c in cells:
+        if c.backend != "auto":
+            lines = curves.setdefault(model_name(asdict(c)), {})
+            tokens, mib = lines.setdefault(c.backend, ([], []))
+            tokens.append(c.tokens)
+            held = predicted_peak(c.config(), c.tokens, c.batch, c.dtype, c.backend)
+            mib.append(held / 2**20)
     return curves
 
 
 def case_study_curve() -> dict[str, tuple[list[int], list[float]]]:
     """{label: (T, MiB)}: the case study's own table, as a curve."""
-    table = case_study.MEMORY_MIB
-    return {"case study, 5 layers": (list(table), list(table.values()))}
+    return {STUDY: (list(case_study.MEMORY_MIB), list(case_study.MEMORY_MIB.values()))}
 
 
 def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
     """The case study's table with its exponents, and under it our backends' peaks in MiB."""
-    tokens, mib = list(case_study.MEMORY_MIB), list(case_study.MEMORY_MIB.values())
+    tokens, mib = case_study_curve()[STUDY]
     local = [f"{p:.2f}" for p in local_exponents(tokens, mib)]
-    lines = {
-        ("case study, 5 layers", "reported"): [f"{m:,.1f}" for m in mib],
-        ("case study, 5 layers", "exponent from the left"): ["", *local],
-    }
-    table = pandas.DataFrame.from_dict(lines, orient="index", columns=tokens)
-    table.index = pandas.MultiIndex.from_tuples(table.index, names=["model", "backend"])
-    both = pandas.concat([table, peaks(df)])
+    lines = [[f"{m:,.1f}" for m in mib], ["", *local]]
+    names = [(STUDY, "reported"), (STUDY, "exponent from the left")]
+    index = pandas.MultiIndex.from_tuples(names, names=["model", "backend"])
+    both = pandas.concat([pandas.DataFrame(lines, index, tokens), peaks(df)])
     return both[sorted(both.columns)].fillna("").rename_axis(columns="T")
 
 
-def failed(rows: list[dict]) -> pandas.DataFrame:
+def failed(rows: Sequence[dict]) -> pandas.DataFrame:
     """The cells that did not end well, and why."""
     names = ["preset", "layers", "backend", "tokens", "outcome", "message"]
     return pandas.DataFrame([{n: r[n] for n in names} for r in rows if r["outcome"] != "ok"])
 
 
-def facts(df: pandas.DataFrame, rows: list[dict]) -> list[str]:
+def facts(df: pandas.DataFrame, rows: Sequence[dict]) -> list[str]:
     """Lines that are the same on every machine: how cells ended, parameters, exponents, paths."""
-    ended = pandas.Series([f"{row['backend']}: {row['outcome']}" for row in rows])
-    counts = ended.value_counts(sort=False).items()
+    counts = Counter(f"{row['backend']}: {row['outcome']}" for row in rows)
     models = sorted({(r["preset"], r["layers"], r["parameters"]) for r in rows if r["witness"]})
-    lines = [", ".join(f"{name} x{count}" for name, count in counts), f"parameters: {models}"]
+    ended = ", ".join(f"{name} x{count}" for name, count in counts.items())
+    lines = [ended, f"parameters: {models}"]
     for (model, backend), line in growing(df).iterrows():
         last = exponent_fit(line.dropna()[-2:]).exponent
         lines.append(f"{model}: {backend} ends at T^{last:.1f}")

@@ -1,28 +1,38 @@
 """Memory and time of training steps, one cell after another, each in a process of its own."""
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
+from nsa.attention import witness
+from nsa.attention.registry import Declined
 from nsa.experiments.memory.cell import Cell, Measured
 from nsa.lab import sweep
+from nsa.lab.measure.allocations import CATEGORIES
+from nsa.lab.measure.recorders import MIB, recorder_for, training_tensors
 from nsa.lab.process.trial import Outcome
+from nsa.lab.training import open_trainer
+from nsa.model.llama import parameter_count
+from nsa.model.train import Trainer
 
-ENTRY = "nsa.experiments.memory.child:measure_cell"
+ENTRY = "nsa.experiments.memory.trials:measure_cell"
 PHASES = ("data", "forward", "backward", "optimizer")
+TIMED_STEPS = 3
+TIMING_SHARE = 0.5  # of the time to the deadline, so that timing never costs the memory figures
 
 
 def measure(
-    cells: Sequence[Cell | dict],
+    cells: Sequence[Cell],
     *,
     deadline_s: float,
     workers: int = 1,
     threads: int | None = None,
     progress: bool = True,
     folder: str | Path | None = None,
-    entry: str = ENTRY,
 ) -> list[dict]:
     """One row a cell, in the cells' order, with `workers` child processes at once.
 
@@ -30,19 +40,16 @@ def measure(
     `seconds`, `alone` (nobody ran beside it), and what was `Measured`. `timing` is "absolute" on a
     GPU, "ratio" on a CPU, whose times may only be compared with each other, and "contended" where
     others ran beside it. A cell that ran out of memory beside others is run again alone before that
-    counts.
+    counts. An interrupt ends the children and returns the rows that are done.
 
-    threads: torch's CPU threads in each child (None: torch's own choice). folder, progress: as of
-    `sweep.measure`. An interrupt ends the children and returns the rows that are done.
-
-    Raises ValueError for an illegal cell, deadline or number of workers, before any cell runs.
+    threads: torch's CPU threads in each child (None: torch's own choice). The rest, and what is
+    raised before any cell runs, is as of `sweep.measure`.
     """
-    checked = [cell if isinstance(cell, Cell) else Cell.from_dict(cell) for cell in cells]
     try:
         ended: Sequence[Outcome | None] = sweep.measure(
-            entry,
-            checked,
-            lambda cell, s: {"cell": cell.to_dict(), "deadline_s": s, "threads": threads},
+            ENTRY,
+            cells,
+            lambda cell, s: {"cell": asdict(cell), "deadline_s": s, "threads": threads},
             deadline_s=deadline_s,
             workers=workers,
             folder=folder,
@@ -52,65 +59,119 @@ def measure(
         )
     except sweep.Interrupted as interrupt:
         ended = interrupt.ended
-    return [row_of(cell, how) for cell, how in zip(checked, ended, strict=True) if how is not None]
+    return [row_of(cell, how) for cell, how in zip(cells, ended, strict=True) if how is not None]
 
 
 def row_of(cell: Cell, ended: Outcome) -> dict:
     """A cell, how its trial ended and what it measured, as one flat row; see `measure`."""
     timing = "absolute" if cell.device == "cuda" else "ratio"
-    return {
-        **cell.to_dict(),
-        "outcome": ended.status,
-        "message": ended.message,
-        "evidence": ended.evidence,
-        "seconds": ended.seconds,
-        "alone": ended.alone,
-        "timing": timing if ended.alone else "contended",
-        **asdict(Measured(**(ended.result or {}))),
-    }
+    how = {"outcome": ended.status, "message": ended.message, "evidence": ended.evidence}
+    how |= {"seconds": ended.seconds, "alone": ended.alone}
+    how["timing"] = timing if ended.alone else "contended"
+    return asdict(cell) | how | asdict(Measured(**(ended.result or {})))
 
 
 def rows_to_metrics(rows: Sequence[dict]) -> list[dict]:
     """The rows in the long format of a run's metrics.csv; values that failed are NaN.
 
     Metrics: "peak_memory" (mode "step", "forward", "backward", "optimizer"), "memory_<category>" at
-    the overall peak (mode "step") and "step_time". `config` is JSON of the cell and how it ended;
-    the model, the witness and the cross-check stay in the trial's own folder.
+    the overall peak (mode "step") and "step_time". `config` is the cell and how it ended; the
+    model, the witness and the cross-check stay in the trial's own folder.
     """
-    return [metric for row in rows for metric in _metrics(row)]
+    found = []
+    for row in rows:
+        fields = [name for name in Cell.__dataclass_fields__ if name not in ("tokens", "backend")]
+        fields += ["outcome", "message", "alone", "timing", "parameters"]
+        same = {"operation": "training_step", "backend": row["backend"], "x_name": "tokens"}
+        same |= {"x_value": row["tokens"], "config": {name: row[name] for name in fields}}
+        values = {("peak_memory", "MiB", "step"): row["peak_mib"]}
+        values |= {("peak_memory", "MiB", phase): row[f"{phase}_mib"] for phase in PHASES[1:]}
+        for category in CATEGORIES:
+            held = row["by_category_mib"].get(category, math.nan)
+            values[f"memory_{category}", "MiB", "step"] = held
+        values["step_time", "ms", "step"] = row["step_ms"]
+        for key, value in values.items():
+            named = dict(zip(("metric", "unit", "mode"), key, strict=True))
+            found.append(same | named | dict.fromkeys(("median", "q20", "q80"), value))
+    return found
 
 
-def _metrics(row: dict) -> Iterator[dict]:
-    from nsa.lab.measure.allocations import CATEGORIES
+def measure_cell(spec: dict) -> dict:
+    """`Measured` of a cell: {"cell": its fields, "deadline_s": ..., "threads": int or None}.
 
-    fields = [name for name in Cell.__dataclass_fields__ if name not in ("tokens", "backend")]
-    fields += ["outcome", "message", "alone", "timing", "parameters"]
-    config = {name: row[name] for name in fields}
-    values = {("peak_memory", "MiB", "step"): row["peak_mib"]}
-    values |= {("peak_memory", "MiB", phase): row[f"{phase}_mib"] for phase in PHASES[1:]}
-    values |= {
-        (f"memory_{category}", "MiB", "step"): row["by_category_mib"].get(category, math.nan)
-        for category in CATEGORIES
-    }
-    values["step_time", "ms", "step"] = row["step_ms"]
-    for (metric, unit, mode), value in values.items():
-        yield {
-            "operation": "training_step",
-            "backend": row["backend"],
-            "mode": mode,
-            "metric": metric,
-            "unit": unit,
-            "x_name": "tokens",
-            "x_value": row["tokens"],
-            "median": value,
-            "q20": value,
-            "q80": value,
-            "config": json.dumps(_plain(config), sort_keys=True),
-        }
+    Step 0 warms up: kernels are compiled, the optimizer's state is made. Step 1 is recorded. Up to
+    three further steps are timed, as many as there is time for. An error says in which step and
+    phase it came. Where the backend does not take the model, it is {"declined": why}.
+    """
+    started = time.monotonic()
+    cell, place = Cell(**spec["cell"]), _Place()
+    with open_trainer(cell.spec(), threads=spec["threads"], observers=(place,)) as trainer:
+        try:
+            losses = [float(trainer.step(0))]
+            recorded = _record(trainer, place, losses)
+            left = spec["deadline_s"] - (time.monotonic() - started)
+            times = _time(trainer, losses, TIMING_SHARE * left - recorded["recorded_s"])
+        except Declined as refusal:
+            return {"declined": str(refusal)}
+        except Exception as error:
+            error.add_note(place.text)
+            raise
+    measured = Measured(
+        **recorded,
+        step_ms=1e3 * sorted(times)[len(times) // 2] if times else math.nan,
+        step_ms_each=[1e3 * seconds for seconds in times],
+        parameters=parameter_count(trainer.model),
+        losses=losses,
+        device_name=torch.cuda.get_device_name() if cell.device == "cuda" else "cpu",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        model=cell.config().to_dict(),
+    )
+    return asdict(measured)
 
 
-def _plain(value):
-    """NaN as null: strict readers of JSON refuse it."""
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
+def _record(trainer: Trainer, place: "_Place", losses: list[float]) -> dict:
+    """The fields of Measured that one recorded step gives; its loss goes to `losses`."""
+    device, sizes = trainer.device.type, {}
+    if device == "cuda":
+        sizes["first_step_peak"] = torch.cuda.max_memory_allocated()
+    recorder = recorder_for(device, training_tensors(trainer.model, trainer.optimizer))
+    trainer.observers = (place, recorder)
+    started = time.monotonic()
+    with witness.recording() as seen, recorder:
+        loss = trainer.step(1)
+    losses.append(float(loss))
+    recorded_s = time.monotonic() - started
+    trainer.observers = (place,)
+    found = recorder.record()
+    told = {"cross_check": found.pop("cross_check"), "witness": seen.record()}
+    sizes |= found.pop("phases") | found
+    sizes = {f"{name}_mib": _in_mib(size) for name, size in sizes.items()}
+    return sizes | told | {"recorded_s": recorded_s}
+
+
+def _in_mib(size):
+    """Bytes, or a mapping that ends in bytes."""
+    if isinstance(size, dict):
+        return {name: _in_mib(inner) for name, inner in size.items()}
+    return size / MIB
+
+
+def _time(trainer: Trainer, losses: list[float], budget_s: float) -> list[float]:
+    times: list[float] = []
+    while len(times) < TIMED_STEPS and sum(times) + max(times, default=0.0) < budget_s:
+        started = time.perf_counter()
+        losses.append(float(trainer.step(len(losses))))  # float() waits for the loss ...
+        if trainer.device.type == "cuda":
+            torch.cuda.synchronize()  # ... and this for the optimizer
+        times.append(time.perf_counter() - started)
+    return times
+
+
+class _Place:
+    """Where the loop is, so that an error can say it."""
+
+    text = "before the first step"
+
+    def on_phase(self, name: str, step: int) -> None:
+        self.text = f"in step {step}, phase {name}"

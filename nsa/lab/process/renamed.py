@@ -5,11 +5,13 @@ MOVED = {
     "nsa.lab.exhibits.state": "nsa.experiments.case_study.loop.measure",
     "nsa.lab.exhibits.subject": "nsa.experiments.case_study.loop.subject",
     "nsa.lab.settlement.settlement_trials": "nsa.experiments.case_study.settlement.trials",
-    "nsa.lab.speed.bench": "nsa.experiments.comparison.bench",
+    "nsa.lab.speed.bench": "nsa.experiments.comparison.trials",
+    "nsa.experiments.comparison.bench": "nsa.experiments.comparison.trials",
     "nsa.lab.correctness.learning": "nsa.experiments.correctness.learning",
     "nsa.lab.correctness.correctness_oracle": "nsa.experiments.correctness.oracle",
     "nsa.lab.correctness.correctness_probe": "nsa.experiments.correctness.probe",
-    "nsa.lab.memory.training_step": "nsa.experiments.memory.child",
+    "nsa.lab.memory.training_step": "nsa.experiments.memory.trials",
+    "nsa.experiments.memory.child": "nsa.experiments.memory.trials",
     "nsa.lab.supervision.cost": "nsa.experiments.selfcheck.cost",
     **{
         f"nsa.lab.faults.{old}": f"nsa.experiments.selfcheck.faults.{new}"

@@ -7,12 +7,13 @@ import re
 from dataclasses import replace
 from unittest import mock
 
+import bench_peers
 import pytest
 import torch
 
 from nsa.cli import main as cli
-from nsa.experiments.comparison import bench, implementations, record
 from nsa.experiments.comparison import cell as bench_cell
+from nsa.experiments.comparison import implementations, record, trials
 from nsa.lab.measure import timing
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.workbook import metrics
@@ -28,18 +29,21 @@ def interpreter_left_as_it_was():
 
 
 def run(*paths, shape=SHAPE, backends=("gather",), with_dense=False, **options):
-    cells = bench.bench(
-        [shape],
-        backends=list(backends),
-        peers=[p if ":" in p else f"bench_peers:{p}" for p in paths],
-        with_dense=with_dense,
-        **options,
-    )
+    peers = [p if ":" in p else f"bench_peers:{p}" for p in paths]
+    chosen = {"backends": list(backends), "peers": peers, "with_dense": with_dense}
+    cells = trials.bench([shape], **chosen, **options)
     return {cell["name"].removeprefix("peer bench_peers:"): cell for cell in cells}
 
 
 def nothing_measured(cell):
     return not (cell["latency_ms"] or cell["memory_mib"] or cell["errors"] or cell["checked"])
+
+
+def failing(error):
+    def fails(*args):
+        raise error
+
+    return fails
 
 
 def test_a_right_implementation_has_times_errors_and_its_paths():
@@ -53,6 +57,9 @@ def test_a_right_implementation_has_times_errors_and_its_paths():
     assert good["paths"]["slc"] == ["gather-chunks"] and flash["operation"] == "dense_attention"
     assert set(good["union"]) == {"4", "8"} and good["union"]["8"] >= good["union"]["4"] > 1
     assert cell["dense-fa4"]["outcome"] == "declined" and cell["dense-fa4"]["message"]
+    # fla is never compared, and says why
+    assert "l = d = l'" in implementations.FLA.other
+    assert cell["fla"]["outcome"] in ("declined", "ok")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")  # Dynamo's own
@@ -63,16 +70,14 @@ def test_a_compiled_backward_is_timed_after_it_was_checked():
     assert set(cell["latency_ms"]) == {"forward", "backward"}
 
 
-@pytest.mark.parametrize(
-    "name", ["scaled", "newest_blocks", "wrong_dk", "zeros", "window_one_short", "wrong_dgates"]
-)
-def test_a_red_check_leaves_no_speed_and_the_rest_of_the_table(name):
-    cells = run(name)
-    assert cells[name]["outcome"] == "red"
-    assert nothing_measured(cells[name])
-    assert cells["gather"]["outcome"] == "ok"
-    (said,) = record.ended(list(cells.values()), "red")
-    assert name in said
+def test_a_red_check_leaves_no_speed_and_the_rest_of_the_table():
+    wrong = ("scaled", "newest_blocks", "wrong_dk", "zeros", "window_one_short", "wrong_dgates")
+    cells = run(*wrong)
+    said = record.ended(list(cells.values()), "red")
+    assert len(said) == len(wrong) and cells["gather"]["outcome"] == "ok"
+    for name, line in zip(wrong, said, strict=True):
+        assert cells[name]["outcome"] == "red" and nothing_measured(cells[name])
+        assert name in line
 
 
 @pytest.mark.parametrize(
@@ -108,8 +113,6 @@ def test_who_writes_to_its_inputs_is_red_and_spoils_them_for_nobody(name):
 
 
 def test_a_result_that_is_wrong_after_the_timing_is_red(monkeypatch):
-    import bench_peers
-
     monkeypatch.setitem(bench_peers.TIRES, "after", 8)  # 2 for the check, 5 forwards, 1 backward
     cell = run("tires")["tires"]
     assert cell["outcome"] == "red" and nothing_measured(cell)
@@ -117,38 +120,30 @@ def test_a_result_that_is_wrong_after_the_timing_is_red(monkeypatch):
 
 
 def test_a_red_check_at_one_length_keeps_no_error_of_another():
-    cells = bench.bench(
-        [replace(SHAPE, tokens=t) for t in (60, 70)], backends=["gather"],
-        peers=["bench_peers:right"], with_dense=False,
-    )  # fmt: skip
+    chosen = {"backends": ["gather"], "peers": ["bench_peers:right"], "with_dense": False}
+    cells = trials.bench([replace(SHAPE, tokens=t) for t in (60, 70)], **chosen)
     assert all(set(c["errors"]) == {"forward", "backward"} for c in cells if c["name"] != "fla")
 
 
 @pytest.mark.parametrize(
     ("broken", "error", "outcome", "kept"),
     [
-        ("memory", torch.OutOfMemoryError("CUDA out of memory"), "ok", {"forward", "backward"}),
-        ("memory", RuntimeError("misaligned address"), "error", set()),
-        ("latency", torch.OutOfMemoryError("CUDA out of memory"), "oom", set()),
+        ("extra_memory", torch.OutOfMemoryError("no memory"), "ok", {"forward", "backward"}),
+        ("extra_memory", RuntimeError("misaligned address"), "error", set()),
+        ("latency", torch.OutOfMemoryError("no memory"), "oom", set()),
     ],
 )
 def test_speed_stands_beside_a_failure_only_if_memory_ran_out_later(
     broken, error, outcome, kept, monkeypatch
 ):
-    def fails(*args):
-        raise error
-
-    monkeypatch.setattr(timing, {"memory": "extra_memory"}.get(broken, broken), fails)
+    monkeypatch.setattr(timing, broken, failing(error))
     cell = run(cpu_memory=True)["gather"]
     assert cell["outcome"] == outcome and set(cell["latency_ms"]) == kept
     assert type(error).__name__ in cell["message"]
 
 
 def test_a_device_that_fails_before_a_shape_leaves_the_shapes_before(monkeypatch):
-    def fails(*args):
-        raise RuntimeError("CUDA error")
-
-    monkeypatch.setattr(bench.limits, "measure_ceilings", fails)
+    monkeypatch.setattr(trials.limits, "measure_ceilings", failing(RuntimeError("CUDA error")))
     cell = run()["gather"]
     assert cell["outcome"] == "ok" and math.isnan(cell["ceilings"]["matmul_tflops"])
     assert "gather" in record.text([cell])
@@ -160,17 +155,16 @@ def test_a_backend_without_backward_is_timed_forward_only():
     assert set(cell["latency_ms"]) == {"forward"} == set(cell["errors"])
 
 
-def test_a_quadratic_backend_is_skipped_where_its_tensors_do_not_fit(monkeypatch):
+def test_what_does_not_fit_says_so(monkeypatch):
+    late = run(budget_s=1e-9)["gather"]
+    assert late["outcome"] == "not run" and "the budget has 0 s left" in late["message"]
     monkeypatch.setattr(implementations, "free_bytes", lambda device: 1 << 17)
     cells = run(backends=["masked", "gather"])
-    assert cells["masked"]["outcome"] == "skipped"
+    assert cells["masked"]["outcome"] == "skipped" and cells["gather"]["outcome"] == "ok"
     assert "its T x T tensors take" in cells["masked"]["message"]
-    assert cells["gather"]["outcome"] == "ok"
-
-
-def test_what_does_not_fit_into_the_budget_says_so():
-    cell = run(budget_s=1e-9)["gather"]
-    assert cell["outcome"] == "not run" and "the budget has 0 s left" in cell["message"]
+    monkeypatch.setattr(bench_cell, "draw", failing(RuntimeError("no room")))
+    lost = run()["gather"]
+    assert (lost["outcome"], lost["message"]) == ("not run", "RuntimeError: no room")
 
 
 def test_a_share_that_ends_in_between_keeps_what_was_measured(monkeypatch):
@@ -188,17 +182,14 @@ def test_a_share_that_ends_in_between_keeps_what_was_measured(monkeypatch):
 
 
 def test_a_broken_device_ends_the_run_with_its_reason(monkeypatch):
-    plain = bench_cell.Runner.release
-
     def release(self):
-        plain(self)
         self.broken = "CUDA error: an illegal memory access"
 
     monkeypatch.setattr(bench_cell.Runner, "release", release)
-    cells = list(run(backends=["gather", "masked"]).values())
-    assert cells[0]["message"] != cells[-1]["message"]
-    assert all(c["outcome"] == "not run" for c in cells[1:])
-    assert "illegal memory access" in cells[-1]["message"]
+    first, *rest = run(backends=["gather", "masked"]).values()
+    assert first["message"] != rest[-1]["message"]
+    assert all(c["outcome"] == "not run" for c in rest)
+    assert "illegal memory access" in rest[-1]["message"]
 
 
 def test_memory_beyond_inputs_and_outputs_is_recorded_on_a_cpu():
@@ -210,25 +201,18 @@ def test_memory_beyond_inputs_and_outputs_is_recorded_on_a_cpu():
     assert cell["memory_mib"]["backward"] > kept
 
 
-def test_rows_fit_the_workbooks_table():
-    cells = list(run("scaled", with_dense=True).values())
-    rows = [metrics.row(row, {"gpu": "cpu"}) for row in record.rows(cells)]
-    table = metrics.table(rows)
+def test_rows_fit_the_workbooks_table_and_the_printed_one_names_all():
+    cells = list(run("scaled", "gone", with_dense=True).values())
+    table = metrics.table([metrics.row(row, {"gpu": "cpu"}) for row in record.rows(cells)])
     forward = table[(table["mode"] == "forward") & (table["metric"] == "latency")]
     by_name = forward.set_index("backend")["median"]
     assert by_name["gather"] > 0 and by_name["limit"] > 0 and by_name["dense limit"] > 0
     assert math.isnan(by_name["peer bench_peers:scaled"])
     assert {"fraction_of_limit", "error", "mean_union_of_8"} <= set(table["metric"])
     config = json.loads(forward.iloc[-1]["config"])
-    assert (
-        config["queries"] == "random"
-        and config["window"] == TINY_CONFIG.window
-        and config["outcome"]
-    )
-
-
-def test_the_printed_table_names_all_and_says_that_cpu_times_mean_nothing():
-    printed = record.text(list(run("scaled", "gone").values()))
+    assert (config["queries"], config["window"]) == ("random", TINY_CONFIG.window)
+    assert config["outcome"]
+    printed = record.text(cells)
     for word in ("limit", "gather", "peer bench_peers:scaled", "red", "declined"):
         assert word in printed
     assert "times not meaningful (no GPU)" in printed and "own selection" in printed
@@ -237,14 +221,8 @@ def test_the_printed_table_names_all_and_says_that_cpu_times_mean_nothing():
 
 def test_a_spec_through_json_runs_as_a_trial():
     spec = {"shapes": [SHAPE.to_dict()], "backends": ["masked"], "with_dense": False}
-    result = json.loads(json.dumps(bench.measure_spec(json.loads(json.dumps(spec)))))
+    result = json.loads(json.dumps(trials.measure_spec(json.loads(json.dumps(spec)))))
     assert [c["name"] for c in result["cells"]] == ["fla", "masked"]
-
-
-def test_fla_is_never_compared_and_says_why():
-    assert "l = d = l'" in implementations.fla().other
-    cell = run()["fla"]
-    assert cell["outcome"] in ("declined", "ok") and "red" not in cell["outcome"]
 
 
 def test_an_unknown_backend_is_refused_before_anything_runs():
@@ -252,14 +230,18 @@ def test_an_unknown_backend_is_refused_before_anything_runs():
         run(backends=["gathr"])
 
 
-WORDS = ["bench", "--backends", "gather", "--queries", "random", "--no-dense"]
-ONE = ["--shapes", "tokens=70,heads=4,kv_heads=2,dim=16,dtype=fp32,window=24"]
+def command(*words) -> int:
+    return cli.main(["bench", "--device", "cpu", *words])
+
+
+SMALL = ["--backends", "gather", "--queries", "random", "--no-dense"]
+SMALL += ["--shapes", "tokens=70,heads=4,kv_heads=2,dim=16,dtype=fp32,window=24"]
 
 
 @pytest.mark.processes
 def test_the_command_prints_the_table_and_writes_rows(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    assert cli.main([*WORDS, *ONE, "--json", str(file), "--device", "cpu"]) == 0
+    assert command(*SMALL, "--json", str(file)) == 0
     printed = capsys.readouterr().out
     assert "gather" in printed and "not meaningful" in printed
     rows = json.loads(file.read_text())
@@ -275,17 +257,15 @@ def test_the_command_prints_the_table_and_writes_rows(tmp_path, capsys):
     ],
 )
 def test_what_is_red_or_breaks_off_exits_with_1_and_is_named(peer, said, capsys):
-    words = [*WORDS, *ONE, "--peer", f"bench_peers:{peer}", "--device", "cpu"]
-    assert cli.main(words) == 1
+    assert command(*SMALL, "--peer", f"bench_peers:{peer}") == 1
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.processes
-def test_an_interrupted_benchmark_prints_and_writes_what_it_has(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_benchmark_prints_and_writes_what_it_has(tmp_path, capsys):
     file = tmp_path / "rows.json"
     paths = ["--peer", "bench_peers:right", "--peer", "bench_peers:interrupts"]
-    words = [*WORDS, *ONE, *paths, "--json", str(file), "--device", "cpu"]
-    assert cli.main(words) == 1
+    assert command(*SMALL, *paths, "--json", str(file)) == 1
     told = capsys.readouterr()
     assert "interrupted" in told.err and "peer bench_peers:right" in told.out
     names = {row["backend"] for row in json.loads(file.read_text())}
@@ -308,14 +288,14 @@ def test_an_interrupted_benchmark_prints_and_writes_what_it_has(tmp_path, capsys
     ],
 )
 def test_a_wrong_request_is_one_line(words, message, capsys):
-    assert cli.main(["bench", "--device", "cpu", *words]) == 2
+    assert command(*words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_a_gpu_that_is_not_there_is_refused(capsys):
-    assert cli.main(["bench", "--device", "cuda"]) == 2
+    assert command("--device", "cuda") == 2
     assert "torch finds no GPU" in capsys.readouterr().err
 
 
@@ -330,9 +310,8 @@ def test_on_a_gpu_times_memory_graphs_and_ceilings_are_measured():
         modes = {"forward", "backward", "step", "graph_forward", "graph_backward"}
         assert set(found["latency_ms"]) == modes, found["message"]
         assert found["limit_ms"]["forward"] < found["latency_ms"]["forward"][0]
-    assert (
-        cells["gather"]["outcome"] == "ok" and "graph_forward" not in cells["gather"]["latency_ms"]
-    )
+    gather = cells["gather"]
+    assert gather["outcome"] == "ok" and "graph_forward" not in gather["latency_ms"]
     assert cells["triton"]["ceilings"]["matmul_tflops"] > 50
 
 

@@ -1,6 +1,7 @@
 """CUDA graphs come last, on leaves of their own, so that a capture that fails spoils nothing."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -51,11 +52,8 @@ def test_a_device_that_a_capture_broke_is_left_alone(runner, monkeypatch):
     def release(self):
         self.broken = "CUDA error: illegal address"
 
-    def graph_latency(*args):
-        raise RuntimeError("CUDA error")
-
     monkeypatch.setattr(Runner, "release", release)
-    monkeypatch.setattr(timing, "graph_latency", graph_latency)
+    monkeypatch.setattr(timing, "graph_latency", mock.Mock(side_effect=RuntimeError("CUDA error")))
     lines = [measured("first"), measured("second"), measured("third", replace(SHAPE, tokens=80))]
     add_graphs(lines, runner)
     for cell, _, _ in lines[1:]:
@@ -63,8 +61,12 @@ def test_a_device_that_a_capture_broke_is_left_alone(runner, monkeypatch):
         assert "no CUDA graph" in cell["message"] and "illegal address" in cell["message"]
 
 
-def test_only_what_ran_whole_is_short_and_can_be_captured_is(runner, monkeypatch):
+def test_only_what_ran_whole_is_short_and_fits_into_the_budget_is_captured(runner, monkeypatch):
     monkeypatch.setattr(timing, "graph_latency", lambda *args: pytest.fail("captured"))
+    late = Runner(torch.device("cpu"), Clock(1e-9), cpu_memory=False)
+    line = measured("triton")
+    add_graphs([line], late)
+    assert "no CUDA graph" in line[0]["message"] and "the budget" in line[0]["message"]
     lines = [
         measured("peer", graph=False),
         measured("red", outcome="red", latency_ms={}),
@@ -74,14 +76,6 @@ def test_only_what_ran_whole_is_short_and_can_be_captured_is(runner, monkeypatch
     ]
     add_graphs(lines, runner)
     assert not any(cell["message"] for cell, _, _ in lines)
-
-
-def test_graphs_that_do_not_fit_into_the_budget_say_so(monkeypatch):
-    monkeypatch.setattr(timing, "graph_latency", lambda *args: pytest.fail("captured"))
-    late = Runner(torch.device("cpu"), Clock(1e-9), cpu_memory=False)
-    line = measured("triton")
-    add_graphs([line], late)
-    assert "no CUDA graph" in line[0]["message"] and "the budget" in line[0]["message"]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -99,23 +93,23 @@ def test_fresh_leaves_share_memory_but_no_graph(shared):
     assert fresh.do.data_ptr() == drawn.do.data_ptr() and not fresh.do.requires_grad
 
 
-def test_a_fingerprint_feels_one_bit_and_a_change_of_order():
-    for dtype in ("fp32", "bf16"):
-        drawn = draw(replace(SHAPE, dtype=dtype))
-        before = drawn.fingerprint()
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_fingerprint_feels_one_bit_and_a_change_of_order(dtype):
+    drawn = draw(replace(SHAPE, dtype=dtype))
+    before = drawn.fingerprint()
 
-        def same(before=before, drawn=drawn):
-            pairs = zip(before, drawn.fingerprint(), strict=True)
-            return all(torch.equal(x, y) for x, y in pairs)
+    def same():
+        return all(torch.equal(*pair) for pair in zip(before, drawn.fingerprint(), strict=True))
 
-        assert same()
-        value = drawn.gates.data[0, 3, 1, 2].clone()
-        drawn.gates.data[0, 3, 1, 2] = torch.nextafter(value, torch.ones_like(value))
-        assert not same()
-        drawn.gates.data[0, 3, 1, 2] = value
-        assert same()
-        drawn.v.data.copy_(drawn.v.data.flip(1))
-        assert not same()
+    gate = drawn.gates.data[0, 3, 1, 2]
+    value = gate.clone()
+    assert same()
+    gate.copy_(torch.nextafter(value, torch.ones_like(value)))
+    assert not same()
+    gate.copy_(value)
+    assert same()
+    drawn.v.data.copy_(drawn.v.data.flip(1))
+    assert not same()
 
 
 def test_a_replay_that_gives_something_else_is_refused():
@@ -127,33 +121,31 @@ def test_a_replay_that_gives_something_else_is_refused():
         timing.same_as(want, [torch.full((4,), float("nan")), want[1]])
 
 
+LARGER = Shape(512, heads=16, kv_heads=1, dim=64, value_dim=64)
+
+
 @pytest.mark.gpu
 def test_a_graph_is_captured_beside_a_graph_that_another_stream_made():
-    shape = Shape(512, heads=16, kv_heads=1, dim=64, value_dim=64)
-    drawn = draw(shape, "cuda")
+    drawn = draw(LARGER, "cuda")
     (backend,) = backends(["triton"])
     kept = backend.call(drawn, None)
     timing.gradients(kept, list(drawn.leaves().values()), drawn.do, keep=True)
-    cell = empty(shape, backend)
+    cell = empty(LARGER, backend)
     capture(cell, backend, drawn)
     assert set(cell["latency_ms"]) == {"graph_forward", "graph_backward"}
 
 
 @pytest.mark.gpu
 def test_a_capture_that_fails_is_a_remark_on_a_gpu_too():
-    shape = Shape(512, heads=16, kv_heads=1, dim=64, value_dim=64)
+    (good,) = backends(["triton"])
 
     def waits(drawn, blocks):
         torch.cuda.synchronize()  # which no capture allows
-        return backends(["triton"])[0].call(drawn, blocks)
+        return good.call(drawn, blocks)
 
-    runner = Runner(torch.device("cuda"), Clock(None), cpu_memory=False)
-    (good,) = backends(["triton"])
-    lines = []
-    for implementation in (replace(good, name="waits", call=waits), good):
-        cell, *_ = measured(implementation.name, shape)
-        lines.append((cell, shape, implementation))
-    add_graphs(lines, runner)
-    bad, after = (cell for cell, *_ in lines)
+    both = (replace(good, name="waits", call=waits), good)
+    bad, after = (measured(one.name, LARGER)[0] for one in both)
+    lines = [(bad, LARGER, both[0]), (after, LARGER, good)]
+    add_graphs(lines, Runner(torch.device("cuda"), Clock(None), cpu_memory=False))
     assert "no CUDA graph" in bad["message"] and bad["outcome"] == "ok"
     assert "graph_forward" in after["latency_ms"] or "no CUDA graph" in after["message"]

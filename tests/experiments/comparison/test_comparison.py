@@ -6,15 +6,17 @@ import matplotlib
 import pytest
 
 from nsa.config import NSAConfig
-from nsa.experiments.comparison import claims, plots, published, record, table, trials
+from nsa.experiments.comparison import claims, plots, record, table, trials
 from nsa.experiments.comparison.cell import NOT_COMPARED
-from nsa.experiments.comparison.published import AIMS
+from nsa.experiments.comparison.claims import AIMS
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.workbook import looks, metrics
 
 matplotlib.use("agg")
 MAIN = Shape(8192)
 TOKENS = (2048, 4096, 8192, 16384, 65536)
+LENGTHS = [replace(MAIN, tokens=t) for t in TOKENS]
+LONG = LENGTHS[-1]
 
 
 def cell(name, shape=MAIN, forward=2.0, backward=None, *, operation="nsa_attention", **changes):
@@ -48,7 +50,10 @@ def frame(*cells, gpu="NVIDIA H200"):
 
 
 def over_tokens(name="triton", per_token=1e-4, **changes):
-    return [cell(name, replace(MAIN, tokens=t), per_token * t, **changes) for t in TOKENS]
+    return [cell(name, shape, per_token * shape.tokens, **changes) for shape in LENGTHS]
+
+
+OTHER = cell("fla", forward=0.5, checked=NOT_COMPARED)
 
 
 def test_a_break_even_point_is_interpolated_between_two_lengths():
@@ -70,44 +75,30 @@ def test_break_even_is_against_the_fastest_dense_of_each_length():
 
 
 def test_the_fastest_are_named_with_their_share_of_the_limit():
-    df = frame(cell("gather", forward=4.0), cell("triton", forward=2.0), dense(ms=3.0))
+    df = frame(cell("gather", forward=4.0), cell("triton", forward=2.0), dense(ms=3.0), OTHER)
     line = table.fastest(df).xs("forward", level="mode").iloc[0]
     assert (line["NSA"], line["dense"]) == ("triton", "dense-fa4")
     assert line["dense / NSA"] == pytest.approx(1.5)
     assert line["NSA of limit"] == pytest.approx(0.8192 / 2.0)
+    # What computes another function neither wins nor has a share of the limit.
+    shares = df[df["metric"] == "fraction_of_limit"]
+    assert set(shares["backend"]) == {"gather", "triton", "dense-fa4"}
 
 
 def test_tables_show_values_and_failures_by_name_and_the_reasons_beside():
     df = frame(cell("triton"), cell("masked", forward=None))
     shown = table.shown(df, "latency", "forward")
-    column = shown[8192].droplevel(["shape", "queries"])
+    column = shown[8192].droplevel(table.CURVE)
     assert (column["triton"], column["masked"], column["limit"]) == ("2", "oom", "0.819")
     forward_only = cell("flex", latency_ms={"forward": [1.0, 1.0, 1.0]})
     backward = table.shown(frame(forward_only), "latency", "backward")[8192]
-    assert backward.droplevel(["shape", "queries"])["flex"] == "none"
+    assert backward.droplevel(table.CURVE)["flex"] == "none"
     notes = table.notes(df)
     assert notes.loc["masked", "why"] == "OutOfMemoryError" and notes.loc["masked", "T"] == "8192"
     assert table.accuracy(df).loc["triton", "forward"] == 0.25
     assert table.unions(df).iloc[:, 0].tolist() == [20.0, 30.0]
-    assert table.outcomes([cell("triton"), cell("triton", forward=None)]) == {
-        "triton": "ok x1, oom x1"
-    }
-
-
-def test_a_red_check_refutes_and_names_who_is_wrong():
-    claim = claims.everything_is_accurate
-    assert claim([cell("triton")]).verdict == "PASS"
-    wrong = cell("gather", forward=None, outcome="red", message="dk: worst error")
-    told = claim([cell("triton"), wrong])
-    assert told.verdict == "FAIL" and "gather T=8192" in told.claim
-    assert claim([]).verdict == "INCONCLUSIVE"
-
-
-def test_what_computes_another_function_neither_wins_nor_has_a_share_of_the_limit():
-    df = frame(cell("fla", forward=0.5, checked=NOT_COMPARED), cell("triton", forward=2.0))
-    assert set(table.fastest(df)["NSA"]) == {"triton"}
-    shares = df[df["metric"] == "fraction_of_limit"]
-    assert set(shares["backend"]) == {"triton"}
+    told = table.facts([cell("triton"), cell("triton", forward=None)], [])
+    assert told == ["triton: ok x1, oom x1", "triton: slc triton"]
 
 
 def test_a_name_that_holds_the_word_limit_is_not_the_limit():
@@ -126,22 +117,11 @@ def test_shapes_that_differ_in_the_papers_numbers_are_different_curves():
     assert names[2].endswith(", own k, v a branch")
 
 
-def test_memory_of_another_shape_does_not_decide_for_the_main_one():
-    other = Shape(65536, batch=2)
-    df = frame(cell("triton", other))
-    assert claims.memory_stays_small(df, "triton").verdict == "INCONCLUSIVE"
-
-
-def test_tables_of_a_cpus_times_say_that_they_mean_nothing():
-    cells = [cell("triton"), dense()]
-    for gpu, said in (("cpu", True), ("NVIDIA H200", False)):
-        df = frame(*cells, gpu=gpu)
-        tables = [
-            table.shown(df, "latency", "forward"),
-            table.fastest(df),
-            table.break_even(df),
-        ]
-        assert [("times not meaningful" in table.to_string()) for table in tables] == [said] * 3
+@pytest.mark.parametrize(("gpu", "said"), [("cpu", True), ("NVIDIA H200", False)])
+def test_tables_of_a_cpus_times_say_that_they_mean_nothing(gpu, said):
+    df = frame(cell("triton"), dense(), gpu=gpu)
+    for made in (table.shown(df, "latency", "forward"), table.fastest(df), table.break_even(df)):
+        assert ("times not meaningful" in made.to_string()) == said
 
 
 def test_accuracy_names_who_is_red_elsewhere():
@@ -151,49 +131,51 @@ def test_accuracy_names_who_is_red_elsewhere():
     assert found.loc["triton", "checked"] == "T=64: all rows"
 
 
-def test_backends_whose_process_was_lost_did_not_run():
-    claim = claims.nothing_broke
-    lost = cell("gather", forward=None, outcome="not run", message=f"{trials.PROCESS}: timeout")
-    assert claim([lost]).verdict == claim([cell("triton"), lost]).verdict == "INCONCLUSIVE"
-    assert claim([cell("gather"), lost]).verdict == "PASS"
-    crashed = lost | {"message": f"{trials.CRASHED}, ended by SIGSEGV"}
-    assert claim([cell("gather"), crashed]).verdict == "FAIL"
+BROKEN = cell("gather", forward=None, outcome="error", message="KeyError")
+LOST = BROKEN | {"outcome": "not run", "message": f"{trials.PROCESS}: timeout"}
+PACKED = cell("packed", memory_mib={"forward": 10.0, "backward": 30.0})
+FAST = cell("triton", forward=0.5)
+SAME = cell("gather", paths={"slc": ["triton"]})
 
 
-def test_a_backend_that_breaks_off_refutes_but_a_peer_or_oom_does_not():
-    claim = claims.nothing_broke
-    broken = cell("gather", forward=None, outcome="error", message="KeyError")
-    assert claim([cell("triton"), broken]).verdict == "FAIL"
-    others = [broken | {"name": "dense-cudnn"}, broken | {"outcome": "oom"}]
-    assert claim([cell("triton"), *others]).verdict == "PASS"
+@pytest.mark.parametrize(
+    ("claim", "verdict", "given"),
+    [
+        ("everything_is_accurate", "PASS", [cell("triton")]),
+        ("everything_is_accurate", "INCONCLUSIVE", []),
+        # a backend whose process was lost did not run
+        ("nothing_broke", "INCONCLUSIVE", [LOST]),
+        ("nothing_broke", "INCONCLUSIVE", [cell("triton"), LOST]),
+        ("nothing_broke", "PASS", [cell("gather"), LOST]),
+        ("nothing_broke", "FAIL", [cell("gather"), LOST | {"message": trials.CRASHED}]),
+        # one that breaks off refutes; a peer, or too little memory, does not
+        ("nothing_broke", "FAIL", [cell("triton"), BROKEN]),
+        ("nothing_broke", "PASS", [cell("triton"), BROKEN | {"name": "dense-cudnn"}]),
+        ("nothing_broke", "PASS", [cell("triton"), BROKEN | {"outcome": "oom"}]),
+        ("backends_are_different_programs", "PASS", [cell("triton"), cell("masked")]),
+        ("backends_are_different_programs", "FAIL", [cell("triton"), SAME]),
+        ("backends_are_different_programs", "INCONCLUSIVE", [cell("triton")]),
+        ("memory_is_not_identical", "FAIL", frame(PACKED, PACKED | {"name": "masked"})),
+        ("memory_is_not_identical", "INCONCLUSIVE", frame(PACKED)),
+        ("memory_is_not_identical", "INCONCLUSIVE", frame(PACKED, cell("masked", forward=None))),
+        ("memory_is_not_identical", "INCONCLUSIVE", frame()),
+        ("nothing_beats_the_limit", "PASS", frame(cell("triton"))),
+        ("nothing_beats_the_limit", "FAIL", frame(FAST)),
+        ("nothing_beats_the_limit", "PASS", frame(OTHER, cell("triton"))),
+        ("nothing_beats_the_limit", "INCONCLUSIVE", frame(FAST, gpu="cpu")),
+    ],
+)
+def test_rows_decide(claim, verdict, given):
+    assert getattr(claims, claim)(given).verdict == verdict
 
 
-def test_two_backends_with_one_witness_are_one_program():
-    claim = claims.backends_are_different_programs
-    same = cell("gather", paths={"slc": ["triton"]})
-    assert claim([cell("triton"), cell("masked")]).verdict == "PASS"
-    assert claim([cell("triton"), same]).verdict == "FAIL"
-    assert claim([cell("triton")]).verdict == "INCONCLUSIVE"
-
-
-def test_identical_memory_is_refuted_by_what_differs_only():
-    claim = claims.memory_is_not_identical
-    packed = cell("packed", memory_mib={"forward": 10.0, "backward": 30.0})
+def test_a_verdict_names_who_is_wrong_and_by_how_much_memory_differs():
+    wrong = cell("gather", forward=None, outcome="red", message="dk: worst error")
+    told = claims.everything_is_accurate([cell("triton"), wrong])
+    assert told.verdict == "FAIL" and "gather T=8192" in told.claim
     gather = cell("gather", memory_mib={"forward": 10.0, "backward": 90.0})
-    told = claim(frame(packed, gather))
+    told = claims.memory_is_not_identical(frame(PACKED, gather))
     assert told.verdict == "PASS" and "20,451.9 MB" in told.claim and "3.0 or more" in told.claim
-    assert claim(frame(packed, packed | {"name": "masked"})).verdict == "FAIL"
-    assert claim(frame(packed)).verdict == "INCONCLUSIVE"
-    assert claim(frame(packed, cell("masked", forward=None))).verdict == "INCONCLUSIVE"
-
-
-def test_whoever_beats_the_limit_is_suspect():
-    claim = claims.nothing_beats_the_limit
-    assert claim(frame(cell("triton"))).verdict == "PASS"
-    assert claim(frame(cell("triton", forward=0.5))).verdict == "FAIL"
-    other = cell("fla", forward=0.5, checked=NOT_COMPARED)
-    assert claim(frame(other, cell("triton"))).verdict == "PASS"
-    assert claim(frame(cell("triton", forward=0.5), gpu="cpu")).verdict == "INCONCLUSIVE"
 
 
 @pytest.mark.parametrize(
@@ -226,9 +208,7 @@ def test_a_short_shapes_aim_is_decided_by_its_cuda_graph():
     shape = replace(MAIN, tokens=2048, heads=12, dim=64, value_dim=64)
     ms = {"forward": 1.3, "backward": 2.5, "graph_forward": 0.12, "graph_backward": 0.28}
     times = {mode: [x, 0.9 * x, 1.1 * x] for mode, x in ms.items()}
-    limits = {"forward": 0.01, "backward": 0.02, "step": 0.03}
-    row = cell("triton", shape, 1.3, latency_ms=times, limit_ms=limits)
-    claim = claims.reaches(frame(row), aim, "triton")
+    claim = claims.reaches(frame(cell("triton", shape, latency_ms=times)), aim, "triton")
     assert claim.verdict == "PASS"
     assert "0.12 / 0.28 ms in a CUDA graph, 1.3 / 2.5 without" in claim.claim
 
@@ -239,7 +219,7 @@ def test_the_aims_are_those_that_were_set():
     main = found[65536, 4, 64, 128, "correlated"]
     assert (main.forward_ms, main.backward_ms, main.public_ms) == (22, 54, None)
     assert found[32768, 16, 64, 128, "random"].public_ms == (38.3, 54.4)
-    assert published.MEMORY_64K_GIB == (2.0, 4.0)
+    assert claims.MEMORY_64K_GIB == {"forward": 2.0, "backward": 4.0}
 
 
 def test_memory_is_held_to_its_exponent_and_its_size():
@@ -251,28 +231,24 @@ def test_memory_is_held_to_its_exponent_and_its_size():
         one["memory_mib"] = dict.fromkeys(one["memory_mib"], 1e-06 * one["shape"]["tokens"] ** 2)
     assert claims.memory_is_linear(frame(*steep), "triton").verdict == "FAIL"
     assert claims.memory_stays_small(frame(*steep), "triton").verdict == "FAIL"
-    assert claims.memory_is_linear(frame(cell("triton")), "triton").verdict == ("INCONCLUSIVE")
+    assert claims.memory_is_linear(frame(cell("triton")), "triton").verdict == "INCONCLUSIVE"
+    another = frame(cell("triton", replace(LONG, batch=2)))  # decides nothing for the main shape
+    assert claims.memory_stays_small(another, "triton").verdict == "INCONCLUSIVE"
 
 
 def test_dense_is_beaten_only_when_at_every_length_from_8k_on():
-    claim = claims.beats_dense_from
-    shapes = [replace(MAIN, tokens=t) for t in TOKENS]
-    cells = [c for shape in shapes for c in (cell("triton", shape, 1.0), dense(shape, 2.0))]
-    assert claim(frame(*cells), 8192, "triton").verdict == "PASS"
-    short = dense(replace(MAIN, tokens=2048), 0.5)
-    assert claim(frame(*cells, short), 8192, "triton").verdict == "PASS"
-    long = dense(replace(MAIN, tokens=65536), 0.9, "dense-flash")
-    told = claim(frame(*cells, long), 8192, "triton")
-    assert told.verdict == "FAIL" and "0.90 times" in told.claim
-    assert "every dense (dense-fa4, dense-flash) attention" in told.claim
+    cells = [c for shape in LENGTHS for c in (cell("triton", shape, 1.0), dense(shape, 2.0))]
 
+    def told(*more):
+        return claims.beats_dense_from(frame(*cells, *more), 8192, "triton")
 
-def test_a_point_that_only_dense_could_do_leaves_the_claim_open():
-    cells = [cell("triton", MAIN, 1.0), dense(MAIN, 2.0)]
-    long = replace(MAIN, tokens=65536)
-    cells += [cell("triton", long, None, outcome="red", message="dk"), dense(long, 99.0)]
-    told = claims.beats_dense_from(frame(*cells), 8192, "triton")
-    assert told.verdict == "INCONCLUSIVE" and "no time at 2 points" in told.claim
+    assert told().verdict == told(dense(LENGTHS[0], 0.5)).verdict == "PASS"
+    lost = told(dense(LONG, 0.9, "dense-flash"))
+    assert lost.verdict == "FAIL" and "0.90 times" in lost.claim
+    assert "every dense (dense-fa4, dense-flash) attention" in lost.claim
+    # A point that only dense could do leaves the claim open.
+    cells[-2:] = [cell("triton", LONG, None, outcome="red", message="dk"), dense(LONG, 99.0)]
+    assert told().verdict == "INCONCLUSIVE" and "no time at 2 points" in told().claim
 
 
 def test_every_claim_and_aim_is_decided_in_one_go():
@@ -287,8 +263,12 @@ def lines(axes):
     return {line.get_label(): line for line in axes.get_lines()}
 
 
+def crosses(axes):
+    return [list(line.get_xdata()) for line in axes.get_lines() if line.get_marker() == "x"]
+
+
 def test_times_are_drawn_beside_dense_and_the_limits():
-    cells = [*over_tokens(), *(dense(replace(MAIN, tokens=t), 1e-8 * t * t) for t in TOKENS)]
+    cells = [*over_tokens(), *(dense(shape, 1e-8 * shape.tokens**2) for shape in LENGTHS)]
     forward, backward = plots.latency(frame(*cells), note="one GPU").axes
     assert forward.get_title().startswith("forward") and backward.get_title().startswith("backward")
     drawn = lines(forward)
@@ -319,13 +299,10 @@ def test_shares_of_the_limit_begin_at_0_unless_one_would_be_lost_there():
 
 
 def test_a_failed_point_is_a_cross_and_what_never_ran_is_not_drawn():
-    shapes = [replace(MAIN, tokens=t) for t in TOKENS]
-    cells = [cell("masked", s, 5.0 if s.tokens < 8192 else None) for s in shapes]
-    cells += [cell("flash", s, None, outcome="declined") for s in shapes]
+    cells = [cell("masked", s, 5.0 if s.tokens < 8192 else None) for s in LENGTHS]
+    cells += [cell("flash", s, None, outcome="declined") for s in LENGTHS]
     forward = plots.latency(frame(*cells)).axes[0]
-    crosses = [line for line in forward.get_lines() if line.get_marker() == "x"]
-    assert [list(c.get_xdata()) for c in crosses] == [[8192, 16384, 65536]]
-    assert "flash" not in lines(forward)
+    assert crosses(forward) == [[8192, 16384, 65536]] and "flash" not in lines(forward)
     assert any(text.get_text() == "masked: oom" for text in forward.texts)
 
 
@@ -339,47 +316,39 @@ def test_a_shape_with_one_length_is_left_to_the_tables_where_others_have_more():
 def test_what_nothing_was_measured_of_has_no_panel_but_a_line(tmp_path):
     lost = cell("triton", replace(MAIN, kv_heads=16), None, outcome="not run")
     lost["limit_ms"] = dict.fromkeys(lost["limit_ms"], float("nan"))
-    figure = plots.latency(frame(cell("triton", MAIN), lost))
+    figure, alone = plots.latency(frame(cell("triton", MAIN), lost)), plots.latency(frame(lost))
     assert len(figure.axes) == 2 and "HKV 16" in figure.get_suptitle()
     assert "HKV 4" not in figure.get_suptitle()
-    figure.savefig(tmp_path / "figure.png")
-    alone = plots.latency(frame(lost))
-    said = [{text.get_text() for text in axes.texts} for axes in alone.axes]
-    assert ["nothing was measured" in texts for texts in said] == [True, True]
-    alone.savefig(tmp_path / "alone.png")
+    for axes in alone.axes:
+        assert "nothing was measured" in {text.get_text() for text in axes.texts}
+    for drawn in (figure, alone):
+        drawn.savefig(tmp_path / "figure.png")
 
 
 def test_what_there_was_no_time_for_is_no_failure():
-    late = cell("masked", replace(MAIN, tokens=65536), None, outcome="not run")
+    late = cell("masked", LONG, None, outcome="not run")
     full = cell("masked", replace(MAIN, tokens=16384), None)
     half = cell("masked", replace(MAIN, tokens=4096))
     del half["latency_ms"]["backward"]
     panels = plots.latency(frame(cell("masked"), half, full, late)).axes
     for axes, drawn in zip(panels, ([4096, 8192], [8192]), strict=True):
-        (crosses,) = [line for line in axes.get_lines() if line.get_marker() == "x"]
-        assert list(crosses.get_xdata()) == [16384]
+        assert crosses(axes) == [[16384]]
         assert list(lines(axes)["masked"].get_xdata()) == drawn
 
 
 def test_a_figure_without_rows_says_which_are_missing():
     with pytest.raises(ValueError, match="no rows whose metric is 'latency'"):
-        plots.latency(metrics.table([]))
+        plots.latency(frame())
 
 
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_shape_whose_process_crashes_leaves_rows_and_the_others(tmp_path):
     small = Shape(40, 2, 1, 16, 16, dtype="fp32", config=TINY_CONFIG)
-    cells = trials.compare(
-        [small, replace(small, tokens=64)],
-        deadline_s=120,
-        backends=["gather"],
-        with_dense=False,
-        threads=1,
-        folder=tmp_path,
-        progress=False,
-        entry="bench_peers:measure_or_crash",
-    )
+    both, keep = [small, replace(small, tokens=64)], {"folder": tmp_path, "progress": False}
+    chosen = {"backends": ["gather"], "with_dense": False, "threads": 1}
+    entry = "bench_peers:measure_or_crash"
+    cells = trials.compare(both, deadline_s=120, entry=entry, **chosen, **keep)
     outcomes = [(c["name"], c["shape"]["tokens"], c["outcome"]) for c in cells]
     assert ("gather", 40, "ok") in outcomes and ("gather", 64, "not run") in outcomes
     assert "crash, ended by SIGABRT" in cells[-1]["message"]

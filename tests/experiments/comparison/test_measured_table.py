@@ -8,7 +8,7 @@ pytest.importorskip("pandas")
 
 from nsa.attention import measured
 from nsa.config import NSAConfig
-from nsa.experiments.comparison import measured_table, record
+from nsa.experiments.comparison import record
 from nsa.experiments.comparison.cell import empty
 from nsa.experiments.comparison.implementations import backends
 from nsa.lab.measure.limits import Ceilings
@@ -22,12 +22,10 @@ SHAPE = {
 }  # fmt: skip
 
 
-def latency(backend, mode, median, tokens=8192, **changes):
-    config = SHAPE | changes.pop("config", {})
-    return {
-        "operation": "nsa_attention", "backend": backend, "mode": mode, "metric": "latency",
-        "unit": "ms", "x_name": "tokens", "x_value": tokens, "median": median, "config": config,
-    } | changes  # fmt: skip
+def latency(backend, median, mode="forward", tokens=8192, config=None, **changes):
+    row = {"operation": "nsa_attention", "metric": "latency", "unit": "ms", "x_name": "tokens"}
+    row |= {"backend": backend, "mode": mode, "x_value": tokens, "median": median}
+    return row | {"config": SHAPE | (config or {})} | changes
 
 
 @pytest.fixture
@@ -47,13 +45,13 @@ def run(tmp_path):
 
 def test_latencies_of_backends_become_rows_that_the_lookup_finds(run, tmp_path, monkeypatch):
     folder = run(
-        latency("triton", "forward", 2.0),
-        latency("flash", "forward", 3.0),
-        latency("triton", "backward", 5.0),
-        latency("triton", "forward", 7.0, tokens=32768),
+        latency("triton", 2.0),
+        latency("flash", 3.0),
+        latency("triton", 5.0, "backward"),
+        latency("triton", 7.0, tokens=32768),
     )
     path = tmp_path / "measured.json"
-    table = measured_table.write([folder], path)
+    table = record.write_measured([folder], path)
     assert json.loads(path.read_text()) == table
     facts = table["runs"][folder.name]
     assert facts["gpu"] == "NVIDIA H200" and facts["compute_capability"] == "9.0"
@@ -77,34 +75,34 @@ def test_latencies_of_backends_become_rows_that_the_lookup_finds(run, tmp_path, 
 def test_a_median_is_the_mean_over_the_kinds_of_queries_that_all_were_measured_with(run, tmp_path):
     other = {"queries": "correlated"}
     folder = run(
-        latency("triton", "forward", 2.0),
-        latency("triton", "forward", 1.0, config=other),
-        latency("flash", "forward", 3.0),
-        latency("flash", "forward", 2.0, config=other),
-        latency("flex", "forward", 0.1),  # of one kind only: no fair comparison
+        latency("triton", 2.0),
+        latency("triton", 1.0, config=other),
+        latency("flash", 3.0),
+        latency("flash", 2.0, config=other),
+        latency("flex", 0.1),  # of one kind only: no fair comparison
     )
-    (row,) = measured_table.write([folder], tmp_path / "out.json")["rows"]
+    (row,) = record.write_measured([folder], tmp_path / "out.json")["rows"]
     assert row["latency_ms"] == {"forward": {"triton": 1.5, "flash": 2.5}}
 
 
 def test_what_is_no_latency_of_a_backend_is_left_out(run, tmp_path):
     folder = run(
-        latency("triton", "forward", 2.0),
-        latency("somebody's", "forward", 1.0),
-        latency("flash", "forward", 1.0, operation="dense_attention"),
-        latency("flash", "forward", 1.0, metric="peak_memory", unit="GiB"),
-        latency("flash", "step", 1.0),
-        latency("flash", "forward", None),
+        latency("triton", 2.0),
+        latency("somebody's", 1.0),
+        latency("flash", 1.0, operation="dense_attention"),
+        latency("flash", 1.0, metric="peak_memory", unit="GiB"),
+        latency("flash", 1.0, "step"),
+        latency("flash", None),
     )
-    (row,) = measured_table.write([folder], tmp_path / "out.json")["rows"]
+    (row,) = record.write_measured([folder], tmp_path / "out.json")["rows"]
     assert row["latency_ms"] == {"forward": {"triton": 2.0}}
 
 
 def test_a_run_without_a_gpu_or_without_latencies_is_refused(run, tmp_path):
-    for gpus, rows in (([], [latency("triton", "forward", 2.0)]), ([GPU], [])):
+    for gpus, rows in (([], [latency("triton", 2.0)]), ([GPU], [])):
         folder = run(*rows, gpus=gpus, name=f"02-{len(gpus)}")
         with pytest.raises(ValueError, match=f"{folder.name} has no latencies of backends"):
-            measured_table.write([folder], tmp_path / "out.json")
+            record.write_measured([folder], tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
 
 
@@ -115,7 +113,7 @@ def test_what_a_benchmark_writes_is_taken(run, tmp_path):
         | {"outcome": "ok", "latency_ms": {"forward": [ms] * 3, "graph_forward": [0.1] * 3}}
         for backend, ms in zip(backends(["triton", "flash"]), (2.0, 3.0), strict=True)
     ]
-    (row,) = measured_table.write([run(*record.rows(cells))], tmp_path / "out.json")["rows"]
+    (row,) = record.write_measured([run(*record.rows(cells))], tmp_path / "out.json")["rows"]
     assert (row["tokens"], row["heads"], row["dtype"]) == (4096, 8, "bfloat16")
     assert row["config"]["select_count"] == 8
     assert row["latency_ms"] == {"forward": {"triton": 2.0, "flash": 3.0}}

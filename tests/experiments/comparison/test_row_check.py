@@ -7,15 +7,15 @@ import torch
 
 from nsa.attention import registry
 from nsa.experiments.comparison import check as row_check
-from nsa.experiments.comparison import implementations
 from nsa.experiments.comparison.check import check, revealed, sample_rows
-from nsa.experiments.comparison.implementations import backends, peer
+from nsa.experiments.comparison.implementations import DENSE_ATTENTIONS, backends, peer
 from nsa.lab.measure.accuracy import AccuracyError
 from nsa.lab.measure.attention_inputs import draw
 from nsa.lab.measure.shapes import TINY_CONFIG, Shape
 from nsa.reference.nsa import nsa
 
 SHAPE = Shape(150, 4, 2, 16, 16, dtype="fp32", config=TINY_CONFIG)
+(GATHER,) = backends(["gather"])
 TORCH = [n for n in registry.names() if n in ("packed", "gather", "sdpa", "masked")]
 
 
@@ -41,14 +41,12 @@ def test_a_right_backend_passes_with_its_own_selection(name, shared, dtype):
 @pytest.mark.parametrize("reveal", [True, False])
 @pytest.mark.parametrize("queries", ["random", "correlated"])
 def test_a_right_backend_passes_on_a_sample_of_rows(few_rows, queries, reveal):
-    (backend,) = backends(["gather"])
-    checked = check(backend, draw(replace(SHAPE, queries=queries)), reveal=reveal)
+    checked = check(GATHER, draw(replace(SHAPE, queries=queries)), reveal=reveal)
     assert checked.what.startswith("64 rows, " + ("own sel" if reveal else "selection handed in"))
 
 
 def test_dense_attention_is_checked_against_dense_attention(few_rows):
-    flash = implementations.providers()[0]
-    checked = check(flash, draw(SHAPE))
+    checked = check(DENSE_ATTENTIONS[0], draw(SHAPE))
     assert [e.name for e in checked.errors] == ["o", "dq", "dk", "dv"]
 
 
@@ -86,10 +84,9 @@ def test_a_planted_mistake_is_red(few_rows, name, said, monkeypatch):
 
 
 def test_a_check_can_be_held_to_a_later_output(few_rows):
-    (backend,) = backends(["gather"])
     drawn = draw(SHAPE)
-    checked = check(backend, drawn)
-    o = backend.call(drawn, None).detach()
+    checked = check(GATHER, drawn)
+    o = GATHER.call(drawn, None).detach()
     checked.hold_again(o, "later")
     with pytest.raises(AccuracyError, match="o later: worst"):
         checked.hold_again(o * 1.01, "later")
@@ -107,20 +104,19 @@ def test_the_exact_rows_are_the_references(few_rows):
     do = torch.zeros_like(drawn.do)
     do[:, rows] = drawn.do[:, rows]
     grads = torch.autograd.grad(want.o, list(leaves.values()), do.double())
-    found = row_check.at_rows(drawn, rows, want.blocks[:, rows], "nsa_attention", torch.float64)
-    torch.testing.assert_close(found.o, want.o[:, rows].detach())
+    o, found = row_check.at_rows(drawn, rows, want.blocks[:, rows], torch.float64)
+    torch.testing.assert_close(o, want.o[:, rows].detach())
     for name, grad in zip(leaves, grads, strict=True):
         at = grad[:, rows] if name in ("q", "gates") else grad
-        torch.testing.assert_close(found.grads[name], at, msg=name)
+        torch.testing.assert_close(found[name], at, msg=name)
 
 
 def test_a_selection_is_revealed_in_several_passes():
     (backend,) = backends(["masked"])
     shape = replace(SHAPE, tokens=300, value_dim=8)  # 19 blocks, 8 of them a pass
     drawn = draw(shape)
-    args = drawn.q.double(), drawn.by_branch("k"), drawn.by_branch("v"), drawn.gates.double()
-    k, v = ({b: x.double() for b, x in side.items()} for side in args[1:3])
-    want = nsa(args[0], k, v, args[3], shape.config).blocks
+    k, v = ({b: x.double() for b, x in drawn.by_branch(name).items()} for name in "kv")
+    want = nsa(drawn.q.double(), k, v, drawn.gates.double(), shape.config).blocks
     rows = torch.tensor([0, 17, 150, 299])
     assert torch.equal(revealed(backend, drawn, rows), want[:, rows])
 

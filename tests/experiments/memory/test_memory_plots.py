@@ -9,8 +9,8 @@ matplotlib.use("agg")
 TOKENS = (128, 256, 512, 1024)
 
 
-def row(backend, tokens, mib, **config):
-    given = {"operation": "train", "backend": backend, "mode": "step", "metric": "peak_memory"}
+def row(backend, tokens, mib, metric="peak_memory", mode="step", **config):
+    given = {"operation": "train", "backend": backend, "mode": mode, "metric": metric}
     given |= {"unit": "MiB", "x_name": "tokens", "x_value": tokens, "median": mib}
     return metrics.row(given | {"config": {"preset": "repro", "layers": 5, **config}}, {})
 
@@ -22,12 +22,21 @@ def frame(*extra):
     return metrics.table([*rows, *extra])
 
 
+TWELVE = [row("gather", t, 1.5 * t, layers=12) for t in TOKENS]
+
+
 def lines(axes):
     return {line.get_label(): line for line in axes.get_lines()}
 
 
+def crosses(axes):
+    return [line for line in axes.get_lines() if line.get_marker() == "x"]
+
+
 def test_each_backend_is_one_line_with_its_values_on_two_log_axes():
+    before = dict(matplotlib.rcParams)
     (axes,) = plots.scaling(frame()).axes
+    assert dict(matplotlib.rcParams) == before  # the user's style is left alone
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     np.testing.assert_allclose(lines(axes)["gather"].get_xdata(), TOKENS)
     np.testing.assert_allclose(lines(axes)["gather"].get_ydata(), [0.5 * t for t in TOKENS])
@@ -50,36 +59,29 @@ def test_large_memory_is_drawn_in_gib():
 
 def test_a_failed_point_is_a_cross_at_the_top_with_its_outcome():
     (axes,) = plots.scaling(frame()).axes
-    crosses = [line for line in axes.get_lines() if line.get_marker() == "x"]
-    assert [list(line.get_xdata()) for line in crosses] == [[1024]]
-    assert crosses[0].get_ydata()[0] > 0.9 and crosses[0].get_color() == looks.look("masked")[0]
+    (cross,) = crosses(axes)
+    assert list(cross.get_xdata()) == [1024]
+    assert cross.get_ydata()[0] > 0.9 and cross.get_color() == looks.look("masked")[0]
     assert "masked: oom" in [text.get_text() for text in axes.texts]
     rows = [row("sdpa", t, None, outcome="timeout") for t in TOKENS]  # nothing but failures
     (axes,) = plots.scaling(metrics.table(rows)).axes
-    assert [len(x.get_xdata()) for x in axes.get_lines() if x.get_marker() == "x"] == [4]
-
-
-def test_each_model_has_a_panel():
-    fig = plots.scaling(frame(*[row("gather", t, 1.5 * t, layers=12) for t in TOKENS]))
-    shown = [axes.get_title(loc="left") for axes in fig.axes if axes.get_visible()]
-    assert [title.partition(": ")[2] for title in shown] == ["repro, 5 layers", "repro, 12 layers"]
+    assert [len(cross.get_xdata()) for cross in crosses(axes)] == [4]
 
 
 def test_other_modes_metrics_and_categories_stay_out():
-    others = [
-        row("flex", 128, 7.0) | {"mode": "forward"},
-        row("flex", 128, 7.0) | {"metric": "latency"},
-        row("flex", 128, 7.0) | {"metric": "memory_parameters"},
-    ]
+    others = [row("flex", 128, 7.0, mode="forward")]
+    others += [row("flex", 128, 7.0, metric) for metric in ("latency", "memory_parameters")]
     assert "flex" not in lines(plots.scaling(frame(*others)).axes[0])
 
 
-def test_prediction_and_case_study_are_drawn_in_every_panel_or_in_the_named_one():
+def test_each_model_has_a_panel_with_what_stands_beside_all_or_that_one():
     fig = plots.scaling(
-        frame(*[row("gather", t, 1.5 * t, layers=12) for t in TOKENS]),
+        frame(*TWELVE),
         prediction={"gather": (TOKENS, [0.4 * t for t in TOKENS])},
         case_study={"repro, 12 layers": {"case study": ([128, 1024], [100, 900])}},
     )
+    shown = [axes.get_title(loc="left").partition(": ")[2] for axes in fig.axes]
+    assert shown == ["repro, 5 layers", "repro, 12 layers"]
     first, second = (lines(axes) for axes in fig.axes)
     assert first["predicted: gather"].get_linestyle() == "--"
     assert first["predicted: gather"].get_color() == looks.look("gather")[0]
@@ -95,11 +97,10 @@ def test_a_case_study_far_above_our_points_has_a_panel_of_its_own_with_its_ticks
 
 
 def test_a_backend_looks_the_same_in_every_plot_and_none_like_another():
-    names = ("sequential", "masked", "gather", "packed", "sdpa", "flex", "flash", "triton")
-    names += ("dense-flash", "dense-cudnn", "dense-fa4", "fla")
-    assert set(looks.LOOKS) == set(names)
-    assert len({colour for colour, _ in looks.LOOKS.values()}) == len(names)
-    assert len({marker for _, marker in looks.LOOKS.values()}) == len(names)
+    names = "sequential masked gather packed sdpa flex flash triton dense-flash dense-cudnn"
+    assert set(looks.LOOKS) == {*names.split(), "dense-fa4", "fla"}
+    for seen in zip(*looks.LOOKS.values(), strict=True):  # colours, markers
+        assert len(set(seen)) == len(looks.LOOKS)
     assert looks.look("something new") == looks.look("something new")
 
 
@@ -111,13 +112,9 @@ def test_local_exponents_are_drawn_between_neighbours():
     np.testing.assert_allclose(gather.get_xdata(), [128 * 2**0.5 * 2**i for i in range(3)])
 
 
-def held(backend, tokens, mib, category):
-    return row(backend, tokens, mib) | {"metric": f"memory_{category}"}
-
-
 def test_categories_stack_to_the_sum():
     parts = {"parameters": 20.0, "activations": 50.0, "optimizer": 30.0}
-    rows = [held("gather", t, mib, name) for t in TOKENS for name, mib in parts.items()]
+    rows = [row("gather", t, mib, f"memory_{name}") for t in TOKENS for name, mib in parts.items()]
     (axes,) = plots.categories(frame(*rows), tokens=512).axes
     tops = [bars[0].get_y() + bars[0].get_height() for bars in axes.containers]
     assert tops == [20.0, 70.0, 100.0]
@@ -125,8 +122,8 @@ def test_categories_stack_to_the_sum():
 
 
 def test_categories_are_shown_at_the_largest_length_that_all_finished():
-    rows = [held("gather", t, 5.0, "all") for t in TOKENS]
-    rows += [held("masked", t, 5.0, "all") for t in TOKENS[:2]]
+    rows = [row("gather", t, 5.0, "memory_all") for t in TOKENS]
+    rows += [row("masked", t, 5.0, "memory_all") for t in TOKENS[:2]]
     assert "T = 256" in plots.categories(metrics.table(rows)).axes[0].get_title(loc="left")
 
 
@@ -136,7 +133,7 @@ def test_nothing_to_draw_is_refused():
     with pytest.raises(ValueError, match="category"):
         plots.categories(frame())
     with pytest.raises(ValueError, match="no categories at T = 7"):
-        plots.categories(frame(held("gather", 128, 1.0, "a")), tokens=7)
+        plots.categories(frame(row("gather", 128, 1.0, "memory_a")), tokens=7)
 
 
 @pytest.mark.full
@@ -146,20 +143,12 @@ def test_a_saved_figure_is_png_and_svg_and_both_name_the_run(tmp_path):
     run = store.Run(tmp_path, "01_tiny")
     fig = plots.scaling(frame())
     run.show(fig, "memory")
-    png = Image.open(tmp_path / "figures" / "memory.png")
-    with png:
-        assert png.info["Description"] == "run 01_tiny"
-        assert round(png.info["dpi"][0]) == 120
+    with Image.open(tmp_path / "figures" / "memory.png") as png:
+        assert png.info["Description"] == "run 01_tiny" and round(png.info["dpi"][0]) == 120
     svg = (tmp_path / "figures" / "memory.svg").read_text()
     assert "run 01_tiny" in svg
     run.show(fig, "memory")
     assert (tmp_path / "figures" / "memory.svg").read_text() == svg
-
-
-def test_drawing_leaves_the_users_style_alone():
-    before = dict(matplotlib.rcParams)
-    plots.scaling(frame())
-    assert dict(matplotlib.rcParams) == before
 
 
 def test_a_log_axis_of_less_than_a_decade_keeps_its_labels():
