@@ -6,8 +6,6 @@ from typing import Any
 
 from nsa.spelling import nearest
 
-_HERE = "nsa.experiments.selfcheck.faults"
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -32,18 +30,19 @@ class Fault:
     @property
     def subject(self) -> str:
         """Its import path, as a trial's spec has it."""
-        return f"{_HERE}.{self.where}"
+        return f"nsa.experiments.selfcheck.faults.{self.where}"
 
 
-def _fault(name: str, kind: str | tuple[str, ...], what: str, where: str, text: str, **more: Any):
-    return Fault(name, (kind,) if isinstance(kind, str) else kind, what, where, text, **more)
+def _fault(name: str, kinds: str, what: str, where: str, text: str, **more: Any) -> Fault:
+    return Fault(name, tuple(kinds.split(" or ")), what, where, text, **more)
 
 
-def _control(name: str, kind: str | tuple[str, ...], where: str, text: str, **more: Any):
-    return _fault(name, kind, "", where, text, control=True, **more)
+def _control(name: str, kinds: str, where: str, text: str, **more: Any) -> Fault:
+    return _fault(name, kinds, "", where, text, control=True, **more)
 
 
 _GROWING = {"steps": 30}
+_NCCL = {"settings": {"communication": "nccl"}, "ranks": 2, "needs": "gpus2"}
 
 PLANTED: tuple[Fault, ...] = (
     # gradients
@@ -113,9 +112,9 @@ PLANTED: tuple[Fault, ...] = (
     _fault("quadratic buffer", "FAIL", "quadratic", "wrong:Dense",
            "attention keeps a T x T matrix for its backward", settings={"tokens": 64}),
     # pace
-    _fault("slow loader", "SLOW", "", "slow:SlowLoader", "0.4 s for each batch",
+    _fault("slow loader", "SLOW", "", "stops:SlowLoader", "0.4 s for each batch",
            settings={"sleep_s": 0.4}, steps=100, predicted_s=0.5, deadline_s=8.0),
-    _fault("recompilations", "SLOW", "recompile", "slow:Recompiles", "each step compiles anew",
+    _fault("recompilations", "SLOW", "recompile", "stops:Recompiles", "each step compiles anew",
            steps=16, busy=True),
     # ranks
     _fault("rank's own branch", "FAIL", "ranks-differ", "devices:OwnBranch",
@@ -123,10 +122,10 @@ PLANTED: tuple[Fault, ...] = (
            ranks=2, settings={"find_unused_parameters": True}),
     _fault("skipped collective", "HANG", "collective", "devices:SkippedCollective",
            "one rank leaves out a collective and waits for the others", ranks=2),
-    _fault("other shape", ("CRASH",), "", "devices:OtherShape",
+    _fault("other shape", "CRASH", "", "devices:OtherShape",
            "one rank brings another number of elements", ranks=2),
-    _fault("one rank killed", "CRASH", "SIGKILL", "devices:OneKilled",
-           "SIGKILL of one rank", ranks=2),
+    _fault("one rank killed", "CRASH", "SIGKILL", "devices:OneKilled", "SIGKILL of one rank",
+           ranks=2),
     _fault("one rank without data", "HANG", "collective", "devices:OneWithoutData",
            "all ranks wait for one", ranks=2),
     # devices
@@ -139,31 +138,30 @@ PLANTED: tuple[Fault, ...] = (
     _fault("kept on the device", "FAIL", "tensor-list", "devices:KeptOnDevice",
            "a list on the device that grows by 2 MiB a step", needs="gpu", **_GROWING),
     _fault("skipped collective (NCCL)", "HANG", "", "devices:SkippedCollective",
-           "one rank leaves out a collective and waits for the others",
-           settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
-    _fault("one rank killed (NCCL)", ("CRASH",), "", "devices:OneKilled", "SIGKILL of one rank",
-           settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+           "one rank leaves out a collective and waits for the others", **_NCCL),
+    _fault("one rank killed (NCCL)", "CRASH", "", "devices:OneKilled", "SIGKILL of one rank",
+           **_NCCL),
     _fault("one rank without data (NCCL)", "HANG", "", "devices:OneWithoutData",
-           "all ranks wait for one", settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+           "all ranks wait for one", **_NCCL),
 )  # fmt: skip
 
 CONTROLS: tuple[Fault, ...] = (
     _control("healthy", "PASS", "small:Small", "nothing"),
     _control("healthy NSA", "PASS", "small:TinyNSA", "nothing", steps=20),
-    _control("slow loop at 100 % CPU", "SLOW", "slow:Slow",
+    _control("slow loop at 100 % CPU", "SLOW", "stops:Slow",
              "one token at a time; its stacks are alike whenever one looks",
              settings={"tokens": 96}, steps=60, predicted_s=0.5, deadline_s=9.0, busy=True),
     _control("one-off allocation", "PASS", "wrong:OneAllocation",
              "192 MiB made late and kept", **_GROWING),
     _control("collected cycle", "PASS", "wrong:CollectedCycle",
              "cycles that the collector takes now and then", **_GROWING),
-    _control("long native call", ("PASS", "SLOW"), "slow:LongCall",
+    _control("long native call", "PASS or SLOW", "stops:LongCall",
              "one call into C that takes longer than a stall may", settings={"call_s": 8.0},
              predicted_s=1.0, deadline_s=7.0, busy=True, takes_s=25.0),
-    _control("first step compiles", "PASS", "slow:CompilesOnce", "torch.compile, once", busy=True),
-    _control("late start", "PASS", "slow:LateStart", "3 s before anything is told",
+    _control("first step compiles", "PASS", "stops:CompilesOnce", "torch.compile, once", busy=True),
+    _control("late start", "PASS", "stops:LateStart", "3 s before anything is told",
              settings={"start_s": 3.0}),
-    _control("stranger", "PASS", "slow:Stranger", "a step that has never heard of progress"),
+    _control("stranger", "PASS", "stops:Stranger", "a step that has never heard of progress"),
     _control("masked row", "PASS", "wrong:EmptyRow",
              "a row masked throughout, whose NaN its own backward stops",
              settings={"additive": False}),
@@ -176,13 +174,12 @@ CONTROLS: tuple[Fault, ...] = (
     _control("straggler", "PASS", "devices:Ranks", "one rank is 0.3 s late in each step",
              settings={"sleep_s": 0.3}, ranks=2),
     _control("healthy GPU", "PASS", "devices:OnDevice", "nothing, on a GPU", needs="gpu", steps=20),
-    _control("long kernel", ("PASS", "SLOW"), "devices:Spins",
+    _control("long kernel", "PASS or SLOW", "devices:Spins",
              "a kernel that takes 7 s and ends", settings={"spin_s": 7.0}, needs="gpu",
              predicted_s=1.0, deadline_s=9.0, busy=True),
     _control("shared device", "INCONCLUSIVE", "devices:OnDevice",
              "another process has memory on the device", needs="gpu", beside=True, busy=True),
-    _control("two ranks (NCCL)", "PASS", "devices:Ranks", "nothing, on two GPUs",
-             settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+    _control("two ranks (NCCL)", "PASS", "devices:Ranks", "nothing, on two GPUs", **_NCCL),
 )  # fmt: skip
 
 FAULTS: tuple[Fault, ...] = PLANTED + CONTROLS
@@ -193,8 +190,7 @@ def chosen(names: Iterable[str] = ()) -> tuple[Fault, ...]:
 
     Raises ValueError for a name that there is not, with the nearest.
     """
-    wanted = list(names)
-    known = [fault.name for fault in FAULTS]
+    wanted, known = list(names), [fault.name for fault in FAULTS]
     for name in wanted:
         if name not in known:
             raise ValueError(f"no planted fault or control {name!r}; {nearest(name, known, 0)}")
