@@ -91,10 +91,9 @@ def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
         shorter = train.with_(**{name: stage[name] for name in PACED})
         curve += _stage(model, spec | stage, shorter, ends, curve)
     curve += _stage(model, spec, train, ends, curve)
-    questions = _questions(spec)
-    device = next(model.parameters()).device
+    questions, last = _questions(spec), curve[-1]
+    on_gpu = next(model.parameters()).device.type == "cuda"
     seen = peek(model, train.tokens, precision=train.precision)
-    last = curve[-1]
     found = Learnt(
         accuracy={name: last[name] for name in questions},
         chance={name: asked.chance for name, (asked, _) in questions.items()},
@@ -107,7 +106,7 @@ def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
         seconds=time.monotonic() - started,
         parameters=parameter_count(model),
         tokens=train.tokens,
-        device_name=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        device_name=torch.cuda.get_device_name() if on_gpu else "cpu",
     )
     return asdict(found)
 
@@ -142,18 +141,17 @@ def _stage(
     return looks
 
 
-def peek(model: nn.Module, tokens: int, *, precision: str = "fp32", cuts: int = 3) -> float:
+def peek(model: nn.Module, tokens: int, *, precision: str = "fp32") -> float:
     """How far logits move when only later tokens change, in standard deviations of the logits.
 
-    Rounding for attention that is causal; NaN counts as infinitely far. Random tokens, the borders
-    spread over the row.
+    Rounding for attention that is causal; NaN counts as infinitely far. Random tokens, with three
+    borders spread over the row.
     """
-    device = next(model.parameters()).device
-    vocab = model.config.vocab
-    random = generator(0, 0)
-    before, after = (torch.randint(vocab, (1, tokens), generator=random) for _ in range(2))
+    device, random = next(model.parameters()).device, generator(0, 0)
+    shape = (1, tokens)
+    before, after = (torch.randint(model.config.vocab, shape, generator=random) for _ in range(2))
     farthest = 0.0
-    for cut in torch.linspace(tokens / 4, 0.9 * tokens, cuts).int().tolist():
+    for cut in torch.linspace(tokens / 4, 0.9 * tokens, 3).int().tolist():
         changed = torch.cat((before[:, :cut], after[:, cut:]), dim=1)
         with torch.no_grad(), autocast(precision, device):
             plain, other = (model(x.to(device))[0][:, :cut].float() for x in (before, changed))

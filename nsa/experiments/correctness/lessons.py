@@ -1,22 +1,23 @@
-"""The lessons by which right attention is told from wrong, and which mutant each tells.
+"""The lessons by which right attention is told from wrong, each learnt in a child process.
 
 Each uses what the others leave out: the window's edge, the blocks that every query sees, blocks
 found by their importance, compressed keys alone, and all branches in two layers.
-
-(lesson, backend, T): the backend is one that runs the mutated line. Those that hold T x T tensors
-or take one token at a time learn at a smaller T.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nsa.config import NSAConfig
-from nsa.experiments.correctness.learning import PACED
+from nsa.experiments.correctness.learning import PACED, SOLVED
+from nsa.lab import sweep
 from nsa.model.config import ModelConfig
 from nsa.model.train_config import TrainConfig
 
+ENTRY = "nsa.experiments.correctness.learning:learn"
+WANTED = {True: f"at least {SOLVED}", False: "about chance: out of reach"}
 VOCAB = 34
 # Of a head's eight pairs of channels five turn by less than a radian in 8192 tokens: what is learnt
 # at one distance holds at others.
@@ -33,6 +34,67 @@ STAGES = {
 # Rate and warm-up. Of two layers the first learns only once the second does, and both forget at a
 # higher rate, or where AdamW, made anew for each stage, begins with steps of full size.
 PACE = {"recall": (1e-3, 200), "copy": (3e-3, 100)}
+
+
+def learn_all(
+    names: Sequence[str],
+    tokens: int,
+    *,
+    deadline_s: float,
+    workers: int = 1,
+    threads: int | None = None,
+    folder: str | Path | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> list[dict]:
+    """A row a lesson: `lesson`, and what `rows_of` says; a lesson named twice is learnt once.
+
+    `workers` lessons at once; times are not taken. `options` are those of `lesson`. ValueError for
+    an unknown lesson before any is learnt.
+    """
+    specs = {name: lesson(name, tokens, **options) for name in names}
+    how = {"deadline_s": deadline_s, "workers": workers, "folder": folder, "progress": progress}
+    how["name"] = lambda name: f"{name}, T {tokens}"
+    rows = rows_of(ENTRY, list(specs), lambda name, limits: specs[name] | limits, threads, **how)
+    return [{"lesson": name} | row for name, row in zip(specs, rows, strict=True)]
+
+
+def rows_of(
+    entry: str, items: Sequence, spec: Callable[[Any, dict], dict], threads: int | None, **how: Any
+) -> list[dict]:
+    """A row each of `items`, learnt in a child of spec(item, limits); `how` is sweep.measure's.
+
+    `outcome`, `message`, the fields of `learning.Learnt` where it ended well, and `seconds`. Its
+    limits let training end early enough for the questions to be asked in time.
+    """
+    ended = sweep.measure(
+        entry,
+        items,
+        lambda item, s: spec(item, {"threads": threads, "budget_s": 0.7 * s}),
+        said=lambda result: f"as expected: {result['as_expected']}",
+        **how,
+    )
+    return [
+        {"outcome": e.status, "message": e.message, **(e.result or {}), "seconds": e.seconds}
+        for e in ended
+    ]
+
+
+def answers(rows: Sequence[dict]) -> list[dict]:
+    """A line a question: lesson, question, accuracy, by chance, wanted, steps, peek."""
+    return [
+        {
+            "lesson": row["lesson"],
+            "question": name,
+            "accuracy": accuracy,
+            "by chance": row["chance"][name],
+            "wanted": WANTED[row["expected"][name]],
+            "steps": row["steps"],
+            "peek": row["peek"],
+        }
+        for row in rows
+        for name, accuracy in row.get("accuracy", {}).items()
+    ]
 
 
 def lesson(
@@ -86,9 +148,11 @@ def lesson(
 
 def _stage(name: str, tokens: int, block: int) -> dict[str, Any]:
     """What is taught and asked on rows of `tokens` tokens, and the fields PACED of training."""
-    _, tasks, questions, steps = LESSONS[name](tokens, block)
+    _, tasks, asked, steps = LESSONS[name](tokens, block)
     lr, warmup = PACE.get(name, (5e-3, 10))
     paced = {"tokens": tokens, "steps": steps, "lr": lr, "warmup_steps": warmup}
+    # Right attention solves all but what lies outside of its reach.
+    questions = {where: {"task": t, "solved": where != "outside"} for where, t in asked.items()}
     return {**paced, "tasks": tasks, "questions": questions}
 
 
@@ -97,14 +161,13 @@ def _needle(low: int, high: int, filler: int = 4) -> dict[str, Any]:
     return {**task, "filler": filler, "distance": [low, high]}
 
 
-def _asks(solved: bool, task: dict[str, Any]) -> dict[str, Any]:
-    return {"task": task, "solved": solved}
-
-
 def _two_layers(tokens: int, block: int) -> dict[str, Any]:
     count = max(3, min(8, tokens // block // 4))
     far = {"head_dim": 32, "rope_base": 1e9, "shared_kv": True}
     return {"layers": 2, "dim": 128, "nsa": {"select_count": count}, **far}
+
+
+# Each lesson: fields of the model, tasks that are taught, tasks that are asked, steps.
 
 
 def window(tokens: int, block: int):
@@ -113,19 +176,15 @@ def window(tokens: int, block: int):
     A window of one more key learns both, one of other keys neither.
     """
     edge = 2 * block
-    questions = {
-        "inside": _asks(True, _needle(1, edge - 1)),
-        "last": _asks(True, _needle(edge - 1, edge - 1)),
-        "outside": _asks(False, _needle(edge, edge)),
-    }
-    return {"force_branch": "win"}, [_needle(1, edge)], questions, 200
+    inside, last, outside = (1, edge - 1), (edge - 1, edge - 1), (edge, edge)
+    asked = {"inside": _needle(*inside), "last": _needle(*last), "outside": _needle(*outside)}
+    return {"force_branch": "win"}, [_needle(1, edge)], asked, 200
 
 
 def blocks(tokens: int, block: int):
     """Selection alone, its scores untrained: a needle in the own or first block is always seen."""
-    own, first = _needle(1, block - 1), _needle(tokens - block, tokens - 1)
-    questions = {"own": _asks(True, own), "first": _asks(True, first)}
-    return {"force_branch": "slc"}, [own, first], questions, 200
+    asked = {"own": _needle(1, block - 1), "first": _needle(tokens - block, tokens - 1)}
+    return {"force_branch": "slc"}, list(asked.values()), asked, 200
 
 
 def selection(tokens: int, block: int):
@@ -133,62 +192,29 @@ def selection(tokens: int, block: int):
 
     Of three blocks only one is free, so importance has to put the needle's own first.
     """
-    own, any_ = _needle(1, block - 1, filler=1), _needle(block, tokens - block - 1, filler=1)
-    questions = {"own": _asks(True, own), "far": _asks(True, any_)}
-    return {"force_branch": "slc", "shared_kv": True, **FAR}, [own, any_], questions, 1500
+    near, far = (1, block - 1), (block, tokens - block - 1)
+    asked = {"own": _needle(*near, filler=1), "far": _needle(*far, filler=1)}
+    return {"force_branch": "slc", "shared_kv": True, **FAR}, list(asked.values()), asked, 1500
 
 
 def compressed(tokens: int, block: int):
     """Compressed keys alone: a needle in any block that has ended."""
     far = _needle(2 * block, tokens - 1, filler=1)
-    return {"force_branch": "cmp", **FAR}, [far], {"far": _asks(True, far)}, 300
+    return {"force_branch": "cmp", **FAR}, [far], {"far": far}, 300
 
 
 def recall(tokens: int, block: int):
     """All branches, two layers: eight pairs asked for once more, near and as far as T allows."""
-    near = {"name": "recall", "vocab": VOCAB, "pairs": 8, "gap": [0, tokens - 31]}
     far = {"name": "recall", "vocab": VOCAB, "pairs": 8}
-    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
+    return _two_layers(tokens, block), [far | {"gap": [0, tokens - 31]}], {"far": far}, 3000
 
 
 def copy(tokens: int, block: int):
     """All branches, two layers: a string of 24 symbols, near and as far as T allows."""
-    near = {"name": "copy", "vocab": VOCAB, "length": 24, "distance": [25, tokens - 24]}
     far = {"name": "copy", "vocab": VOCAB, "length": 24}
-    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
+    return _two_layers(tokens, block), [far | {"distance": [25, tokens - 24]}], {"far": far}, 3000
 
 
 LESSONS: dict[str, Callable] = {
     make.__name__: make for make in (window, blocks, selection, compressed, recall, copy)
-}
-
-
-LONG, DENSE, ONE_BY_ONE = 2048, 512, 64
-
-TELLS = {
-    "one-query-causal": ("window", "sequential", ONE_BY_ONE),
-    "heads-as-time": ("window", "sequential", ONE_BY_ONE),
-    "window-leak": ("window", "sequential", ONE_BY_ONE),
-    "sequential-window-off-by-one": ("window", "sequential", ONE_BY_ONE),
-    "inverted-mask": ("window", "sdpa", DENSE),
-    "window-off-by-one": ("window", "masked", DENSE),
-    "chunked-window-off-by-one": ("window", "gather", LONG),
-    "kernel-window-off-by-one": ("window", "triton", LONG),
-    "current-block-dropped": ("blocks", "gather", LONG),
-    "chunked-positions-restart": ("blocks", "gather", LONG),
-    "kernel-forgets-the-first-blocks": ("blocks", "triton", LONG),
-    "equation-9-wrong-sign": ("selection", "gather", LONG),
-    "equation-9-wrong-sign-in-the-band": ("selection", "gather", LONG),
-    "chunked-scores-see-the-future": ("selection", "gather", LONG),
-    "compressed-block-seen-too-early": ("compressed", "masked", DENSE),
-    "late-binding-checkpoint": ("recall", "triton", LONG),
-}
-
-UNTOLD = {
-    "scores-see-the-future": "no model runs this line: it is the reference's own selection",
-    "heads-select-alone": "no model runs this line: it is the reference's own selection",
-    "kernel-scores-another-group": "one group still scores with its own heads and finds the answer",
-    "kernel-gate-gradient-of-another-branch": "gates that learn nothing stay open",
-    "kernel-gradient-overwritten": "the keys learn to meet queries that learn less",
-    "kernel-base-not-gated": "a branch that is always open is one that the task can live with",
 }

@@ -19,6 +19,11 @@ class Mutant:
     """`before` stands exactly once in `file` and becomes `after`."""
 
     name: str
+    # (view, backend) of `probe` where it shows, and (lesson, backend, T) where a model learns
+    # otherwise for it, or why none does. The backends run the mutated line; those that hold T x T
+    # tensors or take one token at a time learn at a smaller T.
+    shows: tuple[str, str]
+    lesson: tuple[str, str, int] | str
     defect: str  # what the case study's code did
     file: str
     before: str
@@ -69,6 +74,8 @@ SEQUENTIAL = "nsa/attention/backends/sequential.py"
 MUTANTS = (
     Mutant(
         "one-query-causal",
+        ("window", "sequential"),
+        ("window", "sequential", 64),
         "is_causal with one query is aligned top left: it sees only the first key",
         SEQUENTIAL,
         'return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v)',
@@ -79,6 +86,8 @@ MUTANTS = (
     ),
     Mutant(
         "heads-as-time",
+        ("window", "sequential"),
+        ("window", "sequential", 64),
         "the heads of a group lie where time should: head i sees the first i + 1 keys",
         SEQUENTIAL,
         'return torch.einsum("bhgs,bshd->bhgd", _probs(q, k, scale), v)',
@@ -88,6 +97,8 @@ MUTANTS = (
     ),
     Mutant(
         "current-block-dropped",
+        ("selected", "reference"),
+        ("blocks", "gather", 2048),
         "only blocks that are complete are legal: a query does not see its own",
         "nsa/reference/select.py",
         "legal = j <= own",
@@ -96,6 +107,8 @@ MUTANTS = (
     ),
     Mutant(
         "window-leak",
+        ("window", "sequential"),
+        ("window", "sequential", 64),
         "the window's cache keeps the newest w tokens of the whole sequence, positions do not",
         SEQUENTIAL,
         '_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale)',
@@ -108,6 +121,8 @@ MUTANTS = (
     ),
     Mutant(
         "scores-see-the-future",
+        ("selected", "reference"),
+        "no model runs this line: it is the reference's own selection",
         "importance is a softmax over all compressed keys, later ones included",
         "nsa/reference/nsa.py",
         "p_cmp, _ = attention_probs(q, k_cmp, visible, scale)",
@@ -116,6 +131,8 @@ MUTANTS = (
     ),
     Mutant(
         "chunked-scores-see-the-future",
+        ("selected", "gather"),
+        ("selection", "gather", 2048),
         "the same in the chunked scorer: each query scored as if it were the last",
         "nsa/attention/branches.py",
         "span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)",
@@ -124,6 +141,8 @@ MUTANTS = (
     ),
     Mutant(
         "chunked-positions-restart",
+        ("selected", "gather"),
+        ("blocks", "gather", 2048),
         "every chunk of queries is scored as if it stood at the start of the sequence",
         "nsa/attention/branches.py",
         "first_position=rows.start",
@@ -132,6 +151,8 @@ MUTANTS = (
     ),
     Mutant(
         "late-binding-checkpoint",
+        ("recomputed", "gather"),
+        ("recall", "triton", 2048),
         "a closure over the loop's variable: every layer recomputes the last one",
         "nsa/model/checkpoint.py",
         "                block,\n",
@@ -142,6 +163,8 @@ MUTANTS = (
     ),
     Mutant(
         "inverted-mask",
+        ("window", "sdpa"),
+        ("window", "sdpa", 512),
         "the mask of what is forbidden, where torch takes the mask of what is seen",
         "nsa/attention/backends/sdpa.py",
         "mask = (visible | ~seen)",
@@ -153,6 +176,8 @@ MUTANTS = (
     ),
     Mutant(
         "equation-9-wrong-sign",
+        ("selected", "reference"),
+        ("selection", "gather", 2048),
         "i = (l'/d) j + m + n in place of m - n: weights fall on the blocks that follow",
         "nsa/blocks.py",
         "    first = max(compressed, selectable * per_selectable)",
@@ -162,6 +187,8 @@ MUTANTS = (
     ),
     Mutant(
         "equation-9-wrong-sign-in-the-band",
+        ("selected", "gather"),
+        ("selection", "gather", 2048),
         "the same in the band that the chunked scorer uses",
         "nsa/blocks.py",
         "    return 1 - per_compressed, weights",
@@ -170,6 +197,8 @@ MUTANTS = (
     ),
     Mutant(
         "window-off-by-one",
+        ("window", "masked"),
+        ("window", "masked", 512),
         "w + 1 keys in the window",
         "nsa/reference/nsa.py",
         "(distance < config.window)",
@@ -178,6 +207,8 @@ MUTANTS = (
     ),
     Mutant(
         "chunked-window-off-by-one",
+        ("window", "gather"),
+        ("window", "gather", 2048),
         "the same in the chunked window",
         "nsa/attention/span.py",
         "ended >= span.lookback * span.stride",
@@ -186,6 +217,8 @@ MUTANTS = (
     ),
     Mutant(
         "sequential-window-off-by-one",
+        ("window", "sequential"),
+        ("window", "sequential", 64),
         "the same one token at a time",
         "nsa/blocks.py",
         "max(0, high - self.lookback)",
@@ -194,6 +227,8 @@ MUTANTS = (
     ),
     Mutant(
         "compressed-block-seen-too-early",
+        ("compressed", "masked"),
+        ("compressed", "masked", 512),
         "a compressed key is seen from its first token on, not from its last",
         "nsa/reference/nsa.py",
         "(last_tokens <= positions[:, None])",
@@ -202,6 +237,8 @@ MUTANTS = (
     ),
     Mutant(
         "heads-select-alone",
+        ("selected", "reference"),
+        "no model runs this line: it is the reference's own selection",
         "importance of the first head of a group instead of the sum over its heads",
         "nsa/reference/select.py",
         'torch.einsum("bhgtc,cj->bthj", p_cmp, matrix)',
@@ -210,6 +247,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel-window-off-by-one",
+        ("window", "triton"),
+        ("window", "triton", 2048),
         "the same in the kernels of the window",
         "nsa/kernels/span_common.py",
         "seen = seen & (s >= end - SPAN.lookback)",
@@ -218,6 +257,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel-forgets-the-first-blocks",
+        ("selected", "triton"),
+        ("blocks", "triton", 2048),
         "the initial blocks have to earn their place by importance",
         "nsa/kernels/topk.py",
         "forced = (j < CONFIG.select_initial) | (j > own - CONFIG.select_local)",
@@ -226,6 +267,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel-scores-another-group",
+        ("selected", "triton"),
+        "one group still scores with its own heads and finds the answer",
         "the first head of a group is found by the number of KV heads, right where that is G",
         "nsa/kernels/topk.py",
         "head = kv_head * G\n",
@@ -234,6 +277,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel-gate-gradient-of-another-branch",
+        ("gate_gradient", "triton"),
+        "gates that learn nothing stay open",
         "delta is stored as the gradient of the first branch's gate, whichever branch it is of",
         "nsa/kernels/combine.py",
         "BRANCH * gate_strides[2]",
@@ -242,6 +287,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel-gradient-overwritten",
+        ("query_gradient", "triton"),
+        "the keys learn to meet queries that learn less",
         "the last branch's dq replaces the sum of the others",
         "nsa/kernels/selected_dq.py",
         "        if ADD:\n",
@@ -250,6 +297,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel-base-not-gated",
+        ("mixed", "triton"),
+        "a branch that is always open is one that the task can live with",
         "the branch that is mixed in comes without its gate",
         "nsa/kernels/selected_fwd.py",
         "if BASE_BRANCH >= 0:",
