@@ -33,7 +33,7 @@ def all_claims(
     df: pandas.DataFrame, rows: Sequence[dict], lessons: Sequence[dict] = ()
 ) -> list[Claim]:
     """What must hold in any run. `rows` are those of throughput trials, `lessons` those of
-    correctness.lesson_rows.learn_all; without any there is no sentence about them."""
+    correctness.lessons.learn_all; without any there is no sentence about them."""
     return [
         nothing_broke(df),
         the_meter_is_right(df),

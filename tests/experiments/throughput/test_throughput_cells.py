@@ -16,7 +16,7 @@ import pytest
 import torch
 from throughput_entries import measured
 
-from nsa.experiments.correctness import lesson_rows
+from nsa.experiments.correctness import lessons
 from nsa.experiments.throughput import child as throughput_trial
 from nsa.experiments.throughput import loss_curves, overheads, step_profile
 from nsa.experiments.throughput import trials as throughput
@@ -363,12 +363,12 @@ def test_a_step_is_profiled_on_a_cpu():
 
 def test_lessons_are_rows_and_unknown_ones_refused():
     with pytest.raises(ValueError, match="no lesson 'windw'"):
-        lesson_rows.learn_all(["window", "windw"], 64, deadline_s=60)
+        lessons.learn_all(["window", "windw"], 64, deadline_s=60)
     row = {
         "lesson": "window", "accuracy": {"inside": 1.0, "outside": 0.1}, "steps": 50, "peek": 0.0,
         "chance": {"inside": 0.1, "outside": 0.1}, "expected": {"inside": True, "outside": False},
     }  # fmt: skip
-    lines = lesson_rows.answers([row, {"lesson": "copy"}])
+    lines = lessons.answers([row, {"lesson": "copy"}])
     assert [line["wanted"] for line in lines] == ["at least 0.9", "about chance: out of reach"]
 
 
@@ -378,7 +378,7 @@ def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
         return Outcome("timeout", None, 1.0, "late", None)
 
     monkeypatch.setattr(sweep, "run_child", child)
-    rows = lesson_rows.learn_all(["window", "copy"], 64, deadline_s=9, workers=2, progress=False)
+    rows = lessons.learn_all(["window", "copy"], 64, deadline_s=9, workers=2, progress=False)
     assert [row["lesson"] for row in rows] == ["window", "copy"]
     assert {row["outcome"] for row in rows} == {"timeout"}
 
