@@ -1,7 +1,7 @@
 """A planted fault judged: evidence that does not name it, and what it was called."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,15 +51,11 @@ class Judged:
 
     @property
     def due(self) -> str:
-        return due(self.expected, self.what)
+        """What it should be called: HANG:blocked, PASS or SLOW, ..."""
+        return " or ".join(self.expected) + f":{self.what}" * bool(self.what)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"right": self.right}
-
-
-def due(kinds: Sequence[str], what: str) -> str:
-    """What it should be called: HANG:blocked, PASS or SLOW, ..."""
-    return " or ".join(f"{kind}:{what}" if what else kind for kind in kinds)
 
 
 def line(row: Judged) -> str:
@@ -77,7 +73,7 @@ def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
     table: dict[str, dict[str, int]] = {}
     for row in rows:
         if not row.skipped:
-            counts = table.setdefault("control " * row.control + due(row.expected, ""), {})
+            counts = table.setdefault("control " * row.control + " or ".join(row.expected), {})
             counts[row.found] = counts.get(row.found, 0) + 1
     return table
 

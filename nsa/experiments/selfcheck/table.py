@@ -8,7 +8,7 @@ from typing import Any
 import pandas
 
 from nsa.experiments.selfcheck.faults.registry import Fault
-from nsa.experiments.selfcheck.judged import Judged, due, matrix
+from nsa.experiments.selfcheck.judged import Judged, matrix
 from nsa.lab.process.trial import Outcome
 from nsa.lab.verdict import KINDS
 from nsa.workbook.files import plain, write_json
@@ -20,7 +20,7 @@ def planted(faults: Iterable[Fault]) -> pandas.DataFrame:
     """What there is to plant: what it should be called, what it takes, and what is done."""
     columns = ["fault", "control", "should be called", "ranks", "needs", "what is planted"]
     found = [
-        (f.name, "yes" * f.control, due(f.kinds, f.what), f.ranks, f.needs or "any machine", f.text)
+        (f.name, "yes" * f.control, f.due, f.ranks, f.needs or "any machine", f.text)
         for f in faults
     ]
     return pandas.DataFrame(found, columns=columns).set_index("fault")
