@@ -116,8 +116,8 @@ def losses_do_not_tell(rows: Sequence[dict]) -> Claim:
 
 def killers_exist() -> Claim:
     """Each mutant names tests, and the project's tests have them."""
-    missing = [k for one in MUTANTS for k in one.killers if k not in known_tests()]
-    unnamed = [one.name for one in MUTANTS if not one.killers]
+    missing = [k for m in MUTANTS.values() for k in m.killers if k not in known_tests()]
+    unnamed = [name for name, one in MUTANTS.items() if not one.killers]
     verdict = "INCONCLUSIVE" if not known_tests() else verdict_of(not missing and not unnamed)
     sentence = f"each of {len(MUTANTS)} mutants has a test that is to kill it"
     return Claim(sentence, verdict, {"missing": missing, "unnamed": unnamed})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.experiments.correctness.lessons import ENTRY, lesson, rows_of
-from nsa.experiments.correctness.mutants import MUTANTS, ROOT, copy_of_the_project, mutant
+from nsa.experiments.correctness.mutants import MUTANTS, ROOT, mutant, mutated_copy
 from nsa.experiments.correctness.oracle import environment
 from nsa.lab import sweep
 from nsa.lab.process.trial import Outcome, run_child
@@ -37,24 +37,21 @@ class Seen:
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
     """The mutants of these names, each once, all for "all"; ValueError for an unknown one."""
-    names = tuple(names)
+    names = tuple(dict.fromkeys(names))
     if names == ("all",):
-        return tuple(one.name for one in MUTANTS)
-    return tuple(dict.fromkeys(mutant(name).name for name in names))
+        return tuple(MUTANTS)
+    for name in names:
+        mutant(name)
+    return names
 
 
 def look_at(
-    names: Sequence[str] = ("all",),
-    *,
-    device: str = "cpu",
-    workers: int = 2,
-    deadline_s: float = 120.0,
-    folder: str | Path | None = None,
+    names: Sequence[str] = ("all",), *, device: str = "cpu", workers: int = 2, **how: Any
 ) -> list[Seen]:
     """What each mutant shows, and before them what the code as it is shows in the same views.
 
     In `workers` child processes at once; the kernels on `device`, "cuda" or, interpreted, "cpu".
-    ValueError for an unknown mutant.
+    `how`: deadline_s (120) and folder of sweep.measure. ValueError for an unknown mutant.
     """
     shows = {name: mutant(name).shows for name in check_names(names)}
     wanted = [(RIGHT, *view) for view in dict.fromkeys(shows.values())]
@@ -79,18 +76,17 @@ def look_at(
         _PROBE + "in_copies",
         shares,
         spec,
-        deadline_s=deadline_s,
         workers=workers,
         env=environment(device),
-        folder=folder,
         name=lambda share: "-".join(share[0]),
         progress=False,
         run=_with_copies,
+        **{"deadline_s": 120.0, **how},
     )
     found = []
-    for share, how in zip(shares, ended, strict=True):
-        lost = {"error": how.message or how.status}
-        told = (how.result or {}).get("found", [lost] * len(share))
+    for share, child in zip(shares, ended, strict=True):
+        lost = {"error": child.message or child.status}
+        told = (child.result or {}).get("found", [lost] * len(share))
         for asked, one in zip(share, told, strict=True):
             picture = one.get("result", {}).get("picture")
             found.append(Seen(*asked, picture, one.get("error", "")))
@@ -103,16 +99,14 @@ def learn(
     *,
     tokens: int | None = None,
     device: str = "cpu",
-    workers: int = 2,
-    deadline_s: float = 120.0,
     precision: str = "fp32",
-    folder: str | Path | None = None,
+    **how: Any,
 ) -> list[dict[str, Any]]:
     """A row a mutant that a lesson tells, and one of right attention a lesson: what each learnt.
 
     `tokens` replaces the lesson's own. A row has `mutant`, `lesson`, `backend`, `tokens` and what
     `lessons.rows_of` says. Of a mutant that no lesson tells there is a row with outcome "untold"
-    and the reason.
+    and the reason. `how`: deadline_s (120), workers (2) and folder of sweep.measure.
     """
     taught = {name: mutant(name).lesson for name in check_names(names)}
     asked = {
@@ -140,12 +134,10 @@ def learn(
         longest_first,
         lambda one, limits: {"mutant": one[0], "entry": ENTRY, "spec": specs[one] | limits},
         threads=1,
-        deadline_s=deadline_s,
-        workers=workers,
         env=environment(device),
-        folder=folder,
         name=lambda one: "{}: {}, {}, T {}".format(*one),
         run=_with_copies,
+        **{"deadline_s": 120.0, "workers": 2, **how},
     )
     told = dict(zip(longest_first, rows, strict=True))
     fields = ("mutant", "lesson", "backend", "tokens")
@@ -167,7 +159,7 @@ def kill(
             return {"mutant": name, "outcome": "no tests", "line": f"not here: {missing[0]}"}
         with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as place:
             try:
-                ended = run_tests(_copy(name, Path(place)), killers, deadline_s=deadline_s)
+                ended = run_tests(mutated_copy(place, name), killers, deadline_s=deadline_s)
                 line = (ended.stdout.strip().splitlines() or [""])[-1]
                 outcome = {0: "survived", 1: "killed"}.get(ended.returncode, "error")
             except subprocess.TimeoutExpired:
@@ -210,13 +202,6 @@ def _with_copies(entry: str, spec: dict[str, Any], **how: Any) -> Outcome:
     """`run_child` with a copy of the project for each of the spec's calls, its mutant applied."""
     with tempfile.TemporaryDirectory(prefix="nsa-mutants-") as place:
         for number, call in enumerate(spec.get("calls", [spec])):
-            call["root"] = str(_copy(call["mutant"], Path(place, str(number))))
+            name = "" if call["mutant"] == RIGHT else call["mutant"]
+            call["root"] = str(mutated_copy(Path(place, str(number)), name))
         return run_child(entry, spec, **how)
-
-
-def _copy(name: str, place: Path) -> Path:
-    """The project in `place`, with that mutant's line changed; as it is for RIGHT."""
-    root = copy_of_the_project(place)
-    if name != RIGHT:
-        mutant(name).apply(root)
-    return root

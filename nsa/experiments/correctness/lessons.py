@@ -5,7 +5,6 @@ found by their importance, compressed keys alone, and all branches in two layers
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,20 +39,16 @@ def learn_all(
     names: Sequence[str],
     tokens: int,
     *,
-    deadline_s: float,
-    workers: int = 1,
+    device: str = "cpu",
+    precision: str = "fp32",
     threads: int | None = None,
-    folder: str | Path | None = None,
-    progress: bool = True,
-    **options: Any,
+    **how: Any,
 ) -> list[dict]:
     """A row a lesson: `lesson`, and what `rows_of` says; a lesson named twice is learnt once.
 
-    `workers` lessons at once; times are not taken. `options` are those of `lesson`. ValueError for
-    an unknown lesson before any is learnt.
+    `how` is that of sweep.measure. ValueError for an unknown lesson before any is learnt.
     """
-    specs = {name: lesson(name, tokens, **options) for name in names}
-    how = {"deadline_s": deadline_s, "workers": workers, "folder": folder, "progress": progress}
+    specs = {name: lesson(name, tokens, device=device, precision=precision) for name in names}
     how["name"] = lambda name: f"{name}, T {tokens}"
     rows = rows_of(ENTRY, list(specs), lambda name, limits: specs[name] | limits, threads, **how)
     return [{"lesson": name} | row for name, row in zip(specs, rows, strict=True)]
@@ -83,15 +78,9 @@ def rows_of(
 def answers(rows: Sequence[dict]) -> list[dict]:
     """A line a question: lesson, question, accuracy, by chance, wanted, steps, peek."""
     return [
-        {
-            "lesson": row["lesson"],
-            "question": name,
-            "accuracy": accuracy,
-            "by chance": row["chance"][name],
-            "wanted": WANTED[row["expected"][name]],
-            "steps": row["steps"],
-            "peek": row["peek"],
-        }
+        {"lesson": row["lesson"], "question": name, "accuracy": accuracy}
+        | {"by chance": row["chance"][name], "wanted": WANTED[row["expected"][name]]}
+        | {"steps": row["steps"], "peek": row["peek"]}
         for row in rows
         for name, accuracy in row.get("accuracy", {}).items()
     ]

@@ -6,7 +6,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,33 +42,28 @@ class Held:
 
 
 def measure(
-    shapes: Sequence[dict[str, Any]],
-    *,
-    device: str = "cpu",
-    workers: int = 1,
-    deadline_s: float = 120.0,
-    folder: str | Path | None = None,
+    shapes: Sequence[dict[str, Any]], *, device: str = "cpu", workers: int = 1, **how: Any
 ) -> list[dict[str, Any]]:
     """Rows of `hold_all` on these shapes (Shape.to_dict()), which up to `workers` children share.
 
-    RuntimeError if a child did not end well: without its oracle there is nothing to look at.
+    `how`: deadline_s (120) and folder of sweep.measure. RuntimeError if a child did not end well:
+    without its oracle there is nothing to look at.
     """
     each = max(1, -(-len(shapes) // workers))
     ended = sweep.measure(
         ENTRY,
         [list(shapes[first : first + each]) for first in range(0, len(shapes), each)],
         lambda share, _: {"shapes": share, "device": device},
-        deadline_s=deadline_s,
         workers=workers,
         env=environment(device),
-        folder=folder,
         name=lambda share: f"{len(share)}-shapes",
         progress=False,
+        **{"deadline_s": 120.0, **how},
     )
-    for how in ended:
-        if how.status != "ok":
-            raise RuntimeError(f"the oracle ended as {how.status}: {how.message}\n{how.evidence}")
-    return [row for how in ended for row in how.result["rows"]]
+    for one in ended:
+        if one.status != "ok":
+            raise RuntimeError(f"the oracle ended as {one.status}: {one.message}\n{one.evidence}")
+    return [row for one in ended for row in one.result["rows"]]
 
 
 def environment(device: str) -> dict[str, str]:

@@ -55,7 +55,6 @@ def difference(seen: Seen, all_seen: Sequence[Seen]) -> np.ndarray | None:
 
 def gallery(all_seen: Sequence[Seen]) -> pandas.DataFrame:
     """One row a mutant: its defect, where it is looked at, how much of the picture is wrong."""
-    defects = {one.name: one.defect for one in MUTANTS}
     columns = ["mutant", "what the defect is", "view", "rows that are wrong", "sees the future"]
     found = []
     for seen in all_seen:
@@ -69,7 +68,7 @@ def gallery(all_seen: Sequence[Seen]) -> pandas.DataFrame:
             # A gradient's picture has no place for later tokens.
             if wrong.shape[0] == wrong.shape[1] and seen.view != "recomputed":
                 future = "yes" if (np.triu(seen.picture, 1) > VISIBLE).any() else "no"
-        found.append((seen.mutant, defects[seen.mutant], view, rows, future))
+        found.append((seen.mutant, MUTANTS[seen.mutant].defect, view, rows, future))
     return pandas.DataFrame(found, columns=columns).set_index("mutant")
 
 
@@ -78,12 +77,12 @@ def killers(all_seen: Sequence[Seen], killed: Sequence[dict]) -> pandas.DataFram
     ran = {row["mutant"]: row["outcome"] for row in killed}
     shown = {seen.mutant for seen in all_seen}
     found = {
-        one.name: {
+        name: {
             "killed by": ", ".join(k.partition("::")[2] for k in one.killers),
-            "run here": ran.get(one.name, "not in this run"),
+            "run here": ran.get(name, "not in this run"),
         }
-        for one in MUTANTS
-        if one.name in shown
+        for name, one in MUTANTS.items()
+        if name in shown
     }
     return pandas.DataFrame.from_dict(found, orient="index").rename_axis("mutant")
 
