@@ -121,27 +121,28 @@ def learn(
     ]
     wanted = [(RIGHT, *one) for one in dict.fromkeys(asked.values())]
     wanted += [(name, *one) for name, one in asked.items()]
-    specs = {}
+    specs, steps = {}, {}
     for one in wanted:
         name, which, backend, length = one
-        options = {"checkpoint": "all"} if name == "late-binding-checkpoint" else {}
-        options |= {"backend": backend, "device": device, "precision": precision}
-        specs[one] = lesson(which, length, **options)
+        specs[one] = {"name": which, "tokens": length, "backend": backend, "device": device}
+        specs[one] |= {"precision": precision}
+        if name == "late-binding-checkpoint":
+            specs[one]["checkpoint"] = "all"
+        steps[one] = lesson(**specs[one]).stages[-1].train.steps
     # Right attention stops once it has learnt; what does not learn takes all of its lesson's steps.
-    longest_first = sorted(wanted, key=lambda one: (one[0] == RIGHT, -specs[one]["train"]["steps"]))
+    longest_first = sorted(wanted, key=lambda one: (one[0] == RIGHT, -steps[one]))
     rows = rows_of(
-        _PROBE + "in_copy",
-        longest_first,
-        lambda one, limits: {"mutant": one[0], "entry": ENTRY, "spec": specs[one] | limits},
+        {one: specs[one] for one in longest_first},
         threads=1,
+        entry=_PROBE + "in_copy",
+        call=lambda one, spec: {"mutant": one[0], "entry": ENTRY, "spec": spec},
         env=environment(device),
         name=lambda one: "{}: {}, {}, T {}".format(*one),
         run=_with_copies,
         **{"deadline_s": 120.0, "workers": 2, **how},
     )
-    told = dict(zip(longest_first, rows, strict=True))
     fields = ("mutant", "lesson", "backend", "tokens")
-    return [dict(zip(fields, one, strict=True)) | told[one] for one in wanted] + untold
+    return [dict(zip(fields, one, strict=True)) | rows[one] for one in wanted] + untold
 
 
 def kill(
