@@ -374,7 +374,7 @@ def test_lessons_are_rows_and_unknown_ones_refused():
 
 def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
     def child(entry, spec, **_):
-        time.sleep(0.2 if spec["model"]["name"] == "lesson-window" else 0.0)
+        time.sleep(0.2 if spec["lesson"]["name"] == "window" else 0.0)
         return Outcome("timeout", None, 1.0, "late", None)
 
     monkeypatch.setattr(sweep, "run_child", child)
