@@ -94,15 +94,9 @@ def plant(
 ) -> Judged:
     """One trial of the fault, judged blind; its evidence stays in `folder`."""
     began = time.monotonic()
+    limits = {"predicted_s": fault.predicted_s, "deadline_s": fault.deadline_s, "stall_s": STALL_S}
     with _company(folder) if fault.beside else nullcontext():
-        evidence = runner.run_until_proven(
-            spec(fault),
-            folder=folder,
-            predicted_s=fault.predicted_s,
-            deadline_s=fault.deadline_s,
-            stall_s=STALL_S,
-            stop=stop,
-        )
+        evidence = runner.run_until_proven(spec(fault), folder=folder, stop=stop, **limits)
     Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
     verdict = judge(blind(evidence, fault))
     return _row(
@@ -110,9 +104,7 @@ def plant(
         round,
         found=verdict.kind,
         found_what=verdict.what,
-        rule=verdict.rule,
-        because=verdict.because,
-        place=verdict.place,
+        **{name: getattr(verdict, name) for name in ("rule", "because", "place")},
         named_s=verdict.numbers.get("rested_s") if verdict.kind == "HANG" else None,
         seconds=time.monotonic() - began,
         track=track(evidence, verdict.numbers.get("rank", 0)),
@@ -134,14 +126,9 @@ def spec(fault: Fault) -> runner.Spec:
 
     What needs no GPU sees none, so that it may run beside a trial that does.
     """
-    return runner.Spec(
-        subject=fault.subject,
-        settings=fault.settings,
-        steps=fault.steps,
-        ranks=fault.ranks,
-        oracles=ORACLES,
-        env={} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""},
-    )
+    how = {"settings": fault.settings, "steps": fault.steps, "ranks": fault.ranks}
+    env = {} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""}
+    return runner.Spec(fault.subject, **how, oracles=ORACLES, env=env)
 
 
 def _row(fault: Fault, number: int, **found: Any) -> Judged:

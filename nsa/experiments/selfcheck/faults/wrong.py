@@ -2,7 +2,7 @@
 memory that is kept from step to step. Beside each, healthy ones that only look so."""
 
 import gc
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -182,14 +182,8 @@ class Cycle(Small):
         gc.disable()
 
     def ended(self, step: int, loss: Tensor) -> None:
-        first, second = _Part(step), _Part(step)
+        first, second = (SimpleNamespace(held=torch.full((MIB // 4,), float(step))) for _ in "ab")
         first.other, second.other = second, first
-
-
-class _Part:
-    def __init__(self, step: int) -> None:
-        self.tensor = torch.full((MIB // 4,), float(step))
-        self.other: Any = None
 
 
 class KeptMasks(Small):
