@@ -148,19 +148,19 @@ def learn(
 def kill(
     names: Sequence[str], *, workers: int = 2, deadline_s: float = 120.0, progress: bool = True
 ) -> list[dict[str, Any]]:
-    """A row a mutant: runs its killers on a copy with that line changed, and says how they ended.
+    """A row a mutant: runs its killer on a copy with that line changed, and says how it ended.
 
-    `outcome` is "killed" (a test failed), "survived", "no tests" (this installation brings none) or
-    "error"; `line` is pytest's own last one.
+    `outcome` is "killed" (the test failed), "survived", "no tests" (this installation brings none)
+    or "error"; `line` is pytest's own last one.
     """
 
     def one(_: str | None, name: str) -> dict[str, Any]:
-        killers, began = mutant(name).killers, time.monotonic()
-        if missing := [k for k in killers if k not in known_tests()]:
-            return {"mutant": name, "outcome": "no tests", "line": f"not here: {missing[0]}"}
+        killer, began = mutant(name).killer, time.monotonic()
+        if killer not in known_tests():
+            return {"mutant": name, "outcome": "no tests", "line": f"not here: {killer}"}
         with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as place:
             try:
-                ended = run_tests(mutated_copy(place, name), killers, deadline_s=deadline_s)
+                ended = run_tests(mutated_copy(place, name), [killer], deadline_s=deadline_s)
                 line = (ended.stdout.strip().splitlines() or [""])[-1]
                 outcome = {0: "survived", 1: "killed"}.get(ended.returncode, "error")
             except subprocess.TimeoutExpired:

@@ -73,18 +73,14 @@ def gallery(all_seen: Sequence[Seen]) -> pandas.DataFrame:
 
 
 def killers(all_seen: Sequence[Seen], killed: Sequence[dict]) -> pandas.DataFrame:
-    """One row a mutant: the tests that kill it, and how they ended where they were run here."""
+    """One row a mutant: the test that kills it, and how it ended where it was run here."""
     ran = {row["mutant"]: row["outcome"] for row in killed}
-    shown = {seen.mutant for seen in all_seen}
+    shown = [name for name in MUTANTS if name in {seen.mutant for seen in all_seen}]
     found = {
-        name: {
-            "killed by": ", ".join(k.partition("::")[2] for k in one.killers),
-            "run here": ran.get(name, "not in this run"),
-        }
-        for name, one in MUTANTS.items()
-        if name in shown
+        "killed by": [MUTANTS[name].killer.partition("::")[2] for name in shown],
+        "run here": [ran.get(name, "not in this run") for name in shown],
     }
-    return pandas.DataFrame.from_dict(found, orient="index").rename_axis("mutant")
+    return pandas.DataFrame(found, index=pandas.Index(shown, name="mutant"))
 
 
 def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
