@@ -261,8 +261,8 @@ def test_lessons_are_read_back_from_a_kept_run(tmp_path):
 
 @pytest.mark.full
 def test_figures_are_drawn_of_what_there_is(drawn):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
     lost = seen_of("inverted-mask", "selected", None, "timeout")
     drawings = [
         plots.what_is_seen(drawn),
@@ -274,7 +274,7 @@ def test_figures_are_drawn_of_what_there_is(drawn):
     ]
     for figure in drawings:
         figure.canvas.draw()
-        matplotlib.pyplot.close(figure)
+        plt.close(figure)
     with pytest.raises(ValueError, match="64 queries"):
         plots.importance_of(drawn, 64)
     shown = table.killers([RIGHTLY, WRONGLY], [])

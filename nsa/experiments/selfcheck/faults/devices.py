@@ -116,8 +116,6 @@ class Spins(OnDevice):
 
 
 class TooMuch(OnDevice):
-    """Tensors until the device is full; its own share of it is made small first."""
-
     def ended(self, step: int, loss: Tensor) -> None:
         super().ended(step, loss)
         if step == FROM_STEP:

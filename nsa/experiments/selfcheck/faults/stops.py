@@ -70,13 +70,11 @@ class Raises(AtForward):
 
 
 class Overwritten(Small):
-    """A tensor that the backward needs is changed in place: autograd counts its versions."""
-
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         hidden = self.model[0](inputs).exp()
         loss = (self.model[2:](hidden) - targets).square().mean()
         if step == FROM_STEP:
-            hidden.add_(1)
+            hidden.add_(1)  # autograd counts its versions
         return loss
 
 
@@ -118,8 +116,6 @@ class DeafLoop(AtFetch):
 
 
 class LockedCall(AtFetch):
-    """A C call that waits for a lock, its own, and never lets the GIL go."""
-
     def happen(self) -> None:
         mutex = ctypes.create_string_buffer(128)  # zeros are a mutex that is free
         for _ in range(2):
@@ -134,8 +130,6 @@ class LockTwice(AtForward):
 
 
 class DeadProducer(Small):
-    """A queue whose producer ends after FROM_STEP batches without a word."""
-
     def prepare(self) -> None:
         self.batches: queue.Queue = queue.Queue()
         threading.Thread(target=self._produce, daemon=True).start()
@@ -154,11 +148,6 @@ class EmptyPipe(AtFetch):
 
 
 class Slow(TinyNSA):
-    """Healthy and slow: attention one token at a time, at 100 % of a core.
-
-    Its stacks are alike whenever one looks.
-    """
-
     config = TinyNSA.config.with_(backend="sequential")
 
 
@@ -171,8 +160,6 @@ class SlowLoader(Small):
 
 
 class Recompiles(Small):
-    """Data is prepared by compiled code with a number in it that changes: compiled each time."""
-
     def prepare(self) -> None:
         torch._dynamo.config.recompile_limit = 10**6
         self.compiled = torch.compile(_scaled, backend="eager", dynamic=False)
@@ -183,8 +170,6 @@ class Recompiles(Small):
 
 
 class CompilesOnce(Small):
-    """Healthy: the first step compiles, the others do not."""
-
     def prepare(self) -> None:
         self.called = torch.compile(self.model, backend="aot_eager", dynamic=False)
 

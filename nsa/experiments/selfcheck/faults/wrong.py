@@ -24,8 +24,6 @@ class SpoiltNSA(TinyNSA):
 
 
 class ChosenGate(Small):
-    """Two experts, chosen by an argmax, so that the scores that choose get no gradient."""
-
     def build(self) -> nn.Module:
         sizes = {"scores": 2, "first": 1, "second": 1}
         return nn.ModuleDict({name: nn.Linear(SIZE, size) for name, size in sizes.items()})
@@ -123,8 +121,6 @@ class OtherStrides(Small):
 
 
 class FrozenPart(Small):
-    """Healthy: a layer that is not trained has no gradient, and rightly."""
-
     def build(self) -> nn.Module:
         model = super().build()
         model[0].requires_grad_(False)
@@ -132,8 +128,6 @@ class FrozenPart(Small):
 
 
 class DetachedLate(Small):
-    """A layer that the loss reaches for FROM_STEP steps and then no more."""
-
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         hidden = self.model[:2](inputs)
         if step >= FROM_STEP:
@@ -142,8 +136,6 @@ class DetachedLate(Small):
 
 
 class KeptTensors(Small):
-    """A list that gets a tensor of 2 MiB each step, without a graph behind it."""
-
     def prepare(self) -> None:
         self.kept: list[Tensor] = []
 
@@ -166,9 +158,7 @@ class KeptGraph(Small):
 
 
 class KeptLosses(Small):
-    """A running sum of losses with their graphs, and all that those hold: 5 MiB a step."""
-
-    batch = 8192
+    batch = 8192  # 5 MiB a step
     total: Tensor | float = 0.0
 
     def ended(self, step: int, loss: Tensor) -> None:
@@ -176,8 +166,6 @@ class KeptLosses(Small):
 
 
 class Cycle(Small):
-    """Objects that point at each other hold 2 MiB a step, and the collector is off."""
-
     def prepare(self) -> None:
         gc.disable()
 
@@ -187,8 +175,6 @@ class Cycle(Small):
 
 
 class KeptMasks(Small):
-    """A dense T x T mask for every T that was seen, kept; T grows from step to step."""
-
     def prepare(self) -> None:
         self.masks: dict[int, Tensor] = {}
 
@@ -215,16 +201,12 @@ class Dense(Small):
 
 
 class OneAllocation(TinyNSA):
-    """Healthy: one buffer of 192 MiB, made late and kept, as a workspace is."""
-
     def ended(self, step: int, loss: Tensor) -> None:
         if step == 12:
             self.workspace = torch.ones(192 * MIB // 4)
 
 
 class CollectedCycle(Cycle):
-    """Healthy: the same cycles, which the collector takes every fourth step."""
-
     def ended(self, step: int, loss: Tensor) -> None:
         super().ended(step, loss)
         if step % 4 == 3:
