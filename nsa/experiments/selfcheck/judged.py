@@ -52,7 +52,8 @@ class Judged:
     @property
     def due(self) -> str:
         """What it should be called: HANG:blocked, PASS or SLOW, ..."""
-        return " or ".join(self.expected) + f":{self.what}" * bool(self.what)
+        kinds = " or ".join(self.expected)
+        return f"{kinds}:{self.what}" if self.what else kinds
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"right": self.right}
@@ -73,7 +74,8 @@ def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
     table: dict[str, dict[str, int]] = {}
     for row in rows:
         if not row.skipped:
-            counts = table.setdefault("control " * row.control + " or ".join(row.expected), {})
+            due = " or ".join(row.expected)
+            counts = table.setdefault(f"control {due}" if row.control else due, {})
             counts[row.found] = counts.get(row.found, 0) + 1
     return table
 

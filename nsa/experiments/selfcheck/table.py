@@ -19,10 +19,10 @@ _PATH = re.compile(r"(?:/[\w.+-]+)*/([\w.+-]+/[\w.+-]+\.py)\b")
 def planted(faults: Iterable[Fault]) -> pandas.DataFrame:
     """What there is to plant: what it should be called, what it takes, and what is done."""
     columns = ["fault", "control", "should be called", "ranks", "needs", "what is planted"]
-    found = [
-        (f.name, "yes" * f.control, f.due, f.ranks, f.needs or "any machine", f.text)
-        for f in faults
-    ]
+    found = []
+    for fault in faults:
+        control, needs = "yes" if fault.control else "", fault.needs or "any machine"
+        found.append((fault.name, control, fault.due, fault.ranks, needs, fault.text))
     return pandas.DataFrame(found, columns=columns).set_index("fault")
 
 

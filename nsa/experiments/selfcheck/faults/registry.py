@@ -44,7 +44,6 @@ class Fault:
 
 
 _control = partial(Fault, control=True)
-_GROWING = {"steps": 30}
 _NCCL = {"settings": {"communication": "nccl"}, "ranks": 2, "needs": "gpus2"}
 
 PLANTED: tuple[Fault, ...] = (
@@ -101,15 +100,15 @@ PLANTED: tuple[Fault, ...] = (
           "C code without the GIL that does not end", deadline_s=7.0, busy=True, takes_s=30.0),
     # growth
     Fault("kept tensors", "FAIL:tensor-list", "wrong:KeptTensors",
-          "a list that grows by 2 MiB a step", **_GROWING),
+          "a list that grows by 2 MiB a step", steps=30),
     Fault("kept graph", "FAIL:graph-growth", "wrong:KeptGraph",
-          "a running sum of a parameter that is never detached: the graph grows", **_GROWING),
+          "a running sum of a parameter that is never detached: the graph grows", steps=30),
     Fault("kept losses", "FAIL:graph-kept", "wrong:KeptLosses",
-          "a running sum of losses with their graphs", **_GROWING),
+          "a running sum of losses with their graphs", steps=30),
     Fault("reference cycle", "FAIL:cycle", "wrong:Cycle",
-          "objects that hold each other, and a collector that is off", **_GROWING),
+          "objects that hold each other, and a collector that is off", steps=30),
     Fault("kept masks", "FAIL:tensor-list", "wrong:KeptMasks",
-          "a dense mask kept for every T that was seen", **_GROWING),
+          "a dense mask kept for every T that was seen", steps=30),
     Fault("quadratic buffer", "FAIL:quadratic", "wrong:Dense",
           "attention keeps a T x T matrix for its backward", settings={"tokens": 64}),
     # pace
@@ -136,7 +135,7 @@ PLANTED: tuple[Fault, ...] = (
     Fault("device assertion", "CRASH", "devices:BadIndex", "an index beyond its table",
           needs="gpu"),
     Fault("kept on the device", "FAIL:tensor-list", "devices:KeptOnDevice",
-          "a list on the device that grows by 2 MiB a step", needs="gpu", **_GROWING),
+          "a list on the device that grows by 2 MiB a step", needs="gpu", steps=30),
     Fault("skipped collective (NCCL)", "HANG", "devices:SkippedCollective",
           "one rank leaves out a collective and waits for the others", **_NCCL),
     Fault("one rank killed (NCCL)", "CRASH", "devices:OneKilled", "SIGKILL of one rank", **_NCCL),
@@ -151,9 +150,9 @@ CONTROLS: tuple[Fault, ...] = (
              "one token at a time; its stacks are alike whenever one looks",
              settings={"tokens": 96}, steps=60, predicted_s=0.5, deadline_s=9.0, busy=True),
     _control("one-off allocation", "PASS", "wrong:OneAllocation", "192 MiB made late and kept",
-             **_GROWING),
+             steps=30),
     _control("collected cycle", "PASS", "wrong:CollectedCycle",
-             "cycles that the collector takes now and then", **_GROWING),
+             "cycles that the collector takes now and then", steps=30),
     _control("long native call", "PASS or SLOW", "stops:LongCall",
              "one call into C that takes longer than a stall may", settings={"call_s": 8.0},
              predicted_s=1.0, deadline_s=7.0, busy=True, takes_s=25.0),

@@ -170,7 +170,7 @@ class Cycle(Small):
         gc.disable()
 
     def ended(self, step: int, loss: Tensor) -> None:
-        first, second = (SimpleNamespace(held=torch.full((MIB // 4,), float(step))) for _ in "ab")
+        first, second = (SimpleNamespace(held=torch.ones(MIB // 4)) for _ in range(2))
         first.other, second.other = second, first
 
 
