@@ -267,9 +267,9 @@ def test_each_wait_rests_at_step_three_in_the_state_that_it_says():
         return {name for name, row in seen.items() if holds(row)}
 
     assert where(lambda row: row["step"] != 3) == set()
-    busy = where(lambda row: row["state"] == "R" or row["cpu_s"] > 0.04)
+    busy = where(lambda row: row["state"] == "running" or row["cpu_s"] > 0.04)
     assert busy == {f.name for f in WAITS if f.busy}
-    assert where(lambda row: row["state"] == "T") == {"stop signal"}
+    assert where(lambda row: row["state"] == "stopped") == {"stop signal"}
     beatless = where(lambda row: row["beats"] < 3)
     assert beatless == {"GIL held", "GIL held asleep", "stop signal"}
 
