@@ -40,13 +40,11 @@ def backends_are_held(rows: Sequence[dict]) -> Claim:
     ours = [row for row in rows if row["kind"] == "backend"]
     ran = [row for row in ours if row["outcome"] in ("held", "red")]
     names = sorted({row["who"] for row in ran})
-    red = [row for row in ran if row["outcome"] == "red"]
+    red = [row["message"] for row in ran if row["outcome"] == "red"]
     declined = sorted({row["who"] for row in ours} - set(names))
-    return Claim(
-        f"{len(names)} backends hold the accuracy rule in {len(ran)} tensors: {', '.join(names)}",
-        verdict_of(not red) if ran else "INCONCLUSIVE",
-        {"red": [row["message"] for row in red], "declined": declined},
-    )
+    sentence = f"{len(names)} backends hold the accuracy rule in {len(ran)} tensors: "
+    evidence = {"red": red, "declined": declined}
+    return Claim(sentence + ", ".join(names), _verdict(red, not ran), evidence)
 
 
 def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
@@ -55,11 +53,8 @@ def impostors_are_turned_down(rows: Sequence[dict]) -> Claim:
     dtypes = sorted({row["dtype"] for row in fakes})
     red = {(row["who"], row["dtype"]) for row in fakes if row["outcome"] == "red"}
     passed = [f"{n}, {dtype}" for n in IMPOSTORS for dtype in dtypes if (n, dtype) not in red]
-    return Claim(
-        f"the rule turns down {', '.join(IMPOSTORS)} in {' and '.join(dtypes) or 'no dtype'}",
-        verdict_of(not passed) if fakes else "INCONCLUSIVE",
-        {"passed": passed},
-    )
+    sentence = f"the rule turns down {', '.join(IMPOSTORS)} in {' and '.join(dtypes) or 'no dtype'}"
+    return Claim(sentence, _verdict(passed, not fakes), {"passed": passed})
 
 
 def right_pictures_agree(seen: Sequence[Seen]) -> Claim:
@@ -73,7 +68,7 @@ def right_pictures_agree(seen: Sequence[Seen]) -> Claim:
     worst = max(apart, default=0.0)
     return Claim(
         f"right code gives every token the same weight in each of {len(apart)} backends' pictures",
-        verdict_of(worst <= VISIBLE) if many else "INCONCLUSIVE",
+        _verdict(worst > VISIBLE, not many),
         {view: len(pictures) for view, pictures in many.items()} | {"worst": worst},
     )
 
@@ -84,12 +79,9 @@ def mutants_are_seen(seen: Sequence[Seen]) -> Claim:
     wrong = {one.mutant: difference(one, seen) for one in mutants}
     blind = [name for name, d in wrong.items() if d is not None and np.abs(d).max() <= VISIBLE]
     lost = {one.mutant: one.message for one in mutants if wrong[one.mutant] is None}
-    verdict = "FAIL" if blind else "INCONCLUSIVE" if lost or not mutants else "PASS"
-    return Claim(
-        f"each of {len(mutants)} mutants attends to, recomputes or differentiates something else",
-        verdict,
-        {"no difference": blind, "no picture": lost},
-    )
+    sentence = f"each of {len(mutants)} mutants attends to, recomputes or differentiates something"
+    evidence = {"no difference": blind, "no picture": lost}
+    return Claim(f"{sentence} else", _verdict(blind, lost or not mutants), evidence)
 
 
 def lessons_tell(rows: Sequence[dict]) -> Claim:
@@ -99,10 +91,9 @@ def lessons_tell(rows: Sequence[dict]) -> Claim:
     wrong = [f"{row['mutant']}, {row['lesson']}" for row in misled]
     names = sorted({row["mutant"] for row in ran} - {RIGHT})
     lost = [row["mutant"] for row in rows if row["outcome"] not in ("ok", "untold")]
-    undecided = not names or lost
     return Claim(
         f"a lesson tells {len(names)} mutants from right attention: {', '.join(names) or 'none'}",
-        "FAIL" if wrong else "INCONCLUSIVE" if undecided else "PASS",
+        _verdict(wrong, lost or not names),
         {"wrong": wrong, "not learnt": lost},
     )
 
@@ -119,33 +110,26 @@ def losses_do_not_tell(rows: Sequence[dict]) -> Claim:
         if row["loss"] <= 1.05 * beside["loss"]:
             how = "peeks" if row["peek"] >= PEEK else "answers what is out of reach"
             hidden[row["mutant"]] = how
-    return Claim(
-        "a training loss does not tell: "
-        + (", ".join(f"{name} {how}" for name, how in hidden.items()) or "nothing to compare"),
-        "PASS" if hidden else "INCONCLUSIVE",
-        hidden,
-    )
+    told = ", ".join(f"{name} {how}" for name, how in hidden.items()) or "nothing to compare"
+    return Claim(f"a training loss does not tell: {told}", _verdict(False, not hidden), hidden)
 
 
 def killers_exist() -> Claim:
-    """Each mutant names tests, and the project's tests have them."""
-    missing = [k for one in MUTANTS for k in one.killers if k not in known_tests()]
-    unnamed = [one.name for one in MUTANTS if not one.killers]
-    verdict = "INCONCLUSIVE" if not known_tests() else verdict_of(not missing and not unnamed)
-    return Claim(
-        f"each of {len(MUTANTS)} mutants has a test that is to kill it",
-        verdict,
-        {"missing": missing, "unnamed": unnamed},
-    )
+    """The project's tests have the one that each mutant names."""
+    missing = [one.killer for one in MUTANTS.values() if one.killer not in known_tests()]
+    verdict = verdict_of(not missing) if known_tests() else "INCONCLUSIVE"
+    sentence = f"each of {len(MUTANTS)} mutants has a test that is to kill it"
+    return Claim(sentence, verdict, {"missing": missing})
 
 
 def killers_kill(killed: Sequence[dict]) -> Claim:
     """Those that were run; `pytest -m "" tests/experiments/correctness` runs all."""
     by = {row["mutant"]: row["outcome"] for row in killed}
-    alive = [name for name, outcome in by.items() if outcome == "survived"]
     undecided = not by or any(outcome in ("error", "no tests") for outcome in by.values())
-    return Claim(
-        f"the tests kill {', '.join(by) or 'mutants: none was tried in this run'}",
-        "FAIL" if alive else "INCONCLUSIVE" if undecided else "PASS",
-        by,
-    )
+    tried = ", ".join(by) or "mutants: none was tried in this run"
+    return Claim(f"the tests kill {tried}", _verdict("survived" in by.values(), undecided), by)
+
+
+def _verdict(wrong: object, undecided: object) -> str:
+    """FAIL where anything is wrong, else INCONCLUSIVE where anything is undecided."""
+    return "FAIL" if wrong else "INCONCLUSIVE" if undecided else "PASS"

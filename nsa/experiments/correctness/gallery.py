@@ -14,41 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.correctness import lesson_rows
-from nsa.experiments.correctness.lessons import TELLS, UNTOLD, lesson
-from nsa.experiments.correctness.mutants import MUTANTS, ROOT, copy_of_the_project, mutant
+from nsa.experiments.correctness.lessons import ENTRY, lesson, rows_of
+from nsa.experiments.correctness.mutants import MUTANTS, ROOT, mutant, mutated_copy
 from nsa.experiments.correctness.oracle import environment
 from nsa.lab import sweep
 from nsa.lab.process.trial import Outcome, run_child
 
 RIGHT = "right"  # the name of the code as it is, beside the mutants'
 _PROBE = "nsa.experiments.correctness.probe:"
-
-# mutant -> (view, backend): where the mutated line shows.
-SHOWS = {
-    "one-query-causal": ("window", "sequential"),
-    "heads-as-time": ("window", "sequential"),
-    "current-block-dropped": ("selected", "reference"),
-    "window-leak": ("window", "sequential"),
-    "scores-see-the-future": ("selected", "reference"),
-    "chunked-scores-see-the-future": ("selected", "gather"),
-    "chunked-positions-restart": ("selected", "gather"),
-    "late-binding-checkpoint": ("recomputed", "gather"),
-    "inverted-mask": ("window", "sdpa"),
-    "equation-9-wrong-sign": ("selected", "reference"),
-    "equation-9-wrong-sign-in-the-band": ("selected", "gather"),
-    "window-off-by-one": ("window", "masked"),
-    "chunked-window-off-by-one": ("window", "gather"),
-    "sequential-window-off-by-one": ("window", "sequential"),
-    "compressed-block-seen-too-early": ("compressed", "masked"),
-    "heads-select-alone": ("selected", "reference"),
-    "kernel-window-off-by-one": ("window", "triton"),
-    "kernel-forgets-the-first-blocks": ("selected", "triton"),
-    "kernel-scores-another-group": ("selected", "triton"),
-    "kernel-gate-gradient-of-another-branch": ("gate_gradient", "triton"),
-    "kernel-gradient-overwritten": ("query_gradient", "triton"),
-    "kernel-base-not-gated": ("mixed", "triton"),
-}
 
 
 @dataclass(frozen=True)
@@ -64,28 +37,25 @@ class Seen:
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
     """The mutants of these names, each once, all for "all"; ValueError for an unknown one."""
-    names = tuple(names)
+    names = tuple(dict.fromkeys(names))
     if names == ("all",):
-        return tuple(one.name for one in MUTANTS)
-    return tuple(dict.fromkeys(mutant(name).name for name in names))
+        return tuple(MUTANTS)
+    for name in names:
+        mutant(name)
+    return names
 
 
 def look_at(
-    names: Sequence[str] = ("all",),
-    *,
-    device: str = "cpu",
-    workers: int = 2,
-    deadline_s: float = 120.0,
-    folder: str | Path | None = None,
+    names: Sequence[str] = ("all",), *, device: str = "cpu", workers: int = 2, **how: Any
 ) -> list[Seen]:
     """What each mutant shows, and before them what the code as it is shows in the same views.
 
     In `workers` child processes at once; the kernels on `device`, "cuda" or, interpreted, "cpu".
-    ValueError for an unknown mutant.
+    `how`: deadline_s (120) and folder of sweep.measure. ValueError for an unknown mutant.
     """
-    names = check_names(names)
-    wanted = [(RIGHT, *view) for view in dict.fromkeys(SHOWS[name] for name in names)]
-    wanted += [(name, *SHOWS[name]) for name in names]
+    shows = {name: mutant(name).shows for name in check_names(names)}
+    wanted = [(RIGHT, *view) for view in dict.fromkeys(shows.values())]
+    wanted += [(name, *view) for name, view in shows.items()]
     # Interpreted kernels take longest, so each worker gets its share of them. On a GPU each has a
     # process, because a forked child cannot use CUDA.
     wanted.sort(key=lambda one: one[2] == "triton")
@@ -93,132 +63,118 @@ def look_at(
     shared = [one for one in wanted if one not in alone]
     shares = [[one] for one in alone] + [shared[start::workers] for start in range(workers)]
     shares = list(filter(None, shares))
+
+    def spec(share: Sequence[tuple[str, str, str]], _: float) -> dict[str, Any]:
+        calls = []
+        for name, view, backend in share:
+            on = device if backend == "triton" else "cpu"
+            look = {"view": view, "backend": backend, "device": on}
+            calls.append({"mutant": name, "entry": _PROBE + "look", "spec": look})
+        return {"calls": calls, "triton": any(backend == "triton" for *_, backend in share)}
+
     ended = sweep.measure(
         _PROBE + "in_copies",
         shares,
-        lambda share, _: _looks(share, device),
-        deadline_s=deadline_s,
+        spec,
         workers=workers,
         env=environment(device),
-        folder=folder,
         name=lambda share: "-".join(share[0]),
         progress=False,
         run=_with_copies,
+        **{"deadline_s": 120.0, **how},
     )
     found = []
-    for share, how in zip(shares, ended, strict=True):
-        lost = {"error": how.message or how.status}
-        told = (how.result or {}).get("found", [lost] * len(share))
+    for share, child in zip(shares, ended, strict=True):
+        lost = {"error": child.message or child.status}
+        told = (child.result or {}).get("found", [lost] * len(share))
         for asked, one in zip(share, told, strict=True):
             picture = one.get("result", {}).get("picture")
             found.append(Seen(*asked, picture, one.get("error", "")))
-    order = {name: number for number, name in enumerate((RIGHT, *names))}
-    return sorted(found, key=lambda seen: order[seen.mutant])
-
-
-def _looks(share: Sequence[tuple[str, str, str]], device: str) -> dict[str, Any]:
-    """The spec of a child that looks at these (mutant, view, backend)."""
-    calls = []
-    for name, view, backend in share:
-        on = device if backend == "triton" else "cpu"
-        spec = {"view": view, "backend": backend, "device": on}
-        calls.append({"mutant": name, "entry": _PROBE + "look", "spec": spec})
-    return {"calls": calls, "triton": any(backend == "triton" for *_, backend in share)}
+    order = [RIGHT, *shows]
+    return sorted(found, key=lambda seen: order.index(seen.mutant))
 
 
 def learn(
     names: Sequence[str],
     *,
     tokens: int | None = None,
-    backend: str | None = None,
     device: str = "cpu",
-    workers: int = 2,
-    threads: int | None = 1,
-    deadline_s: float = 120.0,
     precision: str = "fp32",
-    batch: int = 16,
-    folder: str | Path | None = None,
-    progress: bool = True,
+    **how: Any,
 ) -> list[dict[str, Any]]:
     """A row a mutant that a lesson tells, and one of right attention a lesson: what each learnt.
 
-    `tokens` and `backend` replace the lesson's own. A row has `mutant`, `lesson`, `backend`,
-    `tokens` and what `lesson_rows.row_of` says. Of a mutant that no lesson tells there is a row
-    with outcome "untold" and the reason.
+    `tokens` replaces the lesson's own. A row has `mutant`, `lesson`, `backend`, `tokens` and what
+    `lessons.rows_of` says. Of a mutant that no lesson tells there is a row with outcome "untold"
+    and the reason. `how`: deadline_s (120), workers (2) and folder of sweep.measure.
     """
-    names = check_names(names)
+    taught = {name: mutant(name).lesson for name in check_names(names)}
     asked = {
-        name: (TELLS[name][0], backend or TELLS[name][1], tokens or TELLS[name][2])
-        for name in names
-        if name in TELLS
+        name: (*told[:2], tokens or told[2])
+        for name, told in taught.items()
+        if not isinstance(told, str)
     }
+    untold = [
+        {"mutant": name, "outcome": "untold", "message": why, "seconds": 0.0}
+        for name, why in taught.items()
+        if name not in asked
+    ]
     wanted = [(RIGHT, *one) for one in dict.fromkeys(asked.values())]
     wanted += [(name, *one) for name, one in asked.items()]
-    specs = {}
-    for name, which, served_by, length in wanted:
-        options = {"backend": served_by, "device": device, "batch": batch, "precision": precision}
+    specs, steps = {}, {}
+    for one in wanted:
+        name, which, backend, length = one
+        specs[one] = {"name": which, "tokens": length, "backend": backend, "device": device}
+        specs[one] |= {"precision": precision}
         if name == "late-binding-checkpoint":
-            options["checkpoint"] = "all"
-        specs[name, which, served_by, length] = lesson(which, length, **options)
+            specs[one]["checkpoint"] = "all"
+        steps[one] = lesson(**specs[one]).stages[-1].train.steps
     # Right attention stops once it has learnt; what does not learn takes all of its lesson's steps.
-    longest_first = sorted(wanted, key=lambda one: (one[0] == RIGHT, -specs[one]["train"]["steps"]))
-    ended = sweep.measure(
-        _PROBE + "in_copy",
-        longest_first,
-        lambda one, s: {
-            "mutant": one[0],
-            "entry": lesson_rows.ENTRY,
-            "spec": specs[one] | lesson_rows.limits(threads, s),
-        },
-        deadline_s=deadline_s,
-        workers=workers,
+    longest_first = sorted(wanted, key=lambda one: (one[0] == RIGHT, -steps[one]))
+    rows = rows_of(
+        {one: specs[one] for one in longest_first},
+        threads=1,
+        entry=_PROBE + "in_copy",
+        call=lambda one, spec: {"mutant": one[0], "entry": ENTRY, "spec": spec},
         env=environment(device),
-        folder=folder,
         name=lambda one: "{}: {}, {}, T {}".format(*one),
-        said=lesson_rows.said,
-        progress=progress,
         run=_with_copies,
+        **{"deadline_s": 120.0, "workers": 2, **how},
     )
-    told = dict(zip(longest_first, map(lesson_rows.row_of, ended), strict=True))
     fields = ("mutant", "lesson", "backend", "tokens")
-    return [dict(zip(fields, one, strict=True)) | told[one] for one in wanted] + [
-        {"mutant": name, "outcome": "untold", "message": UNTOLD[name], "seconds": 0.0}
-        for name in names
-        if name in UNTOLD
-    ]
+    return [dict(zip(fields, one, strict=True)) | rows[one] for one in wanted] + untold
 
 
 def kill(
     names: Sequence[str], *, workers: int = 2, deadline_s: float = 120.0, progress: bool = True
 ) -> list[dict[str, Any]]:
-    """A row a mutant: runs its killers on a copy with that line changed, and says how they ended.
+    """A row a mutant: runs its killer on a copy with that line changed, and says how it ended.
 
-    `outcome` is "killed" (a test failed), "survived", "no tests" (this installation brings none) or
-    "error"; `line` is pytest's own last one.
+    `outcome` is "killed" (the test failed), "survived", "no tests" (this installation brings none)
+    or "error"; `line` is pytest's own last one.
     """
 
     def one(_: str | None, name: str) -> dict[str, Any]:
-        killers, began = mutant(name).killers, time.monotonic()
-        row = {"mutant": name, "killers": [k.partition("::")[2] for k in killers]}
-        if missing := [k for k in killers if k not in known_tests()]:
-            return row | {"outcome": "no tests", "line": f"not here: {missing[0]}", "seconds": 0.0}
+        killer, began = mutant(name).killer, time.monotonic()
+        if killer not in known_tests():
+            return {"mutant": name, "outcome": "no tests", "line": f"not here: {killer}"}
         with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as place:
             try:
-                ended = run_tests(_copy(name, Path(place)), killers, deadline_s=deadline_s)
+                ended = run_tests(mutated_copy(place, name), [killer], deadline_s=deadline_s)
                 line = (ended.stdout.strip().splitlines() or [""])[-1]
                 outcome = {0: "survived", 1: "killed"}.get(ended.returncode, "error")
             except subprocess.TimeoutExpired:
                 outcome, line = "error", f"still running after {deadline_s:g} s"
-        seconds = time.monotonic() - began
         if progress:
+            seconds = time.monotonic() - began
             print(f"{name}: {outcome}, {seconds:.1f} s", file=sys.stderr, flush=True)
-        return row | {"outcome": outcome, "line": line, "seconds": seconds}
+        return {"mutant": name, "outcome": outcome, "line": line}
 
     return sweep.each(one, check_names(names), workers=workers)
 
 
 def run_tests(
-    root: Path, tests: Sequence[str], *, deadline_s: float = 280.0
+    root: Path, tests: Sequence[str], *, deadline_s: float
 ) -> subprocess.CompletedProcess:
     """pytest on some tests of a copy, which hides an installed nsa: the copy is its current folder.
 
@@ -235,25 +191,18 @@ def run_tests(
 @cache
 def known_tests() -> frozenset[str]:
     """The project's test functions, as "tests/room/test_x.py::test_y"; empty without tests."""
-    found = set()
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                found.add(f"{file.relative_to(ROOT)}::{node.name}")
-    return frozenset(found)
+    return frozenset(
+        f"{file.relative_to(ROOT)}::{node.name}"
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    )
 
 
 def _with_copies(entry: str, spec: dict[str, Any], **how: Any) -> Outcome:
     """`run_child` with a copy of the project for each of the spec's calls, its mutant applied."""
     with tempfile.TemporaryDirectory(prefix="nsa-mutants-") as place:
         for number, call in enumerate(spec.get("calls", [spec])):
-            call["root"] = str(_copy(call["mutant"], Path(place, str(number))))
+            name = "" if call["mutant"] == RIGHT else call["mutant"]
+            call["root"] = str(mutated_copy(Path(place, str(number)), name))
         return run_child(entry, spec, **how)
-
-
-def _copy(name: str, place: Path) -> Path:
-    """The project in `place`, with that mutant's line changed; as it is for RIGHT."""
-    root = copy_of_the_project(place)
-    if name != RIGHT:
-        mutant(name).apply(root)
-    return root

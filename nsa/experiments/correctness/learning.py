@@ -6,8 +6,9 @@ tells what an accuracy near 1 cannot: that a window has w keys and not w + 1. Th
 attention that sees the future, which trains well and would fail at the first generated token.
 """
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from nsa.model.config import ModelConfig
 from nsa.model.data import Batch, generator
 from nsa.model.llama import LanguageModel, parameter_count
-from nsa.model.tasks import Task, accuracy, task
+from nsa.model.tasks import Task, accuracy
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig, autocast
 
@@ -25,7 +26,6 @@ SOLVED = 0.9  # accuracy from which a task counts as solved
 LUCK = 0.2  # above chance that 64 answers of 8 possible ones do not reach by luck
 # A logit moves by less than this, in standard deviations, when only later tokens change: rounding.
 PEEK = 0.02
-PACED = ("tokens", "steps", "lr", "warmup_steps")  # of training, each stage's own
 _EVALUATED = 4  # batches behind each accuracy
 
 
@@ -48,10 +48,12 @@ class Learnt:
 
 
 @dataclass(frozen=True)
-class Taking:
-    """Several tasks, in turn: step by step, each with its own batches."""
+class Stage:
+    """What is taught, tasks in turn, each with its own batches, and what is asked on such rows."""
 
+    train: TrainConfig
     tasks: tuple[Task, ...]
+    questions: dict[str, tuple[Task, bool]]  # and whether right attention learns that one
 
     def batch(
         self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"
@@ -60,80 +62,65 @@ class Taking:
         return self.tasks[step % turn].batch(step // turn, batch, tokens, device)
 
 
-def learn(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains and asks: a `Learnt`, as a dict, for `nsa.lab.process.trial.run_child`.
+@dataclass(frozen=True)
+class Lesson:
+    """A model, and stages of ever longer rows; only what is asked in the last of them decides."""
 
-    spec: "model" and "train", as their configs' to_dict() have them; "tasks", a list of
-    {"name": ..., fields}, taken in turn; "questions" {name: {"task": {...}, "solved": bool}}, whose
-    `solved` says whether right attention learns that one; "device"; optionally "every", the steps
-    between two looks (25), "budget_s", after which it trains no further, and "threads".
+    model: ModelConfig
+    stages: tuple[Stage, ...]
+    device: str = "cpu"
 
-    Optionally "stages": the same model is first trained on shorter rows, each stage with the fields
-    PACED of "train", "tasks" and "questions" of its own and an optimizer made anew; after one that
-    is not learnt, or too late, the full rows of "train" come at once. Only what is asked on them
-    decides.
 
-    A stage ends at its steps, or as soon as everything is as right attention has it at two looks in
-    a row.
+def learn(lesson: Lesson, *, every: int = 25, budget_s: float = math.inf) -> dict[str, Any]:
+    """Trains and asks: a `Learnt`, as a dict. every: steps between two looks.
+
+    Each stage has an optimizer made anew. It ends at its steps, or as soon as everything is as
+    right attention has it at two looks in a row. After one that is not learnt, or when `budget_s`
+    is over, the last comes at once; it trains no further than that, either.
     """
     started = time.monotonic()
-    ends = started + spec.get("budget_s", float("inf"))
-    if spec.get("threads"):
-        torch.set_num_threads(spec["threads"])
-    config, train = ModelConfig.from_dict(spec["model"]), TrainConfig.from_dict(spec["train"])
-    if train.steps is None:
-        raise ValueError("steps=None: a lesson needs an end")
-    model = LanguageModel(config)
+    model, last = LanguageModel(lesson.model), lesson.stages[-1]
     curve: list[dict[str, Any]] = []
-    for stage in spec.get("stages", ()):
-        if time.monotonic() > ends or (curve and not curve[-1]["right"]):
-            break
-        shorter = train.with_(**{name: stage[name] for name in PACED})
-        curve += _stage(model, spec | stage, shorter, ends, curve)
-    curve += _stage(model, spec, train, ends, curve)
-    questions = _questions(spec)
-    device = next(model.parameters()).device
-    seen = peek(model, train.tokens, precision=train.precision)
-    last = curve[-1]
+    for stage in lesson.stages:
+        late = time.monotonic() > started + budget_s or (curve and not curve[-1]["right"])
+        if stage is last or not late:
+            curve += _taught(model, stage, lesson.device, every, started + budget_s, curve)
+    look = curve[-1]
+    seen = peek(model, last.train.tokens, precision=last.train.precision)
+    on_gpu = torch.device(lesson.device).type == "cuda"
     found = Learnt(
-        accuracy={name: last[name] for name in questions},
-        chance={name: asked.chance for name, (asked, _) in questions.items()},
-        expected={name: solved for name, (_, solved) in questions.items()},
+        accuracy={name: look[name] for name in last.questions},
+        chance={name: asked.chance for name, (asked, _) in last.questions.items()},
+        expected={name: solved for name, (_, solved) in last.questions.items()},
         peek=seen,
-        as_expected=last["right"] and seen < PEEK,
-        steps=last["step"],
-        loss=last["loss"],
+        as_expected=look["right"] and seen < PEEK,
+        steps=look["step"],
+        loss=look["loss"],
         curve=curve,
         seconds=time.monotonic() - started,
         parameters=parameter_count(model),
-        tokens=train.tokens,
-        device_name=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        tokens=last.train.tokens,
+        device_name=torch.cuda.get_device_name() if on_gpu else "cpu",
     )
     return asdict(found)
 
 
-def _stage(
-    model: nn.Module,
-    stage: Mapping[str, Any],
-    train: TrainConfig,
-    ends: float,
-    before: Sequence[Mapping[str, Any]],
+def _taught(
+    model: nn.Module, stage: Stage, device: str, every: int, ends: float, before: Sequence[dict]
 ) -> list[dict[str, Any]]:
     """Trains a stage; what each look found. Weights are drawn where no stage was `before`."""
-    if before:
-        train = train.with_(seed=None)
-    tasks = Taking(tuple(task(**one) for one in stage["tasks"]))
-    trainer = Trainer(model, tasks, train, device=stage.get("device", "cpu"))
-    questions, done = _questions(stage), before[-1]["step"] if before else 0
+    train = stage.train.with_(seed=None) if before else stage.train
+    trainer = Trainer(model, stage, train, device=device)
+    done = before[-1]["step"] if before else 0
     looks: list[dict[str, Any]] = []
     for step in range(train.steps):
         loss = trainer.step(step)
-        if (step + 1) % stage.get("every", 25) and step + 1 < train.steps:
+        if (step + 1) % every and step + 1 < train.steps:
             continue
-        found = {name: _asked(model, asked, train) for name, (asked, _) in questions.items()}
+        found = {name: _asked(model, asked, train) for name, (asked, _) in stage.questions.items()}
         right = all(
             found[name] >= SOLVED if solved else found[name] <= asked.chance + LUCK
-            for name, (asked, solved) in questions.items()
+            for name, (asked, solved) in stage.questions.items()
         )
         look = {"step": done + step + 1, "tokens": train.tokens, "loss": float(loss)}
         looks.append({**look, **found, "right": right})
@@ -142,28 +129,23 @@ def _stage(
     return looks
 
 
-def peek(model: nn.Module, tokens: int, *, precision: str = "fp32", cuts: int = 3) -> float:
+def peek(model: nn.Module, tokens: int, *, precision: str = "fp32") -> float:
     """How far logits move when only later tokens change, in standard deviations of the logits.
 
-    Rounding for attention that is causal; NaN counts as infinitely far. Random tokens, the borders
-    spread over the row.
+    Rounding for attention that is causal; NaN counts as infinitely far. Random tokens, with three
+    borders spread over the row.
     """
-    device = next(model.parameters()).device
-    vocab = model.config.vocab
-    random = generator(0, 0)
-    before, after = (torch.randint(vocab, (1, tokens), generator=random) for _ in range(2))
+    device, random = next(model.parameters()).device, generator(0, 0)
+    shape = (1, tokens)
+    before, after = (torch.randint(model.config.vocab, shape, generator=random) for _ in range(2))
     farthest = 0.0
-    for cut in torch.linspace(tokens / 4, 0.9 * tokens, cuts).int().tolist():
+    for cut in torch.linspace(tokens / 4, 0.9 * tokens, 3).int().tolist():
         changed = torch.cat((before[:, :cut], after[:, cut:]), dim=1)
         with torch.no_grad(), autocast(precision, device):
             plain, other = (model(x.to(device))[0][:, :cut].float() for x in (before, changed))
         moved = float((plain - other).abs().max() / plain.std())
-        farthest = max(farthest, moved if moved == moved else float("inf"))
+        farthest = max(farthest, moved if moved == moved else math.inf)
     return farthest
-
-
-def _questions(stage: Mapping[str, Any]) -> dict[str, tuple[Task, bool]]:
-    return {name: (task(**q["task"]), q["solved"]) for name, q in stage["questions"].items()}
 
 
 def _asked(model: nn.Module, asked: Task, train: TrainConfig) -> float:

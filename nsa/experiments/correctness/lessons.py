@@ -1,22 +1,23 @@
-"""The lessons by which right attention is told from wrong, and which mutant each tells.
+"""The lessons by which right attention is told from wrong, each learnt in a child process.
 
 Each uses what the others leave out: the window's edge, the blocks that every query sees, blocks
 found by their importance, compressed keys alone, and all branches in two layers.
-
-(lesson, backend, T): the backend is one that runs the mutated line. Those that hold T x T tensors
-or take one token at a time learn at a smaller T.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nsa.config import NSAConfig
-from nsa.experiments.correctness.learning import PACED
+from nsa.experiments.correctness.learning import SOLVED, Lesson, Stage, learn
+from nsa.lab import sweep
 from nsa.model.config import ModelConfig
+from nsa.model.tasks import Copy, Needle, Recall
 from nsa.model.train_config import TrainConfig
 
+ENTRY = "nsa.experiments.correctness.lessons:learn_one"
+WANTED = {True: f"at least {SOLVED}", False: "about chance: out of reach"}
 VOCAB = 34
 # Of a head's eight pairs of channels five turn by less than a radian in 8192 tokens: what is learnt
 # at one distance holds at others.
@@ -35,6 +36,73 @@ STAGES = {
 PACE = {"recall": (1e-3, 200), "copy": (3e-3, 100)}
 
 
+def learn_all(
+    names: Sequence[str],
+    tokens: int,
+    *,
+    device: str = "cpu",
+    precision: str = "fp32",
+    threads: int | None = None,
+    **how: Any,
+) -> list[dict]:
+    """A row a lesson: `lesson`, and what `rows_of` says; a lesson named twice is learnt once.
+
+    `how` is that of sweep.measure. ValueError for an unknown lesson before any is learnt.
+    """
+    options = {"tokens": tokens, "device": device, "precision": precision}
+    specs = {name: {"name": name, **options} for name in names}
+    for spec in specs.values():
+        lesson(**spec)
+    how["name"] = lambda name: f"{name}, T {tokens}"
+    rows = rows_of(specs, threads, **how)
+    return [{"lesson": name} | row for name, row in rows.items()]
+
+
+def rows_of(
+    specs: Mapping[Any, dict],
+    threads: int | None,
+    entry: str = ENTRY,
+    call: Callable[[Any, dict], dict] = lambda key, spec: spec,
+    **how: Any,
+) -> dict[Any, dict]:
+    """What `learn_one` says of each lesson in a child; `how` is sweep.measure's.
+
+    A row is `outcome`, `message`, the fields of `learning.Learnt` where it ended well, and
+    `seconds`. call: what `entry` is told to call `learn_one` with that spec.
+    """
+
+    def spec(key: Any, s: float) -> dict:
+        # Training ends early enough for the questions to be asked in time.
+        return call(key, {"lesson": specs[key], "threads": threads, "budget_s": 0.7 * s})
+
+    def said(result: dict) -> str:
+        return f"as expected: {result['as_expected']}"
+
+    ended = sweep.measure(entry, list(specs), spec, said=said, **how)
+    return {
+        key: {"outcome": e.status, "message": e.message, **(e.result or {}), "seconds": e.seconds}
+        for key, e in zip(specs, ended, strict=True)
+    }
+
+
+def learn_one(spec: dict[str, Any]) -> dict[str, Any]:
+    """`learning.learn` in a child. spec: "lesson", what `lesson` is told, "threads", "budget_s"."""
+    if spec["threads"]:
+        torch.set_num_threads(spec["threads"])
+    return learn(lesson(**spec["lesson"]), budget_s=spec["budget_s"])
+
+
+def answers(rows: Sequence[dict]) -> list[dict]:
+    """A line a question: lesson, question, accuracy, by chance, wanted, steps, peek."""
+    return [
+        {"lesson": row["lesson"], "question": name, "accuracy": accuracy}
+        | {"by chance": row["chance"][name], "wanted": WANTED[row["expected"][name]]}
+        | {"steps": row["steps"], "peek": row["peek"]}
+        for row in rows
+        for name, accuracy in row.get("accuracy", {}).items()
+    ]
+
+
 def lesson(
     name: str,
     tokens: int = 2048,
@@ -44,8 +112,8 @@ def lesson(
     batch: int = 16,
     precision: str = "fp32",
     **changes: Any,
-) -> dict[str, Any]:
-    """The spec of that lesson for rows of `tokens` tokens; `changes` are fields of the model.
+) -> Lesson:
+    """That lesson for rows of `tokens` tokens; `changes` are fields of the model.
 
     Blocks are small, so that a query sees few of them and a needle shows in their mean: l' = l =
     T / 128, but at least 16, d = l / 4, w = 2 l', three blocks a query in one layer.
@@ -63,42 +131,27 @@ def lesson(
     nsa = NSAConfig(block, block // 4, block, 3, select_initial=1, select_local=1, window=2 * block)
     sizes = {"layers": 1, "dim": 64, "heads": 8, "kv_heads": 2, "head_dim": 16, "vocab": VOCAB}
     config = ModelConfig(f"lesson-{name}", **sizes, nsa=nsa, backend=backend)
-    model, *_ = LESSONS[name](tokens, block)
-    before = [(other, n * block) for other, counts in STAGES.get(name, ()) for n in counts]
-    last = _stage(name, tokens, block)
     # Steps this small are bound by their launches.
     graph = torch.device(device).type == "cuda" and backend in ("auto", "triton")
-    train = TrainConfig(
-        batch=batch,
-        precision=precision,
-        cuda_graph=graph and precision in ("fp32", "bf16"),
-        seed=1,
-        **{field: last.pop(field) for field in PACED},
-    )
-    return {
-        "model": config.with_(**{**model, **changes}).to_dict(),
-        "train": train.to_dict(),
-        **last,
-        "stages": [_stage(other, short, block) for other, short in before if short < tokens],
-        "device": device,
-    }
+    how = {"batch": batch, "precision": precision, "seed": 1}
+    how["cuda_graph"] = graph and precision in ("fp32", "bf16")
+
+    def stage(name: str, tokens: int) -> Stage:
+        _, tasks, asked, steps = LESSONS[name](tokens, block)
+        lr, warmup = PACE.get(name, (5e-3, 10))
+        train = TrainConfig(tokens=tokens, steps=steps, lr=lr, warmup_steps=warmup, **how)
+        # Right attention solves all but what lies outside of its reach.
+        return Stage(train, tasks, {where: (t, where != "outside") for where, t in asked.items()})
+
+    model, *_ = LESSONS[name](tokens, block)
+    rows = [(other, n * block) for other, counts in STAGES.get(name, ()) for n in counts]
+    rows = [one for one in rows if one[1] < tokens] + [(name, tokens)]
+    stages = tuple(stage(*one) for one in rows)
+    return Lesson(config.with_(**{**model, **changes}), stages, device)
 
 
-def _stage(name: str, tokens: int, block: int) -> dict[str, Any]:
-    """What is taught and asked on rows of `tokens` tokens, and the fields PACED of training."""
-    _, tasks, questions, steps = LESSONS[name](tokens, block)
-    lr, warmup = PACE.get(name, (5e-3, 10))
-    paced = {"tokens": tokens, "steps": steps, "lr": lr, "warmup_steps": warmup}
-    return {**paced, "tasks": tasks, "questions": questions}
-
-
-def _needle(low: int, high: int, filler: int = 4) -> dict[str, Any]:
-    task = {"name": "needle", "vocab": VOCAB, "values": 8}
-    return {**task, "filler": filler, "distance": [low, high]}
-
-
-def _asks(solved: bool, task: dict[str, Any]) -> dict[str, Any]:
-    return {"task": task, "solved": solved}
+def _needle(low: int, high: int, filler: int = 4) -> Needle:
+    return Needle(vocab=VOCAB, values=8, filler=filler, distance=(low, high))
 
 
 def _two_layers(tokens: int, block: int) -> dict[str, Any]:
@@ -107,25 +160,24 @@ def _two_layers(tokens: int, block: int) -> dict[str, Any]:
     return {"layers": 2, "dim": 128, "nsa": {"select_count": count}, **far}
 
 
+# Each lesson: fields of the model, tasks that are taught in turn, tasks that are asked, steps.
+
+
 def window(tokens: int, block: int):
     """Window alone, trained on needles up to w back: w - 1 is the last in reach, w the first out.
 
     A window of one more key learns both, one of other keys neither.
     """
     edge = 2 * block
-    questions = {
-        "inside": _asks(True, _needle(1, edge - 1)),
-        "last": _asks(True, _needle(edge - 1, edge - 1)),
-        "outside": _asks(False, _needle(edge, edge)),
-    }
-    return {"force_branch": "win"}, [_needle(1, edge)], questions, 200
+    inside, last, outside = (1, edge - 1), (edge - 1, edge - 1), (edge, edge)
+    asked = {"inside": _needle(*inside), "last": _needle(*last), "outside": _needle(*outside)}
+    return {"force_branch": "win"}, (_needle(1, edge),), asked, 200
 
 
 def blocks(tokens: int, block: int):
     """Selection alone, its scores untrained: a needle in the own or first block is always seen."""
-    own, first = _needle(1, block - 1), _needle(tokens - block, tokens - 1)
-    questions = {"own": _asks(True, own), "first": _asks(True, first)}
-    return {"force_branch": "slc"}, [own, first], questions, 200
+    asked = {"own": _needle(1, block - 1), "first": _needle(tokens - block, tokens - 1)}
+    return {"force_branch": "slc"}, tuple(asked.values()), asked, 200
 
 
 def selection(tokens: int, block: int):
@@ -133,62 +185,29 @@ def selection(tokens: int, block: int):
 
     Of three blocks only one is free, so importance has to put the needle's own first.
     """
-    own, any_ = _needle(1, block - 1, filler=1), _needle(block, tokens - block - 1, filler=1)
-    questions = {"own": _asks(True, own), "far": _asks(True, any_)}
-    return {"force_branch": "slc", "shared_kv": True, **FAR}, [own, any_], questions, 1500
+    near, far = (1, block - 1), (block, tokens - block - 1)
+    asked = {"own": _needle(*near, filler=1), "far": _needle(*far, filler=1)}
+    return {"force_branch": "slc", "shared_kv": True, **FAR}, tuple(asked.values()), asked, 1500
 
 
 def compressed(tokens: int, block: int):
     """Compressed keys alone: a needle in any block that has ended."""
     far = _needle(2 * block, tokens - 1, filler=1)
-    return {"force_branch": "cmp", **FAR}, [far], {"far": _asks(True, far)}, 300
+    return {"force_branch": "cmp", **FAR}, (far,), {"far": far}, 300
 
 
 def recall(tokens: int, block: int):
     """All branches, two layers: eight pairs asked for once more, near and as far as T allows."""
-    near = {"name": "recall", "vocab": VOCAB, "pairs": 8, "gap": [0, tokens - 31]}
-    far = {"name": "recall", "vocab": VOCAB, "pairs": 8}
-    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
+    near, far = (Recall(vocab=VOCAB, pairs=8, gap=gap) for gap in ((0, tokens - 31), None))
+    return _two_layers(tokens, block), (near,), {"far": far}, 3000
 
 
 def copy(tokens: int, block: int):
     """All branches, two layers: a string of 24 symbols, near and as far as T allows."""
-    near = {"name": "copy", "vocab": VOCAB, "length": 24, "distance": [25, tokens - 24]}
-    far = {"name": "copy", "vocab": VOCAB, "length": 24}
-    return _two_layers(tokens, block), [near], {"far": _asks(True, far)}, 3000
+    near, far = (Copy(vocab=VOCAB, length=24, distance=d) for d in ((25, tokens - 24), None))
+    return _two_layers(tokens, block), (near,), {"far": far}, 3000
 
 
 LESSONS: dict[str, Callable] = {
     make.__name__: make for make in (window, blocks, selection, compressed, recall, copy)
-}
-
-
-LONG, DENSE, ONE_BY_ONE = 2048, 512, 64
-
-TELLS = {
-    "one-query-causal": ("window", "sequential", ONE_BY_ONE),
-    "heads-as-time": ("window", "sequential", ONE_BY_ONE),
-    "window-leak": ("window", "sequential", ONE_BY_ONE),
-    "sequential-window-off-by-one": ("window", "sequential", ONE_BY_ONE),
-    "inverted-mask": ("window", "sdpa", DENSE),
-    "window-off-by-one": ("window", "masked", DENSE),
-    "chunked-window-off-by-one": ("window", "gather", LONG),
-    "kernel-window-off-by-one": ("window", "triton", LONG),
-    "current-block-dropped": ("blocks", "gather", LONG),
-    "chunked-positions-restart": ("blocks", "gather", LONG),
-    "kernel-forgets-the-first-blocks": ("blocks", "triton", LONG),
-    "equation-9-wrong-sign": ("selection", "gather", LONG),
-    "equation-9-wrong-sign-in-the-band": ("selection", "gather", LONG),
-    "chunked-scores-see-the-future": ("selection", "gather", LONG),
-    "compressed-block-seen-too-early": ("compressed", "masked", DENSE),
-    "late-binding-checkpoint": ("recall", "triton", LONG),
-}
-
-UNTOLD = {
-    "scores-see-the-future": "no model runs this line: it is the reference's own selection",
-    "heads-select-alone": "no model runs this line: it is the reference's own selection",
-    "kernel-scores-another-group": "one group still scores with its own heads and finds the answer",
-    "kernel-gate-gradient-of-another-branch": "gates that learn nothing stay open",
-    "kernel-gradient-overwritten": "the keys learn to meet queries that learn less",
-    "kernel-base-not-gated": "a branch that is always open is one that the task can live with",
 }

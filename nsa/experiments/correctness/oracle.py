@@ -6,7 +6,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,35 +42,28 @@ class Held:
 
 
 def measure(
-    shapes: Sequence[dict[str, Any]],
-    *,
-    device: str = "cpu",
-    workers: int = 1,
-    deadline_s: float = 120.0,
-    folder: str | Path | None = None,
+    shapes: Sequence[dict[str, Any]], *, device: str = "cpu", workers: int = 1, **how: Any
 ) -> list[dict[str, Any]]:
     """Rows of `hold_all` on these shapes (Shape.to_dict()), which up to `workers` children share.
 
-    RuntimeError if a child did not end well: without its oracle there is nothing to look at.
+    `how`: deadline_s (120) and folder of sweep.measure. RuntimeError if a child did not end well:
+    without its oracle there is nothing to look at.
     """
     each = max(1, -(-len(shapes) // workers))
-    shares = [list(shapes[first : first + each]) for first in range(0, len(shapes), each)]
     ended = sweep.measure(
         ENTRY,
-        shares,
+        [list(shapes[first : first + each]) for first in range(0, len(shapes), each)],
         lambda share, _: {"shapes": share, "device": device},
-        deadline_s=deadline_s,
         workers=workers,
         env=environment(device),
-        folder=folder,
         name=lambda share: f"{len(share)}-shapes",
         progress=False,
+        **{"deadline_s": 120.0, **how},
     )
-    for how in ended:
-        if how.status != "ok":
-            said = f"the oracle ended as {how.status}: {how.message}"
-            raise RuntimeError(f"{said}\n{how.evidence}")
-    return [row for how in ended for row in how.result["rows"]]
+    for one in ended:
+        if one.status != "ok":
+            raise RuntimeError(f"the oracle ended as {one.status}: {one.message}\n{one.evidence}")
+    return [row for one in ended for row in one.result["rows"]]
 
 
 def environment(device: str) -> dict[str, str]:
@@ -123,9 +115,8 @@ def _held(
             error = hold(name, got, same[name], exact[name], **size)
             rows.append(row(name, "held", "", error.worst, error.limit))
         except AccuracyError as red:
-            scale = float(exact[name].abs().max())
-            worst = float((got.double() - exact[name]).abs().max()) / scale
-            rows.append(row(name, "red", str(red), worst))
+            worst = (got.double() - exact[name]).abs().max() / exact[name].abs().max()
+            rows.append(row(name, "red", str(red), float(worst)))
     return rows
 
 
@@ -133,10 +124,8 @@ def _backend(name: str, drawn: Drawn, blocks: Tensor) -> dict[str, Tensor | str]
     """o and gradients, or why it declined; where only the backward is declined, o alone."""
 
     def attend(x):
-        k, v = ({b: x[f"{side}_{b}"] for b in BRANCHES} for side in "kv")
-        return nsa_attention(
-            x["q"], k, v, x["gates"], drawn.shape.config, blocks=blocks, backend=name
-        )
+        given = {"blocks": blocks, "backend": name}
+        return nsa_attention(x["q"], *_by_branch(x), x["gates"], drawn.shape.config, **given)
 
     leaves = _cast(drawn.leaves(), drawn.shape.torch_dtype)
     try:
@@ -152,31 +141,31 @@ def _backend(name: str, drawn: Drawn, blocks: Tensor) -> dict[str, Tensor | str]
 
 def _outcome(function: Callable, leaves: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
     o = function(leaves)
-    grads = torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype), allow_unused=True)
-    found = {"o": o.detach()}
-    for (name, x), grad in zip(leaves.items(), grads, strict=True):
-        found[f"d_{name}"] = torch.zeros_like(x) if grad is None else grad
-    return found
+    grads = torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype), materialize_grads=True)
+    return {"o": o.detach()} | {f"d_{n}": x for n, x in zip(leaves, grads, strict=True)}
 
 
 def _reference(x: Mapping[str, Tensor], config: NSAConfig, blocks: Tensor | None):
-    k, v = ({b: x[f"{side}_{b}"] for b in BRANCHES} for side in "kv")
-    return nsa(x["q"], k, v, x["gates"], config, blocks=blocks)
+    return nsa(x["q"], *_by_branch(x), x["gates"], config, blocks=blocks)
+
+
+def _by_branch(x: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """k and v."""
+    return [{b: x[f"{side}_{b}"] for b in BRANCHES} for side in "kv"]
 
 
 def _impostor(
     name: str, o: Tensor, x: Mapping[str, Tensor], shape: Shape, blocks: Tensor
 ) -> Tensor:
     """o with that mistake."""
+    config = shape.config
     if name == "all zero":
         return torch.zeros_like(o)
     if name == "x 1.01":
         return o * 1.01
     if name == "only the first key":
         first = torch.stack([x[f"v_{b}"][:, 0] for b in BRANCHES], -1)  # [B, HKV, DV, 3]
-        first = first.repeat_interleave(shape.group, 1)[:, None]
-        return torch.einsum("bthg,bthdg->bthd", x["gates"], first.expand(-1, o.shape[1], *[-1] * 3))
-    config = shape.config
+        return torch.einsum("bthg,bhdg->bthd", x["gates"], first.repeat_interleave(shape.group, 1))
     if name == "w + 1 keys":
         wider = replace(config, window=config.window + 1)
         return _reference(x, wider, blocks).o.detach()

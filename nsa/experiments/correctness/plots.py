@@ -32,10 +32,9 @@ def what_is_seen(found: Definition):
             axes.imshow(future, cmap=ListedColormap(["white", "#eeeeee"]), vmin=0, vmax=1)
             seen = np.ma.masked_where(~mask, mask)
             axes.imshow(seen, cmap=ListedColormap([COLOURS[branch]]), interpolation="nearest")
-            grid = step if branch == "cmp" else size
-            if branch != "win":
-                for edge in range(grid, found.tokens, grid):
-                    axes.axvline(edge - 0.5, color="#777777", lw=0.3)
+            grid = {"cmp": step, "slc": size, "win": found.tokens}[branch]
+            for edge in range(grid, found.tokens, grid):
+                axes.axvline(edge - 0.5, color="#777777", lw=0.3)
             axes.grid(False)
             axes.set(title=title, xlabel="token", ylabel="query")
     return fig
@@ -61,9 +60,8 @@ def importance_of(found: Definition, query: int, group: int = 0):
             below += line
         left.set(title=f"p_cmp of query {query} (Eq. 8)", xlabel="compressed key i")
         left.legend(fontsize=7.5)
-        image = middle.imshow(
-            found.matrix.T.numpy(), cmap="Greys", aspect="auto", interpolation="nearest"
-        )
+        strides = found.matrix.T.numpy()
+        image = middle.imshow(strides, cmap="Greys", aspect="auto", interpolation="nearest")
         middle.grid(False)
         middle.set(title="strides shared, M (Eq. 9)", xlabel="compressed key i", ylabel="block j")
         fig.colorbar(image, ax=middle, ticks=range(int(found.matrix.max()) + 1))

@@ -27,6 +27,7 @@ SIZES = {
 }
 HEAD = 4  # the one that is looked at: not the first of its group, nor in the first group
 CHUNK = 1 << 12  # scores that chunked backends hold at once here, so that there are several chunks
+BRANCHES = ("cmp", "slc", "win")
 
 
 def in_copy(spec: dict[str, Any]) -> dict[str, Any]:
@@ -38,8 +39,7 @@ def in_copy(spec: dict[str, Any]) -> dict[str, Any]:
         del sys.modules[name]
     sys.path.insert(0, spec["root"])
     module, _, name = spec["entry"].partition(":")
-    function = getattr(import_module(module), name)
-    return function(spec["spec"])
+    return getattr(import_module(module), name)(spec["spec"])
 
 
 def in_copies(spec: dict[str, Any]) -> dict[str, Any]:
@@ -79,42 +79,41 @@ def _forked(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(spec: dict[str, Any]) -> dict[str, Any]:
-    """{"picture": rows of numbers}: spec["view"] of spec["backend"], one of VIEWS.
+    """{"picture": rows of numbers}: spec["view"], one of VIEWS, of spec["backend"].
 
     On spec["device"], "cpu" by default.
     """
-    view = VIEWS[spec["view"]]
-    picture = view(spec["backend"], spec.get("seed", 0), spec.get("device", "cpu"))
+    picture = VIEWS[spec["view"]](spec["backend"], spec.get("device", "cpu"))
     return {"picture": [[round(x, 5) for x in row] for row in picture.tolist()]}
 
 
-def gate_gradient(backend: str, seed: int, device: str):
+def gate_gradient(backend: str, device: str):
     """[T, 3]: what the kernel that makes <do, o> writes as the gradient of the second gate."""
     from nsa.kernels.combine import delta_of
 
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     do, o = (torch.randn(TOKENS, HEADS, DIM, generator=random).to(device) for _ in range(2))
     gradient = torch.zeros(TOKENS, HEADS, 3, device=device)
     delta_of(do, o, gradient, 1)
     return gradient[:, HEAD]
 
 
-def query_gradient(backend: str, seed: int, device: str):
+def query_gradient(backend: str, device: str):
     """[T, D]: the queries' gradient under all branches, from the first quarter of the tokens."""
-    x = drawn(backend, seed, DIM, device)
+    x = drawn(backend, device, DIM)
     x = {n: t[:, : TOKENS // 4].clone().requires_grad_() for n, t in x.items()}
     o = output(backend, x)
-    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(seed + 1)).to(o)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
     return torch.autograd.grad(o, x["q"], do)[0][0, :, HEAD]
 
 
-def recomputed(backend: str, seed: int, device: str):
+def recomputed(backend: str, device: str):
     """[L, L]: in a backward over 4 checkpointed layers, which layer (column) ran in whose place."""
     from nsa.config import NSAConfig
     from nsa.model.config import ModelConfig
     from nsa.model.llama import LanguageModel
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     layers = 4
     options = {"nsa": NSAConfig(**SIZES), "backend": backend, "checkpoint": "all"}
     model = LanguageModel(ModelConfig("probe", layers, 32, 4, 2, 8, **options)).to(device)
@@ -126,33 +125,31 @@ def recomputed(backend: str, seed: int, device: str):
     ran.clear()
     loss.backward()
     found = torch.zeros(layers, layers)
-    for place, block in zip(reversed(range(layers)), ran, strict=True):
-        found[place, block] = 1
+    found[list(reversed(range(layers))), ran] = 1
     return found
 
 
-def drawn(backend: str, seed: int, value_dim: int = TOKENS, device: str = "cpu") -> dict[str, Any]:
-    """q, k_*, v_* and gates; fp32 for kernels, else fp64. Values name their token by default."""
+def drawn(backend: str, device: str, value_dim: int = 0) -> dict[str, Any]:
+    """q, k_*, v_* and gates; fp32 for kernels, else fp64. Without `value_dim` values name tokens.
+
+    Drawn in fp32 on the host, so that both dtypes and all devices hold the same numbers.
+    """
     dtype = torch.float32 if backend == "triton" else torch.float64
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
 
     def normal(heads: int, dim: int):
-        # drawn in fp32 on the host, so that both dtypes and all devices hold the same numbers
         return torch.randn(1, TOKENS, heads, dim, generator=random).to(device, dtype)
 
-    found = {"q": normal(HEADS, DIM)}
-    found |= {f"k_{b}": normal(KV_HEADS, DIM) for b in ("cmp", "slc", "win")}
+    found = {"q": normal(HEADS, DIM)} | {f"k_{b}": normal(KV_HEADS, DIM) for b in BRANCHES}
     gates = torch.rand(1, TOKENS, HEADS, 3, generator=random).to(device, dtype)
     found["gates"] = gates * 0.6 + 0.2
-    if value_dim == TOKENS:
-        named = torch.eye(TOKENS, dtype=dtype, device=device)[None, :, None].expand(
-            1, -1, KV_HEADS, -1
-        )
-        return found | {f"v_{b}": named.contiguous() for b in ("cmp", "slc", "win")}
-    return found | {f"v_{b}": normal(KV_HEADS, value_dim) for b in ("cmp", "slc", "win")}
+    if value_dim:
+        return found | {f"v_{b}": normal(KV_HEADS, value_dim) for b in BRANCHES}
+    units = torch.eye(TOKENS, dtype=dtype, device=device)[None, :, None]
+    return found | {f"v_{b}": units.repeat(1, 1, KV_HEADS, 1) for b in BRANCHES}
 
 
-def output(backend: str, x: dict[str, Any], branches=("cmp", "slc", "win")):
+def output(backend: str, x: dict[str, Any], branches: tuple[str, ...] = BRANCHES):
     """o of the backend, or of the definition for "reference", on `drawn` tensors."""
     from nsa.attention import span
     from nsa.attention.api import nsa_attention
@@ -160,7 +157,7 @@ def output(backend: str, x: dict[str, Any], branches=("cmp", "slc", "win")):
     from nsa.reference.nsa import nsa
 
     config = NSAConfig(**SIZES)
-    k, v = ({b: x[f"{side}_{b}"] for b in ("cmp", "slc", "win")} for side in "kv")
+    k, v = ({b: x[f"{side}_{b}"] for b in BRANCHES} for side in "kv")
     if backend == "reference":
         return nsa(x["q"], k, v, x["gates"], config, branches=branches).o
     before, span.ELEMENTS = span.ELEMENTS, CHUNK
@@ -170,14 +167,12 @@ def output(backend: str, x: dict[str, Any], branches=("cmp", "slc", "win")):
         span.ELEMENTS = before
 
 
-def weights(
-    branches: tuple[str, ...], backend: str, seed: int, device: str, gated: bool = False
-) -> torch.Tensor:
+def weights(branches: tuple[str, ...], gated: bool, backend: str, device: str) -> torch.Tensor:
     """[T, T]: the weight that each query gives to each token through these branches, summed.
 
     Gates are 1, or between 0.2 and 0.8 where `gated`.
     """
-    x = drawn(backend, seed, device=device)
+    x = drawn(backend, device)
     if not gated:
         x["gates"] = torch.ones_like(x["gates"])
     with torch.no_grad():
@@ -185,10 +180,10 @@ def weights(
 
 
 VIEWS = {
-    "compressed": partial(weights, ("cmp",)),
-    "selected": partial(weights, ("slc",)),
-    "window": partial(weights, ("win",)),
-    "mixed": partial(weights, ("cmp", "slc"), gated=True),
+    "compressed": partial(weights, ("cmp",), False),
+    "selected": partial(weights, ("slc",), False),
+    "window": partial(weights, ("win",), False),
+    "mixed": partial(weights, ("cmp", "slc"), True),
     "gate_gradient": gate_gradient,
     "query_gradient": query_gradient,
     "recomputed": recomputed,

@@ -46,54 +46,41 @@ def impostors(rows: Sequence[dict]) -> pandas.DataFrame:
 
 def difference(seen: Seen, all_seen: Sequence[Seen]) -> np.ndarray | None:
     """What the mutant shows less what right code shows in that view; None where one is missing."""
-    right = next(
-        (s for s in all_seen if (s.mutant, s.view, s.backend) == (RIGHT, seen.view, seen.backend)),
-        None,
-    )
-    if right is None or right.picture is None or seen.picture is None:
-        return None
-    return np.array(seen.picture) - np.array(right.picture)
+    place = (RIGHT, seen.view, seen.backend)
+    for one in all_seen:
+        if (one.mutant, one.view, one.backend) == place and one.picture and seen.picture:
+            return np.array(seen.picture) - np.array(one.picture)
+    return None
 
 
 def gallery(all_seen: Sequence[Seen]) -> pandas.DataFrame:
     """One row a mutant: its defect, where it is looked at, how much of the picture is wrong."""
-    defects = {one.name: one.defect for one in MUTANTS}
-    found = {}
+    columns = ["mutant", "what the defect is", "view", "rows that are wrong", "sees the future"]
+    found = []
     for seen in all_seen:
         if seen.mutant == RIGHT:
             continue
         wrong = difference(seen, all_seen)
-        rows = None if wrong is None else (np.abs(wrong) > VISIBLE).any(1)
-        found[seen.mutant] = {
-            "what the defect is": defects[seen.mutant],
-            "view": f"{seen.view.replace('_', ' ')}, {seen.backend}",
-            "rows that are wrong": seen.message if rows is None else f"{rows.sum()} of {len(rows)}",
-            "sees the future": _future(seen, wrong),
-        }
-    return pandas.DataFrame.from_dict(found, orient="index").rename_axis("mutant")
-
-
-def _future(seen: Seen, wrong: np.ndarray | None) -> str:
-    """Whether weight lies on later tokens; the gradients' pictures have no such place."""
-    if wrong is None or wrong.shape[0] != wrong.shape[1] or seen.view == "recomputed":
-        return "-"
-    ahead = np.triu(np.array(seen.picture), 1)
-    return "yes" if (ahead > VISIBLE).any() else "no"
+        view, rows, future = f"{seen.view.replace('_', ' ')}, {seen.backend}", seen.message, "-"
+        if wrong is not None:
+            lines = (np.abs(wrong) > VISIBLE).any(1)
+            rows = f"{lines.sum()} of {len(lines)}"
+            # A gradient's picture has no place for later tokens.
+            if wrong.shape[0] == wrong.shape[1] and seen.view != "recomputed":
+                future = "yes" if (np.triu(seen.picture, 1) > VISIBLE).any() else "no"
+        found.append((seen.mutant, MUTANTS[seen.mutant].defect, view, rows, future))
+    return pandas.DataFrame(found, columns=columns).set_index("mutant")
 
 
 def killers(all_seen: Sequence[Seen], killed: Sequence[dict]) -> pandas.DataFrame:
-    """One row a mutant: the tests that kill it, and how they ended where they were run here."""
-    ran = {row["mutant"]: row for row in killed}
-    shown = {seen.mutant for seen in all_seen} - {RIGHT}
+    """One row a mutant: the test that kills it, and how it ended where it was run here."""
+    ran = {row["mutant"]: row["outcome"] for row in killed}
+    shown = [name for name in MUTANTS if name in {seen.mutant for seen in all_seen}]
     found = {
-        one.name: {
-            "killed by": ", ".join(k.partition("::")[2] for k in one.killers),
-            "run here": ran[one.name]["outcome"] if one.name in ran else "not in this run",
-        }
-        for one in MUTANTS
-        if one.name in shown
+        "killed by": [MUTANTS[name].killer.partition("::")[2] for name in shown],
+        "run here": [ran.get(name, "not in this run") for name in shown],
     }
-    return pandas.DataFrame.from_dict(found, orient="index").rename_axis("mutant")
+    return pandas.DataFrame(found, index=pandas.Index(shown, name="mutant"))
 
 
 def lessons(rows: Sequence[dict]) -> pandas.DataFrame:
@@ -135,7 +122,7 @@ def to_metrics(oracle_rows: Sequence[dict], lesson_rows: Sequence[dict]) -> list
 
 
 def kept_lessons(run: str, root: str | Path = ROOT / "runs") -> list[dict]:
-    """The rows of `correctness_mutants.learn`, read back from a kept run's metrics, without curves.
+    """The rows of `gallery.learn`, read back from a kept run's metrics, without curves.
 
     ValueError for a run that is not there or that taught nothing.
     """

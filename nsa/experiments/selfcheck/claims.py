@@ -42,10 +42,10 @@ def aims(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:
 def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
     """Right in kind, and in sort where the registry says which."""
     run = _run(rows, control=False)
-    missed = [row for row in run if row.missed]
-    sentence = f"every planted fault is called what it is: {len(run) - len(missed)} of {len(run)}"
-    evidence = {"missed": {row.name: f"{row.label}, planted was {row.due}" for row in missed}}
-    return Claim(sentence, _verdict(not missed, run), evidence)
+    missed = {row.name: f"{row.label}, planted was {row.due}" for row in run if row.missed}
+    right = sum(not row.missed for row in run)
+    sentence = f"every planted fault is called what it is: {right} of {len(run)}"
+    return Claim(sentence, _verdict(not missed, run), {"missed": missed})
 
 
 def no_control_is_called_a_hang(rows: Sequence[Judged]) -> Claim:
@@ -67,20 +67,18 @@ def no_control_is_accused(rows: Sequence[Judged]) -> Claim:
 def hangs_are_told_apart(rows: Sequence[Judged]) -> Claim:
     """By what stopped them, not by a timer."""
     run = [row for row in _run(rows, control=False) if "HANG" in row.expected]
-    sorts = sorted({row.found_what for row in run if row.found == "HANG"})
-    unproven = [row.name for row in run if row.found == "HANG" and not row.because]
-    sentence = f"hangs are told apart, each with its proof: {', '.join(sorts) or 'none was run'}"
+    hung = [row for row in run if row.found == "HANG"]
+    sorts = ", ".join(sorted({row.found_what for row in hung})) or "none was run"
+    unproven = [row.name for row in hung if not row.because]
+    sentence = f"hangs are told apart, each with its proof: {sorts}"
     return Claim(sentence, _verdict(not unproven, run), {"without a proof": unproven})
 
 
 def hangs_are_named_soon(rows: Sequence[Judged]) -> Claim:
     """Those with a proof; one without it takes a rerun at twice the deadline."""
-    rested = {
-        f"{row.name}, round {row.round}": row.named_s
-        for row in rows
-        if row.found == "HANG" and row.right and row.named_s is not None
-        and row.found_what != "unproven-native"
-    }  # fmt: skip
+    hung = [row for row in rows if row.found == "HANG" and row.right and row.named_s is not None]
+    proven = [row for row in hung if row.found_what != "unproven-native"]
+    rested = {f"{row.name}, round {row.round}": row.named_s for row in proven}
     sentence = f"a proven hang is named within {NAMED_WITHIN_S:g} s of the freeze"
     if rested:
         sentence += f"; the latest of {len(rested)} after {max(rested.values()):.1f} s"
@@ -90,27 +88,27 @@ def hangs_are_named_soon(rows: Sequence[Judged]) -> Claim:
 
 def rounds_agree(rows: Sequence[Judged]) -> Claim:
     """The same fault gets the same verdict in every round."""
+    rounds = len({row.round for row in rows})
+    if rounds < 2:
+        return Claim.undecided("rounds agree", "there was one")
     found: dict[str, set[str]] = {}
     for row in rows:
         if not row.skipped:
             found.setdefault(row.name, set()).add(row.found)
-    rounds = len({row.round for row in rows})
     torn = {name: sorted(kinds) for name, kinds in found.items() if len(kinds) > 1}
     sentence = f"{rounds} rounds agree on all {len(found)} faults and controls"
-    if rounds < 2:
-        return Claim.undecided("rounds agree", "there was one")
     return Claim(sentence, _verdict(not torn, found), {"torn": torn})
 
 
 def there_are_enough(rows: Sequence[Judged]) -> Claim:
     """A matrix of a few rows says little."""
-    faults = {row.name for row in _run(rows, control=False)}
-    controls = {row.name for row in _run(rows, control=True)}
+    faults, controls = (
+        len({row.name for row in _run(rows, control=kind)}) for kind in (False, True)
+    )
     skipped = {row.name: row.skipped for row in rows if row.skipped}
-    enough = len(faults) >= FAULTS and len(controls) >= CONTROLS
+    enough = faults >= FAULTS and controls >= CONTROLS
     sentence = (
-        f"{len(faults)} faults and {len(controls)} controls were planted, "
-        f"{FAULTS} and {CONTROLS} are enough"
+        f"{faults} faults and {controls} controls were planted, {FAULTS} and {CONTROLS} are enough"
     )
     return Claim(sentence, "PASS" if enough else "INCONCLUSIVE", {"skipped": skipped})
 

@@ -20,23 +20,19 @@ from nsa.lab.watch import Progress, Unheard, read
 from nsa.lab.watch.evidence import Sample
 
 EVERY_S = 0.02  # between two looks at a backward
-_COUNTING = "nsa.experiments.selfcheck.cost:counting"
-_FORETOLD = "nsa.experiments.selfcheck.cost:foretold"
+DEADLINE_S = 120.0
 
 
-def cost_of_counting(
-    settings: dict[str, Any], *, steps: int = 4, rounds: int = 4, deadline_s: float = 120.0
-) -> Outcome:
+def cost_of_counting(settings: dict[str, Any], *, steps: int = 4, rounds: int = 4) -> Outcome:
     """The outcome of `counting` in a process of its own."""
     spec = {"settings": settings, "steps": steps, "rounds": rounds}
-    return run_child(_COUNTING, spec, deadline_s=deadline_s)
+    return run_child(f"{__name__}:counting", spec, deadline_s=DEADLINE_S)
 
 
-def end_of_a_backward(
-    settings: dict[str, Any], *, steps: int = 3, deadline_s: float = 120.0
-) -> Outcome:
+def end_of_a_backward(settings: dict[str, Any], *, steps: int = 3) -> Outcome:
     """The outcome of `foretold` in a process of its own."""
-    return run_child(_FORETOLD, {"settings": settings, "steps": steps}, deadline_s=deadline_s)
+    spec = {"settings": settings, "steps": steps}
+    return run_child(f"{__name__}:foretold", spec, deadline_s=DEADLINE_S)
 
 
 def counting(spec: dict[str, Any]) -> dict[str, Any]:
@@ -46,9 +42,12 @@ def counting(spec: dict[str, Any]) -> dict[str, Any]:
     nsa.lab.measure.timing.
     """
     from nsa.lab.measure.timing import interleaved
+    from nsa.lab.search.training_subject import make
 
     with tempfile.TemporaryDirectory() as folder:
-        subject = _subject(spec["settings"], Path(folder, "unheard.bin"))
+        unheard = Progress(Path(folder, "unheard.bin"))
+        unheard.close()
+        subject = make(spec["settings"], Unheard(unheard))
         trainer = subject.trainer
 
         @contextlib.contextmanager
@@ -65,12 +64,8 @@ def counting(spec: dict[str, Any]) -> dict[str, Any]:
         trainer.observers = ()
         found = interleaved(trainer, counted, rounds=spec["rounds"], steps=spec["steps"])
         subject.close()
-    return {
-        "ratio": found.ratio,
-        "plain_ms": found.plain_ms,
-        "counted_ms": found.watched_ms,
-        "clock": found.clock,
-    }
+    times = {"plain_ms": found.plain_ms, "counted_ms": found.watched_ms, "clock": found.clock}
+    return {"ratio": found.ratio, **times}
 
 
 def foretold(spec: dict[str, Any]) -> dict[str, Any]:
@@ -82,9 +77,13 @@ def foretold(spec: dict[str, Any]) -> dict[str, Any]:
     `seconds`; left_at_half: at the first look after that half, as a share of what was left.
     looks, after the half.
     """
+    from nsa.lab.search.training_subject import make
+
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "progress.bin")
-        subject = _subject(spec["settings"], file, heard=True)
+        progress = Progress(file)
+        progress.attach()
+        subject = make(spec["settings"], progress)
         samples: list[Sample] = []
         over = threading.Event()
 
@@ -118,9 +117,9 @@ def errors_of(samples: list[Sample], step: int) -> dict[str, Any] | None:
     began = next((n for n, s in enumerate(samples) if s.p.step == step and s.p.fired), len(samples))
     mine = list(takewhile(lambda s: s.p.step == step and s.p.fired < s.p.total, samples[began:]))
     after = samples[began + len(mine) : began + len(mine) + 1]  # the first look that found it done
-    later = [n for n, s in enumerate(mine) if s.p.fired >= s.p.total / 2]
     if not after:
         return None
+    later = [n for n, s in enumerate(mine) if s.p.fired >= s.p.total / 2]
     told = [(backward_eta_s(mine[: n + 1]), after[0].t - mine[n].t) for n in later]
     errors = [(abs(eta - left), left) for eta, left in told if eta is not None]
     if not errors:
@@ -133,14 +132,3 @@ def errors_of(samples: list[Sample], step: int) -> dict[str, Any] | None:
         "looks": len(errors),
         "nodes": mine[-1].p.total,
     }
-
-
-def _subject(settings: dict[str, Any], file: Path, *, heard: bool = False) -> Any:
-    from nsa.lab.search.training_subject import make
-
-    progress = Progress(file)
-    if not heard:
-        progress.close()
-        return make(settings, Unheard(progress))
-    progress.attach()
-    return make(settings, progress)

@@ -1,7 +1,7 @@
 """A planted fault judged: evidence that does not name it, and what it was called."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from nsa.lab.watch.evidence import Evidence
 NOTHING = "not run"
 _FILE = re.compile(r"(?:[\w./-]*/)?nsa/experiments/selfcheck/faults/\w+\.py")
 _MODULE = re.compile(r"nsa\.experiments\.selfcheck\.faults(?:\.\w+)*(?::\w+)?")
-_HIDDEN = ("subject", "settings")
+_HIDDEN = ("subject", "settings")  # of a spec
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,11 @@ class Judged:
     @property
     def due(self) -> str:
         """What it should be called: HANG:blocked, PASS or SLOW, ..."""
-        return due(self.expected, self.what)
+        kinds = " or ".join(self.expected)
+        return f"{kinds}:{self.what}" if self.what else kinds
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"right": self.right}
-
-
-def due(kinds: Sequence[str], what: str) -> str:
-    """HANG:blocked, PASS or SLOW, ..."""
-    return " or ".join(f"{kind}:{what}" if what else kind for kind in kinds)
 
 
 def line(row: Judged) -> str:
@@ -77,29 +73,25 @@ def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
     """{expected: {found: count}} of all that were run; controls have rows of their own."""
     table: dict[str, dict[str, int]] = {}
     for row in rows:
-        if row.skipped:
-            continue
-        due = " or ".join(row.expected)
-        counts = table.setdefault(f"control {due}" if row.control else due, {})
-        counts[row.found] = counts.get(row.found, 0) + 1
+        if not row.skipped:
+            due = " or ".join(row.expected)
+            counts = table.setdefault(f"control {due}" if row.control else due, {})
+            counts[row.found] = counts.get(row.found, 0) + 1
     return table
 
 
 def blind(evidence: Evidence, fault: Fault) -> Evidence:
     """The evidence without what tells which fault it is of."""
-    return Evidence.from_dict(_without(evidence.to_dict(), fault.subject.partition(":")[2]))
+    made = re.compile(rf"\b{re.escape(fault.subject.partition(':')[2])}\b")
 
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            hidden = _HIDDEN if "steps" in value else ()
+            return {key: without(item) for key, item in value.items() if key not in hidden}
+        if isinstance(value, list | tuple):
+            return [without(item) for item in value]
+        if isinstance(value, str):
+            return made.sub("Subject", _MODULE.sub("subject", _FILE.sub("subject.py", value)))
+        return value
 
-def _without(value: Any, name: str) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: _without(item, name)
-            for key, item in value.items()
-            if not (key in _HIDDEN and "steps" in value)
-        }
-    if isinstance(value, list | tuple):
-        return [_without(item, name) for item in value]
-    if isinstance(value, str):
-        value = _MODULE.sub("subject", _FILE.sub("subject.py", value))
-        return re.sub(rf"\b{re.escape(name)}\b", "Subject", value)
-    return value
+    return Evidence.from_dict(without(evidence.to_dict()))

@@ -29,17 +29,17 @@ def confusion(rows: Sequence[Judged]):
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
         axes.grid(False)
         for (y, x), count in np.ndenumerate(counts.to_numpy()):
+            if not count:
+                continue
             due = counts.index[y].removeprefix("control ").split(" or ")
             wrong = counts.columns[x] not in due
-            if count:
-                axes.text(x, y, str(count), ha="center", va="center",
-                          color=RED if wrong else "black")  # fmt: skip
-            if count and wrong:
-                axes.add_patch(
-                    Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, ec=RED, lw=2)
-                )
-        axes.set_xticks(range(len(counts.columns)), counts.columns, rotation=40, ha="right",
-                        rotation_mode="anchor")  # fmt: skip
+            colour = RED if wrong else "black"
+            axes.text(x, y, str(count), ha="center", va="center", color=colour)
+            if wrong:
+                frame = Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, ec=RED, lw=2)
+                axes.add_patch(frame)
+        slanted = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(counts.columns)), counts.columns, **slanted)
         axes.set_yticks(range(len(counts.index)), counts.index)
         axes.set(xlabel="found", ylabel="planted")
         looks.title(axes, "Verdicts on what was planted (trials)")
@@ -56,23 +56,20 @@ def time_to_verdict(rows: Sequence[Judged]):
         latest[row.name] = max(row.seconds, latest.get(row.name, 0.0))
     names = sorted(latest, key=latest.__getitem__)
     controls = {row.name for row in run if row.control}
-
-    def draw(mine: list[Judged], **style) -> None:
-        axes.plot([row.seconds for row in mine], [names.index(row.name) for row in mine], "o",
-                  **style)  # fmt: skip
-
     with looks.style():
         fig, (axes,) = looks.panels(1, 0.19 * len(names) + 0.7)
+
+        def draw(mine: list[Judged], **style) -> None:
+            places = [names.index(row.name) for row in mine]
+            axes.plot([row.seconds for row in mine], places, "o", **style)
+
         for kind in dict.fromkeys(row.found for row in run):
             mine = [row for row in run if row.found == kind]
             draw(mine, ms=4.5, color=COLOURS.get(kind, GREY), label=kind)
-        wrong = [row for row in run if row.missed]
-        if wrong:
+        if wrong := [row for row in run if row.missed]:
             draw(wrong, ms=10, mfc="none", mec=RED, label="not what was planted")
-        axes.set_yticks(
-            range(len(names)), [name + " (control)" * (name in controls) for name in names],
-            fontsize=7.5,
-        )  # fmt: skip
+        labels = [name + " (control)" * (name in controls) for name in names]
+        axes.set_yticks(range(len(names)), labels, fontsize=7.5)
         axes.set_ylim(-0.8, len(names) - 0.2)
         axes.set_xlim(0, 1.04 * max(latest.values()) or 1)
         axes.set(xlabel="s from start to verdict")
@@ -95,13 +92,11 @@ def progress(rows: Sequence[Judged], names: Sequence[str]):
             t, share = np.array(row.track).T
             colour, marker = looks.series(number)
             axes.plot(t, 100 * share, "--" if row.control else "-", color=colour, alpha=0.9)
-            axes.plot(t[-1], 100 * share[-1], marker, color=colour)
-            axes.annotate(
-                f"{row.name}: {row.label}", (t[-1], 100 * share[-1]),
-                xytext=(1.08 * latest, height),
-                fontsize=7.5, va="center", color=colour,
-                arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.5},
-            )  # fmt: skip
+            end = (t[-1], 100 * share[-1])
+            axes.plot(*end, marker, color=colour)
+            arrow = {"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.5}
+            label = {"xytext": (1.08 * latest, height), "va": "center", "arrowprops": arrow}
+            axes.annotate(f"{row.name}: {row.label}", end, fontsize=7.5, color=colour, **label)
         axes.set_xlim(0, 1.75 * latest)
         axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 1.02 * latest])
         axes.set_ylim(-3, 108)

@@ -8,9 +8,10 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from nsa.experiments.selfcheck.faults.registry import FAULTS, Fault, why_not
 from nsa.experiments.selfcheck.judged import NOTHING, Judged, blind, line
 from nsa.lab import oracles
 from nsa.lab.process import runner, trial
-from nsa.lab.verdict import Verdict, judge
+from nsa.lab.verdict import judge
 from nsa.lab.verdict.pace import fraction
 from nsa.lab.watch.evidence import Evidence
 
@@ -33,7 +34,7 @@ def check(
     workers: int = 3,
     gpus: int | None = None,
     folder: str | Path | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
     stop: threading.Event | None = None,
 ) -> list[Judged]:
     """Plants and judges each of `faults`, in `rounds` rounds; a row each, in their order.
@@ -46,60 +47,46 @@ def check(
     """
     if rounds < 1 or workers < 1:
         raise ValueError(f"rounds={rounds} and workers={workers} must be at least 1")
-    faults = list(faults)
     if gpus is None:
         import torch
 
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    stop = stop or threading.Event()
-    with _place(folder) as root:
-        rows = []
-        for number in range(1, rounds + 1):
-            place = Path(root, f"round-{number}")
-            rows += _round(faults, number, workers, gpus, place, say or _silent, stop)
-        return rows
+    faults, stop = list(faults), stop or threading.Event()
+    jobs = [(number, index) for number in range(1, rounds + 1) for index in range(len(faults))]
+    # Within a round the longest begin.
+    order = sorted(jobs, key=lambda job: (job[0], -faults[job[1]].takes_s * faults[job[1]].ranks))
+    rows: dict[tuple[int, int], Judged] = {}
 
-
-def _round(
-    faults: Sequence[Fault],
-    number: int,
-    workers: int,
-    gpus: int,
-    root: Path,
-    say: Callable[[str], None],
-    stop: threading.Event,
-) -> list[Judged]:
-    rows: dict[int, Judged] = {}
-    waiting, alone = [], []
-    for index, fault in enumerate(faults):
-        skipped = why_not(fault, gpus)
-        if skipped:
-            rows[index] = _row(fault, number, skipped=skipped)
-        else:
-            (alone if fault.busy or fault.needs else waiting).append(index)
-    # A device is one trial's at a time, as the core is of one that computes; the longest begin.
-    alone.sort(key=lambda index: -faults[index].takes_s)
-    waiting.sort(key=lambda index: -faults[index].takes_s * faults[index].ranks)
-
-    def planted(index: int) -> tuple[int, Judged]:
+    def planted(number: int, index: int) -> Judged:
         # The folder's number tells nothing of what is planted.
-        return index, plant(faults[index], folder=root / f"{index:02d}", round=number, stop=stop)
+        place = Path(root, f"round-{number}", f"{index:02d}")
+        return plant(faults[index], folder=place, round=number, stop=stop)
 
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(workers) as many:
-        running = {one.submit(planted, index) for index in alone}
-        running |= {many.submit(planted, index) for index in waiting}
+    temporary = partial(tempfile.TemporaryDirectory, prefix="nsa-selfcheck-")
+    with (
+        temporary() if folder is None else nullcontext(folder) as root,
+        ThreadPoolExecutor(1) as one,
+        ThreadPoolExecutor(workers) as many,
+    ):
+        running = {}
+        for number, index in order:
+            fault = faults[index]
+            if skipped := why_not(fault, gpus):
+                rows[number, index] = _row(fault, number, found=NOTHING, skipped=skipped)
+                continue
+            # A device is one trial's at a time, as the core is of one that computes.
+            pool = one if fault.busy or fault.needs else many
+            running[pool.submit(planted, number, index)] = number, index
         try:
-            while running:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    index, rows[index] = future.result()
-                    say(line(rows[index]))
+            for future in as_completed(running):
+                rows[running[future]] = row = future.result()
+                say(line(row))
         except BaseException:
             stop.set()  # what runs ends itself; what waits must not begin
             for pool in (one, many):
                 pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [rows[index] for index in range(len(faults))]
+    return [rows[job] for job in jobs]
 
 
 def plant(
@@ -107,21 +94,18 @@ def plant(
 ) -> Judged:
     """One trial of the fault, judged blind; its evidence stays in `folder`."""
     began = time.monotonic()
+    limits = {"predicted_s": fault.predicted_s, "deadline_s": fault.deadline_s, "stall_s": STALL_S}
     with _company(folder) if fault.beside else nullcontext():
-        evidence = runner.run_until_proven(
-            spec(fault),
-            folder=folder,
-            predicted_s=fault.predicted_s,
-            deadline_s=fault.deadline_s,
-            stall_s=STALL_S,
-            stop=stop,
-        )
+        evidence = runner.run_until_proven(spec(fault), folder=folder, stop=stop, **limits)
     Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
     verdict = judge(blind(evidence, fault))
     return _row(
         fault,
         round,
-        verdict=verdict,
+        found=verdict.kind,
+        found_what=verdict.what,
+        **{name: getattr(verdict, name) for name in ("rule", "because", "place")},
+        named_s=verdict.numbers.get("rested_s") if verdict.kind == "HANG" else None,
         seconds=time.monotonic() - began,
         track=track(evidence, verdict.numbers.get("rank", 0)),
     )
@@ -142,49 +126,32 @@ def spec(fault: Fault) -> runner.Spec:
 
     What needs no GPU sees none, so that it may run beside a trial that does.
     """
-    return runner.Spec(
-        subject=fault.subject,
-        settings=fault.settings,
-        steps=fault.steps,
-        ranks=fault.ranks,
-        oracles=ORACLES,
-        env={} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""},
-    )
+    how = {"settings": fault.settings, "steps": fault.steps, "ranks": fault.ranks}
+    env = {} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""}
+    return runner.Spec(fault.subject, **how, oracles=ORACLES, env=env)
 
 
-def _row(fault: Fault, number: int, *, verdict: Verdict | None = None, **more: Any) -> Judged:
-    of_fault = {
-        "name": fault.name,
-        "control": fault.control,
-        "expected": fault.kinds,
-        "what": fault.what,
-        "text": fault.text,
-        "round": number,
-    }
-    if verdict is None:
-        return Judged(**of_fault, found=NOTHING, **more)
-    rested = verdict.numbers.get("rested_s") if verdict.kind == "HANG" else None
-    return Judged(
-        **of_fault,
-        found=verdict.kind,
-        found_what=verdict.what,
-        rule=verdict.rule,
-        because=verdict.because,
-        place=verdict.place,
-        named_s=rested,
-        **more,
-    )
+def _row(fault: Fault, number: int, **found: Any) -> Judged:
+    planted = (fault.name, fault.control, fault.kinds, fault.what)
+    return Judged(*planted, round=number, text=fault.text, **found)
 
 
 @contextmanager
-def _company(folder: str | Path):
+def _company(folder: str | Path) -> Iterator[None]:
     """Another process with memory on the device, for as long as this lasts."""
-    there, stop = Path(f"{folder}-beside"), threading.Event()
-    thread = threading.Thread(target=_beside, args=(there, stop))
+    there, stop = Path(f"{folder}-beside").absolute(), threading.Event()
+    holds = there / "holds"
+
+    def beside() -> None:
+        entry = "nsa.experiments.selfcheck.faults.devices:hold"
+        with suppress(trial.Stopped):
+            trial.run_child(entry, {"file": str(holds)}, deadline_s=120.0, folder=there, stop=stop)
+
+    thread = threading.Thread(target=beside)
     thread.start()
     try:
         end = time.monotonic() + 60
-        while not (there / "holds").exists():
+        while not holds.exists():
             if time.monotonic() > end or not thread.is_alive():
                 raise RuntimeError("the process beside the trial did not get its memory")
             time.sleep(0.1)
@@ -192,29 +159,3 @@ def _company(folder: str | Path):
     finally:
         stop.set()
         thread.join()
-
-
-def _beside(folder: Path, stop: threading.Event) -> None:
-    try:
-        trial.run_child(
-            "nsa.experiments.selfcheck.faults.devices:hold",
-            {"file": str(folder.absolute() / "holds")},
-            deadline_s=120.0,
-            folder=folder,
-            stop=stop,
-        )
-    except trial.Stopped:
-        return
-
-
-@contextmanager
-def _place(folder: str | Path | None):
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="nsa-selfcheck-") as temporary:
-        yield temporary
-
-
-def _silent(text: str) -> None:
-    """Nobody wants to be told."""

@@ -31,7 +31,7 @@ LOSS_SHARE = 0.02
 def all_claims(
     df: pandas.DataFrame, rows: Sequence[dict], lessons: Sequence[dict] = ()
 ) -> list[Claim]:
-    """What must hold in any run, with the rows of its trials and of correctness.lesson_rows."""
+    """What must hold in any run, with the rows of its trials and of correctness.lessons."""
     return [
         nothing_broke(df),
         the_meter_is_right(df),

@@ -16,14 +16,14 @@ MOVED = {
     **{
         f"nsa.lab.faults.{old}": f"nsa.experiments.selfcheck.faults.{new}"
         for new, olds in (
-            ("stops", "ends waits"),
+            ("stops", "ends waits pace"),
             ("wrong", "gradients growth"),
-            ("slow", "pace"),
             ("devices", "ranks"),
         )
         for old in olds.split()
     },
     "nsa.lab.faults": "nsa.experiments.selfcheck.faults",
+    "nsa.experiments.selfcheck.faults.slow": "nsa.experiments.selfcheck.faults.stops",
     "nsa.lab.throughput.throughput_trial": "nsa.experiments.throughput.child",
     "nsa.lab.throughput.loss_curves": "nsa.experiments.throughput.child",
     "nsa.experiments.throughput.loss_curves": "nsa.experiments.throughput.child",

@@ -5,15 +5,9 @@ import json
 import pytest
 from judged_rows import control, row, skipped
 
-from nsa.experiments.selfcheck import claims as selfcheck_claims
-from nsa.experiments.selfcheck import plots as selfcheck_plots
-from nsa.experiments.selfcheck import table as selfcheck_table
+from nsa.experiments.selfcheck import claims, plots, table
 from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics
-
-
-def verdicts(rows):
-    return [claim.verdict for claim in selfcheck_claims.all_claims(rows)]
 
 
 def many(rounds=2):
@@ -27,24 +21,21 @@ def many(rounds=2):
     ]  # fmt: skip
 
 
-def test_all_claims_pass_when_all_is_right():
-    assert set(verdicts(many())) == {"PASS"}
-
-
-def test_nothing_is_claimed_of_what_was_not_run():
-    assert set(verdicts([skipped()])) == {"INCONCLUSIVE"}
+def test_all_claims_pass_when_all_is_right_and_nothing_is_claimed_of_what_was_not_run():
+    assert {one.verdict for one in claims.all_claims(many())} == {"PASS"}
+    assert {one.verdict for one in claims.all_claims([skipped()])} == {"INCONCLUSIVE"}
 
 
 @pytest.mark.parametrize(
     ("spoilt", "claim"),
     [
-        (row(found="SLOW"), selfcheck_claims.every_fault_is_named),
-        (row(what="blocked", found_what="gil-held"), selfcheck_claims.every_fault_is_named),
-        (control(found="HANG"), selfcheck_claims.no_control_is_called_a_hang),
-        (control(found="FAIL"), selfcheck_claims.no_control_is_accused),
-        (row(because=()), selfcheck_claims.hangs_are_told_apart),
-        (row(named_s=15.1), selfcheck_claims.hangs_are_named_soon),
-        (row("row 3", found="CRASH", round=2), selfcheck_claims.rounds_agree),
+        (row(found="SLOW"), claims.every_fault_is_named),
+        (row(what="blocked", found_what="gil-held"), claims.every_fault_is_named),
+        (control(found="HANG"), claims.no_control_is_called_a_hang),
+        (control(found="FAIL"), claims.no_control_is_accused),
+        (row(because=()), claims.hangs_are_told_apart),
+        (row(named_s=15.1), claims.hangs_are_named_soon),
+        (row("row 3", found="CRASH", round=2), claims.rounds_agree),
     ],
 )
 def test_a_row_that_is_not_so_refutes_its_claim(spoilt, claim):
@@ -54,15 +45,15 @@ def test_a_row_that_is_not_so_refutes_its_claim(spoilt, claim):
 
 def test_a_hang_without_a_proof_may_take_its_rerun():
     late = row(found_what="unproven-native", named_s=25.0)
-    assert selfcheck_claims.hangs_are_named_soon([*many(), late]).verdict == "PASS"
+    assert claims.hangs_are_named_soon([*many(), late]).verdict == "PASS"
 
 
 def test_one_round_does_not_agree_with_itself():
-    assert selfcheck_claims.rounds_agree(many(rounds=1)).verdict == "INCONCLUSIVE"
+    assert claims.rounds_agree(many(rounds=1)).verdict == "INCONCLUSIVE"
 
 
 def test_too_few_faults_are_inconclusive_and_name_what_was_skipped():
-    claim = selfcheck_claims.there_are_enough([row(), skipped()])
+    claim = claims.there_are_enough([row(), skipped()])
     assert claim.verdict == "INCONCLUSIVE" and claim.evidence["skipped"] == {
         "device OOM": "needs 1 GPU(s), here are 0"
     }
@@ -70,47 +61,47 @@ def test_too_few_faults_are_inconclusive_and_name_what_was_skipped():
 
 def test_the_fault_matrix_has_a_row_a_fault_and_counts_rounds():
     rows = [row(round=1), row(found="SLOW", round=2), skipped(), control()]
-    table = selfcheck_table.matrix_of(rows, controls=False)
-    assert list(table.index) == ["a lock", "device OOM"]
-    assert table.loc["a lock", "found"] == "HANG x1, SLOW x1"
-    assert table.loc["a lock", "right"] == "1 of 2"
-    assert table.loc["device OOM", "why"] == "needs 1 GPU(s), here are 0"
+    shown = table.matrix_of(rows, controls=False)
+    assert list(shown.index) == ["a lock", "device OOM"]
+    assert shown.loc["a lock", "found"] == "HANG x1, SLOW x1"
+    assert shown.loc["a lock", "right"] == "1 of 2"
+    assert shown.loc["device OOM", "why"] == "needs 1 GPU(s), here are 0"
 
 
 def test_reasons_have_short_paths():
     because = ("at /usr/lib/python3.11/re/__init__.py:166 match", "at subject.py:12 step, 3 / 4")
-    table = selfcheck_table.matrix_of([row(because=because)])
-    assert table.loc["a lock", "why"] == "at re/__init__.py:166 match; at subject.py:12 step, 3 / 4"
+    shown = table.matrix_of([row(because=because)], controls=False)
+    assert shown.loc["a lock", "why"] == "at re/__init__.py:166 match; at subject.py:12 step, 3 / 4"
 
 
 def test_the_confusion_matrix_counts_kinds():
-    table = selfcheck_table.confusion([row(), row(found="SLOW"), control()])
-    assert table.loc["HANG"].to_dict() == {"PASS": 0, "SLOW": 1, "HANG": 1}
-    assert table.loc["control PASS", "PASS"] == 1
+    shown = table.confusion([row(), row(found="SLOW"), control()])
+    assert shown.loc["HANG"].to_dict() == {"PASS": 0, "SLOW": 1, "HANG": 1}
+    assert shown.loc["control PASS", "PASS"] == 1
 
 
 def test_facts_say_what_was_found_and_nothing_of_the_time():
-    assert selfcheck_table.facts([row(), control(), skipped()]) == [
+    assert table.facts([row(), control(), skipped()]) == [
         "fault   a lock: HANG, found", "control healthy: PASS, found",
     ]  # fmt: skip
-    assert selfcheck_table.facts([row(found="SLOW")])[0].endswith("not so: SLOW")
+    assert table.facts([row(found="SLOW")])[0].endswith("not so: SLOW")
 
 
 def test_a_hang_has_its_place_and_how_long_it_rested():
-    table = selfcheck_table.hangs([row(place="data, fetch", named_s=5.26), control()])
-    assert table.loc["a lock", ["place", "rested, s"]].tolist() == ["data, fetch", 5.3]
+    shown = table.hangs([row(place="data, fetch", named_s=5.26), control()])
+    assert shown.loc["a lock", ["place", "rested, s"]].tolist() == ["data, fetch", 5.3]
 
 
 def test_metrics_rows_fit_the_workbooks_table():
-    rows = selfcheck_table.to_metrics([row(seconds=4.0), skipped()])
-    table = metrics.table([metrics.row(found, {}) for found in rows])
-    assert table["median"].tolist()[0] == 4.0 and table["median"].isna().tolist() == [False, True]
+    rows = table.to_metrics([row(seconds=4.0), skipped()])
+    shown = metrics.table([metrics.row(found, {}) for found in rows])
+    assert shown["median"].tolist()[0] == 4.0 and shown["median"].isna().tolist() == [False, True]
 
 
 FIGURES = [
-    selfcheck_plots.confusion,
-    selfcheck_plots.time_to_verdict,
-    lambda rows: selfcheck_plots.progress(rows, ["row 1", "control 1"]),
+    plots.confusion,
+    plots.time_to_verdict,
+    lambda rows: plots.progress(rows, ["row 1", "control 1"]),
 ]
 
 
@@ -135,7 +126,7 @@ def ended(result):
 
 def test_counting_and_foretelling_have_aims_and_a_gpu_a_stricter_one():
     def verdicts(counting, foretold, on_gpu=False):
-        found = selfcheck_claims.aims(counting, foretold, on_gpu=on_gpu)
+        found = claims.aims(counting, foretold, on_gpu=on_gpu)
         return [claim.verdict for claim in found]
 
     good = ended(COUNTING), ended(FORETOLD)
@@ -147,18 +138,18 @@ def test_counting_and_foretelling_have_aims_and_a_gpu_a_stricter_one():
 
 def test_what_watching_was_measured_on_is_told_beside_it():
     step = {"preset": "cpu_test", "backend": "gather", "layers": 4, "tokens": 256}
-    table = selfcheck_table.watching(step, step, ended(COUNTING), ended(FORETOLD))
-    assert list(table["found"]) == ["1.070", "20% of 2 s at most"]
-    assert list(table["step"]) == ["cpu_test, gather, 4 layers, 1 x 256 tokens"] * 2
-    assert "4,000 nodes" in table["by"].iloc[1]
-    table = selfcheck_table.watching(step, step, LOST, LOST)
-    assert set(table["found"]) == {"not measured"}
-    assert set(table["by"]) == {"still running after 120 s"}
+    shown = table.watching(step, step, ended(COUNTING), ended(FORETOLD))
+    assert list(shown["found"]) == ["1.070", "20% of 2 s at most"]
+    assert list(shown["step"]) == ["cpu_test, gather, 4 layers, 1 x 256 tokens"] * 2
+    assert "4,000 nodes" in shown["by"].iloc[1]
+    shown = table.watching(step, step, LOST, LOST)
+    assert set(shown["found"]) == {"not measured"}
+    assert set(shown["by"]) == {"still running after 120 s"}
 
 
 def test_evidence_is_written_without_a_machines_paths(tmp_path):
     because = ("3 looks, all at /usr/lib/python3.11/re/__init__.py:175 search", "at rest")
-    selfcheck_table.write_evidence(tmp_path, [row(because=because)])
+    table.write_evidence(tmp_path, [row(because=because)])
     (kept,) = json.loads((tmp_path / "selfcheck.json").read_text())
     assert kept["because"] == ["3 looks, all at re/__init__.py:175 search", "at rest"]
     assert kept["name"] == row().name

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.experiments.correctness import lesson_rows
+from nsa.experiments.correctness import lessons
 from nsa.experiments.throughput import child, trials
 from nsa.experiments.throughput.table import growth, windows
 from nsa.experiments.throughput.trials import TrainCell, curve_grid, throughput_grid
@@ -81,7 +81,7 @@ def test_the_twin_of_a_cell_is_the_same_model_with_dense_attention():
         (lambda: throughput_grid("cpu_test", [], [64], step_tokens=64), "no cell to measure"),
         (lambda: trials.measure_curves([CELL], [], deadline_s=9), "trains nothing"),
         (
-            lambda: lesson_rows.learn_all(["window", "windw"], 64, deadline_s=60),
+            lambda: lessons.learn_all(["window", "windw"], 64, deadline_s=60),
             "no lesson 'windw'",
         ),
     ],
@@ -350,17 +350,17 @@ def test_answers_of_a_lesson_say_what_was_wanted():
         "lesson": "window", "accuracy": {"inside": 1.0, "outside": 0.1}, "steps": 50, "peek": 0.0,
         "chance": {"inside": 0.1, "outside": 0.1}, "expected": {"inside": True, "outside": False},
     }  # fmt: skip
-    lines = lesson_rows.answers([row, {"lesson": "copy"}])
+    lines = lessons.answers([row, {"lesson": "copy"}])
     assert [line["wanted"] for line in lines] == ["at least 0.9", "about chance: out of reach"]
 
 
 def test_lessons_learnt_side_by_side_keep_their_order(monkeypatch):
     def ending(spec, env):
-        time.sleep(0.2 if spec["model"]["name"] == "lesson-window" else 0.0)
+        time.sleep(0.2 if spec["lesson"]["name"] == "window" else 0.0)
         return Outcome("timeout", None, 1.0, "late", None)
 
     replace_children(monkeypatch, ending)
-    rows = lesson_rows.learn_all(["window", "copy"], 64, deadline_s=9, workers=2, progress=False)
+    rows = lessons.learn_all(["window", "copy"], 64, deadline_s=9, workers=2, progress=False)
     found = [(row["lesson"], row["outcome"]) for row in rows]
     assert found == [("window", "timeout"), ("copy", "timeout")]
 

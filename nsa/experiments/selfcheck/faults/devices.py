@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from nsa.experiments.selfcheck.faults.small import FROM_STEP, MIB, Small, TinyNSA
+from nsa.experiments.selfcheck.faults.small import FROM_STEP, MIB, Small
+from nsa.experiments.selfcheck.faults.wrong import KeptTensors, SpoiltNSA
 from nsa.lab.process import subject
-from nsa.lab.search import planted as tracing_faults
 from nsa.model.parallel import Parallel
 
-LAST = 1  # the rank that is spoilt
 PATIENCE = timedelta(hours=1)  # no timeout of its own may end what a supervisor should
 LONGEST_S = 60.0  # of a spinning kernel: whoever looks has a minute, and then the device is free
 
@@ -38,20 +37,11 @@ class Ranks(Small):
             torch.cuda.set_device(self.device)
         self.first = not dist.is_initialized()  # an oracle makes the subject anew beside this one
         self.rank, self.ranks = subject.join(backend)
+        self.spoilt = self.rank == 1  # the rank that does otherwise than the others
         super().__init__(settings, progress)
-        place = Parallel(
-            "ddp",
-            self.rank,
-            self.ranks,
-            self.device,
-            find_unused_parameters=settings.get("find_unused_parameters", False),
-        )
+        unused = {"find_unused_parameters": settings.get("find_unused_parameters", False)}
+        place = Parallel("ddp", self.rank, self.ranks, self.device, **unused)
         self.called = place.wrap(self.model)
-
-    @property
-    def spoilt(self) -> bool:
-        """Whether this rank is the one that does otherwise."""
-        return self.rank == LAST
 
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
         if self.spoilt:
@@ -70,13 +60,8 @@ class Ranks(Small):
             dist.destroy_process_group()
 
 
-class OwnBranch(Ranks, TinyNSA):
+class OwnBranch(Ranks, SpoiltNSA):
     """One rank leaves out a branch of the middle layer; find_unused_parameters hides it."""
-
-    def build(self) -> nn.Module:
-        model = super().build()
-        tracing_faults.plant("rank branch", model, self.rank, self.ranks)
-        return model
 
 
 class SkippedCollective(Ranks):
@@ -90,8 +75,6 @@ class SkippedCollective(Ranks):
 
 
 class OtherShape(Ranks):
-    """One rank brings another number of elements to a collective."""
-
     def averaged(self, step: int, tensor: Tensor) -> None:
         if self.spoilt and step == FROM_STEP:
             tensor = tensor.new_ones(5_000)
@@ -99,17 +82,13 @@ class OtherShape(Ranks):
 
 
 class OneKilled(Ranks):
-    """SIGKILL of one rank."""
-
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
         if self.spoilt and step == FROM_STEP:
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
         return super().fetch(step)
 
 
 class OneWithoutData(Ranks):
-    """One rank waits for data that does not come, and so all others wait for it."""
-
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
         if self.spoilt and step >= FROM_STEP:
             time.sleep(3600)
@@ -137,8 +116,6 @@ class Spins(OnDevice):
 
 
 class TooMuch(OnDevice):
-    """Tensors until the device is full; its own share of it is made small first."""
-
     def ended(self, step: int, loss: Tensor) -> None:
         super().ended(step, loss)
         if step == FROM_STEP:
@@ -158,16 +135,8 @@ class BadIndex(OnDevice):
         return super().forward(step, inputs, targets)
 
 
-class KeptOnDevice(OnDevice):
-    """A list on the device that gets 2 MiB each step."""
-
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
-        self.kept: list[Tensor] = []
-
-    def ended(self, step: int, loss: Tensor) -> None:
-        super().ended(step, loss)
-        self.kept.append(torch.full((2 * MIB // 4,), float(step), device="cuda"))
+class KeptOnDevice(KeptTensors, OnDevice):
+    """The same list on a GPU."""
 
 
 def spin(seconds: float) -> None:

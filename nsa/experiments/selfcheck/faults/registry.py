@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nsa.spelling import nearest
-
-_HERE = "nsa.experiments.selfcheck.faults"
 
 
 @dataclass(frozen=True)
@@ -14,8 +13,7 @@ class Fault:
     """One subject with something planted in it, or, for a control, with nothing."""
 
     name: str
-    kinds: tuple[str, ...]  # what the judge may call it; several where the machine's speed decides
-    what: str  # the verdict's own word for it, "" for any
+    due: str  # what the judge is to call it: HANG:blocked, PASS or SLOW, ...
     where: str  # "module:class" in this package
     text: str  # what is planted
     settings: dict[str, Any] = field(default_factory=dict)  # for the subject
@@ -30,140 +28,138 @@ class Fault:
     beside: bool = False  # another process is to use the device meanwhile
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of verdict; several where the machine's speed decides."""
+        return tuple(self.due.partition(":")[0].split(" or "))
+
+    @property
+    def what(self) -> str:
+        """The verdict's own word for it, "" for any."""
+        return self.due.partition(":")[2]
+
+    @property
     def subject(self) -> str:
         """Its import path, as a trial's spec has it."""
-        return f"{_HERE}.{self.where}"
+        return f"nsa.experiments.selfcheck.faults.{self.where}"
 
 
-def _fault(name: str, kind: str | tuple[str, ...], what: str, where: str, text: str, **more: Any):
-    return Fault(name, (kind,) if isinstance(kind, str) else kind, what, where, text, **more)
-
-
-def _control(name: str, kind: str | tuple[str, ...], where: str, text: str, **more: Any):
-    return _fault(name, kind, "", where, text, control=True, **more)
-
-
-_GROWING = {"steps": 30}
+_control = partial(Fault, control=True)
+_NCCL = {"settings": {"communication": "nccl"}, "ranks": 2, "needs": "gpus2"}
 
 PLANTED: tuple[Fault, ...] = (
     # gradients
-    _fault("detached branch", "FAIL", "missing-grad", "wrong:SpoiltNSA",
-           "keys and values of the window are computed without a graph",
-           settings={"plant": "detached"}),
-    _fault("gate x 0", "FAIL", "zero-grad", "wrong:SpoiltNSA",
-           "the window's gate is multiplied by zero: gradients arrive, all zero",
-           settings={"plant": "gate x 0"}),
-    _fault("argmax", "FAIL", "missing-grad", "wrong:ChosenGate",
-           "an argmax chooses, so that what it chooses by gets no gradient"),
-    _fault("detached late", "FAIL", "missing-grad", "wrong:DetachedLate",
-           "a layer that the loss reaches in the first steps only"),
-    _fault("empty softmax row", "FAIL", "nan-grad", "wrong:EmptyRow",
-           "a row masked throughout: a finite loss, NaN in the gradients",
-           settings={"additive": True}),
-    _fault("fp16 AdamW", "FAIL", "nan-grad", "wrong:HalfAdam",
-           "an eps of 1e-8 is 0 in fp16: the weights become NaN"),
-    _fault("diverging", "FAIL", "nan-grad", "wrong:Diverging",
-           "a learning rate of 1e9: losses grow until they are no numbers"),
-    _fault("changed recomputation", "FAIL", "checkpoint-mismatch", "wrong:Recomputed",
-           "a checkpointed block takes another branch when it is recomputed",
-           settings={"spoilt": True}),
+    Fault("detached branch", "FAIL:missing-grad", "wrong:SpoiltNSA",
+          "keys and values of the window are computed without a graph",
+          settings={"plant": "detached"}),
+    Fault("gate x 0", "FAIL:zero-grad", "wrong:SpoiltNSA",
+          "the window's gate is multiplied by zero: gradients arrive, all zero",
+          settings={"plant": "gate x 0"}),
+    Fault("argmax", "FAIL:missing-grad", "wrong:ChosenGate",
+          "an argmax chooses, so that what it chooses by gets no gradient"),
+    Fault("detached late", "FAIL:missing-grad", "wrong:DetachedLate",
+          "a layer that the loss reaches in the first steps only"),
+    Fault("empty softmax row", "FAIL:nan-grad", "wrong:EmptyRow",
+          "a row masked throughout: a finite loss, NaN in the gradients",
+          settings={"additive": True}),
+    Fault("fp16 AdamW", "FAIL:nan-grad", "wrong:HalfAdam",
+          "an eps of 1e-8 is 0 in fp16: the weights become NaN"),
+    Fault("diverging", "FAIL:nan-grad", "wrong:Diverging",
+          "a learning rate of 1e9: losses grow until they are no numbers"),
+    Fault("changed recomputation", "FAIL:checkpoint-mismatch", "wrong:Recomputed",
+          "a checkpointed block takes another branch when it is recomputed",
+          settings={"spoilt": True}),
     # ends
-    _fault("in-place", "CRASH", "RuntimeError", "stops:Overwritten",
-           "a tensor that the backward needs is changed in place"),
-    _fault("missing shard", "CRASH", "KeyError", "stops:Raises",
-           "a KeyError in the middle of a step"),
-    _fault("killed", "CRASH", "SIGKILL", "stops:Killed", "killed without a word"),
-    _fault("segfault", "CRASH", "SIGSEGV", "stops:BadPointer", "a read at a bad address"),
-    _fault("aborted", "CRASH", "SIGABRT", "stops:Aborts", "abort(), as C++ does"),
-    _fault("exit 3", "CRASH", "SystemExit", "stops:Leaves", "sys.exit(3) in the middle"),
-    _fault("early exit 0", "CRASH", "exit 0", "stops:LeavesSilently",
-           "ends as if all were well, with steps left to do"),
-    _fault("host OOM", "OOM", "host", "stops:OutOfAddresses",
-           "tensors until the process may have no more"),
-    _fault("one huge tensor", "OOM", "host", "stops:TooLarge", "2^55 bytes at once"),
+    Fault("in-place", "CRASH:RuntimeError", "stops:Overwritten",
+          "a tensor that the backward needs is changed in place"),
+    Fault("missing shard", "CRASH:KeyError", "stops:Raises", "a KeyError in the middle of a step"),
+    Fault("killed", "CRASH:SIGKILL", "stops:Killed", "killed without a word"),
+    Fault("segfault", "CRASH:SIGSEGV", "stops:BadPointer", "a read at a bad address"),
+    Fault("aborted", "CRASH:SIGABRT", "stops:Aborts", "abort(), as C++ does"),
+    Fault("exit 3", "CRASH:SystemExit", "stops:Leaves", "sys.exit(3) in the middle"),
+    Fault("early exit 0", "CRASH:exit 0", "stops:LeavesSilently",
+          "ends as if all were well, with steps left to do"),
+    Fault("host OOM", "OOM:host", "stops:OutOfAddresses",
+          "tensors until the process may have no more"),
+    Fault("one huge tensor", "OOM:host", "stops:TooLarge", "2^55 bytes at once"),
     # waits
-    _fault("loop in backward", "HANG", "python-spin", "stops:LoopInBackward",
-           "a while that never ends, in a backward of its own", busy=True),
-    _fault("deaf loop in the loader", "HANG", "python-spin", "stops:DeafLoop",
-           "a filter that lets nothing through, and only SIGKILL ends it", busy=True),
-    _fault("GIL held", "HANG", "gil-held", "stops:Expression",
-           "a regular expression that backtracks for ever", busy=True),
-    _fault("GIL held asleep", "HANG", "gil-held", "stops:LockedCall",
-           "a C call that waits for a lock and keeps the GIL"),
-    _fault("lock taken twice", "HANG", "blocked", "stops:LockTwice",
-           "a lock that waits for itself"),
-    _fault("loader asleep", "HANG", "blocked", "stops:SleepingLoader", "data that does not come"),
-    _fault("dead producer", "HANG", "blocked", "stops:DeadProducer",
-           "a queue whose producer has ended"),
-    _fault("empty pipe", "HANG", "blocked", "stops:EmptyPipe", "a read that nobody answers"),
-    _fault("stop signal", "HANG", "stopped", "stops:Stopped", "stopped, as a terminal does it"),
-    _fault("native loop", "HANG", "unproven-native", "stops:NativeLoop",
-           "C code without the GIL that does not end", deadline_s=7.0, busy=True, takes_s=30.0),
+    Fault("loop in backward", "HANG:python-spin", "stops:LoopInBackward",
+          "a while that never ends, in a backward of its own", busy=True),
+    Fault("deaf loop in the loader", "HANG:python-spin", "stops:DeafLoop",
+          "a filter that lets nothing through, and only SIGKILL ends it", busy=True),
+    Fault("GIL held", "HANG:gil-held", "stops:Expression",
+          "a regular expression that backtracks for ever", busy=True),
+    Fault("GIL held asleep", "HANG:gil-held", "stops:LockedCall",
+          "a C call that waits for a lock and keeps the GIL"),
+    Fault("lock taken twice", "HANG:blocked", "stops:LockTwice", "a lock that waits for itself"),
+    Fault("loader asleep", "HANG:blocked", "stops:SleepingLoader", "data that does not come"),
+    Fault("dead producer", "HANG:blocked", "stops:DeadProducer",
+          "a queue whose producer has ended"),
+    Fault("empty pipe", "HANG:blocked", "stops:EmptyPipe", "a read that nobody answers"),
+    Fault("stop signal", "HANG:stopped", "stops:Stopped", "stopped, as a terminal does it"),
+    Fault("native loop", "HANG:unproven-native", "stops:NativeLoop",
+          "C code without the GIL that does not end", deadline_s=7.0, busy=True, takes_s=30.0),
     # growth
-    _fault("kept tensors", "FAIL", "tensor-list", "wrong:KeptTensors",
-           "a list that grows by 2 MiB a step", **_GROWING),
-    _fault("kept graph", "FAIL", "graph-growth", "wrong:KeptGraph",
-           "a running sum of a parameter that is never detached: the graph grows", **_GROWING),
-    _fault("kept losses", "FAIL", "graph-kept", "wrong:KeptLosses",
-           "a running sum of losses with their graphs", **_GROWING),
-    _fault("reference cycle", "FAIL", "cycle", "wrong:Cycle",
-           "objects that hold each other, and a collector that is off", **_GROWING),
-    _fault("kept masks", "FAIL", "tensor-list", "wrong:KeptMasks",
-           "a dense mask kept for every T that was seen", **_GROWING),
-    _fault("quadratic buffer", "FAIL", "quadratic", "wrong:Dense",
-           "attention keeps a T x T matrix for its backward", settings={"tokens": 64}),
+    Fault("kept tensors", "FAIL:tensor-list", "wrong:KeptTensors",
+          "a list that grows by 2 MiB a step", steps=30),
+    Fault("kept graph", "FAIL:graph-growth", "wrong:KeptGraph",
+          "a running sum of a parameter that is never detached: the graph grows", steps=30),
+    Fault("kept losses", "FAIL:graph-kept", "wrong:KeptLosses",
+          "a running sum of losses with their graphs", steps=30),
+    Fault("reference cycle", "FAIL:cycle", "wrong:Cycle",
+          "objects that hold each other, and a collector that is off", steps=30),
+    Fault("kept masks", "FAIL:tensor-list", "wrong:KeptMasks",
+          "a dense mask kept for every T that was seen", steps=30),
+    Fault("quadratic buffer", "FAIL:quadratic", "wrong:Dense",
+          "attention keeps a T x T matrix for its backward", settings={"tokens": 64}),
     # pace
-    _fault("slow loader", "SLOW", "", "slow:SlowLoader", "0.4 s for each batch",
-           settings={"sleep_s": 0.4}, steps=100, predicted_s=0.5, deadline_s=8.0),
-    _fault("recompilations", "SLOW", "recompile", "slow:Recompiles", "each step compiles anew",
-           steps=16, busy=True),
+    Fault("slow loader", "SLOW", "stops:SlowLoader", "0.4 s for each batch",
+          settings={"sleep_s": 0.4}, steps=100, predicted_s=0.5, deadline_s=8.0),
+    Fault("recompilations", "SLOW:recompile", "stops:Recompiles", "each step compiles anew",
+          steps=16, busy=True),
     # ranks
-    _fault("rank's own branch", "FAIL", "ranks-differ", "devices:OwnBranch",
-           "one rank leaves out a branch, which find_unused_parameters hides",
-           ranks=2, settings={"find_unused_parameters": True}),
-    _fault("skipped collective", "HANG", "collective", "devices:SkippedCollective",
-           "one rank leaves out a collective and waits for the others", ranks=2),
-    _fault("other shape", ("CRASH",), "", "devices:OtherShape",
-           "one rank brings another number of elements", ranks=2),
-    _fault("one rank killed", "CRASH", "SIGKILL", "devices:OneKilled",
-           "SIGKILL of one rank", ranks=2),
-    _fault("one rank without data", "HANG", "collective", "devices:OneWithoutData",
-           "all ranks wait for one", ranks=2),
+    Fault("rank's own branch", "FAIL:ranks-differ", "devices:OwnBranch",
+          "one rank leaves out a branch, which find_unused_parameters hides", ranks=2,
+          settings={"find_unused_parameters": True}),
+    Fault("skipped collective", "HANG:collective", "devices:SkippedCollective",
+          "one rank leaves out a collective and waits for the others", ranks=2),
+    Fault("other shape", "CRASH", "devices:OtherShape",
+          "one rank brings another number of elements", ranks=2),
+    Fault("one rank killed", "CRASH:SIGKILL", "devices:OneKilled", "SIGKILL of one rank", ranks=2),
+    Fault("one rank without data", "HANG:collective", "devices:OneWithoutData",
+          "all ranks wait for one", ranks=2),
     # devices
-    _fault("device OOM", "OOM", "device", "devices:TooMuch", "tensors until the device is full",
-           needs="gpu"),
-    _fault("spinning kernel", "HANG", "", "devices:Spins", "a kernel that spins for a minute",
-           settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=7.0, takes_s=30.0),
-    _fault("device assertion", "CRASH", "", "devices:BadIndex", "an index beyond its table",
-           needs="gpu"),
-    _fault("kept on the device", "FAIL", "tensor-list", "devices:KeptOnDevice",
-           "a list on the device that grows by 2 MiB a step", needs="gpu", **_GROWING),
-    _fault("skipped collective (NCCL)", "HANG", "", "devices:SkippedCollective",
-           "one rank leaves out a collective and waits for the others",
-           settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
-    _fault("one rank killed (NCCL)", ("CRASH",), "", "devices:OneKilled", "SIGKILL of one rank",
-           settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
-    _fault("one rank without data (NCCL)", "HANG", "", "devices:OneWithoutData",
-           "all ranks wait for one", settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+    Fault("device OOM", "OOM:device", "devices:TooMuch", "tensors until the device is full",
+          needs="gpu"),
+    Fault("spinning kernel", "HANG", "devices:Spins", "a kernel that spins for a minute",
+          settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=7.0, takes_s=30.0),
+    Fault("device assertion", "CRASH", "devices:BadIndex", "an index beyond its table",
+          needs="gpu"),
+    Fault("kept on the device", "FAIL:tensor-list", "devices:KeptOnDevice",
+          "a list on the device that grows by 2 MiB a step", needs="gpu", steps=30),
+    Fault("skipped collective (NCCL)", "HANG", "devices:SkippedCollective",
+          "one rank leaves out a collective and waits for the others", **_NCCL),
+    Fault("one rank killed (NCCL)", "CRASH", "devices:OneKilled", "SIGKILL of one rank", **_NCCL),
+    Fault("one rank without data (NCCL)", "HANG", "devices:OneWithoutData",
+          "all ranks wait for one", **_NCCL),
 )  # fmt: skip
 
 CONTROLS: tuple[Fault, ...] = (
     _control("healthy", "PASS", "small:Small", "nothing"),
     _control("healthy NSA", "PASS", "small:TinyNSA", "nothing", steps=20),
-    _control("slow loop at 100 % CPU", "SLOW", "slow:Slow",
+    _control("slow loop at 100 % CPU", "SLOW", "stops:Slow",
              "one token at a time; its stacks are alike whenever one looks",
              settings={"tokens": 96}, steps=60, predicted_s=0.5, deadline_s=9.0, busy=True),
-    _control("one-off allocation", "PASS", "wrong:OneAllocation",
-             "192 MiB made late and kept", **_GROWING),
+    _control("one-off allocation", "PASS", "wrong:OneAllocation", "192 MiB made late and kept",
+             steps=30),
     _control("collected cycle", "PASS", "wrong:CollectedCycle",
-             "cycles that the collector takes now and then", **_GROWING),
-    _control("long native call", ("PASS", "SLOW"), "slow:LongCall",
+             "cycles that the collector takes now and then", steps=30),
+    _control("long native call", "PASS or SLOW", "stops:LongCall",
              "one call into C that takes longer than a stall may", settings={"call_s": 8.0},
              predicted_s=1.0, deadline_s=7.0, busy=True, takes_s=25.0),
-    _control("first step compiles", "PASS", "slow:CompilesOnce", "torch.compile, once", busy=True),
-    _control("late start", "PASS", "slow:LateStart", "3 s before anything is told",
+    _control("first step compiles", "PASS", "stops:CompilesOnce", "torch.compile, once", busy=True),
+    _control("late start", "PASS", "stops:LateStart", "3 s before anything is told",
              settings={"start_s": 3.0}),
-    _control("stranger", "PASS", "slow:Stranger", "a step that has never heard of progress"),
+    _control("stranger", "PASS", "stops:Stranger", "a step that has never heard of progress"),
     _control("masked row", "PASS", "wrong:EmptyRow",
              "a row masked throughout, whose NaN its own backward stops",
              settings={"additive": False}),
@@ -176,13 +172,11 @@ CONTROLS: tuple[Fault, ...] = (
     _control("straggler", "PASS", "devices:Ranks", "one rank is 0.3 s late in each step",
              settings={"sleep_s": 0.3}, ranks=2),
     _control("healthy GPU", "PASS", "devices:OnDevice", "nothing, on a GPU", needs="gpu", steps=20),
-    _control("long kernel", ("PASS", "SLOW"), "devices:Spins",
-             "a kernel that takes 7 s and ends", settings={"spin_s": 7.0}, needs="gpu",
-             predicted_s=1.0, deadline_s=9.0, busy=True),
+    _control("long kernel", "PASS or SLOW", "devices:Spins", "a kernel that takes 7 s and ends",
+             settings={"spin_s": 7.0}, needs="gpu", predicted_s=1.0, deadline_s=9.0, busy=True),
     _control("shared device", "INCONCLUSIVE", "devices:OnDevice",
              "another process has memory on the device", needs="gpu", beside=True, busy=True),
-    _control("two ranks (NCCL)", "PASS", "devices:Ranks", "nothing, on two GPUs",
-             settings={"communication": "nccl"}, ranks=2, needs="gpus2"),
+    _control("two ranks (NCCL)", "PASS", "devices:Ranks", "nothing, on two GPUs", **_NCCL),
 )  # fmt: skip
 
 FAULTS: tuple[Fault, ...] = PLANTED + CONTROLS
@@ -193,8 +187,7 @@ def chosen(names: Iterable[str] = ()) -> tuple[Fault, ...]:
 
     Raises ValueError for a name that there is not, with the nearest.
     """
-    wanted = list(names)
-    known = [fault.name for fault in FAULTS]
+    wanted, known = list(names), [fault.name for fault in FAULTS]
     for name in wanted:
         if name not in known:
             raise ValueError(f"no planted fault or control {name!r}; {nearest(name, known, 0)}")

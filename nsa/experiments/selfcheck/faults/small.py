@@ -11,7 +11,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.data import Synthetic
 from nsa.model.llama import LanguageModel
 
-SIZE, BATCH = 32, 8
+SIZE = 32  # features
 MIB = 2**20
 FROM_STEP = 3  # where a fault that begins in the middle begins
 
@@ -19,21 +19,23 @@ FROM_STEP = 3  # where a fault that begins in the middle begins
 class Small:
     """Three linear layers; everything that it draws follows from the seed and the step.
 
-    A fault replaces one of `build`, `fetch`, `forward`, `backward`, `update` and `ended`. Gradients
-    of a step stay until the next one begins.
+    A fault replaces one of `build`, `prepare`, `fetch`, `forward`, `update` and `ended`. Gradients
+    of a step stay until the next one begins. settings: seed (1337).
     """
 
     device = "cpu"
-    rate = 1e-2
+    batch, rate = 8, 1e-2
+    rank, ranks = 0, 1
 
     def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        """settings: seed (1337)."""
         torch.set_num_threads(1)  # a second one gains nothing here, and others want the core
-        torch.manual_seed(settings.get("seed", 1337))
+        self.seed = settings.get("seed", 1337)
+        torch.manual_seed(self.seed)
         self.settings, self.progress = settings, progress
         self.model = self.build().to(self.device)
         self.called = self.model
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.prepare()
 
     def step(self, step: int) -> Tensor:
         """One step of training; returns its loss, on the device."""
@@ -44,7 +46,7 @@ class Small:
         self.progress.phase("forward")
         loss = self.forward(step, inputs, targets)
         self.progress.phase("backward")
-        self.backward(step, loss)
+        self.progress.backward(loss)
         self.progress.phase("optimizer")
         self.update()
         self.ended(step, loss)
@@ -56,18 +58,18 @@ class Small:
             nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, 1)
         )
 
+    def prepare(self) -> None:
+        """Before the first step."""
+
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs [B, SIZE] and what they sum to [B, 1]."""
+        """Inputs [B, SIZE] and their means [B, 1]."""
         generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(BATCH, SIZE, generator=generator).to(self.device)
+        inputs = torch.randn(self.batch, SIZE, generator=generator).to(self.device)
         return inputs, inputs.mean(1, keepdim=True)
 
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss."""
         return F.mse_loss(self.called(inputs), targets)
-
-    def backward(self, step: int, loss: Tensor) -> None:
-        self.progress.backward(loss)
 
     def update(self) -> None:
         """Plain gradient descent: an optimizer of torch's takes a second to load."""
@@ -83,34 +85,30 @@ class Small:
         """After the last step."""
 
 
-class TinyNSA(Small):
-    """The same with AdamW, and a language model of two layers of NSA attention, T 48."""
+class WithAdamW(Small):
+    """The same, trained by torch's AdamW."""
 
-    config = ModelConfig(
-        name="tiny",
-        layers=2,
-        dim=32,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        nsa=NSAConfig(
-            compress_block=4, compress_stride=2, select_block=8, select_count=4, window=8
-        ),
-        backend="gather",
-    )
-
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
+    def prepare(self) -> None:
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3)
-
-    def build(self) -> nn.Module:
-        return LanguageModel(self.config)
 
     def update(self) -> None:
         self.optimizer.step()
 
+
+class TinyNSA(WithAdamW):
+    """A language model of two layers of NSA attention. settings: tokens (48)."""
+
+    # layers, dim, heads, KV heads, head dim; l, d, l', n, w
+    config = ModelConfig(
+        "tiny", 2, 32, 4, 2, 8, nsa=NSAConfig(4, 2, 8, 4, window=8), backend="gather"
+    )
+
+    def build(self) -> nn.Module:
+        return LanguageModel(self.config)
+
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
-        tokens, targets = Synthetic(self.settings.get("seed", 1337), 256).batch(step, 2, 48)
+        sizes = 2, self.settings.get("tokens", 48)
+        tokens, targets = Synthetic(self.seed, 256).batch(step, *sizes)
         return tokens.to(self.device), targets.to(self.device)
 
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:

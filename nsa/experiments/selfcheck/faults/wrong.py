@@ -2,37 +2,31 @@
 memory that is kept from step to step. Beside each, healthy ones that only look so."""
 
 import gc
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nsa.experiments.selfcheck.faults.small import FROM_STEP, MIB, SIZE, Small, TinyNSA
+from nsa.experiments.selfcheck.faults.small import FROM_STEP, MIB, SIZE, Small, TinyNSA, WithAdamW
 from nsa.lab.search import planted as tracing_faults
 
 
 class SpoiltNSA(TinyNSA):
-    """One of `tracing_faults` in the middle layer: settings["plant"]."""
+    """One of `tracing_faults` in the middle layer: settings["plant"] ("rank branch")."""
 
     def build(self) -> nn.Module:
         model = super().build()
-        tracing_faults.plant(self.settings["plant"], model, 0, 1)
+        fault = self.settings.get("plant", "rank branch")
+        tracing_faults.plant(fault, model, self.rank, self.ranks)
         return model
 
 
 class ChosenGate(Small):
-    """Two experts, chosen by an argmax, so that the scores that choose get no gradient."""
-
     def build(self) -> nn.Module:
-        return nn.ModuleDict(
-            {
-                "scores": nn.Linear(SIZE, 2),
-                "first": nn.Linear(SIZE, 1),
-                "second": nn.Linear(SIZE, 1),
-            }
-        )
+        sizes = {"scores": 2, "first": 1, "second": 1}
+        return nn.ModuleDict({name: nn.Linear(SIZE, size) for name, size in sizes.items()})
 
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         experts = torch.cat([self.model["first"](inputs), self.model["second"](inputs)], 1)
@@ -55,8 +49,7 @@ class Attending(nn.Module):
             scores = q @ k.T + torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
         else:
             scores = (q @ k.T).masked_fill(hidden, float("-inf"))
-        weights = scores.softmax(-1)
-        return self.out(weights.masked_fill(hidden, 0) @ v)
+        return self.out(scores.softmax(-1).masked_fill(hidden, 0) @ v)
 
 
 class EmptyRow(Small):
@@ -70,15 +63,8 @@ class EmptyRow(Small):
         return Attending(self.settings["additive"])
 
 
-class HalfAdam(Small):
+class HalfAdam(WithAdamW):
     """AdamW on fp16 parameters, in which its eps of 1e-8 is 0: 0 / 0 where a gradient is 0."""
-
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
-        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3)
-
-    def update(self) -> None:
-        self.optimizer.step()
 
     def build(self) -> nn.Module:
         return super().build().half()
@@ -90,8 +76,6 @@ class HalfAdam(Small):
 
 
 class Diverging(Small):
-    """A learning rate that is too high by far: losses grow until they are no numbers."""
-
     rate = 1e9
 
 
@@ -119,7 +103,7 @@ class Recomputed(Small):
 
 
 class _Transposed(torch.autograd.Function):
-    """Does nothing to a matrix, and returns its gradient with other strides."""
+    """The same matrix, whose gradient gets other strides."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -131,16 +115,12 @@ class _Transposed(torch.autograd.Function):
 
 
 class OtherStrides(Small):
-    """Healthy: gradients whose strides are not their parameters'."""
-
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         hidden = F.linear(inputs, _Transposed.apply(self.model[0].weight), self.model[0].bias)
         return F.mse_loss(self.model[1:](hidden), targets)
 
 
 class FrozenPart(Small):
-    """Healthy: a layer that is not trained has no gradient, and rightly."""
-
     def build(self) -> nn.Module:
         model = super().build()
         model[0].requires_grad_(False)
@@ -148,8 +128,6 @@ class FrozenPart(Small):
 
 
 class DetachedLate(Small):
-    """A layer that the loss reaches for FROM_STEP steps and then no more."""
-
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         hidden = self.model[:2](inputs)
         if step >= FROM_STEP:
@@ -158,14 +136,12 @@ class DetachedLate(Small):
 
 
 class KeptTensors(Small):
-    """A list that gets a tensor of 2 MiB each step, without a graph behind it."""
-
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
+    def prepare(self) -> None:
         self.kept: list[Tensor] = []
 
     def ended(self, step: int, loss: Tensor) -> None:
-        self.kept.append(torch.full((2 * MIB // 4,), float(step)))
+        super().ended(step, loss)
+        self.kept.append(torch.full((2 * MIB // 4,), float(step), device=self.device))
 
 
 class KeptGraph(Small):
@@ -174,9 +150,7 @@ class KeptGraph(Small):
     Each step's backward goes through all the steps before; nothing else shows it.
     """
 
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
-        self.total: Tensor | float = 0.0
+    total: Tensor | float = 0.0
 
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         self.total = self.total + self.model[4].bias
@@ -184,43 +158,24 @@ class KeptGraph(Small):
 
 
 class KeptLosses(Small):
-    """A running sum of losses with their graphs, and all that those hold: 5 MiB a step."""
-
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
-        self.total: Tensor | float = 0.0
-
-    def fetch(self, step: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = super().fetch(step)
-        return inputs.repeat(1024, 1), targets.repeat(1024, 1)
+    batch = 8192  # 5 MiB a step
+    total: Tensor | float = 0.0
 
     def ended(self, step: int, loss: Tensor) -> None:
         self.total = self.total + loss
 
 
 class Cycle(Small):
-    """Objects that point at each other hold 2 MiB a step, and the collector is off."""
-
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
+    def prepare(self) -> None:
         gc.disable()
 
     def ended(self, step: int, loss: Tensor) -> None:
-        first, second = _Part(step), _Part(step)
+        first, second = (SimpleNamespace(held=torch.ones(MIB // 4)) for _ in range(2))
         first.other, second.other = second, first
 
 
-class _Part:
-    def __init__(self, step: int) -> None:
-        self.tensor = torch.full((MIB // 4,), float(step))
-        self.other: Any = None
-
-
 class KeptMasks(Small):
-    """A dense T x T mask for every T that was seen, kept; T grows from step to step."""
-
-    def __init__(self, settings: dict[str, Any], progress: Any) -> None:
-        super().__init__(settings, progress)
+    def prepare(self) -> None:
         self.masks: dict[int, Tensor] = {}
 
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -236,10 +191,8 @@ class Dense(Small):
     def build(self) -> nn.Module:
         return nn.ModuleDict({"qkv": nn.Linear(SIZE, 3 * SIZE), "out": nn.Linear(SIZE, 1)})
 
-    def fetch(self, step: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = super().fetch(step)
-        times = self.settings["tokens"] // len(inputs)
-        return inputs.repeat(times, 1), targets.repeat(times, 1)
+    def prepare(self) -> None:
+        self.batch = self.settings["tokens"]
 
     def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
         q, k, v = self.model["qkv"](inputs).chunk(3, -1)  # [T, SIZE] each
@@ -248,16 +201,12 @@ class Dense(Small):
 
 
 class OneAllocation(TinyNSA):
-    """Healthy: one buffer of 192 MiB, made late and kept, as a workspace is."""
-
     def ended(self, step: int, loss: Tensor) -> None:
         if step == 12:
             self.workspace = torch.ones(192 * MIB // 4)
 
 
 class CollectedCycle(Cycle):
-    """Healthy: the same cycles, which the collector takes every fourth step."""
-
     def ended(self, step: int, loss: Tensor) -> None:
         super().ended(step, loss)
         if step % 4 == 3:
