@@ -63,10 +63,8 @@ class _SpanAttention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, lse = ctx.saved_tensors
         batch, kv_heads = q.shape[0], k.shape[2]
-        accumulate = wide(q.dtype)
-        dq = torch.empty_like(q)
-        dk = torch.zeros(_flat_shape(k), dtype=accumulate, device=k.device)
-        dv = torch.zeros(_flat_shape(v), dtype=accumulate, device=v.device)
+        dq, accumulate = torch.empty_like(q), wide(q.dtype)
+        dk, dv = (x.new_zeros(batch * kv_heads, *x.shape[1::2], dtype=accumulate) for x in (k, v))
         for rows, keys in span_chunks(q, ctx.span):
             count = rows.stop - rows.start
             scores = span_scores(q[:, rows], k[:, keys], ctx.span, ctx.scale, rows.start)
@@ -80,7 +78,8 @@ class _SpanAttention(torch.autograd.Function):
             dq[:, rows] = by_query(dq_rows, batch, kv_heads, count)
             dk[:, keys] += dot(dscores.transpose(1, 2), by_kv_head(q[:, rows], kv_heads))
             dv[:, keys] += dot(probs.to(v.dtype).transpose(1, 2), do_rows)
-        return dq, _unflat(dk, k), _unflat(dv, v), None, None
+        dk, dv = (x.unflatten(0, (batch, kv_heads)).transpose(1, 2) for x in (dk, dv))
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
@@ -96,13 +95,3 @@ def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         yield slice(start, stop), slice(span.seen(start)[0], span.seen(stop - 1)[1])
-
-
-def _flat_shape(x: Tensor) -> tuple[int, int, int]:
-    return x.shape[0] * x.shape[2], x.shape[1], x.shape[3]
-
-
-def _unflat(x: Tensor, like: Tensor) -> Tensor:
-    """[B*HKV, S, D] -> [B, S, HKV, D] in the dtype of `like`."""
-    batch, keys, kv_heads, dim = like.shape
-    return x.view(batch, kv_heads, keys, dim).transpose(1, 2).to(like.dtype)

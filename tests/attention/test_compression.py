@@ -5,7 +5,7 @@ import torch
 from accuracy import assert_as_accurate
 from cases import EVEN, ODD, SMALL, TINY, Case, draw
 
-from nsa.attention.compression import compress
+from nsa.attention.backends.triton import compress_by_strides
 from nsa.reference import compress as reference
 from nsa.reference.compress import PhiWeights
 
@@ -33,7 +33,7 @@ def test_strides_add_up_to_the_blocks_of_the_reference(config, kind, dtype, toke
         push = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
         return [o.detach(), *torch.autograd.grad(o, inputs, push)]
 
-    got = results(compress, x, weights)
+    got = results(compress_by_strides, x, weights)
     same = results(reference.compress, x, weights)
     exact = results(reference.compress, x.double(), wide(weights))
     names = ("o", "x", "position", "weight1", "bias1", "weight2", "bias2")

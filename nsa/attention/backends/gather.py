@@ -42,8 +42,8 @@ class _GatherAttention(torch.autograd.Function):
             scores = _scores(queries, _take(k, index), hidden, scale)  # [M', G, S]
             lse_rows = torch.logsumexp(scores, dim=-1)
             probs = probs_from(scores, lse_rows).to(v.dtype)
-            o[:, rows] = _as_rows(dot(probs, _take(v, index)), o[:, rows])
-            lse[:, rows] = _as_rows(lse_rows, lse[:, rows])
+            o[:, rows] = dot(probs, _take(v, index)).reshape_as(o[:, rows])
+            lse[:, rows] = lse_rows.reshape_as(lse[:, rows])
         ctx.save_for_backward(q, k, v, blocks, lse)
         ctx.size, ctx.scale = size, scale
         return o
@@ -52,10 +52,8 @@ class _GatherAttention(torch.autograd.Function):
     @plain_backward
     def backward(ctx, do):
         q, k, v, blocks, lse = ctx.saved_tensors
-        accumulate, kv_heads = wide(q.dtype), k.shape[2]
-        dq = torch.empty_like(q)
-        dk = torch.zeros(k.shape, dtype=accumulate, device=k.device)
-        dv = torch.zeros(v.shape, dtype=accumulate, device=v.device)
+        kv_heads, dq = k.shape[2], torch.empty_like(q)
+        dk, dv = (x.new_zeros(x.shape, dtype=wide(q.dtype)) for x in (k, v))
         for rows in _chunks(k, v, blocks, ctx.size):
             queries = _rows_by_kv_head(q[:, rows], kv_heads)
             do_rows = _rows_by_kv_head(do[:, rows], kv_heads)
@@ -67,7 +65,7 @@ class _GatherAttention(torch.autograd.Function):
             # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
             delta = (probs * dprobs).sum(-1, keepdim=True)
             dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
-            dq[:, rows] = _as_rows(dot(dscores, keys), dq[:, rows])
+            dq[:, rows] = dot(dscores, keys).reshape_as(dq[:, rows])
             _add(dk, index, dot(dscores.transpose(1, 2), queries))
             _add(dv, index, dot(probs.to(v.dtype).transpose(1, 2), do_rows))
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
@@ -121,15 +119,9 @@ def _rows_by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(2, (kv_heads, -1)).flatten(0, 2)
 
 
-def _as_rows(x: Tensor, like: Tensor) -> Tensor:
-    """The way back from `_rows_by_kv_head`, to the shape of `like`."""
-    return x.reshape(like.shape)
-
-
 BACKEND = Backend(
     "gather",
     run,
-    why_not=lambda inputs: [],
     summary="gathers each query's blocks, a chunk of queries at a time; linear memory",
     quadratic=False,
 )
