@@ -4,9 +4,9 @@ import pytest
 import torch
 from backend_calls import DEVICE
 from cases import EVEN, ODD, SMALL, TINY
-from kernel_inputs import DTYPES, means, normal, sequences_of
+from kernel_inputs import DTYPES, means, normal, rows_of, sequences_of
 
-from nsa.blocks import compressed_span
+from nsa.blocks import compressed_span, count_compressed
 from nsa.config import NSAConfig
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile
@@ -50,13 +50,11 @@ def check(lengths, config, group, dtype, kv_heads=1, dim=16, tile=TILE):
     k_cmp = means(k, lengths, config)
     got = chosen(q, k_cmp, lengths, config, tile=tile)
     assert got.dtype == torch.int32 and got.shape == (len(q), kv_heads, config.select_count)
-    token = key = 0
-    for length in filter(None, lengths):
-        keys = max(0, (length - config.compress_block) // config.compress_stride + 1)
-        rows = slice(token, token + length)
-        exact = scores(q[rows], k_cmp[key : key + keys], config)
-        assert_selects_as_well(got[rows], exact, config, dtype)
-        token, key = token + length, key + keys
+    key_lengths = [count_compressed(length, config) for length in lengths]
+    for rows, keys in zip(rows_of(lengths), rows_of(key_lengths), strict=True):
+        if rows.start < rows.stop:
+            exact = scores(q[rows], k_cmp[keys], config)
+            assert_selects_as_well(got[rows], exact, config, dtype)
 
 
 def assert_selects_as_well(got, exact, config, dtype):
@@ -119,12 +117,10 @@ def test_packed_sequences_select_as_if_alone(config):
     check(lengths, config, 2, torch.float32)
     q, k = normal(sum(lengths), 2, 16), normal(sum(lengths), 1, 16)
     together = chosen(q, means(k, lengths, config), lengths, config)
-    start = 0
-    for length in (n for n in lengths if n):
-        rows = slice(start, start + length)
-        alone = chosen(q[rows], means(k[rows], (length,), config), (length,), config)
-        assert torch.equal(together[rows], alone)
-        start += length
+    for rows, length in zip(rows_of(lengths), lengths, strict=True):
+        if length:
+            alone = chosen(q[rows], means(k[rows], (length,), config), (length,), config)
+            assert torch.equal(together[rows], alone)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
