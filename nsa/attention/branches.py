@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import probs_from
 from nsa.attention.registry import Note
-from nsa.attention.span import span_attention, span_chunks, span_scores
+from nsa.attention.span import probs_from, span_attention, span_chunks, span_scores
 from nsa.blocks import Span, compressed_span, count_selectable, overlap_band, window_span
 from nsa.config import NSAConfig
 from nsa.reference.compress import compress_keys, compress_values

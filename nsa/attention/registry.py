@@ -105,5 +105,5 @@ def choose(inputs: Inputs) -> Choice:
         if not reasons:
             return Choice(backend, declined, ranking)
         declined[backend.name] = reasons
-    listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in declined.items())
-    raise ValueError(f"no backend takes these inputs:\n{listed}")
+    listed = "".join(f"\n  {name}: {'; '.join(why)}" for name, why in declined.items())
+    raise ValueError(f"no backend takes these inputs:{listed}")

@@ -53,16 +53,15 @@ class Witness:
 
     def non_finite(self) -> dict[str, int]:
         """Calls whose output held a non-finite value, by place. Waits for the GPU."""
+        found: Counter[str] = Counter()
         with _lock:
             for key in list(self._norms):
                 self._look(key)
-            counts: Counter[str] = Counter()
             for (here, *_), count in self._non_finite.items():
-                counts[here] += int(count)
-        found = {here: count for here, count in counts.items() if count}
-        if found:
-            self.warn(next(iter(found)))
-        return found
+                found[here] += int(count)
+        for here in +found:
+            self.warn(here)
+        return dict(+found)
 
     def record(self) -> dict:
         """All of it, JSON-able: {"backends", "paths": {branch: {implementation: n}}, ...}."""

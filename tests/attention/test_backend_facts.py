@@ -5,8 +5,10 @@ from itertools import product
 
 import pytest
 import torch
+from accuracy import assert_as_accurate
 from backend_calls import DEVICE, FAST, NAMES, WITH_GRADIENT, attend
-from cases import ODD, SMALL, TINY, Case, draw
+from cases import EVEN, ODD, SMALL, TINY, Case, draw
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.attention import registry, witness
 from nsa.attention.api import explain, nsa_attention
@@ -14,6 +16,7 @@ from nsa.attention.backends import triton
 from nsa.attention.backends.flex import selection_tiles, span_tiles
 from nsa.blocks import Span
 from nsa.config import NSAConfig
+from nsa.reference.compress import PhiWeights, compress
 from nsa.reference.nsa import BRANCHES, nsa
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -259,3 +262,80 @@ def test_the_witness_tells_backends_apart():
 def test_an_interpreter_that_fails_on_everything_is_told_by_its_versions(versions, fails):
     why = triton._not_interpreted(*versions)
     assert all(version in why for version in versions) if fails else why == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("config", [TINY, SMALL, EVEN, ODD], ids=["TINY", "SMALL", "EVEN", "ODD"])
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_strides_add_up_to_the_blocks_of_the_reference(config, kind, dtype, tokens):
+    case = Case(tokens, kv_heads=2, dim=16, value_dim=16, batch=2, config=config, phi=kind)
+    drawn = draw(case, dtype)
+    weights, wide = (d.arguments()[1]["phi"].key for d in (drawn, drawn.to(torch.float64)))
+    x = torch.randn(2, tokens, 2, 16).to(dtype).requires_grad_()
+
+    def results(function, x, weights):
+        inputs = [x, *(t for t in vars(weights).values() if t is not None)]
+        inputs = [t.detach().clone().requires_grad_() for t in inputs]
+        o = function(inputs[0], kind, PhiWeights(*inputs[1:]), config)
+        if o.numel() == 0:
+            return [o]
+        push = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
+        return [o.detach(), *torch.autograd.grad(o, inputs, push)]
+
+    got = results(triton.compress_by_strides, x, weights)
+    same = results(compress, x, weights)
+    exact = results(compress, x.double(), wide)
+    names = ("o", "x", "position", "weight1", "bias1", "weight2", "bias2")
+    for name, ours, torchs, truth in zip(names, got, same, exact, strict=False):
+        if truth.numel():
+            assert_as_accurate(f"{kind} {name}", ours, torchs, truth)
+        assert ours.shape == truth.shape
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any operation inside returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor):
+                # An expanded view holds no more than its storage.
+                held = min(x.numel(), x.untyped_storage().nbytes() // max(1, x.element_size()))
+                self.elements = max(self.elements, held)
+        return result
+
+
+def largest(backend: str, tokens: int) -> int:
+    config = NSAConfig(32, 32, 64, select_count=3, window=64)
+    drawn = draw(Case(tokens, kv_heads=1, group=1, dim=16, config=config), torch.float32)
+    with LargestTensor() as seen:
+        attend(drawn, backend).sum().backward()
+    return seen.elements
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["gather", "packed"])
+def test_a_linear_backend_never_makes_a_tensor_of_t_times_t(backend):
+    tokens = 8192  # T x T is four times the largest chunk that a linear backend works on
+    assert not registry.get(backend).quadratic
+    assert largest(backend, tokens) <= tokens**2 // 2
+
+
+@pytest.mark.parametrize("backend", ["masked", "sdpa"])
+def test_the_control_makes_one_and_is_seen(backend):
+    assert registry.get(backend).quadratic
+    assert largest(backend, 512) >= 512**2
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_a_backend_that_holds_t_times_t_says_so_and_no_other_claims_to(backend):
+    module = __import__(f"nsa.attention.backends.{backend}", fromlist=["BACKEND"])
+    says = " ".join(module.__doc__.split())
+    assert says.startswith(f"{backend}:")
+    if registry.get(backend).quadratic:
+        assert "olds T x T" in says or "olds a T x T" in says
+    else:
+        assert "nothing T x T" in says or "holds no T x T tensor" in says

@@ -20,11 +20,12 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 CASE = Case(40, kv_heads=1, group=2, dim=16, value_dim=16)
 PACKED = replace(CASE, packed=(17, 1, 22))
+dense_and_packed = pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
 CHECKS = "test_schema", "test_faketensor"
 
 
-def arguments(case=CASE, gates=True, blocks=False, keep=True):
-    """Flat arguments of `ops.attend` for a case without a learned phi."""
+def detached(case=CASE, blocks=False):
+    """Flat arguments of `ops.attend` for a case without a learned phi, none of them a leaf."""
     drawn = draw(case, torch.float32, DEVICE)
     (q, k, v, g, config), kwargs = drawn.arguments()
     cu, sizes = kwargs["cu_seqlens"], sizes_of(config)
@@ -33,18 +34,12 @@ def arguments(case=CASE, gates=True, blocks=False, keep=True):
     chosen = torch.zeros(q.shape[1], k_cmp.shape[1], 2, dtype=torch.int32, device=DEVICE)
     chosen[..., 1] = -1
     given = q.flatten(0, 1), k_cmp, v_cmp, *flat["slc"], *flat["win"]
-    optional = g.flatten(0, 1) if gates else None, chosen if blocks else None
-    return *given, *optional, cu, q.shape[0], sizes, 0.25, keep
-
-
-def detached(case=CASE, **options):
-    return tuple(
-        x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, **options)
-    )
+    tensors = [x.detach() for x in (*given, g.flatten(0, 1))]
+    return *tensors, chosen if blocks else None, cu, q.shape[0], sizes, 0.25, True
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+@dense_and_packed
 @pytest.mark.parametrize("blocks", [False, True], ids=["scored", "handed-in"])
 def test_attend_is_a_sound_operator(case, blocks):
     torch.library.opcheck(ops.attend, detached(case, blocks=blocks), test_utils=CHECKS)
@@ -56,7 +51,7 @@ def test_one_branch_without_gates_shares_no_memory_with_what_its_backward_keeps(
     assert torch.equal(o, o_cmp) and o.data_ptr() != o_cmp.data_ptr()
 
 
-@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+@dense_and_packed
 def test_compress_and_select_are_sound_operators(case):
     q, k_cmp, _, k, v, *_, cu, batch, sizes, scale, _ = detached(case)
     for values in (v, None):
@@ -91,17 +86,15 @@ def same_bits(got, want):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+@dense_and_packed
 def test_a_whole_graph_compiles_and_gives_the_same_bits(case):
-    def whole(*args, **kwargs):
-        return nsa_attention(*args, **kwargs, backend="triton")
+    compiled = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
 
-    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    def call(drawn):
+        args, kwargs = drawn.arguments()
+        return compiled(*args, **kwargs, backend="triton")
 
-    def call(function):
-        return lambda drawn: function(*drawn.arguments()[0], **drawn.arguments()[1])
-
-    same_bits(results(case, call(compiled)), results(case, call(whole)))
+    same_bits(results(case, call), results(case, lambda x: attend(x, "triton")))
 
 
 @pytest.mark.full

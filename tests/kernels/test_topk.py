@@ -89,12 +89,6 @@ def test_keeps_as_much_importance_as_the_exact_selection(config, tokens, dtype):
     check((tokens,), config, 3, dtype)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("group", [1, 6, 16])
-def test_any_group_selects_together(group):
-    check((70,), TINY, group, torch.float32)
-
-
 @pytest.mark.parametrize("dim", [24, pytest.param(40, marks=pytest.mark.full)])
 def test_any_head_dim_and_batch(dim):
     check((50, 50), TINY, 3, torch.float32, kv_heads=2, dim=dim)
@@ -106,8 +100,17 @@ def test_any_tile(tile, dtype):
     check((90,), TINY, 2, dtype, tile=tile)
 
 
-def test_a_query_with_one_slot_selects_its_own_block():
-    check((40,), SMALLEST, 2, torch.float32)
+@pytest.mark.parametrize(
+    ("lengths", "config", "group"),
+    [
+        *(pytest.param((70,), TINY, group, marks=pytest.mark.full) for group in (1, 6, 16)),
+        pytest.param((40,), SMALLEST, 2, id="one slot: a query's own block"),
+        pytest.param((1, 1), TINY, 2, id="no compressed key"),
+        pytest.param((3, 3), TINY, 2, id="no compressed key but soon"),
+    ],
+)
+def test_any_group_selects_together_what_is_legal(lengths, config, group):
+    check(lengths, config, group, torch.float32)
 
 
 @pytest.mark.full
@@ -121,11 +124,6 @@ def test_packed_sequences_select_as_if_alone(config):
         if length:
             alone = chosen(q[rows], means(k[rows], (length,), config), (length,), config)
             assert torch.equal(together[rows], alone)
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_sequence_without_compressed_keys_selects_its_legal_blocks(tokens):
-    check((tokens, tokens), TINY, 2, torch.float32)
 
 
 def test_enough_slots_for_all_blocks_select_all_that_are_legal():

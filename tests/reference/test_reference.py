@@ -103,13 +103,6 @@ def test_selecting_every_block_or_a_window_of_all_is_dense_causal_attention(bran
     torch.testing.assert_close(got, o.transpose(1, 2))
 
 
-def test_with_a_window_of_one_a_query_sees_only_itself():
-    drawn = draw(Case(20, config=EVEN))
-    got = run(drawn, branches=("win",)).branches["win"]
-    want = drawn.leaves["v_win"].repeat_interleave(drawn.case.group, dim=2)
-    torch.testing.assert_close(got, want)
-
-
 @pytest.mark.parametrize("window", [1, 2, 7])
 def test_a_window_holds_exactly_w_keys(window):
     drawn = draw(Case(20, kv_heads=1, group=1, config=NSAConfig(4, 2, 8, 4, window=window)))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import dot, plain_backward, probs_from, wide
 
 # Gathered key and value elements held at once, by device; the more, the fewer and larger the
 # launches, of which a GPU needs large ones: half the time of 2^24 there.

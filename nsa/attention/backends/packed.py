@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import dot, plain_backward, probs_from, wide
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
 

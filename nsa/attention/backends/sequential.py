@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nsa.attention.branches import compressed, pool
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import wide
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import wide
 from nsa.blocks import compressed_span, count_selectable, window_span
 
 
@@ -32,7 +32,6 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
         if "cmp" in rows:
             ended = slice(*compressed_span(config).seen(t))
             rows["cmp"].append(_attend(q_t, k_cmp[:, ended], v_cmp[:, ended], inputs.scale))
-            note("cmp", "one-token")
         if "slc" in rows:
             if inputs.blocks is None:
                 blocks = _select(q_t, k_cmp, t, inputs)
@@ -41,11 +40,11 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
                 blocks = inputs.blocks[:, t]
             past = k["slc"][:, : t + 1], v["slc"][:, : t + 1]
             rows["slc"].append(_attend_blocks(q_t, *past, blocks, inputs))
-            note("slc", "one-token")
         if "win" in rows:
             newest = slice(*window_span(config).seen(t))
             rows["win"].append(_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale))
-            note("win", "one-token")
+        for branch in rows:
+            note(branch, "one-token")
     return {b: torch.stack(o, dim=1).flatten(2, 3).to(dtype) for b, o in rows.items()}
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import wide
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import wide
 from nsa.blocks import count_compressed
 from nsa.config import NSAConfig
 from nsa.reference.compress import PhiWeights
@@ -40,11 +40,10 @@ def fused(inputs: Inputs, note: Note) -> Tensor:
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
-    outputs, given = {}, compressed(inputs)
+    given = compressed(inputs)
     for branch in inputs.branches:
-        outputs[branch] = _attend(inputs, (branch,), None, given, note)
         note(branch, "triton")
-    return outputs
+    return {b: _attend(inputs, (b,), None, given, note) for b in inputs.branches}
 
 
 def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
@@ -53,10 +52,9 @@ def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
     from nsa.kernels.registration import sizes_of
 
     q, scale = _positive(inputs.q, inputs.scale)
-    q, k_cmp = _flat(_padded(q)), _flat(_padded(k_cmp))
-    sizes = sizes_of(inputs.config)
-    blocks = ops.select(q, k_cmp, inputs.cu_seqlens, inputs.q.shape[0], sizes, scale)
-    return blocks.unflatten(0, inputs.q.shape[:2])
+    plain = inputs.cu_seqlens, q.shape[0], sizes_of(inputs.config), scale
+    blocks = ops.select(_flat(_padded(q)), _flat(_padded(k_cmp)), *plain)
+    return blocks.unflatten(0, q.shape[:2])
 
 
 def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
@@ -77,14 +75,12 @@ def _attend(
     from nsa.kernels.registration import sizes_of
 
     blocks = inputs.blocks if blocks is None else blocks
-    if "slc" in branches and blocks is None:
+    scored = "slc" in branches and blocks is None
+    if scored:
         note("score", "triton")
-    k = {b: inputs.k[b] for b in branches if b != "cmp"}
-    v = {b: inputs.v[b] for b in branches if b != "cmp"}
-    if "cmp" in branches or ("slc" in branches and blocks is None):
-        k["cmp"] = given[0]
-    if "cmp" in branches:
-        v["cmp"] = given[1]
+    k, v = ({b: side[b] for b in branches if b != "cmp"} for side in (inputs.k, inputs.v))
+    k["cmp"] = given[0] if scored or "cmp" in branches else None
+    v["cmp"] = given[1] if "cmp" in branches else None
     q, scale = _positive(inputs.q, inputs.scale)
     tensors = [q, *(side.get(b) for b in BRANCHES for side in (k, v))]
     tensors = [x if x is None else _flat(_padded(x)) for x in tensors]
