@@ -75,7 +75,10 @@ def checked(
     scale: float | None = None,
 ) -> Inputs:
     """The inputs of a call, or a ValueError that says what it got and what would do."""
-    branches = _branches(branches)
+    given = (branches,) if isinstance(branches, str) else tuple(branches)
+    branches = tuple(b for b in BRANCHES if b in given)
+    if not branches or not set(given) <= set(BRANCHES):
+        raise ValueError(f"branches={given!r}; choose at least one of {BRANCHES}")
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, HQ, D], got shape {tuple(q.shape)}")
     if q.dtype not in DTYPES:
@@ -121,23 +124,16 @@ def check_blocks(inputs: Inputs) -> None:
     """Strict mode's look at a caller's selection: in range, ascending, no duplicates. Syncs."""
     blocks = inputs.blocks
     count = count_selectable(inputs.q.shape[1], inputs.config)
-    if int(blocks.max()) >= count or int(blocks.min()) < -1:
+    lowest, highest = int(blocks.min()), int(blocks.max())
+    if highest >= count or lowest < -1:
         raise ValueError(
-            f"blocks holds indices from {int(blocks.min())} to {int(blocks.max())}; "
+            f"blocks holds indices from {lowest} to {highest}; "
             f"legal are 0..{count - 1}, and -1 for an empty slot"
         )
     ranks = torch.where(blocks < 0, count, blocks)
     step = ranks.diff(dim=-1)
     if bool(((step < 0) | ((step == 0) & (ranks[..., 1:] < count))).any()):
         raise ValueError("blocks must be ascending without duplicates, with the empty slots last")
-
-
-def _branches(branches: Sequence[str]) -> tuple[str, ...]:
-    branches = (branches,) if isinstance(branches, str) else tuple(branches)
-    unknown = [b for b in branches if b not in BRANCHES]
-    if unknown or not branches:
-        raise ValueError(f"branches={branches!r}; choose at least one of {BRANCHES}")
-    return tuple(b for b in BRANCHES if b in branches)
 
 
 def _by_branch(name, x, needed) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ forward only.
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -20,11 +20,6 @@ from nsa.blocks import Span, count_selectable
 
 TILE = 128  # queries and keys under one entry of the block mask
 WORD = 8  # blocks in one byte of the selection's bits; wider words overflow shared memory
-
-
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
-    return run_with_selected(inputs, note, _attend_selected, _attend_span)
 
 
 def _served(inputs: Inputs) -> str:
@@ -164,7 +159,7 @@ def not_for_auto(inputs: Inputs) -> list[str]:
 
 BACKEND = Backend(
     "flex",
-    run,
+    partial(run_with_selected, selected=_attend_selected, spans=_attend_span),
     summary="flex_attention with block-sparse masks; linear memory on a GPU, forward only on a CPU",
     quadratic=False,
     why_not=why_not,

@@ -5,6 +5,8 @@ Gradients of keys and values are added up in fp32 (by atomics on a GPU, so not b
 there unless torch.use_deterministic_algorithms is on).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,6 @@ from nsa.attention.span import dot, plain_backward, probs_from, wide
 # Gathered key and value elements held at once, by device; the more, the fewer and larger the
 # launches, of which a GPU needs large ones: half the time of 2^24 there.
 ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
-
-
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
-    return run_with_selected(inputs, note, _selected)
 
 
 def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
@@ -121,7 +118,7 @@ def _rows_by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
 
 BACKEND = Backend(
     "gather",
-    run,
+    partial(run_with_selected, selected=_selected),
     summary="gathers each query's blocks, a chunk of queries at a time; linear memory",
     quadratic=False,
 )

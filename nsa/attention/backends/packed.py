@@ -9,6 +9,7 @@ there, so not bit-repeatable unless torch.use_deterministic_algorithms is on.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,11 +23,6 @@ from nsa.config import NSAConfig
 
 ROWS = 64  # queries in a tile
 ELEMENTS = 1 << 23  # query, key and score elements of the tiles that are held at once
-
-
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
-    return run_with_selected(inputs, note, selected)
 
 
 def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
@@ -178,7 +174,7 @@ def _scores(queries: Tensor, keys: Tensor, tiles: _Tiles, scale: float) -> Tenso
 
 BACKEND = Backend(
     "packed",
-    run,
+    partial(run_with_selected, selected=selected),
     summary="packs the queries that share a block into tiles; linear memory",
     quadratic=False,
 )
