@@ -58,7 +58,11 @@ def nsa_attention(
             check_blocks(sequence)
     chosen = _backend(backend, inputs)
     notes: list[tuple[str, str]] = []
-    with _without_autocast(q.device.type):
+    # Autocast would round the fp32 scores that softmax needs.
+    device, off = q.device.type, nullcontext()
+    if torch.is_autocast_enabled(device):
+        off = torch.autocast(device, enabled=False)
+    with off:
         if chosen.fused is None or strict:
             outputs = _run(chosen, inputs, lambda *note: notes.append(note))
             if strict:
@@ -83,23 +87,12 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
     return str(registry.choose(checked(q, k, v, gates, config, **options)))
 
 
-def _without_autocast(device: str):
-    """Autocast would round the fp32 scores that softmax needs."""
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
-
-
 def _backend(name: str, inputs: Inputs) -> registry.Backend:
-    registry.check_name(name)
     if name == "auto":
         return registry.choose(inputs).backend
     backend = registry.get(name)
-    reasons = backend.why_not(inputs)
-    if reasons:
-        raise registry.Declined(
-            f"backend {name!r} does not take these inputs: {'; '.join(reasons)}"
-        )
+    if reasons := "; ".join(backend.why_not(inputs)):
+        raise registry.Declined(f"backend {name!r} does not take these inputs: {reasons}")
     return backend
 
 
@@ -112,8 +105,7 @@ def _run(backend: registry.Backend, inputs: Inputs, note: registry.Note) -> dict
 
 def _check_finite(values: Mapping[str, Tensor], backend: str) -> None:
     for name, x in values.items():
-        bad = int((~x.isfinite()).sum())
-        if bad:
+        if bad := int((~x.isfinite()).sum()):
             raise FloatingPointError(
                 f"{name} at {witness.place()}: {bad} of {x.numel()} values are not finite "
                 f"(backend {backend})"

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import probs_from
 from nsa.attention.registry import Note
-from nsa.attention.span import span_attention, span_chunks, span_scores
+from nsa.attention.span import probs_from, span_attention, span_chunks, span_scores
 from nsa.blocks import Span, compressed_span, count_selectable, overlap_band, window_span
 from nsa.config import NSAConfig
 from nsa.reference.compress import compress_keys, compress_values
@@ -45,34 +44,51 @@ def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:
     return torch.stack(bands).sum(0)
 
 
-Selected = Callable[[Inputs, Tensor, Note], Tensor]  # (inputs, blocks, note) -> o
-Spans = Callable[[Inputs, Tensor, Tensor, Span], Tensor]  # (inputs, k, v, span) -> o
+def compressed(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """(k_cmp, v_cmp) [B, C, HKV, *]; None for what nobody asked for."""
+    k, v, phi, config = inputs.k.get("cmp"), inputs.v.get("cmp"), inputs.phi, inputs.config
+    return (
+        None if k is None else compress_keys(k, phi, config),
+        None if v is None else compress_values(v, phi, config),
+    )
 
 
-def _in_chunks(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> Tensor:
-    return span_attention(inputs.q, k, v, span, inputs.scale)
+def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
+    """The caller's selection, or a scored one without slots that no query of the call can fill."""
+    if inputs.blocks is not None:
+        return inputs.blocks
+    note("score", "score-chunks")
+    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
+    return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]
+
+
+def _in_chunks(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, str]:
+    return span_attention(inputs.q, k, v, span, inputs.scale), "span-chunks"
 
 
 def run_with_selected(
     inputs: Inputs,
     note: Note,
-    selected: Selected,
-    spans: Spans = _in_chunks,
-    implementation: str = "span-chunks",
+    selected: Callable[[Inputs, Tensor, Note], Tensor],
+    spans: Callable[[Inputs, Tensor, Tensor, Span], tuple[Tensor, str]] = _in_chunks,
+    compress: Callable = compressed,
+    choose: Callable = chosen_blocks,
 ) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch, the selected one by `selected`, the others by `spans`."""
-    k, v, config = inputs.k, inputs.v, inputs.config
-    outputs = {}
-    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
+    """o [B, T, HQ, DV] of each branch.
+
+    The selected one is `selected(inputs, blocks, note)`, the others `spans(inputs, k, v, span)`,
+    which names its implementation too; `compress` and `choose` stand for the two functions above.
+    """
+    outputs, (k_cmp, v_cmp) = {}, compress(inputs)
     if "cmp" in inputs.branches:
-        v_cmp = compress_values(v["cmp"], inputs.phi, config)
-        outputs["cmp"] = spans(inputs, k_cmp, v_cmp, compressed_span(config))
-        note("cmp", implementation)
+        outputs["cmp"], served = spans(inputs, k_cmp, v_cmp, compressed_span(inputs.config))
+        note("cmp", served)
     if "slc" in inputs.branches:
-        outputs["slc"] = selected(inputs, chosen_blocks(inputs, k_cmp, note), note)
+        outputs["slc"] = selected(inputs, choose(inputs, k_cmp, note), note)
     if "win" in inputs.branches:
-        outputs["win"] = spans(inputs, k["win"], v["win"], window_span(config))
-        note("win", implementation)
+        k, v, span = inputs.k["win"], inputs.v["win"], window_span(inputs.config)
+        outputs["win"], served = spans(inputs, k, v, span)
+        note("win", served)
     return outputs
 
 
@@ -86,29 +102,16 @@ def empty_slots(blocks: Tensor, count: int) -> Tensor:
     return empty
 
 
-def chosen_blocks(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
-    """The caller's selection, or a scored one without slots that no query of the call can fill."""
-    if inputs.blocks is not None:
-        return inputs.blocks
-    note("score", "score-chunks")
-    blocks = select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
-    return blocks[..., : count_selectable(inputs.q.shape[1], inputs.config)]
-
-
 def visible_by_branch(inputs: Inputs, note: Note) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """(branch, k, v, visible [B or 1, HKV or 1, T, S]) for each branch asked for."""
-    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
-    positions = torch.arange(q.shape[1], device=q.device)
-    k_cmp = compress_keys(k["cmp"], inputs.phi, config) if "cmp" in k else None
+    k, v, config, tokens = inputs.k, inputs.v, inputs.config, inputs.q.shape[1]
+    positions = torch.arange(tokens, device=inputs.q.device)
+    k_cmp, v_cmp = compressed(inputs)
     if "cmp" in inputs.branches:
-        v_cmp = compress_values(v["cmp"], inputs.phi, config)
         yield "cmp", k_cmp, v_cmp, compressed_visible(positions, k_cmp.shape[1], config)
     if "slc" in inputs.branches:
-        blocks = inputs.blocks
-        if blocks is None:
-            blocks = select_blocks(q, k_cmp, config, inputs.scale)
-            note("score", "score-chunks")
-        visible = selected_tokens(blocks, q.shape[1], config) & (positions <= positions[:, None])
+        blocks = chosen_blocks(inputs, k_cmp, note)
+        visible = selected_tokens(blocks, tokens, config) & (positions <= positions[:, None])
         yield "slc", k["slc"], v["slc"], visible
     if "win" in inputs.branches:
         yield "win", k["win"], v["win"], window_visible(positions, config)

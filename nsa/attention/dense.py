@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.attention.products import plain_backward
+from nsa.attention.span import plain_backward
 
 DTYPES = (torch.bfloat16, torch.float16)
 GRAIN = 8  # head dims are padded to a multiple: 16 bytes
@@ -47,14 +47,10 @@ def dense_attention(
     width = max(library.smallest, -(-max(q.shape[3], value_dim) // GRAIN) * GRAIN)
     q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
     whole = window is None or window >= q.shape[1]
+    reach = library.open_left if whole else window - 1, 0
+    repeatable = torch.are_deterministic_algorithms_enabled()
     o = library.attend(
-        q,
-        k,
-        v,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(library.open_left if whole else window - 1, 0),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        q, k, v, softmax_scale=scale, causal=True, window_size=reach, deterministic=repeatable
     )
     o = o[0] if isinstance(o, tuple) else o
     return _FirstDerivative.apply(o[..., :value_dim]), library.name
@@ -97,26 +93,20 @@ def library_for(capability: tuple[int, int]) -> Library | str:
             found.append(f"{distribution} is installed and does not import: {error}")
     if capability[0] < 8:
         return f"needs compute capability 8.0 (Ampere) or newer, got {capability}"
-    wanted = (
-        "FlashAttention-4: pip install 'nsa[flash-attn]'"
-        if capability[0] >= 9
-        else "FlashAttention-2: pip install flash-attn --no-build-isolation"
-    )
+    wanted = "FlashAttention-2: pip install flash-attn --no-build-isolation"
+    if capability[0] >= 9:
+        wanted = "FlashAttention-4: pip install 'nsa[flash-attn]'"
     return "; ".join(found) or f"flash-attn is not installed; {wanted}"
 
 
 def _fa4(capability: tuple[int, int]) -> Library:
     from flash_attn.cute import flash_attn_func
 
-    # Its limits by architecture, as its _validate_head_dims and _flash_attn_bwd have them.
-    return Library(
-        "fa4",
-        flash_attn_func,
-        open_left=None,
-        smallest=64,  # below, dQ of many heads to a group was wrong (4.0.0b36, H200)
-        largest=256 if capability[0] == 9 else 128,
-        deterministic=capability[0] != 12,
-    )
+    # Its limits by architecture, as its _validate_head_dims and _flash_attn_bwd have them. Below a
+    # head dim of 64, dQ of many heads to a group was wrong (4.0.0b36, H200).
+    dims = {"smallest": 64, "largest": 256 if capability[0] == 9 else 128}
+    repeatable = capability[0] != 12
+    return Library("fa4", flash_attn_func, open_left=None, deterministic=repeatable, **dims)
 
 
 def _fa2(capability: tuple[int, int]) -> Library:

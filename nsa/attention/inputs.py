@@ -53,19 +53,12 @@ class Inputs:
                 "host, which a CUDA graph or torch.compile cannot give; backend 'triton' does not"
             )
         for start, end in pairwise(self.bounds):
-            if start == end:
-                continue
-            rows = slice(start, end)
-            yield replace(
-                self,
-                q=self.q[:, rows],
-                k={name: x[:, rows] for name, x in self.k.items()},
-                v={name: x[:, rows] for name, x in self.v.items()},
-                gates=self.gates[:, rows],
-                blocks=None if self.blocks is None else self.blocks[:, rows],
-                cu_seqlens=None,
-                bounds=(),
-            )
+            if start < end:
+                rows = slice(start, end)
+                k, v = ({b: x[:, rows] for b, x in side.items()} for side in (self.k, self.v))
+                blocks = None if self.blocks is None else self.blocks[:, rows]
+                cut = {"q": self.q[:, rows], "k": k, "v": v, "gates": self.gates[:, rows]}
+                yield replace(self, **cut, blocks=blocks, cu_seqlens=None, bounds=())
 
 
 def checked(
@@ -82,7 +75,10 @@ def checked(
     scale: float | None = None,
 ) -> Inputs:
     """The inputs of a call, or a ValueError that says what it got and what would do."""
-    branches = _branches(branches)
+    given = (branches,) if isinstance(branches, str) else tuple(branches)
+    branches = tuple(b for b in BRANCHES if b in given)
+    if not branches or not set(given) <= set(BRANCHES):
+        raise ValueError(f"branches={given!r}; choose at least one of {BRANCHES}")
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, HQ, D], got shape {tuple(q.shape)}")
     if q.dtype not in DTYPES:
@@ -96,14 +92,9 @@ def checked(
     needs_k = [b for b in BRANCHES if b in branches or (b == "cmp" and scoring)]
     k = _by_branch("k", k, needs_k)
     v = _by_branch("v", v, branches)
-    _heads("k", k, q, q.shape[3])
-    _heads("v", v, q, None)
-    kv_heads = next(iter(k.values())).shape[2]
-    if next(iter(v.values())).shape[2] != kv_heads:
-        raise ValueError(
-            f"k has {kv_heads} KV heads and v has {next(iter(v.values())).shape[2]}; "
-            "they must be the same"
-        )
+    kv_heads, of_v = _heads("k", k, q, q.shape[3]), _heads("v", v, q, None)
+    if of_v != kv_heads:
+        raise ValueError(f"k has {kv_heads} KV heads and v has {of_v}; they must be the same")
     if q.shape[2] % kv_heads:
         below = q.shape[2] // kv_heads * kv_heads
         nearest = f"{below} and {below + kv_heads}" if below else f"{kv_heads}"
@@ -111,10 +102,9 @@ def checked(
             f"HQ={q.shape[2]} query heads are not a multiple of HKV={kv_heads}; "
             f"nearest that are: {nearest}"
         )
-    if gates.shape != (*q.shape[:3], 3):
-        raise ValueError(
-            f"gates must be [B, T, HQ, 3] = {(*q.shape[:3], 3)}, got {tuple(gates.shape)}"
-        )
+    wanted = (*q.shape[:3], 3)
+    if gates.shape != wanted:
+        raise ValueError(f"gates must be [B, T, HQ, 3] = {wanted}, got {tuple(gates.shape)}")
     if not gates.is_floating_point():
         raise ValueError(f"gates must be floating point, got {gates.dtype}")
     _device("gates", gates, q)
@@ -134,23 +124,16 @@ def check_blocks(inputs: Inputs) -> None:
     """Strict mode's look at a caller's selection: in range, ascending, no duplicates. Syncs."""
     blocks = inputs.blocks
     count = count_selectable(inputs.q.shape[1], inputs.config)
-    if int(blocks.max()) >= count or int(blocks.min()) < -1:
+    lowest, highest = int(blocks.min()), int(blocks.max())
+    if highest >= count or lowest < -1:
         raise ValueError(
-            f"blocks holds indices from {int(blocks.min())} to {int(blocks.max())}; "
+            f"blocks holds indices from {lowest} to {highest}; "
             f"legal are 0..{count - 1}, and -1 for an empty slot"
         )
     ranks = torch.where(blocks < 0, count, blocks)
     step = ranks.diff(dim=-1)
     if bool(((step < 0) | ((step == 0) & (ranks[..., 1:] < count))).any()):
         raise ValueError("blocks must be ascending without duplicates, with the empty slots last")
-
-
-def _branches(branches: Sequence[str]) -> tuple[str, ...]:
-    branches = (branches,) if isinstance(branches, str) else tuple(branches)
-    unknown = [b for b in branches if b not in BRANCHES]
-    if unknown or not branches:
-        raise ValueError(f"branches={branches!r}; choose at least one of {BRANCHES}")
-    return tuple(b for b in BRANCHES if b in branches)
 
 
 def _by_branch(name, x, needed) -> dict[str, Tensor]:
@@ -162,15 +145,13 @@ def _by_branch(name, x, needed) -> dict[str, Tensor]:
     return {b: x[b] for b in needed}
 
 
-def _heads(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None) -> None:
+def _heads(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None) -> int:
+    """The number of KV heads; in every branch the same, as dtypes and dims are."""
     first = next(iter(tensors.values()))
+    heads = first.shape[2] if first.ndim == 4 else "HKV"
+    wanted = (*q.shape[:2], heads, dim or first.shape[-1])
     for branch, x in tensors.items():
-        wanted = (
-            *q.shape[:2],
-            first.shape[2] if first.ndim == 4 else "HKV",
-            dim or first.shape[-1],
-        )
-        if x.ndim != 4 or tuple(x.shape) != wanted or 0 in x.shape:
+        if tuple(x.shape) != wanted or 0 in x.shape:
             raise ValueError(
                 f"{name}[{branch!r}] has shape {tuple(x.shape)}, wanted {wanted} "
                 f"to go with q of shape {tuple(q.shape)}"
@@ -178,13 +159,12 @@ def _heads(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None)
         if x.dtype != q.dtype:
             raise ValueError(f"{name}[{branch!r}] is {x.dtype} and q is {q.dtype}; make them equal")
         _device(f"{name}[{branch!r}]", x, q)
+    return heads
 
 
-def _device(name: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(
-            f"{name} is on {tensor.device} and q on {q.device}; put them on one device"
-        )
+def _device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
 
 
 def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
@@ -226,16 +206,11 @@ def _phi(phi: Phi, q: Tensor, kv_heads: int, value_dim: int | None, config: NSAC
         if phi.kind == "mean" or size is None:
             continue
         hidden = weights.weight1.shape[-1] if phi.kind == "mlp" else size
-        wanted = {
-            "position": (kv_heads, length, size),
-            "weight1": (kv_heads, length * size, hidden),
-        }
+        wanted = {"position": (length, size), "weight1": (length * size, hidden)}
         if phi.kind == "mlp":
-            wanted["bias1"] = (kv_heads, hidden)
-            wanted["weight2"] = (kv_heads, hidden, size)
-            wanted["bias2"] = (kv_heads, size)
-        for name, shape in wanted.items():
-            x = getattr(weights, name)
+            wanted |= {"bias1": (hidden,), "weight2": (hidden, size), "bias2": (size,)}
+        for name, per_head in wanted.items():
+            x, shape = getattr(weights, name), (kv_heads, *per_head)
             if x is None or tuple(x.shape) != shape:
                 got = None if x is None else tuple(x.shape)
                 raise ValueError(f"phi.{side}.{name} must be {shape} for {phi.kind}, got {got}")

@@ -102,19 +102,11 @@ def rows() -> list[dict]:
 
 def _coordinates(sizes: dict, config: NSAConfig) -> list[float]:
     """Where a shape lies: what work depends on, in factors of two."""
-    return [
-        log2(x)
-        for x in (
-            sizes["tokens"],
-            sizes["batch"] * sizes["heads"],
-            sizes["heads"] / sizes["kv_heads"],
-            sizes["dim"] + sizes["value_dim"],
-            config.compress_block,
-            config.compress_stride,
-            config.select_block * config.select_count,
-            config.window,
-        )
-    ]
+    tokens, batch, heads, kv_heads, dim, value_dim = (sizes[name] for name in SIZES)
+    call = tokens, batch * heads, heads / kv_heads, dim + value_dim
+    selected = config.select_block * config.select_count
+    nsa = config.compress_block, config.compress_stride, selected, config.window
+    return [log2(x) for x in (*call, *nsa)]
 
 
 def _latency(row: dict, training: bool) -> dict[str, float]:

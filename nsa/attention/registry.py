@@ -28,9 +28,9 @@ class Backend:
 
     name: str
     run: Callable[[Inputs, Note], dict[str, Tensor]]
-    why_not: Callable[[Inputs], list[str]]
     summary: str
     quadratic: bool  # holds a T x T tensor per head
+    why_not: Callable[[Inputs], list[str]] = lambda inputs: []
     # Reasons for which `auto` passes over it although it would run.
     not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
     fused: Callable[[Inputs, Note], Tensor] | None = None
@@ -105,5 +105,5 @@ def choose(inputs: Inputs) -> Choice:
         if not reasons:
             return Choice(backend, declined, ranking)
         declined[backend.name] = reasons
-    listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in declined.items())
-    raise ValueError(f"no backend takes these inputs:\n{listed}")
+    listed = "".join(f"\n  {name}: {'; '.join(why)}" for name, why in declined.items())
+    raise ValueError(f"no backend takes these inputs:{listed}")

@@ -1,18 +1,70 @@
-"""Attention in which a query sees one unbroken run of keys: the compressed and window branches.
+"""What blockwise backends share: products, softmax statistics, attention over runs of keys.
 
-Queries are taken so many at a time that their scores fill about ELEMENTS elements, so memory beyond
-inputs and outputs is bounded, not T x T.
+In the compressed and the window branch a query sees one unbroken run of keys. Queries are taken so
+many at a time that their scores fill about ELEMENTS elements, so memory beyond inputs and outputs
+is bounded, not T x T.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 
 import torch
 from torch import Tensor
 
-from nsa.attention.products import by_kv_head, by_query, dot, plain_backward, probs_from, wide
 from nsa.blocks import Span
 
 ELEMENTS = 1 << 22  # scores held at once; the more, the fewer and larger the launches
+
+
+def plain_backward(backward: Callable) -> Callable:
+    """A Function's backward that keeps its own dtypes under autocast and refuses create_graph.
+
+    What it saved beside its inputs has no graph: a second derivative would be wrong in silence.
+    """
+
+    @wraps(backward)
+    def run(ctx, do):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "this backend has no second derivative (create_graph=True); "
+                "backend='masked' and 'sequential' have one"
+            )
+        with torch.autocast(do.device.type, enabled=False):
+            return backward(ctx, do)
+
+    return run
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, statistics and accumulators: fp32, or fp64 for fp64 inputs."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """[N, M, K] @ [N, K, P] with the sums and the result in the wide dtype."""
+    if a.dtype == wide(a.dtype):
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, M, HQ, D] -> [B*HKV, G*M, D]: the rows of a group one below the other, head by head."""
+    grouped = x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    return grouped.reshape(x.shape[0] * kv_heads, -1, x.shape[3])
+
+
+def by_query(x: Tensor, batch: int, kv_heads: int, rows: int) -> Tensor:
+    """The way back from `by_kv_head`: [B*HKV, G*M, D] -> [B, M, HQ, D]."""
+    grouped = x.view(batch, kv_heads, -1, rows, x.shape[-1]).permute(0, 3, 1, 2, 4)
+    return grouped.reshape(batch, rows, -1, x.shape[-1])
+
+
+def probs_from(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse) with lse [..., M] for scores [..., M, S]; 0 where a row has no key."""
+    shift = torch.where(lse.isneginf(), 0.0, lse)  # exp(-inf - -inf) would be NaN
+    return torch.exp(scores - shift[..., None])
 
 
 def span_attention(q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float) -> Tensor:
@@ -63,10 +115,8 @@ class _SpanAttention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, lse = ctx.saved_tensors
         batch, kv_heads = q.shape[0], k.shape[2]
-        accumulate = wide(q.dtype)
-        dq = torch.empty_like(q)
-        dk = torch.zeros(_flat_shape(k), dtype=accumulate, device=k.device)
-        dv = torch.zeros(_flat_shape(v), dtype=accumulate, device=v.device)
+        dq, accumulate = torch.empty_like(q), wide(q.dtype)
+        dk, dv = (x.new_zeros(batch * kv_heads, *x.shape[1::2], dtype=accumulate) for x in (k, v))
         for rows, keys in span_chunks(q, ctx.span):
             count = rows.stop - rows.start
             scores = span_scores(q[:, rows], k[:, keys], ctx.span, ctx.scale, rows.start)
@@ -80,7 +130,8 @@ class _SpanAttention(torch.autograd.Function):
             dq[:, rows] = by_query(dq_rows, batch, kv_heads, count)
             dk[:, keys] += dot(dscores.transpose(1, 2), by_kv_head(q[:, rows], kv_heads))
             dv[:, keys] += dot(probs.to(v.dtype).transpose(1, 2), do_rows)
-        return dq, _unflat(dk, k), _unflat(dv, v), None, None
+        dk, dv = (x.unflatten(0, (batch, kv_heads)).transpose(1, 2) for x in (dk, dv))
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
@@ -96,13 +147,3 @@ def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         yield slice(start, stop), slice(span.seen(start)[0], span.seen(stop - 1)[1])
-
-
-def _flat_shape(x: Tensor) -> tuple[int, int, int]:
-    return x.shape[0] * x.shape[2], x.shape[1], x.shape[3]
-
-
-def _unflat(x: Tensor, like: Tensor) -> Tensor:
-    """[B*HKV, S, D] -> [B, S, HKV, D] in the dtype of `like`."""
-    batch, keys, kv_heads, dim = like.shape
-    return x.view(batch, kv_heads, keys, dim).transpose(1, 2).to(like.dtype)

@@ -26,8 +26,8 @@ _place: dict[str, int] = {}
 class Witness:
     """What every call of `nsa_attention` inside one recording did.
 
-    `paths` counts (branch, implementation); `backends` counts calls by backend. A block that
-    gradient checkpointing runs twice counts twice, because it did run twice.
+    `paths` counts (branch, implementation), with "score" for the selection's scores; `backends`
+    counts calls by backend. A block that gradient checkpointing runs twice counts twice.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,10 @@ class Witness:
         self._non_finite: dict[Key, Tensor] = {}
         self.warned = False
 
-    def saw(self, branch: str, implementation: str) -> None:
-        """Counts one use of `implementation` for `branch` ("score" for the selection's scores)."""
-        self.paths[branch, implementation] += 1
-
     def saw_output(self, norm: Tensor) -> None:
         """Counts an output by its largest magnitude `norm` [], without a sync on a GPU."""
-        here = place(without="step")  # or a long run would hold a tensor a step
-        key = here, norm.dtype, norm.device
+        # Without the step, or a long run would hold a tensor a step.
+        key = place(without="step"), norm.dtype, norm.device
         waiting = self._norms.setdefault(key, [])
         waiting.append(norm)
         if len(waiting) >= TOGETHER:
@@ -57,27 +53,23 @@ class Witness:
 
     def non_finite(self) -> dict[str, int]:
         """Calls whose output held a non-finite value, by place. Waits for the GPU."""
+        found: Counter[str] = Counter()
         with _lock:
             for key in list(self._norms):
                 self._look(key)
-            counts: Counter[str] = Counter()
             for (here, *_), count in self._non_finite.items():
-                counts[here] += int(count)
-        found = {here: count for here, count in counts.items() if count}
-        if found:
-            self.warn(next(iter(found)))
-        return found
+                found[here] += int(count)
+        for here in +found:
+            self.warn(here)
+        return dict(+found)
 
     def record(self) -> dict:
         """All of it, JSON-able: {"backends", "paths": {branch: {implementation: n}}, ...}."""
         paths: dict[str, dict[str, int]] = {}
         for (branch, implementation), count in sorted(self.paths.items()):
             paths.setdefault(branch, {})[implementation] = count
-        return {
-            "backends": dict(self.backends),
-            "paths": paths,
-            "non_finite": self.non_finite(),
-        }
+        non_finite = self.non_finite()
+        return {"backends": dict(self.backends), "paths": paths, "non_finite": non_finite}
 
     def warn(self, here: str) -> None:
         """Warns of a non-finite output, the first time only."""
@@ -117,8 +109,7 @@ def saw_call(backend: str, notes: list[tuple[str, str]]) -> None:
     with _lock:
         for witness in _witnesses:
             witness.backends[backend] += 1
-            for branch, implementation in notes:
-                witness.saw(branch, implementation)
+            witness.paths.update(notes)
 
 
 def saw_output(o: Tensor) -> None:
@@ -127,12 +118,10 @@ def saw_output(o: Tensor) -> None:
     There the warning waits until a witness is read; on a CPU it comes at once. A subclass of Tensor
     (FakeTensor, say), or one on "meta", may have no values to look at.
     """
+    if type(o) is not Tensor or o.is_meta:
+        return
     # A CUDA graph's replays go unseen, and its capture must not leave tensors of its memory here.
-    if (
-        type(o) is not Tensor
-        or o.is_meta
-        or (o.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
+    if o.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     # An infinity norm lets NaN and inf through and needs no temporary of o's size. It is the only
     # operation here, for each is a launch that a small call feels.

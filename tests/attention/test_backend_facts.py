@@ -1,11 +1,14 @@
 """Facts that hold for each backend, or that tell them apart, whatever the reference says."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from accuracy import assert_as_accurate
 from backend_calls import DEVICE, FAST, NAMES, WITH_GRADIENT, attend
-from cases import ODD, SMALL, TINY, Case, draw
+from cases import EVEN, ODD, SMALL, TINY, Case, draw
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.attention import registry, witness
 from nsa.attention.api import explain, nsa_attention
@@ -13,6 +16,7 @@ from nsa.attention.backends import triton
 from nsa.attention.backends.flex import selection_tiles, span_tiles
 from nsa.blocks import Span
 from nsa.config import NSAConfig
+from nsa.reference.compress import PhiWeights, compress
 from nsa.reference.nsa import BRANCHES, nsa
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -24,12 +28,7 @@ def test_no_query_sees_the_future_also_when_the_window_is_shorter_than_the_seque
     drawn = draw(Case(40, kv_heads=1, group=2), torch.float32, DEVICE)
     before = attend(drawn, backend)
     for t in (0, 5, 15, 30, 38):
-        later = drawn.to(torch.float32)
-        with torch.no_grad():
-            for name, leaf in later.leaves.items():
-                if name[0] in "qkv":
-                    leaf[:, t + 1 :] = torch.randn_like(leaf[:, t + 1 :])
-        after = attend(later, backend)
+        after = attend(drawn.otherwise_after(t), backend)
         torch.testing.assert_close(before[:, : t + 1], after[:, : t + 1], rtol=0, atol=1e-6)
 
 
@@ -44,19 +43,6 @@ def test_an_earlier_token_outside_block_0_and_window_is_still_attended_to(backen
         k, v = torch.autograd.grad(o[0, 39].sum(), leaves, retain_graph=True)
         assert (v[0].abs().sum((1, 2)) > 0).all(), f"{branch}: some token has no weight"
         assert k.abs().max() > 1e-6, f"{branch}: keys get no gradient"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
-def test_a_graph_that_is_kept_goes_back_twice(backend):
-    tokens = 70 if (backend, DEVICE) == ("triton", "cpu") else 300  # interpreted, or in chunks
-    drawn = draw(Case(tokens), torch.bfloat16 if DEVICE == "cuda" else torch.float32, DEVICE)
-    loss, leaves = attend(drawn, backend).square().mean(), list(drawn.leaves.values())
-    first = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    again = torch.autograd.grad(loss, leaves, allow_unused=True)
-    for a, b in zip(first, again, strict=True):
-        if a is not None:
-            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
@@ -79,25 +65,25 @@ def test_rows_without_a_key_give_zero_and_zero_gradient(backend):
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
-def test_nothing_that_autograd_saved_is_changed_in_place(backend):
+def test_a_kept_graph_goes_back_twice_for_nothing_it_saved_is_changed_in_place(backend):
     """The case study suspected in-place selection; here the version counters are looked at."""
-    drawn = draw(Case(60, phi="linear"), torch.float32, DEVICE)
-    saved = []
+    tokens = 70 if (backend, DEVICE) == ("triton", "cpu") else 300  # interpreted, or in chunks
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    drawn, saved = draw(Case(tokens, phi="linear"), dtype, DEVICE), []
 
     def pack(x):
         saved.append((x, x._version, x.clone()))
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        o = attend(drawn, backend)
-    first = torch.autograd.grad(o.sum(), list(drawn.leaves.values()), retain_graph=True)
-    second = torch.autograd.grad(o.sum(), list(drawn.leaves.values()))
+        loss = attend(drawn, backend).square().mean()
+    leaves = list(drawn.leaves.values())
+    first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second)
     assert saved
     for x, version, value in saved:
         assert x._version == version
         assert torch.equal(x, value) or not value.isfinite().all()
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -143,30 +129,23 @@ def test_masked_and_sequential_have_the_same_second_derivative():
     torch.testing.assert_close(*second)
 
 
-def assert_select_alike(backend, *rows, tokens=20):
-    """Two selections, of one row each, give the same output of the selected branch."""
+SELECTIONS = {  # tokens, the blocks of each row as handed in, the same well-formed
+    "a-repeated-block": (40, [0, 2, 2, 3], [0, 2, 3, -1]),
+    "beyond-the-last": (20, [0, 3, 5, -1], [0, -1, -1, -1]),
+    "more-slots-than-blocks": (20, [0, 0, 1, 1], [0, 1, -1, -1]),
+    "empty-slots-first": (20, [-1, -1, 0, 1], [0, 1, -1, -1]),
+}
+
+
+@pytest.mark.parametrize("tokens, given, same", SELECTIONS.values(), ids=SELECTIONS)
+@pytest.mark.parametrize("backend", NAMES)
+def test_slots_that_name_no_block_or_one_again_are_empty(backend, tokens, given, same):
     drawn, found = draw(Case(tokens), torch.float32, DEVICE), []
-    for row in rows:
+    for row in (given, same):
         blocks = torch.tensor(row, dtype=torch.int32, device=DEVICE).expand(1, tokens, 2, 4)
         with torch.no_grad():
             found.append(attend(drawn, backend, blocks=blocks.contiguous(), branches=("slc",)))
     torch.testing.assert_close(*found)
-
-
-def odd_selections():
-    """(blocks of one row, the same selection well-formed): what a caller may hand in unchecked."""
-    return {
-        "beyond-the-last": ([0, 3, 5, -1], [0, -1, -1, -1]),
-        "more-slots-than-blocks": ([0, 0, 1, 1], [0, 1, -1, -1]),
-        "empty-slots-first": ([-1, -1, 0, 1], [0, 1, -1, -1]),
-    }
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", odd_selections())
-@pytest.mark.parametrize("backend", NAMES)
-def test_slots_that_name_no_block_are_empty_in_every_backend(backend, name):
-    assert_select_alike(backend, *odd_selections()[name])
 
 
 @pytest.mark.parametrize("lookback", [None, 40, 200])
@@ -182,31 +161,15 @@ def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookba
     assert tiles.sum() <= 21 + 5  # no more than the causal half
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="says what flex declines on a CPU")
-def test_flex_declines_where_only_phi_would_learn():
-    drawn = draw(Case(30, phi="linear"), torch.float32)
-    for name, leaf in drawn.leaves.items():
-        leaf.requires_grad_(name.startswith("phi_"))
-    with pytest.raises(registry.Declined, match="no backward on cpu"):
-        attend(drawn, "flex")
-
-
-@pytest.mark.parametrize("backend", NAMES)
-def test_a_repeated_block_counts_once(backend):
-    assert_select_alike(backend, [0, 2, 2, 3], [0, 2, 3, -1], tokens=40)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("backend", NAMES)
 def test_a_branch_that_is_not_asked_for_costs_nothing(backend, branch):
     drawn = draw(Case(40), torch.float32, DEVICE)
     with torch.no_grad(), witness.recording() as seen:
-        o = attend(drawn, backend, branches=(branch,))
-        full = attend(drawn, backend)
-    assert o.shape == full.shape
-    with torch.no_grad(), witness.recording() as alone:
-        attend(drawn, backend, branches=(branch,))
+        with witness.recording() as alone:
+            o = attend(drawn, backend, branches=(branch,))
+        assert o.shape == attend(drawn, backend).shape
     assert {b for b, _ in alone.paths} <= {branch, "score"}
     assert {b for b, _ in seen.paths} == {*BRANCHES, "score"}
 
@@ -228,13 +191,10 @@ def test_flex_visits_every_tile_that_holds_a_selected_key(config):
     args, kwargs = drawn.arguments()
     blocks = nsa(*args, **kwargs).blocks
     tiles = selection_tiles(blocks, 700, config.select_block)
-    for t in range(0, 700, 13):
-        for h in range(2):
-            for j in blocks[0, t, h].tolist():
-                if j >= 0:
-                    last = min((j + 1) * config.select_block - 1, t)
-                    for key in (j * config.select_block, last):
-                        assert tiles[0, h, t // 128, key // 128]
+    for t, h in product(range(0, 700, 13), range(2)):
+        for j in (j for j in blocks[0, t, h].tolist() if j >= 0):
+            for key in (j * config.select_block, min((j + 1) * config.select_block - 1, t)):
+                assert tiles[0, h, t // 128, key // 128]
     columns = torch.arange(tiles.shape[-1])
     assert not tiles[..., columns > torch.arange(tiles.shape[-2])[:, None]].any()
 
@@ -260,36 +220,33 @@ def test_a_backward_under_autocast_keeps_its_dtypes(backend):
 
 
 def test_auto_never_takes_the_exhibit(monkeypatch):
-    busy = {"why_not": lambda x: ["busy"]}
-    plain = registry.backends()
-    only = tuple(b if b.name == "sequential" else replace(b, **busy) for b in plain)
-    monkeypatch.setattr(registry, "backends", lambda: only)
+    known = [replace(b, why_not=lambda x: ["busy"]) for b in registry.backends()]
+    known[-1] = registry.get("sequential")
+    monkeypatch.setattr(registry, "backends", lambda: known)
     args, kwargs = draw(Case(5), torch.float32).arguments()
     with pytest.raises(ValueError, match=r"(?s)no backend takes.*gather: busy.*an exhibit"):
         nsa_attention(*args, **kwargs)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="says what flex declines on a CPU")
-def test_a_named_backend_runs_or_raises_with_its_reason():
-    args, kwargs = draw(Case(5), torch.float32).arguments()
-    with pytest.raises(
-        ValueError, match=r"'flex' does not take these inputs: .* no backward on cpu"
-    ):
-        nsa_attention(*args, **kwargs, backend="flex")
+@pytest.mark.parametrize("learning", ["", "phi_"], ids=["everything", "phi"])
+def test_a_named_backend_runs_or_raises_with_its_reason(learning):
+    drawn = draw(Case(30, phi="linear"), torch.float32)
+    for name, leaf in drawn.leaves.items():
+        leaf.requires_grad_(name.startswith(learning))
+    message = r"'flex' does not take these inputs: .* no backward on cpu"
+    with pytest.raises(registry.Declined, match=message):
+        attend(drawn, "flex")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", WITH_GRADIENT)
-def test_the_witness_tells_backends_apart(backend):
-    args, kwargs = draw(Case(20), torch.float32, DEVICE).arguments()
-    with witness.recording() as seen:
-        nsa_attention(*args, **kwargs, backend=backend)
-    others = []
-    for name in set(WITH_GRADIENT) - {backend}:
-        with witness.recording() as other:
-            nsa_attention(*args, **kwargs, backend=name)
-        others.append(other.record()["paths"])
-    assert seen.record()["paths"] not in others
+def test_the_witness_tells_backends_apart():
+    drawn, paths = draw(Case(20), torch.float32, DEVICE), []
+    for backend in WITH_GRADIENT:
+        with witness.recording() as seen:
+            attend(drawn, backend)
+        assert seen.record()["paths"] not in paths
+        paths.append(seen.record()["paths"])
 
 
 @pytest.mark.parametrize(
@@ -305,3 +262,80 @@ def test_the_witness_tells_backends_apart(backend):
 def test_an_interpreter_that_fails_on_everything_is_told_by_its_versions(versions, fails):
     why = triton._not_interpreted(*versions)
     assert all(version in why for version in versions) if fails else why == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("config", [TINY, SMALL, EVEN, ODD], ids=["TINY", "SMALL", "EVEN", "ODD"])
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_strides_add_up_to_the_blocks_of_the_reference(config, kind, dtype, tokens):
+    case = Case(tokens, kv_heads=2, dim=16, value_dim=16, batch=2, config=config, phi=kind)
+    drawn = draw(case, dtype)
+    weights, wide = (d.arguments()[1]["phi"].key for d in (drawn, drawn.to(torch.float64)))
+    x = torch.randn(2, tokens, 2, 16).to(dtype).requires_grad_()
+
+    def results(function, x, weights):
+        inputs = [x, *(t for t in vars(weights).values() if t is not None)]
+        inputs = [t.detach().clone().requires_grad_() for t in inputs]
+        o = function(inputs[0], kind, PhiWeights(*inputs[1:]), config)
+        if o.numel() == 0:
+            return [o]
+        push = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
+        return [o.detach(), *torch.autograd.grad(o, inputs, push)]
+
+    got = results(triton.compress_by_strides, x, weights)
+    same = results(compress, x, weights)
+    exact = results(compress, x.double(), wide)
+    names = ("o", "x", "position", "weight1", "bias1", "weight2", "bias2")
+    for name, ours, torchs, truth in zip(names, got, same, exact, strict=False):
+        if truth.numel():
+            assert_as_accurate(f"{kind} {name}", ours, torchs, truth)
+        assert ours.shape == truth.shape
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any operation inside returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor):
+                # An expanded view holds no more than its storage.
+                held = min(x.numel(), x.untyped_storage().nbytes() // max(1, x.element_size()))
+                self.elements = max(self.elements, held)
+        return result
+
+
+def largest(backend: str, tokens: int) -> int:
+    config = NSAConfig(32, 32, 64, select_count=3, window=64)
+    drawn = draw(Case(tokens, kv_heads=1, group=1, dim=16, config=config), torch.float32)
+    with LargestTensor() as seen:
+        attend(drawn, backend).sum().backward()
+    return seen.elements
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["gather", "packed"])
+def test_a_linear_backend_never_makes_a_tensor_of_t_times_t(backend):
+    tokens = 8192  # T x T is four times the largest chunk that a linear backend works on
+    assert not registry.get(backend).quadratic
+    assert largest(backend, tokens) <= tokens**2 // 2
+
+
+@pytest.mark.parametrize("backend", ["masked", "sdpa"])
+def test_the_control_makes_one_and_is_seen(backend):
+    assert registry.get(backend).quadratic
+    assert largest(backend, 512) >= 512**2
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_a_backend_that_holds_t_times_t_says_so_and_no_other_claims_to(backend):
+    module = __import__(f"nsa.attention.backends.{backend}", fromlist=["BACKEND"])
+    says = " ".join(module.__doc__.split())
+    assert says.startswith(f"{backend}:")
+    if registry.get(backend).quadratic:
+        assert "olds T x T" in says or "olds a T x T" in says
+    else:
+        assert "nothing T x T" in says or "holds no T x T tensor" in says

@@ -15,13 +15,12 @@ from nsa.config import NSAConfig
 def call():
     """Calls nsa_attention on a good shape with some arguments replaced."""
     args, kwargs = draw(Case(20), torch.float32).arguments()
-    names = ("q", "k", "v", "gates", "config")
+    good = dict(zip(("q", "k", "v", "gates", "config"), args, strict=True))
 
     def run(**changes):
-        given = dict(zip(names, args, strict=True)) | kwargs | {"backend": "masked"} | changes
-        return nsa_attention(**given)
+        return nsa_attention(**(good | kwargs | {"backend": "masked"} | changes))
 
-    run.good = dict(zip(names, args, strict=True))
+    run.good = good
     return run
 
 
@@ -59,49 +58,97 @@ def test_a_size_that_is_not_an_int_is_refused(value):
         NSAConfig(compress_block=value)
 
 
-def test_query_heads_must_be_a_multiple_of_kv_heads(call):
-    q = torch.randn(1, 20, 5, 16)
-    with pytest.raises(
-        ValueError, match=r"HQ=5 .* not a multiple of HKV=2; nearest that are: 4 and 6"
-    ):
-        call(q=q, gates=torch.rand(1, 20, 5, 3))
+def test_a_config_cannot_be_changed_into_an_illegal_one():
+    with pytest.raises(ValueError, match="no room"):
+        replace(TINY, select_count=1)
 
 
-@pytest.mark.parametrize(
-    "name, shape, message",
-    [
-        ("q", (20, 4, 16), r"q must be \[B, T, HQ, D\], got shape \(20, 4, 16\)"),
-        ("q", (1, 0, 4, 16), "at least one sequence and one token"),
-        ("q", (0, 20, 4, 16), "at least one sequence and one token"),
-        ("gates", (1, 20, 4), r"gates must be .* \(1, 20, 4, 3\), got \(1, 20, 4\)"),
-        ("gates", (1, 20, 2, 3), "gates must be"),
-        ("k", (1, 19, 2, 16), r"k\['cmp'\] has shape \(1, 19, 2, 16\), wanted \(1, 20, 2, 16\)"),
-        ("k", (1, 20, 2, 8), "wanted"),
-        ("k", (20, 2, 16), "wanted"),
-        ("v", (2, 20, 2, 16), r"v\['cmp'\] has shape"),
-        ("v", (1, 20, 1, 16), "k has 2 KV heads and v has 1"),
-        ("v", (1, 20, 2, 0), "has shape"),
-    ],
-)
-def test_wrong_shapes_are_refused(call, name, shape, message):
+def of(*shape, dtype=torch.float32, device="cpu"):
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def bounds(*values, dtype=torch.int32):
+    return {"cu_seqlens": torch.tensor(values, dtype=dtype)}
+
+
+def selection(*row):
+    return {"blocks": torch.tensor(row, dtype=torch.int32).expand(1, 20, 2, 4)}
+
+
+TWO = {"q": of(2, 20, 4, 16), "k": of(2, 20, 2, 16), "v": of(2, 20, 2, 16)}
+ELSEWHERE = "on meta and q on cpu; put them on one device"
+REFUSED = [
+    # shapes
+    (
+        {"q": of(1, 20, 5, 16), "gates": of(1, 20, 5, 3)},
+        r"HQ=5 .* not a multiple of HKV=2; nearest that are: 4 and 6",
+    ),
+    ({"q": of(20, 4, 16)}, r"q must be \[B, T, HQ, D\], got shape \(20, 4, 16\)"),
+    ({"q": of(1, 0, 4, 16)}, "at least one sequence and one token"),
+    ({"q": of(0, 20, 4, 16)}, "at least one sequence and one token"),
+    ({"q": of(1, 20, 4, 0)}, "head and dimension"),
+    ({"q": of(1, 20, 0, 16), "gates": of(1, 20, 0, 3)}, "head and dimension"),
+    ({"gates": of(1, 20, 4)}, r"gates must be .* \(1, 20, 4, 3\), got \(1, 20, 4\)"),
+    ({"gates": of(1, 20, 2, 3)}, "gates must be"),
+    ({"k": of(1, 19, 2, 16)}, r"k\['cmp'\] has shape \(1, 19, 2, 16\), wanted \(1, 20, 2, 16\)"),
+    ({"k": of(1, 20, 2, 8)}, "wanted"),
+    ({"k": of(20, 2, 16)}, "wanted"),
+    ({"v": of(2, 20, 2, 16)}, r"v\['cmp'\] has shape"),
+    ({"v": of(1, 20, 1, 16)}, "k has 2 KV heads and v has 1"),
+    ({"v": of(1, 20, 2, 0)}, "has shape"),
+    ({"blocks": of(1, 20, 4, 4, dtype=torch.int32)}, r"blocks must be \(1, 20, 2\) \+ \(N,\)"),
+    # dtypes and devices
+    (
+        {"q": of(1, 20, 4, 16, dtype=torch.int32)},
+        r"q has dtype torch.int32; these would do: torch.float32",
+    ),
+    (
+        {"k": of(1, 20, 2, 16, dtype=torch.bfloat16)},
+        r"k\['cmp'\] is torch.bfloat16 and q is torch.float32",
+    ),
+    ({"gates": of(1, 20, 4, 3, dtype=torch.int64)}, " be floating point"),
+    ({"blocks": of(1, 20, 2, 4)}, r"int32 or int64, got torch.float32"),
+    ({"k": of(1, 20, 2, 16, device="meta")}, ELSEWHERE),
+    ({"v": of(1, 20, 2, 16, device="meta")}, ELSEWHERE),
+    ({"gates": of(1, 20, 4, 3, device="meta")}, ELSEWHERE),
+    # names and numbers
+    ({"branches": "sel"}, r"\('sel',\); choose at least one of \('cmp', 'slc'"),
+    ({"branches": ()}, "choose at least one"),
+    ({"backend": "gathr"}, r"'gathr' is unknown; .*the nearest is 'gather'"),
+    ({"scale": float("nan")}, "scale=nan must be finite"),
+    # packed sequences
+    (bounds(0, 12, 7, 20), r"cu_seqlens=\[0, 12, 7, 20\] must rise from 0 to T=20"),
+    (bounds(1, 20), "must rise from 0"),
+    (bounds(0, 19), "to T=20"),
+    (bounds(0), "one entry more"),
+    (bounds(0.0, 20.0, dtype=None), r"one-dimensional int32 or int64, got torch.float32"),
+    ({"cu_seqlens": [0, 20]}, "must be an int32 tensor, got a list"),
+    (bounds(0, 20) | TWO | {"gates": of(2, 20, 4, 3)}, "packed sequences need B=1, got B=2"),
+    # what strict mode sees of a caller's selection
+    (selection(0, 3, -1, -1) | {"strict": True}, r"from -1 to 3; legal are 0\.\.2"),
+    (selection(-2, 0, 1, 2) | {"strict": True}, "from -2 to 2"),
+    (selection(0, 1, 1, -1) | {"strict": True}, "ascending without duplicates"),
+    (selection(1, 0, -1, -1) | {"strict": True}, "ascending without duplicates"),
+    (
+        selection(-1, 0, 1, 2) | {"strict": True},
+        "ascending without duplicates, with the empty slots last",
+    ),
+    (
+        selection(0, 2, -1, -1) | bounds(0, 10, 20) | {"strict": True},
+        r"from -1 to 2; legal are 0\.\.1",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, message", REFUSED)
+def test_what_does_not_fit_is_refused_with_what_would_do(call, changes, message):
     with pytest.raises(ValueError, match=message):
-        call(**{name: torch.randn(shape)})
+        call(**changes)
 
 
-def test_wrong_dtypes_are_refused(call):
-    with pytest.raises(ValueError, match=r"q has dtype torch.int32; these would do: torch.float32"):
-        call(q=torch.ones(1, 20, 4, 16, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"k\['cmp'\] is torch.bfloat16 and q is torch.float32"):
-        call(k=torch.randn(1, 20, 2, 16, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=" be floating point"):
-        call(gates=torch.ones(1, 20, 4, 3, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("name", ["k", "v", "gates"])
-def test_mixed_devices_are_refused(call, name):
-    shape = (1, 20, 4, 3) if name == "gates" else (1, 20, 2, 16)
-    with pytest.raises(ValueError, match="on meta and q on cpu; put them on one device"):
-        call(**{name: torch.empty(shape, device="meta")})
+def test_auto_is_no_backend_to_get():
+    with pytest.raises(ValueError, match="'auto' is a choice between backends"):
+        registry.get("auto")
 
 
 def test_a_missing_branch_is_named(call):
@@ -111,87 +158,10 @@ def test_a_missing_branch_is_named(call):
     assert call(k=k, branches=("win",)).shape == (1, 20, 4, 16)  # nobody needs it there
 
 
-def test_unknown_branches_are_refused(call):
-    with pytest.raises(ValueError, match=r"\('sel',\); choose at least one of \('cmp', 'slc'"):
-        call(branches="sel")
-    with pytest.raises(ValueError, match="choose at least one"):
-        call(branches=())
-
-
-def test_an_unknown_backend_is_refused_with_the_nearest_name(call):
-    with pytest.raises(ValueError, match=r"'gathr' is unknown; .*the nearest is 'gather'"):
-        call(backend="gathr")
-    with pytest.raises(ValueError, match="'auto' is a choice between backends"):
-        registry.get("auto")
-
-
-@pytest.mark.parametrize(
-    "bounds, message",
-    [
-        ([0, 12, 7, 20], r"cu_seqlens=\[0, 12, 7, 20\] must rise from 0 to T=20"),
-        ([1, 20], "must rise from 0"),
-        ([0, 19], "to T=20"),
-        ([0], "one entry more"),
-    ],
-)
-def test_cu_seqlens_that_do_not_rise_from_0_to_t_are_refused(call, bounds, message):
-    with pytest.raises(ValueError, match=message):
-        call(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-
-
-def test_cu_seqlens_of_another_kind_are_refused(call):
-    with pytest.raises(ValueError, match=r"one-dimensional int32 or int64, got torch.float32"):
-        call(cu_seqlens=torch.tensor([0.0, 20.0]))
-    args, _ = draw(Case(20, batch=2), torch.float32).arguments()
-    with pytest.raises(ValueError, match="packed sequences need B=1, got B=2"):
-        nsa_attention(*args, cu_seqlens=torch.tensor([0, 20], dtype=torch.int32))
-
-
-def test_a_selection_of_another_shape_or_dtype_is_refused(call):
-    with pytest.raises(ValueError, match=r"blocks must be \(1, 20, 2\) \+ \(N,\)"):
-        call(blocks=torch.zeros(1, 20, 4, 4, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"int32 or int64, got torch.float32"):
-        call(blocks=torch.zeros(1, 20, 2, 4))
-
-
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ([0, 3, -1, -1], r"from -1 to 3; legal are 0\.\.2"),
-        ([-2, 0, 1, 2], "from -2 to 2"),
-        ([0, 1, 1, -1], "ascending without duplicates"),
-        ([1, 0, -1, -1], "ascending without duplicates"),
-        ([-1, 0, 1, 2], "ascending without duplicates, with the empty slots last"),
-    ],
-)
-def test_strict_mode_looks_at_a_callers_selection(call, row, message):
-    blocks = torch.tensor(row, dtype=torch.int32).expand(1, 20, 2, 4)
-    with pytest.raises(ValueError, match=message):
-        call(blocks=blocks, strict=True)
-
-
 def test_strict_mode_lets_a_good_selection_through(call):
-    blocks = torch.tensor([0, 2, -1, -1], dtype=torch.int32).expand(1, 20, 2, 4)
-    assert torch.equal(call(blocks=blocks, strict=True), call(blocks=blocks))
-
-
-def test_a_config_cannot_be_changed_into_an_illegal_one():
-    with pytest.raises(ValueError, match="no room"):
-        replace(TINY, select_count=1)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"q": torch.randn(1, 20, 4, 0)}, "head and dimension"),
-        ({"q": torch.randn(1, 20, 0, 16), "gates": torch.rand(1, 20, 0, 3)}, "head and dimension"),
-        ({"scale": float("nan")}, "scale=nan must be finite"),
-        ({"cu_seqlens": [0, 20]}, "must be an int32 tensor, got a list"),
-    ],
-)
-def test_what_would_end_in_somebody_elses_error_is_refused(call, changes, message):
-    with pytest.raises(ValueError, match=message):
-        call(**changes)
+    assert torch.equal(
+        call(**selection(0, 2, -1, -1), strict=True), call(**selection(0, 2, -1, -1))
+    )
 
 
 def test_branches_may_come_from_anywhere(call):
@@ -201,11 +171,11 @@ def test_branches_may_come_from_anywhere(call):
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("position", torch.randn(2, 1, 16), r"phi.key.position must be \(2, 4, 16\) for mlp"),
-        ("weight1", torch.randn(1, 64, 24), r"phi.key.weight1 must be \(2, 64, 24\)"),
+        ("position", of(2, 1, 16), r"phi.key.position must be \(2, 4, 16\) for mlp"),
+        ("weight1", of(1, 64, 24), r"phi.key.weight1 must be \(2, 64, 24\)"),
         ("bias1", None, "phi.key.bias1 must be .* got None"),
-        ("weight2", torch.randn(2, 24, 8), "phi.key.weight2 must be"),
-        ("bias2", torch.randn(2, 16, dtype=torch.float64), "phi.key.bias2 is torch.float64"),
+        ("weight2", of(2, 24, 8), "phi.key.weight2 must be"),
+        ("bias2", of(2, 16, dtype=torch.float64), "phi.key.bias2 is torch.float64"),
     ],
 )
 def test_weights_of_phi_that_do_not_fit_are_refused(name, value, message):
@@ -222,10 +192,3 @@ def test_rotary_tables_that_are_too_short_or_too_narrow_are_refused():
         nsa_attention(*args, phi=replace(kwargs["phi"], rotary=(cos[:16], sin[:16])))
     with pytest.raises(ValueError, match=r"got \(20, 1\)"):
         nsa_attention(*args, phi=replace(kwargs["phi"], rotary=(cos[:, :1], sin[:, :1])))
-
-
-def test_strict_mode_checks_a_selection_sequence_by_sequence(call):
-    bounds = torch.tensor([0, 10, 20], dtype=torch.int32)
-    blocks = torch.tensor([0, 2, -1, -1], dtype=torch.int32).expand(1, 20, 2, 4)
-    with pytest.raises(ValueError, match=r"from -1 to 2; legal are 0\.\.1"):
-        call(blocks=blocks, cu_seqlens=bounds, strict=True)

@@ -40,8 +40,7 @@ class Import:
 def imports_of(file: Path) -> Iterator[Import]:
     def visit(node: ast.AST, on_top: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
-            for name in node.names:
-                yield Import(file, node.lineno, name.name, 0, on_top)
+            yield from (Import(file, node.lineno, x.name, 0, on_top) for x in node.names)
         elif isinstance(node, ast.ImportFrom):
             # `from nsa import model` names the module only in its last part
             for name in node.names:
@@ -99,11 +98,8 @@ def modules_loaded_by(package: Path, roots: tuple[str, ...]) -> dict[str, Path]:
     """Files of the package that run when `roots` and all below them are imported, by `on_top`."""
     files = {dotted_name(package, file): file for file in package.rglob("*.py")}
     loaded: dict[str, Path] = {}
-    waiting = [
-        name
-        for name in files
-        if name in roots or name.startswith(tuple(f"{r}." for r in roots[1:]))
-    ]
+    below = tuple(f"{root}." for root in roots[1:])
+    waiting = [name for name in files if name in roots or name.startswith(below)]
     while waiting:
         name = waiting.pop()
         while name not in files and "." in name:  # nsa.config.NSAConfig -> nsa.config
@@ -147,6 +143,11 @@ def copy(tmp_path):
     return shutil.copytree(PACKAGE, tmp_path / "nsa", ignore=ignored)
 
 
+def plant(file: Path, line: str) -> None:
+    with file.open("a") as out:
+        out.write(f"\n{line}\n")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "line", "complaint"),
@@ -167,9 +168,7 @@ def copy(tmp_path):
 )
 def test_a_planted_arrow_is_caught(copy, where, line, complaint):
     before = wrong_arrows(copy)
-    (copy / where).touch()
-    with (copy / where).open("a") as file:
-        file.write(f"\n{line}\n")
+    plant(copy / where, line)
     (planted,) = [wrong for wrong in wrong_arrows(copy) if wrong not in before]
     assert complaint in planted
 
@@ -188,8 +187,7 @@ def test_a_planted_arrow_is_caught(copy, where, line, complaint):
 )
 def test_a_planted_optional_package_is_caught_on_top_only(copy, line, caught):
     before = len(heavy_imports(copy))
-    with (copy / "model/data.py").open("a") as file:
-        file.write(f"\n{line}\n")
+    plant(copy / "model/data.py", line)
     assert (len(heavy_imports(copy)) > before) == caught
 
 
@@ -200,6 +198,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconvert", "IPython"}
+NONE = {"torch", "numpy", "psutil"}
 
 
 @pytest.mark.processes
@@ -209,8 +208,8 @@ OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconv
         ("import nsa; nsa.__version__", OPTIONAL | BASE),
         ("from nsa.cli.main import parser; parser().format_help()", {"torch"}),
         ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
-        ("import nsa.lab.process.family", {"torch", "numpy", "psutil"}),
-        ("from nsa.lab.process import launch", {"torch", "numpy", "psutil"}),
+        ("import nsa.lab.process.family", NONE),
+        ("from nsa.lab.process import launch", NONE),
     ],
 )
 def test_what_needs_little_loads_little(statement, absent):
@@ -232,7 +231,6 @@ def test_every_public_name_is_there():
 
     assert all(getattr(nsa, name) is not None for name in nsa.__all__)
     assert set(nsa.__all__) <= set(dir(nsa))
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'nsa_atention'; it has .*nsa_attention"
-    ):
+    message = r"no attribute 'nsa_atention'; it has .*nsa_attention"
+    with pytest.raises(AttributeError, match=message):
         nsa.nsa_atention  # noqa: B018

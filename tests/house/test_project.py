@@ -1,10 +1,10 @@
 """The project's own files agree with one another, and tell nothing of where they were made."""
 
-import importlib
 import os
 import re
 import subprocess
 import tomllib
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from places import ROOT
 import nsa
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENTRY_POINTS = {"console_scripts": PROJECT["scripts"], **PROJECT["entry-points"]}
 MAX_BYTES = 2 * 2**20
 # Brackets keep these patterns from finding themselves.
 MACHINE = {
@@ -28,9 +29,13 @@ def requirements() -> list[Requirement]:
     return [Requirement(line) for lines in lists for line in lines]
 
 
-def pins() -> dict[str, str]:
+def pinned_lines() -> list[str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def pins() -> dict[str, str]:
+    pairs = [line.split("==") for line in pinned_lines()]
     return {canonicalize_name(name): version for name, version in pairs}
 
 
@@ -43,8 +48,7 @@ def test_a_dependency_has_a_range_and_a_pin_inside_it(requirement):
 
 
 def test_constraints_are_plain_pins_each_once():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = [line for line in lines if line and not line.startswith("#")]
+    pinned = pinned_lines()
     assert not [line for line in pinned if not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
     assert len(pins()) == len(pinned)
     assert pins()["torch"] == "2.13.0"
@@ -102,9 +106,7 @@ def test_links_lead_to_what_a_checkout_holds():
     files = {str(path.relative_to(ROOT)) for path in tracked()}
     held = files | {str(folder) for name in files for folder in Path(name).parents}
     lost = []
-    for name in sorted(files):
-        if not name.endswith(".md"):
-            continue
+    for name in sorted(name for name in files if name.endswith(".md")):
         for link in re.findall(r"\]\(([^)\s#]+)", (ROOT / name).read_text()):
             to = os.path.normpath(Path(name).parent / link)
             if not re.match(r"[a-z]+:", link) and to not in held:
@@ -116,28 +118,27 @@ def test_ci_runs_what_the_readme_tells():
     assert re.search(r"^make .*\btest-all$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("group", ["console script", "papermill engine"])
-def test_an_entry_point_leads_to_something(group):
-    if group == "console script":
-        target = PROJECT["scripts"]["nsa"]
-    else:
+@pytest.mark.parametrize(
+    ("group", "name", "target"),
+    [(g, *pair) for g, points in ENTRY_POINTS.items() for pair in points.items()],
+)
+def test_an_entry_point_leads_to_something(group, name, target):
+    if group != "console_scripts":
         pytest.importorskip("papermill")
-        target = PROJECT["entry-points"]["papermill.engine"]["truthful"]
-    module, _, name = target.partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
+    assert callable(EntryPoint(name, target, group).load())
 
 
 @pytest.mark.registered
 def test_papermill_finds_the_engine_by_its_entry_point():
-    from importlib.metadata import PackageNotFoundError, distribution, entry_points
-
     try:
         distribution("nsa")
     except PackageNotFoundError:
         pytest.skip("the package is not installed here")
     pytest.importorskip("papermill")
     found = {point.name: point.load() for point in entry_points(group="papermill.engine")}
-    assert found["truthful"] is importlib.import_module("nsa.workbook.engine").TruthfulEngine
+    from nsa.workbook.engine import TruthfulEngine
+
+    assert found["truthful"] is TruthfulEngine
 
 
 def tracked() -> list[Path]:
@@ -165,22 +166,10 @@ def test_no_tracked_file_tells_of_the_machine_it_was_made_on():
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ("cd /wor", "k/main"),
-        ("/roo", "t/.cache"),
-        ("/hom", "e/ann/nsa"),
-        ("/op", "t/dev/venv"),
-        ("files.pythonhoste", "d.org"),
-        ("--extra-index-ur", "l=x"),
-    ],
-)
-def test_a_trace_of_a_machine_is_seen(parts):
-    assert machine_traces("".join(parts))
-
-
-def test_a_path_that_is_nobodys_is_no_trace():
+def test_a_trace_of_a_machine_is_seen_and_a_path_that_is_nobodys_is_none():
+    traces = "/wor|k/main /roo|t/.cache /hom|e/ann/nsa /op|t/dev/venv files.pythonhoste|d.org "
+    for trace in f"{traces} --extra-index-ur|l=x".split():
+        assert machine_traces(trace.replace("|", "")), trace
     assert not machine_traces("/usr/bin/env, runs/workbook/rooted, /home/someone/runs, network/x")
 
 

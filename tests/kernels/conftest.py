@@ -1,11 +1,37 @@
-"""What the tests of all kernels need."""
+"""What Triton's interpreter does otherwise than a GPU, put right for the tests of all kernels."""
 
+import numpy as np
 import pytest
+import torch
+import triton.language as tl
 from backend_calls import DEVICE
-from interpreted import true_bfloat16
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 @pytest.fixture(autouse=True)
 def bfloat16_as_on_a_gpu(monkeypatch):
-    if DEVICE == "cpu":
-        true_bfloat16(monkeypatch)
+    """Rounds to bfloat16 as a GPU does, and multiplies values in tl.dot.
+
+    Interpreted, a bfloat16 tensor is held as uint16: tl.dot would multiply those, and a cast from
+    fp32 would drop the bits that do not fit.
+    """
+    if DEVICE == "cuda":
+        return
+    plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return plain_dot(self, widened(a), widened(b), *rest)
+
+    def cast_impl(self, x, kind):
+        if (x.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return plain_cast(self, x, kind)
+        rounded = torch.tensor(x.data).to(torch.bfloat16).view(torch.uint16)
+        return TensorHandle(rounded.numpy(), tl.bfloat16)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)

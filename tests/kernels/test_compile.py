@@ -12,19 +12,13 @@ import pytest
 from places import SUPPORT
 from processes import environment_with_package
 
+MAIN = 90, "main", "dense"
 SHARED_KIB = {80: 163, 90: 227}  # what a block can have
 SPILLED = 320  # bytes a thread, as for addresses that are set up before a loop
-PROGRAM = SUPPORT / "compiled.py"
 TARGETS = [
-    (90, "main", "dense"),
-    pytest.param(80, "main", "dense", marks=pytest.mark.slow),
-    pytest.param(90, "main", "packed", marks=pytest.mark.slow),
-    pytest.param(80, "main", "packed", marks=pytest.mark.slow),
-    *(
-        pytest.param(architecture, shape, "dense", marks=pytest.mark.slow)
-        for architecture in SHARED_KIB
-        for shape in ("narrow", "fp32", "wide")
-    ),
+    pytest.param(architecture, *of, marks=[pytest.mark.slow] * ((architecture, *of) != MAIN))
+    for architecture in SHARED_KIB
+    for of in [("main", "packed"), *((x, "dense") for x in ("main", "narrow", "fp32", "wide"))]
 ]
 
 
@@ -32,7 +26,7 @@ TARGETS = [
 def compiled(architecture: int, shape: str, kind: str) -> dict:
     environment = environment_with_package()
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, PROGRAM, str(architecture), shape, kind]
+    command = [sys.executable, SUPPORT / "compiled.py", str(architecture), shape, kind]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -60,6 +54,6 @@ def test_every_kernel_compiles_and_fits_the_chip(architecture, shape, kind):
 @pytest.mark.processes
 @pytest.mark.full
 def test_no_kernel_is_left_out():
-    answer = compiled(90, "main", "dense")
+    answer = compiled(*MAIN)
     left_out = set(answer["kernels"]) - {x["kernel"] for x in answer["compiled"]}
     assert answer["kernels"] and not left_out, f"compiled.reach does not launch {left_out}"

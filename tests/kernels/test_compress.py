@@ -14,19 +14,13 @@ from nsa.kernels.sequences import dense
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
+DENSE = [((37, 37), TINY), ((70,), ODD), ((41,), SMALL)]
+PACKED = [((33, 1, 0, 21, 0), TINY), ((3, 55), SMALL), ((17, 30), EVEN)]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize(
-    ("lengths", "config"),
-    [
-        ((37, 37), TINY),
-        ((70,), ODD),
-        ((41,), SMALL),
-        ((33, 1, 0, 21, 0), TINY),
-        ((3, 55), SMALL),
-        ((17, 30), EVEN),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "config"), DENSE + PACKED)
 def test_means_and_their_gradients_are_the_references(lengths, config, dtype):
     tokens, dims = sum(lengths), (24, 16)
     sequences = sequences_of(lengths, config)

@@ -52,11 +52,13 @@ def test_offsets_past_two_to_the_31_elements():
 
 
 def call(drawn, **changes):
-    leaves = drawn.leaves()
-    shape = drawn.shape
-    k, v = leaves["k"], leaves["v"]
-    o = nsa_attention(leaves["q"], k, v, leaves["gates"], shape.config, backend="triton", **changes)
-    return [o, *torch.autograd.grad(o, list(leaves.values()), drawn.do)]
+    o = forward(drawn, **changes)
+    return [o, *torch.autograd.grad(o, list(drawn.leaves().values()), drawn.do)]
+
+
+def forward(drawn, **changes):
+    tensors = (drawn.leaves()[name] for name in ("q", "k", "v", "gates"))
+    return nsa_attention(*tensors, drawn.shape.config, backend="triton", **changes)
 
 
 @pytest.mark.parametrize("queries", ["random", "correlated"])
@@ -64,13 +66,11 @@ def call(drawn, **changes):
 def test_the_same_inputs_give_the_same_bits_twenty_times(queries, packed):
     # Long enough for small tiles too: those of random queries late in a sequence.
     drawn = draw(Shape(32768, heads=32, kv_heads=2, queries=queries), "cuda")
-    changes = {}
-    if packed:
-        bounds = [0, 1, 700, 700, 4096, 32768]
-        changes["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    first = call(drawn, **changes)
+    bounds = torch.tensor([0, 1, 700, 700, 4096, 32768], dtype=torch.int32, device="cuda")
+    cu_seqlens = bounds if packed else None
+    first = call(drawn, cu_seqlens=cu_seqlens)
     for _ in range(19):
-        for before, again in zip(first, call(drawn, **changes), strict=True):
+        for before, again in zip(first, call(drawn, cu_seqlens=cu_seqlens), strict=True):
             assert torch.equal(before, again)
 
 
@@ -112,18 +112,16 @@ def test_memory_beyond_inputs_and_outputs_is_small_and_linear():
         drawn = draw(Shape(tokens), "cuda")
         call(drawn)
         torch.cuda.synchronize()
-        leaves = drawn.leaves()
-        tensors = leaves["q"], leaves["k"], leaves["v"], leaves["gates"]
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        o = nsa_attention(*tensors, drawn.shape.config, backend="triton")
-        forward = torch.cuda.max_memory_allocated() - before - o.nbytes
+        o = forward(drawn)
+        ahead = torch.cuda.max_memory_allocated() - before - o.nbytes
         torch.cuda.reset_peak_memory_stats()
-        grads = torch.autograd.grad(o, list(leaves.values()), drawn.do)
+        grads = torch.autograd.grad(o, list(drawn.leaves().values()), drawn.do)
         outputs = o.nbytes + sum(x.nbytes for x in grads)
         backward = torch.cuda.max_memory_allocated() - before - outputs
-        extra[tokens] = forward, backward
-        del o, grads, drawn, leaves, tensors
+        extra[tokens] = ahead, backward
+        del o, grads, drawn
         torch.cuda.empty_cache()
     assert extra[65536][0] < 2 * 2**30 and extra[65536][1] < 4 * 2**30, extra
     for short, long in zip(extra[2048], extra[65536], strict=True):
@@ -136,9 +134,8 @@ from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
 config = NSAConfig(8, 4, 16, 4, window=20)
 for dtype, dim in ((torch.bfloat16, 64), (torch.float32, 40)):
-    q = torch.randn(1, 333, 6, dim, device="cuda", dtype=dtype, requires_grad=True)
-    k = torch.randn(1, 333, 2, dim, device="cuda", dtype=dtype, requires_grad=True)
-    v = torch.randn(1, 333, 2, dim, device="cuda", dtype=dtype, requires_grad=True)
+    on = {"device": "cuda", "dtype": dtype, "requires_grad": True}
+    q, k, v = (torch.randn(1, 333, heads, dim, **on) for heads in (6, 2, 2))
     gates = torch.rand(1, 333, 6, 3, device="cuda", requires_grad=True)
     for cu in (None, torch.tensor([0, 5, 5, 40, 333], dtype=torch.int32, device="cuda")):
         o = nsa_attention(q, k, v, gates, config, backend="triton", cu_seqlens=cu)
@@ -155,8 +152,7 @@ torch.cuda.synchronize()
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 def test_compute_sanitizer_finds_no_stray_access():
     """Also for indices that a caller made up."""
-    root = ROOT
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(root)}
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
     done = subprocess.run(
         [*command, "-c", SMALL], env=env, capture_output=True, text=True, timeout=280
@@ -166,7 +162,6 @@ def test_compute_sanitizer_finds_no_stray_access():
 
 @pytest.mark.gpus2
 def test_launches_go_to_the_gpu_of_the_inputs():
-    drawn = draw(Shape(2048, heads=16, kv_heads=1), "cuda:1")
-    want = draw(Shape(2048, heads=16, kv_heads=1), "cuda:0")
-    for a, b in zip(call(drawn), call(want), strict=True):
-        torch.testing.assert_close(a.cpu(), b.cpu())
+    shape = Shape(2048, heads=16, kv_heads=1)
+    other, want = (call(draw(shape, f"cuda:{number}")) for number in (1, 0))
+    torch.testing.assert_close([x.cpu() for x in other], [x.cpu() for x in want])

@@ -20,32 +20,26 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 CASE = Case(40, kv_heads=1, group=2, dim=16, value_dim=16)
 PACKED = replace(CASE, packed=(17, 1, 22))
+dense_and_packed = pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
 CHECKS = "test_schema", "test_faketensor"
 
 
-def arguments(case=CASE, gates=True, blocks=False, keep=True):
-    """Flat arguments of `ops.attend` for a case without a learned phi."""
+def detached(case=CASE, blocks=False):
+    """Flat arguments of `ops.attend` for a case without a learned phi, none of them a leaf."""
     drawn = draw(case, torch.float32, DEVICE)
     (q, k, v, g, config), kwargs = drawn.arguments()
-    cu = kwargs["cu_seqlens"]
-    sizes = sizes_of(config)
+    cu, sizes = kwargs["cu_seqlens"], sizes_of(config)
     flat = {b: (k[b].flatten(0, 1), v[b].flatten(0, 1)) for b in BRANCHES}
     k_cmp, v_cmp = compress_mean(*flat["cmp"], cu, q.shape[0], sizes)
     chosen = torch.zeros(q.shape[1], k_cmp.shape[1], 2, dtype=torch.int32, device=DEVICE)
     chosen[..., 1] = -1
     given = q.flatten(0, 1), k_cmp, v_cmp, *flat["slc"], *flat["win"]
-    optional = g.flatten(0, 1) if gates else None, chosen if blocks else None
-    return *given, *optional, cu, q.shape[0], sizes, 0.25, keep
-
-
-def detached(case=CASE, **options):
-    return tuple(
-        x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, **options)
-    )
+    tensors = [x.detach() for x in (*given, g.flatten(0, 1))]
+    return *tensors, chosen if blocks else None, cu, q.shape[0], sizes, 0.25, True
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+@dense_and_packed
 @pytest.mark.parametrize("blocks", [False, True], ids=["scored", "handed-in"])
 def test_attend_is_a_sound_operator(case, blocks):
     torch.library.opcheck(ops.attend, detached(case, blocks=blocks), test_utils=CHECKS)
@@ -57,7 +51,7 @@ def test_one_branch_without_gates_shares_no_memory_with_what_its_backward_keeps(
     assert torch.equal(o, o_cmp) and o.data_ptr() != o_cmp.data_ptr()
 
 
-@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+@dense_and_packed
 def test_compress_and_select_are_sound_operators(case):
     q, k_cmp, _, k, v, *_, cu, batch, sizes, scale, _ = detached(case)
     for values in (v, None):
@@ -75,36 +69,38 @@ def test_the_backward_has_the_shapes_that_its_fake_promises():
         torch.library.opcheck(ops.attend_backward, given, test_utils=CHECKS)
 
 
-def results(case, call):
+def results(case, call, branches=BRANCHES):
+    """{"o": o, leaf: its gradient} for the leaves of those branches, always of the same draw."""
     torch.manual_seed(0)
     drawn = draw(case, torch.float32, DEVICE)
-    leaves = list(drawn.leaves.values())
     o = call(drawn)
-    return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+    leaves = {n: x for n, x in drawn.leaves.items() if "_" not in n or n[-3:] in branches}
+    grads = torch.autograd.grad(o.square().sum(), list(leaves.values()))
+    return {"o": o, **dict(zip(leaves, grads, strict=True))}
+
+
+def same_bits(got, want):
+    assert got.keys() == want.keys()
+    for name, x in got.items():
+        assert torch.equal(x, want[name]), name
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dense", "packed"])
+@dense_and_packed
 def test_a_whole_graph_compiles_and_gives_the_same_bits(case):
-    def whole(*args, **kwargs):
-        return nsa_attention(*args, **kwargs, backend="triton")
+    compiled = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
 
-    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    def call(drawn):
+        args, kwargs = drawn.arguments()
+        return compiled(*args, **kwargs, backend="triton")
 
-    def call(function):
-        return lambda drawn: function(*drawn.arguments()[0], **drawn.arguments()[1])
-
-    both = results(case, call(whole)), results(case, call(compiled))
-    for name, eager, graph in zip(["o", *draw(case).leaves], *both, strict=True):
-        assert torch.equal(eager, graph), name
+    same_bits(results(case, call), results(case, lambda x: attend(x, "triton")))
 
 
 @pytest.mark.full
 def test_a_checkpointed_call_gives_the_same_bits():
-    plain = results(CASE, lambda x: attend(x, "triton"))
     again = results(CASE, lambda x: checkpoint(attend, x, "triton", use_reentrant=False))
-    for a, b in zip(plain, again, strict=True):
-        assert torch.equal(a, b)
+    same_bits(again, results(CASE, lambda x: attend(x, "triton")))
 
 
 def test_fake_tensors_pass_through_without_a_launch():
@@ -130,11 +126,16 @@ def test_export_keeps_the_operators():
 
 def test_a_second_derivative_is_refused():
     drawn = draw(CASE, torch.float32, DEVICE)
-    (grad,) = torch.autograd.grad(
-        attend(drawn, "triton").square().sum(), drawn.leaves["q"], create_graph=True
-    )
+    q, loss = drawn.leaves["q"], attend(drawn, "triton").square().sum()
+    (grad,) = torch.autograd.grad(loss, q, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
-        torch.autograd.grad(grad.sum(), drawn.leaves["q"])
+        torch.autograd.grad(grad.sum(), q)
+
+
+def only_learning(drawn, *names):
+    for name, leaf in drawn.leaves.items():
+        leaf.requires_grad_(name in names)
+    return names
 
 
 def test_frozen_keys_cost_no_key_gradients(monkeypatch):
@@ -146,8 +147,7 @@ def test_frozen_keys_cost_no_key_gradients(monkeypatch):
     monkeypatch.setattr(span_bwd, "span_dkdv", never)
     monkeypatch.setattr(selected_dkdv, "selected_dkdv", never)
     drawn = draw(CASE, torch.float32, DEVICE)
-    for name, leaf in drawn.leaves.items():
-        leaf.requires_grad_(name in ("q", "gates"))
+    only_learning(drawn, "q", "gates")
     grads = torch.autograd.grad(attend(drawn, "triton").sum(), [drawn.leaves["q"]])
     assert grads[0].isfinite().all()
 
@@ -158,17 +158,11 @@ SUBSETS = [["cmp"], ["slc"], ["win"], ["slc", "win"], ["cmp", "win"], ["cmp", "s
 @pytest.mark.full
 @pytest.mark.parametrize("branches", SUBSETS, ids="+".join)
 def test_an_operator_without_some_branches_is_the_sum_of_the_others(branches):
-    got, want = results_of(branches, "triton"), results_of(branches, "gather")
+    got, want = (
+        results(CASE, lambda x, name=name: attend(x, name, branches=branches), branches)
+        for name in ("triton", "gather")
+    )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # which names what differs
-
-
-def results_of(branches, backend):
-    torch.manual_seed(0)
-    drawn = draw(CASE, torch.float32, DEVICE)
-    o = attend(drawn, backend, branches=branches)
-    names = [n for n in drawn.leaves if "_" not in n or n[-3:] in branches]
-    grads = torch.autograd.grad(o.square().sum(), [drawn.leaves[n] for n in names])
-    return {"o": o, **dict(zip(names, grads, strict=True))}
 
 
 def test_each_tensor_trained_alone_gets_the_gradient_that_it_gets_among_all():
@@ -177,8 +171,7 @@ def test_each_tensor_trained_alone_gets_the_gradient_that_it_gets_among_all():
     together = torch.autograd.grad(attend(drawn, "triton").square().sum(), list(leaves.values()))
     for name, want in zip(leaves, together, strict=True):
         if name in ("v_win", "gates"):
-            for other, leaf in leaves.items():
-                leaf.requires_grad_(other == name)
+            only_learning(drawn, name)
             (got,) = torch.autograd.grad(attend(drawn, "triton").square().sum(), leaves[name])
             assert torch.equal(got, want), name
 
@@ -198,17 +191,13 @@ def test_head_dims_that_are_padded():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASE, PACKED, replace(CASE, tokens=700, batch=2)], ids=str)
 def test_a_second_stream_changes_no_bit(case, monkeypatch):
-    drawn = draw(case, torch.float32, DEVICE)
-
-    def results(enough):
+    def with_two_from(enough):
         monkeypatch.setattr(ops, "ENOUGH", enough)
-        o = attend(drawn, "triton")
-        return [o, *torch.autograd.grad(o.square().sum(), list(drawn.leaves.values()))]
+        return results(case, lambda x: attend(x, "triton"))
 
-    want = results(2**62)
+    want = with_two_from(2**62)
     for _ in range(20):  # its kernels race with those of the call before for the same memory
-        for name, a, b in zip(["o", *drawn.leaves], results(0), want, strict=True):
-            assert torch.equal(a, b), name
+        same_bits(with_two_from(0), want)
 
 
 @pytest.mark.gpu
@@ -219,9 +208,7 @@ def test_a_capture_holds_whatever_streams_are_needed(branches, frozen):
     drawn = draw(replace(CASE, tokens=700), torch.float32, DEVICE)
     names = [n for n in drawn.leaves if "_" not in n or n[-3:] in branches]
     if frozen:
-        names = ["q", "gates"]
-        for name, leaf in drawn.leaves.items():
-            leaf.requires_grad_(name in names)
+        names = only_learning(drawn, "q", "gates")
     leaves, do = [drawn.leaves[name] for name in names], torch.randn_like(drawn.leaves["q"])
     timing.graph_latency(lambda: attend(drawn, "triton", branches=branches), leaves, do)
 

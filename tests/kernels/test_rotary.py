@@ -3,7 +3,7 @@
 import pytest
 import torch
 from backend_calls import DEVICE
-from kernel_inputs import DTYPES
+from kernel_inputs import DTYPES, normal
 
 from nsa.kernels.rotary import rotate
 from nsa.model.rotary import Rotary, has_kernel
@@ -18,7 +18,7 @@ def turned(x, cos, sin, positions=None):
 
 
 def drawn(batch=2, tokens=37, heads=3, dim=24, dtype=torch.float32, restart=None):
-    x = torch.randn(batch, tokens, heads, dim, dtype=torch.float64).to(DEVICE, dtype)
+    x = normal(batch, tokens, heads, dim, dtype=dtype)
     cos, sin = rotary.rotary_tables(tokens, dim, device=DEVICE)
     positions = None
     if restart is not None:
@@ -30,10 +30,7 @@ def drawn(batch=2, tokens=37, heads=3, dim=24, dtype=torch.float32, restart=None
 def both(x, cos, sin, positions):
     """(o, gradient of x) of the kernel and of the definition."""
     found = []
-    for o in (
-        turned(x, cos, sin, positions),
-        rotary.rotate(x, cos, sin, positions=positions),
-    ):
+    for o in (turned(x, cos, sin, positions), rotary.rotate(x, cos, sin, positions=positions)):
         do = torch.linspace(-1, 1, o.numel(), device=DEVICE).to(o.dtype).view_as(o)
         found.append((o, *torch.autograd.grad(o, x, do)))
     return found
@@ -96,7 +93,6 @@ def test_a_model_uses_it_on_a_gpu_and_the_definition_elsewhere(monkeypatch):
     assert not has_kernel(x.double())
     called = []
     monkeypatch.setattr("nsa.model.rotary.has_kernel", lambda x: called.append(1) or True)
-    torch.testing.assert_close(
-        Rotary(cos, sin, positions)(x)[0], rotary.rotate(x, cos, sin, positions=positions)
-    )
+    want = rotary.rotate(x, cos, sin, positions=positions)
+    torch.testing.assert_close(Rotary(cos, sin, positions)(x)[0], want)
     assert called

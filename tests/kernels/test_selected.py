@@ -1,5 +1,6 @@
 """The selected kernels against attention over the mask written out."""
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, assert_same
 from backend_calls import DEVICE
-from kernel_inputs import sequences_of
+from kernel_inputs import attended, rows_of, sequences_of
 from torch import Tensor
+from torch.nn import functional as F
 
 from nsa.blocks import compressed_span, window_span
 from nsa.config import NSAConfig
@@ -22,7 +24,6 @@ from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import default_tile as span_tile
 from nsa.kernels.tiles import Tile, default_tile
 from nsa.kernels.unions import Unions, nested_unions, unions
-from nsa.reference.attend import attend
 from nsa.reference.select import selected_tokens
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -54,10 +55,7 @@ class Case:
     gated: bool = True
 
     def sequences(self) -> Sequences:
-        config = NSAConfig(
-            compress_block=4, compress_stride=4, select_block=self.select_block, select_count=3
-        )
-        return sequences_of(self.lengths, config)
+        return sequences_of(self.lengths, NSAConfig(4, 4, self.select_block, select_count=3))
 
     def draw(self) -> dict[str, Tensor]:
         tokens, heads = sum(self.lengths), self.kv_heads * self.group
@@ -76,17 +74,16 @@ class Case:
         return drawn
 
 
-def ours(
-    case: Case, given: dict[str, Tensor], task: int | None = None, **options
-) -> dict[str, Tensor]:
+Given = dict[str, Tensor]
+
+
+def ours(case: Case, given: Given, task: int | None = None, **options) -> dict[str, Tensor]:
     """Everything that the kernels compute for a case."""
     sequences, scale = case.sequences(), case.dim**-0.5
     q, k, v, do, blocks = (given[n] for n in ("q", "k", "v", "do", "blocks"))
-    gates = given.get("gates")
-    planned = plan(blocks, sequences, case.group)
-    o, lse2 = selected_forward(
-        q, k, v, planned, sequences, scale, gates=gates, branch=BRANCH, **options
-    )
+    gates, planned = given.get("gates"), plan(blocks, sequences, case.group)
+    mixed = {"gates": gates, "branch": BRANCH} | options
+    o, lse2 = selected_forward(q, k, v, planned, sequences, scale, **mixed)
     backward = q, k, v, do, lse2
     dq, delta = selected_dq(*backward, gates, BRANCH, planned, sequences, scale, **options)
     lookup = inverse(blocks, sequences, task)
@@ -99,19 +96,17 @@ def written_out(case: Case, given: dict[str, Tensor], dtype: torch.dtype) -> dic
     q, k, v, do = (given[n].detach().to(dtype).requires_grad_() for n in ("q", "k", "v", "do"))
     gates = given["gates"].to(dtype) if case.gated else torch.ones(*q.shape[:2], 3, dtype=dtype)
     weights = gates[..., BRANCH].clone().requires_grad_()
-    config, outputs, lses, start = case.sequences().config, [], [], 0
-    for length in case.lengths:
-        rows = slice(start, start + length)
-        start += length
-        position = torch.arange(length)
-        visible = selected_tokens(given["blocks"][None, rows], length, config)
-        visible = visible & (position <= position[:, None])
-        o, lse = attend(q[None, rows], k[None, rows], v[None, rows], visible, case.dim**-0.5)
-        outputs.append(o[0])
-        lses.append(lse[0])
-    o = torch.cat(outputs) * weights[..., None]
+    config = case.sequences().config
+
+    def visible(number: int, rows: slice) -> Tensor:
+        position = torch.arange(case.lengths[number])
+        chosen = selected_tokens(given["blocks"][None, rows], len(position), config)
+        return chosen & (position <= position[:, None])
+
+    o, lse = attended(q, k, v, case.lengths, case.lengths, visible, case.dim**-0.5)
+    o = o * weights[..., None]
     o.backward(do.detach())
-    lse2 = torch.cat(lses).detach() / torch.tensor(2.0, dtype=torch.float64).log().item()
+    lse2 = lse.detach() / math.log(2)
     grads = {"dq": q.grad, "dk": k.grad, "dv": v.grad, "delta": weights.grad}
     return {"o": o.detach(), "lse2": lse2, **grads}
 
@@ -127,12 +122,14 @@ def assert_right(case: Case, given: dict[str, Tensor], got: dict[str, Tensor]) -
         assert_as_accurate(name, value, plain[name], exact[name], magnitude=10.0)
 
 
-def check(case: Case, **options) -> None:
-    given = case.draw()
-    assert_right(case, given, ours(case, given, **options))
+def check(case: Case, given: Given | None = None, **options) -> Given:
+    given = given or case.draw()
+    got = ours(case, given, **options)
+    assert_right(case, given, dict(got))
+    return got
 
 
-def planned_for(case: Case) -> tuple[dict[str, Tensor], Plan, Sequences]:
+def planned_for(case: Case) -> tuple[Given, Plan, Sequences]:
     given, sequences = case.draw(), case.sequences()
     return given, plan(given["blocks"], sequences, case.group), sequences
 
@@ -195,13 +192,10 @@ def test_the_tile_changes_nothing_but_rounding(tile):
     case = Case((40,), group=4, select_block=32)
     given = case.draw()
     got = ours(case, given, tile={"small": tile, "large": tile})
-    sequences = case.sequences()
-    lookup = inverse(given["blocks"], sequences)
-    sums = got["lse2"], got["delta"], given["gates"], BRANCH, lookup
-    keys = selected_dkdv(
-        *(given[n] for n in ("q", "k", "v", "do")), *sums, sequences, 0.25, tile=tile
-    )
-    assert_right(case, given, got | {"dk": keys[0], "dv": keys[1]})
+    sequences, tensors = case.sequences(), [given[n] for n in ("q", "k", "v", "do")]
+    sums = got["lse2"], got["delta"], given["gates"], BRANCH, inverse(given["blocks"], sequences)
+    dk, dv = selected_dkdv(*tensors, *sums, sequences, 0.25, tile=tile)
+    assert_right(case, given, got | {"dk": dk, "dv": dv})
 
 
 @pytest.mark.full
@@ -215,29 +209,26 @@ def test_a_union_holds_each_block_once_in_the_order_of_its_tokens(
     blocks = case.draw()["blocks"]
     _, small, large = nested_unions(blocks, case.sequences(), tokens, pieces)
     assert (large is None) == (pieces == 1)
-    for got, step in ((small, tokens), (large, tokens * pieces)):
-        if got is not None:
-            wanted = unions_written_out(case, blocks, step, tokens * pieces)
-            for i, head in product(range(len(wanted)), range(2)):
-                count = int(got.counts[i, head])
-                assert got.blocks[i, head, :count].tolist() == list(wanted[i][head])
-                assert got.members[i, head, :count].tolist() == list(wanted[i][head].values())
-            assert not got.counts[len(wanted) :].any()
+    for got, step in [(small, tokens), (large, tokens * pieces)][: 2 if large else 1]:
+        wanted = unions_written_out(case, blocks, step, tokens * pieces)
+        for i, head in product(range(len(wanted)), range(2)):
+            count = int(got.counts[i, head])
+            assert got.blocks[i, head, :count].tolist() == list(wanted[i][head])
+            assert got.members[i, head, :count].tolist() == list(wanted[i][head].values())
+        assert not got.counts[len(wanted) :].any()
 
 
 def unions_written_out(case: Case, blocks: Tensor, step: int, whole: int) -> list:
     """For tiles of `step` tokens, up to a multiple of `whole`, and 2 heads: {block: members}."""
-    wanted, start = [], 0
-    for length in case.lengths:
+    wanted = []
+    for rows, length in zip(rows_of(case.lengths), case.lengths, strict=True):
         for first in range(0, -(-length // whole) * whole, step):
             tile: list[dict[int, int]] = [{}, {}]
-            for t in range(first, min(first + step, length)):
-                for head, members in enumerate(tile):
-                    for block in blocks[start + t, head].tolist():
-                        if 0 <= block <= t // case.select_block:
-                            members[block] = members.get(block, 0) | 1 << (t - first)
+            for t, head in product(range(first, min(first + step, length)), range(2)):
+                for block in blocks[rows][t, head].tolist():
+                    if 0 <= block <= t // case.select_block:
+                        tile[head][block] = tile[head].get(block, 0) | 1 << (t - first)
             wanted.append(tile)
-        start += length
     return wanted
 
 
@@ -279,22 +270,20 @@ def test_what_a_token_gets_does_not_hinge_on_the_price_of_a_large_tile():
     case = Case((64,), group=16)
     given = case.draw()
     for cost in (0.01, 1.0, 100.0):
-        assert_right(case, given, ours(case, given, cost=cost))
+        check(case, given, cost=cost)
 
 
 def test_the_output_is_mixed_with_a_base_in_place():
     given, planned, sequences = planned_for(Case((40,), group=3))
     arguments = given["q"], given["k"], given["v"], planned, sequences, 0.25
     plain, _ = selected_forward(*arguments)
-    base = torch.randn_like(plain)
-    gates = given["gates"]
-    mixed = plain * gates[..., BRANCH, None] + base
-    weighted = plain * gates[..., BRANCH, None] + base * gates[..., BASE_BRANCH, None]
-    got, _ = selected_forward(*arguments, gates=gates, branch=BRANCH, base=base)
-    torch.testing.assert_close(got, mixed)
-    got, _ = selected_forward(
-        *arguments, gates=gates, branch=BRANCH, base=base, base_branch=BASE_BRANCH, out=base
-    )
+    gates, base = given["gates"], torch.randn_like(plain)
+    gated = plain * gates[..., BRANCH, None]
+    weighted = gated + base * gates[..., BASE_BRANCH, None]
+    mixed = {"gates": gates, "branch": BRANCH, "base": base}
+    got, _ = selected_forward(*arguments, **mixed)
+    torch.testing.assert_close(got, gated + base)
+    got, _ = selected_forward(*arguments, **mixed, base_branch=BASE_BRANCH, out=base)
     assert got is base
     torch.testing.assert_close(base, weighted)
 
@@ -320,11 +309,8 @@ def test_a_block_of_many_tokens_is_summed_from_parts_alike_every_time(scanned, m
     case = Case((61,), group=4, kv_heads=2)
     given = case.draw()
     given["blocks"][..., 0] = 0
-    got = ours(case, given, task=7)
-    again = ours(case, given, task=7)
-    assert_right(case, given, dict(got))
-    assert torch.equal(got["dk"], again["dk"])
-    assert torch.equal(got["dv"], again["dv"])
+    got, again = check(case, given, task=7), ours(case, given, task=7)
+    assert torch.equal(got["dk"], again["dk"]) and torch.equal(got["dv"], again["dv"])
 
 
 @pytest.mark.full
@@ -333,7 +319,7 @@ def test_a_block_longer_than_a_tile_of_keys_is_taken_part_by_part(task):
     case = Case((90,), group=2, select_block=40, slots=2)
     given = case.draw()
     given["blocks"][..., 0] = torch.arange(90)[:, None] // 40  # all of a block's tokens choose it
-    assert_right(case, given, ours(case, given, task=task))
+    check(case, given, task=task)
 
 
 @pytest.mark.parametrize("scanned", [False, True])
@@ -363,18 +349,14 @@ def test_the_inverse_lists_a_blocks_tokens_ascending_and_cuts_them_into_tasks(
 
 def choosers(case: Case, blocks: Tensor) -> list[list[int]]:
     """Rows of the tokens that selected each block, KV head by KV head."""
-    axis = case.sequences().selectable
     lists = []
     for head in range(case.kv_heads):
-        known, start = 0, 0
-        for length in case.lengths:
-            for block in range(-(-length // case.select_block)):
-                first = start + block * case.select_block
-                rows = range(first, start + length)
-                lists.append([t for t in rows if block in blocks[t, head].tolist()])
-                known += 1
-            start += length
-        lists += [[]] * (axis.rows - known)
+        of_head = []
+        for rows in rows_of(case.lengths):
+            for block, first in enumerate(range(rows.start, rows.stop, case.select_block)):
+                choosing = range(first, rows.stop)
+                of_head.append([t for t in choosing if block in blocks[t, head].tolist()])
+        lists += of_head + [[]] * (case.sequences().selectable.rows - len(of_head))
     return lists
 
 
@@ -383,7 +365,7 @@ def test_dq_vanishes_where_one_key_has_all_the_weight():
     given = case.draw()
     given["q"] *= 30
     given["v"] *= 8
-    assert_right(case, given, ours(case, given))
+    check(case, given)
 
 
 def test_blocks_that_nobody_selects_get_a_gradient_of_zero():
@@ -416,13 +398,11 @@ def test_not_a_number_stays_within_its_sequence():
 def test_what_lies_behind_the_last_column_is_not_read():
     case = Case((20,), group=2, dim=24, value_dim=40)
     given = case.draw()
-    cut = {n: x for n, x in given.items() if n in ("q", "k", "v", "do")}
-    for name, x in cut.items():
-        wide = x.new_full((*x.shape[:2], 64), float("nan"))
-        wide[..., : x.shape[2]] = x
-        cut[name] = wide[..., : x.shape[2]]
     plain = ours(case, given)
-    for name, value in ours(case, given | cut).items():
+    for name in ("q", "k", "v", "do"):
+        x = given[name]
+        given[name] = F.pad(x, (0, 64 - x.shape[2]), value=float("nan"))[..., : x.shape[2]]
+    for name, value in ours(case, given).items():
         assert_same(value, plain[name], name)
 
 
@@ -431,17 +411,13 @@ def test_strided_and_expanded_inputs_are_read_where_they_lie():
     case = Case((40,), group=2, kv_heads=2, slots=2)
     given = case.draw()
     plain = ours(case, given)
-    strided = {
-        n: x.transpose(0, 1).contiguous().transpose(0, 1) if n != "blocks" else x
-        for n, x in given.items()
-    }
+    strided = {n: x.transpose(0, 1).contiguous().transpose(0, 1) for n, x in given.items()}
     strided["blocks"] = torch.stack([given["blocks"]] * 2, dim=-1)[..., 0]
     strided["gates"] = given["gates"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
     for name, value in ours(case, strided).items():
         assert torch.equal(value, plain[name]), name
-    one = {n: x[:, :1].expand_as(x) if n in ("k", "v") else x for n, x in given.items()}
-    copied = {n: x.contiguous() for n, x in one.items()}
-    wanted = ours(case, copied)
+    one = given | {n: given[n][:, :1].expand_as(given[n]) for n in ("k", "v")}
+    wanted = ours(case, {n: x.contiguous() for n, x in one.items()})
     for name, value in ours(case, one).items():
         assert torch.equal(value, wanted[name]), name
 
@@ -455,21 +431,14 @@ def test_a_large_tile_is_a_whole_number_of_small_ones(group):
 
 @pytest.mark.parametrize(
     ("group", "blocks", "expected"),
-    [
-        (16, 20, True),
-        (16, 128, True),
-        (16, 256, False),
-        (16, 1024, False),
-        (4, 256, True),
-        (64, 8, False),
-    ],
+    [(16, 20, 1), (16, 128, 1), (16, 256, 0), (16, 1024, 0), (4, 256, 1), (64, 8, 0)],
 )
 def test_short_sequences_are_left_to_large_tiles(group, blocks, expected):
     _, small, large = tile_tokens(group)
     slots = torch.zeros(1, 1, 16 * small), torch.zeros(1, 1, 16 * large)
     unions = [Unions(n, x, x, x) for n, x in zip((small, large), slots, strict=True)]
     planned = Plan(group, group, slots[0], unions[0], unions[1] if large > small else None)
-    assert planned.always_large(blocks, 3, 1.4) is expected
+    assert planned.always_large(blocks, 3, 1.4) is bool(expected)
 
 
 @pytest.mark.full

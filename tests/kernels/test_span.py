@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, assert_same
 from backend_calls import DEVICE
-from kernel_inputs import sequences_of
+from kernel_inputs import attended, sequences_of
 from torch import Tensor
 
 from nsa.blocks import Span, compressed_span, window_span
@@ -17,7 +17,6 @@ from nsa.kernels.span_bwd import span_dkdv, span_dq
 from nsa.kernels.span_common import descriptors_fit
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile
-from nsa.reference.attend import attend
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
@@ -25,6 +24,7 @@ CONFIG = NSAConfig(8, 4, 8, 4, window=20)
 COMPRESSED, WINDOW = compressed_span(CONFIG), window_span(CONFIG)
 TILE = Tile(16, 16, 4, 2)
 BRANCH, BASE_BRANCH = 2, 0
+each_span = pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
 
 
 @dataclass
@@ -85,20 +85,15 @@ class Problem:
         """Plain torch's output and gradients, each sequence on its own."""
         names = ("q", "k", "v", "gates")
         leaves = {x: getattr(self, x).to(dtype).detach().requires_grad_() for x in names}
-        outputs, token, key = [], 0, 0
-        for length in self.case.lengths:
-            count = self.case.keys_of(length)
-            rows, keys = slice(token, token + length), slice(key, key + count)
-            token, key = token + length, key + count
-            if not length:
-                continue
-            s = torch.arange(count, device=DEVICE)
-            seen = [self.span.seen(t) for t in range(length)]
-            visible = torch.stack([(s >= low) & (s < high) for low, high in seen])
-            q, k, v = leaves["q"][None, rows], leaves["k"][None, keys], leaves["v"][None, keys]
-            o, _ = attend(q, k, v, visible[None, None], self.scale)
-            outputs.append(o[0])
-        o = torch.cat(outputs)
+        key_lengths = [self.case.keys_of(length) for length in self.case.lengths]
+
+        def visible(number, rows):
+            s = torch.arange(key_lengths[number], device=DEVICE)
+            seen = [self.span.seen(t) for t in range(rows.stop - rows.start)]
+            return torch.stack([(s >= low) & (s < high) for low, high in seen])[None, None]
+
+        qkv = (leaves[x] for x in "qkv")
+        o, _ = attended(*qkv, self.case.lengths, key_lengths, visible, self.scale)
         if gated:
             gates = leaves["gates"]
             base = gates[..., BASE_BRANCH, None] * self.base.to(dtype)
@@ -121,13 +116,11 @@ class Problem:
 
 def check(case: Case, gated=True) -> None:
     problem = Problem(case)
-    got = problem.kernels(gated)
     same, exact = problem.reference(case.dtype, gated), problem.reference(torch.float64, gated)
-    magnitude = float(case.dim)
-    for name, value in got.items():
+    for name, value in problem.kernels(gated).items():
         if value.numel():
-            of = f"{name} of {case}"
-            assert_as_accurate(of, value, same[name], exact[name], magnitude=magnitude)
+            results = value, same[name], exact[name]
+            assert_as_accurate(f"{name} of {case}", *results, magnitude=float(case.dim))
 
 
 SHAPES = [
@@ -141,7 +134,7 @@ SHAPES = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@each_span
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_and_gradients_are_as_accurate_as_plain_torch(span, number, dtype):
@@ -151,7 +144,7 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_torch(span, number, dtyp
     check(Case(lengths, span, heads, kv_heads, dim, value_dim, dtype, tile))
 
 
-@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@each_span
 def test_without_gates_the_weight_is_one(span):
     check(Case((40,), span), gated=False)
 
@@ -183,7 +176,7 @@ def test_a_query_that_sees_no_key_yields_zero_and_minus_infinity(lengths):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, for tl.max
-@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@each_span
 def test_non_finite_rows_stay_in_their_sequence(span):
     problem = Problem(Case((20, 23, 37), span))
     clean = problem.kernels()
@@ -191,8 +184,7 @@ def test_non_finite_rows_stay_in_their_sequence(span):
     token, key = slice(20, 43), slice(before, before + problem.case.keys_of(23))
     for x, rows in (("q", token), ("do", token), ("base", token), ("k", key), ("v", key)):
         getattr(problem, x)[rows] = float("nan")
-    got = problem.kernels()
-    for name, value in got.items():
+    for name, value in problem.kernels().items():
         rows = key if name in ("dk", "dv") else token
         for part in (slice(0, rows.start), slice(rows.stop, None)):
             assert torch.equal(value[part], clean[name][part]), name
@@ -232,22 +224,20 @@ def test_the_sum_may_replace_its_base_and_a_gradient_may_be_added_to():
     torch.testing.assert_close(given, alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@each_span
 def test_strides_of_tokens_and_heads_are_the_callers(span):
     problem = Problem(Case((24,), span, heads=4, kv_heads=2))
     want = problem.kernels()
     for name in ("q", "k", "v", "do", "base"):
         x = getattr(problem, name)
-        wide = torch.full((x.shape[1], x.shape[0], x.shape[2] + 5), float("nan"), device=DEVICE)
-        wide[..., : x.shape[2]] = x.transpose(0, 1)
+        wide = torch.nn.functional.pad(x.transpose(0, 1), (0, 5), value=float("nan"))
         setattr(problem, name, wide[..., : x.shape[2]].transpose(0, 1))
     problem.gates = problem.gates.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    got = problem.kernels()
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert all(torch.equal(x, want[name]) for name, x in problem.kernels().items())
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@each_span
 @pytest.mark.parametrize("lengths", [(45,), (33, 33)], ids=["one", "batch"])
 def test_descriptors_fetch_what_pointers_do(span, lengths):
     problem = Problem(Case(lengths, span, heads=3, dim=24, value_dim=40, dtype=torch.bfloat16))
@@ -256,15 +246,14 @@ def test_descriptors_fetch_what_pointers_do(span, lengths):
         o, lse2 = problem.forward(descriptors=descriptors)
         dq, delta = problem.dq(lse2, descriptors=descriptors)
         given, _ = problem.dq(lse2, delta=delta, descriptors=descriptors)
-        both.append(
-            (o, lse2, dq, delta, given, *problem.dkdv(lse2, delta, descriptors=descriptors))
-        )
+        keys = problem.dkdv(lse2, delta, descriptors=descriptors)
+        both.append((o, lse2, dq, delta, given, *keys))
     for pointers, fetched in zip(*both, strict=True):
         assert_same(fetched, pointers)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+@each_span
 @pytest.mark.parametrize("wanted", [6, 1000])
 def test_idle_processors_are_given_shares_of_heads_and_tokens(span, wanted, monkeypatch):
     problem = Problem(Case((90, 7), span, heads=12, kv_heads=2))
@@ -273,26 +262,22 @@ def test_idle_processors_are_given_shares_of_heads_and_tokens(span, wanted, monk
     whole = problem.dkdv(lse2, delta)
     monkeypatch.setattr(span_bwd, "processors", lambda device: wanted)
     monkeypatch.setattr(span_bwd, "LEAST_STEPS", 1)
-    launches = []
-    monkeypatch.setattr(span_bwd, "sum_parts", Recorded(span_bwd.sum_parts, launches))
-    shared = problem.dkdv(lse2, delta)
-    torch.testing.assert_close(shared, whole, rtol=1e-5, atol=1e-5)
-    most = max((options["PARTS"] for options in launches), default=1)
+    kernel, parts = span_bwd.sum_parts, []
+
+    class Recorded:
+        """The kernel, of which the number of parts that each launch adds up is kept."""
+
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                parts.append(options["PARTS"])
+                return kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(span_bwd, "sum_parts", Recorded())
+    torch.testing.assert_close(problem.dkdv(lse2, delta), whole, rtol=1e-5, atol=1e-5)
+    most = max(parts, default=1)
     assert most > 6 if wanted == 1000 else most == (6 if span == COMPRESSED else 1)
-
-
-class Recorded:
-    """A kernel whose launches' keyword arguments are kept."""
-
-    def __init__(self, kernel, launches):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            self.launches.append(options)
-            return self.kernel[grid](*args, **options)
-
-        return launch
 
 
 def test_descriptors_are_left_where_they_cannot_fetch():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from backend_calls import DEVICE
 from cases import EVEN, ODD, SMALL, TINY
-from kernel_inputs import DTYPES, means, normal, sequences_of
+from kernel_inputs import DTYPES, means, normal, rows_of, sequences_of
 
-from nsa.blocks import compressed_span
+from nsa.blocks import compressed_span, count_compressed
 from nsa.config import NSAConfig
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile
@@ -50,13 +50,11 @@ def check(lengths, config, group, dtype, kv_heads=1, dim=16, tile=TILE):
     k_cmp = means(k, lengths, config)
     got = chosen(q, k_cmp, lengths, config, tile=tile)
     assert got.dtype == torch.int32 and got.shape == (len(q), kv_heads, config.select_count)
-    token = key = 0
-    for length in filter(None, lengths):
-        keys = max(0, (length - config.compress_block) // config.compress_stride + 1)
-        rows = slice(token, token + length)
-        exact = scores(q[rows], k_cmp[key : key + keys], config)
-        assert_selects_as_well(got[rows], exact, config, dtype)
-        token, key = token + length, key + keys
+    key_lengths = [count_compressed(length, config) for length in lengths]
+    for rows, keys in zip(rows_of(lengths), rows_of(key_lengths), strict=True):
+        if rows.start < rows.stop:
+            exact = scores(q[rows], k_cmp[keys], config)
+            assert_selects_as_well(got[rows], exact, config, dtype)
 
 
 def assert_selects_as_well(got, exact, config, dtype):
@@ -91,12 +89,6 @@ def test_keeps_as_much_importance_as_the_exact_selection(config, tokens, dtype):
     check((tokens,), config, 3, dtype)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("group", [1, 6, 16])
-def test_any_group_selects_together(group):
-    check((70,), TINY, group, torch.float32)
-
-
 @pytest.mark.parametrize("dim", [24, pytest.param(40, marks=pytest.mark.full)])
 def test_any_head_dim_and_batch(dim):
     check((50, 50), TINY, 3, torch.float32, kv_heads=2, dim=dim)
@@ -108,8 +100,17 @@ def test_any_tile(tile, dtype):
     check((90,), TINY, 2, dtype, tile=tile)
 
 
-def test_a_query_with_one_slot_selects_its_own_block():
-    check((40,), SMALLEST, 2, torch.float32)
+@pytest.mark.parametrize(
+    ("lengths", "config", "group"),
+    [
+        *(pytest.param((70,), TINY, group, marks=pytest.mark.full) for group in (1, 6, 16)),
+        pytest.param((40,), SMALLEST, 2, id="one slot: a query's own block"),
+        pytest.param((1, 1), TINY, 2, id="no compressed key"),
+        pytest.param((3, 3), TINY, 2, id="no compressed key but soon"),
+    ],
+)
+def test_any_group_selects_together_what_is_legal(lengths, config, group):
+    check(lengths, config, group, torch.float32)
 
 
 @pytest.mark.full
@@ -119,17 +120,10 @@ def test_packed_sequences_select_as_if_alone(config):
     check(lengths, config, 2, torch.float32)
     q, k = normal(sum(lengths), 2, 16), normal(sum(lengths), 1, 16)
     together = chosen(q, means(k, lengths, config), lengths, config)
-    start = 0
-    for length in (n for n in lengths if n):
-        rows = slice(start, start + length)
-        alone = chosen(q[rows], means(k[rows], (length,), config), (length,), config)
-        assert torch.equal(together[rows], alone)
-        start += length
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_sequence_without_compressed_keys_selects_its_legal_blocks(tokens):
-    check((tokens, tokens), TINY, 2, torch.float32)
+    for rows, length in zip(rows_of(lengths), lengths, strict=True):
+        if length:
+            alone = chosen(q[rows], means(k[rows], (length,), config), (length,), config)
+            assert torch.equal(together[rows], alone)
 
 
 def test_enough_slots_for_all_blocks_select_all_that_are_legal():

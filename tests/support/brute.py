@@ -16,14 +16,10 @@ def softmax(scores):
     return [w / sum(weights) for w in weights]
 
 
-def attend(query, keys, values, scale):
-    """One query over a list of keys; 0 if there is none."""
-    if not keys:
-        return [0.0] * len(values[0]) if values else None
-    probs = softmax([dot(query, key) * scale for key in keys])
-    return [
-        sum(p * v[c] for p, v in zip(probs, values, strict=True)) for c in range(len(values[0]))
-    ]
+def attend(query, keys, values, seen, scale, width):
+    """One query over those keys that it sees; `width` zeros if there is none."""
+    probs = softmax([dot(query, keys[s]) * scale for s in seen]) if seen else []
+    return [sum(p * values[s][c] for p, s in zip(probs, seen, strict=True)) for c in range(width)]
 
 
 def mean(rows):
@@ -57,17 +53,9 @@ def nsa_one_group(q, k, v, gates, cfg):
         chosen.append(blocks)
         inside = [s for s in range(t + 1) if s // cfg.select_block in blocks]
         recent = [s for s in range(t + 1) if t - s < cfg.window]
+        branches = (k_cmp, v_cmp, seen), (k["slc"], v["slc"], inside), (k["win"], v["win"], recent)
         for g, head in enumerate(q):
-            parts = [
-                attend(head[t], [k_cmp[i] for i in seen], [v_cmp[i] for i in seen], scale)
-                or [0.0] * width,
-                attend(
-                    head[t], [k["slc"][s] for s in inside], [v["slc"][s] for s in inside], scale
-                ),
-                attend(
-                    head[t], [k["win"][s] for s in recent], [v["win"][s] for s in recent], scale
-                ),
-            ]
+            parts = [attend(head[t], *branch, scale, width) for branch in branches]
             o[g].append([dot(gates[g][t], column) for column in zip(*parts, strict=True)])
     return o, chosen
 

@@ -1,6 +1,7 @@
 """The shapes that every backend is tested on, and how their tensors are drawn."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class Drawn:
     case: Case
     leaves: dict[str, Tensor]
     cu_seqlens: Tensor | None = None
-    blocks: Tensor | None = field(default=None)
+    blocks: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Drawn":
         """The same values in another dtype, as new leaves."""
@@ -77,6 +78,23 @@ class Drawn:
             n: x.detach().to(dtype, copy=True).requires_grad_() for n, x in self.leaves.items()
         }
         return Drawn(self.case, leaves, self.cu_seqlens, self.blocks)
+
+    def otherwise_after(self, t: int) -> "Drawn":
+        """A copy with other queries, keys and values behind token t."""
+        later = self.to(self.leaves["q"].dtype)
+        with torch.no_grad():
+            for name, leaf in later.leaves.items():
+                if name[0] in "qkv":
+                    leaf[:, t + 1 :] = torch.randn_like(leaf[:, t + 1 :])
+        return later
+
+    def has_the_gradients_of(self, call: Callable[["Drawn"], Tensor]) -> bool:
+        """torch's gradcheck of call(self) in every leaf."""
+
+        def f(*leaves):
+            return call(replace(self, leaves=dict(zip(self.leaves, leaves, strict=True))))
+
+        return torch.autograd.gradcheck(f, tuple(self.leaves.values()), fast_mode=True)
 
     def arguments(self) -> tuple[tuple, dict]:
         """(args, kwargs) for the reference as well as for `nsa_attention`."""
@@ -89,18 +107,16 @@ class Drawn:
     def _phi(self) -> Phi:
         rotary = None
         if self.case.compress_rope:
-            angles = torch.outer(
-                torch.arange(self.case.tokens, dtype=torch.float64),
-                1e4 ** -torch.linspace(0, 1, self.case.dim // 2, dtype=torch.float64),
-            ).to(self.leaves["q"].device)
-            dtype = torch.promote_types(self.leaves["q"].dtype, torch.float32)
+            q, positions = self.leaves["q"], torch.arange(self.case.tokens, dtype=torch.float64)
+            speeds = 1e4 ** -torch.linspace(0, 1, self.case.dim // 2, dtype=torch.float64)
+            angles = torch.outer(positions, speeds).to(q.device)
+            dtype = torch.promote_types(q.dtype, torch.float32)
             rotary = (angles.cos().to(dtype), angles.sin().to(dtype))
-        weights = {}
-        for side in ("key", "value"):
-            named = {n.removeprefix(f"phi_{side}_"): x for n, x in self.leaves.items()
-                     if n.startswith(f"phi_{side}_")}  # fmt: skip
-            weights[side] = PhiWeights(**named) if named else None
-        return Phi(self.case.phi, weights["key"], weights["value"], rotary)
+        weights = []
+        for side in ("phi_key_", "phi_value_"):
+            own = {n.removeprefix(side): x for n, x in self.leaves.items() if n.startswith(side)}
+            weights.append(PhiWeights(**own) if own else None)
+        return Phi(self.case.phi, *weights, rotary)
 
 
 def draw(case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Drawn:
@@ -127,15 +143,10 @@ def draw(case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu") ->
 
 
 def _phi_shapes(case: Case, dim: int) -> dict[str, tuple[int, ...]]:
-    length, hidden = case.config.compress_block, 24
-    position = {"position": (case.kv_heads, length, dim)}
-    if case.phi == "linear":
-        return position | {"weight1": (case.kv_heads, length * dim, dim)}
+    if case.phi == "mean":
+        return {}
+    length, hidden = case.config.compress_block, 24 if case.phi == "mlp" else dim
+    shapes = {"position": (length, dim), "weight1": (length * dim, hidden)}
     if case.phi == "mlp":
-        return position | {
-            "weight1": (case.kv_heads, length * dim, hidden),
-            "bias1": (case.kv_heads, hidden),
-            "weight2": (case.kv_heads, hidden, dim),
-            "bias2": (case.kv_heads, dim),
-        }
-    return {}
+        shapes |= {"bias1": (hidden,), "weight2": (hidden, dim), "bias2": (dim,)}
+    return {name: (case.kv_heads, *shape) for name, shape in shapes.items()}

@@ -11,69 +11,46 @@ import torch
 from torch import Tensor
 
 from nsa.attention import dense
-from nsa.attention.branches import chosen_blocks
+from nsa.attention.branches import run_with_selected
 from nsa.attention.dense import dense_attention
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import plain_backward
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import plain_backward
+from nsa.blocks import Span
 from nsa.config import NSAConfig
-from nsa.reference.compress import compress_keys, compress_values
 
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
-    q, k, v, config = inputs.q, inputs.k, inputs.v, inputs.config
-    outputs = {}
-    k_cmp, v_cmp = _means(inputs)
-    if "cmp" in inputs.branches:
-        outputs["cmp"] = _compressed(q, k_cmp, v_cmp, config, inputs.scale, note)
-    if "slc" in inputs.branches:
-        outputs["slc"] = _selected(inputs, k_cmp, note)
-    if "win" in inputs.branches:
-        outputs["win"], library = dense_attention(
-            q, k["win"], v["win"], scale=inputs.scale, window=config.window
-        )
-        note("win", library)
-    return outputs
-
-
-def _means(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """Compressed keys and values, by our kernels where they run."""
-    from nsa.attention.backends import triton
-
-    if not triton.why_not(inputs):
-        return triton.compressed(inputs)
-    k, v = inputs.k.get("cmp"), inputs.v.get("cmp")
-    return (
-        None if k is None else compress_keys(k, inputs.phi, inputs.config),
-        None if v is None else compress_values(v, inputs.phi, inputs.config),
-    )
-
-
-def _compressed(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, config: NSAConfig, scale: float, note: Note
-) -> Tensor:
-    count, kv_heads = k_cmp.shape[1:3]
-    if count == 0:
-        note("cmp", "no-keys")
-        return q.new_zeros(*q.shape[:3], v_cmp.shape[3])
-    grouped = _Moved.apply(q, regroup, ungroup, config, count, kv_heads)
-    o, library = dense_attention(grouped, k_cmp, v_cmp, scale=scale)
-    note("cmp", f"{library}-regrouped")
-    return _Moved.apply(o, ungroup, regroup, config, q.shape[1], kv_heads)
-
-
-def _selected(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
     from nsa.attention.backends import packed, triton
 
     if triton.why_not(inputs):
-        return packed.selected(inputs, chosen_blocks(inputs, k_cmp, note), note)
-    blocks = inputs.blocks
-    if blocks is None:
-        note("score", "triton")
-        with torch.no_grad():
-            blocks = triton.select_blocks(inputs, k_cmp)
-    return triton.selected(inputs, blocks, note)
+        return run_with_selected(inputs, note, packed.selected, _attend_span)
+    ours = triton.selected, _attend_span, triton.compressed, _chosen_by_kernels
+    return run_with_selected(inputs, note, *ours)
+
+
+def _chosen_by_kernels(inputs: Inputs, k_cmp: Tensor | None, note: Note) -> Tensor:
+    from nsa.attention.backends import triton
+
+    if inputs.blocks is not None:
+        return inputs.blocks
+    note("score", "triton")
+    with torch.no_grad():
+        return triton.select_blocks(inputs, k_cmp)
+
+
+def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, str]:
+    q, config, scale = inputs.q, inputs.config, inputs.scale
+    if span.lookback is not None:
+        return dense_attention(q, k, v, scale=scale, window=span.lookback)
+    count, kv_heads = k.shape[1:3]
+    if count == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[3]), "no-keys"
+    grouped = _Moved.apply(q, regroup, ungroup, config, count, kv_heads)
+    o, library = dense_attention(grouped, k, v, scale=scale)
+    o = _Moved.apply(o, ungroup, regroup, config, q.shape[1], kv_heads)
+    return o, f"{library}-regrouped"
 
 
 def regroup(x: Tensor, config: NSAConfig, count: int, kv_heads: int) -> Tensor:
@@ -132,7 +109,7 @@ def why_not(inputs: Inputs) -> list[str]:
 BACKEND = Backend(
     "flash",
     run,
-    why_not,
     summary="flash-attn for window and compressed; our kernels or packed for selected",
     quadratic=False,
+    why_not=why_not,
 )

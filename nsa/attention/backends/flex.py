@@ -8,7 +8,7 @@ forward only.
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -22,21 +22,14 @@ TILE = 128  # queries and keys under one entry of the block mask
 WORD = 8  # blocks in one byte of the selection's bits; wider words overflow shared memory
 
 
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
-    implementation = "flex-compiled" if inputs.q.is_cuda else "flex-uncompiled"
-
-    def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
-        note("slc", implementation)
-        return _attend_selected(inputs, blocks)
-
-    return run_with_selected(inputs, note, selected, _attend_span, implementation)
+def _served(inputs: Inputs) -> str:
+    return "flex-compiled" if inputs.q.is_cuda else "flex-uncompiled"
 
 
-def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> Tensor:
+def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, str]:
     q = inputs.q
     if k.shape[1] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3])
+        return q.new_zeros(*q.shape[:3], v.shape[3]), _served(inputs)
     length, stride = span.length, span.stride
     # Any number past the last key's stands for "no limit".
     reach = (span.lookback or k.shape[1] + 1) * stride
@@ -46,10 +39,11 @@ def _attend_span(inputs: Inputs, k: Tensor, v: Tensor, span: Span) -> Tensor:
         return (ended >= 0) & (ended < reach)
 
     tiles = span_tiles(span, q.shape[1], k.shape[1], q.device)
-    return _flex(inputs, k, v, visible, tiles[None, None])
+    return _flex(inputs, k, v, visible, tiles[None, None]), _served(inputs)
 
 
-def _attend_selected(inputs: Inputs, blocks: Tensor) -> Tensor:
+def _attend_selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
+    note("slc", _served(inputs))
     k, v, size, group = inputs.k["slc"], inputs.v["slc"], inputs.config.select_block, inputs.group
     bits = selection_bits(blocks, count_selectable(k.shape[1], inputs.config))
 
@@ -106,12 +100,9 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
         # Without gradients by `why_not`; flex_attention refuses leaves that could take one.
         q, k, v = q.detach(), k.detach(), v.detach()
     order = tiles.int().argsort(dim=-1, descending=True, stable=True).int()
+    held, lengths = tiles.sum(-1, dtype=torch.int32), (q.shape[1], k.shape[1])
     mask = BlockMask.from_kv_blocks(
-        tiles.sum(-1, dtype=torch.int32),
-        order,
-        BLOCK_SIZE=TILE,
-        mask_mod=visible,
-        seq_lengths=(q.shape[1], k.shape[1]),
+        held, order, BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=lengths
     )
     # The default of 8 shapes is few for a process that sweeps them; a miss raises, never degrades.
     recompiles = torch._dynamo.config.patch(recompile_limit=256)
@@ -121,9 +112,7 @@ def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor
         # Dynamo looks at inputs that are no leaves, and hides this from the console only.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         o = _flex_attention(q.is_cuda)(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
+            *(x.transpose(1, 2) for x in (q, k, v)),
             block_mask=mask,
             scale=inputs.scale,
             enable_gqa=inputs.group > 1,
@@ -147,13 +136,12 @@ def why_not(inputs: Inputs) -> list[str]:
     """Reasons for which flex_attention does not take the inputs."""
     q, reasons = inputs.q, []
     tensors = [q, *inputs.k.values(), *inputs.v.values(), *inputs.phi.tensors()]
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if q.is_cuda:
         if q.dtype == torch.float64:
             reasons.append("needs fp32, bf16 or fp16 on a GPU, got torch.float64")
         if min(q.shape[3], inputs.value_dim) < 16:
             reasons.append(f"needs D and DV of at least 16, got {q.shape[3]}, {inputs.value_dim}")
-    elif needs_grad:
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         reasons.append(
             f"flex_attention has no backward on {q.device.type}; "
             "use a GPU, torch.no_grad() or another backend"
@@ -171,9 +159,9 @@ def not_for_auto(inputs: Inputs) -> list[str]:
 
 BACKEND = Backend(
     "flex",
-    run,
-    why_not,
-    not_for_auto=not_for_auto,
+    partial(run_with_selected, selected=_attend_selected, spans=_attend_span),
     summary="flex_attention with block-sparse masks; linear memory on a GPU, forward only on a CPU",
     quadratic=False,
+    why_not=why_not,
+    not_for_auto=not_for_auto,
 )

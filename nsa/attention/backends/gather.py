@@ -5,22 +5,19 @@ Gradients of keys and values are added up in fp32 (by atomics on a GPU, so not b
 there unless torch.use_deterministic_algorithms is on).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import dot, plain_backward, probs_from, wide
 
 # Gathered key and value elements held at once, by device; the more, the fewer and larger the
 # launches, of which a GPU needs large ones: half the time of 2^24 there.
 ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
-
-
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
-    return run_with_selected(inputs, note, _selected)
 
 
 def _selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
@@ -42,8 +39,8 @@ class _GatherAttention(torch.autograd.Function):
             scores = _scores(queries, _take(k, index), hidden, scale)  # [M', G, S]
             lse_rows = torch.logsumexp(scores, dim=-1)
             probs = probs_from(scores, lse_rows).to(v.dtype)
-            o[:, rows] = _as_rows(dot(probs, _take(v, index)), o[:, rows])
-            lse[:, rows] = _as_rows(lse_rows, lse[:, rows])
+            o[:, rows] = dot(probs, _take(v, index)).reshape_as(o[:, rows])
+            lse[:, rows] = lse_rows.reshape_as(lse[:, rows])
         ctx.save_for_backward(q, k, v, blocks, lse)
         ctx.size, ctx.scale = size, scale
         return o
@@ -52,10 +49,8 @@ class _GatherAttention(torch.autograd.Function):
     @plain_backward
     def backward(ctx, do):
         q, k, v, blocks, lse = ctx.saved_tensors
-        accumulate, kv_heads = wide(q.dtype), k.shape[2]
-        dq = torch.empty_like(q)
-        dk = torch.zeros(k.shape, dtype=accumulate, device=k.device)
-        dv = torch.zeros(v.shape, dtype=accumulate, device=v.device)
+        kv_heads, dq = k.shape[2], torch.empty_like(q)
+        dk, dv = (x.new_zeros(x.shape, dtype=wide(q.dtype)) for x in (k, v))
         for rows in _chunks(k, v, blocks, ctx.size):
             queries = _rows_by_kv_head(q[:, rows], kv_heads)
             do_rows = _rows_by_kv_head(do[:, rows], kv_heads)
@@ -67,7 +62,7 @@ class _GatherAttention(torch.autograd.Function):
             # Equal to sum(do * o), but nothing of o was rounded, and o need not be kept.
             delta = (probs * dprobs).sum(-1, keepdim=True)
             dscores = (probs * (dprobs - delta) * ctx.scale).to(q.dtype)
-            dq[:, rows] = _as_rows(dot(dscores, keys), dq[:, rows])
+            dq[:, rows] = dot(dscores, keys).reshape_as(dq[:, rows])
             _add(dk, index, dot(dscores.transpose(1, 2), queries))
             _add(dv, index, dot(probs.to(v.dtype).transpose(1, 2), do_rows))
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
@@ -121,15 +116,9 @@ def _rows_by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(2, (kv_heads, -1)).flatten(0, 2)
 
 
-def _as_rows(x: Tensor, like: Tensor) -> Tensor:
-    """The way back from `_rows_by_kv_head`, to the shape of `like`."""
-    return x.reshape(like.shape)
-
-
 BACKEND = Backend(
     "gather",
-    run,
-    why_not=lambda inputs: [],
+    partial(run_with_selected, selected=_selected),
     summary="gathers each query's blocks, a chunk of queries at a time; linear memory",
     quadratic=False,
 )

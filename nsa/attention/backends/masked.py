@@ -23,9 +23,5 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
 
 
 BACKEND = Backend(
-    "masked",
-    run,
-    why_not=lambda inputs: [],
-    summary="one dense matmul a branch under a mask; T x T a head",
-    quadratic=True,
+    "masked", run, summary="one dense matmul a branch under a mask; T x T a head", quadratic=True
 )

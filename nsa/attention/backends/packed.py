@@ -9,24 +9,20 @@ there, so not bit-repeatable unless torch.use_deterministic_algorithms is on.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import dot, plain_backward, probs_from, wide
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import dot, plain_backward, probs_from, wide
 from nsa.blocks import count_selectable
 from nsa.config import NSAConfig
 
 ROWS = 64  # queries in a tile
 ELEMENTS = 1 << 23  # query, key and score elements of the tiles that are held at once
-
-
-def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
-    """o [B, T, HQ, DV] of each branch."""
-    return run_with_selected(inputs, note, selected)
 
 
 def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
@@ -117,13 +113,10 @@ class _Plan:
 def _invert(blocks: Tensor, tokens: int, config: NSAConfig) -> _Plan:
     batch, _, kv_heads, _ = blocks.shape
     count = count_selectable(tokens, config)
-    device = blocks.device
-    owner = torch.arange(batch, device=device)[:, None, None, None] * kv_heads
-    owner = owner + torch.arange(kv_heads, device=device)[:, None]
+    owner = torch.arange(batch * kv_heads, device=blocks.device).view(batch, 1, kv_heads, 1)
     none = batch * kv_heads * count  # a key of its own for empty and repeated slots
     key = torch.where(empty_slots(blocks, count), none, owner * count + blocks.long()).flatten()
-    sizes = torch.zeros(none + 1, dtype=torch.long, device=device)
-    sizes = sizes.scatter_add(0, key, torch.ones_like(key))[:none]
+    sizes = key.new_zeros(none + 1).scatter_add(0, key, torch.ones_like(key))[:none]
     zero = sizes.new_zeros(1)
     return _Plan(
         order=key.argsort(stable=True),
@@ -137,9 +130,8 @@ def _chunks(plan: _Plan, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor, config
     group, size = q.shape[2] // k.shape[2], config.select_block
     keys = plan.start.numel() - 1
     most = -(-blocks.numel() // ROWS) + keys
-    wide_row = k.shape[3] + v.shape[3]
-    per_tile = ROWS * group * (wide_row + size) + size * wide_row
-    step = max(1, ELEMENTS // per_tile)
+    row = k.shape[3] + v.shape[3]
+    step = max(1, ELEMENTS // (ROWS * group * (row + size) + size * row))
     for first in range(0, most, step):
         index = torch.arange(first, min(first + step, most), device=blocks.device)
         yield _tiles(index, plan, blocks, k.shape[1], size)
@@ -182,8 +174,7 @@ def _scores(queries: Tensor, keys: Tensor, tiles: _Tiles, scale: float) -> Tenso
 
 BACKEND = Backend(
     "packed",
-    run,
-    why_not=lambda inputs: [],
+    partial(run_with_selected, selected=selected),
     summary="packs the queries that share a block into tiles; linear memory",
     quadratic=False,
 )

@@ -45,7 +45,6 @@ def _attend(inputs: Inputs, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 BACKEND = Backend(
     "sdpa",
     run,
-    why_not=lambda inputs: [],
     summary="torch's scaled_dot_product_attention under a mask; T x T masks",
     quadratic=True,
 )

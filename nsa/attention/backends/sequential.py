@@ -7,22 +7,22 @@ T x (w + n l' + T / d) a head: it holds T x T tensors in all but name while T <=
 the number of operations that it dispatches.
 """
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
-from nsa.attention.branches import pool
+from nsa.attention.branches import compressed, pool
 from nsa.attention.inputs import Inputs
-from nsa.attention.products import wide
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import wide
 from nsa.blocks import compressed_span, count_selectable, window_span
-from nsa.reference.compress import compress_keys, compress_values
 
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
     config, dtype = inputs.config, inputs.q.dtype
-    k_cmp = compress_keys(inputs.k["cmp"], inputs.phi, config) if "cmp" in inputs.k else None
-    v_cmp = compress_values(inputs.v["cmp"], inputs.phi, config) if "cmp" in inputs.v else None
+    k_cmp, v_cmp = compressed(inputs)
     # A key's gradient is the sum of one small part a token: in bf16 that sum would lose them.
     q, k_cmp, v_cmp = (x if x is None else x.to(wide(dtype)) for x in (inputs.q, k_cmp, v_cmp))
     k, v = ({b: x[b].to(wide(dtype)) for b in inputs.branches} for x in (inputs.k, inputs.v))
@@ -32,19 +32,19 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
         if "cmp" in rows:
             ended = slice(*compressed_span(config).seen(t))
             rows["cmp"].append(_attend(q_t, k_cmp[:, ended], v_cmp[:, ended], inputs.scale))
-            note("cmp", "one-token")
         if "slc" in rows:
             if inputs.blocks is None:
                 blocks = _select(q_t, k_cmp, t, inputs)
                 note("score", "one-token")
             else:
                 blocks = inputs.blocks[:, t]
-            rows["slc"].append(_attend_blocks(q_t, k["slc"], v["slc"], blocks, t, inputs))
-            note("slc", "one-token")
+            past = k["slc"][:, : t + 1], v["slc"][:, : t + 1]
+            rows["slc"].append(_attend_blocks(q_t, *past, blocks, inputs))
         if "win" in rows:
             newest = slice(*window_span(config).seen(t))
             rows["win"].append(_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale))
-            note("win", "one-token")
+        for branch in rows:
+            note(branch, "one-token")
     return {b: torch.stack(o, dim=1).flatten(2, 3).to(dtype) for b, o in rows.items()}
 
 
@@ -72,29 +72,27 @@ def _select(q: Tensor, k_cmp: Tensor, t: int, inputs: Inputs) -> Tensor:
     return order[..., : config.select_count].sort(dim=-1).values
 
 
-def _attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, t: int, inputs: Inputs
-) -> Tensor:
-    """The selected branch at token t: each sequence and KV head has keys of its own to stack."""
-    size = inputs.config.select_block
-    rows = []
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            starts = [j * size for j in sorted({*blocks[b, h].tolist()}) if 0 <= j * size <= t]
-            if not starts:
-                rows.append(q.new_zeros(q.shape[2], v.shape[3]))
-                continue
-            keys = torch.cat([k[b, s : min(s + size, t + 1), h] for s in starts])
-            values = torch.cat([v[b, s : min(s + size, t + 1), h] for s in starts])
-            q_h, keys, values = q[b : b + 1, h : h + 1], keys[None, :, None], values[None, :, None]
-            rows.append(_attend(q_h, keys, values, inputs.scale)[0, 0])
+def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, inputs: Inputs) -> Tensor:
+    """The newest token's selected branch: each sequence and KV head has keys of its own to stack.
+
+    k and v end with that token.
+    """
+    size, rows = inputs.config.select_block, []
+    for b, h in product(range(q.shape[0]), range(q.shape[1])):
+        chosen = (j * size for j in sorted({*blocks[b, h].tolist()}))
+        starts = [s for s in chosen if 0 <= s < k.shape[1]]
+        if not starts:
+            rows.append(q.new_zeros(q.shape[2], v.shape[3]))
+            continue
+        keys, values = (torch.cat([x[b, s : s + size, h] for s in starts]) for x in (k, v))
+        q_h, keys, values = q[b : b + 1, h : h + 1], keys[None, :, None], values[None, :, None]
+        rows.append(_attend(q_h, keys, values, inputs.scale)[0, 0])
     return torch.stack(rows).unflatten(0, q.shape[:2])
 
 
 BACKEND = Backend(
     "sequential",
     run,
-    why_not=lambda inputs: [],
     summary="one token at a time, as the case study ran; an exhibit",
     quadratic=True,
     not_for_auto=lambda inputs: ["an exhibit, only by name"],

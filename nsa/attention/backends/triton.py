@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.attention import compression
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Note
+from nsa.attention.span import wide
+from nsa.blocks import count_compressed
+from nsa.config import NSAConfig
+from nsa.reference.compress import PhiWeights
 from nsa.reference.nsa import BRANCHES
 from nsa.reference.rotary import rotate
 
@@ -37,11 +40,10 @@ def fused(inputs: Inputs, note: Note) -> Tensor:
 
 def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
     """o [B, T, HQ, DV] of each branch."""
-    outputs, given = {}, compressed(inputs)
+    given = compressed(inputs)
     for branch in inputs.branches:
-        outputs[branch] = _attend(inputs, (branch,), None, given, note)
         note(branch, "triton")
-    return outputs
+    return {b: _attend(inputs, (b,), None, given, note) for b in inputs.branches}
 
 
 def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
@@ -50,10 +52,9 @@ def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
     from nsa.kernels.registration import sizes_of
 
     q, scale = _positive(inputs.q, inputs.scale)
-    q, k_cmp = _flat(_padded(q)), _flat(_padded(k_cmp))
-    sizes = sizes_of(inputs.config)
-    blocks = ops.select(q, k_cmp, inputs.cu_seqlens, inputs.q.shape[0], sizes, scale)
-    return blocks.unflatten(0, inputs.q.shape[:2])
+    plain = inputs.cu_seqlens, q.shape[0], sizes_of(inputs.config), scale
+    blocks = ops.select(_flat(_padded(q)), _flat(_padded(k_cmp)), *plain)
+    return blocks.unflatten(0, q.shape[:2])
 
 
 def selected(inputs: Inputs, blocks: Tensor, note: Note) -> Tensor:
@@ -73,25 +74,21 @@ def _attend(
     from nsa.kernels import ops
     from nsa.kernels.registration import sizes_of
 
-    q, config = inputs.q, inputs.config
     blocks = inputs.blocks if blocks is None else blocks
-    if "slc" in branches and blocks is None:
+    scored = "slc" in branches and blocks is None
+    if scored:
         note("score", "triton")
-    k = {b: inputs.k[b] for b in branches if b != "cmp"}
-    v = {b: inputs.v[b] for b in branches if b != "cmp"}
-    if "cmp" in branches or ("slc" in branches and blocks is None):
-        k["cmp"] = given[0]
-    if "cmp" in branches:
-        v["cmp"] = given[1]
-    tensors = [x for pair in ((k.get(b), v.get(b)) for b in BRANCHES) for x in pair]
-    q, scale = _positive(q, inputs.scale)
-    tensors = [x if x is None else _flat(_padded(x)) for x in (q, *tensors)]
+    k, v = ({b: side[b] for b in branches if b != "cmp"} for side in (inputs.k, inputs.v))
+    k["cmp"] = given[0] if scored or "cmp" in branches else None
+    v["cmp"] = given[1] if "cmp" in branches else None
+    q, scale = _positive(inputs.q, inputs.scale)
+    tensors = [q, *(side.get(b) for b in BRANCHES for side in (k, v))]
+    tensors = [x if x is None else _flat(_padded(x)) for x in tensors]
     if blocks is not None:
         blocks = blocks.flatten(0, 1).int().contiguous() if "slc" in branches else None
-    keep = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (*tensors, gates)
-    )
-    plain = q.shape[0], sizes_of(config), scale, keep
+    learned = any(x is not None and x.requires_grad for x in (*tensors, gates))
+    keep = learned and torch.is_grad_enabled()
+    plain = q.shape[0], sizes_of(inputs.config), scale, keep
     o = ops.attend(*tensors, gates, blocks, inputs.cu_seqlens, *plain)[0]
     return o[..., : inputs.value_dim].unflatten(0, q.shape[:2])
 
@@ -115,8 +112,8 @@ def _of_one_length(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     if phi.kind == "mean":
         k_cmp, v_cmp = _means(inputs)
     else:
-        k_cmp = compression.compress(k, phi.kind, phi.key, config)
-        v_cmp = None if v is None else compression.compress(v, phi.kind, phi.value, config)
+        k_cmp = compress_by_strides(k, phi.kind, phi.key, config)
+        v_cmp = None if v is None else compress_by_strides(v, phi.kind, phi.value, config)
     if phi.rotary is not None:
         starts = torch.arange(k_cmp.shape[1], device=k.device) * config.compress_stride
         k_cmp = rotate(k_cmp, *phi.rotary, positions=starts)
@@ -132,6 +129,35 @@ def _means(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     k_cmp, v_cmp = compress_mean(_flat(k), values, inputs.cu_seqlens, batch, sizes)
     rows = batch, k_cmp.shape[0] // batch
     return k_cmp.unflatten(0, rows), None if v is None else v_cmp.unflatten(0, rows)
+
+
+def compress_by_strides(x: Tensor, kind: str, weights: PhiWeights, config: NSAConfig) -> Tensor:
+    """phi "linear" or "mlp" (Eq. 7): [B, C, HKV, D] of x [B, T, HKV, D], without unfolding x.
+
+    A block is l/d strides of d tokens. Each stride is multiplied once with each of the l/d slabs of
+    the weights, and a block adds up the products [HIDDEN] of its strides; the position encoding is
+    a constant that is multiplied on its own.
+    """
+    count = count_compressed(x.shape[1], config)
+    if count == 0:
+        return x[:, :0]
+    stride, parts = config.compress_stride, config.compress_block // config.compress_stride
+    batch, _, heads, dim = x.shape
+    strides = count + parts - 1
+    rows = x[:, : strides * stride].reshape(batch, strides, stride, heads, dim)
+    rows = rows.permute(3, 0, 1, 2, 4).reshape(heads, batch * strides, stride * dim)
+    slabs = weights.weight1.unflatten(1, (parts, stride * dim))  # [HKV, l/d, d*D, HIDDEN]
+    hidden = weights.position.flatten(1)[:, None] @ weights.weight1  # [HKV, 1, HIDDEN]
+    if kind == "mlp":
+        hidden = hidden + weights.bias1[:, None]
+    hidden = hidden[:, None].to(wide(x.dtype))  # many strides are added up before one rounding
+    for part in range(parts):
+        product = torch.bmm(rows, slabs[:, part]).unflatten(1, (batch, strides))
+        hidden = hidden + product[:, :, part : part + count]
+    hidden = hidden.to(x.dtype)
+    if kind == "mlp":
+        hidden = F.gelu(hidden) @ weights.weight2[:, None] + weights.bias2[:, None, None]
+    return hidden.permute(1, 2, 0, 3)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -169,9 +195,8 @@ def why_not(inputs: Inputs) -> list[str]:
         capability = torch.cuda.get_device_capability(q.device) if known else CAPABILITY
         if capability < CAPABILITY:
             name = torch.cuda.get_device_name(q.device)
-            reasons.append(
-                f"needs compute capability 8.0 (Ampere) or newer, {name} has {capability}"
-            )
+            oldest = "compute capability 8.0 (Ampere)"
+            reasons.append(f"needs {oldest} or newer, {name} has {capability}")
     elif not INTERPRETED:
         reasons.append(f"needs a GPU, got {q.device}; for tests TRITON_INTERPRET=1 runs it there")
     elif NOT_INTERPRETED:
@@ -206,9 +231,9 @@ def not_for_auto(inputs: Inputs) -> list[str]:
 BACKEND = Backend(
     "triton",
     run,
-    why_not,
-    not_for_auto=not_for_auto,
-    fused=fused,
     summary="our Triton kernels, forward and backward; linear memory, packed sequences in one go",
     quadratic=False,
+    why_not=why_not,
+    not_for_auto=not_for_auto,
+    fused=fused,
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nsa.attention import registry
 from nsa.attention.branches import select_blocks
 from nsa.attention.inputs import Inputs, checked
-from nsa.attention.products import wide
+from nsa.attention.span import wide
 from nsa.config import NSAConfig
 from nsa.lab.observers.deferred import Deferred
 from nsa.lab.observers.module_order import refuse_without_hooks
