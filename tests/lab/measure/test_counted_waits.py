@@ -82,7 +82,7 @@ def test_a_sync_is_counted_and_its_line_is_named():
     assert found.by_call["cudaStreamSynchronize"] == 1
     assert found.total == 2
     line = step.__code__.co_firstlineno + 2
-    assert any(place.endswith(f"test_counting.py:{line}") for place in found.by_line)
+    assert any(place.endswith(f"test_counted_waits.py:{line}") for place in found.by_line)
 
 
 @pytest.mark.gpu
