@@ -38,8 +38,7 @@ def run(inputs: Inputs, note: Note) -> dict[str, Tensor]:
                 note("score", "one-token")
             else:
                 blocks = inputs.blocks[:, t]
-            past = k["slc"][:, : t + 1], v["slc"][:, : t + 1]
-            rows["slc"].append(_attend_blocks(q_t, *past, blocks, inputs))
+            rows["slc"].append(_attend_blocks(q_t, k["slc"], v["slc"], blocks, t, inputs))
         if "win" in rows:
             newest = slice(*window_span(config).seen(t))
             rows["win"].append(_attend(q_t, k["win"][:, newest], v["win"][:, newest], inputs.scale))
@@ -72,19 +71,20 @@ def _select(q: Tensor, k_cmp: Tensor, t: int, inputs: Inputs) -> Tensor:
     return order[..., : config.select_count].sort(dim=-1).values
 
 
-def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, inputs: Inputs) -> Tensor:
-    """The newest token's selected branch: each sequence and KV head has keys of its own to stack.
-
-    k and v end with that token.
-    """
+def _attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, t: int, inputs: Inputs
+) -> Tensor:
+    """The selected branch at token t: each sequence and KV head has keys of its own to stack."""
     size, rows = inputs.config.select_block, []
     for b, h in product(range(q.shape[0]), range(q.shape[1])):
         chosen = (j * size for j in sorted({*blocks[b, h].tolist()}))
-        starts = [s for s in chosen if 0 <= s < k.shape[1]]
+        starts = [s for s in chosen if 0 <= s <= t]
         if not starts:
             rows.append(q.new_zeros(q.shape[2], v.shape[3]))
             continue
-        keys, values = (torch.cat([x[b, s : s + size, h] for s in starts]) for x in (k, v))
+        keys, values = (
+            torch.cat([x[b, s : min(s + size, t + 1), h] for s in starts]) for x in (k, v)
+        )
         q_h, keys, values = q[b : b + 1, h : h + 1], keys[None, :, None], values[None, :, None]
         rows.append(_attend(q_h, keys, values, inputs.scale)[0, 0])
     return torch.stack(rows).unflatten(0, q.shape[:2])
