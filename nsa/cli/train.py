@@ -98,7 +98,7 @@ def train(arguments) -> int:
 
 
 def _check_start(kind: str, asked: int | None, started: int | None, port: int | None) -> None:
-    """Who starts the ranks, and that there are some where there must be.
+    """That one side alone starts the ranks, and that there are some where there must be.
 
     asked: as many as --ranks is to start; started: as many as torchrun has started.
     """

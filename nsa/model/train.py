@@ -84,7 +84,7 @@ class Trainer:
 
     @property
     def observers(self) -> tuple[Any, ...]:
-        """Who watches the steps; may be replaced between steps."""
+        """The observers of the steps; may be replaced between steps."""
         return self._observers
 
     @observers.setter

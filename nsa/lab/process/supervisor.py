@@ -1,7 +1,7 @@
 """Watches a trial from outside, says when to end it, and how its processes ended.
 
-The supervisor reads the trial's counters and looks closer where they rest. Whoever waits for the
-processes calls it many times a second; it does something four times a second.
+The supervisor reads the trial's counters and looks closer where they rest. The code that waits
+for the processes calls it many times a second; it does something four times a second.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Supervisor:
     def _ask(self) -> list[int]:
         """Asks for Flight Recorders and the device's memory, where there are any and it can answer.
 
-        Whoever is stopped, or keeps its GIL, cannot.
+        A process that is stopped, or keeps its GIL, cannot.
         """
         if len(self._files) == 1 and self._use is None:
             return []

@@ -295,7 +295,7 @@ def _blocked(evidence: Evidence, seen: list[Stall]) -> Proof | None:
         return None
     if any(_device_works(rest) for rest in seen):
         return None
-    # Who waits for something else than the others is the one they wait for.
+    # The rank that waits for something else than the others is the one they wait for.
     words = {"timer": (0, "in a sleep"), "pipe": (0, "for a pipe"), "lock": (1, "for a lock"),
              "collective": (2, "in a collective")}  # fmt: skip
     for rest in seen:

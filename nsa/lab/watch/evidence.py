@@ -1,6 +1,6 @@
 """What was seen of a trial: plain data that a verdict is judged from, and that JSON holds.
 
-Whoever judges needs no process and no torch, so a verdict can be tested, and judged again later.
+Judging it needs no process and no torch, so a verdict can be tested, and made again later.
 """
 
 from __future__ import annotations
