@@ -55,7 +55,7 @@ test: $(READY)
 	$(call checked,about 5 minutes,not slow and not full)
 
 test-all: $(READY)
-	$(call checked,about 25 minutes,)
+	$(call checked,about 16 minutes,)
 
 lab: $(READY)
 	@NSA_HEADLESS=0 $(BIN)/jupyter lab notebooks/

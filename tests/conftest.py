@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from poisoned import poison
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -67,32 +68,6 @@ def seeded():
     torch.manual_seed(1337)
 
 
-def poisoned(make):
-    """`make` with NaN in every float it returns, so that an element nobody wrote shows."""
-
-    def made(*args, **kwargs):
-        out = make(*args, **kwargs)
-        wide = out.is_floating_point() and out.element_size() > 1  # float8 cannot always be filled
-        if wide and out.layout is torch.strided and not torch.compiler.is_compiling():
-            with torch.no_grad():
-                out.fill_(float("nan"))
-        return out
-
-    return made
-
-
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    for name in ("empty", "empty_like", "empty_strided"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    plain = torch.Tensor.new_empty
-
-    def new_empty(self, *size, dtype=None, device=None, **options):
-        if type(self) not in (torch.Tensor, torch.nn.Parameter):
-            return plain(self, *size, dtype=dtype, device=device, **options)
-        # torch.compile cannot trace the method it knows once that is replaced; it can this call.
-        return torch.empty(
-            *size, dtype=dtype or self.dtype, device=device or self.device, **options
-        )
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    poison(monkeypatch)

@@ -68,8 +68,15 @@ def test_every_way_to_end_is_an_outcome_in_its_place(tmp_path, capsys):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_outcomes_keep_the_cells_order_whoever_ends_first(workers):
+    together, first_of_all = threading.Barrier(workers), threading.Event()
+
     def ends(spec):
-        time.sleep(0.05 * (spec["cell"] == 0))
+        if spec["cell"] < workers:
+            together.wait(60)  # as many as there are workers run at once
+        if spec["cell"] == 0 and workers > 1:
+            first_of_all.wait(60)  # the first cell ends after the last has begun
+        if spec["cell"] == 5:
+            first_of_all.set()
         return Outcome("ok", {"cell": spec["cell"]}, 0.1, "", 0)
 
     children = Children(ends)
