@@ -132,6 +132,17 @@ def test_a_machine_that_changes_its_pace_decides_no_cause(healthy):
     assert claims.the_old_rules_cause(healthy).verdict == "INCONCLUSIVE"
 
 
+def test_a_machine_that_slows_down_decides_nothing_about_longer_deadlines(healthy):
+    late = replace(
+        trial_of("2x", 8.3, deadline=2.0), evidence=trial_of("x", 4, tracing=True).evidence
+    )
+    healthy.named["2 x"] = late
+    assert claims.the_verdict_moves_with_the_deadline(healthy).verdict == "FAIL"  # at one pace
+    healthy.lab.trials.append(late)
+    assert claims.the_verdict_moves_with_the_deadline(healthy).verdict == "INCONCLUSIVE"
+    assert claims.the_tree_ends_in_slow(healthy).verdict == "INCONCLUSIVE"
+
+
 def test_the_tree_takes_the_branch_of_the_evidence(healthy):
     nodes = [node for node, _ in decision.decide(healthy)]
     assert nodes == ["ended", "moves", "further", "state", "operations", "DISPATCH"]

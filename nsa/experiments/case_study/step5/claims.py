@@ -71,6 +71,9 @@ def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
     told = ", ".join(f"{t.cell['deadline']:g} x: {_where(t)}" for t in named)
     if holds and not named[-1].finished:
         return Claim.undecided(sentence, told, {"reached": reached})
+    if not holds and results.spread > STEADY:  # what stands still is a HANG, and said above
+        why = f"the machine's pace changed under it, {told}"
+        return Claim.undecided(sentence, why, {"reached": reached})
     return _claim(f"{sentence}: {told}", named, holds, {"reached": reached})
 
 
@@ -203,7 +206,7 @@ def the_tree_ends_in_slow(results: Results) -> Claim:
     if leaf in decision.TREE:
         return Claim.undecided(sentence, f"nothing answers {leaf!r}")
     told = " > ".join(f"{n}: {'yes' if a else 'no'}" for n, a in path[:-1])
-    if leaf == "PASS" and results.spread > STEADY:
+    if leaf in ("PASS", "RERUN") and results.spread > STEADY:
         return Claim.undecided(sentence, "the machine's pace changed under it")
     return _claim(f"{sentence}: {told}", trials, leaf == "DISPATCH", {"leaf": leaf})
 
