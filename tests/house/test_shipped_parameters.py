@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from places import NOTEBOOKS, ROOT
+from places import NOTEBOOKS
+from processes import environment_with_package
 
 FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05", "06_smoke": "06"}
 
@@ -20,7 +21,8 @@ def test_a_shipped_file_runs_to_a_status_that_is_not_failed(file, tmp_path):
     pytest.importorskip("papermill")
     path = NOTEBOOKS / "params" / f"{file}.yaml"
     command = [sys.executable, "-m", "nsa", "run", FILES[file], "-f", path, "--runs", tmp_path]
-    ended = subprocess.run([*command, "--quiet"], capture_output=True, text=True, cwd=ROOT)
+    options = {"capture_output": True, "text": True, "env": environment_with_package()}
+    ended = subprocess.run([*command, "--notebooks", NOTEBOOKS, "--quiet"], **options)
     record = json.loads(next(tmp_path.glob("*/*/record.json")).read_text())
     assert (record["status"], ended.returncode) == ("ok", 0), ended.stdout + ended.stderr
     verdicts = json.loads(next(tmp_path.glob("*/*/verdicts.json")).read_text())

@@ -12,6 +12,7 @@ SHAPES_LIMIT = 0.02  # of what is recorded here
 CAUSE = {"path": "loop", "deadline": 1.0}
 STEADY = 1.3  # a machine whose step varies by more moves deadlines about
 NOT_RUN = "it was not run"
+UNSTEADY = "the machine's pace changed under it"
 
 
 def all_claims(results: Results) -> list[Claim]:
@@ -71,9 +72,8 @@ def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
     told = ", ".join(f"{t.cell['deadline']:g} x: {_where(t)}" for t in named)
     if holds and not named[-1].finished:
         return Claim.undecided(sentence, told, {"reached": reached})
-    if not holds and results.spread > STEADY:  # what stands still is a HANG, and said above
-        why = f"the machine's pace changed under it, {told}"
-        return Claim.undecided(sentence, why, {"reached": reached})
+    if not holds and results.spread > STEADY:  # a run that stands still is a HANG: `nothing_hangs`
+        return Claim.undecided(sentence, f"{UNSTEADY}, {told}", {"reached": reached})
     return _claim(f"{sentence}: {told}", named, holds, {"reached": reached})
 
 
@@ -207,7 +207,7 @@ def the_tree_ends_in_slow(results: Results) -> Claim:
         return Claim.undecided(sentence, f"nothing answers {leaf!r}")
     told = " > ".join(f"{n}: {'yes' if a else 'no'}" for n, a in path[:-1])
     if leaf in ("PASS", "RERUN") and results.spread > STEADY:
-        return Claim.undecided(sentence, "the machine's pace changed under it")
+        return Claim.undecided(sentence, UNSTEADY)
     return _claim(f"{sentence}: {told}", trials, leaf == "DISPATCH", {"leaf": leaf})
 
 
