@@ -19,7 +19,9 @@ from nsa.lab.verdict.pace import moves, pace
 from nsa.lab.verdict.stalls import Stall, place_of, proven, stalls
 from nsa.lab.watch.evidence import Evidence
 
-KINDS = ("PASS", "FAIL", "SLOW", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "INCONCLUSIVE")
+KINDS = (
+    "PASS", "FAIL", "SLOW", "STALLED", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "INCONCLUSIVE",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,17 @@ class Verdict:
     place: str = ""  # where, as far as another run of the same fault shows it too
     numbers: dict[str, Any] = field(default_factory=dict, compare=False)  # what a table wants
     signature: str = ""  # kind, what and place, equal for equal faults
+    # Of what stands still, for the page:
+    line: str = field(default="", compare=False)  # the user's own: "train.py:31 evaluate"
+    edges: tuple[dict[str, Any], ...] = field(default=(), compare=False)  # see verdict.graph.edge
+    unknown: tuple[str, ...] = field(default=(), compare=False)  # what could not be seen
+    settle: tuple[str, ...] = field(default=(), compare=False)  # commands that would tell more
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r} is none of {', '.join(KINDS)}")
-        object.__setattr__(self, "because", tuple(self.because))
+        for name in ("because", "edges", "unknown", "settle"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.signature:
             at = f" at {self.place}" if self.place else ""
             object.__setattr__(self, "signature", self.label + at)
@@ -48,7 +56,8 @@ class Verdict:
         return f"{self.kind}:{self.what}" if self.what else self.kind
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"because": list(self.because)}
+        lists = {name: list(getattr(self, name)) for name in ("because", "edges", "unknown", "settle")}
+        return asdict(self) | lists
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Verdict:

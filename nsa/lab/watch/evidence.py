@@ -15,6 +15,10 @@ PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
 ENDS = ("returned", "exception", "signal", "exit", "stopped by the supervisor")
 REASONS = ("stall", "deadline", "caller")  # why the supervisor stopped it
 TOOLS = ("py-spy", "faulthandler", "native", "proc")
+WAITS = (
+    "lock", "semaphore", "pipe", "fifo", "socket", "file lock", "child", "timer", "terminal",
+    "event", "device", "collective", "GIL", "disk", "stopped", "other",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,24 +70,75 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Look:
-    """Every thread's stack at one moment, by one tool.
+class Wait:
+    """For what a thread waits, and who could end that."""
 
-    threads: {"name", "main", "active", "gil", "frames": ["file:line function", ...]}, innermost
-    frame first; active and gil are None where the tool does not tell. "proc" tells no frames, but
-    "state", "wchan" and "cpu_s" of each, as the kernel has them.
-    """
+    kind: str  # one of WAITS
+    text: str  # "reads pipe 505254, whose other end is held by process 1234"
+    # (pid, tid) of those inside the observed world that could end it; tid 0: any thread of pid
+    wakers: tuple[tuple[int, int], ...] = ()
+    outside: bool = False  # something that is not observed could end it, as another host
+    left_s: float | None = None  # until a timer ends it; None: it has none, or nobody tells
+    source: str = ""  # where that was read: "/proc/12/task/14/syscall"
 
-    t: float
-    rank: int
-    tool: str
-    threads: list[dict[str, Any]] = field(default_factory=list)
-    p: P | None = None  # the rank's coordinate at that moment
-    message: str = ""  # why there are no threads, where there are none
 
-    def main(self) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class Thread:
+    """One thread at one moment."""
+
+    tid: int
+    name: str = ""
+    main: bool = False
+    state: str = ""  # as /proc has it, "" where not told
+    cpu_s: float = 0.0
+    wchan: str = ""
+    wait: Wait | None = None  # None: it runs, or nothing tells
+    frames: tuple[str, ...] = ()  # of Python, innermost first: "file:line function"
+    native: tuple[str, ...] = ()  # functions of C above Python's innermost, innermost first
+    gil: bool | None = None  # whether it holds the GIL, None where not told
+    visible: str = ""  # digest of the locals of its frames, "" where not told
+    ours: bool = False  # it belongs to this project, and can do nothing for the program
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a program's family at one moment."""
+
+    pid: int
+    parent: int = 0
+    started: int = 0  # tells it from a later one with its number
+    of: int = 0  # the rank to whose family it belongs
+    rank: int | None = None  # its own, None for a worker or another child
+    name: str = ""  # the program's, in a few words: "python train.py", "sleep 15"
+    state: str = ""
+    cpu_s: float = 0.0  # all threads
+    io_bytes: int = 0  # that it read and wrote by any call: disks, pipes, sockets
+    rss_mib: float = 0.0
+    threads: tuple[Thread, ...] = ()
+    message: str = ""  # what of it could not be read, why, and what would help
+
+    def main(self) -> Thread | None:
         """The main thread, where it was seen."""
-        return next((thread for thread in self.threads if thread.get("main")), None)
+        return next((thread for thread in self.threads if thread.main), None)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Every process and thread of a family at one moment, with what each waits for."""
+
+    t: float  # seconds since the start
+    processes: tuple[Process, ...] = ()
+    p: dict[int, P] = field(default_factory=dict)  # rank: its coordinate at that moment
+    tool: str = "py-spy"  # of the stacks: one of TOOLS
+    full: bool = True  # with stacks and waits; else numbers of processes alone
+    gpu_percent: float | None = None
+
+    def process(self, pid: int) -> Process | None:
+        return next((process for process in self.processes if process.pid == pid), None)
+
+    def of(self, rank: int) -> Process | None:
+        """The process that is this rank."""
+        return next((process for process in self.processes if process.rank == rank), None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +170,7 @@ class Evidence:
     deadline_s: float | None = None  # when it has to end, counted from began_s
     stall_s: float = 5.0  # how long P may rest
     samples: list[Sample] = field(default_factory=list)  # in order of time, of all ranks
-    looks: list[Look] = field(default_factory=list)  # likewise
+    snapshots: list[Snapshot] = field(default_factory=list)  # likewise, where it was looked at
     end: End | None = None  # None while it runs
     oracles: dict[str, dict[str, Any]] = field(default_factory=dict)  # name: {"ok", "detail"}
     flights: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # Flight Recorders
@@ -153,7 +208,8 @@ class Evidence:
         """What `to_dict` wrote, also after JSON. Names that are not known are passed over."""
         values = _known(cls, found)
         values["samples"] = [_made(Sample, x) for x in values.get("samples", ())]
-        values["looks"] = [_made(Look, x) for x in values.get("looks", ())]
+        values["snapshots"] = [_snapshot(x) for x in values.get("snapshots", ())]
+        values["snapshots"] += [_of_a_look(x) for x in found.get("looks", ())]
         values["flights"] = {int(k): v for k, v in (values.get("flights") or {}).items()}
         values["losses"] = [float(x) for x in values.get("losses", ())]
         if values.get("end") is not None:
@@ -179,6 +235,35 @@ def thinned(samples: list[Sample]) -> list[Sample]:
             kept.append(sample)
         before[sample.rank] = sample
     return kept
+
+
+def _snapshot(found: dict[str, Any]) -> Snapshot:
+    processes = []
+    for process in found.get("processes", ()):
+        threads = []
+        for thread in process.get("threads", ()):
+            wait = thread.get("wait")
+            if wait is not None:
+                wakers = tuple((pid, tid) for pid, tid in wait.get("wakers", ()))
+                wait = Wait(**{**_known(Wait, wait), "wakers": wakers})
+            lists = {name: tuple(thread.get(name, ())) for name in ("frames", "native")}
+            threads.append(Thread(**{**_known(Thread, thread), **lists, "wait": wait}))
+        processes.append(Process(**{**_known(Process, process), "threads": tuple(threads)}))
+    p = {int(rank): P(**_known(P, x)) for rank, x in found.get("p", {}).items()}
+    return Snapshot(**{**_known(Snapshot, found), "processes": tuple(processes), "p": p})
+
+
+def _of_a_look(found: dict[str, Any]) -> Snapshot:
+    """What evidence written before December 2026 has in the place of a snapshot: one rank's."""
+    rank, threads = found.get("rank", 0), []
+    for number, thread in enumerate(found.get("threads", ())):
+        told = {n: thread[n] for n in ("name", "state", "wchan", "cpu_s", "gil") if n in thread}
+        frames = tuple(thread.get("frames", ()))
+        threads.append(Thread(number, main=bool(thread.get("main")), frames=frames, **told))
+    p = {} if found.get("p") is None else {rank: P(**_known(P, found["p"]))}
+    process = Process(0, of=rank, rank=rank, threads=tuple(threads),
+                      message=found.get("message", ""))  # fmt: skip
+    return Snapshot(found.get("t", 0.0), (process,), p, found.get("tool", "py-spy"))
 
 
 def _known(cls: type, found: dict[str, Any]) -> dict[str, Any]:
