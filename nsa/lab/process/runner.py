@@ -12,6 +12,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nsa.lab.watch.looks import device_use
 
 HARD = 4.0  # the deadline, in soft ones, where none is given
 UNPREDICTED_S = 600.0
+ACTIONS = "report", "kill"
 FAR_S = 1e6  # the supervisor ends a trial, nobody else
 
 
@@ -90,16 +92,20 @@ def run(
     factor: float = 1.0,
     gpu: str | None = None,
     stop: threading.Event | None = None,
+    on_hang: str = "report",
+    on_stall: str = "report",
+    tell: Callable[[dict[str, Any]], Any] = lambda report: None,
 ) -> Evidence:
     """Runs the trial; returns what was seen, and raises nothing for how it ended.
 
     predicted_s: what its steps should take; it is looked at after 3 x that x `factor`, by which its
     observers slow it. deadline_s: when it has to end (None: 4 x as late, or after 600 s where
     nothing is predicted). Both count from the first step, not from the start of the process.
-    stall_s: how long P may rest until it is looked at closely; it is ended where the verdict then
-    is HANG. folder: emptied first, it keeps what the processes wrote. gpu: the only one that it
-    sees, as `nsa.lab.process.gpus` lends them; which one that is makes no other trial of it. stop:
-    ends it from another thread.
+    stall_s: how long its progress may rest until it is looked at closely. on_hang, on_stall:
+    "report" or "kill", what a certified hang and a stall do to it. tell: told of each when it is
+    seen, and when it is withdrawn. folder: emptied first, it keeps what the processes wrote. gpu:
+    the only one that it sees, as `nsa.lab.process.gpus` lends them; which one that is makes no
+    other trial of it. stop: ends it from another thread.
 
     Raises ValueError for a subject, an oracle, an interpreter or times that cannot be, OSError
     where `folder` cannot be written.
@@ -114,6 +120,9 @@ def run(
     for name, value in times.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name}={value} must be greater than 0 seconds")
+    for name, value in {"on_hang": on_hang, "on_stall": on_stall}.items():
+        if value not in ACTIONS:
+            raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIONS)}")
     soft_s = time_model.soft_deadline(predicted_s, factor) if predicted_s else None
     folder = Path(folder).resolve()
     with contextlib.suppress(FileNotFoundError):
@@ -133,9 +142,10 @@ def run(
         stall_s=stall_s,
     )
     used = preflight.used_mib(gpu) if on_gpu else []
-    kills = kernel_kills() or 0
+    killed = kernel_kills() or 0
     with device_use(gpu) if on_gpu else contextlib.nullcontext() as use:
-        supervisor = Supervisor(evidence, folder, spec.ranks, stop=stop, use=use)
+        kills = {"on_hang": on_hang, "on_stall": on_stall, "tell": tell}
+        supervisor = Supervisor(evidence, folder, spec.ranks, stop=stop, use=use, **kills)
         started = time.monotonic()
         given = {"spec": spec.to_dict(), "folder": str(folder)}
         options: dict[str, Any] = {"folder": folder, "watch": supervisor, "python": spec.python}
@@ -147,7 +157,7 @@ def run(
             ended = ranks.run_ranks("nsa.lab.process.subject:run", given, **options)
         supervisor.close()
     evidence.seconds = time.monotonic() - started
-    settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
+    settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > killed)
     if on_gpu:
         evidence.notes += preflight.wait_until_free(used, only=gpu)
         now = preflight.reasons(True, gpu)
@@ -156,20 +166,3 @@ def run(
         if preflight.remember(pid, since):
             evidence.notes.append(f"process {pid} could not be ended")
     return evidence
-
-
-def run_until_proven(spec: Spec, *, folder: str | Path, **options: Any) -> Evidence:
-    """`run`, and once more for twice as long where it rested at the end without a proof.
-
-    The same seed and the same everything: whether the second comes further is what tells slow work
-    from work that stands. The second is `.again` of the first.
-    """
-    first = run(spec, folder=folder, **options)
-    stop, end = options.get("stop"), first.end
-    if end is None or end.type != "deadline" or first.preflight or (stop and stop.is_set()):
-        return first
-    if any(first.frozen_s(rank) >= first.stall_s for rank in first.ranks()):
-        cut = first.samples[-1].t - (first.began_s or 0.0)
-        longer = {**options, "deadline_s": 2 * max(cut, first.deadline_s or 0.0)}
-        first.again = run(spec, folder=Path(folder) / "again", **longer)
-    return first

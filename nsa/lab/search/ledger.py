@@ -99,7 +99,7 @@ class Ledger:
                 return (id, *found)
             place = self.root / f".{id}.flight"
             with self._undone(id, place):
-                evidence = runner.run_until_proven(spec, folder=place, **options)
+                evidence = runner.run(spec, folder=place, **options)
                 verdict = judge(evidence)
             self.put(id, evidence, verdict, place)
             return id, evidence, verdict
