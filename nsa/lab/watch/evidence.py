@@ -285,14 +285,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-@dataclass
-class Look:
-    """shim, never committed"""
-    t: float = 0
-    rank: int = 0
-    tool: str = ""
-    threads: list = field(default_factory=list)
-    p: Any = None
-    message: str = ""
