@@ -92,9 +92,9 @@ class Observer:
             cells = progress.cells_of(counted.file) if counted.file else None
             seen = procfs.process(counted.pid) if counted.pid else None
             was = self._live.pop(rank, None)
-            if seen is None or not seen.lives:
-                if was is not None or rank in self._moved:
-                    self._dead[rank] = Process(counted.pid, of=rank, rank=rank, state="X")
+            known = was is not None or rank in self._moved
+            if known and (seen is None or not seen.lives):
+                self._dead[rank] = Process(counted.pid, of=rank, rank=rank, state="X")
             if seen is None:
                 continue
             if seen.lives:
