@@ -1,35 +1,89 @@
-"""A trial's verdict, its rule and its evidence as a page: for a terminal, or as markdown."""
+"""A verdict and its evidence as a page: for a terminal, or as markdown for a notebook.
+
+First what happened and at which line of the user's, then who waits for whom, then all the rest.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from textwrap import wrap
 from typing import Any
 
+from nsa.lab.verdict import family, picture
+from nsa.lab.verdict.frames import nearest
 from nsa.lab.verdict.pace import fraction
+from nsa.lab.verdict.picture import NOBODY, WIDTH, clipped, seconds
 from nsa.lab.verdict.rules import Verdict, judge
-from nsa.lab.verdict.stalls import at_work
-from nsa.lab.watch.evidence import End, Evidence, Look, Sample
+from nsa.lab.watch.evidence import End, Evidence, P, Sample
 
 STRIP_WIDTH = 60
-WIDTH = 100
 ROWS = 8  # of progress
-FRAMES = 5
+OUTPUT = 12  # lines
 BARS = " ▁▂▃▄▅▆▇█"
+SILENT = ("HANG", "STALLED", "SLOW")
+TEACH = (
+    "if that silence is healthy work: stall_s=N allows N seconds of it, and progress.event(), "
+    "called in it now and then, counts as progress"
+)
 
 
 def page(
     evidence: Evidence, verdict: Verdict | None = None, *, name: str = "", markdown: bool = False
 ) -> str:
-    """Verdict, rule, what it read, progress, stacks, oracles, rerun; `verdict` None: judged now.
+    """What happened, who waits for whom, and the evidence; `verdict` None: judged now.
 
-    name: the trial's id. Lines of a terminal's page have at most 100 characters, but for stacks.
+    name: the trial's id. Lines of a terminal's page have at most 100 characters.
     """
     verdict = judge(evidence) if verdict is None else verdict
     parts = sections(evidence, verdict)
-    return _markdown(verdict, name, parts) if markdown else _text(verdict, name, parts)
+    return (
+        _markdown(evidence, verdict, name, parts)
+        if markdown
+        else _text(evidence, verdict, name, parts)
+    )
+
+
+def headline(evidence: Evidence, verdict: Verdict) -> str:
+    """The verdict in plain words, with the user's line where there is one."""
+    kind, numbers = verdict.kind, verdict.numbers
+    said = _waits(verdict.edges) or next(iter(verdict.because), "") or verdict.rule
+    if kind == "INCONCLUSIVE" and verdict.what == "running":
+        return f"it moves: {said}"
+    if verdict.label == "SLOW:uncounted":
+        kind = "SLOW, not counted"
+    elif kind == "STALLED":
+        rested = numbers.get("rested_s")
+        if rested is None:
+            rested = max(map(evidence.frozen_s, evidence.ranks()), default=0.0)
+        kind += f" for {seconds(rested)}" if rested else ""
+    if verdict.line and verdict.line not in said:
+        said += f", at {verdict.line}"
+    return f"{kind}: {said}" if said else kind
+
+
+def _waits(edges: tuple[dict[str, Any], ...]) -> str:
+    """Who waits first, where, and for whom, who is at what: a sentence; "" for no edges."""
+    nodes, _ = picture.picture(edges)
+    if not nodes:
+        return ""
+    first, found = nodes[0], {node.name: node for node in nodes}
+    told = f"{'each of ' * first.many}{first.name} {first.waits[0]}"
+    told += f" at {first.at}" if first.at else ""
+    others = [found[to] for to in first.to if to != first.name]
+    other = next((node for node in others if node.waits), others[0] if others else None)
+    if other is None or other.outer:
+        return f"{told} ({other.name})" if other and other.name not in NOBODY else told
+    named = any(node.name in told for node in others)
+    if not named:
+        told += f" for {', '.join(node.name for node in others[:3])}" + " ..." * bool(others[3:])
+    ends = [to for to in other.to if found[to].outer and to not in NOBODY]
+    does = ", ".join([*other.waits[:1], *ends])
+    if not (other.at or does):
+        return told
+    who = f"; {other.name}" if named or others[1:] else ", which"
+    return f"{told}{who} is in {other.at} ({does})" if other.at else f"{told}{who} {does}"
 
 
 @dataclass
@@ -40,30 +94,63 @@ class Section:
     lines: list[str] = field(default_factory=list)
     table: list[list[str]] = field(default_factory=list)
     verbatim: list[str] = field(default_factory=list)
+    image: str = ""  # what markdown has in the place of `verbatim`
 
 
 def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
     """All that are not empty."""
+    drawn = picture.text(verdict.edges)
+    seen = family.told(evidence)
+    output = [clipped(line.rstrip(), WIDTH - 2) for line in getattr(evidence, "output", ())]
     made = [
-        Section("Why", list(verdict.because)),
-        Section("What ran", table=_ran(evidence)),
+        Section("Who waits for whom", verbatim=drawn,
+                image=picture.image(verdict.edges) if drawn else ""),
+        Section("Why", [why for why in verdict.because if why not in headline(evidence, verdict)]),
+        Section("Processes and threads", verbatim=seen),
+        Section("Last lines of its output", verbatim=output[-OUTPUT:]),
+        Section("What would settle it", _teach(evidence, verdict), verbatim=list(verdict.settle)),
+        Section("What is not known", _unknown(evidence, verdict)),
         _ended(evidence),
         _progress(evidence),
-        Section("Stacks", verbatim=_stacks(evidence)),
         Section("Last collectives", table=_collectives(evidence)),
-        Section("Oracles", table=_oracles(evidence)),
+        Section("Checks", table=_oracles(evidence)),
         Section("Losses", _losses(evidence.losses)),
         Section("Rerun for twice as long", table=_rerun(evidence)),
+        Section("What ran", table=_ran(evidence)),
         Section("Notes", [*evidence.preflight, *evidence.notes]),
-    ]
+    ]  # fmt: skip
     # a table of headings alone is empty
     return [part for part in made if part.lines or part.table[1:] or part.verbatim]
+
+
+def _teach(evidence: Evidence, verdict: Verdict) -> list[str]:
+    """How the tool learns that this silence is healthy."""
+    if verdict.kind not in SILENT or (verdict.kind == "SLOW" and verdict.what != "uncounted"):
+        return []
+    longest = verdict.numbers.get("longest_rest_s")
+    before = f"; its longest before was {seconds(longest)}" if longest else ""
+    return [f"{TEACH} (allowed now: {seconds(evidence.stall_s)}{before})"]
+
+
+def _unknown(evidence: Evidence, verdict: Verdict) -> list[str]:
+    """What the verdict could not know, and what of which process could not be read."""
+    last = {p.pid: p for s in evidence.snapshots if s.full for p in s.processes}
+    messages: dict[str, list[int]] = {}
+    for process in last.values():
+        if process.message:
+            messages.setdefault(process.message, []).append(process.pid)
+    told = list(verdict.unknown)
+    for message, pids in messages.items():
+        whose = ", ".join(f"process {pid}" for pid in pids[:3] if pid)
+        more = f" and {len(pids) - 3} more" if len(pids) > 3 else ""
+        told.append(f"{whose}{more}: {message}" if whose else message)
+    return told
 
 
 def _ran(evidence: Evidence) -> list[list[str]]:
     spec, environment = evidence.spec, evidence.environment
     rows = [["what", "value"]]
-    for name in ("subject", "steps", "ranks", "seed", "python"):
+    for name in ("subject", "argv", "steps", "ranks", "seed", "python"):
         if spec.get(name) is not None:
             rows.append([name, str(spec[name])])
     for name in ("settings", "env"):
@@ -77,9 +164,9 @@ def _ran(evidence: Evidence) -> list[list[str]]:
         rows.append(["environment", ", ".join(_flat(told))])
     limits = {
         "predicted": evidence.predicted_s,
-        "soft deadline": evidence.soft_s,
+        "late after": evidence.soft_s,
         "deadline": evidence.deadline_s,
-        "P may rest": evidence.stall_s,
+        "longest silence allowed": evidence.stall_s,
     }
     said = ", ".join(f"{name} {s:.3g} s" for name, s in limits.items() if s is not None)
     slowed = f"; observers slow it {evidence.factor:.2g} x" if evidence.factor != 1 else ""
@@ -104,7 +191,8 @@ def _ended(evidence: Evidence) -> Section:
         lines.append(f"return code {end.returncode}")
     if end.peak_mib is not None:
         lines.append(f"peak {end.peak_mib:,.0f} MiB")
-    return Section("How it ended", lines, verbatim=end.traceback.rstrip().splitlines()[-12:])
+    tail = [clipped(line, WIDTH - 2) for line in end.traceback.rstrip().splitlines()[-12:]]
+    return Section("How it ended", lines, verbatim=tail)
 
 
 def _how(end: End) -> str:
@@ -122,51 +210,44 @@ def strip(samples: list[Sample], steps: int, seconds: float, width: int = STRIP_
     return "".join(heights)
 
 
+def where(p: P) -> str:
+    """A progress coordinate in words: "step 5, backward, node 12 of 96"."""
+    told = [f"step {p.step}" if p.step >= 0 else "before the first step", p.phase]
+    told += [f"{p.modules} modules done"] if p.modules else []
+    told += [f"node {p.fired} of {p.total}"] if p.total else []
+    told += [f"{p.events} events"] if p.events else []
+    return ", ".join([*told, *([f"{p.collectives} collectives"] if p.collectives else [])])
+
+
 def _progress(evidence: Evidence) -> Section:
-    table = [["t", "rank", "P", "beats/s", "core", "state", "waits in"]]
+    table = [["time", "rank", "where", "CPU", "Python alive", "state"]]
     verbatim = []
     steps = int(evidence.spec.get("steps") or 1)
     last_t = max((s.t for s in evidence.samples), default=0.0)
-    for rank in evidence.ranks():
+    ranks = evidence.ranks()
+    for rank in ranks[:ROWS]:
         samples = [s for s in evidence.of(rank) if s.state] or evidence.of(rank)
         bars = strip(samples, steps, last_t)
-        verbatim.append(f"rank {rank} |{bars}| {last_t:.1f} s, {samples[-1].p}")
-        chosen = sorted({round(i * (len(samples) - 1) / (ROWS - 1)) for i in range(ROWS)})
+        verbatim.append(clipped(f"rank {rank} |{bars}| {last_t:.1f} s", WIDTH - 2))
+        rows = ROWS if len(ranks) <= 2 else 2
+        chosen = sorted({round(i * (len(samples) - 1) / (rows - 1)) for i in range(rows)})
         shown = [samples[index] for index in chosen]
+        shown = [
+            sample
+            for sample, *beside in zip(shown, [None, *shown], [*shown[1:], None], strict=False)
+            if any(other is None or other.p != sample.p for other in beside)
+        ]
         for before, sample in zip([None, *shown], shown, strict=False):
-            beats = core = ""
+            alive = cpu = ""
             if before is not None and sample.t > before.t:
-                beats = f"{(sample.beats - before.beats) / (sample.t - before.t):.1f}"
-                core = f"{(sample.cpu_s - before.cpu_s) / (sample.t - before.t):.0%}"
-            place = [f"{sample.t:.1f} s", str(rank), str(sample.p)]
-            table.append([*place, beats, core, sample.state, sample.wchan])
+                alive = "yes" if sample.beats > before.beats else "no" if sample.beats else ""
+                cpu = f"{(sample.cpu_s - before.cpu_s) / (sample.t - before.t):.0%}"
+            state = family.STATES.get(sample.state, sample.state)
+            state += f" in {sample.wchan}" if sample.wchan.strip("0") else ""
+            table.append([f"{sample.t:.1f} s", str(rank), where(sample.p), cpu, alive, state])
+    if len(ranks) > ROWS:
+        verbatim.append(f"and {len(ranks) - ROWS} more ranks")
     return Section("Progress", table=table, verbatim=verbatim)
-
-
-def _stacks(evidence: Evidence) -> list[str]:
-    """Looks one after the other that saw the same are told once."""
-    told: list[str] = []
-    ordered = sorted(evidence.looks, key=lambda x: (x.rank, x.tool))
-    for (rank, tool), mine in groupby(ordered, key=lambda x: (x.rank, x.tool)):
-        for words, same in groupby(sorted(mine, key=lambda x: x.t), key=_words):
-            if not words:
-                continue
-            seen = list(same)
-            times = f"{len(seen)} looks, {seen[0].t:.1f} to {seen[-1].t:.1f} s"
-            when = times if len(seen) > 1 else f"{seen[0].t:.1f} s"
-            told += [f"rank {rank}, {tool}, {when}", *(f"  {line}" for line in words)]
-    return told
-
-
-def _words(look: Look) -> tuple[str, ...]:
-    shown = [t for t in look.threads if t.get("frames")]
-    if not shown:
-        return (f"no stack: {look.message}",) if look.message else ()
-    thread = at_work(shown)
-    holds = {True: ", has the GIL", False: ", without the GIL"}.get(thread.get("gil"), "")
-    frames, more = thread["frames"][:FRAMES], len(thread["frames"]) - FRAMES
-    rest = (f"  ... {more} more",) if more > 0 else ()
-    return (f"{thread.get('name') or 'thread'}{holds}", *(f"  {f}" for f in frames), *rest)
 
 
 def _collectives(evidence: Evidence) -> list[list[str]]:
@@ -174,15 +255,18 @@ def _collectives(evidence: Evidence) -> list[list[str]]:
     for rank, entries in sorted(evidence.flights.items()):
         for entry in entries[-3:]:
             told = [str(entry.get(name, "")) for name in ("seq", "op", "state", "sizes")]
-            rows.append([str(rank), *told, *(entry.get("frames") or [""])[:1]])
+            rows.append([str(rank), *told, nearest(entry.get("frames") or ())])
     return rows
 
 
 def _oracles(evidence: Evidence) -> list[list[str]]:
     words = {True: "holds", False: "BROKEN"}
-    told = evidence.oracles.items()
-    rows = [[words.get(x.get("ok"), "?"), name, str(x.get("detail", ""))] for name, x in told]
-    return [["", "oracle", "what it saw"], *rows]
+    rows = [["", "check", "what it saw"]]
+    for name, told in evidence.oracles.items():
+        rows.append([words.get(told.get("ok"), "?"), name, str(told.get("detail", ""))])
+        if told.get("hint"):
+            rows.append(["hint", name, str(told["hint"])])
+    return rows
 
 
 def _losses(losses: list[float]) -> list[str]:
@@ -193,30 +277,35 @@ def _losses(losses: list[float]) -> list[str]:
 
 
 def _rerun(evidence: Evidence) -> list[list[str]]:
-    """The invariance that is told with a rest: P at the deadline and at twice the deadline."""
-    rows = [["run", "deadline", "seconds", "P at its end", "ended by"]]
+    """Where it was at the deadline, and at twice the deadline."""
+    rows = [["run", "deadline", "seconds", "where it was", "ended by"]]
     if evidence.again is None:
         return rows
     for name, one in (("first", evidence), ("rerun", evidence.again)):
         deadline = "" if one.deadline_s is None else f"{one.deadline_s:.1f} s"
         how = "" if one.end is None else _how(one.end)
-        places = "; ".join(str(one.last(rank)) for rank in one.ranks() or [0])
+        places = "; ".join(where(one.last(rank)) for rank in one.ranks() or [0])
         rows.append([name, deadline, f"{one.seconds:.1f}", places, how])
     return rows
 
 
-def _text(verdict: Verdict, name: str, parts: list[Section]) -> str:
-    head = f"{'trial ' + name if name else 'trial'}: {verdict.label}"
-    lines = [head, f"rule: {verdict.rule}"]
-    if verdict.place:
-        lines.append(f"place: {verdict.place}")
+def _text(evidence: Evidence, verdict: Verdict, name: str, parts: list[Section]) -> str:
+    lines = wrap(headline(evidence, verdict), WIDTH, subsequent_indent="  ")
+    lines += wrap(_label(verdict, name), WIDTH, subsequent_indent="  ")
     for part in parts:
         lines += ["", part.title]
         for line in part.lines:
             lines += wrap(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-        lines += [f"  {line}" for line in part.verbatim]
+        lines += [f"  {line}".rstrip() for line in part.verbatim]
         lines += _columns(part.table)
     return "\n".join(lines) + "\n"
+
+
+def _label(verdict: Verdict, name: str) -> str:
+    """What a program looks for."""
+    told = [verdict.label, f"rule: {verdict.rule}" if verdict.rule else ""]
+    told += [f"trial {name}" if name else "", f"place: {verdict.place}" if verdict.place else ""]
+    return "; ".join(part for part in told if part)
 
 
 def _columns(table: list[list[str]]) -> list[str]:
@@ -232,21 +321,24 @@ def _columns(table: list[list[str]]) -> list[str]:
     return lines
 
 
-def _markdown(verdict: Verdict, name: str, parts: list[Section]) -> str:
-    title = f"### Trial `{name}`: {verdict.label}" if name else f"### {verdict.label}"
-    place = f", at `{verdict.place}`" if verdict.place else ""
-    blocks = [title, f"Rule: *{verdict.rule}*{place}"]
+def _markdown(evidence: Evidence, verdict: Verdict, name: str, parts: list[Section]) -> str:
+    blocks = [f"### {_plain(headline(evidence, verdict))}", _plain(_label(verdict, name))]
     for part in parts:
         blocks.append(f"**{part.title}**")
         if part.lines:
             blocks.append("\n".join(f"- {_plain(line)}" for line in part.lines))
-        if part.verbatim:
-            blocks.append("\n".join(["```text", *part.verbatim, "```"]))
+        if part.image or part.verbatim:
+            blocks.append(part.image or _fenced(part.verbatim))
         if part.table[1:]:
             cells = [[_plain(cell.replace("|", "\\|")) for cell in row] for row in part.table]
             head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
             blocks.append("\n".join([head, f"|{'|'.join('---' for _ in cells[0])}|", *rows]))
     return "\n\n".join(blocks) + "\n"
+
+
+def _fenced(lines: list[str]) -> str:
+    fence = "`" * max(3, 1 + max(len(ticks) for ticks in re.findall("`*", "\n".join(lines))))
+    return "\n".join([f"{fence}text", *lines, fence])
 
 
 def _plain(text: str) -> str:

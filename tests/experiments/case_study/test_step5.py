@@ -13,7 +13,7 @@ from nsa.experiments.case_study.step5.trials import BASE, OBSERVERS, PRINTS, Lab
 from nsa.lab.search.candidates import Found, Row, Tried
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample
+from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
 from nsa.workbook import metrics, parameters
 
 STEP_S = 0.25
@@ -206,11 +206,12 @@ def test_the_console_says_5_while_the_run_goes_on():
 
 def test_a_trials_page_names_no_place_of_the_machine():
     trial = trial_of("1x", 8.3)
-    frames = ["/some/where/torch/nn/linear.py:134 forward", "/some/where/model.py:29 forward"]
-    look = Look(4.0, 0, "py-spy", [{"name": "MainThread", "main": True, "frames": frames}])
-    trial.evidence.looks.append(look)
+    frames = ("/some/where/torch/nn/linear.py:134 forward", "/some/where/model.py:29 forward")
+    process = Process(7, rank=0, threads=(Thread(7, "MainThread", True, frames=frames),))
+    trial.evidence.snapshots.append(Snapshot(4.0, (process,)))
     page = table.page(trial)
-    assert "nn/linear.py:134 forward" in page and "/some" not in page
+    assert "linear.py:134 forward" in page and "    model.py:29 forward" in page
+    assert "/some" not in page
     assert trial.id in page
 
 

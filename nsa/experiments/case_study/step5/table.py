@@ -1,8 +1,6 @@
 """The tables of the step-5 question."""
 
 import math
-import re
-from dataclasses import replace
 
 import pandas
 
@@ -85,15 +83,8 @@ def recorded(results: Results) -> pandas.DataFrame:
 
 
 def page(trial: Trial) -> str:
-    """The trial's page as `nsa explain` prints it, files of its stacks by their last two names."""
-    looks = [replace(x, threads=[_short(t) for t in x.threads]) for x in trial.evidence.looks]
-    return explain.page(replace(trial.evidence, looks=looks), trial.verdict, name=trial.id)
-
-
-def _short(thread: dict) -> dict:
-    """A stack that tells nothing of the machine."""
-    frames = [re.sub(r"^\S*?([^/\s]+/[^/\s]+:\d+)", r"\1", f) for f in thread.get("frames", ())]
-    return {**thread, "frames": frames}
+    """The trial's page as `nsa explain` prints it, which names no folder of the machine."""
+    return explain.page(trial.evidence, trial.verdict, name=trial.id)
 
 
 def console_beside_progress(trial: Trial) -> pandas.DataFrame:

@@ -1,0 +1,171 @@
+"""The processes and threads of a program as lines: the user's frames first, what is alike once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nsa.lab.verdict.frames import folded, short, user_frames
+from nsa.lab.verdict.picture import WIDTH, clipped, seconds, spans
+from nsa.lab.watch.evidence import Evidence, Process, Snapshot, Thread
+
+LINES = 60
+CALLERS = 3  # of the user's frames around the innermost
+STATES = {
+    "R": "runs", "S": "sleeps", "D": "waits for a disk or a device", "T": "is stopped",
+    "t": "is stopped by a debugger", "Z": "has ended, and nobody has collected it",
+    "I": "idles",
+}  # fmt: skip
+
+
+def told(evidence: Evidence, most: int = LINES) -> list[str]:
+    """As they were at the last full snapshot, what is rare first; the rest is counted."""
+    groups: dict[Hashable, list[tuple[Snapshot, Process]]] = {}
+    for snapshot in _last(evidence.snapshots):
+        for process in snapshot.processes:
+            groups.setdefault(_alike(process), []).append((snapshot, process))
+    ordered = sorted(groups.values(), key=lambda g: (len(g) > 2, g[0][1].of, g[0][1].rank is None))
+    lines: list[str] = []
+    left = [0, 0]  # processes, threads
+    for group in ordered:
+        snapshot, shown = group[0]
+        before = _before(evidence.snapshots, snapshot, shown)
+        alike = len(group)
+        for block, processes, threads in [
+            ([_head(group, before)], alike, 0),
+            *((block, 0, many * alike) for block, many in _threads(shown, before)),
+        ]:
+            if any(left) or len(lines) + len(block) >= most:
+                left = [left[0] + processes, left[1] + threads]
+            else:
+                lines += block
+    named = [_count(*each) for each in zip(left, ("process", "thread"), strict=True) if each[0]]
+    return [*lines, f"... and {' with '.join(named)} more"] if named else lines
+
+
+def _last(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """For each rank the last with its stacks, or with its threads; each reduced to that rank."""
+    found: dict[int, tuple[int, Snapshot]] = {}
+    for snapshot in snapshots:
+        if not snapshot.full:
+            continue
+        for rank in {process.of for process in snapshot.processes}:
+            mine = [process for process in snapshot.processes if process.of == rank]
+            worth = max((2 if any(t.frames for t in p.threads) else bool(p.threads)) for p in mine)
+            if rank not in found or worth >= found[rank][0]:
+                mine.sort(key=lambda process: (process.rank is None, process.pid))
+                found[rank] = worth, replace(snapshot, processes=tuple(mine))
+    return [snapshot for _, (_, snapshot) in sorted(found.items())]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A process some time before, from which shares of a core are counted."""
+
+    process: Process
+    ago_s: float
+
+    def share(self, now_s: float, before_s: float) -> str:
+        return f"{max(0.0, now_s - before_s) / self.ago_s:.0%} of a core"
+
+
+def _before(snapshots: Sequence[Snapshot], now: Snapshot, process: Process) -> Earlier | None:
+    for snapshot in reversed(snapshots):
+        for other in snapshot.processes if snapshot.t <= now.t - 0.5 else ():
+            same = (other.pid, other.started, other.of) == (
+                process.pid,
+                process.started,
+                process.of,
+            )
+            if same and other.cpu_s:
+                return Earlier(other, now.t - snapshot.t)
+    return None
+
+
+def _alike(process: Process) -> Hashable:
+    """Equal for processes that do the same: numbers and times apart."""
+    threads = {(t.main, _words(t.name), _same(t)) for t in process.threads if not t.ours}
+    kind = process.rank is not None, _words(process.name), process.state, _words(process.message)
+    return *kind, frozenset(threads)
+
+
+def _same(thread: Thread) -> Hashable:
+    waits = thread.wait.kind if thread.wait else thread.state
+    return tuple(map(short, thread.frames)), waits, thread.wait and _words(thread.wait.text)
+
+
+def _words(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+
+
+def _count(number: int, of: str) -> str:
+    plural = of + ("es" if of.endswith("s") else "s")
+    return f"{number:,} {of if number == 1 else plural}"
+
+
+def _head(group: list[tuple[Snapshot, Process]], before: Earlier | None) -> str:
+    processes = [process for _, process in group]
+    first, name = processes[0], f" ({processes[0].name})" if processes[0].name else ""
+    ranks = spans([process.of for process in processes])
+    many = "s" if len({process.of for process in processes}) > 1 else ""
+    if len(processes) > 1:
+        whose = "" if first.rank is not None else f"{len(processes)} processes of "
+        who = f"{whose}rank{many} {ranks}{name}, all alike; of the first:"
+    elif first.rank is not None:
+        who = f"rank {first.rank}{f', process {first.pid}' if first.pid else ''}{name}"
+    else:
+        who = f"process {first.pid} of rank {first.of}{name}"
+    facts = [STATES.get(first.state, first.state)]
+    if before is not None:
+        facts.append(before.share(first.cpu_s, before.process.cpu_s))
+    if first.rss_mib:
+        facts.append(f"{first.rss_mib:,.0f} MiB")
+    shown = ", ".join(fact for fact in facts if fact)
+    said = f"; cannot be read: {first.message}" if first.message and not first.threads else ""
+    return clipped(f"{who}{'' if who.endswith(':') else ','} {shown}".rstrip(" ,") + said)
+
+
+def _threads(process: Process, before: Earlier | None) -> Iterator[tuple[list[str], int]]:
+    """(lines, of how many threads): the main one first, then those in the user's code."""
+
+    def rank(thread: Thread) -> tuple[bool, ...]:
+        return not thread.main, not user_frames(thread.frames)[0], not thread.frames
+
+    groups: dict[Hashable, list[Thread]] = {}
+    for thread in sorted((t for t in process.threads if not t.ours), key=rank):
+        groups.setdefault((thread.main, _same(thread)), []).append(thread)
+    for threads in groups.values():
+        own, inside = user_frames(threads[0].frames)
+        block = [f"  {_thread(threads, before)}", *(f"    {short(frame)}" for frame in own[:1])]
+        if inside:
+            within = "      inside it " if own else "    "
+            block.append(f"{within}{folded(inside)}: {short(inside[0])}")
+        if native := threads[0].native:
+            block.append(f"      native: {', '.join(native[:4])}")
+        if callers := [f"from {short(frame)}" for frame in own[1 : 1 + CALLERS]]:
+            more = len(own) - 1 - len(callers)
+            block.append("    " + ", ".join([*callers, *([f"{more} more"] if more else [])]))
+        yield [clipped(line, WIDTH - 2) for line in block], len(threads)
+
+
+def _thread(threads: list[Thread], before: Earlier | None) -> str:
+    """Its name, and what it does or waits for."""
+    thread, number = threads[0], f"{len(threads):,}"
+    does = [thread.wait.text if thread.wait else STATES.get(thread.state, thread.state)]
+    if thread.wait and thread.wait.left_s is not None:
+        does.append(f"{seconds(thread.wait.left_s)} left")
+    if thread.gil:
+        does.append("holds Python's interpreter lock (GIL)")
+    told = ", ".join(part for part in does if part)
+    if len(threads) > 1 and not thread.frames and not thread.wait and thread.state in ("S", ""):
+        return f"{number} threads that idle in native code"
+    if len(threads) > 1:
+        return (
+            f"{number} threads alike, as {thread.name or thread.tid}: {told or 'nothing is told'}"
+        )
+    earlier = [t for t in before.process.threads if t.tid == thread.tid] if before else []
+    if earlier and thread.cpu_s > earlier[0].cpu_s:
+        told += ", " * bool(told) + before.share(thread.cpu_s, earlier[0].cpu_s)
+    name = thread.name or f"thread {thread.tid}"
+    return f"{name}: {told}" if told else name

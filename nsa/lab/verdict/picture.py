@@ -1,0 +1,231 @@
+"""Who waits for whom, as a small picture: lines of text, or SVG without scripts.
+
+An edge is a dict of a verdict: from, at, kind, text, to (names), left_s, outside, source.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from html import escape
+from itertools import groupby
+from typing import Any
+
+MOST = 12  # nodes that a picture shows
+WIDTH = 100
+OUTSIDE, NOBODY = "somebody outside, who is not observed", "nobody who was seen"
+_WIDE, _HIGH, _GAP, _LETTERS = 250, 62, 46, 36  # of a box, in SVG's units and in letters
+_RANKS = re.compile(r"\branks? \d+(?:(?:, | and |-)\d+)*")
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_STYLE = """
+text{font:12px system-ui,sans-serif;fill:#1d2430}.n{font-weight:600}.w{fill:#5a6472}
+rect{fill:#fff;stroke:#8a94a3}.p{fill:#f6f7f9;stroke:none}.o{stroke-dasharray:4 3}
+path{fill:none;stroke:#5a6472;stroke-width:1.4}.b{stroke:#c0392b;stroke-dasharray:5 3}
+.h{fill:#5a6472;stroke:none}@media (prefers-color-scheme:dark){text{fill:#e6e9ee}.w{fill:#aab3c0}
+rect{fill:#20262f;stroke:#6d7887}.p{fill:#14181e}path{stroke:#aab3c0}.b{stroke:#ff8a7a}
+.h{fill:#aab3c0}}""".replace("\n", "")
+
+
+@dataclass
+class Node:
+    """Somebody who waits, several who wait alike, or what is waited for."""
+
+    name: str
+    at: str = ""  # the user's line
+    waits: list[str] = field(default_factory=list)  # in words
+    to: list[str] = field(default_factory=list)  # names of others
+    outer: bool = False  # no process or thread: a timer, the outside, nobody
+    many: bool = False
+
+    def itself(self) -> str:
+        return "one another" if self.many else "itself"
+
+
+def picture(edges: Sequence[dict[str, Any]]) -> tuple[list[Node], int]:
+    """(at most MOST nodes, whoever is waited for after who waits; how many are left out)."""
+    members: dict[Any, list[dict[str, Any]]] = {}
+    crowd = len({edge["from"] for edge in edges}) > MOST
+    for edge in edges:
+        alike = (edge.get("kind"), edge.get("at"), _RANKS.sub("", edge.get("text") or ""))
+        merges = crowd or edge.get("kind") == "collective"
+        members.setdefault(alike if merges else edge["from"], []).append(edge)
+    names = {edge["from"]: _together(group) for group in members.values() for edge in group}
+    found: dict[str, Node] = {}
+    for edge in edges:
+        name, said = names[edge["from"]], edge.get("text") or edge.get("kind") or ""
+        node = found.setdefault(name, Node(name, edge.get("at") or ""))
+        node.many |= name != edge["from"]
+        if _RANKS.sub("", said) not in map(partial(_RANKS.sub, ""), node.waits):
+            node.waits.append(said)
+        ends = [names.get(to, to) for to in edge.get("to") or ()]
+        if edge.get("left_s") is not None:
+            ends.append(f"a timer: {seconds(edge['left_s'])} left")
+        elif edge.get("outside"):
+            ends.append(OUTSIDE)
+        node.to += [end for end in ends or [NOBODY] if end not in node.to]
+    for node in found.values():
+        if node.many and len(node.to) > 1:  # for each other as well, which says less
+            node.to = [to for to in node.to if to != node.name]
+    known = {edge["from"] for edge in edges} | {to for edge in edges for to in edge.get("to") or ()}
+    for name in [to for node in found.values() for to in node.to]:
+        found.setdefault(name, Node(name, outer=name not in known))
+    ordered = _walked(found)
+    shown = {name: found[name] for name in ordered[:MOST]}
+    for node in shown.values():
+        node.to = [to for to in node.to if to in shown]
+    return list(shown.values()), len(ordered) - len(shown)
+
+
+def text(edges: Sequence[dict[str, Any]], width: int = WIDTH) -> list[str]:
+    """As lines: under each who waits what for, and then an arrow to each that could end it."""
+    nodes, more = picture(edges)
+    found, lines, told = {node.name: node for node in nodes}, [], set()
+
+    def draw(name: str, first: str, rest: str, above: tuple[str, ...]) -> None:
+        node = found[name]
+        said = f"{name}, at {node.at}" if node.at else name
+        if name in above:
+            said = f"{name}: round again" if above[-1] != name else node.itself()
+        elif name in told and node.to:
+            said = f"{name} (see there)"
+        lines.append(clipped(first + said, width))
+        if name in above or name in told:
+            return
+        told.add(name)
+        lines.extend(
+            clipped(f"{rest}{'│' if node.to else ' '} {w}", width) for w in node.waits if w
+        )
+        for to in node.to:
+            last = to == node.to[-1]
+            draw(to, rest + ("└─▶ " if last else "├─▶ "), rest + ("    " if last else "│   "),
+                 (*above, name))  # fmt: skip
+
+    for node in nodes:
+        if node.name not in told:
+            draw(node.name, "", "", ())
+    return [*lines, f"and {more} more"] if more else lines
+
+
+def svg(edges: Sequence[dict[str, Any]]) -> str:
+    """As an SVG of its own, for a light and a dark page: a column a step of waiting.
+
+    An arrow that leads back, which closes a cycle, is red and dashed. "" for no edges.
+    """
+    nodes, more = picture(edges)
+    if not nodes:
+        return ""
+    depth: dict[str, int] = {}
+    for node in nodes:
+        depth.setdefault(node.name, 0)
+        for to in node.to:
+            depth.setdefault(to, depth[node.name] + 1)
+    rows: dict[int, int] = {}
+    place: dict[str, tuple[int, int]] = {}
+    for node in nodes:
+        column = depth[node.name]
+        row = rows[column] = rows.get(column, -1) + 1
+        place[node.name] = (16 + column * (_WIDE + _GAP), 16 + row * (_HIGH + 34))
+    wide = 16 + (max(rows) + 1) * (_WIDE + _GAP)
+    high = 16 + (max(rows.values()) + 1) * (_HIGH + 34) + (16 if more else 0)
+    drawn = [_arrow(place[node.name], place[to]) for node in nodes for to in node.to]
+    drawn += [_box(node, *place[node.name]) for node in nodes]
+    if more:
+        drawn.append(f'<text class="w" x="16" y="{high - 8}">and {more} more</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
+        f'viewBox="0 0 {wide} {high}" role="img" aria-labelledby="t d"><title id="t">Who waits for '
+        f'whom</title><desc id="d">{escape(described(edges))}</desc><style>{_STYLE}</style>'
+        '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+        'orient="auto-start-reverse"><path class="h" d="M0 0L8 4L0 8z"/></marker></defs>'
+        f'<rect class="p" width="{wide}" height="{high}" rx="6"/>{"".join(drawn)}</svg>'
+    )
+
+
+def image(edges: Sequence[dict[str, Any]]) -> str:
+    """The SVG as an <img> that holds it: notebooks and reports keep that and drop an inline one."""
+    data = b64encode(svg(edges).encode()).decode()
+    return f'<img alt="{escape(described(edges))}" src="data:image/svg+xml;base64,{data}">'
+
+
+def described(edges: Sequence[dict[str, Any]]) -> str:
+    """In one line, for who does not see it."""
+    nodes, more = picture(edges)
+    told = []
+    for node in nodes:
+        to = [node.itself() if to == node.name else to for to in node.to]
+        if to:
+            told.append(f"{node.name} ({'; '.join(node.waits)}) waits for {', '.join(to)}")
+    return clipped(". ".join([*told, *([f"And {more} more"] if more else [])]), 2000)
+
+
+def seconds(s: float) -> str:
+    """9 s, 4 min, 3.5 h."""
+    return f"{s:.0f} s" if s < 120 else f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
+
+
+def clipped(line: str, width: int = WIDTH) -> str:
+    """Of that length, and without what a terminal or XML would take for a command."""
+    line = "".join(c if c.isprintable() else " " for c in _COLOURS.sub("", line))
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """0-2, 4, 6-63."""
+    ordered = enumerate(sorted(set(numbers)))
+    runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
+
+
+def _together(group: list[dict[str, Any]]) -> str:
+    """One name for all who wait alike."""
+    names = list(dict.fromkeys(edge["from"] for edge in group))
+    if len(names) == 1:
+        return names[0]
+    ranks = [re.fullmatch(r"rank (\d+)", name) for name in names]
+    if all(ranks):
+        return f"ranks {spans([int(rank[1]) for rank in ranks])}"
+    return f"{names[0]} and {len(names) - 1} alike"
+
+
+def _walked(found: dict[str, Node]) -> list[str]:
+    """Whom nobody waits for first, then whoever they wait for; a cycle from where it is told."""
+    wanted = {to for node in found.values() for to in node.to if to != node.name}
+    ordered: dict[str, None] = {}
+    for start in [*(name for name in found if name not in wanted), *found]:
+        queue = [start]
+        while queue:
+            name = queue.pop(0)
+            if name not in ordered:
+                ordered[name] = None
+                queue += found[name].to
+    return list(ordered)
+
+
+def _arrow(a: tuple[int, int], b: tuple[int, int]) -> str:
+    (x, y), (to_x, to_y) = a, b
+    if to_x > x:
+        x, y, to_y = x + _WIDE, y + _HIGH // 2, to_y + _HIGH // 2
+        middle = (x + to_x) // 2
+        path, kind = f"M{x} {y}C{middle} {y} {middle} {to_y} {to_x} {to_y}", "f"
+    else:  # back, below the boxes
+        y, to_y, low = y + _HIGH, to_y + _HIGH, max(y, to_y) + _HIGH + 28
+        x, to_x = x + _WIDE * 2 // 3, to_x + _WIDE // 3
+        path, kind = f"M{x} {y}C{x} {low} {to_x} {low} {to_x} {to_y}", "b"
+    return f'<path class="{kind}" d="{path}" marker-end="url(#a)"/>'
+
+
+def _box(node: Node, x: int, y: int) -> str:
+    lines = [(node.name, "n"), (node.at, ""), ("; ".join(node.waits), "w")]
+    lines = [(line, kind) for line, kind in lines if line]
+    told = "".join(
+        f'<text class="{kind}" x="{x + 10}" y="{y + 19 + 17 * number}">'
+        f"{escape(clipped(line, _LETTERS))}</text>"
+        for number, (line, kind) in enumerate(lines)
+    )
+    whole = escape("\n".join(clipped(line, 400) for line, _ in lines))
+    outer = ' class="o"' if node.outer else ""
+    box = f'<rect{outer} x="{x}" y="{y}" width="{_WIDE}" height="{_HIGH}" rx="6"/>'
+    return f"<g><title>{whole}</title>{box}{told}</g>"
