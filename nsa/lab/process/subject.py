@@ -84,7 +84,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
     folder, spec = Path(given["folder"]), given["spec"]
     stacks = open(folder / f"stacks-{rank}.txt", "a")  # noqa: SIM115  as long as we live
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    progress = Progress(folder / f"progress-{rank}.bin", rank=rank, lasting=True)
+    progress = Progress(folder / f"progress-{rank}.bin", lasting=True)
     progress.listens()
     left = {"losses": [], "oracles": {}, "witness": None, "peak_mib": None, "result": None}
     losses: list[Any] = []

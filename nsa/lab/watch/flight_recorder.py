@@ -29,17 +29,17 @@ ENVIRONMENT = {  # variables under which a process records its collectives
 }
 
 
-def write(folder: Path, rank: int) -> None:
-    """Leaves flight-K.json, and on a GPU memory-K.json and memory-K.pickle, in `folder`."""
+def write(folder: Path, key: int | str) -> None:
+    """Leaves flight-KEY.json, and on a GPU memory-KEY.json and memory-KEY.pickle, in `folder`."""
     with contextlib.suppress(Exception):
-        child.put(folder / f"flight-{rank}.json", {"entries": recorded()})
+        child.put(folder / f"flight-{key}.json", {"entries": recorded()})
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
             every = [torch.cuda.memory_stats(i) for i in range(torch.cuda.device_count())]
             held = {name: sum(stats.get(name, 0) for stats in every) for name in MEMORY}
-            child.put(folder / f"memory-{rank}.json", held)
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
+            child.put(folder / f"memory-{key}.json", held)
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{key}.pickle"))
 
 
 def recorded() -> list[dict[str, Any]]:
