@@ -54,6 +54,7 @@ def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
         Section("Oracles", table=_oracles(evidence)),
         Section("Losses", _losses(evidence.losses)),
         Section("Rerun for twice as long", table=_rerun(evidence)),
+        Section("The last lines that it printed", verbatim=list(evidence.output)),
         Section("Notes", [*evidence.preflight, *evidence.notes]),
     ]
     # a table of headings alone is empty
