@@ -187,6 +187,7 @@ class Evidence:
     result: dict[str, Any] | None = None  # what rank 0's subject made of its steps
     again: Evidence | None = None  # the rerun at twice the deadline
     notes: list[str] = field(default_factory=list)  # what else a reader should know
+    output: list[str] = field(default_factory=list)  # the last lines that it printed
 
     def ranks(self) -> list[int]:
         """Those of which there is a sample."""
