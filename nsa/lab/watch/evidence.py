@@ -180,7 +180,6 @@ class Evidence:
     flights: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # Flight Recorders
     locks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # pid: see watch.locks
     reports: list[dict[str, Any]] = field(default_factory=list)  # stalls as they were told
-    output: list[str] = field(default_factory=list)  # its last lines
     losses: list[float] = field(default_factory=list)  # of rank 0
     witness: dict[str, Any] | None = None  # which implementations ran, None where not recorded
     memory: dict[str, Any] | None = None  # at a stall on a GPU
