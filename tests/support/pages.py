@@ -73,7 +73,7 @@ def ranks_wait(ranks=2, blamed=0):
     edges = [edge(f"rank {r}", "train.py:40 step", "collective", "waits in all_reduce",
                   [f"rank {blamed}"]) for r in others]  # fmt: skip
     edges.append(edge(f"rank {blamed}", "upload.py:12 put", "timer", "sleeps", left_s=9.2))
-    return seen(
+    evidence, verdict = seen(
         *(Process(100 + r, of=r, rank=r, name="python train.py", state="S",
                   threads=(main_thread(100 + r, REDUCE, wait), *idle(4, 1000 + 10 * r)))
           for r in others),
@@ -82,8 +82,9 @@ def ranks_wait(ranks=2, blamed=0):
         verdict=Verdict("STALLED", "collective", "quiet, and could end by itself",
                         [f"rank {blamed} sleeps"], line="upload.py:12 put", edges=edges,
                         numbers={"rested_s": 18.0, "longest_rest_s": 2.0}),
-        output=["epoch 3", "saved model.pt"],
     )  # fmt: skip
+    evidence.output = ["epoch 3", "saved model.pt"]
+    return evidence, verdict
 
 
 def worker_deadlock():

@@ -111,9 +111,8 @@ class Observer:
         for rank, counted in given.items():
             cells = progress.cells_of(counted.file) if counted.file else None
             seen = procfs.process(counted.pid) if counted.pid else None
-            if seen is None or not seen.lives:
-                if rank in self._live or rank in self._moved:
-                    self._dead[rank] = Process(counted.pid, of=rank, rank=rank, state="X")
+            if rank in self._moved and (seen is None or not seen.lives):
+                self._dead[rank] = Process(counted.pid, of=rank, rank=rank, state="X")
             if seen is None:
                 continue
             if seen.lives:
@@ -157,8 +156,7 @@ class Observer:
         taken = kernel.snapshot(ranks, self._cookie, self.t, p)
         taken = looks.with_stacks(taken, native=native)
         if self._signals:
-            files = {r: c.file for r, c in self._live.items() if c.file}
-            taken = looks.by_faulthandler(taken, files)
+            taken = self._by_faulthandler(taken)
         dead = [process for rank, process in self._dead.items() if rank not in ranks]
         processes = [_loops(process) for process in taken.processes]
         taken = replace(taken, processes=(*processes, *dead), gpu_percent=self._percent())
@@ -174,6 +172,27 @@ class Observer:
         self._looks += 1
         self._look_at = self.t + max(APART_S, 0.15 * self.rest_s())
         return taken
+
+    def _by_faulthandler(self, taken: Snapshot) -> Snapshot:
+        """The main threads' frames by themselves, where py-spy may not look.
+
+        Now and then that ends a process: it reads frames of other threads while they change.
+        """
+        found = []
+        for process in taken.processes:
+            counted = self._live.get(-1 if process.rank is None else process.rank)
+            cells = progress.cells_of(counted.file) if counted and counted.file else None
+            main = process.main()
+            if cells and cells[progress.LISTENS] and main is not None and not main.frames:
+                file = counted.file.with_name(f"stacks-{process.rank}.txt")
+                with contextlib.suppress(OSError):
+                    told = looks.parse(looks.asked(process.pid, file), cells[progress.MAIN_THREAD])
+                    frames = next((thread.frames for thread in told if thread.main), ())
+                    threads = [replace(t, frames=frames) if t.main else t for t in process.threads]
+                    process = replace(process, threads=tuple(threads))
+                    taken = replace(taken, tool="faulthandler")
+            found.append(process)
+        return replace(taken, processes=tuple(found))
 
     def judged(self) -> Verdict:
         """As of now."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import gpus, preflight, ranks, renamed, trial
+from nsa.lab.process import child, gpus, preflight, ranks, renamed, script, trial
+from nsa.lab.process.printed import Printed
 from nsa.lab.process.procfs import kernel_kills
 from nsa.lab.process.supervisor import Supervisor, settle
 from nsa.lab.search import time_model
@@ -35,6 +37,9 @@ FAR_S = 1e6  # the supervisor ends a trial, nobody else
 class Spec:
     """What a trial runs: `steps` steps of `subject` ("package.module:make", see process.subject).
 
+    The subject may be a script, "train.py" or "package.module"; then `argv` are its words, as a
+    list or in one text, it has no number of steps, and settings only fill {name} in those words.
+
     settings: handed to it, JSON-able. observers: names of what slows it and is no part of it.
     oracles: names out of nsa.lab.oracles. python: another interpreter, whose packages are used.
     env: variables, beside this process's own.
@@ -44,19 +49,28 @@ class Spec:
 
     subject: str
     settings: dict[str, Any] = field(default_factory=dict)
-    steps: int = 3
+    steps: int | None = 3  # None of a script
     ranks: int = 1
     observers: tuple[str, ...] = ()
     oracles: tuple[str, ...] = ()
     seed: int = 0
     python: str | None = None
     env: dict[str, str] = field(default_factory=dict)
+    argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "observers", tuple(self.observers))
         object.__setattr__(self, "oracles", tuple(self.oracles))
+        object.__setattr__(self, "argv", _words(self.argv))
+        if script.is_script(self.subject):
+            object.__setattr__(self, "steps", None)
+            script.arguments(self.argv, self.settings)
+        elif self.argv:
+            raise ValueError(
+                f"argv={list(self.argv)}: {self.subject} is no script; it has settings"
+            )
         for name in ("steps", "ranks"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         try:
             json.dumps(self.settings)
@@ -82,6 +96,19 @@ class Spec:
         return hashlib.sha256(what.encode()).hexdigest()[:12]
 
 
+def _words(argv: str | int | float | Sequence[Any]) -> tuple[str, ...]:
+    try:
+        words = argv if isinstance(argv, list | tuple) else shlex.split(str(argv))
+    except ValueError as error:
+        raise ValueError(f"argv={argv!r} cannot be split into words: {error}") from None
+    return tuple(map(str, words))
+
+
+def check_subject(subject: str) -> None:
+    """ValueError for a subject that cannot be found, with what would do."""
+    (script.check if script.is_script(subject) else trial.check_entry)(subject)
+
+
 def run(
     spec: Spec,
     *,
@@ -100,7 +127,8 @@ def run(
 
     predicted_s: what its steps should take; it is looked at after 3 x that x `factor`, by which its
     observers slow it. deadline_s: when it has to end (None: 4 x as late, or after 600 s where
-    nothing is predicted). Both count from the first step, not from the start of the process.
+    nothing is predicted, and a script never). Both count from the first step, not from the start of
+    the process.
     stall_s: how long its progress may rest until it is looked at closely. on_hang, on_stall:
     "report" or "kill", what a certified hang and a stall do to it. tell: told of each when it is
     seen, and when it is withdrawn. folder: emptied first, it keeps what the processes wrote. gpu:
@@ -111,7 +139,7 @@ def run(
     where `folder` cannot be written.
     """
     if spec.python is None:
-        trial.check_entry(spec.subject)
+        check_subject(spec.subject)
     if spec.oracles:
         from nsa.lab import oracles
 
@@ -128,17 +156,19 @@ def run(
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    source = preflight.source_hash(spec.subject)
+    stood_on = preflight.files(spec.subject)
+    child.put(folder / "sources.json", stood_on)
     env = {**spec.env, **gpus.only(gpu)}
     on_gpu = preflight.uses_gpu(spec.settings, env)
+    limit_s = None if script.is_script(spec.subject) else UNPREDICTED_S
     evidence = Evidence(
         spec=spec.to_dict(),
-        environment={**preflight.environment(spec.python), "source": source},
+        environment=preflight.environment(spec.python) | {"source": preflight.digest_of(stood_on)},
         preflight=preflight.reasons(on_gpu, gpu),
         predicted_s=predicted_s,
         factor=factor,
         soft_s=soft_s,
-        deadline_s=deadline_s or (HARD * soft_s if soft_s else UNPREDICTED_S),
+        deadline_s=deadline_s or (HARD * soft_s if soft_s else limit_s),
         stall_s=stall_s,
     )
     used = preflight.used_mib(gpu) if on_gpu else []
@@ -148,7 +178,13 @@ def run(
         supervisor = Supervisor(evidence, folder, spec.ranks, stop=stop, use=use, **kills)
         started = time.monotonic()
         given = {"spec": spec.to_dict(), "folder": str(folder)}
-        options: dict[str, Any] = {"folder": folder, "watch": supervisor, "python": spec.python}
+        printed = Printed(folder)
+
+        def watch(pid: int) -> str:
+            printed.bound()
+            return supervisor(pid)
+
+        options: dict[str, Any] = {"folder": folder, "watch": watch, "python": spec.python}
         options |= {"deadline_s": FAR_S, "env": {**flight_recorder.ENVIRONMENT, **env}}
         if spec.ranks == 1:
             ended: Any = trial.run_child("nsa.lab.process.subject:run", given, **options)
@@ -158,6 +194,9 @@ def run(
         supervisor.close()
     evidence.seconds = time.monotonic() - started
     settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > killed)
+    first = evidence.end.first_rank if evidence.end is not None else None
+    evidence.output = printed.last(spec.ranks, first)
+    evidence.notes += filter(None, [printed.note()])
     if on_gpu:
         evidence.notes += preflight.wait_until_free(used, only=gpu)
         now = preflight.reasons(True, gpu)

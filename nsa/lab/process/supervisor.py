@@ -178,6 +178,7 @@ def _take(evidence: Evidence, left: dict[int, dict[str, Any]]) -> None:
     evidence.losses = [float(loss) for loss in left.get(0, {}).get("losses", ())]
     evidence.witness = next((found["witness"] for found in left.values()), None)
     evidence.result = left.get(0, {}).get("result")
+    evidence.notes += left.get(0, {}).get("notes") or []
     said = {rank: found["oracles"] for rank, found in left.items() if found["oracles"]}
     if said:
         from nsa.lab import oracles

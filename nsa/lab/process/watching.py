@@ -140,7 +140,8 @@ class _Watcher:
         self.evidence, self.reports, self.nodes = evidence, reports, nodes
         self.kills, self.limit_s, self.stop = kills, limit_s, threading.Event()
         self.members = Members(process.pid, inner, cookie)
-        self.observer = Observer(evidence, self.members, cookie=cookie, tell=self.tell)
+        options = {"cookie": cookie, "tell": self.tell, "signals": False}
+        self.observer = Observer(evidence, self.members, **options)
         self.reason = self.message = ""
         self._use = contextlib.ExitStack()  # of the GPUs
         self._asks_gpus, self._next_nodes, self._next_status = False, 0.0, 0.0

@@ -43,10 +43,13 @@ def _recorded(evidence: Evidence, look: Snapshot) -> dict[int, Collective]:
                 last[rank] = max(mine, key=lambda e: e["seq"])
         named = next((e["ranks"] for e in last.values() if e.get("ranks")), None)
         members = named or (ranks if group in ("", "0") else sorted(last))
+        furthest = max((entry["seq"] for entry in last.values()), default=0)
         for rank, entry in last.items():
-            if entry.get("state") == "completed" or not _waits(look, rank):
-                continue
             number, op = entry["seq"], _name(entry)
+            # gloo may never say that one has ended, but the others are beyond it
+            over = entry.get("state") == "completed" or number < furthest
+            if over or not _waits(look, rank):
+                continue
             behind = [m for m in members if m != rank and last.get(m, {}).get("seq", 0) < number]
             beside = {m: last[m] for m in members if last.get(m, {}).get("seq") == number}
             wrong = _differ(beside) if not behind else ""

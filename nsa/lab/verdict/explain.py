@@ -49,9 +49,9 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
     """The verdict in plain words, with the user's line where there is one."""
     kind, numbers = verdict.kind, verdict.numbers
     said = _waits(verdict.edges) or next(iter(verdict.because), "") or verdict.rule
-    if kind == "INCONCLUSIVE" and verdict.what == "running":
-        return f"it moves: {said}"
-    if verdict.label == "SLOW:uncounted":
+    if verdict.label == "INCONCLUSIVE:running":
+        kind = "it moves"
+    elif verdict.label == "SLOW:uncounted":
         kind = "SLOW, not counted"
     elif kind == "STALLED":
         rested = numbers.get("rested_s")
@@ -101,7 +101,7 @@ def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
     """All that are not empty."""
     drawn = picture.text(verdict.edges)
     seen = family.told(evidence)
-    output = [clipped(line.rstrip(), WIDTH - 2) for line in getattr(evidence, "output", ())]
+    output = [clipped(line.rstrip(), WIDTH - 2) for line in evidence.output]
     made = [
         Section("Who waits for whom", verbatim=drawn,
                 image=picture.image(verdict.edges) if drawn else ""),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +16,10 @@ from itertools import groupby
 from typing import Any
 
 MOST = 12  # nodes that a picture shows
+COLUMNS = 4
 WIDTH = 100
-OUTSIDE, NOBODY = "somebody outside, who is not observed", "nobody who was seen"
-_WIDE, _HIGH, _GAP, _LETTERS = 250, 62, 46, 36  # of a box, in SVG's units and in letters
+OUTSIDE, NOBODY = "somebody who is not observed", "nobody who was seen"
+_WIDE, _HIGH, _GAP, _LETTERS = 280, 62, 46, 41  # of a box, in SVG's units and in letters
 _RANKS = re.compile(r"\branks? \d+(?:(?:, | and |-)\d+)*")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STYLE = """
@@ -65,7 +67,7 @@ def picture(edges: Sequence[dict[str, Any]]) -> tuple[list[Node], int]:
             ends.append(f"a timer: {seconds(edge['left_s'])} left")
         elif edge.get("outside"):
             ends.append(OUTSIDE)
-        node.to += [end for end in ends or [NOBODY] if end not in node.to]
+        node.to = list(dict.fromkeys([*node.to, *(ends or [NOBODY])]))
     for node in found.values():
         if node.many and len(node.to) > 1:  # for each other as well, which says less
             node.to = [to for to in node.to if to != node.name]
@@ -122,15 +124,23 @@ def svg(edges: Sequence[dict[str, Any]]) -> str:
         depth.setdefault(node.name, 0)
         for to in node.to:
             depth.setdefault(to, depth[node.name] + 1)
-    rows: dict[int, int] = {}
-    place: dict[str, tuple[int, int]] = {}
+    counts = Counter(depth.values())
+    tops = [0]  # of each band of COLUMNS columns, in rows
+    for first in range(0, max(counts) + 1, COLUMNS):
+        tops.append(tops[-1] + max(counts[first + column] for column in range(COLUMNS)))
+    place, rows = {}, Counter()
     for node in nodes:
-        column = depth[node.name]
-        row = rows[column] = rows.get(column, -1) + 1
+        band, column = divmod(depth[node.name], COLUMNS)
+        row = tops[band] + rows[depth[node.name]]
+        rows[depth[node.name]] += 1
         place[node.name] = (16 + column * (_WIDE + _GAP), 16 + row * (_HIGH + 34))
-    wide = 16 + (max(rows) + 1) * (_WIDE + _GAP)
-    high = 16 + (max(rows.values()) + 1) * (_HIGH + 34) + (16 if more else 0)
-    drawn = [_arrow(place[node.name], place[to]) for node in nodes for to in node.to]
+    wide = 32 + min(max(counts) + 1, COLUMNS) * (_WIDE + _GAP) - _GAP
+    high = 16 + tops[-1] * (_HIGH + 34) + (16 if more else 0)
+    drawn = [
+        _arrow(place[node.name], place[to], back=depth[to] <= depth[node.name])
+        for node in nodes
+        for to in node.to
+    ]
     drawn += [_box(node, *place[node.name]) for node in nodes]
     if more:
         drawn.append(f'<text class="w" x="16" y="{high - 8}">and {more} more</text>')
@@ -204,17 +214,19 @@ def _walked(found: dict[str, Node]) -> list[str]:
     return list(ordered)
 
 
-def _arrow(a: tuple[int, int], b: tuple[int, int]) -> str:
+def _arrow(a: tuple[int, int], b: tuple[int, int], *, back: bool) -> str:
     (x, y), (to_x, to_y) = a, b
     if to_x > x:
         x, y, to_y = x + _WIDE, y + _HIGH // 2, to_y + _HIGH // 2
         middle = (x + to_x) // 2
-        path, kind = f"M{x} {y}C{middle} {y} {middle} {to_y} {to_x} {to_y}", "f"
-    else:  # back, below the boxes
-        y, to_y, low = y + _HIGH, to_y + _HIGH, max(y, to_y) + _HIGH + 28
-        x, to_x = x + _WIDE * 2 // 3, to_x + _WIDE // 3
-        path, kind = f"M{x} {y}C{x} {low} {to_x} {low} {to_x} {to_y}", "b"
-    return f'<path class="{kind}" d="{path}" marker-end="url(#a)"/>'
+        path = f"M{x} {y}C{middle} {y} {middle} {to_y} {to_x} {to_y}"
+    else:  # below the boxes, or down to the next band
+        x, to_x, y = x + _WIDE * 2 // 3, to_x + _WIDE // 3, y + _HIGH
+        low = y + 30
+        to_y += _HIGH if back else 0
+        high = max(low, to_y + 30) if back else to_y - 30
+        path = f"M{x} {y}C{x} {max(low, high) if back else low} {to_x} {high} {to_x} {to_y}"
+    return f'<path class="{"b" if back else "f"}" d="{path}" marker-end="url(#a)"/>'
 
 
 def _box(node: Node, x: int, y: int) -> str:
@@ -222,7 +234,7 @@ def _box(node: Node, x: int, y: int) -> str:
     lines = [(line, kind) for line, kind in lines if line]
     told = "".join(
         f'<text class="{kind}" x="{x + 10}" y="{y + 19 + 17 * number}">'
-        f"{escape(clipped(line, _LETTERS))}</text>"
+        f"{escape(clipped(line, _LETTERS - 5 * (kind == 'n')))}</text>"
         for number, (line, kind) in enumerate(lines)
     )
     whole = escape("\n".join(clipped(line, 400) for line, _ in lines))

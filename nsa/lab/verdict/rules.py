@@ -234,7 +234,7 @@ def _settle(found: Stall) -> list[str]:
         "stopped": f"kill -CONT {found.pid}",
         "polling": f"strace -f -e trace=file -p {found.pid}",
     }
-    return commands + [more[found.what]] * (found.what in more)
+    return [*commands, more[found.what]] if found.what in more else commands
 
 
 def _moving(evidence: Evidence) -> Verdict | None:

@@ -212,7 +212,8 @@ def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
     chain = [node for node in graph.reach(main) if node in graph.threads]
     root = _root(graph, main)
     waits = {node: wait for node in chain if (wait := graph.threads[node].wait)}
-    what = "lock" if waits.get(root) is None else waits[root].kind
+    of = main if waits[main].kind != "collective" else root
+    what = waits[of].kind if of in waits else "ended"
     for node in chain:
         process = graph.process(node)
         if what != "GIL" and node in waits and waits[node].kind == "stopped":
@@ -356,7 +357,8 @@ def _sentence(graph: Graph, node: Node) -> str:
 
 def place_of(frames: Sequence[str]) -> str:
     """`file.py function` of the user's innermost frame, or of the innermost."""
-    return named(nearest(frames))
+    line = nearest(frames)
+    return named(line) if ".py:" in line else ""
 
 
 def named(line: str) -> str:

@@ -184,13 +184,13 @@ class Evidence:
     flights: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # Flight Recorders
     locks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # pid: see watch.locks
     reports: list[dict[str, Any]] = field(default_factory=list)  # stalls as they were told
-    output: list[str] = field(default_factory=list)  # its last lines
     losses: list[float] = field(default_factory=list)  # of rank 0
     witness: dict[str, Any] | None = None  # which implementations ran, None where not recorded
     memory: dict[str, Any] | None = None  # at a stall on a GPU
     result: dict[str, Any] | None = None  # what rank 0's subject made of its steps
     again: Evidence | None = None  # the rerun at twice the deadline
     notes: list[str] = field(default_factory=list)  # what else a reader should know
+    output: list[str] = field(default_factory=list)  # the last lines that it printed
 
     def ranks(self) -> list[int]:
         """Those of which there is a sample."""
