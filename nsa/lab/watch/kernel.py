@@ -153,7 +153,14 @@ def _thread(reader: Reader, tid: int, ours: Collection[str], said: list[str], de
     cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
     if fields[0] == "R":
         wait = None
-    return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, ours=name in ours)
+    main, ours = tid == reader.pid, name in ours
+    return Thread(tid, name, main, fields[0], cpu_s, wchan, _switches(folder), wait, ours=ours)
+
+
+def _switches(folder: Path) -> int | None:
+    """How often the thread gave up its processor, or lost it."""
+    told = re.findall(r"ctxt_switches:\s*(\d+)", (folder / "status").read_text(errors="replace"))
+    return sum(map(int, told)) if told else None
 
 
 def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str]) -> Wait | None:
