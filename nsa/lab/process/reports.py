@@ -54,12 +54,11 @@ class Reports:
 
     def write(self, evidence: Evidence, verdict: Verdict) -> bool:
         """All files; False where they cannot be written."""
-        name = self.folder.name
         return all(
             [
                 self.put("evidence.json", json.dumps(evidence.to_dict())),
-                self.put("report.txt", page(evidence, verdict, name=name)),
-                self.put("report.md", page(evidence, verdict, name=name, markdown=True)),
+                self.put("report.txt", page(evidence, verdict)),
+                self.put("report.md", page(evidence, verdict, markdown=True)),
                 self.put("verdict.json", json.dumps(verdict.to_dict(), indent=1)),
             ]
         )

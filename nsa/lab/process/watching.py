@@ -7,7 +7,10 @@ and it goes on when the watcher is killed.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -71,7 +74,7 @@ def watch(
         raise ValueError("a folder and a folder of nodes: give one of them")
     shared = None if nodes is None else Nodes(Path(nodes))
     reports = Reports(shared.own if shared else Path(folder) if folder else _fresh(command))
-    evidence = Evidence(spec={"command": list(command)}, stall_s=stall_s)
+    evidence = Evidence(spec={"command": shlex.join(command)}, stall_s=stall_s)
     inner = _counters() if count else None
     given = inside.environment(inner, os.environ) if inner else dict(os.environ)
     cookie = family.new_cookie()
@@ -171,9 +174,8 @@ class _Watcher:
         verdict = observer.verdict
         if verdict is not None and self.kills.get(verdict.kind):
             self.end("stall", f"{verdict.label}, as you asked for")
-        elif self.limit_s is not None and observer.t > self.limit_s:
-            if observer.seen_enough():
-                self.end("deadline", f"your limit of {self.limit_s:g} s was over")
+        elif observer.t > (self.limit_s or math.inf) and observer.seen_enough():
+            self.end("deadline", f"your limit of {self.limit_s:g} s was over")
         if observer.t >= self._next_status:
             self.reports.status(self.words())
             self._next_status = observer.t + STATUS_S
@@ -257,16 +259,13 @@ class _Watcher:
         self.observer.use = self._use.enter_context(use(visible)) if rests else None
 
 
-def main_code(code: int) -> int:
-    """Ends this process as the command was ended where that was by a signal; else its exit code."""
-    if code < 0:
-        sys.stdout.flush()
-        with contextlib.suppress(OSError, ValueError):
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-            if -code not in (signal.SIGKILL, signal.SIGSTOP):
-                signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        return 128 - code
-    return code
+def as_it_ended(code: int) -> int:
+    """The exit code for what `watch` returned; of a signal, this process ends by the same one."""
+    if code >= 0:
+        return code
+    sys.stdout.flush()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code
