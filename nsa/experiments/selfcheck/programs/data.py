@@ -15,34 +15,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from nsa.experiments.selfcheck.programs.common import (
-    SCALE,
-    busy,
-    pause,
-    scratch,
-    sized,
-    spend,
-    tiny,
-    train_step,
-    training,
-)
+from nsa.experiments.selfcheck.programs import common
+from nsa.experiments.selfcheck.programs.common import busy, pause, spend, training
 from nsa.experiments.selfcheck.programs.registry import program
 
 
-@program("healthy", forms=3, seconds=(12, 15))
+@program("healthy", at=2, forms=3, seconds=(12, 15))
 def process_pool(form):
     """A validation in worker processes that compute (0), wait (1), or of which one is late (2)."""
-    for i, loss in training():
-        if i == 2 and form == 0:
-            with multiprocessing.Pool(2) as pool:
-                pool.map(busy, [5] * 4)
-        if i == 2 and form == 1:
-            with ProcessPoolExecutor(2) as pool:
-                list(pool.map(pause, [7] * 4))
-        if i == 2 and form == 2:
-            with multiprocessing.Pool(3) as pool:
-                list(pool.imap_unordered(pause, [0.1] * 20 + [15] + [0.1] * 20))
-        yield loss
+    with ProcessPoolExecutor(2) if form == 1 else multiprocessing.Pool(2) as pool:
+        if form == 2:
+            list(pool.imap_unordered(pause, [0.1] * 20 + [15] + [0.1] * 20))
+        else:
+            list(pool.map((busy, pause)[form], [(5, 7)[form]] * 4))
 
 
 @program("healthy", seconds=(14, 14))
@@ -78,77 +63,60 @@ class Images(Dataset):
 
 
 def from_loader(loader):
-    model, opt, _ = tiny()
-    for batch in loader:
-        yield train_step(model, opt, batch)
+    model, opt, _ = common.tiny()
+    return (common.train_step(model, opt, batch) for batch in loader)
 
 
 @program("healthy", forms=3, seconds=(20, 25))
 def loader_slow_first_batch(form):
     """20 s before the first batch: in this process (0), a forked worker (1), a spawned one (2)."""
     how = [{}, {"num_workers": 1}, {"num_workers": 1, "multiprocessing_context": "spawn"}][form]
-    yield from from_loader(DataLoader(Images(0, 20, (busy, pause, busy)[form]), 4, **how))
+    return from_loader(DataLoader(Images(0, 20, (busy, pause, busy)[form]), 4, **how))
 
 
 @program("healthy", seconds=(14, 15))
 def loader_slow_worker(form):
     """Two workers that stay; one sample in the middle waits for its storage (0) or computes (1)."""
     images = Images(14, 14, (pause, busy)[form])
-    loader = DataLoader(images, 4, num_workers=2, persistent_workers=True, prefetch_factor=1 + form)
-    yield from from_loader(loader)
+    return from_loader(DataLoader(images, 4, num_workers=2, persistent_workers=True))
 
 
-@program("healthy", seconds=(14, 14))
+@program("healthy", at=2, seconds=(14, 14))
 def thread_pool_futures(form):
     """Downloads in threads: as they come (0); resized in Python, in order (1)."""
     with ThreadPoolExecutor(3) as pool:
-        for i, loss in training():
-            if i == 2 and form == 0:
-                for done in as_completed([pool.submit(pause, s) for s in (1, 14, 2)]):
-                    done.result()
-            if i == 2 and form == 1:
-                list(pool.map(busy, [5, 4, 5]))
-            yield loss
+        if form == 1:
+            list(pool.map(busy, [5, 4, 5]))
+        else:
+            sum(1 for _ in as_completed([pool.submit(pause, s) for s in (1, 14, 2)]))
 
 
-@program("healthy", seconds=(14, 14))
+@program("healthy", at=2, seconds=(14, 14))
 def mapped_file(form):
     """Checksums over a file mapped into memory: by mmap (0), by numpy (1)."""
-    path = scratch() / "tokens.bin"
+    path = common.scratch() / "tokens.bin"
     path.write_bytes(bytes(range(256)) * 2**15)
-    for i, loss in training():
-        if i == 2 and form == 0:
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
-                total = 0
-                for k in spend(14):
-                    total = zlib.crc32(view[k % 2048 * 4096 :][:4096], total)
-        if i == 2 and form == 1:
-            tokens = np.memmap(path, dtype=np.uint16, mode="r")
-            for _ in spend(14):
-                np.bincount(tokens)
-        yield loss
+    if form == 1:
+        tokens = np.memmap(path, dtype=np.uint16, mode="r")
+        sum(np.bincount(tokens)[7] for _ in spend(14))
+    else:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+            sum(zlib.crc32(view[k % 2048 * 4096 :][:4096]) for k in spend(14))
 
 
-@program("healthy", seconds=(14, 16))
+@program("healthy", at=3, seconds=(14, 16))
 def compressed_shards(form):
     """Shards are unpacked before step 3: numpy's (0), pickles in gzip (1)."""
-    path = scratch() / ("shard.npz" if form == 0 else "shard.gz")
-    tokens = np.arange(sized(2e6) + 100) % 977
-    if form == 0:
-        np.savez_compressed(path, tokens=tokens)
-    else:
-        path.write_bytes(gzip.compress(pickle.dumps(tokens.tolist()), 1))
-    for i, loss in training():
-        for _ in spend(14) if i == 3 else range(0):
-            np.load(path)["tokens"] if form == 0 else pickle.loads(
-                gzip.decompress(path.read_bytes())
-            )
-        yield loss
+    path, tokens = common.scratch() / "shard.npz", np.arange(common.sized(2e6) + 100) % 977
+    np.savez_compressed(path, tokens=tokens)
+    packed = gzip.compress(pickle.dumps(tokens.tolist()), 1)
+    for _ in spend(14):
+        pickle.loads(gzip.decompress(packed)) if form else np.load(path)["tokens"]
 
 
 @program("healthy", seconds=(14, 16))
 def writer_process(form):
-    """Events go to a writer's process: its queue is full for 14 s (0); it is late at the end (1)."""
+    """A process writes events: its queue is full for 14 s (0), or it is late at the end (1)."""
     events = multiprocessing.Queue(1 if form == 0 else 0)
     writer = multiprocessing.Process(target=write_events, args=(events, form))
     writer.start()
@@ -167,8 +135,6 @@ def write_events(events, form):
 
 
 class SlowHandler(logging.Handler):
-    """A log on a file system that is away for a while."""
-
     def emit(self, record):
         pause(14 if "step 3" in record.getMessage() else 0)
 
@@ -196,7 +162,7 @@ def monitor_thread(form):
     done = threading.Event()
 
     def monitor():
-        while not done.wait(max(10 * SCALE, 0.01)):
+        while not done.wait(max(10 * common.SCALE, 0.01)):
             pass
 
     threading.Thread(target=monitor, daemon=True).start()

@@ -1,7 +1,5 @@
 """Programs that become slow, and programs that fail by themselves."""
 
-import multiprocessing
-import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,7 +56,7 @@ class Corrupt:
         return 24
 
     def __getitem__(self, k):
-        if k == 13:
+        if k == 5:
             raise ValueError(f"sample {k} is truncated")
         return torch.full((16,), float(k)), torch.zeros(1)
 
@@ -71,7 +69,7 @@ def worker_raises(form):
         for batch in DataLoader(Corrupt(), 4, num_workers=1):
             yield common.train_step(model, opt, batch)
     with ThreadPoolExecutor(2) as pool:
-        for inputs, targets in pool.map(Corrupt().__getitem__, range(24)):
+        for inputs, targets in pool.map(Corrupt().__getitem__, range(6)):
             yield common.train_step(model, opt, (inputs[None], targets[None]))
 
 
@@ -85,12 +83,3 @@ def out_of_memory(form):
 
 def preload(form):
     return [torch.ones(2**22) if form == 0 else bytearray(2**24) for _ in range(1000)]
-
-
-@program("fails", at=2, due="CRASH:SIGSEGV or CRASH", line="")
-def child_takes_us_down(form):
-    """Killed in the middle, as by the kernel (0), by a worker that ends the job (1)."""
-    if form == 1:
-        multiprocessing.Process(target=os.kill, args=(os.getpid(), 9)).start()
-        common.pause(20)
-    os.kill(os.getpid(), 9)

@@ -18,46 +18,33 @@ import urllib.request
 
 import torch
 
-from nsa.experiments.selfcheck.programs.common import (
-    SCALE,
-    busy,
-    outside,
-    pause,
-    scratch,
-    sized,
-    tiny,
-    training,
-)
+from nsa.experiments.selfcheck.programs import common
+from nsa.experiments.selfcheck.programs.common import SCALE, busy, outside, pause, training
 from nsa.experiments.selfcheck.programs.registry import program
 
 
-@program("healthy", forms=3, seconds=(14, 20))
+@program("healthy", at=2, forms=3, seconds=(14, 20))
 def shell_command(form):
     """The output of a command that waits (0), that computes (1), of a pipeline (2)."""
     command = [
         f"sleep {14 * SCALE}; echo 0.31",
-        f"awk 'BEGIN {{for (i = 0; i < {sized(1.5e8)}; i++) x += i % 7; print x}}'",
+        f"awk 'BEGIN {{for (i = 0; i < {common.sized(1.5e8)}; i++) x += i % 7; print x}}'",
         f"(sleep {14 * SCALE}; echo 27.4) | tr . , | cat",
     ][form]
-    for i, loss in training():
-        if i == 2:
-            subprocess.check_output(command, shell=True)
-        yield loss
+    subprocess.check_output(command, shell=True)
 
 
-@program("healthy", seconds=(14, 14))
+@program("healthy", at=3, seconds=(14, 14))
 def upload_by_command(form):
     """A checkpoint goes to a command: we look now and then (0); we write to it and it is slow."""
-    for i, loss in training():
-        if i == 3 and form == 0:
-            with subprocess.Popen(["sleep", str(14 * SCALE)]) as upload:
-                while upload.poll() is None:
-                    pause(0.5)
-        if i == 3 and form == 1:
-            slow = f"sleep {14 * SCALE}; cat >/dev/null"
-            with subprocess.Popen(slow, shell=True, stdin=subprocess.PIPE) as upload:
-                upload.stdin.write(bytes(2**22))
-        yield loss
+    if form == 0:
+        with subprocess.Popen(["sleep", str(14 * SCALE)]) as upload:
+            while upload.poll() is None:
+                pause(0.5)
+    else:
+        slow = f"sleep {14 * SCALE}; cat >/dev/null"
+        with subprocess.Popen(slow, shell=True, stdin=subprocess.PIPE) as upload:
+            upload.stdin.write(bytes(2**22))
 
 
 def serve(listening, seconds):
@@ -78,16 +65,13 @@ def late_server(seconds, process):
     return listening.getsockname()
 
 
-@program("healthy", seconds=(14, 14))
+@program("healthy", at=2, seconds=(14, 14))
 def upload_by_socket(form):
     """A server answers after 14 s; it is another process (0), a thread of ours (1)."""
     address = late_server(14, process=form == 0)
-    for i, loss in training():
-        if i == 2:
-            with socket.create_connection(address) as connection:
-                connection.sendall(b"weights")
-                connection.recv(100)
-        yield loss
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"weights")
+        connection.recv(100)
 
 
 class Overloaded(http.server.BaseHTTPRequestHandler):
@@ -104,19 +88,17 @@ class Overloaded(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@program("healthy", seconds=(8, 14))
+@program("healthy", at=3, seconds=(8, 14))
 def http_back_off(form):
     """Retries with growing pauses: plain sleeps (0), a server that says 503 three times (1)."""
-    for i, loss in training():
-        if i == 3 and form == 0:
-            for attempt in range(4):
-                pause(2**attempt)
-        if i == 3 and form == 1:
-            with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server:
-                threading.Thread(target=server.serve_forever).start()
-                download(f"http://127.0.0.1:{server.server_port}/tokenizer.json")
-                server.shutdown()
-        yield loss
+    if form == 0:
+        for attempt in range(4):
+            pause(2**attempt)
+    else:
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Overloaded) as server:
+            threading.Thread(target=server.serve_forever).start()
+            download(f"http://127.0.0.1:{server.server_port}/tokenizer.json")
+            server.shutdown()
 
 
 def download(address):
@@ -129,8 +111,8 @@ def download(address):
 @program("healthy", seconds=(14, 15))
 def checkpoint_to_slow_disk(form):
     """Pieces with fsync on a slow disk (0); saved by a thread that the next save waits for (1)."""
-    model, saving = tiny()[0], None
-    path = scratch() / "model.pt"
+    model, saving = common.tiny()[0], None
+    path = common.scratch() / "model.pt"
     for i, loss in training():
         if i in (2, 3) and form == 1:
             if saving:
@@ -151,48 +133,39 @@ def save_slowly(model, path):
             pause(0.7)
 
 
-@program("healthy", seconds=(14, 16))
+@program("healthy", at=1, seconds=(14, 16))
 def lock_file_polling(form):
     """Waits until another job removes its lock file: exists (0), exclusive creation (1)."""
-    lock = scratch() / "download.lock"
-    for i, loss in training():
-        if i == 1:
-            lock.touch()
-            outside(f"sleep {14 * SCALE}; rm {lock}")
-            while form == 0 and lock.exists():
-                pause(1)
-            while form == 1:
-                with contextlib.suppress(FileExistsError):
-                    os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
-                    break
-                pause(random.uniform(0.05, 1.5))
-        yield loss
+    lock = common.scratch() / "download.lock"
+    lock.touch()
+    outside(f"sleep {14 * SCALE}; rm {lock}")
+    while form == 0 and lock.exists():
+        pause(1)
+    while form == 1:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+            break
+        pause(random.uniform(0.05, 1.5))
 
 
-@program("healthy", seconds=(14, 14))
+@program("healthy", at=2, seconds=(14, 14))
 def file_lock_held(form):
     """Another process holds a cache's flock for 14 s: a child (0), somebody else's (1)."""
-    lock = scratch() / "cache.lock"
-    for i, loss in training():
-        if i == 2:
-            hold = f"flock -F {lock} sleep {15 * SCALE}"
-            outside(hold) if form else subprocess.Popen(hold.split())
-            pause(1)
-            with open(lock, "w") as file:
-                fcntl.flock(file, fcntl.LOCK_SH if form else fcntl.LOCK_EX)
-        yield loss
+    lock = common.scratch() / "cache.lock"
+    hold = f"flock -F {lock} sleep {15 * SCALE}"
+    outside(hold) if form else subprocess.Popen(hold.split())
+    pause(1)
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH if form else fcntl.LOCK_EX)
 
 
-@program("healthy", seconds=(8, 15))
+@program("healthy", at=2, seconds=(8, 15))
 def slow_producer(form):
     """Lines of a command that writes one now and then: iterated (0), by select (1)."""
     pace = f"for k in 1 2 3; do sleep {(7 if form else 5) * SCALE}; echo $k; done"
-    for i, loss in training():
-        if i == 2:
-            with subprocess.Popen(pace, shell=True, stdout=subprocess.PIPE) as producer:
-                for _ in producer.stdout if form == 0 else chunks(producer.stdout):
-                    pass
-        yield loss
+    with subprocess.Popen(pace, shell=True, stdout=subprocess.PIPE) as producer:
+        for _ in producer.stdout if form == 0 else chunks(producer.stdout):
+            pass
 
 
 def chunks(pipe):
@@ -200,33 +173,28 @@ def chunks(pipe):
         yield chunk
 
 
-@program("healthy", seconds=(14, 14))
+@program("healthy", at=3, seconds=(14, 14))
 def rate_limiter(form):
     """An interface that may be asked so often: short sleeps (0), one wait until it is time (1)."""
-    for i, loss in training():
-        if i == 3 and form == 0:
-            until = time.monotonic() + 14 * SCALE
-            while (left := until - time.monotonic()) > 0:
-                time.sleep(min(left, 0.25))
-        if i == 3 and form == 1:
-            gate = threading.Event()
-            threading.Timer(14 * SCALE, gate.set).start()
-            gate.wait()
-        yield loss
+    if form == 0:
+        until = time.monotonic() + 14 * SCALE
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.25))
+    else:
+        gate = threading.Event()
+        threading.Timer(14 * SCALE, gate.set).start()
+        gate.wait()
 
 
-@program("healthy", seconds=(14, 18))
+@program("healthy", at=0, seconds=(14, 18))
 def other_jobs_file(form):
     """Another job's output: until it is there (0), until its size rests (1)."""
-    path = scratch() / "tokens.bin"
-    for i, loss in training():
-        if i == 0:
-            outside(f"sleep {13 * SCALE}; echo some >{path}; sleep {SCALE}; echo more >>{path}")
-            size = -1
-            while not path.exists() or (form == 1 and size != path.stat().st_size):
-                size = path.stat().st_size if path.exists() else -1
-                pause(2)
-        yield loss
+    path = common.scratch() / "tokens.bin"
+    outside(f"sleep {13 * SCALE}; echo some >{path}; sleep {SCALE}; echo more >>{path}")
+    size = -1
+    while not path.exists() or (form == 1 and size != path.stat().st_size):
+        size = path.stat().st_size if path.exists() else -1
+        pause(2)
 
 
 @program("healthy", seconds=(14, 14))
@@ -243,7 +211,7 @@ def signal_checkpoint(form):
 @program("healthy", seconds=(12, 13))
 def preempted(form):
     """A scheduler stops us for 12 s and lets us go on: alone (0), with a pool's workers (1)."""
-    resumed = scratch() / "resumed"
+    resumed = common.scratch() / "resumed"
     with multiprocessing.Pool(2) if form else contextlib.nullcontext() as pool:
         for i, loss in training():
             if i == 2:

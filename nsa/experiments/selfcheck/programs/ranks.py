@@ -8,16 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nsa.experiments.selfcheck.programs.common import (
-    SCALE,
-    busy,
-    join,
-    pause,
-    scratch,
-    tiny,
-    train_step,
-    training,
-)
+from nsa.experiments.selfcheck.programs import common
+from nsa.experiments.selfcheck.programs.common import SCALE, busy, join, pause, training
 from nsa.experiments.selfcheck.programs.registry import program
 
 
@@ -48,11 +40,11 @@ def back_off(seconds):
 def uneven_work(form):
     """One rank's batch is far longer: it computes (0) or its worker process does (1)."""
     rank = join()
-    model, opt, batch = tiny()
+    model, opt, batch = common.tiny()
     for i in range(6):
         if i % 2 == rank and i > 2:
             upload(14) if form else busy(14)
-        loss = train_step(model, opt, batch)
+        loss = common.train_step(model, opt, batch)
         dist.all_reduce(next(model.parameters()).grad)
         yield loss
 
@@ -72,7 +64,7 @@ def rank_0_downloads(form):
     """Rank 0 downloads first; rank 1 waits for a key of the store (0), for a file (1)."""
     rank = join()
     store = dist.distributed_c10d._get_default_store()
-    ready = scratch() / "ready"
+    ready = common.scratch() / "ready"
     places = [str(ready)]
     dist.broadcast_object_list(places)
     for i, loss in training():

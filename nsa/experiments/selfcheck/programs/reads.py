@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import multiprocessing
 import os
 import re
 import signal
@@ -44,13 +45,15 @@ def own_end_of_a_pipe(form):
 @program("hang", at=2, due="STALLED:socket", line="fetch")
 def silent_server(form):
     """A server takes the connection and never answers: asked by socket (0), by urllib (1)."""
-    silent = (
-        "import os, socket, time; s = socket.create_server(('127.0.0.1', 0)); "
-        "print(s.getsockname()[1], flush=True); os.getppid() != 1 and s.accept(); "
-        "exec('while os.getppid() != 1: time.sleep(1)')"
-    )
-    server = subprocess.Popen([sys.executable, "-c", silent], stdout=subprocess.PIPE, text=True)
-    fetch(int(server.stdout.readline()), form)
+    listening = socket.create_server(("127.0.0.1", 0))
+    multiprocessing.Process(target=say_nothing, args=(listening, os.getpid()), daemon=True).start()
+    fetch(listening.getsockname()[1], form)
+
+
+def say_nothing(listening, client):
+    connection = listening.accept()
+    while connection and os.getppid() == client:
+        time.sleep(1)
 
 
 def fetch(port, form):
@@ -96,11 +99,13 @@ def question_to_nobody(form):
         breakpoint()
 
 
-@program("hang", at=2, due="STALLED:stopped", line="", forms=2)
+@program("hang", at=2, due="STALLED:stopped")
 def stopped(form):
-    """Stopped by a signal, and nobody lets us go on: STOP (0), a terminal's TSTP (1)."""
-    os.kill(os.getpid(), (signal.SIGSTOP, signal.SIGTSTP)[form])
-    common.pause(1)
+    """A signal stops us (0) or a pool's worker (1), and nobody sends the other one."""
+    if form == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with multiprocessing.Pool(1) as pool:
+        pool.map(signal.raise_signal, [signal.SIGSTOP] * form)
 
 
 @program("hang", at=2, due="HANG:loop or STALLED:loop", line="wait_until")

@@ -50,9 +50,7 @@ def lock_taken_twice(form):
 @program("hang", at=2, line="locks_in_opposite_order or other_way", **_LOCK)
 def locks_in_opposite_order(form):
     """Two threads take two locks (0) or re-entrant ones (1), each in its own order."""
-    model, data = (threading.Lock(), threading.Lock()) if form == 0 else map(
-        lambda _: threading.RLock(), range(2)
-    )
+    model, data = ((threading.Lock, threading.RLock)[form]() for _ in range(2))
     both = threading.Barrier(2)
 
     def other_way():
