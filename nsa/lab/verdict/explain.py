@@ -58,6 +58,7 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
         if rested is None:
             rested = max(map(evidence.frozen_s, evidence.ranks()), default=0.0)
         kind += f" for {seconds(rested)}" if rested else ""
+    said = clipped(said, 3 * WIDTH)  # the user's line stands among the first five in any case
     if verdict.line and verdict.line not in said:
         said += f", at {verdict.line}"
     return f"{kind}: {said}" if said else kind
@@ -74,16 +75,20 @@ def _waits(edges: tuple[dict[str, Any], ...]) -> str:
     others = [found[to] for to in first.to if to != first.name]
     other = next((node for node in others if node.waits), others[0] if others else None)
     if other is None or other.outer:
-        return f"{told} ({other.name})" if other and other.name not in NOBODY else told
+        return f"{told} ({_brief(other.name)})" if other and other.name != NOBODY else told
     named = any(node.name in told for node in others)
     if not named:
         told += f" for {', '.join(node.name for node in others[:3])}" + " ..." * bool(others[3:])
-    ends = [to for to in other.to if found[to].outer and to not in NOBODY]
+    ends = [_brief(to) for to in other.to if found[to].outer and to != NOBODY]
     does = ", ".join([*other.waits[:1], *ends])
     if not (other.at or does):
         return told
     who = f"; {other.name}" if named or others[1:] else ", which"
     return f"{told}{who} is in {other.at} ({does})" if other.at else f"{told}{who} {does}"
+
+
+def _brief(end: str) -> str:
+    return end.removeprefix("a timer: ")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pages
 import pytest
@@ -50,7 +51,7 @@ def test_the_first_line_says_what_happened_in_plain_words_with_the_users_line():
     for case, first in {
         "lock": "HANG: rank 0 waits for a lock that it holds itself at train.py:31 evaluate",
         "ranks": "STALLED for 18 s: rank 1 waits in all_reduce at train.py:40 step for rank 0, "
-                 "which is in\n  upload.py:12 put (sleeps, a timer: 9 s left)",
+                 "which is in\n  upload.py:12 put (sleeps, 9 s left)",
         "busy": "SLOW, not counted: worker 4121 of rank 0 computes, at bleu.py:8 score",
         "no ptrace": "STALLED for 18 s: rank 0 reads a socket to 10.0.0.7:443 "
                      "(somebody who is not observed)",
@@ -253,6 +254,15 @@ def test_a_coordinate_is_told_in_words():
     assert where(P(5, "backward", 3, 12, 96, 2, 7)) == (
         "step 5, backward, 3 modules done, node 12 of 96, 2 events, 7 collectives"
     )
+
+
+def test_the_examples_of_the_documentation_are_pages():
+    text = (Path(__file__).parents[3] / "docs" / "hangs.md").read_text()
+    shown = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    told = [page(*pages.CASES[case]()) for case in ("lock", "ranks", "busy")]
+    assert len(shown) == 3
+    for example, whole in zip(shown, told, strict=True):
+        assert whole.startswith(example)
 
 
 @pytest.fixture
