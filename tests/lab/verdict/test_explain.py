@@ -99,7 +99,9 @@ def test_a_page_tells_threads_grouped_and_the_users_frames_first():
         in told
     )
     told = page(*pages.ranks_wait())
-    assert "      train.py:40 step\n        inside it 2 frames of torch: distributed_c10d" in told
+    assert (
+        "      train.py:40 step\n        inside it: distributed_c10d.py:2810 all_reduce (2" in told
+    )
     assert "MainThread: sleeps, 9 s left" in told
     assert "Last lines of its output\n  epoch 3\n  saved model.pt\n" in told
 
@@ -127,7 +129,21 @@ def test_ranks_that_do_the_same_are_told_once_after_the_one_that_does_not():
 def test_threads_beyond_the_bound_are_counted():
     told = page(*pages.many_threads(3000))
     shown = len(re.findall(r"^    t\d+: ", told, re.MULTILINE))
-    assert 10 < shown < 60 and f"... and {3000 - shown:,} threads more" in told
+    assert 10 < shown < 60 and f"... and {3000 - shown:,} threads more\n" in told
+
+
+def test_who_has_many_threads_leaves_room_for_the_others():
+    evidence, verdict = pages.many_threads(3000)
+    other = Process(11, 10, threads=(pages.main_thread(11, pages.UPLOAD),))
+    first = evidence.snapshots[0]
+    evidence.snapshots[0] = replace(first, processes=(*first.processes, other))
+    told = page(evidence, verdict)
+    assert "process 11 of rank 0" in told and "upload.py:12 put" in told
+    crowd = [Process(20 + n, 10, name=f"{'x' * n}", threads=other.threads) for n in range(500)]
+    evidence.snapshots[0] = replace(first, processes=(*first.processes, *crowd))
+    section = page(evidence, verdict).partition("Processes and threads\n")[2].partition("\n\n")[0]
+    assert len(section.splitlines()) <= 60
+    assert re.search(r"\.\.\. and 4\d\d processes with 3,\d\d\d threads more$", section)
 
 
 def test_a_thread_of_this_tool_is_not_told():
