@@ -32,6 +32,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--runs": {"default": "runs", "metavar": "DIR", "help": "where runs are kept"},
     "--trials": {"default": "trials", "metavar": "DIR", "help": "where trials are kept"},
     "--notebooks": {"default": "notebooks", "metavar": "DIR", "help": "where they lie"},
+    "--again": {"action": "store_true", "help": "run it though it is there; that is kept, as ID-1"},
     "--json": {"action": "store_true", "help": "print JSON instead of a table"},
     "--budget": {"type": duration, "metavar": "TIME", "help": "90, 90s, 20m or 2h"},
     "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "where"},

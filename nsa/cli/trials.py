@@ -16,13 +16,13 @@ def add(commands) -> None:
     text = f"a factor of the subject, or {', '.join(OF_THE_PLAN)}"
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
     made.add_argument("--factors", action="store_true", help="list the factors and end")
-    share(made, "--trials")
+    share(made, "--trials", "--again")
 
     made = command(commands, sweep, "plan", "--budget")
     text = "also on several GPUs, which else have a trial each: those share a host"
     made.add_argument("--one-at-a-time", action="store_true", help=text)
     made.add_argument("--list", action="store_true", help="tell what would be run, and end")
-    share(made, "--trials")
+    share(made, "--trials", "--again")
 
     command(commands, bisect, "plan", "--budget", "--trials")
 
@@ -35,6 +35,7 @@ def add(commands) -> None:
 
 def trial(arguments) -> int:
     """Run one trial under supervision and judge it. Exit code 0 if it passed.
+    subject=train.py runs a script as it is, with argv='--lr 0.1' and ranks=2 under torchrun;
     subject=package.module:make names anything that makes steps; by default it is a training step of
     this package: layers=2 backend=gather tokens=256."""
     from nsa.lab.search.candidates import Spent
@@ -52,7 +53,10 @@ def trial(arguments) -> int:
     if isinstance(whole.get("oracles"), str):
         whole["oracles"] = words(whole["oracles"])
     try:
-        done = Trials(Plan({}, settings=given, **whole), Ledger(arguments.trials)).run({})
+        ledger, plan = Ledger(arguments.trials), Plan({}, settings=given, **whole)
+        if "steps" in whole and plan.spec({}).steps is None:
+            raise ValueError(f"steps={plan.steps}: {plan.subject} is a script, which has its own")
+        done = Trials(plan, ledger, again=arguments.again).run({})
     except Spent as spent:
         print(f"nsa: {spent}", file=sys.stderr)
         return FAILED
@@ -83,7 +87,8 @@ def sweep(arguments) -> int:
         return GOOD
     gpus = None if arguments.one_at_a_time else gpus_of(plan)
     ledger = Ledger(arguments.trials)
-    swept = execute.sweep(plan, ledger, gpus=gpus, budget_s=arguments.budget, say=say)
+    options = {"budget_s": arguments.budget, "again": arguments.again}
+    swept = execute.sweep(plan, ledger, gpus=gpus, say=say, **options)
     rows = [
         {"trial": done.id, "verdict": done.verdict.label}
         | done.cell
@@ -184,6 +189,7 @@ def _find(ids: list[str], text: str, where: str) -> str:
     if text == "latest":
         return ids[-1]
     found = [text] if text in ids else [id for id in ids if id.startswith(text)]
+    found = [id for id in found if "-" not in id] or found  # not the earlier runs of the same
     if len(found) > 1:
         raise ValueError(f"{text!r} begins {len(found)} trials: {', '.join(found[:5])}; write more")
     if not found:

@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample
+from nsa.lab.watch.evidence import (
+    End,
+    Evidence,
+    P,
+    Process,
+    Sample,
+    Snapshot,
+    Thread,
+    Wait,
+)
 
 STEPS = 6
 EVERY_S = 0.25  # from one sample to the next
@@ -39,36 +48,59 @@ def _sample(
     return Sample(t, rank, at, beat, before_s + cpu * lasted, state, wchan, 100.0, gpu)
 
 
-def looks(since, *, frames=SPIN, gil=True, active=True, rank=0, tool="py-spy", count=3, at=None,
-          each=None, apart_s=0.6):  # fmt: skip
-    """`count` looks at the main thread; `each`: their frames, one by one."""
-    stacks = each or [frames] * count
-    return [
-        Look(since + apart_s * i, rank, tool,
-             [{"name": "other", "main": False, "active": False, "gil": False, "frames": []},
-              {"name": "MainThread", "main": True, "active": active, "gil": gil,
-               "frames": list(stack)}], at or p())
-        for i, stack in enumerate(stacks)
-    ]  # fmt: skip
+def thread(tid=1, *, main=True, wait=None, frames=SPIN, **more):
+    """A thread that runs, or waits: ("lock", text, wakers) or a Wait."""
+    if isinstance(wait, tuple):
+        wait = Wait(*wait)
+    state = more.pop("state", "R" if wait is None else "S")
+    return Thread(tid, "MainThread" if main else f"t{tid}", main, state, frames=tuple(frames),
+                  wait=wait, **more)  # fmt: skip
 
 
-def trial(samples=(), looks=(), end=STOPPED, **more):
+def process(*threads, pid=1, rank=0, of=None, **more):
+    """A rank's process, or a worker's of a rank (rank None)."""
+    of = (rank or 0) if of is None else of
+    return Process(pid, of=of, rank=rank, name="python train.py", state=more.pop("state", "S"),
+                   threads=threads or (thread(pid),), **more)  # fmt: skip
+
+
+def snapshots(since, *processes, each=None, count=4, apart_s=1.0, at=None, each_cpu_s=0.0):
+    """`count` looks at the same processes; `each`: those of every look, in their order.
+
+    each_cpu_s: processor time that every main thread without a wait uses from look to look.
+    """
+    found = []
+    for number, seen in enumerate(each or [processes] * count):
+        used = [_with_cpu(one, number * each_cpu_s) for one in seen]
+        ranks = {one.rank for one in seen if one.rank is not None}
+        found.append(
+            Snapshot(since + apart_s * number, tuple(used), dict.fromkeys(ranks, at or p()))
+        )
+    return found
+
+
+def _with_cpu(one, cpu_s):
+    threads = [replace(t, cpu_s=t.cpu_s + cpu_s) if t.wait is None else t for t in one.threads]
+    return replace(one, threads=tuple(threads))
+
+
+def trial(samples=(), looked=(), end=STOPPED, **more):
     """Evidence of it, whose predictions say that it is late."""
     samples = sorted(samples, key=lambda s: s.t)
     seconds = samples[-1].t if samples else 2.0
     known = {"predicted_s": 2.0, "soft_s": 6.0, "deadline_s": 20.0, "began_s": 0.0}
     return Evidence(
-        spec=dict(SPEC), seconds=seconds, samples=samples, looks=list(looks), end=end,
+        spec=dict(SPEC), seconds=seconds, samples=samples, snapshots=list(looked), end=end,
         **{**known, **more},
     )  # fmt: skip
 
 
 def frozen(seconds=8.0, looked=(), before_s=3.0, **how):
     """Trains for 3 s and then rests."""
-    known = ("end", "again", "stall_s", "flights", "predicted_s")
+    known = ("end", "stall_s", "flights", "locks", "predicted_s")
     more = {name: how.pop(name) for name in known if name in how}
     samples = [*moving(before_s), *resting(before_s, seconds, **how)]
-    return trial(samples, [replace(x, p=how.get("at") or x.p) for x in looked], **more)
+    return trial(samples, looked, **more)
 
 
 def returned(**more):

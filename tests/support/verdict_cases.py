@@ -3,21 +3,23 @@
 Of one rank, and of two: which one is to blame, and when none is.
 """
 
-from dataclasses import replace
+from evidences import (
+    SPIN,
+    STEPS,
+    TRAIN,
+    frozen,
+    moving,
+    oracle,
+    p,
+    process,
+    resting,
+    returned,
+    snapshots,
+    thread,
+    trial,
+)
 
-from evidences import SPIN, STEPS, TRAIN, frozen, looks, moving, oracle, p, resting, returned, trial
-
-from nsa.lab.watch.evidence import End, P, Sample
-
-MAIN_WAITS = {"name": "MainThread", "main": True, "active": False, "gil": False,
-              "frames": ["train.py:1 main"]}  # fmt: skip
-LOCK = [f"{TRAIN}:40 take", f"{TRAIN}:12 fetch"]
-AT_LOCK = {"cpu": 0.0, "state": "S", "wchan": "futex_wait_queue"}
-ASLEEP = {"cpu": 0.0, "state": "S", "wchan": "hrtimer_nanosleep"}
-PIPE = {"cpu": 0.0, "state": "S", "wchan": "pipe_read"}
-SOCKET = {"cpu": 0.0, "state": "S", "wchan": "sk_wait_data"}
-IDLE_LOOKS = {"frames": LOCK, "gil": False, "active": False}
-NATIVE = {"frames": SPIN, "gil": False, "active": True}
+from nsa.lab.watch.evidence import End, P, Process, Sample, Snapshot, Wait
 
 
 def cases(groups):
@@ -39,7 +41,7 @@ def segfault(**how):
 
 def dumped(**how):
     """One look by faulthandler, which ends a process that it finds unwell."""
-    return {"looked": looks(1.5, tool="faulthandler", count=1), **how}
+    return {"looked": [Snapshot(1.5, (process(),), tool="faulthandler")], **how}
 
 
 def asked(**oracles):
@@ -85,7 +87,7 @@ ENDED = cases({
     "CRASH:SIGSEGV": {
         "the same signal without it": segfault(**debugged("INFO")),
         "faulthandler had been gone for long": segfault(**dumped(seconds=9)),
-        "only py-spy had looked": segfault(looked=looks(1.5, count=1)),
+        "only py-spy had looked": segfault(looked=snapshots(1.5, process(), count=1)),
     },
     "CRASH:SIGABRT": {"another signal than a dump's": ended("signal", -6, "SIGABRT", **dumped())},
     "INCONCLUSIVE:stopped-early": {
@@ -108,8 +110,8 @@ ENDED = cases({
 
 ALIVE = cases({
     "SLOW": {
-        "slow at 100 % of a core, its stacks alike": trial(moving(20), looks(18)),
-        "slow, and its last samples rest for 4 s": frozen(4.0, looks(4, **NATIVE)),
+        "slow at 100 % of a core, its stacks alike": trial(moving(20), snapshots(16, process())),
+        "slow, and its last samples rest for 4 s": frozen(4.0, snapshots(4, process())),
         "still running and late": trial(moving(9), end=None),
     },
     "INCONCLUSIVE:running": {"still running and not late": trial(moving(4), end=None)},
@@ -123,171 +125,233 @@ ALIVE = cases({
     },
 })  # fmt: skip
 
-PROVEN = cases({
-    "HANG:python-spin": {
-        "a loop in Python": frozen(8, looks(9)),
-        "a loop over two lines":
-            frozen(8, looks(9, each=[SPIN, [f"{TRAIN}:32 never_ends", *SPIN[1:]], SPIN])),
-        "a loop in a thread that is not the main one":
-            frozen(8, [replace(look, threads=[{**look.threads[1], "main": False}, MAIN_WAITS])
-                       for look in looks(9)]),
-        "at rest as its process ends": frozen(8, looks(9), end=None, before_s=3.0),
+OTHERS = ((1, 0),)  # any other thread of process 1
+LOCKED = ("lock", "waits for a lock", OTHERS)
+LOCK_OF_2 = ("lock", "waits for a lock that thread 2 holds", ((1, 2),))
+LOCK_OF_1 = ("lock", "waits for a lock that thread 1 holds", ((1, 1),))
+PIPE_OF_1 = ("pipe", "reads a pipe that process 1 writes", ((1, 0),))
+PIPE_OF_7 = ("pipe", "reads a pipe that process 7 writes", ((7, 0),))
+SOCKET = Wait("socket", "reads a socket of 10.0.0.7:443", outside=True)
+ASLEEP = [Wait("timer", "sleeps", left_s=9.0 - n) for n in range(4)]
+CHILD = ("child", "waits for process 7 to end", ((7, 0),))
+HELD = {
+    1: [
+        {"tid": 1, "holders": [2], "sure": True, "what": "Lock", "name": "self.lock"},
+        {"tid": 2, "holders": [1], "sure": True, "what": "Lock", "name": "other"},
+    ]
+}
+QUIET = {"cpu": 0.0, "state": "S"}
+REDUCE = ("/x/torch/distributed/distributed_c10d.py:9 all_reduce", f"{TRAIN}:50 averaged")
+
+
+def still(*seen, seconds=14.0, **more):
+    """Trains for 3 s and then rests, with `seen` processes at every look."""
+    how = {**QUIET, **{name: more.pop(name) for name in ("cpu", "state", "beats", "gpu", "at")
+                       if name in more}}  # fmt: skip
+    looked = {name: more.pop(name) for name in ("each", "count", "each_cpu_s", "apart_s")
+              if name in more}  # fmt: skip
+    looked = snapshots(8.5, *seen, at=how.get("at"), **looked)
+    return frozen(seconds, looked, **how, **more)
+
+
+def worker(wait, pid=7, **more):
+    frames = more.pop("frames", [f"{TRAIN}:60 load"])
+    return process(thread(pid, wait=wait, frames=frames), pid=pid, rank=None, of=0, **more)
+
+
+def housekeeper(tid=9):
+    frames = ["/x/site-packages/tqdm/_monitor.py:60 run"]
+    return thread(tid, main=False, wait=Wait("lock", "waits", OTHERS, left_s=10.0), frames=frames)
+
+
+def sleeping(left_s, text="sleeps"):
+    return process(thread(wait=Wait("timer", text, left_s=left_s)))
+
+
+def spinning(**more):
+    return process(thread(closed_loop=True, visible="same", **more))
+
+
+TAKES_GIL = thread(wait=Wait("lock", "waits for a futex", OTHERS, left_s=0.005), gil=False)
+
+CERTIFIED = cases({
+    "HANG:lock": {
+        "the only thread waits for a lock": still(process(thread(wait=LOCKED))),
+        "a lock that it holds itself": still(process(thread(wait=LOCK_OF_1))),
+        "two threads hold each other's":
+            still(process(thread(wait=LOCK_OF_2), thread(2, main=False, wait=LOCK_OF_1))),
+        "all its threads wait for locks":
+            still(process(thread(wait=LOCKED), thread(2, main=False, wait=LOCKED))),
+        "its own thread beats, and can do nothing":
+            still(process(thread(wait=LOCKED), thread(2, main=False, ours=True, state="R"))),
+        "a library's monitor wakes now and then":
+            still(process(thread(wait=LOCKED), housekeeper())),
+        "the owners are known, and another thread works":
+            still(process(thread(wait=LOCKED), thread(2, main=False, wait=LOCKED),
+                          thread(3, main=False)), locks=HELD),
+        "it still runs, and was looked at long enough":
+            still(process(thread(wait=LOCKED)), end=None, seconds=9.0),
     },
-    "HANG:gil-held": {
-        "the GIL is held at work": frozen(8, looks(9), beats=False),
-        "the GIL is held asleep": frozen(8, beats=False, **ASLEEP),
+    "HANG:pipe": {
+        "it alone holds the other end": still(process(thread(wait=PIPE_OF_1))),
+        "a worker waits for it, and it for the worker":
+            still(process(thread(wait=PIPE_OF_7)), worker(PIPE_OF_1)),
     },
-    "HANG:stopped": {"stopped": frozen(8, cpu=0.0, beats=False, state="T")},
-    "HANG:blocked": {
-        "a lock": frozen(8, looks(9, **IDLE_LOOKS), **AT_LOCK),
-        "a lock, where nobody may look": frozen(8, **AT_LOCK),
-        "a lock, told by native frames":
-            frozen(8, [*looks(9, **IDLE_LOOKS),
-                       *looks(10.9, frames=["libc:0 __futex_abstimed_wait"], tool="native",
-                              count=1)],
-                   cpu=0.0, state="S"),
-        "a lock, told by faulthandler and the kernel":
-            frozen(8, looks(9, frames=LOCK, gil=None, active=None, tool="faulthandler"), **AT_LOCK),
-        "a queue whose frames tell":
-            frozen(8, looks(9, frames=["/usr/lib/python3.11/queue.py:171 get", *LOCK], gil=False),
-                   cpu=0.0, state="S"),
-        "a sleep of an hour": frozen(11, looks(12, **IDLE_LOOKS), **ASLEEP),
-        "a pipe that stays empty": frozen(11, looks(12, **IDLE_LOOKS), **PIPE),
+    "HANG:child": {
+        "a child that waits for it": still(process(thread(wait=CHILD)), worker(PIPE_OF_1)),
+    },
+    "HANG:stopped": {
+        "stopped": still(process(thread(wait=("stopped", "is stopped"), state="T"), state="T")),
+        "its worker is stopped":
+            still(process(thread(wait=PIPE_OF_7)), worker(("stopped", "is stopped"), state="T")),
+    },
+    "HANG:ended": {
+        "a worker that has ended": still(process(thread(wait=PIPE_OF_7)), worker(None, state="Z")),
+    },
+    "HANG:GIL": {
+        "who holds the GIL waits for who wants it":
+            still(process(TAKES_GIL, thread(2, main=False, wait=LOCK_OF_1, gil=True))),
+    },
+    "HANG:loop": {
+        "a loop whose variables stay": still(spinning(), cpu=1.0, state="R", each_cpu_s=1.5),
     },
 })  # fmt: skip
 
 NEAR = cases({
     "SLOW": {
-        "identical stacks, but P moves": trial([*moving(20)], looks(17, at=p(16, fired=151))),
-        "P moved after the looks":
-            trial([*moving(3), *resting(3, 8), *resting(11.25, 1, at=p(fired=5))], looks(9)),
-        "a lock for 4 s": frozen(4, looks(4, **IDLE_LOOKS), **AT_LOCK),
-        "it has rested as long before":
-            trial([*moving(2), *resting(2, 3, at=p(2, fired=9)), *resting(5.25, 6)], looks(9.5)),
-        "one line owns the GIL for 4 s": frozen(4, looks(5)),
+        "identical stacks, but it moves": trial([*moving(20)], snapshots(17, process())),
+        "it moved after the looks":
+            trial([*moving(3), *resting(3, 8), *resting(11.25, 1, at=p(fired=5))],
+                  snapshots(7, process(thread(wait=LOCKED)))),
+        "a lock for 4 s": still(process(thread(wait=LOCKED)), seconds=4.0),
+    },
+    "SLOW:uncounted": {
+        "computes": still(process(), cpu=1.0, state="R", each_cpu_s=0.9),
+        "computes, in a loop whose variables change":
+            still(each=[[process(thread(closed_loop=True, visible=str(n)))] for n in range(4)],
+                  cpu=1.0, each_cpu_s=1.5),
+        "a closed loop that had no processor yet": still(spinning(), each_cpu_s=0.1),
+        "a native call that keeps the GIL":
+            still(process(thread(gil=True)), cpu=1.0, beats=False, each_cpu_s=0.9),
+        "its worker computes": still(process(thread(wait=PIPE_OF_7)), worker(None),
+                                     each_cpu_s=0.2),
+        "another thread computes":
+            still(process(thread(wait=LOCKED), thread(2, main=False)), each_cpu_s=0.5),
+        "it wants a processor, and gets none": still(process(thread(state="R"))),
+        "a GPU works, and it waits for that":
+            still(process(thread(frames=["/x/torch/cuda/streams.py:9 synchronize", *SPIN])),
+                  gpu=100.0),
+        "it asks again and again, and its variables change":
+            still(each=[[process(thread(wait=Wait("timer", "sleeps", left_s=0.9), visible=str(n)))]
+                        for n in range(4)]),
+    },
+    "SLOW:timer": {
+        "a sleep of 15 s": still(each=[[sleeping(15.0 - n)] for n in range(4)]),
+        "its worker sleeps":
+            still(each=[[process(thread(wait=PIPE_OF_7)),
+                         worker(Wait("timer", "sleeps", left_s=15.0 - n))] for n in range(4)]),
+        "a lock that a timer of another thread may bring":
+            still(each=[[process(thread(wait=LOCKED),
+                                 thread(2, main=False, wait=Wait("timer", "", left_s=9.0 - n)))]
+                        for n in range(4)]),
+    },
+    "STALLED:socket": {
+        "another host": still(process(thread(wait=SOCKET))),
+        "its worker waits for another host": still(process(thread(wait=PIPE_OF_7)), worker(SOCKET)),
+    },
+    "STALLED:file lock": {
+        "somebody else's": still(process(thread(wait=Wait("file lock", "held", outside=True)))),
+    },
+    "STALLED:timer": {"a sleep of days": still(each=[[sleeping(1e6 - n)] for n in range(4)])},
+    "STALLED:polling": {
+        "it looks for something twice a second": still(sleeping(0.5)),
+    },
+    "STALLED:lock": {
+        "something outside may reach another thread":
+            still(process(thread(wait=LOCKED), thread(2, main=False, wait=SOCKET))),
+    },
+    "STALLED:device": {
+        "a GPU that does nothing":
+            still(process(thread(frames=["/x/torch/cuda/streams.py:9 synchronize", *SPIN])),
+                  cpu=1.0, gpu=0.0, each_cpu_s=0.9),
+    },
+    "STALLED:other": {
+        "nobody may look": still(process(thread(state="S", frames=()))),
     },
     "INCONCLUSIVE:unproven": {
-        "two looks only": frozen(8, looks(9, count=2)),
-        "three looks at one moment": frozen(8, looks(10, apart_s=0.1)),
-        "another function at each look":
-            frozen(8, looks(9, each=[SPIN, [f"{TRAIN}:60 other", *SPIN[1:]], SPIN])),
-        "a native call that let the GIL go": frozen(8, looks(9, **NATIVE)),
-        "at work, and no py-spy":
-            frozen(8, looks(9, gil=None, active=None, tool="faulthandler")),
-        "stopped for a look only":
-            trial([*moving(3), *resting(3, 7), *resting(10, 0.25, state="t")]),
-        "continued in between":
-            trial([*moving(3), *resting(3, 4, state="T", cpu=0), *resting(7.25, 3, state="R")],
-                  looks(9, **NATIVE)),
-        "no beat as it reads from a disk": frozen(8, beats=False, cpu=0.0, state="D"),
-        "no beat, and no core to beat on":
-            frozen(8, looks(9), beats=False, cpu=0.0, state="R"),
-        "one line, and no core to go on with": frozen(8, looks(9), cpu=0.02),
-        "one beat":
-            trial([*moving(3), *resting(3, 4, beats=False), *resting(7.25, 4, beats=True)],
-                  looks(9, **NATIVE)),
-        "a lock, and a thread at work":
-            frozen(8, looks(9, **IDLE_LOOKS), **{**AT_LOCK, "cpu": 0.5}),
-        "a lock, and a device at work": frozen(8, looks(9, **IDLE_LOOKS), **AT_LOCK, gpu=100.0),
-        "a sleep of 8 s": frozen(8, looks(9, **IDLE_LOOKS), **ASLEEP),
-        "a network that does not answer": frozen(30, looks(30, **IDLE_LOOKS), **SOCKET),
-        "idle, and nothing tells at what":
-            frozen(30, looks(30, **IDLE_LOOKS), cpu=0.0, state="S"),
-        "a first step that compiles":
-            trial([*moving(1), *resting(1, 8, at=p(0, "forward"))], looks(7, at=p(0, "forward"))),
-        "a step is predicted to take longer": frozen(8, looks(9), predicted_s=60.0),
+        "two looks only": still(process(thread(wait=LOCKED)), count=2),
+        "another host, for 9 s": still(process(thread(wait=SOCKET)), seconds=9.0),
+        "nobody looked": still(count=0),
     },
 })  # fmt: skip
 
-ALONE = {**ENDED, **ALIVE, **PROVEN, **NEAR}
-
-RERUNS = cases({
-    "HANG:unproven-native": {"rests at the same P": frozen(20, looks(12, **NATIVE))},
-    "SLOW": {
-        "comes further and rests again":
-            trial([*moving(5), *resting(5, 30, at=p(4))], looks(30, at=p(4), **NATIVE)),
-        "comes further and moves": trial(moving(40)),
-    },
-    "INCONCLUSIVE:unproven": {
-        "rests earlier":
-            trial([*moving(3), *resting(3, 30, at=p(2))], looks(30, at=p(2), **NATIVE)),
-        "is stopped": ended("stopped by the supervisor", -15, "caller"),
-    },
-    "PASS": {"returns": returned()},
-    "FAIL:nan-grad": {"returns, and an oracle is broken": asked(finite=NOT_FINITE)},
-    "CRASH:SIGSEGV": {"crashes": segfault(seconds=4)},
-    "HANG:python-spin": {"is proven": frozen(20, looks(12))},
-    "INCONCLUSIVE:preflight": {"cannot be trusted": returned(preflight=["another process"])},
-})  # fmt: skip
-
-REDUCE = [f"{TRAIN}:50 averaged", f"{TRAIN}:9 step"]
+ALONE = {**ENDED, **ALIVE, **CERTIFIED, **NEAR}
 
 
 def flight(*entries):
-    return [{"seq": n, "op": op, "group": "0", "sizes": [[4]], "state": "scheduled", "frames": []}
-            for n, op in entries]  # fmt: skip
+    return [{"seq": n, "op": op, "group": "0", "sizes": [[size]], "state": "scheduled",
+             "frames": [f"{TRAIN}:{n} step"]} for n, op, size in entries]  # fmt: skip
 
 
-def two(rank0, rank1, looked=(), **more):
-    samples = [*moving(3.0), *moving(3.0, rank=1), *rank0, *rank1]
-    evidence = trial(samples, looked, **more)
+def rank(number, wait, frames=REDUCE, **more):
+    pid = number + 1
+    waits = wait if isinstance(wait, Wait) or wait is None else (*wait[:2], ((pid, 0),))
+    return process(thread(pid, wait=waits, frames=frames), pid=pid, rank=number, **more)
+
+
+def two(*seen, seconds=14.0, moves=(), each=None, **more):
+    samples = [*moving(3.0), *moving(3.0, rank=1)]
+    for number in range(2):
+        samples += (
+            [s for s in moving(3.0 + seconds, rank=number) if s.t > 3] if number in moves
+            else resting(3.0, seconds, rank=number, **QUIET)
+        )  # fmt: skip
+    evidence = trial(samples, snapshots(8.5, *seen, each=each), **more)
     evidence.spec["ranks"] = 2
     return evidence
 
 
-def waiting(rank, seconds=8.0, **how):
-    return resting(3.0, seconds, rank=rank, **{**AT_LOCK, **how})
-
-
-FLIGHTS = {0: flight((1, "all_reduce"), (2, "all_reduce")), 1: flight((1, "all_reduce"))}
+AHEAD = flight((1, "gloo:all_reduce", 4), (2, "gloo:all_reduce", 4))
+BEHIND = flight((1, "gloo:all_reduce", 4))
+OWN = [f"{TRAIN}:90 upload"]
 
 RANKS = {
-    "one spins and the others wait": (
-        two(waiting(0), resting(3, 8, rank=1), looked=looks(9, rank=1)),
-        "HANG:python-spin", 1,
+    "one is stuck in a lock of its own": (
+        two(rank(0, LOCKED), rank(1, LOCKED, OWN), flights={0: AHEAD, 1: BEHIND}),
+        "HANG:lock", "rank 1", "train.py:90 upload",
     ),
-    "one spins and the others go on": (
-        two(moving(11)[12:], resting(3, 8, rank=1), looked=looks(9, rank=1)),
-        "HANG:python-spin", 1,
+    "the same, told by the stacks alone": (
+        two(rank(0, LOCKED), rank(1, LOCKED, OWN)), "HANG:lock", "rank 1", "train.py:90 upload",
     ),
-    "one leaves out a collective": (
-        two(waiting(0, 11), resting(3, 11, rank=1, **SOCKET), flights=FLIGHTS),
-        "HANG:collective", 1,
+    "one has ended": (
+        two(rank(0, LOCKED), Process(2, of=1, rank=1, state="X"), flights={0: AHEAD, 1: BEHIND}),
+        "HANG:collective", "rank 1", "train.py:50 averaged",
     ),
-    "one leaves out a collective, and the other spins until its device is done with it": (
-        two(resting(3, 11, gpu=100.0, at=p(step=4, phase="data")),
-            resting(3, 11, rank=1, gpu=100.0, **SOCKET), flights=FLIGHTS),
-        "HANG:collective", 1,
+    "other sizes": (
+        two(rank(0, LOCKED), rank(1, LOCKED),
+            flights={0: AHEAD, 1: [*BEHIND, *flight((2, "gloo:all_reduce", 5))]}),
+        "HANG:collective", "rank 0", "train.py:50 averaged",
     ),
-    "one leaves out a collective, told by the counts alone": (
-        two(waiting(0, 11, at=p(collectives=9)),
-            resting(3, 11, rank=1, at=p(collectives=8), **SOCKET)),
-        "HANG:collective", 1,
+    "one uploads, and the other waits for it": (
+        two(rank(0, LOCKED), rank(1, SOCKET, OWN), flights={0: AHEAD, 1: BEHIND}),
+        "STALLED:socket", "rank 1", "train.py:90 upload",
     ),
-    "one brings another collective": (
-        two(waiting(0), waiting(1),
-            flights={0: flight((2, "all_reduce")), 1: flight((2, "all_gather"))}),
-        "HANG:collective", 0,
+    "one sleeps, and the other waits for it": (
+        two(each=[[rank(0, LOCKED), rank(1, wait, OWN)] for wait in ASLEEP],
+            flights={0: AHEAD, 1: BEHIND}),
+        "SLOW:timer", "rank 1", "train.py:90 upload",
     ),
-    "all wait, in the same collective": (
-        two(waiting(0), waiting(1), flights={0: FLIGHTS[0], 1: FLIGHTS[0]}), "HANG:blocked", 0,
+    "one computes, and the other waits for it": (
+        two(rank(0, LOCKED), rank(1, None, OWN), flights={0: AHEAD, 1: BEHIND}),
+        "SLOW:uncounted", "rank 1", "train.py:90 upload",
     ),
-    "one waits for a lock of its own": (
-        two(waiting(0, wchan=""), waiting(1, at=p(fired=2)),
-            looked=looks(9, frames=["x/torch/distributed/distributed_c10d.py:9 wait", *REDUCE],
-                         gil=False)),
-        "HANG:blocked", 1,
+    "both in one collective, which the network may still end": (
+        two(rank(0, LOCKED), rank(1, LOCKED), flights={0: AHEAD, 1: AHEAD}),
+        "STALLED:collective", "rank 0", "train.py:50 averaged",
+    ),
+    "one is stopped": (
+        two(rank(0, LOCKED), rank(1, ("stopped", "is stopped"), OWN, state="T"),
+            flights={0: AHEAD, 1: BEHIND}),
+        "HANG:stopped", "rank 1", "train.py:90 upload",
     ),
 }  # fmt: skip
-
-RANKS_NEAR = cases({
-    "SLOW": {"one waits and the other moves": two(waiting(0), moving(11, rank=1)[12:])},
-    "INCONCLUSIVE:unproven": {
-        "one is behind, at work in native code":
-            two(waiting(0), resting(3, 8, rank=1), looks(9, rank=1, **NATIVE), flights=FLIGHTS),
-        "one is behind and waits for its data, not yet for long":
-            two(waiting(0), resting(3, 8, rank=1, **SOCKET), flights=FLIGHTS),
-        "one waits for a network": two(waiting(0), resting(3, 8, rank=1, **SOCKET)),
-        "one sleeps, not yet for long": two(waiting(0), resting(3, 8, rank=1, **ASLEEP)),
-    },
-})  # fmt: skip

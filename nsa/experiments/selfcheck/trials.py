@@ -96,7 +96,7 @@ def plant(
     began = time.monotonic()
     limits = {"predicted_s": fault.predicted_s, "deadline_s": fault.deadline_s, "stall_s": STALL_S}
     with _company(folder) if fault.beside else nullcontext():
-        evidence = runner.run_until_proven(spec(fault), folder=folder, stop=stop, **limits)
+        evidence = runner.run(spec(fault), folder=folder, stop=stop, **limits)
     Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
     verdict = judge(blind(evidence, fault))
     return _row(

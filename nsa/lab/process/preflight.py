@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import json
 import os
@@ -12,11 +11,12 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import family, procfs
+from nsa.lab.process import family, procfs, script, sources
 
 PACKAGE = Path(__file__).resolve().parents[2]
 NOT_RUN = ("workbook", "cli", "__main__.py")  # no trial imports them
@@ -28,22 +28,27 @@ _GPU = re.compile(r"\d+|GPU-[0-9a-f-]{36}")  # as nvidia-smi takes them; it know
 
 def source_hash(subject: str) -> str:
     """Of the files that a trial of `subject` may import: this package's, and the subject's own."""
-    digest = hashlib.sha256()
+    return digest_of(files(subject))
+
+
+def files(subject: str) -> dict[str, str]:
+    """{file: hash} of this package, and of what the subject's import statements lead to."""
     ours = (f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] not in NOT_RUN)
-    for file in [*sorted(ours), *_subject_files(subject)]:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    if script.is_file(subject):
+        folder = os.path.dirname(os.path.abspath(subject))
+        own = sources.closure([subject], folder)
+    else:
+        name, colon, _ = subject.partition(":")
+        own = sources.closure(sources.files_of(name if colon else f"{name}.__main__"))
+    return sources.hashes([*map(str, sorted(ours)), *own])
+
+
+def digest_of(found: Mapping[str, str]) -> str:
+    """One hash of `files`, the same wherever they lie."""
+    digest = hashlib.sha256()
+    for file, content in found.items():
+        digest.update(f"{os.path.basename(file)}\0{content}\0".encode())
     return digest.hexdigest()[:16]
-
-
-def _subject_files(subject: str) -> list[Path]:
-    try:
-        spec = importlib.util.find_spec(subject.partition(":")[0])
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return []
-    file = Path(spec.origin).resolve()
-    return [] if PACKAGE in file.parents else [file]
 
 
 @lru_cache(maxsize=8)

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shlex
 import shutil
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import gpus, preflight, ranks, renamed, trial
+from nsa.lab.process import child, gpus, preflight, ranks, renamed, script, trial
+from nsa.lab.process.printed import Printed
 from nsa.lab.process.procfs import kernel_kills
 from nsa.lab.process.supervisor import Supervisor, settle
 from nsa.lab.search import time_model
@@ -26,12 +29,16 @@ from nsa.lab.watch.looks import device_use
 
 HARD = 4.0  # the deadline, in soft ones, where none is given
 UNPREDICTED_S = 600.0
+ACTIONS = "report", "kill"
 FAR_S = 1e6  # the supervisor ends a trial, nobody else
 
 
 @dataclass(frozen=True)
 class Spec:
     """What a trial runs: `steps` steps of `subject` ("package.module:make", see process.subject).
+
+    The subject may be a script, "train.py" or "package.module"; then `argv` are its words, as a
+    list or in one text, it has no number of steps, and settings only fill {name} in those words.
 
     settings: handed to it, JSON-able. observers: names of what slows it and is no part of it.
     oracles: names out of nsa.lab.oracles. python: another interpreter, whose packages are used.
@@ -42,19 +49,28 @@ class Spec:
 
     subject: str
     settings: dict[str, Any] = field(default_factory=dict)
-    steps: int = 3
+    steps: int | None = 3  # None of a script
     ranks: int = 1
     observers: tuple[str, ...] = ()
     oracles: tuple[str, ...] = ()
     seed: int = 0
     python: str | None = None
     env: dict[str, str] = field(default_factory=dict)
+    argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "observers", tuple(self.observers))
         object.__setattr__(self, "oracles", tuple(self.oracles))
+        object.__setattr__(self, "argv", _words(self.argv))
+        if script.is_script(self.subject):
+            object.__setattr__(self, "steps", None)
+            script.arguments(self.argv, self.settings)
+        elif self.argv:
+            raise ValueError(
+                f"argv={list(self.argv)}: {self.subject} is no script; it has settings"
+            )
         for name in ("steps", "ranks"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         try:
             json.dumps(self.settings)
@@ -80,6 +96,19 @@ class Spec:
         return hashlib.sha256(what.encode()).hexdigest()[:12]
 
 
+def _words(argv: str | int | float | Sequence[Any]) -> tuple[str, ...]:
+    try:
+        words = argv if isinstance(argv, list | tuple) else shlex.split(str(argv))
+    except ValueError as error:
+        raise ValueError(f"argv={argv!r} cannot be split into words: {error}") from None
+    return tuple(map(str, words))
+
+
+def check_subject(subject: str) -> None:
+    """ValueError for a subject that cannot be found, with what would do."""
+    (script.check if script.is_script(subject) else trial.check_entry)(subject)
+
+
 def run(
     spec: Spec,
     *,
@@ -90,22 +119,27 @@ def run(
     factor: float = 1.0,
     gpu: str | None = None,
     stop: threading.Event | None = None,
+    on_hang: str = "report",
+    on_stall: str = "report",
+    tell: Callable[[dict[str, Any]], Any] = lambda report: None,
 ) -> Evidence:
     """Runs the trial; returns what was seen, and raises nothing for how it ended.
 
     predicted_s: what its steps should take; it is looked at after 3 x that x `factor`, by which its
     observers slow it. deadline_s: when it has to end (None: 4 x as late, or after 600 s where
-    nothing is predicted). Both count from the first step, not from the start of the process.
-    stall_s: how long P may rest until it is looked at closely; it is ended where the verdict then
-    is HANG. folder: emptied first, it keeps what the processes wrote. gpu: the only one that it
-    sees, as `nsa.lab.process.gpus` lends them; which one that is makes no other trial of it. stop:
-    ends it from another thread.
+    nothing is predicted, and a script never). Both count from the first step, not from the start of
+    the process.
+    stall_s: how long its progress may rest until it is looked at closely. on_hang, on_stall:
+    "report" or "kill", what a certified hang and a stall do to it. tell: told of each when it is
+    seen, and when it is withdrawn. folder: emptied first, it keeps what the processes wrote. gpu:
+    the only one that it sees, as `nsa.lab.process.gpus` lends them; which one that is makes no
+    other trial of it. stop: ends it from another thread.
 
     Raises ValueError for a subject, an oracle, an interpreter or times that cannot be, OSError
     where `folder` cannot be written.
     """
     if spec.python is None:
-        trial.check_entry(spec.subject)
+        check_subject(spec.subject)
     if spec.oracles:
         from nsa.lab import oracles
 
@@ -114,31 +148,43 @@ def run(
     for name, value in times.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name}={value} must be greater than 0 seconds")
+    for name, value in {"on_hang": on_hang, "on_stall": on_stall}.items():
+        if value not in ACTIONS:
+            raise ValueError(f"{name}={value!r} is none of {', '.join(ACTIONS)}")
     soft_s = time_model.soft_deadline(predicted_s, factor) if predicted_s else None
     folder = Path(folder).resolve()
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    source = preflight.source_hash(spec.subject)
+    stood_on = preflight.files(spec.subject)
+    child.put(folder / "sources.json", stood_on)
     env = {**spec.env, **gpus.only(gpu)}
     on_gpu = preflight.uses_gpu(spec.settings, env)
+    limit_s = None if script.is_script(spec.subject) else UNPREDICTED_S
     evidence = Evidence(
         spec=spec.to_dict(),
-        environment={**preflight.environment(spec.python), "source": source},
+        environment=preflight.environment(spec.python) | {"source": preflight.digest_of(stood_on)},
         preflight=preflight.reasons(on_gpu, gpu),
         predicted_s=predicted_s,
         factor=factor,
         soft_s=soft_s,
-        deadline_s=deadline_s or (HARD * soft_s if soft_s else UNPREDICTED_S),
+        deadline_s=deadline_s or (HARD * soft_s if soft_s else limit_s),
         stall_s=stall_s,
     )
     used = preflight.used_mib(gpu) if on_gpu else []
-    kills = kernel_kills() or 0
+    killed = kernel_kills() or 0
     with device_use(gpu) if on_gpu else contextlib.nullcontext() as use:
-        supervisor = Supervisor(evidence, folder, spec.ranks, stop=stop, use=use)
+        kills = {"on_hang": on_hang, "on_stall": on_stall, "tell": tell}
+        supervisor = Supervisor(evidence, folder, spec.ranks, stop=stop, use=use, **kills)
         started = time.monotonic()
         given = {"spec": spec.to_dict(), "folder": str(folder)}
-        options: dict[str, Any] = {"folder": folder, "watch": supervisor, "python": spec.python}
+        printed = Printed(folder)
+
+        def watch(pid: int) -> str:
+            printed.bound()
+            return supervisor(pid)
+
+        options: dict[str, Any] = {"folder": folder, "watch": watch, "python": spec.python}
         options |= {"deadline_s": FAR_S, "env": {**flight_recorder.ENVIRONMENT, **env}}
         if spec.ranks == 1:
             ended: Any = trial.run_child("nsa.lab.process.subject:run", given, **options)
@@ -147,7 +193,10 @@ def run(
             ended = ranks.run_ranks("nsa.lab.process.subject:run", given, **options)
         supervisor.close()
     evidence.seconds = time.monotonic() - started
-    settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > kills)
+    settle(evidence, ended, supervisor, folder, killed=(kernel_kills() or 0) > killed)
+    first = evidence.end.first_rank if evidence.end is not None else None
+    evidence.output = printed.last(spec.ranks, first)
+    evidence.notes += filter(None, [printed.note()])
     if on_gpu:
         evidence.notes += preflight.wait_until_free(used, only=gpu)
         now = preflight.reasons(True, gpu)
@@ -156,20 +205,3 @@ def run(
         if preflight.remember(pid, since):
             evidence.notes.append(f"process {pid} could not be ended")
     return evidence
-
-
-def run_until_proven(spec: Spec, *, folder: str | Path, **options: Any) -> Evidence:
-    """`run`, and once more for twice as long where it rested at the end without a proof.
-
-    The same seed and the same everything: whether the second comes further is what tells slow work
-    from work that stands. The second is `.again` of the first.
-    """
-    first = run(spec, folder=folder, **options)
-    stop, end = options.get("stop"), first.end
-    if end is None or end.type != "deadline" or first.preflight or (stop and stop.is_set()):
-        return first
-    if any(first.frozen_s(rank) >= first.stall_s for rank in first.ranks()):
-        cut = first.samples[-1].t - (first.began_s or 0.0)
-        longer = {**options, "deadline_s": 2 * max(cut, first.deadline_s or 0.0)}
-        first.again = run(spec, folder=Path(folder) / "again", **longer)
-    return first

@@ -6,6 +6,9 @@ training needs. What else it has is used: `model`, a torch.nn.Module; `close()`;
 {name: {"ok", "detail"}}, asked at the end; `witness()` -> what ran and `result()` -> what came of
 it, both JSON-able.
 
+A torch.nn.Module without step(i), its class or a function that makes one has a step made for it,
+see default_step. "train.py", or "package.module" as by python -m, is a script and run as it is.
+
 Of several ranks each makes its own subject, under torchrun's variables; it joins its process group
 itself, with `join` or any other way.
 """
@@ -14,15 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import child, preflight, trial
+from nsa.lab.process import child, preflight, script, sources, trial
 from nsa.lab.watch import Progress, Unheard
 
 FAR_S = 3600.0  # beyond any trial: the supervisor ends a trial, not the process group
@@ -49,13 +54,41 @@ def make(path: str, settings: dict[str, Any], progress: Progress) -> Any:
     if maker is None:
         module, _, name = path.partition(":")
         raise ValueError(f"subject={path!r}: {module} has no {name!r}")
-    subject = maker(settings, progress)
+    if _takes_progress(maker):
+        subject = maker(settings, progress)
+    else:
+        from nsa.lab.process import default_step
+
+        subject = default_step.made(maker, settings, path)
     if not hasattr(subject, "step"):
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(subject, torch.nn.Module):
+            from nsa.lab.process import default_step
+
+            return default_step.DefaultStep(subject, path, settings)
         raise ValueError(
             f"subject={path!r} made a {type(subject).__name__}, which has no step(i); "
             "nsa.lab.process.subject.Steps(function) makes one of a function"
         )
     return subject
+
+
+def _takes_progress(maker: Any) -> bool:
+    """Whether it is to be called with (settings, progress), rather than with settings by name."""
+    torch = sys.modules.get("torch")
+    module = torch.nn.Module if torch is not None else ()
+    try:
+        names = list(inspect.signature(maker).parameters)
+        if isinstance(maker, module):
+            return False
+        if isinstance(maker, type) and issubclass(maker, module):
+            return names[:2] == ["settings", "progress"]
+        inspect.signature(maker).bind({}, None)
+    except TypeError:
+        return False
+    except ValueError:  # C code does not tell
+        return True
+    return True
 
 
 def rank_and_ranks() -> tuple[int, int]:
@@ -84,26 +117,85 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
     folder, spec = Path(given["folder"]), given["spec"]
     stacks = open(folder / f"stacks-{rank}.txt", "a")  # noqa: SIM115  as long as we live
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    progress = Progress(folder / f"progress-{rank}.bin", rank=rank, lasting=True)
+    progress = Progress(folder / f"progress-{rank}.bin", lasting=True)
     progress.listens()
     left = {"losses": [], "oracles": {}, "witness": None, "peak_mib": None, "result": None}
     losses: list[Any] = []
+    script.keep_output_short()
+    stood_on = child.read(folder / "sources.json", {})
+    loaded = _Loaded(folder / f"loaded-{rank}.json", stood_on)
+    left["source"] = preflight.digest_of(sources.hashes(stood_on))
     try:
-        _run(spec, progress, losses, left)
+        if script.is_script(spec["subject"]):
+            _run_script(spec, progress, loaded, left)
+        else:
+            _run(spec, progress, loaded, losses, left)
     finally:
         with contextlib.suppress(Exception):
             left["losses"] = [str(float(loss)) for loss in losses if loss is not None]
         with contextlib.suppress(Exception):
             left["peak_mib"] = _peak_mib()
+        with contextlib.suppress(Exception):
+            loaded.leave()
         child.put(folder / f"left-{rank}.json", left)
     return {"steps": spec["steps"]}
 
 
-def _run(spec: dict[str, Any], progress: Progress, losses: list[Any], left: dict[str, Any]) -> None:
+class _Loaded:
+    """Files that were imported beside those that were known beforehand; left in `file`."""
+
+    def __init__(self, file: Path, known: Mapping[str, str]) -> None:
+        self._file, self._known, self._began = file, known, time.time()
+
+    def leave(self) -> None:
+        """After the first step, for a trial that is killed says nothing at its end; and then."""
+        found = {f: h for f, h in sources.loaded().items() if f not in self._known}
+        for file in found:
+            with contextlib.suppress(OSError):
+                if os.stat(file).st_mtime > self._began:
+                    found[file] = "changed while it ran"
+        child.put(self._file, found)
+
+
+def _run_script(
+    spec: dict[str, Any], progress: Progress, loaded: _Loaded, left: dict[str, Any]
+) -> None:
+    _seed(spec["seed"])
+    progress.attach()
+    words = script.arguments(spec["argv"], spec["settings"])
+    watched: Any = contextlib.nullcontext()
+    if spec["oracles"]:
+        from nsa.lab import oracles
+
+        watched = oracles.Watch(spec["oracles"], None)
+    with watched as seen:
+
+        def begin(step: int) -> None:
+            if step == 1:
+                loaded.leave()
+            if seen is not None:
+                seen.begin(step)
+
+        def end(step: int) -> None:
+            if seen is not None:
+                seen.end(step, None)
+
+        done = script.run(spec["subject"], words, progress, begin, end)
+        left["result"] = {"steps": done}
+        if seen is not None:
+            left["oracles"] = seen.results()
+
+
+def _run(
+    spec: dict[str, Any],
+    progress: Progress,
+    loaded: _Loaded,
+    losses: list[Any],
+    left: dict[str, Any],
+) -> None:
     _seed(spec["seed"])
     progress.attach()
     subject = make(spec["subject"], spec["settings"], progress)
-    left["source"] = preflight.source_hash(spec["subject"])
     watched: Any = contextlib.nullcontext()
     if spec["oracles"]:
         from nsa.lab import oracles
@@ -118,6 +210,8 @@ def _run(spec: dict[str, Any], progress: Progress, losses: list[Any], left: dict
             losses.append(loss.detach() if hasattr(loss, "detach") else loss)
             if seen is not None:
                 seen.end(i, loss)
+            if i == 0:
+                loaded.leave()
         progress.enter("end")
 
         def remake(changes: dict[str, Any]) -> Any:
@@ -129,6 +223,7 @@ def _run(spec: dict[str, Any], progress: Progress, losses: list[Any], left: dict
             left["oracles"] = seen.results(remake)
         if hasattr(subject, "oracles"):
             left["oracles"] |= subject.oracles()
+        left["notes"] = list(getattr(subject, "notes", ()))
         if hasattr(subject, "result"):
             left["result"] = subject.result()
     if hasattr(subject, "close"):

@@ -57,6 +57,7 @@ class Trials:
     # Seconds that steps should take, by settings; not the plan's predicted_s and calibrations then.
     predict: Callable[[dict[str, Any]], float] | None = None
     say: Callable[[Done], None] = lambda done: None
+    again: bool = False  # trials that are there are run anew; calibrations are not
 
     def __post_init__(self) -> None:
         budget_s = self.budget_s
@@ -81,7 +82,7 @@ class Trials:
             options["predicted_s"] = self.predict(spec.settings)
         elif self.plan.calibrate:
             told = self._calibrate(cell, options, gpu)
-        id, evidence, verdict, cached = self._found_or_run(spec, options, gpu)
+        id, evidence, verdict, cached = self._found_or_run(spec, options, gpu, self.again)
         done = Done(dict(cell), id, verdict, evidence, cached, told)
         with self._lock:
             self.say(done)
@@ -105,15 +106,17 @@ class Trials:
         )
 
     def _found_or_run(
-        self, spec: Spec, options: dict[str, Any], gpu: str | None
+        self, spec: Spec, options: dict[str, Any], gpu: str | None, again: bool = False
     ) -> tuple[str, Evidence, Verdict, bool]:
         id = self.ledger.id(spec, **options)
-        if found := self.ledger.settled(id):
+        if not again and (found := self.ledger.settled(id)):
             return id, *found, True
         if self.stop.is_set():
             raise Spent(self._spent)
         try:
-            _, evidence, verdict = self.ledger.run(spec, **options, gpu=gpu, stop=self.stop)
+            id, evidence, verdict = self.ledger.run(
+                spec, again=again, **options, gpu=gpu, stop=self.stop
+            )
         except (Stopped, InterruptedError):
             raise Spent(self._spent) from None
         except OSError as error:

@@ -142,6 +142,7 @@ _interpreter = must(
     "the path of a Python interpreter that can be run",
     lambda v: v is None or (isinstance(v, str) and shutil.which(v) is not None),
 )
+_argv = must("text, or a list of words", lambda v: isinstance(v, str | int | float | list))
 _changes = must("a mapping of ModelConfig's fields", lambda value: isinstance(value, dict))
 _allocator = must(
     "text as 'max_split_size_mb:64' or 'expandable_segments:True'",
@@ -176,6 +177,8 @@ COMMON = {factor.name: factor for factor in (
            place="spec"),
     Factor("seed", 1337, whole(0), "of weights and data", place="spec"),
     Factor("python", None, _interpreter, "another interpreter, with its own torch", place="spec"),
+    Factor("argv", "", _argv, "words of a script, as '--lr 0.1' or a list; {name} in them is the "
+           "setting of that name", place="spec"),
     Factor("deadline_factor", 1.0, positive, "times the plan's deadline_s", place="deadline"),
 )}  # fmt: skip
 TRAINING = {factor.name: factor for factor in (

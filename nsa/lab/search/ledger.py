@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import preflight, runner
+from nsa.lab.process import child, preflight, runner, script, sources
 from nsa.lab.process.runner import Spec
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.watch.evidence import Evidence
@@ -31,18 +33,32 @@ class Ledger:
     or not at all: a supervisor that is killed loses the trial in flight and nothing else, and the
     next one takes its place.
 
-    <id>/evidence.json and verdict.json, and what the trial's processes wrote. Names that begin
-    with a dot are in flight.
+    <id>/evidence.json and verdict.json, and what the trial's processes wrote. <id>-1, <id>-2, ...
+    are earlier runs of trials that were run anew. Names that begin with a dot are in flight.
     """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
 
     def id(self, spec: Spec, **options: Any) -> str:
-        """The trial's id: of its spec, the source, the environment, and its deadlines if given."""
+        """The trial's id: of its spec, the source, the environment, and its deadlines if given.
+
+        Where one of that id is there, and files that it loaded by names made up while it ran are no
+        longer the same, theirs make another id: both trials are kept.
+        """
         environment = preflight.environment(spec.python)
         limits = {name: options[name] for name in MATTERS if options.get(name) is not None}
-        return spec.id(preflight.source_hash(spec.subject), {**environment, **limits})
+        if script.is_script(spec.subject):  # which may read and write what lies there
+            limits["folder"] = os.getcwd()
+        id = spec.id(preflight.source_hash(spec.subject), {**environment, **limits})
+        while (loaded := self._loaded(id)) != (now := sources.hashes(loaded)):
+            id = hashlib.sha256(f"{id} {json.dumps(now)}".encode()).hexdigest()[:12]
+        return id
+
+    def _loaded(self, id: str) -> dict[str, str]:
+        """{file: hash} of what a finished trial imported beyond its import statements, sorted."""
+        left = sorted((self.root / id).glob("loaded-*.json"))
+        return dict(sorted(pair for file in left for pair in child.read(file, {}).items()))
 
     def get(self, id: str) -> tuple[Evidence, Verdict] | None:
         """(Evidence, Verdict) of a finished trial, else None."""
@@ -71,7 +87,8 @@ class Ledger:
     ) -> Path:
         """Stores a finished trial, and `folder` with it, which is moved; returns its folder.
 
-        Raises OSError that says so when the disk is full: what was stored before stays.
+        One that is there becomes an earlier run, unless it was inconclusive. Raises OSError that
+        says so when the disk is full: what was stored before stays.
         """
         place = Path(folder) if folder is not None else self.root / f".{id}.{os.getpid()}"
         target, old = self.root / id, self.root / f".{id}.old"
@@ -80,26 +97,32 @@ class Ledger:
             _write(place / "evidence.json", json.dumps(evidence.to_dict()))
             _write(place / "verdict.json", json.dumps(verdict.to_dict(), indent=1))
             shutil.rmtree(old, ignore_errors=True)
+            if self.settled(id):
+                numbers = (n for n in count(1) if not (self.root / f"{id}-{n}").exists())
+                os.replace(target, self.root / f"{id}-{next(numbers)}")
             with contextlib.suppress(FileNotFoundError):  # else it was inconclusive
                 os.replace(target, old)
             os.replace(place, target)
             shutil.rmtree(old, ignore_errors=True)
         return target
 
-    def run(self, spec: Spec, **options: Any) -> tuple[str, Evidence, Verdict]:
+    def run(
+        self, spec: Spec, *, again: bool = False, **options: Any
+    ) -> tuple[str, Evidence, Verdict]:
         """(id, Evidence, Verdict), out of the store or of a trial run now and stored.
 
-        `options` are those of runner.run, but `folder`. A stored INCONCLUSIVE is run again.
+        `options` are those of runner.run, but `folder`. A stored INCONCLUSIVE is run again, and
+        with `again` any; the one before is kept then, as an earlier run.
         """
         id = self.id(spec, **options)
-        if found := self.settled(id):
+        if not again and (found := self.settled(id)):
             return (id, *found)
         with self._claimed(id, options.get("stop")):
-            if found := self.settled(id):  # whoever held it has finished it
+            if not again and (found := self.settled(id)):  # whoever held it has finished it
                 return (id, *found)
             place = self.root / f".{id}.flight"
             with self._undone(id, place):
-                evidence = runner.run_until_proven(spec, folder=place, **options)
+                evidence = runner.run(spec, folder=place, **options)
                 verdict = judge(evidence)
             self.put(id, evidence, verdict, place)
             return id, evidence, verdict

@@ -10,8 +10,8 @@ from math import prod
 from typing import Any
 
 from nsa.lab import oracles
-from nsa.lab.process import trial
-from nsa.lab.process.runner import Spec
+from nsa.lab.process import script
+from nsa.lab.process.runner import Spec, check_subject
 from nsa.lab.search import factors as known
 from nsa.lab.search.candidates import Cell, position, word
 from nsa.lab.search.covering import cover
@@ -56,7 +56,7 @@ class Plan:
     values: dict[str, list[Any]] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        trial.check_entry(self.subject)
+        check_subject(self.subject)
         self._check_options()
         oracles.check(self.oracles or ())
         for name in ("settings", "factors"):
@@ -154,6 +154,9 @@ class Plan:
         if attempt:
             env[ATTEMPT] = str(attempt)
         usual = ["arrival", "finite", *(["ranks"] if whole["ranks"] > 1 else [])]
+        if script.is_script(self.subject):  # whose model nobody knows
+            usual = []
+            handed.pop("seed", None)
         return Spec(
             subject=self.subject,
             settings=handed,
@@ -207,6 +210,11 @@ class Plan:
         check_switch(self, "screen")
         if self.calibrate and self.predicted_s is not None:
             raise ValueError(f"predicted_s={self.predicted_s} is given; calibrate would measure it")
+        if self.calibrate and script.is_script(self.subject):
+            raise ValueError(
+                f"calibrate=true runs smaller layers and tokens, and {self.subject} is a script, "
+                "which has neither; say predicted_s or deadline_s in seconds"
+            )
         choice("cover", self.cover, STRENGTH)
         choice("kind", self.kind, (None, *KINDS))
 

@@ -106,7 +106,7 @@ def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
     """All that are not empty."""
     drawn = picture.text(verdict.edges)
     seen = family.told(evidence)
-    output = [clipped(line.rstrip(), WIDTH - 2) for line in getattr(evidence, "output", ())]
+    output = [clipped(line.rstrip(), WIDTH - 2) for line in evidence.output]
     made = [
         Section("Who waits for whom", verbatim=drawn,
                 image=picture.image(verdict.edges) if drawn else ""),

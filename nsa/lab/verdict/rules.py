@@ -1,8 +1,8 @@
 """From evidence to a verdict, rule by rule: the first that applies. And several trials as one.
 
-A timeout alone is never HANG. Work that moves is SLOW however late it is, and a trial that rests is
-HANG only with a proof that it cannot go on, or after it has rested twice at the same place. A
-verdict is a kind, the rule that applied, and what that rule read.
+A timeout alone is never HANG. Work that moves is SLOW however late it is; what rests is HANG only
+with a certificate that nobody is left who could end its wait, STALLED where somebody might, SLOW
+while anybody works. A verdict is a kind, the rule that applied, and what that rule read.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nsa.lab.verdict.pace import moves, pace
-from nsa.lab.verdict.stalls import Stall, place_of, proven, stalls
+from nsa.lab.verdict.stalls import Rest, Stall, bound_s, named, place_of, rests, stall
 from nsa.lab.watch.evidence import Evidence
 
 KINDS = (
     "PASS", "FAIL", "SLOW", "STALLED", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "INCONCLUSIVE",
 )  # fmt: skip
+_LISTS = ("because", "edges", "unknown", "settle")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r} is none of {', '.join(KINDS)}")
-        for name in ("because", "edges", "unknown", "settle"):
+        for name in _LISTS:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.signature:
             at = f" at {self.place}" if self.place else ""
@@ -56,8 +57,7 @@ class Verdict:
         return f"{self.kind}:{self.what}" if self.what else self.kind
 
     def to_dict(self) -> dict[str, Any]:
-        lists = {name: list(getattr(self, name)) for name in ("because", "edges", "unknown", "settle")}
-        return asdict(self) | lists
+        return asdict(self) | {name: list(getattr(self, name)) for name in _LISTS}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Verdict:
@@ -83,7 +83,7 @@ def judge(evidence: Evidence) -> Verdict:
     Of a trial that still runs (`end` None) as of its last sample: HANG only where it is proven, so
     that a supervisor may ask as often as it likes and end what it need not wait for.
     """
-    for rule in (_untrusted, _ended, _returned, _silent, _proven, _moving):
+    for rule in (_untrusted, _ended, _returned, _stands, _silent, _moving):
         found = rule(evidence)
         if found is not None:
             return found
@@ -102,7 +102,7 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
     if detail and end.how == "signal" and end.type == "SIGSEGV":
         why = "TORCH_DISTRIBUTED_DEBUG=DETAIL itself ends in SIGSEGV with some versions; use INFO"
         return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
-    dumped = max((x.t for x in evidence.looks if x.tool == "faulthandler"), default=-math.inf)
+    dumped = max((s.t for s in evidence.snapshots if s.tool == "faulthandler"), default=-math.inf)
     dumping = evidence.seconds - dumped < DUMPING_S
     if end.how == "signal" and end.type in FAULTS and dumping:
         why = (
@@ -193,82 +193,85 @@ def _silent(evidence: Evidence) -> Verdict | None:
     return Verdict("INCONCLUSIVE", "no-heartbeat", "no heartbeat ever", because)
 
 
-def _proven(evidence: Evidence) -> Verdict | None:
-    proof, again = proven(evidence), evidence.again
-    if proof is None:
+_STATES = {
+    "certified": ("HANG", "waits, and nobody is left who could end that"),
+    "waiting": ("STALLED", "waits quietly for what may still come"),
+    "busy": ("SLOW", "makes no progress that is counted, and somebody works"),
+    "timer": ("SLOW", "waits for a timer that ends by itself"),
+}
+
+
+def _stands(evidence: Evidence) -> Verdict | None:
+    """Progress rests, and looks were taken meanwhile."""
+    found = stall(evidence)
+    if found is None:
         return None
-    rest = proof.rest
-    if again is not None and not again.preflight and again.last(rest.rank).after(rest.p):
-        return None  # a rerun that went on past the place disproves what looked proven
-    because = [*_rested(rest), *proof.because]
-    if again is not None:  # the invariance that is published with a HANG
-        because.append(f"the rerun at twice the deadline ended at {again.last()}")
-    return _hang(proof.what, "rests, with a proof that it cannot go on", because, rest)
+    rest, (kind, rule) = found.rest, _STATES[found.state]
+    because = [*found.because, *_rested(rest)]
+    if evidence.end is not None and evidence.end.type == "deadline":
+        because.append(f"its limit ended it: {evidence.end.message}")
+        because += _late(evidence, {})
+    numbers = {
+        **{"rank": rest.rank, "step": rest.p.step, "rested_s": rest.seconds, "since_s": rest.since},
+        **{"p": str(rest.p), "where": found.where, "pid": found.pid, "left_s": found.left_s},
+        **{"longest_s": rest.longest, "bound_s": bound_s(rest), "late": _is_late(evidence)},
+    }
+    place = ", ".join(filter(None, (rest.p.phase, named(found.line))))
+    return Verdict(kind, found.what, rule, because, place, numbers, line=found.line,
+                   edges=found.edges, unknown=found.unknown, settle=_settle(found))  # fmt: skip
+
+
+def _settle(found: Stall) -> list[str]:
+    """Commands that would tell more of what stands."""
+    if not found.pid or found.state == "timer":
+        return []
+    commands = [f"py-spy dump --native --pid {found.pid}"]
+    more = {
+        "socket": f"ss -tnp | grep pid={found.pid}",
+        "file lock": "cat /proc/locks",
+        "device": f"cuda-gdb --pid {found.pid} -batch -ex 'info cuda kernels'",
+        "collective": "TORCH_FR_BUFFER_SIZE=2000 and `nsa watch`: every rank's collectives",
+        "stopped": f"kill -CONT {found.pid}",
+        "polling": f"strace -f -e trace=file -p {found.pid}",
+    }
+    return [*commands, more[found.what]] if found.what in more else commands
 
 
 def _moving(evidence: Evidence) -> Verdict | None:
-    """Not at rest, and no proof: slow, or nothing to say yet."""
-    seen = [rest for rest in stalls(evidence) if not rest.gone]
-    rerun = evidence.again is not None  # then that decides, of what rested for any time at all
-    if seen and all(rest.seconds > (evidence.stall_s if rerun else rest.bound) for rest in seen):
+    """Not at rest: slow, or nothing to say yet."""
+    seen = [rest for rest in rests(evidence) if not rest.gone]
+    if seen and all(rest.seconds > evidence.stall_s for rest in seen):
         return None
     numbers = pace(evidence)
     cut = evidence.end is not None and evidence.end.type == "deadline"
-    mover = min(seen, key=lambda rest: rest.seconds)
-    count = moves(evidence.of(mover.rank))
-    because = [f"it moves: {count} changes of P were seen, the last to {mover.p}"]
+    mover = min(seen, key=lambda rest: rest.seconds) if seen else None
+    count = moves(evidence.of(mover.rank)) if mover else 0
     if not count:
         because = [f"stopped after {evidence.seconds:.1f} s, too soon to see anything move"]
         return Verdict("INCONCLUSIVE", "too-short", "nothing had moved yet", because)
+    because = [f"it moves: {count} changes of its progress were seen, the last to {mover.p}"]
     if _is_late(evidence) or cut:
         because += _late(evidence, numbers)
         return Verdict("SLOW", "", "moves, and is late", because, numbers=numbers)
     if evidence.end is None:
         return Verdict("INCONCLUSIVE", "running", "it is not late", because, numbers=numbers)
     because.append("it was stopped, though it was not late")
-    return Verdict("INCONCLUSIVE", "unproven", "stopped without need", because)
+    return Verdict("INCONCLUSIVE", "unproven", "stopped without need", because, numbers=numbers)
 
 
 def _resting(evidence: Evidence) -> Verdict:
-    """At rest without a proof that holds: only a rerun at twice the deadline decides."""
-    rest = min(stalls(evidence), key=lambda rest: (rest.p.key(), rest.rank))  # others may wait
-    because, again = _rested(rest), evidence.again
-    if again is None:
-        because.append("nothing proves that it cannot go on; a rerun at twice the deadline decides")
-        return Verdict("INCONCLUSIVE", "unproven", "rests, without a proof", because, rest.place())
-    second = judge(again)
-    if second.kind != "INCONCLUSIVE" or again.preflight:
-        told = f"the rerun at twice the deadline: {second.label}"
-        because += [told, *second.because]
-        return Verdict(second.kind, second.what, f"rerun: {second.rule}", because, second.place,
-                       second.numbers)  # fmt: skip
-    first_p, second_p = evidence.last(rest.rank), again.last(rest.rank)
-    if second_p.after(first_p):
-        numbers = pace(again)
-        because.append(f"the rerun at twice the deadline came further: {second_p}")
-        because += _late(again, numbers)
-        return Verdict("SLOW", "", "came further when it was given longer", because,
-                       numbers=numbers)  # fmt: skip
-    if second_p.key() != first_p.key() or second.what != "unproven":
-        because.append(f"the rerun at twice the deadline ended elsewhere: {second_p}")
-        return Verdict("INCONCLUSIVE", "unproven", "two runs, two places", because, rest.place())
-    because.append("the rerun at twice the deadline ended at the same P")
-    what = "blocked" if rest.idle else "unproven-native"
-    return _hang(what, "the same P at once and at twice the deadline", because, rest)
+    """At rest for too short to tell why, or nobody looked."""
+    rest = min(rests(evidence), key=lambda rest: (rest.p.key(), rest.rank))  # others may wait
+    because = [*_rested(rest), "too few looks were taken to tell why"]
+    return Verdict("INCONCLUSIVE", "unproven", "rests, and was not looked at", because)
 
 
-def _hang(what: str, rule: str, because: list[str], rest: Stall) -> Verdict:
-    numbers = {"rank": rest.rank, "step": rest.p.step, "rested_s": rest.seconds, "cpu": rest.cpu,
-               "since_s": rest.since, "p": str(rest.p)}  # fmt: skip
-    return Verdict("HANG", what, rule, because, rest.place(), numbers)
-
-
-def _rested(rest: Stall) -> list[str]:
-    seen = len(rest.samples)
+def _rested(rest: Rest) -> list[str]:
     return [
-        f"rank {rest.rank} rests at {rest.p}",
-        f"for {rest.seconds:.1f} s, in {seen} samples; {rest.bound:.1f} s are allowed",
-    ]
+        f"rank {rest.rank} has made no progress for {rest.seconds:.1f} s, at {rest.p}",
+        f"its longest silence before was {rest.longest:.1f} s" if rest.longest else
+        "no step had ended before",
+    ]  # fmt: skip
 
 
 def _late(evidence: Evidence, numbers: Mapping[str, float | None]) -> list[str]:

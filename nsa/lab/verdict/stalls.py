@@ -1,341 +1,361 @@
-"""Ranks whose progress rests, and proofs that they cannot go on.
+"""Ranks whose progress rests: whether somebody works, what is waited for, or why it can never end.
 
-A stack alone, or an idle core alone, is no proof.
+Busy: somebody whom the rank waits for uses a processor, moves bytes, or runs on the device.
+Waiting: all are quiet, and what is waited for may still come. Certified: the wait-for graph is
+closed, at every look: nobody is left who could end the wait.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import groupby
-from pathlib import PurePath
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import Any
 
-from nsa.lab.watch.evidence import Evidence, Look, P, Sample, at_last_p
+from nsa.lab.verdict.collectives import collectives
+from nsa.lab.verdict.frames import is_users, nearest, user_line
+from nsa.lab.verdict.graph import Graph, Node, build
+from nsa.lab.watch.evidence import Evidence, P, Sample, Snapshot, Thread, at_last_p
 
-OWN_GAPS = 3.0  # how much longer than its longest rest so far a rank must rest
-LOOKS, APART_S = 3, 0.45
-IDLE = 0.05  # of one core
+LOOKS = 3  # full snapshots that must agree
+WAIT_S = 12.0  # how long all must be quiet before a wait is told as a stall
+OWN_GAPS = 2.0  # or so many times the longest rest of the run so far, if that is longer
+PATIENCE_S = 120.0  # a timer that ends later is waited for no more than a socket
+TICK_S = 0.01  # as fine as the kernel tells processor time
+WORKS = 0.01  # of a core
+SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is proven
+DEVICE_WORKS = 5.0  # percent
 GONE_S = 2.0
-FEW = 5  # samples in a rest, below which too little was seen of it
-# Two times the bound for what could end by itself: somebody's sleep, a program that starts another,
-# a first step that loads and compiles.
-PATIENCE = 2.0
-DEVICE_AT_WORK = 5.0  # percent
-# What stands in the frames of a library, or between a module and whoever calls it.
-_NOT_OWN = ("site-packages", "dist-packages", "/lib/python3", "<frozen", "nsa/lab/watch/")
-# How a thread waits, by words in the kernel's wait channel and in native and Python frames.
-_WAITS = {
-    "collective": (
-        "distributed_c10d.py", "torch/distributed/", "torch/nn/parallel/distributed.py", "gloo::",
-        "c10d::", "nccl", "all_reduce", "allreduce", "all_gather", "broadcast_coalesced",
-    ),
-    "device": (
-        "cudastreamsynchronize", "cudadevicesynchronize", "cudaeventsynchronize",
-        "custreamsynchronize", "torch/cuda/__init__.py", "torch/cuda/streams.py",
-    ),
-    "timer": ("nanosleep", "pysleep", "time_sleep"),
-    "pipe": ("pipe_read", "pipe_wait", "pipe_write"),
-    "lock": (
-        "futex", "pythread_acquire_lock", "lock_acquire", "pthread_cond", "pthread_mutex_lock",
-        "lll_lock_wait", "sem_wait", "threading.py", "queue.py",
-    ),
-}  # fmt: skip
+_DEVICE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSync",
+           "cuEventSync", "cuCtxSynchronize", "cuMemcpyDtoH", "torch/cuda/streams.py",
+           "torch/cuda/__init__.py")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Stall:
-    """One rank whose P has not changed, as its samples have it."""
+class Rest:
+    """One rank since its progress changed last."""
 
     rank: int
     p: P
     since: float
     seconds: float
-    bound: float  # how long it must rest for that to count
-    cpu: float | None  # share of one core that it used, None where that is not told
-    beats: int  # of the thread that needs the GIL
-    alive: bool  # beats had ever risen
-    state: str  # that of all its samples, "" where they differ
-    gone: bool  # it has ended, while others have not
-    looks: list[Look]  # taken in the rest, at the same P
-    samples: list[Sample]  # of the rest
-
-    @property
-    def frozen(self) -> bool:
-        """Longer than it may, and seen often enough."""
-        return self.seconds > self.bound and len(self.samples) >= FEW
-
-    @property
-    def idle(self) -> bool:
-        """Nothing of the process computed, as far as that is told."""
-        return self.cpu is not None and self.cpu < IDLE
-
-    def three_looks(self) -> list[Look]:
-        """At three or more moments half a second apart, by the best tool; [] if fewer."""
-        for tool in ("py-spy", "native", "faulthandler"):
-            found: list[Look] = []
-            for look in self.looks:
-                apart = not found or look.t - found[-1].t >= APART_S
-                if look.tool == tool and look.threads and apart:
-                    found.append(look)
-            if len(found) >= LOOKS:
-                return found
-        return []
-
-    def waits(self) -> str:
-        """For what the main thread waits: a name of _WAITS, or "" where nothing tells."""
-        words = [sample.wchan for sample in self.samples[-LOOKS:]]
-        for look in self.looks:
-            if main := look.main():
-                # Native frames, and the innermost of Python: outer ones say who called, not what
-                # waits.
-                depth = 12 if look.tool == "native" else 4
-                words += [main.get("wchan", ""), *main["frames"][:depth]]
-        text = "\n".join(words).lower()
-        return next((kind for kind, marks in _WAITS.items() if any(m in text for m in marks)), "")
-
-    def place(self) -> str:
-        """Phase, and the innermost function that is no library's: the same in another run."""
-        seen = [place_of(at_work(x.threads)["frames"]) for x in self.looks if x.threads]
-        return ", ".join([self.p.phase, *[named for named in seen if named][-1:]])
-
-    def innermost(self) -> str:
-        """The innermost Python frame of the thread at work, as it was seen last; "" for none."""
-        for look in reversed(self.looks):
-            for frame in at_work(look.threads)["frames"] if look.threads else ():
-                if ".py:" in frame:
-                    return frame
-        return ""
+    longest: float  # it had rested before, its first step left out
+    gone: bool
+    samples: list[Sample]
 
 
-def stalls(evidence: Evidence) -> list[Stall]:
+@dataclass
+class Stall:
+    """What stands still and why, as of the last look."""
+
+    state: str  # "busy", "waiting" or "certified"
+    what: str
+    rest: Rest
+    because: list[str]
+    line: str = ""
+    left_s: float | None = None
+    edges: list[dict[str, Any]] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    where: str = ""  # who: "rank 0", "process 12 (sleep 15) of rank 0"
+    pid: int = 0
+
+
+def rests(evidence: Evidence) -> list[Rest]:
     """One for each rank that was sampled, as of its last sample alive."""
     latest = max((s.t for s in evidence.samples if s.state), default=0.0)
-    return [_rest(evidence, rank, latest) for rank in evidence.ranks()]
+    found = []
+    for rank in evidence.ranks():
+        samples = evidence.of(rank)
+        samples = [s for s in samples if s.state] or samples  # what is read of the dead has none
+        last, mine = samples[-1], at_last_p(samples)
+        before = samples[: -len(mine)]
+        times = [[s.t for s in same] for p, same in groupby(before, lambda s: s.p) if p.step >= 1]
+        longest = max((t[-1] - t[0] for t in times), default=0.0)
+        gone = last.state == "Z" or last.t < latest - GONE_S
+        found.append(Rest(rank, last.p, mine[0].t, last.t - mine[0].t, longest, gone, mine))
+    return found
 
 
-def _rest(evidence: Evidence, rank: int, latest: float) -> Stall:
-    samples = evidence.of(rank)
-    samples = [s for s in samples if s.state] or samples  # what is read of the dead has no state
-    last = samples[-1]
-    mine = at_last_p(samples)
-    first, seconds = mine[0], last.t - mine[0].t
-    states = {sample.state for sample in mine[1:] or mine}
-    return Stall(
-        rank=rank,
-        p=last.p,
-        since=first.t,
-        seconds=seconds,
-        bound=_bound(evidence, samples[: -len(mine)]),
-        cpu=(last.cpu_s - first.cpu_s) / seconds if seconds > 0 else None,
-        beats=last.beats - first.beats,
-        alive=last.beats > 0,
-        state=states.pop() if len(states) == 1 else "",
-        gone=last.state == "Z" or last.t < latest - GONE_S,
-        looks=[
-            look
-            for look in evidence.looks
-            if look.rank == rank and first.t <= look.t <= last.t and look.p in (None, last.p)
-        ],
-        samples=mine,
-    )
+def bound_s(rest: Rest) -> float:
+    """How long all must be quiet before this rank's wait counts as a stall."""
+    return max(WAIT_S, OWN_GAPS * rest.longest)
 
 
-def _bound(evidence: Evidence, before: list[Sample]) -> float:
-    """What was given, and more than this rank has rested before, the first step left out.
-
-    A first step compiles and loads, so its rests tell nothing of later ones. Thinned samples make a
-    rest no longer than it was.
-    """
-    rests = [[s.t for s in same] for p, same in groupby(before, lambda s: s.p) if p.step >= 1]
-    longest = max((times[-1] - times[0] for times in rests), default=0.0)
-    return max(evidence.stall_s, OWN_GAPS * longest)
-
-
-def at_work(threads: list[dict[str, Any]]) -> dict[str, Any]:
-    """The thread that has the GIL, else the main one: on a GPU a backward has its own thread."""
-    holders = [thread for thread in threads if thread.get("gil")]
-    mains = [thread for thread in threads if thread.get("main")]
-    return (holders or mains or threads)[0]
-
-
-def place_of(frames: list[str]) -> str:
-    """`file.py function` of the innermost frame that is no library's, or of the innermost.
-
-    Without the function's class, which not every tool tells.
-    """
-    named = [frame for frame in frames if ".py:" in frame]
-    own = [frame for frame in named if not any(mark in frame for mark in _NOT_OWN)] or named
-    if not own:
-        return ""
-    file, _, function = own[0].rpartition(" ")
-    return f"{PurePath(file.rpartition(':')[0]).name} {function.rpartition('.')[2]}"
-
-
-@dataclass(frozen=True)
-class Proof:
-    """what: the verdict's word. rest: of the rank that is to blame. because: what proves it."""
-
-    what: str
-    rest: Stall
-    because: list[str]
-
-
-def proven(evidence: Evidence) -> Proof | None:
-    """The first proof that holds, of the rank to blame; None where nothing is proven."""
-    seen = stalls(evidence)
-    for rest in seen:
-        if rest.frozen:
-            proof = _stopped(rest) or _gil_held(evidence, rest) or _python_spin(evidence, rest)
-            if proof is not None:
-                return proof
-    seen = [rest for rest in seen if not rest.gone]
-    if not seen or not all(rest.frozen for rest in seen):
+def stall(evidence: Evidence) -> Stall | None:
+    """Of the rank to blame: a certificate wins, then whoever works; None while a rank moves."""
+    live = [rest for rest in rests(evidence) if not rest.gone]
+    quiet = [rest for rest in live if rest.seconds >= evidence.stall_s]
+    found = [one for rest in quiet if (one := _of(evidence, rest, live)) is not None]
+    order = {"certified": 0, "busy": 1, "timer": 2, "waiting": 3}
+    found.sort(key=lambda x: (order[x.state], x.what == "collective", x.rest.p.key(), x.rest.rank))
+    if not found or (found[0].state != "certified" and len(quiet) < len(live)):
         return None
-    return _collectives_disagree(evidence, seen) or _blocked(evidence, seen)
+    return found[0]
 
 
-def _stopped(rest: Stall) -> Proof | None:
-    """The kernel says so. A tracer's stop, "t", is one that lasts as long as a look."""
-    if rest.state != "T":
+def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
+    looks = [s for s in evidence.snapshots if s.full and s.t >= rest.since and s.of(rest.rank)]
+    looks = [s for s in looks if s.p.get(rest.rank, rest.p) == rest.p]
+    if len(looks) < LOOKS:
         return None
-    why = f"the process was stopped (T) in all of {len(rest.samples)} samples"
-    return Proof("stopped", rest, [why])
-
-
-def _gil_held(evidence: Evidence, rest: Stall) -> Proof | None:
-    """A thread that needs the GIL ten times a second did not get it once."""
-    if not rest.alive or rest.beats > 0 or rest.state in ("T", "D"):
+    moving = [other.rank for other in live if other.seconds < min(2.0, evidence.stall_s)]
+    works, periodic = at_work(looks), asks_again(looks)
+    graphs = []
+    for look in looks[-LOOKS:]:
+        told = collectives(evidence, look)
+        options = {"works": works, "moving": moving, "periodic": periodic}
+        graphs.append(build(look, collectives=told, locks=evidence.locks, **options))
+    last = graphs[-1]
+    main = _main(last, rest.rank)
+    if main is None:
         return None
-    asleep = rest.state == "S"  # the same of a process that was given no core says nothing
-    if rest.seconds <= _patient(evidence, rest) or (rest.idle and not asleep):
+    if _spins(looks, rest.rank):
+        return _spin(last, main, rest, looks)
+    if all(_stuck(graph, rest.rank) for graph in graphs) and len(set(map(_waits, graphs))) == 1:
+        return _certified(last, main, rest)
+    return _open(evidence, last, main, rest, works, periodic)
+
+
+def _main(graph: Graph, rank: int) -> Node | None:
+    process = graph.snapshot.of(rank)
+    nodes = [] if process is None else [(process.pid, t.tid) for t in process.threads if t.main]
+    return nodes[0] if nodes and nodes[0] in graph.threads else None
+
+
+def _stuck(graph: Graph, rank: int) -> bool:
+    main = _main(graph, rank)
+    return main is not None and main not in graph.can()
+
+
+def _waits(graph: Graph) -> tuple[Any, ...]:
+    """What must be the same at every look."""
+    stuck = set(graph.threads) - graph.can()
+    rows = ((n, graph.threads[n].wait, graph.threads[n].frames) for n in sorted(stuck))
+    return tuple((n, w and (w.kind, w.text), frames) for n, w, frames in rows)
+
+
+def at_work(looks: Sequence[Snapshot]) -> set[Node]:
+    """Threads that used a processor, wanted one at most looks, or whose process moved bytes."""
+    first, last, found = looks[0], looks[-1], set()
+    for process in last.processes:
+        before = first.process(process.pid)
+        if before is None or before.started != process.started:
+            found |= {(process.pid, thread.tid) for thread in process.threads}  # it has just begun
+            continue
+        seen = [p for look in looks if (p := look.process(process.pid))]
+        moved = sum(a.io_bytes != b.io_bytes for a, b in pairwise(seen)) >= 2
+        earlier = {thread.tid: thread for thread in before.threads}
+        for thread in process.threads:
+            was = earlier.get(thread.tid)
+            used = thread.cpu_s - was.cpu_s if was else TICK_S * 3
+            least = max(2.5 * TICK_S, WORKS * (last.t - first.t))
+            mine = [t for p in seen for t in p.threads if t.tid == thread.tid]
+            wants = sum(t.state == "R" or (t.state == "D") for t in mine) > len(mine) / 2
+            kind = thread.wait.kind if thread.wait else ""
+            carries = moved and kind in ("", "pipe", "socket", "fifo", "disk", "other")
+            if used >= least or wants or carries or _changes(mine):
+                found.add((process.pid, thread.tid))
+    return found
+
+
+def _changes(seen: Sequence[Thread]) -> bool:
+    """Whether the state of a user's own code changed between looks, or the code itself."""
+    own = [t for t in seen if any(is_users(frame) for frame in t.frames)]
+    states = {(t.frames, t.visible) for t in own if t.visible}
+    return len(own) == len(seen) and len(states) > 1
+
+
+def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
+    """Threads whose timer was set anew between two looks: that it ends brings nothing."""
+    found, before = set(), {}
+    for look in looks:
+        for process in look.processes:
+            for thread in process.threads:
+                if thread.wait is None or thread.wait.left_s is None:
+                    continue
+                node, ends = (process.pid, thread.tid), look.t + thread.wait.left_s
+                was, switches = before.get(node, (ends, None))
+                slept = switches is not None and switches == thread.switches
+                if ends > was + 0.3 and not slept:
+                    found.add(node)
+                before[node] = (was if slept else ends), thread.switches
+    return found
+
+
+def _spins(looks: Sequence[Snapshot], rank: int) -> bool:
+    """In a loop that its own locals alone could end, and they are the same at every look."""
+    mine = [t for look in looks if (p := look.of(rank)) and (t := p.main())]
+    if len(mine) < LOOKS + 1 or not all(t.closed_loop and t.visible for t in mine):
+        return False
+    places = {(t.visible, tuple(f.partition(" ")[2] for f in t.frames)) for t in mine}
+    return len(places) == 1 and mine[-1].cpu_s - mine[0].cpu_s >= SPUN_S
+
+
+def _spin(graph: Graph, main: Node, rest: Rest, looks: Sequence[Snapshot]) -> Stall:
+    mine = [t for look in looks if (p := look.of(rest.rank)) and (t := p.main())]
+    used, line = mine[-1].cpu_s - mine[0].cpu_s, user_line(mine[-1].frames)
+    because = [
+        f"a loop at {line} that only its own variables could end",
+        f"they were the same at {len(mine)} looks, while it used {used:.1f} s of a processor",
+    ]
+    return Stall("certified", "loop", rest, because, line, where=graph.label(main), pid=main[0])
+
+
+def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
+    chain = [node for node in graph.reach(main) if node in graph.threads]
+    root = _root(graph, main)
+    waits = {node: wait for node in chain if (wait := graph.threads[node].wait)}
+    of = main if waits[main].kind != "collective" else root
+    what = waits[of].kind if of in waits else "ended"
+    for node in chain:
+        process = graph.process(node)
+        if what != "GIL" and node in waits and waits[node].kind == "stopped":
+            what, root = "stopped", node
+            break
+        if process is not None and process.state in ("Z", "X") and node != main:
+            what = "collective" if waits[main].kind == "collective" else "ended"
+    if any("can never end" in wait.text for wait in waits.values()):
+        what = "collective"
+    cycle = _cycle(graph, main)
+    shown = cycle or [node for node in chain if node in waits][:12]
+    if main not in shown:
+        shown = [main, *shown]
+    because = [_sentence(graph, node) for node in shown[:6] if node in waits]
+    if cycle:
+        because.append(f"{len(cycle)} wait for each other in a circle")
+    ended = [graph.label(n) for n in chain if (p := graph.process(n)) and p.state in ("Z", "X")]
+    because += [f"{name} has ended" for name in dict.fromkeys(ended)]
+    because.append(f"nobody is left who could end this: {len(chain)} threads, at {LOOKS} looks")
+    edges = [graph.edge(node) for node in shown if node in waits]
+    line = user_line(graph.threads[root].frames) or user_line(graph.threads[main].frames)
+    where = graph.label(root)
+    return Stall("certified", what, rest, because, line, None, edges, where=where, pid=root[0])
+
+
+def _cycle(graph: Graph, start: Node) -> list[Node]:
+    """The circle of known owners that `start` leads into; [] where owners are not known."""
+    path, node = [], start
+    while node not in path:
+        path.append(node)
+        others = [*graph.everyone.get(node, ()), *graph.anyone.get(node, ())]
+        if len(others) != 1:
+            return []
+        node = others[0]
+    return path[path.index(node) :]
+
+
+def _root(graph: Graph, main: Node) -> Node:
+    """Whom the others wait for in the end: followed from process to process."""
+    seen, node = {main[0]}, main
+    while True:
+        others = [*graph.everyone.get(node, ()), *graph.anyone.get(node, ())]
+        beyond = [other for other in others if other[0] not in seen]
+        if not beyond:
+            return node
+        pid = beyond[0][0]
+        seen.add(pid)
+        mains = [n for n, t in graph.threads.items() if n[0] == pid and t.main]
+        node = next((other for other in beyond if other[0] == pid and other in mains), beyond[0])
+
+
+def _open(
+    evidence: Evidence, graph: Graph, main: Node, rest: Rest, works: set[Node], periodic: set[Node]
+) -> Stall | None:
+    """Somebody may still end it: who works, whose timer ends, or who is only waited for."""
+    chain = [node for node in graph.reach(main) if node in graph.threads]
+    if main in periodic or graph.threads[main].wait is None:
+        chain += [node for node in graph.threads if node not in chain]  # it looks for anything
+    unknown = [p.message for p in graph.snapshot.processes if p.message]
+    edges = [graph.edge(n) for n in chain if graph.threads[n].wait and _tells(graph, main, n)][:12]
+    told: dict[str, Any] = {"edges": edges, "unknown": list(dict.fromkeys(unknown))}
+    device, percent = _on_device(graph.threads[main]), _device_percent(rest)
+    busy = [n for n in chain if n in works or graph.free.get(n) == "its progress moves"]
+    if device and percent is not None:
+        busy = [node for node in busy if node != main]
+        if percent > DEVICE_WORKS:
+            because = [f"the GPU works ({percent:.0f} %), and {graph.label(main)} waits for it"]
+            return _stall(graph, main, "busy", "uncounted", rest, because, **told)
+    if busy:
+        node = min(busy, key=lambda n: (not user_line(graph.threads[n].frames), chain.index(n)))
+        return _stall(graph, node, "busy", "uncounted", rest, [_works(graph, node)], **told)
+    timed = [
+        (graph.threads[n].wait.left_s, n)
+        for n in chain
+        if n not in periodic and n in graph.free and graph.threads[n].wait
+        and graph.threads[n].wait.left_s is not None
+    ]  # fmt: skip
+    root = _root(graph, main)
+    near = [(left, n) for left, n in timed if left <= PATIENCE_S and n[0] in (main[0], root[0])]
+    near = [x for x in near if x[1] in (main, root) or graph.threads[x[1]].frames] or []
+    if near:
+        left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
+        because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
+        return _stall(graph, node, "timer", "timer", rest, because, left_s=left, **told)
+    if rest.seconds < bound_s(rest):
         return None
-    used = "" if rest.cpu is None else f", at {rest.cpu:.0%} of a core"
-    because = [f"no beat in {rest.seconds:.1f} s: the GIL was never let go{used}"]
-    if owner := rest.innermost():
-        because.append(f"the stack was at {owner}")
-    return Proof("gil-held", rest, because)
+    wait = graph.threads[root].wait
+    what = "device" if device else "polling" if root in periodic else wait.kind if wait else "other"
+    because = [_sentence(graph, node) for node in dict.fromkeys((main, root))]
+    if device and percent is not None:
+        because.append(f"the GPU was idle ({percent:.0f} %) all that time")
+    because.append("nobody of the run works, and nothing proves that it can never go on")
+    return _stall(graph, root, "waiting", what, rest, because,
+                  left_s=wait.left_s if wait else None, **told)  # fmt: skip
 
 
-def _python_spin(evidence: Evidence, rest: Stall) -> Proof | None:
-    """Python code owns the GIL, in one function with the same callers at every look."""
-    if rest.beats <= 0 or rest.idle or rest.seconds <= _patient(evidence, rest):
-        return None
-    looks = rest.three_looks()
-    threads = [at_work(look.threads) for look in looks]
-    if not threads or not all(thread.get("gil") for thread in threads):
-        return None
-    if len({_functions(thread["frames"]) for thread in threads}) != 1:
-        return None
-    at = threads[-1]["frames"][0]
-    because = [f"{len(looks)} looks by {looks[0].tool}, all at {at}, which had the GIL"]
-    if rest.cpu is not None:
-        because.append(f"at {rest.cpu:.0%} of a core")
-    return Proof("python-spin", rest, because)
+def _stall(
+    graph: Graph, node: Node, state: str, what: str, rest: Rest, because: list[str], **told: Any
+) -> Stall:
+    """Of one node: its line, or that of whoever started it where it has none of the user's."""
+    line = user_line(graph.threads[node].frames)
+    if not line and (mine := _main(graph, rest.rank)):
+        line = user_line(graph.threads[mine].frames)
+    return Stall(state, what, rest, because, line, where=graph.label(node), pid=node[0], **told)
 
 
-def _functions(frames: list[str]) -> tuple[str, ...]:
-    """The stack without its line numbers, which change inside a loop."""
-    parts = (frame.rpartition(" ") for frame in frames)
-    return tuple(f"{file.rpartition(':')[0]} {function}" for file, _, function in parts)
+def _tells(graph: Graph, main: Node, node: Node) -> bool:
+    """Whether a node belongs into the picture: one of many idle threads does not."""
+    return node == main or node[0] != main[0] or bool(graph.threads[node].frames)
 
 
-def _collectives_disagree(evidence: Evidence, seen: list[Stall]) -> Proof | None:
-    """The ranks' recorders end at different collectives, and who is behind does not compute."""
-    apart = _sequences_apart(evidence) or _counts_apart(evidence, seen)
-    if apart is None:
-        return None
-    group, by_rank = apart
-    behind = min(by_rank, key=lambda rank: by_rank[rank][0])
-    rest = next((rest for rest in seen if rest.rank == behind), None)
-    if rest is None:
-        return None
-    waits = rest.waits()
-    if waits not in ("collective", "device") and not rest.idle:
-        return None
-    late = waits not in ("collective", "device", "lock")  # with its data, perhaps
-    if late and rest.seconds <= _patient(evidence, rest, PATIENCE):
-        return None
-    said = ", ".join(f"rank {r} at {op} number {n}" for r, (n, op) in sorted(by_rank.items()))
-    where = f" of group {group}" if group not in ("", "0") else ""
-    because = [f"the ranks' last collectives{where} differ: {said}"]
-    because.append(f"rank {behind} is behind, at rest{_at(rest, ' at ')}")
-    return Proof("collective", rest, because)
+def _on_device(thread: Thread) -> bool:
+    told = (*thread.native[:12], *thread.frames[:3])
+    return any(mark in name for name in told for mark in _DEVICE)
 
 
-def _sequences_apart(evidence: Evidence) -> tuple[str, dict[int, tuple[int, str]]] | None:
-    """(group, {rank: (number, operation)}) of the last collectives where those differ, else None.
-
-    One number with different operations or sizes differs as well.
-    """
-    groups = {e["group"] for rows in evidence.flights.values() for e in rows if "group" in e}
-    for group in sorted(groups, key=str):
-        last = {}
-        for rank, rows in evidence.flights.items():
-            mine = [e for e in rows if e.get("group") == group and e.get("seq") is not None]
-            if mine:
-                last[rank] = max(mine, key=lambda e: e["seq"])
-        if len({(e["seq"], e.get("op"), str(e.get("sizes"))) for e in last.values()}) > 1:
-            return str(group), {rank: (e["seq"], str(e.get("op"))) for rank, e in last.items()}
-    return None
-
-
-def _counts_apart(
-    evidence: Evidence, seen: list[Stall]
-) -> tuple[str, dict[int, tuple[int, str]]] | None:
-    """The same from the ranks' own counts, where there is no record of all of them."""
-    counts = {rest.rank: rest.p.collectives for rest in seen}
-    if len(evidence.flights) > 1 or len(set(counts.values())) < 2 or not all(r.idle for r in seen):
-        return None
-    return "", {rank: (count, "its collective") for rank, count in counts.items()}
-
-
-def _blocked(evidence: Evidence, seen: list[Stall]) -> Proof | None:
-    """No rank computes, no device does, and each waits for what computing alone could bring."""
-    if not all(rest.idle and rest.state not in ("D", "R") for rest in seen):
-        return None
-    if any(_device_works(rest) for rest in seen):
-        return None
-    # The rank that waits for something else than the others is the one they wait for.
-    words = {"timer": (0, "in a sleep"), "pipe": (0, "for a pipe"), "lock": (1, "for a lock"),
-             "collective": (2, "in a collective")}  # fmt: skip
-    for rest in seen:
-        kind = rest.waits()
-        if kind not in words or not _same_stack(rest):
-            return None  # a network, a disk or another program may still answer
-        ends = kind in ("timer", "pipe")  # by itself, perhaps
-        if ends and rest.seconds <= _patient(evidence, rest, PATIENCE):
-            return None
-    guilty = min(seen, key=lambda rest: (words[rest.waits()][0], rest.p.key(), rest.rank))
-    who, everyone = "it waits", "the process"
-    if len(seen) > 1:
-        who, everyone = f"rank {guilty.rank} waits", "every rank"
-    because = [f"{everyone} used below 5 % of a core for {guilty.seconds:.1f} s"]
-    because.append(f"{who} {words[guilty.waits()][1]}{_at(guilty, ', at ')}")
-    return Proof("blocked", guilty, because)
-
-
-def _patient(evidence: Evidence, rest: Stall, patience: float = 1.0) -> float:
-    """How long what could end by itself must rest: never less than a step was predicted to take."""
-    steps = evidence.spec.get("steps") or 0
-    step_s = (evidence.predicted_s or 0.0) * evidence.factor / steps if steps else 0.0
-    return max((PATIENCE if rest.p.step < 1 else patience) * rest.bound, step_s)
-
-
-def _device_works(rest: Stall) -> bool:
+def _device_percent(rest: Rest) -> float | None:
     told = [s.gpu_percent for s in rest.samples if s.gpu_percent is not None]
-    waiting = rest.waits() != "collective"  # NCCL's kernels spin while they wait
-    return waiting and any(percent > DEVICE_AT_WORK for percent in told)
+    return max(told, default=None)
 
 
-def _same_stack(rest: Stall) -> bool:
-    """At three looks; without any the kernel's wait channel is the witness."""
-    looks = rest.three_looks()
-    if not looks:
-        tail = {sample.wchan for sample in rest.samples[-LOOKS:]}
-        return len(tail) == 1 and tail.isdisjoint({"", "0"})
-    return len({tuple((look.main() or look.threads[0])["frames"]) for look in looks}) == 1
+def _works(graph: Graph, node: Node) -> str:
+    thread, process = graph.threads[node], graph.process(node)
+    at = user_line(thread.frames)
+    if graph.free.get(node) == "its progress moves":
+        return f"{graph.label(node)} makes progress, and is waited for"
+    how = "works in native code" if thread.native and not thread.frames else "works"
+    if process is not None and thread.wait is not None and thread.wait.kind in ("pipe", "socket"):
+        how = "reads or writes"
+    return f"{graph.label(node)} {how}" + (f", at {at}" if at else "")
 
 
-def _at(rest: Stall, before: str) -> str:
-    at = rest.innermost()
-    return f"{before}{at}" if at else ""
+def _sentence(graph: Graph, node: Node) -> str:
+    thread = graph.threads[node]
+    at = user_line(thread.frames)
+    wait = thread.wait.text if thread.wait else "sleeps, and nothing tells for what"
+    left = thread.wait.left_s if thread.wait else None
+    more = "" if left is None else f" ({left:.0f} s left)"
+    return f"{graph.label(node)} {wait}{more}" + (f", at {at}" if at else "")
+
+
+def place_of(frames: Sequence[str]) -> str:
+    """`file.py function` of the user's innermost frame, or of the innermost."""
+    line = nearest(frames)
+    return named(line) if ".py:" in line else ""
+
+
+def named(line: str) -> str:
+    """`file.py function` of "file.py:31 function": the same when lines were added above it."""
+    file, _, function = line.rpartition(" ")
+    name = file.rpartition(":")[0].rpartition("/")[2]
+    return f"{name} {function.rpartition('.')[2]}" if name else ""

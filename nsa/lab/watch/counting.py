@@ -103,7 +103,7 @@ def all_modules(progress: Progress) -> list[Undo]:
 
         return counted
 
-    return [_in_place_of(nn.Module, "__call__", counting)]
+    return [in_place_of(nn.Module, "__call__", counting)]
 
 
 def _begins(progress: Progress) -> None:
@@ -211,12 +211,12 @@ def backwards(progress: Progress) -> list[Undo]:
 
     places = {"backward": "tensors", "grad": "outputs"}
     return [
-        _in_place_of(torch.autograd, name, partial(counting, roots=roots))
+        in_place_of(torch.autograd, name, partial(counting, roots=roots))
         for name, roots in places.items()
     ]
 
 
-def _in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
+def in_place_of(owner: Any, name: str, counting: Callable[..., Any]) -> Undo:
     """Puts counting(plain) in the place of the owner's function; several may count at once.
 
     They end in any order: one that is `over` calls the next, and goes when none above it counts.

@@ -67,6 +67,8 @@ class Sample:
     wchan: str = ""  # where the main thread sleeps in the kernel, "" where not told
     rss_mib: float | None = None
     gpu_percent: float | None = None  # of the last second in which any kernel ran, even a spinning
+    family_cpu_s: float = 0.0  # of the process and all below it
+    io_bytes: int = 0  # that these read and wrote, by any call
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,13 @@ class Thread:
     state: str = ""  # as /proc has it, "" where not told
     cpu_s: float = 0.0
     wchan: str = ""
+    switches: int | None = None  # how often it gave up its processor: unchanged, it slept all along
     wait: Wait | None = None  # None: it runs, or nothing tells
     frames: tuple[str, ...] = ()  # of Python, innermost first: "file:line function"
     native: tuple[str, ...] = ()  # functions of C above Python's innermost, innermost first
     gil: bool | None = None  # whether it holds the GIL, None where not told
     visible: str = ""  # digest of the locals of its frames, "" where not told
+    closed_loop: bool = False  # it is in a loop that nothing but the locals of its frame can end
     ours: bool = False  # it belongs to this project, and can do nothing for the program
 
 
@@ -174,12 +178,15 @@ class Evidence:
     end: End | None = None  # None while it runs
     oracles: dict[str, dict[str, Any]] = field(default_factory=dict)  # name: {"ok", "detail"}
     flights: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # Flight Recorders
+    locks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # pid: see watch.locks
+    reports: list[dict[str, Any]] = field(default_factory=list)  # stalls as they were told
     losses: list[float] = field(default_factory=list)  # of rank 0
     witness: dict[str, Any] | None = None  # which implementations ran, None where not recorded
     memory: dict[str, Any] | None = None  # at a stall on a GPU
     result: dict[str, Any] | None = None  # what rank 0's subject made of its steps
     again: Evidence | None = None  # the rerun at twice the deadline
     notes: list[str] = field(default_factory=list)  # what else a reader should know
+    output: list[str] = field(default_factory=list)  # the last lines that it printed
 
     def ranks(self) -> list[int]:
         """Those of which there is a sample."""
@@ -210,7 +217,8 @@ class Evidence:
         values["samples"] = [_made(Sample, x) for x in values.get("samples", ())]
         values["snapshots"] = [_snapshot(x) for x in values.get("snapshots", ())]
         values["snapshots"] += [_of_a_look(x) for x in found.get("looks", ())]
-        values["flights"] = {int(k): v for k, v in (values.get("flights") or {}).items()}
+        for name in ("flights", "locks"):
+            values[name] = {int(k): v for k, v in (values.get(name) or {}).items()}
         values["losses"] = [float(x) for x in values.get("losses", ())]
         if values.get("end") is not None:
             values["end"] = _made(End, values["end"])

@@ -7,6 +7,7 @@ thread may be inside a collective for good.
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -28,26 +29,26 @@ ENVIRONMENT = {  # variables under which a process records its collectives
 }
 
 
-def write(folder: Path, rank: int) -> None:
-    """Leaves flight-K.json, and on a GPU memory-K.json and memory-K.pickle, in `folder`."""
+def write(folder: Path, key: int | str) -> None:
+    """Leaves flight-KEY.json, and on a GPU memory-KEY.json and memory-KEY.pickle, in `folder`."""
     with contextlib.suppress(Exception):
-        child.put(folder / f"flight-{rank}.json", {"entries": recorded()})
+        child.put(folder / f"flight-{key}.json", {"entries": recorded()})
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):
             every = [torch.cuda.memory_stats(i) for i in range(torch.cuda.device_count())]
             held = {name: sum(stats.get(name, 0) for stats in every) for name in MEMORY}
-            child.put(folder / f"memory-{rank}.json", held)
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
+            child.put(folder / f"memory-{key}.json", held)
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{key}.pickle"))
 
 
 def recorded() -> list[dict[str, Any]]:
     """This process's last collectives, by recorder, oldest first; empty without a process group.
 
-    Each: seq, op, state ("scheduled", "started", "completed"), group, sizes, frames (innermost
-    first, torch's own left out; none where torch would have to load its compiler to name them,
-    which takes seconds of a process that should be seen at rest). gloo never says "completed" of
-    an entry; the group's status does.
+    Each: seq, op, p2p, state ("scheduled", "started", "completed"), group, ranks (of the group,
+    where told), sizes, frames (innermost first, torch's own left out; none where torch would have
+    to load its compiler to name them, which takes seconds of a process that should be seen at
+    rest). gloo never says "completed" of an entry; the group's status does.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
@@ -60,8 +61,18 @@ def recorded() -> list[dict[str, Any]]:
         if dump := getattr(c10d, name, None):
             found = pickle.loads(dump(True, named))
             mine = found.get("entries", [])[-LAST:]
-            entries += [_entry(x, found.get("pg_status", {})) for x in mine]
+            status, groups = found.get("pg_status", {}), found.get("pg_config", {})
+            entries += [_entry(x, status) | _members(x, groups) for x in mine]
     return entries
+
+
+def _members(entry: dict[str, Any], groups: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The ranks of its group, where the recorder tells them."""
+    group = str((entry.get("process_group") or ("",))[0])
+    told = groups.get(group, groups.get("", {}) if group == "0" else {}).get("ranks")
+    with contextlib.suppress(ValueError, TypeError):
+        return {"ranks": json.loads(told)} if told else {}
+    return {}
 
 
 def _entry(entry: dict[str, Any], status: dict[Any, dict[str, int]]) -> dict[str, Any]:
@@ -75,6 +86,7 @@ def _entry(entry: dict[str, Any], status: dict[Any, dict[str, int]]) -> dict[str
     return {
         "seq": sequence,
         "op": entry.get("profiling_name"),
+        "p2p": bool(entry.get("is_p2p")),
         "state": state,
         "group": group,
         "sizes": entry.get("input_sizes"),

@@ -92,9 +92,12 @@ class Progress:
     tokens, processor time).
     """
 
-    def __init__(self, file: str | os.PathLike, *, rank: int = 0, lasting: bool = False) -> None:
-        """lasting: `close` does nothing: a trainer must not end what its process counts with."""
-        self.file, self.rank, self.lasting = Path(file), rank, lasting
+    def __init__(self, file: str | os.PathLike, *, lasting: bool = False) -> None:
+        """file: progress-KEY.bin: what it is asked for lies beside it, as flight-KEY.json.
+
+        lasting: `close` does nothing: a trainer must not end what its process counts with.
+        """
+        self.file, self.lasting = Path(file), lasting
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file, "w+b") as opened:
             opened.truncate(8 * CELLS)
@@ -165,14 +168,22 @@ class Progress:
             self._undo += counting.modules_of(model, self)
             self._count_backwards()
 
-    def attach(self) -> None:
-        """Counts every module, backward and optimizer step of this process, whoever makes them."""
+    def attach(self, *, steps: bool = False) -> None:
+        """Counts every module, backward and optimizer step of this process, whoever makes them.
+
+        steps: nobody tells where one begins; the first optimizer does.
+        """
         from nsa.lab.watch import counting
 
         if not self._all:
             self._all = True
             self._undo += [*counting.all_modules(self), *counting.optimizers(self)]
             self._count_backwards()
+            if steps:
+                from nsa.lab.watch.steps import loaders
+                from nsa.lab.watch.steps import steps as counted
+
+                self._undo += [*counted(self), *loaders(self)]
 
     def _count_backwards(self) -> None:
         from nsa.lab.watch import counting
@@ -226,6 +237,10 @@ class Progress:
         self._stop.set()
         for thread in self._threads:
             thread.join(1.0)
+        self.unhook()
+
+    def unhook(self) -> None:
+        """Takes all hooks away."""
         for undo in reversed(self._undo):
             undo()
         self._undo, self._all, self._counts_backwards, self.outputs = [], False, False, None
@@ -256,9 +271,11 @@ class Progress:
                 enqueued = now
             if self.cells[ASKED] > answered:
                 answered = self.cells[ASKED]
-                from nsa.lab.watch import flight_recorder
+                from nsa.lab.watch import flight_recorder, locks
 
-                flight_recorder.write(self.file.parent, self.rank)
+                key = self.file.stem.partition("-")[2]
+                locks.write(self.file.parent, key)
+                flight_recorder.write(self.file.parent, key)
 
 
 _counting: WeakSet[Progress] = WeakSet()
@@ -266,8 +283,9 @@ _counting: WeakSet[Progress] = WeakSet()
 
 def _forget() -> None:
     """In a forked child, as loaders start them: what it does is no progress of its parent."""
-    for progress in _counting:
+    for progress in list(_counting):
         progress.cells = memoryview(bytearray(8 * CELLS)).cast("q")
+        progress.unhook()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,23 +1,25 @@
-import dataclasses
 import json
 
 import pytest
-from evidences import STEPS, frozen, looks, moving, p, returned, trial
+from evidences import STEPS, TRAIN, moving, p, process, resting, returned, snapshots, thread, trial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from verdict_cases import (
     ALIVE,
     ALONE,
-    ASLEEP,
+    CERTIFIED,
     ENDED,
-    IDLE_LOOKS,
-    NATIVE,
-    PROVEN,
+    LOCKED,
+    NEAR,
+    OTHERS,
+    OWN,
+    QUIET,
     RANKS,
-    RANKS_NEAR,
-    RERUNS,
-    waiting,
-)  # fmt: skip
+    SOCKET,
+    rank,
+    still,
+    two,
+)
 
 from nsa.lab.verdict import KINDS, Verdict, arms, compare, jeffreys, judge
 from nsa.lab.verdict.stalls import place_of
@@ -36,55 +38,60 @@ def test_each_evidence_has_its_verdict(case):
     assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
 
 
-@pytest.mark.parametrize("case", RERUNS)
-def test_what_rests_without_proof_is_decided_by_a_rerun(case):
-    again, expected = RERUNS[case]
-    first = frozen(16, looks(9, **NATIVE))
-    assert judge(first).label == "INCONCLUSIVE:unproven"
-    first.again = again
-    assert judge(first).label == expected
-
-
-def test_the_same_place_twice_without_computing_is_blocked():
-    idle = {"cpu": 0.0, "state": "S"}
-    first = frozen(16, looks(9, **IDLE_LOOKS), **idle)
-    first.again = frozen(30, looks(9, **IDLE_LOOKS), **idle)
-    assert judge(first).label == "HANG:blocked"
-
-
-def test_a_rerun_that_goes_on_disproves_a_proof():
-    first = frozen(11, looks(12, **IDLE_LOOKS), **ASLEEP)
-    assert judge(first).label == "HANG:blocked"
-    first.again = trial(moving(40))
-    assert judge(first).label == "SLOW"
-    first.again = returned()
-    assert judge(first).label == "PASS"
-
-
 def test_what_is_read_of_a_dead_process_is_no_sign_of_life():
-    evidence = frozen(8, cpu=0.0, beats=False, state="T")
+    evidence = still(process(thread(wait=LOCKED)))
     last = evidence.samples[-1]
     evidence.samples.append(Sample(last.t + 3, 0, p(9, fired=90), last.beats + 3, last.cpu_s))
-    assert judge(evidence).label == "HANG:stopped"
+    assert judge(evidence).label == "HANG:lock"
 
 
 @pytest.mark.parametrize("case", RANKS)
-def test_of_several_ranks_the_one_to_blame_is_named(case):
-    evidence, expected, rank = RANKS[case]
+def test_of_several_ranks_the_one_to_blame_is_named_with_its_line(case):
+    evidence, expected, who, line = RANKS[case]
     verdict = judge(evidence)
-    assert (verdict.label, verdict.numbers["rank"]) == (expected, rank)
+    assert (verdict.label, verdict.numbers["where"], verdict.line) == (expected, who, line)
 
 
-@pytest.mark.parametrize("case", RANKS_NEAR)
-def test_ranks_that_only_wait_for_a_slow_one_are_no_hang(case):
-    evidence, expected = RANKS_NEAR[case]
-    assert judge(evidence).label == expected
+def test_a_rank_that_waits_for_one_that_moves_is_not_stalled():
+    seen = [rank(0, LOCKED), rank(1, None, OWN)]
+    assert judge(two(*seen, moves=[1], end=None)).label == "SLOW"
+    # but a certificate holds, whatever the others do
+    seen = [rank(0, LOCKED, [f"{TRAIN}:9 step"]), rank(1, None)]
+    assert judge(two(*seen, moves=[1], end=None)).label == "HANG:lock"
 
 
-def test_a_rank_that_has_ended_does_not_hide_those_that_wait_for_it():
-    left = [s for s in moving(3, rank=1) if s.t < 2]
-    evidence = trial([*moving(3), *left, *waiting(0)])
-    assert judge(evidence).label == "HANG:blocked"
+def test_sizes_that_do_not_match_are_told_with_each_ranks_line():
+    evidence, _, _, _ = RANKS["other sizes"]
+    told = "\n".join(judge(evidence).because)
+    assert "rank 0 all_reduce of [4] at train.py:2 step" in told
+    assert "rank 1 all_reduce of [5] at train.py:2 step" in told
+
+
+def test_a_certificate_must_be_the_same_at_every_look():
+    """Another lock at each look: somebody let the one before go."""
+    waits = [("lock", f"waits for lock {n}", OTHERS) for n in range(4)]
+    evidence = still(each=[[process(thread(wait=wait))] for wait in waits])
+    assert judge(evidence).kind != "HANG"
+
+
+def test_a_longer_silence_in_the_runs_own_history_makes_it_more_patient():
+    """It was silent for 10 s before, so 14 s tell nothing yet."""
+    samples = [*moving(3), *resting(3, 10, at=p(2, fired=9)), *resting(13.25, 14, **QUIET)]
+    evidence = trial(samples, snapshots(18.5, process(thread(wait=SOCKET))))
+    assert judge(evidence).label == "INCONCLUSIVE:unproven"
+    samples += resting(27.5, 8, **QUIET)
+    evidence = trial(samples, snapshots(18.5, process(thread(wait=SOCKET))))
+    assert judge(evidence).label == "STALLED:socket"
+
+
+def test_a_stall_tells_who_waits_for_whom_and_what_would_settle_it():
+    evidence, _ = NEAR["its worker waits for another host"]
+    verdict = judge(evidence)
+    first, second = verdict.edges
+    assert first["from"] == "rank 0" and first["to"] == ["process 7 (python train.py) of rank 0"]
+    assert second["text"] == "reads a socket of 10.0.0.7:443" and second["outside"]
+    assert verdict.line == "train.py:60 load" and "--pid 7" in verdict.settle[0]
+    assert verdict.numbers["rested_s"] == pytest.approx(14.0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -103,7 +110,8 @@ def test_slow_work_is_never_hang_at_any_deadline(each_s, part, ticks, gil, idle,
         how = "hrtimer_nanosleep" if idle else ""
         samples.append(Sample(start + t, 0, at, int(10 * (start + t)), cpu, state, how))
     last = samples[-1]
-    seen = [dataclasses.replace(look, p=last.p) for look in looks(last.t - 1.3, gil=gil)]
+    wait = LOCKED if idle and gil else SOCKET if idle else None
+    seen = snapshots(last.t - 3.5, process(thread(wait=wait)), at=last.p)
     predicted = {"predicted_s": STEPS * each_s, "soft_s": 18 * each_s} if known else {}
     gap = each_s / ticks
     evidence = trial(samples, seen, began_s=start, stall_s=max(5.0, 10 * gap), **predicted)
@@ -114,15 +122,18 @@ def test_slow_work_is_never_hang_at_any_deadline(each_s, part, ticks, gil, idle,
 def test_a_deadline_moves_slow_work_only_between_slow_and_done(part):
     """One token at a time: 51 s a step, a deadline of any length."""
     seconds = 51 * part
-    verdict = judge(trial(moving(seconds, each_s=51.0), looks(seconds - 2), soft_s=10.0))
+    verdict = judge(
+        trial(moving(seconds, each_s=51.0), snapshots(seconds - 2, process()), soft_s=10.0)
+    )
     assert verdict.kind == "SLOW"
     assert verdict.numbers["fraction"] == pytest.approx(part / STEPS, abs=0.1)
 
 
 def test_the_signature_of_a_fault_is_the_same_wherever_the_steps_end():
     deep = p(5, fired=40, total=900)
-    one, other = judge(frozen(8, looks(9))), judge(frozen(9, looks(9, at=deep), at=deep))
-    assert one.signature == other.signature == "HANG:python-spin at backward, train.py never_ends"
+    stuck = process(thread(wait=LOCKED))
+    one, other = judge(still(stuck)), judge(still(stuck, at=deep))
+    assert one.signature == other.signature == "HANG:lock at backward, train.py never_ends"
     assert judge(ENDED["an exception"][0]).signature != judge(ENDED["an early exit"][0]).signature
 
 
@@ -163,20 +174,19 @@ def test_slow_work_is_told_with_its_rate_and_what_is_left():
 
 
 def test_a_hang_tells_what_it_read():
-    verdict = judge(frozen(8, looks(9)))
+    verdict = judge(still(process(thread(wait=LOCKED))))
     told = "\n".join(verdict.because)
-    assert "rank 0 rests at step 3 backward, 12 modules, node 4 of 203" in told
-    assert "3 looks by py-spy" in told and "train.py:31 never_ends" in told
-    assert verdict.numbers["cpu"] == pytest.approx(1.0)
-    assert verdict.numbers["rested_s"] == pytest.approx(8.0)
+    assert "no progress for 14.0 s, at step 3 backward, 12 modules, node 4 of 203" in told
+    assert "rank 0 waits for a lock, at train.py:31 never_ends" in told
+    assert "nobody is left who could end this" in told
 
 
 def test_different_verdicts_of_one_spec_are_flaky_with_an_interval():
-    hang, unproven = frozen(8, looks(9)), frozen(8, looks(9, **NATIVE))
+    hang, unproven = still(process(thread(wait=LOCKED))), still(count=0)
     verdict = compare([returned()] * 7 + [hang] * 3 + [unproven])
-    assert verdict.label == "FLAKY:HANG:python-spin"
+    assert verdict.label == "FLAKY:HANG:lock"
     assert verdict.numbers == {
-        "n": 10, "k": 3, "of": "HANG:python-spin", "counts": {"PASS": 7, "HANG:python-spin": 3},
+        "n": 10, "k": 3, "of": "HANG:lock", "counts": {"PASS": 7, "HANG:lock": 3},
         "low": pytest.approx(0.0927, abs=1e-4), "high": pytest.approx(0.6058, abs=1e-4),
     }  # fmt: skip
     assert "1 of 11 are inconclusive and do not count" in verdict.because
@@ -187,7 +197,7 @@ def test_equal_verdicts_are_one_with_a_bound_and_not_proof_of_always():
     assert verdict.kind == "PASS"
     assert "59 of 59 alike; another verdict comes in less than 4% (95 %)" in verdict.because[-1]
     assert compare([judge(returned())]).kind == "PASS"
-    assert compare([frozen(8, looks(9, **NATIVE))]).kind == "INCONCLUSIVE"
+    assert compare([still(count=0)]).kind == "INCONCLUSIVE"
 
 
 def test_what_cannot_be_compared_is_refused():
@@ -218,5 +228,6 @@ def test_arms_that_ran_one_path_are_invalid():
 
 
 def test_every_kind_can_be_reached():
-    found = {judge(e).kind for e, _ in [*ENDED.values(), *ALIVE.values(), *PROVEN.values()]}
+    every = [*ENDED.values(), *ALIVE.values(), *CERTIFIED.values(), *NEAR.values()]
+    found = {judge(evidence).kind for evidence, _ in every}
     assert {*found, "FLAKY", "INVALID"} == set(KINDS)

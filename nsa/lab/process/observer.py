@@ -1,0 +1,256 @@
+"""Watches a program's processes from outside: samples, looks where progress rests, reports.
+
+A trial's supervisor, `nsa watch` and `nsa attach` are observers. Nothing of the program is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nsa.lab.process import child, procfs
+from nsa.lab.verdict import Verdict, judge
+from nsa.lab.watch import kernel, looks, loops, progress
+from nsa.lab.watch.evidence import Evidence, P, Process, Sample, Snapshot, thinned
+
+EVERY_S = 0.25
+FAMILY_S = 1.0  # between two readings of all processes, while a rank rests
+APART_S = 1.0  # between two looks, at least
+START_STALL_S = 10.0  # importing and building move nothing for long
+ANSWER_S = 1.5  # for a process to say what only it knows
+KEPT, KEPT_LOOKS = 4000, 12
+SAID = ("flight", "memory", "locks")  # what a process writes when it is asked
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's process, and the file in which it counts its progress (None: it counts none)."""
+
+    pid: int
+    file: Path | None = None
+
+
+class Observer:
+    """`step()`, a few times a second, samples; where a rank rests for stall_s it takes looks.
+
+    A look is a full snapshot: stacks and waits of every process of the family. What the verdict
+    then says is told once through `tell`, and in evidence.reports: STALLED or HANG, upgraded when
+    it changes, withdrawn when progress comes.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        ranks: Callable[[], Mapping[int, Counted]],
+        *,
+        cookie: str = "",
+        use: SimpleNamespace | None = None,
+        tell: Callable[[dict[str, Any]], Any] = lambda report: None,
+    ) -> None:
+        self.evidence, self.pids = evidence, {}  # of all ranks seen, with the time of their start
+        self.verdict: Verdict | None = None  # of the last look, while that rest lasts
+        self._ranks, self._cookie, self._use, self._tell = ranks, cookie, use, tell
+        self._start = time.monotonic()
+        self._next = self._next_family = 0.0
+        self._live: dict[int, Counted] = {}
+        self._dead: dict[int, Process] = {}  # ranks that have ended
+        self._moved: dict[int, tuple[P, float]] = {}  # rank: P, and since when
+        self._family: list[Process] = []
+        self._look_at = 0.0  # not before this time
+        self._looks = 0  # in this rest
+
+    @property
+    def t(self) -> float:
+        return time.monotonic() - self._start
+
+    def step(self) -> bool:
+        """Samples, and looks if that is due; False if it was called too soon to do anything."""
+        if self.t < self._next:
+            return False
+        self.sample()
+        if self._withdrawn():
+            self._looks, self.verdict = 0, None
+        if self._due():
+            self.look()
+            self._report()
+        self._next = self.t + EVERY_S
+        return True
+
+    def sample(self) -> None:
+        """One sample of every rank that lives, and of one that has just begun to."""
+        samples, t = self.evidence.samples, self.t
+        given = self._ranks()
+        if t >= self._next_family and (self._rest_s() > FAMILY_S or not self._family):
+            self._family = kernel.family({r: c.pid for r, c in given.items()}, self._cookie)
+            self._next_family = self.t + FAMILY_S
+        for rank, counted in given.items():
+            cells = progress.cells_of(counted.file) if counted.file else None
+            seen = procfs.process(counted.pid) if counted.pid else None
+            was = self._live.pop(rank, None)
+            known = was is not None or rank in self._moved
+            if known and (seen is None or not seen.lives):
+                self._dead[rank] = Process(counted.pid, of=rank, rank=rank, state="X")
+            if seen is None:
+                continue
+            if seen.lives:
+                self._live[rank] = counted
+                self._dead.pop(rank, None)
+            self.pids[counted.pid] = seen.started
+            p, beats = (progress.coordinate(cells), cells[progress.BEATS]) if cells else (P(), 0)
+            if rank not in self._moved or self._moved[rank][0] != p:
+                self._moved[rank] = (p, t)
+            if cells:
+                self._note_beginning(cells)
+            mine = [process for process in self._family if process.of == rank]
+            family = sum(x.cpu_s for x in mine), sum(x.io_bytes for x in mine)
+            use = self._use.percent if self._use is not None else None
+            what = (beats, seen.cpu_s, seen.state, seen.wchan, seen.rss_mib, use, *family)
+            samples.append(Sample(t, rank, p, *what))
+        if len(samples) > KEPT:
+            self.evidence.samples = thinned(samples[: KEPT // 2]) + samples[KEPT // 2 :]
+
+    def look(self, *, native: bool = False) -> Snapshot:
+        """A full snapshot of the family, with stacks; kept in evidence.snapshots."""
+        ranks = {rank: counted.pid for rank, counted in self._live.items()}
+        asked = self._ask() if self._looks in (0, 5) else []
+        starved = any(not self._beats(rank) for rank in self._live)
+        native = native or (self._looks % 3 == 2 and (self._use is not None or starved))
+        p = {rank: self._moved[rank][0] for rank in ranks if rank in self._moved}
+        taken = kernel.snapshot(ranks, self._cookie, self.t, p)
+        taken = looks.with_stacks(taken, native=native)
+        taken = self._by_faulthandler(taken)
+        dead = [process for rank, process in self._dead.items() if rank not in ranks]
+        processes = [_loops(process) for process in taken.processes]
+        taken = replace(taken, processes=(*processes, *dead), gpu_percent=self._percent())
+        end = self.t + ANSWER_S
+        while self.t < end and not all(file.is_file() for file in asked):
+            time.sleep(0.05)
+        self._collect()
+        self.sample()
+        kept = self.evidence.snapshots
+        kept.append(taken)
+        if len(kept) > KEPT_LOOKS:
+            del kept[2]
+        self._looks += 1
+        self._look_at = self.t + max(APART_S, 0.15 * self._rest_s())
+        return taken
+
+    def _by_faulthandler(self, taken: Snapshot) -> Snapshot:
+        """The main threads' frames by themselves, where py-spy may not look.
+
+        Now and then that ends a process: it reads frames of other threads while they change.
+        """
+        found = []
+        for process in taken.processes:
+            counted = self._live.get(-1 if process.rank is None else process.rank)
+            cells = progress.cells_of(counted.file) if counted and counted.file else None
+            main = process.main()
+            if cells and cells[progress.LISTENS] and main is not None and not main.frames:
+                file = counted.file.with_name(f"stacks-{process.rank}.txt")
+                with contextlib.suppress(OSError):
+                    told = looks.parse(looks.asked(process.pid, file), cells[progress.MAIN_THREAD])
+                    frames = next((thread.frames for thread in told if thread.main), ())
+                    threads = [replace(t, frames=frames) if t.main else t for t in process.threads]
+                    process = replace(process, threads=tuple(threads))
+                    taken = replace(taken, tool="faulthandler")
+            found.append(process)
+        return replace(taken, processes=tuple(found))
+
+    def judged(self) -> Verdict:
+        """As of now."""
+        return judge(replace(self.evidence, seconds=self.t, end=None))
+
+    def _report(self) -> None:
+        now = self.judged()
+        self.verdict = now if now.kind in ("STALLED", "HANG", "SLOW") else None
+        if now.kind not in ("STALLED", "HANG"):
+            return
+        reports = self.evidence.reports
+        if reports and reports[-1]["withdrawn"] is None and reports[-1]["label"] == now.label:
+            return
+        told = {name: now.numbers.get(name) for name in ("rank", "rested_s", "where", "left_s")}
+        report = {"t": self.t, "label": now.label, "line": now.line, "withdrawn": None, **told}
+        reports.append({**report, "because": list(now.because[:3])})
+        self._tell(reports[-1])
+
+    def _withdrawn(self) -> bool:
+        """Whether progress came after a rest that was looked at."""
+        if not self._looks or self._rest_s() >= self.evidence.stall_s:
+            return False
+        for report in self.evidence.reports:
+            if report["withdrawn"] is None:
+                report["withdrawn"] = self.t
+                self._tell(report)
+        return True
+
+    def _due(self) -> bool:
+        return bool(self._live) and self.t >= self._look_at and self._rest_s() >= self._bound()
+
+    def _bound(self) -> float:
+        began = any(p.step >= 0 for p, _ in self._moved.values())
+        return self.evidence.stall_s if began else max(self.evidence.stall_s, START_STALL_S)
+
+    def _rest_s(self) -> float:
+        """Of the rank that rests longest."""
+        rests = [self.t - self._moved[rank][1] for rank in self._live if rank in self._moved]
+        return max(rests, default=0.0)
+
+    def _percent(self) -> float | None:
+        return self._use.percent if self._use is not None else None
+
+    def _beats(self, rank: int) -> bool:
+        """Whether it did in the last seconds; True of one that never did."""
+        seen = [s.beats for s in self.evidence.samples[-400:] if s.rank == rank][-12:]
+        return not seen or not seen[-1] or seen[-1] > seen[0]
+
+    def _note_beginning(self, cells: tuple[int, ...]) -> None:
+        began_ns = cells[progress.BEGAN_NS]
+        if began_ns and self.evidence.began_s is None:
+            self.evidence.began_s = max(0.0, began_ns / 1e9 - self._start)
+
+    def _ask(self) -> list[Path]:
+        """Asks for what only the processes can tell; the files in which they will answer.
+
+        A process that is stopped, or whose GIL is kept, cannot.
+        """
+        answers = []
+        for rank, counted in self._live.items():
+            if counted.file is None or not self._beats(rank):
+                continue
+            for name in SAID:
+                _answer(counted.file, name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError, ValueError):
+                progress.ask(counted.file)
+                answers.append(_answer(counted.file, SAID[-1]))
+        return answers
+
+    def _collect(self) -> None:
+        """What the ranks have answered so far, also after they have ended."""
+        for rank, counted in self._ranks().items():
+            if counted.file is None:
+                continue
+            if found := child.read(_answer(counted.file, "flight"), {}).get("entries"):
+                self.evidence.flights[rank] = found
+            if held := child.read(_answer(counted.file, "memory")):
+                self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
+            if told := child.read(_answer(counted.file, "locks"), {}).get("waits"):
+                self.evidence.locks[counted.pid] = told
+
+
+def _answer(file: Path, name: str) -> Path:
+    return file.with_name(f"{name}-{file.stem.partition('-')[2]}.json")
+
+
+def _loops(process: Process) -> Process:
+    """Marks the threads that are in a loop which nothing else can end."""
+    threads = [
+        replace(t, closed_loop=True) if t.frames and t.wait is None and loops.closed(t.frames[0])
+        else t
+        for t in process.threads
+    ]  # fmt: skip
+    return replace(process, threads=tuple(threads))

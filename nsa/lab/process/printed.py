@@ -1,0 +1,85 @@
+"""What a trial printed: its last lines, and that it cannot fill the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+LINES = 20
+MOST = 256 * 2**20  # bytes of one stream on the disk
+KEPT = 2**18  # of them, where it is cut
+WIDTH = 400
+EVERY_S = 0.25
+
+
+class Printed:
+    """The output below a trial's folder, of one process or of ranks under torchrun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.cut, self._next = folder, 0, 0.0
+
+    def bound(self) -> None:
+        """Called often: of a stream of more than MOST bytes only the end is kept.
+
+        It is moved to a file beside, so that what is printed meanwhile is lost and nothing else.
+        """
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + EVERY_S
+        for file in self._files():
+            with contextlib.suppress(OSError):
+                # Blocks, for a stream that is not appended to has a hole where it was cut.
+                if (size := file.stat().st_blocks * 512) > MOST:
+                    _beside(file).write_bytes(_end_of(file, KEPT))
+                    os.truncate(file, 0)
+                    self.cut += size
+
+    def last(self, ranks: int = 1, first: int | None = None) -> list[str]:
+        """The last LINES lines, stdout's before stderr's; of ranks, 0's and the first's to fail."""
+        if ranks == 1:
+            streams = [("", self.folder / f"std{name}.txt") for name in ("out", "err")]
+        else:
+            shown = sorted({0, first or 0})
+            streams = [
+                (f"rank {rank}: ", file)
+                for rank in shown
+                for name in ("out", "err")
+                for file in sorted(self.folder.glob(f"logs/*/*/{rank}/std{name}.log"))[-1:]
+            ]
+        found = [[before + line for line in _lines(file)] for before, file in streams]
+        # What one stream leaves of its share, the others may have.
+        while sum(map(len, found)) > LINES:
+            del max(found, key=len)[0]
+        return [line for lines in found for line in lines]
+
+    def note(self) -> str:
+        """What a reader should know of it, "" where nothing was cut."""
+        gib = self.cut / 2**30
+        return f"of its output {gib:.1f} GiB were not kept, only the end" if self.cut else ""
+
+    def _files(self) -> list[Path]:
+        own = [self.folder / "stdout.txt", self.folder / "stderr.txt"]
+        return [*own, *self.folder.glob("logs/*/*/*/std*.log")]
+
+
+def _beside(file: Path) -> Path:
+    return file.with_name(f"{file.name}.before")
+
+
+def _end_of(file: Path, size: int) -> bytes:
+    with open(file, "rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
+        return stream.read(size)
+
+
+def _lines(file: Path) -> list[str]:
+    """The last ones; of a bar that a program draws over itself, what is seen of it."""
+    content = b""
+    for one in (_beside(file), file):
+        with contextlib.suppress(OSError):
+            content += _end_of(one, KEPT)
+    lines = [line.rstrip().rpartition("\r")[2] for line in
+             content.decode(errors="replace").replace("\0", "").split("\n")]  # fmt: skip
+    return [line[:WIDTH] for line in lines if line.strip()][-LINES:]

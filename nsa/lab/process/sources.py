@@ -1,0 +1,193 @@
+"""Which files a program stands on, its own and not its libraries': by reading them, and by running.
+
+Reading follows import statements from file to file and executes nothing. What a program imports by
+a name that it makes up is only known once it has run, see `loaded`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+PACKAGE = str(Path(__file__).resolve().parents[2])
+GONE = "gone"
+FRESH_NS = 2 * 10**9  # a file that was written so lately may be written again at the same time
+_BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
+_kept: dict[tuple[str, str], tuple[tuple[int, int], Any]] = {}  # (what, file): its stamp, and that
+
+
+def hash_of(file: str) -> str:
+    """Of its content; GONE where it cannot be read."""
+    try:
+        return _once("hash", file, _digest)
+    except OSError:
+        return GONE
+
+
+def hashes(files: Iterable[str]) -> dict[str, str]:
+    return {file: hash_of(file) for file in files}
+
+
+def closure(start: Iterable[str], folder: str | None = None) -> list[str]:
+    """The files `start`, and all that their import statements lead to outside the libraries.
+
+    folder: where Python looks first, a script's own. Sorted; this package's files are left out.
+    """
+    roots = [os.path.abspath(place) for place in (*filter(None, [folder]), *sys.path)]
+    roots = [place for place in dict.fromkeys(roots) if not is_library(place)]
+    found: dict[str, None] = {}
+    known: dict[tuple[str, ...], list[str]] = {}
+    waiting = [os.path.realpath(file) for file in start]
+    while waiting:
+        file = waiting.pop()
+        if file in found or _of_this_package(file):
+            continue
+        found[file] = None
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # it is hashed all the same
+            for level, name in _once("imports", file, _imports):
+                above = os.path.dirname(file)
+                for _ in range(level - 1):
+                    above = os.path.dirname(above)
+                key = (above if level else "", name)
+                if key not in known:
+                    known[key] = _relative(above, name) if level else files_of(name, roots)
+                waiting += known[key]
+    return sorted(found)
+
+
+def files_of(module: str, roots: list[str] | None = None) -> list[str]:
+    """The files that `import module` runs, its packages' first; [] for a library's.
+
+    What follows the last module's name is passed over: it may name a function.
+    """
+    if roots is None:
+        places = map(os.path.abspath, sys.path)
+        roots = [place for place in dict.fromkeys(places) if not is_library(place)]
+    top, _, below = module.partition(".")
+    for root in roots:
+        if found := _below(root, module):
+            return found
+    if top in sys.stdlib_module_names:
+        return []
+    # An installed project that is edited in place is found by a finder of its own.
+    return [f for place in _found_elsewhere(top) for f in (place, *_beside(place, below))]
+
+
+def loaded() -> dict[str, str]:
+    """{file: hash} of what this process has imported from outside the libraries."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or name.partition(".")[0] in ("torch", "triton"):
+            continue  # torch registers code that it generates
+        file = os.path.realpath(file)
+        if not is_library(file) and not _of_this_package(file):
+            found[file] = hash_of(file)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def is_library(place: str) -> bool:
+    """Whether it lies in the standard library, or where packages are installed."""
+    real = os.path.realpath(place) + os.sep
+    installed = any(
+        f"{os.sep}{name}{os.sep}" in real for name in ("site-packages", "dist-packages")
+    )
+    return installed or real.startswith(_libraries())
+
+
+@lru_cache(maxsize=1)
+def _libraries() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    places = [sysconfig.get_path(name) for name in names] + [site.getusersitepackages()]
+    return tuple(os.path.realpath(place) + os.sep for place in places if place)
+
+
+def _of_this_package(file: str) -> bool:
+    return file.startswith(PACKAGE + os.sep)
+
+
+def _once(what: str, file: str, make: Any) -> Any:
+    """What `make(file)` returned for the file as it is now."""
+    status = os.stat(file)
+    stamp, settled = (status.st_mtime_ns, status.st_size), time.time_ns() - status.st_mtime_ns
+    before = _kept.get((what, file))
+    if before is not None and before[0] == stamp:
+        return before[1]
+    made = make(file)
+    if settled > FRESH_NS:
+        _kept[what, file] = stamp, made
+    return made
+
+
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+def _imports(file: str) -> list[tuple[int, str]]:
+    """(level, dotted name) of every import statement, wherever in the file it stands."""
+    with open(file, "rb") as stream:
+        tree = ast.parse(stream.read())
+    found: dict[tuple[int, str], None] = {}
+    for statement in _statements(tree.body):
+        if isinstance(statement, ast.Import):
+            found |= {(0, alias.name): None for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            base = statement.module or ""
+            for alias in statement.names:  # each may be a module
+                parts = [part for part in (base, alias.name) if part and part != "*"]
+                found[statement.level, ".".join(parts)] = None
+    return list(found)
+
+
+def _statements(body: list[Any]) -> Iterator[Any]:
+    for statement in body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield statement
+        for name in _BODIES:
+            yield from _statements(getattr(statement, name, ()))
+
+
+def _below(root: str, module: str) -> list[str]:
+    found, place = [], root
+    for part in filter(None, module.split(".")):
+        place = os.path.join(place, part)
+        if os.path.isfile(init := os.path.join(place, "__init__.py")):
+            found.append(os.path.realpath(init))
+        elif os.path.isfile(f"{place}.py"):
+            return [*found, os.path.realpath(f"{place}.py")]
+        elif not os.path.isdir(place):
+            break
+    return found
+
+
+def _relative(folder: str, name: str) -> list[str]:
+    init = os.path.join(folder, "__init__.py")
+    return [*([init] if os.path.isfile(init) else []), *_below(folder, name)]
+
+
+@lru_cache(maxsize=1024)
+def _found_elsewhere(top: str) -> tuple[str, ...]:
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return ()
+    origin = spec.origin if spec is not None else None
+    if not origin or not origin.endswith(".py") or is_library(origin):
+        return ()
+    return (os.path.realpath(origin),)
+
+
+def _beside(init: str, below: str) -> list[str]:
+    return _below(os.path.dirname(init), below) if init.endswith("__init__.py") else []

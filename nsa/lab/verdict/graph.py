@@ -1,0 +1,224 @@
+"""The wait-for graph of a snapshot: who waits for whom, and who can never go on.
+
+A thread goes on by itself if it runs, if a timer ends its wait, or if something outside the
+observed processes may; else if any of those that could wake it goes on. A rank in a collective goes
+on only if every rank that the collective lacks does. What is left can never go on, as long as the
+waits are what they were read to be: that is the certificate of a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nsa.lab.verdict.frames import user_line
+from nsa.lab.watch.evidence import Process, Snapshot, Thread, Wait
+
+Node = tuple[int, int]  # pid, tid
+SHORT_S = 0.02  # a wait for the GIL asks again every 5 ms
+# Loops of libraries that ask again until what they wait for has come: their timer ends nothing.
+_ASK_AGAIN = (("torch/utils/data/dataloader.py", ("_try_get_data", "_get_data")),)
+# Threads of libraries that wake up now and then, and never do anything for the program.
+_HOUSEKEEPERS = ("tqdm/_monitor.py", "ipykernel/heartbeat.py", "wandb/sdk/internal/system")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The collective that a rank is in and that has not ended."""
+
+    op: str
+    group: str = ""
+    number: int | None = None
+    missing: tuple[int, ...] = ()  # ranks that are not in it
+    mismatch: str = ""  # how the ranks' calls differ, so that it can never end
+    source: str = "stacks"
+
+
+@dataclass
+class Graph:
+    """A snapshot with its waits made as exact as everything that is known of them allows."""
+
+    snapshot: Snapshot
+    threads: dict[Node, Thread] = field(default_factory=dict)
+    everyone: dict[Node, list[Node]] = field(default_factory=dict)  # all of these must go on
+    anyone: dict[Node, list[Node]] = field(default_factory=dict)  # one of these is enough
+    free: dict[Node, str] = field(default_factory=dict)  # goes on by itself: why
+
+    def can(self) -> set[Node]:
+        """Those that can go on, by themselves or by others."""
+        found = set(self.free)
+        while True:
+            more = {
+                node
+                for node in self.threads
+                if node not in found
+                and (
+                    any(other in found for other in self.anyone.get(node, ()))
+                    or (self.everyone.get(node) and all(o in found for o in self.everyone[node]))
+                )
+            }
+            if not more:
+                return found
+            found |= more
+
+    def reach(self, start: Node) -> list[Node]:
+        """`start` and all that it waits for, nearest first."""
+        found = [start]
+        for node in found:  # which grows
+            for other in (*self.everyone.get(node, ()), *self.anyone.get(node, ())):
+                if other not in found:
+                    found.append(other)
+        return found
+
+    def label(self, node: Node) -> str:
+        """rank 0, worker 4121 of rank 0, ...; with the thread where it is not the main one."""
+        process, thread = self.process(node), self.threads.get(node)
+        named = name_of(process) if process else f"process {node[0]}"
+        if thread is None or thread.main or not thread.tid:
+            return named
+        return f"{named}, thread {thread.name or thread.tid}"
+
+    def process(self, node: Node) -> Process | None:
+        return self.snapshot.process(node[0])
+
+    def edge(self, node: Node) -> dict[str, Any]:
+        """Of the picture: who waits, where, for what, and for whom."""
+        thread = self.threads[node]
+        wait = thread.wait or Wait("other", self.free.get(node, "nothing tells what it waits for"))
+        others = [*self.everyone.get(node, ()), *self.anyone.get(node, ())]
+        return {
+            "from": self.label(node),
+            "at": user_line(thread.frames),
+            "kind": wait.kind,
+            "text": wait.text,
+            "to": list(dict.fromkeys(self.label(other) for other in others)),
+            "left_s": wait.left_s,
+            "outside": wait.outside,
+            "source": wait.source,
+        }
+
+
+def name_of(process: Process) -> str:
+    """In a few words."""
+    if process.rank is not None:
+        return f"rank {process.rank}"
+    if process.of < 0:
+        return f"process {process.pid} ({process.name}), not of this run"
+    return f"process {process.pid} ({process.name or 'no name'}) of rank {process.of}"
+
+
+def build(
+    snapshot: Snapshot,
+    *,
+    collectives: Mapping[int, Collective] | None = None,
+    locks: Mapping[int, list[dict[str, Any]]] | None = None,
+    works: Iterable[Node] = (),
+    moving: Iterable[int] = (),
+    periodic: Iterable[Node] = (),
+) -> Graph:
+    """collectives: rank: what it is in. locks: pid: what the process itself said of its locks.
+
+    works: threads that used a processor or moved bytes since an earlier snapshot. moving: ranks
+    whose progress moves. periodic: threads whose timers only ask again.
+    """
+    graph, works, periodic = Graph(snapshot), set(works), set(periodic)
+    mains = {}
+    for process in snapshot.processes:
+        told = {row["tid"]: row for row in (locks or {}).get(process.pid, ()) if row.get("sure")}
+        owner = next((thread for thread in process.threads if thread.gil), None)
+        threads = process.threads or (Thread(0, main=True, state=process.state),)
+        for thread in threads:
+            node = process.pid, thread.tid
+            if thread.ours or _keeps_house(thread):
+                continue
+            graph.threads[node] = thread = _exact(process, thread, owner, told.get(thread.tid))
+            if thread.main:
+                mains[process.pid] = node
+            if why := _free(process, thread, node in works, node in periodic):
+                graph.free[node] = why
+        if process.rank in set(moving) and process.pid in mains:
+            graph.free[mains[process.pid]] = "its progress moves"
+    for rank, collective in (collectives or {}).items():
+        process = snapshot.of(rank)
+        if process is not None and process.pid in mains:
+            _in_collective(graph, mains, mains[process.pid], collective)
+    for node, thread in graph.threads.items():
+        if node not in graph.free and node not in graph.everyone and thread.wait is not None:
+            graph.anyone[node] = [o for w in thread.wait.wakers for o in _wakers(graph, node, w)]
+    return graph
+
+
+def _exact(
+    process: Process, thread: Thread, owner: Thread | None, told: Mapping[str, Any] | None
+) -> Thread:
+    """Its wait, with the owner of the GIL or of the lock where that is known."""
+    wait = thread.wait
+    if wait is None:
+        return thread
+    short = wait.left_s is not None and wait.left_s <= SHORT_S
+    if owner is not None and owner.tid != thread.tid and wait.kind == "lock":
+        asks = any("take_gil" in name for name in thread.native)
+        if asks or (short and thread.frames):
+            text = f"waits for the GIL, which thread {owner.name or owner.tid} holds"
+            to = ((process.pid, owner.tid),)
+            return replace(thread, wait=Wait("GIL", text, to, source="py-spy"))
+    if told is not None and wait.kind == "lock" and wait.left_s is None and told.get("holders"):
+        held = f", held at {told['held_at'][0]}" if told.get("held_at") else ""
+        text = f"waits for {told.get('what', 'a lock')} {told.get('name', '')}".rstrip() + held
+        to = tuple((process.pid, tid) for tid in told["holders"])
+        return replace(thread, wait=Wait("lock", text, to, source=told.get("by", "the process")))
+    again = any(file in f and f.endswith(name) for f in thread.frames for file, name in _ASK_AGAIN)
+    if again and wait.left_s is not None and wait.wakers:
+        return replace(thread, wait=replace(wait, left_s=None))
+    return thread
+
+
+def _keeps_house(thread: Thread) -> bool:
+    return any(mark in frame for frame in thread.frames for mark in _HOUSEKEEPERS)
+
+
+def _free(process: Process, thread: Thread, works: bool, periodic: bool) -> str:
+    """Why it goes on by itself; "" where it does not."""
+    wait = thread.wait
+    if process.state in ("Z", "X"):
+        return ""
+    if wait is not None and wait.kind == "stopped":
+        return ""
+    if works:
+        return "it works"
+    if wait is None:
+        return "it runs" if thread.state == "R" else "nothing tells what it waits for"
+    if wait.left_s is not None:
+        return "its timer only asks again" if periodic else "a timer ends its wait"
+    return "something outside may end its wait" if wait.outside else ""
+
+
+def _wakers(graph: Graph, node: Node, waker: tuple[int, int]) -> list[Node]:
+    pid, tid = waker
+    if tid:
+        return [waker] if waker in graph.threads else []
+    every = [other for other in graph.threads if other[0] == pid and other != node]
+    if not every and graph.snapshot.process(pid) is None:
+        graph.free.setdefault(node, f"process {pid} was not seen")
+    return every
+
+
+def _in_collective(
+    graph: Graph, mains: Mapping[int, Node], node: Node, collective: Collective
+) -> None:
+    number = "" if collective.number is None else f" number {collective.number}"
+    group = f" of group {collective.group}" if collective.group not in ("", "0") else ""
+    text = f"waits in {collective.op}{number}{group}"
+    if collective.mismatch:
+        text += f", which can never end: {collective.mismatch}"
+    others = [process for rank in collective.missing if (process := graph.snapshot.of(rank))]
+    if collective.missing:
+        text += " for " + ", ".join(f"rank {rank}" for rank in collective.missing)
+    free = graph.free.pop(node, "")
+    wait = Wait("collective", text, source=collective.source)
+    graph.threads[node] = replace(graph.threads[node], wait=wait)
+    if others and len(others) == len(collective.missing):
+        graph.everyone[node] = [mains.get(one.pid, (one.pid, 0)) for one in others]
+    elif not collective.mismatch:
+        graph.free[node] = free or "the collective may still end"

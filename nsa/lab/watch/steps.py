@@ -1,0 +1,110 @@
+"""Where the steps of a training begin that tells nobody of them, and when it waits for data."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa.lab.watch.counting import Undo, in_place_of
+from nsa.lab.watch.evidence import PHASES
+from nsa.lab.watch.progress import BEGAN_NS, MAIN_THREAD, PHASE, STEP, Progress
+
+OTHERS = 64  # steps of other optimizers without one of the first: then it is not the first any more
+
+
+def steps(progress: Progress) -> list[Undo]:
+    """A step for each of the first optimizer; the first begins with the first backward."""
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import optimizer
+
+    first = _First(progress)
+
+    def scaling(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+            before = first.calls
+            result = plain(scaler, optimizer, *args, **options)
+            if first.calls == before and not counted.over:  # its gradients overflowed
+                first.stepped(optimizer)
+            return result
+
+        return counted
+
+    ended = optimizer.register_optimizer_step_post_hook(first.stepped)
+    return [
+        ended.remove,
+        at_first_backward(lambda: _begin(progress)),
+        in_place_of(GradScaler, "step", scaling),
+    ]
+
+
+def _begin(progress: Progress) -> None:
+    cells = progress.cells
+    cells[STEP] = max(0, cells[STEP])
+    cells[BEGAN_NS] = cells[BEGAN_NS] or time.monotonic_ns()
+
+
+class _First:
+    """The first optimizer that steps: of a GAN's two, one counts."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._others, self.calls = progress, 0, 0
+        self._optimizer: Callable[[], Any] = lambda: None
+
+    def stepped(self, optimizer: Any, *_: Any) -> None:
+        self.calls += 1
+        first = self._optimizer()
+        if first is None or self._others >= OTHERS:
+            self._optimizer, first = weakref.ref(optimizer), optimizer
+        if optimizer is not first:
+            self._others += 1
+            return
+        self._others = 0
+        _begin(self._progress)
+        number = self._progress.cells[STEP] + 1
+        if self._progress.outputs is None:  # inside a backward, whose counts must go on
+            self._progress.cells[STEP] = number
+        else:
+            self._progress.step(number)
+
+
+def at_first_backward(do: Callable[[], Any]) -> Undo:
+    """Calls `do` before the next backward() of this process, and never again."""
+
+    def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def first(*args: Any, **options: Any) -> Any:
+            if not first.over and not torch.compiler.is_compiling():
+                undo()
+                do()
+            return plain(*args, **options)
+
+        return first
+
+    undo = in_place_of(torch.autograd, "backward", counting)
+    return undo
+
+
+def loaders(progress: Progress) -> list[Undo]:
+    """Guesses the phase "data" while the main thread waits for a DataLoader."""
+    from torch.utils.data import dataloader
+
+    cells = progress.cells
+
+    def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(iterator: Any) -> Any:
+            if counted.over or threading.get_ident() != cells[MAIN_THREAD]:
+                return plain(iterator)
+            before = PHASES[cells[PHASE]]
+            progress.guess("data")
+            try:
+                return plain(iterator)
+            finally:
+                progress.guess("other" if before in ("start", "data") else before)
+
+        return counted
+
+    return [in_place_of(dataloader._BaseDataLoaderIter, "__next__", counting)]
