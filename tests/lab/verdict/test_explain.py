@@ -8,7 +8,8 @@ import pytest
 from nsa.cli.main import main
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.verdict.explain import headline, page, strip, where
+from nsa.lab.verdict.explain import page, strip, where
+from nsa.lab.verdict.headline import headline
 from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
 
 STEPS = 6
