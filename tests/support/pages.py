@@ -81,7 +81,7 @@ def ranks_wait(ranks=2, blamed=0):
                 threads=(main_thread(100 + blamed, UPLOAD, sleeps),)),
         verdict=Verdict("STALLED", "collective", "quiet, and could end by itself",
                         [f"rank {blamed} sleeps"], line="upload.py:12 put", edges=edges,
-                        numbers={"rested_s": 18.0, "longest_rest_s": 2.0}),
+                        numbers={"rested_s": 18.0, "longest_s": 2.0}),
     )  # fmt: skip
     evidence.output = ["epoch 3", "saved model.pt"]
     return evidence, verdict

@@ -16,7 +16,7 @@ from typing import Any
 from nsa.lab.process import child, procfs
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.stalls import LOOKS, TICK_S, WAIT_S, WORKS
-from nsa.lab.watch import kernel, looks, loops, progress
+from nsa.lab.watch import kernel, looks, progress
 from nsa.lab.watch.evidence import (
     OUTSIDE,
     Evidence,
@@ -158,8 +158,7 @@ class Observer:
         if self._signals:
             taken = self._by_faulthandler(taken)
         dead = [process for rank, process in self._dead.items() if rank not in ranks]
-        processes = [_loops(process) for process in taken.processes]
-        taken = replace(taken, processes=(*processes, *dead), gpu_percent=self._percent())
+        taken = replace(taken, processes=(*taken.processes, *dead), gpu_percent=self._percent())
         end = self.t + ANSWER_S
         while self.t < end and not all(file.is_file() for file in asked):
             time.sleep(0.05)
@@ -290,13 +289,3 @@ class Observer:
 
 def _answer(file: Path, name: str) -> Path:
     return file.with_name(f"{name}-{file.stem.partition('-')[2]}.json")
-
-
-def _loops(process: Process) -> Process:
-    """Marks the threads that are in a loop which nothing else can end."""
-    threads = [
-        replace(t, closed_loop=True) if t.frames and t.wait is None and loops.closed(t.frames[0])
-        else t
-        for t in process.threads
-    ]  # fmt: skip
-    return replace(process, threads=tuple(threads))

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from nsa.lab.verdict import Verdict
-from nsa.lab.verdict.explain import headline, page
+from nsa.lab.verdict.explain import page
+from nsa.lab.verdict.headline import headline
 from nsa.lab.watch.evidence import Evidence
 
 WIDE = 100
@@ -16,7 +17,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class Reports:
-    """`folder` gets evidence.json, verdict.json, report.txt and report.md, each whole or not at all.
+    """`folder` gets evidence.json, verdict.json, report.txt and report.md, each whole or not.
 
     Where it cannot be written the user is told so once, and pages go to stderr.
     """

@@ -13,8 +13,9 @@ from typing import Any
 
 from nsa.lab.verdict import family, picture
 from nsa.lab.verdict.frames import nearest
+from nsa.lab.verdict.headline import headline
 from nsa.lab.verdict.pace import fraction
-from nsa.lab.verdict.picture import NOBODY, WIDTH, clipped, seconds
+from nsa.lab.verdict.picture import WIDTH, clipped, seconds
 from nsa.lab.verdict.rules import Verdict, judge
 from nsa.lab.watch.evidence import OUTSIDE, End, Evidence, P, Sample
 
@@ -22,8 +23,7 @@ STRIP_WIDTH = 60
 ROWS = 8  # of progress
 OUTPUT = 12  # lines
 BARS = " ▁▂▃▄▅▆▇█"
-ATTACHED = {"HANG": "HANG, it can never go on", "STALLED": "it waits", "SLOW": "it works"}
-SILENT = ("HANG", "STALLED", "SLOW")
+UNCOUNTED = ("SLOW:uncounted", "SLOW:timer")
 TEACH = (
     "if that silence is healthy work: stall_s=N allows N seconds of it, and progress.event(), "
     "called in it now and then, counts as progress"
@@ -44,47 +44,6 @@ def page(
         if markdown
         else _text(evidence, verdict, name, parts)
     )
-
-
-def headline(evidence: Evidence, verdict: Verdict) -> str:
-    """The verdict in plain words, with the user's line where there is one."""
-    kind, numbers = verdict.kind, verdict.numbers
-    said = _waits(verdict.edges) or next(iter(verdict.because), "") or verdict.rule
-    if verdict.label == "INCONCLUSIVE:running":
-        kind = "it moves"
-    elif verdict.label == "SLOW:uncounted":
-        kind = "SLOW, not counted"
-    elif kind == "STALLED":
-        rested = numbers.get("rested_s")
-        if rested is None:
-            rested = max(map(evidence.frozen_s, evidence.ranks()), default=0.0)
-        kind += f" for {seconds(rested)}" if rested else ""
-    if verdict.line and verdict.line not in said:
-        said += f", at {verdict.line}"
-    return f"{kind}: {said}" if said else kind
-
-
-def _waits(edges: tuple[dict[str, Any], ...]) -> str:
-    """Who waits first, where, and for whom, who is at what: a sentence; "" for no edges."""
-    nodes, _ = picture.picture(edges)
-    if not nodes:
-        return ""
-    first, found = nodes[0], {node.name: node for node in nodes}
-    told = f"{'each of ' * first.many}{first.name} {first.waits[0]}"
-    told += f" at {first.at}" if first.at else ""
-    others = [found[to] for to in first.to if to != first.name]
-    other = next((node for node in others if node.waits), others[0] if others else None)
-    if other is None or other.outer:
-        return f"{told} ({other.name})" if other and other.name not in NOBODY else told
-    named = any(node.name in told for node in others)
-    if not named:
-        told += f" for {', '.join(node.name for node in others[:3])}" + " ..." * bool(others[3:])
-    ends = [to for to in other.to if found[to].outer and to not in NOBODY]
-    does = ", ".join([*other.waits[:1], *ends])
-    if not (other.at or does):
-        return told
-    who = f"; {other.name}" if named or others[1:] else ", which"
-    return f"{told}{who} is in {other.at} ({does})" if other.at else f"{told}{who} {does}"
 
 
 @dataclass
@@ -128,11 +87,12 @@ def _teach(evidence: Evidence, verdict: Verdict) -> list[str]:
     """How the tool learns that this silence is healthy."""
     if "attached" in evidence.spec:
         return []
-    if verdict.kind not in SILENT or (verdict.kind == "SLOW" and verdict.what != "uncounted"):
+    if verdict.kind not in ("HANG", "STALLED") and verdict.label not in UNCOUNTED:
         return []
-    longest = verdict.numbers.get("longest_rest_s")
+    longest = verdict.numbers.get("longest_s")
     before = f"; its longest before was {seconds(longest)}" if longest else ""
-    return [f"{TEACH} (allowed now: {seconds(evidence.stall_s)}{before})"]
+    allowed = verdict.numbers.get("bound_s") or evidence.stall_s
+    return [f"{TEACH} (allowed now: {seconds(allowed)}{before})"]
 
 
 def _unknown(evidence: Evidence, verdict: Verdict) -> list[str]:

@@ -28,18 +28,18 @@ def told(evidence: Evidence, most: int = LINES) -> list[str]:
     ordered = sorted(groups.values(), key=lambda g: (len(g) > 2, g[0][1].of, g[0][1].rank is None))
     lines: list[str] = []
     left = [0, 0]  # processes, threads
-    for group in ordered:
+    for number, group in enumerate(ordered):
         snapshot, shown = group[0]
         before = _before(evidence.snapshots, snapshot, shown)
-        alike = len(group)
-        for block, processes, threads in [
-            ([_head(group, before)], alike, 0),
-            *((block, 0, many * alike) for block, many in _threads(shown, before)),
-        ]:
-            if any(left) or len(lines) + len(block) >= most:
-                left = [left[0] + processes, left[1] + threads]
-            else:
+        room = most - 1 - len(lines)
+        room = min(room, max(6, room // (len(ordered) - number)))  # whoever has many leaves some
+        blocks = [([_head(group, before)], 0), *_threads(shown, before)]
+        for block, many in blocks:
+            room -= len(block)
+            if room >= 0:
                 lines += block
+            else:  # and then nothing more of these, lest a thread stands without its process
+                left = [left[0] + (0 if many else len(group)), left[1] + many * len(group)]
     named = [_count(*each) for each in zip(left, ("process", "thread"), strict=True) if each[0]]
     return [*lines, f"... and {' with '.join(named)} more"] if named else lines
 
@@ -139,8 +139,8 @@ def _threads(process: Process, before: Earlier | None) -> Iterator[tuple[list[st
         own, inside = user_frames(threads[0].frames)
         block = [f"  {_thread(threads, before)}", *(f"    {short(frame)}" for frame in own[:1])]
         if inside:
-            within = "      inside it " if own else "    "
-            block.append(f"{within}{folded(inside)}: {short(inside[0])}")
+            within = "      inside it: " if own else "    "
+            block.append(f"{within}{short(inside[0])} ({folded(inside)})")
         if native := threads[0].native:
             block.append(f"      native: {', '.join(native[:4])}")
         if callers := [f"from {short(frame)}" for frame in own[1 : 1 + CALLERS]]:

@@ -90,7 +90,7 @@ def short(frame: str) -> str:
 
 def folded(frames: Sequence[str]) -> str:
     """ "3 frames of torch, 2 of threading": whose these are, in their order; "" for none."""
-    counts = Counter(library(frame) or "the program" for frame in frames)
+    counts = Counter(filter(None, map(library, frames)))
     told = [f"{count} of {name}" for name, count in counts.items()]
     if not told:
         return ""

@@ -10,17 +10,17 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from itertools import groupby
+from textwrap import wrap
 from typing import Any
 
 MOST = 12  # nodes that a picture shows
 COLUMNS = 4
 WIDTH = 100
-OUTSIDE, NOBODY = "somebody who is not observed", "nobody who was seen"
+OUTSIDE, NOBODY = "somebody who is not observed", "nobody else who was seen"
 _WIDE, _HIGH, _GAP, _LETTERS = 280, 62, 46, 41  # of a box, in SVG's units and in letters
-_RANKS = re.compile(r"\branks? \d+(?:(?:, | and |-)\d+)*")
+_RANKS = re.compile(r"(?: for)? ranks? \d+(?:(?:, | and |-)(?:ranks? )?\d+)*")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STYLE = """
 text{font:12px system-ui,sans-serif;fill:#1d2430}.n{font-weight:600}.w{fill:#5a6472}
@@ -41,6 +41,7 @@ class Node:
     to: list[str] = field(default_factory=list)  # names of others
     outer: bool = False  # no process or thread: a timer, the outside, nobody
     many: bool = False
+    kind: str = ""  # of its wait
 
     def itself(self) -> str:
         return "one another" if self.many else "itself"
@@ -59,15 +60,18 @@ def picture(edges: Sequence[dict[str, Any]]) -> tuple[list[Node], int]:
     for edge in edges:
         name, said = names[edge["from"]], edge.get("text") or edge.get("kind") or ""
         node = found.setdefault(name, Node(name, edge.get("at") or ""))
-        node.many |= name != edge["from"]
-        if _RANKS.sub("", said) not in map(partial(_RANKS.sub, ""), node.waits):
-            node.waits.append(said)
+        node.kind, node.many = edge.get("kind") or "", node.many or name != edge["from"]
+        if node.kind == "collective" and edge.get("to"):
+            said = _RANKS.sub("", said)  # the arrows tell for whom
+        node.waits += [] if said in node.waits else [said]
         ends = [names.get(to, to) for to in edge.get("to") or ()]
         if edge.get("left_s") is not None:
             ends.append(f"a timer: {seconds(edge['left_s'])} left")
         elif edge.get("outside"):
             ends.append(OUTSIDE)
-        node.to = list(dict.fromkeys([*node.to, *(ends or [NOBODY])]))
+        if not ends and node.kind not in ("collective", "other"):
+            ends = [NOBODY]
+        node.to = list(dict.fromkeys([*node.to, *ends]))
     for node in found.values():
         if node.many and len(node.to) > 1:  # for each other as well, which says less
             node.to = [to for to in node.to if to != node.name]
@@ -97,9 +101,9 @@ def text(edges: Sequence[dict[str, Any]], width: int = WIDTH) -> list[str]:
         if name in above or name in told:
             return
         told.add(name)
-        lines.extend(
-            clipped(f"{rest}{'│' if node.to else ' '} {w}", width) for w in node.waits if w
-        )
+        bar = "│ " if node.to else "  "
+        said = (part for waits in node.waits for part in wrap(clipped(waits, 400), width - 50))
+        lines.extend(clipped(rest + bar + part, width) for part in said)
         for to in node.to:
             last = to == node.to[-1]
             draw(to, rest + ("└─▶ " if last else "├─▶ "), rest + ("    " if last else "│   "),

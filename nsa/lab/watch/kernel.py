@@ -153,14 +153,15 @@ def _thread(reader: Reader, tid: int, ours: Collection[str], said: list[str], de
     cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
     if fields[0] == "R":
         wait = None
-    main, ours = tid == reader.pid, name in ours
-    return Thread(tid, name, main, fields[0], cpu_s, wchan, _switches(folder), wait, ours=ours)
+    known = {"ours": name in ours, "switches": _switches(folder)}
+    return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, **known)
 
 
 def _switches(folder: Path) -> int | None:
-    """How often the thread gave up its processor, or lost it."""
-    told = re.findall(r"ctxt_switches:\s*(\d+)", (folder / "status").read_text(errors="replace"))
-    return sum(map(int, told)) if told else None
+    """How often the thread gave up its processor by itself: unchanged, it slept all the time."""
+    status = (folder / "status").read_text(errors="replace")
+    found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str]) -> Wait | None:
@@ -278,6 +279,8 @@ def _named(pid: int, state: str) -> str:
     ):
         if f"from {module} import" in text:
             return meaning
+    if " nsa.lab.process.child " in text:
+        return "the trial's process"
     if own.startswith("pt_data_"):
         text = f"{own}: {text}"
     return text if len(text) <= _NAME else text[: _NAME - 3] + "..."

@@ -14,7 +14,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-HIDDEN = "~"  # ends a digest where the thread could change, or be waiting for, what is not shown
+from nsa.lab.watch.evidence import HIDDEN
+
 # All that a loop may hold that no state outside its names takes part in.
 _PLAIN = (
     ast.While, ast.If, ast.Pass, ast.Continue, ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign,

@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pages
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from nsa.cli.main import main
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.verdict.explain import headline, page, strip, where
+from nsa.lab.verdict.explain import page, strip, where
+from nsa.lab.verdict.headline import headline
 from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
 
 STEPS = 6
@@ -50,7 +52,7 @@ def test_the_first_line_says_what_happened_in_plain_words_with_the_users_line():
     for case, first in {
         "lock": "HANG: rank 0 waits for a lock that it holds itself at train.py:31 evaluate",
         "ranks": "STALLED for 18 s: rank 1 waits in all_reduce at train.py:40 step for rank 0, "
-                 "which is in\n  upload.py:12 put (sleeps, a timer: 9 s left)",
+                 "which is in\n  upload.py:12 put (sleeps, 9 s left)",
         "busy": "SLOW, not counted: worker 4121 of rank 0 computes, at bleu.py:8 score",
         "no ptrace": "STALLED for 18 s: rank 0 reads a socket to 10.0.0.7:443 "
                      "(somebody who is not observed)",
@@ -98,7 +100,9 @@ def test_a_page_tells_threads_grouped_and_the_users_frames_first():
         in told
     )
     told = page(*pages.ranks_wait())
-    assert "      train.py:40 step\n        inside it 2 frames of torch: distributed_c10d" in told
+    assert (
+        "      train.py:40 step\n        inside it: distributed_c10d.py:2810 all_reduce (2" in told
+    )
     assert "MainThread: sleeps, 9 s left" in told
     assert "Last lines of its output\n  epoch 3\n  saved model.pt\n" in told
 
@@ -126,7 +130,21 @@ def test_ranks_that_do_the_same_are_told_once_after_the_one_that_does_not():
 def test_threads_beyond_the_bound_are_counted():
     told = page(*pages.many_threads(3000))
     shown = len(re.findall(r"^    t\d+: ", told, re.MULTILINE))
-    assert 10 < shown < 60 and f"... and {3000 - shown:,} threads more" in told
+    assert 10 < shown < 60 and f"... and {3000 - shown:,} threads more\n" in told
+
+
+def test_who_has_many_threads_leaves_room_for_the_others():
+    evidence, verdict = pages.many_threads(3000)
+    other = Process(11, 10, threads=(pages.main_thread(11, pages.UPLOAD),))
+    first = evidence.snapshots[0]
+    evidence.snapshots[0] = replace(first, processes=(*first.processes, other))
+    told = page(evidence, verdict)
+    assert "process 11 of rank 0" in told and "upload.py:12 put" in told
+    crowd = [Process(20 + n, 10, name=f"{'x' * n}", threads=other.threads) for n in range(500)]
+    evidence.snapshots[0] = replace(first, processes=(*first.processes, *crowd))
+    section = page(evidence, verdict).partition("Processes and threads\n")[2].partition("\n\n")[0]
+    assert len(section.splitlines()) <= 60
+    assert re.search(r"\.\.\. and 4\d\d processes with 3,\d\d\d threads more$", section)
 
 
 def test_a_thread_of_this_tool_is_not_told():
@@ -253,6 +271,15 @@ def test_a_coordinate_is_told_in_words():
     assert where(P(5, "backward", 3, 12, 96, 2, 7)) == (
         "step 5, backward, 3 modules done, node 12 of 96, 2 events, 7 collectives"
     )
+
+
+def test_the_examples_of_the_documentation_are_pages():
+    text = (Path(__file__).parents[3] / "docs" / "hangs.md").read_text()
+    shown = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    told = [page(*pages.CASES[case]()) for case in ("lock", "ranks", "busy")]
+    assert len(shown) == 3
+    for example, whole in zip(shown, told, strict=True):
+        assert whole.startswith(example)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_a_timer_tells_how_long_and_who_is_not_observed_is_said():
     assert picture.text(TIMED)[-1].endswith("└─▶ a timer: 9 s left")
     outside = [edge("rank 0", "", "socket", "reads a socket", outside=True)]
     assert picture.text(outside)[-1] == "└─▶ somebody who is not observed"
-    assert picture.text([edge("rank 0", "", "lock", "waits")])[-1] == "└─▶ nobody who was seen"
+    assert picture.text([edge("rank 0", "", "lock", "waits")])[-1] == "└─▶ nobody else who was seen"
 
 
 def test_whoever_waits_for_himself_is_told_so():
@@ -59,6 +59,20 @@ def test_that_ranks_wait_for_each_other_is_told_only_where_nobody_else_is_missin
     assert rest[2:] == ["└─▶ rank 3"]
     every = picture.text(ranks(3, but=[], to=lambda r: [f"rank {q}" for q in range(3) if q != r]))
     assert every[2:] == ["└─▶ one another"]
+
+
+def test_who_waits_for_long_lists_of_ranks_is_told_by_arrows():
+    edges = ranks(4, but=[2, 3], to=lambda r: ["rank 2", "rank 3"])
+    edges[1]["to"] = ["rank 3"]
+    edges[0]["text"] += " number 2 for rank 2, rank 3"
+    edges[1]["text"] += " number 2 for rank 3"
+    lines = picture.text(edges)
+    assert lines[:2] == ["ranks 0-1, at train.py:40 step", "│ waits in all_reduce number 2"]
+    assert lines[2:] == ["├─▶ rank 2", "└─▶ rank 3"]
+
+
+def test_a_collective_that_may_still_end_has_no_arrow():
+    assert len(picture.text(ranks(1, but=[], to=lambda r: []))) == 2
 
 
 def test_ranks_in_different_collectives_are_not_taken_together():

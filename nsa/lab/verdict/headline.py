@@ -1,0 +1,71 @@
+"""A verdict in one sentence of plain words, with the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nsa.lab.verdict.picture import NOBODY, WIDTH, clipped, picture, seconds
+from nsa.lab.verdict.rules import Verdict
+from nsa.lab.watch.evidence import Evidence
+
+# Of a job that was only looked at: what it does, rather than whether it is late.
+ATTACHED = {"HANG": "HANG, it can never go on", "STALLED": "it waits", "SLOW": "it works"}
+
+
+def headline(evidence: Evidence, verdict: Verdict) -> str:
+    """The verdict in plain words, with the user's line where there is one."""
+    kind, numbers = verdict.kind, verdict.numbers
+    said = _waits(verdict.edges) or next(iter(verdict.because), "") or verdict.rule
+    if "attached" in evidence.spec and kind in ATTACHED:
+        kind = ATTACHED[kind]
+    elif verdict.label == "INCONCLUSIVE:running":
+        kind = "it moves"
+    elif verdict.label == "SLOW:uncounted":
+        kind = "SLOW, not counted"
+    elif kind == "STALLED":
+        rested = numbers.get("rested_s")
+        if rested is None:
+            rested = max(map(evidence.frozen_s, evidence.ranks()), default=0.0)
+        kind += f" for {seconds(rested)}" if rested else ""
+    said = clipped(said, 3 * WIDTH)  # the user's line stands among the first five in any case
+    if verdict.line and verdict.line not in said:
+        who = numbers.get("where", "")
+        named = who and verdict.edges and not said.startswith(who)
+        said += f"; {who} is at " if named else ", at "
+        said += verdict.line
+    return f"{kind}: {said}" if said else kind
+
+
+def _waits(edges: Sequence[dict[str, Any]]) -> str:
+    """Who waits first, where, and for whom, who is at what: a sentence; "" for no edges."""
+    nodes, _ = picture(edges)
+    if not nodes:
+        return ""
+    first, found = nodes[0], {node.name: node for node in nodes}
+    told, waits = "each of " * first.many + first.name, first.waits[0]
+    if not first.at:
+        told += f" {waits}"
+    elif "," in waits or ": " in waits:
+        told += f", at {first.at}, {waits}"
+    else:
+        told += f" {waits} at {first.at}"
+    if first.name in first.to and "itself" not in waits:
+        told += f" ({first.itself()})"
+    others = [found[to] for to in first.to if to != first.name]
+    other = next((node for node in others if node.waits), others[0] if others else None)
+    if other is None or other.outer:
+        return f"{told} ({_brief(other.name)})" if other and other.name != NOBODY else told
+    named = first.kind != "collective" or any(node.name in waits for node in others)
+    if not named:
+        told += f" for {', '.join(node.name for node in others[:3])}" + " ..." * bool(others[3:])
+    ends = [_brief(to) for to in other.to if found[to].outer and to != NOBODY]
+    does = ", ".join([*other.waits[:1], *ends])
+    if not (other.at or does):
+        return told
+    who = f"; {other.name}" if named or others[1:] else ", which"
+    return f"{told}{who} is in {other.at} ({does})" if other.at else f"{told}{who} {does}"
+
+
+def _brief(end: str) -> str:
+    return end.removeprefix("a timer: ")
