@@ -252,6 +252,8 @@ def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False
     # None inside another backward, which recomputes what it needs.
     outputs, progress.outputs = progress.outputs, None
     made = outputs.begin() if outputs is not None else 0
+    progress.backwards += 1
+    progress.within += 1
     handles = []
     if made:
         cells[TOTAL] = before_it + made
@@ -264,6 +266,7 @@ def backward(roots: Sequence[Any], progress: Progress, *, retained: bool = False
         yield
         cells[FIRED] = first + cells[TOTAL] - before_it
     finally:
+        progress.within -= 1
         if outputs is not None:
             outputs.end()
         if retained:  # they would count again
