@@ -132,7 +132,7 @@ def test_a_full_disk_is_told_of_and_exits_with_1(place, capsys, monkeypatch, wor
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runner, "run_until_proven", full)
+    monkeypatch.setattr(runner, "run", full)
     assert cli.main(words) == 1
     assert "the disk of trials is full: trial" in "".join(capsys.readouterr())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from typing import Any
 
 from nsa.lab.verdict.collectives import collectives
@@ -18,6 +18,7 @@ from nsa.lab.verdict.graph import Graph, Node, build
 from nsa.lab.watch.evidence import HIDDEN, Evidence, P, Sample, Snapshot, Thread, at_last_p
 
 LOOKS = 3  # full snapshots that must agree
+RECENT = 4  # among which somebody must have worked to count as busy
 WAIT_S = 12.0  # how long all must be quiet before a wait is told as a stall
 OWN_GAPS = 2.0  # or so many times the longest rest of the run so far, if that is longer
 PATIENCE_S = 120.0  # a timer that ends later is waited for no more than a socket
@@ -99,7 +100,7 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
     if len(looks) < LOOKS:
         return None
     moving = [other.rank for other in live if other.seconds < min(2.0, evidence.stall_s)]
-    works, periodic = at_work(looks), asks_again(looks)
+    works, periodic = at_work(looks[-RECENT:]), asks_again(looks)
     graphs = []
     for look in looks[-LOOKS:]:
         told = collectives(evidence, look)
@@ -109,11 +110,11 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
     main = _main(last, rest.rank)
     if main is None:
         return None
-    if _spins(looks, rest.rank):
-        return _spin(last, main, rest, looks)
+    if spun := _spins(looks, rest.rank):
+        return _spin(last, main, rest, spun)
     if all(_stuck(graph, rest.rank) for graph in graphs) and len(set(map(_waits, graphs))) == 1:
         return _certified(last, main, rest)
-    return _open(evidence, last, main, rest, works, periodic)
+    return _open(looks[-LOOKS], last, main, rest, works, periodic)
 
 
 def _main(graph: Graph, rank: int) -> Node | None:
@@ -140,7 +141,8 @@ def at_work(looks: Sequence[Snapshot]) -> set[Node]:
     for process in last.processes:
         before = first.process(process.pid)
         if before is None or before.started != process.started:
-            found |= {(process.pid, thread.tid) for thread in process.threads}  # it has just begun
+            if process.of >= 0:  # of ours one that has just begun; a stranger's may be a loop's
+                found |= {(process.pid, thread.tid) for thread in process.threads}
             continue
         seen = [p for look in looks if (p := look.process(process.pid))]
         moved = sum(a.io_bytes != b.io_bytes for a, b in pairwise(seen)) >= 2
@@ -182,21 +184,28 @@ def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
     return found
 
 
-def _spins(looks: Sequence[Snapshot], rank: int) -> bool:
-    """In a loop that its own locals alone could end, and they are the same at every look."""
+def _spins(looks: Sequence[Snapshot], rank: int) -> list[Thread]:
+    """Its main thread at the last looks, if in a loop that its own locals alone could end, and
+    those stayed as they were while it used seconds of a processor; else nothing.
+    """
     mine = [t for look in looks if (p := look.of(rank)) and (t := p.main())]
-    if len(mine) < LOOKS + 1 or not all(_endless(t) for t in mine):
-        return False
-    places = {(t.visible, tuple(f.partition(" ")[2] for f in t.frames)) for t in mine}
-    return len(places) == 1 and mine[-1].cpu_s - mine[0].cpu_s >= SPUN_S
+    last = mine[-1] if mine else None
+    same = list(takewhile(lambda t: last and _place(t) == _place(last), reversed(mine)))[::-1]
+    if len(same) <= LOOKS or not all(_endless(t) for t in same):
+        return []
+    return same if same[-1].cpu_s - same[0].cpu_s >= SPUN_S else []
+
+
+def _place(thread: Thread) -> tuple[Any, ...]:
+    """Its state as far as it is seen, and its functions without their lines."""
+    return thread.visible, tuple(frame.rpartition(":")[0] for frame in thread.frames)
 
 
 def _endless(thread: Thread) -> bool:
     return thread.wait is None and bool(thread.visible) and not thread.visible.endswith(HIDDEN)
 
 
-def _spin(graph: Graph, main: Node, rest: Rest, looks: Sequence[Snapshot]) -> Stall:
-    mine = [t for look in looks if (p := look.of(rest.rank)) and (t := p.main())]
+def _spin(graph: Graph, main: Node, rest: Rest, mine: Sequence[Thread]) -> Stall:
     used, line = mine[-1].cpu_s - mine[0].cpu_s, user_line(mine[-1].frames)
     because = [
         f"a loop at {line} that only its own variables could end",
@@ -264,7 +273,7 @@ def _root(graph: Graph, main: Node) -> Node:
 
 
 def _open(
-    evidence: Evidence, graph: Graph, main: Node, rest: Rest, works: set[Node], periodic: set[Node]
+    earlier: Snapshot, graph: Graph, main: Node, rest: Rest, works: set[Node], periodic: set[Node]
 ) -> Stall | None:
     """Somebody may still end it: who works, whose timer ends, or who is only waited for."""
     chain = [node for node in graph.reach(main) if node in graph.threads]
@@ -291,7 +300,8 @@ def _open(
     ]  # fmt: skip
     root = _root(graph, main)
     near = [(left, n) for left, n in timed if left <= PATIENCE_S and n[0] in (main[0], root[0])]
-    near = [x for x in near if x[1] in (main, root) or graph.threads[x[1]].frames] or []
+    near = [x for x in near if x[1] in (main, root) or graph.threads[x[1]].frames]
+    near = [x for x in near if _lasts(graph, earlier, x[1])]
     if near:
         left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
         because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
@@ -306,6 +316,12 @@ def _open(
     because.append("nobody of the run works, and nothing proves that it can never go on")
     return _stall(graph, root, "waiting", what, rest, because,
                   left_s=wait.left_s if wait else None, **told)  # fmt: skip
+
+
+def _lasts(graph: Graph, earlier: Snapshot, node: Node) -> bool:
+    """Whether it was there at an earlier look: the sleep of a loop's next round was not."""
+    process = graph.process(node)
+    return process is not None and (process.of >= 0 or earlier.process(node[0]) is not None)
 
 
 def _stall(

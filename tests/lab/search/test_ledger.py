@@ -41,7 +41,7 @@ def tried(monkeypatch):
             end = End("stopped by the supervisor", -9, "caller")
         return Evidence(spec=spec.to_dict(), samples=[sample], losses=[1.0, 0.9, 0.8], end=end)
 
-    monkeypatch.setattr(ledger.runner, "run_until_proven", pretend)
+    monkeypatch.setattr(ledger.runner, "run", pretend)
     return names
 
 
