@@ -56,9 +56,7 @@ class Verdict:
         return f"{self.kind}:{self.what}" if self.what else self.kind
 
     def to_dict(self) -> dict[str, Any]:
-        lists = {
-            name: list(getattr(self, name)) for name in ("because", "edges", "unknown", "settle")
-        }
+        lists = {name: list(getattr(self, name)) for name in ("because", "edges", "unknown", "settle")}
         return asdict(self) | lists
 
     @classmethod

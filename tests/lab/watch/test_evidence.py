@@ -94,7 +94,7 @@ def test_a_dump_is_read_with_its_main_thread():
         "Current thread 0x00007fb5a6673b80 [python] (most recent call first):\n"
         '  File "c.py", line 9 in <module>\n'
     )
-    found = [(t["main"], t["frames"]) for t in looks.parse(text, 0x7FB5A6673B80)]
+    found = [(t.main, list(t.frames)) for t in looks.parse(text, 0x7FB5A6673B80)]
     assert found == [(False, ["a b.py:3 f"]), (True, ["c.py:9 <module>"])]
 
 

@@ -1,5 +1,6 @@
 """One program whose threads each wait for something else, and one look at it."""
 
+import ast
 import contextlib
 import os
 import signal
@@ -136,7 +137,7 @@ def seen(tmp_path_factory):
         env={**os.environ, COOKIE: "/of-this-test"},
     )
     try:
-        numbers, pids = eval(child.stdout.readline())
+        numbers, pids = ast.literal_eval(child.stdout.readline().decode())
         until = time.monotonic() + 60
         while time.monotonic() < until:
             snapshot = kernel.snapshot({0: child.pid}, "/of-this-test", 1.5, {0: P(3)})
@@ -253,8 +254,9 @@ from nsa.lab.watch import kernel
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 for process in kernel.snapshot({0: int(sys.argv[1])}).processes:
     if process.of == 0:
-        main = process.main()
-        print(repr((process.message, process.io_bytes, main.state, main.wait.kind, main.wait.outside)))
+        main = process.main(); wait = main.wait
+        said = process.message, process.io_bytes, main.state, wait.kind, wait.outside
+        print(repr(said))
 """
 
 
@@ -265,7 +267,7 @@ def test_without_rights_it_says_what_would_help_and_root_reads_anybody():
     try:
         command = [sys.executable, "-c", LOOKS, str(mine.pid)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        message, io_bytes, state, kind, outside = eval(done.stdout)
+        message, io_bytes, state, kind, outside = ast.literal_eval(done.stdout)
         assert "CAP_SYS_PTRACE" in message and "root" in message and not io_bytes
         assert state == "S" and kind in ("timer", "other") and outside
         (seen,) = kernel.snapshot({0: theirs.pid}).processes
@@ -279,7 +281,8 @@ def test_without_rights_it_says_what_would_help_and_root_reads_anybody():
 def test_of_thousands_of_threads_the_first_are_read_and_the_rest_counted():
     code = (
         "import threading, time; threading.stack_size(65536)\n"
-        "for _ in range(2000): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "for _ in range(2000):\n"
+        "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         "print(flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
