@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from nsa.lab.process import procfs
 from nsa.lab.process.family import COOKIE, stat
 from nsa.lab.watch.ends import Ends
 from nsa.lab.watch.evidence import P, Process, Snapshot, Thread, Wait
@@ -75,7 +76,8 @@ def snapshot(
 ) -> Snapshot:
     """The family with every thread and its wait, and without stacks: `looks.with_stacks` adds them.
 
-    Processes outside the family that it waits for are in it too, with `of` = STRANGER.
+    Processes outside the family that it waits for are in it too, with `of` = STRANGER. All waits
+    held at one moment: that of a thread which went on meanwhile is marked as `outside`.
     """
     listed = family(ranks, cookie)
     holders = Holders([process.pid for process in listed])
@@ -94,6 +96,7 @@ def snapshot(
             found.append(
                 reading.complete(_process(pid, stat(Path(f"/proc/{pid}")), STRANGER, None))
             )
+    found = [reading.settled(process) for process in found]
     return Snapshot(t, tuple(found), dict(p or {}), "proc")
 
 
@@ -109,6 +112,7 @@ class _Reading:
     ) -> None:
         self._holders, self._names, self._ours = holders, names, ours
         self._parents, self._sockets = parents, {}
+        self._switches: dict[tuple[int, int], str] = {}  # how often a thread had begun to sleep
 
     def complete(self, process: Process) -> Process:
         """The process with its threads, as long as it is still the same."""
@@ -120,13 +124,25 @@ class _Reading:
         reader, threads = Reader(ends, children), []
         for tid in _tids(pid):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                threads.append(_thread(reader, tid, self._ours, said, len(threads) < MOST))
+                if deep := len(threads) < MOST:
+                    self._switches[pid, tid] = _switches(pid, tid)
+                threads.append(_thread(reader, tid, self._ours, said, deep))
         if _started(pid) != process.started:
             return replace(process, message="it ended while it was looked at", state="")
         if len(threads) > MOST:
             said.append(f"it has {len(threads)} threads: the waits of {MOST} were read")
         message = "; ".join(dict.fromkeys(said))
         return replace(process, threads=tuple(threads), message=message)
+
+    def settled(self, process: Process) -> Process:
+        """Called when all have been read: what slept all the while did so at one moment."""
+        threads = list(process.threads)
+        for at, thread in enumerate(threads):
+            key = process.pid, thread.tid
+            if thread.wait is not None and _switches(*key) != self._switches[key]:
+                text = f"{thread.wait.text}; it went on while the others were looked at"
+                threads[at] = replace(thread, wait=replace(thread.wait, text=text, outside=True))
+        return replace(process, threads=tuple(threads))
 
     def _name(self, pid: int) -> str:
         if pid not in self._names:
@@ -145,12 +161,12 @@ class _Reading:
 def _thread(reader: Reader, tid: int, ours: Collection[str], said: list[str], deep: bool) -> Thread:
     folder = Path(f"/proc/{reader.pid}/task/{tid}")
     name = (folder / "comm").read_text(errors="replace").strip()
-    fields, wchan = stat(folder), _wchan(folder)
+    fields, wchan = stat(folder), procfs.wchan(folder)
     wait: Wait | None = None
     if deep and fields[0] in "SDTtI":
         wait = _wait(reader, folder, fields[0], wchan, said)
-        fields, wchan = stat(folder), _wchan(folder)
-    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
+        fields, wchan = stat(folder), procfs.wchan(folder)
+    cpu_s = procfs.cpu_s(fields)
     if fields[0] == "R":
         wait = None
     return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, ours=name in ours)
@@ -170,7 +186,7 @@ def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str])
             if asleep is None:
                 if stat(folder)[0] == "R":
                     return None
-                wchan = _wchan(folder)
+                wchan = procfs.wchan(folder)
                 continue
             found = reader.wait(asleep, state, wchan, source)
             if Path(source).read_text() == before:
@@ -183,7 +199,7 @@ def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str])
                 raise
             said.append("this kernel does not tell in which system calls threads wait")
             return replace(refused(wchan), source=f"{folder}/wchan")
-        wchan = _wchan(folder)
+        wchan = procfs.wchan(folder)
     return None
 
 
@@ -237,7 +253,7 @@ def _environ(pid: int) -> list[bytes]:
 
 
 def _process(pid: int, fields: list[str], of: int, rank: int | None) -> Process:
-    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
+    cpu_s = procfs.cpu_s(fields)
     rss_mib = int(fields[21]) * _PAGE / _MIB
     name = _named(pid, fields[0])
     return Process(pid, int(fields[1]), int(fields[19]), of, rank, name, fields[0], cpu_s,
@@ -284,17 +300,18 @@ def _tids(pid: int) -> list[int]:
         return []
 
 
+def _switches(pid: int, tid: int) -> str:
+    """How often a thread has been taken from its processor, "" for one that is gone."""
+    try:
+        with open(f"/proc/{pid}/task/{tid}/status", errors="replace") as file:
+            return " ".join(line for line in file if "_ctxt_switches" in line)
+    except OSError:
+        return ""
+
+
 def _started(pid: int) -> int | None:
     try:
         fields = stat(Path(f"/proc/{pid}"))
         return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
-
-
-def _wchan(folder: Path) -> str:
-    try:
-        name = (folder / "wchan").read_text().strip()
-    except OSError:
-        return ""
-    return "" if name == "0" else name

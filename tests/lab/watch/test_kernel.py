@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -125,6 +126,20 @@ def end(process):
             stream.close()
 
 
+@contextlib.contextmanager
+def sleeper(**options):
+    """A process that sleeps."""
+    with subprocess.Popen(["sleep", "600"], **options) as child:
+        try:
+            until = time.monotonic() + 60
+            while "nanosleep" not in kernel.procfs.process(child.pid).wchan:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            yield child
+        finally:
+            child.kill()
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """The snapshot, the rank's pid, its threads by what they do, and the pids of its children."""
@@ -234,18 +249,24 @@ def test_nobody_is_found_where_the_rank_is_gone(seen):
 
 
 def test_a_process_that_ended_while_it_was_read_or_whose_number_is_another_s_now(monkeypatch):
-    with subprocess.Popen(["sleep", "600"]) as child:
+    with sleeper() as child:
         listed = kernel.family({0: child.pid})
         monkeypatch.setattr(kernel, "family", lambda *_: listed)
-        try:
-            listed[:] = [kernel.replace(x, started=x.started - 1) for x in listed]
-            (taken,) = kernel.snapshot({0: child.pid}).processes
-            listed[:] = [kernel.replace(x, started=x.started + 1) for x in listed]
-        finally:
-            child.kill()
+        listed[:] = [replace(x, started=x.started - 1) for x in listed]
+        (taken,) = kernel.snapshot({0: child.pid}).processes
+        listed[:] = [replace(x, started=x.started + 1) for x in listed]
     (gone,) = kernel.snapshot({0: child.pid}).processes
     for process in (taken, gone):
         assert "ended" in process.message and not process.threads and process.state == ""
+
+
+def test_a_thread_that_goes_on_while_the_others_are_read_could_end_its_wait(monkeypatch):
+    with sleeper() as child:
+        rest = kernel.snapshot({0: child.pid}).of(0).main()
+        counted = iter(("1", "2"))
+        monkeypatch.setattr(kernel, "_switches", lambda *_: next(counted))
+        moved = kernel.snapshot({0: child.pid}).of(0).main()
+    assert not rest.wait.outside and moved.wait.outside and "went on" in moved.wait.text
 
 
 LOOKS = """
@@ -262,9 +283,7 @@ for process in kernel.snapshot({0: int(sys.argv[1])}).processes:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_without_rights_it_says_what_would_help_and_root_reads_anybody():
-    mine = subprocess.Popen(["sleep", "600"])
-    theirs = subprocess.Popen(["sleep", "600"], user=65534)
-    try:
+    with sleeper() as mine, sleeper(user=65534) as theirs:
         command = [sys.executable, "-c", LOOKS, str(mine.pid)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         message, io_bytes, state, kind, outside = ast.literal_eval(done.stdout)
@@ -272,10 +291,6 @@ def test_without_rights_it_says_what_would_help_and_root_reads_anybody():
         assert state == "S" and kind in ("timer", "other") and outside
         (seen,) = kernel.snapshot({0: theirs.pid}).processes
         assert seen.main().wait.kind == "timer" and not seen.message
-    finally:
-        for child in (mine, theirs):
-            child.kill()
-            child.wait()
 
 
 def test_of_thousands_of_threads_the_first_are_read_and_the_rest_counted():
@@ -298,11 +313,8 @@ def test_of_thousands_of_threads_the_first_are_read_and_the_rest_counted():
 
 def test_a_kernel_that_tells_no_system_calls_leaves_the_wait_channel(monkeypatch):
     monkeypatch.setattr(kernel, "SYSCALL", "no-such-file")
-    with subprocess.Popen(["sleep", "600"]) as child:
-        try:
-            (process,) = kernel.snapshot({0: child.pid}).processes
-        finally:
-            child.kill()
+    with sleeper() as child:
+        (process,) = kernel.snapshot({0: child.pid}).processes
     assert "does not tell" in process.message and process.main().wait.outside
 
 
