@@ -27,10 +27,10 @@ gettid = libc.gettid
 os.chdir(sys.argv[1])
 read_end, write_end = os.pipe()
 given, theirs = os.pipe()
-open("mine", "w"), open("another", "w")
+open("mine", "w"), open("another", "w"), open("posix", "w")
 holder = subprocess.Popen(
     [sys.executable, "-c", "import fcntl, sys; f = open('another'); fcntl.flock(f, 2); "
-     "print(flush=True); sys.stdin.read()"],
+     "g = open('posix', 'w'); fcntl.lockf(g, 2); print(flush=True); sys.stdin.read()"],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs],
 )
 holder.stdout.readline()
@@ -98,6 +98,7 @@ waits = dict(
     lock=lock.acquire, timed=lambda: lock.acquire(timeout=600), semaphore=semaphore.acquire,
     joins=joins, absolute=absolute, relative=relative, owns=owns, mutexes=mutexes,
     flock=lambda: fcntl.flock(open("another"), fcntl.LOCK_EX),
+    posix=lambda: fcntl.lockf(open("posix", "w"), fcntl.LOCK_EX),
     own_flock=lambda: fcntl.flock(open("mine"), fcntl.LOCK_EX),
     fifo=lambda: open("fifo"), child=lambda: os.waitpid(holder.pid, 0),
     idle=lambda: select.select([], [], [], 600), progress=lambda: time.sleep(600),
@@ -200,6 +201,7 @@ def test_every_wait_names_who_could_end_it(seen):
         "semaphore": ("semaphore", {own, forked}),
         "mutexes": ("lock", {(pid, threads["owns"].tid)}),
         "flock": ("file lock", {holder}),
+        "posix": ("file lock", {holder}),
         "own_flock": ("file lock", {own}),
         "child": ("child", {holder}),
     }

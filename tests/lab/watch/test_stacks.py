@@ -168,6 +168,32 @@ def test_without_py_spy_or_its_rights_the_message_says_what_would_help(
     assert "did not answer" in looks.with_stacks(snapshot).of(0).message
 
 
+GIL = """
+import ctypes, threading, time
+threading.Thread(target=lambda: print(flush=True) or ctypes.PyDLL(None).sleep(600)).start()
+while True:
+    time.sleep(0.001)
+"""
+
+
+@linux
+def test_who_waits_for_the_gil_waits_for_the_thread_that_holds_it():
+    with subprocess.Popen([sys.executable, "-c", GIL], stdout=subprocess.PIPE) as child:
+        try:
+            child.stdout.readline()
+            until = time.monotonic() + 60
+            while True:
+                process = looks.with_stacks(kernel.snapshot({0: child.pid})).of(0)
+                main = process.main()
+                if (main.wait and main.wait.kind == "GIL") or time.monotonic() > until:
+                    break
+        finally:
+            child.kill()
+    (owner,) = (thread for thread in process.threads if thread.gil)
+    assert main.wait.wakers == ((child.pid, owner.tid),) and not main.wait.outside
+    assert main.wait.left_s is None and owner.wait.kind == "timer" and owner.wait.left_s <= 600
+
+
 def test_py_spy_is_found_on_the_path_or_nowhere(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")
