@@ -109,6 +109,11 @@ class Progress:
         self.cells[VERSION] = LAYOUT
         self.told = False  # somebody names the phases: then none is guessed
         self.outputs: Any = None  # of modules, while they are counted and no backward runs
+        self.fine = True  # modules and backwards are counted
+        self.passed = 0  # modules of the steps before this one
+        self.backwards = 0  # under way or over
+        self.within = 0  # of them are under way
+        self.pace: Callable[[], Any] | None = None  # called by the main thread with each beat
         self._undo: list[Callable[[], Any]] = []
         self._all = self._counts_backwards = False
         self._device: Any = None
@@ -126,6 +131,7 @@ class Progress:
     def step(self, number: int) -> None:
         """A step begins: its modules and nodes are counted from 0."""
         cells = self.cells
+        self.passed += cells[MODULES]
         cells[MODULES] = cells[FIRED] = cells[TOTAL] = 0
         cells[STEP] = number
         cells[BEGAN_NS] = cells[BEGAN_NS] or time.monotonic_ns()
@@ -171,19 +177,21 @@ class Progress:
     def attach(self, *, steps: bool = False) -> None:
         """Counts every module, backward and optimizer step of this process, whoever makes them.
 
-        steps: nobody tells where one begins; the first optimizer does.
+        steps: nobody tells where one begins: the first optimizer does. Of steps too short for it,
+        modules and backwards are then counted now and then: see nsa.lab.watch.steps.
         """
         from nsa.lab.watch import counting
 
-        if not self._all:
-            self._all = True
-            self._undo += [*counting.all_modules(self), *counting.optimizers(self)]
-            self._count_backwards()
-            if steps:
-                from nsa.lab.watch.steps import loaders
-                from nsa.lab.watch.steps import steps as counted
+        if self._all:
+            return
+        self._all = True
+        self._undo += [*counting.all_modules(self), *counting.optimizers(self)]
+        self._count_backwards()
+        if steps:
+            from nsa.lab.watch.steps import Pace, of_optimizers, waits_for_data
 
-                self._undo += [*counted(self), *loaders(self)]
+            self._undo += [*of_optimizers(self), *waits_for_data(self)]
+            self.pace = Pace(self)
 
     def _count_backwards(self) -> None:
         from nsa.lab.watch import counting
@@ -241,6 +249,7 @@ class Progress:
 
     def unhook(self) -> None:
         """Takes all hooks away."""
+        self.pace = None
         for undo in reversed(self._undo):
             undo()
         self._undo, self._all, self._counts_backwards, self.outputs = [], False, False, None
@@ -258,6 +267,9 @@ class Progress:
     def _answer(self, _: int | None) -> int:
         _asking.discard(self)
         self.cells[MADE] = _nodes_made() or 0
+        if self.pace is not None:
+            with contextlib.suppress(Exception):
+                self.pace()
         return 0
 
     def _poll(self) -> None:

@@ -1,4 +1,6 @@
-"""Where the steps of a training begin that tells nobody of them, and when it waits for data."""
+"""The steps of a training that tells nobody of them, when it waits for data, and how finely it can
+be counted for the price of a hundredth of its time.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,37 @@ import torch
 
 from nsa.lab.watch.counting import Undo, in_place_of
 from nsa.lab.watch.evidence import PHASES
-from nsa.lab.watch.progress import BEGAN_NS, MAIN_THREAD, PHASE, STEP, Progress
+from nsa.lab.watch.progress import BEGAN_NS, MAIN_THREAD, MODULES, PHASE, STEP, Progress
 
 OTHERS = 64  # steps of other optimizers without one of the first: then it is not the first any more
+MODULE_S, BACKWARD_S = 2e-6, 150e-6  # about what it costs to count one
+SHARE = 0.01  # of the time may go into counting modules and backwards
+MOST_REST_S = 3.0
 
 
-def steps(progress: Progress) -> list[Undo]:
+class Pace:
+    """Lets modules and backwards be counted all the time, or of short steps now and then.
+
+    Called by the main thread with each beat. Where a beat's counting cost more than its share, none
+    is done until the average is right, or for three seconds; steps always count.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._last, self._seen, self._until = time.monotonic(), (0, 0), 0.0
+
+    def __call__(self) -> None:
+        progress, now = self._progress, time.monotonic()
+        seen = (progress.passed + progress.cells[MODULES], progress.backwards)
+        cost_s = MODULE_S * (seen[0] - self._seen[0]) + BACKWARD_S * (seen[1] - self._seen[1])
+        spent_s, self._last, self._seen = now - self._last, now, seen
+        if not progress.fine:
+            progress.fine = now >= self._until
+        elif cost_s > 2 * SHARE * spent_s:
+            progress.fine, self._until = False, now + min(cost_s / SHARE, MOST_REST_S)
+
+
+def of_optimizers(progress: Progress) -> list[Undo]:
     """A step for each of the first optimizer; the first begins with the first backward."""
     from torch.amp.grad_scaler import GradScaler
     from torch.optim import optimizer
@@ -66,7 +93,7 @@ class _First:
         self._others = 0
         _begin(self._progress)
         number = self._progress.cells[STEP] + 1
-        if self._progress.outputs is None:  # inside a backward, whose counts must go on
+        if self._progress.within:  # a backward, whose counts must go on
             self._progress.cells[STEP] = number
         else:
             self._progress.step(number)
@@ -88,7 +115,7 @@ def at_first_backward(do: Callable[[], Any]) -> Undo:
     return undo
 
 
-def loaders(progress: Progress) -> list[Undo]:
+def waits_for_data(progress: Progress) -> list[Undo]:
     """Guesses the phase "data" while the main thread waits for a DataLoader."""
     from torch.utils.data import dataloader
 
