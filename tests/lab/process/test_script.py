@@ -39,8 +39,7 @@ if __name__ == "__main__":
     main()
 """
 )
-SPAWNS = (
-    """
+SPAWNS = """
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -51,9 +50,7 @@ class Numbers(Dataset):
 if __name__ == "__main__":
     torch.multiprocessing.set_start_method("spawn")
     print(sum(float(x.sum()) for x in DataLoader(Numbers(), num_workers=1)))
-"""
-    + STEPS.format(steps=1)
-)
+""" + STEPS.format(steps=1)
 LATE = """
 import atexit, threading, time, torch
 from pathlib import Path
