@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nsa.lab.process import child, procfs
+from nsa.lab.process import child, procfs, script
 from nsa.lab.process.trial import Outcome
 from nsa.lab.verdict import judge
 from nsa.lab.watch import looks, progress
@@ -273,6 +273,8 @@ def settle(
     if isinstance(ended, Outcome):
         wrote = (folder / "result.json").is_file()
         end = _end(ended.status, ended.message, ended.evidence, ended.returncode, wrote=wrote)
+        if end.how == "exit" and end.returncode == 0 and script.is_script(evidence.spec["subject"]):
+            end = End("returned", 0)  # os._exit(0) is a script's good right
     else:
         end = _of_ranks(ended, killed)
     if end.how == "stopped by the supervisor":

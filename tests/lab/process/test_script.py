@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.lab.process import script
+from nsa.lab.process import preflight, script
 from nsa.lab.process.runner import Spec, run
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import Plan
@@ -113,6 +113,41 @@ def test_wrong_words_end_it_with_what_it_printed(here):
     verdict = judge(evidence)
     assert verdict.kind == "CRASH" and "SystemExit" in verdict.label
     assert "unrecognized arguments: --rate" in evidence.output[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_what_it_raises_is_told_from_its_own_first_line(here):
+    (here / "raises.py").write_text("def f():\n    raise KeyError(1)\n\nf()\n")
+    end = tried(here, "raises.py").end
+    assert [line for line in end.traceback.splitlines() if "File" in line] == [
+        f'  File "{here}/raises.py", line 4, in <module>',
+        f'  File "{here}/raises.py", line 2, in f',
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_an_exit_with_0_that_asks_nobody_is_a_return(here):
+    (here / "leaves.py").write_text("import os\nprint('done', flush=True)\nos._exit(0)\n")
+    evidence = tried(here, "leaves.py")
+    assert judge(evidence).kind == "PASS" and evidence.output == ["done"]
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_a_script_that_changes_before_its_process_reads_it_proves_nothing(here, monkeypatch):
+    before = preflight.files
+
+    def stale(subject):
+        found = before(subject)
+        (here / "late.py").write_text("print('edited meanwhile')")
+        return found
+
+    monkeypatch.setattr(preflight, "files", stale)
+    evidence = tried(here, "late.py")
+    assert judge(evidence).kind == "INCONCLUSIVE"
+    assert evidence.preflight == ["rank 0 ran another source than was there at the start"]
 
 
 @pytest.mark.processes
