@@ -113,10 +113,7 @@ def run(
         except SystemExit as error:
             code = error.code
         progress.enter("end")
-        main = threading.current_thread()
-        for thread in threading.enumerate():  # as Python waits for them before it exits
-            if thread is not main and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # as Python does: ends idle pools, waits for threads
         atexit._run_exitfuncs()
         if code not in (None, 0):
             raise SystemExit(code)

@@ -52,8 +52,10 @@ if __name__ == "__main__":
     print(sum(float(x.sum()) for x in DataLoader(Numbers(), num_workers=1)))
 """ + STEPS.format(steps=1)
 LATE = """
-import atexit, threading, time, torch
+import atexit, concurrent.futures, threading, time, torch
 from pathlib import Path
+pool = concurrent.futures.ThreadPoolExecutor(2)  # which nobody closes
+assert pool.submit(int, "1").result() == 1
 here = Path(__file__).parent
 def late():
     time.sleep(0.5)
