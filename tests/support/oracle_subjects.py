@@ -264,3 +264,87 @@ class Mixing(nn.Module):
     def forward(self, x, dense):
         x = self.by(x)
         return (x @ x.T).softmax(-1) @ x if dense else x.tanh()
+
+
+class Searches(Plain):
+    """Keeps a number of each step, and looks through all of them in each."""
+
+    def build(self):
+        self.seen = []
+        return super().build()
+
+    def after(self, i, loss):
+        self.seen += [i] * 2_000
+        for _ in range(4):
+            sum(number * number for number in self.seen)
+
+
+class Forgotten(Plain):
+    """A scale that is made when the optimizer is already there."""
+
+    def __init__(self, settings=None, progress=None):
+        super().__init__(settings)
+        self.model["scale"] = nn.ParameterDict({"by": nn.Parameter(torch.ones(SIZE))})
+
+    def hidden(self, i, x):
+        return super().hidden(i, x) * self.model["scale"]["by"]
+
+
+class TwoOptimizers(Forgotten):
+    """Gives it to a second optimizer, which is called in the last step only."""
+
+    def __init__(self, settings=None, progress=None):
+        super().__init__(settings)
+        self.second = torch.optim.SGD(self.model["scale"].parameters(), lr=0.1)
+
+
+class RateOfZero(Plain):
+    """A group of its own for the first layer, with a learning rate of 0."""
+
+    def __init__(self, settings=None, progress=None):
+        super().__init__(settings)
+        first, second = (self.model[name].parameters() for name in ("first", "second"))
+        self.optimizer = torch.optim.SGD([{"params": first, "lr": 0.0}, {"params": second}], lr=0.1)
+
+
+class Rounded(Plain):
+    """bf16 weights of 1 and more, with steps that are too small for them, and a bias that moves."""
+
+    def __init__(self, settings=None, progress=None):
+        super().__init__(settings)
+        self.model.bfloat16()
+        nn.init.ones_(self.model["second"].weight)
+        nn.init.zeros_(self.model["second"].bias)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
+
+    def loss(self, i, x):
+        return super().loss(i, x.bfloat16())
+
+
+class DeadHeads(Plain):
+    """Of two heads one is multiplied by 0 before the output."""
+
+    def build(self):
+        return nn.ModuleDict({"first": nn.Linear(SIZE, 16), "second": nn.Linear(16, 1)})
+
+    def hidden(self, i, x):
+        return super().hidden(i, x) * torch.cat([torch.ones(8), torch.zeros(8)])
+
+
+class Explodes(Plain):
+    """Finite, and larger in each step."""
+
+    def loss(self, i, x):
+        return super().loss(i, x) + 1.5**i
+
+
+class Learns(Plain):
+    def loss(self, i, x):
+        return super().loss(0, torch.ones(4, SIZE))
+
+
+class Stays(Plain):
+    """Noise around 1, whatever it does."""
+
+    def loss(self, i, x):
+        return 0 * super().loss(i, x) + 1 + 0.1 * x.mean()

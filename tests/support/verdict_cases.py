@@ -169,7 +169,7 @@ def sleeping(left_s, text="sleeps"):
 
 
 def spinning(**more):
-    return process(thread(closed_loop=True, visible="same", **more))
+    return process(thread(visible="same", **more))
 
 
 TAKES_GIL = thread(wait=Wait("lock", "waits for a futex", OTHERS, left_s=0.005), gil=False)
@@ -228,7 +228,7 @@ NEAR = cases({
     "SLOW:uncounted": {
         "computes": still(process(), cpu=1.0, state="R", each_cpu_s=0.9),
         "computes, in a loop whose variables change":
-            still(each=[[process(thread(closed_loop=True, visible=str(n)))] for n in range(4)],
+            still(each=[[process(thread(visible=str(n)))] for n in range(4)],
                   cpu=1.0, each_cpu_s=1.5),
         "a closed loop that had no processor yet": still(spinning(), each_cpu_s=0.1),
         "a native call that keeps the GIL":

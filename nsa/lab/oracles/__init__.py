@@ -4,32 +4,45 @@ A rank's side: `with Watch(names, subject) as seen:`, around each step `seen.beg
 `seen.end(i, loss)`, then `seen.results(remake)`. The supervisor's side: `merge` of all ranks'.
 
 A result is {"ok", "detail", "what", "place"}: ok None where it could not tell; what, the word for
-the fault; place, the parameter or module, the same in a model of other depth.
+the fault; place, the parameter or module, the same in a model of other depth. It may have a "hint",
+a sentence for a reader of what may be meant so: no fault, whatever it says.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from nsa.lab.oracles import compare, gradients
 from nsa.lab.oracles.compare import Remake
+from nsa.lab.oracles.duration import Duration
 from nsa.lab.oracles.growth import Census, Graph, Memory, Recompilations
+from nsa.lab.oracles.learning import Learning
+from nsa.lab.oracles.losses import Losses
 from nsa.lab.oracles.steps import Result, Steps, unknown
 from nsa.spelling import nearest
 
 # Name, what it takes after a colon, and what must hold.
 ORACLES = {
-    "arrival": ("", "each trainable parameter has a gradient in each step, not always zeros"),
+    "arrival": (
+        "",
+        "each trainable parameter has a gradient, from some step on and not only zeros",
+    ),
     "finite": ("", "gradients and parameters are finite"),
     "ranks": ("", "the same gradients arrive on all ranks"),
     "graph": ("", "a backward does not go through more nodes from step to step"),
     "census": ("", "no tensors, graphs or cycles are kept from step to step"),
     "memory": ("", "memory does not grow steadily from step to step"),
     "recompilations": ("", "steps do not compile again and again"),
+    "duration": ("", "a step does not take ever more processor time (hints: a little more)"),
+    "optimizers": ("", "what has a gradient is in an optimizer (hints: it does not change)"),
+    "rows": ("", "(hints) no part of a gradient is always zero"),
+    "explosion": ("MOST", "no loss is above MOST; (hints) without it, the loss does not explode"),
+    "plateau": ("MOST", "the loss ends at MOST or below; (hints) without it, the loss falls"),
     "checkpoint": ("", "checkpointing on and off have the same gradients"),
     "backends": ("VALUE or SETTING=VALUE", "another backend, or setting, has the same gradients"),
     "quadratic": ("SETTING", "what is kept does not grow with the square of settings['tokens']"),
@@ -37,6 +50,9 @@ ORACLES = {
 ANEW = ("checkpoint", "backends", "quadratic")  # make the subject once more, after the last step
 CHEAP = tuple(name for name in ORACLES if name not in ANEW)
 GRADIENTS = ("arrival", "finite", "ranks")
+LEARNING = ("optimizers", "rows")
+LOSSES = ("explosion", "plateau")
+NO_MODEL = "the subject has no `model`, a torch.nn.Module, to look at"
 
 
 def check(asked: Sequence[str]) -> None:
@@ -47,6 +63,11 @@ def check(asked: Sequence[str]) -> None:
             raise ValueError(f"no oracle {name!r}; {nearest(name, ORACLES)}")
         if name == "backends" and not value:
             raise ValueError("oracle 'backends' compares with another: 'backends:sequential'")
+        if name in LOSSES and colon:
+            try:
+                float(value)
+            except ValueError:
+                raise ValueError(f"oracle {one!r} wants a number, as '{name}:2.5'") from None
         if colon and not ORACLES[name][0]:
             raise ValueError(f"oracle {name!r} takes nothing after a colon, got {value!r}")
 
@@ -74,13 +95,21 @@ class Watch(Steps):
             "recompilations": Recompilations,
         }
         self._watching = {name: make() for name, make in made.items() if name in self._asked}
-        self._gradients = None
-        listeners = list(self._watching.values())
+        self._gradients = self._learning = None
+        self._losses = Losses()
+        listeners = [self._losses, *self._watching.values()]
+        expected = getattr(subject, "without_gradient", ())
+        if model is not None and not self._asked.keys().isdisjoint(LEARNING):
+            self._learning = Learning(model, subject, expected)
+            listeners.insert(0, self._learning)
         if model is not None and not self._asked.keys().isdisjoint(GRADIENTS):
-            expected = getattr(subject, "without_gradient", ())
             self._gradients = gradients.Gradients(model, expected)
             if not self._gradients.why_not:
                 listeners.insert(0, self._gradients)
+        if "duration" in self._asked:  # begins last and ends first: what others do is no step's
+            timed = self._watching["duration"] = Duration(model)
+            listeners.insert(0, SimpleNamespace(end=timed.end))
+            listeners.append(SimpleNamespace(begin=timed.begin, close=timed.close))
         super().__init__(listeners)
 
     def results(self, remake: Remake | None = None) -> dict[str, Result]:
@@ -103,8 +132,14 @@ class Watch(Steps):
     def _result(self, name: str, value: str, remake: Remake | None) -> Result:
         if name in GRADIENTS:
             if self._gradients is None:
-                return unknown("the subject has no `model`, a torch.nn.Module, to look at")
+                return unknown(NO_MODEL)
             return getattr(gradients, name)(self._gradients)
+        if name in LEARNING:
+            if self._learning is None:
+                return unknown(NO_MODEL)
+            return getattr(self._learning, name)()
+        if name in LOSSES:
+            return getattr(self._losses, name)(value)
         if name in self._watching:
             return self._watching[name].result()
         if remake is None:
@@ -130,12 +165,19 @@ def merge(by_rank: Mapping[int, Mapping[str, Result]]) -> dict[str, Result]:
         if name == "ranks":
             merged[name] = gradients.compare_ranks(mine)
             continue
-        worst = min(mine, key=lambda rank: ({False: 0, None: 1}.get(mine[rank]["ok"], 2), rank))
+        worst = min(mine, key=lambda rank: (*_rank_of(mine[rank]), rank))
         first = dict(mine[worst])
+        first.pop("at", None)
         if len({str(result["detail"]) for result in mine.values()}) > 1:
             first["detail"] = f"rank {worst}: {first['detail']}"
         merged[name] = first
     return merged
+
+
+def _rank_of(result: Result) -> tuple[int, float, bool]:
+    """Broken before unknown before right, what came first before what came of it, hints first."""
+    order = {False: 0, None: 1}.get(result["ok"], 2)
+    return order, result.get("at", 0.0), "hint" not in result
 
 
 def _value(text: str) -> Any:

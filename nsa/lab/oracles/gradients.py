@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nsa.lab.observers.arrival import MISSING, ZERO, GradientArrival
 from nsa.lab.observers.graph import unreachable
-from nsa.lab.oracles.steps import Result, broken, ok, some, unknown
+from nsa.lab.oracles.learning import digest
+from nsa.lab.oracles.steps import Result, anywhere, broken, ok, some, unknown
 
 KEEP = 50  # steps between two readings, which wait for the device
+OTHERS = 0.5  # of a step: what others' average brings comes after what is a rank's own
 
 
 class Gradients:
@@ -34,9 +37,11 @@ class Gradients:
         except ValueError as error:
             self.why_not = str(error)
         self.steps: dict[int, dict[str, list[str]]] = {}
+        self.local = Local(model) if several() else None
         self.unreachable: tuple[str, ...] | None = None
         self._open: dict[int, dict[str, Any]] = {}  # steps whose rows were not read yet
         self._stepped = False
+        self._without: dict[str, int | None] = {}  # digests of what had no gradient at first
 
     def begin(self, step: int) -> None:
         self._now = {"backwards": 0, "optimizers": 0, "overflow": None}
@@ -60,7 +65,14 @@ class Gradients:
         if not self._now["optimizers"]:
             self._arrival.on_phase("optimizer", step)
         self._arrival.on_phase("end", step)
+        if self.local is not None:
+            self.local.end(step, loss)
         if self._now["backwards"]:
+            if not self.steps and not self._open:
+                named = self._model.named_parameters()
+                self._without = {
+                    n: digest(p) for n, p in named if p.requires_grad and p.grad is None
+                }
             self._open[step] = self._now
         if len(self._open) >= KEEP:
             self.read()
@@ -87,8 +99,26 @@ class Gradients:
         floats = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
         return [n for n, p in floats if not bool(torch.isfinite(p.detach()).all())]
 
+    def averaged(self, names: Collection[str]) -> set[str]:
+        """Those that have changed since the first step, in which they had no gradient: something
+        other than an optimizer moves them, as an average of other parameters."""
+        now = dict(self._model.named_parameters())
+        before = {
+            n: self._without[n] for n in names if n in now and self._without.get(n) is not None
+        }
+        return {name for name, was in before.items() if digest(now[name]) != was}
+
+    def alone(self, names: Collection[str]) -> bool:
+        """Whether they are biases of modules whose weights are not among them: a loss may not
+        depend on a bias, as a critic's last."""
+        weights = {f"{name.removesuffix('bias')}weight" for name in names}
+        known = dict(self._model.named_parameters())
+        return all(n.endswith("bias") for n in names) and weights <= known.keys() - set(names)
+
     def close(self) -> None:
         self._arrival.close()
+        if self.local is not None:
+            self.local.close()
 
     def _reach(self, roots: Sequence[Any]) -> None:
         named = list(self._model.named_parameters())
@@ -100,33 +130,124 @@ class Gradients:
         self.unreachable = tuple(n for n, _ in named if n in common and n not in self.expected)
 
 
+class Local:
+    """Whether this rank's own gradients are finite, before the ranks' average spreads them.
+
+    A parameter's hook runs as its accumulation ends, and DDP's after it. Costs one reduction of
+    each gradient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._now: list[tuple[str, Tensor]] = []
+        self._steps: dict[int, tuple[list[str], Tensor, Any]] = {}
+        self._found: tuple[int, str, bool] | None = None
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._see, n)) for n, p in named
+        ]
+
+    def _see(self, name: str, parameter: Tensor) -> None:
+        gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        if gradient is not None and gradient.numel() and not gradient.is_sparse:
+            largest = torch.linalg.vector_norm(gradient.detach(), float("inf"))
+            self._now.append((name, largest.float()))
+
+    def end(self, step: int, loss: Any) -> None:
+        if self._now:
+            names = [name for name, _ in self._now]
+            loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
+            self._steps[step] = names, torch.stack([x for _, x in self._now]), loss
+            self._now = []
+        if len(self._steps) >= KEEP:
+            self.first()
+
+    def first(self) -> tuple[int, str, bool] | None:
+        """Step, the first parameter in order of arrival, and whether the loss was not finite."""
+        for step, (names, largest, loss) in self._steps.items():
+            bad = [n for n, x in zip(names, largest.tolist(), strict=True) if not math.isfinite(x)]
+            if bad and self._found is None:
+                told = loss is not None and not math.isfinite(float(loss))
+                self._found = step, bad[0], told
+        self._steps = {}
+        return self._found
+
+    def close(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def several() -> bool:
+    """Whether this is one of several ranks."""
+    distributed = torch.distributed
+    joined = distributed.is_available() and distributed.is_initialized()
+    return joined and distributed.get_world_size() > 1
+
+
 def arrival(seen: Gradients) -> Result:
     """Each trainable parameter has a gradient in each step, and not always one of zeros."""
     if not seen.steps:
         return unknown(seen.why_not or "no backward was seen")
-    for step, found in seen.steps.items():
-        if names := found[MISSING]:
-            reach = "" if set(names) - set(seen.unreachable or ()) else ": the loss does not reach"
-            detail = f"step {step}: no gradient for {len(names)} parameters{reach} {some(names)}"
-            return broken("missing-grad", detail, names[0])
+    numbers = list(seen.steps)
+    missing = {step: found[MISSING] for step, found in seen.steps.items() if found[MISSING]}
+    lasting = _lasting(seen.steps)
+    moved = seen.averaged([name for name, since in lasting.items() if since == numbers[0]])
+    gone = {name: since for name, since in lasting.items() if name not in moved}
+    if gone:
+        step = min(gone.values())
+        names = [name for name in missing[step] if gone.get(name) == step]
+        reach = "" if set(names) - set(seen.unreachable or ()) else ": the loss does not reach"
+        detail = f"step {step}: no gradient for {len(names)} parameters{reach} {some(names)}"
+        return broken("missing-grad", detail, names[0])
     first, *others = seen.steps.values()
     named = [name for name in first[ZERO] if all(name in found[ZERO] for found in others)]
-    if named and others:
+    if named and others and not seen.alone(named):
         detail = f"all zero in each of {len(seen.steps)} steps: {some(named)}"
         return broken("zero-grad", detail, named[0])
-    if named:
+    if named and not others:
         return unknown(f"zero in the only step, which initial weights may explain: {some(named)}")
     unseen = any(found["unseen"] for found in seen.steps.values())
     more = "; their values were gone when the step ended" if unseen else ""
-    return ok(f"every gradient arrived in {len(seen.steps)} steps{more}")
+    hints = [f"all zero in each of {len(numbers)} steps: {some(named)}"] if named else []
+    rare = dict.fromkeys(name for names in missing.values() for name in names)
+    if rare := [name for name in rare if name not in moved]:
+        hints.append(f"no gradient for {some(rare)} in some of {len(numbers)} steps")
+    every = "every other" if hints or moved else "every"
+    found = ok(f"{every} gradient arrived in {len(numbers)} steps{more}")
+    return found | ({"hint": "; ".join(hints)} if hints else {})
+
+
+def _lasting(steps: Mapping[int, Mapping[str, list[str]]]) -> dict[str, int]:
+    """Names without a gradient from some step to the end, and that step.
+
+    Not those that are one of several alike, as experts or layers are, of which another was missing
+    and came back: that one is taken now and then.
+    """
+    since: dict[str, int] = {}
+    rare: set[str] = set()
+    for step, found in steps.items():
+        names = set(found[MISSING])
+        rare |= {anywhere(name) for name in since if name not in names}
+        since = {name: since.get(name, step) for name in found[MISSING]}
+    return {name: step for name, step in since.items() if anywhere(name) not in rare}
 
 
 def finite(seen: Gradients) -> Result:
-    """Every gradient that was used, and every parameter at the end."""
+    """Every gradient that was used, and every parameter at the end.
+
+    "at" says when it was this rank's own: half a step later where others' average brought it.
+    """
+    own = seen.local.first() if seen.local is not None else None
     for step, found in seen.steps.items():
         if names := found["bad"]:  # in order of arrival: the first is nearest to where it came from
             detail = f"step {step}: {len(names)} gradients are not finite, first {some(names)}"
-            return broken("nan-grad", detail, names[0])
+            if own is None or own[0] > step:  # by then it computes with what others spoilt
+                return broken("nan-grad", detail, names[0]) | {"at": step + OTHERS}
+            at, name, loss = own
+            also = ", and so was the loss" if loss else ""
+            own_said = (
+                f"step {at}: its own gradient of {name} was not finite before it was averaged"
+            )
+            return broken("nan-grad", f"{own_said}{also}; {detail}", name) | {"at": at}
     if names := seen.bad_parameters():
         detail = f"{len(names)} parameters are not finite: {some(names)}"
         return broken("nan-parameter", detail, names[0])

@@ -79,9 +79,12 @@ def unknown(detail: str) -> Result:
 
 
 def broken(what: str, detail: str, name: str = "") -> Result:
-    """The place is `name` in a model of any depth: blocks.1.mlp.weight as blocks.*.mlp.weight."""
-    place = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    return {"ok": False, "detail": detail, "what": what, "place": place}
+    return {"ok": False, "detail": detail, "what": what, "place": anywhere(name)}
+
+
+def anywhere(name: str) -> str:
+    """`name` in a model of any depth: blocks.1.mlp.weight as blocks.*.mlp.weight."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def some(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from nsa.lab.process import child, procfs
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.watch import kernel, looks, loops, progress
+from nsa.lab.watch import kernel, looks, progress
 from nsa.lab.watch.evidence import Evidence, P, Process, Sample, Snapshot, thinned
 
 EVERY_S = 0.25
@@ -125,8 +125,7 @@ class Observer:
         taken = looks.with_stacks(taken, native=native)
         taken = self._by_faulthandler(taken)
         dead = [process for rank, process in self._dead.items() if rank not in ranks]
-        processes = [_loops(process) for process in taken.processes]
-        taken = replace(taken, processes=(*processes, *dead), gpu_percent=self._percent())
+        taken = replace(taken, processes=(*taken.processes, *dead), gpu_percent=self._percent())
         end = self.t + ANSWER_S
         while self.t < end and not all(file.is_file() for file in asked):
             time.sleep(0.05)
@@ -244,13 +243,3 @@ class Observer:
 
 def _answer(file: Path, name: str) -> Path:
     return file.with_name(f"{name}-{file.stem.partition('-')[2]}.json")
-
-
-def _loops(process: Process) -> Process:
-    """Marks the threads that are in a loop which nothing else can end."""
-    threads = [
-        replace(t, closed_loop=True) if t.frames and t.wait is None and loops.closed(t.frames[0])
-        else t
-        for t in process.threads
-    ]  # fmt: skip
-    return replace(process, threads=tuple(threads))

@@ -1,6 +1,7 @@
 """One function on several ranks of one host, under torchrun, and how each rank ended."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -17,6 +18,14 @@ _STACK_S = 1.0
 _MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
 _TAIL = 4000
 _FAILURE = re.compile(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)")
+# What a rank says that lost another, or waited for it in vain.
+_WITNESS = re.compile(
+    r"DistNetworkError|connection (was |has been )?(likely )?(reset|closed|refused|aborted|lost)"
+    r"|broken pipe|socket (closed|timeout)|remote process exited|ncclRemoteError|ncclSystemError"
+    r"|failed to (recv|send)|recv(Value)? failed|sendBytes failed|pair closure"
+    r"|timed out waiting|watchdog caught collective|ranks? failed to (pass|reach)",
+    re.IGNORECASE,
+)
 
 
 def run_ranks(
@@ -53,6 +62,14 @@ def run_ranks(
         for left in folder.glob(pattern):
             left.unlink()
     given = {"entry": entry, "spec": spec, "ranks": ranks, "folder": str(folder)}
+    cut: list[float] = []  # when it was ended from here: what ranks say after that is our doing
+
+    def watched(pid: int) -> str:
+        reason = watch(pid) if watch is not None else ""
+        if reason:
+            cut.append(time.time())
+        return reason
+
     launched = trial.run_child(
         "nsa.lab.process.ranks:launch",
         given | {"deadline_s": deadline_s},
@@ -60,14 +77,17 @@ def run_ranks(
         folder=folder / "launch",
         env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})},
         stop=stop,
-        watch=watch,
+        watch=watched if watch is not None else None,
         python=python,
     )
-    return _rows(launched, ranks, folder)
+    return _rows(launched, ranks, folder, min(cut, default=None))
 
 
 def launch(spec: dict) -> dict:
-    """torchrun itself, watched; runs in a child process. {"late", "stderr"}."""
+    """torchrun itself, watched; runs in a child process.
+
+    {"late": when its deadline was over, None where it ended before, "stderr"}.
+    """
     folder = Path(spec["folder"])
     spec_file = folder / "ranks.json"
     spec_file.write_text(json.dumps(spec["spec"], indent=1), encoding="utf-8")
@@ -87,6 +107,7 @@ def launch(spec: dict) -> dict:
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
     late = process.poll() is None
+    ended = time.time()
     if late:
         for place in folder.glob("place-*.json"):
             try:
@@ -95,11 +116,15 @@ def launch(spec: dict) -> dict:
                 continue  # it has just ended
         time.sleep(_STACK_S)
     text = (folder / "torchrun.txt").read_text(encoding="utf-8", errors="replace")
-    return {"late": late, "stderr": text[-4 * _TAIL :]}
+    return {"late": ended if late else None, "stderr": text[-4 * _TAIL :]}
 
 
-def _rows(launched: trial.Outcome, ranks: int, folder: Path) -> list[dict]:
-    said = launched.result or {"late": launched.status == "timeout", "stderr": launched.evidence}
+def _rows(
+    launched: trial.Outcome, ranks: int, folder: Path, cut: float | None = None
+) -> list[dict]:
+    said = launched.result or {"late": None, "stderr": launched.evidence}
+    if launched.status == "timeout":
+        said["late"] = cut or time.time()
     codes = {int(rank): int(code) for rank, code in _FAILURE.findall(said["stderr"])}
     rows = [_row(rank, said, codes.get(rank), launched, folder) for rank in range(ranks)]
     first = _first(rows, said["stderr"])
@@ -107,6 +132,7 @@ def _rows(launched: trial.Outcome, ranks: int, folder: Path) -> list[dict]:
         row["first"] = row["rank"] == first
         row["seconds"] = launched.seconds
         row["raised"] = row.pop("time") is not None
+        del row["code"]
     return rows
 
 
@@ -114,7 +140,9 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
     left = child.read(folder / f"rank-{rank}.json", {})
     place = child.read(folder / f"place-{rank}.json", {}).get("place", "before its start")
     row = {"rank": rank, "place": place, "result": None, "message": "", "evidence": "",
-           "time": None}  # fmt: skip
+           "time": None, "code": code}  # fmt: skip
+    if left.get("status") != "ok" and left.get("time", 0.0) > (said["late"] or math.inf):
+        left = {}  # it lost the others, or was interrupted, as all were ended
     if left.get("status") == "ok":
         return row | {"status": "ok", "result": left["result"]}
     if left:
@@ -137,14 +165,37 @@ def _row(rank: int, said: dict, code: int | None, launched: trial.Outcome, folde
 
 
 def _first(rows: list[dict], stderr: str) -> int | None:
-    """A rank that a signal ended went before those whose connection to it broke."""
+    """The rank whose own the cause is: one that a signal ended, else that raised, else that exited.
+
+    Those that lost their connection to it, or waited for it, only noticed. None where all that
+    failed did, and another had returned or was ended before it could say anything.
+    """
     cause = _FAILURE.search(stderr, max(0, stderr.find("Root Cause")))
     named = int(cause[1]) if cause else None
-    crashed = [row["rank"] for row in rows if row["status"] == "crash"]
+    witnesses = [row["rank"] for row in rows if is_witness(row)]
+    own = [row for row in rows if row["rank"] not in witnesses]
+    crashed = [row["rank"] for row in own if row["status"] == "crash"]
     if crashed:
         return named if named in crashed else crashed[0]
-    raised = sorted((row["time"], row["rank"]) for row in rows if row["time"] is not None)
-    return raised[0][1] if raised else named
+    raised = [(row["time"], row["rank"]) for row in own if row["time"] is not None]
+    if raised:
+        return min(raised)[1]
+    exited = [row["rank"] for row in own if row["status"] == "error" and row["code"] is not None]
+    if exited:
+        return named if named in exited else exited[0]
+    if witnesses and len(witnesses) < len(rows):
+        return None
+    noticed = [(row["time"] or math.inf, row["rank"]) for row in rows if is_witness(row)]
+    return min(noticed)[1] if noticed else named
+
+
+def is_witness(row: dict) -> bool:
+    """Whether a rank ended because it lost another: its peers' end is not its own fault."""
+    if row["status"] == "error" and row["time"] is not None:
+        return bool(_WITNESS.search(row["message"]))
+    # NCCL's watchdog, and what C++ throws in a thread, abort a process
+    aborted = row["status"] == "crash" and row["message"].endswith("SIGABRT")
+    return aborted and bool(_WITNESS.search(row["evidence"]))
 
 
 def _tail(rank: int, folder: Path) -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.process import child, preflight, script, sources, trial
-from nsa.lab.watch import Progress, Unheard
+from nsa.lab.watch import Progress, Unheard, flight_recorder
 
 FAR_S = 3600.0  # beyond any trial: the supervisor ends a trial, not the process group
 
@@ -130,6 +130,10 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
             _run_script(spec, progress, loaded, left)
         else:
             _run(spec, progress, loaded, losses, left)
+    except BaseException:
+        if rank_and_ranks()[1] > 1:  # collectives that do not match are told by all ranks' records
+            flight_recorder.write(folder, rank)
+        raise
     finally:
         with contextlib.suppress(Exception):
             left["losses"] = [str(float(loss)) for loss in losses if loss is not None]

@@ -7,6 +7,7 @@ four times a second.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -156,7 +157,12 @@ def _of_ranks(rows: list[dict[str, Any]], killed: bool) -> End:
     status = first["status"]
     if killed and status == "crash" and first["message"].endswith("SIGKILL"):
         status = "oom"
-    end = _end(status, first["message"], first["evidence"], None, wrote=first["raised"])
+    message = first["message"]
+    if not first["first"] and status != "timeout":  # it lost a rank, and none says why
+        others = {"ok": "had returned", "ended": "was ended before it could say why"}
+        told = [f"rank {r['rank']} {others[r['status']]}" for r in rows if r["status"] in others]
+        message = "; ".join([message, *told])
+    end = _end(status, message, first["evidence"], None, wrote=first["raised"])
     return replace(end, first_rank=first["rank"] if first["first"] else None)
 
 
@@ -176,6 +182,24 @@ def _end(status: str, message: str, evidence: str, code: int | None, *, wrote: b
     return End("exception", code, named[1], named[2], evidence, out_of_memory=memory)
 
 
+def _lost(losses: dict[int, Any]) -> dict[str, dict[str, Any]]:
+    """The rank whose own loss was the first that is not finite; others' follow from its gradients.
+
+    Nothing where that is rank 0's: its losses are the evidence's.
+    """
+    bad = [
+        (step, rank, loss)
+        for rank, mine in losses.items()
+        for step, loss in enumerate(mine)
+        if not math.isfinite(float(loss))
+    ]
+    step, rank, loss = min(bad, default=(0, 0, ""))
+    if rank == 0:
+        return {}
+    told = f"rank {rank}: its loss of step {step} is {loss}, the first that is not finite"
+    return {"loss": {"ok": False, "detail": told, "what": "nan-loss", "place": ""}}
+
+
 def _take(evidence: Evidence, left: dict[int, dict[str, Any]]) -> None:
     """What the ranks wrote down."""
     evidence.losses = [float(loss) for loss in left.get(0, {}).get("losses", ())]
@@ -187,6 +211,8 @@ def _take(evidence: Evidence, left: dict[int, dict[str, Any]]) -> None:
         from nsa.lab import oracles
 
         evidence.oracles = oracles.merge(said)
+    losses = {rank: found.get("losses", ()) for rank, found in left.items()}
+    evidence.oracles |= _lost(losses) if len(left) > 1 else {}
     source = evidence.environment.get("source")
     for rank, found in left.items():
         if found.get("source") not in (None, source):

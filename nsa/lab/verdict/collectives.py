@@ -6,7 +6,7 @@ From the ranks' Flight Recorders where they could be read, else from their stack
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nsa.lab.verdict.frames import short
@@ -14,7 +14,10 @@ from nsa.lab.verdict.graph import Collective
 from nsa.lab.watch.evidence import Evidence, Snapshot, Thread
 
 _DISTRIBUTED = "torch/distributed/"
-_PLAIN = re.compile(r"^\w+:")  # gloo:all_reduce
+# What gloo says where a peer sends more than there is room for.
+_TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_PAIRS = ("send", "recv")  # which have numbers of their own
+_UNEVEN = ("gather", "scatter", "all_to_all", "alltoall")  # rightly of other sizes on each rank
 # Functions of torch.distributed that wait for the other ranks, as stacks show them.
 _WAITS = re.compile(
     r" (all_reduce|all_gather\w*|_?all_gather_base|reduce_scatter\w*|broadcast\w*|barrier|reduce|"
@@ -64,26 +67,14 @@ def _waits(look: Snapshot, rank: int) -> bool:
     return main is not None and (main.wait is not None or bool(main.native) or main.state == "S")
 
 
-def _differ(entries: Mapping[int, dict[str, Any]]) -> str:
+def _differ(entries: Mapping[int, Mapping[str, Any]]) -> str:
     """How the ranks' calls of one number differ; "" where they match."""
-    told = {}
-    for rank, entry in entries.items():
-        sizes = entry.get("sizes")
-        told[rank] = f"{_name(entry)} of {_plain(sizes)}" if sizes is not None else _name(entry)
-    if len(set(told.values())) < 2:
+    operations = {_name(entry) for entry in entries.values()}
+    sizes = {str(entry.get("sizes")) for entry in entries.values()}
+    uneven = all(name.startswith(_UNEVEN) or name.endswith(_UNEVEN) for name in operations)
+    if len(operations) < 2 and (uneven or len(sizes) < 2):
         return ""
-    at = {rank: next(iter(entries[rank].get("frames") or []), "") for rank in told}
-    where = {rank: f" at {short(frame)}" if frame else "" for rank, frame in at.items()}
-    return ", ".join(f"rank {rank} {call}{where[rank]}" for rank, call in told.items())
-
-
-def _name(entry: Mapping[str, Any]) -> str:
-    return _PLAIN.sub("", str(entry.get("op") or "a collective"))
-
-
-def _plain(sizes: Any) -> str:
-    one = sizes[0] if isinstance(sizes, list) and len(sizes) == 1 else sizes
-    return str(one).replace(" ", "")
+    return ", ".join(f"rank {rank} {_called(entry)}" for rank, entry in entries.items())
 
 
 def _seen(look: Snapshot) -> dict[int, Collective]:
@@ -103,3 +94,45 @@ def _call(main: Thread) -> str:
         if _DISTRIBUTED in frame and (call := _WAITS.search(frame)):
             named = call[1]
     return named
+
+
+def unlike(evidence: Evidence) -> list[str]:
+    """Sentences on collectives that did not match, of a trial that ended by them."""
+    found = [said] if (said := mismatch(evidence.flights)) else []
+    end = evidence.end
+    if end is not None and (bytes_ := _TOO_LONG.search(f"{end.message}\n{end.traceback}")):
+        who = "a rank" if end.first_rank is None else f"rank {end.first_rank}"
+        sent, room = (int(number) for number in bytes_.groups())
+        found.append(f"{who} was sent {sent:,} bytes where it has room for {room:,}: sizes differ")
+        last = {rank: rows[-1] for rank, rows in sorted(evidence.flights.items()) if rows}
+        if not said and last:
+            told = ", ".join(f"rank {rank} {_called(entry)}" for rank, entry in last.items())
+            found.append(f"the last recorded: {told}")
+    return found
+
+
+def mismatch(flights: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
+    """ "rank 0 calls all_reduce of [3], rank 1 all_reduce of [5] at train.py:12", or "".
+
+    The first number of a group that not all ranks gave to one operation of equal sizes.
+    """
+    calls: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
+    for rank, entries in sorted(flights.items()):
+        for entry in entries:
+            if entry.get("seq") is not None and not any(x in _name(entry) for x in _PAIRS):
+                calls.setdefault((str(entry.get("group")), entry["seq"]), {})[rank] = entry
+    for (group, number), by_rank in sorted(calls.items()):
+        if said := _differ(by_rank):
+            of = f" of group {group}" if group not in ("", "0", "None") else ""
+            return f"collective number {number}{of} does not match: {said}"
+    return ""
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("op") or "?").rpartition(":")[2]
+
+
+def _called(entry: Mapping[str, Any]) -> str:
+    sizes = ", ".join(map(str, entry.get("sizes") or ()))
+    frame = next(iter(entry.get("frames") or ()), "")
+    return f"{_name(entry)} of {sizes or 'nothing'}{f' at {short(frame)}' if frame else ''}"

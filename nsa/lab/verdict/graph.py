@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nsa.lab.verdict.frames import user_line
+from nsa.lab.verdict.frames import short, user_line
 from nsa.lab.watch.evidence import Process, Snapshot, Thread, Wait
 
 Node = tuple[int, int]  # pid, tid
@@ -87,12 +87,16 @@ class Graph:
         thread = self.threads[node]
         wait = thread.wait or Wait("other", self.free.get(node, "nothing tells what it waits for"))
         others = [*self.everyone.get(node, ()), *self.anyone.get(node, ())]
+        own = [other for other in others if other[0] == node[0]]
+        to = [self.label(other) for other in others if len(own) < 2 or other not in own]
+        if len(own) > 1:
+            to.insert(0, f"any of the {len(own)} other threads of {self.label(node)}")
         return {
             "from": self.label(node),
             "at": user_line(thread.frames),
             "kind": wait.kind,
             "text": wait.text,
-            "to": list(dict.fromkeys(self.label(other) for other in others)),
+            "to": list(dict.fromkeys(to)),
             "left_s": wait.left_s,
             "outside": wait.outside,
             "source": wait.source,
@@ -125,7 +129,7 @@ def build(
     graph, works, periodic = Graph(snapshot), set(works), set(periodic)
     mains = {}
     for process in snapshot.processes:
-        told = {row["tid"]: row for row in (locks or {}).get(process.pid, ()) if row.get("sure")}
+        told = {row["tid"]: row for row in (locks or {}).get(process.pid, ())}
         owner = next((thread for thread in process.threads if thread.gil), None)
         threads = process.threads or (Thread(0, main=True, state=process.state),)
         for thread in threads:
@@ -156,16 +160,19 @@ def _exact(
     wait = thread.wait
     if wait is None:
         return thread
-    short = wait.left_s is not None and wait.left_s <= SHORT_S
+    brief = wait.left_s is not None and wait.left_s <= SHORT_S
     if owner is not None and owner.tid != thread.tid and wait.kind == "lock":
         asks = any("take_gil" in name for name in thread.native)
-        if asks or (short and thread.frames):
+        if asks or (brief and thread.frames):
             text = f"waits for the GIL, which thread {owner.name or owner.tid} holds"
             to = ((process.pid, owner.tid),)
             return replace(thread, wait=Wait("GIL", text, to, source="py-spy"))
-    if told is not None and wait.kind == "lock" and wait.left_s is None and told.get("holders"):
-        held = f", held at {told['held_at'][0]}" if told.get("held_at") else ""
-        text = f"waits for {told.get('what', 'a lock')} {told.get('name', '')}".rstrip() + held
+    if told is not None and wait.kind == "lock" and wait.left_s is None:
+        text = f"waits for {told.get('what') or 'a lock'} {told.get('name', '')}".rstrip()
+        if not (told.get("sure") and told.get("holders")):
+            return replace(thread, wait=replace(wait, text=text))
+        if told.get("held_at") and told["held_at"][0]:
+            text += f", held at {short(told['held_at'][0])}"
         to = tuple((process.pid, tid) for tid in told["holders"])
         return replace(thread, wait=Wait("lock", text, to, source=told.get("by", "the process")))
     again = any(file in f and f.endswith(name) for f in thread.frames for file, name in _ASK_AGAIN)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nsa.lab.verdict.collectives import unlike
 from nsa.lab.verdict.pace import moves, pace
 from nsa.lab.verdict.stalls import Rest, Stall, bound_s, named, place_of, rests, stall
 from nsa.lab.watch.evidence import Evidence
@@ -67,10 +68,10 @@ class Verdict:
 
 # Which of several broken oracles names the verdict: what explains the others comes first.
 ORDER = (
-    *("ranks", "finite", "arrival", "checkpoint", "backends", "graph", "census", "quadratic"),
-    *("memory", "recompilations"),
+    *("ranks", "finite", "explosion", "arrival", "optimizers", "checkpoint", "backends", "graph"),
+    *("census", "quadratic", "memory", "plateau", "recompilations", "duration"),
 )
-SLOW_ONLY = "recompile"  # what is right and late
+SLOW_ONLY = ("recompile", "growing")  # what is right and late
 FAULTS = ("SIGSEGV", "SIGBUS")
 DUMPING_S = 2.0  # between the beginning of a dump and the end that it brings
 UNDONE = "ended by itself before its steps were done"
@@ -133,6 +134,7 @@ def _ended(evidence: Evidence) -> Verdict | None:
     because = [f"it ended by {end.how}: {end.message or what}"]
     if end.first_rank is not None:
         because.append(f"rank {end.first_rank} was the first to fail")
+    because += unlike(evidence)
     frames = [f"{file}:{line} {name}" for file, line, name in _FRAME.findall(end.traceback)]
     place = place_of(frames[::-1])
     if not place and evidence.samples:
@@ -162,7 +164,7 @@ def _returned(evidence: Evidence) -> Verdict | None:
         first = evidence.oracles[broken[0]]
         what = first.get("what") or broken[0]
         kind, rule = "FAIL", "an oracle is broken"
-        if what == SLOW_ONLY and not bad:
+        if what in SLOW_ONLY and not bad:
             kind, rule = "SLOW", "right, and late by its own doing"
         return Verdict(kind, what, rule, said, first.get("place", ""), {"broken": broken})
     if bad:
@@ -176,6 +178,9 @@ def _returned(evidence: Evidence) -> Verdict | None:
         f"{name} could not tell: {r.get('detail', '')}"
         for name, r in evidence.oracles.items()
         if r.get("ok") is None
+    ]
+    because += [
+        f"hint: {name}: {r['hint']}" for name, r in evidence.oracles.items() if r.get("hint")
     ]
     numbers = {"late": _is_late(evidence), "seconds": _worked_s(evidence)}
     if numbers["late"]:

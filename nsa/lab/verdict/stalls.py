@@ -15,7 +15,7 @@ from typing import Any
 from nsa.lab.verdict.collectives import collectives
 from nsa.lab.verdict.frames import is_users, nearest, user_line
 from nsa.lab.verdict.graph import Graph, Node, build
-from nsa.lab.watch.evidence import Evidence, P, Sample, Snapshot, Thread, at_last_p
+from nsa.lab.watch.evidence import HIDDEN, Evidence, P, Sample, Snapshot, Thread, at_last_p
 
 LOOKS = 3  # full snapshots that must agree
 WAIT_S = 12.0  # how long all must be quiet before a wait is told as a stall
@@ -185,10 +185,14 @@ def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
 def _spins(looks: Sequence[Snapshot], rank: int) -> bool:
     """In a loop that its own locals alone could end, and they are the same at every look."""
     mine = [t for look in looks if (p := look.of(rank)) and (t := p.main())]
-    if len(mine) < LOOKS + 1 or not all(t.closed_loop and t.visible for t in mine):
+    if len(mine) < LOOKS + 1 or not all(_endless(t) for t in mine):
         return False
     places = {(t.visible, tuple(f.partition(" ")[2] for f in t.frames)) for t in mine}
     return len(places) == 1 and mine[-1].cpu_s - mine[0].cpu_s >= SPUN_S
+
+
+def _endless(thread: Thread) -> bool:
+    return thread.wait is None and bool(thread.visible) and not thread.visible.endswith(HIDDEN)
 
 
 def _spin(graph: Graph, main: Node, rest: Rest, looks: Sequence[Snapshot]) -> Stall:
@@ -217,12 +221,13 @@ def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
     if any("can never end" in wait.text for wait in waits.values()):
         what = "collective"
     cycle = _cycle(graph, main)
-    shown = cycle or [node for node in chain if node in waits][:12]
+    shown = cycle or [node for node in chain if node in waits and _tells(graph, main, node)][:12]
     if main not in shown:
         shown = [main, *shown]
-    because = [_sentence(graph, node) for node in shown[:6] if node in waits]
+    because = [_sentence(graph, node) for node in shown[:4] if node in waits]
     if cycle:
-        because.append(f"{len(cycle)} wait for each other in a circle")
+        many = f"{len(cycle)} threads wait for each other in a circle"
+        because.append(many if len(cycle) > 1 else "it holds itself what it waits for")
     ended = [graph.label(n) for n in chain if (p := graph.process(n)) and p.state in ("Z", "X")]
     because += [f"{name} has ended" for name in dict.fromkeys(ended)]
     because.append(f"nobody is left who could end this: {len(chain)} threads, at {LOOKS} looks")
@@ -315,7 +320,9 @@ def _stall(
 
 def _tells(graph: Graph, main: Node, node: Node) -> bool:
     """Whether a node belongs into the picture: one of many idle threads does not."""
-    return node == main or node[0] != main[0] or bool(graph.threads[node].frames)
+    thread = graph.threads[node]
+    beyond = node[0] != main[0] and (thread.main or node == _root(graph, main))
+    return node == main or beyond or bool(user_line(thread.frames))
 
 
 def _on_device(thread: Thread) -> bool:

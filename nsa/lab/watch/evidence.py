@@ -15,6 +15,7 @@ PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
 ENDS = ("returned", "exception", "signal", "exit", "stopped by the supervisor")
 REASONS = ("stall", "deadline", "caller")  # why the supervisor stopped it
 TOOLS = ("py-spy", "faulthandler", "native", "proc")
+HIDDEN = "~"  # at the end of `Thread.visible`: the thread could change what is not shown
 WAITS = (
     "lock", "semaphore", "pipe", "fifo", "socket", "file lock", "child", "timer", "terminal",
     "event", "device", "collective", "GIL", "disk", "stopped", "other",
@@ -94,14 +95,13 @@ class Thread:
     state: str = ""  # as /proc has it, "" where not told
     cpu_s: float = 0.0
     wchan: str = ""
-    switches: int | None = None  # how often it gave up its processor: unchanged, it slept all along
     wait: Wait | None = None  # None: it runs, or nothing tells
     frames: tuple[str, ...] = ()  # of Python, innermost first: "file:line function"
     native: tuple[str, ...] = ()  # functions of C above Python's innermost, innermost first
     gil: bool | None = None  # whether it holds the GIL, None where not told
-    visible: str = ""  # digest of the locals of its frames, "" where not told
-    closed_loop: bool = False  # it is in a loop that nothing but the locals of its frame can end
+    visible: str = ""  # digest of the locals of its frames, as visible.digest makes it
     ours: bool = False  # it belongs to this project, and can do nothing for the program
+    switches: int | None = None  # how often it gave up its processor: unchanged, it slept all along
 
 
 @dataclass(frozen=True)

@@ -96,25 +96,20 @@ class Holders:
         """The processes that have a file mapped, or memory that is shared without a name."""
         return [pid for pid, text in self._maps.items() if f" {key} " in text]
 
-    def locks(self, pid: int) -> list[tuple[str, list[int]]]:
-        """Of each file lock for which a process waits: what it is, and who holds it.
+    def lock(self, pid: int, inode: int) -> list[int]:
+        """Who holds the lock of a file for which a process waits; -1: the kernel does not say who.
 
-        A pid of -1: the kernel does not say whose it is.
+        Raises OSError.
         """
-        holder, blocked = {}, []
+        holder, found = {}, set()
         with open("/proc/locks") as file:
             for line in file:
                 number, *words = line.split()
-                if words[0] == "->":
-                    if int(words[4]) == pid:
-                        blocked.append((number, words[1:]))
-                else:
+                if words[0] != "->":
                     holder.setdefault(number, words)
-        found = []
-        for number, words in blocked:
-            held = holder.get(number)
-            found.append((f"{words[0]} {words[4]}", self._lockers(held) if held else [-1]))
-        return found
+                elif int(words[4]) == pid and int(words[5].split(":")[2]) == inode:
+                    found |= set(self._lockers(holder[number]))
+        return sorted(found)
 
     def _lockers(self, words: list[str]) -> list[int]:
         """FLOCK and OFD locks live as long as any descriptor that shares the open file."""

@@ -22,14 +22,16 @@ from nsa.lab.watch.sockets import Sockets
 from nsa.lab.watch.syscalls import call
 from nsa.lab.watch.waits import Reader, refused, stopped
 
-OURS = ("progress", "device use")  # names of this project's own threads in a program
+# Names of this project's own threads in a program.
+OURS = ("progress", "device use", "stacks on SIGUSR1", "heartbeat")
 STRANGER = -1  # `of` a process outside the family that the family waits for, or was started by
 MOST = 256  # threads of a process whose waits are read
+SYSCALL = "syscall"  # beside stat, where the kernel was built to tell
 _YOUNG_S = 10.0  # a process so young may still take over another program, and its environment
 _NAME = 60
 _MIB = 2**20
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGESIZE")
-_HELP = "run as root, or with CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
+HELP = "run as root, or with CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
 _carries: dict[tuple[int, int, str], bool] = {}  # whether a process has a cookie: it never changes
 
 
@@ -87,7 +89,7 @@ def snapshot(
         if thread.wait is not None
         for pid, _ in thread.wait.wakers
     }
-    for pid in sorted(named - names.keys()):
+    for pid in sorted(named - {process.pid for process in listed}):
         with contextlib.suppress(OSError, ValueError, IndexError):
             found.append(
                 reading.complete(_process(pid, stat(Path(f"/proc/{pid}")), STRANGER, None))
@@ -119,10 +121,8 @@ class _Reading:
         for tid in _tids(pid):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 threads.append(_thread(reader, tid, self._ours, said, len(threads) < MOST))
-        now = _started(pid)
-        if now != process.started:
-            gone = "it ended while it was looked at"
-            return replace(process, message=gone, state="" if now is None else process.state)
+        if _started(pid) != process.started:
+            return replace(process, message="it ended while it was looked at", state="")
         if len(threads) > MOST:
             said.append(f"it has {len(threads)} threads: the waits of {MOST} were read")
         message = "; ".join(dict.fromkeys(said))
@@ -153,7 +153,15 @@ def _thread(reader: Reader, tid: int, ours: Collection[str], said: list[str], de
     cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
     if fields[0] == "R":
         wait = None
-    return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, ours=name in ours)
+    known = {"ours": name in ours, "switches": _switches(folder)}
+    return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, **known)
+
+
+def _switches(folder: Path) -> int | None:
+    """How often the thread gave up its processor by itself: unchanged, it slept all the time."""
+    status = (folder / "status").read_text(errors="replace")
+    found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str]) -> Wait | None:
@@ -162,7 +170,7 @@ def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str])
         status = (folder / "status").read_text(errors="replace")
         tracer = re.search(r"TracerPid:\s*(\d+)", status)
         return replace(stopped(state, int(tracer[1]) if tracer else 0), source=f"{folder}/stat")
-    source = f"{folder}/syscall"
+    source = f"{folder}/{SYSCALL}"
     for _ in range(3):
         try:
             before = Path(source).read_text()
@@ -176,7 +184,7 @@ def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str])
             if Path(source).read_text() == before:
                 return found
         except PermissionError:
-            said.append(f"for what its threads wait may not be read: {_HELP}")
+            said.append(f"for what its threads wait may not be read: {HELP}")
             return replace(refused(wchan), source=f"{folder}/wchan")
         except FileNotFoundError:
             if not folder.exists():
@@ -261,7 +269,7 @@ def _named(pid: int, state: str) -> str:
             own = file.read().strip()
     except OSError:
         return ""
-    text = " ".join([os.path.basename(words[0]), *words[1:]]).strip()
+    text = " ".join(" ".join([os.path.basename(words[0]), *words[1:]]).split())
     if not text:
         return f"{own} (ended)" if state == "Z" else own
     for module, meaning in (
@@ -271,6 +279,8 @@ def _named(pid: int, state: str) -> str:
     ):
         if f"from {module} import" in text:
             return meaning
+    if " nsa.lab.process.child " in text:
+        return "the trial's process"
     if own.startswith("pt_data_"):
         text = f"{own}: {text}"
     return text if len(text) <= _NAME else text[: _NAME - 3] + "..."

@@ -1,8 +1,8 @@
 """What a trial's processes and GPUs are doing, seen from outside.
 
-Stacks of every thread come from py-spy where it may look. Elsewhere the process writes them itself
-on SIGUSR1, by faulthandler, even while its GIL is held. A thread asks how busy the GPUs are,
-because asking takes longer than a sample may.
+Stacks of every thread come from py-spy where it may look, and go onto the threads of a snapshot
+that `kernel` took. Elsewhere the process writes them itself on SIGUSR1, by faulthandler, even while
+its GIL is held. A thread asks how busy the GPUs are, because asking takes longer than a sample may.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from nsa.lab.process import preflight, procfs
-from nsa.lab.watch import progress
-from nsa.lab.watch.evidence import Look
+from nsa.lab.watch import kernel, visible
+from nsa.lab.watch.evidence import Process, Snapshot, Thread
 
 SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
 EVERY_S = 1.0
-PY_SPY_S = 8.0
+PY_SPY_S, NATIVE_S = 8.0, 30.0  # reading the symbols of large libraries takes long
+AT_ONCE = 4  # processes that are looked at
+LONGER = 8  # asks of py-spy for the longest locals that it shows, some 500 characters
 _THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-Threads = list[dict[str, Any]]
 
 
 @contextmanager
@@ -59,60 +63,77 @@ def device_use(only: str | None = None) -> Iterator[SimpleNamespace]:
         thread.join()
 
 
-def look(tool: str, rank: int, pid: int, counted: Path, t: float) -> Look | None:
-    """One look by one of evidence.TOOLS at a rank that counts its progress in `counted`.
+def with_stacks(
+    snapshot: Snapshot,
+    *,
+    locals: bool = True,
+    native: bool = False,
+    ours: Collection[str] = kernel.OURS,
+) -> Snapshot:
+    """The snapshot with what py-spy sees of each process of the family that runs Python.
 
-    None where it counts nothing yet. faulthandler's file is stacks-K.txt beside it.
+    locals: `Thread.visible` too, as `visible.digest` has it. native: names of C functions as well,
+    which stops the processes for longer. Why one has no stacks is added to its message.
     """
-    cells = progress.cells_of(counted)
-    if cells is None:
-        return None
-    if tool == "proc":
-        threads = procfs.threads(pid)
-        message = "" if threads else "the process has ended, or there is no /proc"
-    elif tool != "faulthandler":
-        threads, message = py_spy(pid, native=tool == "native")
-    elif cells[progress.LISTENS]:
-        threads, message = [], f"faulthandler wrote nothing within {SIGNAL_S:g} s"
-        try:
-            written = asked(pid, counted.with_name(f"stacks-{rank}.txt"))
-            if threads := parse(written, cells[progress.MAIN_THREAD]):
-                message = ""
-        except OSError as error:
-            message = f"faulthandler: {error}"
-    else:
-        threads, message = [], "the process does not listen to SIGUSR1 yet"
-    after = progress.cells_of(counted) or cells
-    return Look(t, rank, tool, threads, progress.coordinate(after), message)
+    asked = [x for x in snapshot.processes if x.of != kernel.STRANGER and runs_python(x.pid)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        taken = pool.map(lambda x: py_spy(x.pid, locals=locals, native=native), asked)
+        answers = {process.pid: answer for process, answer in zip(asked, taken, strict=True)}
+    processes = []
+    for process in snapshot.processes:
+        found, why = answers.get(process.pid, ([], ""))
+        if found and procfs.lives(process.pid, process.started):
+            # Of a forked worker the code is as old as its rank's.
+            oldest = min(x.started for x in snapshot.processes if x.of == process.of)
+            process = _merged(process, found, ours, _moment(oldest))
+        why = why or ("" if found or process.pid not in answers else "py-spy saw no thread")
+        message = "; ".join(filter(None, (process.message, why)))
+        processes.append(replace(process, message=message))
+    return replace(snapshot, processes=tuple(processes), tool="native" if native else "py-spy")
 
 
-def py_spy(pid: int, *, native: bool = False) -> tuple[Threads, str]:
-    """(threads, "") as py-spy sees them, or ([], why not). `native` adds the frames of C code.
+def runs_python(pid: int) -> bool:
+    """Whether it is an interpreter, or has one loaded. Not told of a process gone, or refused."""
+    with suppress(OSError):
+        if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy")):
+            return True
+        return "/libpython" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    return False
+
+
+def py_spy(
+    pid: int, *, locals: bool = False, native: bool = False
+) -> tuple[list[dict[str, Any]], str]:
+    """(its threads as py-spy's JSON has them, ""), or ([], why not).
 
     It needs no help from the process, but ptrace: root, CAP_SYS_PTRACE, or a parent's right.
     """
     program = _py_spy()
     if program is None:
-        return [], "py-spy is not installed (pip install py-spy)"
+        return [], "py-spy is not installed (pip install py-spy), so there are no stacks"
     seen = procfs.process(pid)
-    if seen is None:
-        return [], "the process has ended"
-    options = ["--native"] if native else []
+    if seen is None or not seen.lives:
+        return [], "it ended before py-spy looked"
+    options = ["--locals"] * LONGER * locals + ["--native"] * native
     if seen.state in "Tt":  # it could not be stopped for the look, nor does it need to be
-        options = ["--nonblocking"]
+        options = [*options[: LONGER * locals], "--nonblocking"]
     command = [program, "dump", "--json", *options, "--pid", str(pid)]
+    within_s = NATIVE_S if native else PY_SPY_S
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=PY_SPY_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=within_s, check=False
         )
         if done.returncode == 0:
-            return [_thread(thread, pid) for thread in json.loads(done.stdout)], ""
+            return json.loads(done.stdout), ""
     except subprocess.TimeoutExpired:
-        return [], f"py-spy did not answer within {PY_SPY_S:g} s"
+        return [], f"py-spy did not answer within {within_s:g} s"
     except (OSError, ValueError) as error:
         return [], f"py-spy: {error}"
+    if not procfs.lives(pid, seen.started):
+        return [], "it ended while py-spy looked"
     said = done.stderr.strip().splitlines()
-    return [], f"py-spy: {said[0] if said else f'exit code {done.returncode}'}"
+    why = f"py-spy: {said[0] if said else f'exit code {done.returncode}'}"
+    return [], f"{why}; {kernel.HELP}" if "ermission" in done.stderr else why
 
 
 def _py_spy() -> str | None:
@@ -120,14 +141,38 @@ def _py_spy() -> str | None:
     return str(beside) if beside.is_file() else shutil.which("py-spy")
 
 
-def _thread(thread: dict[str, Any], pid: int) -> dict[str, Any]:
-    return {
-        "name": thread.get("thread_name") or "",
-        "main": thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread",
-        "active": thread.get("active"),
-        "gil": thread.get("owns_gil"),
-        "frames": [f"{f['filename']}:{f['line']} {f['name']}" for f in thread.get("frames", ())],
-    }
+def _moment(started: int) -> float:
+    """The kernel's ticks since it booted as seconds since the epoch."""
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted + started / os.sysconf("SC_CLK_TCK")
+
+
+def _merged(
+    process: Process, found: list[dict[str, Any]], ours: Collection[str], began: float
+) -> Process:
+    """Threads that py-spy saw and the kernel did not have begun since, and are left out."""
+    by_tid = {thread.get("os_thread_id"): thread for thread in found}
+    threads = []
+    for thread in process.threads:
+        seen = by_tid.get(thread.tid)
+        if seen is not None:
+            frames = seen.get("frames", ())
+            # A frame of C has the file that holds it as its module, one of Python has none.
+            python = [frame for frame in frames if not frame.get("module")]
+            above = takewhile(lambda frame: frame.get("module"), frames)
+            shown = any(frame.get("locals") is not None for frame in python)
+            name = seen.get("thread_name") or thread.name
+            thread = replace(
+                thread,
+                name=name,
+                gil=seen.get("owns_gil"),
+                frames=tuple(f"{f['filename']}:{f['line']} {f['name']}" for f in python),
+                native=tuple(f["name"] for f in above if not f["name"].startswith("0x")),
+                visible=visible.digest(python, process.pid, began) if shown else "",
+                ours=thread.ours or name in ours,
+            )
+        threads.append(thread)
+    return replace(process, threads=tuple(threads))
 
 
 def asked(pid: int, file: Path) -> str:
@@ -150,15 +195,18 @@ def asked(pid: int, file: Path) -> str:
         return stream.read().decode(errors="replace")
 
 
-def parse(text: str, main: int) -> Threads:
-    """A dump of faulthandler as threads; `main` is the main thread's ident."""
-    found: Threads = []
+def parse(text: str, main: int) -> list[Thread]:
+    """A dump of faulthandler as threads; `main` is the main thread's ident.
+
+    The kernel's numbers of the threads are not in it: theirs count from -1 downwards.
+    """
+    found: list[Thread] = []
     for line in text.splitlines():
         if begins := _THREAD.match(line):
             is_main = int(begins[2], 16) == main % 2**64
             name = begins[3] or ("MainThread" if is_main else "")
-            thread = {"name": name, "main": is_main, "active": None, "gil": None, "frames": []}
-            found.append(thread)
+            found.append(Thread(-len(found) - 1, name, is_main))
         elif (frame := _FRAME.match(line)) and found:
-            found[-1]["frames"].append(f"{frame[1]}:{frame[2]} {frame[3]}")
+            frames = (*found[-1].frames, f"{frame[1]}:{frame[2]} {frame[3]}")
+            found[-1] = replace(found[-1], frames=frames)
     return found

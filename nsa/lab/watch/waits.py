@@ -120,13 +120,11 @@ class Reader:
         if call.name == "fcntl" and call.args[1] not in _LOCK_WAITS:
             return None
         name = self.ends.link(fd)
-        found = self.holders.locks(self.pid)
-        owners = sorted({pid for _, pids in found for pid in pids})
-        known = [pid for pid in owners if pid > 0]
-        if not known or -1 in owners:
+        owners = self.holders.lock(self.pid, os.stat(f"/proc/{self.pid}/fd/{fd}").st_ino)
+        if not owners or -1 in owners:
             return outside("file lock", f"waits for the lock of {name}; its holder is not known")
-        text = f"waits for the lock of {name}, which {self.ends.names(known)} holds"
-        return self.ends.by("file lock", text, known)
+        text = f"waits for the lock of {name}, which {self.ends.names(owners)} holds"
+        return self.ends.by("file lock", text, owners)
 
     # files, pipes and sockets
 

@@ -1,0 +1,92 @@
+"""What py-spy shows of a thread's state, as a digest, and whether anything else could change.
+
+py-spy shows locals: numbers, and the beginnings of strings, lists, dicts and tuples. It shows no
+attribute, element of a tensor, global, closure, iterator or clock. So equal digests prove nothing
+alone: `while time.time() < end: pass` has them too.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+from functools import lru_cache
+from typing import Any
+
+from nsa.lab.watch.evidence import HIDDEN
+
+# All that a loop may hold that no state outside its names takes part in.
+_PLAIN = (
+    ast.While, ast.If, ast.Pass, ast.Continue, ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign,
+    ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple,
+    ast.expr_context, ast.Add, ast.Sub, ast.Mult, ast.unaryop, ast.boolop, ast.cmpop,
+)  # fmt: skip
+_EXITS = (ast.Break, ast.Return, ast.Raise)
+_READ_S = 0.05  # no interpreter has read its script sooner after its start
+_NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?$")
+
+
+def digest(frames: list[dict[str, Any]], pid: int, began: float) -> str:
+    """Of the locals of py-spy's frames of Python, innermost first; "" where there is no frame.
+
+    Without HIDDEN at its end the thread is in a loop that it cannot leave by itself, whatever its
+    callers do: it calls nothing, and either has no test and no exit, or tests plain locals and sets
+    none. What it sets on its way is left out. began: when the process did, seconds since the epoch.
+    """
+    if not frames:
+        return ""
+    passing = endless(frames[0], pid, began)
+    shown = hashlib.sha256()
+    for depth, frame in enumerate(frames):
+        shown.update(f"{frame['filename']}\0{frame['name']}\0".encode(errors="replace"))
+        for local in frame.get("locals") or ():
+            if depth or not passing or local["name"] not in passing:
+                told = f"{local['name']}\0{local['addr']}\0{local['repr']}\0"
+                shown.update(told.encode(errors="replace"))
+    return shown.hexdigest()[:16] + (HIDDEN if passing is None else "")
+
+
+def endless(frame: dict[str, Any], pid: int, began: float) -> frozenset[str] | None:
+    """The names that such a loop around this line sets; None for a line in none."""
+    path = frame["filename"]
+    path = f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
+    try:
+        changed = os.stat(path).st_mtime
+        loops = _loops(path, changed) if changed < began + _READ_S else ()
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return None
+    plain = {x["name"] for x in frame.get("locals") or () if _is_plain(x["repr"] or "<")}
+    for low, high, tested, names in loops:
+        if low <= frame["line"] <= high and tested <= plain:
+            return names
+    return None
+
+
+def _is_plain(shown: str) -> bool:
+    """A value that is shown whole, and that nobody changes without another object."""
+    return shown in ("None", "True", "False") or shown[0] == '"' or _NUMBER.match(shown) is not None
+
+
+@lru_cache(64)
+def _loops(path: str, _: float) -> tuple[tuple[int, int, frozenset[str], frozenset[str]], ...]:
+    """First and last line, names tested and names set, of loops that have no end of their own."""
+    with open(path, "rb") as file:
+        tree = ast.parse(file.read())
+    found = []
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.While) or loop.orelse:
+            continue
+        nodes = [node for part in (loop.test, *loop.body) for node in ast.walk(part)]
+        if not all(isinstance(node, (*_PLAIN, *_EXITS)) for node in nodes):
+            continue
+        used = [node for node in nodes if isinstance(node, ast.Name)]
+        names = frozenset(x.id for x in used if isinstance(x.ctx, ast.Store))
+        tested = frozenset(x.id for x in used if isinstance(x.ctx, ast.Load))
+        exits = any(isinstance(node, _EXITS) for node in nodes)
+        if isinstance(loop.test, ast.Constant) and loop.test.value and not exits:
+            tested = frozenset()
+        elif names:
+            continue
+        found.append((loop.lineno, loop.end_lineno or loop.lineno, tested, names))
+    return tuple(found)
