@@ -19,7 +19,8 @@ from typing import Any
 from nsa.lab.process import child, script
 from nsa.lab.process.observer import Counted, Observer
 from nsa.lab.process.trial import Outcome
-from nsa.lab.verdict.stalls import LOOKS, WAIT_S
+from nsa.lab.verdict.activity import LOOKS
+from nsa.lab.verdict.stalls import WAIT_S
 from nsa.lab.watch import progress
 from nsa.lab.watch.evidence import End, Evidence, Sample
 

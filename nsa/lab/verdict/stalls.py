@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby
 from typing import Any
 
+from nsa.lab.verdict.activity import LOOKS, asks_again, at_work, repeats, spins
 from nsa.lab.verdict.collectives import collectives
-from nsa.lab.verdict.frames import is_users, nearest, user_line
+from nsa.lab.verdict.frames import nearest, user_line
 from nsa.lab.verdict.graph import Graph, Node, build
-from nsa.lab.watch.evidence import HIDDEN, Evidence, P, Sample, Snapshot, Thread, at_last_p
+from nsa.lab.watch.evidence import Evidence, P, Sample, Snapshot, Thread, at_last_p
 
-LOOKS = 3  # full snapshots that must agree
 RECENT = 4  # among which somebody must have worked to count as busy
 WAIT_S = 12.0  # how long all must be quiet before a wait is told as a stall
 OWN_GAPS = 2.0  # or so many times the longest rest of the run so far, if that is longer
 PATIENCE_S = 120.0  # a timer that ends later is waited for no more than a socket
-TICK_S = 0.01  # as fine as the kernel tells processor time
-WORKS = 0.01  # of a core
-SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is proven
+SPUN_LONG_S = 8.0  # after which one that asks something else is told as a stall
 DEVICE_WORKS = 5.0  # percent
 GONE_S = 2.0
 _DEVICE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSync",
@@ -110,11 +108,11 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
     main = _main(last, rest.rank)
     if main is None:
         return None
-    if spun := _spins(looks, rest.rank):
+    if spun := spins(looks, rest.rank):
         return _spin(last, main, rest, spun)
     if all(_stuck(graph, rest.rank) for graph in graphs) and len(set(map(_waits, graphs))) == 1:
         return _certified(last, main, rest)
-    return _open(looks[-LOOKS], last, main, rest, works, periodic)
+    return _open(looks, last, main, rest, works, periodic)
 
 
 def _main(graph: Graph, rank: int) -> Node | None:
@@ -133,76 +131,6 @@ def _waits(graph: Graph) -> tuple[Any, ...]:
     stuck = set(graph.threads) - graph.can()
     rows = ((n, graph.threads[n].wait, graph.threads[n].frames) for n in sorted(stuck))
     return tuple((n, w and (w.kind, w.text), frames) for n, w, frames in rows)
-
-
-def at_work(looks: Sequence[Snapshot]) -> set[Node]:
-    """Threads that used a processor, wanted one at most looks, or whose process moved bytes."""
-    first, last, found = looks[0], looks[-1], set()
-    for process in last.processes:
-        before = first.process(process.pid)
-        if before is None or before.started != process.started:
-            if process.of >= 0:  # of ours one that has just begun; a stranger's may be a loop's
-                found |= {(process.pid, thread.tid) for thread in process.threads}
-            continue
-        seen = [p for look in looks if (p := look.process(process.pid))]
-        moved = sum(a.io_bytes != b.io_bytes for a, b in pairwise(seen)) >= 2
-        earlier = {thread.tid: thread for thread in before.threads}
-        for thread in process.threads:
-            was = earlier.get(thread.tid)
-            used = thread.cpu_s - was.cpu_s if was else TICK_S * 3
-            least = max(2.5 * TICK_S, WORKS * (last.t - first.t))
-            mine = [t for p in seen for t in p.threads if t.tid == thread.tid]
-            wants = sum(t.state == "R" or (t.state == "D") for t in mine) > len(mine) / 2
-            kind = thread.wait.kind if thread.wait else ""
-            carries = moved and kind in ("", "pipe", "socket", "fifo", "disk", "other")
-            if used >= least or wants or carries or _changes(mine):
-                found.add((process.pid, thread.tid))
-    return found
-
-
-def _changes(seen: Sequence[Thread]) -> bool:
-    """Whether the state of a user's own code changed between looks, or the code itself."""
-    own = [t for t in seen if any(is_users(frame) for frame in t.frames)]
-    states = {(t.frames, t.visible) for t in own if t.visible}
-    return len(own) == len(seen) and len(states) > 1
-
-
-def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
-    """Threads whose timer was set anew between two looks: that it ends brings nothing."""
-    found, before = set(), {}
-    for look in looks:
-        for process in look.processes:
-            for thread in process.threads:
-                if thread.wait is None or thread.wait.left_s is None:
-                    continue
-                node, ends = (process.pid, thread.tid), look.t + thread.wait.left_s
-                was, switches = before.get(node, (ends, None))
-                slept = switches is not None and switches == thread.switches
-                if ends > was + 0.3 and not slept:
-                    found.add(node)
-                before[node] = (was if slept else ends), thread.switches
-    return found
-
-
-def _spins(looks: Sequence[Snapshot], rank: int) -> list[Thread]:
-    """Its main thread at the last looks, if in a loop that its own locals alone could end, and
-    those stayed as they were while it used seconds of a processor; else nothing.
-    """
-    mine = [t for look in looks if (p := look.of(rank)) and (t := p.main())]
-    last = mine[-1] if mine else None
-    same = list(takewhile(lambda t: last and _place(t) == _place(last), reversed(mine)))[::-1]
-    if len(same) <= LOOKS or not all(_endless(t) for t in same):
-        return []
-    return same if same[-1].cpu_s - same[0].cpu_s >= SPUN_S else []
-
-
-def _place(thread: Thread) -> tuple[Any, ...]:
-    """Its state as far as it is seen, and its functions without their lines."""
-    return thread.visible, tuple(frame.rpartition(":")[0] for frame in thread.frames)
-
-
-def _endless(thread: Thread) -> bool:
-    return thread.wait is None and bool(thread.visible) and not thread.visible.endswith(HIDDEN)
 
 
 def _spin(graph: Graph, main: Node, rest: Rest, mine: Sequence[Thread]) -> Stall:
@@ -273,7 +201,12 @@ def _root(graph: Graph, main: Node) -> Node:
 
 
 def _open(
-    earlier: Snapshot, graph: Graph, main: Node, rest: Rest, works: set[Node], periodic: set[Node]
+    looks: Sequence[Snapshot],
+    graph: Graph,
+    main: Node,
+    rest: Rest,
+    works: set[Node],
+    periodic: set[Node],
 ) -> Stall | None:
     """Somebody may still end it: who works, whose timer ends, or who is only waited for."""
     chain = [node for node in graph.reach(main) if node in graph.threads]
@@ -282,6 +215,7 @@ def _open(
     unknown = [p.message for p in graph.snapshot.processes if p.message]
     edges = [graph.edge(n) for n in chain if graph.threads[n].wait and _tells(graph, main, n)][:12]
     told: dict[str, Any] = {"edges": edges, "unknown": list(dict.fromkeys(unknown))}
+    mine = [t for look in looks if (p := look.of(rest.rank)) and (t := p.main())]
     device, percent = _on_device(graph.threads[main]), _device_percent(rest)
     busy = [n for n in chain if n in works or graph.free.get(n) == "its progress moves"]
     if device and percent is not None:
@@ -290,6 +224,11 @@ def _open(
             because = [f"the GPU works ({percent:.0f} %), and {graph.label(main)} waits for it"]
             return _stall(graph, main, "busy", "uncounted", rest, because, **told)
     if busy:
+        if busy == [main] and (used := repeats(mine)) >= SPUN_LONG_S:
+            line = _works(graph, main)
+            because = [line, f"in {used:.0f} s of a processor none of its variables changed"]
+            if rest.seconds >= bound_s(rest):
+                return _stall(graph, main, "waiting", "loop", rest, because, **told)
         node = min(busy, key=lambda n: (not user_line(graph.threads[n].frames), chain.index(n)))
         return _stall(graph, node, "busy", "uncounted", rest, [_works(graph, node)], **told)
     timed = [
@@ -301,7 +240,7 @@ def _open(
     root = _root(graph, main)
     near = [(left, n) for left, n in timed if left <= PATIENCE_S and n[0] in (main[0], root[0])]
     near = [x for x in near if x[1] in (main, root) or graph.threads[x[1]].frames]
-    near = [x for x in near if _lasts(graph, earlier, x[1])]
+    near = [x for x in near if _lasts(graph, looks[-LOOKS], x[1])]
     if near:
         left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
         because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
