@@ -51,6 +51,29 @@ def test_a_trial_prints_its_verdict_and_exits_with_it(place, capsys):
     assert "it was made up" in printed and len(list((place / "trials").glob("[0-9a-f]*"))) == 2
 
 
+def test_a_trial_can_be_run_again_and_both_are_explained(place, capsys):
+    words = ["trial", f"subject={SUBJECT}", "cache=false", "fast=false"]
+    assert [cli.main([*words, *more]) for more in ([], ["--again"])] == [0, 0]
+    printed = capsys.readouterr().out
+    id = printed.split()[2]
+    assert "(was there)" not in printed and printed.count(f"PASS  trial {id}") == 2
+    for name in (id, id[:5], f"{id}-1"):
+        assert cli.main(["explain", name]) == 0
+    assert f"trial {id}-1: PASS" in capsys.readouterr().out
+    plan = ["sweep", "plan.yaml", "--again"]
+    assert cli.main(plan) == cli.main(plan) == 1
+    assert "(was there)" not in capsys.readouterr().err
+
+
+def test_a_script_is_a_subject_with_its_words(place, capsys):
+    (place / "train.py").write_text("print('never run here')")
+    words = ["trial", "subject=train.py", "argv=--lr {lr} --name 'a b'"]
+    assert cli.main([*words, "lr=0.1", "ranks=2"]) == 0
+    assert "PASS  trial" in capsys.readouterr().out
+    assert cli.main([*words, "lr=0.1", "ranks=2"]) == cli.main([*words, "lr=0.2"]) == 0
+    assert capsys.readouterr().out.count("(was there)") == 1
+
+
 def test_the_factors_can_be_listed(place, capsys):
     assert cli.main(["trial", "--factors"]) == 0
     printed = capsys.readouterr().out
@@ -109,6 +132,11 @@ def test_a_bisection_that_finds_nothing_exits_with_1(place, capsys):
         (["trial", "layers=two"], "layers='two': must be a whole number"),
         (["trial", "steps=0"], "steps=0 must be a whole number"),
         (["trial", "subject=nowhere:make"], "there is no module nowhere"),
+        (["trial", "subject=train.py"], "is no file in"),
+        (["trial", "subject=there.py", "steps=2"], "is a script, which has its own"),
+        (["trial", "subject=there.py", "lr=2"], "argv='--lr {lr}' hands it on"),
+        (["trial", "subject=there.py", "calibrate=true"], "there.py is a script"),
+        (["trial", "subject=there.py", "argv='open"], "cannot be split into words"),
         (["trial", "oracles=finit"], "no oracle 'finit'; the nearest is 'finite'"),
         (["sweep", "gone.yaml"], "cannot read the parameter file gone.yaml"),
         (["bisect", "bad.yaml"], "bad.yaml: unknown factor 'layer'; the nearest is 'layers'"),
@@ -118,6 +146,7 @@ def test_a_bisection_that_finds_nothing_exits_with_1(place, capsys):
 def test_bad_input_is_one_clear_line_and_exits_with_2(place, capsys, words, message):
     (place / "bad.yaml").write_text("factors: {layer: [1, 2]}\n")
     (place / "other.yaml").write_text("factor: {layers: [1, 2]}\n")
+    (place / "there.py").write_text("")
     assert cli.main(words) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("nsa: ") and message in error
@@ -132,7 +161,7 @@ def test_a_full_disk_is_told_of_and_exits_with_1(place, capsys, monkeypatch, wor
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runner, "run_until_proven", full)
+    monkeypatch.setattr(runner, "run", full)
     assert cli.main(words) == 1
     assert "the disk of trials is full: trial" in "".join(capsys.readouterr())
 

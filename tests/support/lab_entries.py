@@ -47,5 +47,5 @@ def make_up_trials(monkeypatch, run):
 
     monkeypatch.setattr(preflight, "source_hash", lambda subject: "source")
     monkeypatch.setattr(preflight, "environment", lambda python=None: {})
-    monkeypatch.setattr(runner, "run_until_proven", run)
+    monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(ledger, "judge", judge)

@@ -231,6 +231,9 @@ NEAR = cases({
             still(each=[[process(thread(visible=str(n)))] for n in range(4)],
                   cpu=1.0, each_cpu_s=1.5),
         "a closed loop that had no processor yet": still(spinning(), each_cpu_s=0.1),
+        "one call of C, for long":
+            still(each=[[process(thread(visible="~"))] for n in range(8)], cpu=1.0, state="R",
+                  each_cpu_s=1.5),
         "a native call that keeps the GIL":
             still(process(thread(gil=True)), cpu=1.0, beats=False, each_cpu_s=0.9),
         "its worker computes": still(process(thread(wait=PIPE_OF_7)), worker(None),
@@ -269,6 +272,11 @@ NEAR = cases({
     "STALLED:lock": {
         "something outside may reach another thread":
             still(process(thread(wait=LOCKED), thread(2, main=False, wait=SOCKET))),
+    },
+    "STALLED:loop": {
+        "a loop that asks for what nobody changes":
+            still(each=[[process(thread(visible="~", frames=[f"{TRAIN}:{31 + n % 2} never_ends"]))]
+                        for n in range(8)], cpu=1.0, state="R", each_cpu_s=1.5),
     },
     "STALLED:device": {
         "a GPU that does nothing":
@@ -314,6 +322,7 @@ def two(*seen, seconds=14.0, moves=(), each=None, **more):
 AHEAD = flight((1, "gloo:all_reduce", 4), (2, "gloo:all_reduce", 4))
 BEHIND = flight((1, "gloo:all_reduce", 4))
 OWN = [f"{TRAIN}:90 upload"]
+RECEIVE = ("/x/torch/distributed/distributed_c10d.py:9 recv", f"{TRAIN}:70 exchange")
 
 RANKS = {
     "one is stuck in a lock of its own": (
@@ -348,6 +357,16 @@ RANKS = {
     "both in one collective, which the network may still end": (
         two(rank(0, LOCKED), rank(1, LOCKED), flights={0: AHEAD, 1: AHEAD}),
         "STALLED:collective", "rank 0", "train.py:50 averaged",
+    ),
+    "both receive, and nobody sends": (
+        two(rank(0, LOCKED, RECEIVE), rank(1, LOCKED, RECEIVE)),
+        "HANG:collective", "rank 1", "train.py:70 exchange",
+    ),
+    "both receive, and a thread of one may send": (
+        two(rank(0, LOCKED, RECEIVE), process(
+            thread(2, wait=("lock", "waits", ((2, 0),)), frames=RECEIVE),
+            thread(8, main=False, wait=SOCKET, frames=OWN), pid=2, rank=1)),
+        "STALLED:collective", "rank 1", "train.py:70 exchange",
     ),
     "one is stopped": (
         two(rank(0, LOCKED), rank(1, ("stopped", "is stopped"), OWN, state="T"),

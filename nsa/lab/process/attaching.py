@@ -20,7 +20,7 @@ from nsa.lab.process import procfs
 from nsa.lab.process.members import Members, first_of, is_python, ranks_of, variables
 from nsa.lab.process.observer import Counted, Observer
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.verdict.stalls import LOOKS
+from nsa.lab.verdict.activity import LOOKS
 from nsa.lab.watch import flight_recorder, inside, kernel, looks
 from nsa.lab.watch.evidence import Evidence
 

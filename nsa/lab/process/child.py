@@ -25,6 +25,7 @@ from nsa.lab.process.family import die_with_parent, let_others_look
 PATH = "NSA_TRIAL_PATH"
 FOLDER = "NSA_RANK_FOLDER"
 TAIL_LINES = 30
+_HERE = os.path.dirname(__file__)
 _NO_MEMORY = (
     "out of memory",  # CUDA, HIP, Triton
     "can't allocate memory",  # torch's CPU allocator
@@ -55,9 +56,18 @@ def standing(place: str) -> None:
 
 
 def failure(error: BaseException) -> dict:
-    """An exception as a record: status, message, tail of the traceback, when."""
+    """An exception as a record: status, message, tail of the traceback, when.
+
+    Frames that only lead to the trial's own are left out.
+    """
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    lines = "".join(traceback.format_exception(error)).splitlines()
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if os.path.dirname(file) != _HERE and not file.startswith("<frozen"):
+            break
+        trace = trace.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
     return {
         "status": "oom" if is_out_of_memory(error) else "error",
         "message": f"{type(error).__name__}: {error}{notes}",

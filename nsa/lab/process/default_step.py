@@ -40,7 +40,7 @@ class DefaultStep:
             self._optimizer.zero_grad()
             loss.backward()
             self._optimizer.step()
-        return loss
+        return loss.detach()
 
 
 def _inputs(model: nn.Module, settings: Mapping[str, Any]) -> tuple[tuple, dict] | None:

@@ -15,7 +15,8 @@ from typing import Any
 
 from nsa.lab.process import child, procfs
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.verdict.stalls import LOOKS, TICK_S, WAIT_S, WORKS
+from nsa.lab.verdict.activity import LOOKS, TICK_S, WORKS
+from nsa.lab.verdict.stalls import WAIT_S
 from nsa.lab.watch import kernel, looks, progress
 from nsa.lab.watch.evidence import (
     OUTSIDE,

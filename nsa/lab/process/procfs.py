@@ -9,7 +9,6 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nsa.lab.process.family import stat
 
@@ -40,7 +39,7 @@ def process(pid: int) -> Seen | None:
     try:
         fields = stat(folder)
         rss_mib, started = int(fields[21]) * _PAGE / MIB, int(fields[19])
-        return Seen(fields[0], _cpu_s(fields), _wchan(folder), rss_mib, started)
+        return Seen(fields[0], cpu_s(fields), wchan(folder), rss_mib, started)
     except (OSError, IndexError, ValueError):
         return None
 
@@ -51,25 +50,13 @@ def lives(pid: int, started: int) -> bool:
     return seen is not None and seen.started == started and seen.lives
 
 
-def threads(pid: int) -> list[dict[str, Any]]:
-    """Each thread's name, state, wchan and cpu_s, the main one first; none of a process gone."""
-    found = []
-    with contextlib.suppress(OSError):
-        for folder in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda f: int(f.name)):
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                fields = stat(folder)
-                name = (folder / "comm").read_text(errors="replace").strip()
-                thread = {"name": name, "main": folder.name == str(pid)}
-                thread |= {"active": None, "gil": None, "frames": [], "state": fields[0]}
-                found.append(thread | {"wchan": _wchan(folder), "cpu_s": _cpu_s(fields)})
-    return found
-
-
-def _cpu_s(fields: list[str]) -> float:
+def cpu_s(fields: list[str]) -> float:
+    """That a process or thread has used, of what `family.stat` tells."""
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def _wchan(folder: Path) -> str:
+def wchan(folder: Path) -> str:
+    """Where the kernel has it asleep, "" where it is not or that may not be read."""
     try:
         name = (folder / "wchan").read_text().strip()
     except OSError:

@@ -35,6 +35,8 @@ def check(subject: str) -> None:
         if why := _no_script(Path(subject)):
             raise ValueError(f"subject={subject!r} {why}")
         return
+    if os.path.isdir(subject) and not os.path.isfile(os.path.join(subject, "__main__.py")):
+        raise ValueError(f"subject={subject!r} {_no_script(Path(subject))}")
     try:
         spec = importlib.util.find_spec(subject)
         if spec is not None and spec.submodule_search_locations is not None:  # a package
@@ -43,8 +45,6 @@ def check(subject: str) -> None:
         spec = None
     if spec is not None:
         return
-    if os.path.isdir(subject):
-        raise ValueError(f"subject={subject!r} {_no_script(Path(subject))}")
     beside = subject.replace(".", os.sep) + ".py"
     raise ValueError(
         f"subject={subject!r}: there is no module of that name that can be run, and no file "
@@ -113,10 +113,7 @@ def run(
         except SystemExit as error:
             code = error.code
         progress.enter("end")
-        main = threading.current_thread()
-        for thread in threading.enumerate():  # as Python waits for them before it exits
-            if thread is not main and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # as Python does: ends idle pools, waits for threads
         atexit._run_exitfuncs()
         if code not in (None, 0):
             raise SystemExit(code)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nsa.lab.process import child
+from nsa.lab.process import child, script
 from nsa.lab.process.observer import Counted, Observer
 from nsa.lab.process.trial import Outcome
 from nsa.lab.watch import progress
@@ -103,6 +103,8 @@ class Supervisor(Observer):
         deadline_s = self.evidence.deadline_s
         if self.evidence.began_s is None:
             limit = max(START_S, deadline_s or 0.0)
+            if script.is_script(self.evidence.spec["subject"]):  # it may have no steps at all
+                limit = deadline_s or float("inf")
             return "" if self.t < limit else f"no step had begun after {limit:g} s"
         if deadline_s is None or self._worked_s() < deadline_s:
             return ""
@@ -131,6 +133,8 @@ def settle(
     if isinstance(ended, Outcome):
         wrote = (folder / "result.json").is_file()
         end = _end(ended.status, ended.message, ended.evidence, ended.returncode, wrote=wrote)
+        if end.how == "exit" and end.returncode == 0 and script.is_script(evidence.spec["subject"]):
+            end = End("returned", 0)  # os._exit(0) is a script's good right
     else:
         end = _of_ranks(ended, killed)
     if end.how == "stopped by the supervisor":

@@ -21,13 +21,13 @@ _UNEVEN = ("gather", "scatter", "all_to_all", "alltoall")  # rightly of other si
 # Functions of torch.distributed that wait for the other ranks, as stacks show them.
 _WAITS = re.compile(
     r" (all_reduce|all_gather\w*|_?all_gather_base|reduce_scatter\w*|broadcast\w*|barrier|reduce|"
-    r"scatter\w*|gather\w*|all_to_all\w*|monitored_barrier|all_reduce_coalesced|wait)$"
+    r"scatter\w*|gather\w*|all_to_all\w*|monitored_barrier|all_reduce_coalesced|wait|send|recv)$"
 )
 
 
 def collectives(evidence: Evidence, look: Snapshot) -> dict[int, Collective]:
     """{rank: the collective that it is in}, of those that are in one."""
-    return _recorded(evidence, look) or _seen(look)
+    return _seen(look) | _recorded(evidence, look)
 
 
 def _recorded(evidence: Evidence, look: Snapshot) -> dict[int, Collective]:
@@ -78,13 +78,21 @@ def _differ(entries: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _seen(look: Snapshot) -> dict[int, Collective]:
-    """By what the main threads' stacks show: who is in none is missing."""
+    """By what the main threads' stacks show: who is in none is missing.
+
+    Who sends or receives waits for any of the others.
+    """
     mains = {p.rank: p.main() for p in look.processes if p.rank is not None}
     calls = {rank: call for rank, main in mains.items() if main and (call := _call(main))}
     missing = tuple(rank for rank in sorted(mains) if rank not in calls)
-    if not calls or not missing:
-        return {}
-    return {rank: Collective(call, missing=missing) for rank, call in calls.items()}
+    found = {}
+    for rank, call in calls.items():
+        if call in _PAIRS:
+            others = tuple(other for other in sorted(mains) if other != rank)
+            found[rank] = Collective(call, partners=others)
+        else:
+            found[rank] = Collective(call, missing=missing)
+    return found
 
 
 def _call(main: Thread) -> str:

@@ -102,7 +102,7 @@ def _unknown(evidence: Evidence, verdict: Verdict) -> list[str]:
     for process in last.values():
         if process.message:
             messages.setdefault(process.message, []).append(process.pid)
-    told = list(verdict.unknown)
+    told = [said for said in verdict.unknown if said not in messages]
     for message, pids in messages.items():
         whose = ", ".join(f"process {pid}" for pid in pids[:3] if pid)
         more = f" and {len(pids) - 3} more" if len(pids) > 3 else ""

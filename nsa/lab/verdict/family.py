@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 
 from nsa.lab.verdict.frames import folded, short, user_frames
-from nsa.lab.verdict.picture import WIDTH, clipped, seconds, spans
+from nsa.lab.verdict.picture import TIMED, WIDTH, clipped, seconds, spans
 from nsa.lab.watch.evidence import Evidence, Process, Snapshot, Thread
 
 LINES = 60
@@ -15,7 +16,7 @@ CALLERS = 3  # of the user's frames around the innermost
 STATES = {
     "R": "runs", "S": "sleeps", "D": "waits for a disk or a device", "T": "is stopped",
     "t": "is stopped by a debugger", "Z": "has ended, and nobody has collected it",
-    "I": "idles",
+    "I": "idles", "X": "has ended",
 }  # fmt: skip
 
 
@@ -25,7 +26,8 @@ def told(evidence: Evidence, most: int = LINES) -> list[str]:
     for snapshot in _last(evidence.snapshots):
         for process in snapshot.processes:
             groups.setdefault(_alike(process), []).append((snapshot, process))
-    ordered = sorted(groups.values(), key=lambda g: (len(g) > 2, g[0][1].of, g[0][1].rank is None))
+    # the groups stand in the order of their ranks already
+    ordered = sorted(groups.values(), key=lambda group: (group[0][1].of < 0, len(group) > 2))
     lines: list[str] = []
     left = [0, 0]  # processes, threads
     for number, group in enumerate(ordered):
@@ -52,11 +54,18 @@ def _last(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
             continue
         for rank in {process.of for process in snapshot.processes}:
             mine = [process for process in snapshot.processes if process.of == rank]
-            worth = max((2 if any(t.frames for t in p.threads) else bool(p.threads)) for p in mine)
+            worth = max(_worth(process) for process in mine)
             if rank not in found or worth >= found[rank][0]:
                 mine.sort(key=lambda process: (process.rank is None, process.pid))
                 found[rank] = worth, replace(snapshot, processes=tuple(mine))
-    return [snapshot for _, (_, snapshot) in sorted(found.items())]
+    ordered = sorted(found.items(), key=lambda item: (item[0] < 0, item[0]))  # strangers last
+    return [snapshot for _, (_, snapshot) in ordered]
+
+
+def _worth(process: Process) -> int:
+    """How much is told of it; that a rank has ended is more than how it was before."""
+    ended = process.rank is not None and process.state in ("X", "Z")
+    return 3 if ended else 2 if any(t.frames for t in process.threads) else bool(process.threads)
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,8 @@ def _head(group: list[tuple[Snapshot, Process]], before: Earlier | None) -> str:
     elif first.rank is not None:
         who = f"rank {first.rank}{f', process {first.pid}' if first.pid else ''}{name}"
     else:
-        who = f"process {first.pid} of rank {first.of}{name}"
+        whose = f" of rank {first.of}" if first.of >= 0 else ", not of this run"
+        who = f"process {first.pid}{whose}{name}"
     facts = [STATES.get(first.state, first.state)]
     if before is not None:
         facts.append(before.share(first.cpu_s, before.process.cpu_s))
@@ -137,7 +147,9 @@ def _threads(process: Process, before: Earlier | None) -> Iterator[tuple[list[st
         groups.setdefault((thread.main, _same(thread)), []).append(thread)
     for threads in groups.values():
         own, inside = user_frames(threads[0].frames)
-        block = [f"  {_thread(threads, before)}", *(f"    {short(frame)}" for frame in own[:1])]
+        says = clipped(_thread(threads, before), 400)
+        block = wrap(says, WIDTH - 2, initial_indent="  ", subsequent_indent=" " * 8)
+        block += [f"    {short(frame)}" for frame in own[:1]]
         if inside:
             within = "      inside it: " if own else "    "
             block.append(f"{within}{short(inside[0])} ({folded(inside)})")
@@ -153,7 +165,7 @@ def _thread(threads: list[Thread], before: Earlier | None) -> str:
     """Its name, and what it does or waits for."""
     thread, number = threads[0], f"{len(threads):,}"
     does = [thread.wait.text if thread.wait else STATES.get(thread.state, thread.state)]
-    if thread.wait and thread.wait.left_s is not None:
+    if thread.wait and thread.wait.left_s is not None and not TIMED.search(thread.wait.text):
         does.append(f"{seconds(thread.wait.left_s)} left")
     if thread.gil:
         does.append("holds Python's interpreter lock (GIL)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import PurePosixPath
 
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/:]+)")
@@ -23,6 +24,7 @@ _TYPED = ("<string>", "<stdin>", "<console>", "<ipython")  # what has no file an
 _FILE = re.compile(r"^(.*?):(\d+) (.*)$")
 
 
+@lru_cache(maxsize=4096)  # stacks of thousands of threads have few frames that differ
 def library(frame: str) -> str:
     """Whose frame it is: "torch", "threading", "numpy"; "" for the user's own."""
     if found := _PACKAGE.search(frame):

@@ -33,6 +33,7 @@ class Collective:
     missing: tuple[int, ...] = ()  # ranks that are not in it
     mismatch: str = ""  # how the ranks' calls differ, so that it can never end
     source: str = "stacks"
+    partners: tuple[int, ...] = ()  # of whom any could end it: of a send or a receive
 
 
 @dataclass
@@ -148,7 +149,8 @@ def build(
         if process is not None and process.pid in mains:
             _in_collective(graph, mains, mains[process.pid], collective)
     for node, thread in graph.threads.items():
-        if node not in graph.free and node not in graph.everyone and thread.wait is not None:
+        known = node in graph.free or node in graph.everyone or node in graph.anyone
+        if not known and thread.wait is not None:
             graph.anyone[node] = [o for w in thread.wait.wakers for o in _wakers(graph, node, w)]
     return graph
 
@@ -175,6 +177,9 @@ def _exact(
             text += f", held at {short(told['held_at'][0])}"
         to = tuple((process.pid, tid) for tid in told["holders"])
         return replace(thread, wait=Wait("lock", text, to, source=told.get("by", "the process")))
+    if wait.kind == "socket" and any("asyncio/base_events.py" in f for f in thread.frames):
+        wait = replace(wait, kind="event", text=f"its event loop has nothing to do: {wait.text}")
+        thread = replace(thread, wait=wait)
     again = any(file in f and f.endswith(name) for f in thread.frames for file, name in _ASK_AGAIN)
     if again and wait.left_s is not None and wait.wakers:
         return replace(thread, wait=replace(wait, left_s=None))
@@ -219,13 +224,24 @@ def _in_collective(
     text = f"waits in {collective.op}{number}{group}"
     if collective.mismatch:
         text += f", which can never end: {collective.mismatch}"
-    others = [process for rank in collective.missing if (process := graph.snapshot.of(rank))]
-    if collective.missing:
-        text += " for " + ", ".join(f"rank {rank}" for rank in collective.missing)
+    named = collective.missing or collective.partners
+    others = [process for rank in named if (process := graph.snapshot.of(rank))]
+    if named:
+        word = " or " if collective.partners else ", "
+        text += " for " + word.join(f"rank {rank}" for rank in named)
     free = graph.free.pop(node, "")
     wait = Wait("collective", text, source=collective.source)
     graph.threads[node] = replace(graph.threads[node], wait=wait)
-    if others and len(others) == len(collective.missing):
+    if collective.partners and others:
+        # Threads of C only carry what others give them.
+        graph.anyone[node] = [
+            other
+            for process in others
+            for other, thread in graph.threads.items()
+            if other[0] == process.pid
+            and (thread.main or thread.frames or graph.free.get(other) == "it works")
+        ]
+    elif others and len(others) == len(named):
         graph.everyone[node] = [mains.get(one.pid, (one.pid, 0)) for one in others]
     elif not collective.mismatch:
         graph.free[node] = free or "the collective may still end"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nsa.lab.verdict.picture import NOBODY, WIDTH, clipped, picture, seconds
+from nsa.lab.verdict.picture import NOBODY, TIMED, WIDTH, clipped, picture, seconds
 from nsa.lab.verdict.rules import Verdict
 from nsa.lab.watch.evidence import Evidence
 
@@ -55,12 +55,14 @@ def _waits(edges: Sequence[dict[str, Any]]) -> str:
     others = [found[to] for to in first.to if to != first.name]
     other = next((node for node in others if node.waits), others[0] if others else None)
     if other is None or other.outer:
-        return f"{told} ({_brief(other.name)})" if other and other.name != NOBODY else told
+        known = other is None or other.name == NOBODY or TIMED.search(waits)
+        return told if known else f"{told} ({_brief(other.name)})"
     named = first.kind != "collective" or any(node.name in waits for node in others)
     if not named:
         told += f" for {', '.join(node.name for node in others[:3])}" + " ..." * bool(others[3:])
+    timed = TIMED.search("".join(other.waits))
     ends = [_brief(to) for to in other.to if found[to].outer and to != NOBODY]
-    does = ", ".join([*other.waits[:1], *ends])
+    does = ", ".join([*other.waits[:1], *(() if timed else ends)])
     if not (other.at or does):
         return told
     who = f"; {other.name}" if named or others[1:] else ", which"

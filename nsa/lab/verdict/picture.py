@@ -21,6 +21,7 @@ WIDTH = 100
 OUTSIDE, NOBODY = "somebody who is not observed", "nobody else who was seen"
 _WIDE, _HIGH, _GAP, _LETTERS = 280, 62, 46, 41  # of a box, in SVG's units and in letters
 _RANKS = re.compile(r"(?: for)? ranks? \d+(?:(?:, | and |-)(?:ranks? )?\d+)*")
+TIMED = re.compile(r"\d (?:ms|s|min|h)\b")  # a text that tells how long itself
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STYLE = """
 text{font:12px system-ui,sans-serif;fill:#1d2430}.n{font-weight:600}.w{fill:#5a6472}

@@ -9,30 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
+from nsa.lab.verdict.activity import LOOKS, asks_again, at_work, repeats, spins
 from nsa.lab.verdict.collectives import collectives
-from nsa.lab.verdict.frames import is_users, nearest, user_line
+from nsa.lab.verdict.frames import nearest, user_line
 from nsa.lab.verdict.graph import Graph, Node, build
-from nsa.lab.watch.evidence import (
-    HIDDEN,
-    OUTSIDE,
-    Evidence,
-    P,
-    Sample,
-    Snapshot,
-    Thread,
-    at_last_p,
-)
+from nsa.lab.watch.evidence import OUTSIDE, Evidence, P, Sample, Snapshot, Thread, at_last_p
 
-LOOKS = 3  # full snapshots that must agree
+RECENT = 4  # among which somebody must have worked to count as busy
 WAIT_S = 12.0  # how long all must be quiet before a wait is told as a stall
 OWN_GAPS = 2.0  # or so many times the longest rest of the run so far, if that is longer
 PATIENCE_S = 120.0  # a timer that ends later is waited for no more than a socket
-TICK_S = 0.01  # as fine as the kernel tells processor time
-WORKS = 0.01  # of a core
-SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is proven
+SPUN_LONG_S = 8.0  # after which one that asks something else is told as a stall
 DEVICE_WORKS = 5.0  # percent
 GONE_S = 2.0
 _DEVICE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSync",
@@ -115,7 +105,7 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
     if len(looks) < LOOKS:
         return None
     moving = [other.rank for other in live if other.seconds < min(2.0, evidence.stall_s)]
-    works, periodic = at_work(looks), asks_again(looks)
+    works, periodic = at_work(looks[-RECENT:]), asks_again(looks)
     graphs = []
     for look in looks[-LOOKS:]:
         told = collectives(evidence, look)
@@ -125,11 +115,11 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
     main = _main(last, rest.rank)
     if main is None:
         return None
-    if _spins(looks, rest.rank):
-        return _spin(last, main, rest, looks)
+    if spun := spins(looks, rest.rank):
+        return _spin(last, main, rest, spun)
     if all(_stuck(graph, rest.rank) for graph in graphs) and len(set(map(_waits, graphs))) == 1:
         return _certified(last, main, rest)
-    return _open(evidence, last, main, rest, works, periodic)
+    return _open(looks, last, main, rest, works, periodic)
 
 
 def _main(graph: Graph, rank: int) -> Node | None:
@@ -150,69 +140,7 @@ def _waits(graph: Graph) -> tuple[Any, ...]:
     return tuple((n, w and (w.kind, w.text), frames) for n, w, frames in rows)
 
 
-def at_work(looks: Sequence[Snapshot]) -> set[Node]:
-    """Threads that used a processor, wanted one at most looks, or whose process moved bytes."""
-    first, last, found = looks[0], looks[-1], set()
-    for process in last.processes:
-        before = first.process(process.pid)
-        if before is None or before.started != process.started:
-            found |= {(process.pid, thread.tid) for thread in process.threads}  # it has just begun
-            continue
-        seen = [p for look in looks if (p := look.process(process.pid))]
-        moved = sum(a.io_bytes != b.io_bytes for a, b in pairwise(seen)) >= 2
-        earlier = {thread.tid: thread for thread in before.threads}
-        for thread in process.threads:
-            was = earlier.get(thread.tid)
-            used = thread.cpu_s - was.cpu_s if was else TICK_S * 3
-            least = max(2.5 * TICK_S, WORKS * (last.t - first.t))
-            mine = [t for p in seen for t in p.threads if t.tid == thread.tid]
-            wants = sum(t.state == "R" or (t.state == "D") for t in mine) > len(mine) / 2
-            kind = thread.wait.kind if thread.wait else ""
-            carries = moved and kind in ("", "pipe", "socket", "fifo", "disk", "other")
-            if used >= least or wants or carries or _changes(mine):
-                found.add((process.pid, thread.tid))
-    return found
-
-
-def _changes(seen: Sequence[Thread]) -> bool:
-    """Whether the state of a user's own code changed between looks, or the code itself."""
-    own = [t for t in seen if any(is_users(frame) for frame in t.frames)]
-    states = {(t.frames, t.visible) for t in own if t.visible}
-    return len(own) == len(seen) and len(states) > 1
-
-
-def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
-    """Threads whose timer was set anew between two looks: that it ends brings nothing."""
-    found, before = set(), {}
-    for look in looks:
-        for process in look.processes:
-            for thread in process.threads:
-                if thread.wait is None or thread.wait.left_s is None:
-                    continue
-                node, ends = (process.pid, thread.tid), look.t + thread.wait.left_s
-                was, switches = before.get(node, (ends, None))
-                slept = switches is not None and switches == thread.switches
-                if ends > was + 0.3 and not slept:
-                    found.add(node)
-                before[node] = (was if slept else ends), thread.switches
-    return found
-
-
-def _spins(looks: Sequence[Snapshot], rank: int) -> bool:
-    """In a loop that its own locals alone could end, and they are the same at every look."""
-    mine = [t for look in looks if (p := look.of(rank)) and (t := p.main())]
-    if len(mine) < LOOKS + 1 or not all(_endless(t) for t in mine):
-        return False
-    places = {(t.visible, tuple(f.partition(" ")[2] for f in t.frames)) for t in mine}
-    return len(places) == 1 and mine[-1].cpu_s - mine[0].cpu_s >= SPUN_S
-
-
-def _endless(thread: Thread) -> bool:
-    return thread.wait is None and bool(thread.visible) and not thread.visible.endswith(HIDDEN)
-
-
-def _spin(graph: Graph, main: Node, rest: Rest, looks: Sequence[Snapshot]) -> Stall:
-    mine = [t for look in looks if (p := look.of(rest.rank)) and (t := p.main())]
+def _spin(graph: Graph, main: Node, rest: Rest, mine: Sequence[Thread]) -> Stall:
     used, line = mine[-1].cpu_s - mine[0].cpu_s, user_line(mine[-1].frames)
     because = [
         f"a loop at {line} that only its own variables could end",
@@ -280,7 +208,12 @@ def _root(graph: Graph, main: Node) -> Node:
 
 
 def _open(
-    evidence: Evidence, graph: Graph, main: Node, rest: Rest, works: set[Node], periodic: set[Node]
+    looks: Sequence[Snapshot],
+    graph: Graph,
+    main: Node,
+    rest: Rest,
+    works: set[Node],
+    periodic: set[Node],
 ) -> Stall | None:
     """Somebody may still end it: who works, whose timer ends, or who is only waited for."""
     chain = [node for node in graph.reach(main) if node in graph.threads]
@@ -289,6 +222,7 @@ def _open(
     unknown = [p.message for p in graph.snapshot.processes if p.message]
     edges = [graph.edge(n) for n in chain if graph.threads[n].wait and _tells(graph, main, n)][:12]
     told: dict[str, Any] = {"edges": edges, "unknown": list(dict.fromkeys(unknown))}
+    mine = [t for look in looks if (p := look.of(rest.rank)) and (t := p.main())]
     device, percent = _on_device(graph.threads[main]), _device_percent(rest)
     busy = [n for n in chain if n in works or graph.free.get(n) == "its progress moves"]
     if device and percent is not None:
@@ -297,6 +231,11 @@ def _open(
             because = [f"the GPU works ({percent:.0f} %), and {graph.label(main)} waits for it"]
             return _stall(graph, main, "busy", "uncounted", rest, because, **told)
     if busy:
+        if busy == [main] and (used := repeats(mine)) >= SPUN_LONG_S:
+            line = _works(graph, main)
+            because = [line, f"in {used:.0f} s of a processor none of its variables changed"]
+            if rest.seconds >= bound_s(rest):
+                return _stall(graph, main, "waiting", "loop", rest, because, **told)
         node = min(busy, key=lambda n: (not user_line(graph.threads[n].frames), chain.index(n)))
         return _stall(graph, node, "busy", "uncounted", rest, [_works(graph, node)], **told)
     timed = [
@@ -307,7 +246,8 @@ def _open(
     ]  # fmt: skip
     root = _root(graph, main)
     near = [(left, n) for left, n in timed if left <= PATIENCE_S and n[0] in (main[0], root[0])]
-    near = [x for x in near if x[1] in (main, root) or graph.threads[x[1]].frames] or []
+    near = [x for x in near if x[1] in (main, root) or graph.threads[x[1]].frames]
+    near = [x for x in near if _lasts(graph, looks[-LOOKS], x[1])]
     if near:
         left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
         because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
@@ -322,6 +262,12 @@ def _open(
     because.append("nobody of the run works, and nothing proves that it can never go on")
     return _stall(graph, root, "waiting", what, rest, because,
                   left_s=wait.left_s if wait else None, **told)  # fmt: skip
+
+
+def _lasts(graph: Graph, earlier: Snapshot, node: Node) -> bool:
+    """Whether it was there at an earlier look: the sleep of a loop's next round was not."""
+    process = graph.process(node)
+    return process is not None and (process.of >= 0 or earlier.process(node[0]) is not None)
 
 
 def _stall(

@@ -94,7 +94,8 @@ def all_modules(progress: Progress) -> list[Undo]:
 
     def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or counted.over:
+            # In this order: a compiled region must not depend on what changes.
+            if torch.compiler.is_compiling() or counted.over or not progress.fine:
                 return plain(module, *args, **kwargs)
             _begins(progress)
             output = plain(module, *args, **kwargs)
@@ -199,7 +200,7 @@ def backwards(progress: Progress) -> list[Undo]:
 
     def counting(plain: Callable[..., Any], roots: str) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or counted.over:
+            if torch.compiler.is_compiling() or counted.over or not progress.fine:
                 return plain(*args, **options)
             given = args[0] if args else options.get(roots, ())
             given = [given] if isinstance(given, Tensor) else list(given)

@@ -16,6 +16,8 @@ from nsa.lab.watch.evidence import Wait
 from nsa.lab.watch.holders import Holders, access, fdinfo, file_name
 from nsa.lab.watch.sockets import LISTEN, Sockets
 
+# What may set an eventfd besides processes.
+_DRIVERS = ("/dev/nvidia", "/dev/kfd", "/dev/infiniband", "/dev/vfio", "anon_inode:[io_uring]")
 _TEXT = 3  # of so many descriptors in a poll it is said what they are
 
 
@@ -151,7 +153,10 @@ class Ends:
                 if pid != self.pid and fdinfo(pid, number).get("eventfd-id") == told:
                     same.add(pid)
             pids = sorted(same)
-            return self.by("event", f"{verb} an event of {self.names(pids)} (eventfd)", pids)
+            found = self.by("event", f"{verb} an event of {self.names(pids)} (eventfd)", pids)
+            if not any(self.holders.has_open(other, _DRIVERS) for other in pids):
+                return found
+            return replace(found, text=f"{found.text} or of a driver", outside=True)
         if what == "timerfd":
             told = re.search(r"\((\d+), (\d+)\)", " ".join(lines.get("it_value", ())))
             left = int(told[1]) + int(told[2]) / 1e9 if told else 0.0

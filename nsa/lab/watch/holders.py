@@ -50,6 +50,13 @@ class Holders:
         """Who has open what a descriptor's link names: "pipe:[12]", "socket:[34]"."""
         return self._links.get(link, [])
 
+    def has_open(self, pid: int, beginnings: tuple[str, ...]) -> bool:
+        """Whether a process has anything open whose link begins so."""
+        return any(
+            link.startswith(beginnings) and any(holder == pid for holder, _ in holders)
+            for link, holders in self._links.items()
+        )
+
     def of_file(self, device: int, inode: int) -> list[Holder]:
         """Who has a file open that may go by several names."""
         return self._files.get((device, inode), [])

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from nsa.lab.process import procfs
 from nsa.lab.process.family import COOKIE, stat
 from nsa.lab.watch.ends import Ends
 from nsa.lab.watch.evidence import P, Process, Snapshot, Thread, Wait
@@ -31,7 +32,10 @@ _YOUNG_S = 10.0  # a process so young may still take over another program, and i
 _NAME = 60
 _MIB = 2**20
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGESIZE")
-HELP = "run as root, or with CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
+HELP = (
+    "run as root, with CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE), or, for programs of the "
+    "same user, after `sysctl kernel.yama.ptrace_scope=0`"
+)
 _carries: dict[tuple[int, int, str], bool] = {}  # whether a process has a cookie: it never changes
 
 
@@ -75,7 +79,8 @@ def snapshot(
 ) -> Snapshot:
     """The family with every thread and its wait, and without stacks: `looks.with_stacks` adds them.
 
-    Processes outside the family that it waits for are in it too, with `of` = STRANGER.
+    Processes outside the family that it waits for are in it too, with `of` = STRANGER. All waits
+    held at one moment: that of a thread which went on meanwhile is marked as `outside`.
     """
     listed = family(ranks, cookie)
     holders = Holders([process.pid for process in listed])
@@ -94,6 +99,7 @@ def snapshot(
             found.append(
                 reading.complete(_process(pid, stat(Path(f"/proc/{pid}")), STRANGER, None))
             )
+    found = [reading.settled(process) for process in found]
     return Snapshot(t, tuple(found), dict(p or {}), "proc")
 
 
@@ -109,10 +115,11 @@ class _Reading:
     ) -> None:
         self._holders, self._names, self._ours = holders, names, ours
         self._parents, self._sockets = parents, {}
+        self._switches: dict[tuple[int, int], str] = {}  # how often a thread had begun to sleep
 
     def complete(self, process: Process) -> Process:
         """The process with its threads, as long as it is still the same."""
-        if process.state in "ZX":
+        if process.state in ("Z", ""):
             return process
         pid, said = process.pid, []
         children = tuple(child for child, parent in self._parents.items() if parent == pid)
@@ -120,7 +127,9 @@ class _Reading:
         reader, threads = Reader(ends, children), []
         for tid in _tids(pid):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                threads.append(_thread(reader, tid, self._ours, said, len(threads) < MOST))
+                if deep := len(threads) < MOST:
+                    self._switches[pid, tid] = _switches(pid, tid)
+                threads.append(_thread(reader, tid, self._ours, said, deep))
         if _started(pid) != process.started:
             return replace(process, message="it ended while it was looked at", state="")
         if len(threads) > MOST:
@@ -131,6 +140,16 @@ class _Reading:
             others = [thread.tid for thread in threads if not thread.ours]
             moved = sum(_io_bytes(f"{pid}/task/{tid}") for tid in others)
         return replace(process, threads=tuple(threads), message=message, io_bytes=moved)
+
+    def settled(self, process: Process) -> Process:
+        """Called when all have been read: what slept all the while did so at one moment."""
+        threads = list(process.threads)
+        for at, thread in enumerate(threads):
+            key = process.pid, thread.tid
+            if thread.wait is not None and _switches(*key) != self._switches[key]:
+                text = f"{thread.wait.text}; it went on while the others were looked at"
+                threads[at] = replace(thread, wait=replace(thread.wait, text=text, outside=True))
+        return replace(process, threads=tuple(threads))
 
     def _name(self, pid: int) -> str:
         if pid not in self._names:
@@ -149,12 +168,12 @@ class _Reading:
 def _thread(reader: Reader, tid: int, ours: Collection[str], said: list[str], deep: bool) -> Thread:
     folder = Path(f"/proc/{reader.pid}/task/{tid}")
     name = (folder / "comm").read_text(errors="replace").strip()
-    fields, wchan = stat(folder), _wchan(folder)
+    fields, wchan = stat(folder), procfs.wchan(folder)
     wait: Wait | None = None
     if deep and fields[0] in "SDTtI":
         wait = _wait(reader, folder, fields[0], wchan, said)
-        fields, wchan = stat(folder), _wchan(folder)
-    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
+        fields, wchan = stat(folder), procfs.wchan(folder)
+    cpu_s = procfs.cpu_s(fields)
     if fields[0] == "R":
         wait = None
     known = {"ours": name in ours, "switches": _switches(folder)}
@@ -182,7 +201,7 @@ def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str])
             if asleep is None:
                 if stat(folder)[0] == "R":
                     return None
-                wchan = _wchan(folder)
+                wchan = procfs.wchan(folder)
                 continue
             found = reader.wait(asleep, state, wchan, source)
             if Path(source).read_text() == before:
@@ -195,7 +214,7 @@ def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str])
                 raise
             said.append("this kernel does not tell in which system calls threads wait")
             return replace(refused(wchan), source=f"{folder}/wchan")
-        wchan = _wchan(folder)
+        wchan = procfs.wchan(folder)
     return None
 
 
@@ -204,8 +223,12 @@ def _listing() -> dict[int, list[str]]:
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].decode().split()
+            with contextlib.suppress(OSError):
+                file = os.open(f"/proc/{name}/stat", os.O_RDONLY)  # a third of the time of open()
+                try:
+                    fields = os.read(file, 2048).rpartition(b")")[2].decode().split()
+                finally:
+                    os.close(file)
                 if len(fields) > 21 and fields[0] != "X":
                     found[int(name)] = fields
     return found
@@ -249,11 +272,14 @@ def _environ(pid: int) -> list[bytes]:
 
 
 def _process(pid: int, fields: list[str], of: int, rank: int | None) -> Process:
-    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
+    cpu_s = procfs.cpu_s(fields)
     rss_mib = int(fields[21]) * _PAGE / _MIB
-    name = _named(pid, fields[0])
+    name, message = _named(pid, fields[0]), ""
+    if fields[0] == "Z" and int(fields[17]) > 1:
+        message = "its main thread has ended, and the others may not be read"
+        fields = ["", *fields[1:]]
     return Process(pid, int(fields[1]), int(fields[19]), of, rank, name, fields[0], cpu_s,
-                   _io_bytes(pid), rss_mib)  # fmt: skip
+                   _io_bytes(pid), rss_mib, message=message)  # fmt: skip
 
 
 def _io_bytes(pid: int | str) -> int:
@@ -298,17 +324,18 @@ def _tids(pid: int) -> list[int]:
         return []
 
 
+def _switches(pid: int, tid: int) -> str:
+    """How often a thread has been taken from its processor, "" for one that is gone."""
+    try:
+        with open(f"/proc/{pid}/task/{tid}/status", errors="replace") as file:
+            return " ".join(line for line in file if "_ctxt_switches" in line)
+    except OSError:
+        return ""
+
+
 def _started(pid: int) -> int | None:
     try:
         fields = stat(Path(f"/proc/{pid}"))
         return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
-
-
-def _wchan(folder: Path) -> str:
-    try:
-        name = (folder / "wchan").read_text().strip()
-    except OSError:
-        return ""
-    return "" if name == "0" else name

@@ -27,11 +27,12 @@ from typing import Any
 
 from nsa.lab.process import preflight, procfs
 from nsa.lab.watch import kernel, visible
-from nsa.lab.watch.evidence import Process, Snapshot, Thread
+from nsa.lab.watch.evidence import Process, Snapshot, Thread, Wait
 
 SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
 EVERY_S = 1.0
 PY_SPY_S, NATIVE_S = 8.0, 30.0  # reading the symbols of large libraries takes long
+GIL_S = 0.005  # the interpreter's own switch interval
 AT_ONCE = 4  # processes that are looked at
 LONGER = 8  # asks of py-spy for the longest locals that it shows, some 500 characters
 _THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
@@ -172,7 +173,20 @@ def _merged(
                 ours=thread.ours or name in ours,
             )
         threads.append(thread)
-    return replace(process, threads=tuple(threads))
+    return replace(process, threads=tuple(_for_the_gil(process.pid, threads)))
+
+
+def _for_the_gil(pid: int, threads: list[Thread]) -> Iterator[Thread]:
+    """Whoever waits for the GIL asks again every few milliseconds; only its owner can end that."""
+    owner = next((thread for thread in threads if thread.gil), None)
+    for thread in threads:
+        wait = thread.wait
+        asks = wait is not None and wait.kind == "lock" and wait.left_s is not None
+        if asks and wait.left_s <= GIL_S and owner not in (None, thread) and thread.frames:
+            text = f"waits for the GIL, which thread {owner.tid} ({owner.name}) holds"
+            wait = Wait("GIL", text, ((pid, owner.tid),), source=f"{wait.source}, py-spy")
+            thread = replace(thread, wait=wait)
+        yield thread
 
 
 def asked(pid: int, file: Path) -> str:

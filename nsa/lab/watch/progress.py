@@ -115,12 +115,12 @@ class Progress:
         self.cells[VERSION] = LAYOUT
         self.told = False  # somebody names the phases: then none is guessed
         self.outputs: Any = None  # of modules, while they are counted and no backward runs
+        self.fine = True  # modules and backwards are counted
         self.passed = 0  # modules of the steps before this one
         self.backwards = 0  # under way or over
         self.within = 0  # of them are under way
         self.pace: Callable[[], Any] | None = None  # called by the main thread with each beat
         self._undo: list[Callable[[], Any]] = []
-        self._fine: list[Callable[[], Any]] = []
         self._all = self._counts_backwards = False
         self._device: Any = None
         _counting.add(self)
@@ -178,7 +178,7 @@ class Progress:
 
         if not self._all:
             self._undo += counting.modules_of(model, self)
-            self._count_backwards(self._undo)
+            self._count_backwards()
 
     def attach(self, *, steps: bool = False) -> None:
         """Counts every module, backward and optimizer step of this process, whoever makes them.
@@ -191,34 +191,21 @@ class Progress:
         if self._all:
             return
         self._all = True
-        self._undo += counting.optimizers(self)
+        self._undo += [*counting.all_modules(self), *counting.optimizers(self)]
+        self._count_backwards()
         if steps:
             from nsa.lab.watch.steps import Pace, of_optimizers, waits_for_data
 
             self._undo += [*of_optimizers(self), *waits_for_data(self)]
             self.pace = Pace(self)
-        self.finely()
 
-    def finely(self) -> None:
-        """Counts every module and backward of this process, until `coarsely`."""
-        from nsa.lab.watch import counting
-
-        self._fine = counting.all_modules(self)
-        self._count_backwards(self._fine)
-
-    def coarsely(self) -> None:
-        """Counts them no more."""
-        for undo in reversed(self._fine):
-            undo()
-        self._fine, self._counts_backwards, self.outputs = [], False, None
-
-    def _count_backwards(self, undo: list[Callable[[], Any]]) -> None:
+    def _count_backwards(self) -> None:
         from nsa.lab.watch import counting
 
         self.outputs = counting.Outputs(self)
         if not self._counts_backwards:
             self._counts_backwards = True
-            undo += counting.backwards(self)
+            self._undo += counting.backwards(self)
 
     def backward(self, loss: Any, *args: Any, **options: Any) -> None:
         """loss.backward(...), whose nodes are counted, also where nothing is attached."""
@@ -269,7 +256,6 @@ class Progress:
     def unhook(self) -> None:
         """Takes all hooks away."""
         self.pace = None
-        self.coarsely()
         for undo in reversed(self._undo):
             undo()
         self._undo, self._all, self._counts_backwards, self.outputs = [], False, False, None

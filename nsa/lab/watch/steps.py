@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from nsa.lab.watch.counting import Undo, in_place_of
 from nsa.lab.watch.evidence import PHASES
@@ -32,28 +31,17 @@ class Pace:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._plain: tuple[Any, ...] = ()
         self._last, self._seen, self._until = time.monotonic(), (0, 0), 0.0
 
     def __call__(self) -> None:
         progress, now = self._progress, time.monotonic()
         seen = (progress.passed + progress.cells[MODULES], progress.backwards)
         cost_s = MODULE_S * (seen[0] - self._seen[0]) + BACKWARD_S * (seen[1] - self._seen[1])
-        self._seen = seen
-        spent_s, self._last = now - self._last, now
-        if self._until:
-            # Who has put something in the same place since would be lost among ours.
-            if now >= self._until and _places() == self._plain:
-                self._until = 0.0
-                progress.finely()
-        elif cost_s > 2 * SHARE * spent_s and not progress.within:
-            self._until = now + min(cost_s / SHARE, MOST_REST_S)
-            progress.coarsely()
-            self._plain = _places()
-
-
-def _places() -> tuple[Any, ...]:
-    return nn.Module.__call__, torch.autograd.backward, torch.autograd.grad
+        spent_s, self._last, self._seen = now - self._last, now, seen
+        if not progress.fine:
+            progress.fine = now >= self._until
+        elif cost_s > 2 * SHARE * spent_s:
+            progress.fine, self._until = False, now + min(cost_s / SHARE, MOST_REST_S)
 
 
 def of_optimizers(progress: Progress) -> list[Undo]:

@@ -22,7 +22,6 @@ _PLAIN = (
     ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple,
     ast.expr_context, ast.Add, ast.Sub, ast.Mult, ast.unaryop, ast.boolop, ast.cmpop,
 )  # fmt: skip
-_EXITS = (ast.Break, ast.Return, ast.Raise)
 _READ_S = 0.05  # no interpreter has read its script sooner after its start
 _NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?$")
 
@@ -31,8 +30,9 @@ def digest(frames: list[dict[str, Any]], pid: int, began: float) -> str:
     """Of the locals of py-spy's frames of Python, innermost first; "" where there is no frame.
 
     Without HIDDEN at its end the thread is in a loop that it cannot leave by itself, whatever its
-    callers do: it calls nothing, and either has no test and no exit, or tests plain locals and sets
-    none. What it sets on its way is left out. began: when the process did, seconds since the epoch.
+    callers do: it calls nothing, has no exit, and its test is true for ever, as a constant or by
+    plain locals where it sets none. What it sets on its way is left out. began: when the process
+    did, in seconds since the epoch.
     """
     if not frames:
         return ""
@@ -56,21 +56,32 @@ def endless(frame: dict[str, Any], pid: int, began: float) -> frozenset[str] | N
         loops = _loops(path, changed) if changed < began + _READ_S else ()
     except (OSError, ValueError, SyntaxError, RecursionError):
         return None
-    plain = {x["name"] for x in frame.get("locals") or () if _is_plain(x["repr"] or "<")}
-    for low, high, tested, names in loops:
-        if low <= frame["line"] <= high and tested <= plain:
+    values = {x["name"]: x["repr"] for x in frame.get("locals") or () if _is_plain(x["repr"])}
+    for low, high, test, names in loops:
+        if low <= frame["line"] <= high and _holds(test, values):
             return names
     return None
 
 
-def _is_plain(shown: str) -> bool:
+def _is_plain(shown: str | None) -> bool:
     """A value that is shown whole, and that nobody changes without another object."""
-    return shown in ("None", "True", "False") or shown[0] == '"' or _NUMBER.match(shown) is not None
+    if not shown or "..." in shown:
+        return False
+    return shown in ("None", "True", "False") or shown[0] == '"' or bool(_NUMBER.match(shown))
+
+
+def _holds(test: str, values: dict[str, str]) -> bool:
+    """Whether a test of nothing but names and constants is true; False where a value is unknown."""
+    try:
+        known = {name: ast.literal_eval(shown) for name, shown in values.items()}
+        return bool(eval(test, {"__builtins__": {}}, known))
+    except (NameError, SyntaxError, TypeError, ValueError):
+        return False
 
 
 @lru_cache(64)
-def _loops(path: str, _: float) -> tuple[tuple[int, int, frozenset[str], frozenset[str]], ...]:
-    """First and last line, names tested and names set, of loops that have no end of their own."""
+def _loops(path: str, _: float) -> tuple[tuple[int, int, str, frozenset[str]], ...]:
+    """First and last line, test and names set, of loops that nothing ends but their test."""
     with open(path, "rb") as file:
         tree = ast.parse(file.read())
     found = []
@@ -78,15 +89,13 @@ def _loops(path: str, _: float) -> tuple[tuple[int, int, frozenset[str], frozens
         if not isinstance(loop, ast.While) or loop.orelse:
             continue
         nodes = [node for part in (loop.test, *loop.body) for node in ast.walk(part)]
-        if not all(isinstance(node, (*_PLAIN, *_EXITS)) for node in nodes):
+        if not all(isinstance(node, _PLAIN) for node in nodes):
             continue
-        used = [node for node in nodes if isinstance(node, ast.Name)]
-        names = frozenset(x.id for x in used if isinstance(x.ctx, ast.Store))
-        tested = frozenset(x.id for x in used if isinstance(x.ctx, ast.Load))
-        exits = any(isinstance(node, _EXITS) for node in nodes)
-        if isinstance(loop.test, ast.Constant) and loop.test.value and not exits:
-            tested = frozenset()
-        elif names:
-            continue
-        found.append((loop.lineno, loop.end_lineno or loop.lineno, tested, names))
+        names = frozenset(
+            x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        )
+        # Where it sets a name, its test may come out otherwise next time.
+        if not names or isinstance(loop.test, ast.Constant):
+            last = loop.end_lineno or loop.lineno
+            found.append((loop.lineno, last, ast.unparse(loop.test), names))
     return tuple(found)

@@ -7,6 +7,7 @@ by what was not seen.
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from nsa.lab.watch import syscalls
 from nsa.lab.watch.ends import Ends, least, outside, until
 from nsa.lab.watch.evidence import Wait
 from nsa.lab.watch.holders import fdinfo, file_name
+from nsa.lab.watch.sockets import timeout_s
 from nsa.lab.watch.syscalls import Call, Memory
 
 _WALL_CLOCK = 256  # FUTEX_CLOCK_REALTIME
@@ -129,11 +131,15 @@ class Reader:
     # files, pipes and sockets
 
     def descriptor(self, call: Call) -> Wait:
-        found = self.ends.of(call.signed(0), "writes" if "write" in call.name else "reads")
-        left = None
+        fd, sends = call.signed(0), "write" in call.name or "send" in call.name
+        found, left = self.ends.of(fd, "writes" if sends else "reads"), None
         if call.name == "recvmmsg" and call.args[4]:
             left = self.memory.seconds(call.args[4])
-        return replace(found, left_s=least(found.left_s, left))
+        elif stat.S_ISSOCK(os.stat(f"/proc/{self.pid}/fd/{fd}").st_mode):
+            left = timeout_s(self.pid, fd, socket.SO_SNDTIMEO if sends else socket.SO_RCVTIMEO)
+        left = least(found.left_s, left)
+        text = until(found.text, left, True) if left != found.left_s else found.text
+        return replace(found, text=text, left_s=left)
 
     def both_ends(self, call: Call) -> Wait:
         """sendfile has the target first, splice and copy_file_range the source."""

@@ -16,6 +16,7 @@ from nsa.experiments.selfcheck.programs import PROGRAMS, __main__, chosen, make
 
 FOLDER = Path(programs.__file__).parent
 GROUPS = {"healthy": 40, "hang": 20, "slow": 2, "fails": 3}
+COSTLY = {("compile_cold_cache", 0), ("compile_cold_cache", 1), ("loader_slow_first_batch", 2)}
 
 RUN = """
 import os, sys, time
@@ -72,7 +73,7 @@ def free_ports(count):
 
 
 def started(code, arguments, **environment):
-    environment = os.environ | {"NSA_PROGRAM_SCALE": "0.01"} | environment
+    environment = os.environ | {"NSA_PROGRAM_SCALE": "0.005"} | environment
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
@@ -132,8 +133,13 @@ def test_a_script_tells_its_losses(capsys, monkeypatch):
 
 
 @pytest.mark.processes
-def test_healthy_programs_end():
-    told = [f"{each.name}:{form}:0" for each, form in forms("healthy", 1)]
+@pytest.mark.parametrize("costly", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_healthy_programs_end(costly):
+    told = [
+        f"{each.name}:{form}:0"
+        for each, form in forms("healthy", 1)
+        if ((each.name, form) in COSTLY) == costly
+    ]
     said, complaints = started(RUN, told).communicate(timeout=500)
     ended = [":".join(line.split()[1:]) + ":0" for line in said.splitlines()]
     assert ended == told, complaints
@@ -160,7 +166,7 @@ class Family:
             for (each, form), port in zip(pairs, free_ports(len(pairs)), strict=True)
             for rank in (["-"] if each.ranks == 1 else range(2))
         ]
-        self.process = started(FORK, told, NSA_PROGRAM_SCALE="0.01")
+        self.process = started(FORK, told)
         self.children = {}
         while len(self.children) < len(told):
             line = self.process.stdout.readline().split()

@@ -66,7 +66,7 @@ class Supervisor:
     def __init__(self, monkeypatch, seconds=0.0):
         self.folders, self.at_once, self.most, self.seconds = [], 0, 0, seconds
         self._lock = threading.Lock()
-        monkeypatch.setattr(selfcheck.runner, "run_until_proven", self.run)
+        monkeypatch.setattr(selfcheck.runner, "run", self.run)
         monkeypatch.setattr(selfcheck, "judge", self.judge)
 
     def run(self, spec, *, folder, **options):
@@ -119,7 +119,7 @@ def test_an_error_of_the_supervisor_ends_the_check(monkeypatch):
     def broken(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(selfcheck.runner, "run_until_proven", broken)
+    monkeypatch.setattr(selfcheck.runner, "run", broken)
     with pytest.raises(OSError, match="no space left"):
         selfcheck.check(chosen(["killed", "healthy"]), gpus=0, stop=stop)
     assert stop.is_set()

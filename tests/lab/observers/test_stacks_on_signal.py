@@ -108,14 +108,14 @@ def handled():
 @pytest.mark.full
 def test_sigusr1_writes_the_stack_of_every_thread_from_inside_a_backward(written):
     found = ran(STUCK, written)
-    assert [thread["name"] for thread in found] == ["other", "MainThread"]
-    assert any("loop_that_does_not_end" in frame for frame in found[-1]["frames"])
+    assert [thread.name for thread in found] == ["other", "MainThread"]
+    assert any("loop_that_does_not_end" in frame for frame in found[-1].frames)
 
 
 @pytest.mark.processes
 @pytest.mark.full
 def test_native_code_is_shown_while_it_runs(written):
-    assert ran(NATIVE, written, "[True]\n")[-1]["name"] == "MainThread"
+    assert ran(NATIVE, written, "[True]\n")[-1].name == "MainThread"
 
 
 @pytest.mark.processes

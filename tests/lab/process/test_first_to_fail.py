@@ -13,7 +13,7 @@ STORE = "DistNetworkError: failed to recv, got 0 bytes. Connection was likely cl
 
 
 def ended(folder, raised=(), codes=(), left=(), cut=None, status="error"):
-    """(rank, End) of three ranks: {rank: (message, time)}, {rank: exit code}, ranks that returned."""
+    """(rank, End) of three ranks: {rank: (message, time)}, {rank: exit code}, who returned."""
     for rank, (message, time) in dict(raised).items():
         said = {"status": "error", "message": message, "traceback": "", "time": time}
         (folder / f"rank-{rank}.json").write_text(json.dumps(said))

@@ -18,11 +18,12 @@ from nsa.lab.watch.evidence import End, Evidence
 
 pytestmark = pytest.mark.processes
 STALL_S = 1.0
+TOLD = {"stall_s": STALL_S, "deadline_s": 30.0, "on_hang": "kill", "on_stall": "kill"}
 # Trials that stand or are late: settings, and how they are run.
 STUCK = {
     "lock": ({}, {}),
     "stop": ({}, {}),
-    "gil": ({}, {}),
+    "gil": ({}, {"deadline_s": 6.0}),
     "native": ({"size": 900}, {}),
     "slow": ({"operations": 300_000}, {"deadline_s": 1.0, "predicted_s": 0.1}),
 }
@@ -31,7 +32,7 @@ STUCK = {
 def trial(name, folder, settings=None, steps=3, ranks=1, **options):
     subject = name if ":" in name else f"subject_entries:{name}"
     spec = Spec(subject, settings or {}, steps=steps, ranks=ranks)
-    return run(spec, folder=folder, **{"stall_s": STALL_S, "deadline_s": 30.0, **options})
+    return run(spec, folder=folder, **{**TOLD, **options})
 
 
 @pytest.fixture(scope="module")
@@ -51,45 +52,32 @@ def gone(pids):
     return not wait_until_gone(pids)
 
 
-def by(evidence, tool):
-    return [look for look in evidence.looks if look.tool == tool and look.threads]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "what"), [("lock", "blocked"), ("stop", "stopped"), ("gil", "gil-held")]
-)
-def test_what_stands_is_looked_at_three_times_and_ended_with_its_proof(stuck, name, what):
+@pytest.mark.parametrize(("name", "verdict"), [("lock", "HANG:lock"), ("stop", "HANG:stopped")])
+def test_what_can_never_go_on_is_ended_with_its_certificate(stuck, name, verdict):
     evidence = stuck[name]
     assert (evidence.end.how, evidence.end.type) == ("stopped by the supervisor", "stall")
     assert evidence.last().step == 1 and evidence.frozen_s() >= STALL_S
-    seen = by(evidence, "proc")
+    seen = evidence.snapshots
     assert len(seen) >= 3 and all(b.t - a.t >= 0.5 for a, b in pairwise(seen))
-    assert all(look.p == evidence.last() for look in seen)
-    verdict = judge(evidence)
-    assert (verdict.kind, verdict.what) == ("HANG", what), verdict.because
+    assert all(look.p == {0: evidence.last()} for look in seen)
+    found = judge(evidence)
+    assert found.label == verdict and found.edges, found.because
+    (report,) = evidence.reports
+    assert report["label"] == verdict and report["withdrawn"] is None
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["lock", "gil"])
 def test_the_stacks_name_the_line(stuck, name):
-    evidence = stuck[name]
-    shown = by(evidence, "py-spy")
-    if not shown:
-        assert "py-spy" in next(look.message for look in evidence.looks if look.message)
-    main = (shown or by(evidence, "faulthandler"))[-1].main()
-    assert any("subject_entries.py" in frame for frame in main["frames"])
+    assert "subject_entries.py" in judge(stuck[name]).line
+    assert {look.tool for look in stuck[name].snapshots} <= {"py-spy", "native"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["lock", "gil", "slow"])
-def test_faulthandler_is_not_asked_where_py_spy_shows_the_stacks(stuck, name):
-    """Its dump ends a process now and then."""
-    looks = [look for look in stuck[name].looks if look.tool in ("py-spy", "faulthandler")]
-    for before, look in pairwise(looks):
-        if look.tool == "faulthandler":
-            assert before.tool == "py-spy" and not before.threads
-    assert looks and looks[0].tool == "py-spy"
+def test_a_call_that_keeps_the_gil_and_computes_is_never_called_a_hang(stuck):
+    assert judge(stuck["gil"]).label == "SLOW:uncounted"
+    assert stuck["gil"].end.type == "deadline" and not stuck["gil"].reports
 
 
 @pytest.mark.full
@@ -102,8 +90,8 @@ def test_the_kernel_tells_who_is_stopped_and_who_waits(stuck):
 @pytest.mark.full
 def test_slow_work_is_ended_at_its_deadline_while_it_moves(stuck):
     evidence = stuck["slow"]
-    assert evidence.end.type == "deadline" and evidence.looks
-    assert evidence.samples[-1].p.key() >= evidence.looks[0].p.key()
+    assert evidence.end.type == "deadline" and evidence.snapshots
+    assert evidence.samples[-1].p.key() >= evidence.snapshots[0].p[0].key()
     assert judge(evidence).kind == "SLOW"
 
 
@@ -210,15 +198,18 @@ def test_another_interpreter_runs_with_packages_of_its_own(tmp_path):
 @pytest.mark.full
 def test_without_py_spy_it_says_so_and_faulthandler_remains(monkeypatch, tmp_path):
     monkeypatch.setattr(looks, "_py_spy", lambda: None)
-    assert looks.py_spy(os.getpid()) == ([], "py-spy is not installed (pip install py-spy)")
+    assert "py-spy is not installed (pip install py-spy)" in looks.py_spy(os.getpid())[1]
     refused = tmp_path / "py-spy"
     refused.write_text("#!/bin/sh\necho 'Permission Denied: Try running again' >&2\nexit 1\n")
     refused.chmod(0o755)
     monkeypatch.setattr(looks, "_py_spy", lambda: str(refused))
-    assert looks.py_spy(os.getpid()) == ([], "py-spy: Permission Denied: Try running again")
+    assert "py-spy: Permission Denied: Try running again" in looks.py_spy(os.getpid())[1]
     evidence = trial("lock", tmp_path / "lock")
-    assert evidence.end.type == "stall" and len(by(evidence, "faulthandler")) >= 3
-    assert judge(evidence).what == "blocked"
+    assert evidence.end.type == "stall"
+    assert [look.tool for look in evidence.snapshots[:3]] == ["faulthandler"] * 3
+    found = judge(evidence)
+    assert found.label == "HANG:lock" and "subject_entries.py" in found.line
+    assert "Permission Denied" in evidence.snapshots[-1].processes[0].message
 
 
 def test_a_subject_that_is_none_says_what_it_needs(tmp_path):

@@ -2,16 +2,14 @@
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 from places import ROOT
 
-from nsa.lab.process import renamed, runner
+from nsa.lab.process import renamed
 from nsa.lab.process.child import is_out_of_memory
 from nsa.lab.process.procfs import kernel_kills
-from nsa.lab.process.runner import Spec, run_until_proven
-from nsa.lab.watch.evidence import End, Evidence, P, Sample
+from nsa.lab.process.runner import Spec
 
 
 def test_the_same_spec_source_and_environment_have_the_same_id():
@@ -33,20 +31,6 @@ def test_the_same_spec_source_and_environment_have_the_same_id():
 def test_a_spec_that_cannot_be_run_is_refused(values, said):
     with pytest.raises(ValueError, match=said):
         Spec("a:b", **values)
-
-
-def test_a_rest_without_proof_is_tried_again_for_twice_as_long(monkeypatch, tmp_path):
-    given = []
-
-    def rested(spec, *, folder, **options):
-        given.append((Path(folder).name, options["deadline_s"]))
-        samples = [Sample(float(t), 0, P(1)) for t in range(8)]
-        end = End("stopped by the supervisor", -9, "deadline")
-        return Evidence(samples=samples, end=end, deadline_s=options["deadline_s"], began_s=1.0)
-
-    monkeypatch.setattr(runner, "run", rested)
-    evidence = run_until_proven(Spec("a:b"), folder=tmp_path / "t", deadline_s=5.0)
-    assert given == [("t", 5.0), ("again", 12.0)] and evidence.again.frozen_s() == 7.0
 
 
 @pytest.mark.parametrize("new", renamed.MOVED.values())

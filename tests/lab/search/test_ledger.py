@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from processes import alive, python, wait_until_gone
 
+from nsa.lab.process import child, sources
 from nsa.lab.process.runner import Spec
 from nsa.lab.search import ledger
 from nsa.lab.search.ledger import Ledger
@@ -41,7 +42,7 @@ def tried(monkeypatch):
             end = End("stopped by the supervisor", -9, "caller")
         return Evidence(spec=spec.to_dict(), samples=[sample], losses=[1.0, 0.9, 0.8], end=end)
 
-    monkeypatch.setattr(ledger.runner, "run_until_proven", pretend)
+    monkeypatch.setattr(ledger.runner, "run", pretend)
     return names
 
 
@@ -65,6 +66,41 @@ def test_what_was_inconclusive_is_run_again_and_replaced(tmp_path, tried):
     first, second = store.run(spec(stopped=True)), store.run(spec(stopped=True))
     assert first[2].kind == "INCONCLUSIVE" and len(tried) == 2
     assert store.ids() == [first[0]] == [second[0]] and store.get(first[0])
+
+
+def test_again_runs_it_anew_and_keeps_what_was_there(tmp_path, tried):
+    store = Ledger(tmp_path)
+    first = store.run(SPEC)[0]
+    (tmp_path / first / "stdout.txt").write_text("of the first")
+    assert [store.run(SPEC, again=True)[0] for _ in range(2)] == [first, first]
+    assert tried == [8] * 3 and store.ids() == [f"{first}-1", f"{first}-2", first]
+    assert (tmp_path / f"{first}-1" / "stdout.txt").read_text() == "of the first"
+    assert store.run(SPEC)[0] == first and len(tried) == 3 and store.get(f"{first}-2")
+    store.run(spec(stopped=True)), store.run(spec(stopped=True), again=True)
+    assert len(store.ids()) == 4  # an inconclusive one is replaced
+
+
+def test_a_trial_whose_loaded_files_changed_is_another_one(tmp_path, tried):
+    store, helper = Ledger(tmp_path / "store"), tmp_path / "helper.py"
+    helper.write_text("x = 1")
+
+    def loads(id, content):
+        child.put(store.root / id / "loaded-0.json", {str(helper): content})
+
+    first = store.run(SPEC)[0]
+    loads(first, sources.hash_of(str(helper)))
+    assert store.run(SPEC)[0] == first and tried == [8]
+    helper.write_text("raise KeyError")
+    second = store.run(SPEC)[0]
+    assert second != first and tried == [8, 8] and store.ids() == [first, second]
+    loads(second, sources.hash_of(str(helper)))
+    assert store.run(SPEC)[0] == second and tried == [8, 8]
+    loads(second, "changed while it ran")  # then nobody knows what was loaded
+    assert store.run(SPEC)[0] not in (first, second)
+    helper.unlink()
+    assert store.run(SPEC)[0] not in (first, second) and len(tried) == 4
+    helper.write_text("x = 1")
+    assert store.run(SPEC)[0] == first and len(tried) == 4
 
 
 def test_two_supervisors_run_a_trial_once(tmp_path, tried):

@@ -89,7 +89,7 @@ def test_an_illegal_value_is_refused_with_what_would_do(name, value, message):
         ({"screen": 1}, "screen=1 must be true or false"),
         ({"oracles": ["finit"]}, "no oracle 'finit'; the nearest is 'finite'"),
         ({"subject": "no_such_module:make"}, "there is no module no_such_module"),
-        ({"subject": "lab"}, "is not of the form"),
+        ({"subject": "lab"}, "no module of that name .* as 'package.module:function'"),
         ({"factors": {"deadline_factor": [1.0, 2.0]}}, "nothing to multiply; give deadline_s"),
         ({"settings": {"ranks": 2}}, "the settings cannot be run: batch=1 cannot be split"),
         ({"factors": {"batch": [1, 3]}, "settings": {"ranks": 2}}, "no value of batch can be run"),

@@ -10,7 +10,7 @@ from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.explain import page, strip, where
 from nsa.lab.verdict.headline import headline
-from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
+from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread, Wait
 
 STEPS = 6
 PRIVATE = re.compile(r"\b(beats?|rests?|rested|P)\b")
@@ -114,6 +114,29 @@ def test_workers_and_other_children_are_told_with_their_rank():
     assert told.index("rank 0, process 11") < told.index("process 12 of rank 0 (")
 
 
+def test_a_time_is_told_once():
+    wait = Wait("timer", "sleeps for another 26.8 s", left_s=26.8)
+    edge = pages.edge("rank 0", "train.py:3 f", "timer", wait.text, left_s=26.8)
+    process = Process(2, rank=0, threads=(pages.main_thread(2, pages.LOCKED, wait),))
+    verdict = Verdict("SLOW", "timer", "it ends", edges=[edge], line="train.py:3 f")
+    told = page(Evidence(snapshots=[Snapshot(1.0, (process,))]), verdict)
+    assert told.startswith("SLOW: rank 0 sleeps for another 26.8 s at train.py:3 f\n")
+    assert "    MainThread: sleeps for another 26.8 s\n" in told
+
+
+def test_a_rank_that_has_ended_and_a_process_of_another_run_are_told_as_such():
+    alive = Process(2, rank=0, state="S", threads=(pages.main_thread(2, pages.LOCKED),))
+    dead = Process(2, rank=0, state="X")
+    stranger = Process(9, of=-1, name="postgres", state="S", threads=(Thread(9, state="S"),))
+    told = page(
+        Evidence(snapshots=[Snapshot(1.0, (alive,)), Snapshot(2.0, (stranger, dead))]),
+        Verdict("CRASH", rule="ended"),
+    )
+    assert (
+        "  rank 0, process 2, has ended\n  process 9, not of this run (postgres), sleeps\n" in told
+    )
+
+
 def test_a_share_of_a_core_is_counted_between_two_snapshots():
     told = page(*pages.busy_worker())
     assert "process 4121 of rank 0 (python train.py), runs, 100% of a core" in told
@@ -160,6 +183,9 @@ def test_what_could_not_be_read_is_said_with_what_would_help():
     unknown = told[told.index("What is not known") :]
     assert "at which line it waits" in unknown
     assert "process 10: py-spy: permission denied; run it as root" in unknown
+    evidence, verdict = pages.no_ptrace()
+    why = evidence.snapshots[0].processes[0].message
+    assert page(evidence, replace(verdict, unknown=[why])).count("permission denied") == 1
 
 
 def test_a_silence_is_told_with_the_ways_to_teach_it_and_commands_that_settle_it():

@@ -7,20 +7,34 @@ import pickle
 import pytest
 
 from nsa.lab.watch import flight_recorder, looks
-from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample, thinned
+from nsa.lab.watch.evidence import (
+    End,
+    Evidence,
+    P,
+    Process,
+    Sample,
+    Snapshot,
+    Thread,
+    Wait,
+    thinned,
+)
 
 
 def full():
     p = P(3, "backward", modules=8, fired=40, total=100, events=2, collectives=1, phases=9, made=7)
-    thread = {"name": "MainThread", "main": True, "active": True, "gil": True, "frames": ["a:1 f"]}
+    wait = Wait("pipe", "reads a pipe", ((7, 0),), left_s=1.5, source="/proc/1")
+    thread = Thread(1, "MainThread", True, "S", wait=wait, frames=("a:1 f",), gil=True, switches=3)
+    seen = (Process(1, rank=0, threads=(thread,)), Process(7, of=0, message="not permitted"))
     return Evidence(
         spec={"subject": "a:b", "steps": 4},
         preflight=["the GPU is also used by process 1"],
         samples=[Sample(0.0, 0, P()), Sample(0.5, 0, p, 5, 0.4, "R", "", 100.0, 12.0)],
-        looks=[Look(0.6, 0, "py-spy", [thread], p), Look(0.7, 0, "native", [], p, "not permitted")],
+        snapshots=[Snapshot(0.6, seen, {0: p}, gpu_percent=3.0)],
         end=End("signal", -9, "SIGKILL", first_rank=1, out_of_memory="host", peak_mib=1.5),
         oracles={"finite": {"ok": True, "detail": ""}},
         flights={0: [{"seq": 3}], 1: []},
+        locks={1: [{"tid": 1, "holders": [2]}]},
+        reports=[{"label": "STALLED:pipe", "withdrawn": None}],
         losses=[1.0, math.nan, math.inf],
         again=Evidence(samples=[Sample(0.0, 0, p)]),
         notes=["one"],
@@ -31,10 +45,19 @@ def test_evidence_is_the_same_after_json():
     told = full().to_dict()
     read = Evidence.from_dict(json.loads(json.dumps(told, allow_nan=False)))
     assert read.to_dict() == told
-    assert read.samples == full().samples and read.looks == full().looks
+    assert read.samples == full().samples and read.snapshots == full().snapshots
     assert (read.end, read.flights) == (full().end, full().flights)
     assert math.isnan(read.losses[1]) and read.losses[2] == math.inf
     assert read.again.last() == full().samples[1].p
+
+
+def test_looks_of_earlier_versions_are_read_as_snapshots():
+    thread = {"name": "MainThread", "main": True, "active": True, "gil": True, "frames": ["a:1 f"]}
+    look = {"t": 0.6, "rank": 1, "tool": "native", "threads": [thread], "p": {"step": 3}}
+    (read,) = Evidence.from_dict({"looks": [look]}).snapshots
+    main = read.of(1).main()
+    assert (read.t, read.tool, read.p) == (0.6, "native", {1: P(3)})
+    assert (main.name, main.frames, main.gil) == ("MainThread", ("a:1 f",), True)
 
 
 def test_what_a_later_version_wrote_besides_is_passed_over():
@@ -94,7 +117,7 @@ def test_a_dump_is_read_with_its_main_thread():
         "Current thread 0x00007fb5a6673b80 [python] (most recent call first):\n"
         '  File "c.py", line 9 in <module>\n'
     )
-    found = [(t["main"], t["frames"]) for t in looks.parse(text, 0x7FB5A6673B80)]
+    found = [(t.main, list(t.frames)) for t in looks.parse(text, 0x7FB5A6673B80)]
     assert found == [(False, ["a b.py:3 f"]), (True, ["c.py:9 <module>"])]
 
 

@@ -1,11 +1,13 @@
 """One program whose threads each wait for something else, and one look at it."""
 
+import ast
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -25,10 +27,10 @@ gettid = libc.gettid
 os.chdir(sys.argv[1])
 read_end, write_end = os.pipe()
 given, theirs = os.pipe()
-open("mine", "w"), open("another", "w")
+open("mine", "w"), open("another", "w"), open("posix", "w")
 holder = subprocess.Popen(
     [sys.executable, "-c", "import fcntl, sys; f = open('another'); fcntl.flock(f, 2); "
-     "print(flush=True); sys.stdin.read()"],
+     "g = open('posix', 'w'); fcntl.lockf(g, 2); print(flush=True); sys.stdin.read()"],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs],
 )
 holder.stdout.readline()
@@ -96,6 +98,7 @@ waits = dict(
     lock=lock.acquire, timed=lambda: lock.acquire(timeout=600), semaphore=semaphore.acquire,
     joins=joins, absolute=absolute, relative=relative, owns=owns, mutexes=mutexes,
     flock=lambda: fcntl.flock(open("another"), fcntl.LOCK_EX),
+    posix=lambda: fcntl.lockf(open("posix", "w"), fcntl.LOCK_EX),
     own_flock=lambda: fcntl.flock(open("mine"), fcntl.LOCK_EX),
     fifo=lambda: open("fifo"), child=lambda: os.waitpid(holder.pid, 0),
     idle=lambda: select.select([], [], [], 600), progress=lambda: time.sleep(600),
@@ -124,6 +127,20 @@ def end(process):
             stream.close()
 
 
+@contextlib.contextmanager
+def sleeper(**options):
+    """A process that sleeps."""
+    with subprocess.Popen(["sleep", "600"], **options) as child:
+        try:
+            until = time.monotonic() + 60
+            while "nanosleep" not in kernel.procfs.process(child.pid).wchan:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            yield child
+        finally:
+            child.kill()
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """The snapshot, the rank's pid, its threads by what they do, and the pids of its children."""
@@ -136,7 +153,7 @@ def seen(tmp_path_factory):
         env={**os.environ, COOKIE: "/of-this-test"},
     )
     try:
-        numbers, pids = eval(child.stdout.readline())
+        numbers, pids = ast.literal_eval(child.stdout.readline().decode())
         until = time.monotonic() + 60
         while time.monotonic() < until:
             snapshot = kernel.snapshot({0: child.pid}, "/of-this-test", 1.5, {0: P(3)})
@@ -184,6 +201,7 @@ def test_every_wait_names_who_could_end_it(seen):
         "semaphore": ("semaphore", {own, forked}),
         "mutexes": ("lock", {(pid, threads["owns"].tid)}),
         "flock": ("file lock", {holder}),
+        "posix": ("file lock", {holder}),
         "own_flock": ("file lock", {own}),
         "child": ("child", {holder}),
     }
@@ -233,18 +251,24 @@ def test_nobody_is_found_where_the_rank_is_gone(seen):
 
 
 def test_a_process_that_ended_while_it_was_read_or_whose_number_is_another_s_now(monkeypatch):
-    with subprocess.Popen(["sleep", "600"]) as child:
+    with sleeper() as child:
         listed = kernel.family({0: child.pid})
         monkeypatch.setattr(kernel, "family", lambda *_: listed)
-        try:
-            listed[:] = [kernel.replace(x, started=x.started - 1) for x in listed]
-            (taken,) = kernel.snapshot({0: child.pid}).processes
-            listed[:] = [kernel.replace(x, started=x.started + 1) for x in listed]
-        finally:
-            child.kill()
+        listed[:] = [replace(x, started=x.started - 1) for x in listed]
+        (taken,) = kernel.snapshot({0: child.pid}).processes
+        listed[:] = [replace(x, started=x.started + 1) for x in listed]
     (gone,) = kernel.snapshot({0: child.pid}).processes
     for process in (taken, gone):
         assert "ended" in process.message and not process.threads and process.state == ""
+
+
+def test_a_thread_that_goes_on_while_the_others_are_read_could_end_its_wait(monkeypatch):
+    with sleeper() as child:
+        rest = kernel.snapshot({0: child.pid}).of(0).main()
+        counted = iter(("1", "2"))
+        monkeypatch.setattr(kernel, "_switches", lambda *_: next(counted))
+        moved = kernel.snapshot({0: child.pid}).of(0).main()
+    assert not rest.wait.outside and moved.wait.outside and "went on" in moved.wait.text
 
 
 LOOKS = """
@@ -253,33 +277,29 @@ from nsa.lab.watch import kernel
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 for process in kernel.snapshot({0: int(sys.argv[1])}).processes:
     if process.of == 0:
-        main = process.main()
-        print(repr((process.message, process.io_bytes, main.state, main.wait.kind, main.wait.outside)))
+        main = process.main(); wait = main.wait
+        said = process.message, process.io_bytes, main.state, wait.kind, wait.outside
+        print(repr(said))
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_without_rights_it_says_what_would_help_and_root_reads_anybody():
-    mine = subprocess.Popen(["sleep", "600"])
-    theirs = subprocess.Popen(["sleep", "600"], user=65534)
-    try:
+    with sleeper() as mine, sleeper(user=65534) as theirs:
         command = [sys.executable, "-c", LOOKS, str(mine.pid)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        message, io_bytes, state, kind, outside = eval(done.stdout)
+        message, io_bytes, state, kind, outside = ast.literal_eval(done.stdout)
         assert "CAP_SYS_PTRACE" in message and "root" in message and not io_bytes
         assert state == "S" and kind in ("timer", "other") and outside
         (seen,) = kernel.snapshot({0: theirs.pid}).processes
         assert seen.main().wait.kind == "timer" and not seen.message
-    finally:
-        for child in (mine, theirs):
-            child.kill()
-            child.wait()
 
 
 def test_of_thousands_of_threads_the_first_are_read_and_the_rest_counted():
     code = (
         "import threading, time; threading.stack_size(65536)\n"
-        "for _ in range(2000): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "for _ in range(2000):\n"
+        "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         "print(flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
@@ -295,11 +315,8 @@ def test_of_thousands_of_threads_the_first_are_read_and_the_rest_counted():
 
 def test_a_kernel_that_tells_no_system_calls_leaves_the_wait_channel(monkeypatch):
     monkeypatch.setattr(kernel, "SYSCALL", "no-such-file")
-    with subprocess.Popen(["sleep", "600"]) as child:
-        try:
-            (process,) = kernel.snapshot({0: child.pid}).processes
-        finally:
-            child.kill()
+    with sleeper() as child:
+        (process,) = kernel.snapshot({0: child.pid}).processes
     assert "does not tell" in process.message and process.main().wait.outside
 
 

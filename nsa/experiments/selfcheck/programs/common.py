@@ -92,9 +92,6 @@ def outside(command: str) -> None:
     subprocess.run(shell, check=True)
 
 
-WHILE_WE_LIVE = "while kill -0 {me}; do sleep 1; done"  # for `outside`
-
-
 def join() -> int:
     """Joins torchrun's group; our rank."""
     if not dist.is_initialized():
@@ -103,6 +100,8 @@ def join() -> int:
 
 
 def leave() -> None:
-    """Leaves the group, if we joined one."""
+    """Leaves the group, if we joined one, once all have come so far."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
+        time.sleep(0.5)  # torch 2.13 now and then aborts an exit that comes right after it

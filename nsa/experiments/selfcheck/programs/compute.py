@@ -118,24 +118,27 @@ def compile_cold_cache(form):
 
 @program("healthy", at=2, seconds=(12, 20))
 def sorting_huge_lists(form):
-    """A curriculum: one sort of floats (0), one sort with a comparison in Python (1)."""
+    """A curriculum: four sorts of samples (0), one sort with a comparison in Python (1)."""
     if form == 0:
-        sorted([random.random() for _ in range(sized(6e6))], reverse=True)
+        samples = [("train", "en", random.random()) for _ in range(sized(5e6))]
+        for column in range(4):
+            sorted(samples, reverse=column % 2)
     else:
-        lengths = [random.randrange(10**6) for _ in range(sized(3e6))]
+        lengths = [random.randrange(10**6) for _ in range(sized(6e6))]
         lengths.sort(key=functools.cmp_to_key(lambda a, b: (a % 997) - (b % 997)))
 
 
 @program("healthy", at=1, forms=3, seconds=(12, 20))
 def regex_over_text(form):
     """Cleaning a text: one search that backtracks (0), one findall (1), a sub that calls us (2)."""
-    text = "the price of 3.14 apples, and some_more words! " * sized(6e5)
     if form == 0:
-        re.search(r"(x+x+)+y", "x" * (27 if common.SCALE >= 1 else 18))
+        re.search(r"(x+x+)+y", "x" * (29 if common.SCALE >= 1 else 18))
     elif form == 1:
-        re.findall(r"(?:\w+[ ,.!]*?)+?\d|(?=(\w+))", text)
+        re.findall(r"(?:\w+ )*\d", "some words " * int(7000 * common.SCALE**0.5))
     else:
-        re.sub(r"\w+", lambda found: found[0][::-1].title(), text)
+        text = "the price of 3.14 apples, and some_more words! " * 10_000
+        for _ in spend(14):
+            re.sub(r"\w+", lambda found: found[0][::-1].title(), text)
 
 
 @program("healthy", seconds=(14, 14))
@@ -205,5 +208,5 @@ def python_backward(form):
 @program("healthy", at=2, seconds=(12, 25))
 def linear_algebra(form):
     """One long call: eigenvalues (0) or singular values (1) of a large matrix."""
-    matrix = torch.randn(*(2 * [int((3300 if form else 4500) * common.SCALE ** (1 / 3))]))
+    matrix = torch.randn(*(2 * [int((4000 if form else 5000) * common.SCALE ** (1 / 3))]))
     torch.linalg.svd(matrix) if form else torch.linalg.eigh(matrix + matrix.T)
