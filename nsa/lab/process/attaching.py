@@ -67,6 +67,10 @@ def attach(pid: int, *, all_ranks: bool = False, seconds: float = 6.0) -> tuple[
         why = f"process {pid} ended after it had been looked at for {observer.t:.1f} s"
         return evidence, Verdict("INCONCLUSIVE", "ended", "it ended while it was looked at", [why])
     verdict = judge(evidence)
+    taken = len(evidence.snapshots)
+    if verdict.kind == "INCONCLUSIVE" and taken < LOOKS:
+        why = f"{taken} looks of {LOOKS} were done in {observer.t:.1f} s; --seconds gives them more"
+        return evidence, Verdict("INCONCLUSIVE", "too-few-looks", "looks take long here", [why])
     counts = any(one.file for one in ranks().values())
     if not counts and not evidence.flights and _is_distributed(evidence, told):
         verdict = replace(verdict, unknown=(*verdict.unknown, NEXT_TIME))

@@ -221,7 +221,7 @@ def _stands(evidence: Evidence) -> Verdict | None:
         **{"p": str(rest.p), "where": found.where, "pid": found.pid, "left_s": found.left_s},
         **{
             "longest_s": rest.longest,
-            "bound_s": bound_s(evidence, rest),
+            "bound_s": bound_s(rest),
             "late": _is_late(evidence),
         },
     }

@@ -41,6 +41,7 @@ class Rest:
     longest: float  # it had rested before, its first step left out
     gone: bool
     samples: list[Sample]
+    wait_s: float | None = None  # how long all must be quiet; None: see bound_s
 
 
 @dataclass
@@ -71,7 +72,8 @@ def rests(evidence: Evidence) -> list[Rest]:
         times = [[s.t for s in same] for p, same in groupby(before, lambda s: s.p) if _counts(p)]
         longest = max((t[-1] - t[0] for t in times), default=0.0)
         gone = last.state == "Z" or last.t < latest - GONE_S
-        found.append(Rest(rank, last.p, mine[0].t, last.t - mine[0].t, longest, gone, mine))
+        seconds, wait_s = last.t - mine[0].t, evidence.wait_s
+        found.append(Rest(rank, last.p, mine[0].t, seconds, longest, gone, mine, wait_s))
     return found
 
 
@@ -80,11 +82,9 @@ def _counts(p: P) -> bool:
     return p.step >= 1 or p.phase == OUTSIDE
 
 
-def bound_s(evidence: Evidence, rest: Rest) -> float:
+def bound_s(rest: Rest) -> float:
     """How long all must be quiet before this rank's wait counts as a stall."""
-    if evidence.wait_s is not None:
-        return evidence.wait_s
-    return max(WAIT_S, OWN_GAPS * rest.longest)
+    return rest.wait_s if rest.wait_s is not None else max(WAIT_S, OWN_GAPS * rest.longest)
 
 
 def stall(evidence: Evidence) -> Stall | None:
@@ -252,7 +252,7 @@ def _open(
         left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
         because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
         return _stall(graph, node, "timer", "timer", rest, because, left_s=left, **told)
-    if rest.seconds < bound_s(evidence, rest):
+    if rest.seconds < bound_s(rest):
         return None
     wait = graph.threads[root].wait
     what = "device" if device else "polling" if root in periodic else wait.kind if wait else "other"
