@@ -70,6 +70,7 @@ def taken(program, enough=lambda snapshot: True, **options):
         snapshot = looks.with_stacks(kernel.snapshot({0: program.pid}), **options)
         seen = [x for x in snapshot.processes if x.of == 0 and x.name != "sleep 600"]
         begun = all(any("rests" in f for t in p.threads for f in t.frames) for p in seen)
+        begun = begun and not any(t.main and t.wait is None for p in seen for t in p.threads)
         if (
             begun and len(snapshot.processes) >= 3 and enough(snapshot)
         ) or time.monotonic() > until:
