@@ -271,6 +271,24 @@ def test_a_thread_that_goes_on_while_the_others_are_read_could_end_its_wait(monk
     assert not rest.wait.outside and moved.wait.outside and "went on" in moved.wait.text
 
 
+def test_an_alarm_of_the_program_could_end_its_waits():
+    code = (
+        "import os, signal; signal.signal(signal.SIGALRM, lambda *_: None); print(flush=True); "
+        "os.read(os.pipe()[0], 1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        try:
+            child.stdout.readline()
+            until = time.monotonic() + 60
+            while "pipe" not in kernel.procfs.process(child.pid).wchan:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            wait = kernel.snapshot({0: child.pid}).of(0).main().wait
+        finally:
+            child.kill()
+    assert wait.kind == "pipe" and wait.outside and "alarm" in wait.text
+
+
 LOOKS = """
 import os, sys
 from nsa.lab.watch import kernel
