@@ -107,20 +107,17 @@ def test_spawned_ranks_without_variables_are_known_by_their_process_group(tmp_pa
         "    optimizer.step()\n"
         "    dist.barrier()\n"
         "if __name__ == '__main__':\n"
-        "    _, method, store, count = sys.argv\n"
-        "    args = (f'file://{store}', int(count))\n"
-        "    mp.start_processes(train, args, nprocs=int(count), start_method=method)\n"
+        "    for method, count in (('fork', 2), ('spawn', 1)):\n"
+        "        args = (f'file://{sys.argv[1]}-{method}', count)\n"
+        "        mp.start_processes(train, args, nprocs=count, start_method=method)\n"
     )
-    for method, count in (("spawn", 1), ("fork", 2)):
-        folder = tmp_path / f"watched {method}"
-        folder.mkdir()
-        run = watched(
-            folder, sys.executable, str(script), method, str(folder) + ".store", str(count)
-        )
-        assert run.done.returncode == 0, run.done.stderr
-        ranks = inside.ranks(folder)
-        assert sorted(ranks) == list(range(count)) and len(run.whos) == count + 1
-        assert all(p(run, who).step == 1 and who["group"] for who in ranks.values())
+    run = watched(tmp_path, sys.executable, str(script), str(tmp_path / "store"))
+    assert run.done.returncode == 0, run.done.stderr
+    joined = [who for who in run.whos if who["group"]]
+    assert sorted(who["rank"] for who in joined) == [0, 0, 1] and len(run.whos) == 4
+    assert all(p(run, who).step == 1 for who in joined)
+    ranks = inside.ranks(tmp_path)
+    assert sorted(ranks) == [0, 1] and all(who["group"] for who in ranks.values())
 
 
 SMALL = """
