@@ -1,6 +1,5 @@
 """What runs within somebody's program: it counts, says who it is, and is not noticed."""
 
-import json
 import os
 import subprocess
 import sys
@@ -196,23 +195,30 @@ def test_a_process_that_loads_no_torch_leaves_nothing(tmp_path):
 
 
 def test_a_stuck_process_answers_for_its_locks_and_collectives(tmp_path):
-    code = "import threading, torch\nlock = threading.Lock()\nwith lock:\n    lock.acquire()\n"
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import threading, torch\nlock = threading.Lock()\nwith lock, lock:\n    pass\n"
+    )
     environment = inside.environment(tmp_path, environment_with_package())
-    with subprocess.Popen([sys.executable, "-c", code], env=environment) as process:
+    with subprocess.Popen([sys.executable, str(script)], env=environment) as process:
         try:
             counts = tmp_path / f"progress-{process.pid}.bin"
             answers = [tmp_path / f"{what}-{process.pid}.json" for what in ("locks", "flight")]
             end = time.monotonic() + 60
-            while not all(file.is_file() for file in answers) and time.monotonic() < end:
+            waits: list = []
+            while (
+                not (waits and answers[1].is_file()) and time.monotonic() < end
+            ):  # it may not have come so far
                 if progress.cells_of(counts):
                     progress.ask(counts)
-                time.sleep(0.1)
-            assert json.loads(answers[1].read_text()) == {"entries": []}
-            waits = json.loads(answers[0].read_text())["waits"]
+                time.sleep(0.2)
+                waits = (child.read(answers[0]) or {}).get("waits", [])
         finally:
             process.kill()
-    # Its source is gone, so the lock has no name; the library's waits have one without it.
-    assert waits == [] or waits[0]["tid"] == process.pid
+    (wait,) = waits
+    assert (wait["name"], wait["line"]) == ("lock", f"{script}:3 <module>")
+    assert wait["tid"] == process.pid and wait["holders"] == [process.pid] and wait["sure"]
+    assert child.read(answers[1]) == {"entries": []}
 
 
 # in this process
