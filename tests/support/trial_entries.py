@@ -97,7 +97,7 @@ def a_parent_that_dies(spec):
 
     run = threading.Thread(
         target=run_child,
-        args=("trial_entries:sleep_and_tell", {"pids": spec["pids"]}),
+        args=(f"trial_entries:{spec['entry']}", spec),
         kwargs={"deadline_s": 60},
     )
     run.start()

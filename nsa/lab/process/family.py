@@ -6,21 +6,24 @@ cookie in it finds them, and whoever dropped the environment is found below one 
 long as that one lives. Finding reads /proc, so outside Linux nobody is found.
 
 Imports as little as it can: kernels and trials load it before anything else.
-`python -m nsa.lab.process.family MODULE ARG...` runs a module that ends with its parent.
+`python -m nsa.lab.process.family MODULE ARG...` runs a module that ends with its parent;
+`python family.py --guard COOKIE` ends a family when its standard input does.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 COOKIE = "NSA_FAMILY_COOKIE"
 PARENT = "NSA_PARENT_PID"
+GUARDED = "NSA_GUARDED"
 _WITHIN_S = 5.0
 _HOME = str(Path(__file__).resolve().parents[3])
 _PR_SET_PDEATHSIG = 1
@@ -43,10 +46,12 @@ def die_with_parent() -> None:
     """Called first in a child started with `environment`: SIGKILL when its starter is gone.
 
     Works where the child cannot, stuck in C with the GIL held. Linux sends the signal when the
-    thread that started the child ends.
+    thread that started the child ends. Who is `guarded` is ended by its guard, which must find the
+    tree below it whole.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.pop(GUARDED, None) is None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.environ.pop(PARENT, None)
     if parent is not None and os.getppid() != int(parent):  # it ended before the request stood
         os._exit(1)
@@ -114,6 +119,30 @@ def end_family(cookie: str, roots: Collection[int] = ()) -> set[int]:
     return left
 
 
+@contextlib.contextmanager
+def guarded(cookie: str) -> Iterator[dict[str, str]]:
+    """While it lasts: a SIGKILL of this process ends the family too, whatever session it is in.
+
+    A process of its own waits for that; it is none of the family, and reads a pipe that only this
+    process holds open. Yields variables for the child; none where nobody could be started to wait.
+    """
+    command = [sys.executable, "-I", "-S", __file__, "--guard", cookie]
+    null = subprocess.DEVNULL
+    try:
+        guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null,
+                                 start_new_session=True)  # fmt: skip
+    except OSError:
+        yield {}
+        return
+    try:
+        yield {GUARDED: "1"}
+    finally:
+        with contextlib.suppress(OSError):
+            guard.stdin.write(b".")  # it need not look
+            guard.stdin.close()
+        guard.wait()
+
+
 def signal_name(number: int) -> str:
     """SIGKILL for 9; a signal without a name, as real-time ones are, by its number."""
     try:
@@ -125,6 +154,10 @@ def signal_name(number: int) -> str:
 if __name__ == "__main__":
     import runpy
 
+    if sys.argv[1] == "--guard":
+        if not sys.stdin.buffer.read():
+            end_family(sys.argv[2])
+        sys.exit()
     die_with_parent()
     del sys.argv[0]  # runpy puts the module's file in the place of its name
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

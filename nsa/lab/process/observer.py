@@ -15,16 +15,28 @@ from typing import Any
 
 from nsa.lab.process import child, procfs
 from nsa.lab.verdict import Verdict, judge
+from nsa.lab.verdict.activity import LOOKS, TICK_S, WORKS
+from nsa.lab.verdict.stalls import WAIT_S
 from nsa.lab.watch import kernel, looks, progress
-from nsa.lab.watch.evidence import Evidence, P, Process, Sample, Snapshot, thinned
+from nsa.lab.watch.evidence import (
+    OUTSIDE,
+    Evidence,
+    P,
+    Process,
+    Sample,
+    Snapshot,
+    thinned,
+)
 
 EVERY_S = 0.25
 FAMILY_S = 1.0  # between two readings of all processes, while a rank rests
 APART_S = 1.0  # between two looks, at least
 START_STALL_S = 10.0  # importing and building move nothing for long
+FRESH_S = 1.0  # whoever moved so recently moves
 ANSWER_S = 1.5  # for a process to say what only it knows
 KEPT, KEPT_LOOKS = 4000, 12
 SAID = ("flight", "memory", "locks")  # what a process writes when it is asked
+MOVED_BYTES = 4096  # by a family that counts nothing: fewer are no work
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,9 @@ class Observer:
     A look is a full snapshot: stacks and waits of every process of the family. What the verdict
     then says is told once through `tell`, and in evidence.reports: STALLED or HANG, upgraded when
     it changes, withdrawn when progress comes.
+
+    A rank that counts nothing moves whenever its family works: `works` False, it rests all along.
+    `signals` False: no process is sent one, not even for its stacks.
     """
 
     def __init__(
@@ -51,10 +66,15 @@ class Observer:
         cookie: str = "",
         use: SimpleNamespace | None = None,
         tell: Callable[[dict[str, Any]], Any] = lambda report: None,
+        works: bool = True,
+        signals: bool = True,
     ) -> None:
         self.evidence, self.pids = evidence, {}  # of all ranks seen, with the time of their start
         self.verdict: Verdict | None = None  # of the last look, while that rest lasts
-        self._ranks, self._cookie, self._use, self._tell = ranks, cookie, use, tell
+        self.use = use  # of the GPUs: `use.percent`, None where nobody asks
+        self._ranks, self._cookie, self._tell = ranks, cookie, tell
+        self._works, self._signals = works, signals
+        self._worked: dict[int, tuple[P, Sample, int]] = {}  # rank: P, when it worked last, its pid
         self._start = time.monotonic()
         self._next = self._next_family = 0.0
         self._live: dict[int, Counted] = {}
@@ -85,45 +105,59 @@ class Observer:
         """One sample of every rank that lives, and of one that has just begun to."""
         samples, t = self.evidence.samples, self.t
         given = self._ranks()
-        if t >= self._next_family and (self._rest_s() > FAMILY_S or not self._family):
+        if t >= self._next_family and (self.rest_s() > FAMILY_S or not self._family):
             self._family = kernel.family({r: c.pid for r, c in given.items()}, self._cookie)
             self._next_family = self.t + FAMILY_S
+        live: dict[int, Counted] = {}
         for rank, counted in given.items():
             cells = progress.cells_of(counted.file) if counted.file else None
             seen = procfs.process(counted.pid) if counted.pid else None
-            was = self._live.pop(rank, None)
-            known = was is not None or rank in self._moved
-            if known and (seen is None or not seen.lives):
+            if rank in self._moved and (seen is None or not seen.lives):
                 self._dead[rank] = Process(counted.pid, of=rank, rank=rank, state="X")
             if seen is None:
                 continue
             if seen.lives:
-                self._live[rank] = counted
+                live[rank] = counted
                 self._dead.pop(rank, None)
             self.pids[counted.pid] = seen.started
             p, beats = (progress.coordinate(cells), cells[progress.BEATS]) if cells else (P(), 0)
-            if rank not in self._moved or self._moved[rank][0] != p:
-                self._moved[rank] = (p, t)
-            if cells:
-                self._note_beginning(cells)
             mine = [process for process in self._family if process.of == rank]
             family = sum(x.cpu_s for x in mine), sum(x.io_bytes for x in mine)
-            use = self._use.percent if self._use is not None else None
-            what = (beats, seen.cpu_s, seen.state, seen.wchan, seen.rss_mib, use, *family)
-            samples.append(Sample(t, rank, p, *what))
+            what = (beats, seen.cpu_s, seen.state, seen.wchan, seen.rss_mib, self._percent())
+            sample = Sample(t, rank, p, *what, *family)
+            if cells:
+                self._note_beginning(cells)
+            else:
+                sample = replace(sample, p=self._from_outside(sample, counted.pid))
+            samples.append(sample)
+            if rank not in self._moved or self._moved[rank][0] != sample.p:
+                self._moved[rank] = (sample.p, t)
+        self._live = live
         if len(samples) > KEPT:
             self.evidence.samples = thinned(samples[: KEPT // 2]) + samples[KEPT // 2 :]
+
+    def _from_outside(self, now: Sample, pid: int) -> P:
+        """Of a rank that counts nothing: one event more whenever its family has worked."""
+        p, last, was = self._worked.get(now.rank, (P(phase=OUTSIDE), now, pid))
+        used = max(now.cpu_s - last.cpu_s, now.family_cpu_s - last.family_cpu_s)
+        worked = used >= max(2.5 * TICK_S, WORKS * (now.t - last.t)) or used < 0
+        worked |= abs(now.io_bytes - last.io_bytes) >= MOVED_BYTES or was != pid
+        if self._works and worked:
+            p, last = replace(p, events=p.events + 1), now
+        self._worked[now.rank] = p, last, pid
+        return p
 
     def look(self, *, native: bool = False) -> Snapshot:
         """A full snapshot of the family, with stacks; kept in evidence.snapshots."""
         ranks = {rank: counted.pid for rank, counted in self._live.items()}
         asked = self._ask() if self._looks in (0, 5) else []
         starved = any(not self._beats(rank) for rank in self._live)
-        native = native or (self._looks % 3 == 2 and (self._use is not None or starved))
+        native = native or (self._looks % 3 == 2 and (self.use is not None or starved))
         p = {rank: self._moved[rank][0] for rank in ranks if rank in self._moved}
         taken = kernel.snapshot(ranks, self._cookie, self.t, p)
         taken = looks.with_stacks(taken, native=native)
-        taken = self._by_faulthandler(taken)
+        if self._signals:
+            taken = self._by_faulthandler(taken)
         dead = [process for rank, process in self._dead.items() if rank not in ranks]
         taken = replace(taken, processes=(*taken.processes, *dead), gpu_percent=self._percent())
         end = self.t + ANSWER_S
@@ -136,7 +170,7 @@ class Observer:
         if len(kept) > KEPT_LOOKS:
             del kept[2]
         self._looks += 1
-        self._look_at = self.t + max(APART_S, 0.15 * self._rest_s())
+        self._look_at = self.t + max(APART_S, 0.15 * self.rest_s())
         return taken
 
     def _by_faulthandler(self, taken: Snapshot) -> Snapshot:
@@ -164,10 +198,21 @@ class Observer:
         """As of now."""
         return judge(replace(self.evidence, seconds=self.t, end=None))
 
+    def seen_enough(self) -> bool:
+        """Whether an end now is told apart from a stall: it has just moved, or was looked at."""
+        rest_s, looked = self.rest_s(), self._looks >= LOOKS
+        return rest_s < FRESH_S or (looked and (self.verdict is not None or rest_s > WAIT_S + 2))
+
+    def standing(self) -> dict[int, tuple[P, float]]:
+        """How far each rank that lives has come, and for how long it has rested there."""
+        return {r: (p, self.t - since) for r, (p, since) in self._moved.items() if r in self._live}
+
     def _report(self) -> None:
         now = self.judged()
         self.verdict = now if now.kind in ("STALLED", "HANG", "SLOW") else None
         if now.kind not in ("STALLED", "HANG"):
+            if now.kind == "SLOW":  # somebody works again
+                self._withdraw()
             return
         reports = self.evidence.reports
         if reports and reports[-1]["withdrawn"] is None and reports[-1]["label"] == now.label:
@@ -179,28 +224,30 @@ class Observer:
 
     def _withdrawn(self) -> bool:
         """Whether progress came after a rest that was looked at."""
-        if not self._looks or self._rest_s() >= self.evidence.stall_s:
+        if not self._looks or self.rest_s() >= self.evidence.stall_s:
             return False
+        self._withdraw()
+        return True
+
+    def _withdraw(self) -> None:
         for report in self.evidence.reports:
             if report["withdrawn"] is None:
                 report["withdrawn"] = self.t
                 self._tell(report)
-        return True
 
     def _due(self) -> bool:
-        return bool(self._live) and self.t >= self._look_at and self._rest_s() >= self._bound()
+        return bool(self._live) and self.t >= self._look_at and self.rest_s() >= self._bound()
 
     def _bound(self) -> float:
-        began = any(p.step >= 0 for p, _ in self._moved.values())
+        began = any(p.step >= 0 or p.phase == OUTSIDE for p, _ in self._moved.values())
         return self.evidence.stall_s if began else max(self.evidence.stall_s, START_STALL_S)
 
-    def _rest_s(self) -> float:
+    def rest_s(self) -> float:
         """Of the rank that rests longest."""
-        rests = [self.t - self._moved[rank][1] for rank in self._live if rank in self._moved]
-        return max(rests, default=0.0)
+        return max((rest_s for _, rest_s in self.standing().values()), default=0.0)
 
     def _percent(self) -> float | None:
-        return self._use.percent if self._use is not None else None
+        return self.use.percent if self.use is not None else None
 
     def _beats(self, rank: int) -> bool:
         """Whether it did in the last seconds; True of one that never did."""

@@ -19,13 +19,10 @@ from typing import Any
 from nsa.lab.process import child, script
 from nsa.lab.process.observer import Counted, Observer
 from nsa.lab.process.trial import Outcome
-from nsa.lab.verdict.activity import LOOKS
-from nsa.lab.verdict.stalls import WAIT_S
 from nsa.lab.watch import progress
 from nsa.lab.watch.evidence import End, Evidence, Sample
 
 START_S = 300.0  # for importing, building and the first batch together
-FRESH_S = 1.0  # whoever moved so recently moves
 
 
 class Supervisor(Observer):
@@ -68,13 +65,12 @@ class Supervisor(Observer):
             return ""
         if self.verdict is not None and self._kills.get(self.verdict.kind):
             return self._end(
-                "stall", f"{self.verdict.label}, no progress for {self._rest_s():.1f} s"
+                "stall", f"{self.verdict.label}, no progress for {self.rest_s():.1f} s"
             )
-        late, rest_s = self._late(), self._rest_s()
-        if late and rest_s < FRESH_S:
-            self.look()
-            return self._end("deadline", late)
-        if late and self._looks >= LOOKS and (self.verdict is not None or rest_s > WAIT_S + 2):
+        late = self._late()
+        if late and self.seen_enough():
+            if not self._looks:
+                self.look()
             return self._end("deadline", late)
         if not self._soft_done and self._worked_s() > (self.evidence.soft_s or float("inf")):
             self._soft_done = True

@@ -81,11 +81,12 @@ def run_child(
         text = json.dumps(spec, indent=1)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the spec of {entry} must fit JSON: {error}") from None
-    with _files_in(folder) as files:
+    cookie = family.new_cookie()
+    with _files_in(folder) as files, family.guarded(cookie) as guard:
         spec_file, result, stderr = (files / n for n in ("spec.json", "result.json", "stderr.txt"))
         spec_file.write_text(text, encoding="utf-8")
         result.unlink(missing_ok=True)
-        cookie, kills, started = family.new_cookie(), kernel_kills(), time.monotonic()
+        kills, started = kernel_kills(), time.monotonic()
         with open(files / "stdout.txt", "wb") as out, open(stderr, "wb") as err:
             process = subprocess.Popen(
                 [
@@ -96,7 +97,7 @@ def run_child(
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                env=_environment(env or {}, cookie, python),
+                env=_environment(env or {}, cookie, python) | guard,
             )
         seen = late = None
         roots = {process.pid}

@@ -17,7 +17,7 @@ from nsa.lab.verdict.headline import headline
 from nsa.lab.verdict.pace import fraction
 from nsa.lab.verdict.picture import WIDTH, clipped, seconds
 from nsa.lab.verdict.rules import Verdict, judge
-from nsa.lab.watch.evidence import End, Evidence, P, Sample
+from nsa.lab.watch.evidence import OUTSIDE, End, Evidence, P, Sample
 
 STRIP_WIDTH = 60
 ROWS = 8  # of progress
@@ -85,6 +85,8 @@ def sections(evidence: Evidence, verdict: Verdict) -> list[Section]:
 
 def _teach(evidence: Evidence, verdict: Verdict) -> list[str]:
     """How the tool learns that this silence is healthy."""
+    if "attached" in evidence.spec:
+        return []
     if verdict.kind not in ("HANG", "STALLED") and verdict.label not in UNCOUNTED:
         return []
     longest = verdict.numbers.get("longest_s")
@@ -111,7 +113,7 @@ def _unknown(evidence: Evidence, verdict: Verdict) -> list[str]:
 def _ran(evidence: Evidence) -> list[list[str]]:
     spec, environment = evidence.spec, evidence.environment
     rows = [["what", "value"]]
-    for name in ("subject", "argv", "steps", "ranks", "seed", "python"):
+    for name in ("subject", "command", "attached", "argv", "steps", "ranks", "seed", "python"):
         if spec.get(name) is not None:
             rows.append([name, str(spec[name])])
     for name in ("settings", "env"):
@@ -145,7 +147,10 @@ def _flat(found: dict[str, Any], before: str = "") -> Iterator[str]:
 def _ended(evidence: Evidence) -> Section:
     end = evidence.end
     if end is None:
-        return Section("How it ended", [f"it still ran after {evidence.seconds:.1f} s"])
+        return Section(
+            "How it ended",
+            [] if "attached" in evidence.spec else [f"it still ran after {evidence.seconds:.1f} s"],
+        )
     lines = [_how(end) + (f": {end.message}" if end.message else "")]
     lines.append(f"after {evidence.seconds:.1f} s")
     if end.returncode is not None:
@@ -173,6 +178,8 @@ def strip(samples: list[Sample], steps: int, seconds: float, width: int = STRIP_
 
 def where(p: P) -> str:
     """A progress coordinate in words: "step 5, backward, node 12 of 96"."""
+    if p.phase == OUTSIDE:
+        return str(p)
     told = [f"step {p.step}" if p.step >= 0 else "before the first step", p.phase]
     told += [f"{p.modules} modules done"] if p.modules else []
     told += [f"node {p.fired} of {p.total}"] if p.total else []

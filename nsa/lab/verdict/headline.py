@@ -9,12 +9,17 @@ from nsa.lab.verdict.picture import NOBODY, TIMED, WIDTH, clipped, picture, seco
 from nsa.lab.verdict.rules import Verdict
 from nsa.lab.watch.evidence import Evidence
 
+# Of a job that was only looked at: what it does, rather than whether it is late.
+ATTACHED = {"HANG": "HANG, it can never go on", "STALLED": "it waits", "SLOW": "it works"}
+
 
 def headline(evidence: Evidence, verdict: Verdict) -> str:
     """The verdict in plain words, with the user's line where there is one."""
     kind, numbers = verdict.kind, verdict.numbers
     said = _waits(verdict.edges) or next(iter(verdict.because), "") or verdict.rule
-    if verdict.label == "INCONCLUSIVE:running":
+    if "attached" in evidence.spec and kind in ATTACHED:
+        kind = ATTACHED[kind]
+    elif verdict.label == "INCONCLUSIVE:running":
         kind = "it moves"
     elif verdict.label == "SLOW:uncounted":
         kind = "SLOW, not counted"

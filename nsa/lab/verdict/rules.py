@@ -18,7 +18,7 @@ from typing import Any
 from nsa.lab.verdict.collectives import unlike
 from nsa.lab.verdict.pace import moves, pace
 from nsa.lab.verdict.stalls import Rest, Stall, bound_s, named, place_of, rests, stall
-from nsa.lab.watch.evidence import Evidence
+from nsa.lab.watch.evidence import OUTSIDE, Evidence
 
 KINDS = (
     "PASS", "FAIL", "SLOW", "STALLED", "HANG", "OOM", "CRASH", "FLAKY", "INVALID", "INCONCLUSIVE",
@@ -219,9 +219,14 @@ def _stands(evidence: Evidence) -> Verdict | None:
     numbers = {
         **{"rank": rest.rank, "step": rest.p.step, "rested_s": rest.seconds, "since_s": rest.since},
         **{"p": str(rest.p), "where": found.where, "pid": found.pid, "left_s": found.left_s},
-        **{"longest_s": rest.longest, "bound_s": bound_s(rest), "late": _is_late(evidence)},
+        **{
+            "longest_s": rest.longest,
+            "bound_s": bound_s(evidence, rest),
+            "late": _is_late(evidence),
+        },
     }
-    place = ", ".join(filter(None, (rest.p.phase, named(found.line))))
+    phase = "" if rest.p.phase == OUTSIDE else rest.p.phase
+    place = ", ".join(filter(None, (phase, named(found.line))))
     return Verdict(kind, found.what, rule, because, place, numbers, line=found.line,
                    edges=found.edges, unknown=found.unknown, settle=_settle(found))  # fmt: skip
 
@@ -272,6 +277,10 @@ def _resting(evidence: Evidence) -> Verdict:
 
 
 def _rested(rest: Rest) -> list[str]:
+    if rest.p.phase == OUTSIDE:
+        return [
+            f"so it was seen for {rest.seconds:.1f} s; nothing counts rank {rest.rank}'s progress"
+        ]
     return [
         f"rank {rest.rank} has made no progress for {rest.seconds:.1f} s, at {rest.p}",
         f"its longest silence before was {rest.longest:.1f} s" if rest.longest else

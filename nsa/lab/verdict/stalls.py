@@ -16,7 +16,7 @@ from nsa.lab.verdict.activity import LOOKS, asks_again, at_work, repeats, spins
 from nsa.lab.verdict.collectives import collectives
 from nsa.lab.verdict.frames import nearest, user_line
 from nsa.lab.verdict.graph import Graph, Node, build
-from nsa.lab.watch.evidence import Evidence, P, Sample, Snapshot, Thread, at_last_p
+from nsa.lab.watch.evidence import OUTSIDE, Evidence, P, Sample, Snapshot, Thread, at_last_p
 
 RECENT = 4  # among which somebody must have worked to count as busy
 WAIT_S = 12.0  # how long all must be quiet before a wait is told as a stall
@@ -68,15 +68,22 @@ def rests(evidence: Evidence) -> list[Rest]:
         samples = [s for s in samples if s.state] or samples  # what is read of the dead has none
         last, mine = samples[-1], at_last_p(samples)
         before = samples[: -len(mine)]
-        times = [[s.t for s in same] for p, same in groupby(before, lambda s: s.p) if p.step >= 1]
+        times = [[s.t for s in same] for p, same in groupby(before, lambda s: s.p) if _counts(p)]
         longest = max((t[-1] - t[0] for t in times), default=0.0)
         gone = last.state == "Z" or last.t < latest - GONE_S
         found.append(Rest(rank, last.p, mine[0].t, last.t - mine[0].t, longest, gone, mine))
     return found
 
 
-def bound_s(rest: Rest) -> float:
+def _counts(p: P) -> bool:
+    """Whether a rest there tells how long this run rests: a first step may take far longer."""
+    return p.step >= 1 or p.phase == OUTSIDE
+
+
+def bound_s(evidence: Evidence, rest: Rest) -> float:
     """How long all must be quiet before this rank's wait counts as a stall."""
+    if evidence.wait_s is not None:
+        return evidence.wait_s
     return max(WAIT_S, OWN_GAPS * rest.longest)
 
 
@@ -245,7 +252,7 @@ def _open(
         left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
         because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
         return _stall(graph, node, "timer", "timer", rest, because, left_s=left, **told)
-    if rest.seconds < bound_s(rest):
+    if rest.seconds < bound_s(evidence, rest):
         return None
     wait = graph.threads[root].wait
     what = "device" if device else "polling" if root in periodic else wait.kind if wait else "other"

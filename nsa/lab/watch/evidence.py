@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+OUTSIDE = "seen from outside"  # the phase of a rank that counts nothing: its events are its work
 PHASES = ("start", "data", "forward", "backward", "optimizer", "end", "other")
 ENDS = ("returned", "exception", "signal", "exit", "stopped by the supervisor")
 REASONS = ("stall", "deadline", "caller")  # why the supervisor stopped it
@@ -49,6 +50,8 @@ class P:
         return (self.step, self.modules + self.fired, device, self.phases, order)
 
     def __str__(self) -> str:
+        if self.phase == OUTSIDE:
+            return f"seen from outside alone, {self.events} times at work"
         more = f", node {self.fired} of {self.total}" if self.total else ""
         more += f", {self.events} events" if self.events else ""
         more += f", {self.collectives} collectives" if self.collectives else ""
@@ -173,6 +176,7 @@ class Evidence:
     soft_s: float | None = None  # when looks are taken first, counted from began_s
     deadline_s: float | None = None  # when it has to end, counted from began_s
     stall_s: float = 5.0  # how long P may rest
+    wait_s: float | None = None  # how long all must be quiet to be told; None: as the rules have it
     samples: list[Sample] = field(default_factory=list)  # in order of time, of all ranks
     snapshots: list[Snapshot] = field(default_factory=list)  # likewise, where it was looked at
     end: End | None = None  # None while it runs

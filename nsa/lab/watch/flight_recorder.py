@@ -56,14 +56,15 @@ def recorded() -> list[dict[str, Any]]:
     import torch._C._distributed_c10d as c10d
 
     named = "torch._inductor" in sys.modules
-    entries = []
-    for name in RECORDERS:
-        if dump := getattr(c10d, name, None):
-            found = pickle.loads(dump(True, named))
-            mine = found.get("entries", [])[-LAST:]
-            status, groups = found.get("pg_status", {}), found.get("pg_config", {})
-            entries += [_entry(x, status) | _members(x, groups) for x in mine]
-    return entries
+    dumps = [dump for name in RECORDERS if (dump := getattr(c10d, name, None))]
+    return [entry for dump in dumps for entry in entries(pickle.loads(dump(True, named)))]
+
+
+def entries(dumped: dict[str, Any]) -> list[dict[str, Any]]:
+    """The last of what a recorder dumped, as `recorded` has them."""
+    status, groups = dumped.get("pg_status", {}), dumped.get("pg_config", {})
+    mine = dumped.get("entries", [])[-LAST:]
+    return [_entry(entry, status) | _members(entry, groups) for entry in mine]
 
 
 def _members(entry: dict[str, Any], groups: dict[Any, dict[str, Any]]) -> dict[str, Any]:

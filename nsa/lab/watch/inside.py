@@ -35,8 +35,9 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     given = [place for place in base.get("PYTHONPATH", "").split(os.pathsep) if place != str(HOOK)]
     paths = os.pathsep.join([str(HOOK), *given] if any(given) else [str(HOOK)])
     ours = dict(flight_recorder.ENVIRONMENT)
-    if any(name in base for name in RECORDER_SIZES):
-        ours = {name: value for name, value in ours.items() if name not in RECORDER_SIZES}
+    del ours[RECORDER_SIZES[1]]  # newer versions of torch warn of it
+    if RECORDER_SIZES[1] in base:
+        del ours[RECORDER_SIZES[0]]
     kept = {name: value for name, value in base.items() if name != ABOVE}
     return {**ours, **kept, "PYTHONPATH": paths, FOLDER: str(folder.resolve())}
 
@@ -93,6 +94,10 @@ def loaded() -> None:
     from nsa.lab.watch.counting import in_place_of
 
     family.let_others_look()
+    new, old = RECORDER_SIZES
+    version = sys.modules["torch"].__version__.split(".")
+    if new in os.environ and tuple(map(int, version[:2])) < (2, 9):
+        os.environ.setdefault(old, os.environ[new])
     _This.folder = Path(os.environ[FOLDER])
     entries = [entry.split(":") for entry in os.environ.get(ABOVE, "").split()]
     _This.above = [entry for entry in entries if entry[0] != str(os.getpid())]

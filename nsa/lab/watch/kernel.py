@@ -139,7 +139,11 @@ class _Reading:
         if len(threads) > MOST:
             said.append(f"it has {len(threads)} threads: the waits of {MOST} were read")
         message = "; ".join(dict.fromkeys(said))
-        return replace(process, threads=tuple(threads), message=message)
+        moved = process.io_bytes
+        if any(thread.ours for thread in threads):  # what they write is no work of the program
+            others = [thread.tid for thread in threads if not thread.ours]
+            moved = sum(_io_bytes(f"{pid}/task/{tid}") for tid in others)
+        return replace(process, threads=tuple(threads), message=message, io_bytes=moved)
 
     def settled(self, process: Process) -> Process:
         """Called when all have been read: what slept all the while did so at one moment."""
@@ -281,8 +285,8 @@ def _process(pid: int, fields: list[str], of: int, rank: int | None) -> Process:
                    _io_bytes(pid), rss_mib, message=message)  # fmt: skip
 
 
-def _io_bytes(pid: int) -> int:
-    """What it read and wrote by any call; 0 where that may not be read."""
+def _io_bytes(pid: int | str) -> int:
+    """What it, or one thread of it, read and wrote by any call; 0 where that may not be read."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/io") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
     return 0

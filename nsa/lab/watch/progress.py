@@ -61,6 +61,12 @@ def ask(file: str | os.PathLike) -> None:
         cells.release()
 
 
+def _show_name() -> None:
+    """To those outside, so that they tell this thread from the program's own."""
+    with contextlib.suppress(OSError):
+        Path("/proc/thread-self/comm").write_text("progress")
+
+
 _CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _asking: set[Progress] = set()  # the interpreter keeps no reference to what it will call
 
@@ -255,6 +261,7 @@ class Progress:
         self._undo, self._all, self._counts_backwards, self.outputs = [], False, False, None
 
     def _beat(self) -> None:
+        _show_name()
         while not self._stop.wait(EVERY_S):
             self.cells[BEATS] += 1
             # torch counts the nodes for each thread by itself, so the main thread must be asked. It
@@ -273,6 +280,7 @@ class Progress:
         return 0
 
     def _poll(self) -> None:
+        _show_name()
         enqueued = answered = 0
         while not self._stop.wait(EVERY_S):
             with contextlib.suppress(Exception):

@@ -118,10 +118,16 @@ def test_a_trial_that_returns_leaves_nobody_behind(pids):
     assert outcome.status == "ok" and nobody_is_left(pids, 2)
 
 
-def test_a_trial_does_not_outlive_its_parent(pids):
-    code = f"import trial_entries; trial_entries.a_parent_that_dies({{'pids': {str(pids)!r}}})"
+@pytest.mark.parametrize(
+    ("entry", "count"),
+    # in a session of its own, and without what it could have inherited
+    [("sleep_and_tell", 1), ("lasting_grandchild", 2), ("sleeping_grandchild", 1)],
+)
+def test_no_trial_outlives_a_kill_of_its_supervisor(pids, entry, count):
+    spec = {"entry": entry, "pids": str(pids), "environment": {}}
+    code = f"import trial_entries; trial_entries.a_parent_that_dies({spec!r})"
     assert python(code).wait() == -9
-    assert nobody_is_left(pids, 1)
+    assert nobody_is_left(pids, count)
 
 
 @pytest.mark.full

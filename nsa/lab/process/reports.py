@@ -1,0 +1,85 @@
+"""Where a watched command's evidence and pages are written, and what its user is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from nsa.lab.verdict import Verdict
+from nsa.lab.verdict.explain import page
+from nsa.lab.verdict.headline import headline
+from nsa.lab.watch.evidence import Evidence
+
+WIDE = 100
+_CLEAR = "\r\x1b[K"
+
+
+class Reports:
+    """`folder` gets evidence.json, verdict.json, report.txt and report.md, each whole or not.
+
+    Where it cannot be written the user is told so once, and pages go to stderr.
+    """
+
+    def __init__(self, folder: Path, name: str = "nsa watch") -> None:
+        self.folder, self.name = folder, name
+        self._refused, self._line = "", ""
+        self._terminal = sys.stderr.isatty()
+        # Where the command prints to the same terminal, a line would lie between its own.
+        self._title = self._terminal and sys.stdout.isatty()
+
+    def say(self, text: str) -> None:
+        """A line to the user."""
+        clear = _CLEAR if self._line and not self._title else ""
+        self._raw(f"{clear}{self.name}: {text}\n")
+        self._line = ""
+
+    def status(self, text: str) -> None:
+        """One line that is drawn anew; "" takes it away. On no terminal there is none."""
+        if not self._terminal or text == self._line:
+            return
+        self._line = text
+        if self._title:
+            self._raw(f"\x1b]2;{self.name}: {text}\x07")
+        else:
+            self._raw(_CLEAR + f"{self.name} {text}"[:WIDE] if text else _CLEAR)
+
+    def tell(self, evidence: Evidence, verdict: Verdict) -> None:
+        """Writes all, and says in words what stands still and where the page is."""
+        self.say(headline(evidence, verdict))
+        if self.write(evidence, verdict):
+            self.say(f"the page: {self.folder / 'report.txt'}")
+        else:
+            self._raw(page(evidence, verdict) + "\n")
+
+    def write(self, evidence: Evidence, verdict: Verdict) -> bool:
+        """All files; False where they cannot be written."""
+        return all(
+            [
+                self.put("evidence.json", json.dumps(evidence.to_dict())),
+                self.put("report.txt", page(evidence, verdict)),
+                self.put("report.md", page(evidence, verdict, markdown=True)),
+                self.put("verdict.json", json.dumps(verdict.to_dict(), indent=1)),
+            ]
+        )
+
+    def put(self, name: str, text: str) -> bool:
+        """One file; whoever reads meanwhile finds what was there before."""
+        if not self._refused:
+            unfinished = self.folder / f".{name}.{os.getpid()}"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                unfinished.write_text(text, encoding="utf-8")
+                unfinished.replace(self.folder / name)
+            except OSError as error:
+                self._refused = error.strerror or str(error)
+                self.say(f"{self.folder} cannot be written ({self._refused}); pages come here")
+        return not self._refused
+
+    def _raw(self, text: str) -> None:
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError):  # the terminal is gone: nobody is there to be told
+            return
