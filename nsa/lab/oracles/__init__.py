@@ -97,7 +97,9 @@ class Watch(Steps):
         self._watching = {name: make() for name, make in made.items() if name in self._asked}
         self._gradients = self._learning = None
         self._losses = Losses()
-        listeners = [self._losses, *self._watching.values()]
+        listeners = list(self._watching.values())
+        if not self._asked.keys().isdisjoint(LOSSES):
+            listeners.insert(0, self._losses)
         expected = getattr(subject, "without_gradient", ())
         if model is not None and not self._asked.keys().isdisjoint(LEARNING):
             self._learning = Learning(model, subject, expected)

@@ -7,6 +7,7 @@ is no growth. A wait for others, for a disk or the network does not show in it.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -72,5 +73,14 @@ class Duration(Series):
         return time.process_time()
 
     def _given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = (*args, *kwargs.values())
-        self._items += sum(x.numel() for x in given if isinstance(x, torch.Tensor))
+        self._items += _items((args, kwargs))
+
+
+def _items(given: Any) -> int:
+    if isinstance(given, torch.Tensor):
+        return given.numel()
+    if isinstance(given, Mapping):
+        given = given.values()
+    elif not isinstance(given, list | tuple):
+        return 0
+    return sum(_items(each) for each in given)

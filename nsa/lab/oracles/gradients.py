@@ -93,6 +93,8 @@ class Gradients:
                 elif not (math.isfinite(largest) or skipped):
                     found["bad"].append(name)
         self._open = {}
+        if self.local is not None:
+            self.local.read()
 
     def bad_parameters(self) -> list[str]:
         """Those that are not finite now."""
@@ -141,7 +143,7 @@ class Local:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._now: list[tuple[str, Tensor]] = []
         self._steps: dict[int, tuple[list[str], Tensor, Any]] = {}
-        self._found: tuple[int, str, bool] | None = None
+        self.found: dict[int, tuple[str, bool]] = {}  # step: the first in order of arrival, loss
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._see, n)) for n, p in named
         ]
@@ -155,21 +157,20 @@ class Local:
     def end(self, step: int, loss: Any) -> None:
         if self._now:
             names = [name for name, _ in self._now]
-            loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
-            self._steps[step] = names, torch.stack([x for _, x in self._now]), loss
+            scalar = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+            told = torch.as_tensor(loss).detach() if scalar else None
+            self._steps[step] = names, torch.stack([x for _, x in self._now]), told
             self._now = []
         if len(self._steps) >= KEEP:
-            self.first()
+            self.read()
 
-    def first(self) -> tuple[int, str, bool] | None:
-        """Step, the first parameter in order of arrival, and whether the loss was not finite."""
+    def read(self) -> None:
+        """Notes of each step the first parameter, and whether the loss was not finite either."""
         for step, (names, largest, loss) in self._steps.items():
             bad = [n for n, x in zip(names, largest.tolist(), strict=True) if not math.isfinite(x)]
-            if bad and self._found is None:
-                told = loss is not None and not math.isfinite(float(loss))
-                self._found = step, bad[0], told
+            if bad:
+                self.found[step] = bad[0], loss is not None and not math.isfinite(float(loss))
         self._steps = {}
-        return self._found
 
     def close(self) -> None:
         while self._hooks:
@@ -184,7 +185,7 @@ def several() -> bool:
 
 
 def arrival(seen: Gradients) -> Result:
-    """Each trainable parameter has a gradient in each step, and not always one of zeros."""
+    """Each trainable parameter has a gradient, now and then if not always, and not only zeros."""
     if not seen.steps:
         return unknown(seen.why_not or "no backward was seen")
     numbers = list(seen.steps)
@@ -219,8 +220,8 @@ def arrival(seen: Gradients) -> Result:
 def _lasting(steps: Mapping[int, Mapping[str, list[str]]]) -> dict[str, int]:
     """Names without a gradient from some step to the end, and that step.
 
-    Not those that are one of several alike, as experts or layers are, of which another was missing
-    and came back: that one is taken now and then.
+    Not what is missing in the last step alone; nor one of several alike, as experts or layers are,
+    of which another was missing and came back: those are taken now and then.
     """
     since: dict[str, int] = {}
     rare: set[str] = set()
@@ -228,7 +229,8 @@ def _lasting(steps: Mapping[int, Mapping[str, list[str]]]) -> dict[str, int]:
         names = set(found[MISSING])
         rare |= {anywhere(name) for name in since if name not in names}
         since = {name: since.get(name, step) for name in found[MISSING]}
-    return {name: step for name, step in since.items() if anywhere(name) not in rare}
+    last = list(steps)[-1] if len(steps) > 1 else None
+    return {n: step for n, step in since.items() if step != last and anywhere(n) not in rare}
 
 
 def finite(seen: Gradients) -> Result:
@@ -236,18 +238,16 @@ def finite(seen: Gradients) -> Result:
 
     "at" says when it was this rank's own: half a step later where others' average brought it.
     """
-    own = seen.local.first() if seen.local is not None else None
     for step, found in seen.steps.items():
         if names := found["bad"]:  # in order of arrival: the first is nearest to where it came from
             detail = f"step {step}: {len(names)} gradients are not finite, first {some(names)}"
-            if own is None or own[0] > step:  # by then it computes with what others spoilt
+            own = seen.local.found.get(step) if seen.local is not None else None
+            if own is None:
                 return broken("nan-grad", detail, names[0]) | {"at": step + OTHERS}
-            at, name, loss = own
-            also = ", and so was the loss" if loss else ""
-            own_said = (
-                f"step {at}: its own gradient of {name} was not finite before it was averaged"
-            )
-            return broken("nan-grad", f"{own_said}{also}; {detail}", name) | {"at": at}
+            name, loss = own
+            before = f"its own gradient of {name} was not finite before it was averaged"
+            also = ", and its loss is not either" if loss else ""
+            return broken("nan-grad", f"{detail}; {before}{also}", name) | {"at": step}
     if names := seen.bad_parameters():
         detail = f"{len(names)} parameters are not finite: {some(names)}"
         return broken("nan-parameter", detail, names[0])

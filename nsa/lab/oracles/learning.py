@@ -7,18 +7,18 @@ optimizer has taken.
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa.lab.oracles.growth import MOST, skip_first_third
+from nsa.lab.oracles.growth import MOST
 from nsa.lab.oracles.steps import Result, broken, ok, some, unknown
 
 CHUNK = 2**20  # elements of a parameter that are digested at once
-LEAST_LOOKS = 3
+LEAST_LOOKS = 4
 BLOCK, SHARE = 8, 0.25  # rows side by side, as a head's; or of all rows: fewer are dead units
 DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)  # whose rows all have one use
 
@@ -39,7 +39,9 @@ class Learning:
         self._held: set[int] = set()
         self._rates: dict[int, float] = defaultdict(float)  # the highest of each held parameter
         self._alive: dict[str, Tensor] = {}  # rows that had a gradient in any step
-        self._counts: dict[str, list[Tensor]] = defaultdict(list)  # of those, look by look
+        self._looks: Counter[str] = Counter()
+        # How many those were at the last two looks whose number is a power of two.
+        self._early: dict[str, tuple[Tensor, Tensor]] = {}
         self._now, self._every = 0, 1
         self.steps = 0  # in which an optimizer was called
 
@@ -57,8 +59,8 @@ class Learning:
         for name, p in self._parameters.items():
             if p.grad is not None and (id(p) in mine or id(p) not in self._held):
                 self._look(name, p.grad)
-        if max(map(len, self._counts.values()), default=0) >= MOST * self._every.bit_length():
-            self._every *= 2
+        if max(self._looks.values(), default=0) >= MOST * self._every.bit_length():
+            self._every *= 2  # MOST more at twice the distance
 
     def changed(self, name: str) -> bool | None:
         """Whether any of its values is another than before the first step; None: nobody knows."""
@@ -70,6 +72,8 @@ class Learning:
         if not self.steps:
             return unknown("no optimizer was called")
         got = [name for name, alive in self._alive.items() if bool(alive.any())]
+        if not got:
+            return unknown("no gradient was there when an optimizer was called")
         free = [name for name in got if id(self._parameters[name]) not in self._held]
         if free:
             for optimizer in _others(self._subject):
@@ -96,16 +100,14 @@ class Learning:
 
     def rows(self) -> Result:
         """Rows of a gradient that were zero in every step, which other rows were not: a hint."""
-        looks = max(map(len, self._counts.values()), default=0)
+        looks = max(self._looks.values(), default=0)
         if looks < LEAST_LOOKS:
             return unknown(f"too few steps with an optimizer to tell: {looks} of {LEAST_LOOKS}")
         dead = {}
         for name, alive in self._alive.items():
             rows = (~alive).nonzero().flatten().tolist()
-            late = skip_first_third(torch.stack(self._counts[name]).tolist())
-            growing = (
-                late[0] != late[-1]
-            )  # as an embedding's, where a rare token comes now and then
+            # as an embedding's, where a rare token comes now and then
+            growing = int(self._early[name][0]) != len(alive) - len(rows)
             if rows and len(rows) < len(alive) and not growing and self._matters(name, rows):
                 dead[name] = rows
         if not dead:
@@ -126,7 +128,7 @@ class Learning:
             return False
         return len(rows) >= SHARE * total or any(b - a + 1 >= BLOCK for a, b in _runs(rows))
 
-    def _take(self, optimizer: Any) -> Iterator[Tensor]:
+    def _take(self, optimizer: Any) -> list[Tensor]:
         found = []
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -145,17 +147,19 @@ class Learning:
         if name in self._alive:
             alive |= self._alive[name]
         self._alive[name] = alive
-        self._counts[name].append(alive.sum())
+        self._looks[name] += 1
+        if self._looks[name].bit_count() == 1:
+            total = alive.sum()
+            self._early[name] = (self._early.get(name, (total, total))[1], total)
 
 
 @torch.no_grad()
 def digest(parameter: Tensor) -> int | None:
     """A number that another value in any place almost surely changes; None where there is none."""
-    tensor = getattr(parameter, "_local_tensor", parameter).detach()
-    size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(
-        tensor.element_size()
-    )
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     try:
+        tensor = getattr(parameter, "_local_tensor", parameter).detach()
+        size = sizes.get(tensor.element_size())
         if size is None or tensor.is_complex():
             return None
         bits = tensor.contiguous().view(size).flatten()

@@ -14,6 +14,7 @@ import faulthandler
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -31,6 +32,15 @@ _NO_MEMORY = (
     "can't allocate memory",  # torch's CPU allocator
     "cublas_status_alloc_failed",
 )
+# What a rank says that lost another, or waited for it in vain.
+_LOST = re.compile(
+    r"DistNetworkError|connection (was |has been )?(likely )?(reset|closed|refused|aborted|lost)"
+    r"|broken pipe|socket (closed|timeout)|remote process exited|ncclRemoteError|ncclSystemError"
+    r"|failed to (recv|send)|recv(Value)? failed|sendBytes failed|pair closure"
+    r"|timed out waiting|watchdog caught collective|ranks? failed to (pass|reach)",
+    re.IGNORECASE,
+)
+_ELSE = re.compile(r"\[Errno|HTTP|urllib|requests\.|\bssl\b", re.IGNORECASE)  # another network
 
 
 def put(path: str | os.PathLike, content: dict, indent: int | None = None) -> None:
@@ -93,6 +103,11 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def lost_another(message: str) -> bool:
+    """Whether a rank's error says no more than that another rank is gone or does not come."""
+    return bool(_LOST.search(message)) and not _ELSE.search(message)
 
 
 def resolve(entry: str):

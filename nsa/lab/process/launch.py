@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.lab.process import family
-from nsa.lab.process.child import put, read
+from nsa.lab.process.child import lost_another, put, read
 
 ENDING_S = 8.0  # for ranks to end by themselves after Ctrl-C
 STUCK_S = 5.0  # how long a rank may take to end after Ctrl-C; a collective never looks for one
@@ -178,7 +178,7 @@ def logged(folder: Path, rank: int, console: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank to fail.
+    """The first rank to fail, by its own doing where any did.
 
     how: "exception", "bad input" (a ValueError), "killed", "interrupted" or "terminated".
     """
@@ -298,7 +298,11 @@ def first_failure(
             message = said.get("message") or f"was {state}"
             found.append(Failure(rank, state, message, said["time"], said.get("traceback", "")))
     order = {"killed": 0, "exception": 1, "bad input": 1}
-    return min(found, key=lambda f: (order.get(f.how, 2), f.time), default=None)
+
+    def place(failure: Failure) -> tuple[int, bool, float]:
+        return order.get(failure.how, 2), lost_another(failure.message), failure.time
+
+    return min(found, key=place, default=None)
 
 
 def _how_killed(code: int | None) -> str:

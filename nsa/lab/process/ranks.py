@@ -18,14 +18,6 @@ _STACK_S = 1.0
 _MARGIN_S = 5.0  # between the moment when stacks are taken and the end of the launch
 _TAIL = 4000
 _FAILURE = re.compile(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)")
-# What a rank says that lost another, or waited for it in vain.
-_WITNESS = re.compile(
-    r"DistNetworkError|connection (was |has been )?(likely )?(reset|closed|refused|aborted|lost)"
-    r"|broken pipe|socket (closed|timeout)|remote process exited|ncclRemoteError|ncclSystemError"
-    r"|failed to (recv|send)|recv(Value)? failed|sendBytes failed|pair closure"
-    r"|timed out waiting|watchdog caught collective|ranks? failed to (pass|reach)",
-    re.IGNORECASE,
-)
 
 
 def run_ranks(
@@ -192,10 +184,10 @@ def _first(rows: list[dict], stderr: str) -> int | None:
 def is_witness(row: dict) -> bool:
     """Whether a rank ended because it lost another: its peers' end is not its own fault."""
     if row["status"] == "error" and row["time"] is not None:
-        return bool(_WITNESS.search(row["message"]))
+        return child.lost_another(row["message"])
     # NCCL's watchdog, and what C++ throws in a thread, abort a process
     aborted = row["status"] == "crash" and row["message"].endswith("SIGABRT")
-    return aborted and bool(_WITNESS.search(row["evidence"]))
+    return aborted and child.lost_another(row["evidence"])
 
 
 def _tail(rank: int, folder: Path) -> str:

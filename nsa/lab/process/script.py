@@ -139,21 +139,22 @@ def _as_python_does(file: str, argv: Sequence[str]) -> None:
 def _counted_steps(
     progress: Any, begin: Callable[[int], None], end: Callable[[int], None]
 ) -> Iterator[types.SimpleNamespace]:
-    """A step ends when an optimizer's does: a script says nothing of its steps."""
+    """Follows the steps of `progress`, which the script's first optimizer counts."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from nsa.lab.watch.progress import BEGAN_NS
+    from nsa.lab.watch.progress import BEGAN_NS, STEP
 
-    count = types.SimpleNamespace(done=0)
-
-    def stepped(*_: Any) -> None:
-        end(count.done)
-        count.done += 1
-        progress.step(count.done)
-        begin(count.done)
-
+    progress.attach(steps=True)
     # The clock runs from the first line, though no step may ever come.
     progress.cells[BEGAN_NS] = time.monotonic_ns()
+    count = types.SimpleNamespace(done=0)
+
+    def stepped(*_: Any) -> None:  # after the hook of `attach`, which was there before
+        if progress.cells[STEP] > count.done:
+            end(count.done)
+            count.done = progress.cells[STEP]
+            begin(count.done)
+
     begin(0)
     hook = register_optimizer_step_post_hook(stepped)
     try:

@@ -165,7 +165,6 @@ def _run_script(
     spec: dict[str, Any], progress: Progress, loaded: _Loaded, left: dict[str, Any]
 ) -> None:
     _seed(spec["seed"])
-    progress.attach()
     words = script.arguments(spec["argv"], spec["settings"])
     watched: Any = contextlib.nullcontext()
     if spec["oracles"]:

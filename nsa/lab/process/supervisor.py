@@ -154,7 +154,8 @@ def _of_ranks(rows: list[dict[str, Any]], killed: bool) -> End:
     if not bad:
         return End("returned", 0)
     late = [row for row in bad if row["status"] == "timeout"]
-    first = next((row for row in rows if row["first"]), (late or bad)[0])
+    said = [row for row in bad if row["raised"]]
+    first = next((row for row in rows if row["first"]), (late or said or bad)[0])
     status = first["status"]
     if killed and status == "crash" and first["message"].endswith("SIGKILL"):
         status = "oom"

@@ -119,7 +119,7 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
         return _spin(last, main, rest, spun)
     if all(_stuck(graph, rest.rank) for graph in graphs) and len(set(map(_waits, graphs))) == 1:
         return _certified(last, main, rest)
-    return _open(looks, last, main, rest, works, periodic)
+    return _open(looks, last, main, rest, bound_s(evidence, rest), works, periodic)
 
 
 def _main(graph: Graph, rank: int) -> Node | None:
@@ -212,6 +212,7 @@ def _open(
     graph: Graph,
     main: Node,
     rest: Rest,
+    allowed_s: float,
     works: set[Node],
     periodic: set[Node],
 ) -> Stall | None:
@@ -234,7 +235,7 @@ def _open(
         if busy == [main] and (used := repeats(mine)) >= SPUN_LONG_S:
             line = _works(graph, main)
             because = [line, f"in {used:.0f} s of a processor none of its variables changed"]
-            if rest.seconds >= bound_s(rest):
+            if rest.seconds >= allowed_s:
                 return _stall(graph, main, "waiting", "loop", rest, because, **told)
         node = min(busy, key=lambda n: (not user_line(graph.threads[n].frames), chain.index(n)))
         return _stall(graph, node, "busy", "uncounted", rest, [_works(graph, node)], **told)
@@ -252,7 +253,7 @@ def _open(
         left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
         because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
         return _stall(graph, node, "timer", "timer", rest, because, left_s=left, **told)
-    if rest.seconds < bound_s(rest):
+    if rest.seconds < allowed_s:
         return None
     wait = graph.threads[root].wait
     what = "device" if device else "polling" if root in periodic else wait.kind if wait else "other"

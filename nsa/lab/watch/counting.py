@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from nsa.lab.watch.evidence import PHASES
 from nsa.lab.watch.progress import FIRED, MODULES, PHASE, TOTAL, Progress
@@ -73,11 +74,11 @@ def modules_of(model: nn.Module, progress: Progress) -> list[Undo]:
     """Counts the forwards of a model and of all modules inside it."""
 
     def begins(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             _begins(progress)
 
     def ended(module: nn.Module, arguments: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():  # inside a compiled region nothing is left of this
+        if not is_compiling():  # inside a compiled region nothing is left of this
             _ended(progress, output)
 
     handles = [module.register_forward_hook(ended) for module in model.modules()]
@@ -95,7 +96,7 @@ def all_modules(progress: Progress) -> list[Undo]:
     def counting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # In this order: a compiled region must not depend on what changes.
-            if torch.compiler.is_compiling() or counted.over or not progress.fine:
+            if is_compiling() or counted.over or not progress.fine:
                 return plain(module, *args, **kwargs)
             _begins(progress)
             output = plain(module, *args, **kwargs)
@@ -200,7 +201,7 @@ def backwards(progress: Progress) -> list[Undo]:
 
     def counting(plain: Callable[..., Any], roots: str) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or counted.over or not progress.fine:
+            if is_compiling() or counted.over or not progress.fine:
                 return plain(*args, **options)
             given = args[0] if args else options.get(roots, ())
             given = [given] if isinstance(given, Tensor) else list(given)

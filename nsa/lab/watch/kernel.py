@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ OURS = ("progress", "device use", "stacks on SIGUSR1", "heartbeat")
 STRANGER = -1  # `of` a process outside the family that the family waits for, or was started by
 MOST = 256  # threads of a process whose waits are read
 SYSCALL = "syscall"  # beside stat, where the kernel was built to tell
+_ALARMS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 _YOUNG_S = 10.0  # a process so young may still take over another program, and its environment
 _NAME = 60
 _MIB = 2**20
@@ -130,6 +132,8 @@ class _Reading:
                 if deep := len(threads) < MOST:
                     self._switches[pid, tid] = _switches(pid, tid)
                 threads.append(_thread(reader, tid, self._ours, said, deep))
+        if _catches_alarms(pid):  # when one is set, and for when, nobody tells
+            threads = [_could_go_on(x, "an alarm of its program could end that") for x in threads]
         if _started(pid) != process.started:
             return replace(process, message="it ended while it was looked at", state="")
         if len(threads) > MOST:
@@ -147,8 +151,7 @@ class _Reading:
         for at, thread in enumerate(threads):
             key = process.pid, thread.tid
             if thread.wait is not None and _switches(*key) != self._switches[key]:
-                text = f"{thread.wait.text}; it went on while the others were looked at"
-                threads[at] = replace(thread, wait=replace(thread.wait, text=text, outside=True))
+                threads[at] = _could_go_on(thread, "it went on while the others were looked at")
         return replace(process, threads=tuple(threads))
 
     def _name(self, pid: int) -> str:
@@ -176,11 +179,11 @@ def _thread(reader: Reader, tid: int, ours: Collection[str], said: list[str], de
     cpu_s = procfs.cpu_s(fields)
     if fields[0] == "R":
         wait = None
-    known = {"ours": name in ours, "switches": _switches(folder)}
+    known = {"ours": name in ours, "switches": _times_slept(folder)}
     return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, **known)
 
 
-def _switches(folder: Path) -> int | None:
+def _times_slept(folder: Path) -> int | None:
     """How often the thread gave up its processor by itself: unchanged, it slept all the time."""
     status = (folder / "status").read_text(errors="replace")
     found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)
@@ -322,6 +325,22 @@ def _tids(pid: int) -> list[int]:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda tid: (tid != pid, tid))
     except OSError:
         return []
+
+
+def _could_go_on(thread: Thread, why: str) -> Thread:
+    if thread.wait is None:
+        return thread
+    wait = replace(thread.wait, text=f"{thread.wait.text}; {why}", outside=True)
+    return replace(thread, wait=wait)
+
+
+def _catches_alarms(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status", errors="replace") as file:
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return any(int(caught.split()[1], 16) >> (number - 1) & 1 for number in _ALARMS)
 
 
 def _switches(pid: int, tid: int) -> str:

@@ -111,7 +111,7 @@ def py_spy(
     """
     program = _py_spy()
     if program is None:
-        return [], "py-spy is not installed (pip install py-spy), so there are no stacks"
+        return [], "py-spy is not installed (pip install py-spy)"
     seen = procfs.process(pid)
     if seen is None or not seen.lives:
         return [], "it ended before py-spy looked"

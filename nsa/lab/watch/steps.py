@@ -1,5 +1,5 @@
 """The steps of a training that tells nobody of them, when it waits for data, and how finely it can
-be counted for the price of a hundredth of its time.
+be counted for the price of a two-hundredth of its time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsa.lab.watch.progress import BEGAN_NS, MAIN_THREAD, MODULES, PHASE, STEP, 
 
 OTHERS = 64  # steps of other optimizers without one of the first: then it is not the first any more
 MODULE_S, BACKWARD_S = 2e-6, 150e-6  # about what it costs to count one
-SHARE = 0.01  # of the time may go into counting modules and backwards
+SHARE = 0.005  # of the time may go into counting modules and backwards
 MOST_REST_S = 3.0
 
 

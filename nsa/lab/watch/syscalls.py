@@ -69,7 +69,8 @@ def call(text: str, wchan: str) -> Call | None:
     name = NAMES.get(number, f"syscall {number}")
     if name == "restart_syscall":
         name = next((to for part, to in _RESTARTED if part in wchan), name)
-        if name == "nanosleep" and args[0] < 4096:  # the number of a clock, and no address
+        # Of the calls that restart, one has the number of a clock, a zero and an address.
+        if args[0] < 16 and args[1] == 0 and args[2] >= 2**31:
             name = "clock_nanosleep"
     return Call(name, args)
 

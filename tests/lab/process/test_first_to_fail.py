@@ -61,6 +61,14 @@ def test_where_only_witnesses_speak_nobody_is_first_and_who_left_is_named(tmp_pa
     found, end = ended(tmp_path, {0: (STORE, 1.0)}, {0: 1, 2: -15}, left=[1])
     assert not found and end.first_rank is None and end.type == "DistNetworkError"
     assert end.message.endswith("rank 1 had returned; rank 2 was ended before it could say why")
+    found, end = ended(tmp_path, {2: (STORE, 1.0)}, {0: -15, 2: 1}, left=[1])
+    assert not found and end.type == "DistNetworkError"
+
+
+def test_a_network_of_the_users_own_is_a_cause(tmp_path):
+    reset = "ConnectionResetError: [Errno 104] Connection reset by peer"
+    found, end = ended(tmp_path, {0: (f"RuntimeError: {LOST}", 1.0), 1: (reset, 2.0)})
+    assert (found, end.type) == ([1], "ConnectionResetError")
 
 
 def test_what_ranks_say_as_their_trial_is_ended_is_no_failure_of_theirs(tmp_path):

@@ -87,6 +87,8 @@ def test_of_exceptions_the_earliest_is_the_first(tmp_path, put):
     put(2, "terminated", time=1.0)
     found = first_failure(tmp_path, ranks=3, exitcodes={0: 1, 1: 2, 2: -15})
     assert (found.rank, found.how, found.message) == (1, "bad input", "no bytes")
+    put(0, "exception", time=5.0, message="RuntimeError: Connection reset by peer")
+    assert first_failure(tmp_path, ranks=3).rank == 1  # who lost the other did not bring it about
 
 
 def test_a_rank_that_was_asked_to_end_is_not_taken_for_killed(tmp_path, put):

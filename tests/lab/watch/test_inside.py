@@ -1,6 +1,5 @@
 """What runs within somebody's program: it counts, says who it is, and is not noticed."""
 
-import json
 import os
 import subprocess
 import sys
@@ -107,20 +106,17 @@ def test_spawned_ranks_without_variables_are_known_by_their_process_group(tmp_pa
         "    optimizer.step()\n"
         "    dist.barrier()\n"
         "if __name__ == '__main__':\n"
-        "    _, method, store, count = sys.argv\n"
-        "    args = (f'file://{store}', int(count))\n"
-        "    mp.start_processes(train, args, nprocs=int(count), start_method=method)\n"
+        "    for method, count in (('fork', 2), ('spawn', 1)):\n"
+        "        args = (f'file://{sys.argv[1]}-{method}', count)\n"
+        "        mp.start_processes(train, args, nprocs=count, start_method=method)\n"
     )
-    for method, count in (("spawn", 1), ("fork", 2)):
-        folder = tmp_path / f"watched {method}"
-        folder.mkdir()
-        run = watched(
-            folder, sys.executable, str(script), method, str(folder) + ".store", str(count)
-        )
-        assert run.done.returncode == 0, run.done.stderr
-        ranks = inside.ranks(folder)
-        assert sorted(ranks) == list(range(count)) and len(run.whos) == count + 1
-        assert all(p(run, who).step == 1 and who["group"] for who in ranks.values())
+    run = watched(tmp_path, sys.executable, str(script), str(tmp_path / "store"))
+    assert run.done.returncode == 0, run.done.stderr
+    joined = [who for who in run.whos if who["group"]]
+    assert sorted(who["rank"] for who in joined) == [0, 0, 1] and len(run.whos) == 4
+    assert all(p(run, who).step == 1 for who in joined)
+    ranks = inside.ranks(tmp_path)
+    assert sorted(ranks) == [0, 1] and all(who["group"] for who in ranks.values())
 
 
 SMALL = """
@@ -199,23 +195,30 @@ def test_a_process_that_loads_no_torch_leaves_nothing(tmp_path):
 
 
 def test_a_stuck_process_answers_for_its_locks_and_collectives(tmp_path):
-    code = "import threading, torch\nlock = threading.Lock()\nwith lock:\n    lock.acquire()\n"
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import threading, torch\nlock = threading.Lock()\nwith lock, lock:\n    pass\n"
+    )
     environment = inside.environment(tmp_path, environment_with_package())
-    with subprocess.Popen([sys.executable, "-c", code], env=environment) as process:
+    with subprocess.Popen([sys.executable, str(script)], env=environment) as process:
         try:
             counts = tmp_path / f"progress-{process.pid}.bin"
             answers = [tmp_path / f"{what}-{process.pid}.json" for what in ("locks", "flight")]
             end = time.monotonic() + 60
-            while not all(file.is_file() for file in answers) and time.monotonic() < end:
+            waits: list = []
+            while (
+                not (waits and answers[1].is_file()) and time.monotonic() < end
+            ):  # it may not have come so far
                 if progress.cells_of(counts):
                     progress.ask(counts)
-                time.sleep(0.1)
-            assert json.loads(answers[1].read_text()) == {"entries": []}
-            waits = json.loads(answers[0].read_text())["waits"]
+                time.sleep(0.2)
+                waits = (child.read(answers[0]) or {}).get("waits", [])
         finally:
             process.kill()
-    # Its source is gone, so the lock has no name; the library's waits have one without it.
-    assert waits == [] or waits[0]["tid"] == process.pid
+    (wait,) = waits
+    assert (wait["name"], wait["line"]) == ("lock", f"{script}:3 <module>")
+    assert wait["tid"] == process.pid and wait["holders"] == [process.pid] and wait["sure"]
+    assert child.read(answers[1]) == {"entries": []}
 
 
 # in this process

@@ -271,6 +271,24 @@ def test_a_thread_that_goes_on_while_the_others_are_read_could_end_its_wait(monk
     assert not rest.wait.outside and moved.wait.outside and "went on" in moved.wait.text
 
 
+def test_an_alarm_of_the_program_could_end_its_waits():
+    code = (
+        "import os, signal; signal.signal(signal.SIGALRM, lambda *_: None); print(flush=True); "
+        "os.read(os.pipe()[0], 1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        try:
+            child.stdout.readline()
+            until = time.monotonic() + 60
+            while "pipe" not in kernel.procfs.process(child.pid).wchan:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            wait = kernel.snapshot({0: child.pid}).of(0).main().wait
+        finally:
+            child.kill()
+    assert wait.kind == "pipe" and wait.outside and "alarm" in wait.text
+
+
 LOOKS = """
 import os, sys
 from nsa.lab.watch import kernel
@@ -324,7 +342,9 @@ def test_a_call_is_told_by_its_number_also_where_it_was_restarted():
     number = next(n for n, name in syscalls.NAMES.items() if name == "restart_syscall")
     text = f"{number} 0x1 0x2 0x3 0x0 0x0 0x0 0x7f 0x7f"
     assert syscalls.call(text, "futex_do_wait").name == "futex"
-    assert syscalls.call(text, "hrtimer_nanosleep").name == "clock_nanosleep"
+    assert syscalls.call(text, "do_syscall_64").name == "restart_syscall"
+    sleeps = text.replace("0x1 0x2 0x3", "0x0 0x0 0x7f8b7a7fbab0")
+    assert syscalls.call(sleeps, "do_syscall_64").name == "clock_nanosleep"
     assert syscalls.call("running", "") is None
     assert syscalls.call("-1 0x1 0x2", "").name == ""
     assert syscalls.call("9999 0x1 0x2 0x3 0x0 0x0 0x0 0x0 0x0", "").name == "syscall 9999"

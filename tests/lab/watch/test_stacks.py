@@ -64,15 +64,15 @@ def program(tmp_path_factory):
 
 
 def taken(program, enough=lambda snapshot: True, **options):
-    """A snapshot with stacks, when all threads have begun."""
+    """A snapshot with stacks, when the main threads have come to rest."""
     until = time.monotonic() + 60
     while True:
         snapshot = looks.with_stacks(kernel.snapshot({0: program.pid}), **options)
         seen = [x for x in snapshot.processes if x.of == 0 and x.name != "sleep 600"]
-        begun = all(any("rests" in f for t in p.threads for f in t.frames) for p in seen)
-        if (
-            begun and len(snapshot.processes) >= 3 and enough(snapshot)
-        ) or time.monotonic() > until:
+        mains = [process.main() for process in seen if process.main()]
+        rest = [x.wait and x.frames and x.frames[0].endswith(" rests") for x in mains]
+        begun = len(rest) >= 2 and all(rest) and not any(x.wait.kind == "GIL" for x in mains)
+        if (begun and enough(snapshot)) or time.monotonic() > until:
             return snapshot
 
 
