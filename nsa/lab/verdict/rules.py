@@ -191,7 +191,7 @@ def _returned(evidence: Evidence) -> Verdict | None:
 
 def _silent(evidence: Evidence) -> Verdict | None:
     """Nothing was ever heard of it, so that nothing can be said to have stopped."""
-    heard = any(s.beats or s.p.phases or s.p.step >= 0 for s in evidence.samples)
+    heard = any(s.beats or s.p.phases or s.p.events or s.p.step >= 0 for s in evidence.samples)
     if heard or any(s.state == "T" for s in evidence.samples):
         return None
     because = [f"no sign of life in {evidence.seconds:.1f} s: neither a beat nor a step"]

@@ -119,7 +119,7 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
         return _spin(last, main, rest, spun)
     if all(_stuck(graph, rest.rank) for graph in graphs) and len(set(map(_waits, graphs))) == 1:
         return _certified(last, main, rest)
-    return _open(looks, last, main, rest, bound_s(evidence, rest), works, periodic)
+    return _open(looks, last, main, rest, bound_s(rest), works, periodic)
 
 
 def _main(graph: Graph, rank: int) -> Node | None:

@@ -37,7 +37,7 @@ def train():
 
 train()
 """
-STUCK_AT = "script.py:6 evaluate"
+STUCK_AT = "script.py:5 evaluate"
 AT_WORK = "import time\nend = time.time() + 60\nwhile time.time() < end:\n    sum(range(1000))\n"
 
 
@@ -58,9 +58,10 @@ def started(tmp_path):
 
     yield start
     for process in processes:
-        if process.poll() is None:
-            process.terminate()
-            process.communicate(timeout=60)
+        process.terminate()  # does nothing to one that was waited for
+        process.wait(timeout=60)
+        for stream in (process.stdin, process.stdout, process.stderr):
+            stream.close()
 
 
 def verdict_in(folder):
