@@ -31,6 +31,7 @@ from nsa.lab.watch.evidence import Process, Snapshot, Thread, Wait
 
 SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
 EVERY_S = 1.0
+MANY = 100  # threads: to stop so many takes 100 ms
 PY_SPY_S, NATIVE_S = 8.0, 30.0  # reading the symbols of large libraries takes long
 GIL_S = 0.005  # the interpreter's own switch interval
 AT_ONCE = 4  # processes that are looked at
@@ -116,7 +117,10 @@ def py_spy(
     if seen is None or not seen.lives:
         return [], "it ended before py-spy looked"
     options = ["--locals"] * LONGER * locals + ["--native"] * native
-    if seen.state in "Tt":  # it could not be stopped for the look, nor does it need to be
+    many = False
+    with suppress(OSError):
+        many = len(os.listdir(f"/proc/{pid}/task")) > MANY and not native
+    if seen.state in "Tt" or many:  # it could not be stopped for the look, or not for that long
         options = [*options[: LONGER * locals], "--nonblocking"]
     command = [program, "dump", "--json", *options, "--pid", str(pid)]
     within_s = NATIVE_S if native else PY_SPY_S
