@@ -59,7 +59,7 @@ def attach(pid: int, *, all_ranks: bool = False, seconds: float = 6.0) -> tuple[
     has_gpus = shutil.which("nvidia-smi") is not None
     gpus = looks.device_use(told.get("CUDA_VISIBLE_DEVICES")) if has_gpus else None
     with gpus or contextlib.nullcontext() as use:
-        observer = Observer(evidence, ranks, use=use, works=False, signals=False)
+        observer = Observer(evidence, ranks, use=use, works=False)
         evidence.flights |= _flights({r: one.pid for r, one in ranks().items()}, told, notes)
         _observe(observer, seconds)
     evidence.seconds = observer.t

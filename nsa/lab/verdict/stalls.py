@@ -19,7 +19,7 @@ from nsa.lab.verdict.graph import Graph, Node, build
 from nsa.lab.watch.evidence import OUTSIDE, Evidence, P, Sample, Snapshot, Thread, at_last_p
 
 RECENT = 4  # among which somebody must have worked to count as busy
-WAIT_S = 12.0  # how long all must be quiet before a wait is told as a stall
+WAIT_S = 17.0  # how long all must be quiet before a wait is told as a stall
 OWN_GAPS = 2.0  # or so many times the longest rest of the run so far, if that is longer
 PATIENCE_S = 120.0  # a timer that ends later is waited for no more than a socket
 SPUN_LONG_S = 8.0  # after which one that asks something else is told as a stall
@@ -157,9 +157,6 @@ def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
     what = waits[of].kind if of in waits else "ended"
     for node in chain:
         process = graph.process(node)
-        if what != "GIL" and node in waits and waits[node].kind == "stopped":
-            what, root = "stopped", node
-            break
         if process is not None and process.state in ("Z", "X") and node != main:
             what = "collective" if waits[main].kind == "collective" else "ended"
     if any("can never end" in wait.text for wait in waits.values()):
@@ -246,9 +243,8 @@ def _open(
         and graph.threads[n].wait.left_s is not None
     ]  # fmt: skip
     root = _root(graph, main)
-    near = [(left, n) for left, n in timed if left <= PATIENCE_S and n[0] in (main[0], root[0])]
-    near = [x for x in near if x[1] in (main, root) or graph.threads[x[1]].frames]
-    near = [x for x in near if _lasts(graph, looks[-LOOKS], x[1])]
+    near = [x for x in timed if x[0] <= PATIENCE_S and _lasts(graph, looks[-LOOKS], x[1])]
+    near = [x for x in near if x[1] in (main, root) or _does_something(graph, main, x[1])]
     if near:
         left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
         because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
@@ -267,8 +263,14 @@ def _open(
 
 def _lasts(graph: Graph, earlier: Snapshot, node: Node) -> bool:
     """Whether it was there at an earlier look: the sleep of a loop's next round was not."""
-    process = graph.process(node)
-    return process is not None and (process.of >= 0 or earlier.process(node[0]) is not None)
+    process, was = graph.process(node), earlier.process(node[0])
+    return process is not None and was is not None and was.started == process.started
+
+
+def _does_something(graph: Graph, main: Node, node: Node) -> bool:
+    """Whether it could: the user's code, or another program, and no idle thread of a library."""
+    thread = graph.threads[node]
+    return bool(user_line(thread.frames)) or (node[0] != main[0] and thread.main)
 
 
 def _stall(
