@@ -65,6 +65,7 @@ def test_what_can_never_go_on_is_ended_with_its_certificate(stuck, name, verdict
     assert found.label == verdict and found.edges, found.because
     (report,) = evidence.reports
     assert report["label"] == verdict and report["withdrawn"] is None
+    assert report["headline"].startswith("HANG: ") and found.line in report["headline"]
 
 
 @pytest.mark.full
