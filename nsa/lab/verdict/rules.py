@@ -284,7 +284,7 @@ def _rested(rest: Rest) -> list[str]:
     return [
         f"rank {rest.rank} has made no progress for {rest.seconds:.1f} s, at {rest.p}",
         f"its longest silence before was {rest.longest:.1f} s" if rest.longest else
-        "no step had ended before",
+        "no silence was seen before, its first step left out",
     ]  # fmt: skip
 
 
