@@ -25,8 +25,8 @@ OUTPUT = 12  # lines
 BARS = " ▁▂▃▄▅▆▇█"
 UNCOUNTED = ("SLOW:uncounted", "SLOW:timer")
 TEACH = (
-    "if that silence is healthy work: stall_s=N allows N seconds of it, and progress.event(), "
-    "called in it now and then, counts as progress"
+    "if that silence is healthy work: stall_s=N allows N seconds of it, and a call of "
+    "nsa.lab.watch.event() in it, now and then, counts as progress"
 )
 
 

@@ -171,7 +171,8 @@ def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
         because.append(many if len(cycle) > 1 else "it holds itself what it waits for")
     ended = [graph.label(n) for n in chain if (p := graph.process(n)) and p.state in ("Z", "X")]
     because += [f"{name} has ended" for name in dict.fromkeys(ended)]
-    because.append(f"nobody is left who could end this: {len(chain)} threads, at {LOOKS} looks")
+    threads = f"{len(chain)} thread{'s' * (len(chain) != 1)}"
+    because.append(f"nobody is left who could end this: {threads}, at {LOOKS} looks")
     edges = [graph.edge(node) for node in shown if node in waits]
     line = user_line(graph.threads[root].frames) or user_line(graph.threads[main].frames)
     where = graph.label(root)
