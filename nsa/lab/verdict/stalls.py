@@ -253,7 +253,10 @@ def _open(
     if rest.seconds < allowed_s:
         return None
     wait = graph.threads[root].wait
-    what = "device" if device else "polling" if root in periodic else wait.kind if wait else "other"
+    what = "polling" if root in periodic else wait.kind if wait else "other"
+    if what == "timer" and (wait.left_s or 0.0) <= PATIENCE_S:  # that of a loop's next round
+        what = graph.threads[main].wait.kind if graph.threads[main].wait else "polling"
+    what = "device" if device else what
     because = [_sentence(graph, node) for node in dict.fromkeys((main, root))]
     if device and percent is not None:
         because.append(f"the GPU was idle ({percent:.0f} %) all that time")
