@@ -72,8 +72,6 @@ ORDER = (
     *("census", "quadratic", "memory", "plateau", "recompilations", "duration"),
 )
 SLOW_ONLY = ("recompile", "growing")  # what is right and late
-FAULTS = ("SIGSEGV", "SIGBUS")
-DUMPING_S = 2.0  # between the beginning of a dump and the end that it brings
 UNDONE = "ended by itself before its steps were done"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -102,14 +100,6 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
     detail = variables.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL"
     if detail and end.how == "signal" and end.type == "SIGSEGV":
         why = "TORCH_DISTRIBUTED_DEBUG=DETAIL itself ends in SIGSEGV with some versions; use INFO"
-        return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
-    dumped = max((s.t for s in evidence.snapshots if s.tool == "faulthandler"), default=-math.inf)
-    dumping = evidence.seconds - dumped < DUMPING_S
-    if end.how == "signal" and end.type in FAULTS and dumping:
-        why = (
-            f"{end.type} while faulthandler wrote its stacks, which reads threads that run; with "
-            "py-spy installed, and allowed to ptrace, it is not asked"
-        )
         return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
     if end.how == "stopped by the supervisor" and end.type == "caller":
         why = f"it was stopped after {evidence.seconds:.1f} s: {end.message or 'somebody asked'}"
@@ -191,7 +181,7 @@ def _returned(evidence: Evidence) -> Verdict | None:
 
 def _silent(evidence: Evidence) -> Verdict | None:
     """Nothing was ever heard of it, so that nothing can be said to have stopped."""
-    heard = any(s.beats or s.p.phases or s.p.step >= 0 for s in evidence.samples)
+    heard = any(s.beats or s.p.phases or s.p.events or s.p.step >= 0 for s in evidence.samples)
     if heard or any(s.state == "T" for s in evidence.samples):
         return None
     because = [f"no sign of life in {evidence.seconds:.1f} s: neither a beat nor a step"]
@@ -221,7 +211,7 @@ def _stands(evidence: Evidence) -> Verdict | None:
         **{"p": str(rest.p), "where": found.where, "pid": found.pid, "left_s": found.left_s},
         **{
             "longest_s": rest.longest,
-            "bound_s": bound_s(evidence, rest),
+            "bound_s": bound_s(rest),
             "late": _is_late(evidence),
         },
     }

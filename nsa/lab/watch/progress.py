@@ -24,7 +24,7 @@ from nsa.lab.watch.evidence import PHASES, P
 CELLS = 24
 (
     VERSION, STEP, PHASE, MODULES, FIRED, TOTAL, EVENTS, COLLECTIVES,
-    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS, BEGAN_NS, MADE,
+    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, _, BEGAN_NS, MADE,
 ) = range(16)  # fmt: skip
 LAYOUT = 1
 
@@ -239,10 +239,6 @@ class Progress:
         if self._device is not None:  # a capture must not meet our events
             self._device.quiet = name == "graph"
         self.phase(name if name in PHASES else "other")
-
-    def listens(self) -> None:
-        """Says that SIGUSR1 makes this process write its stacks, and does not end it."""
-        self.cells[LISTENS] = 1
 
     def close(self) -> None:
         """Stops the threads and takes all hooks away; the file stays."""

@@ -26,8 +26,7 @@ LONGEST_S = 60.0  # of a spinning kernel: whoever looks has a minute, and then t
 class Ranks(Small):
     """Healthy: the small network under DDP, and a collective of its own after each step.
 
-    settings: communication ("gloo"), find_unused_parameters (False), sleep_s (0), which the last
-    rank sleeps before each step.
+    settings: communication ("gloo"), find_unused_parameters (False).
     """
 
     def __init__(self, settings: dict[str, Any], progress: Any) -> None:
@@ -44,8 +43,6 @@ class Ranks(Small):
         self.called = place.wrap(self.model)
 
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
-        if self.spoilt:
-            time.sleep(self.settings.get("sleep_s", 0))
         return super().fetch(step * self.ranks + self.rank)
 
     def ended(self, step: int, loss: Tensor) -> None:
