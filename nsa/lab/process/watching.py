@@ -143,7 +143,7 @@ class _Watcher:
         self.evidence, self.reports, self.nodes = evidence, reports, nodes
         self.kills, self.limit_s, self.stop = kills, limit_s, threading.Event()
         self.members = Members(process.pid, inner, cookie)
-        options = {"cookie": cookie, "tell": self.tell, "signals": False}
+        options = {"cookie": cookie, "tell": self.tell}
         self.observer = Observer(evidence, self.members, **options)
         self.reason = self.message = ""
         self._use = contextlib.ExitStack()  # of the GPUs

@@ -87,7 +87,7 @@ def _teach(evidence: Evidence, verdict: Verdict) -> list[str]:
     """How the tool learns that this silence is healthy."""
     if "attached" in evidence.spec:
         return []
-    if verdict.kind not in ("HANG", "STALLED") and verdict.label not in UNCOUNTED:
+    if verdict.kind != "STALLED" and verdict.label not in UNCOUNTED:
         return []
     longest = verdict.numbers.get("longest_s")
     before = f"; its longest before was {seconds(longest)}" if longest else ""

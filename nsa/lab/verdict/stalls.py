@@ -185,7 +185,9 @@ def _cycle(graph: Graph, start: Node) -> list[Node]:
     while node not in path:
         path.append(node)
         others = [*graph.everyone.get(node, ()), *graph.anyone.get(node, ())]
-        if len(others) != 1:
+        wait = graph.threads[node].wait if node in graph.threads else None
+        any_thread = wait is not None and any(not tid for _, tid in wait.wakers)
+        if len(others) != 1 or (any_thread and node not in graph.everyone):
             return []
         node = others[0]
     return path[path.index(node) :]
