@@ -117,7 +117,7 @@ PLANTED: tuple[Fault, ...] = (
     # devices
     Fault("device OOM", "OOM:device", "devices:TooMuch", "tensors until the device is full",
           needs="gpu"),
-    Fault("spinning kernel", "HANG", "devices:Spins", "a kernel that spins for a minute",
+    Fault("spinning kernel", "SLOW:uncounted", "devices:Spins", "a kernel that spins for a minute",
           settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=25.0, takes_s=30.0),
     Fault("device assertion", "CRASH", "devices:BadIndex", "an index beyond its table",
           needs="gpu"),
