@@ -1,40 +1,57 @@
-"""`nsa selfcheck`: plants every fault that this machine can hold, and judges each blind."""
+"""`nsa selfcheck`: runs faults and programs that this machine can hold, and judges each blind."""
 
+import argparse
 import sys
 import time
 
-from nsa.cli.options import FAILED, GOOD, SEVERAL, check_json, command, provenance
+from nsa.cli.options import FAILED, GOOD, SEVERAL, check_json, command, duration, provenance
+from nsa.experiments.selfcheck.faults.registry import GROUPS
 
 
 def add(commands) -> None:
     """Its parser."""
     option = command(commands, selfcheck).add_argument
-    option("--rounds", type=int, default=1, metavar="N", help="how often; 1 by default")
-    text = "one fault or control; may be given several times"
+    text = "these alone; may be given several times"
+    option("--group", choices=GROUPS, help=text, **SEVERAL)
+    text = "programs written before the rules were frozen, or after"
+    option("--batch", choices=("first", "frozen"), help=text, **SEVERAL)
+    text = "one fault, control or program; may be given several times"
     option("--only", metavar="NAME", help=text, **SEVERAL)
+    option("--rounds", type=int, default=1, metavar="N", help="how often; 1 by default")
+    text = "busy loops beside the trials, whose deadlines are longer then; 0 by default"
+    option("--load", type=int, default=0, metavar="N", help=text)
     text = "trials at once, of those that mostly wait; 3 by default"
     option("--workers", type=int, default=3, metavar="N", help=text)
+    text = "every N-th trial from the I-th on: 1/8 to 8/8 on eight machines are all"
+    option("--part", type=_part, default=(1, 1), metavar="I/N", help=text)
+    text = "no trial begins after that: 90, 90s, 20m or 2h"
+    option("--budget", type=duration, metavar="TIME", help=text)
     option("--folder", metavar="DIR", help="keep every trial's evidence there")
     option("--json", metavar="FILE", help="write a row a trial there")
-    option("--list", action="store_true", help="only say what there is to plant")
+    option("--list", action="store_true", help="only say what there is to run")
 
 
 def selfcheck(arguments) -> int:
-    """Plant every fault that this machine can hold, judge each, and print the confusion matrix."""
+    """Run faults and programs that this machine can hold, judge each, and print the matrix."""
     from nsa.experiments.selfcheck.faults import registry
-    from nsa.experiments.selfcheck.trials import check
+    from nsa.experiments.selfcheck.trials import check, slack
 
-    chosen = registry.chosen(arguments.only)
+    chosen = registry.chosen(arguments.only, arguments.group, arguments.batch)
     if arguments.list:
         for fault in chosen:
-            print(f"{fault.name:30} {' or '.join(fault.kinds):14} {fault.text}")
+            print(f"{fault.name:30} {fault.due:26} {fault.text}")
         return GOOD
     check_json(arguments.json)
+    if (times := slack(arguments.load)) > 1:
+        print(f"{arguments.load} busy loops beside: deadlines {times} x as long", file=sys.stderr)
     began = time.monotonic()
     rows = check(
         chosen,
         rounds=arguments.rounds,
         workers=arguments.workers,
+        load=arguments.load,
+        part=arguments.part,
+        budget_s=arguments.budget,
         folder=arguments.folder,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
@@ -49,7 +66,7 @@ def selfcheck(arguments) -> int:
 
 
 def text(rows, seconds: float) -> str:
-    """The confusion matrix, what was missed, and the sum of it."""
+    """The matrix, what was missed, and the sum of it."""
     from nsa.experiments.selfcheck.judged import line, matrix
     from nsa.lab.verdict import KINDS
 
@@ -63,10 +80,19 @@ def text(rows, seconds: float) -> str:
     missed = [row for row in run if row.missed]
     lines += ["", *(line(row) for row in missed)]
     skipped, right = len(rows) - len(run), len(run) - len(missed)
-    hung = sum(1 for row in run if row.control and row.found == "HANG")
+    controls = [row for row in run if row.control]
     lines.append(
         f"{right} of {len(run)} right in {seconds:.0f} s"
         + (f", {skipped} skipped" if skipped else "")
-        + f"; controls called HANG: {hung}"
+        + f"; of {len(controls)} healthy ones {sum(row.ever('HANG') for row in controls)} were "
+        f"called HANG, {sum(row.ever('STALLED') for row in controls)} STALLED for a while"
     )
     return "\n".join(lines)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`2/8` as (2, 8)."""
+    number, slash, parts = text.partition("/")
+    if not (slash and number.isdigit() and parts.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 2/8")
+    return int(number), int(parts)

@@ -1,44 +1,55 @@
-"""A planted fault judged: evidence that does not name it, and what it was called."""
+"""A fault or a program judged: evidence that does not name it, and what it was called."""
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from nsa.experiments.selfcheck.faults.registry import Fault
 from nsa.lab.watch.evidence import Evidence
 
 NOTHING = "not run"
-_FILE = re.compile(r"(?:[\w./-]*/)?nsa/experiments/selfcheck/faults/\w+\.py")
-_MODULE = re.compile(r"nsa\.experiments\.selfcheck\.faults(?:\.\w+)*(?::\w+)?")
+_FILE = re.compile(r"(?:[\w./-]*/)?nsa/experiments/selfcheck/(?:faults|programs)/\w+\.py")
+_MODULE = re.compile(r"nsa\.experiments\.selfcheck\.(?:faults|programs)(?:\.\w+)*(?::\w+)?")
 _HIDDEN = ("subject", "settings")  # of a spec
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One fault in one round: what it should be called, what it was called, and why."""
+    """One of them in one round at one load: what it should be called, what it was, and why."""
 
     name: str
     control: bool
-    expected: tuple[str, ...]  # kinds of verdict
-    what: str  # the verdict's own word for it, "" for any
+    due: str  # "HANG:lock or STALLED": any of these is right
     found: str  # the verdict's kind, or NOTHING with the reason in `skipped`
     found_what: str = ""
     rule: str = ""
     because: tuple[str, ...] = ()
     place: str = ""
     seconds: float = 0.0  # of the trial or trials, start-up included
-    named_s: float | None = None  # from the freeze to the verdict, for a HANG
+    named_s: float | None = None  # from the freeze until it was said; None where nothing froze
     round: int = 1
     skipped: str = ""
     text: str = ""
-    # (seconds since the first step, share of the steps done), of the rank that the verdict is about
-    track: tuple[tuple[float, float], ...] = ()
+    group: str = "planted"
+    batch: str = "first"
+    certifiable: bool = False
+    load: int = 0  # busy loops beside it
+    line_named: bool | None = None  # in the first five lines of its page; None: none is due
+    # Each STALLED and HANG that was said: "label", "rested_s" then, "withdrawn" or not
+    reports: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def kinds(self) -> list[str]:
+        """Those that are right."""
+        return [one.partition(":")[0] for one in self.due.split(" or ")]
 
     @property
     def right(self) -> bool:
         """Called what it is; one that was not run is neither right nor wrong."""
-        return self.found in self.expected and (not self.what or self.found_what == self.what)
+        return any(one in (self.found, self.label) for one in self.due.split(" or "))
 
     @property
     def missed(self) -> bool:
@@ -46,17 +57,35 @@ class Judged:
 
     @property
     def label(self) -> str:
-        """HANG:blocked, PASS, ..."""
+        """HANG:lock, PASS, ..."""
         return f"{self.found}:{self.found_what}" if self.found_what else self.found
 
     @property
-    def due(self) -> str:
-        """What it should be called: HANG:blocked, PASS or SLOW, ..."""
-        kinds = " or ".join(self.expected)
-        return f"{kinds}:{self.what}" if self.what else kinds
+    def sort(self) -> str:
+        """Its row of a matrix: what was planted, or which sort of program it is."""
+        if self.group == "planted":
+            kinds = " or ".join(self.kinds)
+            return f"control {kinds}" if self.control else kinds
+        return "hang, certifiable" if self.certifiable else self.group
+
+    def ever(self, kind: str) -> bool:
+        """Whether it was called so at any time, also where that was withdrawn."""
+        return kind in (self.found, *(told["label"].partition(":")[0] for told in self.reports))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"right": self.right}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "Judged":
+        """What `to_dict` wrote, also after JSON."""
+        known = {name: found[name] for name in cls.__dataclass_fields__ if name in found}
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+
+
+def read(files: Iterable[str | Path]) -> list[Judged]:
+    """The rows of several sweeps, as `nsa selfcheck --json` wrote them."""
+    found = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
+    return [Judged.from_dict(row) for content in found for row in content["rows"]]
 
 
 def line(row: Judged) -> str:
@@ -66,16 +95,15 @@ def line(row: Judged) -> str:
     end = f"{row.name}: {row.label} in {row.seconds:.1f} s"
     if row.right:
         return f"right    {end}"
-    return f"MISSED   {end}, planted was {row.due} [{row.rule}: {'; '.join(row.because)}]"
+    return f"MISSED   {end}, due was {row.due} [{row.rule}: {'; '.join(row.because)}]"
 
 
 def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:
-    """{expected: {found: count}} of all that were run; controls have rows of their own."""
+    """{sort: {found: count}} of all that were run."""
     table: dict[str, dict[str, int]] = {}
     for row in rows:
         if not row.skipped:
-            due = " or ".join(row.expected)
-            counts = table.setdefault(f"control {due}" if row.control else due, {})
+            counts = table.setdefault(row.sort, {})
             counts[row.found] = counts.get(row.found, 0) + 1
     return table
 

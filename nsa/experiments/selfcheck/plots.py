@@ -1,7 +1,6 @@
 """The figures of the selfcheck, in the looks of all others."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -10,108 +9,68 @@ from nsa.experiments.selfcheck.judged import Judged
 from nsa.workbook import looks
 from nsa.workbook.looks import GREY, RED
 
-COLOURS = {
-    "PASS": "#009E73", "FAIL": "#CC79A7", "SLOW": "#E69F00", "HANG": "#D55E00", "OOM": "#8C564B",
-    "CRASH": "#0072B2", "FLAKY": "#9467BD", "INVALID": "#000000", "INCONCLUSIVE": "#7f7f7f",
-}  # fmt: skip
+
+def matrices(rows: Sequence[Judged]):
+    """What ran against what it was called, in a red frame where it should not be.
+
+    Beside it, of the programs among them, what the first edition of the rules called them.
+    """
+    shown = {"As it is called now (trials)": rows}
+    if earlier := table.before(rows):
+        shown = {"Programs under the rules of before (forms)": earlier, **shown}
+    counts = {title: table.confusion(mine) for title, mine in shown.items()}
+    if all(one.empty for one in counts.values()):
+        return looks.nothing("nothing was run")
+    with looks.style():
+        fig, panels = looks.panels(len(shown), 0.42 * max(map(len, counts.values())) + 1.6)
+        for axes, (title, mine) in zip(panels, shown.items(), strict=True):
+            wrong = table.confusion([row for row in mine if row.missed])
+            _matrix(axes, counts[title], wrong)
+            looks.title(axes, title)
+    return fig
 
 
-def confusion(rows: Sequence[Judged]):
-    """What was planted against what was found: counts, in a red frame where they should not be."""
+def _matrix(axes, counts, wrong) -> None:
     from matplotlib.patches import Rectangle
 
-    counts = table.confusion(rows)
-    if counts.empty:
-        return looks.nothing("nothing was run")
+    shares = counts.to_numpy() / counts.to_numpy().sum(axis=1, keepdims=True)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
+    axes.grid(False)
+    bad = wrong.reindex(index=counts.index, columns=counts.columns, fill_value=0).to_numpy()
+    for (y, x), count in np.ndenumerate(counts.to_numpy()):
+        if not count:
+            continue
+        colour = RED if bad[y, x] else "black"
+        axes.text(x, y, str(count), ha="center", va="center", color=colour)
+        if bad[y, x]:
+            frame = Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, ec=RED, lw=2)
+            axes.add_patch(frame)
+    slanted = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(counts.columns)), counts.columns, **slanted)
+    axes.set_yticks(range(len(counts.index)), counts.index)
+    axes.set(xlabel="found")
+
+
+def latency(rows: Sequence[Judged]):
+    """Of the hangs that can be certified, the share that is, against how long they had rested."""
+    run = [row for row in rows if row.group == "hang" and row.certifiable and not row.skipped]
+    if not any(row.found == "HANG" for row in run):
+        return looks.nothing("no hang was certified")
     with looks.style():
-        fig, (axes,) = looks.panels(1, 0.42 * len(counts) + 1.6)
-        shares = counts.to_numpy() / counts.to_numpy().sum(axis=1, keepdims=True)
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
-        axes.grid(False)
-        for (y, x), count in np.ndenumerate(counts.to_numpy()):
-            if not count:
-                continue
-            due = counts.index[y].removeprefix("control ").split(" or ")
-            wrong = counts.columns[x] not in due
-            colour = RED if wrong else "black"
-            axes.text(x, y, str(count), ha="center", va="center", color=colour)
-            if wrong:
-                frame = Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, ec=RED, lw=2)
-                axes.add_patch(frame)
-        slanted = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
-        axes.set_xticks(range(len(counts.columns)), counts.columns, **slanted)
-        axes.set_yticks(range(len(counts.index)), counts.index)
-        axes.set(xlabel="found", ylabel="planted")
-        looks.title(axes, "Verdicts on what was planted (trials)")
-    return fig
-
-
-def time_to_verdict(rows: Sequence[Judged]):
-    """Seconds from a trial's start to its verdict, a line a fault, a mark a round."""
-    run = [row for row in rows if not row.skipped]
-    if not run:
-        return looks.nothing("nothing was run")
-    latest: dict[str, float] = {}
-    for row in run:
-        latest[row.name] = max(row.seconds, latest.get(row.name, 0.0))
-    names = sorted(latest, key=latest.__getitem__)
-    controls = {row.name for row in run if row.control}
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 0.19 * len(names) + 0.7)
-
-        def draw(mine: list[Judged], **style) -> None:
-            places = [names.index(row.name) for row in mine]
-            axes.plot([row.seconds for row in mine], places, "o", **style)
-
-        for kind in dict.fromkeys(row.found for row in run):
-            mine = [row for row in run if row.found == kind]
-            draw(mine, ms=4.5, color=COLOURS.get(kind, GREY), label=kind)
-        if wrong := [row for row in run if row.missed]:
-            draw(wrong, ms=10, mfc="none", mec=RED, label="not what was planted")
-        labels = [name + " (control)" * (name in controls) for name in names]
-        axes.set_yticks(range(len(names)), labels, fontsize=7.5)
-        axes.set_ylim(-0.8, len(names) - 0.2)
-        axes.set_xlim(0, 1.04 * max(latest.values()) or 1)
-        axes.set(xlabel="s from start to verdict")
-        looks.title(axes, "Time to the verdict")
+        fig, (axes,) = looks.panels(1, 3.2)
+        for number, load in enumerate(sorted({row.load for row in run})):
+            mine = [row for row in run if row.load == load]
+            rested = sorted(row.named_s or 0.0 for row in mine if row.found == "HANG")
+            share = 100 * np.arange(1, len(rested) + 1) / len(mine)
+            colour, marker = looks.series(number)
+            style = {"color": colour, "marker": marker, "ms": 4, "where": "post"}
+            axes.step(rested, share, **style, label=f"load {load}: {len(rested)} of {len(mine)}")
+            limit = table.certified_within_s(load)
+            axes.axvline(limit, color=GREY, ls=":", lw=1)
+        axes.axhline(90, color=GREY, ls=":", lw=1)
+        looks.log_axis(axes.xaxis)
+        axes.set_ylim(0, 105)
+        axes.set(xlabel="s since the last progress", ylabel="certified, %")
+        looks.title(axes, "How soon a hang has its certificate", "dotted: the aims")
         looks.legend(fig, [axes])
     return fig
-
-
-def progress(rows: Sequence[Judged], names: Sequence[str]):
-    """Progress as it was seen from outside: share of the steps done against seconds of them."""
-    shown = [row for row in rows if row.name in names and row.round == 1 and len(row.track) > 1]
-    if not shown:
-        return looks.nothing("no progress was seen of those")
-    latest = max(row.track[-1][0] for row in shown)
-    heights = _apart([100 * row.track[-1][1] for row in shown], gap=7.0, top=103.0)
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.4)
-        fig.set_figwidth(8.5)
-        for number, (row, height) in enumerate(zip(shown, heights, strict=True)):
-            t, share = np.array(row.track).T
-            colour, marker = looks.series(number)
-            axes.plot(t, 100 * share, "--" if row.control else "-", color=colour, alpha=0.9)
-            end = (t[-1], 100 * share[-1])
-            axes.plot(*end, marker, color=colour)
-            arrow = {"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.5}
-            label = {"xytext": (1.08 * latest, height), "va": "center", "arrowprops": arrow}
-            axes.annotate(f"{row.name}: {row.label}", end, fontsize=7.5, color=colour, **label)
-        axes.set_xlim(0, 1.75 * latest)
-        axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 1.02 * latest])
-        axes.set_ylim(-3, 108)
-        axes.set(xlabel="s since the first step began", ylabel="steps done, %")
-        looks.title(axes, "Progress, as seen from outside (dashed: controls)")
-    return fig
-
-
-def _apart(heights: list[float], gap: float, top: float) -> list[float]:
-    """The heights of labels, moved so that no two are closer than `gap`, none above `top`."""
-    order = sorted(range(len(heights)), key=heights.__getitem__)
-    placed = list(heights)
-    for below, above in pairwise(order):
-        placed[above] = max(placed[above], placed[below] + gap)
-    placed[order[-1]] = min(placed[order[-1]], top)
-    for above, below in pairwise(reversed(order)):
-        placed[below] = min(placed[below], placed[above] - gap)
-    return placed

@@ -1,7 +1,9 @@
-"""What a selfcheck planted and what it found, as tables."""
+"""What a selfcheck ran and what it found, as tables."""
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,134 @@ from nsa.lab.verdict import KINDS
 from nsa.workbook.files import plain, write_json
 
 _PATH = re.compile(r"(?:/[\w.+-]+)*/([\w.+-]+/[\w.+-]+\.py)\b")
+SOON_S = 20.0  # for what has no certificate
+
+
+def certified_within_s(load: int) -> float:
+    """How long a hang may have rested when its certificate is there."""
+    return 15.0 if load <= 1 else 40.0
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Of some rows a share, at each load: at most `most`, or at least `least`."""
+
+    text: str
+    among: Callable[[Judged], bool]
+    so: Callable[[Judged], Any]
+    most: float | None = None
+    least: float = 0.0
+
+    @property
+    def wanted(self) -> str:
+        if self.most is None:
+            return f"at least {self.least:.0%}"
+        return f"at most {self.most:.0%}" if self.most else "none"
+
+    def mine(self, rows: Iterable[Judged]) -> list[Judged]:
+        """Those that it is about."""
+        return [row for row in rows if not row.skipped and self.among(row)]
+
+    def against(self, rows: Iterable[Judged]) -> list[Judged]:
+        """Those that speak against it."""
+        return [row for row in self.mine(rows) if bool(self.so(row)) == (self.most is not None)]
+
+    def count(self, rows: Iterable[Judged], load: int) -> tuple[int, int]:
+        """How many of how many at that load."""
+        mine = [row for row in self.mine(rows) if row.load == load]
+        return sum(bool(self.so(row)) for row in mine), len(mine)
+
+    def met(self, rows: Iterable[Judged], load: int) -> bool:
+        count, of = self.count(rows, load)
+        return count >= self.least * of if self.most is None else count <= self.most * of
+
+
+def _certifiable(row: Judged) -> bool:
+    return row.group == "hang" and row.certifiable
+
+
+def _certified_soon(row: Judged) -> bool:
+    return row.found == "HANG" and (row.named_s or 0.0) <= certified_within_s(row.load)
+
+
+def _stays_stalled(row: Judged) -> bool:
+    told = any(not one["withdrawn"] and one["label"].startswith("STALLED") for one in row.reports)
+    return told or row.found == "STALLED"
+
+
+def _named_soon(row: Judged) -> bool:
+    # one that is certified says more than it has to
+    soon = row.found == "HANG" or (row.named_s or 0.0) <= SOON_S
+    return row.right and row.line_named is not False and soon
+
+
+AIMS = (
+    Aim("healthy ones called HANG", lambda row: row.control, lambda row: row.ever("HANG"),
+        most=0.0),
+    Aim("healthy ones called STALLED, if only for a while", lambda row: row.control,
+        lambda row: row.ever("STALLED"), most=0.02),
+    Aim("healthy ones that stay STALLED", lambda row: row.control, _stays_stalled, most=0.0),
+    Aim("hangs that can be certified and are", _certifiable, lambda row: row.found == "HANG",
+        least=0.9),
+    Aim("certified within 15 s, or 40 s above load 1", _certifiable, _certified_soon, least=0.9),
+    Aim(f"other hangs named with their line within {SOON_S:.0f} s",
+        lambda row: row.group == "hang" and not row.certifiable, _named_soon, least=0.9),
+    Aim("hangs whose line or rank is in the first five lines",
+        lambda row: row.group == "hang" and row.line_named is not None,
+        lambda row: row.line_named, least=0.95),
+)  # fmt: skip
+
+
+def aims(rows: Sequence[Judged]) -> pandas.DataFrame:
+    """A row an aim, a column a load: "27 of 28", or "" where there was none."""
+    found = {}
+    for aim in AIMS:
+        loads = {load: (aim.count(rows, load), aim.met(rows, load)) for load in loads_of(rows)}
+        shown = {
+            f"load {load}": f"{count} of {of}{'' if met else ', missed'}" if of else ""
+            for load, ((count, of), met) in loads.items()
+        }
+        found[aim.text] = {"wanted": aim.wanted, **shown}
+    return pandas.DataFrame.from_dict(found, orient="index").rename_axis("aim")
+
+
+def loads_of(rows: Iterable[Judged]) -> list[int]:
+    return sorted({row.load for row in rows if not row.skipped})
+
+
+def before(rows: Iterable[Judged]) -> list[Judged]:
+    """The programs among them as the first edition of the rules called them, at load 1, once."""
+    file = Path(__file__).with_name("before.json")
+    called = json.loads(file.read_text(encoding="utf-8"))
+    known = {row.name: row for row in rows if not row.skipped and row.name in called}
+    again = {"reports": (), "load": 1, "round": 1}
+    return [
+        replace(row, found=kind, found_what=what, **again)
+        for name, row in known.items()
+        for kind, _, what in [called[name].partition(":")]
+    ]
+
+
+def accused(rows: Iterable[Judged]) -> pandas.DataFrame:
+    """What is healthy and was called STALLED or HANG: when, and whether that was withdrawn."""
+    columns = ["program", "load", "round", "called", "after s", "withdrawn", "in the end"]
+    found = [
+        (row.name, row.load, row.round, told["label"], told["rested_s"], told["withdrawn"],
+         row.label)
+        for row in rows
+        for told in row.reports
+        if row.control
+    ]  # fmt: skip
+    return pandas.DataFrame(found, columns=columns).set_index("program").round({"after s": 1})
 
 
 def planted(faults: Iterable[Fault]) -> pandas.DataFrame:
-    """What there is to plant: what it should be called, what it takes, and what is done."""
-    columns = ["fault", "control", "should be called", "ranks", "needs", "what is planted"]
+    """What there is to run: its group, what it should be called, and what is done."""
+    columns = ["fault", "group", "should be called", "ranks", "what is planted"]
     found = []
     for fault in faults:
-        control, needs = "yes" if fault.control else "", fault.needs or "any machine"
-        found.append((fault.name, control, fault.due, fault.ranks, needs, fault.text))
+        group = "control" if fault.control and fault.group == "planted" else fault.group
+        found.append((fault.name, group, fault.due, fault.ranks, fault.text))
     return pandas.DataFrame(found, columns=columns).set_index("fault")
 
 
@@ -56,7 +177,7 @@ def matrix_of(rows: Sequence[Judged], *, controls: bool) -> pandas.DataFrame:
 
 
 def confusion(rows: Iterable[Judged]) -> pandas.DataFrame:
-    """Counts: a row for each kind that was planted, a column for each that was found."""
+    """Counts: a row for each sort that was run, a column for each kind that was found."""
     counts = matrix(rows)
     kinds = [kind for kind in KINDS if any(kind in row for row in counts.values())]
     return pandas.DataFrame(
@@ -64,18 +185,6 @@ def confusion(rows: Iterable[Judged]) -> pandas.DataFrame:
         index=pandas.Index(counts, name="planted"),
         columns=pandas.Index(kinds, name="found"),
     )
-
-
-def hangs(rows: Sequence[Judged]) -> pandas.DataFrame:
-    """A row a HANG: which sort, where, how long it had rested when it was named, and the rule."""
-    columns = ["fault", "round", "found", "place", "rested, s", "trial, s", "rule"]
-    found = [
-        (row.name, row.round, row.label, row.place, row.named_s, row.seconds, row.rule)
-        for row in rows
-        if row.found == "HANG"
-    ]
-    table = pandas.DataFrame(found, columns=columns).round({"rested, s": 1, "trial, s": 1})
-    return table.set_index("fault")
 
 
 def watching(
@@ -120,6 +229,7 @@ def to_metrics(rows: Iterable[Judged]) -> list[dict]:
         line |= {"metric": "time_to_verdict", "unit": "s", "x_name": "round", "x_value": row.round}
         config = {"fault": row.name, "expected": row.due, "found": row.label, "right": row.right}
         config |= {"rule": row.rule, "rested_s": row.named_s, "skipped": row.skipped}
+        config |= {"load": row.load, "group": row.group, "batch": row.batch}
         found.append(line | {"median": None if row.skipped else row.seconds, "config": config})
     return found
 

@@ -1,70 +1,97 @@
-"""The lab checks itself: plants every fault that this machine can hold, and judges it blind.
+"""The lab checks itself: runs every fault and program that this machine can hold, judges it blind.
 
 The judge gets the evidence without anything that names what was planted: neither the subject nor
 its settings, nor the files and classes that a stack shows.
 """
 
 import json
+import os
+import re
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from nsa.experiments.selfcheck.faults.registry import FAULTS, Fault, why_not
+from nsa.experiments.selfcheck.faults.registry import Fault, every, why_not
 from nsa.experiments.selfcheck.judged import NOTHING, Judged, blind, line
 from nsa.lab import oracles
 from nsa.lab.process import runner, trial
-from nsa.lab.verdict import judge
-from nsa.lab.verdict.pace import fraction
+from nsa.lab.verdict import Verdict, judge
+from nsa.lab.verdict.explain import page
 from nsa.lab.watch.evidence import Evidence
 
 STALL_S = 5.0
 ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted
+HEAD = 5  # lines of a page in which the user's line must stand
+LATE = "the time for all of them was over"
+# It ends with us, whatever ends us.
+BUSY = "import os\nwhile os.getppid() == {}: pass"
+
+
+def slack(load: int) -> int:
+    """How many times as long deadlines are beside so many busy loops."""
+    return 4 if load > 8 else 2 if load > 1 else 1
 
 
 def check(
-    faults: Iterable[Fault] = FAULTS,
+    faults: Iterable[Fault] | None = None,
     *,
     rounds: int = 1,
     workers: int = 3,
+    load: int = 0,
+    part: tuple[int, int] = (1, 1),
+    budget_s: float | None = None,
+    scale: float = 1.0,
     gpus: int | None = None,
     folder: str | Path | None = None,
     say: Callable[[str], None] = lambda text: None,
     stop: threading.Event | None = None,
 ) -> list[Judged]:
-    """Plants and judges each of `faults`, in `rounds` rounds; a row each, in their order.
+    """Runs and judges each of `faults` (None: all), in `rounds` rounds; a row each, in their order.
 
     workers: how many that mostly wait are run at once, beside one that computes or whose time
-    counts. gpus: of this machine, asked of torch where None. folder: where the trials' evidence is
-    kept, one folder each (None: nowhere). say: told of each as it is judged.
+    counts. load: busy loops beside them. part: (2, 8) for the second of eight parts, of which each
+    takes every eighth trial. budget_s: after it no trial begins. scale: of the durations of healthy
+    programs. gpus: of this machine, asked of torch where None. folder: where the trials' evidence
+    is kept, one folder each (None: nowhere). say: told of each as it is judged.
 
-    Raises ValueError for rounds or workers below 1.
+    Raises ValueError for numbers that cannot be.
     """
     if rounds < 1 or workers < 1:
         raise ValueError(f"rounds={rounds} and workers={workers} must be at least 1")
+    if load < 0 or not 1 <= part[0] <= part[1]:
+        raise ValueError(f"load={load} must be at least 0, part={part[0]}/{part[1]} like 1/8")
     if gpus is None:
         import torch
 
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    faults, stop = list(faults), stop or threading.Event()
+    faults, stop = list(every() if faults is None else faults), stop or threading.Event()
     jobs = [(number, index) for number in range(1, rounds + 1) for index in range(len(faults))]
+    jobs = jobs[part[0] - 1 :: part[1]]
     # Within a round the longest begin.
     order = sorted(jobs, key=lambda job: (job[0], -faults[job[1]].takes_s * faults[job[1]].ranks))
     rows: dict[tuple[int, int], Judged] = {}
+    end = time.monotonic() + (budget_s or float("inf"))
 
     def planted(number: int, index: int) -> Judged:
+        if time.monotonic() > end:
+            return _row(faults[index], number, load, found=NOTHING, skipped=LATE)
         # The folder's number tells nothing of what is planted.
-        place = Path(root, f"round-{number}", f"{index:02d}")
-        return plant(faults[index], folder=place, round=number, stop=stop)
+        place = Path(root, f"round-{number}", f"{index:03d}")
+        options = {"round": number, "load": load, "scale": scale, "stop": stop}
+        return plant(faults[index], folder=place, **options)
 
     temporary = partial(tempfile.TemporaryDirectory, prefix="nsa-selfcheck-")
     with (
         temporary() if folder is None else nullcontext(folder) as root,
+        busy_loops(load),
         ThreadPoolExecutor(1) as one,
         ThreadPoolExecutor(workers) as many,
     ):
@@ -72,7 +99,7 @@ def check(
         for number, index in order:
             fault = faults[index]
             if skipped := why_not(fault, gpus):
-                rows[number, index] = _row(fault, number, found=NOTHING, skipped=skipped)
+                rows[number, index] = _row(fault, number, load, found=NOTHING, skipped=skipped)
                 continue
             # A device is one trial's at a time, as the core is of one that computes.
             pool = one if fault.busy or fault.needs else many
@@ -90,50 +117,98 @@ def check(
 
 
 def plant(
-    fault: Fault, *, folder: str | Path, round: int = 1, stop: threading.Event | None = None
+    fault: Fault,
+    *,
+    folder: str | Path,
+    round: int = 1,
+    load: int = 0,
+    scale: float = 1.0,
+    stop: threading.Event | None = None,
 ) -> Judged:
-    """One trial of the fault, judged blind; its evidence stays in `folder`."""
+    """One trial of the fault, judged blind; its evidence stays in `folder`.
+
+    A certificate ends it, and a stall one that is not healthy: a healthy one may go on.
+    """
     began = time.monotonic()
-    limits = {"predicted_s": fault.predicted_s, "deadline_s": fault.deadline_s, "stall_s": STALL_S}
+    times = 1 if fault.predicted_s else slack(load)  # what is slow is slower beside others
+    limits = {"deadline_s": times * fault.deadline_s, "stall_s": STALL_S, "on_hang": "kill"}
+    limits |= {"predicted_s": fault.predicted_s, "on_stall": "report" if fault.control else "kill"}
     with _company(folder) if fault.beside else nullcontext():
-        evidence = runner.run(spec(fault), folder=folder, stop=stop, **limits)
+        evidence = runner.run(spec(fault, scale), folder=folder, stop=stop, **limits)
     Path(folder, "evidence.json").write_text(json.dumps(evidence.to_dict()), encoding="utf-8")
-    verdict = judge(blind(evidence, fault))
+    evidence = blind(evidence, fault)
+    verdict = judge(evidence)
+    told = [
+        {"label": one["label"], "rested_s": one["rested_s"], "withdrawn": bool(one["withdrawn"])}
+        for one in evidence.reports
+    ]
     return _row(
         fault,
         round,
+        load,
         found=verdict.kind,
         found_what=verdict.what,
         **{name: getattr(verdict, name) for name in ("rule", "because", "place")},
-        named_s=verdict.numbers.get("rested_s") if verdict.kind == "HANG" else None,
+        named_s=_named_s(evidence, verdict),
         seconds=time.monotonic() - began,
-        track=track(evidence, verdict.numbers.get("rank", 0)),
+        line_named=_line_named(fault, page(evidence, verdict)),
+        reports=tuple(told),
     )
 
 
-def track(evidence: Evidence, rank: int = 0, points: int = 200) -> tuple[tuple[float, float], ...]:
-    """(seconds since its first step, share of its steps done), thinned evenly to so many points."""
-    steps = int(evidence.spec.get("steps") or 0)
-    seen = [sample for sample in evidence.of(rank) if sample.p.step >= 0]
-    kept = seen[:: -(-len(seen) // points) or 1]
-    if seen and kept[-1] is not seen[-1]:
-        kept.append(seen[-1])
-    return tuple((round(s.t - seen[0].t, 2), round(fraction(s.p, steps), 4)) for s in kept)
+def _named_s(evidence: Evidence, verdict: Verdict) -> float | None:
+    """How long it had rested when that was said; where work is not reported: could be said."""
+    if "rested_s" not in verdict.numbers:
+        return None
+    told = [one["rested_s"] for one in evidence.reports if one["label"] == verdict.label]
+    for t in () if told else [taken.t for taken in evidence.snapshots]:
+        samples = [sample for sample in evidence.samples if sample.t <= t]
+        taken = [snapshot for snapshot in evidence.snapshots if snapshot.t <= t]
+        then = judge(replace(evidence, samples=samples, snapshots=taken, seconds=t, end=None))
+        if then.label == verdict.label:
+            told.append(then.numbers["rested_s"])
+    return min(told, default=verdict.numbers["rested_s"])
 
 
-def spec(fault: Fault) -> runner.Spec:
-    """What is run: the same oracles for all, so that they tell nothing of what is planted.
+def _line_named(fault: Fault, text: str) -> bool | None:
+    """Whether the head of its page names the line or the rank that is to blame."""
+    head = " ".join(" ".join(text.splitlines()[:HEAD]).split())
+    due = [rf"\.py(:\d+)? {name}\b" for name in fault.line.split(" or ") if name]
+    due += [] if fault.rank is None else [rf"\brank {fault.rank}\b"]
+    return any(re.search(one, head) for one in due) if due else None
+
+
+def spec(fault: Fault, scale: float = 1.0) -> runner.Spec:
+    """What is run: the same oracles for all that is planted, so that they tell nothing of it.
 
     What needs no GPU sees none, so that it may run beside a trial that does.
     """
     how = {"settings": fault.settings, "steps": fault.steps, "ranks": fault.ranks}
-    env = {} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""}
-    return runner.Spec(fault.subject, **how, oracles=ORACLES, env=env)
+    env = {"OMP_NUM_THREADS": "1", "NSA_PROGRAM_SCALE": f"{scale:g}"}
+    env |= {} if fault.needs else {"CUDA_VISIBLE_DEVICES": ""}
+    asked = ORACLES if fault.group == "planted" else ()  # they would run a program once more
+    return runner.Spec(fault.subject, **how, oracles=asked, env=env)
 
 
-def _row(fault: Fault, number: int, **found: Any) -> Judged:
-    planted = (fault.name, fault.control, fault.kinds, fault.what)
-    return Judged(*planted, round=number, text=fault.text, **found)
+def _row(fault: Fault, number: int, load: int, **found: object) -> Judged:
+    same = ("name", "control", "due", "text", "group", "batch", "certifiable")
+    known = {name: getattr(fault, name) for name in same}
+    return Judged(round=number, load=load, **known, **found)
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """So many processes that compute without an end, for as long as this lasts."""
+    command = [sys.executable, "-S", "-c", BUSY.format(os.getpid())]
+    loops: list[subprocess.Popen] = []
+    try:
+        for _ in range(count):
+            loops.append(subprocess.Popen(command, start_new_session=True))
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 from nsa.lab.process import child, procfs
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.activity import LOOKS, TICK_S, WORKS
+from nsa.lab.verdict.headline import headline
 from nsa.lab.verdict.stalls import WAIT_S
 from nsa.lab.watch import kernel, looks, progress
 from nsa.lab.watch.evidence import (
@@ -199,8 +200,9 @@ class Observer:
         if reports and reports[-1]["withdrawn"] is None and reports[-1]["label"] == now.label:
             return
         told = {name: now.numbers.get(name) for name in ("rank", "rested_s", "where", "left_s")}
-        report = {"t": self.t, "label": now.label, "line": now.line, "withdrawn": None, **told}
-        reports.append({**report, "because": list(now.because[:3])})
+        words = {"headline": headline(self.evidence, now), "because": list(now.because[:3])}
+        report = {"t": self.t, "label": now.label, "line": now.line, "withdrawn": None}
+        reports.append({**report, **told, **words})
         self._tell(reports[-1])
 
     def _withdrawn(self) -> bool:

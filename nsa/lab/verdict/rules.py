@@ -31,7 +31,7 @@ class Verdict:
     """One of KINDS, and why."""
 
     kind: str
-    what: str = ""  # which sort, as "blocked" or "nan-grad"
+    what: str = ""  # which sort, as "lock" or "nan-grad"
     rule: str = ""  # the first rule that applied
     because: tuple[str, ...] = ()  # what it read, in sentences
     place: str = ""  # where, as far as another run of the same fault shows it too
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """HANG:blocked, PASS, ..."""
+        """HANG:lock, PASS, ..."""
         return f"{self.kind}:{self.what}" if self.what else self.kind
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 def judge(evidence: Evidence) -> Verdict:
     """The verdict of one trial, by the first rule that applies.
 
-    Of a trial that still runs (`end` None) as of its last sample: HANG only where it is proven, so
-    that a supervisor may ask as often as it likes and end what it need not wait for.
+    Of a trial that still runs (`end` None) as of its last sample: HANG only where it is certified,
+    so that a supervisor may ask as often as it likes and end what it need not wait for.
     """
     for rule in (_untrusted, _ended, _returned, _stands, _silent, _moving):
         found = rule(evidence)
@@ -274,7 +274,7 @@ def _rested(rest: Rest) -> list[str]:
     return [
         f"rank {rest.rank} has made no progress for {rest.seconds:.1f} s, at {rest.p}",
         f"its longest silence before was {rest.longest:.1f} s" if rest.longest else
-        "no step had ended before",
+        "no silence was seen before, its first step left out",
     ]  # fmt: skip
 
 

@@ -171,7 +171,8 @@ def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
         because.append(many if len(cycle) > 1 else "it holds itself what it waits for")
     ended = [graph.label(n) for n in chain if (p := graph.process(n)) and p.state in ("Z", "X")]
     because += [f"{name} has ended" for name in dict.fromkeys(ended)]
-    because.append(f"nobody is left who could end this: {len(chain)} threads, at {LOOKS} looks")
+    threads = f"{len(chain)} thread{'s' * (len(chain) != 1)}"
+    because.append(f"nobody is left who could end this: {threads}, at {LOOKS} looks")
     edges = [graph.edge(node) for node in shown if node in waits]
     line = user_line(graph.threads[root].frames) or user_line(graph.threads[main].frames)
     where = graph.label(root)
@@ -184,7 +185,9 @@ def _cycle(graph: Graph, start: Node) -> list[Node]:
     while node not in path:
         path.append(node)
         others = [*graph.everyone.get(node, ()), *graph.anyone.get(node, ())]
-        if len(others) != 1:
+        wait = graph.threads[node].wait if node in graph.threads else None
+        any_thread = wait is not None and any(not tid for _, tid in wait.wakers)
+        if len(others) != 1 or (any_thread and node not in graph.everyone):
             return []
         node = others[0]
     return path[path.index(node) :]
@@ -252,7 +255,10 @@ def _open(
     if rest.seconds < allowed_s:
         return None
     wait = graph.threads[root].wait
-    what = "device" if device else "polling" if root in periodic else wait.kind if wait else "other"
+    what = "polling" if root in periodic else wait.kind if wait else "other"
+    if what == "timer" and (wait.left_s or 0.0) <= PATIENCE_S:  # that of a loop's next round
+        what = graph.threads[main].wait.kind if graph.threads[main].wait else "polling"
+    what = "device" if device else what
     because = [_sentence(graph, node) for node in dict.fromkeys((main, root))]
     if device and percent is not None:
         because.append(f"the GPU was idle ({percent:.0f} %) all that time")

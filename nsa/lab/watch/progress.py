@@ -315,6 +315,12 @@ def _collectives() -> int:
     return distributed.group.WORLD._get_sequence_number_for_group()
 
 
+def event() -> None:
+    """Something was done: progress where this process is watched, nothing where it is not."""
+    for counted in tuple(_counting):
+        counted.event()
+
+
 class Unheard:
     """A Progress that tells no step and no phase, for work that is none of the trial's steps."""
 

@@ -3,6 +3,7 @@
 Every spin of a kernel is a bounded `torch.cuda._sleep`.
 """
 
+import ctypes
 import os
 import signal
 import time
@@ -26,8 +27,7 @@ LONGEST_S = 60.0  # of a spinning kernel: whoever looks has a minute, and then t
 class Ranks(Small):
     """Healthy: the small network under DDP, and a collective of its own after each step.
 
-    settings: communication ("gloo"), find_unused_parameters (False), sleep_s (0), which the last
-    rank sleeps before each step.
+    settings: communication ("gloo"), find_unused_parameters (False).
     """
 
     def __init__(self, settings: dict[str, Any], progress: Any) -> None:
@@ -44,8 +44,6 @@ class Ranks(Small):
         self.called = place.wrap(self.model)
 
     def fetch(self, step: int) -> tuple[Tensor, Tensor]:
-        if self.spoilt:
-            time.sleep(self.settings.get("sleep_s", 0))
         return super().fetch(step * self.ranks + self.rank)
 
     def ended(self, step: int, loss: Tensor) -> None:
@@ -112,6 +110,23 @@ class Spins(OnDevice):
         if step == FROM_STEP:
             spin(self.settings["spin_s"])
             torch.cuda.synchronize()
+        return super().forward(step, inputs, targets)
+
+
+class NeverWritten(OnDevice):
+    """A stream that waits until a word of memory is 1, which nobody ever writes."""
+
+    def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        if step == FROM_STEP:
+            word = torch.zeros(1, dtype=torch.int32, device="cuda")
+            torch.cuda.synchronize()
+            stream, at = torch.cuda.current_stream().cuda_stream, word.data_ptr()
+            driver = ctypes.CDLL("libcuda.so.1")
+            # cuStreamWaitValue32(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ)
+            arguments = ctypes.c_void_p(stream), ctypes.c_uint64(at), 1, 0
+            failed = driver.cuStreamWaitValue32_v2(*arguments)
+            assert not failed, f"cuStreamWaitValue32 returned {failed}"
+            inputs.sum().item()  # the host waits for the stream
         return super().forward(step, inputs, targets)
 
 

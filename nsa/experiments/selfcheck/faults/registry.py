@@ -1,20 +1,22 @@
-"""Which faults and controls there are, what each should be called, and where it can be planted."""
+"""Which faults, programs and controls there are, what each should be called, and where it runs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from nsa.spelling import nearest
 
+GROUPS = "healthy", "hang", "slow", "fails", "planted"
+
 
 @dataclass(frozen=True)
 class Fault:
-    """One subject with something planted in it, or, for a control, with nothing."""
+    """One subject with something planted in it, or, for a control, with nothing; or a program."""
 
     name: str
-    due: str  # what the judge is to call it: HANG:blocked, PASS or SLOW, ...
-    where: str  # "module:class" in this package
+    due: str  # what the judge is to call it: HANG:lock, PASS or SLOW, ...
+    where: str  # "module:class" in this package, "" of a program
     text: str  # what is planted
     settings: dict[str, Any] = field(default_factory=dict)  # for the subject
     steps: int = 6
@@ -26,21 +28,23 @@ class Fault:
     busy: bool = False  # it wants a core of its own, or its time counts
     takes_s: float = 10.0  # about how long, so that the longest begin first
     beside: bool = False  # another process is to use the device meanwhile
+    # Of a program, see programs.registry:
+    group: str = "planted"
+    batch: str = "first"
+    certifiable: bool = False
+    line: str = ""
+    rank: int | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of verdict; several where the machine's speed decides."""
-        return tuple(self.due.partition(":")[0].split(" or "))
-
-    @property
-    def what(self) -> str:
-        """The verdict's own word for it, "" for any."""
-        return self.due.partition(":")[2]
+        return tuple(one.partition(":")[0] for one in self.due.split(" or "))
 
     @property
     def subject(self) -> str:
         """Its import path, as a trial's spec has it."""
-        return f"nsa.experiments.selfcheck.faults.{self.where}"
+        where = f"faults.{self.where}" if self.where else "programs:make"
+        return f"nsa.experiments.selfcheck.{where}"
 
 
 _control = partial(Fault, control=True)
@@ -78,26 +82,15 @@ PLANTED: tuple[Fault, ...] = (
     Fault("exit 3", "CRASH:SystemExit", "stops:Leaves", "sys.exit(3) in the middle"),
     Fault("early exit 0", "CRASH:exit 0", "stops:LeavesSilently",
           "ends as if all were well, with steps left to do"),
-    Fault("host OOM", "OOM:host", "stops:OutOfAddresses",
-          "tensors until the process may have no more"),
     Fault("one huge tensor", "OOM:host", "stops:TooLarge", "2^55 bytes at once"),
     # waits
-    Fault("loop in backward", "HANG:python-spin", "stops:LoopInBackward",
-          "a while that never ends, in a backward of its own", busy=True),
-    Fault("deaf loop in the loader", "HANG:python-spin", "stops:DeafLoop",
-          "a filter that lets nothing through, and only SIGKILL ends it", busy=True),
-    Fault("GIL held", "HANG:gil-held", "stops:Expression",
-          "a regular expression that backtracks for ever", busy=True),
-    Fault("GIL held asleep", "HANG:gil-held", "stops:LockedCall",
+    Fault("loop in backward", "SLOW:uncounted", "stops:LoopInBackward",
+          "a while that never ends, in a backward of its own", busy=True, deadline_s=20.0),
+    Fault("GIL held asleep", "HANG:lock", "stops:LockedCall",
           "a C call that waits for a lock and keeps the GIL"),
-    Fault("lock taken twice", "HANG:blocked", "stops:LockTwice", "a lock that waits for itself"),
-    Fault("loader asleep", "HANG:blocked", "stops:SleepingLoader", "data that does not come"),
-    Fault("dead producer", "HANG:blocked", "stops:DeadProducer",
-          "a queue whose producer has ended"),
-    Fault("empty pipe", "HANG:blocked", "stops:EmptyPipe", "a read that nobody answers"),
-    Fault("stop signal", "HANG:stopped", "stops:Stopped", "stopped, as a terminal does it"),
-    Fault("native loop", "HANG:unproven-native", "stops:NativeLoop",
-          "C code without the GIL that does not end", deadline_s=7.0, busy=True, takes_s=30.0),
+    Fault("loader asleep", "STALLED:timer", "stops:SleepingLoader", "data that does not come"),
+    Fault("native loop", "SLOW:uncounted", "stops:NativeLoop",
+          "C code without the GIL that does not end", deadline_s=20.0, busy=True, takes_s=30.0),
     # growth
     Fault("kept tensors", "FAIL:tensor-list", "wrong:KeptTensors",
           "a list that grows by 2 MiB a step", steps=30),
@@ -112,26 +105,22 @@ PLANTED: tuple[Fault, ...] = (
     Fault("quadratic buffer", "FAIL:quadratic", "wrong:Dense",
           "attention keeps a T x T matrix for its backward", settings={"tokens": 64}),
     # pace
-    Fault("slow loader", "SLOW", "stops:SlowLoader", "0.4 s for each batch",
-          settings={"sleep_s": 0.4}, steps=100, predicted_s=0.5, deadline_s=8.0),
     Fault("recompilations", "SLOW:recompile", "stops:Recompiles", "each step compiles anew",
           steps=16, busy=True),
     # ranks
     Fault("rank's own branch", "FAIL:ranks-differ", "devices:OwnBranch",
           "one rank leaves out a branch, which find_unused_parameters hides", ranks=2,
           settings={"find_unused_parameters": True}),
-    Fault("skipped collective", "HANG:collective", "devices:SkippedCollective",
-          "one rank leaves out a collective and waits for the others", ranks=2),
     Fault("other shape", "CRASH", "devices:OtherShape",
           "one rank brings another number of elements", ranks=2),
     Fault("one rank killed", "CRASH:SIGKILL", "devices:OneKilled", "SIGKILL of one rank", ranks=2),
-    Fault("one rank without data", "HANG:collective", "devices:OneWithoutData",
-          "all ranks wait for one", ranks=2),
     # devices
     Fault("device OOM", "OOM:device", "devices:TooMuch", "tensors until the device is full",
           needs="gpu"),
-    Fault("spinning kernel", "HANG", "devices:Spins", "a kernel that spins for a minute",
-          settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=7.0, takes_s=30.0),
+    Fault("spinning kernel", "SLOW:uncounted", "devices:Spins", "a kernel that spins for a minute",
+          settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=25.0, takes_s=30.0),
+    Fault("stream that waits for ever", "STALLED:device", "devices:NeverWritten",
+          "a stream waits for a word of memory that nobody writes; the GPU is idle", needs="gpu"),
     Fault("device assertion", "CRASH", "devices:BadIndex", "an index beyond its table",
           needs="gpu"),
     Fault("kept on the device", "FAIL:tensor-list", "devices:KeptOnDevice",
@@ -139,7 +128,7 @@ PLANTED: tuple[Fault, ...] = (
     Fault("skipped collective (NCCL)", "HANG", "devices:SkippedCollective",
           "one rank leaves out a collective and waits for the others", **_NCCL),
     Fault("one rank killed (NCCL)", "CRASH", "devices:OneKilled", "SIGKILL of one rank", **_NCCL),
-    Fault("one rank without data (NCCL)", "HANG", "devices:OneWithoutData",
+    Fault("one rank without data (NCCL)", "SLOW or STALLED", "devices:OneWithoutData",
           "all ranks wait for one", **_NCCL),
 )  # fmt: skip
 
@@ -153,13 +142,6 @@ CONTROLS: tuple[Fault, ...] = (
              steps=30),
     _control("collected cycle", "PASS", "wrong:CollectedCycle",
              "cycles that the collector takes now and then", steps=30),
-    _control("long native call", "PASS or SLOW", "stops:LongCall",
-             "one call into C that takes longer than a stall may", settings={"call_s": 8.0},
-             predicted_s=1.0, deadline_s=7.0, busy=True, takes_s=25.0),
-    _control("first step compiles", "PASS", "stops:CompilesOnce", "torch.compile, once", busy=True),
-    _control("late start", "PASS", "stops:LateStart", "3 s before anything is told",
-             settings={"start_s": 3.0}),
-    _control("stranger", "PASS", "stops:Stranger", "a step that has never heard of progress"),
     _control("masked row", "PASS", "wrong:EmptyRow",
              "a row masked throughout, whose NaN its own backward stops",
              settings={"additive": False}),
@@ -169,8 +151,6 @@ CONTROLS: tuple[Fault, ...] = (
     _control("recomputation", "PASS", "wrong:Recomputed",
              "a checkpointed block that does as it did", settings={"spoilt": False}),
     _control("two ranks", "PASS", "devices:Ranks", "nothing, on two ranks", ranks=2),
-    _control("straggler", "PASS", "devices:Ranks", "one rank is 0.3 s late in each step",
-             settings={"sleep_s": 0.3}, ranks=2),
     _control("healthy GPU", "PASS", "devices:OnDevice", "nothing, on a GPU", needs="gpu", steps=20),
     _control("long kernel", "PASS or SLOW", "devices:Spins", "a kernel that takes 7 s and ends",
              settings={"spin_s": 7.0}, needs="gpu", predicted_s=1.0, deadline_s=9.0, busy=True),
@@ -179,19 +159,61 @@ CONTROLS: tuple[Fault, ...] = (
     _control("two ranks (NCCL)", "PASS", "devices:Ranks", "nothing, on two GPUs", **_NCCL),
 )  # fmt: skip
 
-FAULTS: tuple[Fault, ...] = PLANTED + CONTROLS
+
+@cache
+def every() -> tuple[Fault, ...]:
+    """What is planted, the controls, and a fault for each form of a program."""
+    from nsa.experiments.selfcheck.programs import PROGRAMS
+
+    programs = [_form(program, form) for program in PROGRAMS for form in range(program.forms)]
+    return (*PLANTED, *CONTROLS, *programs)
 
 
-def chosen(names: Iterable[str] = ()) -> tuple[Fault, ...]:
-    """Those of these names, in the registry's order; all without a name.
+def _form(program: Any, form: int) -> Fault:
+    """Only kinds are due of a program; the words after them are for its reader."""
+    healthy, slow = program.group == "healthy", program.group == "slow"
+    same = ("text", "steps", "ranks", "group", "batch", "certifiable", "line", "rank")
+    return Fault(
+        name=f"{program.name} {form}",
+        # A busy machine makes late what is well.
+        due="PASS or SLOW" if healthy else " or ".join(dict.fromkeys(program.kinds)),
+        where="",
+        settings={"program": program.name, "form": form},
+        control=healthy,
+        predicted_s=1.0 if slow else None,  # as its first steps promise
+        deadline_s=60.0 if healthy else 6.0 if slow else 45.0,
+        takes_s=10.0 + program.seconds[1],
+        **{name: getattr(program, name) for name in same},
+    )
 
-    Raises ValueError for a name that there is not, with the nearest.
+
+def chosen(
+    names: Iterable[str] = (), groups: Iterable[str] = (), batches: Iterable[str] = ()
+) -> tuple[Fault, ...]:
+    """Those of these names, groups and batches, in the registry's order; all where none is given.
+
+    A program's name stands for all its forms. Raises ValueError for a name that there is not, with
+    the nearest, and for a group or batch of which there is none.
     """
-    wanted, known = list(names), [fault.name for fault in FAULTS]
-    for name in wanted:
+    names, groups, batches = list(names), list(groups), list(batches)
+    known = [name for fault in every() for name in _names(fault)]
+    for name in names:
         if name not in known:
-            raise ValueError(f"no planted fault or control {name!r}; {nearest(name, known, 0)}")
-    return tuple(fault for fault in FAULTS if not wanted or fault.name in wanted)
+            raise ValueError(f"no fault, control or program {name!r}; {nearest(name, known, 0)}")
+    found = tuple(
+        fault
+        for fault in every()
+        if (not names or set(_names(fault)) & set(names))
+        and (not groups or fault.group in groups)
+        and (not batches or fault.batch in batches)
+    )
+    if not found:
+        raise ValueError(f"nothing is of group {groups}, batch {batches} and named {names}")
+    return found
+
+
+def _names(fault: Fault) -> tuple[str, ...]:
+    return fault.name, fault.settings.get("program", fault.name)
 
 
 def why_not(fault: Fault, gpus: int) -> str:
