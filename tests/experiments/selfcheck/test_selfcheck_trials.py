@@ -296,7 +296,7 @@ def test_the_text_has_a_column_for_each_kind_that_was_found():
     assert lines[1].split() == ["HANG", "1", "1"]
 
 
-FEW = ["gate x 0", "missing shard", "stopped 0", "lock_taken_twice 0", "healthy", "frozen part"]
+FEW = ["gate x 0", "missing shard", "own_end_of_a_pipe 0", "lock_taken_twice 0", "healthy"]
 
 
 @pytest.mark.processes
