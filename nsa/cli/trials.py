@@ -7,7 +7,10 @@ from nsa.cli.options import FAILED, GOOD, command, import_from_here, share, word
 from nsa.spelling import settings
 
 # What is said of the trial itself and not of its subject.
-OF_THE_PLAN = ("subject", "steps", "deadline_s", "predicted_s", "stall_s", "calibrate", "oracles")
+OF_THE_PLAN = (
+    *("subject", "steps", "deadline_s", "predicted_s", "stall_s", "on_hang", "on_stall"),
+    *("calibrate", "oracles"),
+)
 
 
 def add(commands) -> None:
@@ -37,7 +40,8 @@ def trial(arguments) -> int:
     """Run one trial under supervision and judge it. Exit code 0 if it passed.
     subject=train.py runs a script as it is, with argv='--lr 0.1' and ranks=2 under torchrun;
     subject=package.module:make names anything that makes steps; by default it is a training step of
-    this package: layers=2 backend=gather tokens=256."""
+    this package: layers=2 backend=gather tokens=256. What stands still is reported at once, and
+    ended only with on_hang=kill or on_stall=kill."""
     from nsa.lab.search.candidates import Spent
     from nsa.lab.search.execute import Trials
     from nsa.lab.search.factors import listed
@@ -49,14 +53,15 @@ def trial(arguments) -> int:
         return GOOD
     import_from_here()
     given = settings(arguments.settings, "layers=2")
-    whole = {name: given.pop(name) for name in OF_THE_PLAN if name in given}
+    whole = {"on_hang": "report"}
+    whole |= {name: given.pop(name) for name in OF_THE_PLAN if name in given}
     if isinstance(whole.get("oracles"), str):
         whole["oracles"] = words(whole["oracles"])
     try:
         ledger, plan = Ledger(arguments.trials), Plan({}, settings=given, **whole)
         if "steps" in whole and plan.spec({}).steps is None:
             raise ValueError(f"steps={plan.steps}: {plan.subject} is a script, which has its own")
-        done = Trials(plan, ledger, again=arguments.again).run({})
+        done = Trials(plan, ledger, tell=_tell, again=arguments.again).run({})
     except Spent as spent:
         print(f"nsa: {spent}", file=sys.stderr)
         return FAILED
@@ -65,6 +70,13 @@ def trial(arguments) -> int:
         if sentence:
             print(f"  {sentence}")
     return GOOD if done.verdict.kind == "PASS" else FAILED
+
+
+def _tell(report) -> None:
+    """At once, in plain words: what stands still, or that it moves again."""
+    moves = report["withdrawn"] is not None
+    said = f"it moves again: {report['label']} is withdrawn" if moves else report["headline"]
+    print(f"nsa: {said}", file=sys.stderr, flush=True)
 
 
 def sweep(arguments) -> int:

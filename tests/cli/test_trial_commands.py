@@ -29,6 +29,10 @@ def place(tmp_path, monkeypatch):
 
     def run(spec, *, folder, **options):
         folder.mkdir(parents=True, exist_ok=True)
+        if spec.settings.get("sticks"):
+            report = {"label": "STALLED:socket", "headline": "STALLED for 9 s: rank 0 reads"}
+            for withdrawn in (None, 12.0):
+                options["tell"](report | {"withdrawn": withdrawn})
         bad = spec.settings.get("cache") and spec.settings.get("fast")
         end = End("exception", 1, "raised") if bad else End("returned", 0)
         return Evidence(end=end, seconds=2.0)
@@ -63,6 +67,21 @@ def test_a_trial_can_be_run_again_and_both_are_explained(place, capsys):
     plan = ["sweep", "plan.yaml", "--again"]
     assert cli.main(plan) == cli.main(plan) == 1
     assert "(was there)" not in capsys.readouterr().err
+
+
+def test_a_stall_is_told_at_once_in_plain_words_and_what_is_done_then_makes_no_other_trial(
+    place, capsys
+):
+    words = ["trial", f"subject={SUBJECT}", "sticks=true"]
+    assert cli.main(words) == 0
+    printed, said = capsys.readouterr()
+    withdrawn = "nsa: it moves again: STALLED:socket is withdrawn"
+    assert said.splitlines() == ["nsa: STALLED for 9 s: rank 0 reads", withdrawn]
+    assert cli.main([*words, "on_hang=kill", "on_stall=kill"]) == 0
+    again, said = capsys.readouterr()
+    assert "(was there)" in again and again.split()[2] == printed.split()[2] and not said
+    assert cli.main([*words, "on_hang=end"]) == 2
+    assert "on_hang='end' is unknown" in capsys.readouterr().err
 
 
 def test_a_script_is_a_subject_with_its_words(place, capsys):

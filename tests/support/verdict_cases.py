@@ -19,7 +19,7 @@ from evidences import (
     trial,
 )
 
-from nsa.lab.watch.evidence import End, P, Process, Sample, Snapshot, Wait
+from nsa.lab.watch.evidence import End, P, Process, Sample, Thread, Wait
 
 
 def cases(groups):
@@ -37,11 +37,6 @@ def ended(*how, seconds=2, looked=(), **more):
 
 def segfault(**how):
     return ended("signal", -11, "SIGSEGV", **how)
-
-
-def dumped(**how):
-    """One look by faulthandler, which ends a process that it finds unwell."""
-    return {"looked": [Snapshot(1.5, (process(),), tool="faulthandler")], **how}
 
 
 def asked(**oracles):
@@ -82,14 +77,11 @@ ENDED = cases({
     "CRASH:early-return": {"an early return": ended("returned", 0, losses=[1.0, 1.0])},
     "INCONCLUSIVE:tool-crash": {
         "a debug mode that crashes": segfault(**debugged("DETAIL")),
-        "faulthandler ended it": segfault(**dumped()),
     },
     "CRASH:SIGSEGV": {
         "the same signal without it": segfault(**debugged("INFO")),
-        "faulthandler had been gone for long": segfault(**dumped(seconds=9)),
-        "only py-spy had looked": segfault(looked=snapshots(1.5, process(), count=1)),
     },
-    "CRASH:SIGABRT": {"another signal than a dump's": ended("signal", -6, "SIGABRT", **dumped())},
+    "CRASH:SIGABRT": {"an abort": ended("signal", -6, "SIGABRT")},
     "INCONCLUSIVE:stopped-early": {
         "its caller stopped it": ended("stopped by the supervisor", -15, "caller", seconds=9),
     },
@@ -144,7 +136,7 @@ QUIET = {"cpu": 0.0, "state": "S"}
 REDUCE = ("/x/torch/distributed/distributed_c10d.py:9 all_reduce", f"{TRAIN}:50 averaged")
 
 
-def still(*seen, seconds=14.0, **more):
+def still(*seen, seconds=18.0, **more):
     """Trains for 3 s and then rests, with `seen` processes at every look."""
     how = {**QUIET, **{name: more.pop(name) for name in ("cpu", "state", "beats", "gpu", "at")
                        if name in more}}  # fmt: skip
@@ -200,11 +192,6 @@ CERTIFIED = cases({
     "HANG:child": {
         "a child that waits for it": still(process(thread(wait=CHILD)), worker(PIPE_OF_1)),
     },
-    "HANG:stopped": {
-        "stopped": still(process(thread(wait=("stopped", "is stopped"), state="T"), state="T")),
-        "its worker is stopped":
-            still(process(thread(wait=PIPE_OF_7)), worker(("stopped", "is stopped"), state="T")),
-    },
     "HANG:ended": {
         "a worker that has ended": still(process(thread(wait=PIPE_OF_7)), worker(None, state="Z")),
     },
@@ -258,6 +245,11 @@ NEAR = cases({
                                  thread(2, main=False, wait=Wait("timer", "", left_s=9.0 - n)))]
                         for n in range(4)]),
     },
+    "STALLED:stopped": {
+        "stopped": still(process(thread(wait=("stopped", "is stopped"), state="T"), state="T")),
+        "its worker is stopped":
+            still(process(thread(wait=PIPE_OF_7)), worker(("stopped", "is stopped"), state="T")),
+    },
     "STALLED:socket": {
         "another host": still(process(thread(wait=SOCKET))),
         "its worker waits for another host": still(process(thread(wait=PIPE_OF_7)), worker(SOCKET)),
@@ -288,7 +280,7 @@ NEAR = cases({
     },
     "INCONCLUSIVE:unproven": {
         "two looks only": still(process(thread(wait=LOCKED)), count=2),
-        "another host, for 9 s": still(process(thread(wait=SOCKET)), seconds=9.0),
+        "another host, for 12 s": still(process(thread(wait=SOCKET)), seconds=12.0),
         "nobody looked": still(count=0),
     },
 })  # fmt: skip
@@ -307,7 +299,7 @@ def rank(number, wait, frames=REDUCE, **more):
     return process(thread(pid, wait=waits, frames=frames), pid=pid, rank=number, **more)
 
 
-def two(*seen, seconds=14.0, moves=(), each=None, **more):
+def two(*seen, seconds=18.0, moves=(), each=None, **more):
     samples = [*moving(3.0), *moving(3.0, rank=1)]
     for number in range(2):
         samples += (
@@ -324,7 +316,21 @@ BEHIND = flight((1, "gloo:all_reduce", 4))
 OWN = [f"{TRAIN}:90 upload"]
 RECEIVE = ("/x/torch/distributed/distributed_c10d.py:9 recv", f"{TRAIN}:70 exchange")
 
+BACKWARD = ("/x/torch/autograd/graph.py:9 _engine_run_backward", f"{TRAIN}:50 averaged")
+AVERAGING = process(
+    thread(wait=LOCKED, frames=BACKWARD),
+    Thread(8, "pt_gloo_runloop", state="S", wait=Wait("lock", "waits", OTHERS, left_s=1784.0)),
+    Thread(9, "gloo_tcp_loop", state="R", wait=None),
+)
+
 RANKS = {
+    "one averages its gradients, told by gloo's thread alone": (
+        two(AVERAGING, rank(1, SOCKET, OWN)), "STALLED:socket", "rank 1", "train.py:90 upload",
+    ),
+    "one has ended, and nothing tells whether it was in the group": (
+        two(rank(0, ("lock", "waits", ((1, 0),))), Process(2, of=1, rank=1, state="X")),
+        "STALLED:collective", "rank 0", "train.py:50 averaged",
+    ),
     "one is stuck in a lock of its own": (
         two(rank(0, LOCKED), rank(1, LOCKED, OWN), flights={0: AHEAD, 1: BEHIND}),
         "HANG:lock", "rank 1", "train.py:90 upload",
@@ -371,6 +377,6 @@ RANKS = {
     "one is stopped": (
         two(rank(0, LOCKED), rank(1, ("stopped", "is stopped"), OWN, state="T"),
             flights={0: AHEAD, 1: BEHIND}),
-        "HANG:stopped", "rank 1", "train.py:90 upload",
+        "STALLED:stopped", "rank 1", "train.py:90 upload",
     ),
 }  # fmt: skip

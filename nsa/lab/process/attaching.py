@@ -59,7 +59,7 @@ def attach(pid: int, *, all_ranks: bool = False, seconds: float = 6.0) -> tuple[
     has_gpus = shutil.which("nvidia-smi") is not None
     gpus = looks.device_use(told.get("CUDA_VISIBLE_DEVICES")) if has_gpus else None
     with gpus or contextlib.nullcontext() as use:
-        observer = Observer(evidence, ranks, use=use, works=False, signals=False)
+        observer = Observer(evidence, ranks, use=use, works=False)
         evidence.flights |= _flights({r: one.pid for r, one in ranks().items()}, told, notes)
         _observe(observer, seconds)
     evidence.seconds = observer.t
@@ -67,6 +67,10 @@ def attach(pid: int, *, all_ranks: bool = False, seconds: float = 6.0) -> tuple[
         why = f"process {pid} ended after it had been looked at for {observer.t:.1f} s"
         return evidence, Verdict("INCONCLUSIVE", "ended", "it ended while it was looked at", [why])
     verdict = judge(evidence)
+    taken = len(evidence.snapshots)
+    if verdict.kind == "INCONCLUSIVE" and taken < LOOKS:
+        why = f"{taken} looks of {LOOKS} were done in {observer.t:.1f} s; --seconds gives them more"
+        return evidence, Verdict("INCONCLUSIVE", "too-few-looks", "looks take long here", [why])
     counts = any(one.file for one in ranks().values())
     if not counts and not evidence.flights and _is_distributed(evidence, told):
         verdict = replace(verdict, unknown=(*verdict.unknown, NEXT_TIME))

@@ -16,6 +16,7 @@ from typing import Any
 from nsa.lab.process import child, procfs
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.activity import LOOKS, TICK_S, WORKS
+from nsa.lab.verdict.headline import headline
 from nsa.lab.verdict.stalls import WAIT_S
 from nsa.lab.watch import kernel, looks, progress
 from nsa.lab.watch.evidence import (
@@ -55,7 +56,7 @@ class Observer:
     it changes, withdrawn when progress comes.
 
     A rank that counts nothing moves whenever its family works: `works` False, it rests all along.
-    `signals` False: no process is sent one, not even for its stacks.
+    No process is sent a signal.
     """
 
     def __init__(
@@ -67,13 +68,12 @@ class Observer:
         use: SimpleNamespace | None = None,
         tell: Callable[[dict[str, Any]], Any] = lambda report: None,
         works: bool = True,
-        signals: bool = True,
     ) -> None:
         self.evidence, self.pids = evidence, {}  # of all ranks seen, with the time of their start
         self.verdict: Verdict | None = None  # of the last look, while that rest lasts
         self.use = use  # of the GPUs: `use.percent`, None where nobody asks
         self._ranks, self._cookie, self._tell = ranks, cookie, tell
-        self._works, self._signals = works, signals
+        self._works = works
         self._worked: dict[int, tuple[P, Sample, int]] = {}  # rank: P, when it worked last, its pid
         self._start = time.monotonic()
         self._next = self._next_family = 0.0
@@ -83,6 +83,7 @@ class Observer:
         self._family: list[Process] = []
         self._look_at = 0.0  # not before this time
         self._looks = 0  # in this rest
+        self._blind = False  # py-spy showed no stacks at the last look
 
     @property
     def t(self) -> float:
@@ -150,49 +151,30 @@ class Observer:
     def look(self, *, native: bool = False) -> Snapshot:
         """A full snapshot of the family, with stacks; kept in evidence.snapshots."""
         ranks = {rank: counted.pid for rank, counted in self._live.items()}
-        asked = self._ask() if self._looks in (0, 5) else []
+        asked = self._ask() if self._looks in (0, 5) or self._blind else []
         starved = any(not self._beats(rank) for rank in self._live)
         native = native or (self._looks % 3 == 2 and (self.use is not None or starved))
         p = {rank: self._moved[rank][0] for rank in ranks if rank in self._moved}
         taken = kernel.snapshot(ranks, self._cookie, self.t, p)
         taken = looks.with_stacks(taken, native=native)
-        if self._signals:
-            taken = self._by_faulthandler(taken)
         dead = [process for rank, process in self._dead.items() if rank not in ranks]
         taken = replace(taken, processes=(*taken.processes, *dead), gpu_percent=self._percent())
         end = self.t + ANSWER_S
         while self.t < end and not all(file.is_file() for file in asked):
             time.sleep(0.05)
-        self._collect()
+        taken = self._collect(taken)
+        self._blind = any(p.rank is not None and p.message for p in taken.processes)
         self.sample()
         kept = self.evidence.snapshots
         kept.append(taken)
         if len(kept) > KEPT_LOOKS:
             del kept[2]
         self._looks += 1
-        self._look_at = self.t + max(APART_S, 0.15 * self.rest_s())
+        wait_s = self.evidence.wait_s or WAIT_S
+        next_s = max(APART_S, 0.15 * self.rest_s())
+        left_s = wait_s - self.rest_s()
+        self._look_at = self.t + (left_s if APART_S / 2 < left_s < next_s + APART_S else next_s)
         return taken
-
-    def _by_faulthandler(self, taken: Snapshot) -> Snapshot:
-        """The main threads' frames by themselves, where py-spy may not look.
-
-        Now and then that ends a process: it reads frames of other threads while they change.
-        """
-        found = []
-        for process in taken.processes:
-            counted = self._live.get(-1 if process.rank is None else process.rank)
-            cells = progress.cells_of(counted.file) if counted and counted.file else None
-            main = process.main()
-            if cells and cells[progress.LISTENS] and main is not None and not main.frames:
-                file = counted.file.with_name(f"stacks-{process.rank}.txt")
-                with contextlib.suppress(OSError):
-                    told = looks.parse(looks.asked(process.pid, file), cells[progress.MAIN_THREAD])
-                    frames = next((thread.frames for thread in told if thread.main), ())
-                    threads = [replace(t, frames=frames) if t.main else t for t in process.threads]
-                    process = replace(process, threads=tuple(threads))
-                    taken = replace(taken, tool="faulthandler")
-            found.append(process)
-        return replace(taken, processes=tuple(found))
 
     def judged(self) -> Verdict:
         """As of now."""
@@ -218,8 +200,9 @@ class Observer:
         if reports and reports[-1]["withdrawn"] is None and reports[-1]["label"] == now.label:
             return
         told = {name: now.numbers.get(name) for name in ("rank", "rested_s", "where", "left_s")}
-        report = {"t": self.t, "label": now.label, "line": now.line, "withdrawn": None, **told}
-        reports.append({**report, "because": list(now.because[:3])})
+        words = {"headline": headline(self.evidence, now), "because": list(now.because[:3])}
+        report = {"t": self.t, "label": now.label, "line": now.line, "withdrawn": None}
+        reports.append({**report, **told, **words})
         self._tell(reports[-1])
 
     def _withdrawn(self) -> bool:
@@ -275,8 +258,11 @@ class Observer:
                 answers.append(_answer(counted.file, SAID[-1]))
         return answers
 
-    def _collect(self) -> None:
-        """What the ranks have answered so far, also after they have ended."""
+    def _collect(self, taken: Snapshot | None = None) -> Snapshot | None:
+        """What the ranks have answered so far, also after they have ended.
+
+        The snapshot gets the stacks that they tell where py-spy showed none.
+        """
         for rank, counted in self._ranks().items():
             if counted.file is None:
                 continue
@@ -284,8 +270,28 @@ class Observer:
                 self.evidence.flights[rank] = found
             if held := child.read(_answer(counted.file, "memory")):
                 self.evidence.memory = {**(self.evidence.memory or {}), str(rank): held}
-            if told := child.read(_answer(counted.file, "locks"), {}).get("waits"):
-                self.evidence.locks[counted.pid] = told
+            told = child.read(_answer(counted.file, "locks"), {})
+            if told.get("waits"):
+                self.evidence.locks[counted.pid] = told["waits"]
+            if taken is not None and told.get("stacks"):
+                taken = _with_stacks(taken, counted.pid, told["stacks"])
+        return taken
+
+
+def _with_stacks(taken: Snapshot, pid: int, stacks: Mapping[str, list[str]]) -> Snapshot:
+    processes = [
+        process
+        if process.pid != pid or any(thread.frames for thread in process.threads)
+        else replace(
+            process,
+            threads=tuple(
+                replace(thread, frames=tuple(stacks.get(str(thread.tid), ())))
+                for thread in process.threads
+            ),
+        )
+        for process in taken.processes
+    ]
+    return replace(taken, processes=tuple(processes))
 
 
 def _answer(file: Path, name: str) -> Path:

@@ -118,7 +118,6 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
     stacks = open(folder / f"stacks-{rank}.txt", "a")  # noqa: SIM115  as long as we live
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     progress = Progress(folder / f"progress-{rank}.bin", lasting=True)
-    progress.listens()
     left = {"losses": [], "oracles": {}, "witness": None, "peak_mib": None, "result": None}
     losses: list[Any] = []
     script.keep_output_short()

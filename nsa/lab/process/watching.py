@@ -143,7 +143,7 @@ class _Watcher:
         self.evidence, self.reports, self.nodes = evidence, reports, nodes
         self.kills, self.limit_s, self.stop = kills, limit_s, threading.Event()
         self.members = Members(process.pid, inner, cookie)
-        options = {"cookie": cookie, "tell": self.tell, "signals": False}
+        options = {"cookie": cookie, "tell": self.tell}
         self.observer = Observer(evidence, self.members, **options)
         self.reason = self.message = ""
         self._use = contextlib.ExitStack()  # of the GPUs
@@ -186,7 +186,9 @@ class _Watcher:
             return  # another took its place
         if report["withdrawn"] is not None:
             since = report["withdrawn"] - report["t"] + (report.get("rested_s") or 0)
-            text = f"it moves again, after {since:.0f} s ({report['label']} is withdrawn)"
+            moves = self.observer.rest_s() < since
+            what = f"it moves again, after {since:.0f} s" if moves else "somebody works on it again"
+            text = f"{what}: {report['label']} is withdrawn"
             self.reports.write(self.now(), judge(self.now()))
             self.reports.say(text)
             return

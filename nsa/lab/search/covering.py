@@ -16,14 +16,14 @@ Left = set[tuple[tuple[int, int], ...]]  # combinations of (factor, value) that 
 def same(target: Tried | None, found: Tried) -> Answer:
     """Whether `found` is the fault of `target`. Another fault hides it, so it is None.
 
-    A run that is slow has no hang, though it was not seen to its end. Without a target there is
-    nothing that is the fault, yet.
+    A run that is slow neither hangs nor stalls, though it was not seen to its end. Without a target
+    there is nothing that is the fault, yet.
     """
     if target is None:
         return False if found.kind == "PASS" else None
     if (found.kind, found.signature) == (target.kind, target.signature):
         return True
-    if found.kind == "PASS" or (found.kind == "SLOW" and target.kind == "HANG"):
+    if found.kind == "PASS" or (found.kind == "SLOW" and target.kind in ("HANG", "STALLED")):
         return False
     return None
 

@@ -57,6 +57,7 @@ class Trials:
     # Seconds that steps should take, by settings; not the plan's predicted_s and calibrations then.
     predict: Callable[[dict[str, Any]], float] | None = None
     say: Callable[[Done], None] = lambda done: None
+    tell: Callable[[dict[str, Any]], Any] = lambda report: None  # of stalls, as of runner.run
     again: bool = False  # trials that are there are run anew; calibrations are not
 
     def __post_init__(self) -> None:
@@ -92,6 +93,7 @@ class Trials:
         """Puts a cell's times into `options`; says what they are, and by which trial."""
         spec = calibration.calibration_spec(self.plan, cell)
         limit = {"deadline_s": calibration.DEADLINE_S}
+        limit |= {name: options[name] for name in ("on_hang", "on_stall")}
         id, evidence, verdict, _ = self._found_or_run(spec, limit, gpu)
         found = calibration.Calibration.of(evidence) if verdict.kind == "PASS" else None
         if found is None:
@@ -101,8 +103,8 @@ class Trials:
         # Two digits: what was measured elsewhere within its noise makes no other trial of it.
         options["stall_s"] = max(options["stall_s"], float(f"{found.stall_s(size):.2g}"))
         return (
-            f"predicted {options['predicted_s']:.3g} s, P may rest {options['stall_s']:.3g} s: "
-            f"by calibration {id}"
+            f"predicted {options['predicted_s']:.3g} s, a silence of {options['stall_s']:.3g} s "
+            f"allowed: by calibration {id}"
         )
 
     def _found_or_run(
@@ -115,7 +117,7 @@ class Trials:
             raise Spent(self._spent)
         try:
             id, evidence, verdict = self.ledger.run(
-                spec, again=again, **options, gpu=gpu, stop=self.stop
+                spec, again=again, **options, gpu=gpu, stop=self.stop, tell=self.tell
             )
         except (Stopped, InterruptedError):
             raise Spent(self._spent) from None

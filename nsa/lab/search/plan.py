@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa.lab import oracles
 from nsa.lab.process import script
-from nsa.lab.process.runner import Spec, check_subject
+from nsa.lab.process.runner import ACTIONS, Spec, check_subject
 from nsa.lab.search import factors as known
 from nsa.lab.search.candidates import Cell, position, word
 from nsa.lab.search.covering import cover
@@ -42,6 +42,8 @@ class Plan:
     deadline_s: float | None = None  # before a trial's deadline_factor
     predicted_s: float | None = None
     stall_s: float = 5.0
+    on_hang: str = "kill"  # or "report": what a certified hang does to a trial, ...
+    on_stall: str = "report"  # ... and a stall that could end by itself
     oracles: list[str] | None = None  # None: arrival and finite, and ranks of several
     cover: str = "all"  # combinations of a sweep; or so many that have all "pairs", or "triples"
     kind: str | None = None  # the verdict that a bisection looks for ...
@@ -168,9 +170,9 @@ class Plan:
         )
 
     def options(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """How a cell's trial is watched: predicted_s, deadline_s, stall_s, factor of `runner.run`.
+        """How a cell's trial is watched: options of `runner.run`.
 
-        Each deadline makes a trial of its own.
+        Each deadline makes a trial of its own; what a hang or a stall does to it makes none.
         """
         settings, slower = self._settled(cell), 1.0
         for name, value in settings.items():
@@ -179,7 +181,8 @@ class Plan:
                 slower *= factor.slows
         deadline_s = self.deadline_s and self.deadline_s * settings["deadline_factor"]
         times = {"predicted_s": self.predicted_s, "stall_s": self.stall_s}
-        return times | {"deadline_s": deadline_s, "factor": slower}
+        actions = {"on_hang": self.on_hang, "on_stall": self.on_stall}
+        return times | actions | {"deadline_s": deadline_s, "factor": slower}
 
     def _settled(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """The part, and for all else the plan's settings or the defaults."""
@@ -216,6 +219,8 @@ class Plan:
                 "which has neither; say predicted_s or deadline_s in seconds"
             )
         choice("cover", self.cover, STRENGTH)
+        choice("on_hang", self.on_hang, ACTIONS)
+        choice("on_stall", self.on_stall, ACTIONS)
         choice("kind", self.kind, (None, *KINDS))
 
     def _check_varied(self, key: str, part: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ from nsa.lab.watch.evidence import HIDDEN, Snapshot, Thread
 LOOKS = 3  # full snapshots that must agree
 TICK_S = 0.01  # as fine as the kernel tells processor time
 WORKS = 0.01  # of a core
+# Threads that carry what other ranks send, ask 100 times a second, and work from then on.
+CARRIERS, CARRIES = ("gloo_tcp_loop",), 0.05
 SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is proven
 
 
@@ -21,19 +23,19 @@ def at_work(looks: Sequence[Snapshot]) -> set[Node]:
     first, last, found = looks[0], looks[-1], set()
     for process in last.processes:
         before = first.process(process.pid)
-        if before is None or before.started != process.started:
-            if process.of >= 0:  # of ours one that has just begun; a stranger's may be a loop's
-                found |= {(process.pid, thread.tid) for thread in process.threads}
-            continue
+        if before is not None and before.started != process.started:
+            before = None  # another one with its number
         seen = [p for look in looks if (p := look.process(process.pid))]
         moved = sum(a.io_bytes != b.io_bytes for a, b in pairwise(seen)) >= 2
-        earlier = {thread.tid: thread for thread in before.threads}
+        earlier = {thread.tid: thread for thread in before.threads} if before else {}
         for thread in process.threads:
             was = earlier.get(thread.tid)
-            used = thread.cpu_s - was.cpu_s if was else TICK_S * 3
-            least = max(2.5 * TICK_S, WORKS * (last.t - first.t))
+            used = thread.cpu_s - (was.cpu_s if was else 0.0)
+            share = CARRIES if thread.name in CARRIERS else WORKS
+            least = max(2.5 * TICK_S, share * (last.t - first.t))
             mine = [t for p in seen for t in p.threads if t.tid == thread.tid]
-            wants = sum(t.state == "R" or (t.state == "D") for t in mine) > len(mine) / 2
+            wants = sum(t.state in "RD" for t in mine) > len(mine) / 2
+            wants = wants and thread.name not in CARRIERS
             kind = thread.wait.kind if thread.wait else ""
             carries = moved and kind in ("", "pipe", "socket", "fifo", "disk", "other")
             if used >= least or wants or carries or _changes(mine):
@@ -49,7 +51,10 @@ def _changes(seen: Sequence[Thread]) -> bool:
 
 
 def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
-    """Threads whose timer was set anew between two looks: that it ends brings nothing."""
+    """Threads whose timer was set anew between two looks, and nothing else of them changed.
+
+    That such a timer ends brings nothing; a back-off that sleeps twice as long each time is not so.
+    """
     found, before = set(), {}
     for look in looks:
         for process in look.processes:
@@ -57,11 +62,14 @@ def asks_again(looks: Sequence[Snapshot]) -> set[Node]:
                 if thread.wait is None or thread.wait.left_s is None:
                     continue
                 node, ends = (process.pid, thread.tid), look.t + thread.wait.left_s
-                was, switches = before.get(node, (ends, None))
+                state = thread.frames, thread.visible
+                was, switches, seen = before.get(node, (ends, None, state))
                 slept = switches is not None and switches == thread.switches
-                if ends > was + 0.3 and not slept:
+                if seen != state:
+                    found.discard(node)
+                elif ends > was + 0.3 and not slept:
                     found.add(node)
-                before[node] = (was if slept else ends), thread.switches
+                before[node] = (was if slept else ends), thread.switches, state
     return found
 
 

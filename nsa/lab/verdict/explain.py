@@ -25,8 +25,8 @@ OUTPUT = 12  # lines
 BARS = " ▁▂▃▄▅▆▇█"
 UNCOUNTED = ("SLOW:uncounted", "SLOW:timer")
 TEACH = (
-    "if that silence is healthy work: stall_s=N allows N seconds of it, and progress.event(), "
-    "called in it now and then, counts as progress"
+    "if that silence is healthy work: stall_s=N allows N seconds of it, and a call of "
+    "nsa.lab.watch.event() in it, now and then, counts as progress"
 )
 
 
@@ -87,7 +87,7 @@ def _teach(evidence: Evidence, verdict: Verdict) -> list[str]:
     """How the tool learns that this silence is healthy."""
     if "attached" in evidence.spec:
         return []
-    if verdict.kind not in ("HANG", "STALLED") and verdict.label not in UNCOUNTED:
+    if verdict.kind != "STALLED" and verdict.label not in UNCOUNTED:
         return []
     longest = verdict.numbers.get("longest_s")
     before = f"; its longest before was {seconds(longest)}" if longest else ""

@@ -196,7 +196,7 @@ def _free(process: Process, thread: Thread, works: bool, periodic: bool) -> str:
     if process.state in ("Z", "X"):
         return ""
     if wait is not None and wait.kind == "stopped":
-        return ""
+        return "whoever stopped it may let it go on"
     if works:
         return "it works"
     if wait is None:

@@ -18,7 +18,7 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
     kind, numbers = verdict.kind, verdict.numbers
     said = _waits(verdict.edges) or next(iter(verdict.because), "") or verdict.rule
     if "attached" in evidence.spec and kind in ATTACHED:
-        kind = ATTACHED[kind]
+        kind = "it waits" if verdict.what == "timer" else ATTACHED[kind]
     elif verdict.label == "INCONCLUSIVE:running":
         kind = "it moves"
     elif verdict.label == "SLOW:uncounted":

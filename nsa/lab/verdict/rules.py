@@ -31,7 +31,7 @@ class Verdict:
     """One of KINDS, and why."""
 
     kind: str
-    what: str = ""  # which sort, as "blocked" or "nan-grad"
+    what: str = ""  # which sort, as "lock" or "nan-grad"
     rule: str = ""  # the first rule that applied
     because: tuple[str, ...] = ()  # what it read, in sentences
     place: str = ""  # where, as far as another run of the same fault shows it too
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """HANG:blocked, PASS, ..."""
+        """HANG:lock, PASS, ..."""
         return f"{self.kind}:{self.what}" if self.what else self.kind
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,8 +72,6 @@ ORDER = (
     *("census", "quadratic", "memory", "plateau", "recompilations", "duration"),
 )
 SLOW_ONLY = ("recompile", "growing")  # what is right and late
-FAULTS = ("SIGSEGV", "SIGBUS")
-DUMPING_S = 2.0  # between the beginning of a dump and the end that it brings
 UNDONE = "ended by itself before its steps were done"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -81,8 +79,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 def judge(evidence: Evidence) -> Verdict:
     """The verdict of one trial, by the first rule that applies.
 
-    Of a trial that still runs (`end` None) as of its last sample: HANG only where it is proven, so
-    that a supervisor may ask as often as it likes and end what it need not wait for.
+    Of a trial that still runs (`end` None) as of its last sample: HANG only where it is certified,
+    so that a supervisor may ask as often as it likes and end what it need not wait for.
     """
     for rule in (_untrusted, _ended, _returned, _stands, _silent, _moving):
         found = rule(evidence)
@@ -102,14 +100,6 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
     detail = variables.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL"
     if detail and end.how == "signal" and end.type == "SIGSEGV":
         why = "TORCH_DISTRIBUTED_DEBUG=DETAIL itself ends in SIGSEGV with some versions; use INFO"
-        return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
-    dumped = max((s.t for s in evidence.snapshots if s.tool == "faulthandler"), default=-math.inf)
-    dumping = evidence.seconds - dumped < DUMPING_S
-    if end.how == "signal" and end.type in FAULTS and dumping:
-        why = (
-            f"{end.type} while faulthandler wrote its stacks, which reads threads that run; with "
-            "py-spy installed, and allowed to ptrace, it is not asked"
-        )
         return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
     if end.how == "stopped by the supervisor" and end.type == "caller":
         why = f"it was stopped after {evidence.seconds:.1f} s: {end.message or 'somebody asked'}"
@@ -191,7 +181,7 @@ def _returned(evidence: Evidence) -> Verdict | None:
 
 def _silent(evidence: Evidence) -> Verdict | None:
     """Nothing was ever heard of it, so that nothing can be said to have stopped."""
-    heard = any(s.beats or s.p.phases or s.p.step >= 0 for s in evidence.samples)
+    heard = any(s.beats or s.p.phases or s.p.events or s.p.step >= 0 for s in evidence.samples)
     if heard or any(s.state == "T" for s in evidence.samples):
         return None
     because = [f"no sign of life in {evidence.seconds:.1f} s: neither a beat nor a step"]
@@ -221,7 +211,7 @@ def _stands(evidence: Evidence) -> Verdict | None:
         **{"p": str(rest.p), "where": found.where, "pid": found.pid, "left_s": found.left_s},
         **{
             "longest_s": rest.longest,
-            "bound_s": bound_s(evidence, rest),
+            "bound_s": bound_s(rest),
             "late": _is_late(evidence),
         },
     }
@@ -284,7 +274,7 @@ def _rested(rest: Rest) -> list[str]:
     return [
         f"rank {rest.rank} has made no progress for {rest.seconds:.1f} s, at {rest.p}",
         f"its longest silence before was {rest.longest:.1f} s" if rest.longest else
-        "no step had ended before",
+        "no silence was seen before, its first step left out",
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from nsa.lab.verdict.graph import Graph, Node, build
 from nsa.lab.watch.evidence import OUTSIDE, Evidence, P, Sample, Snapshot, Thread, at_last_p
 
 RECENT = 4  # among which somebody must have worked to count as busy
-WAIT_S = 12.0  # how long all must be quiet before a wait is told as a stall
+WAIT_S = 17.0  # how long all must be quiet before a wait is told as a stall
 OWN_GAPS = 2.0  # or so many times the longest rest of the run so far, if that is longer
 PATIENCE_S = 120.0  # a timer that ends later is waited for no more than a socket
 SPUN_LONG_S = 8.0  # after which one that asks something else is told as a stall
@@ -41,6 +41,7 @@ class Rest:
     longest: float  # it had rested before, its first step left out
     gone: bool
     samples: list[Sample]
+    wait_s: float | None = None  # how long all must be quiet; None: see bound_s
 
 
 @dataclass
@@ -71,7 +72,8 @@ def rests(evidence: Evidence) -> list[Rest]:
         times = [[s.t for s in same] for p, same in groupby(before, lambda s: s.p) if _counts(p)]
         longest = max((t[-1] - t[0] for t in times), default=0.0)
         gone = last.state == "Z" or last.t < latest - GONE_S
-        found.append(Rest(rank, last.p, mine[0].t, last.t - mine[0].t, longest, gone, mine))
+        seconds, wait_s = last.t - mine[0].t, evidence.wait_s
+        found.append(Rest(rank, last.p, mine[0].t, seconds, longest, gone, mine, wait_s))
     return found
 
 
@@ -80,11 +82,9 @@ def _counts(p: P) -> bool:
     return p.step >= 1 or p.phase == OUTSIDE
 
 
-def bound_s(evidence: Evidence, rest: Rest) -> float:
+def bound_s(rest: Rest) -> float:
     """How long all must be quiet before this rank's wait counts as a stall."""
-    if evidence.wait_s is not None:
-        return evidence.wait_s
-    return max(WAIT_S, OWN_GAPS * rest.longest)
+    return rest.wait_s if rest.wait_s is not None else max(WAIT_S, OWN_GAPS * rest.longest)
 
 
 def stall(evidence: Evidence) -> Stall | None:
@@ -119,7 +119,7 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
         return _spin(last, main, rest, spun)
     if all(_stuck(graph, rest.rank) for graph in graphs) and len(set(map(_waits, graphs))) == 1:
         return _certified(last, main, rest)
-    return _open(looks, last, main, rest, bound_s(evidence, rest), works, periodic)
+    return _open(looks, last, main, rest, bound_s(rest), works, periodic)
 
 
 def _main(graph: Graph, rank: int) -> Node | None:
@@ -157,9 +157,6 @@ def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
     what = waits[of].kind if of in waits else "ended"
     for node in chain:
         process = graph.process(node)
-        if what != "GIL" and node in waits and waits[node].kind == "stopped":
-            what, root = "stopped", node
-            break
         if process is not None and process.state in ("Z", "X") and node != main:
             what = "collective" if waits[main].kind == "collective" else "ended"
     if any("can never end" in wait.text for wait in waits.values()):
@@ -174,7 +171,8 @@ def _certified(graph: Graph, main: Node, rest: Rest) -> Stall:
         because.append(many if len(cycle) > 1 else "it holds itself what it waits for")
     ended = [graph.label(n) for n in chain if (p := graph.process(n)) and p.state in ("Z", "X")]
     because += [f"{name} has ended" for name in dict.fromkeys(ended)]
-    because.append(f"nobody is left who could end this: {len(chain)} threads, at {LOOKS} looks")
+    threads = f"{len(chain)} thread{'s' * (len(chain) != 1)}"
+    because.append(f"nobody is left who could end this: {threads}, at {LOOKS} looks")
     edges = [graph.edge(node) for node in shown if node in waits]
     line = user_line(graph.threads[root].frames) or user_line(graph.threads[main].frames)
     where = graph.label(root)
@@ -187,7 +185,9 @@ def _cycle(graph: Graph, start: Node) -> list[Node]:
     while node not in path:
         path.append(node)
         others = [*graph.everyone.get(node, ()), *graph.anyone.get(node, ())]
-        if len(others) != 1:
+        wait = graph.threads[node].wait if node in graph.threads else None
+        any_thread = wait is not None and any(not tid for _, tid in wait.wakers)
+        if len(others) != 1 or (any_thread and node not in graph.everyone):
             return []
         node = others[0]
     return path[path.index(node) :]
@@ -246,9 +246,8 @@ def _open(
         and graph.threads[n].wait.left_s is not None
     ]  # fmt: skip
     root = _root(graph, main)
-    near = [(left, n) for left, n in timed if left <= PATIENCE_S and n[0] in (main[0], root[0])]
-    near = [x for x in near if x[1] in (main, root) or graph.threads[x[1]].frames]
-    near = [x for x in near if _lasts(graph, looks[-LOOKS], x[1])]
+    near = [x for x in timed if x[0] <= PATIENCE_S and _lasts(graph, looks[-LOOKS], x[1])]
+    near = [x for x in near if x[1] in (main, root) or _does_something(graph, main, x[1])]
     if near:
         left, node = min(near, key=lambda x: (x[1] not in (main, root), x[0]))
         because = [_sentence(graph, node), f"that ends by itself, in {left:.0f} s at most"]
@@ -256,7 +255,10 @@ def _open(
     if rest.seconds < allowed_s:
         return None
     wait = graph.threads[root].wait
-    what = "device" if device else "polling" if root in periodic else wait.kind if wait else "other"
+    what = "polling" if root in periodic else wait.kind if wait else "other"
+    if what == "timer" and (wait.left_s or 0.0) <= PATIENCE_S:  # that of a loop's next round
+        what = graph.threads[main].wait.kind if graph.threads[main].wait else "polling"
+    what = "device" if device else what
     because = [_sentence(graph, node) for node in dict.fromkeys((main, root))]
     if device and percent is not None:
         because.append(f"the GPU was idle ({percent:.0f} %) all that time")
@@ -267,8 +269,14 @@ def _open(
 
 def _lasts(graph: Graph, earlier: Snapshot, node: Node) -> bool:
     """Whether it was there at an earlier look: the sleep of a loop's next round was not."""
-    process = graph.process(node)
-    return process is not None and (process.of >= 0 or earlier.process(node[0]) is not None)
+    process, was = graph.process(node), earlier.process(node[0])
+    return process is not None and was is not None and was.started == process.started
+
+
+def _does_something(graph: Graph, main: Node, node: Node) -> bool:
+    """Whether it could: the user's code, or another program, and no idle thread of a library."""
+    thread = graph.threads[node]
+    return bool(user_line(thread.frames)) or (node[0] != main[0] and thread.main)
 
 
 def _stall(

@@ -35,10 +35,10 @@ Stack = list[FrameType]
 
 
 def write(folder: Path, key: int | str) -> None:
-    """Leaves locks-KEY.json, {"waits", "errors", "seconds"}, in `folder`."""
+    """Leaves locks-KEY.json, {"waits", "stacks", "errors", "seconds"}, in `folder`."""
     began = time.monotonic()
     reading = _Reading()
-    content = {"waits": reading.waits(), "errors": reading.errors}
+    content = {"waits": reading.waits(), "stacks": reading.stacks(), "errors": reading.errors}
     with contextlib.suppress(OSError, TypeError, ValueError):
         child.put(folder / f"locks-{key}.json", content | {"seconds": time.monotonic() - began})
 
@@ -91,6 +91,13 @@ class _Reading:
         now = sys._current_frames()
         still = [(ident, wait) for ident, wait in found if self._stands(ident, now.get(ident))]
         return [self._told(ident, wait) for ident, wait in still]
+
+    def stacks(self) -> dict[int, list[str]]:
+        """{tid: frames, innermost first}, as they were when this look began."""
+        return {
+            self._tid(ident): [_line(frame) for frame in stack]
+            for ident, stack in self._stacks.items()
+        }
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -31,12 +30,11 @@ from nsa.lab.watch.evidence import Process, Snapshot, Thread, Wait
 
 SIGNAL_S = 1.0  # a healthy interpreter writes its stacks within milliseconds
 EVERY_S = 1.0
+MANY = 100  # threads: to stop so many takes 100 ms
 PY_SPY_S, NATIVE_S = 8.0, 30.0  # reading the symbols of large libraries takes long
 GIL_S = 0.005  # the interpreter's own switch interval
 AT_ONCE = 4  # processes that are looked at
 LONGER = 8  # asks of py-spy for the longest locals that it shows, some 500 characters
-_THREAD = re.compile(r"^(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*?)\])?")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 @contextmanager
@@ -116,7 +114,10 @@ def py_spy(
     if seen is None or not seen.lives:
         return [], "it ended before py-spy looked"
     options = ["--locals"] * LONGER * locals + ["--native"] * native
-    if seen.state in "Tt":  # it could not be stopped for the look, nor does it need to be
+    many = False
+    with suppress(OSError):
+        many = len(os.listdir(f"/proc/{pid}/task")) > MANY and not native
+    if seen.state in "Tt" or many:  # it could not be stopped for the look, or not for that long
         options = [*options[: LONGER * locals], "--nonblocking"]
     command = [program, "dump", "--json", *options, "--pid", str(pid)]
     within_s = NATIVE_S if native else PY_SPY_S
@@ -207,20 +208,3 @@ def asked(pid: int, file: Path) -> str:
     with open(file, "rb") as stream:
         stream.seek(before)
         return stream.read().decode(errors="replace")
-
-
-def parse(text: str, main: int) -> list[Thread]:
-    """A dump of faulthandler as threads; `main` is the main thread's ident.
-
-    The kernel's numbers of the threads are not in it: theirs count from -1 downwards.
-    """
-    found: list[Thread] = []
-    for line in text.splitlines():
-        if begins := _THREAD.match(line):
-            is_main = int(begins[2], 16) == main % 2**64
-            name = begins[3] or ("MainThread" if is_main else "")
-            found.append(Thread(-len(found) - 1, name, is_main))
-        elif (frame := _FRAME.match(line)) and found:
-            frames = (*found[-1].frames, f"{frame[1]}:{frame[2]} {frame[3]}")
-            found[-1] = replace(found[-1], frames=frames)
-    return found

@@ -24,7 +24,7 @@ from nsa.lab.watch.evidence import PHASES, P
 CELLS = 24
 (
     VERSION, STEP, PHASE, MODULES, FIRED, TOTAL, EVENTS, COLLECTIVES,
-    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, LISTENS, BEGAN_NS, MADE,
+    ENTERED, BEATS, ASKED, PID, MAIN_THREAD, _, BEGAN_NS, MADE,
 ) = range(16)  # fmt: skip
 LAYOUT = 1
 
@@ -240,10 +240,6 @@ class Progress:
             self._device.quiet = name == "graph"
         self.phase(name if name in PHASES else "other")
 
-    def listens(self) -> None:
-        """Says that SIGUSR1 makes this process write its stacks, and does not end it."""
-        self.cells[LISTENS] = 1
-
     def close(self) -> None:
         """Stops the threads and takes all hooks away; the file stays."""
         if self.lasting:
@@ -317,6 +313,12 @@ def _collectives() -> int:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0
     return distributed.group.WORLD._get_sequence_number_for_group()
+
+
+def event() -> None:
+    """Something was done: progress where this process is watched, nothing where it is not."""
+    for counted in tuple(_counting):
+        counted.event()
 
 
 class Unheard:

@@ -13,7 +13,7 @@ from nsa.experiments.case_study.step5.trials import BASE, OBSERVERS, PRINTS, Lab
 from nsa.lab.search.candidates import Found, Row, Tried
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
+from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread, Wait
 from nsa.workbook import metrics, parameters
 
 STEP_S = 0.25
@@ -47,6 +47,20 @@ def trial_of(name: str, reached: float, *, finished: bool = False, **cell) -> tr
     return trials.Trial(id, cell, evidence, judge(evidence), console, last, STEPS)
 
 
+def stuck(name: str, outside: bool = False, **cell) -> trials.Trial:
+    """A run that came to step 5 and has waited there ever since."""
+    made = trial_of(name, 4.2, **cell)
+    evidence, at = made.evidence, made.last
+    evidence.samples += [Sample(5 + 0.25 * n, 0, at, 20 + n, state="S") for n in range(60)]
+    wait = Wait("lock", "waits for Lock lock", ((7, 7),) * (not outside), outside)
+    frames = ("subject.py:164 taken_twice",)
+    thread = Thread(7, "MainThread", True, "S", wait=wait, frames=frames)
+    process = Process(7, rank=0, state="S", threads=(thread,))
+    evidence.snapshots += [Snapshot(12.0 + n, (process,), {0: at}) for n in range(4)]
+    evidence.seconds = 20.0
+    return replace(made, verdict=judge(evidence))
+
+
 @pytest.fixture
 def healthy() -> Results:
     named = {
@@ -75,13 +89,16 @@ def healthy() -> Results:
                               ("masked", 384, 700, 0.006))
     ]  # fmt: skip
     memory = {"layers": 1, "tokens": 128, "peak_mib": 111.8, "predicted_mib": 111.7, "seconds": 1.0}
-    return Results(lab, named, found, {"after": 4, "rows": rows}, operations, [memory])
+    planted = stuck("planted", lock_at=5)
+    lab.trials.append(planted)
+    state = {"after": 4, "rows": rows}
+    return Results(lab, named, found, state, operations, [memory], planted=planted)
 
 
 def test_a_healthy_investigation_passes_every_claim(healthy):
     made = claims.all_claims(healthy)
     assert [str(c) for c in made if c.verdict != "PASS"] == []
-    assert len(made) == 13
+    assert len(made) == 14
     with_trials = [c for c in made if "trials" in (c.evidence or {})]
     assert len(with_trials) >= 7
     for claim in with_trials:
@@ -96,7 +113,9 @@ def change(results, name, **changes):
 
 # By the sentence that then fails.
 SPOILS = {
-    "none hangs": lambda r: change(r, "1 x", verdict=Verdict("HANG", "blocked")),
+    "none hangs": lambda r: change(r, "1 x", verdict=stuck("x").verdict),
+    "of 9 trials that the old": lambda r: change(r, "1 x", verdict=stuck("x", True).verdict),
+    "with a lock planted": lambda r: setattr(r, "planted", trial_of("blind", 4.2, lock_at=5)),
     "the last line of all": lambda r: change(r, "tracing", console="step 0003 | loss"),
     "comes further with every longer": lambda r: change(r, "2 x", last=r.named["1 x"].last),
     "chosen by the print schedule": lambda r: r.named.update({n: trial_of(n, 8.1) for n in PRINTS}),
@@ -119,10 +138,10 @@ def test_a_spoilt_investigation_fails_the_claim_it_concerns(healthy, sentence):
 def test_what_was_not_run_is_not_decided(healthy):
     healthy.named.clear()
     healthy.lab.trials.clear()
-    healthy.state, healthy.operations, healthy.memory = None, [], []
+    healthy.state, healthy.operations, healthy.memory, healthy.planted = None, [], [], None
     healthy.bisection = Found(base={}, why="no fault")
     found = [claim.verdict for claim in claims.all_claims(healthy)]
-    assert "FAIL" not in found and found.count("INCONCLUSIVE") >= 9
+    assert "FAIL" not in found and found.count("INCONCLUSIVE") >= 10
 
 
 def test_a_machine_that_changes_its_pace_decides_no_cause(healthy):
@@ -152,6 +171,7 @@ def test_the_tree_takes_the_branch_of_the_evidence(healthy):
     ("sentence", "leaf"),
     [
         ("none hangs", "HANG"),
+        ("of 9 trials that the old", "STALLED"),
         ("between steps 4 and 5", "LEAK"),
         ("comes further with every longer", "RERUN"),
     ],
@@ -191,7 +211,8 @@ def test_the_figures_are_drawn_from_any_evidence(healthy, empty):
 
 
 def test_the_tables_have_a_row_a_trial_and_metrics_have_the_houses_columns(healthy):
-    assert len(table.trials(healthy)) == len(healthy.trials)
+    assert len(table.trials(healthy)) == len(healthy.trials) + 1
+    assert table.trials(healthy)["verdict"]["id-planted"] == "HANG:lock"
     assert len(table.ledger(healthy)) == 2
     assert list(table.console_beside_progress(healthy.named["1 x"])["heartbeat"])[-1] == "step 9"
     for row in table.to_metrics(healthy):
@@ -202,6 +223,20 @@ def test_the_console_says_5_while_the_run_goes_on():
     trial = trial_of("1x", 8.3)
     assert (trial.said, trial.reached, trial.old_verdict) == (5, 9, "HANG at step 5")
     assert trial.verdict.kind == "SLOW"
+
+
+def test_the_console_says_the_same_of_a_planted_hang_and_the_evidence_does_not(healthy):
+    plain, planted = healthy.named["1 x"], healthy.planted
+    assert (planted.said, planted.reached) == (plain.said, 5) == (5, 5)
+    assert (plain.moves, planted.moves) == (True, False) and planted not in healthy.trials
+    assert (planted.verdict.label, stuck("x", True).verdict.label) == ("HANG:lock", "STALLED:lock")
+
+
+def test_a_loop_that_works_and_counts_nothing_is_not_called_moving(healthy):
+    uncounted = Verdict("SLOW", "uncounted", numbers={"rested_s": 9.0})
+    change(healthy, "1 x", verdict=uncounted)
+    assert claims.nothing_hangs(healthy).verdict == "INCONCLUSIVE"
+    assert decision.decide(healthy)[-1][0] == "STALLED"
 
 
 def test_a_trials_page_names_no_place_of_the_machine():
@@ -247,6 +282,16 @@ def test_a_healthy_loop_is_said_to_hang_at_step_5_and_found_slow(tmp_path):
     assert not cut.finished and cut.verdict.kind == "SLOW"
     assert cut.said in cut.expected()
     assert cut.reached > 5 or cut.said <= 5
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_lock_planted_into_the_loop_is_certified_at_its_line(tmp_path):
+    lab = Lab(Ledger(tmp_path), Setup(tokens=64))
+    lab.calibrate()
+    planted = lab.run(**trials.PLANTED)
+    assert planted.verdict.label == "HANG:lock" and "taken_twice" in planted.verdict.line
+    assert planted.evidence.end.type == "stall" and planted.said in planted.expected()
 
 
 @pytest.mark.parametrize("name", [None, "03_smoke", "03_h200"])

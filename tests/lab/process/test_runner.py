@@ -65,6 +65,7 @@ def test_what_can_never_go_on_is_ended_with_its_certificate(stuck, name, verdict
     assert found.label == verdict and found.edges, found.because
     (report,) = evidence.reports
     assert report["label"] == verdict and report["withdrawn"] is None
+    assert report["headline"].startswith("HANG: ") and found.line in report["headline"]
 
 
 @pytest.mark.full
@@ -162,10 +163,12 @@ def test_of_several_ranks_the_first_to_fail_is_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_skipped_collective_is_in_the_flight_recorders(tmp_path):
+def test_who_skips_a_collective_is_named_and_it_is_in_the_flight_recorders(tmp_path):
     evidence = trial("skipped_collective", tmp_path, ranks=2)
     assert [rows[-1]["seq"] for _, rows in sorted(evidence.flights.items())] == [2, 1]
-    assert judge(evidence).what == "collective"
+    found = judge(evidence)
+    assert found.kind in ("HANG", "STALLED") and found.numbers["rank"] == 1, found.because
+    assert found.what != "collective" and "skipped_collective" in found.line
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, product
 from math import prod
 from unittest.mock import Mock
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from nsa.lab.search import covering
-from nsa.lab.search.bisection import Bisection, Spent, Tried
+from nsa.lab.search.bisection import Bisection, Spent, Tried, is_fault
 from nsa.lab.search.candidates import Candidates, ordered, position, table, text
 
 NAMES = [f"f{number}" for number in range(11)]
@@ -18,7 +19,7 @@ MIXED = {
     name: list(range(count)) if count > 2 else [False, True]
     for name, count in zip(NAMES, (4, 6, 5, 4, 3, 2, 2, 2, 3, 2, 2), strict=True)
 }
-PASS, FAULT = Tried("PASS"), Tried("HANG", "HANG:blocked at lock", what="blocked")
+PASS, FAULT = Tried("PASS"), Tried("HANG", "HANG:lock at step", what="lock")
 
 
 def planted(*conditions, fault=FAULT):
@@ -120,11 +121,21 @@ def test_ddmin_leaves_out_nothing_that_is_needed_where_a_difference_hides_the_fa
 
 
 def test_only_the_same_kind_and_signature_is_the_same_fault():
-    assert covering.same(FAULT, Tried("HANG", "HANG:blocked at lock")) is True
+    assert covering.same(FAULT, Tried("HANG", "HANG:lock at step")) is True
     for found in (PASS, Tried("SLOW", "SLOW")):
         assert covering.same(FAULT, found) is False
-    others = [("HANG", "HANG:blocked at all_reduce"), ("OOM", "OOM:device"), ("INCONCLUSIVE",)]
+    others = [("HANG", "HANG:collective at step"), ("OOM", "OOM:device"), ("INCONCLUSIVE",)]
     assert [covering.same(FAULT, Tried(*told)) for told in others] == [None] * 3
+
+
+def test_a_stall_is_a_fault_of_its_own_that_what_moves_does_not_have():
+    stalled = Tried("STALLED", "STALLED:socket at load", what="socket")
+    assert is_fault(stalled) and is_fault(stalled, "STALLED") and not is_fault(stalled, "HANG")
+    assert covering.same(stalled, replace(stalled)) is True
+    for moves in (PASS, Tried("SLOW", "SLOW"), Tried("SLOW", "SLOW:uncounted at load")):
+        assert covering.same(stalled, moves) is False
+    for other in (FAULT, Tried("STALLED", "STALLED:file lock at load"), Tried("INCONCLUSIVE")):
+        assert covering.same(stalled, other) is None
 
 
 @pytest.mark.full
@@ -193,7 +204,7 @@ def test_defaults_that_take_part_and_values_that_python_calls_equal_are_found(
 def test_a_fault_whatever_the_factors_are_has_an_empty_cause():
     found = Bisection({"a": [1, 2], "b": [1, 2, 3]}, planted()).find()
     assert found.cause == {} and found.solved
-    assert str(found) == "HANG:blocked whatever the factors are"
+    assert str(found) == "HANG:lock whatever the factors are"
 
 
 def test_a_fault_that_nothing_passed_beside_has_no_cause():
@@ -285,7 +296,7 @@ def test_the_ledger_says_what_each_trial_left():
     assert rows[-1]["eliminated"].endswith("causes")
     lines = text(rows).splitlines()
     assert len(lines) == len(rows) + 1 and lines[0].startswith("number  trial")
-    assert str(found) == "HANG:blocked is caused by f1=true with f4=true"
+    assert str(found) == "HANG:lock is caused by f1=true with f4=true"
 
 
 def test_two_causes_are_said_to_be_more_than_one():

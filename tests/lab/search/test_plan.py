@@ -84,6 +84,8 @@ def test_an_illegal_value_is_refused_with_what_would_do(name, value, message):
         ({"most": True}, "most=True must be a whole number"),
         ({"deadline_s": -1}, "must be a number of seconds greater than 0"),
         ({"stall_s": None}, "must be a number of seconds greater than 0"),
+        ({"on_hang": "end"}, "on_hang='end' is unknown; known are report, kill"),
+        ({"on_stall": True}, "on_stall=True is unknown; known are report, kill"),
         ({"cover": "pair"}, "cover='pair' is unknown; known are all, pairs, triples"),
         ({"kind": "HUNG"}, "the nearest is 'HANG'"),
         ({"screen": 1}, "screen=1 must be true or false"),
@@ -169,6 +171,12 @@ def test_a_deadline_grows_by_its_factor_and_observers_are_told():
     assert asked[0]["predicted_s"] == 4.0 and asked[0]["stall_s"] == 5.0
     assert plan().options({"anomaly": True, "aux_stats": True})["factor"] == pytest.approx(5.04)
     assert plan().options({})["deadline_s"] is None
+
+
+def test_a_certified_hang_is_ended_and_a_stall_is_not_unless_the_plan_says_so():
+    actions = [made.options({}) for made in (plan(), plan(on_hang="report", on_stall="kill"))]
+    told = [(options["on_hang"], options["on_stall"]) for options in actions]
+    assert told == [("kill", "report"), ("report", "kill")]
 
 
 def test_another_attempt_is_another_trial_of_the_same_settings():

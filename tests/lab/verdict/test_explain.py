@@ -189,8 +189,8 @@ def test_what_could_not_be_read_is_said_with_what_would_help():
 
 
 def test_a_silence_is_told_with_the_ways_to_teach_it_and_commands_that_settle_it():
-    told = page(*pages.ranks_wait())
-    for words in ("stall_s=", "progress.event()", "(allowed now: 5 s;", "its longest before"):
+    told = " ".join(page(*pages.ranks_wait()).split())
+    for words in ("stall_s=", "nsa.lab.watch.event()", "(allowed now: 5 s;", "its longest before"):
         assert words in told
     assert "\n  py-spy dump --native --pid 10\n" in page(*pages.lock())
     assert "stall_s" not in page(returned(), Verdict("PASS"))

@@ -75,11 +75,11 @@ def test_a_certificate_must_be_the_same_at_every_look():
 
 
 def test_a_longer_silence_in_the_runs_own_history_makes_it_more_patient():
-    """It was silent for 10 s before, so 14 s tell nothing yet."""
-    samples = [*moving(3), *resting(3, 10, at=p(2, fired=9)), *resting(13.25, 14, **QUIET)]
+    """It was silent for 10 s before, so 18 s tell nothing yet."""
+    samples = [*moving(3), *resting(3, 10, at=p(2, fired=9)), *resting(13.25, 18, **QUIET)]
     evidence = trial(samples, snapshots(18.5, process(thread(wait=SOCKET))))
     assert judge(evidence).label == "INCONCLUSIVE:unproven"
-    samples += resting(27.5, 8, **QUIET)
+    samples += resting(31.5, 4, **QUIET)
     evidence = trial(samples, snapshots(18.5, process(thread(wait=SOCKET))))
     assert judge(evidence).label == "STALLED:socket"
 
@@ -91,7 +91,7 @@ def test_a_stall_tells_who_waits_for_whom_and_what_would_settle_it():
     assert first["from"] == "rank 0" and first["to"] == ["process 7 (python train.py) of rank 0"]
     assert second["text"] == "reads a socket of 10.0.0.7:443" and second["outside"]
     assert verdict.line == "train.py:60 load" and "--pid 7" in verdict.settle[0]
-    assert verdict.numbers["rested_s"] == pytest.approx(14.0)
+    assert verdict.numbers["rested_s"] == pytest.approx(18.0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -176,7 +176,7 @@ def test_slow_work_is_told_with_its_rate_and_what_is_left():
 def test_a_hang_tells_what_it_read():
     verdict = judge(still(process(thread(wait=LOCKED))))
     told = "\n".join(verdict.because)
-    assert "no progress for 14.0 s, at step 3 backward, 12 modules, node 4 of 203" in told
+    assert "no progress for 18.0 s, at step 3 backward, 12 modules, node 4 of 203" in told
     assert "rank 0 waits for a lock, at train.py:31 never_ends" in told
     assert "nobody is left who could end this" in told
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from nsa.lab.watch import flight_recorder, looks
+from nsa.lab.watch import flight_recorder
 from nsa.lab.watch.evidence import (
     End,
     Evidence,
@@ -109,16 +109,6 @@ def test_thinning_keeps_the_moves_and_every_other_sample_of_each_rank():
     kept = thinned(samples)
     assert 50 <= len(kept) < 75 and {s.p for s in kept} == {s.p for s in samples}
     assert {s.rank for s in kept} == {0, 1} and kept == sorted(kept, key=lambda s: s.t)
-
-
-def test_a_dump_is_read_with_its_main_thread():
-    text = (
-        'Thread 0x0000000000000007 (most recent call first):\n  File "a b.py", line 3 in f\n\n'
-        "Current thread 0x00007fb5a6673b80 [python] (most recent call first):\n"
-        '  File "c.py", line 9 in <module>\n'
-    )
-    found = [(t.main, list(t.frames)) for t in looks.parse(text, 0x7FB5A6673B80)]
-    assert found == [(False, ["a b.py:3 f"]), (True, ["c.py:9 <module>"])]
 
 
 def test_both_flight_recorders_are_read(monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa.lab.verdict.pace import backward_eta_s
-from nsa.lab.watch import Progress, Unheard, counting, progress
+from nsa.lab.watch import Progress, Unheard, counting, event, progress
 from nsa.lab.watch.evidence import P, Sample
 from nsa.lab.watch.progress import cells_of, read
 from nsa.model.data import synthetic
@@ -36,6 +36,17 @@ def test_a_strangers_step_is_counted_though_it_knows_of_nobody(counters):
     p = here(counters)
     assert (p.step, p.phase, p.modules) == (1, "other", 4)
     assert p.fired == p.total > 6
+
+
+def test_work_that_nobody_counts_says_so_itself_and_says_it_to_nobody_where_none_watches(
+    counters, monkeypatch
+):
+    event()
+    event()
+    assert here(counters).events == 2
+    monkeypatch.setattr(progress, "_counting", set())
+    event()
+    assert here(counters).events == 2
 
 
 def test_every_node_that_runs_is_counted_once(counters):

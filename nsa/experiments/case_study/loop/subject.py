@@ -7,6 +7,7 @@ and at every twentieth. Between step 5 and step 20 a healthy run is silent, howe
 import math
 import re
 import sys
+import threading
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ DEFAULTS = {
     "aux_stats": False,  # gate statistics, read to the host in every step
     "tracing": False,  # every operation by name
     "checkpointing": False,
+    "lock_at": 0,  # the step, from 1, that takes a lock twice: a hang, planted; 0 is none
     "threads": None,
 }
 
@@ -121,6 +123,8 @@ class ExhibitLoop:
             if self.schedule.at_start(i + 1):
                 print(self.schedule.debug(i + 1, tokens.shape), flush=True)
             self._enter("forward")
+            if i + 1 == self.settings["lock_at"]:
+                taken_twice(threading.Lock())
             _, loss = self.model(tokens, targets)
             self._enter("backward")
             self._backward(loss)
@@ -153,6 +157,12 @@ class ExhibitLoop:
     def _statistics(self, gate, args, weights) -> None:
         entropy = -(weights * weights.clamp_min(1e-9).log()).sum(-1)
         self.stats = [entropy.mean().item() / math.log(3), weights.max().item()]
+
+
+def taken_twice(lock: threading.Lock) -> None:
+    """Waits for what only itself could let go."""
+    with lock, lock:
+        pass
 
 
 make = ExhibitLoop  # what a trial's spec names

@@ -19,6 +19,7 @@ def all_claims(results: Results) -> list[Claim]:
     """Every claim; one whose trials are missing or cannot be trusted is INCONCLUSIVE."""
     return [
         nothing_hangs(results),
+        a_planted_hang_is_told_apart(results),
         the_console_shows_the_schedule(results),
         the_verdict_moves_with_the_deadline(results),
         the_hang_step_moves_with_the_prints(results),
@@ -37,16 +38,29 @@ def all_claims(results: Results) -> list[Claim]:
 def nothing_hangs(results: Results) -> Claim:
     """What was cut was in motion: SLOW, with P seen moving."""
     cut = [t for t in results.trials if not t.finished]
-    hung = [t for t in cut if t.verdict.kind == "HANG"]
-    unclear = [t for t in cut if t.verdict.kind not in ("HANG", "SLOW")]
-    sentence = f"of {len(cut)} trials that the old rule calls HANG none hangs: each is SLOW"
+    stand = [t for t in cut if t.verdict.kind in ("HANG", "STALLED")]
+    unclear = [t for t in cut if t not in stand and not t.moves]
+    sentence = f"of {len(cut)} trials that the old rule calls HANG none hangs: each is SLOW, moving"
     evidence = {t.id: [t.verdict.label, *t.verdict.because[:1]] for t in cut}
-    if hung:
-        return Claim(f"{sentence}; not so: {_ids(hung)}", "FAIL", evidence)
+    if stand:
+        return Claim(f"{sentence}; not so: {_ids(stand)}", "FAIL", evidence)
     if unclear or not cut:
         why = f"{_ids(unclear)} cannot be told" if unclear else "none was cut"
         return Claim.undecided(sentence, why, evidence)
     return Claim(f"{sentence} [{_ids(cut)}]", "PASS", evidence)
+
+
+def a_planted_hang_is_told_apart(results: Results) -> Claim:
+    """That nothing hangs says something only of rules that would have said so."""
+    sentence = "the same loop with a lock planted at step 5 is HANG, certified at its line"
+    planted = results.planted
+    if planted is None or planted.verdict.kind == "INCONCLUSIVE":
+        return Claim.undecided(sentence, f"it is {planted.verdict.label}" if planted else NOT_RUN)
+    found = planted.verdict
+    named = found.label == "HANG:lock" and "taken_twice" in found.line
+    holds = named and bool(found.edges) and planted.reached == 5
+    text = f"{sentence}: {found.label}, {found.line}, in step {planted.reached}"
+    return _claim(text, [planted], holds, {"because": list(found.because), "edges": found.edges})
 
 
 def the_console_shows_the_schedule(results: Results) -> Claim:
@@ -72,7 +86,7 @@ def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
     told = ", ".join(f"{t.cell['deadline']:g} x: {_where(t)}" for t in named)
     if holds and not named[-1].finished:
         return Claim.undecided(sentence, told, {"reached": reached})
-    if not holds and results.spread > STEADY:  # a run that stands still is a HANG: `nothing_hangs`
+    if not holds and results.spread > STEADY:  # whether it stands still, `nothing_hangs` says
         return Claim.undecided(sentence, f"{UNSTEADY}, {told}", {"reached": reached})
     return _claim(f"{sentence}: {told}", named, holds, {"reached": reached})
 
@@ -115,9 +129,9 @@ def layers_only_slow(results: Results) -> Claim:
     if not plain or not name:
         return Claim.undecided(sentence, NOT_RUN)
     deep = results.named[name]
-    if deep.verdict.kind not in ("SLOW", "HANG"):
+    if deep.verdict.kind not in ("SLOW", "STALLED", "HANG"):
         return Claim.undecided(sentence, f"{deep.id} is {deep.verdict.label}")
-    holds = deep.verdict.kind == "SLOW" and deep.reached < plain.reached
+    holds = deep.moves and deep.reached < plain.reached
     text = f"{sentence}: {name} {_where(deep)}, 1 layer {_where(plain)}"
     return _claim(text, [plain, deep], holds, {"reached": [plain.reached, deep.reached]})
 

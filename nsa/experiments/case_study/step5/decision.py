@@ -26,8 +26,9 @@ class Question:
 
 LEAVES = {
     "PASS": "PASS: nothing to explain",
-    "HANG": "HANG: a proof says that it cannot go on",
-    "RERUN": "rerun at twice the deadline: the same P is HANG",
+    "HANG": "HANG: nobody is left who could end its wait",
+    "STALLED": "STALLED, or SLOW uncounted: its page says why",
+    "RERUN": "INCONCLUSIVE: it moves and comes no further; rerun it",
     "LEAK": "FAIL: something grows from step to step",
     "ELSEWHERE": "SLOW: profile it, dispatch is not the cause",
     "DISPATCH": "SLOW: as many operations as the loop has tokens",
@@ -62,9 +63,9 @@ TREE = {
     node: Question(*asked)
     for node, *asked in (
         ("ended", "Did it end by itself?", _late(lambda t: t.finished), "PASS", "moves"),
-        ("moves", "Does P move?", _late(lambda t: t.verdict.kind == "SLOW"), "further", "proof"),
-        ("proof", "Is there a proof\nthat it cannot go on?",
-         _late(lambda t: t.verdict.kind == "HANG"), "HANG", "RERUN"),
+        ("moves", "Does P move?", _late(lambda t: t.moves), "further", "certified"),
+        ("certified", "Is it certified that\nnothing ends its wait?",
+         _late(lambda t: t.verdict.kind == "HANG"), "HANG", "STALLED"),
         ("further", "Does it come further\nin twice the time?", _further, "state", "RERUN"),
         ("state", "Is the state alike after\nsteps 4 and 5?", _same_state, "operations", "LEAK"),
         ("operations", "Do operations\nexplain the time?", _operations, "DISPATCH", "ELSEWHERE"),
@@ -105,13 +106,14 @@ class Reason:
 
 def go(results: Results) -> list[Reason]:
     """Whether the case study's training could have started, rule by rule."""
-    ran, hung = len(results.trials), sum(t.verdict.kind == "HANG" for t in results.trials)
+    stand = ("HANG", "STALLED")
+    ran, hung = len(results.trials), sum(t.verdict.kind in stand for t in results.trials)
     step5, best_us = TIMINGS[-1], BAND_US[0]
     rate = 1e6 * step5.tokens / (step5.operations * best_us)
     defects = design(results.lab.setup.design).defects
     allow = f"{step5.operations:,} operations a step at {best_us:g} us, the least seen, allow"
     return [
-        Reason("nothing hangs", not hung, f"{ran} trials, of which {hung} are HANG"),
+        Reason("nothing hangs", not hung, f"{ran} trials, of which {hung} stand still"),
         Reason(f"at least {TARGET:g} tokens/s", rate >= TARGET, f"{allow} {rate:.0f}"),
         Reason("attention is attention", not defects, f"it has {', '.join(defects) or 'none'}"),
     ]

@@ -173,8 +173,8 @@ def memory_table(layers: int = 5):
 
 
 PLACES = {
-    "ended": (0, 3), "PASS": (0, 1.5), "moves": (1, 3), "proof": (1, 1.5), "HANG": (0.6, 0),
-    "further": (2, 3), "RERUN": (1.7, 0), "state": (3, 3), "LEAK": (3, 1.5),
+    "ended": (0, 3), "PASS": (0, 1.5), "moves": (1, 3), "certified": (1, 1.5), "HANG": (0.3, 0),
+    "STALLED": (1.25, 0), "further": (2, 3), "RERUN": (2.15, 0), "state": (3, 3), "LEAK": (3, 1.5),
     "operations": (4, 3), "ELSEWHERE": (3.2, 0), "DISPATCH": (4.1, 1.5),
 }  # fmt: skip
 MIDDLE = {"ha": "center", "va": "center", "fontsize": 8.5}

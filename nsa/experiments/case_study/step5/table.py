@@ -15,6 +15,7 @@ from nsa.lab.verdict import explain
 def trials(results: Results) -> pandas.DataFrame:
     """One row a trial: both verdicts side by side."""
     names = {t.id: name for name, t in reversed(results.named.items())}
+    names |= {results.planted.id: "planted lock"} if results.planted else {}
     rows = [
         {
             "trial": t.id,
@@ -27,7 +28,7 @@ def trials(results: Results) -> pandas.DataFrame:
             "old rule": t.old_verdict,
             "verdict": t.verdict.label,
         }
-        for t in results.trials
+        for t in [*results.trials, *filter(None, [results.planted])]
     ]
     return pandas.DataFrame(rows).set_index("trial")
 
@@ -130,6 +131,7 @@ def to_metrics(results: Results) -> list[dict]:
 
 def facts(results: Results, tokens: int) -> list[str]:
     """Lines that are the same on every machine: what was printed, judged and counted."""
+    stand = ("HANG", "STALLED")
     unexplained = sum(trial.said not in trial.expected() for trial in results.trials)
     changed = [r["what"] for r in results.state["rows"] if r["changed"]]
     alike = [r["what"] for r in results.state["rows"] if not r["changed"]]
@@ -137,7 +139,9 @@ def facts(results: Results, tokens: int) -> list[str]:
     return [
         f"the console is silent from step to step: {CASE_STUDY.silences(45)}",
         f"trials by name: {', '.join(results.named)}",
-        f"judged HANG: {sum(trial.verdict.kind == 'HANG' for trial in results.trials)}",
+        f"judged HANG or STALLED: {sum(t.verdict.kind in stand for t in results.trials)}",
+        f"with a lock planted at step 5: {results.planted.verdict.label}, "
+        f"its last line is step {results.planted.said}",
         f"last lines that no print schedule explains: {unexplained}",
         f"changed from step 4 to 5: {', '.join(changed)}",
         f"alike: {', '.join(alike)}",

@@ -1,7 +1,8 @@
 """The step-5 question as trials: the same healthy loop under deadlines, prints and observers.
 
 The old rule is the case study's: a run that has not ended at the deadline hangs, at the step of its
-last printed line. Beside it stands the verdict of the evidence.
+last printed line. Beside it stands the verdict of the evidence, and one trial with a planted lock
+shows what that is of a run that does hang.
 """
 
 import math
@@ -28,7 +29,7 @@ SUBJECT = "nsa.experiments.case_study.loop.subject:make"
 MEASURE = "nsa.experiments.case_study.loop.measure:several"
 SLOWS = {"tracing": 2.0, "aux_stats": 1.1, "blocking": 1.5}  # observers, and by how much
 BASE = {"path": "loop", "layers": 1, "deadline": 1.0}
-BASE |= {"aux_stats": False, "tracing": False, "blocking": False, "prints": (5, 20)}
+BASE |= {"aux_stats": False, "tracing": False, "blocking": False, "prints": (5, 20), "lock_at": 0}
 # Of the bisection; the first value is what nobody would call a hang. Its long deadline has room for
 # observers on a machine that slows down: a trial that ends by itself takes no more of it.
 FACTORS = {
@@ -45,6 +46,8 @@ OBSERVERS = {
     "tracing": {"tracing": True},
     "launch blocking": {"blocking": True},
 }
+# At the step of the case study's hang, under a deadline that leaves its certificate time.
+PLANTED = {"lock_at": 5, "deadline": FACTORS["deadline"][0]}
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ class Trial:
     @property
     def finished(self) -> bool:
         return self.evidence.end is not None and self.evidence.end.how == "returned"
+
+    @property
+    def moves(self) -> bool:
+        """Whether it was cut in motion, as its evidence has it."""
+        return self.verdict.kind == "SLOW" and "rested_s" not in self.verdict.numbers
 
     @property
     def said(self) -> int | None:
@@ -176,7 +184,8 @@ class Lab:
 
     def _run(self, cell: dict[str, Any], steps: int, **options: Any) -> Trial:
         with self.gpus.one() as gpu:
-            id, evidence, verdict = self.ledger.run(self.spec(cell, steps), gpu=gpu, **options)
+            spec = self.spec(cell, steps)
+            id, evidence, verdict = self.ledger.run(spec, gpu=gpu, on_hang="kill", **options)
         folder = Path(self.ledger.root) / id
         console = (folder / "stdout.txt").read_text(errors="replace")
         counted = folder / "progress-0.bin"
@@ -196,6 +205,7 @@ class Lab:
         settings = asdict(self.setup) | {"changes": changes}
         settings |= dict(zip(("first", "every"), cell["prints"], strict=True))
         settings |= {name: cell[name] for name in ("aux_stats", "tracing")}
+        settings |= {"lock_at": cell["lock_at"]} if cell["lock_at"] else {}
         del settings["steps"], settings["allowed"]
         observers = tuple(name for name in SLOWS if cell[name])
         env = {"CUDA_LAUNCH_BLOCKING": "1"} if cell["blocking"] else {}
@@ -224,6 +234,7 @@ def pace(evidence: Evidence) -> float | None:
 class Results:
     """What was found: trials by name, the bisection, and rows of the measurements.
 
+    planted: the trial with a lock that nobody can let go; it is none of `trials`.
     state: of loop.measure.difference; operations: of the loop, of dense masks, and of those at
     twice the length; memory: of loop.measure.memory; failed: what a measurement ended with instead.
     """
@@ -235,11 +246,12 @@ class Results:
     operations: list[dict[str, Any]]
     memory: list[dict[str, Any]]
     failed: list[str] = field(default_factory=list)
+    planted: Trial | None = None
 
     @property
     def trials(self) -> list[Trial]:
-        """Every trial that ran, in the order in which they ended."""
-        return self.lab.trials
+        """Every trial of the loop that ran, in the order in which they ended."""
+        return [trial for trial in self.lab.trials if not trial.cell["lock_at"]]
 
     @property
     def spread(self) -> float:
@@ -309,11 +321,13 @@ def investigate(
 
     named = cells(deadlines, layers)
     longest_first = sorted(named, key=lambda name: -named[name].get("deadline", 1.0))
-    jobs = [bisected, *(partial(rows, name) for name in measured)]
+    jobs = [bisected, *(partial(rows, name) for name in measured), partial(lab.run, **PLANTED)]
     jobs += [partial(lab.run, **named[name]) for name in longest_first]
     # The bisection is one trial after another, so one worker more: a GPU waits for none of it.
     at_once = len(lab.gpus.names) + 1 if lab.gpus.names else workers
-    found, operations, state, held, *ran = sweep.each(lambda gpu, job: job(), jobs, workers=at_once)
+    ended = sweep.each(lambda gpu, job: job(), jobs, workers=at_once)
+    found, operations, state, held, planted, *ran = ended
     by_name = dict(zip(longest_first, ran, strict=True))
     in_order = {name: by_name[name] for name in named}
-    return Results(lab, in_order, found, state[0] if state else None, operations, held, failed)
+    first = state[0] if state else None
+    return Results(lab, in_order, found, first, operations, held, failed, planted)

@@ -119,6 +119,8 @@ PLANTED: tuple[Fault, ...] = (
           needs="gpu"),
     Fault("spinning kernel", "SLOW:uncounted", "devices:Spins", "a kernel that spins for a minute",
           settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=25.0, takes_s=30.0),
+    Fault("stream that waits for ever", "STALLED:device", "devices:NeverWritten",
+          "a stream waits for a word of memory that nobody writes; the GPU is idle", needs="gpu"),
     Fault("device assertion", "CRASH", "devices:BadIndex", "an index beyond its table",
           needs="gpu"),
     Fault("kept on the device", "FAIL:tensor-list", "devices:KeptOnDevice",
