@@ -169,13 +169,11 @@ def selfcheck(df, folder):
     for config, (_, line) in zip(metrics.configs(df), df.iterrows(), strict=True):
         if line["metric"] != "time_to_verdict":
             continue
-        expected = [one.partition(":") for one in config["expected"].split(" or ")]
         found, _, what = config["found"].partition(":")
         row = Judged(
             config["fault"],
             line["mode"] == "control",
-            tuple(kind for kind, _, _ in expected),
-            expected[0][2],
+            config["expected"],
             found,
             what,
             config["rule"],
@@ -183,6 +181,9 @@ def selfcheck(df, folder):
             named_s=config["rested_s"],
             round=int(line["x_value"]),
             skipped=config["skipped"],
+            load=config.get("load", 0),
+            group=config.get("group", "planted"),
+            batch=config.get("batch", "first"),
         )
         rows.append(row)
     return {
@@ -192,6 +193,6 @@ def selfcheck(df, folder):
             "controls": here.table.matrix_of(rows, controls=True),
             "confusion": here.table.confusion(rows),
         },
-        "claims": {str(i): claim for i, claim in enumerate(here.claims.all_claims(rows))},
-        "figures": {"time": here.plots.time_to_verdict(rows)},
+        "claims": {str(i): claim for i, claim in enumerate(here.claims.must_hold(rows))},
+        "figures": {"matrices": here.plots.matrices(rows)},
     }

@@ -19,7 +19,7 @@ from evidences import (
     trial,
 )
 
-from nsa.lab.watch.evidence import End, P, Process, Sample, Wait
+from nsa.lab.watch.evidence import End, P, Process, Sample, Thread, Wait
 
 
 def cases(groups):
@@ -316,7 +316,21 @@ BEHIND = flight((1, "gloo:all_reduce", 4))
 OWN = [f"{TRAIN}:90 upload"]
 RECEIVE = ("/x/torch/distributed/distributed_c10d.py:9 recv", f"{TRAIN}:70 exchange")
 
+BACKWARD = ("/x/torch/autograd/graph.py:9 _engine_run_backward", f"{TRAIN}:50 averaged")
+AVERAGING = process(
+    thread(wait=LOCKED, frames=BACKWARD),
+    Thread(8, "pt_gloo_runloop", state="S", wait=Wait("lock", "waits", OTHERS, left_s=1784.0)),
+    Thread(9, "gloo_tcp_loop", state="R", wait=None),
+)
+
 RANKS = {
+    "one averages its gradients, told by gloo's thread alone": (
+        two(AVERAGING, rank(1, SOCKET, OWN)), "STALLED:socket", "rank 1", "train.py:90 upload",
+    ),
+    "one has ended, and nothing tells whether it was in the group": (
+        two(rank(0, ("lock", "waits", ((1, 0),))), Process(2, of=1, rank=1, state="X")),
+        "STALLED:collective", "rank 0", "train.py:50 averaged",
+    ),
     "one is stuck in a lock of its own": (
         two(rank(0, LOCKED), rank(1, LOCKED, OWN), flights={0: AHEAD, 1: BEHIND}),
         "HANG:lock", "rank 1", "train.py:90 upload",

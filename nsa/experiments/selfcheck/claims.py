@@ -11,33 +11,30 @@ COUNTED = {"a GPU": 1.05, "a CPU": 1.10}  # of a step
 FORETOLD = 0.25  # of a backward
 
 
-def all_claims(rows: Sequence[Judged]) -> list[Claim]:
-    """Every claim; one about what was not run is INCONCLUSIVE.
+def must_hold(rows: Sequence[Judged]) -> list[Claim]:
+    """What a run fails without; a claim about what was not run is INCONCLUSIVE."""
+    return [every_fault_is_named(rows), _of(table.AIMS[0], rows)]
 
-    What was written after the rules were frozen is in all of them, and has them once more alone.
-    """
+
+def should_hold(rows: Sequence[Judged]) -> list[Claim]:
+    """The aims; those of what was written after the rules were frozen are told once more alone."""
     frozen = [row for row in rows if row.batch == "frozen"]
     return [
-        every_fault_is_named(rows),
-        *of_programs(rows, "of all programs"),
-        *of_programs(frozen, "of those written after the rules"),
+        *(_of(aim, rows) for aim in table.AIMS[1:]),
+        *(_of(aim, frozen, "written after the rules: ") for aim in table.AIMS),
     ]
 
 
-def of_programs(rows: Sequence[Judged], which: str) -> list[Claim]:
-    """A claim for each aim, which must be met at each load."""
-    found, claims = table.aims(rows), []
-    for aim in table.AIMS:
-        mine = found[(found["aim"] == aim.text) & (found["of"] > 0)]
-        told = ", ".join(f"{m.count} of {m.of} at load {m.load}" for m in mine.itertuples(False))
-        sentence = f"{which}, {aim.text} ({aim.wanted})"
-        if mine.empty:
-            claims.append(Claim.undecided(sentence, "none was run"))
-        else:
-            against = [f"{row.name}, load {row.load}: {row.label}" for row in aim.against(rows)]
-            verdict = verdict_of(bool(mine["met"].all()))
-            claims.append(Claim(f"{sentence}: {told}", verdict, {"against it": against}))
-    return claims
+def _of(aim: table.Aim, rows: Sequence[Judged], which: str = "") -> Claim:
+    """That it is met at each load."""
+    found = {load: aim.count(rows, load) for load in table.loads_of(rows)}
+    told = [f"{count} of {of} at load {load}" for load, (count, of) in found.items() if of]
+    sentence = f"{which}{aim.text}, {aim.wanted} wanted"
+    if not told:
+        return Claim.undecided(sentence, "none was run")
+    met = all(aim.met(rows, load) for load in found)
+    against = [f"{row.name}, load {row.load}: {row.label}" for row in aim.against(rows)]
+    return Claim(f"{sentence}: {'; '.join(told)}", verdict_of(met), {"against it": against})
 
 
 def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
@@ -49,7 +46,7 @@ def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
     return Claim(sentence, verdict_of(not missed) if run else "INCONCLUSIVE", {"missed": missed})
 
 
-def aims(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:
+def of_watching(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:
     """Each aim of watching with what was measured; INCONCLUSIVE where it was not.
 
     A step counted as in a trial, over the same step without; the end of a backward, from half of

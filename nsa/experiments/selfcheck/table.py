@@ -40,12 +40,21 @@ class Aim:
             return f"at least {self.least:.0%}"
         return f"at most {self.most:.0%}" if self.most else "none"
 
+    def mine(self, rows: Iterable[Judged]) -> list[Judged]:
+        """Those that it is about."""
+        return [row for row in rows if not row.skipped and self.among(row)]
+
     def against(self, rows: Iterable[Judged]) -> list[Judged]:
         """Those that speak against it."""
-        mine = [row for row in rows if not row.skipped and self.among(row)]
-        return [row for row in mine if bool(self.so(row)) == (self.most is not None)]
+        return [row for row in self.mine(rows) if bool(self.so(row)) == (self.most is not None)]
 
-    def met(self, count: int, of: int) -> bool:
+    def count(self, rows: Iterable[Judged], load: int) -> tuple[int, int]:
+        """How many of how many at that load."""
+        mine = [row for row in self.mine(rows) if row.load == load]
+        return sum(bool(self.so(row)) for row in mine), len(mine)
+
+    def met(self, rows: Iterable[Judged], load: int) -> bool:
+        count, of = self.count(rows, load)
         return count >= self.least * of if self.most is None else count <= self.most * of
 
 
@@ -69,47 +78,37 @@ def _named_soon(row: Judged) -> bool:
 
 
 AIMS = (
-    Aim("what is healthy is called HANG", lambda row: row.control, lambda row: row.ever("HANG"),
+    Aim("healthy ones called HANG", lambda row: row.control, lambda row: row.ever("HANG"),
         most=0.0),
-    Aim("what is healthy is called STALLED for a while", lambda row: row.control,
+    Aim("healthy ones called STALLED, if only for a while", lambda row: row.control,
         lambda row: row.ever("STALLED"), most=0.02),
-    Aim("what is healthy stays STALLED", lambda row: row.control, _stays_stalled, most=0.0),
-    Aim("hangs that can be certified are", _certifiable, lambda row: row.found == "HANG",
+    Aim("healthy ones that stay STALLED", lambda row: row.control, _stays_stalled, most=0.0),
+    Aim("hangs that can be certified and are", _certifiable, lambda row: row.found == "HANG",
         least=0.9),
-    Aim("they are within 15 s, or 40 s above load 1", _certifiable, _certified_soon, least=0.9),
-    Aim(f"other hangs have their name and line within {SOON_S:.0f} s",
+    Aim("certified within 15 s, or 40 s above load 1", _certifiable, _certified_soon, least=0.9),
+    Aim(f"other hangs named with their line within {SOON_S:.0f} s",
         lambda row: row.group == "hang" and not row.certifiable, _named_soon, least=0.9),
-    Aim("the line or rank of a hang is in the first five lines",
+    Aim("hangs whose line or rank is in the first five lines",
         lambda row: row.group == "hang" and row.line_named is not None,
         lambda row: row.line_named, least=0.95),
 )  # fmt: skip
 
 
 def aims(rows: Sequence[Judged]) -> pandas.DataFrame:
-    """A row for each aim and load: how many of how many, and whether what is wanted is met."""
-    columns, found = ["aim", "wanted", "load", "count", "of", "met"], []
-    run = [row for row in rows if not row.skipped]
+    """A row an aim, a column a load: "27 of 28", or "" where there was none."""
+    found = {}
     for aim in AIMS:
-        for load in sorted({row.load for row in run}):
-            mine = [row for row in run if row.load == load and aim.among(row)]
-            count = sum(bool(aim.so(row)) for row in mine)
-            met = aim.met(count, len(mine))
-            found.append((aim.text, aim.wanted, load, count, len(mine), met))
-    return pandas.DataFrame(found, columns=columns)
+        loads = {load: (aim.count(rows, load), aim.met(rows, load)) for load in loads_of(rows)}
+        shown = {
+            f"load {load}": f"{count} of {of}{'' if met else ', missed'}" if of else ""
+            for load, ((count, of), met) in loads.items()
+        }
+        found[aim.text] = {"wanted": aim.wanted, **shown}
+    return pandas.DataFrame.from_dict(found, orient="index").rename_axis("aim")
 
 
-def aims_by_load(rows: Sequence[Judged]) -> pandas.DataFrame:
-    """The same for a reader: a row an aim, a column a load, "27 of 28" in it."""
-    found = aims(rows)
-    found["load"] = [f"load {load}" for load in found["load"]]
-    found["shown"] = [
-        f"{m.count} of {m.of}{'' if m.met else ', missed'}" if m.of else ""
-        for m in found.itertuples(False)
-    ]
-    order = {"index": ["aim", "wanted"], "columns": "load", "values": "shown"}
-    texts = [aim.text for aim in AIMS]
-    loads = list(dict.fromkeys(found["load"]))
-    return found.pivot(**order).reset_index("wanted").reindex(texts)[["wanted", *loads]]
+def loads_of(rows: Iterable[Judged]) -> list[int]:
+    return sorted({row.load for row in rows if not row.skipped})
 
 
 def before(rows: Iterable[Judged]) -> list[Judged]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa.lab.verdict.frames import short
 from nsa.lab.verdict.graph import Collective
-from nsa.lab.watch.evidence import Evidence, Snapshot, Thread
+from nsa.lab.watch.evidence import Evidence, Process, Snapshot
 
 _DISTRIBUTED = "torch/distributed/"
 # What gloo says where a peer sends more than there is room for.
@@ -78,12 +78,14 @@ def _differ(entries: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _seen(look: Snapshot) -> dict[int, Collective]:
-    """By what the main threads' stacks show: who is in none is missing.
+    """By what the stacks show: of those that live, who is in none is missing.
 
-    Who sends or receives waits for any of the others.
+    Who sends or receives waits for any of the others. One that has ended need not have been in the
+    group, so only a record of it proves anything.
     """
-    mains = {p.rank: p.main() for p in look.processes if p.rank is not None}
-    calls = {rank: call for rank, main in mains.items() if main and (call := _call(main))}
+    ranks = {p.rank: p for p in look.processes if p.rank is not None and p.main() is not None}
+    mains = {rank: process.main() for rank, process in ranks.items()}
+    calls = {rank: call for rank, process in ranks.items() if (call := _call(process))}
     missing = tuple(rank for rank in sorted(mains) if rank not in calls)
     found = {}
     for rank, call in calls.items():
@@ -95,12 +97,19 @@ def _seen(look: Snapshot) -> dict[int, Collective]:
     return found
 
 
-def _call(main: Thread) -> str:
-    """The outermost function of torch.distributed near the top of the stack; "" for none."""
-    named = ""
-    for frame in main.frames[:8]:
+def _call(process: Process) -> str:
+    """The outermost function of torch.distributed near the top of its stack; "" for none.
+
+    DDP's gradients are averaged inside a backward: then a thread of gloo has a time limit to keep.
+    """
+    main, named = process.main(), ""
+    for frame in main.frames[:8] if main else ():
         if _DISTRIBUTED in frame and (call := _WAITS.search(frame)):
             named = call[1]
+    waits = (t.wait for t in process.threads if t.name == "pt_gloo_runloop" and t.wait)
+    limited = any((wait.left_s or 0.0) > 1.0 for wait in waits)
+    if not named and limited and main and any("_engine_run_backward" in f for f in main.frames[:4]):
+        named = "all_reduce"
     return named
 
 

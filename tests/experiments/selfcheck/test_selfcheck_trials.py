@@ -1,32 +1,36 @@
 """The lab's check of itself: blind, complete, and loud about a miss."""
 
 import json
+import os
+import subprocess
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
-from judged_rows import control, row, skipped
+from judged_rows import control, row, skipped, well
 
 from nsa.cli import main as cli
 from nsa.cli import selfcheck as command
 from nsa.experiments.selfcheck import trials as selfcheck
-from nsa.experiments.selfcheck.faults.registry import FAULTS, chosen
-from nsa.experiments.selfcheck.judged import blind, line, matrix
+from nsa.experiments.selfcheck.faults.registry import PLANTED, chosen, every
+from nsa.experiments.selfcheck.judged import Judged, blind, line, matrix, read
 from nsa.lab.verdict import Verdict, judge
-from nsa.lab.watch.evidence import End, Evidence, Look, P, Sample
+from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
 
 
 def telling(fault):
     """Evidence that names the fault wherever evidence can."""
     module, _, name = fault.subject.partition(":")
-    file = f"/some/where/{module.replace('.', '/')}.py"
-    thread = {"name": "MainThread", "main": True, "active": True, "gil": True,
-              "frames": [f"{file}:12 fetch", f"{name}.step"]}  # fmt: skip
+    inside = "" if fault.group == "planted" else "/threads"
+    file = f"/some/where/{module.replace('.', '/')}{inside}.py"
+    frames = (f"{file}:12 fetch", f"{name}.step")
+    process = Process(7, rank=0, threads=(Thread(7, main=True, frames=frames),))
     trace = f'Traceback:\n  File "{file}", line 3, in step\nRuntimeError: {name} in {module}'
     evidence = Evidence(
         spec={"subject": fault.subject, "settings": fault.settings | {"name": name}, "steps": 6},
         samples=[Sample(0.5, 0, P(0, "data", phases=1), beats=3, cpu_s=0.1, state="S")],
-        looks=[Look(1.0, 0, "py-spy", [thread])],
+        snapshots=[Snapshot(1.0, (process,))],
         end=End("exception", 1, "RuntimeError", f"{fault.subject} failed", trace),
         notes=[f"made by {fault.subject}"],
         losses=[1.0],
@@ -35,11 +39,11 @@ def telling(fault):
     return evidence
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", every(), ids=lambda fault: fault.name)
 def test_the_judge_never_sees_what_was_planted(fault):
     module, _, name = fault.subject.partition(":")
     seen = json.dumps(blind(telling(fault), fault).to_dict())
-    for word in (fault.subject, module, name, "faults", "settings"):
+    for word in (fault.subject, module, name, "selfcheck", "settings"):
         assert word not in seen
 
 
@@ -54,7 +58,15 @@ def test_the_blind_evidence_is_otherwise_the_same():
 
 
 def test_a_trial_asks_for_the_same_oracles_whatever_is_planted():
-    assert len({selfcheck.spec(fault).oracles for fault in FAULTS}) == 1
+    assert (
+        len({selfcheck.spec(fault).oracles for fault in every() if fault.group == "planted"}) == 1
+    )
+
+
+def test_programs_are_scaled_and_run_once():
+    asked = selfcheck.spec(chosen(["shell_command 1"])[0], scale=0.25)
+    assert asked.oracles == () and asked.env["NSA_PROGRAM_SCALE"] == "0.25"
+    assert asked.settings == {"program": "shell_command", "form": 1}
 
 
 class Supervisor:
@@ -65,20 +77,23 @@ class Supervisor:
 
     def __init__(self, monkeypatch, seconds=0.0):
         self.folders, self.at_once, self.most, self.seconds = [], 0, 0, seconds
+        self.options, self.reports = {}, []
         self._lock = threading.Lock()
         monkeypatch.setattr(selfcheck.runner, "run", self.run)
         monkeypatch.setattr(selfcheck, "judge", self.judge)
+        monkeypatch.setattr(selfcheck, "busy_loops", lambda count: nullcontext())
 
     def run(self, spec, *, folder, **options):
         with self._lock:
             self.at_once += 1
             self.most = max(self.most, self.at_once)
             self.folders.append(folder)
+        self.options[spec.settings.get("program", "")] = options
         time.sleep(self.seconds)
         with self._lock:
             self.at_once -= 1
         folder.mkdir(parents=True)
-        return Evidence(spec=spec.to_dict())
+        return Evidence(spec=spec.to_dict(), reports=self.reports)
 
     def judge(self, evidence):
         assert "subject" not in evidence.spec
@@ -98,10 +113,10 @@ def test_rows_come_in_the_registrys_order_for_each_round(monkeypatch):
 
 def test_what_computes_runs_one_at_a_time_beside_what_waits(monkeypatch):
     supervisor = Supervisor(monkeypatch, seconds=0.1)
-    busy = [fault for fault in FAULTS if fault.busy and not fault.needs]
+    busy = [fault for fault in PLANTED if fault.busy and not fault.needs]
     selfcheck.check(busy, gpus=0, workers=4)
     assert supervisor.most == 1
-    waiting = [fault for fault in FAULTS if not fault.busy and not fault.needs][:8]
+    waiting = [fault for fault in PLANTED if not fault.busy and not fault.needs][:8]
     selfcheck.check([*busy[:2], *waiting], gpus=0, workers=3)
     assert supervisor.most == 4
 
@@ -110,7 +125,76 @@ def test_a_trials_folder_does_not_name_what_is_planted(monkeypatch):
     supervisor = Supervisor(monkeypatch)
     selfcheck.check(chosen(["killed"]), gpus=0)
     (folder,) = supervisor.folders
-    assert (folder.parent.name, folder.name) == ("round-1", "00")
+    assert (folder.parent.name, folder.name) == ("round-1", "000")
+
+
+def test_parts_are_all_of_it_and_no_trial_twice(monkeypatch):
+    Supervisor(monkeypatch)
+    few = chosen(["shell_command", "stopped", "missing shard"])
+    parts = [selfcheck.check(few, rounds=2, gpus=0, part=(n, 3)) for n in (1, 2, 3)]
+    told = [(row.name, row.round) for rows in parts for row in rows]
+    assert sorted(told) == sorted((fault.name, n) for fault in few for n in (1, 2))
+
+
+def test_deadlines_are_longer_beside_busy_loops_and_a_stall_ends_only_what_is_not_healthy(
+    monkeypatch,
+):
+    supervisor = Supervisor(monkeypatch)
+    selfcheck.check(chosen(["shell_command 0", "stopped 0"]), gpus=0)
+    alone = supervisor.options["shell_command"]["deadline_s"]
+    selfcheck.check(chosen(["shell_command 0", "stopped 0"]), gpus=0, load=9)
+    assert supervisor.options["shell_command"]["deadline_s"] == 4 * alone
+    kills = {name: (o["on_hang"], o["on_stall"]) for name, o in supervisor.options.items()}
+    assert kills == {"shell_command": ("kill", "report"), "stopped": ("kill", "kill")}
+
+
+@pytest.mark.processes
+def test_busy_loops_end_whatever_ends_what_is_beside_them():
+    def running():
+        told = subprocess.run(
+            ["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True
+        )
+        return told.stdout.decode().count("os.getppid()")
+
+    with pytest.raises(KeyboardInterrupt), selfcheck.busy_loops(2):
+        assert running() == 2
+        raise KeyboardInterrupt
+    assert running() == 0
+
+
+def test_after_its_budget_nothing_begins_and_that_is_said(monkeypatch):
+    Supervisor(monkeypatch)
+    (row,) = selfcheck.check(chosen(["stopped 0"]), gpus=0, budget_s=1e-9)
+    assert row.found == "not run" and "was over" in row.skipped
+
+
+def test_a_row_has_what_was_said_meanwhile_and_what_program_it_is_of(monkeypatch):
+    report = {"t": 9.0, "label": "STALLED:child", "rested_s": 7.5, "withdrawn": 11.0, "line": ""}
+    Supervisor(monkeypatch).reports.append(report)
+    (row,) = selfcheck.check(chosen(["shell_command 0"]), gpus=0, load=1)
+    assert row.reports == ({"label": "STALLED:child", "rested_s": 7.5, "withdrawn": True},)
+    assert (row.group, row.load, row.line_named) == ("healthy", 1, None)
+    assert row.ever("STALLED") and not row.ever("HANG") and row.right
+
+
+@pytest.mark.parametrize(
+    ("page", "named"),
+    [
+        ("HANG: rank 0 waits at threads.py:31 flush", True),
+        ("HANG: rank 0 waits at threads.py:31\nflush (and so on)", True),
+        ("HANG:lock; place: forward, threads.py flush", True),
+        ("HANG: rank 0 waits at threads.py:31 flushed", False),
+        ("one\ntwo\nthree\nfour\nfive\nthreads.py:31 flush", False),
+    ],
+)
+def test_a_line_is_named_if_it_is_in_the_head_of_the_page(page, named):
+    assert selfcheck._line_named(chosen(["lock_taken_twice 0"])[0], page) == named
+
+
+def test_a_rank_is_as_good_as_a_line():
+    (fault,) = chosen(["rank_at_its_lock 0"])
+    assert selfcheck._line_named(fault, "HANG: rank 1 waits")
+    assert not selfcheck._line_named(fault, "HANG: rank 0 waits")
 
 
 def test_an_error_of_the_supervisor_ends_the_check(monkeypatch):
@@ -125,16 +209,19 @@ def test_an_error_of_the_supervisor_ends_the_check(monkeypatch):
     assert stop.is_set()
 
 
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"workers": 0}])
-def test_no_rounds_and_no_workers_are_refused(wrong):
-    with pytest.raises(ValueError, match="must be at least 1"):
+@pytest.mark.parametrize(
+    "wrong", [{"rounds": 0}, {"workers": 0}, {"load": -1}, {"part": (0, 8)}, {"part": (9, 8)}]
+)
+def test_numbers_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be at least"):
         selfcheck.check((), gpus=0, **wrong)
 
 
 def test_right_means_the_kind_and_where_it_is_known_the_sort():
-    assert row(found="HANG", what="blocked", found_what="blocked").right
-    assert row(found="HANG", what="blocked", found_what="gil-held").missed
-    assert row(expected=("PASS", "SLOW"), found="SLOW").right
+    assert row(due="HANG:lock", found_what="lock").right
+    assert row(due="HANG:lock", found_what="GIL").missed
+    assert row(due="HANG:lock or STALLED", found="STALLED", found_what="timer").right
+    assert row(due="PASS or SLOW", found="SLOW").right
     assert not skipped().right and not skipped().missed
 
 
@@ -145,8 +232,8 @@ def test_the_matrix_counts_what_was_run_with_controls_apart():
 
 def test_a_line_says_what_was_missed_and_why():
     assert line(row(seconds=7.25)) == "right    a lock: HANG in 7.2 s"
-    missed = row(found="SLOW", what="blocked", because=("it moves", "and is late"))
-    assert line(missed).endswith("planted was HANG:blocked [a rule: it moves; and is late]")
+    missed = row(found="SLOW", due="HANG:lock", because=("it moves", "and is late"))
+    assert line(missed).endswith("due was HANG:lock [a rule: it moves; and is late]")
     assert line(skipped()) == "skipped  device OOM: needs 1 GPU(s), here are 0"
 
 
@@ -158,22 +245,28 @@ def said(rows, monkeypatch, capsys):
 def test_the_command_ends_well_when_all_is_found(monkeypatch, capsys):
     code, out = said([row(), control(), skipped()], monkeypatch, capsys)
     assert code == 0 and "2 of 2 right" in out and "1 skipped" in out
-    assert "controls called HANG: 0" in out
+    assert "of 1 healthy ones 0 were called HANG" in out
 
 
 def test_the_command_fails_on_any_miss_and_names_it(monkeypatch, capsys):
     code, out = said([row(found="SLOW"), control(found="HANG")], monkeypatch, capsys)
-    assert code == 1 and "MISSED   a lock: SLOW" in out and "controls called HANG: 1" in out
+    assert (
+        code == 1
+        and "MISSED   a lock: SLOW" in out
+        and "of 1 healthy ones 1 were called HANG" in out
+    )
 
 
 @pytest.mark.processes
 def test_the_command_writes_its_rows(monkeypatch, tmp_path):
-    rows = [row(seconds=1.5, track=((0.5, 0.0),))]
+    rows = [row(seconds=1.5), well(stalled=True)]
     monkeypatch.setattr(selfcheck, "check", lambda *_, **__: rows)
     assert cli.main(["selfcheck", "--json", str(tmp_path / "rows.json")]) == 0
     content = json.loads((tmp_path / "rows.json").read_text())
     assert content["rows"][0] | {"found": "HANG", "right": True} == content["rows"][0]
     assert "torch" in content
+    again = read([tmp_path / "rows.json"] * 2)
+    assert again == rows * 2 and isinstance(again[0], Judged)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +275,8 @@ def test_the_command_writes_its_rows(monkeypatch, tmp_path):
         (["--only", "gate x 1"], "the nearest is 'gate x 0'"),
         (["--json", "no/such/rows.json"], "its folder does not exist"),
         (["--rounds", "0"], "rounds=0"),
+        (["--part", "3/2"], "part=3/2"),
+        (["--group", "slow", "--only", "healthy"], "nothing is of group"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(arguments, words, capsys):
@@ -192,7 +287,7 @@ def test_a_wrong_request_is_refused_in_one_line(arguments, words, capsys):
 
 def test_the_command_lists_what_there_is_to_plant(capsys):
     assert cli.main(["selfcheck", "--list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(FAULTS)
+    assert len(capsys.readouterr().out.splitlines()) == len(every())
 
 
 def test_the_text_has_a_column_for_each_kind_that_was_found():
@@ -201,7 +296,7 @@ def test_the_text_has_a_column_for_each_kind_that_was_found():
     assert lines[1].split() == ["HANG", "1", "1"]
 
 
-FEW = ["gate x 0", "missing shard", "stop signal", "lock taken twice", "healthy", "frozen part"]
+FEW = ["gate x 0", "missing shard", "stopped 0", "lock_taken_twice 0", "healthy", "frozen part"]
 
 
 @pytest.mark.processes
@@ -216,7 +311,7 @@ def test_a_few_faults_and_controls_end_to_end(tmp_path):
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_fault_that_a_machine_without_a_gpu_can_hold_is_named(tmp_path):
-    rows = selfcheck.check(gpus=0, folder=tmp_path)
+def test_whatever_is_planted_on_a_machine_without_a_gpu_is_named(tmp_path):
+    rows = selfcheck.check(chosen(groups=["planted"]), gpus=0, folder=tmp_path)
     assert [line(r) for r in rows if r.missed] == []
-    assert not [r.name for r in rows if r.control and r.found == "HANG"]
+    assert not [r.name for r in rows if r.control and r.ever("HANG")]

@@ -3,6 +3,7 @@
 Every spin of a kernel is a bounded `torch.cuda._sleep`.
 """
 
+import ctypes
 import os
 import signal
 import time
@@ -109,6 +110,23 @@ class Spins(OnDevice):
         if step == FROM_STEP:
             spin(self.settings["spin_s"])
             torch.cuda.synchronize()
+        return super().forward(step, inputs, targets)
+
+
+class NeverWritten(OnDevice):
+    """A stream that waits until a word of memory is 1, which nobody ever writes."""
+
+    def forward(self, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        if step == FROM_STEP:
+            word = torch.zeros(1, dtype=torch.int32, device="cuda")
+            torch.cuda.synchronize()
+            stream, at = torch.cuda.current_stream().cuda_stream, word.data_ptr()
+            driver = ctypes.CDLL("libcuda.so.1")
+            # cuStreamWaitValue32(stream, address, value, CU_STREAM_WAIT_VALUE_GEQ)
+            arguments = ctypes.c_void_p(stream), ctypes.c_uint64(at), 1, 0
+            failed = driver.cuStreamWaitValue32_v2(*arguments)
+            assert not failed, f"cuStreamWaitValue32 returned {failed}"
+            inputs.sum().item()  # the host waits for the stream
         return super().forward(step, inputs, targets)
 
 

@@ -117,8 +117,10 @@ PLANTED: tuple[Fault, ...] = (
     # devices
     Fault("device OOM", "OOM:device", "devices:TooMuch", "tensors until the device is full",
           needs="gpu"),
-    Fault("spinning kernel", "HANG", "devices:Spins", "a kernel that spins for a minute",
+    Fault("spinning kernel", "SLOW:uncounted", "devices:Spins", "a kernel that spins for a minute",
           settings={"spin_s": 60.0}, needs="gpu", busy=True, deadline_s=25.0, takes_s=30.0),
+    Fault("stream that waits for ever", "STALLED:device", "devices:NeverWritten",
+          "a stream waits for a word of memory that nobody writes; the GPU is idle", needs="gpu"),
     Fault("device assertion", "CRASH", "devices:BadIndex", "an index beyond its table",
           needs="gpu"),
     Fault("kept on the device", "FAIL:tensor-list", "devices:KeptOnDevice",
