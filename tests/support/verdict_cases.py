@@ -278,7 +278,7 @@ NEAR = cases({
     "STALLED:other": {
         "nobody may look": still(process(thread(state="S", frames=()))),
     },
-    "INCONCLUSIVE:unproven": {
+    "INCONCLUSIVE:few-looks": {
         "two looks only": still(process(thread(wait=LOCKED)), count=2),
         "another host, for 12 s": still(process(thread(wait=SOCKET)), seconds=12.0),
         "nobody looked": still(count=0),

@@ -15,7 +15,7 @@ TICK_S = 0.01  # as fine as the kernel tells processor time
 WORKS = 0.01  # of a core
 # Threads that carry what other ranks send, ask 100 times a second, and work from then on.
 CARRIERS, CARRIES = ("gloo_tcp_loop",), 0.05
-SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is proven
+SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is certified
 
 
 def at_work(looks: Sequence[Snapshot]) -> set[Node]:

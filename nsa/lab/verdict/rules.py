@@ -256,14 +256,14 @@ def _moving(evidence: Evidence) -> Verdict | None:
     if evidence.end is None:
         return Verdict("INCONCLUSIVE", "running", "it is not late", because, numbers=numbers)
     because.append("it was stopped, though it was not late")
-    return Verdict("INCONCLUSIVE", "unproven", "stopped without need", because, numbers=numbers)
+    return Verdict("INCONCLUSIVE", "not-late", "stopped without need", because, numbers=numbers)
 
 
 def _resting(evidence: Evidence) -> Verdict:
     """At rest for too short to tell why, or nobody looked."""
     rest = min(rests(evidence), key=lambda rest: (rest.p.key(), rest.rank))  # others may wait
     because = [*_rested(rest), "too few looks were taken to tell why"]
-    return Verdict("INCONCLUSIVE", "unproven", "rests, and was not looked at", because)
+    return Verdict("INCONCLUSIVE", "few-looks", "stands, and was looked at too little", because)
 
 
 def _rested(rest: Rest) -> list[str]:

@@ -53,8 +53,8 @@ def gone(pids):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "verdict"), [("lock", "HANG:lock"), ("stop", "HANG:stopped")])
-def test_what_can_never_go_on_is_ended_with_its_certificate(stuck, name, verdict):
+@pytest.mark.parametrize(("name", "verdict"), [("lock", "HANG:lock"), ("stop", "STALLED:stopped")])
+def test_what_stands_is_ended_as_asked_with_what_was_seen_of_it(stuck, name, verdict):
     evidence = stuck[name]
     assert (evidence.end.how, evidence.end.type) == ("stopped by the supervisor", "stall")
     assert evidence.last().step == 1 and evidence.frozen_s() >= STALL_S
@@ -65,7 +65,7 @@ def test_what_can_never_go_on_is_ended_with_its_certificate(stuck, name, verdict
     assert found.label == verdict and found.edges, found.because
     (report,) = evidence.reports
     assert report["label"] == verdict and report["withdrawn"] is None
-    assert report["headline"].startswith("HANG: ") and found.line in report["headline"]
+    assert report["headline"].startswith(found.kind) and found.line in report["headline"]
 
 
 @pytest.mark.full
@@ -199,7 +199,7 @@ def test_another_interpreter_runs_with_packages_of_its_own(tmp_path):
 
 
 @pytest.mark.full
-def test_without_py_spy_it_says_so_and_faulthandler_remains(monkeypatch, tmp_path):
+def test_without_py_spy_it_says_so_and_the_process_tells_its_stacks_itself(monkeypatch, tmp_path):
     monkeypatch.setattr(looks, "_py_spy", lambda: None)
     assert "py-spy is not installed (pip install py-spy)" in looks.py_spy(os.getpid())[1]
     refused = tmp_path / "py-spy"
@@ -209,7 +209,6 @@ def test_without_py_spy_it_says_so_and_faulthandler_remains(monkeypatch, tmp_pat
     assert "py-spy: Permission Denied: Try running again" in looks.py_spy(os.getpid())[1]
     evidence = trial("lock", tmp_path / "lock")
     assert evidence.end.type == "stall"
-    assert [look.tool for look in evidence.snapshots[:3]] == ["faulthandler"] * 3
     found = judge(evidence)
     assert found.label == "HANG:lock" and "subject_entries.py" in found.line
     assert "Permission Denied" in evidence.snapshots[-1].processes[0].message

@@ -78,7 +78,7 @@ def test_a_longer_silence_in_the_runs_own_history_makes_it_more_patient():
     """It was silent for 10 s before, so 18 s tell nothing yet."""
     samples = [*moving(3), *resting(3, 10, at=p(2, fired=9)), *resting(13.25, 18, **QUIET)]
     evidence = trial(samples, snapshots(18.5, process(thread(wait=SOCKET))))
-    assert judge(evidence).label == "INCONCLUSIVE:unproven"
+    assert judge(evidence).label == "INCONCLUSIVE:few-looks"
     samples += resting(31.5, 4, **QUIET)
     evidence = trial(samples, snapshots(18.5, process(thread(wait=SOCKET))))
     assert judge(evidence).label == "STALLED:socket"
@@ -182,8 +182,8 @@ def test_a_hang_tells_what_it_read():
 
 
 def test_different_verdicts_of_one_spec_are_flaky_with_an_interval():
-    hang, unproven = still(process(thread(wait=LOCKED))), still(count=0)
-    verdict = compare([returned()] * 7 + [hang] * 3 + [unproven])
+    hang, unseen = still(process(thread(wait=LOCKED))), still(count=0)
+    verdict = compare([returned()] * 7 + [hang] * 3 + [unseen])
     assert verdict.label == "FLAKY:HANG:lock"
     assert verdict.numbers == {
         "n": 10, "k": 3, "of": "HANG:lock", "counts": {"PASS": 7, "HANG:lock": 3},
