@@ -22,6 +22,7 @@ _HANG = {
     "ranks": 2,
     "due": "HANG:collective or STALLED:collective",
 }
+_MAYBE_THREAD = "HANG:collective or HANG:thread or STALLED:collective or STALLED:thread"
 _DAY = timedelta(days=1)
 
 
@@ -133,7 +134,7 @@ def finish(form):
         dist.broadcast_object_list([None])
 
 
-@program(rank=1, certifiable=True, line="average", **_HANG)
+@program(rank=1, certifiable=True, line="average or absent_from_a_subgroup", **_HANG)
 def absent_from_a_subgroup(form):
     """Rank 1 forgets a subgroup's collective and goes on: a reduction (0), objects (1)."""
     rank = join()
@@ -151,7 +152,7 @@ def average(group, form):
         dist.all_gather_object([None, None], {"tokens": 4}, group=group)
 
 
-@program(rank=1, certifiable=True, line="evaluate", **_HANG)
+@program(rank=1, certifiable=True, line="evaluate or exception_on_one_rank", **_HANG)
 def exception_on_one_rank(form):
     """Rank 1 catches its exception, so it leaves out a collective: all_gather (0), reduce (1)."""
     rank = join()
@@ -163,16 +164,15 @@ def exception_on_one_rank(form):
 
 
 def evaluate(rank, form):
-    value = torch.ones(1)
     if rank == 1:
         raise KeyError("no label")
     if form == 0:
-        dist.all_gather([torch.zeros(1), torch.zeros(1)], value)
+        dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
     else:
-        dist.reduce(value, dst=0)
+        dist.reduce(torch.ones(1), dst=0)
 
 
-@program(certifiable=True, line="receive or answer", **_HANG)
+@program(certifiable=True, line="receive or answer", **{**_HANG, "due": _MAYBE_THREAD})
 def rank_that_never_sends(form):
     """Rank 0 receives, rank 1 too (0); or it waits for a thread that will not be told (1)."""
     rank = join()

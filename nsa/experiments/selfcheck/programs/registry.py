@@ -11,7 +11,7 @@ from nsa.spelling import nearest
 
 FILES = (
     *("compute", "data", "outside", "threads", "reads", "ranks", "ends"),
-    *("frozen_healthy", "frozen_ranks"),
+    *("frozen_healthy", "frozen_ranks", "frozen_hangs"),
 )
 
 
