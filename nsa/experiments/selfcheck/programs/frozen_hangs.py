@@ -102,16 +102,17 @@ def command_waits_for_us(form):
         command.wait()
 
 
-@program(due=_THREAD, line="import_that_waits", **_PROOF)
+@program(due=_THREAD, line="prepare or warm or import_that_waits", **_PROOF)
 def import_that_waits(form):
     """A module starts a thread that imports it, and waits: by join (0), for a future (1)."""
-    warm = "def warm():\n    from plugin_that_waits import TABLE\n"
+    warm = "def warm():\n    from plugin_that_waits import TABLE\n\n\ndef prepare():\n"
     start = [
-        "import threading\nt = threading.Thread(target=warm, daemon=True)\nt.start()\nt.join()\n",
-        "from concurrent import futures\nfutures.ThreadPoolExecutor(1).submit(warm).result()\n",
+        "    import threading\n    t = threading.Thread(target=warm)\n    t.start()\n    t.join()\n",
+        "    from concurrent import futures\n"
+        "    futures.ThreadPoolExecutor(1).submit(warm).result()\n",
     ][form]
     folder = common.scratch()
-    (folder / "plugin_that_waits.py").write_text(f"{warm}{start}TABLE = {{}}\n")
+    (folder / "plugin_that_waits.py").write_text(f"{warm}{start}\n\nprepare()\nTABLE = {{}}\n")
     sys.path.insert(0, str(folder))
     importlib.import_module("plugin_that_waits")
 
@@ -196,11 +197,9 @@ class Worse(Dataset):
         return 24
 
     def __getitem__(self, k):
-        if self.form == 1:
-            common.pause(0.12 * k)
-        for _ in range(0 if self.form else 5000):
-            self.seen.append({"id": k, "text": f"sample {k}"})
-        json.loads(json.dumps(self.seen))
+        self.seen += [{"id": k, "text": f"sample {k}"}] * common.sized(1000)
+        for _ in range(k):
+            common.pause(0.12) if self.form else json.loads(json.dumps(self.seen))
         return torch.full((16,), k / 24), torch.zeros(1)
 
 

@@ -88,7 +88,7 @@ def workers_prepare_their_data(form):
     def prepare(worker):
         if form == 0:
             subprocess.run(["sleep", str(14 * SCALE)], check=True)
-        for _ in spend(6) if form else ():
+        for _ in spend(13) if form else ():
             with tarfile.open(shard) as packed:
                 [packed.extractfile(member).read() for member in packed if member.isfile()]
 
