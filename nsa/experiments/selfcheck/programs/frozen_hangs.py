@@ -107,9 +107,8 @@ def import_that_waits(form):
     """A module starts a thread that imports it, and waits: by join (0), for a future (1)."""
     warm = "def warm():\n    from plugin_that_waits import TABLE\n\n\ndef prepare():\n"
     start = [
-        "    import threading\n    t = threading.Thread(target=warm)\n    t.start()\n    t.join()\n",
-        "    from concurrent import futures\n"
-        "    futures.ThreadPoolExecutor(1).submit(warm).result()\n",
+        "    import threading\n    t = threading.Thread(target=warm)\n    t.start(), t.join()\n",
+        "    from concurrent import futures as f\n    f.ThreadPoolExecutor(1).submit(warm).result()\n",
     ][form]
     folder = common.scratch()
     (folder / "plugin_that_waits.py").write_text(f"{warm}{start}\n\nprepare()\nTABLE = {{}}\n")
@@ -136,7 +135,7 @@ def wait_under_lock(form):
         child.join()
 
 
-@program(due=_TASK, line="answers", **_PROOF)
+@program(due=_TASK, line="answers or after", **_PROOF)
 def loop_waits_for_itself(form):
     """A coroutine blocks its loop for a result of that loop (0); two tasks await each other."""
     asyncio.run(answers(form))
@@ -197,7 +196,7 @@ class Worse(Dataset):
         return 24
 
     def __getitem__(self, k):
-        self.seen += [{"id": k, "text": f"sample {k}"}] * common.sized(1000)
+        self.seen += [{"id": k, "text": f"sample {k}"}] * common.sized(4000)
         for _ in range(k):
             common.pause(0.12) if self.form else json.loads(json.dumps(self.seen))
         return torch.full((16,), k / 24), torch.zeros(1)

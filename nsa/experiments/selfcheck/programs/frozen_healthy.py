@@ -354,7 +354,7 @@ def starts_on_the_hour(form):
     """Cheap power begins later: a scheduler of this process (0), an alarm that we wait for (1)."""
     if form == 0:
         later = sched.scheduler()
-        later.enter(14 * SCALE, 1, print, ("cheap from now on",))
+        later.enter(14 * SCALE, 1, os.sched_yield)
         later.run()
     else:
         before = signal.signal(signal.SIGALRM, lambda *_: None)
