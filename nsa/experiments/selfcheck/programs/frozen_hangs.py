@@ -108,7 +108,7 @@ def import_that_waits(form):
     warm = "def warm():\n    from plugin_that_waits import TABLE\n\n\ndef prepare():\n"
     start = [
         "    import threading\n    t = threading.Thread(target=warm)\n    t.start(), t.join()\n",
-        "    from concurrent import futures as f\n    f.ThreadPoolExecutor(1).submit(warm).result()\n",
+        "    import concurrent.futures as f\n    f.ThreadPoolExecutor(1).submit(warm).result()\n",
     ][form]
     folder = common.scratch()
     (folder / "plugin_that_waits.py").write_text(f"{warm}{start}\n\nprepare()\nTABLE = {{}}\n")
@@ -120,6 +120,7 @@ _shared = multiprocessing.Lock()
 
 
 def count(k):
+    common.end_with_parent()
     with _shared:
         return k
 
@@ -162,7 +163,7 @@ def put_and_die(answers, lock):
 @program(due="STALLED", **_HANG)
 def manager_of_the_dead(form):
     """An evaluator behind a Manager was killed: its queue stays empty (0), its lock held (1)."""
-    with multiprocessing.Manager() as manager:
+    with common.manager() as manager:
         scores, lock = manager.Queue(), manager.Lock()
         multiprocessing.Process(target=put_and_die, args=(scores, lock)).start()
         scores.get()

@@ -131,7 +131,8 @@ def model_lock_held(form):
             yield loss
 
 
-def meet(barrier, seconds):
+def meet(barrier, seconds, child):
+    common.end_with_parent() if child else None
     pause(seconds)
     barrier.wait()
 
@@ -145,7 +146,7 @@ def barrier_with_a_late_one(form):
     )
     barrier = kinds[form][0](3)
     for seconds in (0, 14):
-        kinds[form][1](target=meet, args=(barrier, seconds)).start()
+        kinds[form][1](target=meet, args=(barrier, seconds, form)).start()
     barrier.wait()
 
 
@@ -159,7 +160,7 @@ def evaluate_into(answers, lock):
 @program(at=3, seconds=(14, 14), **_FROZEN)
 def manager_proxies(form):
     """A Manager between us and an evaluator: its queue's answer is late (0), its lock held (1)."""
-    with multiprocessing.Manager() as manager:
+    with common.manager() as manager:
         answers, lock = manager.Queue(), manager.Lock()
         evaluator = multiprocessing.Process(target=evaluate_into, args=(answers, lock))
         evaluator.start()
@@ -269,6 +270,7 @@ def slow_plugin(form):
 
 
 def service(ours, slow_start):
+    common.end_with_parent()
     pause(14 * slow_start)
     ours.sendall(b"ready\n")
     with ours.makefile("rw") as lines:
@@ -296,6 +298,7 @@ def tracking_service(form):
 
 
 def act(pipe, weights, seconds):
+    common.end_with_parent()
     for order in iter(pipe.recv, None):
         pause(seconds * (order == 2))
         pipe.send((order, float(weights.sum())))
