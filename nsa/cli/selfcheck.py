@@ -35,6 +35,7 @@ def selfcheck(arguments) -> int:
     """Run faults and programs that this machine can hold, judge each, and print the matrix."""
     from nsa.experiments.selfcheck.faults import registry
     from nsa.experiments.selfcheck.trials import check, slack
+    from nsa.workbook.files import write_json
 
     chosen = registry.chosen(arguments.only, arguments.group, arguments.batch)
     if arguments.list:
@@ -44,7 +45,19 @@ def selfcheck(arguments) -> int:
     check_json(arguments.json)
     if (times := slack(arguments.load)) > 1:
         print(f"{arguments.load} busy loops beside: deadlines {times} x as long", file=sys.stderr)
-    began = time.monotonic()
+    began, told, origin = time.monotonic(), [], provenance() if arguments.json else {}
+
+    def say(row) -> None:
+        """What is there is written at once: a sweep of hours may be ended early."""
+        print(row, file=sys.stderr, flush=True)
+        told.append(row)
+        write(told)
+
+    def write(rows) -> None:
+        if arguments.json:
+            content = {"seconds": time.monotonic() - began, "rows": [x.to_dict() for x in rows]}
+            write_json(arguments.json, origin | content)
+
     rows = check(
         chosen,
         rounds=arguments.rounds,
@@ -53,21 +66,16 @@ def selfcheck(arguments) -> int:
         part=arguments.part,
         budget_s=arguments.budget,
         folder=arguments.folder,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=say,
     )
-    seconds = time.monotonic() - began
-    print(text(rows, seconds), flush=True)
-    if arguments.json:
-        from nsa.workbook.files import write_json
-
-        content = {"seconds": seconds, "rows": [row.to_dict() for row in rows]}
-        write_json(arguments.json, provenance() | content)
+    write(rows)
+    print(text(rows, time.monotonic() - began), flush=True)
     return FAILED if any(row.missed for row in rows) else GOOD
 
 
 def text(rows, seconds: float) -> str:
     """The matrix, what was missed, and the sum of it."""
-    from nsa.experiments.selfcheck.judged import line, matrix
+    from nsa.experiments.selfcheck.judged import matrix
     from nsa.lab.verdict import KINDS
 
     counts = matrix(rows)
@@ -78,7 +86,7 @@ def text(rows, seconds: float) -> str:
         lines.append(due.ljust(width) + "".join(f"{row.get(kind, ''):>14}" for kind in found))
     run = [row for row in rows if not row.skipped]
     missed = [row for row in run if row.missed]
-    lines += ["", *(line(row) for row in missed)]
+    lines += ["", *map(str, missed)]
     skipped, right = len(rows) - len(run), len(run) - len(missed)
     controls = [row for row in run if row.control]
     lines.append(

@@ -72,6 +72,14 @@ class Judged:
         """Whether it was called so at any time, also where that was withdrawn."""
         return kind in (self.found, *(told["label"].partition(":")[0] for told in self.reports))
 
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"skipped  {self.name}: {self.skipped}"
+        end = f"{self.name}: {self.label} in {self.seconds:.1f} s"
+        if self.right:
+            return f"right    {end}"
+        return f"MISSED   {end}, due was {self.due} [{self.rule}: {'; '.join(self.because)}]"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"right": self.right}
 
@@ -86,16 +94,6 @@ def read(files: Iterable[str | Path]) -> list[Judged]:
     """The rows of several sweeps, as `nsa selfcheck --json` wrote them."""
     found = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
     return [Judged.from_dict(row) for content in found for row in content["rows"]]
-
-
-def line(row: Judged) -> str:
-    """One row for people: right, skipped or MISSED, with what was found."""
-    if row.skipped:
-        return f"skipped  {row.name}: {row.skipped}"
-    end = f"{row.name}: {row.label} in {row.seconds:.1f} s"
-    if row.right:
-        return f"right    {end}"
-    return f"MISSED   {end}, due was {row.due} [{row.rule}: {'; '.join(row.because)}]"
 
 
 def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from nsa.experiments.selfcheck.faults.registry import Fault, every, why_not
-from nsa.experiments.selfcheck.judged import NOTHING, Judged, blind, line
+from nsa.experiments.selfcheck.judged import NOTHING, Judged, blind
 from nsa.lab import oracles
 from nsa.lab.process import runner, trial
 from nsa.lab.verdict import Verdict, judge
@@ -51,7 +51,7 @@ def check(
     scale: float = 1.0,
     gpus: int | None = None,
     folder: str | Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[Judged], None] = lambda row: None,
     stop: threading.Event | None = None,
 ) -> list[Judged]:
     """Runs and judges each of `faults` (None: all), in `rounds` rounds; a row each, in their order.
@@ -107,7 +107,7 @@ def check(
         try:
             for future in as_completed(running):
                 rows[running[future]] = row = future.result()
-                say(line(row))
+                say(row)
         except BaseException:
             stop.set()  # what runs ends itself; what waits must not begin
             for pool in (one, many):

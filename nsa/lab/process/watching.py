@@ -96,19 +96,27 @@ def watch(
         watcher = _Watcher(process, cookie, inner, evidence, reports, shared, kills, limit_s)
         thread = threading.Thread(target=watcher.run, name="nsa watch", daemon=True)
         thread.start()
-        while process.poll() is None:
-            came = signal.sigtimedwait({*PASSED_ON, signal.SIGCHLD}, WAKES_S)
-            # The terminal sends its own to us and to the command alike (si_code > 0).
-            if came is not None and came.si_signo in PASSED_ON and came.si_code <= 0:
-                process.send_signal(came.si_signo)
+        _until_it_ends(process)
         watcher.stop.set()
         thread.join()
         watcher.finish(process.returncode)
+    except Exception as error:  # ours, which must not be the command's
+        reports.say(f"watching has failed, your program goes on: {error!r}")
+        _until_it_ends(process)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if inner and not family.family(cookie):  # else somebody still counts there
             shutil.rmtree(inner, ignore_errors=True)
     return process.returncode
+
+
+def _until_it_ends(process: subprocess.Popen) -> None:
+    """Signals that are meant for the command are passed on to it, until it has ended."""
+    while process.poll() is None:
+        came = signal.sigtimedwait({*PASSED_ON, signal.SIGCHLD}, WAKES_S)
+        # The terminal sends its own to us and to the command alike (si_code > 0).
+        if came is not None and came.si_signo in PASSED_ON and came.si_code <= 0:
+            process.send_signal(came.si_signo)
 
 
 def _fresh(command: Sequence[str]) -> Path:
@@ -143,8 +151,7 @@ class _Watcher:
         self.evidence, self.reports, self.nodes = evidence, reports, nodes
         self.kills, self.limit_s, self.stop = kills, limit_s, threading.Event()
         self.members = Members(process.pid, inner, cookie)
-        options = {"cookie": cookie, "tell": self.tell}
-        self.observer = Observer(evidence, self.members, **options)
+        self.observer = Observer(evidence, self.members, cookie=cookie, tell=self.tell)
         self.reason = self.message = ""
         self._use = contextlib.ExitStack()  # of the GPUs
         self._asks_gpus, self._next_nodes, self._next_status = False, 0.0, 0.0

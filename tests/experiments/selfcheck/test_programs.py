@@ -15,7 +15,7 @@ from nsa.experiments.selfcheck import programs
 from nsa.experiments.selfcheck.programs import PROGRAMS, __main__, chosen, make
 
 FOLDER = Path(programs.__file__).parent
-GROUPS = {"healthy": 40, "hang": 20, "slow": 2, "fails": 3}
+GROUPS = {"healthy": 60, "hang": 35, "slow": 3, "fails": 3}
 COSTLY = {("compile_cold_cache", 0), ("compile_cold_cache", 1), ("loader_slow_first_batch", 2)}
 
 RUN = """
@@ -99,6 +99,13 @@ def test_there_are_as_many_as_promised_each_in_two_forms_or_more():
     assert {each.group for each in PROGRAMS} == set(GROUPS)
     assert min(each.forms for each in PROGRAMS) >= 2
     assert len({each.text for each in PROGRAMS}) == len(PROGRAMS)
+
+
+def test_a_third_was_written_after_the_rules_were_frozen():
+    for groups in (("healthy",), ("hang", "slow", "fails")):
+        batches = [each.batch for each in PROGRAMS if each.group in groups]
+        assert batches.count("frozen") * 3 >= len(batches)
+        assert set(batches) == {"first", "frozen"}
 
 
 def test_what_is_due_fits_the_group():

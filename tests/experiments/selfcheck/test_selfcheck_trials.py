@@ -14,7 +14,7 @@ from nsa.cli import main as cli
 from nsa.cli import selfcheck as command
 from nsa.experiments.selfcheck import trials as selfcheck
 from nsa.experiments.selfcheck.faults.registry import PLANTED, chosen, every
-from nsa.experiments.selfcheck.judged import Judged, blind, line, matrix, read
+from nsa.experiments.selfcheck.judged import Judged, blind, matrix, read
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread
 
@@ -231,10 +231,10 @@ def test_the_matrix_counts_what_was_run_with_controls_apart():
 
 
 def test_a_line_says_what_was_missed_and_why():
-    assert line(row(seconds=7.25)) == "right    a lock: HANG in 7.2 s"
+    assert str(row(seconds=7.25)) == "right    a lock: HANG in 7.2 s"
     missed = row(found="SLOW", due="HANG:lock", because=("it moves", "and is late"))
-    assert line(missed).endswith("due was HANG:lock [a rule: it moves; and is late]")
-    assert line(skipped()) == "skipped  device OOM: needs 1 GPU(s), here are 0"
+    assert str(missed).endswith("due was HANG:lock [a rule: it moves; and is late]")
+    assert str(skipped()) == "skipped  device OOM: needs 1 GPU(s), here are 0"
 
 
 def said(rows, monkeypatch, capsys):
@@ -260,7 +260,13 @@ def test_the_command_fails_on_any_miss_and_names_it(monkeypatch, capsys):
 @pytest.mark.processes
 def test_the_command_writes_its_rows(monkeypatch, tmp_path):
     rows = [row(seconds=1.5), well(stalled=True)]
-    monkeypatch.setattr(selfcheck, "check", lambda *_, **__: rows)
+
+    def check(*_, say, **__):
+        say(rows[0])
+        assert read([tmp_path / "rows.json"]) == rows[:1]  # a sweep may be ended early
+        return rows
+
+    monkeypatch.setattr(selfcheck, "check", check)
     assert cli.main(["selfcheck", "--json", str(tmp_path / "rows.json")]) == 0
     content = json.loads((tmp_path / "rows.json").read_text())
     assert content["rows"][0] | {"found": "HANG", "right": True} == content["rows"][0]
@@ -296,14 +302,14 @@ def test_the_text_has_a_column_for_each_kind_that_was_found():
     assert lines[1].split() == ["HANG", "1", "1"]
 
 
-FEW = ["gate x 0", "missing shard", "stopped 0", "lock_taken_twice 0", "healthy", "frozen part"]
+FEW = ["gate x 0", "missing shard", "own_end_of_a_pipe 0", "lock_taken_twice 0", "healthy"]
 
 
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_few_faults_and_controls_end_to_end(tmp_path):
     rows = selfcheck.check(chosen(FEW), gpus=0, workers=3, folder=tmp_path)
-    assert [line(r) for r in rows if not r.right] == []
+    assert [str(r) for r in rows if not r.right] == []
     kept = [path.read_text(errors="replace") for path in tmp_path.rglob("evidence.json")]
     assert len(kept) == len(FEW)
 
@@ -313,5 +319,5 @@ def test_a_few_faults_and_controls_end_to_end(tmp_path):
 @pytest.mark.timeout(600)
 def test_whatever_is_planted_on_a_machine_without_a_gpu_is_named(tmp_path):
     rows = selfcheck.check(chosen(groups=["planted"]), gpus=0, folder=tmp_path)
-    assert [line(r) for r in rows if r.missed] == []
+    assert [str(r) for r in rows if r.missed] == []
     assert not [r.name for r in rows if r.control and r.ever("HANG")]

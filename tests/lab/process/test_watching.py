@@ -13,7 +13,7 @@ import pytest
 from places import SUPPORT
 from processes import alive, environment_with_package, python, wait_until_gone, wait_until_there
 
-from nsa.lab.process import members, nodes
+from nsa.lab.process import members, nodes, watching
 from nsa.lab.process.attaching import attach
 from nsa.lab.process.reports import Reports
 from nsa.lab.verdict import Verdict
@@ -144,6 +144,16 @@ def test_the_users_limit_ends_what_works_as_slow(started, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM and "limit of 2 s" in err
     assert verdict_in(tmp_path / "seen").kind == "SLOW"
+
+
+def test_a_watcher_that_fails_leaves_the_command_its_end_and_its_exit_code(monkeypatch, capfd):
+    def fails(*_, **__):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(watching, "Observer", fails)
+    assert watching.watch(["sh", "-c", "sleep 0.2; echo done; exit 4"], count=False) == 4
+    out, err = capfd.readouterr()
+    assert out == "done\n" and "your program goes on" in err
 
 
 def test_pages_go_to_the_terminal_where_their_folder_cannot_be_written(started, tmp_path):

@@ -75,10 +75,6 @@ class HalfAdam(WithAdamW):
         return inputs.half(), targets.half()
 
 
-class Diverging(Small):
-    rate = 1e9
-
-
 class Recomputed(Small):
     """A checkpointed block whose recomputation takes another branch than its forward took.
 

@@ -1,10 +1,13 @@
 """What the programs share: a tiny model, ways to spend time, and processes beside them."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 
 import torch
@@ -90,6 +93,18 @@ def outside(command: str) -> None:
     command = command.replace("{me}", str(os.getpid()))
     shell = ["setsid", "sh", "-c", f"({command}) </dev/null >/dev/null 2>&1 &"]
     subprocess.run(shell, check=True)
+
+
+def end_with_parent() -> None:
+    """In a child: the kernel kills it when its parent ends, however that ends (Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def manager() -> SyncManager:
+    """What multiprocessing.Manager() gives, but its process never outlives us."""
+    started = SyncManager()
+    started.start(end_with_parent)
+    return started
 
 
 def join() -> int:

@@ -9,7 +9,10 @@ from typing import Any
 from nsa.experiments.selfcheck.programs import common
 from nsa.spelling import nearest
 
-FILES = ("compute", "data", "outside", "threads", "reads", "ranks", "ends")
+FILES = (
+    *("compute", "data", "outside", "threads", "reads", "ranks", "ends"),
+    *("frozen_healthy", "frozen_ranks", "frozen_hangs"),
+)
 
 
 @dataclass(frozen=True)
