@@ -56,7 +56,7 @@ def lock():
         Process(10, of=0, rank=0, name="python train.py", state="S",
                 threads=(main_thread(10, LOCKED, wait), *idle(14))),
         verdict=Verdict(
-            "HANG", "lock", "nothing inside can end the wait",
+            "HANG", "lock", "waits, and nobody is left who could end that",
             ["rank 0 waits for a lock that it holds itself"], "train.py evaluate",
             line="train.py:31 evaluate",
             edges=(edge("rank 0", "train.py:31 evaluate", "lock", wait.text, ["rank 0"]),),
@@ -79,7 +79,7 @@ def ranks_wait(ranks=2, blamed=0):
           for r in others),
         Process(100 + blamed, of=blamed, rank=blamed, name="python train.py", state="S",
                 threads=(main_thread(100 + blamed, UPLOAD, sleeps),)),
-        verdict=Verdict("STALLED", "collective", "quiet, and could end by itself",
+        verdict=Verdict("STALLED", "collective", "waits quietly for what may still come",
                         [f"rank {blamed} sleeps"], line="upload.py:12 put", edges=edges,
                         numbers={"rested_s": 18.0, "longest_s": 2.0}),
     )  # fmt: skip
@@ -99,8 +99,8 @@ def worker_deadlock():
                 threads=(main_thread(12, frames, lock),)),
         Process(13, 11, of=0, name="sleep 15", state="S", threads=(main_thread(13),)),
         verdict=Verdict(
-            "HANG", "lock", "nothing inside can end the wait", ["the owner of the lock is gone"],
-            line="data.py:9 __getitem__",
+            "HANG", "lock", "waits, and nobody is left who could end that",
+            ["the owner of the lock is gone"], line="data.py:9 __getitem__",
             edges=[edge("rank 0", "data.py:22 __next__", "pipe", wait.text, ["process 12"]),
                    edge("process 12", "data.py:9 __getitem__", "lock", lock.text)],
         ),
@@ -121,7 +121,8 @@ def busy_worker():
 
     evidence, verdict = seen(
         *family(14.0),
-        verdict=Verdict("SLOW", "uncounted", "somebody works, and nothing is counted",
+        verdict=Verdict("SLOW", "uncounted",
+                        "makes no progress that is counted, and somebody works",
                         ["worker 4121 of rank 0 computes"], line="bleu.py:8 score"),
     )  # fmt: skip
     evidence.snapshots.insert(0, Snapshot(8.0, family(4.5), full=False))
@@ -145,7 +146,7 @@ def no_ptrace():
     wait = Wait("socket", "reads a socket to 10.0.0.7:443", outside=True)
     return seen(
         Process(10, of=0, rank=0, state="S", threads=(main_thread(10, (), wait),), message=why),
-        verdict=Verdict("STALLED", "socket", "quiet, and could end by itself", ["it waits"],
+        verdict=Verdict("STALLED", "socket", "waits quietly for what may still come", ["it waits"],
                         unknown=["at which line it waits"],
                         edges=[edge("rank 0", "", "socket", wait.text, outside=True)]),
     )  # fmt: skip

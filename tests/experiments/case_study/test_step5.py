@@ -51,13 +51,13 @@ def stuck(name: str, outside: bool = False, **cell) -> trials.Trial:
     """A run that came to step 5 and has waited there ever since."""
     made = trial_of(name, 4.2, **cell)
     evidence, at = made.evidence, made.last
-    evidence.samples += [Sample(5 + 0.25 * n, 0, at, 20 + n, state="S") for n in range(60)]
+    evidence.samples += [Sample(5 + 0.25 * n, 0, at, 20 + n, state="S") for n in range(200)]
     wait = Wait("lock", "waits for Lock lock", ((7, 7),) * (not outside), outside)
     frames = ("subject.py:164 taken_twice",)
     thread = Thread(7, "MainThread", True, "S", wait=wait, frames=frames)
     process = Process(7, rank=0, state="S", threads=(thread,))
-    evidence.snapshots += [Snapshot(12.0 + n, (process,), {0: at}) for n in range(4)]
-    evidence.seconds = 20.0
+    evidence.snapshots += [Snapshot(50.0 + n, (process,), {0: at}) for n in range(4)]
+    evidence.seconds = 56.0
     return replace(made, verdict=judge(evidence))
 
 

@@ -4,6 +4,7 @@ import pytest
 from evidences import STEPS, TRAIN, moving, p, process, resting, returned, snapshots, thread, trial
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 from verdict_cases import (
     ALIVE,
     ALONE,
@@ -21,8 +22,9 @@ from verdict_cases import (
     two,
 )
 
+from nsa.lab.process.observer import START_STALL_S
 from nsa.lab.verdict import KINDS, Verdict, arms, compare, jeffreys, judge
-from nsa.lab.verdict.stalls import place_of
+from nsa.lab.verdict.stalls import PATIENCE_S, WAIT_S, place_of
 from nsa.lab.watch.evidence import End, Evidence, P, Sample
 
 
@@ -231,3 +233,10 @@ def test_every_kind_can_be_reached():
     every = [*ENDED.values(), *ALIVE.values(), *CERTIFIED.values(), *NEAR.values()]
     found = {judge(evidence).kind for evidence, _ in every}
     assert {*found, "FLAKY", "INVALID"} == set(KINDS)
+
+
+def test_the_documentation_tells_the_limits_that_the_rules_have():
+    told = (ROOT / "docs/hangs.md").read_text()
+    assert f"after {WAIT_S:g} s of quiet" in told and PATIENCE_S == 120 and "two minutes" in told
+    evidence = Evidence()
+    assert f"({evidence.stall_s:g} s; {START_STALL_S:g} s before the first step)" in told
