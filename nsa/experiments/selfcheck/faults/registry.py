@@ -179,7 +179,7 @@ def _form(program: Any, form: int) -> Fault:
         settings={"program": program.name, "form": form},
         control=healthy,
         predicted_s=1.0 if slow else None,  # as its first steps promise
-        deadline_s=60.0 if healthy else 6.0 if slow else 45.0,
+        deadline_s=120.0 if healthy else 6.0 if slow else 45.0,
         takes_s=10.0 + program.seconds[1],
         **{name: getattr(program, name) for name in same},
     )

@@ -98,7 +98,9 @@ class Running:
         return next(self.losses)
 
     def close(self) -> None:
-        """Leaves the process group, if the program joined one."""
+        """Comes to the program's own end, then leaves the process group, if it joined one."""
+        for _ in self.losses:
+            pass
         common.leave()
 
 
