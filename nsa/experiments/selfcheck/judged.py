@@ -91,9 +91,10 @@ class Judged:
 
 
 def read(files: Iterable[str | Path]) -> list[Judged]:
-    """The rows of several sweeps, as `nsa selfcheck --json` wrote them."""
+    """The rows of several sweeps: files of `nsa selfcheck --json`, or runs' selfcheck.json."""
     found = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
-    return [Judged.from_dict(row) for content in found for row in content["rows"]]
+    rows = [content["rows"] if isinstance(content, dict) else content for content in found]
+    return [Judged.from_dict(row) for mine in rows for row in mine]
 
 
 def matrix(rows: Iterable[Judged]) -> dict[str, dict[str, int]]:

@@ -7,6 +7,7 @@ import pytest
 from judged_rows import control, hang, row, silent, skipped, well
 
 from nsa.experiments.selfcheck import claims, plots, table
+from nsa.experiments.selfcheck.judged import read
 from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics
 
@@ -162,3 +163,5 @@ def test_evidence_is_written_without_a_machines_paths(tmp_path):
     (kept,) = json.loads((tmp_path / "selfcheck.json").read_text())
     assert kept["because"] == ["3 looks, all at re/__init__.py:175 search", "at rest"]
     assert kept["name"] == row().name
+    (again,) = read([tmp_path / "selfcheck.json"])
+    assert again == row(because=tuple(kept["because"]))
