@@ -67,7 +67,8 @@ def trial(arguments) -> int:
         with _interrupts(trials.stop):
             done = trials.run({})
     except Spent as spent:
-        print(f"nsa: {spent}; more: nsa explain latest", file=sys.stderr)
+        more = "; more: nsa explain latest" if trials.stop.is_set() else ""
+        print(f"nsa: {spent}{more}", file=sys.stderr)
         return FAILED
     print(f"{done.verdict.label}  trial {done.id}{'  (was there)' if done.cached else ''}")
     for sentence in (*done.verdict.because, done.calibrated, f"more: nsa explain {done.id}"):

@@ -48,7 +48,8 @@ class Trials:
     """Runs cells of a plan into a ledger, until the budget of seconds is spent.
 
     The trial in flight when time is up, or when `stop` is set, is ended: Spent, unless it was
-    certified to hang. So it is where the disk has no room. ValueError where trials cannot be kept at all.
+    certified to hang. Spent, too, where the disk has no room. ValueError where trials cannot be
+    kept at all.
     """
 
     plan: Plan

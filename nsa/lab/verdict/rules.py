@@ -106,11 +106,9 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
         if found is not None and found.state == "certified":
             return None  # whoever ended it, it could not have gone on
         why = f"it was stopped after {evidence.seconds:.1f} s: {end.message or 'somebody asked'}"
-        told = [
-            r["headline"] for r in evidence.reports if r["withdrawn"] is None and "headline" in r
-        ]
-        because = [why, *(f"it was told before: {said}" for said in told)]
-        return Verdict("INCONCLUSIVE", "stopped-early", "stopped by its caller", because)
+        stands = [report for report in evidence.reports if report["withdrawn"] is None]
+        told = [f"told before: {r['headline']}" for r in stands if r.get("headline")]
+        return Verdict("INCONCLUSIVE", "stopped-early", "stopped by its caller", [why, *told])
     return None
 
 
