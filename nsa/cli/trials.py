@@ -1,6 +1,8 @@
 """`nsa trial`, `sweep`, `bisect` and `explain`: supervised trials, a plan of them, a verdict."""
 
+import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from nsa.cli.options import FAILED, GOOD, command, import_from_here, share, words
@@ -61,15 +63,33 @@ def trial(arguments) -> int:
         ledger, plan = Ledger(arguments.trials), Plan({}, settings=given, **whole)
         if "steps" in whole and plan.spec({}).steps is None:
             raise ValueError(f"steps={plan.steps}: {plan.subject} is a script, which has its own")
-        done = Trials(plan, ledger, tell=_tell, again=arguments.again).run({})
+        trials = Trials(plan, ledger, tell=_tell, again=arguments.again)
+        with _interrupts(trials.stop):
+            done = trials.run({})
     except Spent as spent:
-        print(f"nsa: {spent}", file=sys.stderr)
+        more = "; more: nsa explain latest" if trials.stop.is_set() else ""
+        print(f"nsa: {spent}{more}", file=sys.stderr)
         return FAILED
     print(f"{done.verdict.label}  trial {done.id}{'  (was there)' if done.cached else ''}")
     for sentence in (*done.verdict.because, done.calibrated, f"more: nsa explain {done.id}"):
         if sentence:
             print(f"  {sentence}")
     return GOOD if done.verdict.kind == "PASS" else FAILED
+
+
+@contextmanager
+def _interrupts(stop):
+    """Ctrl-C ends the trial, of which the page is kept; a second one ends all at once."""
+
+    def once(*_) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _tell(report) -> None:

@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 
@@ -199,6 +200,25 @@ def test_words_of_the_command_line_become_values():
     }  # fmt: skip
     values = {word.partition("=")[0]: value for word, value in found.items()}
     assert settings(found, "layers=2") == values
+
+
+STUCK = "import threading\nlock = threading.Lock()\nwith lock, lock:\n    pass\n"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_hang_is_reported_at_once_and_ctrl_c_keeps_its_page(tmp_path):
+    (tmp_path / "train.py").write_text(STUCK)
+    command = [sys.executable, "-m", "nsa", "trial", "subject=train.py", "stall_s=1"]
+    how = {"cwd": tmp_path, "env": environment_with_package(), "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **how, **pipes) as trial:
+        assert trial.stderr.readline().startswith("nsa: HANG: rank 0")
+        trial.send_signal(signal.SIGINT)
+        printed, _ = trial.communicate(timeout=60)
+    assert trial.returncode == 1 and printed.startswith("HANG:lock  trial ")
+    again = subprocess.run([*command[:3], "explain", "latest"], capture_output=True, **how)
+    assert "Who waits for whom" in again.stdout and "train.py:3" in again.stdout
 
 
 @pytest.mark.processes

@@ -166,6 +166,8 @@ def spinning(**more):
 
 TAKES_GIL = thread(wait=Wait("lock", "waits for a futex", OTHERS, left_s=0.005), gil=False)
 
+BY_CALLER = End("stopped by the supervisor", -15, "caller")
+
 CERTIFIED = cases({
     "HANG:lock": {
         "the only thread waits for a lock": still(process(thread(wait=LOCKED))),
@@ -181,6 +183,9 @@ CERTIFIED = cases({
         "the owners are known, and another thread works":
             still(process(thread(wait=LOCKED), thread(2, main=False, wait=LOCKED),
                           thread(3, main=False)), locks=HELD),
+        "its caller stopped it when that was certain":
+            still(process(thread(wait=LOCKED)),
+                  end=BY_CALLER),
         "it still runs, and was looked at long enough":
             still(process(thread(wait=LOCKED)), end=None, seconds=9.0),
     },
@@ -205,6 +210,10 @@ CERTIFIED = cases({
 })  # fmt: skip
 
 NEAR = cases({
+    "INCONCLUSIVE:stopped-early": {
+        "its caller stopped it while it stalled":
+            still(process(thread(wait=SOCKET)), seconds=40.0, end=BY_CALLER),
+    },
     "SLOW": {
         "identical stacks, but it moves": trial([*moving(20)], snapshots(17, process())),
         "it moved after the looks":

@@ -47,8 +47,9 @@ class Done:
 class Trials:
     """Runs cells of a plan into a ledger, until the budget of seconds is spent.
 
-    The trial in flight when time is up, or when `stop` is set, is ended and is not kept: Spent. So
-    is one for which the disk has no room. ValueError where trials cannot be kept at all.
+    The trial in flight when time is up, or when `stop` is set, is ended: Spent, unless it was
+    certified to hang. Spent, too, where the disk has no room. ValueError where trials cannot be
+    kept at all.
     """
 
     plan: Plan
@@ -127,7 +128,8 @@ class Trials:
             raise ValueError(
                 f"cannot keep trials in {self.ledger.root} ({error.strerror}); name another folder"
             ) from None
-        if self.stop.is_set() and (evidence.end is None or evidence.end.type == "caller"):
+        cut = evidence.end is None or evidence.end.type == "caller"
+        if self.stop.is_set() and cut and verdict.kind == "INCONCLUSIVE":
             raise Spent(self._spent)
         return id, evidence, verdict, False
 

@@ -102,8 +102,13 @@ def _untrusted(evidence: Evidence) -> Verdict | None:
         why = "TORCH_DISTRIBUTED_DEBUG=DETAIL itself ends in SIGSEGV with some versions; use INFO"
         return Verdict("INCONCLUSIVE", "tool-crash", "an observer crashed", [why])
     if end.how == "stopped by the supervisor" and end.type == "caller":
+        found = stall(evidence)
+        if found is not None and found.state == "certified":
+            return None  # whoever ended it, it could not have gone on
         why = f"it was stopped after {evidence.seconds:.1f} s: {end.message or 'somebody asked'}"
-        return Verdict("INCONCLUSIVE", "stopped-early", "stopped by its caller", [why])
+        stands = [report for report in evidence.reports if report["withdrawn"] is None]
+        told = [f"told before: {r['headline']}" for r in stands if r.get("headline")]
+        return Verdict("INCONCLUSIVE", "stopped-early", "stopped by its caller", [why, *told])
     return None
 
 

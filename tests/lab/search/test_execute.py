@@ -117,6 +117,14 @@ def test_a_trial_that_ends_by_itself_as_time_is_up_is_kept(fake):
     assert len(swept.done) >= 1 and len(ledger.ids()) == len(swept.done)
 
 
+def test_a_trial_that_was_certified_to_hang_when_time_was_up_is_kept(fake, monkeypatch):
+    ledger, _ = fake(stopped)
+    hang = Verdict("HANG", "lock")
+    monkeypatch.setattr("nsa.lab.search.ledger.judge", lambda evidence: hang)
+    swept = sweep(plan(), ledger, budget_s=0.2)
+    assert [done.verdict for done in swept.done] == [hang] and len(swept.not_run) == 7
+
+
 def test_one_trial_runs_on_each_gpu_and_the_table_is_in_the_plans_order(fake):
     both, first = threading.Barrier(2, timeout=10), threading.Event()
 
