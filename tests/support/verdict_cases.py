@@ -244,6 +244,14 @@ NEAR = cases({
             still(each=[[process(thread(wait=Wait("timer", "sleeps", left_s=0.9), visible=str(n)))]
                         for n in range(4)]),
     },
+    "STALLED:lock": {
+        "something outside may reach another thread":
+            still(process(thread(wait=LOCKED), thread(2, main=False, wait=SOCKET))),
+        "at every look the same, and yet it goes on in between":
+            still(each=[[process(thread(wait=LOCKED, switches=100 * n))] for n in range(4)]),
+        "who should wake it was not seen":
+            still(process(thread(wait=("lock", "waits for a lock that thread 5 holds", ((1, 5),))))),
+    },
     "SLOW:timer": {
         "a sleep of 15 s": still(each=[[sleeping(15.0 - n)] for n in range(4)]),
         "its worker sleeps":
@@ -269,10 +277,6 @@ NEAR = cases({
     "STALLED:timer": {"a sleep of days": still(each=[[sleeping(1e6 - n)] for n in range(4)])},
     "STALLED:polling": {
         "it looks for something twice a second": still(sleeping(0.5)),
-    },
-    "STALLED:lock": {
-        "something outside may reach another thread":
-            still(process(thread(wait=LOCKED), thread(2, main=False, wait=SOCKET))),
     },
     "STALLED:loop": {
         "a loop that asks for what nobody changes":

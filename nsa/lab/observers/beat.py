@@ -83,7 +83,7 @@ class Heartbeat:
         """Starts the thread, and beats once; nothing happens if it beats already."""
         if self._thread is None:
             self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="nsa:heartbeat", daemon=True)
             self._thread.start()
 
     def on_phase(self, name: str, step: int) -> None:

@@ -49,7 +49,7 @@ def stacks_on_signal(file: TextIO | str | os.PathLike | None = None) -> Iterator
                         out.write(stacks())
                         out.flush()
 
-        thread = threading.Thread(target=serve, name="stacks on SIGUSR1", daemon=True)
+        thread = threading.Thread(target=serve, name="nsa:SIGUSR1", daemon=True)
         thread.start()
         try:
             yield

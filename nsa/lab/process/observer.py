@@ -249,6 +249,9 @@ class Observer:
         """
         answers = []
         for rank, counted in self._live.items():
+            # What was said in an earlier rest tells nothing of this one.
+            self.evidence.flights.pop(rank, None)
+            self.evidence.locks.pop(counted.pid, None)
             if counted.file is None or not self._beats(rank):
                 continue
             for name in SAID:

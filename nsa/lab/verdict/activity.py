@@ -15,6 +15,7 @@ TICK_S = 0.01  # as fine as the kernel tells processor time
 WORKS = 0.01  # of a core
 # Threads that carry what other ranks send, ask 100 times a second, and work from then on.
 CARRIERS, CARRIES = ("gloo_tcp_loop",), 0.05
+MADE_BY_LOOKS = 8  # py-spy stops a thread two or three times
 SPUN_S = 3.0  # of processor time, after which an unchanged closed loop is certified
 
 
@@ -40,6 +41,20 @@ def at_work(looks: Sequence[Snapshot]) -> set[Node]:
             carries = moved and kind in ("", "pipe", "socket", "fifo", "disk", "other")
             if used >= least or wants or carries or _changes(mine):
                 found.add((process.pid, thread.tid))
+    return found
+
+
+def wakes(looks: Sequence[Snapshot]) -> set[Node]:
+    """Threads that gave up their processor more often between two looks than looks make them."""
+    found, before = set(), {}
+    for look in looks:
+        for process in look.processes:
+            for thread in process.threads:
+                node = process.pid, thread.tid
+                was, now = before.get(node), thread.switches
+                if was is not None and now is not None and now > was + MADE_BY_LOOKS:
+                    found.add(node)
+                before[node] = now
     return found
 
 

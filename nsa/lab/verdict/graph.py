@@ -121,13 +121,15 @@ def build(
     works: Iterable[Node] = (),
     moving: Iterable[int] = (),
     periodic: Iterable[Node] = (),
+    wakes: Iterable[Node] = (),
 ) -> Graph:
     """collectives: rank: what it is in. locks: pid: what the process itself said of its locks.
 
     works: threads that used a processor or moved bytes since an earlier snapshot. moving: ranks
-    whose progress moves. periodic: threads whose timers only ask again.
+    whose progress moves. periodic: threads whose timers only ask again. wakes: threads that went on
+    between two looks, whatever they wait for at each.
     """
-    graph, works, periodic = Graph(snapshot), set(works), set(periodic)
+    graph, works, periodic, wakes = Graph(snapshot), set(works), set(periodic), set(wakes)
     mains = {}
     for process in snapshot.processes:
         told = {row["tid"]: row for row in (locks or {}).get(process.pid, ())}
@@ -142,6 +144,8 @@ def build(
                 mains[process.pid] = node
             if why := _free(process, thread, node in works, node in periodic):
                 graph.free[node] = why
+            elif node in wakes and thread.wait is not None and thread.wait.kind != "GIL":
+                graph.free[node] = "it goes on now and then"
         if process.rank in set(moving) and process.pid in mains:
             graph.free[mains[process.pid]] = "its progress moves"
     for rank, collective in (collectives or {}).items():
@@ -208,8 +212,10 @@ def _free(process: Process, thread: Thread, works: bool, periodic: bool) -> str:
 
 def _wakers(graph: Graph, node: Node, waker: tuple[int, int]) -> list[Node]:
     pid, tid = waker
+    if tid and waker not in graph.threads:  # it has ended, or does nothing for the program
+        graph.free.setdefault(node, f"thread {tid} of process {pid} was not seen")
     if tid:
-        return [waker] if waker in graph.threads else []
+        return [waker]
     every = [other for other in graph.threads if other[0] == pid and other != node]
     if not every and graph.snapshot.process(pid) is None:
         graph.free.setdefault(node, f"process {pid} was not seen")

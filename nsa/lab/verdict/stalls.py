@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from nsa.lab.verdict.activity import LOOKS, asks_again, at_work, repeats, spins
+from nsa.lab.verdict.activity import LOOKS, asks_again, at_work, repeats, spins, wakes
 from nsa.lab.verdict.collectives import collectives
 from nsa.lab.verdict.frames import nearest, user_line
 from nsa.lab.verdict.graph import Graph, Node, build
@@ -110,6 +110,7 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
     for look in looks[-LOOKS:]:
         told = collectives(evidence, look)
         options = {"works": works, "moving": moving, "periodic": periodic}
+        options["wakes"] = wakes(looks[-LOOKS:])
         graphs.append(build(look, collectives=told, locks=evidence.locks, **options))
     last = graphs[-1]
     main = _main(last, rest.rank)

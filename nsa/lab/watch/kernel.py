@@ -25,7 +25,7 @@ from nsa.lab.watch.syscalls import call
 from nsa.lab.watch.waits import Reader, refused, stopped
 
 # Names of this project's own threads in a program.
-OURS = ("progress", "device use", "stacks on SIGUSR1", "heartbeat")
+OURS = ("nsa:progress", "nsa:device use", "nsa:SIGUSR1", "nsa:heartbeat")
 STRANGER = -1  # `of` a process outside the family that the family waits for, or was started by
 MOST = 256  # threads of a process whose waits are read
 SYSCALL = "syscall"  # beside stat, where the kernel was built to tell

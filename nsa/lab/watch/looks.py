@@ -53,7 +53,7 @@ def device_use(only: str | None = None) -> Iterator[SimpleNamespace]:
             if stop.wait(EVERY_S):
                 return
 
-    thread = threading.Thread(target=ask, name="device use", daemon=True)
+    thread = threading.Thread(target=ask, name="nsa:device use", daemon=True)
     thread.start()
     try:
         yield use

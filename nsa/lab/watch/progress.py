@@ -64,7 +64,7 @@ def ask(file: str | os.PathLike) -> None:
 def _show_name() -> None:
     """To those outside, so that they tell this thread from the program's own."""
     with contextlib.suppress(OSError):
-        Path("/proc/thread-self/comm").write_text("progress")
+        Path("/proc/thread-self/comm").write_text("nsa:progress")
 
 
 _CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -128,7 +128,7 @@ class Progress:
         self._stop = threading.Event()
         # Two, because asking a device or a process group may take as long as what they do.
         self._threads = [
-            threading.Thread(target=each, name="progress", daemon=True)
+            threading.Thread(target=each, name="nsa:progress", daemon=True)
             for each in (self._beat, self._poll)
         ]
         for thread in self._threads:

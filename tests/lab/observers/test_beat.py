@@ -86,7 +86,7 @@ def test_the_thread_is_a_daemon_there_is_one_and_it_keeps_its_hands_off_signals(
     made = Heartbeat(None, every_s=60)
     made.start()
     made.on_phase("data", 0)
-    (thread,) = (t for t in threading.enumerate() if t.name == "heartbeat")
+    (thread,) = (t for t in threading.enumerate() if t.name == "nsa:heartbeat")
     assert thread.daemon
     made.close()
     assert not thread.is_alive() and asked == []

@@ -146,5 +146,5 @@ def test_a_source_that_is_another_one_by_now_names_nothing(tmp_path):
 def test_the_answer_is_a_file_and_what_counts_is_not_in_it(counters, tmp_path):
     locks.write(tmp_path, 7)
     content = json.loads((tmp_path / "locks-7.json").read_text())
-    assert content["errors"] == [] and "progress" not in {w["thread"] for w in content["waits"]}
+    assert content["errors"] == [] and "nsa:progress" not in {w["thread"] for w in content["waits"]}
     assert lock_waits  # the program of the other tests can be imported without a thread

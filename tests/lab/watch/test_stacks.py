@@ -43,7 +43,7 @@ if __name__ == "__main__":
     subprocess.Popen(["sleep", "600"])
     for target, given in ((passes, True), (busy_waits, time.monotonic() + 600), (counts, 1)):
         threading.Thread(target=target, args=(given,), name=target.__name__, daemon=True).start()
-    threading.Thread(target=rests, args=("by a name",), name="progress", daemon=True).start()
+    threading.Thread(target=rests, args=("by a name",), name="nsa:progress", daemon=True).start()
     print(flush=True)
     rests("in the main thread")
 """
@@ -88,9 +88,9 @@ def test_every_thread_of_python_has_its_frames_its_name_and_whether_it_holds_the
     assert main.frames[0].rpartition(":")[0].endswith("train.py")
     assert main.wait.kind == "timer" and looked.tool == "py-spy"
     names = {thread.name for thread in looked.of(0).threads}
-    assert names >= {"MainThread", "passes", "busy_waits", "counts", "progress"}
+    assert names >= {"MainThread", "passes", "busy_waits", "counts", "nsa:progress"}
     (ours,) = (thread for thread in looked.of(0).threads if thread.ours)
-    assert ours.name == "progress"
+    assert ours.name == "nsa:progress"
     child, sleep = (x for x in looked.processes if x.parent == looked.of(0).pid)
     assert any(frame.endswith(" rests") for frame in child.main().frames)
     assert sleep.name == "sleep 600" and not sleep.main().frames
@@ -104,11 +104,11 @@ def test_equal_state_has_equal_digests_and_only_an_endless_loop_has_them_without
 ):
     again = {thread.name: thread.visible for thread in taken(program).of(0).threads}
     before = {thread.name: thread.visible for thread in looked.of(0).threads}
-    for name in ("MainThread", "passes", "busy_waits", "progress"):
+    for name in ("MainThread", "passes", "busy_waits", "nsa:progress"):
         assert before[name] and before[name] == again[name], name
     assert before["counts"] != again["counts"]
     marked = {name for name, digest in before.items() if digest.endswith(visible.HIDDEN)}
-    assert marked == {"MainThread", "busy_waits", "counts", "progress"}
+    assert marked == {"MainThread", "busy_waits", "counts", "nsa:progress"}
 
 
 @linux
