@@ -250,7 +250,7 @@ NEAR = cases({
         "at every look the same, and yet it goes on in between":
             still(each=[[process(thread(wait=LOCKED, switches=100 * n))] for n in range(4)]),
         "who should wake it was not seen":
-            still(process(thread(wait=("lock", "waits for a lock that thread 5 holds", ((1, 5),))))),
+            still(process(thread(wait=("lock", "waits for thread 5's lock", ((1, 5),))))),
     },
     "SLOW:timer": {
         "a sleep of 15 s": still(each=[[sleeping(15.0 - n)] for n in range(4)]),
@@ -379,6 +379,10 @@ RANKS = {
     ),
     "both receive, and nobody sends": (
         two(rank(0, LOCKED, RECEIVE), rank(1, LOCKED, RECEIVE)),
+        "HANG:collective", "rank 1", "train.py:70 exchange",
+    ),
+    "both receive, and a record says that a collective has not ended": (
+        two(rank(0, LOCKED, RECEIVE), rank(1, LOCKED, RECEIVE), flights={0: AHEAD, 1: AHEAD}),
         "HANG:collective", "rank 1", "train.py:70 exchange",
     ),
     "both receive, and a thread of one may send": (

@@ -27,7 +27,10 @@ _WAITS = re.compile(
 
 def collectives(evidence: Evidence, look: Snapshot) -> dict[int, Collective]:
     """{rank: the collective that it is in}, of those that are in one."""
-    return _seen(look) | _recorded(evidence, look)
+    seen = _seen(look)
+    # A stack is surer than a record of who is in a send or a receive.
+    pairs = {rank: one for rank, one in seen.items() if one.partners}
+    return seen | _recorded(evidence, look) | pairs
 
 
 def _recorded(evidence: Evidence, look: Snapshot) -> dict[int, Collective]:
