@@ -66,21 +66,22 @@ def lock():
 
 
 def ranks_wait(ranks=2, blamed=0):
-    """All ranks but one wait in a collective; that one sleeps, for 9 s more."""
+    """All ranks but one wait in a collective; that one waits for another host."""
     others = [rank for rank in range(ranks) if rank != blamed]
     wait = Wait("collective", f"waits in all_reduce for rank {blamed}", ((100 + blamed, 0),))
-    sleeps = Wait("timer", "sleeps", left_s=9.2)
+    silent = Wait("socket", "reads from 10.0.0.7:443", outside=True)
     edges = [edge(f"rank {r}", "train.py:40 step", "collective", "waits in all_reduce",
                   [f"rank {blamed}"]) for r in others]  # fmt: skip
-    edges.append(edge(f"rank {blamed}", "upload.py:12 put", "timer", "sleeps", left_s=9.2))
+    edges.append(edge(f"rank {blamed}", "upload.py:12 put", "socket", silent.text, outside=True))
     evidence, verdict = seen(
         *(Process(100 + r, of=r, rank=r, name="python train.py", state="S",
                   threads=(main_thread(100 + r, REDUCE, wait), *idle(4, 1000 + 10 * r)))
           for r in others),
         Process(100 + blamed, of=blamed, rank=blamed, name="python train.py", state="S",
-                threads=(main_thread(100 + blamed, UPLOAD, sleeps),)),
-        verdict=Verdict("STALLED", "collective", "waits quietly for what may still come",
-                        [f"rank {blamed} sleeps"], line="upload.py:12 put", edges=edges,
+                threads=(main_thread(100 + blamed, UPLOAD, silent),)),
+        verdict=Verdict("STALLED", "socket", "waits quietly for what may still come",
+                        [f"rank {blamed} reads from 10.0.0.7:443"],
+                        line="upload.py:12 put", edges=edges,
                         numbers={"rested_s": 18.0, "longest_s": 2.0}),
     )  # fmt: skip
     evidence.output = ["epoch 3", "saved model.pt"]
