@@ -29,6 +29,7 @@ OURS = ("nsa:progress", "nsa:device use", "nsa:SIGUSR1", "nsa:heartbeat")
 STRANGER = -1  # `of` a process outside the family that the family waits for, or was started by
 MOST = 256  # threads of a process whose waits are read
 SYSCALL = "syscall"  # beside stat, where the kernel was built to tell
+TRIAL = "the trial's process"
 _ALARMS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 _YOUNG_S = 10.0  # a process so young may still take over another program, and its environment
 _NAME = 60
@@ -132,8 +133,9 @@ class _Reading:
                 if deep := len(threads) < MOST:
                     self._switches[pid, tid] = _switches(pid, tid)
                 threads.append(_thread(reader, tid, self._ours, said, deep))
-        if _catches_alarms(pid):  # when one is set, and for when, nobody tells
-            threads = [_could_go_on(x, "an alarm of its program could end that") for x in threads]
+        # When an alarm is set, and who may send a signal that wakes the program, nobody tells.
+        if what := _catches(pid, ours=process.name.startswith(TRIAL)):
+            threads = [_could_go_on(x, f"{what} of its program could end that") for x in threads]
         if _started(pid) != process.started:
             return replace(process, message="it ended while it was looked at", state="")
         if len(threads) > MOST:
@@ -313,7 +315,7 @@ def _named(pid: int, state: str) -> str:
         if f"from {module} import" in text:
             return meaning
     if " nsa.lab.process.child " in text:
-        return "the trial's process"
+        return TRIAL
     if own.startswith("pt_data_"):
         text = f"{own}: {text}"
     return text if len(text) <= _NAME else text[: _NAME - 3] + "..."
@@ -334,13 +336,18 @@ def _could_go_on(thread: Thread, why: str) -> Thread:
     return replace(thread, wait=wait)
 
 
-def _catches_alarms(pid: int) -> bool:
+def _catches(pid: int, *, ours: bool) -> str:
+    """What it has handlers for; ours: a trial's, where SIGUSR1 has one that only writes stacks."""
     try:
         with open(f"/proc/{pid}/status", errors="replace") as file:
             caught = next(line for line in file if line.startswith("SigCgt:"))
     except (OSError, StopIteration):
-        return False
-    return any(int(caught.split()[1], 16) >> (number - 1) & 1 for number in _ALARMS)
+        return ""
+    mask = int(caught.split()[1], 16)
+    if any(mask >> (number - 1) & 1 for number in _ALARMS):
+        return "an alarm"
+    asked = (signal.SIGUSR2,) if ours else (signal.SIGUSR1, signal.SIGUSR2)
+    return "a signal" if any(mask >> (number - 1) & 1 for number in asked) else ""
 
 
 def _switches(pid: int, tid: int) -> str:

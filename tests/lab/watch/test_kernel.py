@@ -271,9 +271,10 @@ def test_a_thread_that_goes_on_while_the_others_are_read_could_end_its_wait(monk
     assert not rest.wait.outside and moved.wait.outside and "went on" in moved.wait.text
 
 
-def test_an_alarm_of_the_program_could_end_its_waits():
+@pytest.mark.parametrize(("name", "word"), [("SIGALRM", "alarm"), ("SIGUSR1", "signal")])
+def test_a_signal_that_the_program_handles_could_end_its_waits(name, word):
     code = (
-        "import os, signal; signal.signal(signal.SIGALRM, lambda *_: None); print(flush=True); "
+        f"import os, signal; signal.signal(signal.{name}, lambda *_: None); print(flush=True); "
         "os.read(os.pipe()[0], 1)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
@@ -286,7 +287,7 @@ def test_an_alarm_of_the_program_could_end_its_waits():
             wait = kernel.snapshot({0: child.pid}).of(0).main().wait
         finally:
             child.kill()
-    assert wait.kind == "pipe" and wait.outside and "alarm" in wait.text
+    assert wait.kind == "pipe" and wait.outside and word in wait.text
 
 
 LOOKS = """
