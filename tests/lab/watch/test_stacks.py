@@ -71,7 +71,8 @@ def taken(program, enough=lambda snapshot: True, **options):
         seen = [x for x in snapshot.processes if x.of == 0 and x.name != "sleep 600"]
         mains = [process.main() for process in seen if process.main()]
         rest = [x.wait and x.frames and x.frames[0].endswith(" rests") for x in mains]
-        begun = len(rest) >= 2 and all(rest) and not any(x.wait.kind == "GIL" for x in mains)
+        # one that py-spy has woken wants the GIL first
+        begun = len(rest) >= 2 and all(rest) and all(x.wait.kind == "timer" for x in mains)
         if (begun and enough(snapshot)) or time.monotonic() > until:
             return snapshot
 
