@@ -72,7 +72,8 @@ def taken(program, enough=lambda snapshot: True, **options):
         mains = [process.main() for process in seen if process.main()]
         rest = [x.wait and x.frames and x.frames[0].endswith(" rests") for x in mains]
         # one that py-spy has woken wants the GIL first
-        begun = len(rest) >= 2 and all(rest) and all(x.wait.kind == "timer" for x in mains)
+        begun = len(rest) >= 2 and all(rest) and all(x.wait.kind != "GIL" for x in mains)
+        begun = begun and snapshot.of(0).main().wait.kind == "timer"
         if (begun and enough(snapshot)) or time.monotonic() > until:
             return snapshot
 
