@@ -1,8 +1,8 @@
 """What a trial's processes and GPUs are doing, seen from outside.
 
-Stacks of every thread come from py-spy where it may look, and go onto the threads of a snapshot that
-`kernel` took; elsewhere a process that counts its progress tells its own (watch.locks). A thread
-asks how busy the GPUs are, because asking takes longer than a sample may.
+Stacks of every thread come from py-spy where it may look, and go onto the threads of a snapshot
+that `kernel` took; elsewhere a process that counts its progress tells its own (watch.locks). A
+thread asks how busy the GPUs are, because asking takes longer than a sample may.
 """
 
 from __future__ import annotations
