@@ -106,12 +106,11 @@ def _of(evidence: Evidence, rest: Rest, live: Sequence[Rest]) -> Stall | None:
         return None
     moving = [other.rank for other in live if other.seconds < min(2.0, evidence.stall_s)]
     works, periodic = at_work(looks[-RECENT:]), asks_again(looks)
-    graphs = []
-    for look in looks[-LOOKS:]:
-        told = collectives(evidence, look)
-        options = {"works": works, "moving": moving, "periodic": periodic}
-        options["wakes"] = wakes(looks[-LOOKS:])
-        graphs.append(build(look, collectives=told, locks=evidence.locks, **options))
+    options = {"works": works, "moving": moving, "periodic": periodic, "locks": evidence.locks}
+    options["wakes"] = wakes(looks[-LOOKS:])
+    graphs = [
+        build(look, collectives=collectives(evidence, look), **options) for look in looks[-LOOKS:]
+    ]
     last = graphs[-1]
     main = _main(last, rest.rank)
     if main is None:
