@@ -16,7 +16,12 @@ from nsa.spelling import settings
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job
 
-TOKENS = {"production": 2048, "smoke": 1024, "step5": 1024}  # what the presets are made for
+TOKENS = {
+    "production": 2048,
+    "memory_table": 2048,
+    "smoke": 1024,
+    "step5": 1024,
+}  # what the presets are made for
 OTHER_TOKENS = 512
 
 

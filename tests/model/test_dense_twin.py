@@ -22,7 +22,8 @@ def written_out(layer, x):
         (x @ getattr(layer, f"{n}_proj").weight.double().T).unflatten(-1, (h, -1))
         for n, h in heads.items()
     )
-    cos, sin = rotary_tables(x.shape[1], c.head_dim, c.rope_base, dtype=torch.float64)
+    base, scale = c.rope_base, c.rope_scale
+    cos, sin = rotary_tables(x.shape[1], c.head_dim, base, dtype=torch.float64, scale=scale)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
     outputs = []
@@ -34,7 +35,16 @@ def written_out(layer, x):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"kv_heads": 4}, {"kv_heads": 1}, {"value_dim": 4}, {"value_dim": 12}], ids=str
+    "changes",
+    [
+        {},
+        {"kv_heads": 4},
+        {"kv_heads": 1},
+        {"value_dim": 4},
+        {"value_dim": 12},
+        {"rope_scale": 4.0},
+    ],
+    ids=str,
 )
 def test_it_is_causal_attention_with_rotary(changes):
     layer = DenseAttention(twin(**changes))
