@@ -180,6 +180,8 @@ def _tell(ended) -> int:
         if result.get("evaluation") is not None:
             print(f"  held out {result['evaluation']:.4f}")
         print(f"  speed    {result['tokens_per_s']:,.0f} tokens/s")
+        for name, reasons in result["attention"]["declined"].items():
+            print(f"  {name} declined: {'; '.join(reasons)}")
     print(f"  folder   {ended.folder}")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nsa.attention import witness
 from nsa.lab.observers import writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
@@ -148,7 +149,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
-    with stacks_on_signal(stacks), Prefetch(source) as ahead:
+    with stacks_on_signal(stacks), Prefetch(source) as ahead, witness.recording() as seen:
         trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
@@ -159,6 +160,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
+        result["attention"] = seen.record()  # what computed it, and what "auto" passed over
         result["mean_wait_ms"] = 1e3 * ahead.waited_s / max(1, ahead.batches)
     place.barrier()
     if place.rank == 0:
