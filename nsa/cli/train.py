@@ -61,6 +61,10 @@ def add(commands) -> None:
     option("--static-graph", action="store_true", help="DDP: every step uses the same parameters")
     option("--find-unused", action="store_true", help="DDP: look for unused parameters each step")
     option("--bucket-mb", type=float, default=25.0, help="DDP: size of a bucket of gradients")
+    text = "DDP: bf16 averages gradients in bf16, so that half the bytes are sent"
+    option("--comm-hook", choices=("none", "bf16"), default="none", help=text)
+    text = "DDP: gradients are held beside the buckets, as torch's default has it"
+    option("--no-bucket-view", action="store_false", help=text, dest="gradient_as_bucket_view")
     option("--save-every", type=int, metavar="STEPS", help="checkpoints; the last two are kept")
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
     option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")

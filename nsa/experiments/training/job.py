@@ -52,6 +52,8 @@ class Job:
     static_graph: bool = False
     find_unused: bool = False
     bucket_mb: float = 25.0
+    comm_hook: str = "none"
+    gradient_as_bucket_view: bool = True
     save_every: int | None = None
     eval_every: int | None = None
     resume: str | None = None
@@ -65,13 +67,18 @@ class Job:
                 raise ValueError(f"{name}={value} must be at least 1 step")
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
-        parallel.check(self.kind, self.backend, self.static_graph, self.find_unused, self.bucket_mb)
+        parallel.check(self.kind, self.backend, **self._options())
         for name in self.observe:
             if name not in OBSERVERS:
                 raise ValueError(f"no observer {name!r}; there are {', '.join(OBSERVERS)}")
         if "buckets" in self.observe and self.kind != "ddp":
             raise ValueError(
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
+            )
+        if "buckets" in self.observe and self.comm_hook != "none":
+            raise ValueError(
+                f"buckets are traced by a communication hook, and DDP takes one only; it has "
+                f"comm_hook={self.comm_hook!r}, comm_hook='none' would do"
             )
         Parallel(self.kind, 0, self.ranks).rows(self.train.batch, self.train.accumulate)
         if self.kind != "none" or self.device == "cuda":
@@ -82,13 +89,14 @@ class Job:
     def join(self) -> Parallel:
         """This process's place in the job; see nsa.model.parallel.start."""
         return parallel.start(
-            self.kind,
-            backend=self.backend,
-            device=self.device,
-            static_graph=self.static_graph,
-            find_unused_parameters=self.find_unused,
-            bucket_mb=self.bucket_mb,
+            self.kind, backend=self.backend, device=self.device, **self._options()
         )
+
+    def _options(self) -> dict[str, Any]:
+        """DDP's, as nsa.model.parallel names them."""
+        names = ("static_graph", "bucket_mb", "comm_hook", "gradient_as_bucket_view")
+        options = {name: getattr(self, name) for name in names}
+        return options | {"find_unused_parameters": self.find_unused}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same job back."""

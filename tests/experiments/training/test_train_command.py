@@ -133,6 +133,9 @@ BAD_INPUT = [
     (["--port", "29500"], "--port is for --ranks"),
     (["--ranks", "2", "--static-graph", "--find-unused"], "static_graph=True alone also trains"),
     (["--ranks", "2", "--parallel", "fsdp", "--find-unused"], "parallel='fsdp' has no use"),
+    (["--comm-hook", "bf16"], "comm_hook: options that are DDP's; parallel='none' has no use"),
+    (["--no-bucket-view"], "gradient_as_bucket_view=False: options that are DDP's"),
+    (["--ranks", "2", "--comm-hook", "bf16", "--observe", "buckets"], "DDP takes one only"),
     (NCCL, "backend='nccl' needs a GPU for each of 4 rank(s)"),
 ]
 
