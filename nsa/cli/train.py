@@ -174,7 +174,9 @@ def _tell(ended) -> int:
         print(f"  loss     {result['first_loss']:.4f} -> {result['last_loss']:.4f}")
         if result.get("evaluation") is not None:
             print(f"  held out {result['evaluation']:.4f}")
-        print(f"  speed    {result['tokens_per_s']:,.0f} tokens/s")
+        print(f"  speed    {result['speed']}")
+        if result.get("loader"):
+            print(f"  data     {result['loader']}")
     print(f"  folder   {ended.folder}")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)
