@@ -65,6 +65,7 @@ def preset_report(config: ModelConfig) -> DtypeReport:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
+        optimizer.zero_grad()
     return dtype_report(model, optimizer, expected=torch.float32)
 
 
