@@ -75,6 +75,11 @@ def add(commands) -> None:
     option("--observe", type=words, default=[], metavar="NAME,NAME", help=text)
     text = "from one look of arrival and modules to the next; 1 looks at all"
     option("--observe-every", type=int, default=SAMPLED, metavar="STEPS", help=text)
+    text = (
+        "what a foreign process on the GPU, too little memory or a stale installation does: refuse "
+        "(default), warn or off"
+    )
+    option("--preflight", choices=("refuse", "warn", "off"), default="refuse", help=text)
     # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     share(made, "--runs")
@@ -92,6 +97,12 @@ def train(arguments) -> int:
     from nsa.experiments.training import run as training_run
 
     places = {"runs": arguments.runs, "given": arguments.into}
+    if os.environ.get("RANK", "0") == "0":
+        from nsa.experiments.training import preflight
+
+        changed = [text.partition("=")[0].strip() for text in arguments.set]
+        where = arguments.into or arguments.runs
+        places["preflight"] = preflight.check(job, arguments.preflight, changed, where)
     if under_torchrun and job.kind != "none":
         ended = training_run.under_torchrun(job, sys.argv[1:], **places)
         return _tell(ended) if os.environ["RANK"] == "0" else GOOD
@@ -183,9 +194,11 @@ def _tell(ended) -> int:
         print(f"  loss     {result['first_loss']:.4f} -> {result['last_loss']:.4f}")
         if result.get("evaluation") is not None:
             print(f"  held out {result['evaluation']:.4f}")
-        print(f"  speed    {result['tokens_per_s']:,.0f} tokens/s")
         for name, reasons in result["attention"]["declined"].items():
             print(f"  {name} declined: {'; '.join(reasons)}")
+        print(f"  speed    {result['speed']}")
+        if result.get("loader"):
+            print(f"  data     {result['loader']}")
     print(f"  folder   {ended.folder}")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)

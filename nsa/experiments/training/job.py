@@ -1,7 +1,6 @@
 """One training job: everything that decides it as one value, and the loop that each rank runs."""
 
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from nsa.attention import witness
+from nsa.experiments.training.speed import Speed
 from nsa.lab.observers import writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
@@ -142,6 +142,9 @@ class HeldOut:
     def batch(self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"):
         return self.stream.batch(step + EVALUATION_BATCHES, batch, tokens, device)
 
+    def record(self) -> dict[str, Any]:
+        return self.stream.record()
+
 
 def evaluation(source: Any) -> dict[str, Any]:
     """Where Trainer.evaluate finds batches that training never meets: what it is called with."""
@@ -164,12 +167,13 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         observers = observers_for(job, trainer, folder)
         trainer.observers = observers.values()
         try:
-            result = _loop(job, trainer, folder, evaluation(source))
+            speed = Speed(trainer, ahead)
+            result = _loop(job, trainer, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
         result["attention"] = seen.record()  # what computed it, and what "auto" passed over
-        result["mean_wait_ms"] = 1e3 * ahead.waited_s / max(1, ahead.batches)
+        result |= {"data": ahead.record(), **speed.result()}
     place.barrier()
     if place.rank == 0:
         write_json(folder / "result.json", result)
@@ -189,19 +193,19 @@ def _resume(trainer: Trainer, path: str) -> None:
         )
 
 
-def _loop(job: Job, trainer: Trainer, folder: Path, held_out: dict[str, Any]) -> dict[str, Any]:
+def _loop(
+    job: Job, trainer: Trainer, folder: Path, held_out: dict[str, Any], speed: Speed
+) -> dict[str, Any]:
     first_rank, steps = trainer.parallel.rank == 0, job.train.steps
     losses = _Table(folder / "losses.csv", first_rank)
     evaluated = _Table(folder / "evaluations.csv", first_rank)
     found: list[float] = []
-    marks: list[tuple[int, float]] = []
     evaluated_loss = None
     while (now := trainer.steps_done) < steps:
         stops = [now - now % n + n for n in (job.save_every, job.eval_every) if n]
-        began = time.monotonic()
-        new = trainer.run(min(steps, now + CHUNK, *stops) - now)
+        with speed.stretch():
+            new = trainer.run(min(steps, now + CHUNK, *stops, *speed.borders(now)) - now)
         done = trainer.steps_done
-        marks.append((done - now, time.monotonic() - began))
         losses.add(enumerate(new, now))
         found += new
         if job.eval_every and (done % job.eval_every == 0 or done == steps):
@@ -212,15 +216,12 @@ def _loop(job: Job, trainer: Trainer, folder: Path, held_out: dict[str, Any]) ->
             if first_rank:
                 for old in saving.checkpoints(folder / "checkpoints")[:-KEPT]:
                     old.unlink()
-    # the first stretch warms up, compiles and tunes
-    timed, seconds = map(sum, zip(*(marks[1:] or marks), strict=True))
     return {
         "steps": trainer.steps_done,
         "first_loss": found[0],
         "last_loss": found[-1],
         "evaluation": evaluated_loss,
         "skipped_steps": trainer.skipped_steps,
-        "tokens_per_s": job.train.batch * job.train.tokens * timed / seconds,
     }
 
 

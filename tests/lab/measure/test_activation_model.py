@@ -2,9 +2,9 @@
 
 import pytest
 
-from nsa.experiments.memory.activation_model import activations, predicted_peak
 from nsa.experiments.memory.cell import Cell
 from nsa.experiments.memory.trials import measure
+from nsa.lab.measure.activation_model import activations, predicted_peak
 from nsa.model.presets import preset
 
 pytestmark = pytest.mark.full
