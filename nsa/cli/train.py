@@ -16,7 +16,12 @@ from nsa.spelling import settings
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job
 
-TOKENS = {"production": 2048, "smoke": 1024, "step5": 1024}  # what the presets are made for
+TOKENS = {
+    "production": 2048,
+    "memory_table": 2048,
+    "smoke": 1024,
+    "step5": 1024,
+}  # what the presets are made for
 OTHER_TOKENS = 512
 
 
@@ -56,6 +61,10 @@ def add(commands) -> None:
     option("--static-graph", action="store_true", help="DDP: every step uses the same parameters")
     option("--find-unused", action="store_true", help="DDP: look for unused parameters each step")
     option("--bucket-mb", type=float, default=25.0, help="DDP: size of a bucket of gradients")
+    text = "DDP: bf16 averages gradients in bf16, so that half the bytes are sent"
+    option("--comm-hook", choices=("none", "bf16"), default="none", help=text)
+    text = "DDP: gradients are held beside the buckets, as torch's default has it"
+    option("--no-bucket-view", action="store_false", help=text, dest="gradient_as_bucket_view")
     option("--save-every", type=int, metavar="STEPS", help="checkpoints; the last two are kept")
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
     option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")
@@ -66,6 +75,11 @@ def add(commands) -> None:
     option("--observe", type=words, default=[], metavar="NAME,NAME", help=text)
     text = "from one look of arrival and modules to the next; 1 looks at all"
     option("--observe-every", type=int, default=SAMPLED, metavar="STEPS", help=text)
+    text = (
+        "what a foreign process on the GPU, too little memory or a stale installation does: refuse "
+        "(default), warn or off"
+    )
+    option("--preflight", choices=("refuse", "warn", "off"), default="refuse", help=text)
     text = (
         "a step whose loss or gradient norm is not finite ends the run with its cause (stop, the "
         "default), or is left out and counted (skip); steps that fp16's loss scaler skips are usual"
@@ -92,6 +106,12 @@ def train(arguments) -> int:
     from nsa.experiments.training import run as training_run
 
     places = {"runs": arguments.runs, "given": arguments.into}
+    if os.environ.get("RANK", "0") == "0":
+        from nsa.experiments.training import preflight
+
+        changed = [text.partition("=")[0].strip() for text in arguments.set]
+        where = arguments.into or arguments.runs
+        places["preflight"] = preflight.check(job, arguments.preflight, changed, where)
     if under_torchrun and job.kind != "none":
         ended = training_run.under_torchrun(job, sys.argv[1:], **places)
         return _tell(ended) if os.environ["RANK"] == "0" else GOOD
@@ -185,8 +205,11 @@ def _tell(ended) -> int:
         print(f"  loss     {result['first_loss']:.4f} -> {result['last_loss']:.4f}")
         if result.get("evaluation") is not None:
             print(f"  held out {result['evaluation']:.4f}")
-        if result["tokens_per_s"]:
-            print(f"  speed    {result['tokens_per_s']:,.0f} tokens/s")
+        for name, reasons in result["attention"]["declined"].items():
+            print(f"  {name} declined: {'; '.join(reasons)}")
+        print(f"  speed    {result['speed']}")
+        if result.get("loader"):
+            print(f"  data     {result['loader']}")
     print(f"  folder   {ended.folder}")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)

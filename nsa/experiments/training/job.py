@@ -1,7 +1,6 @@
 """One training job: everything that decides it as one value, and the loop that each rank runs."""
 
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 
 import torch
 
+from nsa.attention import witness
+from nsa.experiments.training.speed import Speed
 from nsa.lab.observers import writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
@@ -52,6 +53,8 @@ class Job:
     static_graph: bool = False
     find_unused: bool = False
     bucket_mb: float = 25.0
+    comm_hook: str = "none"
+    gradient_as_bucket_view: bool = True
     save_every: int | None = None
     eval_every: int | None = None
     resume: str | None = None
@@ -67,15 +70,18 @@ class Job:
                 raise ValueError(f"{name}={value} must be at least 1 step")
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
-        if self.train.nonfinite is None:
-            raise ValueError("a training job needs nonfinite='stop' or 'skip'")
-        parallel.check(self.kind, self.backend, self.static_graph, self.find_unused, self.bucket_mb)
+        parallel.check(self.kind, self.backend, **self._options())
         for name in self.observe:
             if name not in OBSERVERS:
                 raise ValueError(f"no observer {name!r}; there are {', '.join(OBSERVERS)}")
         if "buckets" in self.observe and self.kind != "ddp":
             raise ValueError(
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
+            )
+        if "buckets" in self.observe and self.comm_hook != "none":
+            raise ValueError(
+                f"buckets are traced by a communication hook, and DDP takes one only; it has "
+                f"comm_hook={self.comm_hook!r}, comm_hook='none' would do"
             )
         Parallel(self.kind, 0, self.ranks).rows(self.train.batch, self.train.accumulate)
         if self.kind != "none" or self.device == "cuda":
@@ -86,13 +92,14 @@ class Job:
     def join(self) -> Parallel:
         """This process's place in the job; see nsa.model.parallel.start."""
         return parallel.start(
-            self.kind,
-            backend=self.backend,
-            device=self.device,
-            static_graph=self.static_graph,
-            find_unused_parameters=self.find_unused,
-            bucket_mb=self.bucket_mb,
+            self.kind, backend=self.backend, device=self.device, **self._options()
         )
+
+    def _options(self) -> dict[str, Any]:
+        """DDP's, as nsa.model.parallel names them."""
+        names = ("static_graph", "bucket_mb", "comm_hook", "gradient_as_bucket_view")
+        options = {name: getattr(self, name) for name in names}
+        return options | {"find_unused_parameters": self.find_unused}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same job back."""
@@ -138,6 +145,9 @@ class HeldOut:
     def batch(self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"):
         return self.stream.batch(step + EVALUATION_BATCHES, batch, tokens, device)
 
+    def record(self) -> dict[str, Any]:
+        return self.stream.record()
+
 
 def evaluation(source: Any) -> dict[str, Any]:
     """Where Trainer.evaluate finds batches that training never meets: what it is called with."""
@@ -153,19 +163,22 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
-    with stacks_on_signal(stacks), Prefetch(source) as ahead:
-        trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
+    with stacks_on_signal(stacks), Prefetch(source) as ahead, witness.recording() as seen:
+        train = job.train.with_(nonfinite=job.train.nonfinite or "stop")
+        trainer = Trainer(LanguageModel(job.model), ahead, train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
         guards = Guards(Path(job.halt_file or folder / "HALT"), job.max_skips)
         observers = observers_for(job, trainer, folder, guards)
         trainer.observers = observers.values()
         try:
-            result = _loop(job, trainer, guards, folder, evaluation(source))
+            speed = Speed(trainer, ahead)
+            result = _loop(job, trainer, guards, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
-        result["mean_wait_ms"] = 1e3 * ahead.waited_s / max(1, ahead.batches)
+        result["attention"] = seen.record()  # what computed it, and what "auto" passed over
+        result |= {"data": ahead.record(), **speed.result()}
     place.barrier()
     if place.rank == 0:
         write_json(folder / "result.json", result)
@@ -186,13 +199,17 @@ def _resume(trainer: Trainer, path: str) -> None:
 
 
 def _loop(
-    job: Job, trainer: Trainer, guards: Guards, folder: Path, held_out: dict[str, Any]
+    job: Job,
+    trainer: Trainer,
+    guards: Guards,
+    folder: Path,
+    held_out: dict[str, Any],
+    speed: Speed,
 ) -> dict[str, Any]:
     first_rank, steps = trainer.parallel.rank == 0, job.train.steps
     losses = _Table(folder / "losses.csv", "step,loss,grad_norm", first_rank)
     evaluated = _Table(folder / "evaluations.csv", "step,loss", first_rank)
     found: list[float] = []
-    marks: list[tuple[int, float]] = []
     evaluated_loss = stop = None
 
     def put_losses() -> None:
@@ -202,13 +219,12 @@ def _loop(
 
     while (now := trainer.steps_done) < steps and stop is None:
         stops = [now - now % n + n for n in (job.save_every, job.eval_every) if n]
-        began = time.monotonic()
         try:
-            trainer.run(min(steps, now + CHUNK, *stops) - now)
+            with speed.stretch():
+                trainer.run(min(steps, now + CHUNK, *stops, *speed.borders(now)) - now)
             guards.settle()
-            done = trainer.steps_done
-            marks.append((done - now, time.monotonic() - began))
             put_losses()
+            done = trainer.steps_done
             if job.eval_every and (done % job.eval_every == 0 or done == steps):
                 evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
                 evaluated.add([(done, evaluated_loss)])
@@ -217,8 +233,6 @@ def _loop(
         except Stopped as stopped:
             stop = _ended(stopped, job, trainer, folder)
             put_losses()
-    # the first stretch warms up, compiles and tunes
-    timed, seconds = map(sum, zip(*(marks[1:] or marks or [(0, 1.0)]), strict=True))
     return {
         "steps": trainer.steps_done,
         "first_loss": found[0],
@@ -226,7 +240,6 @@ def _loop(
         "evaluation": evaluated_loss,
         "skipped_steps": trainer.skipped_steps,
         "left_out_steps": guards.left_out,
-        "tokens_per_s": job.train.batch * job.train.tokens * timed / seconds or None,
     } | ({"stop": stop.record()} if stop is not None else {})
 
 

@@ -44,9 +44,15 @@ class Ended:
     result: dict[str, Any] = field(default_factory=dict)
 
 
-def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Path:
-    """The run's folder with job.json and environment.json in it. Raises ValueError when it cannot
-    be written, or `given` holds a run already."""
+def make_folder(
+    job: "Job",
+    argv: list[str],
+    runs: str,
+    given: str | None,
+    preflight: dict[str, Any] | None = None,
+) -> Path:
+    """The run's folder with job.json, environment.json and what `preflight` found in it. Raises
+    ValueError when it cannot be written, or `given` holds a run already."""
     facts, content = environment.snapshot(job.seed), job.to_dict()
     if given is None:
         spec = json.dumps([content, facts.get("git")], sort_keys=True, default=str)
@@ -62,6 +68,8 @@ def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Pa
             raise ValueError(f"--into {given} cannot be made: {error.strerror}") from None
     write_json(folder / "job.json", {"argv": argv, **content})
     write_json(folder / "environment.json", facts)
+    if preflight is not None:
+        write_json(folder / "preflight.json", preflight)
     return folder
 
 
@@ -94,15 +102,16 @@ def alone(job: "Job", folder: Path) -> Ended:
     return close()
 
 
-def under_torchrun(job: "Job", argv: list[str], runs: str, given: str | None) -> Ended:
-    """Runs this rank of a job that somebody's torchrun started; rank 0 makes folder and record.
+def under_torchrun(job: "Job", argv: list[str], **places: Any) -> Ended:
+    """Runs this rank of a job that somebody's torchrun started; rank 0 makes folder and record, the
+    former by `make_folder(job, argv, **places)`.
     Does not return to a caller that could be kept waiting: a rank that fails ends its process."""
     from torch.distributed import broadcast_object_list
 
     os.environ.pop(PARENT, None)  # names who started torchrun, where that is one of ours
     die_with_parent()
     place = job.join()
-    everyone = [str(make_folder(job, argv, runs, given)) if place.rank == 0 else None]
+    everyone = [str(make_folder(job, argv, **places)) if place.rank == 0 else None]
     broadcast_object_list(everyone, src=0)
     folder = Path(everyone[0])
     record = _record(folder) if place.rank == 0 else None
