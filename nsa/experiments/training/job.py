@@ -10,7 +10,7 @@ import torch
 
 from nsa.attention import witness
 from nsa.experiments.training.speed import Speed
-from nsa.lab.observers import writers
+from nsa.lab.observers import guard_rules, writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
@@ -62,6 +62,7 @@ class Job:
     observe_every: int = SAMPLED  # of arrival and modules
     halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
     max_skips: int = BOUND  # steps left out in a row
+    guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
     def __post_init__(self) -> None:
         for name in ("save_every", "eval_every", "observe_every", "max_skips"):
@@ -71,6 +72,13 @@ class Job:
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
         parallel.check(self.kind, self.backend, **self._options())
+        guard_rules.levels(self.guard)
+        for name in ("zero", "collapse"):
+            if self.train.cuda_graph and self.guards(name):
+                raise ValueError(
+                    f"--guard {name} looks into a step, and a CUDA graph hides what is in it; "
+                    f"{name}=off or no --cuda-graph would do"
+                )
         for name in self.observe:
             if name not in OBSERVERS:
                 raise ValueError(f"no observer {name!r}; there are {', '.join(OBSERVERS)}")
@@ -89,6 +97,11 @@ class Job:
         if self.data != "fineweb-edu":  # which costs a download
             source_of(self).batch(0, 1, self.train.tokens)  # T longer than the data
 
+    def guards(self, name: str) -> bool:
+        """Whether that guard was asked for, rather than there by default."""
+        asked = any(text.partition("=")[0].strip() == name for text in self.guard)
+        return asked and bool(guard_rules.levels(self.guard)[name])
+
     def join(self) -> Parallel:
         """This process's place in the job; see nsa.model.parallel.start."""
         return parallel.start(
@@ -104,13 +117,15 @@ class Job:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same job back."""
         model, train = self.model.to_dict(), self.train.to_dict()
-        return asdict(self) | {"observe": list(self.observe), "model": model, "train": train}
+        lists = {"observe": list(self.observe), "guard": list(self.guard)}
+        return asdict(self) | lists | {"model": model, "train": train}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Job":
         model = ModelConfig.from_dict(values["model"])
-        train, observe = TrainConfig.from_dict(values["train"]), tuple(values["observe"])
-        return cls(**values | {"model": model, "train": train, "observe": observe})
+        train = TrainConfig.from_dict(values["train"])
+        tuples = {name: tuple(values[name]) for name in ("observe", "guard")}
+        return cls(**values | tuples | {"model": model, "train": train})
 
 
 def source_of(job: Job) -> Any:
@@ -168,7 +183,8 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         trainer = Trainer(LanguageModel(job.model), ahead, train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
-        guards = Guards(Path(job.halt_file or folder / "HALT"), job.max_skips)
+        halt_file, levels = Path(job.halt_file or folder / "HALT"), guard_rules.levels(job.guard)
+        guards = Guards(halt_file, job.max_skips, levels)
         observers = observers_for(job, trainer, folder, guards)
         trainer.observers = observers.values()
         try:
@@ -240,6 +256,7 @@ def _loop(
         "evaluation": evaluated_loss,
         "skipped_steps": trainer.skipped_steps,
         "left_out_steps": guards.left_out,
+        "warnings": guards.warnings,
     } | ({"stop": stop.record()} if stop is not None else {})
 
 
@@ -294,12 +311,13 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
         "buckets": lambda: BucketTrace(trainer.wrapped),
         "modules": lambda: ModuleOrder(model, every=every, keep=1),
         "phases": lambda: PhaseTimes(trainer.device),
-        "stats": lambda: AttentionStats(model, writers=list(kept.values())),
+        "stats": lambda: AttentionStats(model, writers=[*kept.values(), guards]),
     }
     out, beats = sys.stderr if rank == 0 else None, folder / f"beats{rank}.jsonl"
     beat = Heartbeat(out, file=beats, total_steps=job.train.steps, detail=guards.told)
     made: dict[str, Any] = {"heartbeat": beat}
-    made |= {name: watching[name]() for name in job.observe if name in watching}
+    names = [*job.observe, *["stats"] * job.guards("collapse")]
+    made |= {name: watching[name]() for name in names if name in watching}
     # writers so that what the others still hand them is written, guards because they may raise
     return made | kept | {"guards": guards}
 
