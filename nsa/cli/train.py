@@ -95,6 +95,11 @@ def add(commands) -> None:
         "flat=500:warn, zero=3:warn and, with --observe stats, collapse=0.9:warn"
     )
     option("--guard", metavar="NAME=LIMIT:ACTION", help=text, **SEVERAL)
+    text = (
+        "report, the default: tells when a step takes 5 times the slowest of the last 50 and at "
+        "least a minute, and where it stands; nothing is ended"
+    )
+    option("--watchdog", choices=("report", "off"), default="report", help=text)
     text = "when it is there the run ends in order; HALT in the run's folder by default"
     option("--halt-file", metavar="PATH", help=text)
     # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa

@@ -20,6 +20,7 @@ from nsa.lab.observers.guards import BOUND, Guards, Stopped, check_weights, expl
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
+from nsa.lab.observers.watchdog import Watchdog
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
 from nsa.model.data import Prefetch
@@ -27,6 +28,7 @@ from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
+from nsa.spelling import choice
 from nsa.workbook.files import write_atomically, write_json
 from nsa.workbook.store import find_machine
 
@@ -62,6 +64,7 @@ class Job:
     observe_every: int = SAMPLED  # of arrival and modules
     halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
     max_skips: int = BOUND  # steps left out in a row
+    watchdog: str = "report"  # or "off"
     guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
     def __post_init__(self) -> None:
@@ -72,6 +75,7 @@ class Job:
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
         parallel.check(self.kind, self.backend, **self._options())
+        choice("watchdog", self.watchdog, ("report", "off"))
         guard_rules.levels(self.guard)
         for name in ("zero", "collapse"):
             if self.train.cuda_graph and self.guards(name):
@@ -186,10 +190,12 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         halt_file, levels = Path(job.halt_file or folder / "HALT"), guard_rules.levels(job.guard)
         guards = Guards(halt_file, job.max_skips, levels)
         observers = observers_for(job, trainer, folder, guards)
-        trainer.observers = observers.values()
+        stalls = folder / f"stall-rank{place.rank}.txt"
+        watchdog = Watchdog(stalls, place.rank, judges=job.watchdog == "report")
+        trainer.observers = [watchdog, *observers.values()]
         try:
             speed = Speed(trainer, ahead)
-            result = _loop(job, trainer, guards, folder, evaluation(source), speed)
+            result = _loop(job, trainer, guards, watchdog, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
@@ -218,6 +224,7 @@ def _loop(
     job: Job,
     trainer: Trainer,
     guards: Guards,
+    watchdog: Watchdog,
     folder: Path,
     held_out: dict[str, Any],
     speed: Speed,
@@ -241,13 +248,15 @@ def _loop(
             guards.settle()
             put_losses()
             done = trainer.steps_done
-            if job.eval_every and (done % job.eval_every == 0 or done == steps):
-                evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
-                evaluated.add([(done, evaluated_loss)])
-            if job.save_every and (done % job.save_every == 0 or done == steps):
-                _save(trainer, folder / "checkpoints")
+            with watchdog.aside():
+                if job.eval_every and (done % job.eval_every == 0 or done == steps):
+                    evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
+                    evaluated.add([(done, evaluated_loss)])
+                if job.save_every and (done % job.save_every == 0 or done == steps):
+                    _save(trainer, folder / "checkpoints")
         except Stopped as stopped:
-            stop = _ended(stopped, job, trainer, folder)
+            with watchdog.aside():
+                stop = _ended(stopped, job, trainer, folder)
             put_losses()
     return {
         "steps": trainer.steps_done,
@@ -257,6 +266,7 @@ def _loop(
         "skipped_steps": trainer.skipped_steps,
         "left_out_steps": guards.left_out,
         "warnings": guards.warnings,
+        "stalls": watchdog.reports,
     } | ({"stop": stop.record()} if stop is not None else {})
 
 
