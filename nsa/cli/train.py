@@ -80,6 +80,15 @@ def add(commands) -> None:
         "(default), warn or off"
     )
     option("--preflight", choices=("refuse", "warn", "off"), default="refuse", help=text)
+    text = (
+        "a step whose loss or gradient norm is not finite ends the run with its cause (stop, the "
+        "default), or is left out and counted (skip); steps that fp16's loss scaler skips are usual"
+    )
+    option("--nonfinite", choices=("stop", "skip"), default="stop", help=text)
+    text = "with --nonfinite skip: more in a row end the run; 10 by default"
+    option("--max-skips", type=int, metavar="STEPS", help=text)
+    text = "when it is there the run ends in order; HALT in the run's folder by default"
+    option("--halt-file", metavar="PATH", help=text)
     # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     share(made, "--runs")
@@ -163,7 +172,7 @@ def _job(arguments, started: int | None) -> "Job":
     }
 
     def of(owner: type) -> dict[str, Any]:
-        return {f.name: given[f.name] for f in fields(owner) if f.name in given}
+        return {f.name: given[f.name] for f in fields(owner) if given.get(f.name) is not None}
 
     try:
         given["model"] = presets.preset(arguments.preset, **changes)
@@ -189,8 +198,10 @@ def _tell(ended) -> int:
     print(f"{ended.folder.name}: {ended.status}")
     if ended.message:
         print(f"  reason   {ended.message}")
-    if ended.result:
-        result = ended.result
+    result = ended.result
+    for text in result.get("stop", {}).get("advice", ()):
+        print(f"  try      {text}")
+    if result:
         print(f"  loss     {result['first_loss']:.4f} -> {result['last_loss']:.4f}")
         if result.get("evaluation") is not None:
             print(f"  held out {result['evaluation']:.4f}")

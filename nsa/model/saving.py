@@ -22,7 +22,7 @@ NAME = re.compile(r"step-(\d+)\.pt")
 # How a step is computed rather than what: a run may go on with others. The seed has been used.
 FREE = {
     "model": {"name", "backend", "checkpoint", "strict"},
-    "training": {"accumulate", "compile", "cuda_graph", "seed"},
+    "training": {"accumulate", "compile", "cuda_graph", "nonfinite", "seed"},
 }
 
 

@@ -21,6 +21,13 @@ STATUS_OF = {  # before its end a run is "running", or "lost" where its runner i
     "rank_died": "failed",
     "terminated": "killed",
     "interrupted": "interrupted",
+    "halted": "ok",  # ended in order because somebody asked for it
+    # a guard ended a training in order
+    "non_finite": "failed",
+    "memory": "failed",
+    "flat": "failed",
+    "gate_collapse": "failed",
+    "zero_gradient": "failed",
 }
 LOST_AFTER_S = 120.0
 

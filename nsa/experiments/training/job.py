@@ -16,6 +16,7 @@ from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.deferred import SAMPLED
+from nsa.lab.observers.guards import BOUND, Guards, Stopped, check_weights, explained
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
@@ -59,9 +60,11 @@ class Job:
     resume: str | None = None
     observe: tuple[str, ...] = ()
     observe_every: int = SAMPLED  # of arrival and modules
+    halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
+    max_skips: int = BOUND  # steps left out in a row
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "eval_every", "observe_every"):
+        for name in ("save_every", "eval_every", "observe_every", "max_skips"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1 step")
@@ -155,20 +158,22 @@ def evaluation(source: Any) -> dict[str, Any]:
 
 def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     """Trains this rank to the job's end; every rank of the job calls it with its own place. Rank 0
-    writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and returns what
-    it wrote into the last."""
+    writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`. Returns what is
+    in the last; of a run that was ended in order, `stop` says why, alike on every rank."""
     device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
     with stacks_on_signal(stacks), Prefetch(source) as ahead, witness.recording() as seen:
-        trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
+        train = job.train.with_(nonfinite=job.train.nonfinite or "stop")
+        trainer = Trainer(LanguageModel(job.model), ahead, train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
-        observers = observers_for(job, trainer, folder)
+        guards = Guards(Path(job.halt_file or folder / "HALT"), job.max_skips)
+        observers = observers_for(job, trainer, folder, guards)
         trainer.observers = observers.values()
         try:
             speed = Speed(trainer, ahead)
-            result = _loop(job, trainer, folder, evaluation(source), speed)
+            result = _loop(job, trainer, guards, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
@@ -194,51 +199,86 @@ def _resume(trainer: Trainer, path: str) -> None:
 
 
 def _loop(
-    job: Job, trainer: Trainer, folder: Path, held_out: dict[str, Any], speed: Speed
+    job: Job,
+    trainer: Trainer,
+    guards: Guards,
+    folder: Path,
+    held_out: dict[str, Any],
+    speed: Speed,
 ) -> dict[str, Any]:
     first_rank, steps = trainer.parallel.rank == 0, job.train.steps
-    losses = _Table(folder / "losses.csv", first_rank)
-    evaluated = _Table(folder / "evaluations.csv", first_rank)
+    losses = _Table(folder / "losses.csv", "step,loss,grad_norm", first_rank)
+    evaluated = _Table(folder / "evaluations.csv", "step,loss", first_rank)
     found: list[float] = []
-    evaluated_loss = None
-    while (now := trainer.steps_done) < steps:
+    evaluated_loss = stop = None
+
+    def put_losses() -> None:
+        new = guards.take()
+        losses.add(new)
+        found.extend(loss for _, loss, _ in new)
+
+    while (now := trainer.steps_done) < steps and stop is None:
         stops = [now - now % n + n for n in (job.save_every, job.eval_every) if n]
-        with speed.stretch():
-            new = trainer.run(min(steps, now + CHUNK, *stops, *speed.borders(now)) - now)
-        done = trainer.steps_done
-        losses.add(enumerate(new, now))
-        found += new
-        if job.eval_every and (done % job.eval_every == 0 or done == steps):
-            evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
-            evaluated.add([(done, evaluated_loss)])
-        if job.save_every and (done % job.save_every == 0 or done == steps):
-            trainer.save(folder / "checkpoints")
-            if first_rank:
-                for old in saving.checkpoints(folder / "checkpoints")[:-KEPT]:
-                    old.unlink()
+        try:
+            with speed.stretch():
+                trainer.run(min(steps, now + CHUNK, *stops, *speed.borders(now)) - now)
+            guards.settle()
+            put_losses()
+            done = trainer.steps_done
+            if job.eval_every and (done % job.eval_every == 0 or done == steps):
+                evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
+                evaluated.add([(done, evaluated_loss)])
+            if job.save_every and (done % job.save_every == 0 or done == steps):
+                _save(trainer, folder / "checkpoints")
+        except Stopped as stopped:
+            stop = _ended(stopped, job, trainer, folder)
+            put_losses()
     return {
         "steps": trainer.steps_done,
         "first_loss": found[0],
         "last_loss": found[-1],
         "evaluation": evaluated_loss,
         "skipped_steps": trainer.skipped_steps,
-    }
+        "left_out_steps": guards.left_out,
+    } | ({"stop": stop.record()} if stop is not None else {})
+
+
+def _ended(stopped: Stopped, job: Job, trainer: Trainer, folder: Path) -> Stopped:
+    """The end with all that ranks know of it, and a checkpoint where weights are good."""
+    stop, checkpoints = explained(stopped, trainer), folder / "checkpoints"
+    if job.save_every and stop.reason != "non_finite":
+        try:
+            _save(trainer, checkpoints)
+        except Stopped as worse:
+            return _ended(worse, job, trainer, folder)
+    if checkpoints.is_dir() and saving.checkpoints(checkpoints):
+        stop.advice.append(f"--resume {folder}, which goes on from its last checkpoint")
+    return stop
+
+
+def _save(trainer: Trainer, folder: Path) -> None:
+    """A checkpoint. Raises Stopped where its weights are not finite, and the last one stays."""
+    check_weights(trainer)
+    trainer.save(folder)
+    if trainer.parallel.rank == 0:
+        for old in saving.checkpoints(folder)[:-KEPT]:
+            old.unlink()
 
 
 class _Table:
     """A CSV file of losses that is whole after every addition; only rank 0 writes one."""
 
-    def __init__(self, path: Path, writes: bool) -> None:
-        self._path, self._writes, self._lines = path, writes, ["step,loss"]
+    def __init__(self, path: Path, header: str, writes: bool) -> None:
+        self._path, self._writes, self._lines = path, writes, [header]
 
-    def add(self, rows: Iterable[tuple[int, float]]) -> None:
-        self._lines += [f"{step},{loss!r}" for step, loss in rows]
+    def add(self, rows: Iterable[tuple[float, ...]]) -> None:
+        self._lines += [",".join(map(repr, row)) for row in rows]
         if self._writes:
             write_atomically(self._path, "\n".join(self._lines) + "\n")
 
 
-def observers_for(job: Job, trainer: Trainer, folder: Path) -> dict[str, Any]:
-    """This rank's observers by name: always a heartbeat, whose lines rank 0 prints.
+def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> dict[str, Any]:
+    """This rank's observers by name: always a heartbeat, whose lines rank 0 prints, and the guards.
 
     Arrival and modules look at the first step and every `observe_every`-th after it. The writers
     are rank 0's.
@@ -257,9 +297,11 @@ def observers_for(job: Job, trainer: Trainer, folder: Path) -> dict[str, Any]:
         "stats": lambda: AttentionStats(model, writers=list(kept.values())),
     }
     out, beats = sys.stderr if rank == 0 else None, folder / f"beats{rank}.jsonl"
-    made: dict[str, Any] = {"heartbeat": Heartbeat(out, file=beats, total_steps=job.train.steps)}
+    beat = Heartbeat(out, file=beats, total_steps=job.train.steps, detail=guards.told)
+    made: dict[str, Any] = {"heartbeat": beat}
     made |= {name: watching[name]() for name in job.observe if name in watching}
-    return made | kept  # last, so that what the others still hand them is written
+    # writers so that what the others still hand them is written, guards because they may raise
+    return made | kept | {"guards": guards}
 
 
 def _write_rows(observers: Mapping[str, Any], rank: int, folder: Path) -> None:

@@ -33,7 +33,9 @@ MODULE = "nsa.experiments.training.run"  # `python -m MODULE FOLDER`: one rank o
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: the record's status, and the first rank to fail with what it said."""
+    """How a job ended: the record's status, and the first rank to fail with what it said. `result`
+    goes as far as the job came; its `stop` says what ended a job in order: a halt file, whose job
+    is "ok", or a guard."""
 
     folder: Path
     status: str
@@ -116,10 +118,12 @@ def under_torchrun(job: "Job", argv: list[str], **places: Any) -> Ended:
     close = partial(_close, record, folder, place.ranks)
     try:
         with logged(folder, place.rank, console=place.rank == 0):
-            _rank(job, folder, place.rank, close, place)
+            result = _rank(job, folder, place.rank, close, place)
     except BaseException as error:
         end_process(error, place.rank)
-    return close() if record is not None else Ended(folder, "ok")
+    if record is not None:
+        return close()
+    return Ended(folder, STATUS_OF[result.get("stop", {"reason": "ok"})["reason"]])
 
 
 def supervised_rank(folder: Path) -> None:
@@ -150,19 +154,21 @@ def end_process(error: BaseException, rank: int | None = None) -> None:
 
 def _rank(
     job: "Job", folder: Path, rank: int, when_ended: Callable[[], Any], place: Any = None
-) -> None:
+) -> dict[str, Any]:
     """Trains as one rank, which joins the others unless it has its place among them."""
     from nsa.experiments.training import job as training_job
 
-    with accounted(folder, rank, when_ended):
+    with accounted(folder, rank, when_ended) as told:
         try:
             place = place or job.join()
-            training_job.run(job, place, folder)
+            result = training_job.run(job, place, folder)
+            told |= {"stop": result["stop"]} if "stop" in result else {}
             place.close()  # a rank that failed does not: it would wait for the others
         except Exception:
             # into the log alone: what the terminal gets is one line
             os.write(2, traceback.format_exc().encode())
             raise
+    return result
 
 
 def _record(folder: Path) -> Record:
@@ -197,6 +203,8 @@ def _close(
     result = read_json(folder / "result.json", {}) if reason == "ok" else {}
     if result:
         more["result"] = result
+    if stop := result.get("stop"):
+        reason, message = stop["reason"], stop["message"]
     if record is not None:
         record.content.update(more)
         record.close(reason, message)

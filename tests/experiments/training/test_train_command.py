@@ -14,6 +14,7 @@ from processes import free_port
 
 from nsa.cli import main as cli
 from nsa.experiments.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
+from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.process import family
 from nsa.model import saving
@@ -46,7 +47,7 @@ def rows(file):
 
 
 def losses_of(folder):
-    return [float(loss) for _, loss in rows(folder / "losses.csv")]
+    return [float(loss) for _, loss, _ in rows(folder / "losses.csv")]
 
 
 class Started:
@@ -123,6 +124,7 @@ BAD_INPUT = [
     (["--data", "gone.txt"], "data='gone.txt' is no file or folder; known are text, synthetic"),
     (["--observe", "csv,gradients"], "no observer 'gradients'; there are csv, tensorboard"),
     (["--observe", "buckets"], "buckets are DDP's"),
+    (["--max-skips", "0"], "max_skips=0 must be at least 1 step"),
     (["--save-every", "0"], "save_every=0 must be at least 1 step"),
     (["--observe-every", "0"], "observe_every=0 must be at least 1 step"),
     (["--accumulate", "3"], "batch=4 is not a multiple of accumulate=3"),
@@ -192,7 +194,7 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     assert "first: ok" in printed and "held out" in printed
     assert "speed    not measured: steps 1 to 5 are all among the first 20" in printed
     first = place / "first"
-    assert [int(step) for step, _ in rows(first / "losses.csv")] == [0, 1, 2, 3, 4]
+    assert [int(step) for step, *_ in rows(first / "losses.csv")] == [0, 1, 2, 3, 4]
     assert [int(step) for step, _ in rows(first / "evaluations.csv")] == [4, 5]
     kept = saving.checkpoints(first / "checkpoints")
     assert [file.name for file in kept] == ["step-000004.pt", "step-000005.pt"]
@@ -200,6 +202,8 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
         assert json.loads((first / f"{name}-rank0.json").read_text()), name
     assert len((first / "observed.csv").read_text().splitlines()) > 5
     assert "rank 0" in (first / "rank0.log").read_text(), "heartbeats"
+    assert all(float(norm) > 0 for _, _, norm in rows(first / "losses.csv"))
+    assert "grad norm" in (first / "rank0.log").read_text()
     ended = record(first)
     assert ended["status"] == "ok" and ended["result"]["steps"] == 5
     attention = ended["result"]["attention"]
@@ -263,6 +267,54 @@ def test_what_ends_it_in_the_middle_is_recorded(place, capsys, monkeypatch, erro
 
 
 @pytest.mark.processes
+def test_a_diverging_run_ends_at_once_with_its_cause_and_keeps_its_last_good_checkpoint(
+    place, capsys
+):
+    words = ["--lr", "1e9", "--save-every", "1", "--into", "r"]
+    assert cli.main([*TINY, *words]) == 1
+    printed = capsys.readouterr().out
+    assert "r: failed" in printed and "step 1: the gradient norm is nan" in printed
+    assert "gradients of 18 of 20 parameters" in printed and "--lr, now 1e+09" in printed
+    assert "try      --resume r" in printed
+    ended = record(place / "r")
+    assert ended["stop_reason"] == "non_finite" and ended["result"]["steps"] == 2
+    assert rows(place / "r" / "losses.csv")[1][2] == "nan"
+    (kept,) = saving.checkpoints(place / "r" / "checkpoints")
+    state = saving.read(kept)
+    assert state["steps_done"] == 1 and all(x.isfinite().all() for x in state["model"].values())
+
+    assert cli.main([*TINY, *words[:2], "--nonfinite", "skip", "--max-skips", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "step 4: the gradient norm is nan, as were 3 steps in a row before it" in printed
+
+
+@pytest.mark.processes
+def test_a_halted_run_is_ok_saves_and_can_be_resumed(place, capsys):
+    (place / "stop").write_text("lunch")
+    refused = [*TINY, "--halt-file", "stop"]
+    assert cli.main(refused) == 2
+    assert "halt file stop is there already; remove it first" in capsys.readouterr().err
+    (place / "stop").unlink()
+
+    class Touching(Heartbeat):
+        def on_phase(self, name, step):
+            super().on_phase(name, step)
+            if (name, step) == ("data", 1):
+                (place / "stop").write_text("lunch")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("nsa.experiments.training.job.Heartbeat", Touching)
+        words = ["--halt-file", "stop", "--save-every", "50", "--steps", "9", "--into", "r"]
+        assert cli.main([*TINY, *words]) == 0
+    assert "after step 1: the halt file stop asked for it: lunch" in capsys.readouterr().out
+    ended = record(place / "r")
+    assert (ended["status"], ended["stop_reason"]) == ("ok", "halted")
+    (place / "stop").unlink()
+    assert saving.newest(place / "r" / "checkpoints")["steps_done"] == 2
+    assert cli.main([*TINY, "--steps", "3", "--resume", "r", "--into", "more"]) == 0
+
+
+@pytest.mark.processes
 def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
     monkeypatch.setattr("nsa.lab.process.launch.launch", lambda *_, **__: {})
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
@@ -280,7 +332,11 @@ class Numbered:
 
 def test_a_stream_is_evaluated_on_its_beginning_and_trained_on_the_rest(monkeypatch):
     monkeypatch.setattr("nsa.model.streaming.stream", lambda **_: Numbered())
-    job = Job(preset("cpu_test"), TrainConfig(batch=1, tokens=4, steps=2), data="fineweb-edu")
+    job = Job(
+        preset("cpu_test"),
+        TrainConfig(batch=1, tokens=4, steps=2, nonfinite="stop"),
+        data="fineweb-edu",
+    )
     source = source_of(job)
     held_out = evaluation(source)
     trained = {int(source.batch(step, 1, 4)[0][0, 0]) for step in range(20)}
