@@ -16,7 +16,12 @@ from nsa.spelling import settings
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job
 
-TOKENS = {"production": 2048, "smoke": 1024, "step5": 1024}  # what the presets are made for
+TOKENS = {
+    "production": 2048,
+    "memory_table": 2048,
+    "smoke": 1024,
+    "step5": 1024,
+}  # what the presets are made for
 OTHER_TOKENS = 512
 
 
@@ -56,6 +61,10 @@ def add(commands) -> None:
     option("--static-graph", action="store_true", help="DDP: every step uses the same parameters")
     option("--find-unused", action="store_true", help="DDP: look for unused parameters each step")
     option("--bucket-mb", type=float, default=25.0, help="DDP: size of a bucket of gradients")
+    text = "DDP: bf16 averages gradients in bf16, so that half the bytes are sent"
+    option("--comm-hook", choices=("none", "bf16"), default="none", help=text)
+    text = "DDP: gradients are held beside the buckets, as torch's default has it"
+    option("--no-bucket-view", action="store_false", help=text, dest="gradient_as_bucket_view")
     option("--save-every", type=int, metavar="STEPS", help="checkpoints; the last two are kept")
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
     option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")
@@ -190,6 +199,8 @@ def _tell(ended) -> int:
         print(f"  loss     {result['first_loss']:.4f} -> {result['last_loss']:.4f}")
         if result.get("evaluation") is not None:
             print(f"  held out {result['evaluation']:.4f}")
+        for name, reasons in result["attention"]["declined"].items():
+            print(f"  {name} declined: {'; '.join(reasons)}")
         print(f"  speed    {result['speed']}")
         if result.get("loader"):
             print(f"  data     {result['loader']}")

@@ -2,13 +2,14 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from cases import Case, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.attention import witness
+from nsa.attention import registry, witness
 from nsa.attention.api import nsa_attention
 
 
@@ -38,9 +39,29 @@ def test_every_call_is_counted_by_branch_and_implementation():
             "slc": {"gather-chunks": 3},
             "win": {"dense-mask-matmul": 1, "span-chunks": 3},
         },
+        "declined": {},
         "non_finite": {},
     }
     assert json.loads(json.dumps(seen.record())) == seen.record()
+
+
+def test_what_auto_declined_is_counted_by_backend_and_reason(monkeypatch):
+    def declined():
+        with witness.recording() as seen:
+            call(backend="auto")
+        return seen.record()["declined"]
+
+    before = declined()
+    assert before and "packed" not in before
+    packed = registry.get("packed")
+    busy = replace(packed, why_not=lambda inputs: ["busy", "tired"])
+    monkeypatch.setitem(registry._loaded, "packed", busy)
+    assert declined() == before | {"packed": {"busy; tired": 1}}
+    with pytest.raises(registry.Declined, match="'packed' does not take these inputs: busy; tired"):
+        call(backend="packed")
+    with witness.recording() as seen:
+        call(backend="gather")
+    assert seen.record()["declined"] == {}, "who was named was not chosen"
 
 
 def test_recordings_nest_and_close_and_the_process_counts_every_call():

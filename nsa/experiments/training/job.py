@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nsa.attention import witness
 from nsa.experiments.training.speed import LEFT_OUT, Speed
 from nsa.lab.observers import writers
 from nsa.lab.observers.arrival import GradientArrival
@@ -53,6 +54,8 @@ class Job:
     static_graph: bool = False
     find_unused: bool = False
     bucket_mb: float = 25.0
+    comm_hook: str = "none"
+    gradient_as_bucket_view: bool = True
     save_every: int | None = None
     eval_every: int | None = None
     resume: str | None = None
@@ -67,7 +70,7 @@ class Job:
                 raise ValueError(f"{name}={value} must be at least 1 step")
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
-        parallel.check(self.kind, self.backend, self.static_graph, self.find_unused, self.bucket_mb)
+        parallel.check(self.kind, self.backend, **self._options())
         for name in self.observe:
             if name not in OBSERVERS:
                 raise ValueError(f"no observer {name!r}; there are {', '.join(OBSERVERS)}")
@@ -76,6 +79,11 @@ class Job:
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
             )
         self.profiled(0)
+        if "buckets" in self.observe and self.comm_hook != "none":
+            raise ValueError(
+                f"buckets are traced by a communication hook, and DDP takes one only; it has "
+                f"comm_hook={self.comm_hook!r}, comm_hook='none' would do"
+            )
         Parallel(self.kind, 0, self.ranks).rows(self.train.batch, self.train.accumulate)
         if self.kind != "none" or self.device == "cuda":
             parallel.devices(self.ranks, self.backend, self.device)
@@ -109,13 +117,14 @@ class Job:
     def join(self) -> Parallel:
         """This process's place in the job; see nsa.model.parallel.start."""
         return parallel.start(
-            self.kind,
-            backend=self.backend,
-            device=self.device,
-            static_graph=self.static_graph,
-            find_unused_parameters=self.find_unused,
-            bucket_mb=self.bucket_mb,
+            self.kind, backend=self.backend, device=self.device, **self._options()
         )
+
+    def _options(self) -> dict[str, Any]:
+        """DDP's, as nsa.model.parallel names them."""
+        names = ("static_graph", "bucket_mb", "comm_hook", "gradient_as_bucket_view")
+        options = {name: getattr(self, name) for name in names}
+        return options | {"find_unused_parameters": self.find_unused}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same job back."""
@@ -179,7 +188,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
-    with stacks_on_signal(stacks), Prefetch(source) as ahead:
+    with stacks_on_signal(stacks), Prefetch(source) as ahead, witness.recording() as seen:
         trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
@@ -193,6 +202,7 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
             trainer.close()
         if place.rank == 0 and "profile" in observers and observers["profile"].done:
             observers["profile"].report().write(folder)
+        result["attention"] = seen.record()  # what computed it, and what "auto" passed over
         result |= {"data": ahead.record(), **speed.result()}
     place.barrier()
     if place.rank == 0:

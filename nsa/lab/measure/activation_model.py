@@ -136,7 +136,9 @@ def _squares(config: ModelConfig, backend: str, tokens: int, size: int) -> int:
         # fp32 probabilities for every head, a copy to multiply the values with, and masks
         pairs = tokens * (2 * tokens + compressed)
         return config.heads * pairs * (FP32 + size) + tokens**2 * config.kv_heads + pairs
-    if backend == "sdpa":
+    if backend == "sdpa:math":  # fp32 probabilities for every head, also of bf16
+        return config.heads * tokens * (2 * tokens + compressed) * FP32
+    if backend.startswith("sdpa"):
         # A mask as an additive bias for every head of a group: one of each KV head for selected.
         rows = tokens * ((config.kv_heads + 1) * tokens + compressed)
         return config.heads // config.kv_heads * rows * size

@@ -136,6 +136,9 @@ BAD_INPUT = [
     (["--port", "29500"], "--port is for --ranks"),
     (["--ranks", "2", "--static-graph", "--find-unused"], "static_graph=True alone also trains"),
     (["--ranks", "2", "--parallel", "fsdp", "--find-unused"], "parallel='fsdp' has no use"),
+    (["--comm-hook", "bf16"], "comm_hook: options that are DDP's; parallel='none' has no use"),
+    (["--no-bucket-view"], "gradient_as_bucket_view=False: options that are DDP's"),
+    (["--ranks", "2", "--comm-hook", "bf16", "--observe", "buckets"], "DDP takes one only"),
     (NCCL, "backend='nccl' needs a GPU for each of 4 rank(s)"),
 ]
 
@@ -149,6 +152,20 @@ def test_bad_input_is_one_clear_line_exits_with_2_and_makes_no_run(place, capsys
     error = capsys.readouterr().err
     assert error.startswith("nsa: ") and error.count("\n") == 1 and message in error
     assert not (place / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_auto_passed_over_is_in_the_record_and_is_told(place, capsys):
+    words = ["--steps", "2", "--set", "backend=auto", "--set", "nsa.window=64", "--into", "r"]
+    assert cli.main([*TINY, *words]) == 0
+    attention = record(place / "r")["result"]["attention"]
+    calls = sum(attention["backends"].values())
+    assert attention["declined"] and calls >= 2
+    printed = capsys.readouterr().out
+    for name, reasons in attention["declined"].items():
+        assert sum(reasons.values()) == calls
+        assert f"  {name} declined: {'; '.join(reasons)}" in printed
 
 
 def test_under_torchrun_ranks_are_torchruns_and_must_share(place, capsys, monkeypatch):
@@ -188,6 +205,8 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     assert "rank 0" in (first / "rank0.log").read_text(), "heartbeats"
     ended = record(first)
     assert ended["status"] == "ok" and ended["result"]["steps"] == 5
+    attention = ended["result"]["attention"]
+    assert attention["declined"] == {} and list(attention["backends"]) == ["gather"]
     assert {"p50_ms", "p95_ms", "max_ms", "share"} == ended["result"]["waits"].keys()
     content = json.loads((first / "job.json").read_text())
     assert content.pop("argv") is not None and content["observe_every"] == SAMPLED
