@@ -1,5 +1,6 @@
 """One training job: everything that decides it as one value, and the loop that each rank runs."""
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from nsa.attention import witness
-from nsa.experiments.training.speed import Speed
+from nsa.experiments.training.speed import LEFT_OUT, Speed
 from nsa.lab.observers import writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
@@ -20,18 +21,19 @@ from nsa.lab.observers.guards import BOUND, Guards, Stopped, check_weights, expl
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
+from nsa.lab.observers.trace import Ranges, StepTrace
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
 from nsa.model.data import Prefetch
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
-from nsa.model.train import Trainer
+from nsa.model.train import Trainer, warmup_steps
 from nsa.model.train_config import TrainConfig
 from nsa.workbook.files import write_atomically, write_json
 from nsa.workbook.store import find_machine
 
 TASKS = ("copy", "needle", "recall")
-OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "stats")
+OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "ranges", "stats")
 CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
 EVALUATION_BATCHES = 8
 KEPT = 2  # checkpoints: the last good one, and the one before it
@@ -62,6 +64,7 @@ class Job:
     observe_every: int = SAMPLED  # of arrival and modules
     halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
     max_skips: int = BOUND  # steps left out in a row
+    profile: str = ""  # steps under torch's profiler: "20:23", or how many
 
     def __post_init__(self) -> None:
         for name in ("save_every", "eval_every", "observe_every", "max_skips"):
@@ -78,6 +81,7 @@ class Job:
             raise ValueError(
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
             )
+        self.profiled(0)
         if "buckets" in self.observe and self.comm_hook != "none":
             raise ValueError(
                 f"buckets are traced by a communication hook, and DDP takes one only; it has "
@@ -88,6 +92,30 @@ class Job:
             parallel.devices(self.ranks, self.backend, self.device)
         if self.data != "fineweb-edu":  # which costs a download
             source_of(self).batch(0, 1, self.train.tokens)  # T longer than the data
+
+    def profiled(self, first: int) -> range:
+        """The steps that `profile` names, of a job whose first step is `first`; a number of them is
+        taken from behind the warm-up, or else from the end. Raises ValueError for others than it
+        takes, or those in which a CUDA graph is warmed up and captured."""
+        if not self.profile:
+            return range(0)
+        found, last = re.fullmatch(r"(\d+)(?::(\d+))?", self.profile, re.ASCII), self.train.steps
+        if found and found[2]:
+            steps = range(int(found[1]), int(found[2]))
+        else:
+            count = int(found[1]) if found else 0
+            start = max(first, min(first + LEFT_OUT, last - count))
+            steps = range(start, start + count)
+        ready = first
+        if self.train.cuda_graph:
+            ready += warmup_steps(Parallel(self.kind, 0, self.ranks)) + 1
+        if not steps or steps.start < ready or steps.stop > last:
+            raise ValueError(
+                f"profile={self.profile!r} is no stretch of steps {ready}:{last}"
+                + ", before which a CUDA graph is captured" * (ready > first)
+                + "; 20:23 takes three of them, and 3 as many after the warm-up"
+            )
+        return steps
 
     def join(self) -> Parallel:
         """This process's place in the job; see nsa.model.parallel.start."""
@@ -172,11 +200,13 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         observers = observers_for(job, trainer, folder, guards)
         trainer.observers = observers.values()
         try:
-            speed = Speed(trainer, ahead)
+            speed = Speed(trainer, ahead, job.profiled(trainer.steps_done))
             result = _loop(job, trainer, guards, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
+        if place.rank == 0 and "profile" in observers and observers["profile"].done:
+            observers["profile"].report().write(folder)
         result["attention"] = seen.record()  # what computed it, and what "auto" passed over
         result |= {"data": ahead.record(), **speed.result()}
     place.barrier()
@@ -294,12 +324,16 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
         "buckets": lambda: BucketTrace(trainer.wrapped),
         "modules": lambda: ModuleOrder(model, every=every, keep=1),
         "phases": lambda: PhaseTimes(trainer.device),
+        "ranges": lambda: Ranges(model, trainer.device),
         "stats": lambda: AttentionStats(model, writers=list(kept.values())),
     }
     out, beats = sys.stderr if rank == 0 else None, folder / f"beats{rank}.jsonl"
     beat = Heartbeat(out, file=beats, total_steps=job.train.steps, detail=guards.told)
     made: dict[str, Any] = {"heartbeat": beat}
     made |= {name: watching[name]() for name in job.observe if name in watching}
+    if steps := job.profiled(trainer.steps_done):
+        file = folder / f"trace-rank{rank}.json.gz"
+        made["profile"] = StepTrace(model, trainer.device, steps, file)
     # writers so that what the others still hand them is written, guards because they may raise
     return made | kept | {"guards": guards}
 
