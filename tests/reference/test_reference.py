@@ -239,6 +239,32 @@ def test_importance_is_the_double_sum_of_equation_9():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("sizes", [(12, 4, 20), (4, 4, 8), (32, 16, 64)], ids=str)
+def test_the_case_studys_fraction_of_a_block_is_equation_9_divided_by_l_over_d(sizes):
+    length, stride, size = sizes
+    config = NSAConfig(length, stride, size, select_count=4)
+    tokens = 6 * size + 3
+    count, blocks = count_compressed(tokens, config), count_selectable(tokens, config)
+    fraction = torch.zeros(count, blocks, dtype=torch.float64)
+    for i, j in product(range(count), range(blocks)):
+        shared = min(i * stride + length, (j + 1) * size) - max(i * stride, j * size)
+        fraction[i, j] = max(0, shared) / length
+    torch.testing.assert_close(fraction.sum(1), torch.ones(count, dtype=torch.float64))
+    p_cmp = torch.rand(1, 2, 3, tokens, count, dtype=torch.float64)
+    ours, theirs = importance(p_cmp, config), torch.einsum("bhgtc,cj->bthj", p_cmp, fraction)
+    torch.testing.assert_close(ours / (length / stride), theirs)
+    assert torch.equal(select(ours, config), select(theirs, config))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_selection_is_taken_in_int32_and_int64(dtype):
+    drawn = draw(Case(40))
+    args, kwargs = drawn.arguments()
+    found = nsa(*args, **kwargs)
+    again = nsa(*args, **kwargs | {"blocks": found.blocks.to(dtype)})
+    assert torch.equal(again.o, found.o)
+
+
 def test_the_highest_importance_wins_beside_the_forced_blocks_and_ties_go_to_the_lower_index():
     config = NSAConfig(4, 2, 8, select_count=5, window=6)
     scores = torch.zeros(1, 80, 1, 10)
