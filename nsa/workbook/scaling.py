@@ -55,7 +55,7 @@ def paired_ratio(base: Sequence[float], other: Sequence[float]) -> Ratio:
 @dataclass(frozen=True)
 class Line:
     """y = at_0 + slope x through `n` points: the slope's 95 % interval, R2, and where the largest
-    residual is, as a share of the line there."""
+    residual is, as a share of the mean of y."""
 
     slope: float
     low: float
@@ -76,7 +76,7 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
     line = linregress(x, y)
     half = float(student.ppf(0.975, len(x) - 2) * line.stderr)
     along = line.intercept + line.slope * x
-    off = (y - along) / np.abs(along)
+    off = (y - along) / np.abs(y).mean()
     worst = int(np.argmax(np.abs(off)))
     r2 = 1.0 if not np.ptp(y) else float(line.rvalue**2)
     slope = float(line.slope)

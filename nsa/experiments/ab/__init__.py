@@ -26,7 +26,9 @@ A plan is a parameter file of notebook 08, one mapping; `nsa run ab -f FILE` run
 What is measured of a trial, and so what `of:` may name:
 
     seconds        a step's median after warm-up, from idle device to idle device
-    forward, backward, optimizer    seconds of those phases, in steps of their own
+    processor      seconds of the processor, all threads: steadier where others use a CPU's cores
+    forward, backward, optimizer    seconds of those phases, in steps of their own; on a CPU those
+                   of the processor
     allocated, reserved    MiB at a step's peak (a CPU has allocated only, in a step of its own)
     fragmentation  MiB, reserved less allocated at the peak
     growing        MiB at the peak that are neither weights, gradients nor optimizer state
@@ -53,9 +55,9 @@ value that is an interval is PASS inside the stated bounds, FAIL outside, INCONC
                                  else equal; least or most may be missing, without both it is a
                                  number that nobody predicted, and no verdict. For named arms
                                  factor: arm, and base may be missing for the first
-    linear_in: {factor: layers, of: seconds, r2: 0.99}    a line through the arms' medians: R2,
-                                 slope with its interval, and no value of the factor beyond which
-                                 it is another line
+    linear_in: {factor: layers, of: seconds, r2: 0.99}    a line through the arms' medians: R2, the
+                                 slope with its interval, and the furthest arm. A lower R2 is FAIL
+                                 where the turns' spread does not explain it, else INCONCLUSIVE
     exponent_in: {factor: tokens, of: growing, least: 0.9, most: 1.1, start: 256}    y ~ x^p, from
                                  that value on, with p's interval
     rank_order: {of: seconds, factor: selected_backend, order: [packed, gather, masked]}    the

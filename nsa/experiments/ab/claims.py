@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -50,9 +51,12 @@ def judge(results: Results) -> list[Judged]:
     return found
 
 
-def all_claims(results: Results) -> list[Claim]:
-    """Those that can be refuted."""
-    return [one.claim for one in judge(results) if one.verdict]
+def tally(judged: Sequence[Judged]) -> str:
+    """How many predictions hold."""
+    held = Counter(one.verdict for one in judged)
+    names = {"PASS": "hold", "FAIL": "are refuted", "INCONCLUSIVE": "are undecided"}
+    told = ", ".join(f"{held[kind]} {name}" for kind, name in names.items())
+    return f"of {held.total() - held['']} predictions {told}"
 
 
 def _judged(rule: Rule, results: Results) -> Judged:
@@ -300,10 +304,10 @@ def _linear(rule: Rule, results: Results) -> Found:
         x, y, arms = _points(rule, group, results)
         line = fit_line(x, y)
         verdicts.add("PASS" if line.r2 >= rule.given["r2"] else _off(x, arms, of, results))
-        name, unit = _rest(group, rule), UNITS.get(of, "MiB")
+        name, unit = _rest(group, rule), f" {UNITS.get(of, 'MiB')}".rstrip()
         told.append(
-            f"{name}R2 {line.r2:.4f}, {line.slope:.3g} [{line.low:.3g}, {line.high:.3g}] {unit} "
-            f"for each, furthest off {line.worst:+.1%} at {line.worst_at:g}"
+            f"{name}R2 {line.r2:.4f}, {line.slope:.4g} [{line.low:.4g}, {line.high:.4g}]{unit} "
+            f"for each, furthest off {line.worst:+.1%} of the mean at {line.worst_at:g}"
         )
         numbers[name or "fit"] = line.__dict__
     verdict = next(v for v in ("FAIL", "INCONCLUSIVE", "PASS") if v in verdicts)

@@ -139,9 +139,7 @@ class ABPlan:
                 raise ValueError(f"arm {name!r} is {arm!r}; it must be a mapping of factors")
         names = dict.fromkeys(name for arm in self.arms.values() for name in arm)
         if not names:
-            raise ValueError(
-                "no arm names a factor, so all are equal; {anomaly: true} would be one"
-            )
+            raise ValueError("no arm names a factor, so all are equal; {anomaly: true} is one")
         found = {}
         for name in names:
             values: list[Any] = []

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 ARM = "arm"  # what is varied where arms have names
 METRICS = (*MEASURED, "startup")
-TIMED = ("seconds", "forward", "backward", "optimizer", "startup")  # which vary by themselves
+TIMED = (
+    "seconds",
+    "processor",
+    "forward",
+    "backward",
+    "optimizer",
+    "startup",
+)  # which vary by themselves
 COUNTED = ("operations", "nodes")
 UNITS = dict.fromkeys(TIMED, "s") | dict.fromkeys(COUNTED, "")  # of all others MiB
 # What each takes: nothing, a number of at least 0, or a mapping of these keys, "!" if they must be.

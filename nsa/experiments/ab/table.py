@@ -15,6 +15,7 @@ from nsa.workbook.scaling import paired_ratio
 # Of each: metric, mode and unit in metrics.csv, and the factor to that unit.
 ROWS = {
     "seconds": ("step_time", "step", "ms", 1e3),
+    "processor": ("processor_time", "step", "ms", 1e3),
     "forward": ("step_time", "forward", "ms", 1e3),
     "backward": ("step_time", "backward", "ms", 1e3),
     "optimizer": ("step_time", "optimizer", "ms", 1e3),

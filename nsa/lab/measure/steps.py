@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # a stranger's training loads none of ours
 
 # Names under which a trial's result has what was measured of it: a number, or one a step.
 MEASURED = (
-    "seconds", "forward", "backward", "optimizer", "allocated", "reserved", "fragmentation",
-    "growing", "operations", "nodes",
+    "seconds", "processor", "forward", "backward", "optimizer", "allocated", "reserved",
+    "fragmentation", "growing", "operations", "nodes",
 )  # fmt: skip
 MIB = 2**20
 PHASE_STEPS = 3  # whose phases are timed: the median counts
@@ -35,20 +35,21 @@ class StepMeter:
 
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = defaultdict(list)
-        self._began = 0.0
+        self._began = self._cpu_began = 0.0
 
     def begin(self) -> None:
         cuda = _cuda()
         if cuda is not None:
             cuda.synchronize()
             cuda.reset_peak_memory_stats()
-        self._began = time.perf_counter()
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
         cuda = _cuda()
         if cuda is not None:
             cuda.synchronize()
         self.found["seconds"].append(time.perf_counter() - self._began)
+        self.found["processor"].append(time.process_time() - self._cpu_began)
         if cuda is not None:
             held = cuda.max_memory_allocated() / MIB
             reserved = cuda.max_memory_reserved() / MIB
@@ -58,7 +59,8 @@ class StepMeter:
                 self.found[name].append(value)
 
     def result(self) -> dict[str, list[float]]:
-        """Values of each step: seconds, and on a GPU MiB at its peak."""
+        """Values of each step: seconds, those of the processor (all threads), and on a GPU MiB at
+        its peak."""
         return {name: [float(f"{v:.6g}") for v in values] for name, values in self.found.items()}
 
 
@@ -69,16 +71,18 @@ def _cuda() -> Any:
 
 
 class PhaseClock:
-    """An observer that adds up seconds of phases, from idle to idle device."""
+    """An observer that adds up seconds of phases, from idle to idle device; without a GPU they are
+    the processor's, whose cores others use as well."""
 
     def __init__(self, device: Any) -> None:
         self.device, self.spent = device, defaultdict(float)
+        self._clock = time.perf_counter if device.type == "cuda" else time.process_time
         self._phase, self._since = "", 0.0
 
     def on_phase(self, name: str, step: int) -> None:
         if self.device.type == "cuda":
             _cuda().synchronize(self.device)
-        now = time.perf_counter()
+        now = self._clock()
         if self._phase:
             self.spent[self._phase] += now - self._since
         self._phase, self._since = ("" if name == "end" else name), now
