@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.sweep import RUN_ENDS
-from nsa.workbook import environment, identity, parameters, report, store
+from nsa.workbook import environment, identity, keep, parameters, report, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.record import Record, load
 
@@ -44,6 +44,7 @@ def run_notebook(
     timeout_s: float | None = None,
     cell_timeout_s: float | None = None,
     again: bool = False,
+    evidence: bool = False,
     progress: bool = True,
     notebooks: str | Path = "notebooks",
     say: Callable[[str], None] = lambda text: None,
@@ -51,9 +52,10 @@ def run_notebook(
     """Execute a notebook with `given` parameters into a new folder below `root`.
 
     A run of the same id that reached its end is returned instead, whatever its verdicts, unless
-    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. Wrong
-    names, parameters, deadlines and an unwritable `root` raise ValueError before anything starts;
-    later failures are the result.
+    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. With
+    `evidence` only what `environment.check_evidence` lets through is run, and the trials that it
+    names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
+    before anything starts; later failures are the result.
     """
     import yaml
 
@@ -65,16 +67,18 @@ def run_notebook(
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
+    if evidence:
+        environment.check_evidence(notebook)
     snapshot = environment.snapshot(full.get("seed"))
     name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
-    if not again and (earlier := _finished(root, name)):
+    if not again and (earlier := _finished(root, name, evidence)):
         say(f"this run exists: {earlier} (run it again with --again)")
         return _result(earlier, cached=True)
     folder = store.create_folder(root, name)
     settings = yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
     write_atomically(folder / "parameters.yaml", settings)
     write_json(folder / "environment.json", snapshot)
-    record = Record(folder, notebook.stem, identity.question(notebook))
+    record = Record(folder, notebook.stem, identity.question(notebook), evidence=evidence)
     say(f"running {notebook.stem} into {folder}")
     stop_reason, message = "error", ""
     try:
@@ -90,6 +94,8 @@ def run_notebook(
         message = f"{type(error).__name__}: {error}"
     finally:
         content = record.close(stop_reason, message)
+    if evidence:
+        say("\n".join(keep.trials(folder)))
     # Figures that cannot be copied and a report that cannot be drawn are said, and cost nothing.
     if content["status"] == "ok":
         figures = root.parent / "figures"
@@ -105,13 +111,15 @@ def run_notebook(
     return _result(folder)
 
 
-def _finished(root: Path, name: str) -> Path | None:
-    """The newest run of this id that reached its end, also one that had to be called `<name>-2`."""
+def _finished(root: Path, name: str, evidence: bool) -> Path | None:
+    """The newest run of this id that reached its end, also one that had to be called `<name>-2`; of
+    those that are evidence, if asked."""
     found = [
         path.parent
         for pattern in (f"*/{name}/record.json", f"*/{name}-*/record.json")
         for path in root.glob(pattern)
-        if load(path.parent).get("status") == "ok"
+        if (record := load(path.parent)).get("status") == "ok"
+        and (record.get("evidence") or not evidence)
     ]
     return max(found, key=lambda folder: str(load(folder).get("started")), default=None)
 
