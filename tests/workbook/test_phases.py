@@ -157,7 +157,8 @@ def test_the_command_lists_runs_and_tells_of_each_phase(place, made_up, capsys):
     assert header.split() == ["phase", "run", "status", "verdict"]
     assert "01_tiny-" in first and first.endswith(" ok") and second.endswith(" failed")
     assert cli.main(["sweep", "plan.yaml"]) == 1
-    assert "ok (was there)" in (printed := capsys.readouterr().out) and "--again" in printed
+    printed = capsys.readouterr().out
+    assert "ok (was there)" in printed and "--again" in printed
     assert cli.main(["sweep", "plan.yaml", "--again"]) == 0 and len(ran) == 3
 
 
