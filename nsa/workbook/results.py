@@ -75,8 +75,13 @@ class StoredRun:
     def sentences(self) -> list[Sentence]:
         """Its claims, in order."""
         file = self.folder / "verdicts.json"
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        entries = read_json(file, [])
+        text = file.read_text(encoding="utf-8") if entries else ""
         begins = [n for n, line in enumerate(text.splitlines(), 1) if line == "  {"]
+        if len(begins) != len(entries):
+            raise ValueError(
+                f"{file} is not as a run writes it, one claim after the other"
+            )
         return [
             Sentence(
                 entry["claim"],
@@ -86,7 +91,7 @@ class StoredRun:
                 line,
                 tuple(self._trials(json.dumps(entry))),
             )
-            for entry, line in zip(read_json(file, []), begins, strict=True)
+            for entry, line in zip(entries, begins, strict=True)
         ]
 
     def _trials(self, text: str) -> Iterator[Path]:

@@ -173,7 +173,7 @@ def transport_matters(stored: Stored) -> Answer:
     for name in ("nccl", "gloo"):
 
         def among(run: StoredRun, name=name) -> bool:
-            return _ranks(2)(run) and name in {_transport(r["config"]) for r in run.rows}
+            return _ranks(2)(run) and name in _transports(run)
 
         found[name] = stored.sentence("05", "ddp: ", among=among)
     if any(s is None or s.verdict not in ("PASS", "FAIL") for s in found.values()):
@@ -183,8 +183,11 @@ def transport_matters(stored: Stored) -> Answer:
     return Answer(len(verdicts) > 1, told, tuple(s.where for s in found.values() if s))
 
 
-def _transport(config: dict[str, Any]) -> str:
-    return config.get("communication") or ("nccl" if config.get("device") == "cuda" else "gloo")
+def _transports(run: StoredRun) -> set[str]:
+    """Of its rows: "auto" is NCCL on GPUs and gloo elsewhere."""
+    rows = [row["config"] for row in run.rows if "communication" in row["config"]]
+    automatic = {"cuda": "nccl"}
+    return {c["communication"] or automatic.get(c.get("device"), "gloo") for c in rows}
 
 
 def version_matters(stored: Stored) -> Answer:
@@ -201,7 +204,8 @@ def version_matters(stored: Stored) -> Answer:
             {s.key: s for s in run.sentences if s.verdict != "INCONCLUSIVE"}
             for run in by_version.values()
         ]
-        shared = sorted(set.intersection(*map(set, decided)))
+        if not (shared := sorted(set.intersection(*map(set, decided)))):
+            continue
         apart = [k for k in shared if len({each[k].verdict for each in decided}) > 1]
         told = f"{len(shared)} sentences of {notebook} under torch {', '.join(sorted(by_version))}"
         told += f": {len(apart)} otherwise" + (f", {apart[0]}" if apart else "")

@@ -72,7 +72,7 @@ LEAVES = {
     "MISSING": Leaf("FAIL: gradients are missing; the arrival list names them"),
     "TRANSPORT": Leaf("FAIL: only under one of NCCL and gloo"),
     "VERSION": Leaf("FAIL: only under one version of torch"),
-    "SOUND": Leaf("PASS: none of the five has a part in anything"),
+    "SOUND": Leaf("PASS: none of the five has a part in it"),
 }
 
 ALONE = [("05", f"{branch} alone: ") for branch in ("cmp", "slc", "win")]
