@@ -79,9 +79,7 @@ class StoredRun:
         text = file.read_text(encoding="utf-8") if entries else ""
         begins = [n for n, line in enumerate(text.splitlines(), 1) if line == "  {"]
         if len(begins) != len(entries):
-            raise ValueError(
-                f"{file} is not as a run writes it, one claim after the other"
-            )
+            raise ValueError(f"{file} is not as a run writes it, one claim after the other")
         return [
             Sentence(
                 entry["claim"],
