@@ -132,10 +132,11 @@ class Stored:
     def rows(
         self, notebook: str, wanted: Callable[[dict[str, Any]], bool], **columns: Any
     ) -> tuple[StoredRun, list[dict[str, Any]]] | None:
-        """The rows with these columns that are `wanted`, of the newest run that has any."""
+        """The rows with these columns that are `wanted`, of the newest run that has any; the median
+        of what was not measured is NaN, and its config has the outcome."""
         for run in self.of(notebook):
             same = (r for r in run.rows if all(r[name] == v for name, v in columns.items()))
-            if found := [row for row in same if row["median"] == row["median"] and wanted(row)]:
+            if found := [row for row in same if wanted(row)]:
                 return run, found
         return None
 

@@ -1,6 +1,6 @@
 """What stored runs answer to the questions of the decision, with the lines that were read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +67,8 @@ def further(stored: Stored) -> Answer:
 
 def _steps_cost(stored: Stored) -> tuple[StoredRun, dict[str, dict[str, float]]] | None:
     """Operations and latency of a step of the loop and of dense masks, at the loop's T."""
-    found = stored.rows("03", lambda r: r["metric"] in ("operations", "latency"), operation="step")
+    names = ("operations", "latency")
+    found = stored.rows("03", lambda r: r["metric"] in names and _measured(r), operation="step")
     if found is None:
         return None
     run, rows = found
@@ -104,7 +105,10 @@ def arms_differ(stored: Stored) -> Answer:
 
 def loop_is_attention(stored: Stored) -> Answer:
     """Its attention as the reports ran it, beside the reference in fp64."""
-    found = stored.rows("03", lambda r: bool(r["config"].get("defects")), operation="attention")
+    as_it_was = {"operation": "attention", "metric": "error"}
+    found = stored.rows(
+        "03", lambda r: bool(r["config"].get("defects")) and _measured(r), **as_it_was
+    )
     if found is None:
         return NOTHING
     run, rows = found
@@ -150,15 +154,16 @@ def negated(ask: Ask) -> Ask:
     return answer
 
 
-def _factor_matters(stored: Stored, factor: str) -> Answer:
-    """Whether arms of the newest A/B run that varies this factor ended otherwise."""
+def _factor_matters(stored: Stored, factor: str, least: Collection[str] = ()) -> Answer:
+    """Whether arms of the newest A/B run that varies this factor, over at least these values, ended
+    otherwise."""
     for run in stored.of("08"):
         ended: dict[str, set[str]] = {}
         for row in run.rows:
             if factor in row["config"]:
                 outcome = row["config"].get("outcome", "PASS")
                 ended.setdefault(str(row["config"][factor]), set()).add(outcome)
-        if len(ended) > 1:
+        if len(ended) > 1 and set(least) <= set(ended):
             apart = len({frozenset(outcomes) for outcomes in ended.values()}) > 1
             told = "; ".join(", ".join(sorted(outcomes)) for outcomes in ended.values())
             return Answer(apart, f"{len(ended)} arms of {factor}: {told}", (run.metrics,))
@@ -167,10 +172,11 @@ def _factor_matters(stored: Stored, factor: str) -> Answer:
 
 def transport_matters(stored: Stored) -> Answer:
     """Whether two ranks' gradients arrive under one of NCCL and gloo alone."""
-    if (compared := _factor_matters(stored, "communication")).holds is not None:
+    both = ("nccl", "gloo")
+    if (compared := _factor_matters(stored, "communication", both)).holds is not None:
         return compared
     found = {}
-    for name in ("nccl", "gloo"):
+    for name in both:
 
         def among(run: StoredRun, name=name) -> bool:
             return _ranks(2)(run) and name in _transports(run)
@@ -213,21 +219,39 @@ def version_matters(stored: Stored) -> Answer:
     return NOTHING
 
 
+PEAKS = {  # notebooks and operations of the rows that hold them
+    "loop": (("03", "step"),),
+    "today": (("01", "training_step"), ("04", "training")),
+}
+
+
 def peak(stored: Stored, subject: str) -> Answer:
-    """Of the largest cell of that size: a backend or path that holds more is no excuse."""
-    operations = {"loop": ("03", "step"), "today": ("01", "training_step")}
-    notebook, operation = operations[subject]
-    found = stored.rows(
-        notebook, lambda r: _production(r), operation=operation, metric="peak_memory", mode="step"
-    )
-    if found is None:
+    """Of the largest cell of that size: a backend that holds more is no excuse, nor is one that ran
+    out of memory."""
+    found = [
+        stored.rows(notebook, _wants_memory, operation=operation, metric="peak_memory", mode="step")
+        for notebook, operation in PEAKS[subject]
+    ]
+    rows = [row for one in found if one for row in one[1]]
+    where = tuple(one[0].metrics for one in found if one)
+    if not rows:
         return NOTHING
-    run, rows = found
+    if burst := [row for row in rows if not _measured(row)]:
+        return Answer(False, f"{burst[0]['backend']} ran out of memory", where)
     row = max(rows, key=lambda r: r["median"])
     gib = row["median"] / 1024
     alert = f", above the alert of {ALERT_GIB:g}" if gib >= ALERT_GIB else ""
-    told = f"{row['backend']} holds {gib:.1f} GiB, the most of {len(rows)}{alert}"
-    return Answer(gib < LIMIT_GIB, told, (run.metrics,))
+    told = f"{row['backend']} holds {gib:.1f} GiB, the most of {len(rows)} cells{alert}"
+    return Answer(gib < LIMIT_GIB, told, where)
+
+
+def _wants_memory(row: dict[str, Any]) -> bool:
+    ours = row["config"].get("attention", "nsa") == "nsa"
+    return _production(row) and ours and (_measured(row) or row["config"].get("outcome") == "oom")
+
+
+def _measured(row: dict[str, Any]) -> bool:
+    return row["median"] == row["median"]  # NaN is not
 
 
 def _production(row: dict[str, Any]) -> bool:
@@ -244,7 +268,7 @@ def speed(stored: Stored, subject: str) -> Answer:
     if subject == "today":
         found = stored.rows(
             "04",
-            lambda r: _production(r) and r["config"].get("attention") == "nsa",
+            lambda r: _production(r) and r["config"].get("attention") == "nsa" and _measured(r),
             metric="tokens_per_second",
             mode="step",
         )
@@ -254,12 +278,7 @@ def speed(stored: Stored, subject: str) -> Answer:
         row = min(rows, key=lambda r: r["median"])
         told = f"{row['backend']} {row['median']:,.0f}, the slowest of {len(rows)} cells"
         return Answer(row["median"] >= least, told, (run.metrics,))
-    found = stored.rows(
-        "03",
-        lambda r: r["gpu"] != "cpu" and r["x_value"] >= 1024 and "latency" in r["metric"],
-        operation="step",
-        backend="loop",
-    )
+    found = stored.rows("03", _timed_long, operation="step", backend="loop")
     if found is None:
         return NOTHING
     run, rows = found
@@ -271,6 +290,12 @@ def speed(stored: Stored, subject: str) -> Answer:
     if rate >= least and not _production(row):
         return Answer(None, f"{told}; its production size was not timed")
     return Answer(rate >= least, told, (run.metrics,))
+
+
+def _timed_long(row: dict[str, Any]) -> bool:
+    """On a GPU, and long enough for a design that is not a toy."""
+    timed = "latency" in row["metric"] and _measured(row)
+    return timed and row["gpu"] != "cpu" and row["x_value"] >= 1024
 
 
 CORRECT = (

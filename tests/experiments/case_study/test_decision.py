@@ -121,9 +121,13 @@ def test_a_sentence_that_comes_out_otherwise_under_another_torch_is_found(tmp_pa
 @pytest.mark.parametrize(("outcome", "apart"), [({}, False), ({"outcome": "HANG"}, True)])
 @pytest.mark.parametrize("factor", ["communication", "python"])
 def test_an_ab_run_of_that_factor_answers_first(tmp_path, factor, outcome, apart):
-    rows = [row("training_step", "step_time", 1.0, **{factor: "one"}),
-            row("training_step", "step_time", 1.0, **{factor: "other"}, **outcome)]  # fmt: skip
-    store_run(tmp_path, "08_ab", rows=rows)
+    if factor == "communication":  # which on a CPU are one and the same
+        rows = [row("training_step", "step_time", 1.0, communication=v) for v in ("auto", "gloo")]
+        store_run(tmp_path, "08_ab", rows=rows)
+        assert answers.transport_matters(open_stored(tmp_path)).holds is None
+    rows = [row("training_step", "step_time", 1.0, **{factor: "gloo"}),
+            row("training_step", "step_time", 1.0, **{factor: "nccl"}, **outcome)]  # fmt: skip
+    store_run(tmp_path, "08_ab", rows=rows, started="2026-11-02")
     ask = answers.transport_matters if factor == "communication" else answers.version_matters
     assert ask(open_stored(tmp_path)).holds is apart
 
@@ -215,6 +219,17 @@ def test_committed_evidence_gives_the_same_answer_twice_and_all_of_it_opens(subj
             path = decision.RUNS / name
             assert path.exists(), where
             assert not line or path.read_text().splitlines()[int(line) - 1] == "  {", where
+
+
+def test_a_backend_that_ran_out_of_memory_is_no_go(tmp_path):
+    burst = row("training_step", "peak_memory", None, backend="masked", outcome="oom", **SIZED)
+    late = row("training_step", "peak_memory", None, backend="flex", outcome="timeout", **SIZED)
+    fits = row("training_step", "peak_memory", 9.0, **SIZED)
+    store_run(tmp_path, "01_memory_scaling", rows=[fits, late])
+    assert answers.peak(open_stored(tmp_path), "today").holds
+    store_run(tmp_path, "01_memory_scaling", rows=[fits, burst], started="2026-11-02")
+    found = answers.peak(open_stored(tmp_path), "today")
+    assert found.holds is False and "masked ran out of memory" in found.because
 
 
 def test_nothing_is_decided_without_runs(tmp_path):
