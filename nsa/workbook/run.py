@@ -18,6 +18,30 @@ from nsa.workbook.record import Record, load
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A run whose input is right and of which nothing is written; `name` is its folder's."""
+
+    notebook: Path
+    given: dict[str, Any]
+    full: dict[str, Any]
+    environment: dict[str, Any]
+    name: str
+
+
+def plan_run(
+    name_or_path: str | Path, given: dict[str, Any], notebooks: str | Path = "notebooks"
+) -> Planned:
+    """What `run_notebook` would run. ValueError for a wrong name or parameter."""
+    notebook = identity.find_notebook(name_or_path, notebooks)
+    declared = parameters.declared(notebook)
+    given = parameters.check(declared, given)
+    full = parameters.filled(declared, given)
+    snapshot = environment.snapshot(full.get("seed"))
+    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
+    return Planned(notebook, given, full, snapshot, name)
+
+
+@dataclass(frozen=True)
 class RunResult:
     """How a run ended. `status`: ok, failed, timeout, killed or interrupted; `message`: why."""
 
@@ -46,6 +70,7 @@ def run_notebook(
     again: bool = False,
     evidence: bool = False,
     progress: bool = True,
+    ends_budgets: bool = True,
     notebooks: str | Path = "notebooks",
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
@@ -55,36 +80,35 @@ def run_notebook(
     `again`. The figures of a run that reached its end are copied to figures/ beside `root`. With
     `evidence` only what `environment.check_evidence` lets through is run, and the trials that it
     names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
-    before anything starts; later failures are the result.
+    before anything starts; later failures are the result. With `ends_budgets` the notebook measures
+    only as much as `timeout_s` leaves time for; without it is cut.
     """
     import yaml
 
     root = Path(root)
-    notebook = identity.find_notebook(name_or_path, notebooks)
-    declared = parameters.declared(notebook)
-    given = parameters.check(declared, given or {})
-    full = parameters.filled(declared, given)
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
+    planned = plan_run(name_or_path, given or {}, notebooks)
+    notebook, name = planned.notebook, planned.name
     if evidence:
         environment.check_evidence(notebook)
-    snapshot = environment.snapshot(full.get("seed"))
-    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
-    if not again and (earlier := _finished(root, name, evidence)):
+    finished = [f for f in runs_of(root, name, evidence) if load(f).get("status") == "ok"]
+    if not again and finished:
+        earlier = finished[-1]
         say(f"this run exists: {earlier} (run it again with --again)")
         return _result(earlier, cached=True)
     folder = store.create_folder(root, name)
-    settings = yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
+    settings = yaml.safe_dump(planned.full, sort_keys=False, allow_unicode=True)
     write_atomically(folder / "parameters.yaml", settings)
-    write_json(folder / "environment.json", snapshot)
+    write_json(folder / "environment.json", planned.environment)
     record = Record(folder, notebook.stem, identity.question(notebook), evidence=evidence)
     say(f"running {notebook.stem} into {folder}")
     stop_reason, message = "error", ""
     try:
         with termination_is_an_exception():
             stop_reason, message = _execute(
-                notebook, folder, given, timeout_s, cell_timeout_s, progress
+                planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
             )
     except Terminated:
         stop_reason, message = "terminated", "the runner was asked to end (SIGTERM)"
@@ -111,17 +135,13 @@ def run_notebook(
     return _result(folder)
 
 
-def _finished(root: Path, name: str, evidence: bool) -> Path | None:
-    """The newest run of this id that reached its end, also one that had to be called `<name>-2`; of
-    those that are evidence, if asked."""
-    found = [
-        path.parent
-        for pattern in (f"*/{name}/record.json", f"*/{name}-*/record.json")
-        for path in root.glob(pattern)
-        if (record := load(path.parent)).get("status") == "ok"
-        and (record.get("evidence") or not evidence)
-    ]
-    return max(found, key=lambda folder: str(load(folder).get("started")), default=None)
+def runs_of(root: str | Path, name: str, evidence: bool = False) -> list[Path]:
+    """The runs of this id, oldest first, also those that had to be called `<name>-2`; with
+    `evidence` those alone that are."""
+    patterns = (f"*/{name}/record.json", f"*/{name}-*/record.json")
+    found = [path.parent for pattern in patterns for path in Path(root).glob(pattern)]
+    found = [folder for folder in found if load(folder).get("evidence") or not evidence]
+    return sorted(found, key=lambda folder: str(load(folder).get("started")))
 
 
 def _result(folder: Path, cached: bool = False) -> RunResult:
@@ -131,7 +151,9 @@ def _result(folder: Path, cached: bool = False) -> RunResult:
     return RunResult(folder, *ended, cached, verdicts, shown, record.get("message", ""))
 
 
-def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tuple[str, str]:
+def _execute(
+    planned: Planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
+) -> tuple[str, str]:
     """papermill with our engine; returns the stop reason and the failure in one line."""
     import nbformat
     import papermill
@@ -140,9 +162,9 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
     from nsa.workbook import engine
 
     variables = os.environ | {"NSA_HEADLESS": "1", "NSA_RUN": str(folder.resolve())}
-    if timeout_s is not None:
+    if timeout_s is not None and ends_budgets:
         variables[RUN_ENDS] = str(time.monotonic() + timeout_s)
-    output = folder / "notebook.ipynb"
+    notebook, output = planned.notebook, folder / "notebook.ipynb"
     message = ""
     with contextlib.ExitStack() as files:
         stdout, stderr, kernel = (
@@ -153,7 +175,7 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
             papermill.execute_notebook(
                 str(notebook),
                 str(output),
-                given,
+                planned.given,
                 engine_name=engine.register(),
                 kernel_name="python3",
                 language="python",

@@ -16,8 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
 from nsa.workbook.claim import Claim
@@ -35,6 +33,8 @@ class Machine:
     name: str  # what figures call it
 
     def __str__(self) -> str:
+        import torch
+
         return f"{self.name}, torch {torch.__version__}"
 
     @property
@@ -55,6 +55,8 @@ class Machine:
 def find_machine(device: str, gpus: int = 1) -> Machine:
     """The machine for a notebook's parameter `device`; "auto" is a GPU where torch finds so many.
     Raises ValueError for another word, and for "cuda" without so many."""
+    import torch
+
     choice("device", device, ("auto", "cpu", "cuda"))
     found = torch.cuda.device_count()
     if device == "cuda" and found < gpus:
