@@ -98,12 +98,12 @@ def _given(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     return given | own
 
 
-def stand(phase: Phase, root: str | Path) -> Ended:
+def stand(phase: Phase, root: str | Path, evidence: bool = False) -> Ended:
     """Where a phase stands: its finished run, else the newest, else "to run".
 
     A run that was cut from outside (time, a signal, a driver that is gone) is "to run" again.
     """
-    folders = runs_of(root, phase.planned.name)
+    folders = runs_of(root, phase.planned.name, evidence)
     states = [(status_now(load(folder)), folder) for folder in folders]
     for wanted in ("ok", "running"):
         if found := [folder for status, folder in states if status == wanted]:
@@ -118,6 +118,7 @@ def run_phases(
     *,
     root: str | Path = "runs",
     again: bool = False,
+    evidence: bool = False,
     budget_s: float | None = None,
     progress: bool = True,
     say: Callable[[str], None] = lambda text: None,
@@ -133,7 +134,7 @@ def run_phases(
     ends = math.inf if budget_s is None else time.monotonic() + budget_s
     done, why = [], ""
     for number, phase in enumerate(phases, 1):
-        now = stand(phase, root)
+        now = stand(phase, root, evidence)
         if now.status not in ("to run", "ok", "running") and again:
             now = Ended(phase.name)
         left_s = ends - time.monotonic()
@@ -150,6 +151,7 @@ def run_phases(
                 timeout_s=None if budget_s is None else left_s,
                 ends_budgets=False,
                 again=again,
+                evidence=evidence,
                 progress=progress,
                 say=say,
             )
