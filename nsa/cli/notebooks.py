@@ -1,5 +1,5 @@
-"""`nsa notebooks`, `run`, `runs`, `show`, `env`, `report`, `results`, `decide`, `figures`: what can
-run, what ran, and what follows from it."""
+"""`nsa notebooks`, `run`, `runs`, `show`, `keep`, `env`, `report`, `results`, `decide`, `figures`:
+what can run, what ran, and what follows from it."""
 
 import importlib
 import json
@@ -33,10 +33,13 @@ def add(commands) -> None:
     text = "for each cell: 90, 90s, 20m, 2h"
     option("--cell-timeout", type=duration, metavar="TIME", help=text)
     option("--again", action="store_true", help="run also when this very run exists")
+    text = "to be committed: refused unless all source is in a commit, see `nsa keep`"
+    option("--evidence", action="store_true", help=text)
     option("--quiet", action="store_true", help="no progress bar")
     share(made, "--notebooks", "--runs")
     command(commands, runs, "--json", "--runs")
     command(commands, show, "run", "--runs")
+    command(commands, keep, "run", "--runs")
     command(commands, env, "--json")
     command(commands, report, "run", "--runs")
     made = command(commands, results, "--runs")
@@ -86,6 +89,7 @@ def run(arguments) -> int:
         timeout_s=arguments.timeout,
         cell_timeout_s=arguments.cell_timeout,
         again=arguments.again,
+        evidence=arguments.evidence,
         progress=not arguments.quiet,
         say=lambda text: print(text, file=sys.stderr),
     )
@@ -103,7 +107,7 @@ def runs(arguments) -> int:
     if arguments.json:
         print(json.dumps(plain(table.to_dict("records")), indent=2))
     elif len(table):
-        shown = ["run", "status", "verdict", "seconds", "gpu", "torch", "commit"]
+        shown = ["run", "status", "verdict", "seconds", "device", "torch", "commit"]
         print(table[shown].fillna("").to_string(index=False))
     else:
         print(f"no runs in {arguments.runs}")
@@ -128,6 +132,18 @@ def show(arguments) -> int:
         print("  parameters\n    " + parameters.read_text().strip().replace("\n", "\n    "))
     failing = any(entry.get("verdict") == "FAIL" for entry in found.verdicts())
     return GOOD if status in ("ok", "running") and not failing else FAILED
+
+
+def keep(arguments) -> int:
+    """Make a run small and add to git what of it is evidence: its records, and the trials that its
+    sentences name."""
+    from nsa.workbook import keep
+    from nsa.workbook.store import open_store
+
+    folder = open_store(arguments.runs).find(arguments.run)
+    for line in keep.keep(folder):
+        print(line)
+    return GOOD
 
 
 def env(arguments) -> int:
@@ -212,7 +228,7 @@ def figures(arguments) -> int:
     for name, run_id, entry in HEADLINES:
         module, _, function = entry.partition(":")
         df = Run(open_store(arguments.runs).find(run_id)).metrics()
-        note = {"note": df["gpu"].iloc[0]} if function in ("latency", "speed") else {}
+        note = {"note": df["device"].iloc[0]} if function in ("latency", "speed") else {}
         # Each names its run inside; the same records give the same bytes.
         figure = getattr(importlib.import_module(module), function)(df, **note)
         about = {"Title": name, "Description": f"run {run_id}", "Date": None}
@@ -230,4 +246,6 @@ def _print_run(run, status: str, message: str) -> None:
         print(f"  reason   {message}")
     for entry in run.verdicts():
         print(f"  {entry['verdict']:<12} {entry['claim']}")
+    if devices := run.devices():
+        print(f"  measured on {devices}")
     print(f"  folder   {Path(run.folder)}")

@@ -16,7 +16,12 @@ from nsa.spelling import settings
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job
 
-TOKENS = {"production": 2048, "smoke": 1024, "step5": 1024}  # what the presets are made for
+TOKENS = {
+    "production": 2048,
+    "memory_table": 2048,
+    "smoke": 1024,
+    "step5": 1024,
+}  # what the presets are made for
 OTHER_TOKENS = 512
 
 
@@ -56,16 +61,39 @@ def add(commands) -> None:
     option("--static-graph", action="store_true", help="DDP: every step uses the same parameters")
     option("--find-unused", action="store_true", help="DDP: look for unused parameters each step")
     option("--bucket-mb", type=float, default=25.0, help="DDP: size of a bucket of gradients")
+    text = "DDP: bf16 averages gradients in bf16, so that half the bytes are sent"
+    option("--comm-hook", choices=("none", "bf16"), default="none", help=text)
+    text = "DDP: gradients are held beside the buckets, as torch's default has it"
+    option("--no-bucket-view", action="store_false", help=text, dest="gradient_as_bucket_view")
     option("--save-every", type=int, metavar="STEPS", help="checkpoints; the last two are kept")
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
     option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")
     text = (
-        "csv, tensorboard, arrival, buckets, modules, phases, stats; what each costs stands in its "
-        "docstring"
+        "csv, tensorboard, arrival, buckets, modules, phases, ranges (for NSight), stats; what "
+        "each costs stands in its docstring"
     )
     option("--observe", type=words, default=[], metavar="NAME,NAME", help=text)
     text = "from one look of arrival and modules to the next; 1 looks at all"
     option("--observe-every", type=int, default=SAMPLED, metavar="STEPS", help=text)
+    text = (
+        "what a foreign process on the GPU, too little memory or a stale installation does: refuse "
+        "(default), warn or off"
+    )
+    option("--preflight", choices=("refuse", "warn", "off"), default="refuse", help=text)
+    text = (
+        "a step whose loss or gradient norm is not finite ends the run with its cause (stop, the "
+        "default), or is left out and counted (skip); steps that fp16's loss scaler skips are usual"
+    )
+    option("--nonfinite", choices=("stop", "skip"), default="stop", help=text)
+    text = "with --nonfinite skip: more in a row end the run; 10 by default"
+    option("--max-skips", type=int, metavar="STEPS", help=text)
+    text = "when it is there the run ends in order; HALT in the run's folder by default"
+    option("--halt-file", metavar="PATH", help=text)
+    text = (
+        "these steps (20:23), or so many, under torch's profiler: a trace for Perfetto in the "
+        "run's folder, and tables of time and memory"
+    )
+    option("--profile", default="", metavar="STEPS", help=text)
     # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     share(made, "--runs")
@@ -83,6 +111,12 @@ def train(arguments) -> int:
     from nsa.experiments.training import run as training_run
 
     places = {"runs": arguments.runs, "given": arguments.into}
+    if os.environ.get("RANK", "0") == "0":
+        from nsa.experiments.training import preflight
+
+        changed = [text.partition("=")[0].strip() for text in arguments.set]
+        where = arguments.into or arguments.runs
+        places["preflight"] = preflight.check(job, arguments.preflight, changed, where)
     if under_torchrun and job.kind != "none":
         ended = training_run.under_torchrun(job, sys.argv[1:], **places)
         return _tell(ended) if os.environ["RANK"] == "0" else GOOD
@@ -143,7 +177,7 @@ def _job(arguments, started: int | None) -> "Job":
     }
 
     def of(owner: type) -> dict[str, Any]:
-        return {f.name: given[f.name] for f in fields(owner) if f.name in given}
+        return {f.name: given[f.name] for f in fields(owner) if given.get(f.name) is not None}
 
     try:
         given["model"] = presets.preset(arguments.preset, **changes)
@@ -169,12 +203,20 @@ def _tell(ended) -> int:
     print(f"{ended.folder.name}: {ended.status}")
     if ended.message:
         print(f"  reason   {ended.message}")
-    if ended.result:
-        result = ended.result
+    result = ended.result
+    for text in result.get("stop", {}).get("advice", ()):
+        print(f"  try      {text}")
+    if result:
         print(f"  loss     {result['first_loss']:.4f} -> {result['last_loss']:.4f}")
         if result.get("evaluation") is not None:
             print(f"  held out {result['evaluation']:.4f}")
-        print(f"  speed    {result['tokens_per_s']:,.0f} tokens/s")
+        for name, reasons in result["attention"]["declined"].items():
+            print(f"  {name} declined: {'; '.join(reasons)}")
+        print(f"  speed    {result['speed']}")
+        if result.get("loader"):
+            print(f"  data     {result['loader']}")
+    if (profile := ended.folder / "profile.txt").is_file():
+        print(profile.read_text())
     print(f"  folder   {ended.folder}")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)

@@ -40,7 +40,7 @@ def add(commands) -> None:
     made.add_argument("trial", metavar="TRIAL", help="id, its beginning, its folder, or latest")
     made.add_argument("--markdown", action="store_true", help="as markdown, for a notebook")
     made.add_argument("--again", action="store_true", help="judge it anew, by today's rules")
-    share(made, "--trials")
+    share(made, "--trials", "--runs")
 
 
 def trial(arguments) -> int:
@@ -235,18 +235,17 @@ def gpus_of(plan):
 
 
 def explain(arguments) -> int:
-    """Explain a trial: its verdict, the rule that applied, and the evidence that it read. Exit code
-    0 if it passed."""
+    """Explain a trial: its verdict, the rule that applied, and the evidence that it read. It is
+    looked for among the trials, then in the runs. Exit code 0 if it passed."""
     from nsa.lab.search.ledger import Ledger
     from nsa.lab.verdict import judge
     from nsa.lab.verdict.explain import page
 
-    given = Path(arguments.trial)
-    if (given / "evidence.json").is_file():
-        ledger, name = Ledger(given.resolve().parent), given.resolve().name
+    given = Path(arguments.trial).resolve()
+    if (given / "verdict.json").is_file():
+        ledger, name = Ledger(given.parent), given.name
     else:
-        ledger = Ledger(arguments.trials)
-        name = _find(ledger.ids(), arguments.trial, arguments.trials)
+        ledger, name = _find(arguments.trial, arguments.trials, arguments.runs)
     found = ledger.get(name)
     if found is None:
         raise ValueError(f"trial {name} in {ledger.root} cannot be read")
@@ -257,17 +256,32 @@ def explain(arguments) -> int:
     return GOOD if verdict.kind == "PASS" else FAILED
 
 
-def _find(ids: list[str], text: str, where: str) -> str:
-    """The one id that `text` begins, or the latest; ValueError tells what there is instead."""
-    if not ids:
-        raise ValueError(f"no trials in {where}; name another folder: --trials")
-    if text == "latest":
-        return ids[-1]
-    found = [text] if text in ids else [id for id in ids if id.startswith(text)]
+def _find(text: str, trials: str, runs: str):
+    """The ledger and the id that `text` begins, or the latest; ValueError tells what there is."""
+    from nsa.lab.search.ledger import Ledger
+
+    own = Ledger(trials)
+    if text in (ids := own.ids()):
+        return own, text
+    if text == "latest" and ids:
+        return own, ids[-1]
+    where = dict.fromkeys(ids, own)
+    # A kept trial lies beside a run's other folders of trials, which are not in git.
+    kept = sorted(Path(runs).glob("*/*/trials/**/verdict.json"), key=lambda f: len(f.parts))
+    for file in kept:
+        where.setdefault(file.parent.name, Ledger(file.parents[1]))
+    if text == "latest" and kept:
+        text = max(kept, key=lambda file: file.stat().st_mtime).parent.name
+    if not where:
+        raise ValueError(f"no trials in {trials} and {runs}; name another folder: --trials")
+    found = [text] if text in where else [id for id in where if id.startswith(text)]
     found = [id for id in found if "-" not in id] or found  # not the earlier runs of the same
     if len(found) > 1:
         raise ValueError(f"{text!r} begins {len(found)} trials: {', '.join(found[:5])}; write more")
     if not found:
-        latest = ", ".join(ids[-3:])
-        raise ValueError(f"no trial {text!r} among {len(ids)} in {where}; the latest are {latest}")
-    return found[0]
+        ids = list(where)
+        places = f"in {trials} and {runs}"
+        raise ValueError(
+            f"no trial {text!r} among {len(ids)} {places}; the latest are {', '.join(ids[-3:])}"
+        )
+    return where[found[0]], found[0]

@@ -16,10 +16,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from nsa.spelling import choice
 
 KINDS = ("none", "ddp", "fsdp")
+COMM_HOOKS = ("none", "bf16")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Parallel:
     static_graph: bool = False
     find_unused_parameters: bool = False
     bucket_mb: float | int = 25
-    gradient_as_bucket_view: bool = True
+    gradient_as_bucket_view: bool = True  # False: gradients are held twice, in buckets and out
+    comm_hook: str = "none"  # "bf16": gradients are averaged in bf16, half the bytes are sent
     joined: bool = True  # by `start`, so that `close` leaves the process group
     _learned: WeakSet = field(default_factory=WeakSet, init=False, repr=False, compare=False)
 
@@ -45,7 +48,7 @@ class Parallel:
         """
         if self.kind == "ddp":
             on_gpu = next(model.parameters()).is_cuda
-            return nn.parallel.DistributedDataParallel(
+            wrapped = nn.parallel.DistributedDataParallel(
                 model,
                 device_ids=[torch.device(self.device).index] if on_gpu else None,
                 bucket_cap_mb=self.bucket_mb,
@@ -53,6 +56,9 @@ class Parallel:
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 static_graph=self.static_graph,
             )
+            if self.comm_hook == "bf16":
+                wrapped.register_comm_hook(wrapped.process_group, averaged_in_bf16)
+            return wrapped
         if self.kind == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
@@ -97,6 +103,11 @@ class Parallel:
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scales gradients to a norm of at most max_norm over the whole model; returns the norm."""
         norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        return norm.full_tensor() if self.kind == "fsdp" else norm
+
+    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """The norm that `clip` returns, and gradients as they are."""
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return norm.full_tensor() if self.kind == "fsdp" else norm
 
     def mean(self, loss: Tensor) -> Tensor:
@@ -146,6 +157,14 @@ class Parallel:
 SINGLE = Parallel()
 
 
+def averaged_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket):
+    """torch's bf16_compress_hook: each rank's gradient / ranks as bf16, summed, and fp32 again.
+
+    By its own name DDP refuses it wherever there is no NCCL; gloo can sum bf16 as well.
+    """
+    return bf16_compress_hook(group, bucket)
+
+
 def start(
     kind: str,
     *,
@@ -165,7 +184,7 @@ def start(
     a GPU for each rank, and a meeting place that cannot be had (a port in use).
     """
     made = Parallel(kind, **options)
-    check(kind, backend, made.static_graph, made.find_unused_parameters, made.bucket_mb)
+    check(kind, backend, **options)
     if kind == "none":
         return SINGLE
     rank, ranks, local = place()
@@ -198,9 +217,12 @@ def check(
     static_graph: bool = False,
     find_unused_parameters: bool = False,
     bucket_mb: float | int = 25,
+    comm_hook: str = "none",
+    gradient_as_bucket_view: bool = True,
 ) -> None:
     """Raises ValueError for options that no number of ranks could use."""
     choice("parallel", kind, KINDS)
+    choice("comm_hook", comm_hook, COMM_HOOKS)
     if backend is not None:
         choice("backend", backend, ("gloo", "nccl"))
     if static_graph and find_unused_parameters:
@@ -210,10 +232,17 @@ def check(
             "static_graph=True alone also trains a model with unused parameters, as long as they "
             "are the same in every step"
         )
-    if kind != "ddp" and (static_graph or find_unused_parameters):
+    of_ddp = {
+        "static_graph": static_graph,
+        "find_unused_parameters": find_unused_parameters,
+        "comm_hook": comm_hook != "none",
+        "gradient_as_bucket_view=False": not gradient_as_bucket_view,
+    }
+    given = [name for name, on in of_ddp.items() if on]
+    if kind != "ddp" and given:
         raise ValueError(
-            f"static_graph and find_unused_parameters are DDP's; parallel={kind!r} has no use for "
-            "them, parallel='ddp' would do"
+            f"{', '.join(given)}: options that are DDP's; parallel={kind!r} has no use for them, "
+            "parallel='ddp' would do"
         )
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be more than 0; DDP's default is 25")

@@ -21,6 +21,13 @@ STATUS_OF = {  # before its end a run is "running", or "lost" where its runner i
     "rank_died": "failed",
     "terminated": "killed",
     "interrupted": "interrupted",
+    "halted": "ok",  # ended in order because somebody asked for it
+    # a guard ended a training in order
+    "non_finite": "failed",
+    "memory": "failed",
+    "flat": "failed",
+    "gate_collapse": "failed",
+    "zero_gradient": "failed",
 }
 LOST_AFTER_S = 120.0
 
@@ -28,7 +35,14 @@ LOST_AFTER_S = 120.0
 class Record:
     """Written as `running` when made, its heartbeat renewed by a thread until `close`."""
 
-    def __init__(self, folder: Path, notebook: str, question: str, beat_s: float = 15.0):
+    def __init__(
+        self,
+        folder: Path,
+        notebook: str,
+        question: str,
+        beat_s: float = 15.0,
+        evidence: bool = False,
+    ):
         self.path = Path(folder) / "record.json"
         self._done = threading.Event()
         self._began = time.monotonic()
@@ -37,6 +51,7 @@ class Record:
             "run_id": Path(folder).name,
             "notebook": notebook,
             "question": question,
+            "evidence": evidence,  # made from a clean commit, to be kept
             "status": "running",
             "stop_reason": None,
             "started": utc_now(),

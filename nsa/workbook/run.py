@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.sweep import RUN_ENDS
-from nsa.workbook import environment, identity, parameters, report, store
+from nsa.workbook import environment, identity, keep, parameters, report, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.record import Record, load
 
@@ -68,6 +68,7 @@ def run_notebook(
     timeout_s: float | None = None,
     cell_timeout_s: float | None = None,
     again: bool = False,
+    evidence: bool = False,
     progress: bool = True,
     ends_budgets: bool = True,
     notebooks: str | Path = "notebooks",
@@ -76,10 +77,11 @@ def run_notebook(
     """Execute a notebook with `given` parameters into a new folder below `root`.
 
     A run of the same id that reached its end is returned instead, whatever its verdicts, unless
-    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. Wrong
-    names, parameters, deadlines and an unwritable `root` raise ValueError before anything starts;
-    later failures are the result. With `ends_budgets` the notebook measures only as much as
-    `timeout_s` leaves time for; without it is cut.
+    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. With
+    `evidence` only what `environment.check_evidence` lets through is run, and the trials that it
+    names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
+    before anything starts; later failures are the result. With `ends_budgets` the notebook measures
+    only as much as `timeout_s` leaves time for; without it is cut.
     """
     import yaml
 
@@ -89,16 +91,21 @@ def run_notebook(
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
     planned = plan_run(name_or_path, given or {}, notebooks)
     notebook, name = planned.notebook, planned.name
-    finished = [f for f in runs_of(root, name) if load(f).get("status") == "ok"]
-    if not again and finished:
-        earlier = finished[-1]
+    if evidence:
+        environment.check_evidence(notebook)
+    records = [(f, load(f)) for f in runs_of(root, name)]
+    ended = [
+        f for f, r in records if r.get("status") == "ok" and (r.get("evidence") or not evidence)
+    ]
+    if not again and ended:
+        earlier = ended[-1]
         say(f"this run exists: {earlier} (run it again with --again)")
         return _result(earlier, cached=True)
     folder = store.create_folder(root, name)
     settings = yaml.safe_dump(planned.full, sort_keys=False, allow_unicode=True)
     write_atomically(folder / "parameters.yaml", settings)
     write_json(folder / "environment.json", planned.environment)
-    record = Record(folder, notebook.stem, identity.question(notebook))
+    record = Record(folder, notebook.stem, identity.question(notebook), evidence=evidence)
     say(f"running {notebook.stem} into {folder}")
     stop_reason, message = "error", ""
     try:
@@ -114,6 +121,8 @@ def run_notebook(
         message = f"{type(error).__name__}: {error}"
     finally:
         content = record.close(stop_reason, message)
+    if evidence:
+        say("\n".join(keep.trials(folder)))
     # Figures that cannot be copied and a report that cannot be drawn are said, and cost nothing.
     if content["status"] == "ok":
         figures = root.parent / "figures"

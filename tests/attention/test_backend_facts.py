@@ -219,6 +219,50 @@ def test_a_backward_under_autocast_keeps_its_dtypes(backend):
     torch.testing.assert_close(again, plain)
 
 
+def kernels_that_ran(drawn, backend):
+    """(torch's own names of the attention operators that the profiler saw, the witness's)."""
+    with torch.profiler.profile() as profiler, witness.recording() as seen:
+        attend(drawn, backend)
+    ran = {event.key for event in profiler.key_averages() if "_scaled_dot_product" in event.key}
+    return ran, {served for (branch, served) in seen.paths if branch != "score"}
+
+
+OPERATORS = {"math": "_attention_math", "flash": "_flash_", "mem_efficient": "_efficient_"}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa:math", "sdpa:flash", "sdpa:mem_efficient"])
+@pytest.mark.parametrize("value_dim", [16, 8])
+def test_sdpa_runs_the_kernel_that_it_is_told_to_and_the_witness_names_the_one_that_ran(
+    backend, value_dim
+):
+    drawn = draw(Case(64, group=2, dim=16, value_dim=value_dim), torch.float32, DEVICE)
+    try:
+        ran, served = kernels_that_ran(drawn, backend)
+    except registry.Declined as refusal:
+        kernel = backend.partition(":")[2]
+        assert kernel and f"torch has no {kernel} kernel for q" in str(refusal)
+        return
+    assert len(ran) == len(served) == 1
+    kernel = served.pop().removeprefix("sdpa:")
+    assert OPERATORS[kernel] in ran.pop()
+    assert backend in ("sdpa", f"sdpa:{kernel}")
+
+
+def test_a_kernel_is_part_of_a_models_backend_and_an_unknown_one_is_refused():
+    assert registry.check_name("sdpa:math") == "sdpa:math" not in registry.names()
+    with pytest.raises(ValueError, match="'sdpa:mth' is unknown; the nearest is 'sdpa:math'"):
+        registry.check_name("sdpa:mth")
+    with pytest.raises(ValueError, match="'gather:math' is unknown"):
+        registry.get("gather:math")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a CPU has two of torch's kernels")
+def test_on_a_cpu_torch_has_no_memory_efficient_kernel_and_says_so():
+    assert attend(draw(Case(24), torch.float32), "sdpa:math").isfinite().all()
+    with pytest.raises(registry.Declined, match=r"'sdpa:cudnn' does not .* no cudnn kernel for q"):
+        attend(draw(Case(24), torch.float32), "sdpa:cudnn")
+
+
 def test_auto_never_takes_the_exhibit(monkeypatch):
     known = [replace(b, why_not=lambda x: ["busy"]) for b in registry.backends()]
     known[-1] = registry.get("sequential")

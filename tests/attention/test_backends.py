@@ -35,6 +35,7 @@ def each(backends, cases, dtypes):
     ("backend", "case", "dtype"),
     [
         *each(NAMES, CASES, {torch.float32: "fp32", torch.bfloat16: "bf16"}),
+        *each(["sdpa:math"], CASES[3:5], {torch.float32: "fp32", torch.bfloat16: "bf16"}),
         *each(FAST, CASES[6:7], {torch.float16: "fp16"}),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from places import ROOT
+from places import ROOT, committed_runs
 
 pandas = pytest.importorskip("pandas")
 plt = pytest.importorskip("matplotlib.pyplot")
@@ -21,7 +21,7 @@ pytest.importorskip("scipy")
 import freeze_calls  # noqa: E402 - it imports all of them
 
 SNAPSHOT = Path(__file__).with_name("freeze.json")
-RUNS = sorted(p.parent.relative_to(ROOT).as_posix() for p in ROOT.glob("runs/*/*/metrics.csv"))
+RUNS = [folder.relative_to(ROOT).as_posix() for folder in committed_runs()]
 
 
 def digest(text: str) -> str:

@@ -145,6 +145,7 @@ def test_a_capture_leaves_no_count_of_non_finite_outputs_behind():
         ({"precision": "fp16"}, {}, r"precision='fp16'.*'bf16' needs no scaler"),
         ({}, {"kind": "fsdp"}, "parallel='fsdp'.*parallel='ddp' would do"),
         ({}, {"find_unused_parameters": True}, "static_graph=True finds it once"),
+        ({}, {"comm_hook": "bf16"}, "comm_hook='none' would do"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_the_reason(settings, parallel, message):

@@ -78,6 +78,41 @@ def test_two_ranks_train_and_are_stored_as_one_process_is(ranks, name):
         torch.testing.assert_close(loaded, alone, rtol=1e-5, atol=0)
 
 
+def relative(mine, whole):
+    """How far gradients lie from others, in units of their norm; the furthest parameter."""
+    assert mine.keys() == whole.keys()
+    return max(float((mine[n] - g).norm() / g.norm()) for n, g in whole.items())
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_gradients_are_the_same_to_the_bit_whether_they_are_views_of_the_buckets_or_not(ranks):
+    for rank in ranks[0]:
+        for mine, view in zip(rank["ddp, copied gradients"]["gradients"],
+                              rank["ddp"]["gradients"], strict=True):  # fmt: skip
+            assert all(torch.equal(mine[name], view[name]) for name in view)
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_gradients_averaged_in_bf16_are_the_mean_but_for_bf16s_rounding(ranks):
+    seen, device = ranks
+    one = rank_entries.train(Parallel(device=device), 1, {})["gradients"][0]
+    for rank in seen:
+        off = relative(rank["bf16 hook"]["gradients"][0], one)
+        assert 1e-4 < off < 2**-8  # rounded twice, by up to 2^-9 each; a sum would be off by 1
+        assert rank["bf16 hook"]["gradients"][0]["head.weight"].dtype == torch.float32
+    assert all(rank["second hook"].startswith("DDP takes one communication hook") for rank in seen)
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_views_of_the_buckets_save_as_many_bytes_as_there_are_gradients(ranks):
+    gradients = sum(p.nbytes for p in LanguageModel(tiny()).parameters())
+    for rank in ranks[0]:
+        assert rank["held"] == {"view": gradients, "copied": 2 * gradients}
+
+
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(ranks):
@@ -107,6 +142,9 @@ def test_a_batch_that_ranks_and_micro_batches_do_not_divide_is_refused(batch, ac
             "static_graph=True alone also trains a model with unused parameters",
         ),
         ({"kind": "fsdp", "static_graph": True}, "are DDP's; parallel='fsdp' has no use"),
+        ({"kind": "fsdp", "comm_hook": "bf16"}, "comm_hook: options that are DDP's"),
+        ({"kind": "none", "gradient_as_bucket_view": False}, "gradient_as_bucket_view=False: opt"),
+        ({"kind": "ddp", "comm_hook": "fp16"}, "comm_hook='fp16' is unknown; known are none, bf16"),
         ({"kind": "ddp", "bucket_mb": 0}, "bucket_mb=0 must be more than 0"),
         ({"kind": "ddp"}, "starts under torchrun, which sets RANK, WORLD_SIZE"),
     ],

@@ -120,6 +120,18 @@ def test_another_config_is_refused_by_its_fields_and_nothing_changes(settings, n
     assert_equal_bits(other, untouched)
 
 
+def test_a_checkpoint_that_is_older_than_a_field_had_its_default(tmp_path):
+    before = trainer()
+    before.save(tmp_path / "old.pt")
+    state = saving.read(tmp_path / "old.pt")
+    for name in ("gate_temperature", "gate_init", "rope_scale"):
+        del state["configs"]["model"][name]
+    saving.write(state, tmp_path / "old.pt")
+    trainer().load(tmp_path / "old.pt")
+    with pytest.raises(ValueError, match=r"model gate_temperature: 2\.0, 1\.0"):
+        trainer(config=tiny(gate_temperature=2.0)).load(tmp_path / "old.pt")
+
+
 @pytest.mark.parametrize("left", [0.0, 0.5, 0.999, 1.0])
 def test_a_file_that_is_truncated_or_has_one_byte_changed_is_refused(left, tmp_path):
     file, trained = tmp_path / "one.pt", trainer()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 from tiny_models import tiny, tokens
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
+from nsa.lab.observers.ddp import BucketTrace
 from nsa.model import parallel
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
@@ -28,6 +30,7 @@ WAYS = {
     "ddp static checkpointed": (STATIC, 1, {"checkpoint": "all"}),
     "ddp static, one branch": (STATIC, 1, {"force_branch": "win"}),
     "ddp finding, one branch": (FINDING, 1, {"force_branch": "win"}),
+    "ddp, copied gradients": (DDP | {"gradient_as_bucket_view": False}, 1, {}),
     "ddp, small buckets": (DDP | {"bucket_mb": 0.01}, 1, {}),
     "fsdp": (FSDP, 1, {}),
     "fsdp accumulated": (FSDP, 2, {}),
@@ -116,6 +119,35 @@ def overflow(place):
     return {"kept": kept, "scale": scaler.get_scale()}
 
 
+def second_hook(place):
+    """What DDP's buckets say to whoever wants to trace them where gradients go as bf16."""
+    try:
+        BucketTrace(made(place, {})[1])
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def held(place):
+    """Bytes of all storages that gradients and DDP's buckets have after a second backward."""
+    model, wrapped = made(place, {})
+    storages = {}
+
+    def hook(state, bucket):
+        storages[bucket.buffer().data_ptr()] = bucket.buffer().untyped_storage().nbytes()
+        return allreduce_hook(None, bucket)
+
+    wrapped.register_comm_hook(None, hook)
+    for _ in range(2):  # DDP makes its buckets anew after the first
+        storages.clear()
+        model.zero_grad()
+        backward(place, wrapped)
+    found = {}
+    for tensor in (p.grad for p in model.parameters()):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum((found | storages).values())
+
+
 def main(folder, backend):
     torch.set_num_threads(1)
     here = parallel.start("ddp", backend=backend, device="cuda" if backend == "nccl" else "cpu")
@@ -124,6 +156,11 @@ def main(folder, backend):
         name: train(Parallel(**options, **at), accumulate, changes)
         for name, (options, accumulate, changes) in WAYS.items()
     }
+    hooked = Parallel("ddp", comm_hook="bf16", **at)
+    seen["bf16 hook"] = train(hooked, 1, {})
+    seen["second hook"] = second_hook(hooked)
+    view, copied = (Parallel("ddp", gradient_as_bucket_view=on, **at) for on in (True, False))
+    seen["held"] = {"view": held(view), "copied": held(copied)}
     seen["overflow"] = overflow(Parallel("fsdp", **at))
     torch.save(seen, Path(folder, f"rank{here.rank}.pt"))
     here.close()

@@ -30,7 +30,8 @@ class Factor:
     default: Any
     legal: Legal | tuple[Any, ...]  # or its choices
     help: str
-    place: str = "settings"  # which the subject gets; "spec", "deadline": the trial itself
+    # "settings", which the subject gets; "spec", "deadline", "observer": the trial itself
+    place: str = "settings"
     env: Callable[[Any], dict[str, str]] = lambda value: {}  # variables to set before Python starts
     # How much longer a step may take at another value than the default; above 1 it is an observer,
     # which is no part of what is trained.
@@ -172,6 +173,9 @@ def _preset(value: Any) -> str:
 
 # The second name of the allocator's variable is what torch before 2.9 reads.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without which cuBLAS is not deterministic
+# What `conservative` makes of other factors; none of them may be given beside it.
+CONSERVATIVE = {"backend": "masked", "dtype": "fp32", "deterministic": True, "compile": False}
 COMMON = {factor.name: factor for factor in (
     Factor("ranks", 1, whole(1), "processes, started by torchrun when there are several",
            place="spec"),
@@ -180,6 +184,10 @@ COMMON = {factor.name: factor for factor in (
     Factor("argv", "", _argv, "words of a script, as '--lr 0.1' or a list; {name} in them is the "
            "setting of that name", place="spec"),
     Factor("deadline_factor", 1.0, positive, "times the plan's deadline_s", place="deadline"),
+    Factor("measure", False, SWITCH, "time and memory of each step, from idle to idle device",
+           place="observer", slows=1.05),
+    Factor("count", False, SWITCH, "with measure: operations and nodes of one more step",
+           place="observer", slows=1.01),
 )}  # fmt: skip
 TRAINING = {factor.name: factor for factor in (
     Factor("preset", "cpu_test", _preset, "the model, out of nsa.model.presets"),
@@ -195,26 +203,39 @@ TRAINING = {factor.name: factor for factor in (
     Factor("dtype", "fp32", ("fp32", "bf16", "fp16"), "autocast over fp32 weights"),
     Factor("checkpoint", "", _checkpoint, "layers recomputed in the backward: '', all or 0:6"),
     Factor("aux_stats", False, SWITCH, "gates, distances and norms of every step", slows=1.4),
-    Factor("tracing", "off", ("off", "arrival", "modules", "buckets", "all"),
-           "gradients' arrival, the modules' order, DDP's buckets", slows=1.2),
+    Factor("tracing", "off", ("off", "arrival", "modules", "buckets", "all", "updates"),
+           "gradients' arrival, the modules' order, DDP's buckets, all three; or updates: how many "
+           "weights a step changes", slows=1.2),
     Factor("strict", False, SWITCH, "raise at the first value that is not finite"),
     Factor("safe_packing", True, SWITCH,
            "off, a specimen: branches are packed behind autograd's back"),
+    Factor("planted", "", ("", "root"),
+           "root, a specimen: torch.where around a sqrt of 0, whose gradients are NaN"),
     Factor("allocator", "", _allocator, "PYTORCH_ALLOC_CONF, of a GPU's memory",
            env=lambda value: dict.fromkeys(ALLOCATOR, value) if value else {}),
     Factor("launch_blocking", False, SWITCH, "CUDA_LAUNCH_BLOCKING=1", slows=2.0,
            env=lambda on: {"CUDA_LAUNCH_BLOCKING": "1"} if on else {}),
+    # Of cpu_test with one layer 1.9 to 3.1 was measured, the most at T 48; the case study has 3.6.
     Factor("anomaly", False, SWITCH, "autograd's anomaly mode", slows=3.6),
     Factor("deterministic", False, SWITCH, "torch.use_deterministic_algorithms",
-           env=lambda on: {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if on else {}),
+           env=lambda on: CUBLAS if on else {}),
     Factor("compile", False, SWITCH, "torch.compile of each block"),
+    Factor("conservative", False, SWITCH,
+           "all optimisations off: dense masks, fp32, deterministic, AdamW one tensor at a time",
+           env=lambda on: CUBLAS if on else {}),
+    Factor("weights", "fp32", ("fp32", "bf16"),
+           "bf16, a specimen: no fp32 weights behind them, which the Trainer itself refuses"),
     Factor("communication", "auto", ("auto", "gloo", "nccl"), "of several ranks"),
     Factor("parallel", "ddp", ("ddp", "fsdp"), "of several ranks"),
     Factor("static_graph", False, SWITCH, "DDP: every step uses the same parameters"),
     Factor("find_unused_parameters", False, SWITCH, "DDP: look for unused parameters each step"),
+    Factor("bucket_mb", 25, positive, "DDP: size of a bucket of gradients"),
+    Factor("comm_hook", "none", ("none", "bf16"), "DDP: bf16 averages gradients in bf16"),
+    Factor("gradient_as_bucket_view", True, SWITCH, "DDP: off, gradients are held twice"),
     Factor("device", "auto", ("auto", "cpu", "cuda"), "a GPU where there is one"),
     Factor("data", "synthetic", ("synthetic", "text"), "random bytes, or Python's own sources"),
     Factor("lr", 1e-3, positive, "learning rate"),
+    Factor("warmup_steps", 10, whole(1), "until it is reached; 1 is none"),
     Factor("threads", None, or_none(whole(1)), "of torch on the CPU; none: its own choice"),
     Factor("changes", {}, _changes, "further fields of the model's config, as {phi: mlp}"),
 )}  # fmt: skip
@@ -235,9 +256,34 @@ def _layers(preset, layers, checkpoint) -> str:
     return refused(layer_range, checkpoint, layers or PRESETS[preset]().layers)
 
 
-def _one_rank(ranks, static_graph, find_unused_parameters, communication, parallel) -> bool:
-    several = (static_graph, find_unused_parameters, communication, parallel)
-    return ranks == 1 and several != (False, False, "auto", "ddp")
+def _ddp(
+    ranks, communication, parallel, static_graph, find_unused_parameters, bucket_mb, comm_hook,
+    gradient_as_bucket_view,
+) -> str:  # fmt: skip
+    from nsa.model.parallel import check
+
+    given = static_graph, find_unused_parameters, bucket_mb, comm_hook, gradient_as_bucket_view
+    if ranks > 1:
+        return refused(check, parallel, None, *given)
+    alone = (communication, parallel, *given) == ("auto", "ddp", False, False, 25, "none", True)
+    return "" if alone else "DDP's options have no effect on one rank"
+
+
+def _conservative(
+    conservative, backend, compressed_backend, selected_backend, window_backend, dtype, compile
+) -> str:
+    """What is given beside it, and contradicts it."""
+    own = compressed_backend, selected_backend, window_backend
+    given = {"backend": backend, "dtype": dtype, "compile": compile}
+    wrong = [
+        f"{name}={word(value)}"
+        for name, value in given.items()
+        if value not in (TRAINING[name].default, CONSERVATIVE[name])
+    ]
+    wrong += ["a branch's own backend"] * any(value is not None for value in own)
+    if not conservative or not wrong:
+        return ""
+    return f"conservative turns all optimisations off, {', '.join(wrong)} turns one on"
 
 
 def _gpu(device, allocator, launch_blocking, communication, ranks) -> str:
@@ -258,13 +304,13 @@ RULES = (
     Rule(lambda ranks, batch:
          f"batch={batch} cannot be split over {ranks} ranks" if batch % ranks else ""),
     Rule(_layers),
-    Rule(_one_rank, "DDP's options have no effect on one rank"),
+    Rule(_ddp),
     Rule(_gpu),
-    Rule(lambda static_graph, find_unused_parameters: static_graph and find_unused_parameters,
-         "static_graph finds unused parameters itself, once"),
-    Rule(lambda parallel, static_graph, find_unused_parameters:
-         parallel != "ddp" and (static_graph or find_unused_parameters),
-         "static_graph and find_unused_parameters are DDP's"),
+    Rule(_conservative),
+    Rule(lambda weights, dtype, ranks: weights != "fp32" and (dtype != "fp32" or ranks > 1),
+         "bf16 weights are a specimen of one rank without autocast"),
+    Rule(lambda tracing, comm_hook: tracing in ("buckets", "all") and comm_hook != "none",
+         "buckets are traced by a communication hook, and DDP takes one only"),
     Rule(lambda ranks, parallel, tracing:
          tracing == "buckets" and (ranks == 1 or parallel != "ddp"),
          "buckets are DDP's, of several ranks"),

@@ -6,6 +6,7 @@ Each lets training go on: no error is raised, losses fall. Only the arrival of g
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from nsa.model.config import ModelConfig
@@ -63,6 +64,17 @@ def plant(fault: str, model: nn.Module, rank: int, ranks: int) -> None:
         model.get_submodule(name.removesuffix(".weight")).register_forward_hook(
             lambda _module, _inputs, output: output.detach()
         )
+
+
+def plant_root(model: nn.Module) -> None:
+    """The middle block's MLP adds a root of 0 that torch.where leaves out: right, but for gradients
+    that are 0 / 0 = NaN."""
+
+    def rooted(_module, _inputs, output: Tensor) -> Tensor:
+        zero = output - output
+        return output + torch.where(zero > 0, torch.sqrt(zero), 0.0)
+
+    model.blocks[model.config.layers // 2].mlp.register_forward_hook(rooted)
 
 
 def without_gradient(config: ModelConfig, names: Iterable[str]) -> set[str]:

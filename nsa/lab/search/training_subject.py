@@ -11,16 +11,21 @@ from torch import Tensor
 
 from nsa.attention import witness
 from nsa.attention.api import nsa_attention
+from nsa.lab.measure.steps import further_steps
+from nsa.lab.observers.anomaly import named_anomalies
 from nsa.lab.process.subject import rank_and_ranks
-from nsa.lab.search.factors import TRAINING_SUBJECT, known
-from nsa.lab.search.planted import without_gradient
+from nsa.lab.search.factors import CONSERVATIVE, TRAINING_SUBJECT, known
+from nsa.lab.search.planted import plant_root, without_gradient
 from nsa.lab.training import trainer_at
 from nsa.lab.watch import Progress
-from nsa.model import layer, parallel
+from nsa.model import layer, parallel, rotary
 from nsa.model.presets import preset
 from nsa.model.train import TrainConfig, Trainer
 from nsa.reference.nsa import BRANCHES
 
+OF_DDP = (
+    "static_graph", "find_unused_parameters", "bucket_mb", "comm_hook", "gradient_as_bucket_view",
+)  # fmt: skip
 _BACKENDS = {"cmp": "compressed_backend", "slc": "selected_backend", "win": "window_backend"}
 
 
@@ -37,6 +42,8 @@ class TrainingSubject:
             name: factor.check(settings.get(name, factor.default))
             for name, factor in known(TRAINING_SUBJECT).items()
         }
+        if settings["conservative"]:
+            settings |= CONSERVATIVE
         sizes = {name: settings[name] for name in ("layers", "dim") if settings[name] is not None}
         config = preset(
             settings["preset"],
@@ -46,7 +53,7 @@ class TrainingSubject:
             **settings["changes"],
         )
         training = TrainConfig(
-            **{name: settings[name] for name in ("batch", "tokens", "compile", "seed")},
+            **{n: settings[n] for n in ("batch", "tokens", "compile", "seed", "warmup_steps")},
             lr=float(settings["lr"]),
             precision=settings["dtype"],
         )
@@ -64,6 +71,14 @@ class TrainingSubject:
                 trainer_at(_place(settings), config, training, settings["data"], settings["seed"])
             )
             self.model = self.trainer.model
+            if settings["conservative"]:
+                opened.callback(setattr, rotary, "has_kernel", rotary.has_kernel)
+                rotary.has_kernel = lambda x: False
+                one_tensor_at_a_time(self.trainer.optimizer)
+            if settings["weights"] == "bf16":  # behind the back of the Trainer, which refuses them
+                self.model.to(torch.bfloat16)
+            if settings["planted"] == "root":
+                plant_root(self.model)
             names = [name for name, _ in self.model.named_parameters()]
             self.without_gradient = without_gradient(config, names)  # rightly, so no oracle minds
             self.observers = _observers(settings, self.trainer)
@@ -73,7 +88,15 @@ class TrainingSubject:
 
     def step(self, i: int) -> Tensor:
         """Trains on batch i; the loss, fp32, on its device."""
-        return self.trainer.step(i)
+        if not self.settings["anomaly"]:
+            return self.trainer.step(i)
+        with named_anomalies():
+            return self.trainer.step(i)
+
+    def result(self) -> dict[str, Any]:
+        """{"updates": rows of nsa.lab.observers.updates} where tracing is "updates"."""
+        seen = self.observers.get("updates")
+        return {} if seen is None else {"updates": seen.rows()}
 
     def witness(self) -> dict[str, Any]:
         """Which implementation served which branch, how often, and how the model was wrapped."""
@@ -83,8 +106,18 @@ class TrainingSubject:
             "packing": "safe" if self.settings["safe_packing"] else "unsafe",
         }
 
+    def measured(self, *, count: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is measured in further steps, and what oracles say of one of them."""
+        return further_steps(self.trainer, self, count=count)
+
 
 make = TrainingSubject
+
+
+def one_tensor_at_a_time(optimizer: torch.optim.Optimizer) -> None:
+    """Neither fused nor foreach kernels from its next step on; it must have taken none so far."""
+    for group in optimizer.param_groups:
+        group |= {"fused": False, "foreach": False}
 
 
 def _place(settings: dict[str, Any]) -> parallel.Parallel:
@@ -96,12 +129,12 @@ def _place(settings: dict[str, Any]) -> parallel.Parallel:
         settings["parallel"],
         backend=None if backend == "auto" else backend,
         timeout_s=3600,  # its supervisor, which has looked at it, ends a trial, not the group
-        **{name: settings[name] for name in ("device", "static_graph", "find_unused_parameters")},
+        **{name: settings[name] for name in ("device", *OF_DDP)},
     )
 
 
 def _observers(settings: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-    from nsa.lab.observers import arrival, attention_stats, ddp, module_order
+    from nsa.lab.observers import arrival, attention_stats, ddp, module_order, updates
 
     tracing, found = settings["tracing"], {}
     if settings["aux_stats"]:
@@ -110,6 +143,8 @@ def _observers(settings: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
         found["arrival"] = arrival.GradientArrival(trainer.model, keep=2, warn=False)
     if tracing in ("modules", "all"):
         found["modules"] = module_order.ModuleOrder(trainer.model, keep=2)
+    if tracing == "updates":
+        found["updates"] = updates.Updates(trainer.model)
     if tracing == "buckets" or (tracing == "all" and trainer.parallel.kind == "ddp"):
         found["buckets"] = ddp.BucketTrace(trainer.wrapped)
     return found

@@ -21,7 +21,7 @@ def test_every_factor_of_the_lab_is_known_and_its_default_is_legal():
         "branch selected_backend compressed_backend window_backend layers tokens dim batch dtype "
         "checkpoint aux_stats tracing strict safe_packing allocator launch_blocking anomaly "
         "deterministic compile ranks communication static_graph find_unused_parameters python "
-        "deadline_factor"
+        "deadline_factor comm_hook gradient_as_bucket_view bucket_mb conservative weights planted"
     )
     assert set(asked_for.split()) <= set(factors)
     for factor in factors.values():
@@ -121,6 +121,34 @@ def test_what_does_not_go_together_is_left_out_and_told_of(monkeypatch):
     assert not any(cell["branch"] == "cmp" and cell["window_backend"] for cell in cells)
     both = {"branch": "cmp", "window_backend": "masked"}
     assert "has no effect on branch='cmp'" in made.why_not(both)
+
+
+RANKS = {"device": "cpu", "ranks": 2, "batch": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"comm_hook": "bf16"}, "DDP's options have no effect on one rank"),
+        ({"gradient_as_bucket_view": False}, "DDP's options have no effect on one rank"),
+        (RANKS | {"parallel": "fsdp", "comm_hook": "bf16"}, "parallel='fsdp' has no use for them"),
+        (RANKS | {"tracing": "buckets", "comm_hook": "bf16"}, "DDP takes one only"),
+        (RANKS | {"weights": "bf16"}, "a specimen of one rank without autocast"),
+        ({"weights": "bf16", "dtype": "fp16"}, "a specimen of one rank without autocast"),
+        ({"conservative": True, "dtype": "bf16", "compile": True},
+         "conservative turns all optimisations off, dtype=bf16, compile=true turns one on"),
+        ({"conservative": True, "window_backend": "sdpa"}, "a branch's own backend turns one on"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        plan(settings={"device": "cpu"} | settings)
+
+
+def test_a_conservative_trial_has_what_determinism_needs_set_before_it_starts():
+    made = plan(factors={"conservative": BOTH}, settings={"device": "cpu", "backend": "masked"})
+    assert made.spec({"conservative": True}).env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert made.spec({"conservative": False}).env == {}
 
 
 def test_never_is_kept_to():

@@ -1,3 +1,6 @@
+import contextlib
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -5,9 +8,12 @@ import torch
 
 from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
+from nsa.lab.process.runner import Spec, run
+from nsa.lab.search.factors import TRAINING_SUBJECT
 from nsa.lab.search.training_subject import branchwise, by_branches, make
+from nsa.lab.verdict import judge
 from nsa.lab.watch import Progress, read
-from nsa.model import layer
+from nsa.model import layer, rotary
 
 SMALL = {"layers": 1, "tokens": 48, "device": "cpu", "backend": "gather"}
 
@@ -47,6 +53,8 @@ def test_it_trains_counts_and_tells_what_ran(trained, tmp_path):
         {"aux_stats": True, "tracing": "all"},
         {"anomaly": True, "deterministic": True, "strict": True},
         {"allocator": "", "launch_blocking": False},
+        {"backend": "auto", "conservative": True},
+        {"tracing": "updates"},
     ],
 )
 def test_what_must_not_change_the_training_does_not(trained, settings):
@@ -58,7 +66,7 @@ def test_what_must_not_change_the_training_does_not(trained, settings):
 @pytest.mark.parametrize(
     "settings",
     [{"branch": "win"}, {"dim": 64}, {"layers": 2}, {"seed": 3}, {"dtype": "bf16"},
-     {"changes": {"phi": "mlp"}}, {"data": "text"}],
+     {"weights": "bf16"}, {"warmup_steps": 1}, {"changes": {"phi": "mlp"}}, {"data": "text"}],
 )  # fmt: skip
 def test_what_must_change_the_training_does(trained, settings):
     assert trained(**settings)[0] != trained()[0]
@@ -94,6 +102,66 @@ def test_unsafe_packing_loses_gradients_and_says_that_it_is_unsafe(trained):
     assert not any("mlp" in name or "out_proj" in name for name in lost)
 
 
+def test_conservative_turns_every_optimisation_off_at_once(trained):
+    _, subject = trained(backend="auto", conservative=True)
+    assert {name for of in subject.witness()["paths"].values() for name in of} <= {
+        "dense-mask-matmul", "score-chunks",
+    }  # fmt: skip
+    assert torch.are_deterministic_algorithms_enabled() and not rotary.has_kernel(torch.ones(1))
+    assert all(not g["fused"] and not g["foreach"] for g in subject.trainer.optimizer.param_groups)
+    assert subject.trainer.config.precision == "fp32" and not subject.trainer.config.compile
+
+
+def test_anomaly_mode_finds_a_planted_root_by_name_and_line(trained):
+    told = pytest.warns(UserWarning, match="Error detected in SqrtBackward0")
+    with told, pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan") as caught:
+        trained(planted="root", anomaly=True)
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(
+        r'the forward of SqrtBackward0: File ".*planted.py", line \d+, in rooted: '
+        r"return output \+ torch.where\(zero > 0, torch.sqrt\(zero\), 0.0\)",
+        note,
+    )
+
+
+def test_the_planted_root_leaves_the_loss_as_it_was_and_spoils_the_gradients(trained):
+    plain, subject = trained()
+    spoilt = make(SMALL | {"planted": "root"}, subject.trainer.observers[0])
+    found = {}
+
+    def on_phase(phase, step):
+        if phase == "optimizer":
+            found.update((n, p.grad.isnan().any()) for n, p in spoilt.model.named_parameters())
+
+    spoilt.trainer.observers = (SimpleNamespace(on_phase=on_phase),)
+    assert float(spoilt.step(0)) == plain[0]
+    assert found["embed.weight"] and not found["norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("lr", "told"), [(8e-8, 0.0015), (1e-5, 0.16), (6e-5, 0.56), (2e-4, 0.998)]
+)
+def test_bf16_weights_change_as_far_as_the_case_study_told_and_their_rounding_foretells(lr, told):
+    """A weight changes where lr, a first AdamW update, is at least half its distance to the next
+    bf16 number, 2 ** (exponent - 8)."""
+    given = {"preset": "production", "layers": 1, "weights": "bf16", "warmup_steps": 1, "lr": lr}
+    subject = make(SMALL | given | {"tracing": "updates"}, SimpleNamespace())
+    with contextlib.closing(subject):
+        weights = torch.cat([p.detach().float().flatten() for p in subject.model.parameters()])
+        half = torch.exp2(weights.abs().log2().floor() - 8)
+        foretold = (half <= lr).float().mean().item()
+        subject.step(0)
+        (row,) = subject.result()["updates"]
+    assert row["weights"] == "bfloat16"
+    assert row["changed"] == pytest.approx(foretold, rel=0.03)
+    assert row["changed"] == pytest.approx(told, rel=0.15)
+
+
+def test_fp32_weights_change_at_the_rates_at_which_bf16_weights_rest(trained):
+    _, subject = trained(lr=1e-5, warmup_steps=1, tracing="updates")
+    assert min(row["changed"] for row in subject.result()["updates"]) > 0.95
+
+
 def test_closing_puts_back_what_was_changed(trained):
     _, subject = trained(window_backend="sdpa", anomaly=True, deterministic=True)
     assert layer.nsa_attention is not nsa_attention
@@ -101,6 +169,14 @@ def test_closing_puts_back_what_was_changed(trained):
     subject.close()
     assert layer.nsa_attention is nsa_attention
     assert not torch.is_anomaly_enabled() and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_closing_a_conservative_one_puts_the_rotary_kernel_back(trained):
+    before = rotary.has_kernel
+    _, subject = trained(backend="auto", conservative=True)
+    assert rotary.has_kernel is not before
+    subject.close()
+    assert rotary.has_kernel is before
 
 
 @pytest.mark.parametrize(
@@ -129,3 +205,53 @@ def test_branches_one_by_one_are_the_whole():
     whole = nsa_attention(q, k, v, gates, config, backend="masked")
     backends = {"cmp": "gather", "slc": "masked", "win": "sdpa"}
     torch.testing.assert_close(by_branches(q, k, v, gates, config, backends=backends), whole)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_trial_in_anomaly_mode_ends_at_the_line_of_the_planted_root(tmp_path):
+    spec = Spec(TRAINING_SUBJECT, SMALL | {"planted": "root", "anomaly": True})
+    verdict = judge(run(spec, folder=tmp_path / "trial"))
+    assert verdict.label == "CRASH:RuntimeError"
+    assert re.search(r"SqrtBackward0.*planted.py., line \d+, in rooted", verdict.because[0])
+    spec = Spec(TRAINING_SUBJECT, SMALL | {"planted": "root"}, steps=1, oracles=("finite",))
+    verdict = judge(run(spec, folder=tmp_path / "plain"))
+    assert verdict.kind == "FAIL" and "planted.py" not in " ".join(verdict.because)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """Losses of 200 steps on text, by precision, at a rate of a warm-up."""
+    made = {}
+    for name, changes in PRECISIONS.items():
+        progress = Progress(tmp_path_factory.mktemp("learnt") / "progress")
+        given = {"tokens": 64, "batch": 4, "lr": 2e-5, "data": "text"} | changes
+        subject = make(SMALL | given, progress)
+        losses = [float(subject.step(i)) for i in range(200)]
+        made[name] = losses, subject.trainer.skipped_steps
+        subject.close()
+        progress.close()
+    return made
+
+
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16"},
+    "pure bf16": {"weights": "bf16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_autocast_over_fp32_weights_learns_what_fp32_does_in_200_steps(learnt, name):
+    (plain, _), (losses, skipped) = learnt["fp32"], learnt[name]
+    assert all(map(math.isfinite, losses)) and skipped <= 2  # the scaler begins too high
+    assert abs(sum(losses[-20:]) / sum(plain[-20:]) - 1) < 0.01
+    assert sum(plain[-20:]) < 0.85 * sum(plain[:20])  # there was something to learn
+
+
+@pytest.mark.slow
+def test_bf16_weights_waste_a_warm_up(learnt):
+    plain, losses = learnt["fp32"][0], learnt["pure bf16"][0]
+    assert sum(losses[-20:]) / sum(plain[-20:]) - 1 > 0.1

@@ -12,51 +12,18 @@ import gc
 import hashlib
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.experiments.case_study.loop.design import held
 from nsa.experiments.case_study.loop.model import attend_loop, attend_masked
 from nsa.experiments.case_study.loop.subject import ExhibitLoop
+from nsa.lab.measure.counting import Count
 from nsa.lab.measure.recorders import MIB, profiled, recorder_for
-from nsa.lab.observers.graph import count_nodes
 from nsa.reference.nsa import nsa
-
-
-class Count(TorchDispatchMode):
-    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop.
-
-    forward, nodes: operations and autograd nodes of the forward, once `forward_ended` was called.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_name: Counter[str] = Counter()
-        self.forward = self.nodes = 0
-
-    @property
-    def total(self) -> int:
-        return self.by_name.total()
-
-    @property
-    def backward(self) -> int:
-        return self.total - self.forward
-
-    @property
-    def syncs(self) -> int:
-        return self.by_name["_local_scalar_dense"]
-
-    def forward_ended(self, loss: Tensor) -> None:
-        self.forward, self.nodes = self.total, count_nodes([loss])
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.by_name[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
 
 
 def count(loss: Callable[[], Tensor]) -> Count:

@@ -51,12 +51,26 @@ class Activations:
     """Bytes kept by all layers and the head."""
 
     casts: int  # the weights in bf16, which autocast makes once a forward and the backward uses
-    linear: int  # grows with T
-    quadratic: int  # grows with T x T
+    residual: int  # the residual stream, and what norms read and make
+    mlp: int  # gate, silu, up and their product
+    attention: int
+    head: int  # logits and their log-softmax, fp32
+    quadratic: int  # grows with T x T; attention's as well
+
+    @property
+    def linear(self) -> int:
+        """What grows with T."""
+        return self.residual + self.mlp + self.attention + self.head
 
     @property
     def total(self) -> int:
         return self.casts + self.linear + self.quadratic
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """By the part of the model that keeps them, but for casts."""
+        both = {"attention": self.attention + self.quadratic, "head": self.head}
+        return {"residual": self.residual, "mlp": self.mlp, **both}
 
 
 def predicted_peak(
@@ -84,17 +98,17 @@ def activations(
     """
     name = get(check_name(backend or config.backend)).name
     size = FP32 if dtype == "fp32" else 2
-    # Bytes a token: both norms' inputs and outputs, the MLP's gate, silu, up and product.
-    block = 2 * config.dim * (FP32 + size) + 4 * config.mlp_size * size
-    layer = tokens * (block + _attention(config, name, size))
-    if name == "sequential":
-        layer += _one_token_at_a_time(config, tokens)
-    head = tokens * (FP32 * config.dim + size * config.dim + FP32 * 2 * config.vocab)
     weights = predict(config, tokens, batch, backend).weights
+    each, rows = config.layers * batch, batch * tokens
+    one_by_one = _one_token_at_a_time(config, tokens) if name == "sequential" else 0
     return Activations(
         casts=0 if dtype == "fp32" else weights * size // FP32,
-        linear=batch * (config.layers * layer + head),
-        quadratic=batch * config.layers * _squares(config, name, tokens, size),
+        # each layer's two norms and the last one: inputs and outputs
+        residual=rows * (2 * config.layers + 1) * config.dim * (FP32 + size),
+        mlp=each * tokens * 4 * config.mlp_size * size,
+        attention=each * (tokens * _attention(config, name, size) + one_by_one),
+        head=rows * FP32 * 2 * config.vocab,
+        quadratic=each * _squares(config, name, tokens, size),
     )
 
 
@@ -122,7 +136,9 @@ def _squares(config: ModelConfig, backend: str, tokens: int, size: int) -> int:
         # fp32 probabilities for every head, a copy to multiply the values with, and masks
         pairs = tokens * (2 * tokens + compressed)
         return config.heads * pairs * (FP32 + size) + tokens**2 * config.kv_heads + pairs
-    if backend == "sdpa":
+    if backend == "sdpa:math":  # fp32 probabilities for every head, also of bf16
+        return config.heads * tokens * (2 * tokens + compressed) * FP32
+    if backend.startswith("sdpa"):
         # A mask as an additive bias for every head of a group: one of each KV head for selected.
         rows = tokens * ((config.kv_heads + 1) * tokens + compressed)
         return config.heads // config.kv_heads * rows * size

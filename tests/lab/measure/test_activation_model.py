@@ -2,9 +2,9 @@
 
 import pytest
 
-from nsa.experiments.memory.activation_model import activations, predicted_peak
 from nsa.experiments.memory.cell import Cell
 from nsa.experiments.memory.trials import measure
+from nsa.lab.measure.activation_model import activations, predicted_peak
 from nsa.model.presets import preset
 
 pytestmark = pytest.mark.full
@@ -15,6 +15,8 @@ CELLS = [
     Cell("repro", "masked", 384, layers=2),
     Cell("repro", "masked", 384, layers=1, dtype="bf16"),
     Cell("repro", "sdpa", 512, layers=1),
+    Cell("repro", "sdpa:math", 512, layers=1),
+    Cell("repro", "sdpa:math", 512, layers=1, dtype="bf16"),
     Cell("repro", "packed", 256, layers=2, dtype="bf16"),
     Cell("repro", "sequential", 256, layers=1),
     Cell("smoke", "gather", 256, layers=1, batch=2),
@@ -42,7 +44,7 @@ def test_only_dense_masks_have_a_quadratic_part():
         one, two = (activations(config, t, backend=backend) for t in (4096, 8192))
         assert one.quadratic == two.quadratic == 0
         assert two.linear == 2 * one.linear
-    for backend in ("masked", "sdpa"):
+    for backend in ("masked", "sdpa", "sdpa:math"):
         one, two = (activations(config, t, backend=backend) for t in (4096, 8192))
         assert two.quadratic == pytest.approx(4 * one.quadratic, rel=1e-3)
 
