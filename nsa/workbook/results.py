@@ -61,8 +61,8 @@ class StoredRun:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.csv, the config of each row as a mapping."""
-        table = metrics.read(self.folder / "metrics.csv")
+        """metrics.csv, the config of each row as a mapping, `device` where it was measured."""
+        table = metrics.read(self.folder / "metrics.csv").rename(columns={"gpu": "device"})
         rows = table.drop(columns="config").to_dict("records")
         return [r | {"config": c} for r, c in zip(rows, metrics.configs(table), strict=True)]
 
@@ -234,7 +234,7 @@ def _link(run: StoredRun, to: str) -> str:
 def _about(run: StoredRun) -> str:
     """Device, torch and commit, of its rows where it has any."""
     facts = {
-        name: sorted({r[name] for r in run.rows} - {""}) for name in ("gpu", "torch", "commit")
+        name: sorted({r[name] for r in run.rows} - {""}) for name in ("device", "torch", "commit")
     }
     told = [", ".join(values) for values in facts.values() if values] or ["no rows"]
     when = str(run.record.get("started"))[:10]

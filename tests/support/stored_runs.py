@@ -2,7 +2,7 @@
 
 import yaml
 
-from nsa.workbook import store
+from nsa.workbook import metrics, store
 from nsa.workbook.files import write_json
 
 
@@ -20,7 +20,8 @@ def store_run(root, notebook, claims=(), rows=(), *, started="2026-11-01", **mor
     facts = {"gpus": [{"name": gpu}] if gpu != "cpu" else [], "torch": torch}
     write_json(folder / "environment.json", {**facts, "git": {"commit": "c" * 40}})
     run = store.Run(folder, notebook)
-    run.add_rows([{"operation": "o", "metric": "m", "median": 1.0}, *rows])
+    place = {"device" if "device" in metrics.COLUMNS else "gpu": gpu}
+    run.add_rows([place | row for row in [{"operation": "o", "metric": "m", "median": 1.0}, *rows]])
     for verdict, sentence, *evidence in claims:
         run.verdict(sentence, verdict, *(evidence or [{"seen": 1}]))
     return folder

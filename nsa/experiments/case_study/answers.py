@@ -259,7 +259,11 @@ def _production(row: dict[str, Any]) -> bool:
     config = row["config"]
     named = config.get("preset") or config.get("design") or config.get("model")
     sized = config.get("layers") == LAYERS and row["x_value"] == TOKENS
-    return named == "production" and sized and config.get("batch", 1) == 1 and row["gpu"] != "cpu"
+    return named == "production" and sized and config.get("batch", 1) == 1 and _on_gpu(row)
+
+
+def _on_gpu(row: dict[str, Any]) -> bool:
+    return not row["device"].startswith("cpu")
 
 
 def speed(stored: Stored, subject: str) -> Answer:
@@ -295,7 +299,7 @@ def speed(stored: Stored, subject: str) -> Answer:
 def _timed_long(row: dict[str, Any]) -> bool:
     """On a GPU, and long enough for a design that is not a toy."""
     timed = "latency" in row["metric"] and _measured(row)
-    return timed and row["gpu"] != "cpu" and row["x_value"] >= 1024
+    return timed and _on_gpu(row) and row["x_value"] >= 1024
 
 
 CORRECT = (
