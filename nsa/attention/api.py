@@ -45,7 +45,7 @@ def nsa_attention(
         scale: of the scores; D ** -0.5 by default.
         strict: raise at the first non-finite branch output, gate or sum, and check `blocks`. Costs
             a device sync for each. Otherwise such outputs are counted by the witness and warned of
-            once.
+            once. `nsa.lab.oracles.reference.check_call` computes small calls again, in fp64.
 
     Raises:
         ValueError: inputs that do not fit together; as Declined, that the backend does not take.

@@ -70,8 +70,8 @@ def add(commands) -> None:
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
     option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")
     text = (
-        "csv, tensorboard, arrival, buckets, modules, phases, stats; what each costs stands in its "
-        "docstring"
+        "csv, tensorboard, arrival, buckets, modules, phases, ranges (for NSight), stats; what "
+        "each costs stands in its docstring"
     )
     option("--observe", type=words, default=[], metavar="NAME,NAME", help=text)
     text = "from one look of arrival and modules to the next; 1 looks at all"
@@ -102,6 +102,11 @@ def add(commands) -> None:
     option("--watchdog", choices=("report", "off"), default="report", help=text)
     text = "when it is there the run ends in order; HALT in the run's folder by default"
     option("--halt-file", metavar="PATH", help=text)
+    text = (
+        "these steps (20:23), or so many, under torch's profiler: a trace for Perfetto in the "
+        "run's folder, and tables of time and memory"
+    )
+    option("--profile", default="", metavar="STEPS", help=text)
     # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     share(made, "--runs")
@@ -230,6 +235,8 @@ def _tell(ended) -> int:
         print(f"  speed    {result['speed']}")
         if result.get("loader"):
             print(f"  data     {result['loader']}")
+    if (profile := ended.folder / "profile.txt").is_file():
+        print(profile.read_text())
     print(f"  folder   {ended.folder}")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)

@@ -8,6 +8,7 @@ import brute
 import pytest
 import torch
 from cases import EVEN, ODD, SMALL, TINY, Case, draw
+from torch.overrides import TorchFunctionMode
 
 from nsa.blocks import count_compressed, count_selectable
 from nsa.config import NSAConfig
@@ -239,6 +240,32 @@ def test_importance_is_the_double_sum_of_equation_9():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("sizes", [(12, 4, 20), (4, 4, 8), (32, 16, 64)], ids=str)
+def test_the_case_studys_fraction_of_a_block_is_equation_9_divided_by_l_over_d(sizes):
+    length, stride, size = sizes
+    config = NSAConfig(length, stride, size, select_count=4)
+    tokens = 6 * size + 3
+    count, blocks = count_compressed(tokens, config), count_selectable(tokens, config)
+    fraction = torch.zeros(count, blocks, dtype=torch.float64)
+    for i, j in product(range(count), range(blocks)):
+        shared = min(i * stride + length, (j + 1) * size) - max(i * stride, j * size)
+        fraction[i, j] = max(0, shared) / length
+    torch.testing.assert_close(fraction.sum(1), torch.ones(count, dtype=torch.float64))
+    p_cmp = torch.rand(1, 2, 3, tokens, count, dtype=torch.float64)
+    ours, theirs = importance(p_cmp, config), torch.einsum("bhgtc,cj->bthj", p_cmp, fraction)
+    torch.testing.assert_close(ours / (length / stride), theirs)
+    assert torch.equal(select(ours, config), select(theirs, config))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_selection_is_taken_in_int32_and_int64(dtype):
+    drawn = draw(Case(40))
+    args, kwargs = drawn.arguments()
+    found = nsa(*args, **kwargs)
+    again = nsa(*args, **kwargs | {"blocks": found.blocks.to(dtype)})
+    assert torch.equal(again.o, found.o)
+
+
 def test_the_highest_importance_wins_beside_the_forced_blocks_and_ties_go_to_the_lower_index():
     config = NSAConfig(4, 2, 8, select_count=5, window=6)
     scores = torch.zeros(1, 80, 1, 10)
@@ -246,6 +273,33 @@ def test_the_highest_importance_wins_beside_the_forced_blocks_and_ties_go_to_the
     scores[..., 5], scores[..., 3], scores[..., 9] = 2.0, 1.0, 9.0
     blocks = select(scores, config)
     assert blocks[0, 71, 0].tolist() == [0, 3, 5, 7, 8]  # block 9 lies in its future
+
+
+class TiesTurned(TorchFunctionMode):
+    """A sort that is not asked to be stable may leave ties in any order; this one turns them."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.sort and not kwargs.get("stable"):
+            found = function(args[0].flip(-1), *args[1:], **kwargs | {"stable": True})
+            last = args[0].shape[-1] - 1
+            return type(found)((found.values, last - found.indices))
+        return function(*args, **kwargs)
+
+
+def test_ties_go_to_the_lower_index_whatever_a_sort_does_that_is_not_stable():
+    config = NSAConfig(4, 2, 8, select_count=5, window=6)
+    with TiesTurned():
+        assert torch.zeros(3).sort(descending=True).indices.tolist() == [2, 1, 0]
+        blocks = select(torch.zeros(1, 64, 1, 8), config)
+    assert blocks[0, 63, 0].tolist() == [0, 1, 2, 6, 7]
+
+
+def test_scores_that_are_not_a_number_do_not_displace_forced_or_better_blocks():
+    config = NSAConfig(4, 2, 8, select_count=5, window=6)
+    scores = torch.full((1, 80, 1, 10), float("nan"))
+    scores[..., 5] = 0.0
+    assert select(scores, config)[0, 79, 0].tolist() == [0, 1, 5, 8, 9]
 
 
 def test_a_block_without_a_visible_compressed_key_can_still_be_selected():

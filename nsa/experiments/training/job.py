@@ -1,5 +1,6 @@
 """One training job: everything that decides it as one value, and the loop that each rank runs."""
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from nsa.attention import witness
-from nsa.experiments.training.speed import Speed
+from nsa.experiments.training.speed import LEFT_OUT, Speed
 from nsa.lab.observers import guard_rules, writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
@@ -20,20 +21,21 @@ from nsa.lab.observers.guards import BOUND, Guards, Stopped, check_weights, expl
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
+from nsa.lab.observers.trace import Ranges, StepTrace
 from nsa.lab.observers.watchdog import Watchdog
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
 from nsa.model.data import Prefetch
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
-from nsa.model.train import Trainer
+from nsa.model.train import Trainer, warmup_steps
 from nsa.model.train_config import TrainConfig
 from nsa.spelling import choice
 from nsa.workbook.files import write_atomically, write_json
 from nsa.workbook.store import find_machine
 
 TASKS = ("copy", "needle", "recall")
-OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "stats")
+OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "ranges", "stats")
 CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
 EVALUATION_BATCHES = 8
 KEPT = 2  # checkpoints: the last good one, and the one before it
@@ -64,6 +66,7 @@ class Job:
     observe_every: int = SAMPLED  # of arrival and modules
     halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
     max_skips: int = BOUND  # steps left out in a row
+    profile: str = ""  # steps under torch's profiler: "20:23", or how many
     watchdog: str = "report"  # or "off"
     guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
@@ -90,6 +93,7 @@ class Job:
             raise ValueError(
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
             )
+        self.profiled(0)
         if "buckets" in self.observe and self.comm_hook != "none":
             raise ValueError(
                 f"buckets are traced by a communication hook, and DDP takes one only; it has "
@@ -100,6 +104,30 @@ class Job:
             parallel.devices(self.ranks, self.backend, self.device)
         if self.data != "fineweb-edu":  # which costs a download
             source_of(self).batch(0, 1, self.train.tokens)  # T longer than the data
+
+    def profiled(self, first: int) -> range:
+        """The steps that `profile` names, of a job whose first step is `first`; a number of them is
+        taken from behind the warm-up, or else from the end. Raises ValueError for others than it
+        takes, or those in which a CUDA graph is warmed up and captured."""
+        if not self.profile:
+            return range(0)
+        found, last = re.fullmatch(r"(\d+)(?::(\d+))?", self.profile, re.ASCII), self.train.steps
+        if found and found[2]:
+            steps = range(int(found[1]), int(found[2]))
+        else:
+            count = int(found[1]) if found else 0
+            start = max(first, min(first + LEFT_OUT, last - count))
+            steps = range(start, start + count)
+        ready = first
+        if self.train.cuda_graph:
+            ready += warmup_steps(Parallel(self.kind, 0, self.ranks)) + 1
+        if not steps or steps.start < ready or steps.stop > last:
+            raise ValueError(
+                f"profile={self.profile!r} is no stretch of steps {ready}:{last}"
+                + ", before which a CUDA graph is captured" * (ready > first)
+                + "; 20:23 takes three of them, and 3 as many after the warm-up"
+            )
+        return steps
 
     def guards(self, name: str) -> bool:
         """Whether that guard was asked for, rather than there by default."""
@@ -194,11 +222,13 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         watchdog = Watchdog(stalls, place.rank, judges=job.watchdog == "report")
         trainer.observers = [watchdog, *observers.values()]
         try:
-            speed = Speed(trainer, ahead)
+            speed = Speed(trainer, ahead, job.profiled(trainer.steps_done))
             result = _loop(job, trainer, guards, watchdog, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
+        if place.rank == 0 and "profile" in observers and observers["profile"].done:
+            observers["profile"].report().write(folder)
         result["attention"] = seen.record()  # what computed it, and what "auto" passed over
         result |= {"data": ahead.record(), **speed.result()}
     place.barrier()
@@ -321,6 +351,7 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
         "buckets": lambda: BucketTrace(trainer.wrapped),
         "modules": lambda: ModuleOrder(model, every=every, keep=1),
         "phases": lambda: PhaseTimes(trainer.device),
+        "ranges": lambda: Ranges(model, trainer.device),
         "stats": lambda: AttentionStats(model, writers=[*kept.values(), guards]),
     }
     out, beats = sys.stderr if rank == 0 else None, folder / f"beats{rank}.jsonl"
@@ -328,6 +359,9 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
     made: dict[str, Any] = {"heartbeat": beat}
     names = [*job.observe, *["stats"] * job.guards("collapse")]
     made |= {name: watching[name]() for name in names if name in watching}
+    if steps := job.profiled(trainer.steps_done):
+        file = folder / f"trace-rank{rank}.json.gz"
+        made["profile"] = StepTrace(model, trainer.device, steps, file)
     # writers so that what the others still hand them is written, guards because they may raise
     return made | kept | {"guards": guards}
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.lab.process import child, gpus, preflight, ranks, renamed, script, trial
+from nsa.lab.process import child, gpus, interpreters, preflight, ranks, renamed, script, trial
 from nsa.lab.process.printed import Printed
 from nsa.lab.process.procfs import kernel_kills
 from nsa.lab.process.supervisor import Supervisor, settle
@@ -140,6 +140,8 @@ def run(
     """
     if spec.python is None:
         check_subject(spec.subject)
+    else:
+        interpreters.check(spec.python, spec.subject)
     if spec.oracles:
         from nsa.lab import oracles
 

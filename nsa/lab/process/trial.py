@@ -177,8 +177,12 @@ def _environment(env: dict[str, str], cookie: str, python: str | None) -> dict[s
     given = family.environment({**os.environ, **env}, cookie)
     places = [os.path.abspath(place) for place in sys.path]
     if python is not None:
-        own = [os.path.abspath(place) for place in sysconfig.get_paths().values()]
-        places = [place for place in places if not place.startswith(tuple(own))]
+        own = tuple(os.path.abspath(place) for place in sysconfig.get_paths().values())
+        places = [place for place in places if not place.startswith(own)]
+        # This package may lie among this interpreter's own, which would bring its torch along.
+        first = given.get("PYTHONPATH", "").split(os.pathsep)
+        kept = [place for place in first if not os.path.abspath(place).startswith(own)]
+        given["PYTHONPATH"] = os.pathsep.join(kept)
     return given | {child.PATH: json.dumps(places)}
 
 

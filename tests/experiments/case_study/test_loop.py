@@ -21,7 +21,6 @@ from nsa.experiments.case_study.loop.model import build
 from nsa.experiments.case_study.loop.subject import CASE_STUDY, PrintSchedule, last_step, make
 from nsa.lab.observers.graph import count_nodes
 from nsa.lab.process.trial import run_child
-from nsa.reference.nsa import nsa
 
 
 def gradients(chosen, tokens, batch=1):
@@ -38,17 +37,17 @@ def test_the_12_layer_model_has_the_case_studys_parameters():
     assert sum(p.numel() for p in found) == parameters(production()) == 78_295_332
 
 
-def test_without_defects_the_loop_is_native_sparse_attention(monkeypatch):
-    chosen = design("tiny", defects=())
-    attention = build(chosen).double().blocks[0].attention
-    x = torch.randn(2, 40, chosen.dim, dtype=torch.float64)
-    made = loop.attend_loop(attention.project(x), attention.gate, chosen)
-    monkeypatch.setattr(loop, "compress", lambda y, *how: y)  # the reference does it itself
-    inputs = attention.project(x)
-    weights = attention.gate(inputs.q.unflatten(2, (chosen.groups, -1)))
-    gates = weights.repeat_interleave(chosen.heads // chosen.groups, dim=2)
-    expected = nsa(inputs.q, inputs.k, inputs.v, gates, chosen.nsa).o
-    torch.testing.assert_close(made, expected.flatten(2), rtol=1e-9, atol=1e-9)
+def test_without_defects_the_loop_is_native_sparse_attention():
+    settings = {"tokens": 40}
+    right = measure.attention(settings | {"changes": {"defects": []}})
+    assert right["defects"] == [] and right["error"] < 1e-12
+    one_by_one = {
+        name: measure.attention(settings | {"changes": {"defects": [name]}})["error"]
+        for name in ("truncated_cache", "one_key", "heads_as_time")
+    }
+    as_it_was = measure.attention(settings)
+    assert min(*one_by_one.values(), as_it_was["error"]) > 0.01
+    assert as_it_was["defects"] == list(design("tiny").defects)
 
 
 @pytest.mark.parametrize("defects", ["", "future_scores", "drop_current", "first_compressed"])
@@ -162,16 +161,38 @@ def test_a_correct_window_would_nearly_have_doubled_the_last_row():
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("layers", "tokens", "defects"),
-    [(1, 64, SEQUENTIAL), (2, 64, SEQUENTIAL), (1, 64, ("first_compressed",))],
-)
-def test_what_is_recorded_is_what_shapes_predict(layers, tokens, defects):
+    ("layers", "tokens", "defects", "checkpointing"),
+    [(1, 64, SEQUENTIAL, False), (2, 64, SEQUENTIAL, False), (1, 64, ("first_compressed",), False),
+     (4, 64, SEQUENTIAL, True)],
+)  # fmt: skip
+def test_what_is_recorded_is_what_shapes_predict(layers, tokens, defects, checkpointing):
     sizes = {"layers": layers, "dim": 192, "defects": defects}
     spec = {"design": "production", "changes": sizes, "tokens": tokens}
+    spec["checkpointing"] = checkpointing
     # In a process without what other tests hold and let go.
     found = run_child("nsa.experiments.case_study.loop.measure:memory", spec, deadline_s=120).result
     assert found["agrees"]
     assert found["peak_mib"] == pytest.approx(found["predicted_mib"], rel=0.02)
+
+
+def test_of_a_checkpointed_loop_the_first_block_or_the_last_is_the_peak():
+    def more(tokens, layers):
+        many, one = (held(production(n), tokens, checkpointing=True).total for n in (layers, 1))
+        return (many - one) / (layers - 1)
+
+    weights = 4 * (parameters(production(2)) - parameters(production(1)))  # and as many gradients
+    assert more(512, 4) == 2 * weights
+    assert more(16384, 4) == weights + 4 * 16384 * 768  # the inputs of blocks outgrow gradients
+    assert held(production(1), 512, checkpointing=True) == held(production(1), 512)
+
+
+@pytest.mark.full
+def test_a_late_bound_checkpoint_spoils_all_gradients_but_the_last_blocks_at_the_same_loss():
+    changes = {"layers": 4, "defects": SEQUENTIAL}
+    found = measure.gradients({"design": "tiny", "changes": changes, "tokens": 48})
+    assert len(set(found["loss"].values())) == 1
+    assert found["bound"] == [0.0] * 4
+    assert found["late"][-1] == 0.0 and min(found["late"][:-1]) > 0.5
 
 
 @pytest.mark.gpu

@@ -128,6 +128,9 @@ BAD_INPUT = [
     (["--guard", "flatt=stop"], "guard='flatt' is unknown; known are flat, collapse, zero, memory"),
     (["--max-skips", "0"], "max_skips=0 must be at least 1 step"),
     (["--save-every", "0"], "save_every=0 must be at least 1 step"),
+    (["--profile", "98:101"], "profile='98:101' is no stretch of steps 0:100; 20:23 takes three"),
+    (["--profile", "20-23"], "profile='20-23' is no stretch"),
+    (["--profile", "0"], "profile='0' is no stretch"),
     (["--observe-every", "0"], "observe_every=0 must be at least 1 step"),
     (["--accumulate", "3"], "batch=4 is not a multiple of accumulate=3"),
     (["--ranks", "3"], "batch=4 cannot be split over 3 rank(s) x 1 micro-batch(es)"),
@@ -191,7 +194,7 @@ def test_a_port_in_use_is_said_before_anything_starts(place, capsys):
 @pytest.mark.processes
 def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     words = ["--steps", "5", "--save-every", "2", "--eval-every", "4", "--into", "first"]
-    assert cli.main([*TINY, *words, "--observe", "csv,arrival,modules,phases,stats"]) == 0
+    assert cli.main([*TINY, *words, "--observe", "csv,arrival,modules,phases,ranges,stats"]) == 0
     printed = capsys.readouterr().out
     assert "first: ok" in printed and "held out" in printed
     assert "speed    not measured: steps 1 to 5 are all among the first 20" in printed
@@ -362,6 +365,34 @@ def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, ca
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
     assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
     assert record(place / "r")["status"] == "failed"
+
+
+def test_so_many_profiled_steps_are_those_behind_the_warm_up_or_the_last():
+    def steps(profile, count=100, first=0, **train):
+        train = TrainConfig(batch=1, tokens=4, steps=count, **train)
+        return Job(preset("cpu_test"), train, data="synthetic", profile=profile).profiled(first)
+
+    assert steps("3") == range(20, 23) and steps("3", first=50) == range(70, 73)
+    assert steps("3", count=10) == range(7, 10) and steps("4:6") == range(4, 6)
+    assert not steps("")
+    with pytest.raises(ValueError, match=r"steps 4:10, before which a CUDA graph is captured"):
+        steps("3:5", count=10, cuda_graph=True)
+    with pytest.raises(ValueError, match="no stretch of steps 50:100"):
+        steps("40:42", first=50)
+
+
+@pytest.mark.processes
+def test_profiled_steps_leave_a_trace_and_tables_that_are_printed(place, capsys):
+    assert cli.main([*TINY, "--steps", "4", "--profile", "2:4", "--into", "p"]) == 0
+    printed = capsys.readouterr().out
+    assert "steps 3 to 4, ms a step; the phases sum to" in printed
+    assert "kept for the backward: most by" in printed
+    names = {file.name for file in (place / "p").glob("profile*")}
+    assert names == {f"profile-{n}.csv" for n in ("phases", "kernels", "memory", "shapes")} | {
+        "profile.txt"
+    }
+    assert (place / "p" / "trace-rank0.json.gz").stat().st_size > 1000
+    assert len(losses_of(place / "p")) == 4
 
 
 class Numbered:

@@ -1,4 +1,5 @@
 import contextlib
+import math
 import re
 from types import SimpleNamespace
 
@@ -7,7 +8,10 @@ import torch
 
 from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
+from nsa.lab.process.runner import Spec, run
+from nsa.lab.search.factors import TRAINING_SUBJECT
 from nsa.lab.search.training_subject import branchwise, by_branches, make
+from nsa.lab.verdict import judge
 from nsa.lab.watch import Progress, read
 from nsa.model import layer, rotary
 
@@ -201,3 +205,53 @@ def test_branches_one_by_one_are_the_whole():
     whole = nsa_attention(q, k, v, gates, config, backend="masked")
     backends = {"cmp": "gather", "slc": "masked", "win": "sdpa"}
     torch.testing.assert_close(by_branches(q, k, v, gates, config, backends=backends), whole)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_trial_in_anomaly_mode_ends_at_the_line_of_the_planted_root(tmp_path):
+    spec = Spec(TRAINING_SUBJECT, SMALL | {"planted": "root", "anomaly": True})
+    verdict = judge(run(spec, folder=tmp_path / "trial"))
+    assert verdict.label == "CRASH:RuntimeError"
+    assert re.search(r"SqrtBackward0.*planted.py., line \d+, in rooted", verdict.because[0])
+    spec = Spec(TRAINING_SUBJECT, SMALL | {"planted": "root"}, steps=1, oracles=("finite",))
+    verdict = judge(run(spec, folder=tmp_path / "plain"))
+    assert verdict.kind == "FAIL" and "planted.py" not in " ".join(verdict.because)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """Losses of 200 steps on text, by precision, at a rate of a warm-up."""
+    made = {}
+    for name, changes in PRECISIONS.items():
+        progress = Progress(tmp_path_factory.mktemp("learnt") / "progress")
+        given = {"tokens": 64, "batch": 4, "lr": 2e-5, "data": "text"} | changes
+        subject = make(SMALL | given, progress)
+        losses = [float(subject.step(i)) for i in range(200)]
+        made[name] = losses, subject.trainer.skipped_steps
+        subject.close()
+        progress.close()
+    return made
+
+
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16"},
+    "pure bf16": {"weights": "bf16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_autocast_over_fp32_weights_learns_what_fp32_does_in_200_steps(learnt, name):
+    (plain, _), (losses, skipped) = learnt["fp32"], learnt[name]
+    assert all(map(math.isfinite, losses)) and skipped <= 2  # the scaler begins too high
+    assert abs(sum(losses[-20:]) / sum(plain[-20:]) - 1) < 0.01
+    assert sum(plain[-20:]) < 0.85 * sum(plain[:20])  # there was something to learn
+
+
+@pytest.mark.slow
+def test_bf16_weights_waste_a_warm_up(learnt):
+    plain, losses = learnt["fp32"][0], learnt["pure bf16"][0]
+    assert sum(losses[-20:]) / sum(plain[-20:]) - 1 > 0.1

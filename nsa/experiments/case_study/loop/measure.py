@@ -12,49 +12,18 @@ import gc
 import hashlib
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.experiments.case_study.loop.design import held
+from nsa.experiments.case_study.loop.design import design, held
+from nsa.experiments.case_study.loop.model import attend_loop, attend_masked
 from nsa.experiments.case_study.loop.subject import ExhibitLoop
+from nsa.lab.measure.counting import Count
 from nsa.lab.measure.recorders import MIB, profiled, recorder_for
-from nsa.lab.observers.graph import count_nodes
-
-
-class Count(TorchDispatchMode):
-    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop.
-
-    forward, nodes: operations and autograd nodes of the forward, once `forward_ended` was called.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_name: Counter[str] = Counter()
-        self.forward = self.nodes = 0
-
-    @property
-    def total(self) -> int:
-        return self.by_name.total()
-
-    @property
-    def backward(self) -> int:
-        return self.total - self.forward
-
-    @property
-    def syncs(self) -> int:
-        return self.by_name["_local_scalar_dense"]
-
-    def forward_ended(self, loss: Tensor) -> None:
-        self.forward, self.nodes = self.total, count_nodes([loss])
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.by_name[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
+from nsa.reference.nsa import nsa
 
 
 def count(loss: Callable[[], Tensor]) -> Count:
@@ -92,7 +61,8 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     is `resident_mib` (of cuBLAS 32 MiB for each of two threads on an H200).
     """
     loop = ExhibitLoop(spec)
-    design, tokens, device = loop.model.design, loop.settings["tokens"], loop.settings["device"]
+    chosen, tokens, device = loop.model.design, loop.settings["tokens"], loop.settings["device"]
+    checkpointing = loop.settings["checkpointing"]
     parameters = list(loop.model.parameters())
 
     def watched() -> dict[str, list[Tensor]]:
@@ -114,16 +84,51 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     found = recorder.record()
     resident = found["by_category"].get("resident", 0)
     return {
-        "layers": design.layers,
+        "design": loop.settings["design"],
+        "layers": chosen.layers,
         "tokens": tokens,
+        "checkpointing": checkpointing,
         "peak_mib": (found["peak"] - resident) / MIB,
         "resident_mib": resident / MIB,
         "by_category_mib": {k: v / MIB for k, v in found["by_category"].items()},
-        "predicted_mib": held(design, tokens).total / MIB,
+        "predicted_mib": held(chosen, tokens, checkpointing=checkpointing).total / MIB,
         "agrees": found["cross_check"].get("agrees", True),
         "seconds": time.perf_counter() - started,
         "loss": loss.item(),
     }
+
+
+def gradients(spec: dict[str, Any]) -> dict[str, Any]:
+    """What checkpointing does to one backward's gradients, with the bound block and a late one.
+
+    spec: settings of nsa.experiments.case_study.loop.subject. {"loss": of the three, "bound",
+    "late": each block's largest relative error by parameter, the first block's first}.
+    """
+    plain, losses = _gradients(spec), {}
+    found: dict[str, Any] = {"loss": losses}
+    losses["plain"] = plain.pop("loss")
+    defects = spec.get("changes", {}).get("defects", design(spec.get("design", "tiny")).defects)
+    for name, more in (("bound", ()), ("late", ("late_checkpoint",))):
+        changes = spec.get("changes", {}) | {"defects": [*defects, *more]}
+        other = _gradients(spec | {"changes": changes, "checkpointing": True})
+        losses[name] = other.pop("loss")
+        blocks: dict[int, float] = {}
+        for parameter, gradient in plain.items():
+            if parameter.startswith("blocks."):
+                number = int(parameter.split(".")[1])
+                apart = (other[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-30)
+                blocks[number] = max(blocks.get(number, 0.0), float(apart))
+        found[name] = [blocks[number] for number in sorted(blocks)]
+    return found
+
+
+def _gradients(spec: dict[str, Any]) -> dict[str, Any]:
+    """Each parameter's gradient on the CPU, and the "loss"."""
+    loop = ExhibitLoop(spec)
+    _, loss = loop.model(*loop.batch(0))
+    loss.backward()
+    named = loop.model.named_parameters()
+    return {n: p.grad.cpu() for n, p in named if p.grad is not None} | {"loss": loss.item()}
 
 
 def operations(spec: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +155,7 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
     counted = count(loss)
     return {
         "path": loop.model.design.path,
+        "design": loop.settings["design"],
         "layers": loop.model.design.layers,
         "tokens": loop.settings["tokens"],
         "forward": counted.forward,
@@ -161,6 +167,33 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "microseconds": 1e6 * seconds / counted.total,
         "most": counted.by_name.most_common(8),
+    }
+
+
+@torch.no_grad()
+def attention(spec: dict[str, Any]) -> dict[str, Any]:
+    """The first layer's attention in fp64 on random input, beside the reference's of NSA: the
+    largest difference of the outputs before the last projection, over their largest value.
+
+    spec: settings of nsa.experiments.case_study.loop.subject.
+    """
+    loop = ExhibitLoop(spec | {"device": "cpu"})
+    chosen, tokens = loop.model.design, loop.settings["tokens"]
+    layer = loop.model.double().blocks[0].attention
+    generator = torch.Generator().manual_seed(loop.settings["seed"])
+    x = torch.randn(1, tokens, chosen.dim, generator=generator, dtype=torch.float64)
+    attend = attend_loop if chosen.path == "loop" else attend_masked
+    made = attend(layer.project(x), layer.gate, chosen)
+    inputs = layer.project(x, pooled=False)
+    gates = layer.gate(inputs.q.unflatten(2, (chosen.groups, -1)))
+    gates = gates.repeat_interleave(chosen.heads // chosen.groups, dim=2)
+    exact = nsa(inputs.q, inputs.k, inputs.v, gates, chosen.nsa).o.flatten(2)
+    return {
+        "path": chosen.path,
+        "design": loop.settings["design"],
+        "tokens": tokens,
+        "defects": list(chosen.defects),
+        "error": ((made - exact).abs().max() / exact.abs().max()).item(),
     }
 
 
@@ -184,7 +217,9 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:
     """{"rows"} of the trial `measure` above for each of `settings`, in one process."""
-    measure = {"memory": memory, "operations": operations, "state": difference}[spec["measure"]]
+    known = {"memory": memory, "operations": operations, "state": difference}
+    known |= {"attention": attention, "gradients": gradients}
+    measure = known[spec["measure"]]
     return {"rows": [measure(one) for one in spec["settings"]]}
 
 
