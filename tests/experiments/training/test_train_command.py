@@ -294,6 +294,27 @@ def test_a_diverging_run_ends_at_once_with_its_cause_and_keeps_its_last_good_che
 
 
 @pytest.mark.processes
+def test_weights_that_are_not_finite_are_never_saved(place, capsys, monkeypatch):
+    class Breaking(Heartbeat):
+        def on_start(self, trainer):
+            super().on_start(trainer)
+            self.weight = trainer.model.embed.weight
+
+        def on_phase(self, name, step):
+            super().on_phase(name, step)
+            if (name, step) == ("end", 1):
+                self.weight.data[0, 0] = float("inf")
+
+    monkeypatch.setattr("nsa.experiments.training.job.Heartbeat", Breaking)
+    assert cli.main([*TINY, "--save-every", "1", "--into", "r"]) == 1
+    printed = capsys.readouterr().out
+    assert "step 1 left weights that are not finite; parameter embed.weight already" in printed
+    assert record(place / "r")["stop_reason"] == "non_finite"
+    (kept,) = saving.checkpoints(place / "r" / "checkpoints")
+    assert kept.name == "step-000001.pt"
+
+
+@pytest.mark.processes
 def test_a_halted_run_is_ok_saves_and_can_be_resumed(place, capsys):
     (place / "stop").write_text("lunch")
     refused = [*TINY, "--halt-file", "stop"]
