@@ -19,8 +19,7 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
     shown = [["seconds"]] * _any(results, "seconds") + [memory] * bool(memory)
     if not shown:
         return looks.nothing("no trial passed, so nothing was measured")
-    with looks.style():
-        fig, panels = looks.panels(len(shown), max(1.6, 0.4 + 0.3 * len(plan.listed)))
+    with looks.figure(len(shown), max(1.6, 0.4 + 0.3 * len(plan.listed))) as (fig, panels):
         for axes, names in zip(panels, shown, strict=True):
             for number, of in enumerate(names):
                 _dots(axes, results, of, number, on_cpu)
@@ -34,7 +33,6 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
             looks.title(axes, "time" if timed else "memory", note if timed else "")
         for axes in panels[1:]:
             axes.set_yticklabels([])
-        looks.legend(fig, panels)
     return fig
 
 
@@ -71,8 +69,7 @@ def over(results: Results, *, note: str = ""):
     for arm in plan.listed:
         rest = ", ".join(f"{n}={word(v)}" for n, v in arm.cell.items() if n != factor)
         groups.setdefault(rest, []).append(arm)
-    with looks.style():
-        fig, panels = looks.panels(len(shown), 3.2)
+    with looks.figure(len(shown), 3.2) as (fig, panels):
         for axes, of in zip(panels, shown, strict=True):
             for number, (rest, group) in enumerate(groups.items()):
                 colour, marker = looks.series(number)
@@ -99,7 +96,6 @@ def over(results: Results, *, note: str = ""):
             else:
                 looks.from_zero(axes)
             looks.plain_ticks(axes, plan.varied[factor])
-        looks.legend(fig, panels)
     return fig
 
 
@@ -108,8 +104,7 @@ def losses(results: Results):
     plan = results.plan
     if plan.steps < LEAST_LOSSES or not any(trial.losses for trial in results.trials):
         return None
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.0)
+    with looks.figure(1, 3.0) as (fig, (axes,)):
         for number, arm in enumerate(plan.listed):
             colour, _ = looks.series(number)
             for turn, trial in enumerate(results.of(arm)):
@@ -117,7 +112,6 @@ def losses(results: Results):
                 axes.plot(trial.losses, color=colour, lw=1.2, alpha=0.8, **label)
         axes.set(xlabel="step", ylabel="loss (nats)")
         looks.title(axes, "Loss of every trial")
-        looks.legend(fig, [axes])
     return fig
 
 
