@@ -1,4 +1,5 @@
-"""`nsa notebooks`, `run`, `runs`, `show`, `keep`, `env`, `report`, `figures`: what runs and ran."""
+"""`nsa notebooks`, `run`, `runs`, `show`, `keep`, `env`, `report`, `results`, `decide`, `figures`:
+what can run, what ran, and what follows from it."""
 
 import importlib
 import json
@@ -39,6 +40,11 @@ def add(commands) -> None:
     command(commands, keep, "run", "--runs")
     command(commands, env, "--json")
     command(commands, report, "run", "--runs")
+    made = command(commands, results, "--runs")
+    made.add_argument("--into", metavar="FILE", help="write it there, links relative to it")
+    text = "only runs that git tracks, as the page that is committed"
+    made.add_argument("--committed", action="store_true", help=text)
+    command(commands, decide, "--runs")
     made = command(commands, figures)
     made.add_argument("--to", metavar="DIR", default="figures", help="folder; default: figures")
     share(made, "--runs")
@@ -163,6 +169,49 @@ def report(arguments) -> int:
     print(render(open_store(arguments.runs).find(arguments.run)))
     print(index(arguments.runs))
     return GOOD
+
+
+def results(arguments) -> int:
+    """Write one page of what all runs say: every sentence with its verdict and a link to its
+    evidence."""
+    from nsa.workbook import results as stored
+    from nsa.workbook.files import write_atomically
+
+    found = stored.open_stored(arguments.runs)
+    if arguments.committed:
+        found = stored.Stored(stored.committed(arguments.runs))
+    if not found.runs:
+        raise ValueError(f"no run below {arguments.runs} has ended; start one with `nsa run`")
+    target = Path(arguments.into) if arguments.into else None
+    if target and not target.resolve().parent.is_dir():
+        raise ValueError(f"--into {target}: its folder does not exist; make it first")
+    text = stored.page(found, arguments.runs, target.parent if target else ".")
+    if target:
+        print(f"{write_atomically(target, text)}  {len(found.runs)} runs")
+    else:
+        print(text, end="")
+    return GOOD
+
+
+def decide(arguments) -> int:
+    """Hung, slow, wrong or sound, and GO or NO-GO: of the case study's loop and of today's system,
+    from stored runs. Exit code 0 if today's system is GO."""
+    from nsa.experiments.case_study import decision
+    from nsa.workbook.results import open_stored
+
+    stored = open_stored(arguments.runs)
+    for subject, name in decision.SUBJECTS.items():
+        decided, rules = decision.decide(stored, subject), decision.go(stored, subject)
+        print(f"{name[0].upper()}{name[1:]}: {decision.verdict(rules)}")
+        for node, answer in decided.path:
+            word = {True: "yes", False: "no", None: "no evidence"}[answer.holds]
+            print(f"  {decision.TREE[node].text.replace(chr(10), ' ')} {word}: {answer.because}")
+            print("".join(f"      {arguments.runs}/{one}\n" for one in answer.where), end="")
+        print(f"  = {decided.conclusion}")
+        for rule in rules:
+            print(f"  {rule}")
+            print("".join(f"      {arguments.runs}/{one}\n" for one in rule.answer.where), end="")
+    return GOOD if decision.verdict(rules) == "GO" else FAILED
 
 
 def figures(arguments) -> int:

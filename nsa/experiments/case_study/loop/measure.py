@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from nsa.experiments.case_study.loop.design import held
+from nsa.experiments.case_study.loop.model import attend_loop, attend_masked
 from nsa.experiments.case_study.loop.subject import ExhibitLoop
 from nsa.lab.measure.counting import Count
 from nsa.lab.measure.recorders import MIB, profiled, recorder_for
+from nsa.reference.nsa import nsa
 
 
 def count(loss: Callable[[], Tensor]) -> Count:
@@ -81,6 +83,7 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     found = recorder.record()
     resident = found["by_category"].get("resident", 0)
     return {
+        "design": loop.settings["design"],
         "layers": design.layers,
         "tokens": tokens,
         "peak_mib": (found["peak"] - resident) / MIB,
@@ -117,6 +120,7 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
     counted = count(loss)
     return {
         "path": loop.model.design.path,
+        "design": loop.settings["design"],
         "layers": loop.model.design.layers,
         "tokens": loop.settings["tokens"],
         "forward": counted.forward,
@@ -128,6 +132,33 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "microseconds": 1e6 * seconds / counted.total,
         "most": counted.by_name.most_common(8),
+    }
+
+
+@torch.no_grad()
+def attention(spec: dict[str, Any]) -> dict[str, Any]:
+    """The first layer's attention in fp64 on random input, beside the reference's of NSA: the
+    largest difference of the outputs before the last projection, over their largest value.
+
+    spec: settings of nsa.experiments.case_study.loop.subject.
+    """
+    loop = ExhibitLoop(spec | {"device": "cpu"})
+    chosen, tokens = loop.model.design, loop.settings["tokens"]
+    layer = loop.model.double().blocks[0].attention
+    generator = torch.Generator().manual_seed(loop.settings["seed"])
+    x = torch.randn(1, tokens, chosen.dim, generator=generator, dtype=torch.float64)
+    attend = attend_loop if chosen.path == "loop" else attend_masked
+    made = attend(layer.project(x), layer.gate, chosen)
+    inputs = layer.project(x, pooled=False)
+    gates = layer.gate(inputs.q.unflatten(2, (chosen.groups, -1)))
+    gates = gates.repeat_interleave(chosen.heads // chosen.groups, dim=2)
+    exact = nsa(inputs.q, inputs.k, inputs.v, gates, chosen.nsa).o.flatten(2)
+    return {
+        "path": chosen.path,
+        "design": loop.settings["design"],
+        "tokens": tokens,
+        "defects": list(chosen.defects),
+        "error": ((made - exact).abs().max() / exact.abs().max()).item(),
     }
 
 
@@ -151,7 +182,8 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:
     """{"rows"} of the trial `measure` above for each of `settings`, in one process."""
-    measure = {"memory": memory, "operations": operations, "state": difference}[spec["measure"]]
+    measures = {"memory": memory, "operations": operations, "state": difference}
+    measure = (measures | {"attention": attention})[spec["measure"]]
     return {"rows": [measure(one) for one in spec["settings"]]}
 
 
