@@ -31,6 +31,8 @@ def add(commands) -> None:
         "run trials though they are there, and those are kept, as ID-1; of phases those that failed"
     )
     made.add_argument("--again", action="store_true", help=text)
+    text = "notebooks to be committed: refused unless all source is in a commit, see `nsa keep`"
+    made.add_argument("--evidence", action="store_true", help=text)
     made.add_argument("--quiet", action="store_true", help="no progress bars of notebooks")
     share(made, "--trials", "--notebooks", "--runs")
 
@@ -160,12 +162,13 @@ def _sweep_notebooks(arguments) -> int:
     planned = phases.read_phases(arguments.plan, arguments.notebooks)
     names = {one.name: one.planned.notebook.stem for one in planned}
     if arguments.list:
-        done = [phases.stand(one, arguments.runs) for one in planned]
+        done = [phases.stand(one, arguments.runs, arguments.evidence) for one in planned]
     else:
         done = phases.run_phases(
             planned,
             root=arguments.runs,
             again=arguments.again,
+            evidence=arguments.evidence,
             budget_s=arguments.budget,
             progress=not arguments.quiet,
             say=lambda line: print(line, file=sys.stderr, flush=True),

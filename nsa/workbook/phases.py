@@ -98,12 +98,14 @@ def _given(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     return given | own
 
 
-def stand(phase: Phase, root: str | Path) -> Ended:
+def stand(phase: Phase, root: str | Path, evidence: bool = False) -> Ended:
     """Where a phase stands: its finished run, else the newest, else "to run".
 
-    A run that was cut from outside (time, a signal, a driver that is gone) is "to run" again.
+    A run that was cut from outside (time, a signal, a driver that is gone) is "to run" again. With
+    `evidence` only runs that are evidence count.
     """
-    folders = runs_of(root, phase.planned.name)
+    records = [(folder, load(folder)) for folder in runs_of(root, phase.planned.name)]
+    folders = [folder for folder, record in records if record.get("evidence") or not evidence]
     states = [(status_now(load(folder)), folder) for folder in folders]
     for wanted in ("ok", "running"):
         if found := [folder for status, folder in states if status == wanted]:
@@ -118,6 +120,7 @@ def run_phases(
     *,
     root: str | Path = "runs",
     again: bool = False,
+    evidence: bool = False,
     budget_s: float | None = None,
     progress: bool = True,
     say: Callable[[str], None] = lambda text: None,
@@ -126,14 +129,15 @@ def run_phases(
 
     A finished phase is taken as it is, a failed one is run anew only with `again`, and one that
     another driver runs is left to it. When `budget_s` is over the phase that runs is cut, to be run
-    again; so it is when the driver is told to stop, which also ends the plan.
+    again; so it is when the driver is told to stop, which also ends the plan. `evidence`: as of
+    `run_notebook`.
     """
     if budget_s is not None and not budget_s > 0:
         raise ValueError(f"budget_s={budget_s} must be more than 0 seconds")
     ends = math.inf if budget_s is None else time.monotonic() + budget_s
     done, why = [], ""
     for number, phase in enumerate(phases, 1):
-        now = stand(phase, root)
+        now = stand(phase, root, evidence)
         if now.status not in ("to run", "ok", "running") and again:
             now = Ended(phase.name)
         left_s = ends - time.monotonic()
@@ -150,6 +154,7 @@ def run_phases(
                 timeout_s=None if budget_s is None else left_s,
                 ends_budgets=False,
                 again=again,
+                evidence=evidence,
                 progress=progress,
                 say=say,
             )

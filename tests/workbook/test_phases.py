@@ -98,6 +98,9 @@ def test_a_finished_phase_is_taken_a_failed_one_waits_and_one_that_was_cut_runs_
     assert stand(first, "runs") == Ended("first", beside, "running", cached=True)
     done = past(first, "ok", "ok")
     assert stand(first, "runs") == Ended("first", done, "ok", cached=True)
+    assert stand(first, "runs", evidence=True) == Ended("first")
+    kept = past(first, "ok", "ok", evidence=True)
+    assert stand(first, "runs", evidence=True) == Ended("first", kept, "ok", cached=True)
 
 
 @pytest.fixture
@@ -106,7 +109,7 @@ def made_up(monkeypatch):
     ran, ends = [], []
 
     def run_notebook(notebook, given, *, root, timeout_s, again, **options):
-        assert options["ends_budgets"] is False
+        assert options["ends_budgets"] is False and options["evidence"] is False
         ran.append((given["layers"], timeout_s))
         reason = ends.pop(0) if ends else "ok"
         folder = store.create_folder(root, run.plan_run(notebook, given).name)
