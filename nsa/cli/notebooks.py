@@ -33,10 +33,8 @@ def add(commands) -> None:
     text = "for each cell: 90, 90s, 20m, 2h"
     option("--cell-timeout", type=duration, metavar="TIME", help=text)
     option("--again", action="store_true", help="run also when this very run exists")
-    text = "to be committed: refused unless all source is in a commit, see `nsa keep`"
-    option("--evidence", action="store_true", help=text)
     option("--quiet", action="store_true", help="no progress bar")
-    share(made, "--notebooks", "--runs")
+    share(made, "--notebooks", "--runs", "--evidence")
     command(commands, runs, "--json", "--runs")
     command(commands, show, "run", "--runs")
     command(commands, keep, "run", "--runs")

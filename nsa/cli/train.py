@@ -3,6 +3,7 @@
 An option is stored (`dest`) under the name of the field of Job or TrainConfig that it sets.
 """
 
+import math
 import os
 import sys
 from dataclasses import fields
@@ -87,6 +88,18 @@ def add(commands) -> None:
     option("--nonfinite", choices=("stop", "skip"), default="stop", help=text)
     text = "with --nonfinite skip: more in a row end the run; 10 by default"
     option("--max-skips", type=int, metavar="STEPS", help=text)
+    text = (
+        "warn of it, or stop there: flat (steps without a lower loss), collapse (share of gates in "
+        "one branch), zero (looks at which a gradient was 0) or memory (MiB or GiB), as "
+        "memory=60GiB:warn,65GiB:stop; NAME=stop takes the usual limit, NAME=off none. Usual are "
+        "flat=500:warn, zero=3:warn and, with --observe stats, collapse=0.9:warn"
+    )
+    option("--guard", metavar="NAME=LIMIT:ACTION", help=text, **SEVERAL)
+    text = (
+        "report, the default: tells when a step takes 5 times the slowest of the last 50 and at "
+        "least a minute, and where it stands; nothing is ended"
+    )
+    option("--watchdog", choices=("report", "off"), default="report", help=text)
     text = "when it is there the run ends in order; HALT in the run's folder by default"
     option("--halt-file", metavar="PATH", help=text)
     text = (
@@ -174,6 +187,7 @@ def _job(arguments, started: int | None) -> "Job":
         "precision": arguments.precision or ("bf16" if on_gpu else "fp32"),
         "ranks": started or arguments.ranks or 1,
         "observe": tuple(arguments.observe),
+        "guard": tuple(arguments.guard),
     }
 
     def of(owner: type) -> dict[str, Any]:
@@ -207,9 +221,13 @@ def _tell(ended) -> int:
     for text in result.get("stop", {}).get("advice", ()):
         print(f"  try      {text}")
     if result:
-        print(f"  loss     {result['first_loss']:.4f} -> {result['last_loss']:.4f}")
-        if result.get("evaluation") is not None:
-            print(f"  held out {result['evaluation']:.4f}")
+        first, last, held_out = (
+            math.nan if result[name] is None else result[name]
+            for name in ("first_loss", "last_loss", "evaluation")
+        )
+        print(f"  loss     {first:.4f} -> {last:.4f}")
+        if not math.isnan(held_out):
+            print(f"  held out {held_out:.4f}")
         for name, reasons in result["attention"]["declined"].items():
             print(f"  {name} declined: {'; '.join(reasons)}")
         print(f"  speed    {result['speed']}")

@@ -34,7 +34,7 @@ def add(commands) -> None:
     text = "notebooks to be committed: refused unless all source is in a commit, see `nsa keep`"
     made.add_argument("--evidence", action="store_true", help=text)
     made.add_argument("--quiet", action="store_true", help="no progress bars of notebooks")
-    share(made, "--trials", "--notebooks", "--runs")
+    share(made, "--trials", "--notebooks", "--runs", "--evidence")
 
     command(commands, bisect, "plan", "--budget", "--trials")
 

@@ -104,8 +104,12 @@ def stand(phase: Phase, root: str | Path, evidence: bool = False) -> Ended:
     A run that was cut from outside (time, a signal, a driver that is gone) is "to run" again. With
     `evidence` only runs that are evidence count.
     """
+<<<<<<< HEAD
     records = [(folder, load(folder)) for folder in runs_of(root, phase.planned.name)]
     folders = [folder for folder, record in records if record.get("evidence") or not evidence]
+=======
+    folders = runs_of(root, phase.planned.name, evidence)
+>>>>>>> main
     states = [(status_now(load(folder)), folder) for folder in folders]
     for wanted in ("ok", "running"):
         if found := [folder for status, folder in states if status == wanted]:

@@ -93,12 +93,9 @@ def run_notebook(
     notebook, name = planned.notebook, planned.name
     if evidence:
         environment.check_evidence(notebook)
-    records = [(f, load(f)) for f in runs_of(root, name)]
-    ended = [
-        f for f, r in records if r.get("status") == "ok" and (r.get("evidence") or not evidence)
-    ]
-    if not again and ended:
-        earlier = ended[-1]
+    finished = [f for f in runs_of(root, name, evidence) if load(f).get("status") == "ok"]
+    if not again and finished:
+        earlier = finished[-1]
         say(f"this run exists: {earlier} (run it again with --again)")
         return _result(earlier, cached=True)
     folder = store.create_folder(root, name)
@@ -138,10 +135,12 @@ def run_notebook(
     return _result(folder)
 
 
-def runs_of(root: str | Path, name: str) -> list[Path]:
-    """The runs of this id, oldest first, also those that had to be called `<name>-2`."""
+def runs_of(root: str | Path, name: str, evidence: bool = False) -> list[Path]:
+    """The runs of this id, oldest first, also those that had to be called `<name>-2`; with
+    `evidence` those alone that are."""
     patterns = (f"*/{name}/record.json", f"*/{name}-*/record.json")
     found = [path.parent for pattern in patterns for path in Path(root).glob(pattern)]
+    found = [folder for folder in found if load(folder).get("evidence") or not evidence]
     return sorted(found, key=lambda folder: str(load(folder).get("started")))
 
 

@@ -149,7 +149,7 @@ def test_slots_that_name_no_block_or_one_again_are_empty(backend, tokens, given,
 
 
 @pytest.mark.parametrize("lookback", [None, 40, 200])
-@pytest.mark.parametrize("length, stride", [(1, 1), (16, 8)])
+@pytest.mark.parametrize("length, stride", [(1, 1), (16, 8), (128, 64)])
 def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookback):
     span = Span(length, stride, lookback)
     keys = (700 - length) // stride + 1
@@ -159,6 +159,47 @@ def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookba
         seen = {s // 128 for s in (low, high - 1) if low < high}
         assert all(tiles[t // 128, column] for column in seen)
     assert tiles.sum() <= 21 + 5  # no more than the causal half
+
+
+@pytest.mark.parametrize("size", [48, 64, 128, 200, 300])
+def test_flex_visits_every_tile_that_a_lone_block_touches(size):
+    for j in range(700 // size):
+        blocks = torch.full((1, 700, 1, 2), -1, dtype=torch.int32)
+        blocks[0, 699, 0, 0] = j
+        tiles = selection_tiles(blocks, 700, size)[0, 0]
+        touched = {key // 128 for key in range(j * size, (j + 1) * size)}
+        assert set(tiles[-1].nonzero().flatten().tolist()) == touched
+        assert not tiles[:-1].any()
+
+
+@pytest.mark.parametrize("backend", ["packed", "sequential"])  # gather reads key 0 for no slot
+def test_a_block_that_a_query_does_not_select_cannot_spoil_it(backend):
+    config = NSAConfig(4, 2, 8, 2, select_initial=0, select_local=1, window=6)
+    drawn = draw(Case(21, config=config), torch.float32, DEVICE)  # the last block is not full
+    drawn.blocks = torch.full((1, 21, 2, 2), -1, dtype=torch.int32, device=DEVICE)
+    drawn.blocks[..., 0] = torch.arange(21, device=DEVICE)[:, None] // 8
+    with torch.no_grad():
+        for name in ("k_slc", "v_slc"):
+            drawn.leaves[name][:, :8] = torch.nan
+        o = attend(drawn, backend, branches=("slc",))
+    assert o[:, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize("branch", ["cmp", "win"])
+def test_keys_that_many_chunks_add_to_are_rounded_once(branch, monkeypatch):
+    case = Case(256, kv_heads=1, group=2, config=NSAConfig(4, 2, 8, 5, window=256))
+    drawn = draw(case, torch.bfloat16, DEVICE)
+    leaves = [drawn.leaves[f"{x}_{branch}"] for x in "kv"]
+
+    def gradients():
+        o = attend(drawn, "gather", branches=(branch,))
+        return torch.autograd.grad(o.float().square().sum(), leaves)
+
+    whole = gradients()
+    monkeypatch.setattr("nsa.attention.span.ELEMENTS", 2 * 256)  # one query at a time
+    for apart, at_once in zip(gradients(), whole, strict=True):
+        error = (apart.float() - at_once.float()).abs().max() / at_once.float().abs().max()
+        assert error <= 2**-7, "two roundings to bf16, of p or of the sum, are at most a step apart"
 
 
 @pytest.mark.full
@@ -335,6 +376,22 @@ def test_strides_add_up_to_the_blocks_of_the_reference(config, kind, dtype, toke
         if truth.numel():
             assert_as_accurate(f"{kind} {name}", ours, torchs, truth)
         assert ours.shape == truth.shape
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's own products are rounded as well")
+def test_a_block_of_many_strides_is_added_up_before_it_is_rounded():
+    config = NSAConfig(64, 1, 64, 3)
+    torch.manual_seed(0)
+    x, dtype = torch.randn(1, 80, 1, 8), torch.bfloat16
+    weights = PhiWeights(torch.randn(1, 64, 8), torch.randn(1, 64 * 8, 8))
+    low = PhiWeights(*(w.to(dtype) for w in (weights.position, weights.weight1)))
+    given = x.to(dtype), "linear", low, config
+    exact = compress(x.to(dtype).double(), "linear", PhiWeights(
+        low.position.double(), low.weight1.double()), config)  # fmt: skip
+    ours, torchs = (
+        (f(*given).double() - exact).abs().mean() for f in (triton.compress_by_strides, compress)
+    )
+    assert ours <= 2 * torchs
 
 
 class LargestTensor(TorchDispatchMode):

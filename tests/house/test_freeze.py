@@ -68,7 +68,8 @@ def test_a_committed_run_says_what_it_said(run):
     stored = json.loads(SNAPSHOT.read_text()) if SNAPSHOT.is_file() else {}
     found = read(ROOT / run)
     if os.environ.get("NSA_FREEZE_WRITE"):
-        SNAPSHOT.write_text(json.dumps(stored | {run: found}, indent=1, sort_keys=True) + "\n")
+        there = {name: said for name, said in stored.items() if name in RUNS} | {run: found}
+        SNAPSHOT.write_text(json.dumps(there, indent=1, sort_keys=True) + "\n")
     else:
         assert found == stored[run]
 

@@ -44,12 +44,15 @@ def test_every_file_for_a_cpu_is_known_here():
 def test_a_shipped_ab_predicts_before_it_runs_and_can_be_run_where_it_says(path, monkeypatch):
     pytest.importorskip("papermill")
     given = parameters.read_file(path)
-    parameters.check(parameters.declared(NOTEBOOKS / "08_ab.ipynb"), given)
+    declared = parameters.declared(NOTEBOOKS / "08_ab.ipynb")
+    whole = parameters.filled(declared, parameters.check(declared, given))
+    assert {"question", "predicts", "expect"} <= given.keys()
     on_gpu = given.get("device") == "cuda"
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8 if on_gpu else 0)
-    keys = {name: value for name, value in given.items() if name not in ELSEWHERE}
+    keys = {name: value for name, value in whole.items() if name not in ELSEWHERE}
+    keys["factors"] = {} if given.get("arms") else keys["factors"]
     plan = ABPlan.on("cuda" if on_gpu else "cpu", 1, **keys)
-    assert plan.question and plan.predicts and plan.rules
+    assert plan.rules
     assert not plan.trials.left_out
     assert on_gpu == path.stem.endswith("_h200")

@@ -8,6 +8,7 @@ import brute
 import pytest
 import torch
 from cases import EVEN, ODD, SMALL, TINY, Case, draw
+from torch.overrides import TorchFunctionMode
 
 from nsa.blocks import count_compressed, count_selectable
 from nsa.config import NSAConfig
@@ -272,6 +273,33 @@ def test_the_highest_importance_wins_beside_the_forced_blocks_and_ties_go_to_the
     scores[..., 5], scores[..., 3], scores[..., 9] = 2.0, 1.0, 9.0
     blocks = select(scores, config)
     assert blocks[0, 71, 0].tolist() == [0, 3, 5, 7, 8]  # block 9 lies in its future
+
+
+class TiesTurned(TorchFunctionMode):
+    """A sort that is not asked to be stable may leave ties in any order; this one turns them."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.sort and not kwargs.get("stable"):
+            found = function(args[0].flip(-1), *args[1:], **kwargs | {"stable": True})
+            last = args[0].shape[-1] - 1
+            return type(found)((found.values, last - found.indices))
+        return function(*args, **kwargs)
+
+
+def test_ties_go_to_the_lower_index_whatever_a_sort_does_that_is_not_stable():
+    config = NSAConfig(4, 2, 8, select_count=5, window=6)
+    with TiesTurned():
+        assert torch.zeros(3).sort(descending=True).indices.tolist() == [2, 1, 0]
+        blocks = select(torch.zeros(1, 64, 1, 8), config)
+    assert blocks[0, 63, 0].tolist() == [0, 1, 2, 6, 7]
+
+
+def test_scores_that_are_not_a_number_do_not_displace_forced_or_better_blocks():
+    config = NSAConfig(4, 2, 8, select_count=5, window=6)
+    scores = torch.full((1, 80, 1, 10), float("nan"))
+    scores[..., 5] = 0.0
+    assert select(scores, config)[0, 79, 0].tolist() == [0, 1, 5, 8, 9]
 
 
 def test_a_block_without_a_visible_compressed_key_can_still_be_selected():

@@ -82,7 +82,7 @@ def test_a_long_log_is_cut_to_its_ends_which_says_so_and_no_path_of_a_machine_is
 @pytest.mark.parametrize(
     ("path", "left"),
     [
-        ("/home/ann/lib/python3.11/site.py:12 f", "/usr/lib/python3.11/site.py:12 f"),
+        ("/home/someone/lib/python3.11/site.py:12 f", "/usr/lib/python3.11/site.py:12 f"),
         ("/v/lib/python3.11/site-packages/torch/nn/a.py:1 f", "/site-packages/torch/nn/a.py:1 f"),
         (f'"{ROOT}/nsa/lab/x.py:3 g"', '"nsa/lab/x.py:3 g"'),
         ("~/proj/net/train.py:7 step", "net/train.py:7 step"),

@@ -1,12 +1,13 @@
 """Do these arms differ, in what, and by how much? Run in turns, measured, judged by what was said.
 
-A plan is a parameter file of notebook 08, one mapping; `nsa run ab -f FILE` runs it.
+A plan is a parameter file of notebook 08, one mapping; `nsa run ab -f FILE` runs it. What it does
+not name is as in the notebook: name question, predicts, factors or arms, and expect in every plan.
 
     question: Does checkpointing cost time, and does it change what is learnt?
     predicts: No; a recomputed forward is a third more operations.  # in words, before it runs
-    factors:                  # every combination is an arm; `nsa sweep --list` has the names
+    factors:                  # every combination is an arm; `nsa sweep --factors` has the names
       checkpoint: ["", all]
-    arms: {}                  # or arms by name instead, of which the first is the base:
+    arms: {}                  # or arms by name, of which the first is the base, without factors:
                               #   plain: {}
                               #   conservative: {anomaly: true, deterministic: true}
     never: []                 # combinations that are no arms, as of nsa sweep

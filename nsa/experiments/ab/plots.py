@@ -4,19 +4,23 @@ import math
 
 import numpy as np
 
+from nsa.experiments.ab.plan import Arm
 from nsa.experiments.ab.rules import TIMED, UNITS
 from nsa.experiments.ab.trials import Results
 from nsa.lab.search.candidates import ordered, word
 from nsa.workbook import looks
 
+TIMES = {"seconds": "time", "processor": "processor time"}
 LEAST_LOSSES = 10  # steps of which a curve is drawn
 
 
 def arms(results: Results, *, note: str = "", on_cpu: bool = True):
-    """Every turn of every arm: seconds a step, in those of the first arm on a CPU, and MiB."""
+    """Every turn of every arm: a step's time and MiB. On a CPU the time is the processor's, and in
+    units of the first arm."""
     plan = results.plan
     memory = [of for of in ("allocated", "reserved") if _any(results, of)]
-    shown = [["seconds"]] * _any(results, "seconds") + [memory] * bool(memory)
+    clock = _clock(results, on_cpu)
+    shown = [[clock]] * _any(results, clock) + [memory] * bool(memory)
     if not shown:
         return looks.nothing("no trial passed, so nothing was measured")
     with looks.style():
@@ -24,14 +28,17 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
         for axes, names in zip(panels, shown, strict=True):
             for number, of in enumerate(names):
                 _dots(axes, results, of, number, on_cpu)
-            axes.set_yticks(range(len(plan.listed)), [arm.name for arm in plan.listed])
+            axes.set_yticks(range(len(plan.listed)), [_short(arm) for arm in plan.listed])
             axes.set_ylim(len(plan.listed) - 0.5, -0.5)
             axes.grid(False, axis="y")
             timed = names[0] in TIMED
-            unit = "times the first arm's" if timed and on_cpu else UNITS.get(names[0], "MiB")
-            axes.set_xlabel(f"a step, {unit}" if timed else f"at a step's peak, {unit}")
+            unit = "times the first's" if timed and on_cpu else UNITS.get(names[0], "MiB")
+            axes.set_xlabel(
+                f"{TIMES[names[0]]} a step, {unit}" if timed else f"at a step's peak, {unit}"
+            )
             axes.set_xlim(0, axes.dataLim.x1 * 1.06)
             looks.title(axes, "time" if timed else "memory", note if timed else "")
+        panels[0].set_ylabel(",\n".join(plan.varied))
         for axes in panels[1:]:
             axes.set_yticklabels([])
         looks.legend(fig, panels)
@@ -53,7 +60,16 @@ def _dots(axes, results: Results, of: str, number: int, on_cpu: bool) -> None:
             axes.plot([np.nanmedian(values)], [row], "|", **look, **label)
 
 
-def over(results: Results, *, note: str = ""):
+def _short(arm: Arm) -> str:
+    """The values alone: the axis has the factors' names."""
+    return ", ".join(map(word, arm.cell.values()))
+
+
+def _clock(results: Results, on_cpu: bool) -> str:
+    return "processor" if on_cpu and _any(results, "processor") else "seconds"
+
+
+def over(results: Results, *, note: str = "", on_cpu: bool = True):
     """Time and memory against the numbers that the plan varies; None where it varies none.
 
     Logarithmic where the plan asks for a power, else with the straight line of least squares.
@@ -64,7 +80,8 @@ def over(results: Results, *, note: str = ""):
         return None
     factor = numbers[0]
     power = any(rule.name == "exponent_in" for rule in plan.rules)
-    shown = [of for of in ("seconds", "growing" if power else "allocated") if _any(results, of)]
+    shown = [_clock(results, on_cpu), "growing" if power else "allocated"]
+    shown = [of for of in shown if _any(results, of)]
     if not shown:
         return looks.nothing("no trial passed, so nothing was measured")
     groups: dict[str, list] = {}
@@ -90,8 +107,8 @@ def over(results: Results, *, note: str = ""):
                     axes.plot(x, start + slope * x, "--", lw=1.1, color=colour,
                               label="" if rest else "least squares")  # fmt: skip
             unit = UNITS.get(of, "MiB")
-            axes.set(xlabel=factor, ylabel=f"{of} ({unit})")
-            looks.title(axes, "seconds a step" if of in TIMED else f"memory, {of}",
+            axes.set(xlabel=factor, ylabel=f"{TIMES.get(of, of)}, {unit}")
+            looks.title(axes, "time of a step" if of in TIMED else "memory of a step",
                         note if of in TIMED else "")  # fmt: skip
             if power:
                 axes.set_xscale("log", base=2)

@@ -82,7 +82,7 @@ def failures(results: Results) -> pandas.DataFrame:
     return pandas.DataFrame(lines, columns=["arm", "trial", "verdict", "because"])
 
 
-def to_metrics(results: Results, gpu: str) -> list[dict]:
+def to_metrics(results: Results) -> list[dict]:
     """Rows for metrics.csv, one an arm and metric; an arm without a value has the outcome."""
     found = []
     for arm in results.plan.listed:
@@ -97,7 +97,7 @@ def to_metrics(results: Results, gpu: str) -> list[dict]:
             "backend": spec.get("settings", {}).get("backend", ""),
             "x_name": "tokens" if tokens is not None else "",
             "x_value": tokens,
-            "gpu": gpu,
+            "device": spec.get("settings", {}).get("device"),  # else where the run's cells run
             "config": {"arm": arm.name, **arm.trial, "trials": [trial.id for trial in trials]}
             | ({} if kinds == ["PASS"] else {"outcome": ", ".join(kinds)}),
         }

@@ -11,7 +11,7 @@ import torch
 
 from nsa.attention import witness
 from nsa.experiments.training.speed import LEFT_OUT, Speed
-from nsa.lab.observers import writers
+from nsa.lab.observers import guard_rules, writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
@@ -22,6 +22,7 @@ from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
 from nsa.lab.observers.trace import Ranges, StepTrace
+from nsa.lab.observers.watchdog import Watchdog
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
 from nsa.model.data import Prefetch
@@ -29,6 +30,7 @@ from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer, warmup_steps
 from nsa.model.train_config import TrainConfig
+from nsa.spelling import choice
 from nsa.workbook.files import write_atomically, write_json
 from nsa.workbook.store import find_machine
 
@@ -65,6 +67,8 @@ class Job:
     halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
     max_skips: int = BOUND  # steps left out in a row
     profile: str = ""  # steps under torch's profiler: "20:23", or how many
+    watchdog: str = "report"  # or "off"
+    guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
     def __post_init__(self) -> None:
         for name in ("save_every", "eval_every", "observe_every", "max_skips"):
@@ -74,6 +78,14 @@ class Job:
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
         parallel.check(self.kind, self.backend, **self._options())
+        choice("watchdog", self.watchdog, ("report", "off"))
+        guard_rules.levels(self.guard)
+        for name in ("zero", "collapse"):
+            if self.train.cuda_graph and self.guards(name):
+                raise ValueError(
+                    f"--guard {name} looks into a step, and a CUDA graph hides what is in it; "
+                    f"{name}=off or no --cuda-graph would do"
+                )
         for name in self.observe:
             if name not in OBSERVERS:
                 raise ValueError(f"no observer {name!r}; there are {', '.join(OBSERVERS)}")
@@ -117,6 +129,11 @@ class Job:
             )
         return steps
 
+    def guards(self, name: str) -> bool:
+        """Whether that guard was asked for, rather than there by default."""
+        asked = any(text.partition("=")[0].strip() == name for text in self.guard)
+        return asked and bool(guard_rules.levels(self.guard)[name])
+
     def join(self) -> Parallel:
         """This process's place in the job; see nsa.model.parallel.start."""
         return parallel.start(
@@ -132,13 +149,15 @@ class Job:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same job back."""
         model, train = self.model.to_dict(), self.train.to_dict()
-        return asdict(self) | {"observe": list(self.observe), "model": model, "train": train}
+        lists = {"observe": list(self.observe), "guard": list(self.guard)}
+        return asdict(self) | lists | {"model": model, "train": train}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Job":
         model = ModelConfig.from_dict(values["model"])
-        train, observe = TrainConfig.from_dict(values["train"]), tuple(values["observe"])
-        return cls(**values | {"model": model, "train": train, "observe": observe})
+        train = TrainConfig.from_dict(values["train"])
+        tuples = {name: tuple(values[name]) for name in ("observe", "guard")}
+        return cls(**values | tuples | {"model": model, "train": train})
 
 
 def source_of(job: Job) -> Any:
@@ -196,12 +215,15 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         trainer = Trainer(LanguageModel(job.model), ahead, train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
-        guards = Guards(Path(job.halt_file or folder / "HALT"), job.max_skips)
+        halt_file, levels = Path(job.halt_file or folder / "HALT"), guard_rules.levels(job.guard)
+        guards = Guards(halt_file, job.max_skips, levels)
         observers = observers_for(job, trainer, folder, guards)
-        trainer.observers = observers.values()
+        stalls = folder / f"stall-rank{place.rank}.txt"
+        watchdog = Watchdog(stalls, place.rank, judges=job.watchdog == "report")
+        trainer.observers = [watchdog, *observers.values()]
         try:
             speed = Speed(trainer, ahead, job.profiled(trainer.steps_done))
-            result = _loop(job, trainer, guards, folder, evaluation(source), speed)
+            result = _loop(job, trainer, guards, watchdog, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
@@ -232,6 +254,7 @@ def _loop(
     job: Job,
     trainer: Trainer,
     guards: Guards,
+    watchdog: Watchdog,
     folder: Path,
     held_out: dict[str, Any],
     speed: Speed,
@@ -255,13 +278,15 @@ def _loop(
             guards.settle()
             put_losses()
             done = trainer.steps_done
-            if job.eval_every and (done % job.eval_every == 0 or done == steps):
-                evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
-                evaluated.add([(done, evaluated_loss)])
-            if job.save_every and (done % job.save_every == 0 or done == steps):
-                _save(trainer, folder / "checkpoints")
+            with watchdog.aside():
+                if job.eval_every and (done % job.eval_every == 0 or done == steps):
+                    evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
+                    evaluated.add([(done, evaluated_loss)])
+                if job.save_every and (done % job.save_every == 0 or done == steps):
+                    _save(trainer, folder / "checkpoints")
         except Stopped as stopped:
-            stop = _ended(stopped, job, trainer, folder)
+            with watchdog.aside():
+                stop = _ended(stopped, job, trainer, folder)
             put_losses()
     return {
         "steps": trainer.steps_done,
@@ -270,6 +295,8 @@ def _loop(
         "evaluation": evaluated_loss,
         "skipped_steps": trainer.skipped_steps,
         "left_out_steps": guards.left_out,
+        "warnings": guards.warnings,
+        "stalls": watchdog.reports,
     } | ({"stop": stop.record()} if stop is not None else {})
 
 
@@ -325,12 +352,13 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
         "modules": lambda: ModuleOrder(model, every=every, keep=1),
         "phases": lambda: PhaseTimes(trainer.device),
         "ranges": lambda: Ranges(model, trainer.device),
-        "stats": lambda: AttentionStats(model, writers=list(kept.values())),
+        "stats": lambda: AttentionStats(model, writers=[*kept.values(), guards]),
     }
     out, beats = sys.stderr if rank == 0 else None, folder / f"beats{rank}.jsonl"
     beat = Heartbeat(out, file=beats, total_steps=job.train.steps, detail=guards.told)
     made: dict[str, Any] = {"heartbeat": beat}
-    made |= {name: watching[name]() for name in job.observe if name in watching}
+    names = [*job.observe, *["stats"] * job.guards("collapse")]
+    made |= {name: watching[name]() for name in names if name in watching}
     if steps := job.profiled(trainer.steps_done):
         file = folder / f"trace-rank{rank}.json.gz"
         made["profile"] = StepTrace(model, trainer.device, steps, file)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nsa.lab.measure.recorders import MIB, resident_mib
 from nsa.lab.observers.cause import cause, local
 from nsa.lab.observers.deferred import Deferred
+from nsa.lab.observers.guard_rules import (
+    KINDS,
+    Level,
+    check_memory,
+    flat,
+    flat_told,
+    ram_mib,
+    shown_mib,
+)
 from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
 
 LAG = 2  # steps that the host may be ahead of a GPU, so that no step waits for its own numbers
+EVERY = 50  # steps from one look at each parameter's gradient to the next
 BOUND = 10  # left out in a row
 GROWN = 100.0  # a weight of a model that trains is far smaller
 TEXT = 1000  # letters of a halt file that are kept
@@ -46,12 +59,30 @@ class Guards:
     and the gradient's norm before clipping. Under fp16 a norm counts only at a loss scale of 1 or
     less: above it, the scaled gradient's overflow is everyday, and the scaler skips the step.
 
+    `levels` of `guard_rules.levels` add limits. flat: the loss did not fall beyond its noise in so
+    many steps. collapse: so large a share of a layer's gates, `write`n by an AttentionStats, has
+    nearly all of its sum in one branch. zero: a parameter's gradient was exactly 0 in so many looks
+    in a row, EVERY steps apart. memory: the most that the GPU's allocator has handed out, or on a
+    CPU what the process holds. What is reached is warned of once (`warnings`), or ends the run.
+
     Cost: on a GPU a copy of 16 bytes a step; the host is never more than LAG steps ahead. With
     several ranks one collective of 8 bytes a step, which is the trainer's.
     """
 
-    def __init__(self, halt_file: Path | None = None, bound: int = BOUND) -> None:
+    def __init__(
+        self,
+        halt_file: Path | None = None,
+        bound: int = BOUND,
+        levels: Mapping[str, Sequence[Level]] | None = None,
+    ) -> None:
         """Raises ValueError for a halt file that is there already."""
+        self.levels = {name: tuple((levels or {}).get(name, ())) for name in KINDS}
+        self.warnings: list[dict[str, Any]] = []
+        self._told: set[tuple[str, Level]] = set()
+        longest = max((int(level.limit) for level in self.levels["flat"]), default=1)
+        self._losses: deque[float] = deque(maxlen=longest)
+        self._norms = Deferred()
+        self._zero: Counter[str] = Counter()
         if halt_file is not None and _is_there(halt_file):
             raise ValueError(f"halt file {halt_file} is there already; remove it first")
         self.halt_file, self.bound = halt_file, bound
@@ -66,16 +97,39 @@ class Guards:
         if trainer.config.nonfinite is None:
             raise ValueError("guards need a TrainConfig with nonfinite='stop' or 'skip'")
         self._trainer = trainer
-        self._lag = LAG if trainer.device.type == "cuda" else 0
+        self._on_gpu = trainer.device.type == "cuda"
+        self._lag = LAG if self._on_gpu else 0
+        where, total = "this machine", ram_mib()
+        if self._on_gpu:
+            device = torch.cuda.get_device_properties(trainer.device)
+            where, total = device.name, device.total_memory / MIB
+        check_memory(self.levels["memory"], total, where)
 
     def on_phase(self, name: str, step: int) -> None:
         if name == "data":
             self._look_for_halt()
+        elif name == "optimizer" and self.levels["zero"] and step % EVERY == 0:
+            self._look_at_gradients(step)
 
     def on_step(self, step: int, loss: Tensor) -> None:
         self._arriving.put(step, self._trainer.vitals)
+        if self.levels["memory"]:
+            self._see("memory", step, *self._memory())
+        if self.levels["zero"]:
+            self._judge_gradients()
         alone = self._trainer.parallel.ranks == 1
         self._judge(0 if self._wish[0] and alone else self._lag)
+        if alone and self._wish[0]:
+            raise Stopped(*self._wish, step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes a look of AttentionStats, whose writer this is."""
+        if self._trainer.model.config.force_branch:
+            return  # whose gates are 1 and 0 because they were asked to be
+        shares = {k: v for k, v in values.items() if k.endswith("/collapse_share")}
+        name, share = max(shares.items(), key=lambda each: each[1], default=("", 0.0))
+        text = f"{share:.0%} of the gates of {name.partition('/')[0]} are nearly all in one branch"
+        self._see("collapse", step, share, text)
 
     def settle(self) -> None:
         """Judges every step taken. Waits for the device."""
@@ -103,8 +157,60 @@ class Guards:
                 self._left_out(step, loss, norm)
             else:
                 self._in_a_row = 0
+            self._look_at_loss(step, loss)
             if votes > 0.0:
                 raise Stopped(*self._wish, self._trainer.steps_done - 1)
+
+    def _look_at_loss(self, step: int, loss: float) -> None:
+        """Asks every quarter of a limit, for a trend does not change in a step."""
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        for level in self.levels["flat"]:
+            count = int(level.limit)
+            if len(self._losses) < count or (step + 1) % max(1, count // 4):
+                continue
+            if middles := flat(list(self._losses)[-count:]):
+                vocab = self._trainer.model.config.vocab
+                self._see("flat", step, count, flat_told(*middles, count, vocab))
+
+    def _memory(self) -> tuple[float, str]:
+        if self._on_gpu:
+            held = torch.cuda.max_memory_allocated(self._trainer.device) / MIB
+            return held, f"the GPU's allocator has handed out {shown_mib(held)} at most"
+        held = resident_mib()
+        return held, f"the process holds {shown_mib(held)}"
+
+    def _look_at_gradients(self, step: int) -> None:
+        named = [(n, p.grad) for n, p in self._trainer.model.named_parameters()]
+        named = [(name, gradient) for name, gradient in named if gradient is not None]
+        norms = torch.stack([local(gradient).detach().norm().float() for _, gradient in named])
+        if self._trainer.parallel.kind == "fsdp":  # a shard may be 0 where the whole is not
+            norms = self._trainer.parallel.mean(norms)
+        self._norms.put((step, [name for name, _ in named]), norms)
+
+    def _judge_gradients(self) -> None:
+        for (step, names), norms in self._norms.ready():
+            zero = [n for n, norm in zip(names, norms.tolist(), strict=True) if norm == 0.0]
+            self._zero = Counter({name: self._zero[name] + 1 for name in zero})
+            name, looks = max(self._zero.items(), key=lambda each: each[1], default=("", 0))
+            text = f"the gradient of {name} was exactly 0 in the last {looks} looks"
+            self._see("zero", step, looks, f"{text}, {EVERY} steps apart")
+
+    def _see(self, name: str, step: int, value: float, text: str) -> None:
+        """Warns, or asks for the end, at each limit that `value` reaches for the first time."""
+        for level in self.levels[name]:
+            if value < level.limit or (name, level) in self._told:
+                continue
+            self._told.add((name, level))
+            limit = shown_mib(level.limit) if name == "memory" else f"{level.limit:g}"
+            rank = self._trainer.parallel.rank
+            message = f"rank {rank}: " * (self._trainer.parallel.ranks > 1) + text
+            message += f" (guard {name}={limit}:{level.action})"
+            if level.action == "stop":
+                self._ask(KINDS[name].reason, message)
+                continue
+            self.warnings.append({"step": step, "rank": rank, "guard": name, "message": message})
+            print(f"nsa: warning: step {step}: {message}", file=sys.stderr, flush=True)
 
     def _left_out(self, step: int, loss: float, norm: float) -> None:
         self._in_a_row += 1

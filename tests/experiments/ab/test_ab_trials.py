@@ -11,7 +11,7 @@ from lab_entries import make_up_trials
 from places import NOTEBOOKS
 from processes import environment_with_package
 
-from nsa.experiments.ab import trials
+from nsa.experiments.ab import claims, trials
 from nsa.experiments.ab.plan import ABPlan
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.search.plan import ATTEMPT
@@ -105,3 +105,21 @@ def test_a_run_that_is_interrupted_goes_on_by_the_same_command(tmp_path):
     assert {path.name for path in (last / "trials/ab").glob("[!.]*")} >= before
     told = (last / "stdout.log").read_text()
     assert told.count("(there before)") == len(before)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_strangers_steps_are_timed_and_compared(tmp_path):
+    rule = {"cost": {"factor": "nap_s", "least": 2.0}}
+    plan = ABPlan(
+        subject="ab_entries:naps",
+        factors={"nap_s": [0.01, 0.2]},
+        repeats=2,
+        oracles=["arrival"],
+        expect=["same_verdict", {"equal_loss": 0}, "different_programs", rule],
+    )
+    results = trials.run(plan, Ledger(tmp_path))
+    assert [trial.done.verdict.kind for trial in results.trials] == ["PASS"] * 4
+    verdicts = [one.verdict for one in claims.judge(results)]
+    assert verdicts[:3] == ["PASS", "PASS", "INCONCLUSIVE"]  # nothing tells what a stranger runs
+    assert all(trial.values["seconds"] >= trial.done.cell["nap_s"] for trial in results.trials)

@@ -161,16 +161,38 @@ def test_a_correct_window_would_nearly_have_doubled_the_last_row():
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("layers", "tokens", "defects"),
-    [(1, 64, SEQUENTIAL), (2, 64, SEQUENTIAL), (1, 64, ("first_compressed",))],
-)
-def test_what_is_recorded_is_what_shapes_predict(layers, tokens, defects):
+    ("layers", "tokens", "defects", "checkpointing"),
+    [(1, 64, SEQUENTIAL, False), (2, 64, SEQUENTIAL, False), (1, 64, ("first_compressed",), False),
+     (4, 64, SEQUENTIAL, True)],
+)  # fmt: skip
+def test_what_is_recorded_is_what_shapes_predict(layers, tokens, defects, checkpointing):
     sizes = {"layers": layers, "dim": 192, "defects": defects}
     spec = {"design": "production", "changes": sizes, "tokens": tokens}
+    spec["checkpointing"] = checkpointing
     # In a process without what other tests hold and let go.
     found = run_child("nsa.experiments.case_study.loop.measure:memory", spec, deadline_s=120).result
     assert found["agrees"]
     assert found["peak_mib"] == pytest.approx(found["predicted_mib"], rel=0.02)
+
+
+def test_of_a_checkpointed_loop_the_first_block_or_the_last_is_the_peak():
+    def more(tokens, layers):
+        many, one = (held(production(n), tokens, checkpointing=True).total for n in (layers, 1))
+        return (many - one) / (layers - 1)
+
+    weights = 4 * (parameters(production(2)) - parameters(production(1)))  # and as many gradients
+    assert more(512, 4) == 2 * weights
+    assert more(16384, 4) == weights + 4 * 16384 * 768  # the inputs of blocks outgrow gradients
+    assert held(production(1), 512, checkpointing=True) == held(production(1), 512)
+
+
+@pytest.mark.full
+def test_a_late_bound_checkpoint_spoils_all_gradients_but_the_last_blocks_at_the_same_loss():
+    changes = {"layers": 4, "defects": SEQUENTIAL}
+    found = measure.gradients({"design": "tiny", "changes": changes, "tokens": 48})
+    assert len(set(found["loss"].values())) == 1
+    assert found["bound"] == [0.0] * 4
+    assert found["late"][-1] == 0.0 and min(found["late"][:-1]) > 0.5
 
 
 @pytest.mark.gpu

@@ -192,7 +192,7 @@ def test_a_port_in_use_is_said_before_anything_starts(place, capsys):
 @pytest.mark.processes
 def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     words = ["--steps", "5", "--save-every", "2", "--eval-every", "4", "--into", "first"]
-    assert cli.main([*TINY, *words, "--observe", "csv,arrival,modules,phases,stats"]) == 0
+    assert cli.main([*TINY, *words, "--observe", "csv,arrival,modules,phases,ranges,stats"]) == 0
     printed = capsys.readouterr().out
     assert "first: ok" in printed and "held out" in printed
     assert "speed    not measured: steps 1 to 5 are all among the first 20" in printed

@@ -12,8 +12,12 @@ from nsa.cli import main as cli
 from nsa.experiments.training import preflight as checks
 from nsa.experiments.training.job import Job
 from nsa.lab.measure.activation_model import predict
+from nsa.lab.measure.recorders import recorder_for, training_tensors
 from nsa.lab.process import preflight
+from nsa.model.data import synthetic
+from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
+from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
 
 TINY = [
@@ -91,7 +95,7 @@ def test_ranks_of_the_same_torchrun_are_no_foreigners(gpu, monkeypatch):
     [
         (1, "refused", "weights, gradients and moments take 6.74 MiB and the GPU has 1 MiB free"),
         (8, "warning", "a smaller --batch, --accumulate or --checkpoint all would need less"),
-        (64, "ok", "activations are from shapes, to 15 %"),
+        (64, "ok", "activations from shapes, to 15 %"),
     ],
 )
 def test_memory_is_refused_where_what_is_exact_does_not_fit_else_warned(gpu, free_mib, state, said):
@@ -110,7 +114,10 @@ def test_the_exact_part_is_exact_and_ranks_share_it_only_under_fsdp():
     exact, peak, _ = checks.needed(job(), 1)
     assert exact == predict(preset("cpu_test"), 48).fixed < peak
     assert checks.needed(replace(job(), kind="fsdp", ranks=2), 2)[0] == exact // 2
-    assert checks.needed(replace(job(), kind="ddp", ranks=2), 2)[0] == exact
+    ddp = replace(job(), kind="ddp", ranks=2)
+    assert checks.needed(ddp, 2)[0] == exact
+    twice = checks.needed(replace(ddp, gradient_as_bucket_view=False), 2)[0]
+    assert twice == exact + predict(preset("cpu_test"), 48).gradients
 
 
 def test_checkpointing_and_micro_batches_lower_the_prediction_and_it_is_held_to_its_order():
@@ -123,6 +130,24 @@ def test_checkpointing_and_micro_batches_lower_the_prediction_and_it_is_held_to_
     assert peak(changed={"checkpoint": "0:1"}) == peak(), "one block is whole at a time anyway"
     dense = checks.needed(job(changed={"attention": "dense"}), 1)
     assert dense[1] is None and "not predicted" in dense[2]
+
+
+@pytest.mark.parametrize(
+    ("backend", "checkpoint", "accumulate", "most"),
+    [("masked", "", 1, 1.5), ("packed", "", 2, 2.5), ("packed", "all", 1, 5.0)],
+)
+def test_a_step_takes_no_less_than_is_predicted(backend, checkpoint, accumulate, most):
+    changed = {"layers": 3, "backend": backend, "checkpoint": checkpoint}
+    asked = job(train={"tokens": 128, "accumulate": accumulate}, changed=changed)
+    model = LanguageModel(asked.model)
+    trainer = Trainer(model, synthetic(), asked.train)
+    trainer.run(1)
+    with recorder_for("cpu", training_tensors(model, trainer.optimizer)) as recorder:
+        trainer.observers = [recorder]
+        trainer.run(1)
+    measured, (exact, peak, _) = recorder.record(), checks.needed(asked, 1)
+    assert exact <= measured["phases"]["optimizer"] <= 1.1 * exact
+    assert 0.95 * peak <= measured["peak"] <= most * peak
 
 
 def source_tree(folder, package):

@@ -14,7 +14,8 @@ from observed import no_sync, trainer
 from processes import environment_with_package
 from tiny_models import tiny
 
-from nsa.lab.observers import guards
+from nsa.lab.observers import guard_rules, guards
+from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.guards import Guards, Stopped
 
 
@@ -193,13 +194,12 @@ def test_too_many_steps_left_out_in_a_row_end_the_run():
 
 def test_overflows_that_fp16s_scaler_skips_are_everyday_until_the_scale_is_one():
     trained, guard = guarded(precision="fp16")
-    trained.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    trained.run(40)
-    skipped = trained.skipped_steps
-    assert skipped > 0 and guard.left_out == 0
+    trained.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**3)
     nan_gradient(trained.model.head)
-    end = stopped(trained, 60)
-    assert trained.scaler.get_scale() <= 1.0 and end.facts["quantity"] == "gradient norm"
+    trained.run(3)
+    assert (trained.skipped_steps, guard.left_out, trained.scaler.get_scale()) == (3, 0, 1.0)
+    end = stopped(trained)
+    assert (end.step, end.facts["quantity"]) == (3, "gradient norm")
     assert "--precision bf16, which has the range of fp32" in end.advice
 
 
@@ -282,3 +282,91 @@ def test_a_halt_file_ends_all_ranks_after_the_same_step(ranks):
     assert first["stop"] == second["stop"]
     assert first["stop"]["message"].endswith("asked for it: enough")
     assert first["steps done"] == second["steps done"] <= 2 + 1 + guards.LAG
+
+
+def limited(*texts, **settings):
+    guard = Guards(levels=guard_rules.levels(texts))
+    return trainer(guard, nonfinite="stop", **settings), guard
+
+
+def test_random_tokens_are_flat_at_the_loss_of_a_guess_and_a_run_that_learns_is_not(capsys):
+    settings = {"config": tiny(layers=1), "tokens": 16}
+    flat, guard = limited("flat=20:warn,24:stop", lr=1e-5, **settings)
+    end = stopped(flat, 60)
+    assert (end.reason, guard.warnings[0]["guard"]) == ("flat", "flat")
+    assert "flat at ln 256 = 5.5452" in str(end) and "(guard flat=24:stop)" in str(end)
+    assert capsys.readouterr().err.count("nsa: warning: step") == 1, "a limit is told of once"
+    learns, guard = limited("flat=20:stop", data=Repeated(), lr=1e-2, **settings)
+    assert learns.run(20)[-1] < 5.3 and guard.warnings == []
+
+
+class Repeated:
+    """One batch, again and again."""
+
+    def batch(self, step, *sizes):
+        return Spoilt().data.batch(0, *sizes)
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_memory_is_told_of_in_the_step_in_which_it_crosses_its_limit(monkeypatch, action):
+    held = iter([100.0, 100.0, 3000.0, 3000.0, 3000.0])
+    monkeypatch.setattr(guards, "resident_mib", lambda: next(held))
+    monkeypatch.setattr(guards, "ram_mib", lambda: 8192.0)
+    trained, guard = limited(f"memory=2GiB:{action},4GiB:stop")
+    if action == "stop":
+        end = stopped(trained)
+        assert (end.reason, end.step) == ("memory", 2)
+        assert "the process holds 2.93 GiB (guard memory=2 GiB:stop)" in str(end)
+    else:
+        trained.run(5)
+        assert [(w["step"], w["guard"]) for w in guard.warnings] == [(2, "memory")]
+    with pytest.raises(ValueError, match=r"memory=9 GiB:stop can never be reached: this machine"):
+        limited("memory=9GiB:stop")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_what_its_allocator_has_handed_out():
+    torch.cuda.reset_peak_memory_stats()
+    now = torch.cuda.max_memory_allocated() / 2**20
+    trained, _ = limited(f"memory={now + 512:.0f}MiB:stop", device="cuda")
+    trained.run(3)
+    filled = torch.empty(600 * 2**20, dtype=torch.uint8, device="cuda")
+    end = stopped(trained)
+    assert (end.reason, end.step) == ("memory", 3) and filled.numel()
+    with pytest.raises(ValueError, match="can never be reached"):
+        limited("memory=9999GiB:stop", device="cuda")
+
+
+def test_a_gradient_that_stays_zero_is_told_with_its_parameter(monkeypatch):
+    monkeypatch.setattr(guards, "EVERY", 2)
+    trained, guard = limited("zero=3:stop")
+    with torch.no_grad():
+        trained.model.blocks[1].mlp.down.weight.zero_()  # and what feeds it has no gradient
+    trained.model.blocks[1].mlp.down.weight.requires_grad_(False)
+    end = stopped(trained, 9)
+    assert (end.reason, end.step) == ("zero_gradient", 4)
+    assert "the gradient of blocks.1.norm2.weight was exactly 0 in the last 3 looks" in str(end)
+    for config in (tiny(), tiny(force_branch="win"), tiny(stopgrad_gates=True, phi="mlp")):
+        healthy, guard = limited("zero=1:stop", config=config)
+        healthy.run(3)
+        assert guard.warnings == []
+
+
+def test_gates_that_collapse_into_one_branch_are_told_with_their_layer():
+    settings = {"config": tiny(gate="softmax"), "lr": 1e-6}
+    for bias, reason in ((0.0, None), (30.0, "gate_collapse")):
+        guard = Guards(levels=guard_rules.levels(["collapse=0.5:stop"]))
+        trained = trainer(**settings, nonfinite="stop")
+        trained.observers = (AttentionStats(trained.model, every=2, writers=[guard]), guard)
+        with torch.no_grad():
+            trained.model.blocks[1].attention.gate2.bias[1] = bias
+        if reason is None:
+            trained.run(5)
+            continue
+        end = stopped(trained)
+        assert (end.reason, end.step) == (reason, 0)
+        assert "100% of the gates of layer1 are nearly all in one branch" in str(end)
+    guard = Guards(levels=guard_rules.levels(["collapse=0.5:stop"]))
+    forced = trainer(config=tiny(force_branch="win"), nonfinite="stop")
+    forced.observers = (AttentionStats(forced.model, every=1, writers=[guard]), guard)
+    forced.run(1)

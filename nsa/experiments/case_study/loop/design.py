@@ -119,8 +119,11 @@ class Held:
         return self.window + self.compressed + self.selected + self.rest
 
 
-def held(design: Design, tokens: int) -> Held:
+def held(design: Design, tokens: int, *, checkpointing: bool = False) -> Held:
     """Of a forward and backward with batch 1, without an optimizer, on the path "loop".
+
+    checkpointing: of every block. One block's copies are there at a time; the peak is the last
+    block's, with the inputs of all, or the first one's, with the gradients of all others.
 
     ValueError for another path, or tokens below 1.
     """
@@ -128,7 +131,8 @@ def held(design: Design, tokens: int) -> Held:
         raise ValueError(
             f"path={design.path!r}, tokens={tokens}: counted is 'loop', of at least 1 token"
         )
-    dim, heads, groups, layers = design.dim, design.heads, design.groups, design.layers
+    dim, heads, groups = design.dim, design.heads, design.groups
+    layers = 1 if checkpointing else design.layers
     width = groups * design.head_dim
     # A key and its value for every head, every head's probability of it, and its place in a mask.
     copied = FP32 * (2 * dim + heads) + design.has("one_key")
@@ -146,6 +150,9 @@ def held(design: Design, tokens: int) -> Held:
     gradients = dim * design.vocab + 8 * dim * dim  # of the head and the last MLP
     released = 5 * tokens * dim  # by that MLP's backward: 11 rows, less the 6 that it holds itself
     numbers = parameters(design) + gradients - released + layers * tokens * rows
+    if checkpointing:
+        others = parameters(design) - parameters(replace(design, layers=1))
+        numbers += max(others, (design.layers - 1) * tokens * dim)
     found = copies(window, copied), copies(compressed, copied), copies(selected, shared)
     return Held(*found, rest=FP32 * numbers + tokens * head)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.experiments.case_study.loop.design import held
+from nsa.experiments.case_study.loop.design import design, held
 from nsa.experiments.case_study.loop.model import attend_loop, attend_masked
 from nsa.experiments.case_study.loop.subject import ExhibitLoop
 from nsa.lab.measure.counting import Count
@@ -61,7 +61,8 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     is `resident_mib` (of cuBLAS 32 MiB for each of two threads on an H200).
     """
     loop = ExhibitLoop(spec)
-    design, tokens, device = loop.model.design, loop.settings["tokens"], loop.settings["device"]
+    chosen, tokens, device = loop.model.design, loop.settings["tokens"], loop.settings["device"]
+    checkpointing = loop.settings["checkpointing"]
     parameters = list(loop.model.parameters())
 
     def watched() -> dict[str, list[Tensor]]:
@@ -84,16 +85,50 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     resident = found["by_category"].get("resident", 0)
     return {
         "design": loop.settings["design"],
-        "layers": design.layers,
+        "layers": chosen.layers,
         "tokens": tokens,
+        "checkpointing": checkpointing,
         "peak_mib": (found["peak"] - resident) / MIB,
         "resident_mib": resident / MIB,
         "by_category_mib": {k: v / MIB for k, v in found["by_category"].items()},
-        "predicted_mib": held(design, tokens).total / MIB,
+        "predicted_mib": held(chosen, tokens, checkpointing=checkpointing).total / MIB,
         "agrees": found["cross_check"].get("agrees", True),
         "seconds": time.perf_counter() - started,
         "loss": loss.item(),
     }
+
+
+def gradients(spec: dict[str, Any]) -> dict[str, Any]:
+    """What checkpointing does to one backward's gradients, with the bound block and a late one.
+
+    spec: settings of nsa.experiments.case_study.loop.subject. {"loss": of the three, "bound",
+    "late": each block's largest relative error by parameter, the first block's first}.
+    """
+    plain, losses = _gradients(spec), {}
+    found: dict[str, Any] = {"loss": losses}
+    losses["plain"] = plain.pop("loss")
+    defects = spec.get("changes", {}).get("defects", design(spec.get("design", "tiny")).defects)
+    for name, more in (("bound", ()), ("late", ("late_checkpoint",))):
+        changes = spec.get("changes", {}) | {"defects": [*defects, *more]}
+        other = _gradients(spec | {"changes": changes, "checkpointing": True})
+        losses[name] = other.pop("loss")
+        blocks: dict[int, float] = {}
+        for parameter, gradient in plain.items():
+            if parameter.startswith("blocks."):
+                number = int(parameter.split(".")[1])
+                apart = (other[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-30)
+                blocks[number] = max(blocks.get(number, 0.0), float(apart))
+        found[name] = [blocks[number] for number in sorted(blocks)]
+    return found
+
+
+def _gradients(spec: dict[str, Any]) -> dict[str, Any]:
+    """Each parameter's gradient on the CPU, and the "loss"."""
+    loop = ExhibitLoop(spec)
+    _, loss = loop.model(*loop.batch(0))
+    loss.backward()
+    named = loop.model.named_parameters()
+    return {n: p.grad.cpu() for n, p in named if p.grad is not None} | {"loss": loss.item()}
 
 
 def operations(spec: dict[str, Any]) -> dict[str, Any]:
@@ -182,8 +217,9 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
 
 def several(spec: dict[str, Any]) -> dict[str, Any]:
     """{"rows"} of the trial `measure` above for each of `settings`, in one process."""
-    measures = {"memory": memory, "operations": operations, "state": difference}
-    measure = (measures | {"attention": attention})[spec["measure"]]
+    known = {"memory": memory, "operations": operations, "state": difference}
+    known |= {"attention": attention, "gradients": gradients}
+    measure = known[spec["measure"]]
     return {"rows": [measure(one) for one in spec["settings"]]}
 
 

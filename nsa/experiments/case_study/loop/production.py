@@ -1,0 +1,123 @@
+"""Does the 12-layer loop at T 2048 need checkpointing, as it was and with the right window?
+
+    python -m nsa.experiments.case_study.loop.production [--small] [--folder DIR]
+
+records the six cells of the report's memory table and the production pair, a process on each GPU at
+once, and prints them with the decision as a JSON record. --small is a CPU's part of it.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa.experiments.case_study.figures import PEAKS_MIB
+from nsa.experiments.case_study.loop.design import SEQUENTIAL, held, production
+from nsa.lab import sweep
+from nsa.lab.process import gpus
+from nsa.workbook import environment
+
+ENTRY = "nsa.experiments.case_study.loop.measure:several"
+CAPACITY_MIB = 79.6 * 1024  # of the A100 that the reports are of
+RIGHT_WINDOW = tuple(name for name in SEQUENTIAL if name != "truncated_cache")
+LOOPS = {"as it was": SEQUENTIAL, "with the right window": RIGHT_WINDOW}
+DEADLINE_S = 580.0
+
+
+def cells(layers: int, tokens: int, table: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """One a process: `measure`, its loop's name, and settings. The pair of each loop comes last."""
+    found = [_cell("memory", "as it was", *size) for size in table if size != (layers, tokens)]
+    for name in LOOPS:
+        found += [_cell("memory", name, layers, tokens, checkpointing=on) for on in (False, True)]
+    return [*found, _cell("gradients", "as it was", layers, tokens)]
+
+
+def _cell(measure: str, loop: str, layers: int, tokens: int, **more: Any) -> dict[str, Any]:
+    changes = {"layers": layers, "defects": list(LOOPS[loop])}
+    settings = {"design": "production", "changes": changes, "tokens": tokens} | more
+    return {"measure": measure, "loop": loop, "settings": settings}
+
+
+def run(chosen: Sequence[dict[str, Any]], device: str, folder: str | Path) -> list[dict[str, Any]]:
+    """The row of each cell: its loop, what nsa.experiments.case_study.loop.measure says of it, and
+    the report's figure where it has one; or how the cell ended instead."""
+    lent = gpus.all_visible() if device == "cuda" else gpus.Gpus()
+
+    def spec(cell: dict[str, Any], share_s: float) -> dict[str, Any]:
+        return {"measure": cell["measure"], "settings": [cell["settings"] | {"device": device}]}
+
+    ended = sweep.measure(
+        ENTRY, chosen, spec, deadline_s=DEADLINE_S, gpus=lent, folder=folder, name=_name
+    )
+    rows = []
+    for cell, one in zip(chosen, ended, strict=True):
+        settings = cell["settings"]
+        size = settings["changes"]["layers"], settings["tokens"]
+        row = {"measure": cell["measure"], "loop": cell["loop"], "layers": size[0]}
+        row |= {"tokens": size[1], "checkpointing": settings.get("checkpointing", False)}
+        if cell["loop"] == "as it was" and not row["checkpointing"] and size in PEAKS_MIB:
+            row["reported_mib"] = PEAKS_MIB[size]
+        found = one.result["rows"][0] if one.result else {"status": one.status, "why": one.message}
+        rows.append(row | found)
+    return rows
+
+
+def _name(cell: dict[str, Any]) -> str:
+    settings = cell["settings"]
+    told = (
+        f"{cell['measure']} {cell['loop']}, {settings['changes']['layers']} x {settings['tokens']}"
+    )
+    return f"{told}, checkpointing" if settings.get("checkpointing") else told
+
+
+def decide(
+    rows: Sequence[dict[str, Any]], layers: int, tokens: int, capacity_mib: float = CAPACITY_MIB
+) -> list[str]:
+    """A sentence a loop: whether it needs checkpointing, by recorded peaks where there are any, and
+    else by what its shapes predict."""
+    said, limit = [], capacity_mib / 1024
+    for name in LOOPS:
+        (plain, how), (less, how_less) = (_gib(rows, name, layers, tokens, on) for on in (0, 1))
+        needs = "needs" if plain > limit else "does not need"
+        if less > limit:
+            needs = "is too large even with"
+        said.append(
+            f"{layers} layers at T {tokens}, {name}: {plain:.1f} GiB ({how}) without "
+            f"checkpointing, {less:.1f} GiB ({how_less}) with it; it {needs} checkpointing on "
+            f"{limit:.1f} GiB"
+        )
+    return said
+
+
+def _gib(rows: Any, loop: str, layers: int, tokens: int, checkpointing: bool) -> tuple[float, str]:
+    """A loop's peak, and whether it was recorded."""
+    how, wanted = "predicted", ("memory", loop, layers, tokens, checkpointing)
+    for row in rows:
+        names = ("measure", "loop", "layers", "tokens", "checkpointing")
+        if tuple(row[name] for name in names) == wanted:
+            if "peak_mib" in row:
+                return row["peak_mib"] / 1024, "recorded"
+            if row.get("status") == "oom":
+                how = "predicted; it ran out of memory here"
+    design = production(layers).with_(defects=LOOPS[loop])
+    return held(design, tokens, checkpointing=bool(checkpointing)).total / 2**30, how
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=__spec__.name)
+    parser.add_argument("--small", action="store_true", help="2 layers at T 128, on a CPU")
+    parser.add_argument("--folder", default="production", help="of what each process wrote")
+    given = parser.parse_args()
+    layers, tokens, table, device = 12, 2048, list(PEAKS_MIB), "cuda"
+    if given.small:
+        layers, tokens, table, device = 2, 128, [(1, 128), (2, 64)], "cpu"
+    started = time.monotonic()
+    rows = run(cells(layers, tokens, table), device, given.folder)
+    record = {"environment": environment.snapshot(), "seconds": time.monotonic() - started}
+    print(json.dumps(record | {"rows": rows, "decided": decide(rows, layers, tokens)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
