@@ -31,8 +31,6 @@ def add(commands) -> None:
         "run trials though they are there, and those are kept, as ID-1; of phases those that failed"
     )
     made.add_argument("--again", action="store_true", help=text)
-    text = "notebooks to be committed: refused unless all source is in a commit, see `nsa keep`"
-    made.add_argument("--evidence", action="store_true", help=text)
     made.add_argument("--quiet", action="store_true", help="no progress bars of notebooks")
     share(made, "--trials", "--notebooks", "--runs", "--evidence")
 

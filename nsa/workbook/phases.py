@@ -101,15 +101,9 @@ def _given(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
 def stand(phase: Phase, root: str | Path, evidence: bool = False) -> Ended:
     """Where a phase stands: its finished run, else the newest, else "to run".
 
-    A run that was cut from outside (time, a signal, a driver that is gone) is "to run" again. With
-    `evidence` only runs that are evidence count.
+    A run that was cut from outside (time, a signal, a driver that is gone) is "to run" again.
     """
-<<<<<<< HEAD
-    records = [(folder, load(folder)) for folder in runs_of(root, phase.planned.name)]
-    folders = [folder for folder, record in records if record.get("evidence") or not evidence]
-=======
     folders = runs_of(root, phase.planned.name, evidence)
->>>>>>> main
     states = [(status_now(load(folder)), folder) for folder in folders]
     for wanted in ("ok", "running"):
         if found := [folder for status, folder in states if status == wanted]:
@@ -133,8 +127,7 @@ def run_phases(
 
     A finished phase is taken as it is, a failed one is run anew only with `again`, and one that
     another driver runs is left to it. When `budget_s` is over the phase that runs is cut, to be run
-    again; so it is when the driver is told to stop, which also ends the plan. `evidence`: as of
-    `run_notebook`.
+    again; so it is when the driver is told to stop, which also ends the plan.
     """
     if budget_s is not None and not budget_s > 0:
         raise ValueError(f"budget_s={budget_s} must be more than 0 seconds")
