@@ -464,6 +464,10 @@ def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kin
     assert cli.main([*TINY, "--steps", "5", "--resume", "two", "--into", "more"]) == 0
     losses = losses_of(place / "two") + losses_of(place / "more")
     assert losses == pytest.approx(losses_of(place / "one"), rel=1e-5)
+    of_ranks, whole = (
+        [float(norm) for *_, norm in rows(place / run / "losses.csv")] for run in ("two", "one")
+    )
+    assert of_ranks == pytest.approx(whole[:3], rel=1e-4), "norms are the whole model's"
 
 
 @pytest.mark.processes
