@@ -182,6 +182,7 @@ def decided(tmp_path):
         run = store.Run(tmp_path / "run", "03_step5_hang_bisection")
         run.folder.mkdir()
         write_json(run.folder / "environment.json", {"gpus": []})
+        run.device("cpu")
         run.add_rows(table.to_metrics(results))
         run.judge(claims.all_claims(results), must_hold=False, shown=False)
         return decision.evidence(live=run)
