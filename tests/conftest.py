@@ -5,6 +5,7 @@ Imports torch and pytest only: a machine with a GPU may have nothing else to tes
 for its modules.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -53,6 +54,12 @@ def pytest_collection_modifyitems(items):
             if item.get_closest_marker(mark) and needed > DEVICES:
                 reason = f"needs {needed} CUDA device(s), found {DEVICES}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    """What all test modules have imported is no garbage: collections need not walk through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

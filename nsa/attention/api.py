@@ -45,7 +45,7 @@ def nsa_attention(
         scale: of the scores; D ** -0.5 by default.
         strict: raise at the first non-finite branch output, gate or sum, and check `blocks`. Costs
             a device sync for each. Otherwise such outputs are counted by the witness and warned of
-            once.
+            once. `nsa.lab.oracles.reference.check_call` computes small calls again, in fp64.
 
     Raises:
         ValueError: inputs that do not fit together; as Declined, that the backend does not take.
@@ -56,7 +56,7 @@ def nsa_attention(
     if strict and blocks is not None:
         for sequence in [inputs] if cu_seqlens is None else inputs.sequences():
             check_blocks(sequence)
-    chosen = _backend(backend, inputs)
+    chosen, declined = _backend(backend, inputs)
     notes: list[tuple[str, str]] = []
     # Autocast would round the fp32 scores that softmax needs.
     device, off = q.device.type, nullcontext()
@@ -72,7 +72,7 @@ def nsa_attention(
             o = chosen.fused(inputs, lambda *note: notes.append(note))
         # While torch.compile traces, nothing is computed yet; what it makes of a call is not seen.
         if not torch.compiler.is_compiling():
-            witness.saw_call(chosen.name, notes)
+            witness.saw_call(chosen.name, notes, declined)
             witness.saw_output(o)
         if strict:
             _check_finite({"the gates": gates, "the gated sum": o}, chosen.name)
@@ -87,13 +87,15 @@ def explain(q, k, v, gates, config: NSAConfig, **options) -> str:
     return str(registry.choose(checked(q, k, v, gates, config, **options)))
 
 
-def _backend(name: str, inputs: Inputs) -> registry.Backend:
+def _backend(name: str, inputs: Inputs) -> tuple[registry.Backend, dict[str, list[str]]]:
+    """The backend that computes, and why those that `auto` prefers declined."""
     if name == "auto":
-        return registry.choose(inputs).backend
+        choice = registry.choose(inputs)
+        return choice.backend, choice.declined
     backend = registry.get(name)
     if reasons := "; ".join(backend.why_not(inputs)):
         raise registry.Declined(f"backend {name!r} does not take these inputs: {reasons}")
-    return backend
+    return backend, {}
 
 
 def _run(backend: registry.Backend, inputs: Inputs, note: registry.Note) -> dict[str, Tensor]:

@@ -51,8 +51,10 @@ def names() -> list[str]:
 
 
 def check_name(name: str) -> str:
-    """`name` if it is "auto" or a backend; else a ValueError that names the nearest."""
-    known = ["auto", *names()]
+    """`name` if it is "auto", a backend or a variant of one, as "sdpa:math"; else a ValueError that
+    names the nearest."""
+    backends()
+    known = ["auto", *_loaded]
     if name in known:
         return name
     raise ValueError(f"backend {name!r} is unknown; {nearest(name, known)}")
@@ -71,7 +73,9 @@ _loaded: dict[str, Backend] = {}
 
 def _load(name: str) -> Backend:
     if name not in _loaded:
-        _loaded[name] = import_module(f"nsa.attention.backends.{name}").BACKEND
+        module = import_module(f"nsa.attention.backends.{name}")
+        for backend in (module.BACKEND, *getattr(module, "VARIANTS", ())):
+            _loaded[backend.name] = backend
     return _loaded[name]
 
 

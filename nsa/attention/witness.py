@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,12 +27,15 @@ class Witness:
     """What every call of `nsa_attention` inside one recording did.
 
     `paths` counts (branch, implementation), with "score" for the selection's scores; `backends`
-    counts calls by backend. A block that gradient checkpointing runs twice counts twice.
+    counts calls by backend; `declined` counts (backend, reason) of those that "auto" prefers to the
+    one it took, for all branches of a call. A block that gradient checkpointing runs twice counts
+    twice.
     """
 
     def __init__(self) -> None:
         self.paths: Counter[tuple[str, str]] = Counter()
         self.backends: Counter[str] = Counter()
+        self.declined: Counter[tuple[str, str]] = Counter()
         # Of each place: the largest magnitudes not looked at yet, and how many before were bad.
         self._norms: dict[Key, list[Tensor]] = {}
         self._non_finite: dict[Key, Tensor] = {}
@@ -64,12 +67,14 @@ class Witness:
         return dict(+found)
 
     def record(self) -> dict:
-        """All of it, JSON-able: {"backends", "paths": {branch: {implementation: n}}, ...}."""
-        paths: dict[str, dict[str, int]] = {}
-        for (branch, implementation), count in sorted(self.paths.items()):
-            paths.setdefault(branch, {})[implementation] = count
-        non_finite = self.non_finite()
-        return {"backends": dict(self.backends), "paths": paths, "non_finite": non_finite}
+        """All of it, JSON-able: {"backends": {backend: n}, "paths": {branch: {implementation: n}},
+        "declined": {backend: {reason: n}}, "non_finite": {place: n}}."""
+        paths, declined = {}, {}
+        for counts, named in ((self.paths, paths), (self.declined, declined)):
+            for (first, second), count in sorted(counts.items()):
+                named.setdefault(first, {})[second] = count
+        found = {"backends": dict(self.backends), "paths": paths, "declined": declined}
+        return found | {"non_finite": self.non_finite()}
 
     def warn(self, here: str) -> None:
         """Warns of a non-finite output, the first time only."""
@@ -104,12 +109,17 @@ def recording() -> Iterator[Witness]:
             _witnesses.remove(witness)
 
 
-def saw_call(backend: str, notes: list[tuple[str, str]]) -> None:
-    """Tells every open witness that `backend` served a call through `notes`."""
+def saw_call(
+    backend: str, notes: list[tuple[str, str]], declined: Mapping[str, Sequence[str]]
+) -> None:
+    """Tells every open witness that `backend` served a call through `notes`, and the reasons for
+    which others had `declined` it."""
+    reasons = [(name, "; ".join(why)) for name, why in declined.items()]
     with _lock:
         for witness in _witnesses:
             witness.backends[backend] += 1
             witness.paths.update(notes)
+            witness.declined.update(reasons)
 
 
 def saw_output(o: Tensor) -> None:

@@ -72,9 +72,10 @@ def bench(arguments) -> int:
     print(record.text(cells), flush=True)
     if arguments.json:
         from nsa.workbook import metrics
+        from nsa.workbook.environment import devices
         from nsa.workbook.files import write_json
 
-        facts = options.provenance()
+        facts = options.provenance() | {"device": devices()["cuda" if gpu else "cpu"]}
         write_json(arguments.json, [metrics.row(row, facts) for row in record.rows(cells)])
     failed = [(w, line) for w in ("red", "error") for line in record.ended(cells, w)]
     for how, line in failed:

@@ -1,4 +1,5 @@
-"""`nsa notebooks`, `run`, `runs`, `show`, `env`, `report`, `figures`: what can run and what ran."""
+"""`nsa notebooks`, `run`, `runs`, `show`, `keep`, `env`, `report`, `results`, `decide`, `figures`:
+what can run, what ran, and what follows from it."""
 
 import importlib
 import json
@@ -33,11 +34,17 @@ def add(commands) -> None:
     option("--cell-timeout", type=duration, metavar="TIME", help=text)
     option("--again", action="store_true", help="run also when this very run exists")
     option("--quiet", action="store_true", help="no progress bar")
-    share(made, "--notebooks", "--runs")
+    share(made, "--notebooks", "--runs", "--evidence")
     command(commands, runs, "--json", "--runs")
     command(commands, show, "run", "--runs")
+    command(commands, keep, "run", "--runs")
     command(commands, env, "--json")
     command(commands, report, "run", "--runs")
+    made = command(commands, results, "--runs")
+    made.add_argument("--into", metavar="FILE", help="write it there, links relative to it")
+    text = "only runs that git tracks, as the page that is committed"
+    made.add_argument("--committed", action="store_true", help=text)
+    command(commands, decide, "--runs")
     made = command(commands, figures)
     made.add_argument("--to", metavar="DIR", default="figures", help="folder; default: figures")
     share(made, "--runs")
@@ -80,6 +87,7 @@ def run(arguments) -> int:
         timeout_s=arguments.timeout,
         cell_timeout_s=arguments.cell_timeout,
         again=arguments.again,
+        evidence=arguments.evidence,
         progress=not arguments.quiet,
         say=lambda text: print(text, file=sys.stderr),
     )
@@ -97,7 +105,7 @@ def runs(arguments) -> int:
     if arguments.json:
         print(json.dumps(plain(table.to_dict("records")), indent=2))
     elif len(table):
-        shown = ["run", "status", "verdict", "seconds", "gpu", "torch", "commit"]
+        shown = ["run", "status", "verdict", "seconds", "device", "torch", "commit"]
         print(table[shown].fillna("").to_string(index=False))
     else:
         print(f"no runs in {arguments.runs}")
@@ -122,6 +130,18 @@ def show(arguments) -> int:
         print("  parameters\n    " + parameters.read_text().strip().replace("\n", "\n    "))
     failing = any(entry.get("verdict") == "FAIL" for entry in found.verdicts())
     return GOOD if status in ("ok", "running") and not failing else FAILED
+
+
+def keep(arguments) -> int:
+    """Make a run small and add to git what of it is evidence: its records, and the trials that its
+    sentences name."""
+    from nsa.workbook import keep
+    from nsa.workbook.store import open_store
+
+    folder = open_store(arguments.runs).find(arguments.run)
+    for line in keep.keep(folder):
+        print(line)
+    return GOOD
 
 
 def env(arguments) -> int:
@@ -151,6 +171,49 @@ def report(arguments) -> int:
     return GOOD
 
 
+def results(arguments) -> int:
+    """Write one page of what all runs say: every sentence with its verdict and a link to its
+    evidence."""
+    from nsa.workbook import results as stored
+    from nsa.workbook.files import write_atomically
+
+    found = stored.open_stored(arguments.runs)
+    if arguments.committed:
+        found = stored.Stored(stored.committed(arguments.runs))
+    if not found.runs:
+        raise ValueError(f"no run below {arguments.runs} has ended; start one with `nsa run`")
+    target = Path(arguments.into) if arguments.into else None
+    if target and not target.resolve().parent.is_dir():
+        raise ValueError(f"--into {target}: its folder does not exist; make it first")
+    text = stored.page(found, arguments.runs, target.parent if target else ".")
+    if target:
+        print(f"{write_atomically(target, text)}  {len(found.runs)} runs")
+    else:
+        print(text, end="")
+    return GOOD
+
+
+def decide(arguments) -> int:
+    """Hung, slow, wrong or sound, and GO or NO-GO: of the case study's loop and of today's system,
+    from stored runs. Exit code 0 if today's system is GO."""
+    from nsa.experiments.case_study import decision
+    from nsa.workbook.results import open_stored
+
+    stored = open_stored(arguments.runs)
+    for subject, name in decision.SUBJECTS.items():
+        decided, rules = decision.decide(stored, subject), decision.go(stored, subject)
+        print(f"{name[0].upper()}{name[1:]}: {decision.verdict(rules)}")
+        for node, answer in decided.path:
+            word = {True: "yes", False: "no", None: "no evidence"}[answer.holds]
+            print(f"  {decision.TREE[node].text.replace(chr(10), ' ')} {word}: {answer.because}")
+            print("".join(f"      {arguments.runs}/{one}\n" for one in answer.where), end="")
+        print(f"  = {decided.conclusion}")
+        for rule in rules:
+            print(f"  {rule}")
+            print("".join(f"      {arguments.runs}/{one}\n" for one in rule.answer.where), end="")
+    return GOOD if decision.verdict(rules) == "GO" else FAILED
+
+
 def figures(arguments) -> int:
     """Redraw the headline plots from committed runs."""
     import matplotlib.pyplot as plt
@@ -163,7 +226,7 @@ def figures(arguments) -> int:
     for name, run_id, entry in HEADLINES:
         module, _, function = entry.partition(":")
         df = Run(open_store(arguments.runs).find(run_id)).metrics()
-        note = {"note": df["gpu"].iloc[0]} if function in ("latency", "speed") else {}
+        note = {"note": df["device"].iloc[0]} if function in ("latency", "speed") else {}
         # Each names its run inside; the same records give the same bytes.
         figure = getattr(importlib.import_module(module), function)(df, **note)
         about = {"Title": name, "Description": f"run {run_id}", "Date": None}
@@ -181,4 +244,6 @@ def _print_run(run, status: str, message: str) -> None:
         print(f"  reason   {message}")
     for entry in run.verdicts():
         print(f"  {entry['verdict']:<12} {entry['claim']}")
+    if devices := run.devices():
+        print(f"  measured on {devices}")
     print(f"  folder   {Path(run.folder)}")

@@ -33,6 +33,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "--trials": {"default": "trials", "metavar": "DIR", "help": "where trials are kept"},
     "--notebooks": {"default": "notebooks", "metavar": "DIR", "help": "where they lie"},
     "--again": {"action": "store_true", "help": "run it though it is there; that is kept, as ID-1"},
+    "--evidence": {
+        "action": "store_true",
+        "help": "notebooks are to be committed: refused unless all source is in a commit",
+    },
     "--json": {"action": "store_true", "help": "print JSON instead of a table"},
     "--budget": {"type": duration, "metavar": "TIME", "help": "90, 90s, 20m or 2h"},
     "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "where"},

@@ -3,6 +3,7 @@
 An option is stored (`dest`) under the name of the field of Job or TrainConfig that it sets.
 """
 
+import math
 import os
 import sys
 from dataclasses import fields
@@ -16,7 +17,12 @@ from nsa.spelling import settings
 if TYPE_CHECKING:
     from nsa.experiments.training.job import Job
 
-TOKENS = {"production": 2048, "smoke": 1024, "step5": 1024}  # what the presets are made for
+TOKENS = {
+    "production": 2048,
+    "memory_table": 2048,
+    "smoke": 1024,
+    "step5": 1024,
+}  # what the presets are made for
 OTHER_TOKENS = 512
 
 
@@ -64,12 +70,43 @@ def add(commands) -> None:
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
     option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")
     text = (
-        "csv, tensorboard, arrival, buckets, modules, phases, stats; what each costs stands in its "
-        "docstring"
+        "csv, tensorboard, arrival, buckets, modules, phases, ranges (for NSight), stats; what "
+        "each costs stands in its docstring"
     )
     option("--observe", type=words, default=[], metavar="NAME,NAME", help=text)
     text = "from one look of arrival and modules to the next; 1 looks at all"
     option("--observe-every", type=int, default=SAMPLED, metavar="STEPS", help=text)
+    text = (
+        "what a foreign process on the GPU, too little memory or a stale installation does: refuse "
+        "(default), warn or off"
+    )
+    option("--preflight", choices=("refuse", "warn", "off"), default="refuse", help=text)
+    text = (
+        "a step whose loss or gradient norm is not finite ends the run with its cause (stop, the "
+        "default), or is left out and counted (skip); steps that fp16's loss scaler skips are usual"
+    )
+    option("--nonfinite", choices=("stop", "skip"), default="stop", help=text)
+    text = "with --nonfinite skip: more in a row end the run; 10 by default"
+    option("--max-skips", type=int, metavar="STEPS", help=text)
+    text = (
+        "warn of it, or stop there: flat (steps without a lower loss), collapse (share of gates in "
+        "one branch), zero (looks at which a gradient was 0) or memory (MiB or GiB), as "
+        "memory=60GiB:warn,65GiB:stop; NAME=stop takes the usual limit, NAME=off none. Usual are "
+        "flat=500:warn, zero=3:warn and, with --observe stats, collapse=0.9:warn"
+    )
+    option("--guard", metavar="NAME=LIMIT:ACTION", help=text, **SEVERAL)
+    text = (
+        "report, the default: tells when a step takes 5 times the slowest of the last 50 and at "
+        "least a minute, and where it stands; nothing is ended"
+    )
+    option("--watchdog", choices=("report", "off"), default="report", help=text)
+    text = "when it is there the run ends in order; HALT in the run's folder by default"
+    option("--halt-file", metavar="PATH", help=text)
+    text = (
+        "these steps (20:23), or so many, under torch's profiler: a trace for Perfetto in the "
+        "run's folder, and tables of time and memory"
+    )
+    option("--profile", default="", metavar="STEPS", help=text)
     # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     share(made, "--runs")
@@ -87,6 +124,12 @@ def train(arguments) -> int:
     from nsa.experiments.training import run as training_run
 
     places = {"runs": arguments.runs, "given": arguments.into}
+    if os.environ.get("RANK", "0") == "0":
+        from nsa.experiments.training import preflight
+
+        changed = [text.partition("=")[0].strip() for text in arguments.set]
+        where = arguments.into or arguments.runs
+        places["preflight"] = preflight.check(job, arguments.preflight, changed, where)
     if under_torchrun and job.kind != "none":
         ended = training_run.under_torchrun(job, sys.argv[1:], **places)
         return _tell(ended) if os.environ["RANK"] == "0" else GOOD
@@ -135,6 +178,8 @@ def _job(arguments, started: int | None) -> "Job":
 
     if arguments.resume is not None and not Path(arguments.resume).exists():
         raise ValueError(f"--resume {arguments.resume}: there is no such file or folder")
+    if arguments.halt_file is not None and os.path.lexists(arguments.halt_file):
+        raise ValueError(f"--halt-file {arguments.halt_file} is there already; remove it first")
     changes = _changes(arguments.set)
     if arguments.checkpoint is not None:
         changes["checkpoint"] = arguments.checkpoint
@@ -144,10 +189,11 @@ def _job(arguments, started: int | None) -> "Job":
         "precision": arguments.precision or ("bf16" if on_gpu else "fp32"),
         "ranks": started or arguments.ranks or 1,
         "observe": tuple(arguments.observe),
+        "guard": tuple(arguments.guard),
     }
 
     def of(owner: type) -> dict[str, Any]:
-        return {f.name: given[f.name] for f in fields(owner) if f.name in given}
+        return {f.name: given[f.name] for f in fields(owner) if given.get(f.name) is not None}
 
     try:
         given["model"] = presets.preset(arguments.preset, **changes)
@@ -173,12 +219,24 @@ def _tell(ended) -> int:
     print(f"{ended.folder.name}: {ended.status}")
     if ended.message:
         print(f"  reason   {ended.message}")
-    if ended.result:
-        result = ended.result
-        print(f"  loss     {result['first_loss']:.4f} -> {result['last_loss']:.4f}")
-        if result.get("evaluation") is not None:
-            print(f"  held out {result['evaluation']:.4f}")
-        print(f"  speed    {result['tokens_per_s']:,.0f} tokens/s")
+    result = ended.result
+    for text in result.get("stop", {}).get("advice", ()):
+        print(f"  try      {text}")
+    if result:
+        first, last, held_out = (
+            math.nan if result[name] is None else result[name]
+            for name in ("first_loss", "last_loss", "evaluation")
+        )
+        print(f"  loss     {first:.4f} -> {last:.4f}")
+        if not math.isnan(held_out):
+            print(f"  held out {held_out:.4f}")
+        for name, reasons in result["attention"]["declined"].items():
+            print(f"  {name} declined: {'; '.join(reasons)}")
+        print(f"  speed    {result['speed']}")
+        if result.get("loader"):
+            print(f"  data     {result['loader']}")
+    if (profile := ended.folder / "profile.txt").is_file():
+        print(profile.read_text())
     print(f"  folder   {ended.folder}")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)

@@ -27,7 +27,12 @@ def add(commands) -> None:
     text = "also on several GPUs, which else have a trial each: those share a host"
     made.add_argument("--one-at-a-time", action="store_true", help=text)
     made.add_argument("--list", action="store_true", help="tell what would be run, and end")
-    share(made, "--trials", "--again")
+    text = (
+        "run trials though they are there, and those are kept, as ID-1; of phases those that failed"
+    )
+    made.add_argument("--again", action="store_true", help=text)
+    made.add_argument("--quiet", action="store_true", help="no progress bars of notebooks")
+    share(made, "--trials", "--notebooks", "--runs", "--evidence")
 
     command(commands, bisect, "plan", "--budget", "--trials")
 
@@ -35,7 +40,7 @@ def add(commands) -> None:
     made.add_argument("trial", metavar="TRIAL", help="id, its beginning, its folder, or latest")
     made.add_argument("--markdown", action="store_true", help="as markdown, for a notebook")
     made.add_argument("--again", action="store_true", help="judge it anew, by today's rules")
-    share(made, "--trials")
+    share(made, "--trials", "--runs")
 
 
 def trial(arguments) -> int:
@@ -100,11 +105,16 @@ def _tell(report) -> None:
 
 
 def sweep(arguments) -> int:
-    """Run the trials of a plan, a YAML file. A finished trial is not run again, so the same command
-    goes on where it was cut off. Exit code 0 if all were run and passed."""
+    """Run the trials of a plan, a YAML file, or its notebooks, if it has `phases`. What is finished
+    is not run again, so the same command goes on where it was cut off. Exit code 0 if all were run
+    and passed."""
     from nsa.lab.search import execute
     from nsa.lab.search.candidates import text
     from nsa.lab.search.ledger import Ledger
+    from nsa.workbook.parameters import read_file
+
+    if "phases" in read_file(arguments.plan):
+        return _sweep_notebooks(arguments)
 
     def say(done) -> None:
         cell = ", ".join(f"{name}={value}" for name, value in done.cell.items())
@@ -140,6 +150,40 @@ def sweep(arguments) -> int:
         )
     passed = all(done.verdict.kind == "PASS" for done in swept.done)
     return GOOD if passed and not (swept.not_run or swept.flaky or swept.invalid) else FAILED
+
+
+def _sweep_notebooks(arguments) -> int:
+    """The phases of a plan of notebooks; the table of them is printed at the end."""
+    from nsa.lab.search.candidates import text
+    from nsa.workbook import phases
+
+    planned = phases.read_phases(arguments.plan, arguments.notebooks)
+    names = {one.name: one.planned.notebook.stem for one in planned}
+    if arguments.list:
+        done = [phases.stand(one, arguments.runs, arguments.evidence) for one in planned]
+    else:
+        done = phases.run_phases(
+            planned,
+            root=arguments.runs,
+            again=arguments.again,
+            evidence=arguments.evidence,
+            budget_s=arguments.budget,
+            progress=not arguments.quiet,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    rows = [
+        {
+            "phase": one.phase,
+            "run": one.run or names[one.phase],
+            "status": f"{one.status} (was there)" if one.cached else one.status,
+            "verdict": one.verdict,
+        }
+        for one in done
+    ]
+    print(text(rows))
+    if any(one.cached and one.status not in ("ok", "running") for one in done):
+        print("a phase that failed is run anew with --again")
+    return GOOD if arguments.list or all(one.good for one in done) else FAILED
 
 
 def bisect(arguments) -> int:
@@ -192,18 +236,17 @@ def gpus_of(plan):
 
 
 def explain(arguments) -> int:
-    """Explain a trial: its verdict, the rule that applied, and the evidence that it read. Exit code
-    0 if it passed."""
+    """Explain a trial: its verdict, the rule that applied, and the evidence that it read. It is
+    looked for among the trials, then in the runs. Exit code 0 if it passed."""
     from nsa.lab.search.ledger import Ledger
     from nsa.lab.verdict import judge
     from nsa.lab.verdict.explain import page
 
-    given = Path(arguments.trial)
-    if (given / "evidence.json").is_file():
-        ledger, name = Ledger(given.resolve().parent), given.resolve().name
+    given = Path(arguments.trial).resolve()
+    if (given / "verdict.json").is_file():
+        ledger, name = Ledger(given.parent), given.name
     else:
-        ledger = Ledger(arguments.trials)
-        name = _find(ledger.ids(), arguments.trial, arguments.trials)
+        ledger, name = _find(arguments.trial, arguments.trials, arguments.runs)
     found = ledger.get(name)
     if found is None:
         raise ValueError(f"trial {name} in {ledger.root} cannot be read")
@@ -214,17 +257,32 @@ def explain(arguments) -> int:
     return GOOD if verdict.kind == "PASS" else FAILED
 
 
-def _find(ids: list[str], text: str, where: str) -> str:
-    """The one id that `text` begins, or the latest; ValueError tells what there is instead."""
-    if not ids:
-        raise ValueError(f"no trials in {where}; name another folder: --trials")
-    if text == "latest":
-        return ids[-1]
-    found = [text] if text in ids else [id for id in ids if id.startswith(text)]
+def _find(text: str, trials: str, runs: str):
+    """The ledger and the id that `text` begins, or the latest; ValueError tells what there is."""
+    from nsa.lab.search.ledger import Ledger
+
+    own = Ledger(trials)
+    if text in (ids := own.ids()):
+        return own, text
+    if text == "latest" and ids:
+        return own, ids[-1]
+    where = dict.fromkeys(ids, own)
+    # A kept trial lies beside a run's other folders of trials, which are not in git.
+    kept = sorted(Path(runs).glob("*/*/trials/**/verdict.json"), key=lambda f: len(f.parts))
+    for file in kept:
+        where.setdefault(file.parent.name, Ledger(file.parents[1]))
+    if text == "latest" and kept:
+        text = max(kept, key=lambda file: file.stat().st_mtime).parent.name
+    if not where:
+        raise ValueError(f"no trials in {trials} and {runs}; name another folder: --trials")
+    found = [text] if text in where else [id for id in where if id.startswith(text)]
     found = [id for id in found if "-" not in id] or found  # not the earlier runs of the same
     if len(found) > 1:
         raise ValueError(f"{text!r} begins {len(found)} trials: {', '.join(found[:5])}; write more")
     if not found:
-        latest = ", ".join(ids[-3:])
-        raise ValueError(f"no trial {text!r} among {len(ids)} in {where}; the latest are {latest}")
-    return found[0]
+        ids = list(where)
+        places = f"in {trials} and {runs}"
+        raise ValueError(
+            f"no trial {text!r} among {len(ids)} {places}; the latest are {', '.join(ids[-3:])}"
+        )
+    return where[found[0]], found[0]

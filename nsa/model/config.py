@@ -18,7 +18,7 @@ class ModelConfig:
     """A small Llama whose attention is NSA, or dense: its twin, to be compared with.
 
     Dense attention reads the sizes, rotary, `backend` and `strict`; what is NSA's alone (`nsa`,
-    `phi`, `gate`, `compress_rope`, `shared_kv`, `stopgrad_gates`) means nothing to it. The
+    `phi`, `gate` and what belongs to it, `compress_rope`, `shared_kv`) means nothing to it. The
     backend's name is checked where a layer is built, because only the registry knows the names.
 
     Raises:
@@ -38,7 +38,9 @@ class ModelConfig:
     attention: str = "nsa"  # or "dense": causal over all tokens, one K/V projection
     nsa: NSAConfig = field(default_factory=NSAConfig)
     phi: str = "mean"
-    gate: str = "sigmoid"
+    gate: str = "sigmoid"  # or "softmax", or "uniform": 1/3 each, without parameters
+    gate_temperature: float = 1.0  # the gate's logits are divided by it
+    gate_init: str = "xavier"  # the gate's last matrix: gain 0.1, or "zero"
     compress_rope: str = "before"  # rotate keys before phi, or compressed keys after it
     shared_kv: bool = False  # one K/V projection for all three branches
     force_branch: str | None = None  # this branch alone, with gate 1
@@ -47,6 +49,7 @@ class ModelConfig:
     strict: bool = False  # raise on the first non-finite value
     checkpoint: str = ""  # layers to recompute in the backward: "", "all" or "start:end"
     rope_base: float = 10000.0
+    rope_scale: float = 1.0  # positions are divided by it: position interpolation
     norm_eps: float = 1e-6
     max_tokens: int | None = None  # longer inputs are refused; None: any length
 
@@ -76,6 +79,7 @@ class ModelConfig:
         choice("attention", self.attention, ("nsa", "dense"))
         choice("phi", self.phi, PHI_KINDS)
         choice("gate", self.gate, GATE_KINDS)
+        choice("gate_init", self.gate_init, ("xavier", "zero"))
         choice("compress_rope", self.compress_rope, ("before", "after"))
         forced = f"force_branch={self.force_branch!r}"
         if self.force_branch not in (*BRANCHES, None):
@@ -87,8 +91,15 @@ class ModelConfig:
             )
         if not isinstance(self.backend, str) or not self.backend:
             raise ValueError(f"backend={self.backend!r} is no backend's name; 'auto' chooses one")
-        for name in ("rope_base", "norm_eps"):
+        for name in ("gate_temperature", "rope_base", "rope_scale", "norm_eps"):
             check_number(name, getattr(self, name), above=0.0)
+        given = {"gate_temperature": 1.0, "gate_init": "xavier", "stopgrad_gates": False}
+        given = [f"{name}={v!r}" for name, w in given.items() if (v := getattr(self, name)) != w]
+        if self.gate == "uniform" and given:
+            raise ValueError(
+                f"gate='uniform' has no parameters, so that {', '.join(given)} would change "
+                "nothing; leave it out, or take gate='sigmoid' or 'softmax'"
+            )
         layer_range(self.checkpoint, self.layers)
 
     @property

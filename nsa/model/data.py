@@ -12,12 +12,14 @@ import queue
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
@@ -227,15 +229,23 @@ def share_of(
     return Share(tokens[rows], targets[rows], weights, accumulate)
 
 
+def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """{"p50", "p95", "max"} of the seconds, in ms; {} of none."""
+    if not len(seconds):
+        return {}
+    p50, p95 = np.quantile(seconds, (0.5, 0.95))
+    return {"p50": 1e3 * float(p50), "p95": 1e3 * float(p95), "max": 1e3 * max(seconds)}
+
+
 class Prefetch:
     """`data`, whose next `depth` batches a thread draws and pins while the step computes.
 
     Batches are those of `data`, in any order of steps: a step that does not follow the last one
     (a run resumed, an evaluation between) starts over there. Sizes may change too.
 
-    `wait_s` is how long the newest batch was waited for, `waited_s` all of them together and
-    `batches` their number. An error of the thread is raised by `batch`, with the thread's
-    traceback. `close`, leaving a `with`, or dropping the object ends the thread.
+    `waits_s` is how long each batch was waited for, `wait_s` the newest of them, `waited_s` all
+    together and `batches` their number. An error of the thread is raised by `batch`, with the
+    thread's traceback. `close`, leaving a `with`, or dropping the object ends the thread.
 
     Raises ValueError for a depth below 1.
     """
@@ -246,7 +256,7 @@ class Prefetch:
         self.data, self.depth = data, depth
         self.pin = torch.cuda.is_available()  # only a GPU copies from pinned memory
         self.wait_s = self.waited_s = 0.0
-        self.batches = 0
+        self.waits_s = array("d")
         self._thread, self._closed = None, False
 
     def batch(self, step: int, batch: int, tokens: int, device: Device = "cpu") -> Batch:
@@ -267,17 +277,22 @@ class Prefetch:
             raise
         self.wait_s = time.perf_counter() - started
         self.waited_s += self.wait_s
-        self.batches += 1
+        self.waits_s.append(self.wait_s)
         if torch.device(device).type == "cpu":
             return drawn
         ids, targets = (x.to(device, non_blocking=self.pin) for x in drawn)
         return ids, targets
 
     def record(self) -> dict[str, Any]:
-        """What `data` says of itself, and what its batches were waited for."""
+        """What `data` says of itself, and how long its batches were waited for."""
         inner = self.data.record() if hasattr(self.data, "record") else {}
-        mean_ms = 1e3 * self.waited_s / self.batches if self.batches else 0.0
-        return {**inner, "prefetch": {"depth": self.depth, "mean_wait_ms": mean_ms}}
+        waits = {"mean_wait_ms": 1e3 * self.waited_s / max(1, self.batches)}
+        waits |= {f"{name}_wait_ms": ms for name, ms in spread_ms(self.waits_s).items()}
+        return {**inner, "prefetch": {"depth": self.depth, **waits}}
+
+    @property
+    def batches(self) -> int:
+        return len(self.waits_s)
 
     def close(self) -> None:
         """Ends the thread, after the batch that it draws just then. May be called twice."""

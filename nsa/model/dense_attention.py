@@ -1,5 +1,6 @@
 """The dense twin of the NSA layer: causal attention over every earlier token."""
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.attention import dense, witness
+from nsa.attention.backends.sdpa import KERNELS, scaled_dot_product_attention
 from nsa.attention.inputs import sequence_bounds
 from nsa.attention.registry import Declined
 from nsa.model.config import ModelConfig
@@ -15,7 +17,7 @@ from nsa.model.layer import Projections, draw
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.spelling import nearest
 
-BACKENDS = ("auto", "sdpa", "flash")
+BACKENDS = ("auto", "sdpa", *(f"sdpa:{kernel}" for kernel in KERNELS), "flash")
 
 
 class DenseAttention(nn.Module):
@@ -24,8 +26,9 @@ class DenseAttention(nn.Module):
     One k and one v projection where NSA has three, and no gates: at the same width the twin has
     fewer parameters. See `presets.dense_twin`.
 
-    backend: "sdpa", torch's scaled_dot_product_attention; "flash", flash-attn, which runs or raises
-    Declined; "auto", flash-attn where it takes the inputs, else "sdpa".
+    backend: "sdpa", torch's scaled_dot_product_attention, or "sdpa:math" and the like by that one
+    of its kernels; "flash", flash-attn, which runs or raises Declined; "auto", flash-attn where it
+    takes the inputs, else "sdpa".
 
     Raises ValueError for any other backend.
     """
@@ -65,9 +68,10 @@ class DenseAttention(nn.Module):
             made["k"].unflatten(-1, (config.kv_heads, config.head_dim)),
         )
         v = made["v"].unflatten(-1, (config.kv_heads, config.value_size))
-        o, served = self._attend(q, k, v, cu_seqlens)
+        attend, declined = self._implementation(q)
+        o, served = self._attend(attend, q, k, v, cu_seqlens)
         if not torch.compiler.is_compiling():
-            witness.saw_call("dense", [("dense", served)])
+            witness.saw_call("dense", [("dense", served)], declined)
             witness.saw_output(o)
         if config.strict and not bool(o.isfinite().all()):
             raise FloatingPointError(
@@ -76,9 +80,8 @@ class DenseAttention(nn.Module):
             )
         return self.out_proj(o.flatten(2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
+    def _attend(self, attend, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
         """(o [B, T, HQ, DV], the implementation's name)."""
-        attend = self._implementation(q)
         if cu_seqlens is None:
             return attend(q, k, v)
         bounds = sequence_bounds(cu_seqlens, q)
@@ -96,22 +99,26 @@ class DenseAttention(nn.Module):
         return torch.cat(outputs, dim=1), served
 
     def _implementation(self, q: Tensor):
-        """`sdpa` or flash-attn. Raises Declined where "flash" was named and cannot serve."""
+        """`sdpa` or flash-attn, and why "auto" passed over the latter. Raises Declined where
+        "flash" was named and cannot serve."""
         name, scale = self.config.backend, self.config.head_dim**-0.5
-        if name == "sdpa":
-            return sdpa
+        if name.startswith("sdpa"):
+            return partial(sdpa, kernel=name.partition(":")[2]), {}
         reasons = dense.why_not(q, self.config.value_size, scale)
         if not reasons:
-            return lambda q, k, v: dense.dense_attention(q, k, v, scale=scale)
+            return partial(dense.dense_attention, scale=scale), {}
         if name == "auto":
-            return sdpa
+            return sdpa, {"flash": reasons}
         raise Declined(f"backend 'flash' does not take these inputs: {'; '.join(reasons)}")
 
 
 def sdpa(
-    q: Float[Tensor, "B T HQ D"], k: Float[Tensor, "B T HKV D"], v: Float[Tensor, "B T HKV DV"]
+    q: Float[Tensor, "B T HQ D"],
+    k: Float[Tensor, "B T HKV D"],
+    v: Float[Tensor, "B T HKV DV"],
+    kernel: str = "",
 ) -> tuple[Float[Tensor, "B T HQ DV"], str]:
-    """(o, "sdpa"): torch's causal attention, K and V not repeated for the heads of a group.
+    """(o, "sdpa:KERNEL"): torch's causal attention, K and V not repeated for the heads of a group.
 
     In bf16 it adds up a group's K and V gradients in bf16, with about twice the error of one head's
     (docs/log.md has the numbers). D and DV that differ are padded to the larger, because torch's
@@ -121,7 +128,7 @@ def sdpa(
     width = max(q.shape[3], value_dim)
     q, k, v = (x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
     grouped = q.shape[2] != k.shape[2]
-    o = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=grouped
-    )
-    return o.transpose(1, 2)[..., :value_dim], "sdpa"
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = {"is_causal": True, "scale": scale, "enable_gqa": grouped}
+    o, served = scaled_dot_product_attention(q, k, v, kernel, **options)
+    return o.transpose(1, 2)[..., :value_dim], served

@@ -32,7 +32,8 @@ class LearnedPhi(nn.Module):
 
     For keys that are rotated before phi, the linear kind's `position` and the mlp's `bias2` move
     every compressed key of a head by the same vector, so that a softmax over them does not change:
-    their gradient is zero but for rounding.
+    their gradient is zero but for rounding, at most half of the dtype's epsilon of the largest
+    gradient. AdamW, which divides by a gradient's own size, moves them all the same, to no effect.
     """
 
     def __init__(self, kv_heads: int, block: int, width: int) -> None:
@@ -128,7 +129,7 @@ class NSAAttention(nn.Module):
     Each branch has its own k and v projection (section 3.3.3), or all share one (`shared_kv`).
     Queries are rotated, and keys too, but for k_cmp with compress_rope="after". The gate is an MLP
     whose hidden width is head_dim // 2, of the hidden state ("sigmoid") or of the rotated mean
-    query of each group ("softmax").
+    query of each group ("softmax"); "uniform" is the constant 1/3 and has no parameters.
 
     Parameters that rightly have no gradient: the gate's with `force_branch` (it is the constant 1)
     or `stopgrad_gates`; with `force_branch` also the other branches' projections and phi, which are
@@ -151,9 +152,10 @@ class NSAAttention(nn.Module):
             {name: nn.Linear(dim, kv_heads * config.value_size, bias=False) for name in sources}
         )
         self.out_proj = nn.Linear(heads * config.value_size, dim, bias=False)
-        per_group = config.gate == "softmax"
-        self.gate1 = nn.Linear(config.head_dim if per_group else dim, config.head_dim // 2)
-        self.gate2 = nn.Linear(config.head_dim // 2, 3 if per_group else 3 * heads)
+        if config.gate != "uniform":
+            per_group = config.gate == "softmax"
+            self.gate1 = nn.Linear(config.head_dim if per_group else dim, config.head_dim // 2)
+            self.gate2 = nn.Linear(config.head_dim // 2, 3 if per_group else 3 * heads)
         if config.phi in LEARNED_PHI:
             make, block = LEARNED_PHI[config.phi], config.nsa.compress_block
             self.phi_key = make(kv_heads, block, config.head_dim)
@@ -162,13 +164,16 @@ class NSAAttention(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """The gate's first matrix is Xavier-uniform, its last one with gain 0.1, its biases are 0:
-        all gates start near sigmoid(0) = 1/2 or near 1/3."""
+        all gates start near sigmoid(0) = 1/2 or near 1/3. With gate_init="zero" the last matrix is
+        0 and they start there exactly; the first one then has no gradient in the first step."""
         inner = (self.q_proj, *self.k_proj.values(), *self.v_proj.values())
         draw(inner, self.out_proj, self.config.layers, generator)
-        nn.init.xavier_uniform_(self.gate1.weight, generator=generator)
-        nn.init.xavier_uniform_(self.gate2.weight, gain=0.1, generator=generator)
-        nn.init.zeros_(self.gate1.bias)
-        nn.init.zeros_(self.gate2.bias)
+        if self.config.gate != "uniform":
+            gain = 0.0 if self.config.gate_init == "zero" else 0.1
+            nn.init.xavier_uniform_(self.gate1.weight, generator=generator)
+            nn.init.xavier_uniform_(self.gate2.weight, gain=gain, generator=generator)
+            nn.init.zeros_(self.gate1.bias)
+            nn.init.zeros_(self.gate2.bias)
         if self.config.phi in LEARNED_PHI:
             self.phi_key.reset_parameters(generator)
             self.phi_value.reset_parameters(generator)
@@ -271,8 +276,12 @@ class NSAAttention(nn.Module):
             index = torch.arange(len(BRANCHES), device=q.device)
             one_hot = (index == BRANCHES.index(config.force_branch)).to(q.dtype)
             return one_hot.expand(*q.shape[:-1], 3)
+        if config.gate == "uniform":
+            return q.new_full((), 1 / 3).expand(*q.shape[:-1], 3)
         weights = (self.gate1.weight, self.gate1.bias, self.gate2.weight, self.gate2.bias)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not config.stopgrad_gates):
             if config.gate == "softmax":
-                return softmax_gates(q, config.kv_heads, *weights).to(q.dtype)
-            return sigmoid_gates(x, *weights).to(q.dtype)
+                gates = softmax_gates(q, config.kv_heads, *weights, config.gate_temperature)
+            else:
+                gates = sigmoid_gates(x, *weights, config.gate_temperature)
+            return gates.to(q.dtype)

@@ -105,6 +105,11 @@ class Parallel:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm)
         return norm.full_tensor() if self.kind == "fsdp" else norm
 
+    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """The norm that `clip` returns, and gradients as they are."""
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return norm.full_tensor() if self.kind == "fsdp" else norm
+
     def mean(self, loss: Tensor) -> Tensor:
         """The mean over ranks, a tensor of its own; nothing waits for a GPU."""
         if self.ranks == 1:

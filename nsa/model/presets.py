@@ -18,7 +18,8 @@ from nsa.spelling import nearest
 
 
 def repro(layers: int = 5) -> ModelConfig:
-    """The case study's memory table: T = 128 to 2048. 1,005,024 parameters with 5 layers."""
+    """The case study's small model, on which it looked for hangs, T = 128 to 2048. It has
+    1,005,024 parameters with 5 layers."""
     sizes = {"dim": 128, "heads": 8, "kv_heads": 2, "head_dim": 16}
     compressed = {"compress_block": 16, "compress_stride": 8}
     nsa = NSAConfig(**compressed, select_block=32, select_count=8, window=64)
@@ -47,8 +48,21 @@ def production(layers: int = 12) -> ModelConfig:
     return ModelConfig(name="production", layers=layers, dim=768, heads=12, kv_heads=2, head_dim=64)
 
 
+def memory_table() -> ModelConfig:
+    """The case study's memory table, batch 1 and T = 128 to 2048 in fp32: `production` with five
+    layers. 32,970,964 parameters."""
+    return production(layers=5).with_(name="memory_table")
+
+
+def cpu_config() -> ModelConfig:
+    """The case study's CPU configuration, T = 512 and batch 2: `production` with every layer
+    recomputed in the backward. 78,578,736 parameters. (Its report said two layers.)"""
+    return production().with_(name="cpu_config", checkpoint="all")
+
+
 PRESETS: dict[str, Callable[..., ModelConfig]] = {
-    make.__name__: make for make in (repro, step5, smoke, cpu_test, production)
+    make.__name__: make
+    for make in (repro, step5, smoke, cpu_test, production, memory_table, cpu_config)
 }
 
 

@@ -55,7 +55,8 @@ def rotary_for(
             f"cu_seqlens has shape {list(cu_seqlens.shape)}; needed is [N + 1] int32, rising from "
             f"0 to T={tokens}, one entry more than there are sequences"
         )
-    cos, sin = rotary_tables(tokens, config.head_dim, config.rope_base, device=device)
+    base, scale = config.rope_base, config.rope_scale
+    cos, sin = rotary_tables(tokens, config.head_dim, base, device=device, scale=scale)
     if cu_seqlens is None:
         return Rotary(cos, sin)
     index = torch.arange(tokens, device=device)

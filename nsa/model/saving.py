@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nsa.model.config import ModelConfig
+from nsa.model.train_config import TrainConfig
+
 if TYPE_CHECKING:
     from nsa.model.train import Trainer
 
@@ -19,7 +22,7 @@ NAME = re.compile(r"step-(\d+)\.pt")
 # How a step is computed rather than what: a run may go on with others. The seed has been used.
 FREE = {
     "model": {"name", "backend", "checkpoint", "strict"},
-    "training": {"accumulate", "compile", "cuda_graph", "seed"},
+    "training": {"accumulate", "compile", "cuda_graph", "nonfinite", "seed"},
 }
 
 
@@ -159,10 +162,13 @@ def file_of(path: str | os.PathLike, steps_done: int) -> Path:
 
 
 def differences(here: dict[str, dict], there: dict[str, dict]) -> list[str]:
-    """What two runs' configs disagree on, e.g. "model dim: 64, 32", but for `FREE` fields."""
+    """What two runs' configs disagree on, e.g. "model dim: 64, 32", but for `FREE` fields.
+
+    A run that was stored before a field existed had the field's default."""
     found = []
     for part, free in FREE.items():
-        mine, other = _flat(here[part]), _flat(there[part])
+        config = {"model": ModelConfig, "training": TrainConfig}[part]
+        mine, other = _flat(here[part]), _flat(config.from_dict(there[part]).to_dict())
         for name in mine | other:
             if name not in free and mine.get(name) != other.get(name):
                 found.append(f"{part} {name}: {mine.get(name)!r}, {other.get(name)!r}")

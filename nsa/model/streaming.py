@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +20,13 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nsa.model.data import Batch, Device, check_sizes, with_successors
+from nsa.model.data import Batch, Device, check_sizes, spread_ms, with_successors
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 END = b"\0"  # between documents; UTF-8 text has no other use for it
 FIRST_WAIT_S = 1.0  # before the second attempt; doubled for each further one
 LONGEST_WAIT_S = 60.0
+FETCHES = 100_000  # documents whose times are kept
 
 
 class NoText(RuntimeError):
@@ -55,7 +57,13 @@ class Stream:
     cache: Path | None = None  # None: below ~/.cache/nsa
     retries: int = 5
     sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
+    clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
     waited_s: float = field(default=0.0, init=False)  # between attempts
+    fetches_s: deque[float] = field(  # of the newest documents, attempts and waits included
+        default_factory=lambda: deque(maxlen=FETCHES), init=False, repr=False
+    )
+    fetched_s: float = field(default=0.0, init=False)  # of all documents together
+    fetched_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         for name, least in (("shuffle_buffer", 0), ("retries", 1), ("seed", 0)):
@@ -78,21 +86,31 @@ class Stream:
         return with_successors(drawn.view(batch, tokens + 1).long(), device)
 
     def record(self) -> dict[str, Any]:
-        """What a run keeps of its text: what was asked for, and what has arrived of it."""
+        """What a run keeps of its text: what was asked for, what has arrived of it, and how fast:
+        "fetch" is what came from the network now rather than out of the cache."""
+        fetch: dict[str, Any] = {"bytes": self.fetched_bytes, "s": self.fetched_s}
+        if self.fetched_s > 0:
+            fetch["mib_per_s"] = self.fetched_bytes / 2**20 / self.fetched_s
+        fetch |= {f"{name}_document_ms": ms for name, ms in spread_ms(list(self.fetches_s)).items()}
         asked = {name: getattr(self, name) for name in ("name", "seed", "shuffle_buffer")}
         stored = {name: getattr(self._stored, name) for name in ("bytes", "documents")}
-        return asked | stored | {"waited_s": self.waited_s}
+        return asked | stored | {"waited_s": self.waited_s, "fetch": fetch}
 
     def _read(self, first: int, count: int) -> bytes:
         stored = self._stored
         while stored.bytes < first + count and stored.refresh() < first + count:
+            began = self.clock()
             document = self._next()
+            self.fetches_s.append(self.clock() - began)
+            self.fetched_s += self.fetches_s[-1]
             if document is None:
                 raise ValueError(
                     f"{self.name} has {stored.bytes} bytes, and this batch would end at byte "
                     f"{first + count}; take fewer steps, or smaller batches"
                 )
-            stored.add(self._next_document, document.encode(errors="replace"))
+            content = document.encode(errors="replace")
+            self.fetched_bytes += len(content)
+            stored.add(self._next_document, content)
             self._next_document += 1
         return stored.read(first, count)
 

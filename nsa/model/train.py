@@ -37,6 +37,12 @@ class Trainer:
     gone at "end". A step out of a CUDA graph is "data", "graph", "end". Methods are looked up when
     observers are given, so without any a step pays for six empty loops, 0.7 us.
 
+    With config.nonfinite a step whose loss or gradient norm is not finite on any rank changes no
+    weight on all of them, decided on the device; under "stop" no later step does either. `vitals`,
+    [4] fp32 on the device, then hold the last step's loss (a mean over ranks), the gradient's norm
+    over the whole model before clipping, fp16's loss scale (else 1), and the share of ranks that
+    called `vote`: all ranks read the same, so that they can end after the same step.
+
     `model` is the bare model, `wrapped` what is called: the model, or DDP around it. Raises
     ValueError for weights narrower than fp32, a batch that cannot be split over the ranks, and a
     CUDA graph that cannot be had.
@@ -77,6 +83,9 @@ class Trainer:
         # fp16 gradients below 6e-8 would be 0 if the loss were not scaled
         scaled = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
+        self.vitals: Tensor | None = None
+        # Not a number of Python's: a captured step reads them anew in each replay.
+        self._seed, self._vote = (torch.full((), x, device=self.device) for x in (1.0, 0.0))
         self.steps_done = 0
         self._tried = 0  # steps taken, and skipped ones; steps_done also counts those passed over
         self._captured = self._capture()
@@ -97,9 +106,13 @@ class Trainer:
         for start in _methods(new, "on_start"):
             start(self)
 
+    def vote(self) -> None:
+        """Asks the other ranks to end the training: from the next gradients on `vitals` say so."""
+        self._vote.fill_(1.0)
+
     @property
     def skipped_steps(self) -> int:
-        """Steps that fp16's overflows made the scaler skip. Waits for the device."""
+        """Steps that changed no weight: fp16's overflows, or not finite. Waits for the device."""
         counts = [state["step"] for state in self.optimizer.state.values() if "step" in state]
         return self._tried - (int(torch.stack(counts).max()) if counts else 0)
 
@@ -114,10 +127,11 @@ class Trainer:
             share = self._share(self.data, step)
             set_rate(self.optimizer, self.config.rate(step))
             if self._captured is None:
-                loss = self._train_on(share, partial(self._enter, step=step))
+                loss, *vitals = self._train_on(share, partial(self._enter, step=step))
             else:
                 self._enter("graph", step)
-                loss = self._captured(share)
+                loss, *vitals = self._captured(share)
+            self.vitals = vitals[0] if vitals else None
             self._drop_gradients()
             self._enter("end", step)
         self.steps_done = step + 1
@@ -173,6 +187,7 @@ class Trainer:
         naming the fields that differ; FileNotFoundError where there is none.
         """
         saving.load(self, path)
+        self._seed.fill_(1.0)
         self._captured = self._capture()  # the old one reads what was replaced
 
     def close(self) -> None:
@@ -182,24 +197,58 @@ class Trainer:
         if self._captured is not None:
             self._captured.release()
 
-    def _train_on(self, share: Share, enter: Callable[[str], None]) -> Tensor:
-        """Forward, backward and optimizer of a batch on the device; returns the loss."""
+    def _train_on(self, share: Share, enter: Callable[[str], None]) -> tuple[Tensor, ...]:
+        """Forward, backward and optimizer of a batch on the device: its loss, and the vitals."""
         self._drop_gradients()  # left over from before, they would be added to
-        loss, parts = None, share.micro()
+        loss, parts, guarded = None, share.micro(), self.config.nonfinite is not None
         for index, part in enumerate(parts):
             with self.parallel.micro(self.wrapped, last=index == len(parts) - 1):
                 enter("forward")
                 weighed = self._loss(*part)
                 enter("backward")
-                self.scaler.scale(weighed).backward()
+                # A loss that is not finite makes every gradient NaN, on all ranks when they are
+                # averaged: the norm, which all have, says it without a collective of its own.
+                seed = weighed.detach() * 0.0 + self._seed if guarded else None
+                self.scaler.scale(weighed).backward(seed)
             loss = weighed.detach() if loss is None else loss + weighed.detach()
         enter("optimizer")
-        if self.config.clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            self.parallel.clip(self.parameters, self.config.clip)
-        self.scaler.step(self.optimizer)  # a fused AdamW skips on the device
+        norm = self._clip()
+        vitals = (self._look(loss, norm),) if guarded else ()
+        self._update(norm if guarded else None)
         self.scaler.update()
-        return loss
+        return loss, *vitals
+
+    def _clip(self) -> Tensor | None:
+        """Clips the gradient; its norm before, where it is clipped or guarded."""
+        if self.config.clip is None and self.config.nonfinite is None:
+            return None
+        self.scaler.unscale_(self.optimizer)
+        if self.config.clip is None:
+            return self.parallel.norm(self.parameters)
+        return self.parallel.clip(self.parameters, self.config.clip)
+
+    def _look(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """The vitals; under "stop" the seed of later gradients becomes NaN if they are bad."""
+        mean, votes = self.parallel.mean(torch.stack([loss, self._vote])).unbind()
+        scale = self.scaler.scale(torch.ones_like(mean))
+        if self.config.nonfinite == "stop":
+            # the scaler's own skipped steps are fp16's everyday
+            self._seed.add_((mean if self.scaler.is_enabled() else norm) * 0.0)
+        return torch.stack([mean, norm.float(), scale, votes])
+
+    def _update(self, norm: Tensor | None) -> None:
+        """AdamW's step, without effect where the norm is not finite."""
+        optimizer = self.optimizer
+        if norm is None or self.scaler.is_enabled():
+            self.scaler.step(optimizer)  # a fused AdamW skips on the device
+        elif self.device.type == "cuda":
+            optimizer.grad_scale, optimizer.found_inf = None, (~norm.isfinite()).float()
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif norm.isfinite():
+            optimizer.step()
 
     def _loss(self, tokens: Tensor, targets: Tensor, weight: Tensor | None) -> Tensor:
         with autocast(self.config.precision, self.device):
@@ -250,7 +299,7 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class CapturedStep:
-    """body(share) -> loss, replayed from a CUDA graph.
+    """body(share) -> (loss, ...), replayed from a CUDA graph.
 
     The first `warmup` calls run the body as it is, on the stream of the later capture, on which
     DDP must have been made too; the next one captures it. Inputs are copied into buffers that the
@@ -259,41 +308,42 @@ class CapturedStep:
     """
 
     def __init__(
-        self, body: Callable[[Share], Tensor], stream: torch.cuda.Stream, warmup: int
+        self, body: Callable[[Share], tuple[Tensor, ...]], stream: torch.cuda.Stream, warmup: int
     ) -> None:
         self.body, self.stream, self.warmup, self.calls = body, stream, warmup, 0
         self.device = stream.device
-        self.graph = self.buffers = self.loss = None
+        self.graph = self.buffers = self.found = None
 
-    def __call__(self, share: Share) -> Tensor:
+    def __call__(self, share: Share) -> tuple[Tensor, ...]:
         self.calls += 1
         if self.calls <= self.warmup:
             current = torch.cuda.current_stream(self.device)
             with on_stream(self.stream):
-                loss = self.body(share)
+                found = self.body(share)
             for x in share.tensors():
                 x.record_stream(self.stream)
-            loss.record_stream(current)
-            return loss
+            for x in found:
+                x.record_stream(current)
+            return found
         if self.graph is None:
             self._capture(share)
         for buffer, x in zip(self.buffers.tensors(), share.tensors(), strict=True):
             buffer.copy_(x, non_blocking=True)
         self.graph.replay()
-        return self.loss.clone()  # the next replay overwrites it
+        return tuple(x.clone() for x in self.found)  # the next replay overwrites them
 
     def release(self) -> None:
         """Waits for the graph and lets go of it and its memory; the next call captures another."""
         if self.graph is not None:
             torch.cuda.synchronize(self.device)
             self.graph.reset()
-        self.graph = self.buffers = self.loss = None
+        self.graph = self.buffers = self.found = None
 
     def _capture(self, share: Share) -> None:
         self.buffers, graph = share.each(Tensor.clone), torch.cuda.CUDAGraph()
         # Other threads pin memory meanwhile, which is theirs to do.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.loss = self.body(self.buffers)
+            self.found = self.body(self.buffers)
         self.graph = graph
 
 

@@ -37,6 +37,7 @@ class TrainConfig:
     precision: str = "fp32"
     compile: bool = False  # torch.compile of each block
     cuda_graph: bool = False  # the whole step as one CUDA graph
+    nonfinite: str | None = None  # such a step is left out: "skip"; all after it too: "stop"
     seed: int | None = None  # draws the weights anew; None keeps them
 
     def __post_init__(self) -> None:
@@ -55,6 +56,7 @@ class TrainConfig:
         for beta in self.betas:
             check_number("betas", beta, least=0.0, below=1.0)
         choice("precision", self.precision, ("fp32", *AUTOCAST))
+        choice("nonfinite", self.nonfinite, (None, "skip", "stop"))
         choice("schedule", self.schedule, ("constant", "cosine"))
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is more than lr={self.lr}")

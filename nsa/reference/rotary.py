@@ -11,15 +11,19 @@ def rotary_tables(
     base: float = 10000.0,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [positions, head_dim / 2]: pair i at position t turns by t base^(-2i/D).
+    """(cos, sin), each [positions, head_dim / 2]: pair i at t turns by (t / scale) base^(-2i/D).
+
+    A scale above 1 is position interpolation (arXiv 2306.15595): a model that was trained on T
+    positions reads scale T of them without an angle that it has not met.
 
     Raises ValueError for an odd head_dim.
     """
     if head_dim % 2:
         raise ValueError(f"rotary needs an even head_dim, got {head_dim}")
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim
-    times = torch.arange(positions, device=device, dtype=dtype)
+    times = torch.arange(positions, device=device, dtype=dtype) / scale
     angles = torch.outer(times, base**-exponents)
     return angles.cos(), angles.sin()
 

@@ -11,7 +11,11 @@ from nsa.config import NSAConfig
 def importance(
     p_cmp: Float[Tensor, "B HKV G T C"], config: NSAConfig
 ) -> Float[Tensor, "B T HKV NB"]:
-    """Eq. 9 and 10: p_slc[j] = sum_i M[i, j] p_cmp[i], summed over the heads of the group."""
+    """Eq. 9 and 10: p_slc[j] = sum_i M[i, j] p_cmp[i], summed over the heads of the group.
+
+    M counts the shared strides, as the paper's sum does. The other convention, which the case study
+    has, is the fraction of compressed block i that lies in block j: M d / l, which ranks alike.
+    """
     blocks = count_selectable(p_cmp.shape[3], config)
     shared = [[overlap(i, j, config) for j in range(blocks)] for i in range(p_cmp.shape[4])]
     matrix = torch.tensor(shared, dtype=p_cmp.dtype, device=p_cmp.device).view(-1, blocks)

@@ -18,11 +18,14 @@ from nsa.lab.process import child, family, preflight
 PREFIXES = ("TORCH", "PYTORCH", "CUDA", "CUBLAS", "CUDNN", "NCCL", "TRITON")
 PREFIXES += ("NSA_", "OMP_", "MKL_", "SLURM_JOB")
 # how a run's processes find each other: different every time, and no setting
-OWN = ("NSA_RUN", sweep.RUN_ENDS, family.COOKIE, family.PARENT, child.PATH)
+PROCESSES = ("NSA_RUN", sweep.RUN_ENDS, family.COOKIE, family.PARENT, child.PATH)
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SECRET = re.compile(r"token|secret|passw|credential|api_?key|auth", re.IGNORECASE)
 IDENTITY = re.compile("user|account|nodelist|node_?name|host|partition|group|uid|gid|cluster", re.I)
 PACKAGE = Path(__file__).resolve().parents[1]
+OWN = ("nsa", "notebooks", "tests")  # folders where a new file may change what runs
+SOURCE = ("--", ".", ":(exclude)runs", ":(exclude)figures")
+NEW = ("--exclude-standard", "--", *OWN)
 
 
 def snapshot(seed: int | None = None) -> dict:
@@ -35,6 +38,7 @@ def snapshot(seed: int | None = None) -> dict:
         "date": utc_now(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": cpu(),
         "cpu_cores": os.cpu_count(),
         "gpus": gpus(),
         # versions that decide the numbers; None where a package is not installed
@@ -53,7 +57,7 @@ def snapshot(seed: int | None = None) -> dict:
             name: _without_paths(value)
             for name, value in sorted(os.environ.items())
             if name.startswith(PREFIXES) and not SECRET.search(name) and not IDENTITY.search(name)
-            if name not in OWN
+            if name not in PROCESSES
         },
     }
 
@@ -63,16 +67,28 @@ def utc_now() -> str:
 
 
 def provenance(environment: dict) -> dict:
-    """The columns of a metrics row that come from the environment: gpu, torch, triton, commit."""
-    names = [gpu["name"] for gpu in environment.get("gpus") or []]
+    """The columns of a metrics row that come from the environment: torch, triton, commit."""
     git = environment.get("git") or {}
     commit = (git.get("commit") or "")[:12]
     return {
-        "gpu": names[0] if names else "cpu",
         "torch": environment.get("torch") or "",
         "triton": environment.get("triton") or "",
         "commit": commit + ("+dirty" if commit and git.get("dirty") else ""),
     }
+
+
+def devices() -> dict[str, str]:
+    """What a row says that was measured here on "cpu" or "cuda": the CPU's model, a GPU's name."""
+    return {"cpu": f"cpu: {cpu()}", "cuda": gpus()[0]["name"] if gpus() else "cuda"}
+
+
+@lru_cache(maxsize=1)
+def cpu() -> str:
+    """The CPU's model as the system names it, else its architecture."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _without_paths(value: str) -> str:
@@ -115,26 +131,19 @@ def visible_gpus(text: str, visible: str | None) -> list[dict]:
 def git_state(folder: Path | None = None) -> dict | None:
     """`commit`, `dirty`, `dirty_hash` (sha256 of the diff and the untracked files), or None.
 
-    Files under runs/ and figures/ are results, not source: they make nothing dirty. A node that got
-    the files without their history is told the commit by NSA_COMMIT; whether they are changed
-    is then unknown (None).
+    Files under runs/ and figures/ are results, not source: they make nothing dirty, nor do new
+    files outside of the folders in OWN. A node that got the files without their history is told the
+    commit by NSA_COMMIT; whether they are changed is then unknown (None).
     """
-    top = str(folder or PACKAGE.parent)
-
-    def git(*words: str) -> str:
-        return _output(["git", "-C", top, *words]) or ""
-
-    commit = git("rev-parse", "--verify", "HEAD").strip() or None
+    top = folder or PACKAGE.parent
+    commit = _git(top, "rev-parse", "--verify", "HEAD").strip() or None
     told = os.environ.get("NSA_COMMIT")
     if told and not commit:
         return {"commit": told, "dirty": None, "dirty_hash": None}
-    top = git("rev-parse", "--show-toplevel").strip()
-    if not top:
+    if not _git(top, "rev-parse", "--show-toplevel"):
         return None
-    outside = ["--", ".", ":(exclude)runs", ":(exclude)figures"]
-    difference = git("diff", "HEAD", *outside) if commit else ""
-    listed = git("ls-files", "-z", "--others", "--exclude-standard", *outside)
-    untracked = sorted(filter(None, listed.split("\0")))
+    difference = _git(top, "diff", "HEAD", *SOURCE) if commit else ""
+    untracked = sorted(_lines(_git(top, "ls-files", "-z", "--others", *NEW)))
     if not difference and not untracked:
         return {"commit": commit, "dirty": False, "dirty_hash": None}
     digest = hashlib.sha256(difference.encode(errors="surrogateescape"))
@@ -144,6 +153,45 @@ def git_state(folder: Path | None = None) -> dict | None:
         if path.is_file():
             digest.update(path.read_bytes())
     return {"commit": commit, "dirty": True, "dirty_hash": digest.hexdigest()}
+
+
+def check_evidence(notebook: str | Path, package: Path = PACKAGE) -> None:
+    """ValueError, which says what would do, unless a run of this notebook can be evidence: the
+    package lies in the notebook's tree, and its commit is known and holds all of its source."""
+    top = package.parent
+    if top not in Path(notebook).resolve().parents:
+        raise ValueError(
+            f"evidence is made from one tree: {notebook} is not in that of {package}, which is "
+            f"imported; run `python -m nsa run` in the notebook's own, or install that with -e"
+        )
+    git = git_state(top) or {}
+    commit = git.get("commit") or ""
+    if not re.fullmatch("[0-9a-f]{7,40}", commit):
+        raise ValueError(
+            f"evidence needs the commit of {top}, which is no git repository with one, and "
+            f"NSA_COMMIT={commit!r} names none; set it to what `git rev-parse HEAD` says where "
+            "these files are from, once that is clean"
+        )
+    if git["dirty"] is None:
+        return
+    names = _lines(_git(top, "diff", "HEAD", "--name-only", "-z", *SOURCE))
+    names += _lines(_git(top, "ls-files", "-z", "--others", *NEW))
+    if not _git(top, "ls-files", "--", package.name):
+        names = [f"{package.name}/, none of which is in git"]
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise ValueError(
+            f"evidence is made from a clean commit, and {', '.join(names[:8])}{more} differ from "
+            f"{commit[:12]}: commit or `git stash -u` them, or run without --evidence"
+        )
+
+
+def _lines(text: str) -> list[str]:
+    return [name for name in text.split("\0") if name]
+
+
+def _git(folder: Path, *words: str) -> str:
+    return _output(["git", "-C", str(folder), *words]) or ""
 
 
 def _output(command: list[str]) -> str | None:

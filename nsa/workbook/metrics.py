@@ -9,23 +9,24 @@ from nsa.workbook.files import plain
 
 NUMBERS = ("x_value", "median", "q20", "q80")
 MEASURED = ("operation", "backend", "mode", "metric", "unit", "x_name", *NUMBERS, "config")
-COLUMNS = (*MEASURED, "gpu", "torch", "triton", "commit", "date")
+COLUMNS = (*MEASURED, "device", "torch", "triton", "commit", "date")
 
 
 def row(given: dict, facts: dict) -> dict:
     """A complete row: `config` as JSON, missing texts empty, missing numbers NaN, `facts` added.
 
-    ValueError names a column that does not exist, a row without operation or metric, or a number
-    that is none.
+    ValueError names a column that does not exist, a row without operation, metric or device, or a
+    number that is none.
     """
     for name in given:
         if name not in COLUMNS:
             raise ValueError(f"metrics have no column {name!r}; {nearest(name, COLUMNS, 0)}")
-    for name in ("operation", "metric"):
-        if not given.get(name):
-            raise ValueError(f"a metrics row needs {name!r}; got only {sorted(given)}")
     full = {name: _cell(name, given.get(name)) for name in COLUMNS}
-    return full | {name: value for name, value in facts.items() if not full[name]}
+    full |= {name: value for name, value in facts.items() if not full[name]}
+    for name in ("operation", "metric", "device"):
+        if not full[name]:
+            raise ValueError(f"a metrics row needs {name!r}; got only {sorted(given)}")
+    return full
 
 
 def _cell(name: str, value) -> str | float:
@@ -48,15 +49,23 @@ def table(rows: list[dict]):
 
 
 def read(path: str | Path):
-    """A metrics.csv as a DataFrame: numbers as float, everything else as text; no file, no rows."""
+    """A metrics.csv as a DataFrame: numbers as float, everything else as text; no file, no rows.
+
+    Runs before December 2026 have `gpu`, the machine's, in the place of `device`.
+    """
     import pandas
 
     if not Path(path).is_file():
         return table([])
-    texts = {column: str for column in COLUMNS if column not in NUMBERS}
+    texts = dict.fromkeys({*COLUMNS, "gpu"} - {*NUMBERS}, str)
     nothing = {name: [""] for name in NUMBERS}
     found = pandas.read_csv(path, dtype=texts, keep_default_na=False, na_values=nothing)
-    return found.astype(dict.fromkeys(NUMBERS, float))
+    return found.astype(dict.fromkeys(NUMBERS, float)).rename(columns={"gpu": "device"})
+
+
+def on_gpu(frame) -> bool:
+    """Whether there are rows and all of them were measured on GPUs."""
+    return bool(len(frame)) and not any(name[:3] in ("", "cpu") for name in frame["device"])
 
 
 def configs(frame):

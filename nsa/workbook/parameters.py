@@ -12,9 +12,10 @@ from typing import Any
 
 from nsa.spelling import nearest
 
-TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+TYPES = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict, "list": list}
 EXAMPLES = {"int": "4", "float": "0.5", "str": "cpu", "bool": "true"}
 EXAMPLES |= {"list[int]": "128,256", "list[float]": "0.5,1.0", "list[str]": "gather,sdpa"}
+EXAMPLES |= {"dict": "'{layers: [1, 2]}'", "list": "'[{layers: 1}]'"}  # of anything, as in YAML
 RANGE = re.compile(r"\(\s*(-?[\d.]+?)\s*\.\.\s*(-?\d[\d.]*)?\s*\)")
 CHOICES = re.compile(r"one of:?\s+([^;()]+)")
 
@@ -98,6 +99,13 @@ def parse(text: str, kind: str) -> Any:
         inner = kind[5:-1]
         parts = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)""", body)
         return [parse(part, inner) for part in parts if part.strip()]
+    if kind in ("dict", "list"):
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
     if kind == "bool":
         return {"true": True, "yes": True, "false": False, "no": False}.get(text.lower(), text)
     if kind == "str":

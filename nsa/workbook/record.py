@@ -21,6 +21,13 @@ STATUS_OF = {  # before its end a run is "running", or "lost" where its runner i
     "rank_died": "failed",
     "terminated": "killed",
     "interrupted": "interrupted",
+    "halted": "ok",  # ended in order because somebody asked for it
+    # a guard ended a training in order
+    "non_finite": "failed",
+    "memory": "failed",
+    "flat": "failed",
+    "gate_collapse": "failed",
+    "zero_gradient": "failed",
 }
 LOST_AFTER_S = 120.0
 
@@ -28,7 +35,14 @@ LOST_AFTER_S = 120.0
 class Record:
     """Written as `running` when made, its heartbeat renewed by a thread until `close`."""
 
-    def __init__(self, folder: Path, notebook: str, question: str, beat_s: float = 15.0):
+    def __init__(
+        self,
+        folder: Path,
+        notebook: str,
+        question: str,
+        beat_s: float = 15.0,
+        evidence: bool = False,
+    ):
         self.path = Path(folder) / "record.json"
         self._done = threading.Event()
         self._began = time.monotonic()
@@ -37,6 +51,7 @@ class Record:
             "run_id": Path(folder).name,
             "notebook": notebook,
             "question": question,
+            "evidence": evidence,  # made from a clean commit, to be kept
             "status": "running",
             "stop_reason": None,
             "started": utc_now(),
@@ -79,21 +94,21 @@ class Record:
 
 
 def status_now(record: dict) -> str:
-    """The stored status, but `lost` for a run whose runner is gone. A live runner on this machine
-    is never lost, however old its heartbeat (a suspended laptop)."""
+    """The stored status, but `lost` for a run whose runner is gone: at once where it ran on this
+    machine, else once its heartbeat is old. A live runner is never lost, however old its heartbeat
+    (a suspended laptop)."""
     if record.get("status") != "running":
         return record.get("status", "lost")
+    began = record.get("pid_started")
+    if began and record.get("machine") == machine() and process_start(os.getpid()):
+        # compared, because the system gives numbers of ended processes to new ones
+        return "running" if process_start(record.get("pid") or -1) == began else "lost"
     try:
         beat = datetime.fromisoformat(record["heartbeat"])
         age_s = (datetime.now(UTC) - beat).total_seconds()
     except (KeyError, ValueError, TypeError):
         age_s = float("inf")
-    if age_s <= LOST_AFTER_S:
-        return "running"
-    here = record.get("machine") == machine()
-    started = process_start(record.get("pid") or -1) if here else None
-    # compared, because the system gives numbers of ended processes to new ones
-    return "running" if started and started == record.get("pid_started") else "lost"
+    return "running" if age_s <= LOST_AFTER_S else "lost"
 
 
 def process_start(pid: int) -> float | None:

@@ -24,6 +24,7 @@ def publish_figures(folder: Path, root: Path, figures: Path) -> None:
     notebook = record["notebook"]
     of_run = {"run": folder.relative_to(root).as_posix(), "date": record["started"]}
     of_run |= environment.provenance(read_json(folder / "environment.json", {}))
+    of_run["device"] = store.Run(folder).devices()
     figures.mkdir(parents=True, exist_ok=True)
     for source in sources:
         copy = write_atomically(figures / f"{notebook}--{source.name}", source.read_bytes())
@@ -95,9 +96,10 @@ def _header(folder: Path, notebook: Path) -> dict:
     lasted = ""
     if seconds is not None:
         lasted = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+    device = store.Run(folder).devices()
     header = {
         "title": f"{record.get('notebook') or notebook.stem} · {_when(record)}".strip(" ·"),
-        "crumb": " · ".join(filter(None, [run, _when(record), lasted])),
+        "crumb": " · ".join(filter(None, [run, _when(record), lasted, device])),
         "status": "notebook",
         "tables": {},
         "footer": run,
@@ -127,7 +129,7 @@ def _environment(facts: dict) -> list[tuple[str, Any]]:
     ]
     git = facts.get("git") or {}
     commit = git.get("commit") or "not in a git repository"
-    names = ("python", "platform", "cpu_cores", "nsa", "torch", "cuda", "triton")
+    names = ("python", "platform", "cpu", "cpu_cores", "nsa", "torch", "cuda", "triton")
     names += ("flash_attn", "flash_attn_4", "seed", "date")
     rows = [("gpu", "; ".join(gpus) or "none")]
     rows += [(name, facts[name]) for name in names if facts.get(name) is not None]

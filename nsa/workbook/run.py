@@ -12,9 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.sweep import RUN_ENDS
-from nsa.workbook import environment, identity, parameters, report, store
+from nsa.workbook import environment, identity, keep, parameters, report, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.record import Record, load
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run whose input is right and of which nothing is written; `name` is its folder's."""
+
+    notebook: Path
+    given: dict[str, Any]
+    full: dict[str, Any]
+    environment: dict[str, Any]
+    name: str
+
+
+def plan_run(
+    name_or_path: str | Path, given: dict[str, Any], notebooks: str | Path = "notebooks"
+) -> Planned:
+    """What `run_notebook` would run. ValueError for a wrong name or parameter."""
+    notebook = identity.find_notebook(name_or_path, notebooks)
+    declared = parameters.declared(notebook)
+    given = parameters.check(declared, given)
+    full = parameters.filled(declared, given)
+    snapshot = environment.snapshot(full.get("seed"))
+    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
+    return Planned(notebook, given, full, snapshot, name)
 
 
 @dataclass(frozen=True)
@@ -44,43 +68,47 @@ def run_notebook(
     timeout_s: float | None = None,
     cell_timeout_s: float | None = None,
     again: bool = False,
+    evidence: bool = False,
     progress: bool = True,
+    ends_budgets: bool = True,
     notebooks: str | Path = "notebooks",
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
     """Execute a notebook with `given` parameters into a new folder below `root`.
 
     A run of the same id that reached its end is returned instead, whatever its verdicts, unless
-    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. Wrong
-    names, parameters, deadlines and an unwritable `root` raise ValueError before anything starts;
-    later failures are the result.
+    `again`. The figures of a run that reached its end are copied to figures/ beside `root`. With
+    `evidence` only what `environment.check_evidence` lets through is run, and the trials that it
+    names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
+    before anything starts; later failures are the result. With `ends_budgets` the notebook measures
+    only as much as `timeout_s` leaves time for; without it is cut.
     """
     import yaml
 
     root = Path(root)
-    notebook = identity.find_notebook(name_or_path, notebooks)
-    declared = parameters.declared(notebook)
-    given = parameters.check(declared, given or {})
-    full = parameters.filled(declared, given)
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
-    snapshot = environment.snapshot(full.get("seed"))
-    name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
-    if not again and (earlier := _finished(root, name)):
+    planned = plan_run(name_or_path, given or {}, notebooks)
+    notebook, name = planned.notebook, planned.name
+    if evidence:
+        environment.check_evidence(notebook)
+    finished = [f for f in runs_of(root, name, evidence) if load(f).get("status") == "ok"]
+    if not again and finished:
+        earlier = finished[-1]
         say(f"this run exists: {earlier} (run it again with --again)")
         return _result(earlier, cached=True)
     folder = store.create_folder(root, name)
-    settings = yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
+    settings = yaml.safe_dump(planned.full, sort_keys=False, allow_unicode=True)
     write_atomically(folder / "parameters.yaml", settings)
-    write_json(folder / "environment.json", snapshot)
-    record = Record(folder, notebook.stem, identity.question(notebook))
+    write_json(folder / "environment.json", planned.environment)
+    record = Record(folder, notebook.stem, identity.question(notebook), evidence=evidence)
     say(f"running {notebook.stem} into {folder}")
     stop_reason, message = "error", ""
     try:
         with termination_is_an_exception():
             stop_reason, message = _execute(
-                notebook, folder, given, timeout_s, cell_timeout_s, progress
+                planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
             )
     except Terminated:
         stop_reason, message = "terminated", "the runner was asked to end (SIGTERM)"
@@ -90,6 +118,8 @@ def run_notebook(
         message = f"{type(error).__name__}: {error}"
     finally:
         content = record.close(stop_reason, message)
+    if evidence:
+        say("\n".join(keep.trials(folder)))
     # Figures that cannot be copied and a report that cannot be drawn are said, and cost nothing.
     if content["status"] == "ok":
         figures = root.parent / "figures"
@@ -105,15 +135,13 @@ def run_notebook(
     return _result(folder)
 
 
-def _finished(root: Path, name: str) -> Path | None:
-    """The newest run of this id that reached its end, also one that had to be called `<name>-2`."""
-    found = [
-        path.parent
-        for pattern in (f"*/{name}/record.json", f"*/{name}-*/record.json")
-        for path in root.glob(pattern)
-        if load(path.parent).get("status") == "ok"
-    ]
-    return max(found, key=lambda folder: str(load(folder).get("started")), default=None)
+def runs_of(root: str | Path, name: str, evidence: bool = False) -> list[Path]:
+    """The runs of this id, oldest first, also those that had to be called `<name>-2`; with
+    `evidence` those alone that are."""
+    patterns = (f"*/{name}/record.json", f"*/{name}-*/record.json")
+    found = [path.parent for pattern in patterns for path in Path(root).glob(pattern)]
+    found = [folder for folder in found if load(folder).get("evidence") or not evidence]
+    return sorted(found, key=lambda folder: str(load(folder).get("started")))
 
 
 def _result(folder: Path, cached: bool = False) -> RunResult:
@@ -123,7 +151,9 @@ def _result(folder: Path, cached: bool = False) -> RunResult:
     return RunResult(folder, *ended, cached, verdicts, shown, record.get("message", ""))
 
 
-def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tuple[str, str]:
+def _execute(
+    planned: Planned, folder, timeout_s, cell_timeout_s, progress, ends_budgets
+) -> tuple[str, str]:
     """papermill with our engine; returns the stop reason and the failure in one line."""
     import nbformat
     import papermill
@@ -132,9 +162,9 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
     from nsa.workbook import engine
 
     variables = os.environ | {"NSA_HEADLESS": "1", "NSA_RUN": str(folder.resolve())}
-    if timeout_s is not None:
+    if timeout_s is not None and ends_budgets:
         variables[RUN_ENDS] = str(time.monotonic() + timeout_s)
-    output = folder / "notebook.ipynb"
+    notebook, output = planned.notebook, folder / "notebook.ipynb"
     message = ""
     with contextlib.ExitStack() as files:
         stdout, stderr, kernel = (
@@ -145,7 +175,7 @@ def _execute(notebook, folder, given, timeout_s, cell_timeout_s, progress) -> tu
             papermill.execute_notebook(
                 str(notebook),
                 str(output),
-                given,
+                planned.given,
                 engine_name=engine.register(),
                 kernel_name="python3",
                 language="python",

@@ -1,4 +1,4 @@
-"""Exponents of y ~ x^p: between neighbours, and fitted with an interval. Pure functions."""
+"""Exponents of y ~ x^p, lines and ratios, each with its interval. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -22,6 +22,66 @@ class Fit:
         if math.isnan(self.low):
             return f"{self.exponent:.2f} ({self.n} points, no interval)"
         return f"{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The geometric mean of `n` paired ratios, with its 95 % interval (NaN for a single pair)."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.value:.3g} (one pair, no interval)"
+        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def paired_ratio(base: Sequence[float], other: Sequence[float]) -> Ratio:
+    """other / base of pairs that were measured side by side; the interval is Student's, of the
+    logarithms. ValueError for a value that is not positive."""
+    base, other = np.asarray(base, dtype=float), np.asarray(other, dtype=float)
+    if base.shape != other.shape or not len(base) or not ((base > 0) & (other > 0)).all():
+        raise ValueError(f"ratios want positive pairs, got {base.tolist()} and {other.tolist()}")
+    logs, n = np.log(other / base), len(base)
+    half = student.ppf(0.975, n - 1) * logs.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
+    middle = logs.mean()
+    return Ratio(*(float(np.exp(middle + sign * half)) if sign else float(np.exp(middle))
+                   for sign in (0, -1, 1)), n)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """y = at_0 + slope x through `n` points: the slope's 95 % interval, R2, and where the largest
+    residual is, as a share of the mean of y."""
+
+    slope: float
+    low: float
+    high: float
+    at_0: float
+    r2: float
+    n: int
+    worst: float
+    worst_at: float
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
+    """Least squares. ValueError as for `fit_exponent`, and below three points: two lie on a line
+    whatever they are."""
+    x, y = _pairs(x, y)
+    if len(x) < 3 or not np.isfinite(y).all():
+        raise ValueError(f"a line wants three points or more, all measured, got {y.tolist()}")
+    line = linregress(x, y)
+    half = float(student.ppf(0.975, len(x) - 2) * line.stderr)
+    along = line.intercept + line.slope * x
+    off = (y - along) / np.abs(y).mean()
+    worst = int(np.argmax(np.abs(off)))
+    r2 = 1.0 if not np.ptp(y) else float(line.rvalue**2)
+    slope = float(line.slope)
+    return Line(slope, slope - half, slope + half, float(line.intercept), r2, len(x),
+                float(off[worst]), float(x[worst]))  # fmt: skip
 
 
 def local_exponents(x: Sequence[float], y: Sequence[float]) -> np.ndarray:

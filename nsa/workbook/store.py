@@ -16,8 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
 from nsa.workbook.claim import Claim
@@ -35,6 +33,8 @@ class Machine:
     name: str  # what figures call it
 
     def __str__(self) -> str:
+        import torch
+
         return f"{self.name}, torch {torch.__version__}"
 
     @property
@@ -55,6 +55,8 @@ class Machine:
 def find_machine(device: str, gpus: int = 1) -> Machine:
     """The machine for a notebook's parameter `device`; "auto" is a GPU where torch finds so many.
     Raises ValueError for another word, and for "cuda" without so many."""
+    import torch
+
     choice("device", device, ("auto", "cpu", "cuda"))
     found = torch.cuda.device_count()
     if device == "cuda" and found < gpus:
@@ -75,6 +77,7 @@ class Run:
         self.folder = Path(folder)
         self.notebook = notebook
         self.parameters = dict(parameters or {})
+        self._device = ""  # of rows that do not say theirs, as `device` found it
 
     def __repr__(self) -> str:
         # without the folder: a committed notebook must not depend on where it ran
@@ -97,9 +100,11 @@ class Run:
     def add_rows(self, rows: Any) -> None:
         """Append rows (mappings or a DataFrame) to metrics.csv.
 
-        `config` may be a mapping, stored as JSON. gpu, torch, triton, commit and date are filled
-        where missing. A measurement that failed is a row too: no median, `outcome` in its config.
-        ValueError names a column that does not exist, or a row without operation or metric.
+        `config` may be a mapping, stored as JSON. torch, triton, commit and date are filled where
+        missing, and `device`, on which it was measured: "cpu" and "cuda" become the names of those,
+        and a row without is of what `device` found. A measurement that failed is a row too: no
+        median, `outcome` in its config.
+        ValueError names a column that does not exist, or one that a row lacks.
         """
         import pandas
 
@@ -109,7 +114,10 @@ class Run:
         if not rows:
             return
         facts = {**environment.provenance(self.environment), "date": environment.utc_now()}
-        added = metrics.table([metrics.row(row, facts) for row in rows])
+        facts["device"], names = self._device, environment.devices()
+        full = [metrics.row(row, facts) for row in rows]
+        named = [row | {"device": names.get(row["device"], row["device"])} for row in full]
+        added = metrics.table(named)
         before = self.metrics()
         table = pandas.concat([before, added], ignore_index=True) if len(before) else added
         write_atomically(self.folder / "metrics.csv", table.to_csv(index=False))
@@ -118,12 +126,20 @@ class Run:
         """The run's long table, columns metrics.COLUMNS; empty when nothing was measured."""
         return metrics.read(self.folder / "metrics.csv")
 
+    def devices(self) -> str:
+        """Those on which the rows so far were measured, in words."""
+        return " and ".join(self.metrics()["device"].unique())
+
     def verdict(self, claim: str, verdict: str, evidence: Any) -> str:
-        """Store one claim's verdict, replacing an earlier one on the same claim; returns it."""
+        """Store one claim's verdict, replacing an earlier one on the same claim; returns it.
+
+        With it stands on which devices the run's rows were measured.
+        """
         if verdict not in VERDICTS:
             raise ValueError(f"verdict {verdict!r} is not one of PASS, FAIL, INCONCLUSIVE")
         entries = [entry for entry in self.verdicts() if entry["claim"] != claim]
-        entries.append({"claim": claim, "verdict": verdict, "evidence": evidence})
+        entry = {"claim": claim, "verdict": verdict, "evidence": evidence}
+        entries.append(entry | {"device": self.devices()})
         write_json(self.folder / "verdicts.json", entries)
         return verdict
 
@@ -153,8 +169,11 @@ class Run:
             figure.savefig(self.figure(f"{name}.svg"), metadata=label | {"Date": None})
 
     def device(self, device: str, gpus: int = 1) -> Machine:
-        """What the cells run on, for a notebook's parameter `device`; see `find_machine`."""
-        return find_machine(device, gpus)
+        """What the cells run on, for a notebook's parameter `device`; see `find_machine`. Rows that
+        are added later were measured there, unless they say otherwise."""
+        machine = find_machine(device, gpus)
+        self._device = "cpu" if machine.on_cpu else machine.name
+        return machine
 
     def verdicts(self) -> list[dict]:
         return read_json(self.folder / "verdicts.json", [])
@@ -231,8 +250,9 @@ class Store:
         return sorted(found, key=lambda folder: (str(load(folder).get("started")), folder))
 
     def runs(self):
-        """One row a run: run, notebook, status, verdict, started, seconds, stop_reason, gpu, torch,
-        commit, folder. A `running` run whose runner is gone shows as `lost`."""
+        """One row a run: run, notebook, status, verdict, started, seconds, stop_reason, torch,
+        commit, device (all that its rows name), folder. A `running` run whose runner is gone shows
+        as `lost`."""
         import pandas
 
         return pandas.DataFrame([summary(folder, self.root) for folder in self.folders()])
@@ -249,7 +269,7 @@ class Store:
             return folders[-1]
         name = str(name).strip("/")
         paths = [folder.relative_to(self.root).as_posix() for folder in folders]
-        # the short id alone, 1a2b3c4d-2 of 01_memory-1a2b3c4d-2, is what tables show
+        # the id alone, with the -2 of a second run, is what tables show
         short = {path: re.search(r"[^-/]+(-\d{1,7})?$", path)[0] for path in paths}
         ways = {path: (path, path.split("/")[1], short[path]) for path in paths}
         fits = [path for path, (_, whole, _) in ways.items() if name in (path, whole)] or [
@@ -292,7 +312,8 @@ def summary(folder: Path, root: Path) -> dict:
         "status": status_now(record),
         "verdict": overall(read_json(folder / "verdicts.json", [])),
         **{key: record.get(key) for key in ("started", "seconds", "stop_reason")},
-        **{key: facts[key] for key in ("gpu", "torch", "commit")},
+        **{key: facts[key] for key in ("torch", "commit")},
+        "device": Run(folder).devices(),
         "folder": str(folder),
     }
 

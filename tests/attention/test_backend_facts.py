@@ -149,7 +149,7 @@ def test_slots_that_name_no_block_or_one_again_are_empty(backend, tokens, given,
 
 
 @pytest.mark.parametrize("lookback", [None, 40, 200])
-@pytest.mark.parametrize("length, stride", [(1, 1), (16, 8)])
+@pytest.mark.parametrize("length, stride", [(1, 1), (16, 8), (128, 64)])
 def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookback):
     span = Span(length, stride, lookback)
     keys = (700 - length) // stride + 1
@@ -159,6 +159,47 @@ def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookba
         seen = {s // 128 for s in (low, high - 1) if low < high}
         assert all(tiles[t // 128, column] for column in seen)
     assert tiles.sum() <= 21 + 5  # no more than the causal half
+
+
+@pytest.mark.parametrize("size", [48, 64, 128, 200, 300])
+def test_flex_visits_every_tile_that_a_lone_block_touches(size):
+    for j in range(700 // size):
+        blocks = torch.full((1, 700, 1, 2), -1, dtype=torch.int32)
+        blocks[0, 699, 0, 0] = j
+        tiles = selection_tiles(blocks, 700, size)[0, 0]
+        touched = {key // 128 for key in range(j * size, (j + 1) * size)}
+        assert set(tiles[-1].nonzero().flatten().tolist()) == touched
+        assert not tiles[:-1].any()
+
+
+@pytest.mark.parametrize("backend", ["packed", "sequential"])  # gather reads key 0 for no slot
+def test_a_block_that_a_query_does_not_select_cannot_spoil_it(backend):
+    config = NSAConfig(4, 2, 8, 2, select_initial=0, select_local=1, window=6)
+    drawn = draw(Case(21, config=config), torch.float32, DEVICE)  # the last block is not full
+    drawn.blocks = torch.full((1, 21, 2, 2), -1, dtype=torch.int32, device=DEVICE)
+    drawn.blocks[..., 0] = torch.arange(21, device=DEVICE)[:, None] // 8
+    with torch.no_grad():
+        for name in ("k_slc", "v_slc"):
+            drawn.leaves[name][:, :8] = torch.nan
+        o = attend(drawn, backend, branches=("slc",))
+    assert o[:, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize("branch", ["cmp", "win"])
+def test_keys_that_many_chunks_add_to_are_rounded_once(branch, monkeypatch):
+    case = Case(256, kv_heads=1, group=2, config=NSAConfig(4, 2, 8, 5, window=256))
+    drawn = draw(case, torch.bfloat16, DEVICE)
+    leaves = [drawn.leaves[f"{x}_{branch}"] for x in "kv"]
+
+    def gradients():
+        o = attend(drawn, "gather", branches=(branch,))
+        return torch.autograd.grad(o.float().square().sum(), leaves)
+
+    whole = gradients()
+    monkeypatch.setattr("nsa.attention.span.ELEMENTS", 2 * 256)  # one query at a time
+    for apart, at_once in zip(gradients(), whole, strict=True):
+        error = (apart.float() - at_once.float()).abs().max() / at_once.float().abs().max()
+        assert error <= 2**-7, "two roundings to bf16, of p or of the sum, are at most a step apart"
 
 
 @pytest.mark.full
@@ -217,6 +258,50 @@ def test_a_backward_under_autocast_keeps_its_dtypes(backend):
     with torch.autocast(DEVICE, torch.bfloat16):
         again = torch.autograd.grad(attend(drawn, backend).sum(), drawn.leaves["q"])[0]
     torch.testing.assert_close(again, plain)
+
+
+def kernels_that_ran(drawn, backend):
+    """(torch's own names of the attention operators that the profiler saw, the witness's)."""
+    with torch.profiler.profile() as profiler, witness.recording() as seen:
+        attend(drawn, backend)
+    ran = {event.key for event in profiler.key_averages() if "_scaled_dot_product" in event.key}
+    return ran, {served for (branch, served) in seen.paths if branch != "score"}
+
+
+OPERATORS = {"math": "_attention_math", "flash": "_flash_", "mem_efficient": "_efficient_"}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa:math", "sdpa:flash", "sdpa:mem_efficient"])
+@pytest.mark.parametrize("value_dim", [16, 8])
+def test_sdpa_runs_the_kernel_that_it_is_told_to_and_the_witness_names_the_one_that_ran(
+    backend, value_dim
+):
+    drawn = draw(Case(64, group=2, dim=16, value_dim=value_dim), torch.float32, DEVICE)
+    try:
+        ran, served = kernels_that_ran(drawn, backend)
+    except registry.Declined as refusal:
+        kernel = backend.partition(":")[2]
+        assert kernel and f"torch has no {kernel} kernel for q" in str(refusal)
+        return
+    assert len(ran) == len(served) == 1
+    kernel = served.pop().removeprefix("sdpa:")
+    assert OPERATORS[kernel] in ran.pop()
+    assert backend in ("sdpa", f"sdpa:{kernel}")
+
+
+def test_a_kernel_is_part_of_a_models_backend_and_an_unknown_one_is_refused():
+    assert registry.check_name("sdpa:math") == "sdpa:math" not in registry.names()
+    with pytest.raises(ValueError, match="'sdpa:mth' is unknown; the nearest is 'sdpa:math'"):
+        registry.check_name("sdpa:mth")
+    with pytest.raises(ValueError, match="'gather:math' is unknown"):
+        registry.get("gather:math")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a CPU has two of torch's kernels")
+def test_on_a_cpu_torch_has_no_memory_efficient_kernel_and_says_so():
+    assert attend(draw(Case(24), torch.float32), "sdpa:math").isfinite().all()
+    with pytest.raises(registry.Declined, match=r"'sdpa:cudnn' does not .* no cudnn kernel for q"):
+        attend(draw(Case(24), torch.float32), "sdpa:cudnn")
 
 
 def test_auto_never_takes_the_exhibit(monkeypatch):
@@ -291,6 +376,22 @@ def test_strides_add_up_to_the_blocks_of_the_reference(config, kind, dtype, toke
         if truth.numel():
             assert_as_accurate(f"{kind} {name}", ours, torchs, truth)
         assert ours.shape == truth.shape
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's own products are rounded as well")
+def test_a_block_of_many_strides_is_added_up_before_it_is_rounded():
+    config = NSAConfig(64, 1, 64, 3)
+    torch.manual_seed(0)
+    x, dtype = torch.randn(1, 80, 1, 8), torch.bfloat16
+    weights = PhiWeights(torch.randn(1, 64, 8), torch.randn(1, 64 * 8, 8))
+    low = PhiWeights(*(w.to(dtype) for w in (weights.position, weights.weight1)))
+    given = x.to(dtype), "linear", low, config
+    exact = compress(x.to(dtype).double(), "linear", PhiWeights(
+        low.position.double(), low.weight1.double()), config)  # fmt: skip
+    ours, torchs = (
+        (f(*given).double() - exact).abs().mean() for f in (triton.compress_by_strides, compress)
+    )
+    assert ours <= 2 * torchs
 
 
 class LargestTensor(TorchDispatchMode):

@@ -146,6 +146,11 @@ def test_what_does_not_fit_is_refused_with_what_would_do(call, changes, message)
         call(**changes)
 
 
+@pytest.mark.parametrize("borders", [(0, 0, 12, 20), (0, 12, 12, 20), (0, 12, 20, 20)])
+def test_an_empty_sequence_in_a_pack_changes_nothing(call, borders):
+    assert torch.equal(call(**bounds(*borders)), call(**bounds(0, 12, 20)))
+
+
 def test_auto_is_no_backend_to_get():
     with pytest.raises(ValueError, match="'auto' is a choice between backends"):
         registry.get("auto")

@@ -2,14 +2,27 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from cases import Case, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.attention import witness
+from nsa.attention import registry, witness
 from nsa.attention.api import nsa_attention
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 def call(poison="", value=float("nan"), dtype=torch.float32, fill=(), **options):
@@ -38,9 +51,29 @@ def test_every_call_is_counted_by_branch_and_implementation():
             "slc": {"gather-chunks": 3},
             "win": {"dense-mask-matmul": 1, "span-chunks": 3},
         },
+        "declined": {},
         "non_finite": {},
     }
     assert json.loads(json.dumps(seen.record())) == seen.record()
+
+
+def test_what_auto_declined_is_counted_by_backend_and_reason(monkeypatch):
+    def declined():
+        with witness.recording() as seen:
+            call(backend="auto")
+        return seen.record()["declined"]
+
+    before = declined()
+    assert before and "packed" not in before
+    packed = registry.get("packed")
+    busy = replace(packed, why_not=lambda inputs: ["busy", "tired"])
+    monkeypatch.setitem(registry._loaded, "packed", busy)
+    assert declined() == before | {"packed": {"busy; tired": 1}}
+    with pytest.raises(registry.Declined, match="'packed' does not take these inputs: busy; tired"):
+        call(backend="packed")
+    with witness.recording() as seen:
+        call(backend="gather")
+    assert seen.record()["declined"] == {}, "who was named was not chosen"
 
 
 def test_recordings_nest_and_close_and_the_process_counts_every_call():
@@ -63,6 +96,21 @@ def test_strict_mode_names_branch_layer_and_step(branch, value):
         pytest.raises(FloatingPointError, match=rf"branch '{branch}' at layer 3, step 5: \d+ of"),
     ):
         call(f"v_{branch}", value, strict=True)
+
+
+@pytest.mark.parametrize("backend", ["gather", "packed", "sdpa"])
+@pytest.mark.parametrize("branches", [("win",), ("cmp", "slc", "win")])
+def test_strict_mode_waits_once_a_value_it_looks_at_and_without_it_nothing_does(
+    backend, branches, monkeypatch
+):
+    def waits(**options):
+        with Operations() as seen:
+            call(backend=backend, branches=branches, **options)
+        return seen.names.count("aten._local_scalar_dense.default")
+
+    monkeypatch.setattr(witness, "saw_output", lambda o: None)  # which on a CPU looks at once
+    assert waits() == 0
+    assert waits(strict=True) == len(branches) + 2  # each branch, the gates and the sum
 
 
 def test_strict_mode_lets_finite_values_through():
@@ -94,20 +142,13 @@ def test_outputs_are_counted_across_looks_dtypes_and_places():
 
 
 def test_most_outputs_are_kept_for_a_look_at_several():
-    names = []
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            names.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     seen, norm = witness.Witness(), torch.ones(())
-    with Operations():
+    with Operations() as operations:
         for _ in range(witness.TOGETHER - 1):
             seen.saw_output(norm)
-        assert names == []
+        assert operations.names == []
         seen.saw_output(norm)
-    assert 0 < len(names) < witness.TOGETHER and seen.non_finite() == {}
+    assert 0 < len(operations.names) < witness.TOGETHER and seen.non_finite() == {}
 
 
 def test_a_tensor_without_values_is_not_looked_at():

@@ -208,6 +208,7 @@ NONE = {"torch", "numpy", "psutil"}
         ("import nsa; nsa.__version__", OPTIONAL | BASE),
         ("from nsa.cli.main import parser; parser().format_help()", {"torch"}),
         ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
+        ("import nsa.workbook.store", {"torch"}),
         ("import nsa.lab.process.family", NONE),
         ("from nsa.lab.process import launch", NONE),
     ],

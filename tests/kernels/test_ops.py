@@ -1,6 +1,7 @@
 """The operators as torch sees them: schemas, fake kernels, compilation, checkpoints, export."""
 
 from dataclasses import replace
+from unittest.mock import MagicMock as Mock
 
 import pytest
 import torch
@@ -211,6 +212,46 @@ def test_a_capture_holds_whatever_streams_are_needed(branches, frozen):
         names = only_learning(drawn, "q", "gates")
     leaves, do = [drawn.leaves[name] for name in names], torch.randn_like(drawn.leaves["q"])
     timing.graph_latency(lambda: attend(drawn, "triton", branches=branches), leaves, do)
+
+
+def test_the_side_stream_begins_after_what_the_current_one_was_given():
+    side, order = object.__new__(ops.SideStream), Mock()
+    side._used, side._stream, side._current, side._inside = (
+        False,
+        order.side,
+        order.now,
+        order.block,
+    )
+    with side:
+        order.work()
+    side.join()
+    assert [name for name, *_ in order.mock_calls] == [
+        "side.wait_stream", "block.__enter__", "work", "block.__exit__", "now.wait_stream"
+    ]  # fmt: skip
+    assert order.side.wait_stream.call_args.args == (order.now,)
+    assert order.now.wait_stream.call_args.args == (order.side,)
+
+
+def test_the_selected_branch_waits_for_the_window_which_it_adds_to(monkeypatch):
+    order = []
+
+    class Side(ops.SideStream):
+        def __exit__(self, *raised):
+            order.append("window")
+
+        def join(self):
+            order.append("join")
+
+    plain = ops.selected_fwd.selected_forward
+    monkeypatch.setattr(ops, "SideStream", Side)
+    monkeypatch.setattr(
+        ops.selected_fwd,
+        "selected_forward",
+        lambda *a, **k: order.append("selected") or plain(*a, **k),
+    )
+    with torch.no_grad():
+        attend(draw(replace(CASE, tokens=17), torch.float32, DEVICE), "triton")
+    assert order[:3] == ["window", "join", "selected"]
 
 
 def test_there_is_one_stream_for_little_work_and_on_a_cpu():

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from nsa.blocks import compressed_span, window_span
 from nsa.config import NSAConfig
+from nsa.kernels import selected_fwd
 from nsa.kernels.common import power_of_two
 from nsa.kernels.inverse import inverse
 from nsa.kernels.selected_dkdv import selected_dkdv
@@ -263,6 +264,26 @@ def test_the_size_of_the_first_tile_does_not_hinge_on_later_tokens():
     after = ours(case, given, cost=2.0)
     for name in ("o", "lse2", "dq", "delta"):
         assert torch.equal(after[name][:8], before[name][:8]), name
+
+
+def test_the_first_tile_of_each_sequence_is_large_whatever_those_before_it_select(monkeypatch):
+    monkeypatch.setattr(Plan, "always_large", lambda *_: False)
+    every = selected_fwd.launches
+    monkeypatch.setattr(
+        selected_fwd, "launches", lambda *a: [one for one in every(*a) if not one.walk.large]
+    )
+    case = Case((48, 32), group=4, select_block=4)
+    given = case.draw()
+    given["blocks"][...] = -1
+    position = torch.cat([torch.arange(n) for n in case.lengths])
+    given["blocks"][..., 0] = (position // 4)[:, None]  # four neighbours alike, the next ones not
+    sequences, out = case.sequences(), torch.full((80, 4, 16), torch.nan)
+    planned = plan(given["blocks"], sequences, case.group)
+    given = given["q"], given["k"], given["v"], planned, sequences, 0.25
+    selected_forward(*given, cost=2.0, out=out)
+    large = planned.large.tokens_per_tile
+    small = out.isfinite().all(-1).all(-1)  # what small tiles have written
+    assert small.tolist() == [t >= large for n in case.lengths for t in range(n)]
 
 
 @pytest.mark.full

@@ -150,6 +150,17 @@ def test_ties_go_to_the_lower_index(config, dtype):
     assert torch.equal(got, select(exact, config)[0])
 
 
+def test_a_compressed_key_that_has_not_ended_has_no_importance():
+    """Its score is the largest by far; what it adds would go to a block that is not forced."""
+    config = NSAConfig(8, 4, 8, 2, select_initial=0, select_local=1, window=6)
+    q, k_cmp = torch.ones(40, 2, 16, device=DEVICE), torch.zeros(9, 1, 16, device=DEVICE)
+    k_cmp[1], k_cmp[5] = 0.5, 20.0  # key 5 ends with token 27: query 26 sees keys 0 to 4
+    got = chosen(q, k_cmp, (40,), config)
+    want = select(scores(q, k_cmp, config)[None], config)[0]
+    rows = slice(24, 27)
+    assert got[rows, 0].tolist() == want[0, rows, 0].tolist()
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, when interpreted
 def test_forced_blocks_and_legal_ones_hold_when_scores_are_not_finite():
     config = NSAConfig(4, 2, 8, 5, window=6)

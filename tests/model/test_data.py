@@ -9,7 +9,7 @@ import pytest
 import torch
 from observed import trainer
 
-from nsa.model.data import Data, Prefetch, synthetic, text
+from nsa.model.data import Data, Prefetch, spread_ms, synthetic, text
 
 
 @pytest.fixture(params=[synthetic, text], ids=["synthetic", "text"])
@@ -207,6 +207,13 @@ def test_what_a_step_waited_for_its_batch_is_measured():
         record = ahead.record()["prefetch"]
         assert record["depth"] == 2
         assert record["mean_wait_ms"] == pytest.approx(1e3 * ahead.waited_s / 2)
+        assert record["max_wait_ms"] == 1e3 * ahead.waits_s[0]
+
+
+def test_the_spread_of_waits_is_by_quantiles():
+    waits = [0.001] * 90 + [0.010] * 8 + [2.0] * 2
+    assert spread_ms(waits) == {"p50": 1.0, "p95": pytest.approx(10.0), "max": 2000.0}
+    assert spread_ms([]) == {}
 
 
 def test_an_error_of_the_thread_comes_at_its_step_with_its_traceback():

@@ -22,7 +22,8 @@ def written_out(layer, x):
         (x @ getattr(layer, f"{n}_proj").weight.double().T).unflatten(-1, (h, -1))
         for n, h in heads.items()
     )
-    cos, sin = rotary_tables(x.shape[1], c.head_dim, c.rope_base, dtype=torch.float64)
+    base, scale = c.rope_base, c.rope_scale
+    cos, sin = rotary_tables(x.shape[1], c.head_dim, base, dtype=torch.float64, scale=scale)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
     outputs = []
@@ -34,7 +35,16 @@ def written_out(layer, x):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"kv_heads": 4}, {"kv_heads": 1}, {"value_dim": 4}, {"value_dim": 12}], ids=str
+    "changes",
+    [
+        {},
+        {"kv_heads": 4},
+        {"kv_heads": 1},
+        {"value_dim": 4},
+        {"value_dim": 12},
+        {"rope_scale": 4.0},
+    ],
+    ids=str,
 )
 def test_it_is_causal_attention_with_rotary(changes):
     layer = DenseAttention(twin(**changes))
@@ -57,7 +67,7 @@ def test_packed_sequences_do_not_see_each_other():
     [
         ({"attention": "sparse"}, "attention='sparse' is unknown; known are nsa, dense"),
         ({"attention": "dense", "force_branch": "win"}, "dense attention has no branches"),
-        ({"attention": "dense"}, r"backend='gather' .* known are auto, sdpa, flash"),
+        ({"attention": "dense"}, r"backend='gather' .* known are auto, sdpa, sdpa:flash, "),
     ],
 )
 def test_what_means_nothing_to_it_is_refused(changes, message):
@@ -75,7 +85,10 @@ def test_every_parameter_has_a_gradient_and_the_witness_names_what_served():
     with witness.recording() as seen:
         found = gradients(LanguageModel(twin()))
     assert all(g is not None and g.abs().max() > 0 for g in found.values())
-    assert seen.record()["paths"] == {"dense": {"sdpa": 2}}
+    assert seen.record()["paths"] == {"dense": {"sdpa:flash": 2}}
+    assert seen.record()["declined"] == {
+        "flash": {"needs bf16 or fp16, got torch.float32; needs a GPU, got cpu": 2}
+    }
 
 
 def test_auto_takes_flash_attn_where_it_serves(monkeypatch):
@@ -88,7 +101,19 @@ def test_auto_takes_flash_attn_where_it_serves(monkeypatch):
     with witness.recording() as seen:
         LanguageModel(twin())(tokens())
         LanguageModel(twin(backend="sdpa"))(tokens())
-    assert seen.record()["paths"] == {"dense": {"fa4": 2, "sdpa": 2}}
+    assert seen.record()["paths"] == {"dense": {"fa4": 2, "sdpa:flash": 2}}
+    assert seen.record()["declined"] == {}
+
+
+@pytest.mark.parametrize("kernel", ["math", "flash"])
+def test_the_twin_has_the_kernel_that_it_asks_for_or_declines(kernel):
+    layer = DenseAttention(twin(backend=f"sdpa:{kernel}"))
+    x = hidden(layer.config, batch=2)
+    with witness.recording() as seen:
+        assert torch.allclose(layer(x).double(), written_out(layer, x), atol=1e-6)
+    assert seen.record()["paths"] == {"dense": {f"sdpa:{kernel}": 1}}
+    with pytest.raises(Declined, match=r"torch has no cudnn kernel .* on cpu"):
+        DenseAttention(twin(backend="sdpa:cudnn"))(x)
 
 
 def test_strict_stops_at_what_is_not_finite():

@@ -9,10 +9,10 @@ from nsa.attention.witness import recording
 from nsa.lab.observers.graph import count_nodes
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
+from nsa.model.presets import preset
 from nsa.model.rotary import rotary_for
 from nsa.reference.compress import Phi, PhiWeights, compress
 from nsa.reference.nsa import BRANCHES, nsa
-from nsa.reference.rotary import rotary_tables
 
 # Keys of one head that all move by one vector leave a softmax over them as it was.
 ROUNDING_ONLY = {("linear", "before"): "phi_key.position", ("mlp", "before"): "phi_key.bias2"}
@@ -181,6 +181,52 @@ def test_stopped_gates_cost_exactly_the_gate_parameters_their_gradient(gate):
     assert without_gradient(stopped) == gates
 
 
+def test_a_uniform_gate_is_a_third_each_and_costs_exactly_the_gates_gradients():
+    plain, uniform = LanguageModel(tiny()), LanguageModel(tiny(gate="uniform"))
+    gates = {f"blocks.{layer}.attention.{name}" for layer in (0, 1) for name in GATE}
+    learning = [{n for n, g in gradients(m).items() if g is not None} for m in (plain, uniform)]
+    assert learning[0] - learning[1] == gates and learning[1] < learning[0]
+    layer = NSAAttention(tiny(gate="uniform"))
+    x = hidden(layer.config)
+    assert torch.equal(
+        layer.gates(x, torch.randn(1, TOKENS, 4, 8)), torch.full((1, TOKENS, 4, 3), 1 / 3)
+    )
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_a_zero_last_matrix_leaves_the_gates_first_one_without_gradient_at_step_one(gate):
+    moved = {}
+    for init in ("zero", "xavier"):
+        model = LanguageModel(tiny(gate=gate, gate_init=init))
+        model.reset_parameters(seed=3)
+        layer, x = model.blocks[0].attention, hidden(model.config)
+        gates = layer.gates(x, torch.randn(1, TOKENS, 4, 8))
+        assert (gates.std() == 0) == (init == "zero")
+        found = gradients(model)
+        for n in (1, 2):
+            named = [g for name, g in found.items() if f"gate{n}.weight" in name]
+            moved[init, n] = torch.stack([g.abs().max() for g in named])
+    assert not moved["zero", 1].any() and (moved["xavier", 1] > 0).all()
+    assert (moved["zero", 2] > 0).all() and (moved["xavier", 2] > 0).all()
+
+
+def test_zero_and_xavier_gates_of_one_seed_differ_in_the_gates_last_matrices_alone():
+    states = []
+    for init in ("zero", "xavier"):
+        model = LanguageModel(tiny(gate_init=init, phi="mlp"))
+        model.reset_parameters(seed=3)
+        states.append(model.state_dict())
+    differ = {name for name, x in states[0].items() if not torch.equal(x, states[1][name])}
+    assert differ == {f"blocks.{layer}.attention.gate2.weight" for layer in (0, 1)}
+
+
+def test_the_case_studys_gates_have_the_spread_that_it_reports():
+    model = LanguageModel(preset("production", gate="softmax", vocab=8, mlp_hidden=16))
+    last = torch.cat([block.attention.gate2.weight for block in model.blocks])
+    assert last.shape == (12 * 3, 32)
+    assert last.std().item() == pytest.approx(0.0239, rel=0.1)  # sqrt(2 / 35) / 10
+
+
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_gates_start_near_their_middle_with_a_tenth_of_xaviers_spread(gate):
     config = tiny(dim=256, heads=16, kv_heads=2, head_dim=64, gate=gate)
@@ -243,7 +289,9 @@ def test_strict_mode_reaches_the_attention():
 def written_out(layer, x, cu_seqlens=None):
     """What the layer is documented to compute, from its own weights and the reference."""
     config, weight = layer.config, dict(layer.named_parameters())
-    cos, sin = rotary_tables(x.shape[1], config.head_dim, config.rope_base)
+    exponents = torch.arange(config.head_dim // 2) / (config.head_dim / 2)
+    times = torch.arange(x.shape[1])[:, None] / config.rope_scale
+    cos, sin = (turn(times * config.rope_base**-exponents) for turn in (torch.cos, torch.sin))
     positions = torch.arange(x.shape[1])
     if cu_seqlens is not None:
         positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])
@@ -274,6 +322,7 @@ def written_out(layer, x, cu_seqlens=None):
     read = read @ weight["gate1.weight"].T + weight["gate1.bias"]
     read = read * torch.sigmoid(read)
     logits = read @ weight["gate2.weight"].T + weight["gate2.bias"]
+    logits = logits / config.gate_temperature
     if config.force_branch:
         gates = torch.tensor([float(name == config.force_branch) for name in BRANCHES])
         gates = gates.to(x).expand(*q.shape[:3], 3)
@@ -292,13 +341,15 @@ def written_out(layer, x, cu_seqlens=None):
     [
         {"gate": "sigmoid"},
         {"gate": "softmax"},
+        {"gate_temperature": 3.0, "rope_scale": 4.0},
+        {"gate": "softmax", "gate_temperature": 0.5},
         {"shared_kv": True},
         {"force_branch": "cmp"},
         {"force_branch": "win"},
         {"force_branch": "slc"},
         {"force_branch": "slc", "shared_kv": True},
     ],
-    ids=["sigmoid", "softmax", "shared", "cmp", "win", "slc", "slc-shared"],
+    ids=["sigmoid", "softmax", "warm", "cool", "shared", "cmp", "win", "slc", "slc-shared"],
 )
 @pytest.mark.parametrize("rope", ["before", "after"])
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])

@@ -15,7 +15,7 @@ from nsa.model.presets import PRESETS, preset, production, repro
         ({"head_dim": 9}, "head_dim=9 is odd .*8 and 10"),
         ({"head_dim": 1}, "head_dim=1 is odd .*2 and 2"),
         ({"phi": "max"}, "phi='max' is unknown; known are mean, linear, mlp"),
-        ({"gate": "tanh"}, "gate='tanh' is unknown; known are sigmoid, softmax"),
+        ({"gate": "tanh"}, "gate='tanh' is unknown; known are sigmoid, softmax, uniform"),
         ({"compress_rope": "never"}, "compress_rope='never' .* before, after"),
         ({"force_branch": "sel"}, "force_branch='sel' .* cmp, slc, win, None"),
         ({"backend": ""}, "'auto'"),
@@ -23,6 +23,13 @@ from nsa.model.presets import PRESETS, preset, production, repro
         ({"value_dim": 0}, "value_dim=0 must be at least 1"),
         ({"rope_base": 0.0}, "rope_base=0.0 must be finite and greater than 0"),
         ({"rope_base": float("inf")}, "rope_base=inf must be finite and greater than 0"),
+        ({"rope_scale": -2.0}, "rope_scale=-2.0 must be finite and greater than 0"),
+        ({"gate_temperature": 0.0}, "gate_temperature=0.0 must be finite and greater than 0"),
+        ({"gate_init": "ones"}, "gate_init='ones' is unknown; known are xavier, zero"),
+        (
+            {"gate": "uniform", "gate_temperature": 2.0, "stopgrad_gates": True},
+            "no parameters, so that gate_temperature=2.0, stopgrad_gates=True would change nothing",
+        ),
         ({"norm_eps": float("nan")}, "norm_eps=nan must be finite and greater than 0"),
         ({"checkpoint": "0:3"}, "checkpoint='0:3' does not fit 2 layers; .*end <= 2"),
         ({"headdim": 8}, "ModelConfig has no field headdim; the nearest is 'head_dim'"),
@@ -36,7 +43,7 @@ def test_an_illegal_field_is_refused_with_what_would_do(changes, message):
 
 
 WRONG = {"name": None, "dim": 32.0, "layers": True, "strict": 1, "nsa": 512}
-WRONG |= {"max_tokens": "512", "rope_base": "1e4", "norm_eps": True}
+WRONG |= {"max_tokens": "512", "rope_base": "1e4", "norm_eps": True, "gate_temperature": "1"}
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG.items())
@@ -54,9 +61,10 @@ def test_a_field_of_the_wrong_type_is_refused(name, value):
     "config",
     [
         tiny(phi="mlp", checkpoint="1:", force_branch="win", value_dim=6, nsa={"window": 4}),
-        tiny(attention="dense", backend="auto"),
+        tiny(gate_temperature=0.5, gate_init="zero", rope_scale=4.0),
+        tiny(attention="dense", backend="auto", gate="uniform"),
     ],
-    ids=["nsa", "dense"],
+    ids=["nsa", "switches", "dense"],
 )
 def test_a_config_survives_json(config):
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -64,8 +72,9 @@ def test_a_config_survives_json(config):
 
 def test_a_stored_config_with_unknown_names_or_too_few_is_refused():
     values = tiny().to_dict()
-    older = {name: value for name, value in values.items() if name != "attention"}
-    assert ModelConfig.from_dict(older) == tiny(), "runs before the twin stored it so"
+    later = {"attention", "gate_temperature", "gate_init", "rope_scale"}
+    older = {name: value for name, value in values.items() if name not in later}
+    assert ModelConfig.from_dict(older) == tiny(), "runs before these fields stored it so"
     with pytest.raises(ValueError, match="no field dims; the nearest is 'dim'"):
         ModelConfig.from_dict({**values, "dims": 4})
     with pytest.raises(ValueError, match=r"no field nsa\.stride"):
@@ -101,7 +110,7 @@ def test_swiglu_weighs_what_two_matrices_of_four_times_the_width_did():
 
 
 PARAMETERS = {"repro": 1_005_024, "step5": 894_120, "smoke": 4_708_080, "cpu_test": 441_408}
-PARAMETERS |= {"production": 78_578_736}
+PARAMETERS |= {"production": 78_578_736, "memory_table": 32_970_964, "cpu_config": 78_578_736}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -127,7 +136,10 @@ def test_a_preset_has_the_sizes_of_the_case_study():
         "smoke": (6, 256, 8, 2, 32, 16, 8, 32, 8, 1, 2, 256),
         "cpu_test": (2, 128, 8, 2, 16, 16, 8, 32, 8, 1, 2, 64),
         "production": (12, 768, 12, 2, 64, 32, 16, 64, 16, 1, 2, 512),
+        "memory_table": (5, 768, 12, 2, 64, 32, 16, 64, 16, 1, 2, 512),
+        "cpu_config": (12, 768, 12, 2, 64, 32, 16, 64, 16, 1, 2, 512),
     }
+    assert preset("cpu_config").checkpoint == "all"
 
 
 def test_a_preset_takes_changes_of_fields_and_of_nested_fields():
@@ -139,5 +151,5 @@ def test_a_preset_takes_changes_of_fields_and_of_nested_fields():
 def test_an_unknown_preset_names_the_nearest():
     with pytest.raises(ValueError, match="no preset 'prodution'; the nearest is 'production'"):
         preset("prodution")
-    with pytest.raises(ValueError, match="known are repro, step5, smoke, cpu_test, production"):
+    with pytest.raises(ValueError, match="known are repro, step5, smoke, cpu_test, production, "):
         preset("gpt")

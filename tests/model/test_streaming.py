@@ -141,6 +141,22 @@ def test_failures_are_retried_with_ever_longer_waits(hub, tmp_path):
     assert hub.skipped[-2:] == [6, 18]  # documents that had come, by row and without the failed
 
 
+def test_how_fast_text_came_is_measured_and_the_cache_counts_for_nothing(hub, tmp_path):
+    data = stream(tmp_path, shuffle_buffer=0)
+    ticks = iter(range(1000))
+    data.clock = lambda: 0.5 * next(ticks)  # each document takes half a second
+    read(data, range(4))
+    fetch, documents = data.record()["fetch"], data.record()["documents"]
+    assert documents > 2
+    assert fetch["s"] == pytest.approx(0.5 * documents)
+    assert fetch["bytes"] == len(stored(TEXTS[:documents])) - documents  # without the ends
+    assert fetch["mib_per_s"] == pytest.approx(fetch["bytes"] / 2**20 / fetch["s"])
+    assert fetch["p50_document_ms"] == fetch["p95_document_ms"] == fetch["max_document_ms"] == 500
+    again = stream(tmp_path, shuffle_buffer=0)
+    read(again, range(4))
+    assert again.record()["fetch"] == {"bytes": 0, "s": 0.0}
+
+
 def test_what_never_works_ends_with_the_last_error_and_a_remedy(hub, tmp_path):
     hub.refusals = [OSError("no route")] * 9
     data = stream(tmp_path, retries=3)

@@ -8,6 +8,7 @@ import brute
 import pytest
 import torch
 from cases import EVEN, ODD, SMALL, TINY, Case, draw
+from torch.overrides import TorchFunctionMode
 
 from nsa.blocks import count_compressed, count_selectable
 from nsa.config import NSAConfig
@@ -239,6 +240,32 @@ def test_importance_is_the_double_sum_of_equation_9():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("sizes", [(12, 4, 20), (4, 4, 8), (32, 16, 64)], ids=str)
+def test_the_case_studys_fraction_of_a_block_is_equation_9_divided_by_l_over_d(sizes):
+    length, stride, size = sizes
+    config = NSAConfig(length, stride, size, select_count=4)
+    tokens = 6 * size + 3
+    count, blocks = count_compressed(tokens, config), count_selectable(tokens, config)
+    fraction = torch.zeros(count, blocks, dtype=torch.float64)
+    for i, j in product(range(count), range(blocks)):
+        shared = min(i * stride + length, (j + 1) * size) - max(i * stride, j * size)
+        fraction[i, j] = max(0, shared) / length
+    torch.testing.assert_close(fraction.sum(1), torch.ones(count, dtype=torch.float64))
+    p_cmp = torch.rand(1, 2, 3, tokens, count, dtype=torch.float64)
+    ours, theirs = importance(p_cmp, config), torch.einsum("bhgtc,cj->bthj", p_cmp, fraction)
+    torch.testing.assert_close(ours / (length / stride), theirs)
+    assert torch.equal(select(ours, config), select(theirs, config))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_selection_is_taken_in_int32_and_int64(dtype):
+    drawn = draw(Case(40))
+    args, kwargs = drawn.arguments()
+    found = nsa(*args, **kwargs)
+    again = nsa(*args, **kwargs | {"blocks": found.blocks.to(dtype)})
+    assert torch.equal(again.o, found.o)
+
+
 def test_the_highest_importance_wins_beside_the_forced_blocks_and_ties_go_to_the_lower_index():
     config = NSAConfig(4, 2, 8, select_count=5, window=6)
     scores = torch.zeros(1, 80, 1, 10)
@@ -246,6 +273,33 @@ def test_the_highest_importance_wins_beside_the_forced_blocks_and_ties_go_to_the
     scores[..., 5], scores[..., 3], scores[..., 9] = 2.0, 1.0, 9.0
     blocks = select(scores, config)
     assert blocks[0, 71, 0].tolist() == [0, 3, 5, 7, 8]  # block 9 lies in its future
+
+
+class TiesTurned(TorchFunctionMode):
+    """A sort that is not asked to be stable may leave ties in any order; this one turns them."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.sort and not kwargs.get("stable"):
+            found = function(args[0].flip(-1), *args[1:], **kwargs | {"stable": True})
+            last = args[0].shape[-1] - 1
+            return type(found)((found.values, last - found.indices))
+        return function(*args, **kwargs)
+
+
+def test_ties_go_to_the_lower_index_whatever_a_sort_does_that_is_not_stable():
+    config = NSAConfig(4, 2, 8, select_count=5, window=6)
+    with TiesTurned():
+        assert torch.zeros(3).sort(descending=True).indices.tolist() == [2, 1, 0]
+        blocks = select(torch.zeros(1, 64, 1, 8), config)
+    assert blocks[0, 63, 0].tolist() == [0, 1, 2, 6, 7]
+
+
+def test_scores_that_are_not_a_number_do_not_displace_forced_or_better_blocks():
+    config = NSAConfig(4, 2, 8, select_count=5, window=6)
+    scores = torch.full((1, 80, 1, 10), float("nan"))
+    scores[..., 5] = 0.0
+    assert select(scores, config)[0, 79, 0].tolist() == [0, 1, 5, 8, 9]
 
 
 def test_a_block_without_a_visible_compressed_key_can_still_be_selected():
@@ -308,9 +362,10 @@ def test_rotary_after_compression_rotates_key_i_by_the_position_of_its_first_tok
     torch.testing.assert_close(run(drawn, branches=("cmp",)).branches["cmp"], want)
 
 
-def test_rotated_products_depend_on_the_distance_alone():
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_rotated_products_depend_on_the_distance_alone(scale):
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    tables = rotary_tables(100, 8, dtype=torch.float64)
+    tables = rotary_tables(100, 8, dtype=torch.float64, scale=scale)
 
     def score(t, s):
         a, b = (rotate(x, *tables, positions=torch.tensor([p])) for x, p in ((q, t), (k, s)))
@@ -328,6 +383,33 @@ def test_pair_i_at_position_t_turns_by_t_over_a_power_of_the_base(base):
         angle = t / base ** (2 * i / 6)
         assert cos[t, i].item() == pytest.approx(math.cos(angle), abs=1e-12)
         assert sin[t, i].item() == pytest.approx(math.sin(angle), abs=1e-12)
+
+
+def test_a_scale_of_eight_stands_token_8t_where_token_t_stood():
+    plain, scaled = rotary_tables(40, 6), rotary_tables(320, 6, scale=8.0)
+    assert torch.equal(scaled[0][::8], plain[0]) and torch.equal(scaled[1][::8], plain[1])
+    assert not torch.equal(scaled[0][:40], plain[0])
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_a_bf16_product_is_off_by_its_rounding_alone_at_any_position(scale):
+    positions = torch.tensor([0, 1, 1000, 65_535])
+    q, k = torch.randn(2, 1, 4, 3, 64).bfloat16()
+    tables = [
+        rotary_tables(65_536, 64, scale=scale, dtype=d) for d in (torch.float32, torch.float64)
+    ]
+    (got, exact) = (
+        [rotate(x.to(dtype), *t, positions=positions).double() for x in (q, k)]
+        for t, dtype in zip(tables, (torch.bfloat16, torch.float64), strict=True)
+    )
+    # An element is rounded once, by at most 2**-9 of itself; angles are fp32, t 2**-24 off.
+    angle = 65_535 / scale * 2**-24 * 2
+    for mine, want in zip(got, exact, strict=True):
+        pair = want.unflatten(-1, (2, -1)).norm(dim=-2).repeat(1, 1, 1, 2)
+        assert ((mine - want).abs() <= 2**-8 * want.abs() + angle * pair).all()
+    scores, wanted = ((a * b).sum(-1) for a, b in (got, exact))
+    size = exact[0].norm(dim=-1) * exact[1].norm(dim=-1)
+    assert ((scores - wanted).abs() <= (2**-7 + 2 * angle) * size).all()
 
 
 def test_rotary_turns_by_a_base_of_10000_in_fp32_unless_told():
@@ -349,6 +431,9 @@ def test_sigmoid_gates_are_one_triple_a_head_in_zero_one():
     assert gates.shape == (2, 5, 4, 3) and ((gates > 0) & (gates < 1)).all()
     one = weights[2] @ torch.nn.functional.silu(weights[0] @ hidden[1, 2] + weights[1]) + weights[3]
     torch.testing.assert_close(gates[1, 2, 3], one[9:].sigmoid())
+    torch.testing.assert_close(
+        sigmoid_gates(hidden, *weights, 4.0)[1, 2, 3], (one[9:] / 4).sigmoid()
+    )
 
 
 def test_softmax_gates_are_one_triple_a_group_and_add_up_to_one():
@@ -360,3 +445,6 @@ def test_softmax_gates_are_one_triple_a_group_and_add_up_to_one():
     assert torch.equal(gates[:, :, 0], gates[:, :, 1])
     swapped = softmax_gates(q[:, :, [1, 0, 3, 2]], 2, *weights)
     torch.testing.assert_close(gates, swapped)  # only the mean of a group counts
+    # Softmax of logits / tau is the softmax's own power 1 / tau, made to add up to one.
+    cooled = gates**4 / (gates**4).sum(-1, keepdim=True)
+    torch.testing.assert_close(softmax_gates(q, 2, *weights, 0.25), cooled)

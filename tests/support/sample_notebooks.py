@@ -18,6 +18,7 @@ seed: int = 1337  # of everything random"""
 SET_UP = """\
 from nsa.workbook import store
 run = store.current({"layers": layers}, notebook="tiny")
+run.device("cpu")
 """
 
 

@@ -48,7 +48,9 @@ def test_of_variables_only_those_are_kept_that_change_the_run_and_no_host_user_o
         "EDITOR": "vi",
         "NSA_COMMIT": "0123abcd",
     }
-    for name, value in (given | dict.fromkeys(environment.OWN, "of this process alone")).items():
+    for name, value in (
+        given | dict.fromkeys(environment.PROCESSES, "of this process alone")
+    ).items():
         monkeypatch.setenv(name, value)
     found = environment.snapshot()
     kept = {"CUDA_HOME": "cuda-12.8", "TORCH_LIST": "a=<path>:<path>", "SLURM_JOB_ID": "42"}
@@ -100,7 +102,9 @@ def test_a_repository_is_clean_with_results_and_each_change_of_source_has_a_hash
     assert len(found["commit"]) == 40
     assert found["dirty"] is False and found["dirty_hash"] is None
     hashes = set()
-    for name, content in (("a.py", "two\n"), ("a.py", "three\n"), ("b.py", "x"), ("b.py", "y")):
+    (repository / "nsa").mkdir()
+    new = "nsa/b.py"
+    for name, content in (("a.py", "two\n"), ("a.py", "three\n"), (new, "x"), (new, "y")):
         (repository / name).write_text(content)
         found = environment.git_state(repository)
         assert found["dirty"]
@@ -117,9 +121,8 @@ def test_outside_a_repository_git_is_null_unless_the_commit_is_told(tmp_path, mo
     assert found == {"commit": "abc123", "dirty": None, "dirty_hash": None}
 
 
-def test_a_row_of_metrics_names_gpu_versions_and_a_dirty_commit():
+def test_a_row_of_metrics_names_versions_and_a_dirty_commit():
     facts = {"gpus": [{"name": "NVIDIA H200"}], "torch": "2.13.0", "triton": None}
     facts["git"] = {"commit": "0123456789abcdef", "dirty": True}
-    expected = {"gpu": "NVIDIA H200", "torch": "2.13.0", "triton": ""}
+    expected = {"torch": "2.13.0", "triton": ""}
     assert environment.provenance(facts) == expected | {"commit": "0123456789ab+dirty"}
-    assert environment.provenance({})["gpu"] == "cpu"

@@ -123,3 +123,16 @@ def test_a_file_that_is_no_yaml_mapping_is_refused(tmp_path, content, message):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_file(file)
+
+
+def test_a_mapping_and_a_list_of_anything_are_read_as_yaml(tmp_path):
+    cell = 'plan: dict = {\n    "layers": [1, 2],\n}  # of factors\nrules: list = []  # what holds'
+    found = declared(write_notebook(tmp_path / "plans.ipynb", parameters=cell))
+    assert found["plan"].default == {"layers": [1, 2]}
+    assert parse("{layers: [1, 2], data: text}", "dict") == {"layers": [1, 2], "data": "text"}
+    assert parse("[{layers: 1}, finite]", "list") == [{"layers": 1}, "finite"]
+    given = {"plan": {"tokens": [8]}, "rules": ["finite"]}
+    assert check(found, given) == given
+    for wrong in ({"plan": [1]}, {"plan": parse("{layers", "dict")}, {"rules": {}}):
+        with pytest.raises(ValueError, match=r"wants (dict|list), got .*; for example"):
+            check(found, wrong)

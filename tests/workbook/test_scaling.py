@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from nsa.workbook.scaling import Fit, fit_exponent, local_exponents
+from nsa.workbook.scaling import Fit, fit_exponent, fit_line, local_exponents, paired_ratio
 
 
 def test_local_exponents_of_a_power_are_that_power():
@@ -70,3 +70,35 @@ def test_a_fit_prints_its_interval_which_two_points_have_not_and_one_has_no_slop
 def test_points_that_have_no_logarithm_or_order_are_refused(x, y, message):
     with pytest.raises(ValueError, match=message):
         fit_exponent(x, y)
+
+
+def test_a_paired_ratio_agrees_with_a_case_worked_by_hand():
+    # Logarithms 0, ln 4: mean ln 2, standard error ln 2, t(1) = 12.706.
+    found = paired_ratio([1, 10], [1, 40])
+    assert found.value == pytest.approx(2)
+    assert (found.low, found.high) == pytest.approx((2**-11.7062, 2**13.7062), rel=1e-3)
+    assert str(paired_ratio([2, 20], [3, 30])) == "1.5 [1.5, 1.5]"
+    assert str(paired_ratio([2], [3])) == "1.5 (one pair, no interval)"
+
+
+@pytest.mark.parametrize("pairs", [([], []), ([1, 2], [1]), ([0], [1]), ([1], [math.nan])])
+def test_ratios_want_positive_pairs(pairs):
+    with pytest.raises(ValueError, match="positive pairs"):
+        paired_ratio(*pairs)
+
+
+def test_a_line_has_its_slope_its_interval_and_its_furthest_point():
+    line = fit_line([1, 2, 4], [3, 5, 9])
+    assert (line.slope, line.low, line.high, line.at_0) == pytest.approx((2, 2, 2, 1))
+    assert line.r2 == pytest.approx(1) and line.worst == pytest.approx(0, abs=1e-12)
+    # x = 1, 2, 3 and y = 1, 1, 4: slope 3/2, residuals 1/2, -1, 1/2.
+    line = fit_line([1, 2, 3], [1, 1, 4])
+    assert line.slope == pytest.approx(1.5) and line.r2 == pytest.approx(0.75)
+    assert (line.worst, line.worst_at) == (pytest.approx(-0.5), 2)
+    half = 12.7062 * math.sqrt(1.5 / 1 / 2)
+    assert (line.low, line.high) == pytest.approx((1.5 - half, 1.5 + half))
+
+
+def test_two_points_are_no_line():
+    with pytest.raises(ValueError, match="three points"):
+        fit_line([1, 2], [1, 2])

@@ -13,14 +13,14 @@ import pytest
 import torch
 from processes import printed_by
 
-from nsa.workbook import metrics, store
+from nsa.workbook import environment, metrics, store
 from nsa.workbook.claim import Claim
 from nsa.workbook.files import plain, read_json, write_atomically, write_json
 from nsa.workbook.record import Record, machine, process_start, status_now
 from nsa.workbook.store import Machine, find_machine
 
 ROW = {"operation": "train", "backend": "gather", "mode": "step", "metric": "peak_memory"}
-ROW |= {"unit": "MiB", "x_name": "tokens", "x_value": 128, "median": 12.5}
+ROW |= {"device": "cpu", "unit": "MiB", "x_name": "tokens", "x_value": 128, "median": 12.5}
 ROW |= {"config": {"preset": "repro", "layers": 5}}
 
 
@@ -49,15 +49,48 @@ def test_metrics_have_the_agreed_columns_and_rows_say_where_they_come_from(run):
     header = (run.folder / "metrics.csv").read_text().splitlines()[0]
     assert header == (
         "operation,backend,mode,metric,unit,x_name,x_value,median,q20,q80,config,"
-        "gpu,torch,triton,commit,date"
+        "device,torch,triton,commit,date"
     )
     assert list(run.metrics().columns) == header.split(",")
     row = run.metrics().iloc[0]
-    assert (row.gpu, row.torch, row.triton) == ("NVIDIA H200", "2.13.0", "3.9.0")
+    assert (row.torch, row.triton) == ("2.13.0", "3.9.0")
     assert row.commit == "a" * 12
     assert datetime.fromisoformat(row.date).tzinfo is not None
     assert row.x_value == 128.0 and row["median"] == 12.5 and math.isnan(row.q20)
     assert json.loads(row.config) == {"preset": "repro", "layers": 5}
+
+
+def test_a_row_says_on_which_device_it_was_measured_whatever_the_machine_has(run, monkeypatch):
+    monkeypatch.setattr(environment, "gpus", lambda: [{"name": "NVIDIA H200"}])
+    monkeypatch.setattr(environment, "cpu", lambda: "EPYC")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    bare = {name: value for name, value in ROW.items() if name != "device"}
+    with pytest.raises(ValueError, match="needs 'device'"):
+        run.add_rows([bare])
+    run.add_rows([ROW, bare | {"device": "cuda"}, bare | {"device": "NVIDIA A100"}])
+    for device in ("cpu", "auto"):
+        run.device(device)
+        run.add_rows([bare, ROW])
+    found = list(run.metrics()["device"])
+    assert found[:3] == ["cpu: EPYC", "NVIDIA H200", "NVIDIA A100"]
+    assert found[3:] == ["cpu: EPYC", "cpu: EPYC", "NVIDIA H200", "cpu: EPYC"]
+    assert run.devices() == "cpu: EPYC and NVIDIA H200 and NVIDIA A100"
+    run.verdict("it is fast", "PASS", "3 ms")
+    assert run.verdicts()[0]["device"] == run.devices()
+    assert not metrics.on_gpu(run.metrics()) and metrics.on_gpu(run.metrics()[1:3])
+    assert not metrics.on_gpu(run.metrics()[:0])
+
+
+def test_rows_of_before_name_the_machine_s_gpu(run):
+    run.add_rows([ROW])
+    file = run.folder / "metrics.csv"
+    text = file.read_text().replace("device", "gpu").replace(environment.devices()["cpu"], "A100")
+    file.write_text(text)
+    assert list(run.metrics().columns) == list(metrics.COLUMNS)
+    assert run.devices() == "A100"
+    run.add_rows([ROW])
+    assert run.metrics()["device"].str[:3].tolist() == ["A10", "cpu"]
 
 
 def test_rows_are_appended_from_mappings_and_tables(run):
@@ -87,6 +120,7 @@ def test_failures_types_and_words_that_pandas_takes_for_nothing_survive(run):
     [
         ({"medain": 1}, "no column 'medain'; the nearest is 'median'"),
         ({"metric": ""}, "needs 'metric'"),
+        ({"device": ""}, "needs 'device'"),
         ({"median": "fast"}, "median must be a number, got 'fast'"),
     ],
 )
@@ -101,8 +135,8 @@ def test_verdicts_are_kept_in_order_and_a_claim_has_one(run):
     run.verdict("it is fast", "INCONCLUSIVE", ["trial 3"])
     run.verdict("it is linear", "FAIL", {"exponent": float("nan")})
     assert read_json(run.folder / "verdicts.json") == [
-        {"claim": "it is fast", "verdict": "INCONCLUSIVE", "evidence": ["trial 3"]},
-        {"claim": "it is linear", "verdict": "FAIL", "evidence": {"exponent": None}},
+        {"claim": "it is fast", "verdict": "INCONCLUSIVE", "evidence": ["trial 3"], "device": ""},
+        {"claim": "it is linear", "verdict": "FAIL", "evidence": {"exponent": None}, "device": ""},
     ]
     with pytest.raises(ValueError, match="'OK' is not one of PASS, FAIL, INCONCLUSIVE"):
         run.verdict("it works", "OK", None)
@@ -144,7 +178,7 @@ def test_outside_of_nsa_run_a_notebook_has_a_scratch_run_that_goes_with_it(monke
     code = (
         "from nsa.workbook import store\n"
         "run = store.current({}, notebook='01_tiny')\n"
-        "run.add_rows([{'operation': 'o', 'metric': 'm', 'median': 1}])\n"
+        "run.add_rows([{'operation': 'o', 'metric': 'm', 'median': 1, 'device': 'cpu'}])\n"
         "assert len(run.metrics()) == 1 and run.folder.is_dir()\n"
         "print(repr(run), run.folder)"
     )

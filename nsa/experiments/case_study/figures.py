@@ -5,15 +5,21 @@ Memory is of one training step, fp32, batch 1, 5 layers of a model of width 768,
 an A100; the reports mix MB and MiB, and the allocator's figures are MiB.
 """
 
+import math
 from dataclasses import dataclass
 
 # T -> MiB: "memory scales with O(S^2)", said the report beside it.
 MEMORY_MIB = {128: 483.0, 256: 1425.0, 512: 5164.5, 1024: 12019.8, 2048: 20556.9}
 
 
-def estimate_mib(tokens):
-    """The same report's estimator, for a number or an array of tokens."""
-    return 145.2 + 0.005115 * tokens**2
+# The same report's estimator: MiB, and MiB a token squared.
+ESTIMATOR = (145.2, 0.005115)
+
+
+def estimate_mib(tokens, estimator=ESTIMATOR):
+    """What it gives, for a number or an array of tokens."""
+    constant, slope = estimator
+    return constant + slope * tokens**2
 
 
 ESTIMATE_MIB = {tokens: estimate_mib(tokens) for tokens in MEMORY_MIB}
@@ -41,8 +47,14 @@ PRODUCTION_PEAK_MIB = 49023.0
 # (layers, T) -> MiB: that peak and those of its memory table.
 PEAKS_MIB = {(5, tokens): mib for tokens, mib in MEMORY_MIB.items()}
 PEAKS_MIB[12, 2048] = PRODUCTION_PEAK_MIB
-# One configuration, 5 layers at T 2048, in four of its tables: MB.
-FOUR_PEAKS_MB = (20556.9, 20451.9, 20443.0, 20338.0)
+# 5 layers at T 2048 in four tables of two reports of one day, MB: (all branches, one forced). The
+# second report names its allocator, expandable segments; the first names none.
+FOUR_PEAKS_MB = {"first": (20556.9, 20451.9), "second": (20443.0, 20338.0)}
+# The same at T 512, all branches and one forced, and the second report's table at T 1024.
+FORCED_MB = {512: (5164.5, 5138.0)}
+SECOND_TABLE_MB = {1024: 11917.0}
+# Its comparison of allocators at T 1024, MB: default, expandable segments.
+ALLOCATORS_MB = (12019.8, 11917.0)
 
 # Its comparison of backends, 5 layers at T 2048: (MB, seconds); None where it was not completed.
 BACKENDS_2048 = {
@@ -77,6 +89,50 @@ DEADLINES = (
     ("GPU evidence", 12, 2048, 2, 60.0),
     ("watchdog", 12, 2048, 1, 180.0),
 )
+
+# The longest limit of a run, seconds: "timeout after 5 minutes".
+LONGEST_LIMIT_S = 300.0
+# That CPU test run to its end for this project, on two cores: it passed.
+CPU_TEST_S = 136.0
+# What the 3090 report saw of the process that "hung", in GB, in use and there; CPU and GPU, shares.
+USED_GB = (2.4, 24.0)
+BUSY = {"CPU": 1.04, "GPU": 0.20}
+# Its last console line, read as a hang by one report and as "no hang" by another: the step in it.
+LAST_LINE = {"hang": 5, "no hang": 5}
+# The steps that stdout and the heartbeat file name last in a rerun of that code of seven steps,
+# with aux stats and without.
+RERUN = {"with": {"stdout": 5, "heartbeat": 7}, "without": {"stdout": 5, "heartbeat": 7}}
+
+# Of 27 configurations "passed", those that its own tables do not say so of.
+UNFINISHED = {"parity": "incomplete", "10 layers, T 2048": "started", "soak": "timed out"}
+# Records that its reports keep of what they name as causes.
+RECORDS = {
+    "source hash": 0,
+    "GPU processes": 0,
+    "GPU without processes": 0,
+    "clocks": 0,
+    "strict fallback": 0,
+    "strict fallback failed": 0,
+}
+# Counted in that code, one layer of the smoke design at T 256: autograd nodes by arm.
+BRANCH_NODES = {"win": 40_851, "sel": 40_851, "cmp": 40_851}
+BACKEND_NODES = {"masked": 45_463, "packed": 45_463, "parity": 45_463}
+# Host syncs of one layer of the production design at T 512, counted in that code.
+SYNCS_512 = 7745
+# Tokens/s: 12 layers under FSDP, "below 1"; batch 2 and 4 on two A100s.
+FSDP_TOKENS_PER_S = 1.0
+BATCH_TOKENS_PER_S = {2: 39.0, 4: 33.0}
+# Ranks on which its bucket hook raised, of two, run for this project under PyTorch 2.5.1.
+BUCKET_HOOK_RAISED = 2
+# Largest error of its gather, packed, parity and window paths against dense causal attention, and
+# what its parity tests allowed.
+PARITY_ERROR, PARITY_LIMIT = 3.6, 1e-5
+# Gradients that its example calls missing, and the names of an attention's parameters in that code.
+NAMED_MISSING = ("gate_mlp.weight", "q_proj")
+PARAMETERS = (
+    "W_Q", "W_K_sel", "W_V_sel", "W_K_win", "W_V_win", "W_K_cmp", "W_V_cmp", "out",
+    "gate.fc1", "gate.fc2",
+)  # fmt: skip
 
 # Gradient arrival lists: of a run that passed, and of the report's own example.
 ARRIVED = {"archive": (195, 0), "example": (190, 5)}
@@ -136,3 +192,20 @@ TIMINGS = (
     Timing("A100", "production", 12, 2048, 224.4, "production run"),
     Timing("RTX 3090", "smoke", 6, 1024, 51.2, "the step-5 hang, from its 20 tokens/s"),
 )
+# What else is known of the same operations, outliers included.
+OTHER_TIMINGS = (
+    Timing("A100", "production", 5, 512, 8.85, "another report, perhaps of one direction alone"),
+    Timing("A100", "production", 5, 2048, 93.6, "another report of that day"),
+    Timing("A100", "production", 12, 2048, 233.0, "production test"),
+    Timing("2 CPU cores", "production", 1, 512, 3.39, "that code run for this project"),
+    Timing("2 CPU cores", "production", 1, 2048, 18.2, "that code run for this project"),
+    Timing("2 CPU cores", "smoke", 6, 1024, 27.0, "that code run for this project"),
+)
+ALL_TIMINGS = TIMINGS + OTHER_TIMINGS
+
+
+def held_out_us(each) -> list[float]:
+    """For each of several microseconds an operation, the constant that all others give: their
+    geometric mean."""
+    logs = [math.log(us) for us in each]
+    return [math.exp((sum(logs) - log) / (len(logs) - 1)) for log in logs]

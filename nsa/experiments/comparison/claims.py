@@ -148,7 +148,7 @@ def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
     """An implementation faster than the limit does not do the work that was counted."""
     sentence = "no implementation is faster than the physical limit"
     rows = table.rows_of(df, "fraction_of_limit").dropna(subset="median")
-    if not _on_gpu(df):
+    if not metrics.on_gpu(df):
         return Claim.undecided(sentence, NO_GPU)
     if not len(rows):
         return Claim(f"{sentence}: nothing was timed", "INCONCLUSIVE", {})
@@ -168,7 +168,7 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
     wanted = f"aim {aim.forward_ms:g} / {aim.backward_ms:g} ms"
     if aim.public_ms:
         wanted += ", best public {:g} / {:g}".format(*aim.public_ms)
-    gpu = df["gpu"].iloc[0] if _on_gpu(df) else ""
+    gpu = df["device"].iloc[0] if metrics.on_gpu(df) else ""
     if "H200" not in gpu:
         why = f"the aims are for an H200, this is {gpu}" if gpu else NO_GPU
         return Claim(f"{what}: {wanted}; not decided, {why}", "INCONCLUSIVE", {})
@@ -196,8 +196,8 @@ def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
             fit = fit_exponent(list(line.index), line.to_numpy())
             found[f"{mode}, {', '.join(key)}"] = round(fit.exponent, 3)
     sentence = f"{backend}'s memory grows at most as T^{EXPONENT}"
-    if not found or not _on_gpu(df):
-        why = "fewer than three T from 2048 on" if _on_gpu(df) else NO_GPU
+    if not found or not metrics.on_gpu(df):
+        why = "fewer than three T from 2048 on" if metrics.on_gpu(df) else NO_GPU
         return Claim.undecided(sentence, why, found)
     worst = max(found.values())
     return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= EXPONENT), found)
@@ -222,7 +222,7 @@ def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
 def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
     """Against the fastest dense attention of the same process, forward and backward."""
     sentence = f"{backend} is faster than every dense attention from T {tokens} on"
-    if not _on_gpu(df):
+    if not metrics.on_gpu(df):
         return Claim.undecided(sentence, NO_GPU)
     rows = table.rows_of(df, "latency", "forward", "backward").dropna(subset="median")
     rows = rows[(rows["x_value"] >= tokens) & ~rows["backend"].isin(LIMITS.values())]
@@ -255,7 +255,3 @@ def _memory(df: pandas.DataFrame, backend: str) -> Iterator[tuple[str, tuple, pa
         for (shape, queries, name), line in table.wide(df, "peak_memory", mode).iterrows():
             if name == backend:
                 yield mode, (shape, queries), line.replace([np.inf], np.nan).dropna()
-
-
-def _on_gpu(df: pandas.DataFrame) -> bool:
-    return bool(len(df)) and not df["gpu"].isin(["", "cpu"]).any()

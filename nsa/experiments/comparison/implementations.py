@@ -46,9 +46,7 @@ def backends(names: Sequence[str] | None = None) -> list[Implementation]:
     """Our backends, those with memory linear in T first; ValueError for an unknown name."""
     if names is not None and not names:
         raise ValueError(f"no backends; name some of {', '.join(registry.names())}")
-    for name in names or ():
-        registry.get(name)
-    known = [b for b in registry.backends() if names is None or b.name in names]
+    known = registry.backends() if names is None else map(registry.get, dict.fromkeys(names))
     return [_backend(b) for b in sorted(known, key=lambda b: (b.quadratic, b.name != "triton"))]
 
 
@@ -77,7 +75,7 @@ def _held_bytes(name: str, shape: Shape) -> int:
     stride = shape.config.compress_stride
     if name == "masked":  # fp32 probabilities of three branches and a copy in the dtype of v
         return int(square * shape.heads * (2 + 1 / stride) * (4 + size))
-    if name == "sdpa":  # its masks as an additive bias
+    if name.startswith("sdpa"):  # its masks as an additive bias
         return int(square * shape.group * (shape.kv_heads + 1 + 1 / stride) * size)
     return 0
 

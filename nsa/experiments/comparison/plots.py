@@ -2,7 +2,7 @@
 
 from nsa.experiments.comparison import table
 from nsa.experiments.comparison.implementations import DENSE, LIMITS
-from nsa.workbook import looks
+from nsa.workbook import looks, metrics
 
 MODES = ("forward", "backward")
 NO_TIME = ("not run", "ok")  # of what has no value: no failure
@@ -38,15 +38,14 @@ def _over_tokens(df, metric: str, unit: str, note: str):
     if not len(rows):
         raise ValueError(f"no rows whose metric is {metric!r} with a mode of {', '.join(MODES)}")
     # Without a GPU the spread shows the machine's other work.
-    with_bands = not rows["gpu"].isin(["", "cpu"]).any()
+    with_bands = metrics.on_gpu(rows)
     kinds = list(rows.groupby(table.CURVE, sort=False))
     lengths = [_measured(frame)["x_value"].nunique() for _, frame in kinds]
     left = [", ".join(name) for (name, _), count in zip(kinds, lengths, strict=True) if not count]
     # of nothing at all the panels say so
     least = min(2, max(lengths))
     kinds = [kind for kind, count in zip(kinds, lengths, strict=True) if count >= least]
-    with looks.style():
-        fig, panels = looks.panels(len(kinds) * len(MODES), 3.5)
+    with looks.figure(len(kinds) * len(MODES), 3.5) as (fig, panels):
         for index, axes in enumerate(panels):
             (shape, queries), frame = kinds[index // len(MODES)]
             mode = MODES[index % len(MODES)]
@@ -73,7 +72,6 @@ def _over_tokens(df, metric: str, unit: str, note: str):
             axes.annotate(note, (0.98, 0.03), xycoords="axes fraction", **look)
         if left and max(lengths):
             fig.suptitle("\n".join(["nothing was measured of", *left]), fontsize=8)
-        looks.legend(fig, panels)
     return fig
 
 

@@ -168,8 +168,9 @@ def write_measured(folders: Iterable[str | Path], path: str | Path = measured.TA
         found = list(_measured_rows(frame)) if gpus else []
         if not found:
             raise ValueError(f"{folder.name} has no latencies of backends measured on a GPU")
-        names = ("gpu", "torch", "triton", "commit", "date")
+        names = ("device", "torch", "triton", "commit", "date")
         facts = {name: str(frame[name].iloc[0]) for name in names}
+        facts["gpu"] = facts.pop("device")
         facts["compute_capability"] = gpus[0]["compute_capability"]
         table["runs"][folder.name] = facts
         table["rows"] += [{"run": folder.name, **row} for row in found]

@@ -79,7 +79,7 @@ def shown(df: pandas.DataFrame, metric: str, mode: str) -> pandas.DataFrame:
 
 def _named(table: pandas.DataFrame, rows: pandas.DataFrame, name: str = "") -> pandas.DataFrame:
     """With a warning over the columns where the times are a CPU's."""
-    if len(rows) and rows["gpu"].isin(["", "cpu"]).any():
+    if len(rows) and not metrics.on_gpu(rows):
         name = f"{name} (no GPU: times not meaningful)".strip()
     return table.rename_axis(columns=name or None)
 

@@ -7,7 +7,7 @@ import pandas
 
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.memory import table
-from nsa.experiments.memory.activation_model import activations
+from nsa.lab.measure.activation_model import activations
 from nsa.model.config import ModelConfig
 from nsa.workbook import metrics
 from nsa.workbook.claim import Claim, different_programs, verdict_of

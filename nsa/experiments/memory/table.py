@@ -9,8 +9,8 @@ import numpy as np
 import pandas
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.memory.activation_model import predicted_peak
 from nsa.experiments.memory.cell import Cell
+from nsa.lab.measure.activation_model import predicted_peak
 from nsa.model.presets import preset
 from nsa.workbook import metrics
 from nsa.workbook.looks import by_tokens

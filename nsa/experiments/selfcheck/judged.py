@@ -37,6 +37,7 @@ class Judged:
     batch: str = "first"
     certifiable: bool = False
     load: int = 0  # busy loops beside it
+    device: str = "unknown"  # its name, on which the program ran
     line_named: bool | None = None  # in the first five lines of its page; None: none is due
     # Each STALLED and HANG that was said: "label", "rested_s" then, "withdrawn" or not
     reports: tuple[dict[str, Any], ...] = ()

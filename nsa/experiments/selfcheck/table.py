@@ -230,7 +230,8 @@ def to_metrics(rows: Iterable[Judged]) -> list[dict]:
         config = {"fault": row.name, "expected": row.due, "found": row.label, "right": row.right}
         config |= {"rule": row.rule, "rested_s": row.named_s, "skipped": row.skipped}
         config |= {"load": row.load, "group": row.group, "batch": row.batch}
-        found.append(line | {"median": None if row.skipped else row.seconds, "config": config})
+        line |= {"median": None if row.skipped else row.seconds, "device": row.device}
+        found.append(line | {"config": config})
     return found
 
 

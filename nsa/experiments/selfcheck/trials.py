@@ -26,6 +26,7 @@ from nsa.lab.process import runner, trial
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.explain import page
 from nsa.lab.watch.evidence import Evidence
+from nsa.workbook import environment
 
 STALL_S = 5.0
 ORACLES = (*oracles.CHEAP, "checkpoint", "quadratic")  # all that need no word of what is planted
@@ -193,7 +194,8 @@ def spec(fault: Fault, scale: float = 1.0) -> runner.Spec:
 def _row(fault: Fault, number: int, load: int, **found: object) -> Judged:
     same = ("name", "control", "due", "text", "group", "batch", "certifiable")
     known = {name: getattr(fault, name) for name in same}
-    return Judged(round=number, load=load, **known, **found)
+    device = environment.devices()["cuda" if fault.needs else "cpu"]
+    return Judged(round=number, load=load, device=device, **known, **found)
 
 
 @contextmanager

@@ -270,7 +270,7 @@ def _at(line: pandas.Series) -> float:
 def _needs_an_h200(df: pandas.DataFrame) -> None:
     if not len(df) or table.on_cpu(df):
         raise NotMeasured("a CPU's times say nothing about a GPU")
-    gpu = df["gpu"].iloc[0]
+    gpu = df["device"].iloc[0]
     if "H200" not in gpu:
         raise NotMeasured(f"the aims are for an H200, this is {gpu}")
 

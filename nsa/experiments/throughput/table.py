@@ -210,7 +210,7 @@ def beside_the_case_study(df: pandas.DataFrame) -> pandas.DataFrame:
     reported = [("case study", t, f"{speed:,.0f}", what)
                 for t, speed, what in case_study.TOKENS_PER_S]  # fmt: skip
     ours = [
-        (f"{row.model}, {row.backend}", row.x_value, f"{row.median:,.0f}", str(row.gpu))
+        (f"{row.model}, {row.backend}", row.x_value, f"{row.median:,.0f}", str(row.device))
         for row in over_tokens(df, "tokens_per_second").dropna(subset="median").itertuples()
     ]
     columns = ["who", "T", "tokens/s", "what"]
@@ -248,7 +248,7 @@ def final_losses(df: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def on_cpu(df: pandas.DataFrame) -> bool:
-    return bool(df["gpu"].isin(["", "cpu"]).any())
+    return bool(len(df)) and not metrics.on_gpu(df)
 
 
 def named(table: pandas.DataFrame, df: pandas.DataFrame) -> pandas.DataFrame:
@@ -318,8 +318,8 @@ def _row(
     config = {name: row[name] for name in (*_CELL, *_ENDED) if name in row}
     config["layers"] = TrainCell(**{name: row[name] for name in _CELL}).config().layers
     # A GPU that this machine has is none that a cell on the CPU used.
-    gpu = "cpu" if row["device"] == "cpu" else None
-    found = (OPERATION, row["name"], mode, metric, unit, *x, *values, config | more, gpu)
+    device = "cpu" if row["device"] == "cpu" else None
+    found = (OPERATION, row["name"], mode, metric, unit, *x, *values, config | more, device)
     return dict(zip(metrics.COLUMNS, found, strict=False))
 
 

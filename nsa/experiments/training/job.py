@@ -1,7 +1,7 @@
 """One training job: everything that decides it as one value, and the loop that each rank runs."""
 
+import re
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,27 +9,33 @@ from typing import Any
 
 import torch
 
-from nsa.lab.observers import writers
+from nsa.attention import witness
+from nsa.experiments.training.speed import LEFT_OUT, Speed
+from nsa.lab.observers import guard_rules, writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.deferred import SAMPLED
+from nsa.lab.observers.guards import BOUND, Guards, Stopped, check_weights, explained
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
+from nsa.lab.observers.trace import Ranges, StepTrace
+from nsa.lab.observers.watchdog import Watchdog
 from nsa.model import data, parallel, saving
 from nsa.model.config import ModelConfig
 from nsa.model.data import Prefetch
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
-from nsa.model.train import Trainer
+from nsa.model.train import Trainer, warmup_steps
 from nsa.model.train_config import TrainConfig
+from nsa.spelling import choice
 from nsa.workbook.files import write_atomically, write_json
 from nsa.workbook.store import find_machine
 
 TASKS = ("copy", "needle", "recall")
-OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "stats")
+OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "ranges", "stats")
 CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
 EVALUATION_BATCHES = 8
 KEPT = 2  # checkpoints: the last good one, and the one before it
@@ -58,15 +64,28 @@ class Job:
     resume: str | None = None
     observe: tuple[str, ...] = ()
     observe_every: int = SAMPLED  # of arrival and modules
+    halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
+    max_skips: int = BOUND  # steps left out in a row
+    profile: str = ""  # steps under torch's profiler: "20:23", or how many
+    watchdog: str = "report"  # or "off"
+    guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "eval_every", "observe_every"):
+        for name in ("save_every", "eval_every", "observe_every", "max_skips"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1 step")
         if self.train.steps is None:
             raise ValueError("a training job needs its number of steps")
         parallel.check(self.kind, self.backend, **self._options())
+        choice("watchdog", self.watchdog, ("report", "off"))
+        guard_rules.levels(self.guard)
+        for name in ("zero", "collapse"):
+            if self.train.cuda_graph and self.guards(name):
+                raise ValueError(
+                    f"--guard {name} looks into a step, and a CUDA graph hides what is in it; "
+                    f"{name}=off or no --cuda-graph would do"
+                )
         for name in self.observe:
             if name not in OBSERVERS:
                 raise ValueError(f"no observer {name!r}; there are {', '.join(OBSERVERS)}")
@@ -74,6 +93,7 @@ class Job:
             raise ValueError(
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
             )
+        self.profiled(0)
         if "buckets" in self.observe and self.comm_hook != "none":
             raise ValueError(
                 f"buckets are traced by a communication hook, and DDP takes one only; it has "
@@ -84,6 +104,35 @@ class Job:
             parallel.devices(self.ranks, self.backend, self.device)
         if self.data != "fineweb-edu":  # which costs a download
             source_of(self).batch(0, 1, self.train.tokens)  # T longer than the data
+
+    def profiled(self, first: int) -> range:
+        """The steps that `profile` names, of a job whose first step is `first`; a number of them is
+        taken from behind the warm-up, or else from the end. Raises ValueError for others than it
+        takes, or those in which a CUDA graph is warmed up and captured."""
+        if not self.profile:
+            return range(0)
+        found, last = re.fullmatch(r"(\d+)(?::(\d+))?", self.profile, re.ASCII), self.train.steps
+        if found and found[2]:
+            steps = range(int(found[1]), int(found[2]))
+        else:
+            count = int(found[1]) if found else 0
+            start = max(first, min(first + LEFT_OUT, last - count))
+            steps = range(start, start + count)
+        ready = first
+        if self.train.cuda_graph:
+            ready += warmup_steps(Parallel(self.kind, 0, self.ranks)) + 1
+        if not steps or steps.start < ready or steps.stop > last:
+            raise ValueError(
+                f"profile={self.profile!r} is no stretch of steps {ready}:{last}"
+                + ", before which a CUDA graph is captured" * (ready > first)
+                + "; 20:23 takes three of them, and 3 as many after the warm-up"
+            )
+        return steps
+
+    def guards(self, name: str) -> bool:
+        """Whether that guard was asked for, rather than there by default."""
+        asked = any(text.partition("=")[0].strip() == name for text in self.guard)
+        return asked and bool(guard_rules.levels(self.guard)[name])
 
     def join(self) -> Parallel:
         """This process's place in the job; see nsa.model.parallel.start."""
@@ -100,13 +149,15 @@ class Job:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; `from_dict` brings the same job back."""
         model, train = self.model.to_dict(), self.train.to_dict()
-        return asdict(self) | {"observe": list(self.observe), "model": model, "train": train}
+        lists = {"observe": list(self.observe), "guard": list(self.guard)}
+        return asdict(self) | lists | {"model": model, "train": train}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Job":
         model = ModelConfig.from_dict(values["model"])
-        train, observe = TrainConfig.from_dict(values["train"]), tuple(values["observe"])
-        return cls(**values | {"model": model, "train": train, "observe": observe})
+        train = TrainConfig.from_dict(values["train"])
+        tuples = {name: tuple(values[name]) for name in ("observe", "guard")}
+        return cls(**values | tuples | {"model": model, "train": train})
 
 
 def source_of(job: Job) -> Any:
@@ -141,6 +192,9 @@ class HeldOut:
     def batch(self, step: int, batch: int, tokens: int, device: str | torch.device = "cpu"):
         return self.stream.batch(step + EVALUATION_BATCHES, batch, tokens, device)
 
+    def record(self) -> dict[str, Any]:
+        return self.stream.record()
+
 
 def evaluation(source: Any) -> dict[str, Any]:
     """Where Trainer.evaluate finds batches that training never meets: what it is called with."""
@@ -151,23 +205,32 @@ def evaluation(source: Any) -> dict[str, Any]:
 
 def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
     """Trains this rank to the job's end; every rank of the job calls it with its own place. Rank 0
-    writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`, and returns what
-    it wrote into the last."""
+    writes losses.csv, evaluations.csv, checkpoints/ and result.json into `folder`. Returns what is
+    in the last; of a run that was ended in order, `stop` says why, alike on every rank."""
     device = place.device if place.kind != "none" else find_machine(job.device).where
     stacks = folder / f"stacks{place.rank}.txt"
     source = source_of(job)
-    with stacks_on_signal(stacks), Prefetch(source) as ahead:
-        trainer = Trainer(LanguageModel(job.model), ahead, job.train, device=device, parallel=place)
+    with stacks_on_signal(stacks), Prefetch(source) as ahead, witness.recording() as seen:
+        train = job.train.with_(nonfinite=job.train.nonfinite or "stop")
+        trainer = Trainer(LanguageModel(job.model), ahead, train, device=device, parallel=place)
         if job.resume is not None:
             _resume(trainer, job.resume)
-        observers = observers_for(job, trainer, folder)
-        trainer.observers = observers.values()
+        halt_file, levels = Path(job.halt_file or folder / "HALT"), guard_rules.levels(job.guard)
+        guards = Guards(halt_file, job.max_skips, levels)
+        observers = observers_for(job, trainer, folder, guards)
+        stalls = folder / f"stall-rank{place.rank}.txt"
+        watchdog = Watchdog(stalls, place.rank, judges=job.watchdog == "report")
+        trainer.observers = [watchdog, *observers.values()]
         try:
-            result = _loop(job, trainer, folder, evaluation(source))
+            speed = Speed(trainer, ahead, job.profiled(trainer.steps_done))
+            result = _loop(job, trainer, guards, watchdog, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)
         finally:
             trainer.close()
-        result["mean_wait_ms"] = 1e3 * ahead.waited_s / max(1, ahead.batches)
+        if place.rank == 0 and "profile" in observers and observers["profile"].done:
+            observers["profile"].report().write(folder)
+        result["attention"] = seen.record()  # what computed it, and what "auto" passed over
+        result |= {"data": ahead.record(), **speed.result()}
     place.barrier()
     if place.rank == 0:
         write_json(folder / "result.json", result)
@@ -187,55 +250,92 @@ def _resume(trainer: Trainer, path: str) -> None:
         )
 
 
-def _loop(job: Job, trainer: Trainer, folder: Path, held_out: dict[str, Any]) -> dict[str, Any]:
+def _loop(
+    job: Job,
+    trainer: Trainer,
+    guards: Guards,
+    watchdog: Watchdog,
+    folder: Path,
+    held_out: dict[str, Any],
+    speed: Speed,
+) -> dict[str, Any]:
     first_rank, steps = trainer.parallel.rank == 0, job.train.steps
-    losses = _Table(folder / "losses.csv", first_rank)
-    evaluated = _Table(folder / "evaluations.csv", first_rank)
+    losses = _Table(folder / "losses.csv", "step,loss,grad_norm", first_rank)
+    evaluated = _Table(folder / "evaluations.csv", "step,loss", first_rank)
     found: list[float] = []
-    marks: list[tuple[int, float]] = []
-    evaluated_loss = None
-    while (now := trainer.steps_done) < steps:
+    evaluated_loss = stop = None
+
+    def put_losses() -> None:
+        new = guards.take()
+        losses.add(new)
+        found.extend(loss for _, loss, _ in new)
+
+    while (now := trainer.steps_done) < steps and stop is None:
         stops = [now - now % n + n for n in (job.save_every, job.eval_every) if n]
-        began = time.monotonic()
-        new = trainer.run(min(steps, now + CHUNK, *stops) - now)
-        done = trainer.steps_done
-        marks.append((done - now, time.monotonic() - began))
-        losses.add(enumerate(new, now))
-        found += new
-        if job.eval_every and (done % job.eval_every == 0 or done == steps):
-            evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
-            evaluated.add([(done, evaluated_loss)])
-        if job.save_every and (done % job.save_every == 0 or done == steps):
-            trainer.save(folder / "checkpoints")
-            if first_rank:
-                for old in saving.checkpoints(folder / "checkpoints")[:-KEPT]:
-                    old.unlink()
-    # the first stretch warms up, compiles and tunes
-    timed, seconds = map(sum, zip(*(marks[1:] or marks), strict=True))
+        try:
+            with speed.stretch():
+                trainer.run(min(steps, now + CHUNK, *stops, *speed.borders(now)) - now)
+            guards.settle()
+            put_losses()
+            done = trainer.steps_done
+            with watchdog.aside():
+                if job.eval_every and (done % job.eval_every == 0 or done == steps):
+                    evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
+                    evaluated.add([(done, evaluated_loss)])
+                if job.save_every and (done % job.save_every == 0 or done == steps):
+                    _save(trainer, folder / "checkpoints")
+        except Stopped as stopped:
+            with watchdog.aside():
+                stop = _ended(stopped, job, trainer, folder)
+            put_losses()
     return {
         "steps": trainer.steps_done,
         "first_loss": found[0],
         "last_loss": found[-1],
         "evaluation": evaluated_loss,
         "skipped_steps": trainer.skipped_steps,
-        "tokens_per_s": job.train.batch * job.train.tokens * timed / seconds,
-    }
+        "left_out_steps": guards.left_out,
+        "warnings": guards.warnings,
+        "stalls": watchdog.reports,
+    } | ({"stop": stop.record()} if stop is not None else {})
+
+
+def _ended(stopped: Stopped, job: Job, trainer: Trainer, folder: Path) -> Stopped:
+    """The end with all that ranks know of it, and a checkpoint where weights are good."""
+    stop, checkpoints = explained(stopped, trainer), folder / "checkpoints"
+    if job.save_every and stop.reason != "non_finite":
+        try:
+            _save(trainer, checkpoints)
+        except Stopped as worse:
+            return _ended(worse, job, trainer, folder)
+    if checkpoints.is_dir() and saving.checkpoints(checkpoints):
+        stop.advice.append(f"--resume {folder}, which goes on from its last checkpoint")
+    return stop
+
+
+def _save(trainer: Trainer, folder: Path) -> None:
+    """A checkpoint. Raises Stopped where its weights are not finite, and the last one stays."""
+    check_weights(trainer)
+    trainer.save(folder)
+    if trainer.parallel.rank == 0:
+        for old in saving.checkpoints(folder)[:-KEPT]:
+            old.unlink()
 
 
 class _Table:
     """A CSV file of losses that is whole after every addition; only rank 0 writes one."""
 
-    def __init__(self, path: Path, writes: bool) -> None:
-        self._path, self._writes, self._lines = path, writes, ["step,loss"]
+    def __init__(self, path: Path, header: str, writes: bool) -> None:
+        self._path, self._writes, self._lines = path, writes, [header]
 
-    def add(self, rows: Iterable[tuple[int, float]]) -> None:
-        self._lines += [f"{step},{loss!r}" for step, loss in rows]
+    def add(self, rows: Iterable[tuple[float, ...]]) -> None:
+        self._lines += [",".join(map(repr, row)) for row in rows]
         if self._writes:
             write_atomically(self._path, "\n".join(self._lines) + "\n")
 
 
-def observers_for(job: Job, trainer: Trainer, folder: Path) -> dict[str, Any]:
-    """This rank's observers by name: always a heartbeat, whose lines rank 0 prints.
+def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> dict[str, Any]:
+    """This rank's observers by name: always a heartbeat, whose lines rank 0 prints, and the guards.
 
     Arrival and modules look at the first step and every `observe_every`-th after it. The writers
     are rank 0's.
@@ -251,12 +351,19 @@ def observers_for(job: Job, trainer: Trainer, folder: Path) -> dict[str, Any]:
         "buckets": lambda: BucketTrace(trainer.wrapped),
         "modules": lambda: ModuleOrder(model, every=every, keep=1),
         "phases": lambda: PhaseTimes(trainer.device),
-        "stats": lambda: AttentionStats(model, writers=list(kept.values())),
+        "ranges": lambda: Ranges(model, trainer.device),
+        "stats": lambda: AttentionStats(model, writers=[*kept.values(), guards]),
     }
     out, beats = sys.stderr if rank == 0 else None, folder / f"beats{rank}.jsonl"
-    made: dict[str, Any] = {"heartbeat": Heartbeat(out, file=beats, total_steps=job.train.steps)}
-    made |= {name: watching[name]() for name in job.observe if name in watching}
-    return made | kept  # last, so that what the others still hand them is written
+    beat = Heartbeat(out, file=beats, total_steps=job.train.steps, detail=guards.told)
+    made: dict[str, Any] = {"heartbeat": beat}
+    names = [*job.observe, *["stats"] * job.guards("collapse")]
+    made |= {name: watching[name]() for name in names if name in watching}
+    if steps := job.profiled(trainer.steps_done):
+        file = folder / f"trace-rank{rank}.json.gz"
+        made["profile"] = StepTrace(model, trainer.device, steps, file)
+    # writers so that what the others still hand them is written, guards because they may raise
+    return made | kept | {"guards": guards}
 
 
 def _write_rows(observers: Mapping[str, Any], rank: int, folder: Path) -> None:

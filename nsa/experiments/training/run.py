@@ -33,7 +33,9 @@ MODULE = "nsa.experiments.training.run"  # `python -m MODULE FOLDER`: one rank o
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: the record's status, and the first rank to fail with what it said."""
+    """How a job ended: the record's status, and the first rank to fail with what it said. `result`
+    goes as far as the job came; its `stop` says what ended a job in order: a halt file, whose job
+    is "ok", or a guard."""
 
     folder: Path
     status: str
@@ -42,9 +44,15 @@ class Ended:
     result: dict[str, Any] = field(default_factory=dict)
 
 
-def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Path:
-    """The run's folder with job.json and environment.json in it. Raises ValueError when it cannot
-    be written, or `given` holds a run already."""
+def make_folder(
+    job: "Job",
+    argv: list[str],
+    runs: str,
+    given: str | None,
+    preflight: dict[str, Any] | None = None,
+) -> Path:
+    """The run's folder with job.json, environment.json and what `preflight` found in it. Raises
+    ValueError when it cannot be written, or `given` holds a run already."""
     facts, content = environment.snapshot(job.seed), job.to_dict()
     if given is None:
         spec = json.dumps([content, facts.get("git")], sort_keys=True, default=str)
@@ -60,6 +68,8 @@ def make_folder(job: "Job", argv: list[str], runs: str, given: str | None) -> Pa
             raise ValueError(f"--into {given} cannot be made: {error.strerror}") from None
     write_json(folder / "job.json", {"argv": argv, **content})
     write_json(folder / "environment.json", facts)
+    if preflight is not None:
+        write_json(folder / "preflight.json", preflight)
     return folder
 
 
@@ -92,25 +102,28 @@ def alone(job: "Job", folder: Path) -> Ended:
     return close()
 
 
-def under_torchrun(job: "Job", argv: list[str], runs: str, given: str | None) -> Ended:
-    """Runs this rank of a job that somebody's torchrun started; rank 0 makes folder and record.
+def under_torchrun(job: "Job", argv: list[str], **places: Any) -> Ended:
+    """Runs this rank of a job that somebody's torchrun started; rank 0 makes folder and record, the
+    former by `make_folder(job, argv, **places)`.
     Does not return to a caller that could be kept waiting: a rank that fails ends its process."""
     from torch.distributed import broadcast_object_list
 
     os.environ.pop(PARENT, None)  # names who started torchrun, where that is one of ours
     die_with_parent()
     place = job.join()
-    everyone = [str(make_folder(job, argv, runs, given)) if place.rank == 0 else None]
+    everyone = [str(make_folder(job, argv, **places)) if place.rank == 0 else None]
     broadcast_object_list(everyone, src=0)
     folder = Path(everyone[0])
     record = _record(folder) if place.rank == 0 else None
     close = partial(_close, record, folder, place.ranks)
     try:
         with logged(folder, place.rank, console=place.rank == 0):
-            _rank(job, folder, place.rank, close, place)
+            result = _rank(job, folder, place.rank, close, place)
     except BaseException as error:
         end_process(error, place.rank)
-    return close() if record is not None else Ended(folder, "ok")
+    if record is not None:
+        return close()
+    return Ended(folder, STATUS_OF[result.get("stop", {"reason": "ok"})["reason"]])
 
 
 def supervised_rank(folder: Path) -> None:
@@ -141,19 +154,21 @@ def end_process(error: BaseException, rank: int | None = None) -> None:
 
 def _rank(
     job: "Job", folder: Path, rank: int, when_ended: Callable[[], Any], place: Any = None
-) -> None:
+) -> dict[str, Any]:
     """Trains as one rank, which joins the others unless it has its place among them."""
     from nsa.experiments.training import job as training_job
 
-    with accounted(folder, rank, when_ended):
+    with accounted(folder, rank, when_ended) as told:
         try:
             place = place or job.join()
-            training_job.run(job, place, folder)
+            result = training_job.run(job, place, folder)
+            told |= {"stop": result["stop"]} if "stop" in result else {}
             place.close()  # a rank that failed does not: it would wait for the others
         except Exception:
             # into the log alone: what the terminal gets is one line
             os.write(2, traceback.format_exc().encode())
             raise
+    return result
 
 
 def _record(folder: Path) -> Record:
@@ -188,6 +203,8 @@ def _close(
     result = read_json(folder / "result.json", {}) if reason == "ok" else {}
     if result:
         more["result"] = result
+    if stop := result.get("stop"):
+        reason, message = stop["reason"], stop["message"]
     if record is not None:
         record.content.update(more)
         record.close(reason, message)

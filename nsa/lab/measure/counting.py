@@ -1,4 +1,4 @@
-"""Counted while code runs: calls that make the host wait for the GPU, and what is compiled."""
+"""Counted while code runs: operations, calls that make the host wait, and what is compiled."""
 
 import re
 import sys
@@ -9,15 +9,49 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.lab.measure.recorders import profiled
+from nsa.lab.observers.graph import count_nodes
 
 # cudaMemcpyAsync returns at once; where it must not, torch has a cudaStreamSynchronize follow.
 WAITS = re.compile(r"cuda\w+Synchronize|cu(Stream|Ctx|Event)Synchronize|cu(da)?Memcpy[^A]*")
 # These wait for the device now and then; a warm caching allocator makes none of them.
 ALLOCATES = re.compile(r"cuda(Malloc|Free|HostAlloc|HostRegister|HostUnregister)\w*")
 _RANGE = "nsa.syncs.step"
+
+
+class Count(TorchDispatchMode):
+    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop.
+
+    forward, nodes: operations and autograd nodes of the forward, once `forward_ended` was called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+        self.forward = self.nodes = 0
+
+    @property
+    def total(self) -> int:
+        return self.by_name.total()
+
+    @property
+    def backward(self) -> int:
+        return self.total - self.forward
+
+    @property
+    def syncs(self) -> int:
+        return self.by_name["_local_scalar_dense"]
+
+    def forward_ended(self, loss: Tensor) -> None:
+        self.forward, self.nodes = self.total, count_nodes([loss])
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.by_name[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
 
 
 @dataclass

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ from nsa.lab.measure.recorders import MIB, resident_mib
 from nsa.lab.observers.deferred import Deferred
 
 WINDOW = 50  # steps whose median is the pace
+FIRST_MARKS = 4  # of a GPU's clock, one after the other; later ones are spaced out
 
 
 class Heartbeat:
@@ -35,9 +37,10 @@ class Heartbeat:
     null for what is not known yet. `loss` is the newest one whose copy has arrived: nothing waits
     for it. `mib` is what the GPU's allocator has handed out, or on a CPU what the process holds.
     `detail()`, called from the thread, ends the line with more. A step is where the host is, which
-    may be ahead of the GPU.
+    may be ahead of the GPU; s/step and ETA are the GPU's own, from events behind losses that have
+    arrived, and null until two have. On a CPU they are the host's.
 
-    Cost: 1 us of the host's time a step, and every few seconds a copy of a loss.
+    Cost: 1 us of the host's time a step, and every few seconds a copy of a loss and an event.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Heartbeat:
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._loss: tuple[int | None, float | None] = (None, None)
         self._losses = Deferred()
+        self._marks, self._on_gpu = DeviceMarks(clock), False
         self._device, self._mib = torch.device("cpu"), math.nan
         self._sampled = -math.inf
         self._stop = threading.Event()
@@ -95,25 +99,34 @@ class Heartbeat:
             self.start()
 
     def on_step(self, step: int, loss: Tensor) -> None:
-        for (seen, _), value in self._losses.ready():
+        for (seen, event), value in self._losses.ready():
             self._loss = (seen, float(value))
-        now = self._clock()
-        if now - self._sampled >= self.every_s / 4 or self._loss[0] is None:
+            if event is not None:
+                self._marks.arrived(seen, event)
+        self._on_gpu, now = loss.is_cuda, self._clock()
+        few = self._marks.count < FIRST_MARKS if loss.is_cuda else self._loss[0] is None
+        if few or now - self._sampled >= self.every_s / 4:
             self._sampled = now
             # Asked here and not by the thread: in a stuck step the allocator may be locked.
             if loss.is_cuda:
                 self._mib = torch.cuda.memory_allocated(loss.device) / MIB
             if not len(self._losses):
-                self._losses.put((step, now), loss)
+                self._losses.put((step, event_behind(loss)), loss)
 
     def beat(self) -> dict[str, Any]:
         """Writes one beat and returns it."""
         now = self._clock()
         step, phase, since, began = self._place
-        pace = median(seconds) if (seconds := list(self._seconds)) else None
+        if self._on_gpu:  # whose steps may be much longer than the host's
+            pace, done, at = self._marks.pace or (None, step, began)
+        else:
+            pace = median(seconds) if (seconds := list(self._seconds)) else None
+            done, at = step, began
         eta = None
         if pace is not None and self.total_steps is not None:
-            eta = max(0.0, pace * (self.total_steps - step) - min(now - began, pace))
+            # as if the steps that were begun since `at` were done when they should be
+            spent = min(now - at, pace * (step + 1 - done))
+            eta = max(0.0, pace * (self.total_steps - done) - spent)
         mib = self._mib if self._device.type == "cuda" else resident_mib()
         loss_step, loss = self._loss
         beat = {
@@ -156,6 +169,54 @@ class Heartbeat:
                 self.beat()
             if self._stop.wait(0.9 * self.every_s):
                 return
+
+
+def event_behind(loss: Tensor) -> torch.cuda.Event | None:
+    """An event with a time behind the work that makes the loss; None on a CPU."""
+    if not loss.is_cuda:
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(loss.device))
+    return event
+
+
+class DeviceMarks:
+    """The ends of a few steps on the device's clock. An event is read once its loss has arrived, so
+    nothing waits, and it does not matter how much later that is noticed.
+
+    `pace` is (s/step, how many steps have surely ended, when by the host's clock), or None before
+    two marks: the median over steps, each as long as the mean of the stretch in which it lies.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self.count = clock, 0
+        self._last: tuple[int, Any] | None = None
+        self._stretches: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (s/step, steps)
+        # The device's seconds since the first mark, and the host's clock when they were 0: the
+        # earliest that was found, for an event is noticed when it happens or later.
+        self._device_s, self._zero = 0.0, math.inf
+        self.pace: tuple[float, int, float] | None = None  # one assignment, for the thread
+
+    def arrived(self, step: int, event: Any) -> None:
+        """That step's event has happened; steps come in order."""
+        self.count += 1
+        if self._last is not None:
+            before, earlier = self._last
+            seconds = earlier.elapsed_time(event) / 1e3
+            self._device_s += seconds
+            self._stretches.append((seconds / (step - before), step - before))
+        self._last = step, event
+        self._zero = min(self._zero, self._clock() - self._device_s)
+        if self._stretches:
+            self.pace = weighted_median(self._stretches), step + 1, self._zero + self._device_s
+
+
+def weighted_median(found: Iterable[tuple[float, int]]) -> float:
+    """The least value with which half of the weights are reached, of (value, weight)."""
+    ordered = sorted(found)
+    half = sum(weight for _, weight in ordered) / 2
+    reached = accumulate(weight for _, weight in ordered)
+    return next(v for (v, _), sum_ in zip(ordered, reached, strict=True) if sum_ >= half)
 
 
 def line(beat: dict[str, Any], total_steps: int | None = None) -> str:

@@ -89,9 +89,9 @@ class Deferred:
         while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].query()):
             yield self._waiting.popleft()[:2]
 
-    def all(self) -> Iterator[tuple[Any, Tensor]]:
-        """Every one of them. Waits for the device."""
-        while self._waiting:
+    def all(self, but: int = 0) -> Iterator[tuple[Any, Tensor]]:
+        """Every one of them, but for the last few. Waits for the device."""
+        while len(self._waiting) > but:
             key, host, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()

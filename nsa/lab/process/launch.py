@@ -197,8 +197,9 @@ def say(folder: Path, rank: int, state: str, **more) -> None:
 
 
 @contextmanager
-def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterator[None]:
-    """Around all that a rank does: its file says how it ended, however it did.
+def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterator[dict]:
+    """Around all that a rank does: its file says how it ended, however it did, and if all went well
+    also what the block put into the dict that it is given.
 
     `when_ended` is called once the file says so, unless all went well. SIGTERM ends the process
     with 143, also where the main thread waits for a GPU or for other ranks: a thread of its own
@@ -215,9 +216,10 @@ def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterat
             time.sleep(STUCK_S)  # the main thread has ended, unless it is stuck on its way out
         os._exit(code)
 
+    more: dict = {}
     with _heard(end):
         try:
-            yield
+            yield more
         except BaseException as error:
             if said.acquire(blocking=False):
                 lines = "".join(traceback.format_exception(error)).splitlines()
@@ -229,7 +231,7 @@ def accounted(folder: Path, rank: int, when_ended: Callable[[], None]) -> Iterat
                 when_ended()
             raise
         said.acquire(blocking=False)
-    say(folder, rank, "ok")
+    say(folder, rank, "ok", **more)
 
 
 @contextmanager

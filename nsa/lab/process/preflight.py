@@ -94,14 +94,7 @@ def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
 
     only: the GPUs that it may use, as CUDA_VISIBLE_DEVICES names them; None: as this process may.
     """
-    found = []
-    if uses_gpu:
-        own = _ancestors()
-        for pid, mib in _smi("--query-compute-apps=pid,used_memory", only):
-            if pid.isdigit() and int(pid) not in own:
-                held = int(mib) if mib.isdigit() else 0
-                found.append(f"the GPU is also used by process {pid} ({held} MiB)")
-        found = found or _unexplained(only)
+    found = foreign(only) if uses_gpu else []
     for pid, started in list(_left.items()):
         if remember(pid, started):
             found.append(f"process {pid} of an earlier trial still runs")
@@ -110,9 +103,20 @@ def reasons(uses_gpu: bool, only: str | None = None) -> list[str]:
     return found
 
 
-def _ancestors() -> set[int]:
-    """Of this process, itself included."""
-    found, pid = set(), os.getpid()
+def foreign(only: str | None = None, besides: int | None = None) -> list[str]:
+    """Who else uses these GPUs, a sentence each: processes that are neither this one nor one of its
+    ancestors, nor started by the process `besides`, as a torchrun's ranks are."""
+    found, own = [], _ancestors(os.getpid())
+    for pid, mib in _smi("--query-compute-apps=pid,used_memory", only):
+        if pid.isdigit() and int(pid) not in own and besides not in _ancestors(int(pid)):
+            held = int(mib) if mib.isdigit() else 0
+            found.append(f"the GPU is also used by process {pid} ({held} MiB)")
+    return found or _unexplained(only)
+
+
+def _ancestors(pid: int) -> set[int]:
+    """Of that process, itself included."""
+    found = set()
     while pid > 1:
         found.add(pid)
         try:
@@ -182,6 +186,14 @@ def visible(told: str | None = None) -> list[str] | None:
     """The names in `told`, or else in CUDA_VISIBLE_DEVICES; None where that is not set."""
     told = os.environ.get("CUDA_VISIBLE_DEVICES") if told is None else told
     return None if told is None else [name.strip() for name in told.split(",") if name.strip()]
+
+
+def first(count: int) -> str | None:
+    """The first so many GPUs that this process may use, as `only` takes them; None where nvidia-smi
+    would not know them by these names (MIG)."""
+    names = visible()
+    names = list(map(str, range(count))) if names is None else names[:count]
+    return ",".join(names) if names and all(map(_GPU.fullmatch, names)) else None
 
 
 def gpus(fields: str, only: str | None = None) -> list[list[str]]:

@@ -4,7 +4,8 @@
 step(i) -> the loss of step i, counted from 0: a tensor, a number or None. That is all a stranger's
 training needs. What else it has is used: `model`, a torch.nn.Module; `close()`; `oracles()` ->
 {name: {"ok", "detail"}}, asked at the end; `witness()` -> what ran and `result()` -> what came of
-it, both JSON-able.
+it, both JSON-able. Where the observer "measure" is asked for, its steps are timed, see
+nsa.lab.measure.steps, and `measured(count)` -> (what more it measures after them, oracles).
 
 A torch.nn.Module without step(i), its class or a function that makes one has a step made for it,
 see default_step. "train.py", or "package.module" as by python -m, is a script and run as it is.
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nsa.lab.measure.steps import StepMeter
 from nsa.lab.process import child, preflight, script, sources, trial
 from nsa.lab.watch import Progress, Unheard, flight_recorder
 
@@ -170,6 +172,7 @@ def _run_script(
         from nsa.lab import oracles
 
         watched = oracles.Watch(spec["oracles"], None)
+    meter = StepMeter() if "measure" in spec["observers"] else None
     with watched as seen:
 
         def begin(step: int) -> None:
@@ -177,13 +180,17 @@ def _run_script(
                 loaded.leave()
             if seen is not None:
                 seen.begin(step)
+            if meter is not None:
+                meter.begin()
 
         def end(step: int) -> None:
+            if meter is not None:
+                meter.end()
             if seen is not None:
                 seen.end(step, None)
 
         done = script.run(spec["subject"], words, progress, begin, end)
-        left["result"] = {"steps": done}
+        left["result"] = {"steps": done} | (meter.result() if meter is not None else {})
         if seen is not None:
             left["oracles"] = seen.results()
 
@@ -203,12 +210,17 @@ def _run(
         from nsa.lab import oracles
 
         watched = oracles.Watch(spec["oracles"], subject, spec["settings"])
+    meter = StepMeter() if "measure" in spec["observers"] else None
     with watched as seen, _witnessed(subject, left):
         for i in range(spec["steps"]):
             progress.step(i)
             if seen is not None:
                 seen.begin(i)
+            if meter is not None:
+                meter.begin()
             loss = subject.step(i)
+            if meter is not None:
+                meter.end()
             losses.append(loss.detach() if hasattr(loss, "detach") else loss)
             if seen is not None:
                 seen.end(i, loss)
@@ -228,6 +240,12 @@ def _run(
         left["notes"] = list(getattr(subject, "notes", ()))
         if hasattr(subject, "result"):
             left["result"] = subject.result()
+        if meter is not None:
+            left["result"] = meter.result() | (left["result"] or {})
+            if hasattr(subject, "measured"):
+                more, told = subject.measured(count="count" in spec["observers"])
+                left["result"] |= more
+                left["oracles"] |= told
     if hasattr(subject, "close"):
         subject.close()
 

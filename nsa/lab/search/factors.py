@@ -30,7 +30,8 @@ class Factor:
     default: Any
     legal: Legal | tuple[Any, ...]  # or its choices
     help: str
-    place: str = "settings"  # which the subject gets; "spec", "deadline": the trial itself
+    # "settings", which the subject gets; "spec", "deadline", "observer": the trial itself
+    place: str = "settings"
     env: Callable[[Any], dict[str, str]] = lambda value: {}  # variables to set before Python starts
     # How much longer a step may take at another value than the default; above 1 it is an observer,
     # which is no part of what is trained.
@@ -183,6 +184,10 @@ COMMON = {factor.name: factor for factor in (
     Factor("argv", "", _argv, "words of a script, as '--lr 0.1' or a list; {name} in them is the "
            "setting of that name", place="spec"),
     Factor("deadline_factor", 1.0, positive, "times the plan's deadline_s", place="deadline"),
+    Factor("measure", False, SWITCH, "time and memory of each step, from idle to idle device",
+           place="observer", slows=1.05),
+    Factor("count", False, SWITCH, "with measure: operations and nodes of one more step",
+           place="observer", slows=1.01),
 )}  # fmt: skip
 TRAINING = {factor.name: factor for factor in (
     Factor("preset", "cpu_test", _preset, "the model, out of nsa.model.presets"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -62,10 +63,14 @@ class Ledger:
 
     def get(self, id: str) -> tuple[Evidence, Verdict] | None:
         """(Evidence, Verdict) of a finished trial, else None."""
-        files = [self.root / id / name for name in ("evidence.json", "verdict.json")]
+        place = self.root / id
         try:
-            evidence, verdict = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-        except (OSError, ValueError):
+            verdict = json.loads((place / "verdict.json").read_bytes())
+            if (packed := place / "evidence.json.gz").is_file():  # of a kept run
+                evidence = json.loads(gzip.decompress(packed.read_bytes()))
+            else:
+                evidence = json.loads((place / "evidence.json").read_bytes())
+        except (OSError, ValueError, EOFError):
             return None
         return Evidence.from_dict(evidence), Verdict.from_dict(verdict)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa.attention import witness
 from nsa.attention.api import nsa_attention
+from nsa.lab.measure.steps import further_steps
 from nsa.lab.observers.anomaly import named_anomalies
 from nsa.lab.process.subject import rank_and_ranks
 from nsa.lab.search.factors import CONSERVATIVE, TRAINING_SUBJECT, known
@@ -104,6 +105,10 @@ class TrainingSubject:
             "compiled": self.trainer.config.compile,
             "packing": "safe" if self.settings["safe_packing"] else "unsafe",
         }
+
+    def measured(self, *, count: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is measured in further steps, and what oracles say of one of them."""
+        return further_steps(self.trainer, self, count=count)
 
 
 make = TrainingSubject

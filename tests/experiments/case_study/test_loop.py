@@ -21,7 +21,6 @@ from nsa.experiments.case_study.loop.model import build
 from nsa.experiments.case_study.loop.subject import CASE_STUDY, PrintSchedule, last_step, make
 from nsa.lab.observers.graph import count_nodes
 from nsa.lab.process.trial import run_child
-from nsa.reference.nsa import nsa
 
 
 def gradients(chosen, tokens, batch=1):
@@ -38,17 +37,17 @@ def test_the_12_layer_model_has_the_case_studys_parameters():
     assert sum(p.numel() for p in found) == parameters(production()) == 78_295_332
 
 
-def test_without_defects_the_loop_is_native_sparse_attention(monkeypatch):
-    chosen = design("tiny", defects=())
-    attention = build(chosen).double().blocks[0].attention
-    x = torch.randn(2, 40, chosen.dim, dtype=torch.float64)
-    made = loop.attend_loop(attention.project(x), attention.gate, chosen)
-    monkeypatch.setattr(loop, "compress", lambda y, *how: y)  # the reference does it itself
-    inputs = attention.project(x)
-    weights = attention.gate(inputs.q.unflatten(2, (chosen.groups, -1)))
-    gates = weights.repeat_interleave(chosen.heads // chosen.groups, dim=2)
-    expected = nsa(inputs.q, inputs.k, inputs.v, gates, chosen.nsa).o
-    torch.testing.assert_close(made, expected.flatten(2), rtol=1e-9, atol=1e-9)
+def test_without_defects_the_loop_is_native_sparse_attention():
+    settings = {"tokens": 40}
+    right = measure.attention(settings | {"changes": {"defects": []}})
+    assert right["defects"] == [] and right["error"] < 1e-12
+    one_by_one = {
+        name: measure.attention(settings | {"changes": {"defects": [name]}})["error"]
+        for name in ("truncated_cache", "one_key", "heads_as_time")
+    }
+    as_it_was = measure.attention(settings)
+    assert min(*one_by_one.values(), as_it_was["error"]) > 0.01
+    assert as_it_was["defects"] == list(design("tiny").defects)
 
 
 @pytest.mark.parametrize("defects", ["", "future_scores", "drop_current", "first_compressed"])

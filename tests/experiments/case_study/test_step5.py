@@ -7,14 +7,16 @@ from places import NOTEBOOKS
 
 pytest.importorskip("pandas")
 
+from nsa.experiments.case_study import decision
 from nsa.experiments.case_study.loop.subject import PrintSchedule
-from nsa.experiments.case_study.step5 import claims, decision, plots, table, trials
+from nsa.experiments.case_study.step5 import claims, plots, table, trials
 from nsa.experiments.case_study.step5.trials import BASE, OBSERVERS, PRINTS, Lab, Results, Setup
 from nsa.lab.search.candidates import Found, Row, Tried
 from nsa.lab.search.ledger import Ledger
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.watch.evidence import End, Evidence, P, Process, Sample, Snapshot, Thread, Wait
-from nsa.workbook import metrics, parameters
+from nsa.workbook import metrics, parameters, store
+from nsa.workbook.files import write_json
 
 STEP_S = 0.25
 STEPS = 31
@@ -81,18 +83,24 @@ def healthy() -> Results:
     hung = Row(2, {}, "path=loop", "everything", target, "", 3)
     found = Found(base={"path": "masked"}, target=target, cause=dict(claims.CAUSE),
                   rows=[passed, hung], finished=True)  # fmt: skip
-    counts = {"layers": 1, "backward": 0, "syncs": 0, "nodes": 9, "kernels": None}
+    counts = {"design": "tiny", "layers": 1, "backward": 0, "syncs": 0, "nodes": 9, "kernels": None}
     operations = [
         counts | {"path": path, "tokens": t, "operations": n, "forward": n, "seconds": s,
                   "microseconds": 1.0}
         for path, t, n, s in (("loop", 192, 60_000, 0.3), ("masked", 192, 700, 0.004),
                               ("masked", 384, 700, 0.006))
     ]  # fmt: skip
-    memory = {"layers": 1, "tokens": 128, "peak_mib": 111.8, "predicted_mib": 111.7, "seconds": 1.0}
+    # fmt: off
+    memory = {"design": "production", "layers": 1, "tokens": 128, "peak_mib": 111.8,
+              "predicted_mib": 111.7, "seconds": 1.0}
+    attention = [{"path": "loop", "design": "tiny", "tokens": 192, "defects": d, "error": e}
+                 for d, e in ((["one_key"], 1.4), ([], 2e-16))]
+    # fmt: on
     planted = stuck("planted", lock_at=5)
     lab.trials.append(planted)
     state = {"after": 4, "rows": rows}
-    return Results(lab, named, found, state, operations, [memory], planted=planted)
+    measured = {"planted": planted, "attention": attention}
+    return Results(lab, named, found, state, operations, [memory], **measured)
 
 
 def test_a_healthy_investigation_passes_every_claim(healthy):
@@ -119,12 +127,13 @@ SPOILS = {
     "the last line of all": lambda r: change(r, "tracing", console="step 0003 | loss"),
     "comes further with every longer": lambda r: change(r, "2 x", last=r.named["1 x"].last),
     "chosen by the print schedule": lambda r: r.named.update({n: trial_of(n, 8.1) for n in PRINTS}),
-    "change the pace and not the": lambda r: change(r, "tracing", verdict=Verdict("CRASH", "bad")),
+    "no verdict changes under": lambda r: change(r, "tracing", verdict=Verdict("CRASH", "bad")),
     "more layers come less far": lambda r: change(r, "6 layers", last=P(9, "forward")),
     "between steps 4 and 5": lambda r: r.state["rows"][1].update(changed=True),
     "needs the loop and the": lambda r: setattr(r.bisection, "cause", {"tracing": True}),
     "the loop dispatches by the token": lambda r: r.operations[2].update(operations=1400),
     "what the exhibit holds": lambda r: r.memory[0].update(peak_mib=1.05 * 111.8),
+    "the loop's attention is not": lambda r: r.attention[1].update(error=0.1),
 }
 
 
@@ -139,6 +148,7 @@ def test_what_was_not_run_is_not_decided(healthy):
     healthy.named.clear()
     healthy.lab.trials.clear()
     healthy.state, healthy.operations, healthy.memory, healthy.planted = None, [], [], None
+    healthy.attention = []
     healthy.bisection = Found(base={}, why="no fault")
     found = [claim.verdict for claim in claims.all_claims(healthy)]
     assert "FAIL" not in found and found.count("INCONCLUSIVE") >= 10
@@ -159,12 +169,33 @@ def test_a_machine_that_slows_down_decides_nothing_about_longer_deadlines(health
     assert claims.the_verdict_moves_with_the_deadline(healthy).verdict == "FAIL"  # at one pace
     healthy.lab.trials.append(late)
     assert claims.the_verdict_moves_with_the_deadline(healthy).verdict == "INCONCLUSIVE"
-    assert claims.the_tree_ends_in_slow(healthy).verdict == "INCONCLUSIVE"
 
 
-def test_the_tree_takes_the_branch_of_the_evidence(healthy):
-    nodes = [node for node, _ in decision.decide(healthy)]
-    assert nodes == ["ended", "moves", "further", "state", "operations", "DISPATCH"]
+@pytest.fixture
+def decided(tmp_path):
+    """What the tree says of an investigation, once it is stored as a notebook stores it."""
+
+    def decide(results: Results) -> decision.Decision:
+        return decision.decide(stored(results), "loop")
+
+    def stored(results: Results):
+        run = store.Run(tmp_path / "run", "03_step5_hang_bisection")
+        run.folder.mkdir()
+        write_json(run.folder / "environment.json", {"gpus": []})
+        run.add_rows(table.to_metrics(results))
+        run.judge(claims.all_claims(results), must_hold=False, shown=False)
+        return decision.evidence(live=run)
+
+    decide.stored = stored
+    return decide
+
+
+def test_the_tree_takes_the_branch_of_the_evidence(healthy, decided):
+    found = decided(healthy)
+    nodes = ["ended", "moves", "further", "state", "operations", "DISPATCH"]
+    assert found.nodes == [*nodes, "differ", "correct", "WRONG"]
+    claim = claims.the_tree_ends_in_slow(healthy, found)
+    assert claim.verdict == "PASS" and "id-1x" in claim.claim
 
 
 @pytest.mark.parametrize(
@@ -176,36 +207,62 @@ def test_the_tree_takes_the_branch_of_the_evidence(healthy):
         ("comes further with every longer", "RERUN"),
     ],
 )
-def test_other_evidence_ends_in_another_leaf(healthy, sentence, leaf):
+def test_other_evidence_ends_in_another_leaf(healthy, decided, sentence, leaf):
     SPOILS[sentence](healthy)
-    assert decision.decide(healthy)[-1][0] == leaf
+    found = decided(healthy)
+    assert found.leaves == (leaf,) and decision.LEAVES[leaf].text == found.conclusion
+    assert claims.the_tree_ends_in_slow(healthy, found).verdict == "FAIL"
 
 
-def test_the_tree_stops_where_evidence_is_missing(healthy):
+def test_equal_arms_are_invalid_and_a_loop_whose_operations_explain_nothing_is_profiled(
+    healthy, decided
+):
+    for row in healthy.operations:
+        row.update(operations=700)
+    assert decided(healthy).leaves == ("ELSEWHERE", "INVALID")
+
+
+def test_a_machine_that_changes_its_pace_settles_nothing(healthy, decided):
+    slow = trial_of("x", 4, tracing=True).evidence
+    late = replace(trial_of("2x", 8.3, deadline=2.0), evidence=slow)
+    healthy.named["2 x"] = late
+    healthy.lab.trials.append(late)
+    found = decided(healthy)
+    assert found.leaves == ("RERUN",)
+    assert claims.the_tree_ends_in_slow(healthy, found).verdict == "INCONCLUSIVE"
+
+
+def test_the_tree_stops_where_evidence_is_missing(healthy, decided):
     healthy.state = None
-    assert decision.decide(healthy)[-1] == ("state", None)
-    assert decision.conclusion(healthy).startswith("INCONCLUSIVE")
+    found = decided(healthy)
+    assert (found.path[-1][0], found.missing) == ("state", "state")
+    assert "INCONCLUSIVE" in found.conclusion and "nsa run 03" in found.conclusion
+    assert claims.the_tree_ends_in_slow(healthy, found).verdict == "INCONCLUSIVE"
 
 
 def test_every_answer_of_the_tree_leads_somewhere():
     known = {*decision.TREE, *decision.LEAVES}
-    assert {to for question in decision.TREE.values() for to in (question.yes, question.no)} < known
-    assert set(plots.PLACES) == known
+    led = {to for question in decision.TREE.values() for to in (question.yes, question.no)}
+    led |= {leaf.then for leaf in decision.LEAVES.values() if leaf.then}
+    assert led < known and set(plots.PLACES) == known
 
 
-def test_the_loop_is_no_go_for_its_speed_and_its_defects_and_not_for_a_hang(healthy):
-    reasons = decision.go(healthy)
-    assert [r.holds for r in reasons] == [True, False, False]
-    assert decision.verdict(reasons) == "NO-GO"
+def test_a_loop_that_was_timed_on_a_cpu_is_no_go_for_its_attention_alone(healthy, decided):
+    rules = decision.go(decided.stored(healthy), "loop")
+    assert [rule.answer.holds for rule in rules] == [True, None, None, False]
+    assert decision.verdict(rules) == "NO-GO"
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_the_figures_are_drawn_from_any_evidence(healthy, empty):
+def test_the_figures_are_drawn_from_any_evidence(healthy, decided, empty):
     plt = pytest.importorskip("matplotlib.pyplot")
     if empty:
         healthy.named, healthy.operations = {"1 x": trial_of("1x", 0.1)}, []
-    for draw in (plots.progress, plots.said_and_reached, plots.microseconds, plots.decision_tree):
+    for draw in (plots.progress, plots.said_and_reached, plots.microseconds):
         plt.close(draw(healthy))
+    stored = decided.stored(healthy)
+    both = [decision.decide(stored, name) for name in decision.SUBJECTS]
+    plt.close(plots.decision_tree(both))
     plt.close(plots.console_beside_heartbeat(healthy.named["1 x"]))
     plt.close(plots.memory_table())
 
@@ -232,11 +289,11 @@ def test_the_console_says_the_same_of_a_planted_hang_and_the_evidence_does_not(h
     assert (planted.verdict.label, stuck("x", True).verdict.label) == ("HANG:lock", "STALLED:lock")
 
 
-def test_a_loop_that_works_and_counts_nothing_is_not_called_moving(healthy):
+def test_a_loop_that_works_and_counts_nothing_is_not_called_moving(healthy, decided):
     uncounted = Verdict("SLOW", "uncounted", numbers={"rested_s": 9.0})
     change(healthy, "1 x", verdict=uncounted)
     assert claims.nothing_hangs(healthy).verdict == "INCONCLUSIVE"
-    assert decision.decide(healthy)[-1][0] == "STALLED"
+    assert decided(healthy).leaves == ("STALLED",)
 
 
 def test_a_trials_page_names_no_place_of_the_machine():

@@ -203,7 +203,7 @@ def test_memory_beyond_inputs_and_outputs_is_recorded_on_a_cpu():
 
 def test_rows_fit_the_workbooks_table_and_the_printed_one_names_all():
     cells = list(run("scaled", "gone", with_dense=True).values())
-    table = metrics.table([metrics.row(row, {"gpu": "cpu"}) for row in record.rows(cells)])
+    table = metrics.table([metrics.row(row, {"device": "cpu"}) for row in record.rows(cells)])
     forward = table[(table["mode"] == "forward") & (table["metric"] == "latency")]
     by_name = forward.set_index("backend")["median"]
     assert by_name["gather"] > 0 and by_name["limit"] > 0 and by_name["dense limit"] > 0

@@ -46,7 +46,7 @@ def dense(shape=MAIN, ms=2.0, name="dense-fa4"):
 
 
 def frame(*cells, gpu="NVIDIA H200"):
-    return metrics.table([metrics.row(row, {"gpu": gpu}) for row in record.rows(cells)])
+    return metrics.table([metrics.row(row, {"device": gpu}) for row in record.rows(cells)])
 
 
 def over_tokens(name="triton", per_token=1e-4, **changes):

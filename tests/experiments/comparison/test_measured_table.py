@@ -35,7 +35,7 @@ def run(tmp_path):
         folder.mkdir()
         environment = {"gpus": list(gpus), "git": {"commit": "abcdef"}, "torch": "2.11.0"}
         (folder / "environment.json").write_text(json.dumps(environment))
-        Run(folder).add_rows(rows)
+        Run(folder).add_rows([row | {"device": GPU["name"]} for row in rows])
         return folder
 
     yield make

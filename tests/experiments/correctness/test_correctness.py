@@ -249,7 +249,9 @@ def test_lessons_are_read_back_from_a_kept_run(tmp_path):
     folder = tmp_path / "2026-01-01" / "00_correctness-1"
     folder.mkdir(parents=True)
     (folder / "record.json").write_text('{"run_id": "00_correctness-1"}')
-    Run(folder).add_rows(table.to_metrics([], [LEARNT, MISLED, untold]))
+    run = Run(folder)
+    run.device("cpu")
+    run.add_rows(table.to_metrics([], [LEARNT, MISLED, untold]))
     kept = table.kept_lessons("00_correctness-1", tmp_path)
     assert [row["mutant"] for row in kept] == [RIGHT, "window-leak", "x"]
     assert kept[0]["accuracy"] == {"inside": 1.0}

@@ -8,10 +8,10 @@ import pytest
 
 from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.memory import trials as memory
-from nsa.experiments.memory.activation_model import predict
 from nsa.experiments.memory.cell import Cell, memory_grid
 from nsa.experiments.memory.trials import measure, rows_to_metrics
 from nsa.lab import sweep
+from nsa.lab.measure.activation_model import predict
 from nsa.lab.measure.allocations import CATEGORIES
 from nsa.lab.process.trial import Outcome
 

@@ -29,7 +29,7 @@ def rows_of(backend, growth, *, tokens=TOKENS, constant=100.0, **config):
 
 
 def frame(*groups):
-    return metrics.table([metrics.row(row, {}) for group in groups for row in group])
+    return metrics.table([metrics.row(row, {"device": "cpu"}) for group in groups for row in group])
 
 
 def linear(*groups):

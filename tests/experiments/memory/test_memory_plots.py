@@ -11,7 +11,7 @@ TOKENS = (128, 256, 512, 1024)
 
 def row(backend, tokens, mib, metric="peak_memory", mode="step", **config):
     given = {"operation": "train", "backend": backend, "mode": mode, "metric": metric}
-    given |= {"unit": "MiB", "x_name": "tokens", "x_value": tokens, "median": mib}
+    given |= {"unit": "MiB", "x_name": "tokens", "x_value": tokens, "median": mib, "device": "cpu"}
     return metrics.row(given | {"config": {"preset": "repro", "layers": 5, **config}}, {})
 
 

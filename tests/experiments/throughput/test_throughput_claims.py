@@ -57,7 +57,7 @@ def curve(backend="triton", offset=0.0, steps=500, seeds=(1, 2), apart=None, **c
 
 def frame(*rows, curves=(), gpu=H200):
     found = rows_to_metrics(rows) + curves_to_metrics(curves)
-    return metrics.table([metrics.row(line, {"gpu": gpu}) for line in found])
+    return metrics.table([metrics.row(line, {"device": gpu}) for line in found])
 
 
 def cross(step):  # in the window of the steps 240 to 249 nothing lies between them
@@ -203,7 +203,7 @@ def test_where_no_cell_ran_the_tables_behind_figures_are_empty_and_curves_go_on(
         assert drawn(df).axes
 
 
-@pytest.mark.parametrize("gpu", ["", "NVIDIA A100"])
+@pytest.mark.parametrize("gpu", ["unknown", "NVIDIA A100"])
 def test_no_other_machine_decides_an_aim(gpu):
     df = frame(row(), row("dense"), row(tokens=16384), row("dense", tokens=16384), gpu=gpu)
     found = claims.aims(df)

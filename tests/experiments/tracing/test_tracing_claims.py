@@ -186,6 +186,7 @@ def test_the_rows_fit_the_run_s_metrics(tmp_path):
     from nsa.workbook.store import Run
 
     run = Run(tmp_path, "05_distributed_tracing")
+    run.device("cpu")
     run.add_rows(table.to_metrics(healthy()))
     found = run.metrics()
     assert set(found["operation"]) == {"distributed_step"}

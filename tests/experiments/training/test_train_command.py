@@ -14,6 +14,7 @@ from processes import free_port
 
 from nsa.cli import main as cli
 from nsa.experiments.training.job import EVALUATION_BATCHES, Job, evaluation, source_of
+from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.process import family
 from nsa.model import saving
@@ -46,7 +47,7 @@ def rows(file):
 
 
 def losses_of(folder):
-    return [float(loss) for _, loss in rows(folder / "losses.csv")]
+    return [float(loss) for _, loss, _ in rows(folder / "losses.csv")]
 
 
 class Started:
@@ -123,7 +124,13 @@ BAD_INPUT = [
     (["--data", "gone.txt"], "data='gone.txt' is no file or folder; known are text, synthetic"),
     (["--observe", "csv,gradients"], "no observer 'gradients'; there are csv, tensorboard"),
     (["--observe", "buckets"], "buckets are DDP's"),
+    (["--guard", "memory=60GB:stop"], "'60GB' is no size of memory; write 60GiB or 512MiB"),
+    (["--guard", "flatt=stop"], "guard='flatt' is unknown; known are flat, collapse, zero, memory"),
+    (["--max-skips", "0"], "max_skips=0 must be at least 1 step"),
     (["--save-every", "0"], "save_every=0 must be at least 1 step"),
+    (["--profile", "98:101"], "profile='98:101' is no stretch of steps 0:100; 20:23 takes three"),
+    (["--profile", "20-23"], "profile='20-23' is no stretch"),
+    (["--profile", "0"], "profile='0' is no stretch"),
     (["--observe-every", "0"], "observe_every=0 must be at least 1 step"),
     (["--accumulate", "3"], "batch=4 is not a multiple of accumulate=3"),
     (["--ranks", "3"], "batch=4 cannot be split over 3 rank(s) x 1 micro-batch(es)"),
@@ -151,6 +158,20 @@ def test_bad_input_is_one_clear_line_exits_with_2_and_makes_no_run(place, capsys
     assert not (place / "runs").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_auto_passed_over_is_in_the_record_and_is_told(place, capsys):
+    words = ["--steps", "2", "--set", "backend=auto", "--set", "nsa.window=64", "--into", "r"]
+    assert cli.main([*TINY, *words]) == 0
+    attention = record(place / "r")["result"]["attention"]
+    calls = sum(attention["backends"].values())
+    assert attention["declined"] and calls >= 2
+    printed = capsys.readouterr().out
+    for name, reasons in attention["declined"].items():
+        assert sum(reasons.values()) == calls
+        assert f"  {name} declined: {'; '.join(reasons)}" in printed
+
+
 def test_under_torchrun_ranks_are_torchruns_and_must_share(place, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -173,11 +194,12 @@ def test_a_port_in_use_is_said_before_anything_starts(place, capsys):
 @pytest.mark.processes
 def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
     words = ["--steps", "5", "--save-every", "2", "--eval-every", "4", "--into", "first"]
-    assert cli.main([*TINY, *words, "--observe", "csv,arrival,modules,phases,stats"]) == 0
+    assert cli.main([*TINY, *words, "--observe", "csv,arrival,modules,phases,ranges,stats"]) == 0
     printed = capsys.readouterr().out
-    assert "first: ok" in printed and "tokens/s" in printed and "held out" in printed
+    assert "first: ok" in printed and "held out" in printed
+    assert "speed    not measured: steps 1 to 5 are all among the first 20" in printed
     first = place / "first"
-    assert [int(step) for step, _ in rows(first / "losses.csv")] == [0, 1, 2, 3, 4]
+    assert [int(step) for step, *_ in rows(first / "losses.csv")] == [0, 1, 2, 3, 4]
     assert [int(step) for step, _ in rows(first / "evaluations.csv")] == [4, 5]
     kept = saving.checkpoints(first / "checkpoints")
     assert [file.name for file in kept] == ["step-000004.pt", "step-000005.pt"]
@@ -185,8 +207,13 @@ def test_one_process_leaves_losses_checkpoints_and_a_record(place, capsys):
         assert json.loads((first / f"{name}-rank0.json").read_text()), name
     assert len((first / "observed.csv").read_text().splitlines()) > 5
     assert "rank 0" in (first / "rank0.log").read_text(), "heartbeats"
+    assert all(float(norm) > 0 for _, _, norm in rows(first / "losses.csv"))
+    assert "grad norm" in (first / "rank0.log").read_text()
     ended = record(first)
     assert ended["status"] == "ok" and ended["result"]["steps"] == 5
+    attention = ended["result"]["attention"]
+    assert attention["declined"] == {} and list(attention["backends"]) == ["gather"]
+    assert {"p50_ms", "p95_ms", "max_ms", "share"} == ended["result"]["waits"].keys()
     content = json.loads((first / "job.json").read_text())
     assert content.pop("argv") is not None and content["observe_every"] == SAMPLED
     assert Job.from_dict(content).to_dict() == content
@@ -245,11 +272,127 @@ def test_what_ends_it_in_the_middle_is_recorded(place, capsys, monkeypatch, erro
 
 
 @pytest.mark.processes
+def test_a_diverging_run_ends_at_once_with_its_cause_and_keeps_its_last_good_checkpoint(
+    place, capsys
+):
+    words = ["--lr", "1e9", "--save-every", "1", "--into", "r"]
+    assert cli.main([*TINY, *words]) == 1
+    printed = capsys.readouterr().out
+    assert "r: failed" in printed and "step 1: the gradient norm is nan" in printed
+    assert "gradients of 18 of 20 parameters" in printed and "--lr, now 1e+09" in printed
+    assert "try      --resume r" in printed
+    ended = record(place / "r")
+    assert ended["stop_reason"] == "non_finite" and ended["result"]["steps"] == 2
+    assert rows(place / "r" / "losses.csv")[1][2] == "nan"
+    (kept,) = saving.checkpoints(place / "r" / "checkpoints")
+    state = saving.read(kept)
+    assert state["steps_done"] == 1 and all(x.isfinite().all() for x in state["model"].values())
+
+    assert cli.main([*TINY, *words[:2], "--nonfinite", "skip", "--max-skips", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "step 4: the gradient norm is nan, as were 3 steps in a row before it" in printed
+
+
+@pytest.mark.processes
+def test_a_halted_run_is_ok_saves_and_can_be_resumed(place, capsys):
+    (place / "stop").write_text("lunch")
+    refused = [*TINY, "--halt-file", "stop"]
+    assert cli.main(refused) == 2
+    assert "--halt-file stop is there already; remove it first" in capsys.readouterr().err
+    (place / "stop").unlink()
+
+    class Touching(Heartbeat):
+        def on_phase(self, name, step):
+            super().on_phase(name, step)
+            if (name, step) == ("data", 1):
+                (place / "stop").write_text("lunch")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("nsa.experiments.training.job.Heartbeat", Touching)
+        words = ["--halt-file", "stop", "--save-every", "50", "--steps", "9", "--into", "r"]
+        assert cli.main([*TINY, *words]) == 0
+    assert "after step 1: the halt file stop asked for it: lunch" in capsys.readouterr().out
+    ended = record(place / "r")
+    assert (ended["status"], ended["stop_reason"]) == ("ok", "halted")
+    (place / "stop").unlink()
+    assert saving.newest(place / "r" / "checkpoints")["steps_done"] == 2
+    assert cli.main([*TINY, "--steps", "3", "--resume", "r", "--into", "more"]) == 0
+
+
+@pytest.mark.processes
+def test_a_guard_ends_the_run_with_a_checkpoint_and_its_warnings_are_kept(place, capsys):
+    words = ["--guard", "memory=1MiB:warn,2MiB:stop", "--save-every", "50", "--into", "r"]
+    assert cli.main([*TINY, *words]) == 1
+    printed = capsys.readouterr().out
+    assert "r: failed" in printed and "(guard memory=2 MiB:stop)" in printed
+    ended = record(place / "r")
+    assert ended["stop_reason"] == "memory" and ended["result"]["stop"]["step"] == 0
+    assert [one["guard"] for one in ended["result"]["warnings"]] == ["memory"]
+    assert saving.newest(place / "r" / "checkpoints")["steps_done"] == 1
+    assert cli.main([*TINY, "--guard", "memory=99999GiB:stop"]) == 2
+    assert "can never be reached: this machine has" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_ranks_end_in_order_each_with_the_cause_in_its_record(place):
+    with Started(nsa("--lr", "1e9", "--ranks", "2", "--into", "r"), place) as job:
+        code, printed = job.ended()
+    assert code == 1 and "step 1: the gradient norm is nan" in printed and "try " in printed
+    assert record(place / "r")["stop_reason"] == "non_finite"
+    told = [json.loads((place / "r" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [one["state"] for one in told] == ["ok", "ok"] and told[0]["stop"] == told[1]["stop"]
+    assert len(told[0]["stop"]["causes"]) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_halt_file_ends_a_run_of_torchrun_in_order(place):
+    with Started(torchrun(*FOREVER, "--save-every", "2", "--parallel", "ddp"), place) as job:
+        job.wait_for(lambda: pid_in_step(place / "r", 1))
+        (place / "r" / "HALT").write_text("enough")
+        code, printed = job.ended()
+    assert code == 0 and "asked for it: enough" in printed
+    ended = record(place / "r")
+    assert (ended["status"], ended["stop_reason"]) == ("ok", "halted")
+    done = saving.newest(place / "r" / "checkpoints")["steps_done"]
+    assert done == ended["result"]["steps"] == len(rows(place / "r" / "losses.csv"))
+
+
+@pytest.mark.processes
 def test_a_launch_that_fails_without_a_word_is_not_taken_for_a_success(place, capsys, monkeypatch):
     monkeypatch.setattr("nsa.lab.process.launch.launch", lambda *_, **__: {})
     assert cli.main([*TINY, "--ranks", "2", "--into", "r"]) == 1
     assert "no rank says why torchrun failed; see torchrun.log" in capsys.readouterr().out
     assert record(place / "r")["status"] == "failed"
+
+
+def test_so_many_profiled_steps_are_those_behind_the_warm_up_or_the_last():
+    def steps(profile, count=100, first=0, **train):
+        train = TrainConfig(batch=1, tokens=4, steps=count, **train)
+        return Job(preset("cpu_test"), train, data="synthetic", profile=profile).profiled(first)
+
+    assert steps("3") == range(20, 23) and steps("3", first=50) == range(70, 73)
+    assert steps("3", count=10) == range(7, 10) and steps("4:6") == range(4, 6)
+    assert not steps("")
+    with pytest.raises(ValueError, match=r"steps 4:10, before which a CUDA graph is captured"):
+        steps("3:5", count=10, cuda_graph=True)
+    with pytest.raises(ValueError, match="no stretch of steps 50:100"):
+        steps("40:42", first=50)
+
+
+@pytest.mark.processes
+def test_profiled_steps_leave_a_trace_and_tables_that_are_printed(place, capsys):
+    assert cli.main([*TINY, "--steps", "4", "--profile", "2:4", "--into", "p"]) == 0
+    printed = capsys.readouterr().out
+    assert "steps 3 to 4, ms a step; the phases sum to" in printed
+    assert "kept for the backward: most by" in printed
+    names = {file.name for file in (place / "p").glob("profile*")}
+    assert names == {f"profile-{n}.csv" for n in ("phases", "kernels", "memory", "shapes")} | {
+        "profile.txt"
+    }
+    assert (place / "p" / "trace-rank0.json.gz").stat().st_size > 1000
+    assert len(losses_of(place / "p")) == 4
 
 
 class Numbered:
@@ -262,7 +405,11 @@ class Numbered:
 
 def test_a_stream_is_evaluated_on_its_beginning_and_trained_on_the_rest(monkeypatch):
     monkeypatch.setattr("nsa.model.streaming.stream", lambda **_: Numbered())
-    job = Job(preset("cpu_test"), TrainConfig(batch=1, tokens=4, steps=2), data="fineweb-edu")
+    job = Job(
+        preset("cpu_test"),
+        TrainConfig(batch=1, tokens=4, steps=2, nonfinite="stop"),
+        data="fineweb-edu",
+    )
     source = source_of(job)
     held_out = evaluation(source)
     trained = {int(source.batch(step, 1, 4)[0][0, 0]) for step in range(20)}
@@ -309,7 +456,7 @@ def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kin
     words = ["--steps", "3", "--save-every", "3", "--into", "two", "--accumulate", "2"]
     with Started(torchrun(*words, "--parallel", kind, "--observe", "arrival"), place) as job:
         code, printed = job.ended()
-    assert code == 0 and "two: ok" in printed and printed.count("tokens/s") == 1
+    assert code == 0 and "two: ok" in printed and printed.count("  speed  ") == 1
     assert record(place / "two")["status"] == "ok"
     for name in ("rank0.log", "rank0.json", "rank1.log", "rank1.json"):
         assert (place / "two" / name).is_file()

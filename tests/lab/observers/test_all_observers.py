@@ -13,6 +13,7 @@ from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
+from nsa.lab.observers.trace import Ranges
 from nsa.lab.observers.writers import CsvWriter
 from nsa.model.llama import LanguageModel
 
@@ -27,6 +28,7 @@ def watched(folder, device="cpu", **training):
         ModuleOrder(model),
         AttentionStats(model, every=2, writers=[writer]),
         PhaseTimes(device),
+        Ranges(model, device),
         writer,
     ]
     return trainer(*observers, model=model, device=device, tokens=TOKENS, **training)

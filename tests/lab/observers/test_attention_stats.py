@@ -3,25 +3,30 @@ from functools import partial
 from statistics import mean
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from observed import trainer
 from tiny_models import TOKENS, hidden, tiny
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.attention import witness
+from nsa.attention.branches import select_blocks
 from nsa.config import NSAConfig
 from nsa.lab.observers.attention_stats import (
     NAMES,
     AttentionStats,
     distances,
     gate_statistics,
+    keys_attended,
     layer_inputs,
     look,
 )
 from nsa.lab.observers.deferred import Deferred
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
+from nsa.reference.compress import compress_keys
 from nsa.reference.nsa import BRANCHES, nsa
 
 
@@ -44,6 +49,14 @@ def trained(steps=1, every=1, model=(), **training):
     made.run(steps)
     hook.remove()
     return stats.rows(), inputs
+
+
+class Dispatched(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
 
 
 def values(row):
@@ -78,8 +91,61 @@ def test_the_numbers_are_those_of_the_reference(changes):
 def test_gates_that_are_alike_have_the_largest_entropy_and_one_that_is_alone_none():
     alike, alone = torch.full((2, 5, 4, 3), 0.5), torch.zeros(2, 5, 4, 3)
     alone[..., 1] = 0.9
-    for gates, expected in ((alike, (0.5, 0.5, 0.5, math.log(3))), (alone, (0, 0.9, 0, 0))):
+    found = (alike, (0.5, 0.5, 0.5, math.log(3), 0.5, 0)), (alone, (0, 0.9, 0, 0, 0.9, 1))
+    for gates, expected in found:
         assert torch.stack(gate_statistics(gates)).tolist() == pytest.approx(expected)
+
+
+def test_a_triple_has_collapsed_when_one_gate_has_more_than_19_in_20_of_the_sum():
+    gates = torch.tensor([[0.94, 0.03, 0.03], [0.96, 0.02, 0.02], [1, 1, 1], [0.1, 0.001, 0.001]])
+    *_, largest, collapsed = torch.stack(gate_statistics(gates)).tolist()
+    assert (largest, collapsed) == (1.0, 0.5)
+
+
+def test_the_selected_keys_that_a_query_attends_to_are_those_that_numpy_counts():
+    config, blocks = tiny().nsa, layer_inputs_with_blocks(count=TOKENS - 3)
+    k = np.zeros((*blocks.shape[:3],))
+    for at in np.ndindex(*k.shape):
+        tokens = {j * config.select_block + i for j in blocks[at].tolist() if j >= 0
+                  for i in range(config.select_block)}  # fmt: skip
+        k[at] = len({s for s in tokens if s <= at[1]})
+    found = torch.stack(keys_attended(blocks, config)).tolist()
+    assert found == pytest.approx([k.mean(), k.max(), (k == k.max()).mean()])
+    assert 0 < found[2] < 1
+
+
+def test_a_full_selection_attends_to_all_keys_and_then_to_n_blocks_less_what_is_not_yet():
+    # The case study's sizes at T 2048: its own telemetry shows 752.5 where it is right. With a full
+    # own block it would be min(t + 1, n l'), whose mean is 768.25.
+    config, tokens = NSAConfig(), 2048
+    own = torch.arange(tokens) // config.select_block
+    blocks = own[:, None] - torch.arange(config.select_count).flip(0)
+    blocks = torch.where(blocks < 0, -1, blocks).int()[None, :, None]
+    mean, most, share = torch.stack(keys_attended(blocks, config)).tolist()
+    assert (mean, most) == (752.5, 1024)
+    assert share == 17 / tokens  # the last token of a block, once there are n of them
+    bound = torch.arange(1, tokens + 1).clamp(max=config.select_count * config.select_block)
+    assert bound.float().mean() == 768.25 > mean
+
+
+def layer_inputs_with_blocks(count):
+    attention, x = layer(), hidden(tiny(), batch=2, count=count)
+    inputs = layer_inputs(attention, x)
+    k_cmp = compress_keys(inputs.k["cmp"], inputs.phi, inputs.config)
+    return select_blocks(inputs.q, k_cmp, inputs.config, inputs.scale)
+
+
+def test_an_observed_step_dispatches_few_operations_more():
+    model = LanguageModel(tiny(layers=2))
+    counts = []
+    for observers in ([], [AttentionStats(model, every=1)]):
+        made = trainer(*observers, model=model)
+        made.run(1)
+        with Dispatched() as counted:
+            made.run(1)
+        counts.append(counted.count)
+    plain, observed = counts
+    assert plain < observed < 1.5 * plain  # at every=50 less than 1 % of all steps
 
 
 def test_distances_count_back_from_the_querys_own_block():
@@ -104,7 +170,9 @@ def test_a_forced_branch_is_looked_at_alone(branch):
         name: float(name == branch) for name in BRANCHES
     }
     assert {name for name in BRANCHES if not math.isnan(found[f"norm_{name}"])} == {branch}
-    assert math.isnan(found["distance_blocks"]) == (branch != "slc")
+    for name in ("distance_blocks", "k_mean", "k_max", "share_at_max"):
+        assert math.isnan(found[name]) == (branch != "slc")
+    assert (found["gate_max"], found["collapse_share"]) == (1.0, 1.0)
 
 
 def test_every_layer_of_an_observed_step_is_a_row():

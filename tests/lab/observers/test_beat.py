@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from nsa.lab.observers import beat
-from nsa.lab.observers.beat import Heartbeat, line
+from nsa.lab.observers.beat import DeviceMarks, Heartbeat, line
+from nsa.model.data import synthetic
+from nsa.model.llama import LanguageModel
+from nsa.model.presets import preset
+from nsa.model.train import Trainer
+from nsa.model.train_config import TrainConfig
 
 FIELDS = "ts iso pid rank step phase phase_s s_per_step eta_s loss loss_step mib"
 
@@ -110,6 +115,112 @@ def test_pace_is_the_median_from_step_to_step_and_eta_what_is_left():
     assert made.beat()["eta_s"] is None
 
 
+class FakeGPU:
+    """A device whose steps take `seconds` each and that works off what the host has issued."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.free_at, self.waiting = clock, seconds, 0.0, []
+
+    def issue(self, seconds=None):
+        self.free_at = max(self.free_at, self.clock.now) + (seconds or self.seconds)
+
+    def event(self, loss):
+        def elapsed_time(later):
+            return 1e3 * (later.at - event.at)
+
+        event = SimpleNamespace(at=self.free_at, elapsed_time=elapsed_time)
+        return event
+
+    # the Deferred of a heartbeat
+    def __len__(self):
+        return len(self.waiting)
+
+    def put(self, key, loss):
+        self.waiting.append((key, loss.cpu()))
+
+    def ready(self):
+        while self.waiting and self.waiting[0][0][1].at <= self.clock.now:
+            yield self.waiting.pop(0)
+
+
+class CudaLoss:
+    """A loss that says it is on a GPU."""
+
+    is_cuda, device = True, None
+
+    def cpu(self):
+        return torch.tensor(5.0)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A heartbeat, its clock, and a loop whose host is ahead of a GPU with steps of 0.07 s."""
+    made, clock = heartbeat(total_steps=1000)
+    gpu = FakeGPU(clock, 0.07)
+    made._losses = gpu
+    monkeypatch.setattr(beat, "event_behind", gpu.event)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+
+    def run(first, count, warmup=None):
+        for step in range(first, first + count):
+            made.on_phase("data", step)
+            made.on_phase("graph", step)
+            clock.now += 0.004
+            gpu.issue(warmup)
+            made.on_phase("end", step)
+            made.on_step(step, CudaLoss())
+        clock.now = max(clock.now, gpu.free_at)  # as at the end of a run, which waits
+
+    return made, clock, run
+
+
+def test_on_a_gpu_the_pace_is_the_gpus_though_the_host_is_far_ahead(on_a_gpu):
+    made, _clock, run = on_a_gpu
+    run(0, 3, warmup=8.0)  # compile and capture
+    for first in range(3, 303, 50):
+        run(first, 50)
+    made.on_phase("data", 303)
+    made.on_step(303, CudaLoss())
+    found = made.beat()
+    assert found["s_per_step"] == pytest.approx(0.07, rel=0.01)
+    assert found["eta_s"] == pytest.approx(0.07 * (1000 - 303), rel=0.01)
+
+
+def test_in_the_middle_of_a_stretch_the_eta_counts_what_the_gpu_has_done(on_a_gpu):
+    made, clock, run = on_a_gpu
+    run(0, 100)
+    run(100, 50)
+    ended = clock.now - 0.5 * 50 * 0.07  # the host waits, and the GPU is half through
+    clock.now = ended
+    assert made.beat()["eta_s"] == pytest.approx(0.07 * (1000 - 125), rel=0.02)
+
+
+def test_before_two_losses_have_arrived_there_is_no_pace_of_a_gpu(on_a_gpu):
+    made, _clock, run = on_a_gpu
+    run(0, 1)
+    assert made.beat()["s_per_step"] is None and made.beat()["eta_s"] is None
+
+
+def test_a_short_run_has_a_pace_after_a_few_steps(on_a_gpu):
+    made, _clock, run = on_a_gpu
+    for step in range(4):
+        run(step, 1)
+    assert made.beat()["s_per_step"] == pytest.approx(0.07, rel=0.1)
+
+
+def test_a_mark_counts_when_it_happened_however_late_it_is_noticed():
+    clock = SimpleNamespace(now=0.0)
+    marks = DeviceMarks(lambda: clock.now)
+    # (step, seconds on the device's clock, the host's clock as it is noticed)
+    for step, at, noticed in ((0, 0.0, 105.0), (1, 8.0, 108.0), (2, 16.0, 116.0), (52, 19.5, 180)):
+        clock.now = noticed
+        event = SimpleNamespace(at=at)
+        event.elapsed_time = lambda later, first=event: 1e3 * (later.at - first.at)
+        marks.arrived(step, event)
+    # two slow steps weigh as two among fifty; the device's 0 is the host's 100
+    assert marks.pace == (pytest.approx(0.07), 53, pytest.approx(119.5))
+
+
 def test_the_file_holds_one_object_a_beat_and_goes_on_where_it_ended(tmp_path):
     for _ in range(2):
         made, _clock = heartbeat(file=tmp_path / "beat.jsonl", rank=1)
@@ -173,3 +284,19 @@ def test_a_pace_of_zero_is_refused():
 def test_where_proc_tells_nothing_neither_does_it(monkeypatch):
     monkeypatch.setattr(beat.Path, "read_text", lambda self: "")
     assert heartbeat()[0].beat()["mib"] is None
+
+
+@pytest.mark.gpu
+def test_with_a_cuda_graph_the_pace_is_that_of_the_clock_on_the_wall():
+    config = TrainConfig(batch=4, tokens=512, precision="bf16", cuda_graph=True, steps=500)
+    made = Heartbeat(None, every_s=0.1)
+    model = LanguageModel(preset("cpu_test", layers=4, dim=512))
+    trainer = Trainer(model, synthetic(), config, device="cuda", observers=[made])
+    trainer.run(20)
+    began = time.perf_counter()
+    trainer.run(50)  # ends when the device has
+    wall = (time.perf_counter() - began) / 50
+    trainer.run(1)
+    pace, host = made.beat()["s_per_step"], sorted(made._seconds)[len(made._seconds) // 2]
+    trainer.close()
+    assert pace == pytest.approx(wall, rel=0.10), f"the host's steps took {host:.4f} s"

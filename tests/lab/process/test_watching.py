@@ -131,7 +131,7 @@ def test_a_hang_is_ended_with_all_its_processes_where_that_is_asked(started, tmp
 
 
 def test_a_healthy_wait_is_not_told(started, tmp_path):
-    script = "import time\ntime.sleep(5)\nprint('done')\n"
+    script = "import time\ntime.sleep(3)\nprint('done')\n"
     process = started("watch", "--stall-s", 1, "--folder", "seen", "--", sys.executable,
                       "script.py", script=script)  # fmt: skip
     assert process.communicate(timeout=60) == ("done\n", "")
@@ -325,6 +325,7 @@ def test_nodes_hear_of_each_other_and_a_picture_spans_them(tmp_path, monkeypatch
     assert json.loads((tmp_path / "a" / "said.json").read_text())["flights"].keys() == {"0"}
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun_and_one_stands_in_its_users_code(started, tmp_path):
     """Found by the watcher at its line, and by whoever looks at the job from outside."""
     launch = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",

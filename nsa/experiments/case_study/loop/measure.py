@@ -12,49 +12,18 @@ import gc
 import hashlib
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.experiments.case_study.loop.design import design, held
+from nsa.experiments.case_study.loop.model import attend_loop, attend_masked
 from nsa.experiments.case_study.loop.subject import ExhibitLoop
+from nsa.lab.measure.counting import Count
 from nsa.lab.measure.recorders import MIB, profiled, recorder_for
-from nsa.lab.observers.graph import count_nodes
-
-
-class Count(TorchDispatchMode):
-    """Counts every operation that reaches the dispatcher; 1.4 to 2 times the time of a loop.
-
-    forward, nodes: operations and autograd nodes of the forward, once `forward_ended` was called.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_name: Counter[str] = Counter()
-        self.forward = self.nodes = 0
-
-    @property
-    def total(self) -> int:
-        return self.by_name.total()
-
-    @property
-    def backward(self) -> int:
-        return self.total - self.forward
-
-    @property
-    def syncs(self) -> int:
-        return self.by_name["_local_scalar_dense"]
-
-    def forward_ended(self, loss: Tensor) -> None:
-        self.forward, self.nodes = self.total, count_nodes([loss])
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.by_name[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
+from nsa.reference.nsa import nsa
 
 
 def count(loss: Callable[[], Tensor]) -> Count:
@@ -115,6 +84,7 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     found = recorder.record()
     resident = found["by_category"].get("resident", 0)
     return {
+        "design": loop.settings["design"],
         "layers": chosen.layers,
         "tokens": tokens,
         "checkpointing": checkpointing,
@@ -185,6 +155,7 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
     counted = count(loss)
     return {
         "path": loop.model.design.path,
+        "design": loop.settings["design"],
         "layers": loop.model.design.layers,
         "tokens": loop.settings["tokens"],
         "forward": counted.forward,
@@ -196,6 +167,33 @@ def operations(spec: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "microseconds": 1e6 * seconds / counted.total,
         "most": counted.by_name.most_common(8),
+    }
+
+
+@torch.no_grad()
+def attention(spec: dict[str, Any]) -> dict[str, Any]:
+    """The first layer's attention in fp64 on random input, beside the reference's of NSA: the
+    largest difference of the outputs before the last projection, over their largest value.
+
+    spec: settings of nsa.experiments.case_study.loop.subject.
+    """
+    loop = ExhibitLoop(spec | {"device": "cpu"})
+    chosen, tokens = loop.model.design, loop.settings["tokens"]
+    layer = loop.model.double().blocks[0].attention
+    generator = torch.Generator().manual_seed(loop.settings["seed"])
+    x = torch.randn(1, tokens, chosen.dim, generator=generator, dtype=torch.float64)
+    attend = attend_loop if chosen.path == "loop" else attend_masked
+    made = attend(layer.project(x), layer.gate, chosen)
+    inputs = layer.project(x, pooled=False)
+    gates = layer.gate(inputs.q.unflatten(2, (chosen.groups, -1)))
+    gates = gates.repeat_interleave(chosen.heads // chosen.groups, dim=2)
+    exact = nsa(inputs.q, inputs.k, inputs.v, gates, chosen.nsa).o.flatten(2)
+    return {
+        "path": chosen.path,
+        "design": loop.settings["design"],
+        "tokens": tokens,
+        "defects": list(chosen.defects),
+        "error": ((made - exact).abs().max() / exact.abs().max()).item(),
     }
 
 
@@ -220,7 +218,8 @@ def difference(spec: dict[str, Any]) -> dict[str, Any]:
 def several(spec: dict[str, Any]) -> dict[str, Any]:
     """{"rows"} of the trial `measure` above for each of `settings`, in one process."""
     known = {"memory": memory, "operations": operations, "state": difference}
-    measure = (known | {"gradients": gradients})[spec["measure"]]
+    known |= {"attention": attention, "gradients": gradients}
+    measure = known[spec["measure"]]
     return {"rows": [measure(one) for one in spec["settings"]]}
 
 

@@ -222,14 +222,16 @@ class Attention(nn.Module):
         attend = attend_loop if self.design.path == "loop" else attend_masked
         return self.out(attend(self.project(x), self.gate, self.design))
 
-    def project(self, x: Tensor) -> Projected:
+    def project(self, x: Tensor, *, pooled: bool = True) -> Projected:
+        """pooled: keys and values of the compressed branch as blocks, not as tokens."""
         design = self.design
         angles = rotary_tables(x.shape[1], design.head_dim, device=x.device)
         q = rotate(self.q(x).unflatten(-1, (design.heads, -1)), *angles)
         k = {b: self.k[b](x).unflatten(-1, (design.groups, -1)) for b in BRANCHES}
         v = {b: self.v[b](x).unflatten(-1, (design.groups, -1)) for b in BRANCHES}
         k = {b: rotate(k[b], *angles) for b in BRANCHES}
-        k["cmp"], v["cmp"] = (compress(y["cmp"], "mean", None, design.nsa) for y in (k, v))
+        if pooled:
+            k["cmp"], v["cmp"] = (compress(y["cmp"], "mean", None, design.nsa) for y in (k, v))
         return Projected(q, k, v)
 
 

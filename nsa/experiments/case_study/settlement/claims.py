@@ -1,20 +1,29 @@
-"""The rows of the settlement, each with the verdict that its facts allow."""
+"""The rows of the settlement, each with the verdict that its facts allow.
+
+A row has up to four sides, each a list of facts: what would confirm it, refute it, explain both of
+its statements, or void the comparison. A side holds where all of its facts are as asked, fails
+where one is not, and is not known otherwise. The verdict follows from the sides alone:
+
+    sides that hold   sides not known   verdict
+    two or more       any               CONTRADICTED
+    one               none              that side's: CONFIRMED, REFUTED, EXPLAINED or VOID
+    one               some              INCONCLUSIVE, until these are known
+    none              any               INCONCLUSIVE
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from nsa.experiments.case_study.settlement.reread import Fact
+from nsa.experiments.case_study.settlement.facts import Fact
+from nsa.spelling import choice
 from nsa.workbook.claim import Claim
 
-VERDICTS = {
-    "REFUTED": "the claim is wrong",
-    "CONFIRMED": "the claim is right",
-    "EXPLAINED": "both were seen, and this is what differed",
-    "VOID": "the comparison could not have told",
-    "INCONCLUSIVE": "not decided here",
-}
-CONTRADICTED = "CONTRADICTED"
+SIDES = {"confirms": "CONFIRMED", "refutes": "REFUTED", "explains": "EXPLAINED", "voids": "VOID"}
+CONTRADICTED, INCONCLUSIVE = "CONTRADICTED", "INCONCLUSIVE"
+KINDS = {"C": "contradictions", "H": "causes proposed", "L": "the report's ledger",
+         "N": "research notes", "P": "our predictions"}  # fmt: skip
+NOT = "not "
 
 
 @dataclass(frozen=True)
@@ -24,51 +33,79 @@ class Row:
     id: str
     claim: str
     predicts: str
-    verdict: str
-    facts: Sequence[str] = ()
+    confirms: Sequence[str] = ()
+    refutes: Sequence[str] = ()
+    explains: Sequence[str] = ()
+    voids: Sequence[str] = ()
     retraction: str = ""
-    settles: str = ""
+    otherwise: str = ""
+
+    @property
+    def sides(self) -> dict[str, Sequence[str]]:
+        """The facts of each side that the row has, by its verdict."""
+        found = {verdict: getattr(self, side) for side, verdict in SIDES.items()}
+        return {verdict: names for verdict, names in found.items() if names}
 
 
 def all_rows() -> list[Row]:
-    """What the case study claimed, from the rows.yaml beside this module."""
+    """What the case study claimed, from the rows.yaml beside this module.
+
+    ValueError for a field that a row has not.
+    """
     import yaml
 
+    known = [field.name for field in fields(Row)]
     text = Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8")
-    return [Row(id, **fields) for id, fields in yaml.safe_load(text).items()]
+    rows = yaml.safe_load(text)
+    for one in rows.values():
+        for name in one:
+            choice("field of a row", name, known)
+    return [Row(id, **one) for id, one in rows.items()]
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A row and what became of it: its own verdict where all of its facts hold.
-
-    CONTRADICTED where a fact does not hold, INCONCLUSIVE where one is not known.
-    """
+    """A row and its facts, by name."""
 
     row: Row
-    facts: tuple[Fact, ...]
+    facts: Mapping[str, Fact]
+
+    def asked(self, name: str) -> bool | None:
+        """Whether a fact is as a side asks: "not NAME" asks for the contrary."""
+        holds = self.facts[name.removeprefix(NOT)].holds
+        return holds if holds is None else holds is not name.startswith(NOT)
+
+    def side(self, verdict: str) -> bool | None:
+        """Whether that side holds, fails, or is not known."""
+        found = [self.asked(name) for name in self.row.sides[verdict]]
+        return False if False in found else None if None in found else True
 
     @property
     def verdict(self) -> str:
-        known = [fact.holds for fact in self.facts]
-        if False in known:
+        sides = {verdict: self.side(verdict) for verdict in self.row.sides}
+        holding = [verdict for verdict, holds in sides.items() if holds]
+        if len(holding) > 1:
             return CONTRADICTED
-        return "INCONCLUSIVE" if None in known else self.row.verdict
+        return holding[0] if holding and None not in sides.values() else INCONCLUSIVE
 
     @property
     def evidence(self) -> list[str]:
         """Ids of the tables, trials and runs behind it, each once."""
-        return list(dict.fromkeys(one for fact in self.facts for one in fact.evidence))
+        return list(dict.fromkeys(one for fact in self.facts.values() for one in fact.evidence))
+
+    def told(self, *verdicts: str) -> list[str]:
+        """The facts of those sides, each once, with its number and limit."""
+        names = (name for verdict in verdicts for name in self.row.sides.get(verdict, ()))
+        return list(dict.fromkeys(str(self.facts[name.removeprefix(NOT)]) for name in names))
 
     @property
     def settles(self) -> str:
-        """What would decide an undecided row."""
-        if self.verdict != "INCONCLUSIVE":
+        """What would decide an undecided row: what is not known, then what its row says."""
+        if self.verdict != INCONCLUSIVE:
             return ""
-        unknown = [fact for fact in self.facts if fact.holds is None]
-        open_ = [(fact.evidence or (fact.name,), fact.seen or "not there") for fact in unknown]
-        lacking = [f"{one}: {seen}" for evidence, seen in open_ for one in evidence]
-        return "; ".join(lacking) or self.row.settles
+        unknown = dict.fromkeys(fact.why for fact in self.facts.values() if fact.holds is None)
+        said = [*unknown, self.row.otherwise]
+        return "; ".join(filter(None, said)) or "no side of it holds"
 
     def __str__(self) -> str:
         return f"{self.row.id} {self.verdict}: {self.row.claim}"
@@ -77,32 +114,33 @@ class Settled:
 def settle(facts: Mapping[str, Fact], rows: Sequence[Row] = ()) -> list[Settled]:
     """Every row, or those given, with its facts.
 
-    ValueError for a row that names a fact or verdict there is not, or decides without a fact.
+    ValueError for a row that names a fact there is not, that nothing could confirm, or that nothing
+    else could decide.
     """
-    rows = rows or all_rows()
-    for row in rows:
-        if unknown := [name for name in row.facts if name not in facts]:
+    settled = []
+    for row in rows or all_rows():
+        names = [name.removeprefix(NOT) for side in row.sides.values() for name in side]
+        if unknown := [name for name in names if name not in facts]:
             raise ValueError(f"{row.id} stands on {unknown[0]!r}, which is no fact")
-        if row.verdict not in VERDICTS:
-            known = ", ".join(VERDICTS)
-            raise ValueError(f"{row.id}: verdict {row.verdict!r} is not one of {known}")
-        if row.verdict == "INCONCLUSIVE" and not row.settles:
-            raise ValueError(f"{row.id} is INCONCLUSIVE and does not say what would settle it")
-        if row.verdict != "INCONCLUSIVE" and not row.facts:
-            raise ValueError(f"{row.id} is {row.verdict} without a fact")
-    return [Settled(row, tuple(facts[name] for name in row.facts)) for row in rows]
+        if not row.confirms or len(row.sides) < 2:
+            raise ValueError(f"{row.id} names no facts that confirm it, or none that do otherwise")
+        settled.append(Settled(row, {name: facts[name] for name in names}))
+    return settled
 
 
 def all_claims(settled: Sequence[Settled]) -> list[Claim]:
-    """One claim a row for verdicts.json: PASS where its verdict stands on facts that hold."""
-    kinds = {CONTRADICTED: "FAIL", "INCONCLUSIVE": "INCONCLUSIVE"}
+    """One claim a row for verdicts.json: PASS where one side holds, FAIL where two do."""
+    kinds = {CONTRADICTED: "FAIL", INCONCLUSIVE: "INCONCLUSIVE"}
     return [
         Claim(
             str(one),
             kinds.get(one.verdict, "PASS"),
             {
                 "evidence": one.evidence,
-                "facts": {fact.name: fact.sentence for fact in one.facts},
+                "sides": {verdict: list(names) for verdict, names in one.row.sides.items()},
+                "facts": {
+                    fact.name: [fact.sentence, fact.holds, fact.seen] for fact in one.facts.values()
+                },
                 "retracted": one.row.retraction,
                 "would settle it": one.settles,
             },
@@ -113,11 +151,14 @@ def all_claims(settled: Sequence[Settled]) -> list[Claim]:
 
 def fewer_undecided_than(settled: Sequence[Settled], most: int) -> Claim:
     """Whether the settlement settles: no row contradicted, at most so many left undecided."""
-    undecided = [one.row.id for one in settled if one.verdict == "INCONCLUSIVE"]
+    undecided = [one.row.id for one in settled if one.verdict == INCONCLUSIVE]
     wrong = [one.row.id for one in settled if one.verdict == CONTRADICTED]
     decided = len(settled) - len(undecided) - len(wrong)
+    text = f"{decided} of {len(settled)} rows are decided; open: {', '.join(undecided) or 'none'}"
+    if wrong:
+        text += f"; contradicted: {', '.join(wrong)}"
     return Claim(
-        f"{decided} of {len(settled)} rows are decided; open: {', '.join(undecided) or 'none'}",
-        "FAIL" if wrong else "PASS" if len(undecided) <= most else "INCONCLUSIVE",
+        text,
+        "FAIL" if wrong else "PASS" if len(undecided) <= most else INCONCLUSIVE,
         {"contradicted": wrong, "undecided": undecided},
     )

@@ -5,28 +5,28 @@ Each is a function from nothing to plain numbers that takes seconds on a CPU: of
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from nsa.attention.api import nsa_attention
-from nsa.attention.witness import recording
 from nsa.config import NSAConfig
 from nsa.experiments.case_study.loop import measure
-from nsa.experiments.case_study.loop.design import design
+from nsa.experiments.case_study.loop.design import SEQUENTIAL, design
 from nsa.experiments.case_study.loop.model import build
-from nsa.experiments.case_study.loop.subject import last_step, make
+from nsa.experiments.case_study.loop.subject import ExhibitLoop, last_step, make
+from nsa.experiments.case_study.settlement import notes
 from nsa.lab import sweep
 from nsa.lab.measure.counting import Compilations
 from nsa.lab.observers.graph import count_nodes
@@ -42,9 +42,18 @@ SILENT = {"first": 0, "every": 1000}  # a print schedule
 
 def print_schedule() -> Found:
     """21 healthy steps under three print policies: the lines, and the last one before step 13."""
-    paths: dict[str, list[Found]] = {"masked": [], "loop": []}
-    for path, first in (("masked", 3), ("loop", 5), ("masked", 5), ("masked", 8)):
-        loop = make({"first": first, "tokens": 16, "changes": _path(path)})
+    rows = []
+    for path, first, checkpoint in (
+        ("masked", 3, False),
+        ("loop", 5, False),
+        ("loop", 5, True),
+        ("masked", 5, False),
+        ("masked", 8, False),
+    ):
+        changes = _path(path)
+        if checkpoint:
+            changes = {"layers": 2, "defects": [*SEQUENTIAL, "late_checkpoint"]}
+        loop = make({"first": first, "tokens": 16, "changes": changes, "checkpointing": checkpoint})
         console, seen = StringIO(), None
         with redirect_stdout(console):
             for i in range(21):
@@ -52,24 +61,54 @@ def print_schedule() -> Found:
                 if i == 12:
                     seen = last_step(console.getvalue())
         lines = [line.split("|")[0].strip() for line in console.getvalue().splitlines()]
-        row = {"first": first, "steps": 21, "last_line_at_step_13": seen, "lines": lines}
-        paths[path].append(row)
-    return {"paths": paths}
+        arm = {"path": path, "first": first, "checkpoint": checkpoint}
+        rows.append(arm | {"last_line_at_step_13": seen, "lines": lines})
+    return {"rows": rows}
 
 
 def deadlines() -> Found:
-    """When each of 10 steps began, plain, with aux stats and traced: what a deadline cuts off."""
+    """Seconds of each of 10 steps, plain, with aux stats and traced, in turns: what a deadline
+    cuts off."""
     arms = {"plain": {}, "aux stats": {"aux_stats": True}, "traced": {"tracing": True}}
-    begun: dict[str, list[float]] = {}
-    for name, settings in arms.items():
-        loop = make({"tokens": 24, **SILENT, **settings})
+    loops = {name: make({"tokens": 24, **SILENT, **changed}) for name, changed in arms.items()}
+    return {"step_s": _in_turns(loops, 10)}
+
+
+def batch() -> Found:
+    """Seconds of a step with one and two sequences of 64 tokens, in turns."""
+    loops = {str(n): make({"tokens": 64, "batch": n, **SILENT}) for n in (1, 2)}
+    return {"step_s": _in_turns(loops, 7)}
+
+
+def _in_turns(loops: dict[str, ExhibitLoop], rounds: int) -> dict[str, list[float]]:
+    """Seconds of that many steps of each, after one that does not count."""
+    for loop in loops.values():
         loop.step(0)
-        begun[name], started = [], time.perf_counter()
-        for i in range(1, 11):
-            begun[name].append(time.perf_counter() - started)
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    for i in range(1, rounds + 1):
+        for name, loop in loops.items():
+            started = time.perf_counter()
             loop.step(i)
-        begun[name].append(time.perf_counter() - started)  # the end
-    return {"begun_s": begun}
+            found[name].append(time.perf_counter() - started)
+    return found
+
+
+def beside_the_step() -> Found:
+    """Median seconds of a step, of making its batch, and of a line of CSV that is flushed."""
+    loop = make({"tokens": 32, **SILENT})
+    times: dict[str, list[float]] = {"step_s": [], "data_s": [], "write_s": []}
+    with tempfile.TemporaryFile("w") as log:
+        parts = {
+            "step_s": loop.step,
+            "data_s": loop.batch,
+            "write_s": lambda i: (log.write(f"{i},5.6914,1e-05,20\n"), log.flush()),
+        }
+        for i in range(8):
+            for name, part in parts.items():
+                started = time.perf_counter()
+                part(i)
+                times[name].append(time.perf_counter() - started)
+    return {name: median(seconds) for name, seconds in times.items()}
 
 
 def operations() -> Found:
@@ -79,7 +118,10 @@ def operations() -> Found:
         for tokens, batch in ((64, 1), (128, 1), (64, 2)):
             row = measure.operations({"tokens": tokens, "batch": batch, "changes": _path(path)})
             rows.append({k: v for k, v in row.items() if k != "most"} | {"batch": batch})
-    return {"rows": rows}
+    loop = make({"tokens": 16, **SILENT})
+    counted = measure.count(lambda: loop.model(*loop.batch(0))[1])
+    calls = sum(n for name, n in counted.by_name.items() if "attention" in name)
+    return {"rows": rows, "attention_calls": calls}
 
 
 def state() -> Found:
@@ -108,30 +150,46 @@ def checkpointing() -> Found:
 
 
 def recompiles() -> Found:
-    """What is compiled in 6 eager steps of the loop, and by torch.compile when T changes."""
+    """What is compiled in 6 eager steps of the loop."""
     with Compilations() as eager:
         loop = make({"tokens": 16, **SILENT})
         for i in range(6):
             loop.step(i)
-    torch._dynamo.reset()
-    fixed = torch.compile(lambda x: (x @ x.T).softmax(-1).sum(), backend="eager", dynamic=False)
-    with Compilations() as changing:
-        for tokens in (16, 16, 24, 32, 40):
-            fixed(torch.ones(tokens, 4))
-    return {"eager": eager.count, "five_calls_four_lengths": changing.count}
+    return {"eager": eager.count}
 
 
-def freeing() -> Found:
-    """Seconds to free a graph that nobody ran backward, beside those that made it."""
+def graph() -> Found:
+    """The graph of a step's loss: its nodes, edges that lead back, seconds to make and free it."""
     loop = make({"tokens": 256})
     tokens, targets = loop.batch(0)
     started = time.perf_counter()
     loss = loop.model(tokens, targets)[1]
     made = time.perf_counter() - started
-    nodes = count_nodes([loss])
+    nodes, back = count_nodes([loss]), back_edges(loss.grad_fn)
     started = time.perf_counter()
     del loss
-    return {"nodes": nodes, "forward_s": made, "free_s": time.perf_counter() - started}
+    freed = time.perf_counter() - started
+    return {"nodes": nodes, "back_edges": back, "forward_s": made, "free_s": freed}
+
+
+def back_edges(root: Any) -> int:
+    """Edges to a node that is still being walked, of anything with `next_functions`."""
+    back, done, open_ = 0, set(), {root}
+    stack = [(root, iter(root.next_functions))]
+    while stack:
+        node, edges = stack[-1]
+        for follower, _ in edges:
+            if follower in open_:
+                back += 1
+            elif follower is not None and follower not in done:
+                open_.add(follower)
+                stack.append((follower, iter(follower.next_functions)))
+                break
+        else:
+            stack.pop()
+            open_.discard(node)
+            done.add(node)
+    return back
 
 
 def _path(path: str) -> dict[str, Any]:
@@ -157,13 +215,13 @@ def boolean_mask() -> Found:
     q, k = (torch.randn(1, 1, tokens, 8) for _ in range(2))
     v, causal = torch.eye(tokens)[None, None], torch.ones(tokens, tokens, dtype=torch.bool).tril()
     right, wrong = (attend(q, k, v, attn_mask=mask)[0, 0] for mask in (causal, ~causal))
+    written_out = (q @ k.mT).masked_fill(causal, -torch.inf).softmax(-1)[0, 0, -1]
     last = wrong[-1]
     return {
-        "right_finite": bool(right.isfinite().all()),
+        "right_not_finite": int((~right.isfinite()).sum()),
         "right_on_the_future": float(right.triu(1).abs().max()),
-        "inverted_on_the_past": float(wrong[:-1].tril().abs().max()),
-        "inverted_on_the_future": float(wrong[:-1].triu(1).sum(-1).min()),
-        "inverted_last_row": "nan" if bool(last.isnan().all()) else float(last.abs().max()),
+        "inverted_written_out_nan": int(written_out.isnan().sum()),
+        "inverted_last_row_here": "nan" if bool(last.isnan().any()) else float(last.abs().max()),
     }
 
 
@@ -187,41 +245,34 @@ def in_place() -> Found:
     gradients = [torch.autograd.grad((out**2).sum(), x)[0] for out in outs]
     y = x.exp()
     y.add_(1)
-    raised = ""
+    raised = 0
     try:
         y.sum().backward()
-    except RuntimeError as error:
-        raised = type(error).__name__
-    return {"equal": bool(torch.equal(*gradients)), "raised": raised}
+    except RuntimeError:
+        raised = 1
+    return {"difference": float((gradients[0] - gradients[1]).abs().max()), "raised": raised}
 
 
 def branches() -> Found:
-    """One branch alone of this project's model: operations, gate gradients, path witness."""
+    """All three branches of this project's model, and each alone: operations and nodes."""
     found = {}
     for branch in (None, *BRANCHES):
-        model, _, counted, paths = _ours(force_branch=branch)
-        gates = [p.grad for n, p in model.named_parameters() if "gate1" in n or "gate2" in n]
-        found[branch or "all"] = {
-            "operations": counted.total,
-            "nodes": counted.nodes,
-            "gates_with_gradient": sum(g is not None for g in gates),
-            "paths": sorted(paths),
-        }
+        _, counted = _ours(force_branch=branch)
+        found[branch or "all"] = {"operations": counted.total, "nodes": counted.nodes}
     return found
 
 
 def backends() -> Found:
-    """Three backends of one model: operations and witnesses, which differ where programs do."""
+    """Three backends of one model: operations and losses."""
     found = {}
     for backend in ("masked", "packed", "gather"):
-        _, loss, counted, paths = _ours(backend=backend)
-        served = {branch: sorted(names) for branch, names in paths.items()}
-        found[backend] = {"operations": counted.total, "loss": loss, "paths": served}
+        loss, counted = _ours(backend=backend)
+        found[backend] = {"operations": counted.total, "loss": loss}
     return found
 
 
-def _ours(**changes: Any) -> tuple[LanguageModel, float, measure.Count, dict[str, Any]]:
-    """This project's model after a backward, its loss, its operations, and the paths it took."""
+def _ours(**changes: Any) -> tuple[float, measure.Count]:
+    """The loss of this project's model, and the operations of its forward and backward."""
     torch.manual_seed(0)
     sizes = NSAConfig(8, 4, 8, 4, window=16)
     config = ModelConfig("settlement", 1, 32, 4, 2, 8, nsa=sizes, backend="gather")
@@ -231,26 +282,7 @@ def _ours(**changes: Any) -> tuple[LanguageModel, float, measure.Count, dict[str
     def loss() -> torch.Tensor:
         return model(tokens[:, :-1], tokens[:, 1:])[1]
 
-    with recording() as witness:
-        value = loss().item()
-        counted = measure.count(loss)
-    return model, value, counted, witness.record()["paths"]
-
-
-def planted_nan() -> Found:
-    """NaN in the values of each branch: what `strict=True` says of it."""
-    config = NSAConfig(4, 2, 8, 3, window=8)
-    q, gates = torch.randn(1, 32, 4, 8), torch.rand(1, 32, 4, 3)
-    found = {}
-    for planted in BRANCHES:
-        k, v = ({b: torch.randn(1, 32, 2, 8) for b in BRANCHES} for _ in range(2))
-        v[planted][0, 5] = float("nan")
-        try:
-            nsa_attention(q, k, v, gates, config, backend="gather", strict=True)
-            found[planted] = "nothing"
-        except FloatingPointError as error:
-            found[planted] = str(error)
-    return found
+    return loss().item(), measure.count(loss)
 
 
 TERMINATED = """
@@ -264,31 +296,36 @@ print('COMPLETED', flush=True)
 
 
 def harness() -> Found:
-    """What the case study's scripts relied on: a bucket's method, JSON, and the exit code 124."""
+    """What the case study's scripts relied on: `env` as JSON, and the exit code of `timeout`.
+
+    ValueError without either program.
+    """
+    for program in ("env", "timeout"):
+        if not shutil.which(program):
+            raise ValueError(f"this trial runs `{program}`, which is not on PATH")
+    variables = {"PATH": os.environ["PATH"], "NSA_PREFILL_BATCHED": "1"}
+    written = subprocess.run(["env"], env=variables, capture_output=True, text=True, check=True)
     try:
-        json.loads("NSA_PREFILL_BATCHED=1\nPATH=/bin")
-        parses = True
+        json.loads(written.stdout)
+        documents = 1
     except ValueError:
-        parses = False
-    ended = None
-    if shutil.which("timeout"):
-        command = ["timeout", "1", sys.executable, "-S", "-c", TERMINATED]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    bucket = getattr(dist, "GradBucket", None)
+        documents = 0
+    command = ["timeout", "1", sys.executable, "-S", "-c", TERMINATED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    completed = "COMPLETED" in ended.stdout.split()
     return {
-        "bucket_has_get_tensor": hasattr(bucket, "get_tensor"),
-        "bucket_has_buffer": hasattr(bucket, "buffer"),
-        "env_output_is_json": parses,
-        "timeout_says": ended and ended.returncode,
-        "timeout_stdout": ended.stdout.split() if ended else [],
+        "env_documents": documents,
+        "timeout_says": ended.returncode if completed else None,
+        "timeout_stdout": ended.stdout.split(),
     }
 
 
 TRIALS: dict[str, Callable[[], Found]] = {
     trial.__name__.replace("_", "-"): trial
     for trial in (
-        print_schedule, deadlines, operations, state, checkpointing, recompiles, freeing,
-        one_query, boolean_mask, fp16_adamw, in_place, branches, backends, planted_nan, harness,
+        print_schedule, deadlines, batch, beside_the_step, operations, state, checkpointing,
+        recompiles, graph, one_query, boolean_mask, fp16_adamw, in_place, branches, backends,
+        harness, *notes.TRIALS,
     )
 }  # fmt: skip
 

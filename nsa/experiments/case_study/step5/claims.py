@@ -2,9 +2,18 @@
 
 from itertools import pairwise
 
-from nsa.experiments.case_study.figures import BAND_US, TIMINGS
-from nsa.experiments.case_study.step5 import decision, table
-from nsa.experiments.case_study.step5.trials import FACTORS, OBSERVERS, PRINTS, Results, Trial
+from nsa.experiments.case_study.answers import SAME
+from nsa.experiments.case_study.decision import Decision
+from nsa.experiments.case_study.figures import BAND_US, PER_LAYER, TIMINGS
+from nsa.experiments.case_study.step5 import table
+from nsa.experiments.case_study.step5.trials import (
+    FACTORS,
+    OBSERVERS,
+    PRINTS,
+    Results,
+    Trial,
+    pace,
+)
 from nsa.workbook.claim import Claim, verdict_of
 
 MEMORY_LIMIT = 0.03  # of the case study's own figures
@@ -31,7 +40,7 @@ def all_claims(results: Results) -> list[Claim]:
         operations_follow_tokens(results),
         copies_explain_the_memory(),
         recorded_as_predicted(results),
-        the_tree_ends_in_slow(results),
+        it_is_another_attention(results),
     ]
 
 
@@ -84,10 +93,11 @@ def the_verdict_moves_with_the_deadline(results: Results) -> Claim:
     done = named[0].steps + 1
     holds = all(a < b or a == b == done for a, b in pairwise(reached))
     told = ", ".join(f"{t.cell['deadline']:g} x: {_where(t)}" for t in named)
+    so_far = {"trials": [t.id for t in named], "found": {"reached": reached}}
     if holds and not named[-1].finished:
-        return Claim.undecided(sentence, told, {"reached": reached})
+        return Claim.undecided(sentence, told, so_far)
     if not holds and results.spread > STEADY:  # whether it stands still, `nothing_hangs` says
-        return Claim.undecided(sentence, f"{UNSTEADY}, {told}", {"reached": reached})
+        return Claim.undecided(sentence, f"{UNSTEADY}, {told}", so_far)
     return _claim(f"{sentence}: {told}", named, holds, {"reached": reached})
 
 
@@ -105,20 +115,26 @@ def the_hang_step_moves_with_the_prints(results: Results) -> Claim:
 
 
 def observers_only_slow(results: Results) -> Claim:
-    """A fault would show itself to an observer; slow work only gets slower."""
+    """A fault would show itself to an observer; slow work only gets slower. One trial each tells no
+    pace apart from another that trials of one program differ by as much."""
     plain = results.named.get("1 x")
     watched = {n: t for n, t in results.named.items() if n in OBSERVERS}
-    sentence = "aux stats, tracing and launch blocking change the pace and not the verdict"
+    sentence = "no verdict changes under aux stats, tracing or launch blocking"
     if not plain or not watched:
         return Claim.undecided(sentence, NOT_RUN)
     told = {n: {"was in step": t.reached, "verdict": t.verdict.label} for n, t in watched.items()}
     bad = [t for t in watched.values() if t.verdict.kind not in ("SLOW", "PASS")]
     if any(t.verdict.kind == "INCONCLUSIVE" for t in bad):
         return Claim.undecided(sentence, f"{_ids(bad)} cannot be told")
-    sentence += f": step {plain.reached} without"
-    for name, trial in watched.items():
-        sentence += f", {name} step {trial.reached}"
+    sentence += f"; a step, of {plain.id}'s: "
+    sentence += ", ".join(f"{name} {_times(t, plain)}" for name, t in watched.items())
+    sentence += f"; trials of one program differ by {results.spread:.2f}"
     return _claim(sentence, [plain, *watched.values()], not bad, told)
+
+
+def _times(trial: Trial, plain: Trial) -> str:
+    one, other = pace(trial.evidence), pace(plain.evidence)
+    return f"{one / other:.2f}" if one and other else "unknown"
 
 
 def layers_only_slow(results: Results) -> Claim:
@@ -185,8 +201,11 @@ def operations_follow_tokens(results: Results) -> Claim:
         return Claim.undecided(sentence, NOT_RUN)
     rows = {(row["path"], row["tokens"]): row["operations"] for row in results.operations}
     loop, masked, longer = rows.values()
+    setup = results.lab.setup
     holds = loop > 20 * masked and longer == masked
-    times = f"{loop / masked:.0f} times as many operations at T {results.lab.setup.tokens}"
+    times = f"{loop / masked:.0f} times as many operations at T {setup.tokens}"
+    if quoted := PER_LAYER.get((setup.design, setup.tokens)):
+        times += f", {loop:,} where {quoted:,} were counted in the case study's own code"
     return Claim(f"{sentence}: {times}", verdict_of(holds), {str(k): n for k, n in rows.items()})
 
 
@@ -211,18 +230,27 @@ def recorded_as_predicted(results: Results) -> Claim:
     return Claim(text, verdict_of(worst <= limit), _by_size(errors, "+.2%"))
 
 
-def the_tree_ends_in_slow(results: Results) -> Claim:
-    """The executable decision, from the same evidence."""
-    path = decision.decide(results)
-    leaf = path[-1][0]
+def it_is_another_attention(results: Results) -> Claim:
+    """Beside the reference, in fp64: the defects are what is wrong with it, and nothing else is."""
+    sentence = "the loop's attention is not NSA's, and is without its defects"
+    if len(results.attention) < 2:
+        return Claim.undecided(sentence, NOT_RUN)
+    (was, right), found = (row["error"] for row in results.attention), results.attention
+    told = f"off by {was:.2g} of the largest output, without them by {right:.0e}"
+    return Claim(f"{sentence}: {told}", verdict_of(was > SAME >= right), {"rows": found})
+
+
+def the_tree_ends_in_slow(results: Results, decided: Decision) -> Claim:
+    """The executable decision, from this run's own rows and claims."""
     trials = [results.named[n] for n in ("1 x", "2 x") if n in results.named]
-    sentence = "the decision tree ends in SLOW by dispatch"
-    if leaf in decision.TREE:
-        return Claim.undecided(sentence, f"nothing answers {leaf!r}")
-    told = " > ".join(f"{n}: {'yes' if a else 'no'}" for n, a in path[:-1])
-    if leaf in ("PASS", "RERUN") and results.spread > STEADY:
+    sentence = "the decision tree says of the loop: slow by dispatch, and wrong"
+    if decided.missing:
+        return Claim.undecided(sentence, f"nothing answers {decided.missing!r}")
+    told = " > ".join(f"{n}: {'yes' if a.holds else 'no'}" for n, a in decided.path)
+    if decided.leaves[0] in ("PASS", "RERUN") and results.spread > STEADY:
         return Claim.undecided(sentence, UNSTEADY)
-    return _claim(f"{sentence}: {told}", trials, leaf == "DISPATCH", {"leaf": leaf})
+    holds = decided.leaves == ("DISPATCH", "WRONG")
+    return _claim(f"{sentence}: {told}", trials, holds, {"leaves": decided.leaves})
 
 
 def _where(trial: Trial) -> str:

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from nsa.experiments.case_study.decision import LEAVES, SUBJECTS, TREE, Decision
 from nsa.experiments.case_study.figures import BAND_US, ESTIMATE_MIB, MEMORY_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import held, production
-from nsa.experiments.case_study.step5 import decision
 from nsa.experiments.case_study.step5.trials import OBSERVERS, PRINTS, Results, Trial
 from nsa.workbook import looks
 
@@ -173,43 +173,55 @@ def memory_table(layers: int = 5):
 
 
 PLACES = {
-    "ended": (0, 3), "PASS": (0, 1.5), "moves": (1, 3), "certified": (1, 1.5), "HANG": (0.3, 0),
-    "STALLED": (1.25, 0), "further": (2, 3), "RERUN": (2.15, 0), "state": (3, 3), "LEAK": (3, 1.5),
-    "operations": (4, 3), "ELSEWHERE": (3.2, 0), "DISPATCH": (4.1, 1.5),
+    "ended": (0, 6), "PASS": (0, 4.5), "moves": (1, 6), "certified": (1, 4.5), "HANG": (0.5, 3.3),
+    "STALLED": (1.5, 3.3), "further": (2, 6), "RERUN": (2, 4.5), "state": (3, 6), "LEAK": (3, 4.5),
+    "operations": (4, 6), "DISPATCH": (4, 4.5), "ELSEWHERE": (5, 4.5),
+    "differ": (0, 1.5), "INVALID": (0, 0), "correct": (1, 1.5), "WRONG": (1, 0),
+    "static": (2, 1.5), "STATIC": (2, 0), "branch": (3, 1.5), "BRANCH": (3, 0),
+    "missing": (4, 1.5), "MISSING": (4, 0), "gloo": (5, 1.5), "TRANSPORT": (5, 0),
+    "version": (6, 1.5), "VERSION": (6, 0), "SOUND": (6, 3),
 }  # fmt: skip
-MIDDLE = {"ha": "center", "va": "center", "fontsize": 8.5}
+MIDDLE = {"ha": "center", "va": "center", "fontsize": 8}
+TAKEN = {"loop": RED, "today": GREEN}
 
 
-def decision_tree(results: Results):
-    """The tree with the branch that the evidence takes."""
-    taken = [node for node, _ in decision.decide(results)]
-    pairs = set(pairwise(taken))
+def decision_tree(decisions: list[Decision]):
+    """The tree with the way that each subject's evidence takes through it."""
+    ways = {d.subject: set(pairwise(d.nodes)) for d in decisions}
+    colours = {node: TAKEN[one.subject] for one in decisions for node in one.nodes}
+    arrows = [(n, to, word) for n, q in TREE.items() for to, word in ((q.yes, "yes"), (q.no, "no"))]
+    arrows += [(name, leaf.then, "") for name, leaf in LEAVES.items() if leaf.then]
     with looks.style():
-        fig, (axes,) = looks.panels(1, 3.8)
-        fig.set_figwidth(10.5)
+        fig, (axes,) = looks.panels(1, 5.6)
+        fig.set_figwidth(12.5)
         axes.set_axis_off()
-        looks.title(axes, "Hung or slow? The branch that the evidence takes is red")
-        axes.set(xlim=(-0.45, 4.55), ylim=(-0.5, 3.5))
-        boxes = {node: _box(axes, node, node in taken) for node in PLACES}
-        for node, question in decision.TREE.items():
-            for answer, target in (("yes", question.yes), ("no", question.no)):
-                on = (node, target) in pairs
-                a, b = PLACES[node], PLACES[target]
-                arrow = {"arrowstyle": "-|>", "color": RED if on else "#a0a0a0", "shrinkA": 1}
-                arrow |= {"patchA": boxes[node], "patchB": boxes[target], "shrinkB": 1}
-                axes.annotate("", b, a, arrowprops=arrow | {"lw": 2.4 if on else 1})
-                middle = 0.5 * (a[0] + b[0]), 0.5 * (a[1] + b[1])
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2}
-                axes.text(*middle, answer, color=RED if on else "#606060", bbox=box, **MIDDLE)
+        told = ", ".join(f"{SUBJECTS[d.subject]} {_name(TAKEN[d.subject])}" for d in decisions)
+        looks.title(axes, f"Hung, slow, wrong or sound? {told}")
+        axes.set(xlim=(-0.45, 6.45), ylim=(-0.6, 6.5))
+        boxes = {node: _box(axes, node, colours.get(node)) for node in PLACES}
+        for node, target, word in arrows:
+            a, b = PLACES[node], PLACES[target]
+            taken = [TAKEN[name] for name, way in ways.items() if (node, target) in way]
+            for number, colour in enumerate(taken or ["#b0b0b0"]):
+                arrow = {"arrowstyle": "-|>", "color": colour, "shrinkA": 1, "shrinkB": 1}
+                arrow |= {"patchA": boxes[node], "patchB": boxes[target]}
+                arrow |= {"lw": 2.2 + 3 * (len(taken) - 1 - number) if taken else 1}
+                axes.annotate("", b, a, arrowprops=arrow)
+            middle = 0.5 * (a[0] + b[0]), 0.5 * (a[1] + b[1])
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            if word:
+                axes.text(*middle, word, color="#404040", bbox=box, **MIDDLE)
     return fig
 
 
-def _box(axes, node: str, on: bool):
-    box = {"facecolor": "#fde9d0" if on else "white", "edgecolor": RED if on else "#a0a0a0"}
-    box |= {"boxstyle": "square,pad=0.4", "lw": 2.0 if on else 1.0}
-    if node in decision.TREE:
-        text = decision.TREE[node].text
-        box["boxstyle"] = "round,pad=0.4"
-    else:
-        text = textwrap.fill(decision.LEAVES[node], 19)
-    return axes.text(*PLACES[node], text, bbox=box, **MIDDLE).get_bbox_patch()
+def _name(colour: str) -> str:
+    return "red" if colour == RED else "green"
+
+
+def _box(axes, node: str, colour: str | None):
+    box = {"facecolor": "white", "edgecolor": colour or "#a0a0a0", "lw": 2.0 if colour else 1.0}
+    shape = "round" if node in TREE else "square"
+    text = TREE[node].text if node in TREE else textwrap.fill(LEAVES[node].text, 18)
+    return axes.text(
+        *PLACES[node], text, bbox=box | {"boxstyle": f"{shape},pad=0.35"}, **MIDDLE
+    ).get_bbox_patch()

@@ -4,6 +4,7 @@ import math
 
 import pandas
 
+from nsa.experiments.case_study.answers import SAME
 from nsa.experiments.case_study.figures import PEAKS_MIB, TIMINGS
 from nsa.experiments.case_study.loop.design import peak_mib
 from nsa.experiments.case_study.loop.subject import CASE_STUDY
@@ -106,7 +107,8 @@ def to_metrics(results: Results) -> list[dict]:
     rows = []
 
     def add(common: dict, metric: str, unit: str, median: float) -> None:
-        rows.append(common | {"mode": "step", "metric": metric, "unit": unit, "median": median})
+        found = {"metric": metric, "unit": unit, "median": median}
+        rows.append({"mode": "step"} | common | found)
 
     for t in results.trials:
         config = {"trial": t.id, **t.cell, "old_rule": t.old_verdict, "verdict": t.verdict.label}
@@ -117,15 +119,23 @@ def to_metrics(results: Results) -> list[dict]:
             add(common, "last_line", "steps", t.said)
     step = {"operation": "step", "x_name": "tokens"}
     for row in results.operations:
-        config = {"layers": row["layers"]}
+        config = {"layers": row["layers"], "design": row["design"]}
         common = step | {"backend": row["path"], "x_value": row["tokens"], "config": config}
         add(common, "operations", "1", row["operations"])
         add(common, "latency", "ms", 1e3 * row["seconds"])
     for row in results.memory:
-        config = {"layers": row["layers"], "predicted": row["predicted_mib"]}
+        config = {name: row[name] for name in ("layers", "design")}
+        config |= {"predicted": row["predicted_mib"]}
         common = step | {"backend": "loop", "x_value": row["tokens"], "config": config}
         if math.isfinite(row["peak_mib"]):
             add(common, "peak_memory", "MiB", row["peak_mib"])
+            add(common, "recorded_latency", "ms", 1e3 * row["seconds"])
+    for row in results.attention:
+        config = {name: row[name] for name in ("design", "defects")}
+        common = {"operation": "attention", "backend": row["path"], "mode": "forward"}
+        common |= {"config": config}
+        common |= {"x_name": "tokens", "x_value": row["tokens"]}
+        add(common, "error", "of the largest", row["error"])
     return rows
 
 
@@ -146,5 +156,10 @@ def facts(results: Results, tokens: int) -> list[str]:
         f"changed from step 4 to 5: {', '.join(changed)}",
         f"alike: {', '.join(alike)}",
         f"loop: about {round(loop / tokens, -1):.0f} operations a token",
+        *(
+            f"attention {'as it was' if row['defects'] else 'without its defects'} is NSA's: "
+            f"{row['error'] <= SAME}"
+            for row in results.attention
+        ),
         f"masked: as many at T {tokens} as at T {2 * tokens}: {masked == longer}",
     ]

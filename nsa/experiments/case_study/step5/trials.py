@@ -236,7 +236,8 @@ class Results:
 
     planted: the trial with a lock that nobody can let go; it is none of `trials`.
     state: of loop.measure.difference; operations: of the loop, of dense masks, and of those at
-    twice the length; memory: of loop.measure.memory; failed: what a measurement ended with instead.
+    twice the length; memory: of loop.measure.memory; failed: what a measurement ended with instead;
+    attention: of loop.measure.attention, as it was and without its defects.
     """
 
     lab: Lab
@@ -247,6 +248,7 @@ class Results:
     memory: list[dict[str, Any]]
     failed: list[str] = field(default_factory=list)
     planted: Trial | None = None
+    attention: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def trials(self) -> list[Trial]:
@@ -295,6 +297,7 @@ def investigate(
     measured = {
         "operations": [settings, settings | fast, settings | {"tokens": 2 * setup.tokens} | fast],
         "state": [{"settings": settings, "after": 4}],
+        "attention": [settings, settings | {"changes": {"defects": [], **changes}}],
         "memory": memory,
     }
     failed = []
@@ -326,8 +329,8 @@ def investigate(
     # The bisection is one trial after another, so one worker more: a GPU waits for none of it.
     at_once = len(lab.gpus.names) + 1 if lab.gpus.names else workers
     ended = sweep.each(lambda gpu, job: job(), jobs, workers=at_once)
-    found, operations, state, held, planted, *ran = ended
+    found, operations, state, attention, held, planted, *ran = ended
     by_name = dict(zip(longest_first, ran, strict=True))
     in_order = {name: by_name[name] for name in named}
     first = state[0] if state else None
-    return Results(lab, in_order, found, first, operations, held, failed, planted)
+    return Results(lab, in_order, found, first, operations, held, failed, planted, attention)

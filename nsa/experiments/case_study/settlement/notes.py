@@ -1,0 +1,223 @@
+"""Micro-trials of the case study's research notes: what they hold of torch, tried in isolation.
+
+Times are ratios of arms that were run in turns. What only a GPU shows is declined without one.
+"""
+
+import itertools
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from nsa.experiments.case_study.loop import model
+from nsa.experiments.case_study.loop.subject import make
+
+Found = dict[str, Any]
+NO_GPU = {"declined": "only a GPU shows it, and torch sees none here"}
+
+
+def dense_mask() -> Found:
+    """A causal mask of -inf over 64 tokens, beside attention row by row without a mask."""
+    tokens = 64
+    q, k, v, weight = (torch.randn(1, 2, tokens, 16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    bias = torch.zeros(tokens, tokens).masked_fill(
+        torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf
+    )
+
+    def dense() -> Tensor:
+        return attend(q, k, v, attn_mask=bias)
+
+    def by_row() -> Tensor:
+        rows = [attend(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])
+                for t in range(tokens)]  # fmt: skip
+        return torch.cat(rows, dim=2)
+
+    def gradients(attention: Callable[[], Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad((attention() * weight).sum(), leaves))
+
+    error = _apart(gradients(dense), gradients(by_row))
+    seconds = in_turns({"one": lambda: gradients(dense), "many": lambda: gradients(by_row)})
+    return {"gradient_error": error, "calls_over_one": seconds["many"] / seconds["one"]}
+
+
+def duplicates() -> Found:
+    """index_add, scatter_add and advanced indexing with duplicate indices, beside a dense product;
+    and the time of indexing's backward with 64 duplicates of each index beside none."""
+    source, weight = torch.randn(24, 8, requires_grad=True), torch.randn(6, 8)
+    index = torch.arange(24) % 6
+    dense = torch.nn.functional.one_hot(index, 6).float()  # [24, 6]
+    outs = (
+        dense.T @ source,
+        torch.zeros(6, 8).index_add(0, index, source),
+        torch.zeros(6, 8).scatter_add(0, index[:, None].expand(-1, 8), source),
+    )
+    wanted, *found = [torch.autograd.grad((out * weight).sum(), source)[0] for out in outs]
+    taken = torch.randn(6, 8, requires_grad=True)
+    pairs = [torch.autograd.grad((out * source.detach()).sum(), taken)[0]
+             for out in (dense @ taken, taken[index])]  # fmt: skip
+    error = max(_apart(found, [wanted, wanted]), _apart(pairs[:1], pairs[1:]))
+
+    keys = torch.randn(4096, 64, requires_grad=True)
+    unique = torch.randperm(4096)
+    outputs = {"none": keys[unique], "many": keys[unique // 64]}
+
+    def backward(name: str) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(outputs[name].sum(), keys, retain_graph=True)
+
+    seconds = in_turns({name: backward(name) for name in outputs})
+    return {"gradient_error": error, "indexing_slowdown": seconds["many"] / seconds["none"]}
+
+
+def varlen() -> Found:
+    """Attention over three packed sequences, beside one by one; and bytes kept at T 512 over 256.
+
+    With flash-attn where it is installed and a GPU there, else with torch's nested tensors.
+    """
+    device, lengths = ("cuda" if torch.cuda.is_available() else "cpu"), (5, 17, 9)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    q, k, v, weight = (torch.randn(sum(lengths), 2, 32, device=device, dtype=dtype)
+                       for _ in range(4))  # fmt: skip
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    packed = _packed(leaves, lengths)
+    ends = list(itertools.accumulate(lengths, initial=0))
+    rows = [attend(*(x[a:b].transpose(0, 1)[None] for x in leaves))[0].transpose(0, 1)
+            for a, b in itertools.pairwise(ends)]  # fmt: skip
+    apart = torch.cat(rows)
+    pairs = [torch.autograd.grad((out * weight).sum(), leaves) for out in (packed, apart)]
+    error = max(_apart([packed], [apart]), _apart(*pairs))
+    if device == "cuda":
+        error /= 100  # fp16 rounds to 1e-3, fp32 to 1e-6
+    kept = {}
+    for tokens in (256, 512):
+        x = torch.randn(1, 2, tokens, 32, device=device, dtype=dtype, requires_grad=True)
+        kept[tokens] = _kept(lambda x=x: attend(x, x, x, is_causal=True))
+    return {"error": error, "bytes_at_twice_the_length": kept[512] / kept[256]}
+
+
+def _packed(leaves: list[Tensor], lengths: tuple[int, ...]) -> Tensor:
+    """q, k, v [sum of lengths, heads, D] attended sequence by sequence in one call."""
+    if leaves[0].is_cuda:
+        try:
+            from flash_attn import flash_attn_varlen_func
+        except ImportError:
+            pass
+        else:
+            ends = torch.tensor([0, *itertools.accumulate(lengths)], device="cuda").int()
+            return flash_attn_varlen_func(*leaves, ends, ends, max(lengths), max(lengths))
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=leaves[0].device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        jagged = [torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2)
+                  for x in leaves]  # fmt: skip
+        return attend(*jagged).transpose(1, 2).values()
+
+
+def pruning() -> Found:
+    """Scores that only pick integer indices: bytes that they keep for the backward, and what
+    changes where they are detached."""
+    x, values = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32, requires_grad=True)
+
+    def loss(detached: bool) -> Tensor:
+        y = x.detach() if detached else x
+        best = (y @ y.T).softmax(-1).topk(4, dim=-1).indices  # [64, 4]
+        return (values[best].mean(1) * x).sum()
+
+    kept = [_kept(lambda detached=detached: loss(detached)) for detached in (False, True)]
+    gradients = [torch.autograd.grad(loss(detached), (x, values)) for detached in (False, True)]
+    return {"bytes_kept": kept[0] - kept[1], "gradient_difference": _apart(*gradients)}
+
+
+def fragmentation() -> Found:
+    """On a GPU: 256 blocks of 4 MiB, every second freed, and a request larger than any gap."""
+    if not torch.cuda.is_available():
+        return NO_GPU
+    blocks = [torch.empty(4 << 20, dtype=torch.uint8, device="cuda") for _ in range(256)]
+    del blocks[::2]
+    torch.cuda.synchronize()
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    started = time.perf_counter()
+    large = torch.empty(64 << 20, dtype=torch.uint8, device="cuda").fill_(1)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    del large
+    return {"seconds": seconds, "reserved_over_allocated": reserved / allocated}
+
+
+def syncs() -> Found:
+    """On a GPU: the rebuilt loop's step, and the same with every .item() replayed from before."""
+    if not torch.cuda.is_available():
+        return NO_GPU
+    loop = make({"tokens": 256, "device": "cuda", "first": 0, "every": 1000})
+    batch, merged, kept = loop.batch(0), model._merged, []
+
+    def step() -> None:
+        loop.model(*batch)[1].backward()
+        torch.cuda.synchronize()
+
+    def recording(blocks: Tensor, t: int, size: int) -> list[tuple[int, int]]:
+        kept.append(merged(blocks, t, size))
+        return kept[-1]
+
+    with mock.patch.object(model, "_merged", recording):
+        step()
+
+    def replayed() -> None:
+        again = iter(kept)
+
+        def replaying(blocks: Tensor, t: int, size: int) -> list[tuple[int, int]]:
+            list(blocks)  # the same views, none of them read
+            return next(again)
+
+        with mock.patch.object(model, "_merged", replaying):
+            step()
+
+    seconds = in_turns({"with": step, "without": replayed})
+    return {"share": 1 - seconds["without"] / seconds["with"], **seconds}
+
+
+def in_turns(arms: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:
+    """Median seconds of each arm, after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds + 1):
+        for name, arm in arms.items():
+            started = time.perf_counter()
+            arm()
+            times[name].append(time.perf_counter() - started)
+    return {name: median(seconds[1:]) for name, seconds in times.items()}
+
+
+def _kept(forward: Callable[[], Tensor]) -> int:
+    """Bytes of storages, each once, that the graph of forward() holds once it is all that is left;
+    of a tensor that only lived in the forward none."""
+    sizes: dict[int, int] = {}
+    alive: list[Any] = []
+
+    class Held:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()  # an output that holds its own node is never freed
+            alive.append(weakref.ref(self))
+
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+        out = forward()
+    for reference in alive:
+        if (held := reference()) is not None:
+            storage = held.tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    del out
+    return sum(sizes.values())
+
+
+def _apart(found: Any, wanted: Any) -> float:
+    """Largest difference of tensors pair by pair; not a number where one is."""
+    return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+TRIALS = (dense_mask, duplicates, varlen, pruning, fragmentation, syncs)

@@ -1,0 +1,194 @@
+"""What facts are read from: the reports' figures, trials, and committed runs, each by its name."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nsa.experiments.case_study import figures
+from nsa.lab.process.trial import Outcome
+from nsa.workbook import metrics
+from nsa.workbook.files import read_json
+from nsa.workbook.identity import PACKAGE
+from nsa.workbook.store import Store
+
+RUNS = PACKAGE.parent / "runs"
+Found = dict[str, Any]
+
+
+class Lacking(LookupError):
+    """A source that is not there, or lacks what is asked of it; says which and why."""
+
+
+class Sources:
+    """What facts read, by name: "MEMORY_MIB", "trial:state", "run:step5"; notes what was read.
+
+    found: numbers, by name. lacking: why a source is not there. labels: ids of kept runs.
+    """
+
+    def __init__(
+        self,
+        found: Mapping[str, Any],
+        lacking: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        self.found, self.lacking, self.labels = dict(found), lacking or {}, labels or {}
+        self.read: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        self.read[name] = None
+        if name not in self.found:
+            raise Lacking(f"{self.label(name)}: {self.lacking.get(name, 'not there')}")
+        return self.found[name]
+
+    def unread(self) -> "Sources":
+        """The same sources, of which nothing was read."""
+        return Sources(self.found, self.lacking, self.labels)
+
+    def label(self, name: str) -> str:
+        """The evidence id of a source."""
+        return name if name.startswith("trial:") else self.labels.get(name, f"table:{name}")
+
+
+def sources(
+    trials: Mapping[str, Outcome], runs: Mapping[str, str] | None = None, root: Path = RUNS
+) -> Sources:
+    """The quoted figures, the trials that ended well, and those kept runs below `root`.
+
+    runs: {"step5": "03_step5_hang_bisection-f023e55b"}, of READERS; "" where none was named.
+    ValueError for a kind of run that no fact reads.
+    """
+    found = {name: value for name, value in vars(figures).items() if name.isupper()}
+    lacking: dict[str, str] = {}
+    for name, ended in trials.items():
+        if ended.result is None:
+            lacking[f"trial:{name}"] = f"{ended.status}, {ended.message}"
+        else:
+            found[f"trial:{name}"] = ended.result
+    named = dict.fromkeys(READERS, "") | dict(runs or {})
+    labels = {f"run:{kind}": f"run:{run or kind}" for kind, run in named.items()}
+    for kind, run in named.items():
+        try:
+            found[f"run:{kind}"] = read(kind, run, root)
+        except Lacking as error:
+            lacking[f"run:{kind}"] = str(error)
+    return Sources(found, lacking, labels)
+
+
+def read(kind: str, run: str, root: Path = RUNS) -> Found:
+    """The numbers of that run; Lacking where it is gone, or has not what its kind needs.
+
+    ValueError for a kind that READERS does not have.
+    """
+    if kind not in READERS:
+        raise ValueError(f"no fact reads a run as {kind!r}; there are {', '.join(READERS)}")
+    if not run:
+        raise Lacking("no run was named")
+    try:
+        folder = Store(root).find(run)
+    except ValueError as error:
+        raise Lacking(str(error)) from None
+    try:
+        return READERS[kind](folder)
+    except Lacking:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        raise Lacking(f"{folder.name} has not what `{kind}` needs: {error!r}") from None
+
+
+def claimed(folder: Path, sentence: str) -> Found:
+    """The evidence of the run's claim that begins so."""
+    for entry in read_json(folder / "verdicts.json", []):
+        if entry["claim"].startswith(sentence):
+            return entry["evidence"]
+    raise Lacking(f"{folder.name} makes no claim {sentence!r}")
+
+
+def rows(folder: Path, metric: str, **config: Any) -> list[tuple[float, Found]]:
+    """(median, config) of its rows of that metric with that configuration."""
+    frame = metrics.read(folder / "metrics.csv")
+    frame = frame[frame["metric"] == metric]
+    found = zip(frame["median"], metrics.configs(frame), strict=True)
+    wanted = [
+        (value, has)
+        for value, has in found
+        if all(has.get(key) == asked for key, asked in config.items())
+    ]
+    if not wanted:
+        raise Lacking(f"{folder.name} has no row of {metric} with {config}")
+    return wanted
+
+
+def step5(folder: Path) -> Found:
+    """Of 03: steps reached by arm under one deadline, and how many of its trials stand still."""
+    longer = claimed(folder, "the same run comes further with every longer deadline")
+    watched = claimed(folder, "aux stats, tracing and launch blocking")
+    layers = claimed(folder, "more layers come less far")
+    reached = rows(folder, "steps_reached")
+    by_trial = {has["trial"]: value for value, has in reached}
+    arms = {name: one["was in step"] for name, one in watched["found"].items()}
+    still = [has["trial"] for _, has in reached if has["verdict"].startswith(("HANG", "STALLED"))]
+    frame = metrics.read(folder / "metrics.csv")
+    steps = frame[frame["operation"] == "step"]
+    of = {(r["backend"], r["x_value"], r["metric"]): r["median"] for r in steps.to_dict("records")}
+    tokens = min(x for path, x, _ in of if path == "masked")
+    return {
+        "trials": len(by_trial),
+        "standing still": len(still),
+        "reached": {"plain": by_trial[watched["trials"][0]]} | arms,
+        "watched standing still": sum(
+            one["verdict"].startswith(("HANG", "STALLED")) for one in watched["found"].values()
+        ),
+        "by deadline": longer["found"]["reached"],
+        "by layers": layers["found"]["reached"],
+        "operations": {path: of[path, tokens, "operations"] for path in ("loop", "masked")},
+        "seconds": {path: of[path, tokens, "latency"] / 1e3 for path in ("loop", "masked")},
+    }
+
+
+def sharding(folder: Path) -> Found:
+    """Of 04 on several ranks: MiB a rank and tokens/s under DDP and FSDP, and recompilations."""
+
+    def one(metric: str, parallel: str) -> float:
+        eager = rows(folder, metric, parallel=parallel, compile=False, cuda_graph=False)
+        return eager[0][0]
+
+    return {
+        "mib": {kind: one("peak_memory", kind) for kind in ("ddp", "fsdp")},
+        "tokens_per_s": {kind: one("tokens_per_second", kind) for kind in ("ddp", "fsdp")},
+        "recompilations": max(value for value, _ in rows(folder, "recompilations")),
+    }
+
+
+def ranks(folder: Path) -> Found:
+    """Of 05: trials that neither ended nor were refused, ranks, and the gradients' largest error
+    against one process."""
+    entries = read_json(folder / "verdicts.json", [])
+    ended = next(e["evidence"] for e in entries if "trials ended, or were refused" in e["claim"])
+    errors = next(e["evidence"] for e in entries if e["claim"].startswith("gradients of "))
+    names = {name.rpartition("rank ")[2] for name in ended}
+    return {
+        "ranks": len(names),
+        "not ended": sum(status not in ("ok", "refused") for status in ended.values()),
+        "trials": len(ended),
+        "largest error": max(errors.values()),
+    }
+
+
+def versions(folder: Path) -> Found:
+    """Of an A/B of two torch versions: microseconds an operation by version, of one program.
+
+    Each arm has a row of `operations` and one of `latency` in ms, whose config names `torch_arm`.
+    """
+    counts = {has["torch_arm"]: value for value, has in rows(folder, "operations")}
+    times = {has["torch_arm"]: value for value, has in rows(folder, "latency")}
+    if len(counts) < 2 or counts.keys() != times.keys():
+        raise Lacking(f"{folder.name} has not two versions of torch, but {sorted(counts)}")
+    return {
+        "operations": counts,
+        "microseconds": {arm: 1e3 * times[arm] / counts[arm] for arm in counts},
+    }
+
+
+READERS: dict[str, Callable[[Path], Found]] = {
+    one.__name__: one for one in (step5, sharding, ranks, versions)
+}

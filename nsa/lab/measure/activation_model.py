@@ -1,0 +1,155 @@
+"""What a training step holds, from shapes alone, a term for each tensor: no fitted number."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa.attention.registry import check_name, get
+from nsa.blocks import count_compressed, count_selectable
+from nsa.model.config import ModelConfig
+from nsa.model.llama import LanguageModel
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes that a step holds at every T, whatever its backend does."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    quadratic: int  # of one fp32 [B, HQ, T, T] in one layer; 0 for a backend that holds none
+
+    @property
+    def fixed(self) -> int:
+        """What the optimizer's phase holds at least."""
+        return self.weights + self.gradients + self.optimizer_state
+
+
+def predict(config: ModelConfig, tokens: int, batch: int = 1, backend: str = "") -> Prediction:
+    """Exact for the parts named, with fp32 weights: 4 bytes a parameter for the weight, 4 for its
+    gradient, 8 for AdamW's moments, and 4 for each parameter tensor's step count.
+
+    `backend` replaces the config's; "auto" counts as one that holds no T x T tensor. ValueError for
+    an unknown backend, or sizes below 1.
+    """
+    if tokens < 1 or batch < 1:
+        raise ValueError(f"tokens={tokens} and batch={batch} must be at least 1")
+    name = check_name(backend or config.backend)
+    with torch.device("meta"):
+        parameters = list(LanguageModel(config).parameters())
+    weights = FP32 * sum(p.numel() for p in parameters)
+    square = FP32 * batch * config.heads * tokens**2
+    holds = name != "auto" and get(name).quadratic
+    moments = 2 * weights + FP32 * len(parameters)
+    return Prediction(weights, weights, moments, square if holds else 0)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes kept by all layers and the head."""
+
+    casts: int  # the weights in bf16, which autocast makes once a forward and the backward uses
+    residual: int  # the residual stream, and what norms read and make
+    mlp: int  # gate, silu, up and their product
+    attention: int
+    head: int  # logits and their log-softmax, fp32
+    quadratic: int  # grows with T x T; attention's as well
+
+    @property
+    def linear(self) -> int:
+        """What grows with T."""
+        return self.residual + self.mlp + self.attention + self.head
+
+    @property
+    def total(self) -> int:
+        return self.casts + self.linear + self.quadratic
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """By the part of the model that keeps them, but for casts."""
+        both = {"attention": self.attention + self.quadratic, "head": self.head}
+        return {"residual": self.residual, "mlp": self.mlp, **both}
+
+
+def predicted_peak(
+    config: ModelConfig, tokens: int, batch: int = 1, dtype: str = "fp32", backend: str = ""
+) -> int:
+    """Bytes of a step at its peak, but for temporaries: the larger of two moments.
+
+    When the forward ends: weights, AdamW's moments and activations. When the optimizer runs:
+    weights, gradients and moments.
+    """
+    state = predict(config, tokens, batch, backend)
+    kept = activations(config, tokens, batch, dtype, backend).total
+    return max(state.weights + state.optimizer_state + kept, state.fixed)
+
+
+def activations(
+    config: ModelConfig, tokens: int, batch: int = 1, dtype: str = "fp32", backend: str = ""
+) -> Activations:
+    """Bytes that a forward without checkpointing keeps for the backward.
+
+    dtype "bf16" is autocast: the residual stream and what norms read stay fp32. `backend` replaces
+    the config's. Left out: masks of one byte shared by all heads, what phi keeps, and a second copy
+    of the input that a norm keeps where torch has no fused one. The tests hold it to 15 % of what
+    is measured. ValueError for an unknown backend and for "auto", which is no one program.
+    """
+    name = get(check_name(backend or config.backend)).name
+    size = FP32 if dtype == "fp32" else 2
+    weights = predict(config, tokens, batch, backend).weights
+    each, rows = config.layers * batch, batch * tokens
+    one_by_one = _one_token_at_a_time(config, tokens) if name == "sequential" else 0
+    return Activations(
+        casts=0 if dtype == "fp32" else weights * size // FP32,
+        # each layer's two norms and the last one: inputs and outputs
+        residual=rows * (2 * config.layers + 1) * config.dim * (FP32 + size),
+        mlp=each * tokens * 4 * config.mlp_size * size,
+        attention=each * (tokens * _attention(config, name, size) + one_by_one),
+        head=rows * FP32 * 2 * config.vocab,
+        quadratic=each * _squares(config, name, tokens, size),
+    )
+
+
+def _attention(config: ModelConfig, backend: str, size: int) -> int:
+    """Bytes a token: q, three k and v, each branch's o and their sum, gates and statistics."""
+    queries = config.heads * config.head_dim
+    outputs = config.heads * config.value_size
+    projections = 1 if config.shared_kv else 3
+    keys = projections * config.kv_heads * (config.head_dim + config.value_size)
+    # The kernels form the gated sum and keep only the compressed branch's o beside it.
+    branches = 1 if backend == "triton" else 3
+    kept = size * (queries + keys + (branches + 1) * outputs + 3 * config.heads)
+    kept += FP32 * 3 * config.heads
+    if backend == "packed":
+        kept += FP32 * outputs  # the selected branch's o before it is rounded
+    if backend in ("gather", "packed", "triton"):
+        kept += 4 * config.nsa.select_count * config.kv_heads  # the selection
+    return kept
+
+
+def _squares(config: ModelConfig, backend: str, tokens: int, size: int) -> int:
+    """Bytes a layer and sequence."""
+    compressed = count_compressed(tokens, config.nsa)
+    if backend == "masked":
+        # fp32 probabilities for every head, a copy to multiply the values with, and masks
+        pairs = tokens * (2 * tokens + compressed)
+        return config.heads * pairs * (FP32 + size) + tokens**2 * config.kv_heads + pairs
+    if backend == "sdpa:math":  # fp32 probabilities for every head, also of bf16
+        return config.heads * tokens * (2 * tokens + compressed) * FP32
+    if backend.startswith("sdpa"):
+        # A mask as an additive bias for every head of a group: one of each KV head for selected.
+        rows = tokens * ((config.kv_heads + 1) * tokens + compressed)
+        return config.heads // config.kv_heads * rows * size
+    return 0
+
+
+def _one_token_at_a_time(config: ModelConfig, tokens: int) -> int:
+    """fp32 copies of the keys and values in each token's blocks, and of all its probabilities."""
+    nsa, width = config.nsa, config.kv_heads * (config.head_dim + config.value_size)
+    window = sum(min(nsa.window, t + 1) for t in range(tokens))
+    compressed = sum(count_compressed(t + 1, nsa) for t in range(tokens))
+    blocks = min(nsa.select_count, count_selectable(tokens, nsa))
+    selected = sum(min(blocks * nsa.select_block, t + 1) for t in range(tokens))
+    return FP32 * (selected * width + (window + compressed + selected) * config.heads)

@@ -1,0 +1,232 @@
+"""In which dtypes a model, its gradients and its optimizer's state are, and what does not fit."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.model import saving
+from nsa.model.config import ModelConfig
+from nsa.model.llama import LanguageModel
+
+NAMED = 3  # tensors that a sentence names
+
+
+@dataclass(frozen=True)
+class DtypeReport:
+    """`rows`: {part, dtype, tensors, elements, mib} for each part and dtype, the part's most
+    elements first; parts are parameters, gradients, optimizer state and buffers. `mismatches`:
+    sentences, none where all is as it should be."""
+
+    rows: list[dict[str, Any]]
+    mismatches: list[str]
+
+    def __str__(self) -> str:
+        lines = [f"{'part':20}{'dtype':10}{'tensors':>9}{'elements':>16}{'MiB':>12}"]
+        lines += [
+            f"{row['part']:20}{row['dtype']:10}{row['tensors']:>9,}{row['elements']:>16,}"
+            f"{row['mib']:>12,.2f}"
+            for row in self.rows
+        ]
+        return "\n".join([*lines, *(f"MISMATCH: {text}" for text in self.mismatches)])
+
+
+def dtype_report(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    expected: torch.dtype | None = None,
+) -> DtypeReport:
+    """Of any module. "gradients" are those there are, else "gradients expected" those that a
+    backward would make: one of each trained parameter, in its dtype. Optimizer state is what there
+    is, none before the first step. A tensor that two names share counts once.
+
+    Flagged are parameters of several floating dtypes, or of another than `expected`; gradients in
+    another dtype than their parameter's; and an optimizer's moments narrower than fp32.
+    """
+    parameters = dict(model.named_parameters())
+    there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    made = {name: p for name, p in parameters.items() if p.requires_grad}
+    names = {id(p): name for name, p in parameters.items()}
+    states: dict[str, Tensor] = {}
+    for number, (p, state) in enumerate(optimizer.state.items() if optimizer else ()):
+        states |= _flat(state, f"{names.get(id(p), number)}.")
+    return _report(parameters, there, made, states, dict(model.named_buffers()), expected)
+
+
+def preset_report(config: ModelConfig) -> DtypeReport:
+    """Of a training of that model that has taken a step; nothing is allocated."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dtype_report(model, optimizer, expected=torch.float32)
+
+
+def file_report(path: str | Path) -> DtypeReport:
+    """Of a checkpoint: of `nsa train`, or of a folder of those the newest, or any file that torch
+    can load without executing what is in it. Ours are held to their config: fp32 weights, whatever
+    the precision of autocast. Raises ValueError for a file that is something else."""
+    path = Path(path)
+    if path.is_dir():
+        folder = path / "checkpoints"
+        try:
+            newest = saving.newest(folder if folder.is_dir() else path)
+        except FileNotFoundError as error:
+            raise ValueError(str(error)) from None
+        return checkpoint_report(newest, torch.float32)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises whatever a foreign file leads it to
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{path} is no checkpoint of tensors and plain values ({reason}); "
+            "torch.save(model.state_dict(), path) writes one"
+        ) from None
+    ours = isinstance(content, Mapping) and content.get("format") == saving.FORMAT
+    try:
+        return checkpoint_report(content, torch.float32 if ours else None)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def checkpoint_report(content: Any, expected: torch.dtype | None = None) -> DtypeReport:
+    """Of what `torch.load` gave: a state dict, or a mapping with one under "model", "state_dict" or
+    "model_state_dict" and an optimizer's under "optimizer" or "optimizer_state_dict".
+
+    A state dict does not tell buffers from parameters: all its tensors count as parameters, but for
+    integers. Raises ValueError where no tensor is found.
+    """
+
+    if not isinstance(content, Mapping):
+        raise ValueError(f"it holds a {type(content).__name__}; needed is a mapping of tensors")
+
+    def under(*keys: str) -> Any:
+        return next((content[key] for key in keys if isinstance(content.get(key), Mapping)), None)
+
+    model = under("model", "state_dict", "model_state_dict")
+    optimizer = under("optimizer", "optimizer_state_dict") or {}
+    held = _flat(content if model is None else model)
+    parameters = {name: x for name, x in held.items() if x.is_floating_point() or x.is_complex()}
+    if not parameters:
+        raise ValueError(
+            f"no floating-point tensor in it; it holds {', '.join(map(str, content)) or 'nothing'}"
+        )
+    buffers = {name: x for name, x in held.items() if name not in parameters}
+    return _report(parameters, {}, parameters, _flat(optimizer.get("state", {})), buffers, expected)
+
+
+Tensors = Mapping[str, Tensor]
+
+
+def _report(
+    parameters: Tensors,
+    gradients: Tensors,
+    trained: Tensors,
+    states: Tensors,
+    buffers: Tensors,
+    expected: torch.dtype | None,
+) -> DtypeReport:
+    parts = {
+        "parameters": parameters,
+        "gradients" if gradients else "gradients expected": gradients or trained,
+        "optimizer state": states,
+        "buffers": buffers,
+    }
+    rows = []
+    for part, tensors in parts.items():
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for x in {_identity(x): x for x in tensors.values()}.values():
+            by_dtype[x.dtype].append(x)
+        found = [
+            {
+                "part": part,
+                "dtype": _name(dtype),
+                "tensors": len(xs),
+                "elements": sum(x.numel() for x in xs),
+                "mib": sum(x.numel() * x.element_size() for x in xs) / 2**20,
+            }
+            for dtype, xs in by_dtype.items()
+        ]
+        rows += sorted(found, key=lambda row: -row["elements"])
+    return DtypeReport(rows, list(_mismatches(parameters, gradients, states, expected)))
+
+
+def _identity(x: Tensor) -> Any:
+    """Equal for two names of one tensor, which a state dict makes two tensors of."""
+    if type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.numel():
+        return x.data_ptr(), x.shape, x.dtype
+    return id(x)
+
+
+def _mismatches(
+    parameters: Tensors, gradients: Tensors, states: Tensors, expected: torch.dtype | None
+) -> Iterator[str]:
+    floating = {name: x for name, x in parameters.items() if x.is_floating_point()}
+    by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
+    for name, x in floating.items():
+        by_dtype[x.dtype].append(name)
+    ordered = sorted(by_dtype, key=lambda dtype: -sum(floating[n].numel() for n in by_dtype[dtype]))
+    for dtype in ordered[1:]:
+        yield (
+            f"{_listed(by_dtype[dtype])} {_is(by_dtype[dtype])} {_name(dtype)} where most "
+            f"parameters are {_name(ordered[0])}"
+        )
+    if expected is not None:
+        for dtype in ordered:
+            if dtype != expected:
+                yield (
+                    f"{_listed(by_dtype[dtype])} {_is(by_dtype[dtype])} {_name(dtype)}; the config "
+                    f"says {_name(expected)}"
+                )
+    unlike = [n for n, g in gradients.items() if n in parameters and g.dtype != parameters[n].dtype]
+    if unlike:
+        first = unlike[0]
+        yield (
+            f"the gradient of {_listed(unlike)} is {_name(gradients[first].dtype)} and the "
+            f"parameter {_name(parameters[first].dtype)}"
+        )
+    # a step's count may be of any kind; what has a shape are moments
+    moments = {n: x for n, x in states.items() if x.dim() and x.is_floating_point()}
+    narrow = [n for n, x in moments.items() if torch.finfo(x.dtype).bits < 32]
+    if narrow:
+        yield (
+            f"optimizer state {_listed(narrow)} {_is(narrow)} {_name(states[narrow[0]].dtype)}: "
+            "changes below its rounding are lost; fp32 weights have fp32 state"
+        )
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Every tensor in nested mappings and lists, by the path to it."""
+    if isinstance(values, Tensor):
+        return {prefix.rstrip("."): values}
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(values, Mapping):
+        inner = values.items()
+    elif isinstance(values, list | tuple):
+        inner = enumerate(values)
+    found: dict[str, Tensor] = {}
+    for key, value in inner:
+        found |= _flat(value, f"{prefix}{key}.")
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    short = {torch.float32: "fp32", torch.float64: "fp64"}
+    short |= {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return short.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"

@@ -1,0 +1,164 @@
+"""What a step costs: seconds from idle to idle device, memory at its peak, what it dispatches.
+
+Timed are the steps of a trial as they are. What would slow them (looks at phases, allocations,
+gradients, operations) is measured afterwards, each in steps of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import sys
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a stranger's training loads none of ours
+    from nsa.model.train import Trainer
+
+# Names under which a trial's result has what was measured of it: a number, or one a step.
+MEASURED = (
+    "seconds", "processor", "forward", "backward", "optimizer", "allocated", "reserved",
+    "fragmentation", "growing", "operations", "nodes",
+)  # fmt: skip
+MIB = 2**20
+PHASE_STEPS = 3  # whose phases are timed: the median counts
+CONSTANT = ("parameters", "gradients", "optimizer_state", "resident")  # at any T; the rest grows
+
+
+class StepMeter:
+    """begin() before and end() after each step of whatever trains in this process.
+
+    On a GPU it waits for the device at both, and asks torch's allocator for the step's peaks.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[float]] = defaultdict(list)
+        self._began = self._cpu_began = 0.0
+
+    def begin(self) -> None:
+        cuda = _cuda()
+        if cuda is not None:
+            cuda.synchronize()
+            cuda.reset_peak_memory_stats()
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        cuda = _cuda()
+        if cuda is not None:
+            cuda.synchronize()
+        self.found["seconds"].append(time.perf_counter() - self._began)
+        self.found["processor"].append(time.process_time() - self._cpu_began)
+        if cuda is not None:
+            held = cuda.max_memory_allocated() / MIB
+            reserved = cuda.max_memory_reserved() / MIB
+            split = cuda.memory_stats().get("inactive_split_bytes.all.peak", 0) / MIB
+            values = {"allocated": held, "reserved": reserved, "fragmentation": reserved - held}
+            for name, value in (values | {"inactive_split": split}).items():
+                self.found[name].append(value)
+
+    def result(self) -> dict[str, list[float]]:
+        """Values of each step: seconds, those of the processor (all threads), and on a GPU MiB at
+        its peak."""
+        return {name: [float(f"{v:.6g}") for v in values] for name, values in self.found.items()}
+
+
+def _cuda() -> Any:
+    """torch.cuda where this process uses a GPU, else None; torch is not loaded for that."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+class PhaseClock:
+    """An observer that adds up seconds of phases, from idle to idle device; without a GPU they are
+    the processor's, whose cores others use as well."""
+
+    def __init__(self, device: Any) -> None:
+        self.device, self.spent = device, defaultdict(float)
+        self._clock = time.perf_counter if device.type == "cuda" else time.process_time
+        self._phase, self._since = "", 0.0
+
+    def on_phase(self, name: str, step: int) -> None:
+        if self.device.type == "cuda":
+            _cuda().synchronize(self.device)
+        now = self._clock()
+        if self._phase:
+            self.spent[self._phase] += now - self._since
+        self._phase, self._since = ("" if name == "end" else name), now
+
+
+def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, dict]:
+    """Measured in steps of their own, after all others: (result, oracles) of the trial.
+
+    Result: seconds of phases; MiB at the peak and what of it grows with the batch; a digest of the
+    gradients; operations and autograd nodes where `count`. Oracles: arrival and finite, and ranks
+    of several. `model` has the names of a subject's expectations, see nsa.lab.oracles.Watch.
+    """
+    found, observers = {}, trainer.observers
+
+    def step(*more: Any) -> Any:
+        trainer.observers = (*observers, *more)
+        try:
+            return trainer.step(trainer.steps_done)
+        finally:
+            trainer.observers = observers
+
+    clocks = [PhaseClock(trainer.device) for _ in range(PHASE_STEPS)]
+    for clock in clocks:
+        step(clock)
+    for phase in ("forward", "backward", "optimizer"):
+        found[phase] = statistics.median(clock.spent[phase] for clock in clocks)
+    found |= _memory(trainer, step)
+    digest, told = _gradients(trainer, model, step)
+    found["gradients"] = digest
+    if count:
+        found |= _counted(trainer, step)
+    return found, told
+
+
+def _memory(trainer: Trainer, step: Any) -> dict[str, Any]:
+    """The peak by category. On a GPU only what grows: the peak itself is known of every step."""
+    from nsa.lab.measure.recorders import recorder_for, training_tensors
+
+    with recorder_for(trainer.device, training_tensors(trainer.model, trainer.optimizer)) as seen:
+        step(seen)
+    record = seen.record()
+    found = {} if trainer.device.type == "cuda" else {"allocated": record["peak"] / MIB}
+    if held := record["by_category"]:
+        found["growing"] = sum(v for name, v in held.items() if name not in CONSTANT) / MIB
+        found["held"] = {name: value / MIB for name, value in held.items()}
+    return found
+
+
+def _gradients(trainer: Trainer, model: Any, step: Any) -> tuple[str, dict]:
+    from nsa.lab import oracles
+
+    digest = hashlib.sha256()
+
+    def on_phase(name: str, number: int) -> None:
+        if name == "optimizer":
+            for parameter in trainer.parameters:
+                grad = parameter.grad
+                if grad is not None:
+                    local = grad.to_local() if hasattr(grad, "to_local") else grad
+                    digest.update(local.detach().float().cpu().numpy().tobytes())
+
+    asked = ("arrival", "finite", *(["ranks"] if trainer.parallel.ranks > 1 else []))
+    with oracles.Watch(asked, model) as seen:
+        number = trainer.steps_done
+        seen.begin(number)
+        seen.end(number, step(SimpleNamespace(on_phase=on_phase)))
+    return digest.hexdigest()[:16], seen.results()
+
+
+def _counted(trainer: Trainer, step: Any) -> dict[str, int]:
+    from nsa.lab.measure.counting import Count
+    from nsa.lab.oracles.steps import Steps
+
+    counter = Count()
+    backward = SimpleNamespace(backward=lambda roots: counter.forward_ended(roots[0]))
+    with Steps([backward]) as seen, counter:
+        seen.begin(trainer.steps_done)
+        seen.end(trainer.steps_done, step())
+    return {"operations": counter.total, "nodes": counter.nodes}

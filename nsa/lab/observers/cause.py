@@ -1,0 +1,122 @@
+"""Where a step stops being finite: the step is run once more, and looked at everywhere."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.attention import witness
+from nsa.attention.api import nsa_attention
+from nsa.model.layer import NSAAttention
+from nsa.model.train import Trainer
+
+
+def cause(trainer: Trainer, step: int) -> dict[str, Any]:
+    """What this rank finds where it runs step number `step` again, as it is: without compiled
+    blocks, CUDA graph and loss scaling, and changing no weight.
+
+    rank; loss, of its share; weight, the first parameter in the model's order that holds what is
+    not finite; output, the first module whose output does, with its layer and, of attention, the
+    branch; gradient, the first parameter with such a gradient, last_gradient, the last one, which
+    the backward reached first, and bad_gradients, how many of `parameters`;
+    largest_weight and largest_gradient as (magnitude, name). None for what is finite.
+
+    DDP's ranks look at their own gradients, FSDP2's at their shards of the mean; every rank of the
+    latter must ask. Costs the time and memory of a step.
+    """
+    named = list(trainer.model.named_parameters())
+    found: dict[str, Any] = {"rank": trainer.parallel.rank, "parameters": len(named)}
+    found |= _summary("weight", ((name, local(p.detach())) for name, p in named))
+    if trainer._captured is not None:
+        trainer._captured.release()
+    with warnings.catch_warnings(), witness.where(step=step), _as_it_is(trainer.model) as seen:
+        warnings.simplefilter("ignore")  # the witness has warned already
+        share, total, gradients = trainer._share(trainer.data, step), 0.0, {}
+        for part in share.micro():
+            loss = trainer._loss(*part)
+            total += float(loss)
+            for name, gradient in _gradients(trainer, loss, named):
+                norm = torch.linalg.vector_norm(gradient, ord=math.inf)
+                gradients[name] = gradients.get(name, 0.0) + norm
+    named = {"layer": None, "branch": None, "output": None} | seen
+    return found | named | {"loss": total} | _summary("gradient", gradients.items())
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _gradients(trainer: Trainer, loss: Tensor, named: list) -> Iterator[tuple[str, Tensor]]:
+    """(name, gradient) of what has one: under FSDP2 its shard."""
+    if trainer.parallel.kind != "fsdp":
+        # not .backward(), in which DDP would wait for the others
+        of = [(name, p) for name, p in named if p.requires_grad]
+        found = torch.autograd.grad(loss, [p for _, p in of], allow_unused=True)
+        yield from ((name, g) for (name, _), g in zip(of, found, strict=True) if g is not None)
+        return
+    with trainer.parallel.micro(trainer.wrapped, last=True):
+        loss.backward()
+    yield from ((name, local(p.grad)) for name, p in named if p.grad is not None)
+    trainer._drop_gradients()
+
+
+def _summary(what: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Which of them hold what is not finite, and the largest magnitude of the others."""
+    named = [(name, x) for name, x in tensors if x.numel()]  # a rank's shard may be empty
+    norms = [torch.linalg.vector_norm(x, ord=math.inf).double() for _, x in named]
+    values = torch.stack(norms).tolist() if norms else []
+    bad = [name for (name, _), x in zip(named, values, strict=True) if not math.isfinite(x)]
+    good = [(x, name) for (name, _), x in zip(named, values, strict=True) if math.isfinite(x)]
+    found = {what: bad[0] if bad else None, f"largest_{what}": max(good, default=None)}
+    return found | {f"last_{what}": bad[-1] if bad else None, f"bad_{what}s": len(bad)}
+
+
+@contextmanager
+def _as_it_is(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """The model without compiled code; the mapping gets the first output that is not finite."""
+    seen: dict[str, Any] = {}
+    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl]
+    hooks = [
+        module.register_forward_hook(partial(_look, seen, name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name  # the model itself returns the loss too
+    ]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield seen
+    finally:
+        for module, was in compiled:
+            module._compiled_call_impl = was
+        for hook in hooks:
+            hook.remove()
+
+
+def _look(seen: dict, name: str, module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
+    outputs = [
+        x.detach() for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)
+    ]
+    if not seen and not all(bool(x.isfinite().all()) for x in outputs):
+        words = name.split(".")
+        layer = next((int(word) for word in words if word.isdigit()), None)
+        seen |= {"output": name, "layer": layer}
+        if words[-1] in ("cmp", "slc", "win"):  # a projection of one branch
+            seen["branch"] = words[-1]
+    # What goes into out_proj is the branches' gated sum: which of them was it?
+    if isinstance(module, NSAAttention) and seen.get("output") == f"{name}.out_proj":
+        with torch.no_grad():
+            arguments = module.arguments(*args, **kwargs)
+            try:
+                nsa_attention(**arguments, backend=module.config.backend, strict=True)
+            except FloatingPointError as error:
+                text = str(error)
+                branch = next((b for b in ("cmp", "slc", "win") if f"branch {b!r}" in text), None)
+                seen |= {"branch": branch, "output": name, "attention": text}

@@ -1,0 +1,282 @@
+"""A few steps under torch's profiler: a trace with named ranges, and tables of time and memory."""
+
+import csv
+import itertools
+import threading
+from collections import defaultdict
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from nsa.attention import witness
+from nsa.lab.measure import allocators, kernels
+from nsa.lab.measure.allocators import PHASES, ROOT, STEP
+from nsa.lab.measure.recorders import profiled
+from nsa.lab.measure.timing import wait
+from nsa.lab.observers.phases import BETWEEN, PhaseTimes
+
+SHOWN = 10  # rows of a table that are printed
+
+
+class Ranges:
+    """An observer that opens named ranges for whoever looks on, torch's profiler or NSight: each
+    step, its phases, and inside them every call of a module by its name. On a GPU they are NVTX
+    ranges as well.
+
+    Compiled models and CUDA graphs run no hooks of modules: there the phases are all. Cost: 12 us
+    of the host's time for each module and step.
+    """
+
+    def __init__(self, model: nn.Module, device: str | torch.device = "cpu") -> None:
+        self._model, self._on_gpu = model, torch.device(device).type == "cuda"
+        self._open = threading.local()  # a recomputed block runs in autograd's own thread
+        self.hooked, self._hooks = True, []  # whether modules have ranges
+
+    def on_start(self, trainer: Any) -> None:
+        config = getattr(trainer, "config", None)
+        names = ("compile", "cuda_graph")
+        self.hooked = not any(getattr(config, name, False) for name in names)
+
+    def on_phase(self, name: str, step: int) -> None:
+        self._close()  # the phase before, or what an exception left open
+        if name == "end":
+            self._close()
+            return
+        if name == "data":
+            self._close(all_of_them=True)
+            self._enter(f"{STEP}{step}")
+            if self.hooked and not self._hooks:
+                self._attach()
+        self._enter(name)
+
+    def close(self) -> None:
+        """Ends every range of this thread, and takes the hooks off."""
+        self._close(all_of_them=True)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _attach(self) -> None:
+        for name, module in self._model.named_modules():
+            enter, leave = partial(self._before, name or ROOT), self._after
+            self._hooks.append(module.register_forward_pre_hook(enter))
+            self._hooks.append(module.register_forward_hook(leave, always_call=True))
+
+    def _before(self, name: str, module: nn.Module, args: Any) -> None:
+        self._enter(name)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._close()
+
+    def _enter(self, name: str) -> None:
+        opened = record_function(name)
+        opened.__enter__()
+        self._stack().append(opened)
+        if self._on_gpu:
+            torch.cuda.nvtx.range_push(name)
+
+    def _close(self, all_of_them: bool = False) -> None:
+        stack = self._stack()
+        while stack:
+            if self._on_gpu:
+                torch.cuda.nvtx.range_pop()
+            stack.pop().__exit__(None, None, None)
+            if not all_of_them:
+                return
+
+    def _stack(self) -> list[record_function]:
+        if not hasattr(self._open, "stack"):
+            self._open.stack = []
+        return self._open.stack
+
+
+class StepTrace:
+    """An observer that profiles `steps`, at other times costs nothing, and writes a Chrome trace
+    (`file`, .json.gz) that Perfetto opens; then `report` has its tables.
+
+    Observed steps are slower: a microsecond or two for each operator, and the first needs a second
+    or more to start the profiler. Waits for the device before the first and after the last.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: str | torch.device, steps: range, file: Path
+    ) -> None:
+        if not steps:
+            raise ValueError(f"{steps} holds no step to profile")
+        self.model, self.device, self.steps, self.file = model, torch.device(device), steps, file
+        self._ranges = Ranges(model, device)
+        self._times = PhaseTimes(device)
+        self._profile: ExitStack | None = ExitStack()
+        self._seen: Any = None  # torch's profile, from its start on
+        self._trainer: Any = None
+        self.done = False
+
+    def on_start(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._ranges.on_start(trainer)
+
+    def on_phase(self, name: str, step: int) -> None:
+        if self._seen is None and name == "data" and step == self.steps.start:
+            wait(self.device)
+            activities = kernels.activities_of(self.device)
+            self._served = self._profile.enter_context(witness.recording())
+            self._seen = self._profile.enter_context(profiled(activities, profile_memory=True))
+        if self._seen is None or self.done:
+            return
+        self._times.on_phase(name, step)
+        self._ranges.on_phase(name, step)
+        if name == "end" and step == self.steps.stop - 1:
+            self.done = True
+            self.close()
+
+    def close(self) -> None:
+        """Ends the profile, also one that a failed step cut short, and writes its trace."""
+        if self._seen is None or self._profile is None:
+            return
+        self._ranges.close()
+        if self.done:  # after an exception the device may never be done
+            wait(self.device)
+        self._profile.close()
+        self._profile = None
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._seen.export_chrome_trace(str(self.file))
+
+    def report(self) -> "Report":
+        """Raises ValueError where the steps were not all taken."""
+        if not self.done:
+            raise ValueError(f"steps {self.steps.start} to {self.steps.stop} were not all taken")
+        tree = self._seen.profiler.kineto_results.experimental_event_tree()
+        found, host_ms = allocators.read(tree, self.device.type)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            events = list(self._seen.events())
+            work = kernels.device_work(events)
+            spans = kernels.by_operator((e for e in events if not e.is_user_annotation), work)
+            whole = kernels.gaps([span for times in work.values() for span in times])["step_ms"]
+            device_ms: dict[str, float] = defaultdict(float, step=whole)
+            for row in self._times.steps():
+                device_ms[row["phase"]] += row["ms"]
+        else:
+            spans, device_ms = kernels.own_times(tree), {}
+        names = (*PHASES, BETWEEN, "step")
+        phases = [
+            {"phase": name, "host_ms": host_ms.get(name), "device_ms": device_ms.get(name)}
+            for name in names
+            if name in host_ms or name in device_ms
+        ]
+        steps = len(self.steps)
+        for row, column in itertools.product(phases, ("host_ms", "device_ms")):
+            row[column] = None if row[column] is None else row[column] / steps
+        memory, top = allocators.table(found, steps), kernels.top(spans, count=50)
+        shapes, notes = self._shapes(found), self._notes()
+        return Report(self.steps, on_gpu, phases, top, memory, shapes, notes)
+
+    def _shapes(self, found: list[allocators.Allocation]) -> list[dict[str, Any]]:
+        """Empty where there is nothing to compare: another model, recomputed or compiled layers."""
+        config, trainer = getattr(self.model, "config", None), self._trainer
+        if trainer is None or not self._ranges.hooked or getattr(config, "checkpoint", "-"):
+            return []
+        served = self._served.backends.most_common(1)
+        if config.attention != "nsa" or not served:
+            return []
+        train, ranks = trainer.config, trainer.parallel.ranks
+        rows = train.batch // (train.accumulate * ranks)
+        return allocators.against_shapes(
+            found, self.model, train.tokens, rows, train.precision, served[0][0]
+        )
+
+    def _notes(self) -> list[str]:
+        config = getattr(self._trainer, "config", None)
+        if getattr(config, "cuda_graph", False):
+            return [
+                "a CUDA graph replays forward, backward and optimizer as one phase, and allocates "
+                "nothing: what it holds was allocated when it was captured"
+            ]
+        if getattr(config, "compile", False):
+            return ["compiled blocks run no hooks: the trace has ranges of the phases alone"]
+        return []
+
+
+class Report:
+    """Tables of a profile, a list of rows each: `phases`, {phase, host_ms, device_ms} a step, the
+    step itself last; `kernels`, see `kernels.top`; `memory`, see `allocators.table`; `shapes`, see
+    `allocators.against_shapes`."""
+
+    def __init__(
+        self,
+        steps: range,
+        on_gpu: bool,
+        phases: list[dict[str, Any]],
+        kernels: list[dict[str, Any]],
+        memory: list[dict[str, Any]],
+        shapes: list[dict[str, Any]],
+        notes: list[str],
+    ) -> None:
+        self.steps, self.on_gpu, self.notes = steps, on_gpu, notes
+        self.phases, self.kernels, self.memory, self.shapes = phases, kernels, memory, shapes
+
+    @property
+    def accounted(self) -> float:
+        """The phases' sum over the step, of the device's time on a GPU, else of the host's."""
+        column = "device_ms" if self.on_gpu else "host_ms"
+        *phases, step = (row[column] or 0.0 for row in self.phases)
+        return sum(phases) / step
+
+    @property
+    def largest(self) -> tuple[str, str] | None:
+        """The part that keeps most by shapes, and the one that does in the profile."""
+        if not self.shapes:
+            return None
+        return self.shapes[0]["part"], max(self.shapes, key=lambda row: row["kept_mib"])["part"]
+
+    def write(self, folder: Path) -> None:
+        """profile-phases.csv, -kernels.csv, -memory.csv, -shapes.csv where there are such rows, and
+        profile.txt, which is str(report)."""
+        for name in ("phases", "kernels", "memory", "shapes"):
+            if rows := getattr(self, name):
+                with (folder / f"profile-{name}.csv").open("w", newline="") as stream:
+                    writer = csv.DictWriter(stream, list(rows[0]))
+                    writer.writeheader()
+                    writer.writerows(rows)
+        (folder / "profile.txt").write_text(f"{self}\n")
+
+    def __str__(self) -> str:
+        clock = "device" if self.on_gpu else "host"
+        lines = [
+            f"steps {self.steps.start + 1} to {self.steps.stop}, ms a step; the phases sum to "
+            f"{self.accounted:.1%} of it ({clock}'s time)",
+            *_columns(self.phases, {"host_ms": ".3f", "device_ms": ".3f"}),
+            "",
+            "kernels by time" if self.on_gpu else "operators by their own time, all steps together",
+            *_columns(self.kernels[:SHOWN], {"ms": ".3f", "share": ".1%"}),
+            "",
+            "who holds memory when most is held, beyond what was there before",
+            *_columns(self.memory[:SHOWN], {"peak_mib": ".2f", "allocated_mib": ".2f"}),
+        ]
+        if self.largest is not None:
+            expected, found = self.largest
+            same = "as" if expected == found else "NOT as"
+            lines += [
+                "",
+                f"kept for the backward: most by {found}, {same} by shapes ({expected})",
+                *_columns(self.shapes, {"predicted_mib": ".2f", "kept_mib": ".2f"}),
+            ]
+        return "\n".join([*lines, *self.notes])
+
+
+def _columns(rows: list[dict[str, Any]], formats: dict[str, str]) -> list[str]:
+    """The rows as text, a heading first; columns of None alone are left out."""
+    names = [n for n in (rows[0] if rows else ()) if any(row[n] is not None for row in rows)]
+
+    def text(name: str, value: Any) -> str:
+        return "" if value is None else format(value, formats.get(name, ""))
+
+    cells = [names, *([text(name, row[name]) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  " + "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells
+    ]

@@ -1,0 +1,180 @@
+"""What of a run is committed: its records, and the trials that its sentences name, made small."""
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from nsa.lab.search.ledger import Ledger
+from nsa.lab.verdict import judge
+from nsa.lab.verdict.explain import page
+from nsa.lab.watch.evidence import Evidence, thinned
+from nsa.workbook import environment, metrics
+from nsa.workbook.files import read_json, write_atomically, write_json
+from nsa.workbook.record import load
+
+KIB = 1024
+GOOD, MOST = 200 * KIB, 1024 * KIB  # bytes of a run's trials
+LEAST, ENDS = 4 * KIB, 2 * KIB  # bytes of a trial's evidence, of a log's head and of its tail
+LOST = 5  # names in a sentence
+ID = re.compile(r"(?<![\w.])[0-9a-f]{12}(?:-\d+)?(?!\w)")
+# What evidence.json holds as well, and hashes of what the commit holds.
+ELSEWHERE = ("evidence.json", "sources.json", "flight-*", "locks-*", "loaded-*", "stacks-*")
+NOT_KEPT = ("report.html", "kernel.log", "trials")  # of a run
+
+
+def keep(folder: str | Path) -> list[str]:
+    """Make a run's trials small and add what of the run is evidence to git; told in lines.
+
+    ValueError for a run that was not made with `--evidence`, whose trials cannot be made small, or
+    that names trials that are not there.
+    """
+    folder = Path(folder)
+    if not load(folder).get("evidence"):
+        raise ValueError(
+            f"{folder.name} was not made from a clean commit: run it with `nsa run --evidence`"
+        )
+    told = trials(folder)
+    if lost := lost_ids(folder):
+        raise ValueError(f"{folder.name} names {len(lost)} trials that are gone: {lost[:LOST]}")
+    if (size := _size(folder)) > MOST:
+        raise ValueError(f"its trials take {size / KIB:.0f} KiB; {MOST // KIB} are the most")
+    files = [path for path in folder.iterdir() if path.name not in NOT_KEPT and path.name[0] != "."]
+    names = [path.relative_to(folder).as_posix() for path in (*files, *_kept(folder))]
+    command = ["git", "-C", str(folder), "add", "--force", "--", *sorted(names)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    why = (done.stderr.strip().splitlines() or ["no git"])[0]
+    return [*told, f"not added to git: {why}" if done.returncode else f"added to git: {folder}"]
+
+
+def trials(folder: Path) -> list[str]:
+    """Copies of the trials that a run's sentences name, as trials/<id>, those of a sweep's cells as
+    trials/<name>: small, and without paths of this machine. Told in lines."""
+    text, found = named_in(folder), {}
+    words = f"-{_plain(text)}-"
+    for file in sorted(folder.glob("trials/*/**/spec.json")):
+        place = file.parent
+        name = re.sub(r"^\d{3}-", "", place.name)
+        if place.parent != folder / "trials" and f"-{name}-" in words:
+            found[name] = place
+    for name, place in found.items():
+        target = folder / "trials" / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        if (place / "verdict.json").is_file():
+            _trial(place, target, max(LEAST, GOOD // len(found)))
+        for path in sorted(place.iterdir()):
+            _copy(path, target)
+    size = _size(folder) / KIB
+    return [f"{len(_kept(folder))} trials kept, {size:.0f} KiB"] if found else []
+
+
+def _trial(place: Path, target: Path, most: int) -> None:
+    """The evidence, of which as much is left out as is needed and changes no verdict; its page."""
+    evidence, verdict = Ledger(place.parent).get(place.name)
+    given = json.loads(without_paths(json.dumps(evidence.to_dict())))
+    small = _smaller(Evidence.from_dict(given), most)
+    write_atomically(target / "evidence.json.gz", _packed(small))
+    write_json(target / "verdict.json", json.loads(without_paths(json.dumps(verdict.to_dict()))))
+    text = page(small, verdict, name=place.name)
+    write_atomically(target / "explain.txt", without_paths(text))
+
+
+def _smaller(evidence: Evidence, most: int) -> Evidence:
+    """At most so many bytes when packed, or as few as can be and be judged the same."""
+    label, notes = judge(evidence).label, list(evidence.notes)
+    before = len(evidence.samples), len(evidence.snapshots)
+    left: list[Callable[[Evidence], Evidence]] = [
+        lambda e: replace(e, flights={r: f[-8:] for r, f in e.flights.items()}),
+        lambda e: replace(e, samples=thinned(e.samples)),
+        lambda e: replace(e, snapshots=e.snapshots[:-2:2] + e.snapshots[-2:]),
+        lambda e: replace(e, again=e.again and _smaller(e.again, most // 2)),
+    ]
+    while left and (size := len(_packed(evidence))) > most:
+        less = left[0](evidence)
+        if len(_packed(less)) < size and judge(less).label == label:
+            evidence = less
+        else:
+            left.pop(0)
+    after = len(evidence.samples), len(evidence.snapshots)
+    if after != before:
+        told = "kept small: {} of {} samples, {} of {} snapshots"
+        notes.append(told.format(after[0], before[0], after[1], before[1]))
+    return replace(evidence, notes=notes)
+
+
+def _packed(evidence: Evidence) -> bytes:
+    return gzip.compress(json.dumps(evidence.to_dict()).encode(), mtime=0)
+
+
+def _copy(path: Path, target: Path) -> None:
+    """A file of a trial, unless it is empty, held elsewhere, or large; a large log's ends."""
+    if (target / path.name).exists() or any(path.match(name) for name in ELSEWHERE):
+        return
+    if not path.is_file() or not (size := path.stat().st_size):
+        return
+    content = path.read_bytes()
+    if size > 2 * ENDS:
+        if path.suffix not in (".txt", ".log"):
+            return
+        left_out = f"\n[{size - 2 * ENDS} bytes left out]\n".encode()
+        content = content[:ENDS] + left_out + content[-ENDS:]
+    if path.suffix != ".bin":
+        content = without_paths(content.decode(errors="replace")).encode()
+    write_atomically(target / path.name, content)
+
+
+def without_paths(text: str) -> str:
+    """Files by their place in this project, in a package or in Python, else by two parts."""
+    text = text.replace(f"{environment.PACKAGE.parent}/", "")
+    text = re.sub(r"(?:/[\w.+@~-]+)*/(?:site|dist)-packages/", "/site-packages/", text)
+    text = re.sub(r"(?:/[\w.+@~-]+)*/lib(?:64)?/python3", "/usr/lib/python3", text)
+    known = "(?!(?:usr|proc|dev|sys|site-packages)/)"
+    part = r"[\w.+@~-]+"
+    return re.sub(
+        rf"(?<![\w.<>/~-])~?/{known}(?:{part}/)*?({part}/{part})(?![\w/@~+-])", r"\1", text
+    )
+
+
+def named_in(folder: Path) -> str:
+    """All that a run says: its verdicts, what its notebook printed, and its rows' configs."""
+    return "\n".join(_texts(folder))
+
+
+def _texts(folder: Path) -> Iterator[str]:
+    yield json.dumps(read_json(folder / "verdicts.json", []))
+    yield from metrics.read(folder / "metrics.csv")["config"]
+    for cell in read_json(folder / "notebook.ipynb", {}).get("cells", []):
+        for output in cell.get("outputs", []):
+            shown = [output.get("text", "")]
+            shown += [v for k, v in output.get("data", {}).items() if k.startswith("text/")]
+            yield from ("".join(text) for text in shown)
+
+
+def lost_ids(folder: Path) -> list[str]:
+    """Trials that a run names and that cannot be opened below its folder, nor are commits."""
+    commits = {*metrics.read(folder / "metrics.csv")["commit"]}
+    commits.add(str((read_json(folder / "environment.json", {}).get("git") or {}).get("commit")))
+    known = {commit[:12] for commit in commits}
+    # Of digits alone it may be a number as well.
+    named = {id for id in ID.findall(named_in(folder)) if not id.isdigit()} - known
+    ledger = Ledger(folder / "trials")
+    return sorted(id for id in named if ledger.get(id) is None)
+
+
+def _kept(folder: Path) -> list[Path]:
+    """The trials that are kept: what lies in other folders below trials/ is not."""
+    return [file.parent for file in sorted(folder.glob("trials/*/spec.json"))]
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for place in _kept(folder) for file in place.iterdir())
+
+
+def _plain(text: str) -> str:
+    """As `sweep.measure` names a cell's folder."""
+    return re.sub("[^A-Za-z0-9.=]+", "-", text)

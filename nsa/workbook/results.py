@@ -1,0 +1,241 @@
+"""What stored runs say, sentence by sentence, and a page of it on which each opens its evidence."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nsa.workbook import metrics, parameters, store
+from nsa.workbook.claim import Claim
+from nsa.workbook.files import read_json
+from nsa.workbook.record import load, status_now
+
+UNDECIDED = "INCONCLUSIVE"
+TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")  # an id as `nsa explain` takes it
+SHOWN = 4  # trials of a sentence that are linked one by one
+
+
+@dataclass(frozen=True)
+class Sentence(Claim):
+    """A claim of a stored run, the line of verdicts.json where it begins, and its trials there."""
+
+    folder: Path
+    line: int
+    trials: tuple[Path, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """What it is about, without what was found: what stands before a colon or semicolon."""
+        return re.split("[:;] ", self.claim)[0]
+
+    @property
+    def where(self) -> str:
+        """The line that opens it, below the runs' root."""
+        return f"{self.folder.parent.name}/{self.folder.name}/verdicts.json#L{self.line}"
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run that ended, as its folder tells."""
+
+    folder: Path
+    record: dict[str, Any]
+
+    @property
+    def notebook(self) -> str:
+        return str(self.record.get("notebook") or self.folder.name.rpartition("-")[0])
+
+    def opens(self, path: Path) -> str:
+        """A file or folder of the run, below the runs' root."""
+        return path.relative_to(self.folder.parent.parent).as_posix()
+
+    @property
+    def metrics(self) -> str:
+        """Its rows, below the runs' root."""
+        return self.opens(self.folder / "metrics.csv")
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.csv, the config of each row as a mapping, `device` where it was measured."""
+        table = metrics.read(self.folder / "metrics.csv").rename(columns={"gpu": "device"})
+        rows = table.drop(columns="config").to_dict("records")
+        return [r | {"config": c} for r, c in zip(rows, metrics.configs(table), strict=True)]
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        file = self.folder / "parameters.yaml"
+        return parameters.read_file(file) if file.is_file() else {}
+
+    @cached_property
+    def sentences(self) -> list[Sentence]:
+        """Its claims, in order."""
+        file = self.folder / "verdicts.json"
+        entries = read_json(file, [])
+        text = file.read_text(encoding="utf-8") if entries else ""
+        begins = [n for n, line in enumerate(text.splitlines(), 1) if line == "  {"]
+        if len(begins) != len(entries):
+            raise ValueError(f"{file} is not as a run writes it, one claim after the other")
+        return [
+            Sentence(
+                entry["claim"],
+                entry["verdict"],
+                entry["evidence"],
+                self.folder,
+                line,
+                tuple(self._trials(json.dumps(entry))),
+            )
+            for entry, line in zip(entries, begins, strict=True)
+        ]
+
+    def _trials(self, text: str) -> Iterator[Path]:
+        """Folders of the trials that a text names, of those that the run carries."""
+        for id in dict.fromkeys(TRIAL.findall(text)):
+            if (self.folder / "trials" / id).is_dir():
+                yield self.folder / "trials" / id
+
+
+class Stored:
+    """Runs that ended, newest first: reached their end, or were ended by a claim that failed.
+
+    live: a run that is not over, which counts as the newest.
+    """
+
+    def __init__(self, folders: Iterable[Path], live: store.Run | None = None):
+        found = [StoredRun(folder, load(folder)) for folder in folders]
+        ended = [r for r in found if status_now(r.record) == "ok" or _refuted(r.folder, r.record)]
+        self.runs = sorted(ended, key=lambda r: str(r.record.get("started")), reverse=True)
+        if live is not None:
+            self.runs.insert(0, StoredRun(live.folder, {"notebook": live.notebook}))
+
+    def of(self, notebook: str) -> list[StoredRun]:
+        """The runs of a notebook, by the number it begins with."""
+        return [run for run in self.runs if run.notebook.startswith(notebook)]
+
+    def sentence(
+        self, notebook: str, pattern: str, among: Callable[[StoredRun], bool] = lambda run: True
+    ) -> Sentence | None:
+        """The newest sentence that begins so and is decided; else the newest; else None."""
+        found = [
+            sentence
+            for run in filter(among, self.of(notebook))
+            for sentence in run.sentences
+            if re.match(pattern, sentence.claim)
+        ]
+        decided = [sentence for sentence in found if sentence.verdict != UNDECIDED]
+        return next(iter([*decided, *found]), None)
+
+    def rows(
+        self, notebook: str, wanted: Callable[[dict[str, Any]], bool], **columns: Any
+    ) -> tuple[StoredRun, list[dict[str, Any]]] | None:
+        """The rows with these columns that are `wanted`, of the newest run that has any; the median
+        of what was not measured is NaN, and its config has the outcome."""
+        for run in self.of(notebook):
+            same = (r for r in run.rows if all(r[name] == v for name, v in columns.items()))
+            if found := [row for row in same if wanted(row)]:
+                return run, found
+        return None
+
+
+def open_stored(root: str | Path = "runs") -> Stored:
+    """The runs below `root`."""
+    return Stored(store.open_store(root).folders())
+
+
+def committed(root: str | Path = "runs") -> list[Path]:
+    """The run folders below `root` that git tracks. ValueError where there is no checkout."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "*/record.json"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise ValueError(
+            f"{root} lies in no git checkout, so nothing of it is committed; "
+            "without --committed all runs below it are taken"
+        ) from None
+    return [Path(root, name).parent for name in listed.split("\0") if name]
+
+
+def _refuted(folder: Path, record: dict[str, Any]) -> bool:
+    """A claim of it failed and ended it, which is a finding and no accident."""
+    failed = record.get("stop_reason") == "error" and "AssertionError" in record.get("message", "")
+    return failed and store.overall(read_json(folder / "verdicts.json", [])) == "FAIL"
+
+
+def page(stored: Stored, root: str | Path = "runs", beside: str | Path = ".") -> str:
+    """RESULTS.md: of each notebook, newest run first, every sentence with its verdict and links.
+
+    A sentence that a newer run decides is left to that one, and one that nobody decides stands
+    once. Those that name no evidence stand apart. Links are relative to the folder `beside`.
+    """
+    to = Path(os.path.relpath(root, beside)).as_posix()
+    lines = [*HEADER.splitlines(), ""]
+    bare: list[str] = []
+    for notebook in sorted({run.notebook for run in stored.runs}):
+        runs = stored.of(notebook)
+        decided = {s.key for run in runs for s in run.sentences if s.verdict != UNDECIDED}
+        lines += [f"## {notebook}", "", runs[0].record.get("question", ""), ""]
+        told: set[str] = set()
+        for run in runs:
+            keys = [s.key for s in run.sentences]
+            fresh = [
+                s
+                for s in run.sentences
+                if keys.count(s.key) > 1 or s.key not in told
+                if s.verdict != UNDECIDED or s.key not in decided
+            ]
+            told |= {s.key for s in fresh}
+            bare += [f"| {s.verdict} | {_cell(s.claim)} | {_link(run, to)} |" for s in fresh
+                     if not s.evidence]  # fmt: skip
+            with_evidence = [s for s in fresh if s.evidence]
+            if with_evidence:
+                lines += [f"{_link(run, to)}, {_about(run)}.", "", *TABLE]
+                lines += [_row(s, to) for s in with_evidence]
+                lines += [""]
+    if bare:
+        lines += ["## Without evidence", "", WITHOUT, "", "| verdict | sentence | run |",
+                  "|---|---|---|", *bare, ""]  # fmt: skip
+    return "\n".join(lines).rstrip() + "\n"
+
+
+HEADER = """\
+# Results, sentence by sentence
+
+Written by `nsa results`, by hand never. Every sentence is a claim of a stored run, and its verdict
+was computed there: `evidence` opens what it was computed from, an id the folder of a trial, which
+`nsa explain ID` prints. `nsa decide` says what follows for hung, slow or wrong, and GO or NO-GO."""
+TABLE = ("| verdict | sentence | opens |", "|---|---|---|")
+WITHOUT = "Claims that name no evidence: what was not measured in the run, and nothing that counts."
+
+
+def _row(sentence: Sentence, to: str) -> str:
+    folder = f"{to}/{sentence.folder.parent.name}/{sentence.folder.name}"
+    links = [f"[evidence]({to}/{sentence.where})"]
+    links += [f"[{t.name}]({folder}/trials/{t.name})" for t in sentence.trials[:SHOWN]]
+    if len(sentence.trials) > SHOWN:
+        links += [f"and {len(sentence.trials) - SHOWN} more"]
+    carried = {path.name for path in sentence.trials}
+    if lost := [id for id in TRIAL.findall(sentence.claim) if id not in carried]:
+        links += [f"{len(lost)} of its trials are not carried"]
+    return f"| {sentence.verdict} | {_cell(sentence.claim)} | {', '.join(links)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _link(run: StoredRun, to: str) -> str:
+    return f"[{run.folder.name}]({to}/{run.folder.parent.name}/{run.folder.name})"
+
+
+def _about(run: StoredRun) -> str:
+    """Device, torch and commit, of its rows where it has any."""
+    facts = {
+        name: sorted({r[name] for r in run.rows} - {""}) for name in ("device", "torch", "commit")
+    }
+    told = [", ".join(values) for values in facts.values() if values] or ["no rows"]
+    when = str(run.record.get("started"))[:10]
+    return "; ".join([*told, when])

@@ -1,0 +1,49 @@
+"""What a committed run or a document names can be opened in a checkout that has nothing else."""
+
+import re
+
+import pytest
+from places import ROOT, committed_runs
+
+from nsa.workbook import keep
+from nsa.workbook.record import load
+
+FOLDERS = committed_runs()
+RUN = re.compile(r"(?<![\w-])\d\d_[a-z0-9_]+-([0-9a-f]{8}(?:-\d+)?)(?![\w-])")
+# Made before runs were refused that are not of a clean commit, and before trials were kept.
+OF_BEFORE = "2026-11-24T13"
+
+
+def test_a_committed_run_is_evidence_and_the_trials_that_it_names_can_be_opened():
+    new = [folder for folder in FOLDERS if load(folder)["started"] > OF_BEFORE]
+    assert [folder.name for folder in new if not load(folder).get("evidence")] == []
+    assert {folder.name: lost for folder in new if (lost := keep.lost_ids(folder))} == {}
+
+
+def gone_from(text: str, log: str = "") -> list[str]:
+    """The runs that a text names and that are not there, unless the log says that they went."""
+    kept = {folder.name for folder in FOLDERS}
+    lost = [found for found in RUN.finditer(text) if found[0] not in kept]
+    return sorted({m[0] for m in lost if not re.search(rf"…-{m[1]}`|{m[1]}` \(until", log)})
+
+
+NAMED_IN = ("README.md", "docs/*.md", "nsa/**/*.*", "notebooks/**/*.*", "figures/*.svg")
+
+
+@pytest.mark.parametrize("pattern", [*NAMED_IN, "runs/*/*/verdicts.json"])
+def test_every_run_that_is_named_is_there_or_the_log_says_that_it_went(pattern):
+    log = (ROOT / "docs" / "log.md").read_text()
+    files = [file for file in ROOT.glob(pattern) if file.suffix != ".pyc"]
+    found = {
+        file.name: gone_from(file.read_text(), log if file.name == "log.md" else "")
+        for file in files
+    }
+    assert files and {name: gone for name, gone in found.items() if gone} == {}
+
+
+def test_a_run_that_is_gone_is_noticed():
+    kept = FOLDERS[0].name
+    text = f"`{kept}` and 09_none-0123abcd, once 09_none-0123abce"
+    assert gone_from(text) == ["09_none-0123abcd", "09_none-0123abce"]
+    log = "kept 09_none-0123abcd` (until then); `09_…-0123abce` went"
+    assert gone_from(text, log) == []
