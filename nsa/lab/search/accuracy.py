@@ -32,6 +32,11 @@ CELLS: dict[str, dict[str, dict[str, Any]]] = {
         "no power of 2": {"layers": 6, "tokens": 384, "backend": "sdpa"},
         "12 layers": {"layers": 12, "tokens": 128, "backend": "gather"},
     },
+    "late": {
+        "one token at a time": {"layers": 3, "tokens": 128, "backend": "sequential"},
+        "half checkpointed": {"layers": 6, "tokens": 256, "backend": "gather", "checkpoint": "0:3"},
+        "T 2048": {"layers": 1, "tokens": 2048, "backend": "sdpa"},
+    },
 }
 
 
