@@ -178,6 +178,8 @@ def _job(arguments, started: int | None) -> "Job":
 
     if arguments.resume is not None and not Path(arguments.resume).exists():
         raise ValueError(f"--resume {arguments.resume}: there is no such file or folder")
+    if arguments.halt_file is not None and os.path.lexists(arguments.halt_file):
+        raise ValueError(f"--halt-file {arguments.halt_file} is there already; remove it first")
     changes = _changes(arguments.set)
     if arguments.checkpoint is not None:
         changes["checkpoint"] = arguments.checkpoint

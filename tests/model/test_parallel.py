@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import rank_entries
@@ -117,6 +118,14 @@ def test_views_of_the_buckets_save_as_many_bytes_as_there_are_gradients(ranks):
 @pytest.mark.full
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(ranks):
     assert [rank["overflow"] for rank in ranks[0]] == 2 * [{"kept": True, "scale": 2.0}]
+
+
+@pytest.mark.parametrize("finding", [False, True])
+def test_ddp_looks_for_unused_parameters_only_where_asked(monkeypatch, finding):
+    made = Mock(return_value=torch.nn.Identity())
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", made)
+    Parallel("ddp", find_unused_parameters=finding).wrap(torch.nn.Linear(2, 2))
+    assert made.call_args.kwargs["find_unused_parameters"] is finding
 
 
 def test_rows_of_all_ranks_are_the_batch():

@@ -9,7 +9,11 @@ import torch
 from tiny_models import tiny
 
 from nsa.model import saving
+from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
+from nsa.model.parallel import Parallel
+from nsa.model.train import Trainer
+from nsa.model.train_config import TrainConfig
 
 KERNELS = {"config": tiny(head_dim=16, backend="triton"), "device": "cuda"}
 trainer = partial(observed.trainer, lr=1e-2)
@@ -91,6 +95,32 @@ def test_a_checkpoint_of_no_step_is_the_run_from_its_start(tmp_path):
     assert_equal_bits(first, whole)
 
 
+def test_loading_leaves_the_optimizers_settings_as_they_were_made(tmp_path):
+    saved, other = trainer(), trainer()
+    saved.run(1)
+    saved.save(tmp_path)
+
+    def settings():
+        groups = other.optimizer.param_groups
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+    before = settings()
+    other.load(tmp_path)
+    assert settings() == before and before[0]["lr"] == 1e-2
+
+
+def test_no_rank_goes_on_before_the_file_is_there(tmp_path):
+    there = []
+
+    class Waiting(Parallel):
+        def barrier(self):
+            there.extend(file.name for file in tmp_path.iterdir())
+
+    training = TrainConfig(batch=2, tokens=32)
+    Trainer(LanguageModel(tiny()), synthetic(0), training, parallel=Waiting()).save(tmp_path)
+    assert there == ["step-000000.pt"]
+
+
 def test_what_decides_how_and_not_what_is_computed_may_change(tmp_path):
     saved = trainer()
     saved.run(1)
@@ -106,6 +136,7 @@ def test_what_decides_how_and_not_what_is_computed_may_change(tmp_path):
     ("settings", "named"),
     [
         ({"config": tiny(dim=64)}, r"model dim: 64, 32"),
+        ({"clip": 0.5}, r"training clip: 0\.5, 1\.0"),
         ({"config": tiny(nsa={"window": 4})}, r"model nsa\.window: 4, 8"),
         ({"lr": 0.5, "precision": "bf16"}, r"training lr: 0\.5, 0\.01; .*: 'bf16', 'fp32'"),
     ],

@@ -270,6 +270,10 @@ def test_evaluation_has_its_own_batches_and_changes_nothing():
     assert min(drawn[1:4]) > 10**9
     assert drawn[4:7] == drawn[1:4]
     assert found == pytest.approx(math.log(256), abs=0.15)
+    for training in (False, True):
+        trained.model.train(training)
+        trained.evaluate(1)
+        assert trained.model.training is training, "the mode is left as it was"
     with pytest.raises(ValueError, match="batches=0 must be at least 1"):
         trained.evaluate(0)
     one, other = (trainer(data=Scored(), batch=4, accumulate=parts) for parts in (1, 4))

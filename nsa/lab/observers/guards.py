@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,6 @@ class Guards:
         bound: int = BOUND,
         levels: Mapping[str, Sequence[Level]] | None = None,
     ) -> None:
-        """Raises ValueError for a halt file that is there already."""
         self.levels = {name: tuple((levels or {}).get(name, ())) for name in KINDS}
         self.warnings: list[dict[str, Any]] = []
         self._told: set[tuple[str, Level]] = set()
@@ -83,8 +83,6 @@ class Guards:
         self._losses: deque[float] = deque(maxlen=longest)
         self._norms = Deferred()
         self._zero: Counter[str] = Counter()
-        if halt_file is not None and _is_there(halt_file):
-            raise ValueError(f"halt file {halt_file} is there already; remove it first")
         self.halt_file, self.bound = halt_file, bound
         self.left_out = 0  # steps that were not finite
         self._in_a_row = 0
@@ -227,7 +225,7 @@ class Guards:
 
     def _look_for_halt(self) -> None:
         file = self.halt_file
-        if file is None or self._trainer.parallel.rank != 0 or not _is_there(file):
+        if file is None or self._trainer.parallel.rank != 0 or not os.path.lexists(file):
             return
         try:
             text = " ".join(file.read_text(encoding="utf-8", errors="replace")[:TEXT].split())
@@ -241,10 +239,6 @@ class Guards:
         if not self._wish[0]:
             self._wish = (reason, message)
             self._trainer.vote()
-
-
-def _is_there(file: Path) -> bool:
-    return file.exists() or file.is_symlink()
 
 
 def explained(stopped: Stopped, trainer: Trainer) -> Stopped:

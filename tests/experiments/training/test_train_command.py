@@ -124,6 +124,8 @@ BAD_INPUT = [
     (["--data", "gone.txt"], "data='gone.txt' is no file or folder; known are text, synthetic"),
     (["--observe", "csv,gradients"], "no observer 'gradients'; there are csv, tensorboard"),
     (["--observe", "buckets"], "buckets are DDP's"),
+    (["--guard", "memory=60GB:stop"], "'60GB' is no size of memory; write 60GiB or 512MiB"),
+    (["--guard", "flatt=stop"], "guard='flatt' is unknown; known are flat, collapse, zero, memory"),
     (["--max-skips", "0"], "max_skips=0 must be at least 1 step"),
     (["--save-every", "0"], "save_every=0 must be at least 1 step"),
     (["--profile", "98:101"], "profile='98:101' is no stretch of steps 0:100; 20:23 takes three"),
@@ -296,7 +298,7 @@ def test_a_halted_run_is_ok_saves_and_can_be_resumed(place, capsys):
     (place / "stop").write_text("lunch")
     refused = [*TINY, "--halt-file", "stop"]
     assert cli.main(refused) == 2
-    assert "halt file stop is there already; remove it first" in capsys.readouterr().err
+    assert "--halt-file stop is there already; remove it first" in capsys.readouterr().err
     (place / "stop").unlink()
 
     class Touching(Heartbeat):
@@ -315,6 +317,46 @@ def test_a_halted_run_is_ok_saves_and_can_be_resumed(place, capsys):
     (place / "stop").unlink()
     assert saving.newest(place / "r" / "checkpoints")["steps_done"] == 2
     assert cli.main([*TINY, "--steps", "3", "--resume", "r", "--into", "more"]) == 0
+
+
+@pytest.mark.processes
+def test_a_guard_ends_the_run_with_a_checkpoint_and_its_warnings_are_kept(place, capsys):
+    words = ["--guard", "memory=1MiB:warn,2MiB:stop", "--save-every", "50", "--into", "r"]
+    assert cli.main([*TINY, *words]) == 1
+    printed = capsys.readouterr().out
+    assert "r: failed" in printed and "(guard memory=2 MiB:stop)" in printed
+    ended = record(place / "r")
+    assert ended["stop_reason"] == "memory" and ended["result"]["stop"]["step"] == 0
+    assert [one["guard"] for one in ended["result"]["warnings"]] == ["memory"]
+    assert saving.newest(place / "r" / "checkpoints")["steps_done"] == 1
+    assert cli.main([*TINY, "--guard", "memory=99999GiB:stop"]) == 2
+    assert "can never be reached: this machine has" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_ranks_end_in_order_each_with_the_cause_in_its_record(place):
+    with Started(nsa("--lr", "1e9", "--ranks", "2", "--into", "r"), place) as job:
+        code, printed = job.ended()
+    assert code == 1 and "step 1: the gradient norm is nan" in printed and "try " in printed
+    assert record(place / "r")["stop_reason"] == "non_finite"
+    told = [json.loads((place / "r" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [one["state"] for one in told] == ["ok", "ok"] and told[0]["stop"] == told[1]["stop"]
+    assert len(told[0]["stop"]["causes"]) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_halt_file_ends_a_run_of_torchrun_in_order(place):
+    with Started(torchrun(*FOREVER, "--save-every", "2", "--parallel", "ddp"), place) as job:
+        job.wait_for(lambda: pid_in_step(place / "r", 1))
+        (place / "r" / "HALT").write_text("enough")
+        code, printed = job.ended()
+    assert code == 0 and "asked for it: enough" in printed
+    ended = record(place / "r")
+    assert (ended["status"], ended["stop_reason"]) == ("ok", "halted")
+    done = saving.newest(place / "r" / "checkpoints")["steps_done"]
+    assert done == ended["result"]["steps"] == len(rows(place / "r" / "losses.csv"))
 
 
 @pytest.mark.processes

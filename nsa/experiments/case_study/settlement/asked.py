@@ -9,6 +9,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from nsa.experiments.case_study.settlement.reread import furthest
 from nsa.experiments.case_study.settlement.sources import Sources
 
 Found = dict[str, Any]
@@ -159,6 +160,17 @@ def _gpu(see: Sources) -> float:
     return run["seconds"]["loop"] / run["seconds"]["masked"]
 
 
+def _allocators(see: Sources) -> float:
+    found, tables = see["trial:allocators"]["mib"], see["TABLES_MB"]
+    saved = {int(t): arms["default"] - arms["expandable"] for t, arms in found.items()}
+    return furthest(saved[t] / (first - second) for t, (first, second) in tables.items())
+
+
+def _table_here(see: Sources) -> float:
+    found = see["trial:allocators"]["mib"]
+    return furthest(arms["default"] / see["MEMORY_MIB"][int(t)] for t, arms in found.items())
+
+
 def _versions(key: str):
     def value(see: Sources) -> float:
         each = see["run:versions"][key].values()
@@ -245,4 +257,6 @@ VALUES: dict[str, Callable[[Sources], float]] = {
     "ranks-disagree": lambda see: see["run:ranks"]["largest error"],
     "versions-dispatch-alike": _versions("operations"),
     "versions-cost-alike": _versions("microseconds"),
+    "allocator-is-the-other": _allocators,
+    "rebuilt-holds-the-table": _table_here,
 }

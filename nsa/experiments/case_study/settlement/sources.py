@@ -13,6 +13,10 @@ from nsa.workbook.store import Store
 
 RUNS = PACKAGE.parent / "runs"
 Found = dict[str, Any]
+# What reading a number raises where its source has another form than it should.
+MALFORMED = (
+    LookupError, StopIteration, TypeError, AttributeError, ArithmeticError, ValueError,
+)  # fmt: skip
 
 
 class Lacking(LookupError):
@@ -91,7 +95,7 @@ def read(kind: str, run: str, root: Path = RUNS) -> Found:
         return READERS[kind](folder)
     except Lacking:
         raise
-    except (LookupError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise Lacking(f"{folder.name} has not what `{kind}` needs: {error!r}") from None
 
 
