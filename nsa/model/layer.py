@@ -32,7 +32,8 @@ class LearnedPhi(nn.Module):
 
     For keys that are rotated before phi, the linear kind's `position` and the mlp's `bias2` move
     every compressed key of a head by the same vector, so that a softmax over them does not change:
-    their gradient is zero but for rounding.
+    their gradient is zero but for rounding, at most half of the dtype's epsilon of the largest
+    gradient. AdamW, which divides by a gradient's own size, moves them all the same, to no effect.
     """
 
     def __init__(self, kv_heads: int, block: int, width: int) -> None:

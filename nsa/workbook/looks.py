@@ -1,5 +1,7 @@
 """One look for every figure, and which rows of a metrics table it shows."""
 
+from contextlib import contextmanager
+
 from nsa.workbook import metrics
 
 # Okabe and Ito's palette, told apart by colour-blind readers; its yellow, too pale for a line on
@@ -62,11 +64,20 @@ def title(axes, text: str, note: str = "") -> None:
 
 def nothing(text: str):
     """A figure that says why there is none."""
-    with style():
-        fig, (axes,) = panels(1, 0.8)
+    with figure(1, 0.8) as (fig, (axes,)):
         axes.set_axis_off()
         axes.text(0.5, 0.5, text, ha="center", va="center")
     return fig
+
+
+@contextmanager
+def figure(count: int, height: float):
+    """`with figure(2, 3.0) as (fig, panels)`: those of `panels` in the style, and in the end one
+    legend of all that they name."""
+    with style():
+        fig, axes_list = panels(count, height)
+        yield fig, axes_list
+        legend(fig, axes_list)
 
 
 def panels(count: int, height: float):

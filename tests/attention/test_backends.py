@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from backend_calls import DEVICE, DOUBLE, FAST, NAMES, attend, check, outcome, takes
+from backend_calls import DEVICE, DOUBLE, FAST, NAMES, attend, check, measured, outcome, takes
 from cases import CASES, ODD, SMALL, TINY, Case, draw
 
 from nsa.attention.api import nsa_attention
@@ -41,6 +41,37 @@ def each(backends, cases, dtypes):
 )
 def test_backend_agrees_with_the_reference_forward_and_backward(backend, case, dtype):
     check(backend, case, dtype)
+
+
+EDGE = Case(33, dim=16, value_dim=256, phi="mlp")
+
+
+@pytest.mark.parametrize("backend", ["gather", "packed", "sdpa", "masked"])
+@pytest.mark.parametrize("seed", range(3))
+def test_few_tokens_of_wide_values_stray_by_little_of_the_largest_gradient(backend, seed):
+    """Where twice torch's error can be missed by luck: then the miss is small by this measure."""
+    dtype, eps = torch.bfloat16, torch.finfo(torch.bfloat16).eps
+    torch.manual_seed(seed)
+    drawn, do, exact, torchs = measured.__wrapped__(EDGE, dtype)
+    got = outcome(lambda x: attend(x, backend), drawn.to(dtype), do)
+    largest = max(float(x.abs().max()) for x in exact[1].values())
+    for name, truth in exact[1].items():
+        ours, theirs = (float((x[1][name].double() - truth).abs().max()) for x in (got, torchs))
+        assert ours <= 2 * theirs + eps / 8 * largest, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["gather", "packed", "sdpa", "masked"])
+@pytest.mark.parametrize(("phi", "shifts"), [("linear", "position"), ("mlp", "bias2")])
+def test_what_shifts_all_keys_of_a_head_has_a_gradient_of_rounding_alone(
+    phi, shifts, backend, dtype
+):
+    drawn, do, exact, _ = measured(Case(63, group=2, phi=phi), dtype)
+    _, got = outcome(lambda x: attend(x, backend), drawn.to(dtype), do)
+    largest = max(float(x.abs().max()) for x in exact[1].values())
+    name = f"phi_key_{shifts}"
+    assert exact[1][name].abs().max() < 1e-12 * largest
+    assert got[name].abs().max() <= torch.finfo(dtype).eps / 2 * largest
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 on a CPU")

@@ -23,8 +23,7 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
     shown = [[clock]] * _any(results, clock) + [memory] * bool(memory)
     if not shown:
         return looks.nothing("no trial passed, so nothing was measured")
-    with looks.style():
-        fig, panels = looks.panels(len(shown), max(1.6, 0.4 + 0.3 * len(plan.listed)))
+    with looks.figure(len(shown), max(1.6, 0.4 + 0.3 * len(plan.listed))) as (fig, panels):
         for axes, names in zip(panels, shown, strict=True):
             for number, of in enumerate(names):
                 _dots(axes, results, of, number, on_cpu)
@@ -41,7 +40,6 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
         panels[0].set_ylabel(",\n".join(plan.varied))
         for axes in panels[1:]:
             axes.set_yticklabels([])
-        looks.legend(fig, panels)
     return fig
 
 
@@ -88,8 +86,7 @@ def over(results: Results, *, note: str = "", on_cpu: bool = True):
     for arm in plan.listed:
         rest = ", ".join(f"{n}={word(v)}" for n, v in arm.cell.items() if n != factor)
         groups.setdefault(rest, []).append(arm)
-    with looks.style():
-        fig, panels = looks.panels(len(shown), 3.2)
+    with looks.figure(len(shown), 3.2) as (fig, panels):
         for axes, of in zip(panels, shown, strict=True):
             for number, (rest, group) in enumerate(groups.items()):
                 colour, marker = looks.series(number)
@@ -116,7 +113,6 @@ def over(results: Results, *, note: str = "", on_cpu: bool = True):
             else:
                 looks.from_zero(axes)
             looks.plain_ticks(axes, plan.varied[factor])
-        looks.legend(fig, panels)
     return fig
 
 
@@ -125,8 +121,7 @@ def losses(results: Results):
     plan = results.plan
     if plan.steps < LEAST_LOSSES or not any(trial.losses for trial in results.trials):
         return None
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.0)
+    with looks.figure(1, 3.0) as (fig, (axes,)):
         for number, arm in enumerate(plan.listed):
             colour, _ = looks.series(number)
             for turn, trial in enumerate(results.of(arm)):
@@ -134,7 +129,6 @@ def losses(results: Results):
                 axes.plot(trial.losses, color=colour, lw=1.2, alpha=0.8, **label)
         axes.set(xlabel="step", ylabel="loss (nats)")
         looks.title(axes, "Loss of every trial")
-        looks.legend(fig, [axes])
     return fig
 
 

@@ -45,8 +45,7 @@ def _over_tokens(df, metric: str, unit: str, note: str):
     # of nothing at all the panels say so
     least = min(2, max(lengths))
     kinds = [kind for kind, count in zip(kinds, lengths, strict=True) if count >= least]
-    with looks.style():
-        fig, panels = looks.panels(len(kinds) * len(MODES), 3.5)
+    with looks.figure(len(kinds) * len(MODES), 3.5) as (fig, panels):
         for index, axes in enumerate(panels):
             (shape, queries), frame = kinds[index // len(MODES)]
             mode = MODES[index % len(MODES)]
@@ -73,7 +72,6 @@ def _over_tokens(df, metric: str, unit: str, note: str):
             axes.annotate(note, (0.98, 0.03), xycoords="axes fraction", **look)
         if left and max(lengths):
             fig.suptitle("\n".join(["nothing was measured of", *left]), fontsize=8)
-        looks.legend(fig, panels)
     return fig
 
 

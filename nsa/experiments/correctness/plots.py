@@ -84,13 +84,11 @@ def importance_of(found: Definition, query: int, group: int = 0):
 
 def gates_of(found: Definition, head: int = 0):
     """The three gates of one head over the tokens: each on its own, they need not add up to 1."""
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 2.2)
+    with looks.figure(1, 2.2) as (fig, (axes,)):
         for index, (branch, name) in enumerate(BRANCHES.items()):
             axes.plot(found.gates[:, head, index], color=COLOURS[branch], label=name)
         axes.set(title=f"gates of head {head} (Eq. 5)", xlabel="token", ylim=(0, 1))
         fig.set_dpi(SMALL)  # lines over a grid weigh most in a notebook
-        looks.legend(fig, [axes])
     return fig
 
 
@@ -141,8 +139,7 @@ def curves(rows: Sequence[dict]):
         return looks.nothing("no lesson was learnt in this run")
     mutants = list(dict.fromkeys(row["mutant"] for taught in lessons.values() for row in taught))
     others = [name for name in mutants if name != RIGHT]
-    with looks.style():
-        fig, panels = looks.panels(len(lessons), 2.6)
+    with looks.figure(len(lessons), 2.6) as (fig, panels):
         for axes, ((name, backend, tokens), taught) in zip(panels, lessons.items(), strict=True):
             for row in taught:
                 look = {"color": "black", "lw": 2.6, "ls": "-"}
@@ -155,7 +152,6 @@ def curves(rows: Sequence[dict]):
             axes.set(title=f"{name}, {backend}, T = {tokens}", yscale="log")
             axes.set(xlabel="step", ylabel="loss (nats)")
         fig.set_dpi(SMALL)
-        looks.legend(fig, panels)
     return fig
 
 

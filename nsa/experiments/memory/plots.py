@@ -33,8 +33,7 @@ def scaling(
         wanted.append((f"Peak memory: {model}", frame, predicted, here))
         if squeezed:
             wanted.append(("Beside the case study", frame, [], reported))
-    with looks.style():
-        fig, panels = looks.panels(len(wanted), 3.9)
+    with looks.figure(len(wanted), 3.9) as (fig, panels):
         for axes, (title, frame, predicted, reported) in zip(panels, wanted, strict=True):
             for backend, line in looks.backends(frame):
                 good = line[line["median"].notna()]
@@ -55,15 +54,13 @@ def scaling(
             looks.title(axes, title)
             ticks = [t for _, (tokens, _) in reported for t in tokens]
             looks.plain_ticks(axes, [*frame["x_value"], *ticks])
-        looks.legend(fig, panels)
     return fig
 
 
 def exponents(df):
     """The exponent between neighbouring T, drawn between them: 1 is linear, 2 is quadratic."""
     models = looks.models(looks.peaks(df, "step"))
-    with looks.style():
-        fig, panels = looks.panels(len(models), 3.2)
+    with looks.figure(len(models), 3.2) as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
             for backend, line in looks.backends(frame):
                 line = line[line["median"].notna()]
@@ -83,7 +80,6 @@ def exponents(df):
             looks.title(axes, f"Growth: {model}")
             axes.set_ylim(min(-0.1, axes.get_ylim()[0]), max(2.3, axes.get_ylim()[1]))
             looks.plain_ticks(axes, frame["x_value"])
-        looks.legend(fig, panels)
     return fig
 
 
@@ -99,8 +95,7 @@ def categories(df, tokens: int | None = None):
     models = looks.models(rows)
     colours = dict(zip(rows["category"].unique(), looks.PALETTE, strict=False))
     unit, scale = _unit(df)
-    with looks.style():
-        fig, panels = looks.panels(len(models), 3.4)
+    with looks.figure(len(models), 3.4) as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
             at = tokens if tokens is not None else looks.largest_common(frame)
             frame = frame[frame["x_value"] == at]
@@ -120,7 +115,6 @@ def categories(df, tokens: int | None = None):
             looks.title(axes, f"Peak by category: {model}, T = {at:.0f}")
             axes.grid(False, axis="x")
             axes.tick_params(axis="x", rotation=20)
-        looks.legend(fig, panels)
     return fig
 
 

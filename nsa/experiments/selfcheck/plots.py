@@ -21,8 +21,7 @@ def matrices(rows: Sequence[Judged]):
     counts = {title: table.confusion(mine) for title, mine in shown.items()}
     if all(one.empty for one in counts.values()):
         return looks.nothing("nothing was run")
-    with looks.style():
-        fig, panels = looks.panels(len(shown), 0.42 * max(map(len, counts.values())) + 1.6)
+    with looks.figure(len(shown), 0.42 * max(map(len, counts.values())) + 1.6) as (fig, panels):
         for axes, (title, mine) in zip(panels, shown.items(), strict=True):
             wrong = table.confusion([row for row in mine if row.missed])
             _matrix(axes, counts[title], wrong)
@@ -56,8 +55,7 @@ def latency(rows: Sequence[Judged]):
     run = [row for row in rows if row.group == "hang" and row.certifiable and not row.skipped]
     if not any(row.found == "HANG" for row in run):
         return looks.nothing("no hang was certified")
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 3.2)
+    with looks.figure(1, 3.2) as (fig, (axes,)):
         for number, load in enumerate(sorted({row.load for row in run})):
             mine = [row for row in run if row.load == load]
             rested = sorted(row.named_s or 0.0 for row in mine if row.found == "HANG")
@@ -72,5 +70,4 @@ def latency(rows: Sequence[Judged]):
         axes.set_ylim(0, 105)
         axes.set(xlabel="s since the last progress", ylabel="certified, %")
         looks.title(axes, "How soon a hang has its certificate", "dotted: the aims")
-        looks.legend(fig, [axes])
     return fig

@@ -23,8 +23,7 @@ def speed(df, *, note: str = "", reported: bool = True):
     """
     models = [(*model, beside) for model in _by_model(df, "tokens_per_second")
               for beside in (False, True)[: 1 + reported]]  # fmt: skip
-    with looks.style():
-        fig, panels = looks.panels(len(models), 3.6)
+    with looks.figure(len(models), 3.6) as (fig, panels):
         for axes, (model, frame, beside) in zip(panels, models, strict=True):
             _lines(axes, frame, bands=not table.on_cpu(df))
             tokens = _reported(axes) if beside else []
@@ -35,22 +34,19 @@ def speed(df, *, note: str = "", reported: bool = True):
                 looks.title(axes, "Beside the case study", note)
             else:
                 looks.title(axes, f"Training speed: {model}", "" if reported else note)
-        looks.legend(fig, panels)
     return fig
 
 
 def memory(df, *, note: str = ""):
     """Peak memory of a step against T, a panel a model."""
     models = _by_model(df, "peak_memory")
-    with looks.style():
-        fig, panels = looks.panels(len(models), 2.7)
+    with looks.figure(len(models), 2.7) as (fig, panels):
         for axes, (model, frame) in zip(panels, models, strict=True):
             _lines(axes, frame, bands=False)
             looks.title(axes, f"Peak memory: {model}", note)
             axes.set(ylabel="peak of a step (MiB)")
             looks.from_zero(axes)
             _failures(axes, frame)
-        looks.legend(fig, panels)
     return fig
 
 
@@ -65,8 +61,7 @@ def phases(df, *, note: str = ""):
         shown = found["communication"].clip(lower=0.0)
         found["communication"] = np.minimum(shown, found["backward"])
         found["backward"] -= found["communication"]
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 0.9 + 0.4 * len(found))
+    with looks.figure(1, 0.9 + 0.4 * len(found)) as (fig, (axes,)):
         fig.set_figwidth(8.5)
         left = np.zeros(len(found))
         for phase in found:
@@ -79,7 +74,6 @@ def phases(df, *, note: str = ""):
         axes.set(xlabel="ms a step", xlim=(0, 1.04 * left.max() or 1))
         axes.grid(False, axis="y")
         looks.title(axes, "Where a step's time goes", note)
-        looks.legend(fig, [axes])
     return fig
 
 
@@ -91,8 +85,7 @@ def scaling(df, *, note: str = ""):
     many = found[found["parallel"] != "none"]
     lines = list(many.groupby(["model", "backend", "T", "how", "parallel"], sort=False))
     models = many["model"].unique()
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 2.2 + 0.4 * (len(lines) // 2 + 1))  # the legend's rows
+    with looks.figure(1, 2.2 + 0.4 * (len(lines) // 2 + 1)) as (fig, (axes,)):  # the legend's rows
         most = int(found["ranks"].max())
         axes.plot([1, most], [1, most], "--", color=GREY, lw=1.1, label="perfect")
         for number, ((model, backend, tokens, how, parallel), line) in enumerate(lines):
@@ -109,7 +102,6 @@ def scaling(df, *, note: str = ""):
         looks.title(
             axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks", note
         )
-        looks.legend(fig, [axes])
     return fig
 
 
@@ -123,8 +115,7 @@ def losses(df):
     nsa = [name for name in names if not name.startswith("dense")] or names
     left = (0.0, "Loss, mean over seeds", "loss")
     right = (found.loc[nsa].mean(), "Distance from the mean of NSA", "loss less the mean")
-    with looks.style():
-        fig, panels = looks.panels(2, 3.0)
+    with looks.figure(2, 3.0) as (fig, panels):
         for axes, (base, title, what) in zip(panels, (left, right), strict=True):
             for name in names:
                 lines = found.loc[name] - base
@@ -136,7 +127,6 @@ def losses(df):
             axes.set(xlabel="step", ylabel=f"{what} (nats a byte)")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             looks.title(axes, title)
-        looks.legend(fig, panels)
     return fig
 
 
@@ -149,8 +139,7 @@ def memory_over_steps(df):
     keys = ["model", "backend", "variant", "tokens"]
     cells = list(rows.groupby(keys, sort=False).groups)
     models = rows["model"].nunique()
-    with looks.style():
-        fig, panels = looks.panels(len(modes), 2.6 + 0.1 * len(cells))
+    with looks.figure(len(modes), 2.6 + 0.1 * len(cells)) as (fig, panels):
         for axes, mode in zip(panels, modes, strict=True):
             frame = rows[rows["mode"] == mode]
             longest = frame.groupby(keys).size().max()
@@ -171,15 +160,13 @@ def memory_over_steps(df):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             low, high = axes.get_ylim()
             axes.set_ylim(min(low, -1.0), max(high, 1.0))
-        looks.legend(fig, panels)
     return fig
 
 
 def kernels(profile: dict, title: str):
     """The profile of one step: its most expensive kernels, or operators on a CPU, as bars."""
     rows = profile["kernels"]
-    with looks.style():
-        fig, (axes,) = looks.panels(1, 0.6 + 0.26 * len(rows))
+    with looks.figure(1, 0.6 + 0.26 * len(rows)) as (fig, (axes,)):
         fig.set_figwidth(8.5)
         names = [f"{row['name'][:56]} ({row['calls']})" for row in rows]
         axes.barh(range(len(rows)), [row["ms"] for row in rows], color="#0072B2", height=0.7)

@@ -27,8 +27,7 @@ def arrival_order(traced: Traced, trials: list[str]):
     fullest = (one["state"] != "missing").groupby(one["trial"], sort=False).sum().idxmax()
     arrived = list(one[one["trial"] == fullest]["parameter"])
     place = {name: number for number, name in enumerate(_in_model_order(arrived))}
-    with looks.style():
-        fig, panels = looks.panels(len(shown), 2.8)
+    with looks.figure(len(shown), 2.8) as (fig, panels):
         for axes, name in zip(panels, shown, strict=True):
             for rank, mine in rows[rows["trial"] == name].groupby("rank"):
                 _arrivals(axes, mine, place, rank)
@@ -36,7 +35,6 @@ def arrival_order(traced: Traced, trials: list[str]):
             looks.title(axes, f"{name}: gradients of step 1")
             axes.set_xlim(-0.09 * len(place), 1.02 * len(place))
             axes.invert_yaxis()
-        looks.legend(fig, panels)
     return fig
 
 
@@ -45,8 +43,7 @@ def buckets(traced: Traced, trials: list[str]):
     found = {name: steps for name in trials if (steps := table.layouts(traced, name))}
     if not found:
         return looks.nothing(f"no buckets of {', '.join(trials)}{NOT_ENDED}")
-    with looks.style():
-        fig, panels = looks.panels(len(found), 2.4)
+    with looks.figure(len(found), 2.4) as (fig, panels):
         for axes, (name, steps) in zip(panels, found.items(), strict=True):
             ticks, labels = [], []
             for step, by_rank in steps.items():
@@ -60,7 +57,6 @@ def buckets(traced: Traced, trials: list[str]):
             axes.set(ylabel="elements (million)")
             looks.title(axes, f"{name}: DDP's buckets")
             looks.from_zero(axes)
-        looks.legend(fig, panels)
     return fig
 
 
@@ -76,8 +72,7 @@ def module_timeline(traced: Traced, trial: str):
         return looks.nothing(f"no module backwards of {trial}{NOT_ENDED}")
     first = float(np.nanmin(times))
     times, (begins, pause) = _without_pause(times - first)
-    with looks.style():
-        fig, (axes,) = looks.panels(1, max(2.2, 0.16 * len(times)))
+    with looks.figure(1, max(2.2, 0.16 * len(times))) as (fig, (axes,)):
         levels = np.arange(len(times))
         for rank, column in enumerate(times.columns):
             colour, marker = RANK_LOOKS[rank % len(RANK_LOOKS)]
@@ -95,7 +90,6 @@ def module_timeline(traced: Traced, trial: str):
         axes.set(xlabel="ms since the first module's backward began (host)")
         looks.title(axes, f"{trial}, step {STEPS}: backward by module",
                     f"the first began {first:.3g} ms after the backward")  # fmt: skip
-        looks.legend(fig, [axes])
     return fig
 
 

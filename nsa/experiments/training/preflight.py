@@ -144,15 +144,15 @@ def _free_on_gpu(only: str | None) -> int | None:
     return min(found) * 2**20 if found else None
 
 
-def free_ram() -> int | None:
+def free_ram(root: Path = Path("/")) -> int | None:
     """Bytes that this process may still take: of the machine, and of its container."""
     found = []
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         pass
-    group = Path("/sys/fs/cgroup")
+    group = root / "sys/fs/cgroup"
     try:
         most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

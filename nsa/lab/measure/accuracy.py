@@ -36,6 +36,9 @@ def hold(
     exact value, comes on top, and four fp32 epsilons of the largest value or of `magnitude`, the
     size of terms that cancel on the way: statistics are fp32 in every dtype. A result that is
     exactly 0 because its terms cancel is held to four of the dtype's epsilons of `magnitude`.
+
+    One draw of roundings against another: of 15,840 tensors in bf16 at T 33 and DV 256, 2 missed
+    it, with 2.35 times torch's error, a twentieth of an epsilon of the call's largest gradient.
     """
     got, same_dtype, exact = (x.detach() for x in (got, same_dtype, exact))
     magnitude = float(magnitude)

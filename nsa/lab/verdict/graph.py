@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from nsa.lab.verdict.frames import short, user_line
@@ -46,8 +47,9 @@ class Graph:
     anyone: dict[Node, list[Node]] = field(default_factory=dict)  # one of these is enough
     free: dict[Node, str] = field(default_factory=dict)  # goes on by itself: why
 
+    @cached_property
     def can(self) -> set[Node]:
-        """Those that can go on, by themselves or by others."""
+        """Those that can go on, by themselves or by others; of a graph that is finished."""
         found = set(self.free)
         while True:
             more = {

@@ -130,12 +130,12 @@ def _main(graph: Graph, rank: int) -> Node | None:
 
 def _stuck(graph: Graph, rank: int) -> bool:
     main = _main(graph, rank)
-    return main is not None and main not in graph.can()
+    return main is not None and main not in graph.can
 
 
 def _waits(graph: Graph) -> tuple[Any, ...]:
     """What must be the same at every look."""
-    stuck = set(graph.threads) - graph.can()
+    stuck = set(graph.threads) - graph.can
     rows = ((n, graph.threads[n].wait, graph.threads[n].frames) for n in sorted(stuck))
     return tuple((n, w and (w.kind, w.text), frames) for n, w, frames in rows)
 

@@ -130,9 +130,9 @@ class _Reading:
         reader, threads = Reader(ends, children), []
         for tid in _tids(pid):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                if deep := len(threads) < MOST:
-                    self._switches[pid, tid] = _switches(pid, tid)
-                threads.append(_thread(reader, tid, self._ours, said, deep))
+                told = self._switches[pid, tid] = _switches(pid, tid)
+                deep = len(threads) < MOST
+                threads.append(_thread(reader, tid, self._ours, said, deep, told))
         # When an alarm is set, and who may send a signal that wakes the program, nobody tells.
         if what := _catches(pid, ours=process.name.startswith(TRIAL)):
             threads = [_could_go_on(x, f"{what} of its program could end that") for x in threads]
@@ -170,7 +170,9 @@ class _Reading:
         return self._sockets.setdefault(space, Sockets(pid))
 
 
-def _thread(reader: Reader, tid: int, ours: Collection[str], said: list[str], deep: bool) -> Thread:
+def _thread(
+    reader: Reader, tid: int, ours: Collection[str], said: list[str], deep: bool, switches: str
+) -> Thread:
     folder = Path(f"/proc/{reader.pid}/task/{tid}")
     name = (folder / "comm").read_text(errors="replace").strip()
     fields, wchan = stat(folder), procfs.wchan(folder)
@@ -181,15 +183,9 @@ def _thread(reader: Reader, tid: int, ours: Collection[str], said: list[str], de
     cpu_s = procfs.cpu_s(fields)
     if fields[0] == "R":
         wait = None
-    known = {"ours": name in ours, "switches": _times_slept(folder)}
+    slept = re.search(r"(?<!non)voluntary_ctxt_switches:\s*(\d+)", switches)
+    known = {"ours": name in ours, "switches": int(slept[1]) if slept else None}
     return Thread(tid, name, tid == reader.pid, fields[0], cpu_s, wchan, wait, **known)
-
-
-def _times_slept(folder: Path) -> int | None:
-    """How often the thread gave up its processor by itself: unchanged, it slept all the time."""
-    status = (folder / "status").read_text(errors="replace")
-    found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)
-    return int(found[1]) if found else None
 
 
 def _wait(reader: Reader, folder: Path, state: str, wchan: str, said: list[str]) -> Wait | None:

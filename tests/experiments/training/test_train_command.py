@@ -116,6 +116,7 @@ BAD_INPUT = [
     (["--set", "layers"], "'layers' is not of the form name=value, as in --set layers=2"),
     (["--set", "nsa.windw=64"], "the nearest is 'nsa.window'"),
     (["--set", "rope.base=1"], "only nsa has fields below it"),
+    (["--set", "gate_temperature=-1.0"], "gate_temperature=-1.0 must be finite and greater than 0"),
     (["--checkpoint", "0:9"], "checkpoint='0:9' does not fit 1 layers"),
     (["--steps", "0"], "steps=0 must be at least 1"),
     (["--data", "short.txt"], "48 tokens and the last one's target need 49"),

@@ -93,8 +93,8 @@ def test_ranks_of_the_same_torchrun_are_no_foreigners(gpu, monkeypatch):
 @pytest.mark.parametrize(
     ("free_mib", "state", "said"),
     [
-        (1, "refused", "weights, gradients and moments take 6.74 MiB and the GPU has 1 MiB free"),
-        (8, "warning", "a smaller --batch, --accumulate or --checkpoint all would need less"),
+        (6, "refused", "weights, gradients and moments take 6.74 MiB and the GPU has 6 MiB free"),
+        (7, "warning", "a smaller --batch, --accumulate or --checkpoint all would need less"),
         (64, "ok", "activations from shapes, to 15 %"),
     ],
 )
@@ -120,6 +120,44 @@ def test_the_exact_part_is_exact_and_ranks_share_it_only_under_fsdp():
     assert twice == exact + predict(preset("cpu_test"), 48).gradients
 
 
+def test_ranks_on_cpus_share_the_memory_of_their_machine(place, monkeypatch):
+    monkeypatch.setattr(checks, "free_ram", lambda: 15 * 2**19)  # room for one, not for two
+    assert states(checks.look(job()))["memory"] == "warning"
+    assert states(checks.look(replace(job(), kind="ddp", ranks=2)))["memory"] == "refused"
+
+
+def test_gradients_are_there_with_the_activations_only_where_they_stay():
+    single, shared = job(), job(train={"batch": 8}, kind="ddp", ranks=2)
+    gradients = predict(preset("cpu_test"), 48).gradients
+    assert checks.needed(shared, 2)[1] - checks.needed(single, 1)[1] == gradients
+
+
+def test_a_recomputed_block_keeps_its_input():
+    def of_the_last_layer(batch):
+        peaks = [
+            checks.needed(job({"batch": batch}, changed={"layers": n, "checkpoint": "all"}), 1)[1]
+            for n in (7, 8)
+        ]
+        return peaks[1] - peaks[0]
+
+    inputs = 48 * 128 * 4  # fp32 [T, E] of a sequence
+    assert of_the_last_layer(512) - of_the_last_layer(256) == pytest.approx(256 * inputs, rel=0.1)
+
+
+def test_free_memory_is_that_of_the_container_where_that_is_less(tmp_path):
+    assert checks.free_ram(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    assert checks.free_ram(tmp_path) == 5000 * 1024
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.stat").write_text("anon 7\ninactive_file 400\n")
+    (group / "memory.current").write_text("3000\n")
+    for most, free in (("max", 5000 * 1024), ("10000", 10000 - 3000 + 400)):
+        (group / "memory.max").write_text(f"{most}\n")
+        assert checks.free_ram(tmp_path) == free
+
+
 def test_checkpointing_and_micro_batches_lower_the_prediction_and_it_is_held_to_its_order():
     def peak(**changes):
         return checks.needed(job(train={"tokens": 512} | changes.pop("train", {}), **changes), 1)[1]
@@ -132,6 +170,7 @@ def test_checkpointing_and_micro_batches_lower_the_prediction_and_it_is_held_to_
     assert dense[1] is None and "not predicted" in dense[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("backend", "checkpoint", "accumulate", "most"),
     [("masked", "", 1, 1.5), ("packed", "", 2, 2.5), ("packed", "all", 1, 5.0)],
@@ -213,10 +252,14 @@ def test_options_that_are_used_are_not_warned_of():
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_refused(place, monkeypatch):
-    usage = SimpleNamespace(free=1000)
+    state = predict(preset("cpu_test"), 48)
+    one = state.weights + state.optimizer_state
+    usage = SimpleNamespace(free=3 * one - 1)  # two are kept as a third is written
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     found = states(checks.look(job(save_every=1), runs="not/there/yet"))
     assert found["disk"] == "refused" and states(checks.look(job()))["disk"] == "ok"
+    usage.free += 1
+    assert states(checks.look(job(save_every=1)))["disk"] == "ok"
 
 
 @pytest.mark.processes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa.lab.observers import beat
-from nsa.lab.observers.beat import Heartbeat, line
+from nsa.lab.observers.beat import DeviceMarks, Heartbeat, line
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
@@ -199,6 +199,26 @@ def test_before_two_losses_have_arrived_there_is_no_pace_of_a_gpu(on_a_gpu):
     made, _clock, run = on_a_gpu
     run(0, 1)
     assert made.beat()["s_per_step"] is None and made.beat()["eta_s"] is None
+
+
+def test_a_short_run_has_a_pace_after_a_few_steps(on_a_gpu):
+    made, _clock, run = on_a_gpu
+    for step in range(4):
+        run(step, 1)
+    assert made.beat()["s_per_step"] == pytest.approx(0.07, rel=0.1)
+
+
+def test_a_mark_counts_when_it_happened_however_late_it_is_noticed():
+    clock = SimpleNamespace(now=0.0)
+    marks = DeviceMarks(lambda: clock.now)
+    # (step, seconds on the device's clock, the host's clock as it is noticed)
+    for step, at, noticed in ((0, 0.0, 105.0), (1, 8.0, 108.0), (2, 16.0, 116.0), (52, 19.5, 180)):
+        clock.now = noticed
+        event = SimpleNamespace(at=at)
+        event.elapsed_time = lambda later, first=event: 1e3 * (later.at - first.at)
+        marks.arrived(step, event)
+    # two slow steps weigh as two among fifty; the device's 0 is the host's 100
+    assert marks.pace == (pytest.approx(0.07), 53, pytest.approx(119.5))
 
 
 def test_the_file_holds_one_object_a_beat_and_goes_on_where_it_ended(tmp_path):

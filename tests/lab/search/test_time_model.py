@@ -1,4 +1,6 @@
+import time
 from dataclasses import astuple
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +14,11 @@ from nsa.lab.search.time_model import (
     soft_deadline,
     stall_bound,
 )
+from nsa.model import data
+from nsa.model.llama import LanguageModel
+from nsa.model.presets import preset
+from nsa.model.train import Trainer
+from nsa.model.train_config import TrainConfig
 
 SMALL = [(layers, tokens) for layers in (1, 2) for tokens in (64, 128, 256)]
 
@@ -89,3 +96,28 @@ def test_progress_may_rest_ten_of_its_longest_gaps_and_never_less_than_5_s():
     assert stall_bound(2.0) == 20
     with pytest.raises(ValueError, match="must not be negative"):
         stall_bound(-1)
+
+
+def processor_seconds(layers, tokens, steps):
+    """The least that a step of the case study's CPU configuration takes after the first one."""
+    model = LanguageModel(preset("cpu_config", layers=layers))
+    config = TrainConfig(batch=2, tokens=tokens, seed=1)
+    trainer, found = Trainer(model, data.synthetic(1337), config, device="cpu"), []
+    for step in range(steps):
+        began = time.process_time()
+        assert trainer.step(step).isfinite()
+        found.append(time.process_time() - began)
+    return min(found[1:])
+
+
+@pytest.mark.slow
+def test_the_case_studys_cpu_step_of_12_layers_ends_when_one_and_two_layers_say():
+    """Its report has it as a hang, after 30 s. Processor time: others may use the machine."""
+    sizes = product((1, 2), (128, 256, 512))
+    points = [
+        {"layers": layers, "tokens": tokens, "seconds": processor_seconds(layers, tokens, 4)}
+        for layers, tokens in sizes
+    ]
+    predicted = TimeModel.fit(points).predict(12, 512)
+    measured = processor_seconds(12, 512, 2)
+    assert measured == pytest.approx(predicted, rel=0.25), (predicted, points)
