@@ -76,6 +76,7 @@ def test_the_tables_are_those_of_the_trace_and_are_stored(trace, ranges, tmp_pat
     parts = [b - a for name, a, b in ranges if name in PHASES]
     assert report.accounted == pytest.approx(sum(parts) / sum(steps), rel=1e-3)
     assert any("mm" in row["name"] for row in report.kernels)
+    assert 0 < sum(row["ms"] for row in report.kernels) < sum(steps) / 1e3, "each its own time"
     report.write(tmp_path)
     assert (tmp_path / "profile.txt").read_text() == f"{report}\n"
     for name in ("phases", "kernels", "memory", "shapes"):
@@ -192,11 +193,13 @@ def test_who_holds_most_is_looked_at_where_all_together_hold_most():
         a(4, 1, 3 << 20, "", "AddBackward0", "backward"),
         a(5, 3, 2 << 20, "blocks.0.mlp", "aten::mul", "backward"),
         a(6, 3, -1),
+        a(7, 4, 1 << 20, "", "Late", "backward"),
     ]
     rows = {(r["where"], r["operator"]): r for r in table(found, steps=2)}
     assert rows["blocks.*.mlp", "aten::mul"]["peak_mib"] == 2
     assert rows["blocks.*.mlp", "aten::mul"]["allocated_mib"] == 3
     assert rows["backward", "AddBackward0"]["peak_mib"] == 3
+    assert rows["backward", "Late"]["peak_mib"] == 0, "when most is held it is not there yet"
     assert rows["blocks.*.mlp (recomputed)", "aten::mul"]["peak_mib"] == 2
     assert [x.address for x in kept(found[:5])] == [2]
 
