@@ -131,36 +131,30 @@ def tracing(df, folder):
 
 
 def settlement(df, folder):
-    here = room("case_study.settlement", "claims", "plots", "reread", "table")
-    claims, plots, reread, table = here.claims, here.plots, here.reread, here.table
-    facts = {
-        c["fact"]: reread.Fact(
-            c["fact"], "", None if pandas.isna(m) else bool(m), tuple(c["evidence"])
-        )
-        for c, m in zip(metrics.configs(df), df["median"], strict=True)
-        if "fact" in c
-    }
-    settled = claims.settle(facts)
-    now = pandas.DataFrame([{"fact": fact.name, "holds": fact.holds} for fact in reread.reread()])
-    return {
+    here = room("case_study.settlement", "claims", "facts", "plots", "sources", "table")
+    claims, plots, table = here.claims, here.plots, here.table
+    quoted = here.facts.all_facts(here.sources.sources({}))
+    now = [{"fact": f.name, "holds": f.holds} for f in here.facts.of_kind(quoted, "table").values()]
+    found = {
         "tables": {
             "metrics": df,
-            "contradictions": table.rows(settled, "C")[["verdict"]],
-            "hypotheses": table.rows(settled, "H")[["verdict"]],
             "memory": table.memory(),
             "timings": table.timings(),
-            "facts of today": now,
+            "facts of today": pandas.DataFrame(now),
         },
-        "claims": {
-            one.row.id: claim
-            for one, claim in zip(settled, claims.all_claims(settled), strict=True)
-        },
-        "figures": {
-            "memory": plots.memory(),
-            "microseconds": plots.microseconds(),
-            "verdicts": plots.verdicts(settled),
-        },
+        "figures": {"memory": plots.memory(), "microseconds": plots.microseconds()},
     }
+    if facts := table.from_metrics(df):  # runs from before the rules have none
+        rows = [row for row in claims.all_rows() if all_known(row, facts)]
+        settled = claims.settle(facts, rows)
+        made = zip(settled, claims.all_claims(settled), strict=True)
+        found["claims"] = {one.row.id: claim for one, claim in made}
+        found["figures"]["verdicts"] = plots.verdicts(settled)
+    return found
+
+
+def all_known(row, facts):
+    return all(n.removeprefix("not ") in facts for names in row.sides.values() for n in names)
 
 
 def selfcheck(df, folder):

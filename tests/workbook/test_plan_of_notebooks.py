@@ -98,6 +98,9 @@ def test_a_finished_phase_is_taken_a_failed_one_waits_and_one_that_was_cut_runs_
     assert stand(first, "runs") == Ended("first", beside, "running", cached=True)
     done = past(first, "ok", "ok")
     assert stand(first, "runs") == Ended("first", done, "ok", cached=True)
+    assert stand(first, "runs", evidence=True) == Ended("first")
+    kept = past(first, "ok", "ok", evidence=True)
+    assert stand(first, "runs", evidence=True) == Ended("first", kept, "ok", cached=True)
 
 
 @pytest.fixture

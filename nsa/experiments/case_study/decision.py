@@ -131,7 +131,8 @@ TREE = {
     ),
     "version": Question(
         "Is it otherwise under\nanother torch?", "VERSION", "SOUND",
-        "nsa run 05, in an environment with another torch", answers.version_matters,
+        "nsa run 05 in an environment with another torch, or nsa run 08 with the factor python",
+        answers.version_matters,
     ),
 }  # fmt: skip
 

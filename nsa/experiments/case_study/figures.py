@@ -50,11 +50,9 @@ PEAKS_MIB[12, 2048] = PRODUCTION_PEAK_MIB
 # 5 layers at T 2048 in four tables of two reports of one day, MB: (all branches, one forced). The
 # second report names its allocator, expandable segments; the first names none.
 FOUR_PEAKS_MB = {"first": (20556.9, 20451.9), "second": (20443.0, 20338.0)}
-# The same at T 512, all branches and one forced, and the second report's table at T 1024.
+# The same at T 512, all branches and one forced; and both reports' tables of all branches, MB.
 FORCED_MB = {512: (5164.5, 5138.0)}
-SECOND_TABLE_MB = {1024: 11917.0}
-# Its comparison of allocators at T 1024, MB: default, expandable segments.
-ALLOCATORS_MB = (12019.8, 11917.0)
+TABLES_MB = {512: (5164.5, 5111.0), 1024: (12019.8, 11917.0), 2048: (20556.9, 20443.0)}
 
 # Its comparison of backends, 5 layers at T 2048: (MB, seconds); None where it was not completed.
 BACKENDS_2048 = {

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from nsa.experiments.case_study.settlement.reread import furthest
 from nsa.experiments.case_study.settlement.sources import Sources
 
 Found = dict[str, Any]
@@ -159,12 +160,15 @@ def _gpu(see: Sources) -> float:
     return run["seconds"]["loop"] / run["seconds"]["masked"]
 
 
-def _versions(key: str):
-    def value(see: Sources) -> float:
-        each = see["run:versions"][key].values()
-        return max(each) / min(each)
+def _allocators(see: Sources) -> float:
+    found, tables = see["trial:allocators"]["mib"], see["TABLES_MB"]
+    saved = {int(t): arms["default"] - arms["expandable"] for t, arms in found.items()}
+    return furthest(saved[t] / (first - second) for t, (first, second) in tables.items())
 
-    return value
+
+def _table_here(see: Sources) -> float:
+    found = see["trial:allocators"]["mib"]
+    return furthest(arms["default"] / see["MEMORY_MIB"][int(t)] for t, arms in found.items())
 
 
 VALUES: dict[str, Callable[[Sources], float]] = {
@@ -243,6 +247,8 @@ VALUES: dict[str, Callable[[Sources], float]] = {
     "compiled-recompiles": lambda see: see["run:sharding"]["recompilations"],
     "ranks-hang": lambda see: see["run:ranks"]["not ended"],
     "ranks-disagree": lambda see: see["run:ranks"]["largest error"],
-    "versions-dispatch-alike": _versions("operations"),
-    "versions-cost-alike": _versions("microseconds"),
+    "versions-dispatch-alike": lambda see: see["run:versions"]["operations"],
+    "versions-lose-alike": lambda see: see["run:versions"]["losses"],
+    "allocator-is-the-other": _allocators,
+    "rebuilt-holds-the-table": _table_here,
 }

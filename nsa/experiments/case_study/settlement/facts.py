@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.experiments.case_study.settlement import asked, reread
-from nsa.experiments.case_study.settlement.sources import Lacking, Sources
+from nsa.experiments.case_study.settlement.sources import MALFORMED, Lacking, Sources
 from nsa.spelling import choice
 
 RELATIONS = {
@@ -86,7 +86,7 @@ class Asked:
                 value, why = None, "it is not a number"
         except Lacking as error:
             why = str(error)
-        except (LookupError, TypeError, ArithmeticError, ValueError) as error:
+        except MALFORMED as error:
             why = f"{', '.join(map(seen.label, seen.read))}: {error!r}"
         relation, limit, *unit = self.asked.split(" ", 2)
         evidence = tuple(map(seen.label, seen.read))

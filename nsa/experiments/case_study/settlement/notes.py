@@ -4,6 +4,9 @@ Times are ratios of arms that were run in turns. What only a GPU shows is declin
 """
 
 import itertools
+import os
+import subprocess
+import sys
 import time
 import warnings
 import weakref
@@ -21,6 +24,11 @@ from nsa.experiments.case_study.loop.subject import make
 
 Found = dict[str, Any]
 NO_GPU = {"declined": "only a GPU shows it, and torch sees none here"}
+
+
+def device_name() -> str:
+    """What a trial that takes a GPU where there is one ran on."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def dense_mask() -> Found:
@@ -65,15 +73,17 @@ def duplicates() -> Found:
              for out in (dense @ taken, taken[index])]  # fmt: skip
     error = max(_apart(found, [wanted, wanted]), _apart(pairs[:1], pairs[1:]))
 
-    keys = torch.randn(4096, 64, requires_grad=True)
-    unique = torch.randperm(4096)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    keys = torch.randn(4096, 64, device=device, requires_grad=True)
+    unique = torch.randperm(4096, device=device)
     outputs = {"none": keys[unique], "many": keys[unique // 64]}
 
     def backward(name: str) -> Callable[[], object]:
         return lambda: torch.autograd.grad(outputs[name].sum(), keys, retain_graph=True)
 
     seconds = in_turns({name: backward(name) for name in outputs})
-    return {"gradient_error": error, "indexing_slowdown": seconds["many"] / seconds["none"]}
+    slower = seconds["many"] / seconds["none"]
+    return {"gradient_error": error, "indexing_slowdown": slower, "device": device_name()}
 
 
 def varlen() -> Found:
@@ -99,7 +109,8 @@ def varlen() -> Found:
     for tokens in (256, 512):
         x = torch.randn(1, 2, tokens, 32, device=device, dtype=dtype, requires_grad=True)
         kept[tokens] = _kept(lambda x=x: attend(x, x, x, is_causal=True))
-    return {"error": error, "bytes_at_twice_the_length": kept[512] / kept[256]}
+    twice = kept[512] / kept[256]
+    return {"error": error, "bytes_at_twice_the_length": twice, "device": device_name()}
 
 
 def _packed(leaves: list[Tensor], lengths: tuple[int, ...]) -> Tensor:
@@ -148,14 +159,57 @@ def fragmentation() -> Found:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     del large
-    return {"seconds": seconds, "reserved_over_allocated": reserved / allocated}
+    apart = reserved / allocated
+    return {"seconds": seconds, "reserved_over_allocated": apart, "device": device_name()}
+
+
+FORWARD = """
+import sys, torch
+from nsa.experiments.case_study.loop.subject import make
+loop = make({"design": "production", "changes": {"layers": 5}, "tokens": int(sys.argv[1]),
+             "device": "cuda"})
+out = loop.model(*loop.batch(0))
+torch.cuda.synchronize()
+print(torch.cuda.memory_allocated() / 2**20)
+"""
+ALLOCATORS = {"default": "", "expandable": "expandable_segments:True,max_split_size_mb:256"}
+
+
+def allocators() -> Found:
+    """On a GPU: MiB allocated after the rebuilt loop's forward of 5 layers, as the case study
+    measured, at three T under the default allocator and under its own setting.
+
+    RuntimeError where one of them fails.
+    """
+    if not torch.cuda.is_available():
+        return NO_GPU
+    found: dict[str, dict[str, float]] = {}
+    for tokens in (512, 1024, 2048):
+        arms = {
+            name: subprocess.Popen(
+                [sys.executable, "-c", FORWARD, str(tokens)],
+                env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": setting},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for name, setting in ALLOCATORS.items()
+        }
+        found[str(tokens)] = {}
+        for name, arm in arms.items():
+            told, error = arm.communicate()
+            if arm.returncode:
+                raise RuntimeError(f"{name} at T {tokens}: {error.strip().splitlines()[-1]}")
+            found[str(tokens)][name] = float(told)
+    return {"mib": found, "device": device_name()}
 
 
 def syncs() -> Found:
     """On a GPU: the rebuilt loop's step, and the same with every .item() replayed from before."""
     if not torch.cuda.is_available():
         return NO_GPU
-    loop = make({"tokens": 256, "device": "cuda", "first": 0, "every": 1000})
+    sizes = {"design": "smoke", "changes": {"layers": 1}, "tokens": 256}
+    loop = make(sizes | {"device": "cuda", "first": 0, "every": 1000})
     batch, merged, kept = loop.batch(0), model._merged, []
 
     def step() -> None:
@@ -180,7 +234,8 @@ def syncs() -> Found:
             step()
 
     seconds = in_turns({"with": step, "without": replayed})
-    return {"share": 1 - seconds["without"] / seconds["with"], **seconds}
+    share = 1 - seconds["without"] / seconds["with"]
+    return {"share": share, **seconds, "device": device_name()}
 
 
 def in_turns(arms: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:
@@ -190,6 +245,8 @@ def in_turns(arms: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str
         for name, arm in arms.items():
             started = time.perf_counter()
             arm()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             times[name].append(time.perf_counter() - started)
     return {name: median(seconds[1:]) for name, seconds in times.items()}
 
@@ -220,4 +277,4 @@ def _apart(found: Any, wanted: Any) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
-TRIALS = (dense_mask, duplicates, varlen, pruning, fragmentation, syncs)
+TRIALS = (dense_mask, duplicates, varlen, pruning, fragmentation, allocators, syncs)

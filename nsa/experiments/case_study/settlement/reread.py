@@ -224,10 +224,6 @@ VALUES: dict[str, Callable[[Sources], float]] = {
     ),
     "forced-branch-by-shapes": _branch,
     "forced-branch-elsewhere": _branch_elsewhere,
-    "allocator-is-the-other": lambda see: abs(
-        see["SECOND_TABLE_MB"][1024] - see["ALLOCATORS_MB"][1]
-    ),
-    "allocators-apart": lambda see: see["ALLOCATORS_MB"][0] - see["ALLOCATORS_MB"][1],
     "memory-in-use": lambda see: see["USED_GB"][0] / see["USED_GB"][1],
     "one-constant": _held_out,
     "seconds-follow-layers": _linear,

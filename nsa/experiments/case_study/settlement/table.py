@@ -5,43 +5,49 @@ from collections.abc import Mapping, Sequence
 import pandas
 
 from nsa.experiments.case_study import figures as case_study
-from nsa.experiments.case_study.figures import TIMINGS
+from nsa.experiments.case_study.figures import ALL_TIMINGS, held_out_us
 from nsa.experiments.case_study.loop.design import peak_mib
 from nsa.experiments.case_study.settlement.claims import Settled
-from nsa.experiments.case_study.settlement.reread import Fact
+from nsa.experiments.case_study.settlement.facts import Fact, of_kind, short
 from nsa.lab.process.trial import Outcome
+from nsa.workbook.metrics import configs
 
 
 def facts(found: Mapping[str, Fact], kind: str) -> pandas.DataFrame:
     """One row a fact whose evidence is of that kind: "table", "trial" or "run"."""
     rows = {
         fact.name: {
-            "fact": fact.sentence,
-            "holds": {True: "yes", False: "NO", None: "not known"}[fact.holds],
-            "seen": fact.seen,
+            "number": fact.sentence,
+            "is": "" if fact.value is None else f"{short(fact.value)} {fact.unit}".strip(),
+            "asked": f"{fact.relation} {short(fact.limit)}",
+            "holds": {True: "yes", False: "no", None: fact.why}[fact.holds],
             "evidence": ", ".join(fact.evidence),
         }
-        for fact in found.values()
-        if any(one.startswith(kind) for one in fact.evidence)
+        for fact in of_kind(found, kind).values()
     }
-    table = pandas.DataFrame.from_dict(rows, orient="index")
-    return table if kind != "table" or not len(table) else table.drop(columns="seen")
+    return pandas.DataFrame.from_dict(rows, orient="index")
 
 
 def rows(settled: Sequence[Settled], kind: str) -> pandas.DataFrame:
-    """One row each of the contradictions ("C") or of the hypotheses ("H")."""
-    found = {
-        one.row.id: {
-            "claim": one.row.claim,
-            "it predicts": one.row.predicts,
-            "verdict": one.verdict,
-            "evidence": ", ".join(one.evidence) or "none",
-            "because": "; ".join(fact.sentence for fact in one.facts),
-            "retracted, or what would settle it": one.settles or one.row.retraction,
-        }
-        for one in settled
-        if one.row.id.startswith(kind)
-    }
+    """One row each of that kind of claims.KINDS, with its facts for and against.
+
+    For: of the side that holds, or the confirming side where none does; against: of all others.
+    """
+    found = {}
+    for one in settled:
+        if one.row.id[0] == kind:
+            sides = list(one.row.sides)
+            chosen = one.verdict if one.verdict in sides else sides[0]
+            others = [verdict for verdict in sides if verdict != chosen]
+            found[one.row.id] = {
+                "claim": one.row.claim,
+                "it predicts": one.row.predicts,
+                "verdict": one.verdict,
+                "facts for it": "; ".join(one.told(chosen)),
+                "facts for another verdict": "; ".join(one.told(*others)),
+                "evidence": ", ".join(one.evidence),
+                "retracted, or what would settle it": one.settles or one.row.retraction,
+            }
     return pandas.DataFrame.from_dict(found, orient="index")
 
 
@@ -71,24 +77,48 @@ def memory() -> pandas.DataFrame:
 
 
 def timings() -> pandas.DataFrame:
-    """Nine step times of the reports, by their operations."""
-    columns = ["step", "seconds", "operations", "us an operation", "said of it"]
-    rows = [(str(t), t.seconds, f"{t.operations:,}", f"{t.microseconds:.1f}", t.said)
-            for t in TIMINGS]  # fmt: skip
+    """Every known step by its operations, and what the constant of all others gives for it."""
+    columns = ["step", "seconds", "operations", "us each", "others give", "off by", "source"]
+    each = [t.microseconds for t in ALL_TIMINGS]
+    rows = [
+        (str(t), t.seconds, f"{t.operations:,}", f"{us:.1f}", f"{p:.1f}", f"{p / us - 1:+.0%}",
+         t.said)
+        for t, us, p in zip(ALL_TIMINGS, each, held_out_us(each), strict=True)
+    ]  # fmt: skip
     return pandas.DataFrame(rows, columns=columns).set_index("step")
 
 
 def to_metrics(found: Mapping[str, Fact], ended: Mapping[str, Outcome]) -> list[dict]:
-    """Rows of metrics.csv: a fact as 1, 0 or nothing where not known; a trial's seconds. All of it
-    is computed on the CPU, whichever GPU the machine has."""
-    columns = ("operation", "mode", "metric", "unit", "median", "config")
+    """Rows of metrics.csv: a fact's number with what was asked of it, and a trial's seconds.
+
+    The device of a row is the one that its trial says it ran on; most ran on the CPU.
+    """
+    columns = ("operation", "mode", "metric", "unit", "median", "config", "device")
+    ran_on = {name: (one.result or {}).get("device", "cpu") for name, one in ended.items()}
     rows: list[tuple] = []
     for fact in found.values():
-        holds = None if fact.holds is None else float(fact.holds)
-        config = {"fact": fact.name, "evidence": list(fact.evidence), "seen": fact.seen}
-        rows.append(("settlement", "", "fact holds", "1", holds, config))
+        trials = (one.removeprefix("trial:") for one in fact.evidence)
+        device = max((ran_on.get(name, "cpu") for name in trials), key=len, default="cpu")
+        told = {"relation": fact.relation, "limit": fact.limit, "holds": fact.holds}
+        config = {"fact": fact.name, "evidence": list(fact.evidence), "why": fact.why}
+        config |= told
+        rows.append(("settlement", "", "fact", fact.unit or "1", fact.value, config, device))
     for name, one in ended.items():
         seconds = one.seconds if one.status == "ok" else None
         config = {"trial": name, "outcome": one.status}
-        rows.append(("settlement", "trial", "latency", "s", seconds, config))
-    return [dict(zip(columns, row, strict=True)) | {"device": "cpu"} for row in rows]
+        rows.append(("settlement", "trial", "latency", "s", seconds, config, ran_on[name]))
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def from_metrics(table: pandas.DataFrame) -> dict[str, Fact]:
+    """The facts that `to_metrics` wrote, without their sentences; none of an older run's."""
+    found = {}
+    rows = zip(configs(table), table["median"], table["unit"], strict=True)
+    for config, value, unit in rows:
+        if "limit" in config:
+            known = None if pandas.isna(value) else float(value)
+            form = config["relation"], config["limit"], "" if unit == "1" else unit
+            evidence = tuple(config["evidence"])
+            name = config["fact"]
+            found[name] = Fact(name, "", known, *form, evidence, config["why"])
+    return found

@@ -134,7 +134,7 @@ def to_metrics(results: Results) -> list[dict]:
         config = {name: row[name] for name in ("design", "defects")}
         common = {"operation": "attention", "backend": row["path"], "mode": "forward"}
         common |= {"config": config}
-        common |= {"x_name": "tokens", "x_value": row["tokens"]}
+        common |= {"x_name": "tokens", "x_value": row["tokens"], "device": "cpu"}
         add(common, "error", "of the largest", row["error"])
     return rows
 
