@@ -127,7 +127,9 @@ def _lengths(tokens: int) -> list[int]:
     Not the shortest that there are: there a window, or the selected blocks, still grow with T.
     """
     largest = min(MOST_TOKENS, 2 ** (tokens.bit_length() - 1)) if tokens else 1
-    return sorted({max(1, largest // 4), max(1, largest // 2), largest})
+    found = {max(1, largest // 4), max(1, largest // 2), largest}
+    # Of a length far beyond, one more, where BUDGET_S has room: what is quadratic shows late.
+    return sorted(found | ({2 * MOST_TOKENS} if tokens >= 4 * MOST_TOKENS else set()))
 
 
 class Points:

@@ -77,7 +77,8 @@ def test_cells_that_differ_in_size_or_observers_share_a_calibration():
     ("settings", "layers", "tokens"),
     [({"layers": 1, "tokens": 48}, [1], [8, 16, 32]), ({"tokens": 1}, [1, 2], [1]),
      ({"preset": "production", "tokens": 128}, [1, 2], [32, 64, 128]),
-     ({"tokens": 2**20}, [1, 2], [128, 256, 512])],
+     ({"tokens": 2047}, [1, 2], [128, 256, 512]),
+     ({"tokens": 2**20}, [1, 2], [128, 256, 512, 1024])],
 )  # fmt: skip
 def test_it_is_never_larger_than_what_it_predicts(settings, layers, tokens):
     points = calibration_spec(Plan({}, settings=settings), {}).settings["points"]

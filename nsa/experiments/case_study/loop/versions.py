@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.lab.process import interpreters, trial
+from nsa.workbook import environment
 
 SUBJECT = "nsa.experiments.case_study.loop.versions:measured"
 COUNTS = ("forward", "backward", "nodes", "syncs")
@@ -121,7 +122,7 @@ def main(pythons: Sequence[str]) -> None:
         for row in rows:
             del row["gradients"], row["by_name"]
         found.append({"settings": settings, "rows": rows})
-    print(json.dumps(found, indent=1))
+    print(json.dumps({"environment": environment.snapshot(), "designs": found}, indent=1))
 
 
 if __name__ == "__main__":
