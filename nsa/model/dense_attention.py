@@ -68,8 +68,7 @@ class DenseAttention(nn.Module):
             made["k"].unflatten(-1, (config.kv_heads, config.head_dim)),
         )
         v = made["v"].unflatten(-1, (config.kv_heads, config.value_size))
-        attend, declined = self._implementation(q)
-        o, served = self._attend(attend, q, k, v, cu_seqlens)
+        o, served, declined = self._attend(q, k, v, cu_seqlens)
         if not torch.compiler.is_compiling():
             witness.saw_call("dense", [("dense", served)], declined)
             witness.saw_output(o)
@@ -80,10 +79,11 @@ class DenseAttention(nn.Module):
             )
         return self.out_proj(o.flatten(2))
 
-    def _attend(self, attend, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
-        """(o [B, T, HQ, DV], the implementation's name)."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
+        """(o [B, T, HQ, DV], the implementation's name, why others declined)."""
+        attend, declined = self._implementation(q)
         if cu_seqlens is None:
-            return attend(q, k, v)
+            return *attend(q, k, v), declined
         bounds = sequence_bounds(cu_seqlens, q)
         if not bounds:
             raise Declined(
@@ -96,7 +96,7 @@ class DenseAttention(nn.Module):
                 rows = slice(start, end)
                 o, served = attend(q[:, rows], k[:, rows], v[:, rows])
                 outputs.append(o)
-        return torch.cat(outputs, dim=1), served
+        return torch.cat(outputs, dim=1), served, declined
 
     def _implementation(self, q: Tensor):
         """`sdpa` or flash-attn, and why "auto" passed over the latter. Raises Declined where

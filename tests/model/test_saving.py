@@ -64,6 +64,7 @@ def resumed_in_the_middle(folder, made=trainer, **settings):
         ),
         pytest.param({"config": tiny(force_branch="win")}, id="parameters without gradients"),
         pytest.param({"made": frozen}, id="a frozen parameter"),
+        pytest.param({"config": tiny(gate="uniform", rope_scale=2.0)}, id="a uniform gate"),
         pytest.param(KERNELS, id="kernels", marks=pytest.mark.gpu),
         pytest.param(KERNELS | {"precision": "fp16"}, id="kernels fp16", marks=pytest.mark.gpu),
     ],

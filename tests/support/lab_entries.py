@@ -19,6 +19,7 @@ def paced(settings, progress):
     """Sleeps as long as a step of that size takes: `a + b L + c L T` of its settings."""
 
     def step(i):
+        made.taken += 1
         layers, tokens = settings["layers"], settings["tokens"]
         for _ in range(layers):
             progress.event()
@@ -27,7 +28,8 @@ def paced(settings, progress):
         if settings.get("breaks"):
             raise RuntimeError("at any size")
 
-    return SimpleNamespace(step=step)
+    made = SimpleNamespace(step=step, taken=0)
+    return made
 
 
 def unsized(settings, progress):

@@ -8,6 +8,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import papermill
@@ -147,6 +148,38 @@ def test_a_cell_that_does_not_end_well_says_how_and_leaves_the_later_ones_pendin
         assert "sleep" in "".join(failed.outputs[1].traceback)
     assert never.outputs == [] and never.execution_count is None
     assert_nothing_left(mark)
+
+
+@pytest.mark.full
+def test_papermills_own_limit_of_a_cell_is_one_too(tmp_path):
+    out = execute(tmp_path, "import time; time.sleep(12)", execution_timeout=2)
+    assert reason(out) == "timeout"
+    assert code_cells(out)[0].outputs[-1].evalue == "the cell ran longer than its 2 s"
+
+
+@pytest.mark.parametrize(("returncode", "roots"), [(None, {41}), (0, set())])
+def test_a_kernel_that_is_there_is_a_root_whatever_its_environment_says(
+    monkeypatch, returncode, roots
+):
+    """One that was reaped is none: its number may be somebody else's."""
+    given = []
+    process = SimpleNamespace(pid=41, returncode=returncode)
+    client = SimpleNamespace(cookie="cookie", _process=lambda: process, km=None, kc=None)
+    monkeypatch.setattr(engine.family, "end_family", lambda *found: given.append(found) or set())
+    asyncio.run(engine.TruthfulClient._end_kernel(client))
+    assert given == [("cookie", roots)]
+
+
+def test_what_breaks_outside_of_all_cells_is_an_error_too(tmp_path, monkeypatch):
+    def broken(coroutine):
+        coroutine.close()
+        raise RuntimeError("outside")
+
+    monkeypatch.setattr(engine, "_run", broken)
+    with pytest.raises(RuntimeError, match="outside"):
+        execute(tmp_path, "print('never')")
+    assert reason(tmp_path / "out.ipynb") == "error"
+    assert statuses(tmp_path / "out.ipynb") == ["pending"]
 
 
 @pytest.mark.full

@@ -157,6 +157,7 @@ def test_claims_are_recorded_and_printed_and_a_refuted_one_ends_the_notebook(run
 
 def test_one_failed_claim_fails_the_run():
     assert store.overall([{"verdict": "PASS"}, {"verdict": "FAIL"}]) == "FAIL"
+    assert store.overall([{"verdict": "INCONCLUSIVE"}, {"verdict": "FAIL"}]) == "FAIL"
     assert store.overall([{"verdict": "PASS"}, {"verdict": "INCONCLUSIVE"}]) == "INCONCLUSIVE"
     assert store.overall([]) == ""
 
@@ -276,6 +277,14 @@ def test_a_run_is_found_by_its_path_as_the_latest_and_first_by_its_whole_name(tm
     find = store.open_store(tmp_path).find
     assert find(first) == find(str(first)) == find("01_memory-aaaaaaaa") == first
     assert find("latest") == last
+    # by when they started, not by their names
+    early = make_run(
+        tmp_path, "00_zero-cccccccc", "2026-11-21", started="2026-11-21T09:00:00+00:00"
+    )
+    late = make_run(tmp_path, "00_zero-dddddddd", "2026-11-21", started="2026-11-21T11:00:00+00:00")
+    assert (
+        store.open_store(tmp_path).folders()[2:] == [early, last, late] and find("latest") == late
+    )
     assert find("aaaaaaaa-2") == again and again.name == "01_memory-aaaaaaaa-2"
 
 

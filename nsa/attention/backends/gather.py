@@ -88,7 +88,7 @@ def _tokens(blocks: Tensor, size: int, first: int, tokens: int) -> tuple[Tensor,
     token = blocks.long()[..., None] * size + torch.arange(size, device=device)
     position = torch.arange(first, first + rows, device=device)[:, None, None, None]
     hidden = empty_slots(blocks, -(-tokens // size))[..., None] | (token > position)
-    token = token.clamp(0, tokens - 1)
+    token = torch.where(hidden, position, token)  # in range, and 0 times a NaN elsewhere is NaN
     sequence = torch.arange(batch, device=device)[:, None, None, None, None]
     head = torch.arange(kv_heads, device=device)[:, None, None]
     index = (sequence * tokens + token) * kv_heads + head  # [B, M, HKV, N, size]

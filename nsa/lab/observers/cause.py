@@ -16,6 +16,7 @@ from nsa.attention import witness
 from nsa.attention.api import nsa_attention
 from nsa.model.layer import NSAAttention
 from nsa.model.train import Trainer
+from nsa.reference.nsa import BRANCHES
 
 
 def cause(trainer: Trainer, step: int) -> dict[str, Any]:
@@ -23,10 +24,10 @@ def cause(trainer: Trainer, step: int) -> dict[str, Any]:
     blocks, CUDA graph and loss scaling, and changing no weight.
 
     rank; loss, of its share; weight, the first parameter in the model's order that holds what is
-    not finite; output, the first module whose output does, with its layer and, of attention, the
-    branch; gradient, the first parameter with such a gradient, last_gradient, the last one, which
-    the backward reached first, and bad_gradients, how many of `parameters`;
-    largest_weight and largest_gradient as (magnitude, name). None for what is finite.
+    not finite; output, the first module whose output does; layer and branch, of whichever of these
+    begins it; gradient, the first parameter with such a gradient, last_gradient, the last one,
+    which the backward reached first, and bad_gradients, how many of `parameters`; largest_weight
+    and largest_gradient as (magnitude, name). None for what is finite.
 
     DDP's ranks look at their own gradients, FSDP2's at their shards of the mean; every rank of the
     latter must ask. Costs the time and memory of a step.
@@ -45,8 +46,18 @@ def cause(trainer: Trainer, step: int) -> dict[str, Any]:
             for name, gradient in _gradients(trainer, loss, named):
                 norm = torch.linalg.vector_norm(gradient, ord=math.inf)
                 gradients[name] = gradients.get(name, 0.0) + norm
-    named = {"layer": None, "branch": None, "output": None} | seen
-    return found | named | {"loss": total} | _summary("gradient", gradients.items())
+    found |= {"loss": total, "output": None} | seen | _summary("gradient", gradients.items())
+    begins = found["weight"] or found["output"] or found["last_gradient"]
+    return _place(begins or "") | found
+
+
+def _place(name: str) -> dict[str, Any]:
+    """The layer and branch to which a module or parameter belongs, as far as it does to one."""
+    words = name.split(".")
+    return {
+        "layer": next((int(word) for word in words if word.isdigit()), None),
+        "branch": next((word for word in words if word in BRANCHES), None),
+    }
 
 
 def local(x: Tensor) -> Tensor:
@@ -105,11 +116,7 @@ def _look(seen: dict, name: str, module: nn.Module, args: tuple, kwargs: dict, o
         x.detach() for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)
     ]
     if not seen and not all(bool(x.isfinite().all()) for x in outputs):
-        words = name.split(".")
-        layer = next((int(word) for word in words if word.isdigit()), None)
-        seen |= {"output": name, "layer": layer}
-        if words[-1] in ("cmp", "slc", "win"):  # a projection of one branch
-            seen["branch"] = words[-1]
+        seen["output"] = name
     # What goes into out_proj is the branches' gated sum: which of them was it?
     if isinstance(module, NSAAttention) and seen.get("output") == f"{name}.out_proj":
         with torch.no_grad():
@@ -118,5 +125,5 @@ def _look(seen: dict, name: str, module: nn.Module, args: tuple, kwargs: dict, o
                 nsa_attention(**arguments, backend=module.config.backend, strict=True)
             except FloatingPointError as error:
                 text = str(error)
-                branch = next((b for b in ("cmp", "slc", "win") if f"branch {b!r}" in text), None)
+                branch = next((b for b in BRANCHES if f"branch {b!r}" in text), None)
                 seen |= {"branch": branch, "output": name, "attention": text}

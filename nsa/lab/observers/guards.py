@@ -270,19 +270,20 @@ def place_of(causes: list[dict[str, Any]]) -> str:
     def on(c: dict[str, Any]) -> str:
         return f" on rank {c['rank']}" if len(causes) > 1 else ""
 
+    def at(c: dict[str, Any]) -> str:
+        named = [f"{name} {c[name]}" for name in ("layer", "branch") if c[name] is not None]
+        return f" ({', '.join(named)})" if named else ""
+
     if c := first("error"):
         return f"why{on(c)} is not known, for running the step again failed ({c['error']})"
     if c := first("weight"):
-        where = f"parameter {c['weight']}{on(c)} already holds what is not finite"
+        where = f"parameter {c['weight']}{on(c)} already holds what is not finite{at(c)}"
     elif c := first("output"):
-        where = f"the output of {c['output']}{on(c)} is the first that is not finite"
-        where += f" (layer {c['layer']}" * (c["layer"] is not None)
-        where += f", branch {c['branch']}" * (c["branch"] is not None)
-        where += ")" * (c["layer"] is not None)
+        where = f"the output of {c['output']}{on(c)} is the first that is not finite{at(c)}"
     elif c := next((c for c in causes if not math.isfinite(c["loss"])), None):
         where = f"every output{on(c)} is finite, and the loss of them is not"
     elif c := first("gradient"):
-        where = f"loss and outputs are finite, and the backward{on(c)} is not"
+        where = f"loss and outputs are finite, and the backward{on(c)} is not{at(c)}"
     else:
         c = max(causes, key=lambda c: c["largest_gradient"] or (0.0, ""))
         value, name = c["largest_gradient"] or (0.0, "none")

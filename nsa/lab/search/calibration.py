@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import median
 from typing import Any
 
 from nsa.lab.process import preflight
@@ -28,6 +29,10 @@ from nsa.lab.watch.evidence import Evidence, P
 SUBJECT = "nsa.lab.search.calibration:make"
 LAYERS, MOST_TOKENS = (1, 2), 512
 REPEATS = 5  # of which the first warms up
+LEAST_S, MOST_TIMES = (
+    0.1,
+    16,
+)  # each, of several steps where one is short: a few ms are mostly noise
 BUDGET_S = 20.0  # after which no further point is begun
 DEADLINE_S = 120.0
 EVERY_S = 0.02  # between two looks at P
@@ -51,8 +56,9 @@ class Calibration:
         rows = (evidence.result or {}).get("points", ())
         if not rows:
             return None
-        points = [{**row, "seconds": min(row["seconds"][1:])} for row in rows]
-        first_s = max(row["seconds"][0] - min(row["seconds"][1:]) for row in rows)
+        # What a step takes on a machine as busy as this one, of which a trial takes many.
+        points = [{**row, "seconds": median(row["seconds"][1:])} for row in rows]
+        first_s = max(row["seconds"][0] - p["seconds"] for row, p in zip(rows, points, strict=True))
         longest = max(rows, key=lambda row: row["gap_s"])
         at = longest["layers"], longest["tokens"]
         return cls(TimeModel.fit(points), max(0.0, first_s), longest["gap_s"], at)
@@ -116,11 +122,11 @@ def _count(value: Any) -> int:
 
 
 def _lengths(tokens: int) -> list[int]:
-    """Three lengths below it, each twice the one before, at most MOST_TOKENS.
+    """Three powers of two up to it, each twice the one before, at most MOST_TOKENS.
 
     Not the shortest that there are: there a window, or the selected blocks, still grow with T.
     """
-    largest = min(MOST_TOKENS, 2 ** ((tokens - 1).bit_length() - 1)) if tokens > 1 else 1
+    largest = min(MOST_TOKENS, 2 ** (tokens.bit_length() - 1)) if tokens else 1
     return sorted({max(1, largest // 4), max(1, largest // 2), largest})
 
 
@@ -153,13 +159,18 @@ class Points:
             self._open(self._given["points"][index])
         row = self.rows[-1]
         with _looked_at(self._progress) as ticks:
-            began = time.perf_counter()
-            loss = self._made.step(again)
-            if getattr(loss, "is_cuda", False):
-                from nsa.lab.measure.timing import wait  # torch, which plans are read without
+            began, times = time.perf_counter(), 0
+            while True:
+                loss = self._made.step(again)
+                if getattr(loss, "is_cuda", False):
+                    from nsa.lab.measure.timing import wait  # torch, which plans are read without
 
-                wait(loss.device)
-            row["seconds"].append(time.perf_counter() - began)
+                    wait(loss.device)
+                took_s, times = time.perf_counter() - began, times + 1
+                # Of several ranks none may take a step more than the others.
+                if not (again and self._alone) or took_s >= LEAST_S or times == MOST_TIMES:
+                    break
+            row["seconds"].append(took_s / times)
         if again:  # the first step loads and compiles
             row["gap_s"] = max(row["gap_s"], longest_gap(ticks))
         return loss

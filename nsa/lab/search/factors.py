@@ -314,6 +314,8 @@ RULES = (
     Rule(lambda ranks, parallel, tracing:
          tracing == "buckets" and (ranks == 1 or parallel != "ddp"),
          "buckets are DDP's, of several ranks"),
+    Rule(lambda compile, count: compile and count,
+         "a compiled step runs fused kernels: its operations are not counted"),
     Rule(lambda compile, strict: compile and strict,
          "strict looks at values, which a compiled block does not allow"),
     Rule(lambda compile, aux_stats, tracing:

@@ -199,22 +199,25 @@ def optimizers(progress: Progress) -> list[Undo]:
 def backwards(progress: Progress) -> list[Undo]:
     """Counts the nodes of every backward() and grad() that this process calls from Python."""
 
-    def counting(plain: Callable[..., Any], roots: str) -> Callable[..., Any]:
+    def counting(plain: Callable[..., Any], roots: str, kept: int) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
             if is_compiling() or counted.over or not progress.fine:
                 return plain(*args, **options)
             given = args[0] if args else options.get(roots, ())
             given = [given] if isinstance(given, Tensor) else list(given)
-            retained = bool(options.get("retain_graph") or options.get("create_graph"))
+            # By their place, too, as Tensor.backward gives them.
+            keeps = [*args[kept : kept + 2], *map(options.get, ("retain_graph", "create_graph"))]
+            retained = any(keeps)
             with backward(given, progress, retained=retained):
                 return plain(*args, **options)
 
         return counted
 
-    places = {"backward": "tensors", "grad": "outputs"}
+    # The roots' name, and where retain_graph stands, before create_graph.
+    places = {"backward": ("tensors", 2), "grad": ("outputs", 3)}
     return [
-        in_place_of(torch.autograd, name, partial(counting, roots=roots))
-        for name, roots in places.items()
+        in_place_of(torch.autograd, name, partial(counting, roots=roots, kept=kept))
+        for name, (roots, kept) in places.items()
     ]
 
 

@@ -73,6 +73,7 @@ def test_arms_that_train_the_same_are_told_from_those_that_do_not():
         ),
         ({"factors": {"layers": [2]}}, "one arm, .*, has none to be compared with"),
         ({"factors": {"layers": [1, 2]}, "steps": 2}, "leave none to time after warmup=2"),
+        ({**TWO, "settings": {"compile": True}, "count": True}, "fused kernels"),
         ({**TWO, "repeats": 0}, "repeats=0 must be a whole number of at least 1"),
         ({**TWO, "settings": {"measure": False}}, "every trial is measured"),
         ({**TWO, "settings": {"backend": "gather"}}, "both fixed and varied"),

@@ -230,7 +230,7 @@ def test_every_figure_trial_and_run_that_a_fact_reads_flips_a_verdict(found, fli
 def test_a_verdict_needs_no_number_that_was_not_measured(found):
     assert [f.name for f in found.values() if f.value is None] == [
         "versions-dispatch-alike",
-        "versions-cost-alike",
+        "versions-lose-alike",
     ]
     assert all(fact.evidence for fact in found.values())
 
@@ -299,6 +299,29 @@ def test_a_kept_run_that_is_gone_or_lacks_the_row_leaves_its_facts_open(tmp_path
         assert known["deadline-moves"].holds is None and why in known["deadline-moves"].why
     with pytest.raises(ValueError, match="no fact reads a run as 'step6'; there are step5"):
         sources.sources({}, {"step6": "x"})
+
+
+def test_two_versions_of_torch_decide_that_row_and_one_does_not(given, found, tmp_path):
+    def row(torch, forward, apart):
+        return {"torch": torch, "forward": forward, "backward": 100, "loss_apart": apart}
+
+    (tmp_path / "2026-01-01").mkdir()
+    for rows, verdict in (
+        ([row("2.5.1", 100, 0.0), row("2.11.0", 102, 1e-6)], "REFUTED"),
+        ([row("2.5.1", 100, 0.0), row("2.11.0", 202, 1e-6)], "CONFIRMED"),
+        ([row("2.5.1", 100, 0.0), row("2.11.0", 102, 0.1)], "INCONCLUSIVE"),
+        ([row("2.5.1", 100, 0.0), row("2.5.1", 100, 0.0)], "INCONCLUSIVE"),
+    ):
+        record = json.dumps([{"settings": {}, "rows": rows}])
+        (tmp_path / "2026-01-01" / "versions-1.json").write_text(record)
+        known = facts.all_facts(sources.sources({}, {"versions": "versions-1.json"}, tmp_path))
+        assert (
+            verdicts(found | {n: f for n, f in known.items() if n[:8] == "versions"})["H13"]
+            == verdict
+        )
+    assert "not two versions" in known["versions-lose-alike"].why
+    gone = facts.all_facts(sources.sources({}, {"versions": "versions-2.json"}, tmp_path))
+    assert "no record 'versions-2.json'" in gone["versions-lose-alike"].why
 
 
 @pytest.mark.parametrize(

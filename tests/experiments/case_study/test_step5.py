@@ -180,7 +180,8 @@ def decided(tmp_path):
 
     def stored(results: Results):
         run = store.Run(tmp_path / "run", "03_step5_hang_bisection")
-        run.folder.mkdir()
+        run.folder.mkdir(exist_ok=True)
+        (run.folder / "metrics.csv").unlink(missing_ok=True)
         write_json(run.folder / "environment.json", {"gpus": []})
         run.device("cpu")
         run.add_rows(table.to_metrics(results))
@@ -221,6 +222,20 @@ def test_equal_arms_are_invalid_and_a_loop_whose_operations_explain_nothing_is_p
     for row in healthy.operations:
         row.update(operations=700)
     assert decided(healthy).leaves == ("ELSEWHERE", "INVALID")
+
+
+@pytest.mark.parametrize(("error", "wrong"), [(1.1e-6, True), (0.9e-6, False)])
+def test_attention_that_is_right_is_asked_for_the_five(healthy, decided, error, wrong):
+    healthy.attention[0].update(error=error)
+    found = decided(healthy)
+    assert found.leaves == (("DISPATCH", "WRONG") if wrong else ("DISPATCH",))
+    assert found.missing == ("" if wrong else "static")
+
+
+def test_a_run_that_ends_in_twice_the_time_came_further(healthy, decided):
+    healthy.named["2 x"] = trial_of("2x", 8.3, finished=True, deadline=2.0)
+    healthy.lab.trials.append(healthy.named["2 x"])
+    assert "further" in decided(healthy).nodes and decided(healthy).leaves[0] == "DISPATCH"
 
 
 def test_a_machine_that_changes_its_pace_settles_nothing(healthy, decided):

@@ -116,6 +116,7 @@ BAD_INPUT = [
     (["--set", "layers"], "'layers' is not of the form name=value, as in --set layers=2"),
     (["--set", "nsa.windw=64"], "the nearest is 'nsa.window'"),
     (["--set", "rope.base=1"], "only nsa has fields below it"),
+    (["--set", "gate_temperature=-1.0"], "gate_temperature=-1.0 must be finite and greater than 0"),
     (["--checkpoint", "0:9"], "checkpoint='0:9' does not fit 1 layers"),
     (["--steps", "0"], "steps=0 must be at least 1"),
     (["--data", "short.txt"], "48 tokens and the last one's target need 49"),
@@ -464,6 +465,10 @@ def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kin
     assert cli.main([*TINY, "--steps", "5", "--resume", "two", "--into", "more"]) == 0
     losses = losses_of(place / "two") + losses_of(place / "more")
     assert losses == pytest.approx(losses_of(place / "one"), rel=1e-5)
+    of_ranks, whole = (
+        [float(norm) for *_, norm in rows(place / run / "losses.csv")] for run in ("two", "one")
+    )
+    assert of_ranks == pytest.approx(whole[:3], rel=1e-4), "norms are the whole model's"
 
 
 @pytest.mark.processes

@@ -108,7 +108,9 @@ def test_a_backward_alone_that_is_not_finite_is_found_by_its_parameters():
     found = end.facts["causes"][0]
     assert (found["output"], math.isfinite(found["loss"])) == (None, True)
     assert (found["gradient"], found["last_gradient"]) == ("embed.weight", "blocks.1.norm2.weight")
-    assert "step 0: the gradient norm is nan; loss and outputs are finite" in str(end)
+    told = str(end)
+    assert "step 0: the gradient norm is nan; loss and outputs are finite" in told
+    assert "the backward is not (layer 1)" in told
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_though_its_gradient_is():
@@ -156,6 +158,22 @@ def test_a_step_left_out_changes_nothing_and_the_next_ones_train(settings, capsy
     assert guard.told().endswith("2 step(s) left out")
     assert "step 1 left out: its loss is nan" in capsys.readouterr().err
     assert [math.isfinite(loss) for _, loss, _ in guard.take()] == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("nonfinite", "trains_on"), [("stop", False), ("skip", True)])
+def test_a_trainer_leaves_out_a_bad_step_and_under_stop_all_after_it(
+    precision, nonfinite, trains_on
+):
+    data = Spoilt(1)
+    trained = trainer(data=data, nonfinite=nonfinite, precision=precision, lr=1e-2)
+    data.plant(trained)
+    trained.run(1)
+    before = weights(trained)
+    trained.run(1)
+    assert same(weights(trained), before) and not trained.vitals.isfinite().all()
+    trained.run(2)
+    assert same(weights(trained), before) is not trains_on
 
 
 @pytest.mark.gpu

@@ -17,10 +17,10 @@ PACED = {"subject": "lab_entries:paced", "oracles": [], "steps": 2}
 
 
 def calibrated(lengths, step_s, first=0.0, gap_s=lambda layers, tokens: 0.0):
-    """Of made-up points, whose steps take a little longer each."""
+    """Of made-up points, of whose steps one is quick and one was disturbed."""
     rows = []
     for layers, tokens in product((1, 2), lengths):
-        later = [step_s(layers, tokens) * (1 + 0.1 * i) for i in range(REPEATS - 1)]
+        later = [step_s(layers, tokens) * (1 + off) for off in (-0.1, 0.0, 0.0, 0.6)]
         row = {"layers": layers, "tokens": tokens, "seconds": [later[0] + first, *later]}
         rows.append(row | {"gap_s": gap_s(layers, tokens)})
     return Calibration.of(Evidence(result={"points": rows}))
@@ -56,7 +56,7 @@ def test_what_did_not_come_to_its_end_predicts_nothing():
 def test_cells_that_differ_in_size_or_observers_share_a_calibration():
     plan = Plan(
         factors={
-            "layers": [2, 6], "tokens": [300, 512], "aux_stats": [False, True],
+            "layers": [2, 6], "tokens": [300, 511], "aux_stats": [False, True],
             "backend": ["gather", "masked"], "deadline_factor": [1.0, 2.0],
         },
         settings={"tracing": "arrival", "checkpoint": "1:2"},
@@ -76,7 +76,7 @@ def test_cells_that_differ_in_size_or_observers_share_a_calibration():
 @pytest.mark.parametrize(
     ("settings", "layers", "tokens"),
     [({"layers": 1, "tokens": 48}, [1], [8, 16, 32]), ({"tokens": 1}, [1, 2], [1]),
-     ({"preset": "production", "tokens": 128}, [1, 2], [16, 32, 64]),
+     ({"preset": "production", "tokens": 128}, [1, 2], [32, 64, 128]),
      ({"tokens": 2**20}, [1, 2], [128, 256, 512])],
 )  # fmt: skip
 def test_it_is_never_larger_than_what_it_predicts(settings, layers, tokens):
@@ -114,6 +114,18 @@ def test_points_that_would_take_too_long_are_left_out(tmp_path, monkeypatch):
     progress.close()
     assert [row["tokens"] for row in points.result()["points"]] == [64]
     assert len(points.rows[0]["seconds"]) == REPEATS and losses[REPEATS:] == [None] * 2 * REPEATS
+
+
+def test_a_short_step_is_taken_until_its_time_can_be_measured(tmp_path):
+    progress = Progress(tmp_path / "progress.bin")
+    given = {"subject": "lab_entries:paced", "settings": {"a": 0.012, "b": 0.0, "c": 0.0}}
+    points = calibration.make(given | {"points": [{"layers": 1, "tokens": 8}]}, progress)
+    for i in range(REPEATS):
+        points.step(i)
+    (row,) = points.result()["points"]
+    progress.close()
+    assert points._made.taken >= 1 + (REPEATS - 1) * 2  # more than one each, but the first
+    assert min(row["seconds"][1:]) >= 0.012 and max(row["seconds"][1:]) < calibration.LEAST_S
 
 
 @pytest.mark.processes

@@ -1,7 +1,20 @@
 import json
+from dataclasses import replace
 
 import pytest
-from evidences import STEPS, TRAIN, moving, p, process, resting, returned, snapshots, thread, trial
+from evidences import (
+    STEPS,
+    TRAIN,
+    moving,
+    oracle,
+    p,
+    process,
+    resting,
+    returned,
+    snapshots,
+    thread,
+    trial,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
@@ -38,6 +51,33 @@ def test_each_evidence_has_its_verdict(case):
     held = json.loads(json.dumps(evidence.to_dict()))
     assert judge(Evidence.from_dict(held)) == verdict
     assert Verdict.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
+
+
+def test_its_seconds_count_from_its_first_step():
+    """As deadlines do: the 8.5 s are 2.5 s of loading, and 6 s of work, which are not late."""
+    samples = [replace(s, t=s.t + 2.5) for s in moving(STEPS)]
+    found = trial(samples, end=End("returned", 0), began_s=2.5, soft_s=7.0, losses=[1.0] * STEPS)
+    numbers = judge(found).numbers
+    assert numbers["seconds"] == pytest.approx(samples[-1].t - 2.5) and not numbers["late"]
+    assert judge(replace(found, soft_s=5.0)).numbers["late"]
+
+
+def test_one_step_too_few_is_an_early_return():
+    verdict = judge(returned(losses=[1.0] * (STEPS - 1)))
+    assert verdict.label == "CRASH:early-return"
+    assert verdict.because == (f"it returned after {STEPS - 1} of {STEPS} steps",)
+
+
+def test_ranks_that_differ_explain_what_is_not_finite_and_that_what_does_not_arrive():
+    told = ("arrival", "finite", "ranks")
+    broken = {name: oracle(False, f"{name} broken") for name in told}
+    names = []
+    while broken:
+        verdict = judge(returned(oracles=dict(broken)))
+        names.append(verdict.numbers["broken"][0])
+        assert verdict.label == f"FAIL:{names[-1]} broken"
+        del broken[names[-1]]
+    assert names == ["ranks", "finite", "arrival"]
 
 
 def test_what_is_read_of_a_dead_process_is_no_sign_of_life():

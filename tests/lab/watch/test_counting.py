@@ -98,6 +98,35 @@ def test_where_a_walk_counts_outputs_do_not(counters):
     assert seen[24].fired == pytest.approx(251, abs=3)
 
 
+def test_a_graph_that_is_kept_counts_its_nodes_once_in_each_backward(counters):
+    counters.attach()
+    during = []
+    model = nn.Sequential(Scaled(100, lambda: during.append(here(counters).fired)), Scaled(100))
+    counters.step(0)
+    loss = model(torch.ones(4, requires_grad=True)).sum()
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+    assert during == pytest.approx([101, 201 + 101, 402 + 101], abs=17)
+
+
+def test_modules_that_run_inside_a_backward_count_in_none_of_its_outputs(counters):
+    counters.attach()
+    leaf = torch.ones(4, requires_grad=True)
+    inner = nn.Sequential(*(Scaled(4) for _ in range(50)))
+
+    def recompute():  # as a checkpoint does
+        with torch.enable_grad():
+            inner(leaf).sum().backward()
+
+    middle = Scaled(3, recompute)
+    model = nn.Sequential(*(Scaled(3) if n != 29 else middle for n in range(60)))
+    x = torch.ones(4, requires_grad=True)
+    for step in range(3):  # the last two by outputs
+        counters.step(step)
+        model(x).sum().backward()
+        assert here(counters).total == here(counters).fired == 181 + 201
+
+
 def test_a_forward_counts_in_its_own_backward_alone(counters):
     counters.attach()
     model = nn.Sequential(*(Scaled(2) for _ in range(100)))

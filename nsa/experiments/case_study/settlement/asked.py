@@ -171,14 +171,6 @@ def _table_here(see: Sources) -> float:
     return furthest(arms["default"] / see["MEMORY_MIB"][int(t)] for t, arms in found.items())
 
 
-def _versions(key: str):
-    def value(see: Sources) -> float:
-        each = see["run:versions"][key].values()
-        return max(each) / min(each)
-
-    return value
-
-
 VALUES: dict[str, Callable[[Sources], float]] = {
     "last-line-is-the-policys": _said,
     "policies-differ": _policies,
@@ -255,8 +247,8 @@ VALUES: dict[str, Callable[[Sources], float]] = {
     "compiled-recompiles": lambda see: see["run:sharding"]["recompilations"],
     "ranks-hang": lambda see: see["run:ranks"]["not ended"],
     "ranks-disagree": lambda see: see["run:ranks"]["largest error"],
-    "versions-dispatch-alike": _versions("operations"),
-    "versions-cost-alike": _versions("microseconds"),
+    "versions-dispatch-alike": lambda see: see["run:versions"]["operations"],
+    "versions-lose-alike": lambda see: see["run:versions"]["losses"],
     "allocator-is-the-other": _allocators,
     "rebuilt-holds-the-table": _table_here,
 }

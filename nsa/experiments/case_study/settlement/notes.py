@@ -26,6 +26,11 @@ Found = dict[str, Any]
 NO_GPU = {"declined": "only a GPU shows it, and torch sees none here"}
 
 
+def device_name() -> str:
+    """What a trial that takes a GPU where there is one ran on."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def dense_mask() -> Found:
     """A causal mask of -inf over 64 tokens, beside attention row by row without a mask."""
     tokens = 64
@@ -77,7 +82,8 @@ def duplicates() -> Found:
         return lambda: torch.autograd.grad(outputs[name].sum(), keys, retain_graph=True)
 
     seconds = in_turns({name: backward(name) for name in outputs})
-    return {"gradient_error": error, "indexing_slowdown": seconds["many"] / seconds["none"]}
+    slower = seconds["many"] / seconds["none"]
+    return {"gradient_error": error, "indexing_slowdown": slower, "device": device_name()}
 
 
 def varlen() -> Found:
@@ -103,7 +109,8 @@ def varlen() -> Found:
     for tokens in (256, 512):
         x = torch.randn(1, 2, tokens, 32, device=device, dtype=dtype, requires_grad=True)
         kept[tokens] = _kept(lambda x=x: attend(x, x, x, is_causal=True))
-    return {"error": error, "bytes_at_twice_the_length": kept[512] / kept[256]}
+    twice = kept[512] / kept[256]
+    return {"error": error, "bytes_at_twice_the_length": twice, "device": device_name()}
 
 
 def _packed(leaves: list[Tensor], lengths: tuple[int, ...]) -> Tensor:
@@ -152,7 +159,8 @@ def fragmentation() -> Found:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     del large
-    return {"seconds": seconds, "reserved_over_allocated": reserved / allocated}
+    apart = reserved / allocated
+    return {"seconds": seconds, "reserved_over_allocated": apart, "device": device_name()}
 
 
 FORWARD = """
@@ -193,7 +201,7 @@ def allocators() -> Found:
             if arm.returncode:
                 raise RuntimeError(f"{name} at T {tokens}: {error.strip().splitlines()[-1]}")
             found[str(tokens)][name] = float(told)
-    return {"mib": found}
+    return {"mib": found, "device": device_name()}
 
 
 def syncs() -> Found:
@@ -226,7 +234,8 @@ def syncs() -> Found:
             step()
 
     seconds = in_turns({"with": step, "without": replayed})
-    return {"share": 1 - seconds["without"] / seconds["with"], **seconds}
+    share = 1 - seconds["without"] / seconds["with"]
+    return {"share": share, **seconds, "device": device_name()}
 
 
 def in_turns(arms: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:

@@ -88,7 +88,7 @@ def read(kind: str, run: str, root: Path = RUNS) -> Found:
     if not run:
         raise Lacking("no run was named")
     try:
-        folder = Store(root).find(run)
+        folder = _found(run, root)
     except ValueError as error:
         raise Lacking(str(error)) from None
     try:
@@ -99,12 +99,24 @@ def read(kind: str, run: str, root: Path = RUNS) -> Found:
         raise Lacking(f"{folder.name} has not what `{kind}` needs: {error!r}") from None
 
 
-def claimed(folder: Path, sentence: str) -> Found:
-    """The evidence of the run's claim that begins so."""
+def _found(run: str, root: Path) -> Path:
+    """A run's folder, or a record that is a file of its own, "name.json", in a day's folder.
+
+    ValueError where there is none.
+    """
+    if not run.endswith(".json"):
+        return Store(root).find(run)
+    for path in sorted(root.glob(f"*/{run}")):
+        return path
+    raise ValueError(f"no record {run!r} in a folder of {root}")
+
+
+def claimed(folder: Path, *sentences: str) -> Found:
+    """The evidence of the run's claim that begins with one of those, as it has been put."""
     for entry in read_json(folder / "verdicts.json", []):
-        if entry["claim"].startswith(sentence):
+        if entry["claim"].startswith(sentences):
             return entry["evidence"]
-    raise Lacking(f"{folder.name} makes no claim {sentence!r}")
+    raise Lacking(f"{folder.name} makes no claim {sentences[0]!r}")
 
 
 def rows(folder: Path, metric: str, **config: Any) -> list[tuple[float, Found]]:
@@ -125,7 +137,9 @@ def rows(folder: Path, metric: str, **config: Any) -> list[tuple[float, Found]]:
 def step5(folder: Path) -> Found:
     """Of 03: steps reached by arm under one deadline, and how many of its trials stand still."""
     longer = claimed(folder, "the same run comes further with every longer deadline")
-    watched = claimed(folder, "aux stats, tracing and launch blocking")
+    watched = claimed(
+        folder, "no verdict changes under aux stats", "aux stats, tracing and launch blocking"
+    )
     layers = claimed(folder, "more layers come less far")
     reached = rows(folder, "steps_reached")
     by_trial = {has["trial"]: value for value, has in reached}
@@ -178,18 +192,18 @@ def ranks(folder: Path) -> Found:
     }
 
 
-def versions(folder: Path) -> Found:
-    """Of an A/B of two torch versions: microseconds an operation by version, of one program.
-
-    Each arm has a row of `operations` and one of `latency` in ms, whose config names `torch_arm`.
-    """
-    counts = {has["torch_arm"]: value for value, has in rows(folder, "operations")}
-    times = {has["torch_arm"]: value for value, has in rows(folder, "latency")}
-    if len(counts) < 2 or counts.keys() != times.keys():
-        raise Lacking(f"{folder.name} has not two versions of torch, but {sorted(counts)}")
+def versions(record: Path) -> Found:
+    """Of nsa.experiments.case_study.loop.versions: torches, and how far the loop's operations and
+    losses are apart under them, the furthest of its designs."""
+    designs = [one["rows"] for one in read_json(record, [])]
+    torches = sorted({row["torch"] for rows in designs for row in rows})
+    if len(torches) < 2:
+        raise Lacking(f"{record.name} has not two versions of torch, but {torches}")
+    counts = [[row["forward"] + row["backward"] for row in rows] for rows in designs]
     return {
-        "operations": counts,
-        "microseconds": {arm: 1e3 * times[arm] / counts[arm] for arm in counts},
+        "torches": torches,
+        "operations": max(max(each) / min(each) for each in counts),
+        "losses": max(row["loss_apart"] for rows in designs for row in rows),
     }
 
 

@@ -89,19 +89,25 @@ def timings() -> pandas.DataFrame:
 
 
 def to_metrics(found: Mapping[str, Fact], ended: Mapping[str, Outcome]) -> list[dict]:
-    """Rows of metrics.csv: a fact's number with what was asked of it, and a trial's seconds. All of
-    it is computed on the CPU, whichever GPU the machine has."""
-    columns = ("operation", "mode", "metric", "unit", "median", "config")
+    """Rows of metrics.csv: a fact's number with what was asked of it, and a trial's seconds.
+
+    The device of a row is the one that its trial says it ran on; most ran on the CPU.
+    """
+    columns = ("operation", "mode", "metric", "unit", "median", "config", "device")
+    ran_on = {name: (one.result or {}).get("device", "cpu") for name, one in ended.items()}
     rows: list[tuple] = []
     for fact in found.values():
+        trials = (one.removeprefix("trial:") for one in fact.evidence)
+        device = max((ran_on.get(name, "cpu") for name in trials), key=len, default="cpu")
         told = {"relation": fact.relation, "limit": fact.limit, "holds": fact.holds}
-        config = {"fact": fact.name, "evidence": list(fact.evidence), "why": fact.why} | told
-        rows.append(("settlement", "", "fact", fact.unit or "1", fact.value, config))
+        config = {"fact": fact.name, "evidence": list(fact.evidence), "why": fact.why}
+        config |= told
+        rows.append(("settlement", "", "fact", fact.unit or "1", fact.value, config, device))
     for name, one in ended.items():
         seconds = one.seconds if one.status == "ok" else None
         config = {"trial": name, "outcome": one.status}
-        rows.append(("settlement", "trial", "latency", "s", seconds, config))
-    return [dict(zip(columns, row, strict=True)) | {"device": "cpu"} for row in rows]
+        rows.append(("settlement", "trial", "latency", "s", seconds, config, ran_on[name]))
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def from_metrics(table: pandas.DataFrame) -> dict[str, Fact]:
