@@ -312,7 +312,7 @@ def test_two_versions_of_torch_decide_that_row_and_one_does_not(given, found, tm
         ([row("2.5.1", 100, 0.0), row("2.11.0", 102, 0.1)], "INCONCLUSIVE"),
         ([row("2.5.1", 100, 0.0), row("2.5.1", 100, 0.0)], "INCONCLUSIVE"),
     ):
-        record = json.dumps([{"settings": {}, "rows": rows}])
+        record = json.dumps({"designs": [{"settings": {}, "rows": rows}]})
         (tmp_path / "2026-01-01" / "versions-1.json").write_text(record)
         known = facts.all_facts(sources.sources({}, {"versions": "versions-1.json"}, tmp_path))
         assert (

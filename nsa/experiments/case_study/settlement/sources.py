@@ -195,7 +195,7 @@ def ranks(folder: Path) -> Found:
 def versions(record: Path) -> Found:
     """Of nsa.experiments.case_study.loop.versions: torches, and how far the loop's operations and
     losses are apart under them, the furthest of its designs."""
-    designs = [one["rows"] for one in read_json(record, [])]
+    designs = [one["rows"] for one in read_json(record, {})["designs"]]
     torches = sorted({row["torch"] for rows in designs for row in rows})
     if len(torches) < 2:
         raise Lacking(f"{record.name} has not two versions of torch, but {torches}")
