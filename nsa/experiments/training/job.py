@@ -220,8 +220,8 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
         observers = observers_for(job, trainer, folder, guards)
         stalls = folder / f"stall-rank{place.rank}.txt"
         watchdog = Watchdog(stalls, place.rank, judges=job.watchdog == "report")
-        trainer.observers = [watchdog, *observers.values()]
         try:
+            trainer.observers = [watchdog, *observers.values()]
             speed = Speed(trainer, ahead, job.profiled(trainer.steps_done))
             result = _loop(job, trainer, guards, watchdog, folder, evaluation(source), speed)
             _write_rows(observers, place.rank, folder)

@@ -215,7 +215,7 @@ TRAINING = {factor.name: factor for factor in (
            env=lambda value: dict.fromkeys(ALLOCATOR, value) if value else {}),
     Factor("launch_blocking", False, SWITCH, "CUDA_LAUNCH_BLOCKING=1", slows=2.0,
            env=lambda on: {"CUDA_LAUNCH_BLOCKING": "1"} if on else {}),
-    # Of cpu_test with one layer 1.9 to 3.1 was measured, the most at T 48; the case study has 3.6.
+    # Up to 3.1 was measured, of cpu_test with one layer at T 48; the case study has 3.6.
     Factor("anomaly", False, SWITCH, "autograd's anomaly mode", slows=3.6),
     Factor("deterministic", False, SWITCH, "torch.use_deterministic_algorithms",
            env=lambda on: CUBLAS if on else {}),

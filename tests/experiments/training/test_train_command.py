@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -353,6 +354,7 @@ def test_a_guard_ends_the_run_with_a_checkpoint_and_its_warnings_are_kept(place,
     assert saving.newest(place / "r" / "checkpoints")["steps_done"] == 1
     assert cli.main([*TINY, "--guard", "memory=99999GiB:stop"]) == 2
     assert "can never be reached: this machine has" in capsys.readouterr().err
+    assert not any(thread.name.startswith("nsa:") for thread in threading.enumerate())
 
 
 @pytest.mark.processes
