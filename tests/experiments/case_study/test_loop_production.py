@@ -4,7 +4,7 @@ import pytest
 
 from nsa.experiments.case_study.figures import PEAKS_MIB
 from nsa.experiments.case_study.loop import production
-from nsa.experiments.case_study.loop.production import cells, decide, run
+from nsa.experiments.case_study.loop.production import cells, decide, fits, run
 
 TABLE = list(PEAKS_MIB)
 
@@ -20,6 +20,19 @@ def test_the_cells_are_the_reports_table_and_a_pair_of_each_loop():
     assert sorted(plain) == sorted(TABLE) and len(chosen) == 10
     windows = ["truncated_cache" in c["settings"]["changes"]["defects"] for c in chosen]
     assert windows.count(False) == 2 and chosen[-1]["measure"] == "gradients"
+
+
+def test_cells_that_hold_more_than_a_machine_has_are_left_out():
+    sizes = [
+        (c["settings"]["changes"]["layers"], c["settings"]["tokens"], c["loop"])
+        for c in cells(12, 2048, TABLE)
+        if c["measure"] == "memory" and fits(c, 14.0)
+    ]
+    assert sizes == [
+        *((5, tokens, "as it was") for tokens in (128, 256, 512, 1024)),
+        (12, 2048, "as it was"),
+        (12, 2048, "with the right window"),
+    ], "of the pairs those with checkpointing"
 
 
 def test_by_its_shapes_the_loop_fits_an_a100_as_it_was_and_needs_checkpointing_when_repaired():

@@ -1,9 +1,10 @@
 """Does the 12-layer loop at T 2048 need checkpointing, as it was and with the right window?
 
-    python -m nsa.experiments.case_study.loop.production [--small] [--folder DIR]
+    python -m nsa.experiments.case_study.loop.production [--device cpu] [--most-gib 14] [--small]
 
 records the six cells of the report's memory table and the production pair, a process on each GPU at
-once, and prints them with the decision as a JSON record. --small is a CPU's part of it.
+once, and prints them with the decision as a JSON record. Cells that are predicted to hold more than
+--most-gib are left out; of those the decision takes the prediction. --small is 2 layers at T 128.
 """
 
 import argparse
@@ -38,6 +39,14 @@ def _cell(measure: str, loop: str, layers: int, tokens: int, **more: Any) -> dic
     changes = {"layers": layers, "defects": list(LOOPS[loop])}
     settings = {"design": "production", "changes": changes, "tokens": tokens} | more
     return {"measure": measure, "loop": loop, "settings": settings}
+
+
+def fits(cell: dict[str, Any], most_gib: float) -> bool:
+    """Whether a cell is predicted to hold at most so much."""
+    settings = cell["settings"]
+    design = production(settings["changes"]["layers"]).with_(defects=LOOPS[cell["loop"]])
+    on = settings.get("checkpointing", False)
+    return held(design, settings["tokens"], checkpointing=on).total <= most_gib * 2**30
 
 
 def run(chosen: Sequence[dict[str, Any]], device: str, folder: str | Path) -> list[dict[str, Any]]:
@@ -108,13 +117,17 @@ def _gib(rows: Any, loop: str, layers: int, tokens: int, checkpointing: bool) ->
 def main() -> None:
     parser = argparse.ArgumentParser(prog=__spec__.name)
     parser.add_argument("--small", action="store_true", help="2 layers at T 128, on a CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda by default")
+    text = "leaves out memory cells that hold more; all are run by default"
+    parser.add_argument("--most-gib", type=float, default=float("inf"), metavar="GIB", help=text)
     parser.add_argument("--folder", default="production", help="of what each process wrote")
     given = parser.parse_args()
-    layers, tokens, table, device = 12, 2048, list(PEAKS_MIB), "cuda"
+    layers, tokens, table, device = 12, 2048, list(PEAKS_MIB), given.device
     if given.small:
         layers, tokens, table, device = 2, 128, [(1, 128), (2, 64)], "cpu"
     started = time.monotonic()
-    rows = run(cells(layers, tokens, table), device, given.folder)
+    chosen = [c for c in cells(layers, tokens, table) if fits(c, given.most_gib)]
+    rows = run(chosen, device, given.folder)
     record = {"environment": environment.snapshot(), "seconds": time.monotonic() - started}
     print(json.dumps(record | {"rows": rows, "decided": decide(rows, layers, tokens)}, indent=1))
 
