@@ -1,0 +1,48 @@
+"""Every row of the case study has its line, and each line leads to what it names."""
+
+import re
+
+import pytest
+from places import ROOT
+
+PAGE = ROOT / "docs" / "coverage.md"
+ROW = re.compile(r"^\| (\d+) \| (.+?) \| (works|partly|not built) \| (.+?) \| (.+?) \| (.*?) ?\|$")
+ROWS = [ROW.match(line) for line in PAGE.read_text().splitlines() if re.match(r"\| \d", line)]
+NAMED = re.compile(r"`([^`]+)`")
+
+
+def shown(name: str) -> bool:
+    """Whether a path, `tests/file.py::test_name` or a run is in a checkout."""
+    path, _, test = name.partition("::")
+    place = ROOT / path
+    if not test:
+        return place.exists()
+    return place.is_file() and f"\ndef {test}(" in place.read_text()
+
+
+def test_there_is_a_line_for_each_of_the_128_rows():
+    assert [int(row[1]) for row in ROWS] == list(range(1, 129))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[1])
+def test_what_a_line_names_is_there_and_what_works_is_shown(row):
+    _, _, state, lives, by, note = row.groups()
+    named = [name for part in (lives, by) for name in NAMED.findall(part)]
+    assert [name for name in named if not shown(name)] == []
+    evidence = [name for name in NAMED.findall(by) if name.startswith(("tests/", "runs/"))]
+    assert evidence or state == "not built"
+    assert note or state == "works", "what is not whole says what is missing"
+
+
+def test_at_most_three_rows_are_not_built():
+    assert sum(row[3] == "not built" for row in ROWS) <= 3
+
+
+def test_the_count_at_the_top_is_that_of_the_lines():
+    count = {state: sum(row[3] == state for row in ROWS) for state in ("works", "partly")}
+    assert f"{count['works']} work, {count['partly']} in part" in PAGE.read_text()
+
+
+def test_what_is_not_there_is_noticed():
+    assert shown("nsa/config.py") and shown("tests/house/test_coverage.py::shown") is True
+    assert not shown("nsa/none.py") and not shown("tests/house/test_coverage.py::test_none")
