@@ -56,8 +56,9 @@ def trials(folder: Path) -> list[str]:
     trials/<name>: small, and without paths of this machine. Told in lines."""
     text, found = named_in(folder), {}
     words = f"-{_plain(text)}-"
-    for file in sorted(folder.glob("trials/*/**/spec.json")):
-        place = file.parent
+    # A trial of several ranks has no spec of its own beside its launch's.
+    files = [*folder.glob("trials/*/**/spec.json"), *folder.glob("trials/*/**/verdict.json")]
+    for place in sorted({file.parent for file in files}):
         name = re.sub(r"^\d{3}-", "", place.name)
         if place.parent != folder / "trials" and f"-{name}-" in words:
             found[name] = place
@@ -168,7 +169,8 @@ def lost_ids(folder: Path) -> list[str]:
 
 def _kept(folder: Path) -> list[Path]:
     """The trials that are kept: what lies in other folders below trials/ is not."""
-    return [file.parent for file in sorted(folder.glob("trials/*/spec.json"))]
+    files = [*folder.glob("trials/*/spec.json"), *folder.glob("trials/*/verdict.json")]
+    return sorted({file.parent for file in files})
 
 
 def _size(folder: Path) -> int:
