@@ -17,6 +17,7 @@ from nsa.lab.search.candidates import word
 from nsa.lab.search.execute import same_paths
 from nsa.lab.verdict import arms as compare_paths
 from nsa.workbook.claim import Claim, verdict_of
+from nsa.workbook.keep import without_paths
 from nsa.workbook.scaling import Ratio, fit_exponent, fit_line, paired_ratio
 
 LATE = 0.1  # the share of the losses that "the last" are
@@ -117,7 +118,7 @@ def _fault(rule: Rule, results: Results) -> Found:
         if trial.done.verdict.kind == "PASS" or not line:
             silent.append(trial.done.verdict.label)
     if not silent:
-        return "PASS", said[:160], {}
+        return "PASS", without_paths(said)[:160], {}
     return "FAIL", f"{', '.join(silent)}, which says nothing of it", {}
 
 

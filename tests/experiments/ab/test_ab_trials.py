@@ -87,7 +87,8 @@ def test_a_run_takes_over_what_an_earlier_run_of_the_same_command_finished(made_
 def test_a_run_that_is_interrupted_goes_on_by_the_same_command(tmp_path):
     pytest.importorskip("papermill")
     command = [sys.executable, "-m", "nsa", "run", "ab", "--notebooks", NOTEBOOKS, "--quiet"]
-    command += ["-p", "settings={layers: 1, tokens: 48}", "-p", "expect=[same_verdict]"]
+    factors = "factors={backend: [gather, masked], layers: [1], tokens: [48]}"
+    command += ["-p", factors, "-p", "expect=[same_verdict]"]
     command += ["--runs", tmp_path]
     options = {"env": environment_with_package(), "stdout": subprocess.DEVNULL}
     begun = subprocess.Popen(command, **options)

@@ -185,8 +185,9 @@ def test_a_step_takes_no_less_than_is_predicted(backend, checkpoint, accumulate,
         trainer.observers = [recorder]
         trainer.run(1)
     measured, (exact, peak, _) = recorder.record(), checks.needed(asked, 1)
-    assert exact <= measured["phases"]["optimizer"] <= 1.1 * exact
-    assert 0.95 * peak <= measured["peak"] <= most * peak
+    before = measured["by_category"].get("resident", 0)  # what other tests still hold
+    assert exact <= measured["phases"]["optimizer"] - before <= 1.1 * exact
+    assert 0.95 * peak <= measured["peak"] - before <= most * peak
 
 
 def source_tree(folder, package):

@@ -343,7 +343,9 @@ def test_a_verdict_is_told_as_it_was_stored_unless_it_is_judged_again(stored, ca
     assert "PASS; rule: returned, and every oracle holds" in capsys.readouterr().out
 
 
-def test_a_trial_that_is_not_there_is_one_line(stored, tmp_path, capsys):
+def test_a_trial_that_is_not_there_is_one_line(stored, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no runs are
+
     def refused(words, said):
         assert stored()(words) == 2
         assert said in capsys.readouterr().err

@@ -124,7 +124,7 @@ def main() -> None:
     given = parser.parse_args()
     layers, tokens, table, device = 12, 2048, list(PEAKS_MIB), given.device
     if given.small:
-        layers, tokens, table, device = 2, 128, [(1, 128), (2, 64)], "cpu"
+        layers, tokens, table, device = 2, 128, [(1, 128)], "cpu"
     started = time.monotonic()
     chosen = [c for c in cells(layers, tokens, table) if fits(c, given.most_gib)]
     rows = run(chosen, device, given.folder)
