@@ -177,9 +177,10 @@ def results(arguments) -> int:
     from nsa.workbook import results as stored
     from nsa.workbook.files import write_atomically
 
-    found = stored.open_stored(arguments.runs)
     if arguments.committed:
         found = stored.Stored(stored.committed(arguments.runs))
+    else:
+        found = stored.open_stored(arguments.runs)
     if not found.runs:
         raise ValueError(f"no run below {arguments.runs} has ended; start one with `nsa run`")
     target = Path(arguments.into) if arguments.into else None

@@ -56,9 +56,7 @@ def trials(folder: Path) -> list[str]:
     trials/<name>: small, and without paths of this machine. Told in lines."""
     text, found = named_in(folder), {}
     words = f"-{_plain(text)}-"
-    # A trial of several ranks has no spec of its own beside its launch's.
-    files = [*folder.glob("trials/*/**/spec.json"), *folder.glob("trials/*/**/verdict.json")]
-    for place in sorted({file.parent for file in files}):
+    for place in _places(folder, "trials/*/**"):
         name = re.sub(r"^\d{3}-", "", place.name)
         if place.parent != folder / "trials" and f"-{name}-" in words:
             found[name] = place
@@ -169,8 +167,13 @@ def lost_ids(folder: Path) -> list[str]:
 
 def _kept(folder: Path) -> list[Path]:
     """The trials that are kept: what lies in other folders below trials/ is not."""
-    files = [*folder.glob("trials/*/spec.json"), *folder.glob("trials/*/verdict.json")]
-    return sorted({file.parent for file in files})
+    return _places(folder, "trials/*")
+
+
+def _places(folder: Path, pattern: str) -> list[Path]:
+    """Folders of trials. One of several ranks has no spec of its own beside its launch's."""
+    names = ("spec.json", "verdict.json")
+    return sorted({file.parent for name in names for file in folder.glob(f"{pattern}/{name}")})
 
 
 def _size(folder: Path) -> int:
