@@ -101,7 +101,7 @@ class Driver:
             handle = handles.get(state.name)
             if state.status == RUNNING or (handle and state.status in (TO_RUN, STOPPED)):
                 state.status, state.handle, state.began = RUNNING, handle or {}, time.monotonic()
-            elif state.status == STOPPED or (state.status == FAILED and self.retry):
+            elif state.status in (STOPPED, TO_RUN) or (state.status == FAILED and self.retry):
                 self._again(state)
         self.place.adopt(self._running())
         for state, why in self._gone():
@@ -117,7 +117,8 @@ class Driver:
     def _ask(self, _number, _frame) -> None:
         self._asked += 1
         if self._asked > 1:
-            raise KeyboardInterrupt  # children go on by themselves; the next driver adopts them
+            self.say("what runs goes on by itself; the same command takes it up, --cancel ends it")
+            raise KeyboardInterrupt
 
     def _loop(self) -> None:
         self._write()
@@ -200,7 +201,10 @@ class Driver:
         """To run, and all that they wait for has run."""
         done = {state.name for state in self.batch.states if state.status == OK}
         left = [state for state in self.batch.states if state.status == TO_RUN]
-        return [state for state in left if done.issuperset(state.entry.after)]
+        # All jobs of a grid wait for the same ones; with thousands each is looked at once.
+        waits = {id(state.entry.after): state.entry.after for state in left}
+        free = {key for key, after in waits.items() if done.issuperset(after)}
+        return [state for state in left if id(state.entry.after) in free]
 
     def _waits_for(self, state: State) -> str:
         states = {other.name: other for other in self.batch.states}
