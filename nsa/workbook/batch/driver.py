@@ -1,5 +1,6 @@
 """Has the jobs of a batch run in a place, to the end or until it is told to stop."""
 
+import contextlib
 import shutil
 import signal
 import time
@@ -182,10 +183,11 @@ class Driver:
             self.batch.reset(state)
             self._stop(f"{state.name}: {found.message}")
             return
-        if not found.ended and not found.run:  # it did not get as far as a run
+        if not found.ended and not found.message:  # all that is left is what its process printed
             log = state.job.log.read_text(errors="replace") if state.job.log.exists() else ""
             said = why or (log.strip().splitlines() or ["its process left nothing"])[-1]
-            found = replace(found, status=STOPPED if why or FULL in said else FAILED, message=said)
+            cut = found.run or why or FULL in said
+            found = replace(found, status=STOPPED if cut else FAILED, message=said)
         state.outcome, state.status = found, found.status
         self.say(line(self.batch, state))
         if FULL in found.message:
@@ -195,7 +197,8 @@ class Driver:
         """The record of a run whose child is gone says so."""
         run = outcome(state.job.folder).run
         if run and record.load(run).get("status") == "running":
-            record.close_lost(run, why or "its process is gone")
+            with contextlib.suppress(OSError):  # of a full disk; it is shown as lost all the same
+                record.close_lost(run, why or "its process is gone")
 
     def _ready(self) -> list[State]:
         """To run, and all that they wait for has run."""
