@@ -42,7 +42,7 @@ def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any] | None:
             timeout_s=job["timeout_s"],
             again=job["again"],
             evidence=job["evidence"],
-            index=False,  # the driver writes that of all runs
+            pages=False,  # the driver, which need not load what draws them for each run anew
             progress=False,
             began=lambda run: write_json(folder / "started.json", started | {"run": str(run)}),
             say=lambda text: print(text, flush=True),

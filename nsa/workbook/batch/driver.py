@@ -64,6 +64,8 @@ class Driver:
             self._prepare()
             with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._ask)):
                 self._loop()
+            for state in batch.states:  # also of those that ended while nobody drove
+                self._report(state)
             try:
                 report.index(batch.root)
             except OSError as error:
@@ -189,9 +191,18 @@ class Driver:
             cut = found.run or why or FULL in said
             found = replace(found, status=STOPPED if cut else FAILED, message=said)
         state.outcome, state.status = found, found.status
+        self._report(state)
         self.say(line(self.batch, state))
         if FULL in found.message:
             self._stop(f"the disk of {self.batch.root} is full")
+
+    def _report(self, state: State) -> None:
+        run = state.outcome.run
+        if run and (run / "notebook.ipynb").is_file() and not (run / "report.html").is_file():
+            try:
+                report.render(run)
+            except Exception as error:  # it costs nothing but itself
+                self.say(f"no report of {run}: {type(error).__name__}: {error}")
 
     def _close(self, state: State, why: str) -> None:
         """The record of a run whose child is gone says so."""
