@@ -244,7 +244,7 @@ def _print_run(run, status: str, message: str) -> None:
     if message:
         print(f"  reason   {message}")
     for entry in run.verdicts():
-        print(f"  {entry['verdict']:<12} {entry['claim']}")
+        print(f"  {entry['verdict']:<14} {entry['claim']}")
     if devices := run.devices():
         print(f"  measured on {devices}")
     print(f"  folder   {Path(run.folder)}")
