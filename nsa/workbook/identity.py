@@ -42,7 +42,7 @@ def notebooks(folder: str | Path = "notebooks") -> list[Path]:
 
 def question(notebook: str | Path) -> str:
     """The notebook's question: the text cell's part after the word Question, else its title."""
-    cells = _cells(notebook)
+    cells = read_cells(notebook)
     texts = ["".join(c["source"]) for c in cells if c.get("cell_type") == "markdown"]
     for text in texts[:3]:
         found = re.search(r"^\W*question\W*\s+(.+?)(?:\n\s*\n|\n#|\Z)", text, re.I | re.S | re.M)
@@ -61,7 +61,7 @@ def run_id(notebook: str | Path, parameters: dict, environment: dict) -> str:
     digest = hashlib.sha256()
     spec = {"notebook": Path(notebook).stem, "parameters": parameters}
     digest.update(json.dumps(spec, sort_keys=True, default=str).encode())
-    for cell in _cells(notebook):
+    for cell in read_cells(notebook):
         tags = sorted(cell.get("metadata", {}).get("tags", []))
         digest.update(json.dumps([cell.get("cell_type"), "".join(cell["source"]), tags]).encode())
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -73,7 +73,8 @@ def run_id(notebook: str | Path, parameters: dict, environment: dict) -> str:
     return digest.hexdigest()[:8]
 
 
-def _cells(notebook: str | Path) -> list[dict]:
+def read_cells(notebook: str | Path) -> list[dict]:
+    """A notebook's cells as JSON has them. ValueError where the file is no notebook."""
     try:
         return json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
     except (ValueError, KeyError, TypeError):
