@@ -169,7 +169,10 @@ def report(arguments) -> int:
     from nsa.workbook.report import index, render
     from nsa.workbook.store import open_store
 
-    print(render(open_store(arguments.runs).find(arguments.run)))
+    folder = open_store(arguments.runs).find(arguments.run)
+    if (folder / "job.json").is_file():  # of `nsa train`
+        from nsa.experiments.training.report import render
+    print(render(folder))
     print(index(arguments.runs))
     return GOOD
 

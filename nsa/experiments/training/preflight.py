@@ -205,11 +205,17 @@ def _options(job: Job, changed: set[str]) -> Iterator[Finding]:
 
 def _disk(job: Job, runs: Path) -> Finding:
     """Room for the checkpoints that are kept, and for the next, which comes before one goes."""
-    if job.save_every is None:
+    count = KEPT + 1 if job.save_every else int(job.weights)
+    if not count:
         return Finding("disk", "ok", "no checkpoint is written")
     state = predict(job.model, job.train.tokens)
-    size = (KEPT + 1) * (state.weights + state.optimizer_state)
+    size = count * (state.weights + state.optimizer_state)
     place = next(p for p in (runs.absolute(), *runs.absolute().parents) if p.exists())
     free = shutil.disk_usage(place).free
-    text = f"{KEPT + 1} checkpoints take {_size(size)} and {runs} has {_size(free)}"
-    return Finding("disk", "ok" if size <= free else "refused", text)
+    what = f"{count} checkpoint{'s take' if count > 1 else ' takes'}"
+    text = f"{what} {_size(size)} and {runs} has {_size(free)}"
+    if size <= free:
+        return Finding("disk", "ok", text)
+    if job.save_every:
+        return Finding("disk", "refused", text)
+    return Finding("disk", "warning", f"{text}: the last weights will not be kept")

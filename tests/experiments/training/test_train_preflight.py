@@ -260,6 +260,10 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused(place, monkeypatch):
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     found = states(checks.look(job(save_every=1), runs="not/there/yet"))
     assert found["disk"] == "refused" and states(checks.look(job()))["disk"] == "ok"
+    usage.free = one - 1  # the last weights have no room, which costs those alone
+    assert states(checks.look(job()))["disk"] == "warning"
+    assert states(checks.look(job(weights=False)))["disk"] == "ok"
+    usage.free = 3 * one - 1
     usage.free += 1
     assert states(checks.look(job(save_every=1)))["disk"] == "ok"
 
