@@ -119,13 +119,16 @@ def status_now(record: dict) -> str:
 
 
 def process_start(pid: int) -> float | None:
-    """When a process began, seconds since the epoch; None when there is none."""
+    """When a process began, seconds since the epoch; None when there is none, or it has ended and
+    nobody has asked how."""
     try:
         import psutil
     except ModuleNotFoundError:  # only needed to tell a lost run from one that goes on
         return None
     try:
-        return round(psutil.Process(pid).create_time(), 1)
+        process = psutil.Process(pid)
+        ended = process.status() == psutil.STATUS_ZOMBIE
+        return None if ended else round(process.create_time(), 1)
     except (psutil.Error, ValueError):
         return None
 

@@ -16,7 +16,6 @@ from nsa.workbook import environment, identity, keep, parameters, report, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.record import Record, load
 
-
 CUT = ("interrupted", "terminated")  # from outside, and to be run again
 
 

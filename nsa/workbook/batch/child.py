@@ -1,6 +1,5 @@
 """`python -m nsa.workbook.batch.child JOBFILE`: one job of a batch, wherever it runs."""
 
-import errno
 import os
 import sys
 from pathlib import Path
@@ -8,11 +7,9 @@ from typing import Any
 
 from nsa.lab.process.family import COOKIE
 from nsa.workbook import identity, record
-from nsa.workbook.batch.place import BUSY, locked
+from nsa.workbook.batch.place import BUSY, FULL, locked, outcome
 from nsa.workbook.files import read_json, write_json
 from nsa.workbook.run import CUT, run_notebook
-
-FULL = os.strerror(errno.ENOSPC)
 
 
 def main(file: str | Path) -> int:
@@ -21,17 +18,15 @@ def main(file: str | Path) -> int:
     with locked(folder / "lock") as mine:
         if not mine:
             return BUSY
-        if (folder / "ended.json").exists():
-            return 0
-        ended = _run(folder, read_json(file))
-        if ended is None:
-            return 1
-        write_json(folder / "ended.json", ended)
-        return 0 if ended["status"] == "ok" else 1
+        if not outcome(folder).ended:
+            ended = _run(folder, read_json(file))
+            if ended is not None:
+                write_json(folder / "ended.json", ended)
+        return 0 if outcome(folder).status == "ok" else 1
 
 
 def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any] | None:
-    """What ended.json will say; None where the job was cut from outside."""
+    """What ended.json will say; None where the run was cut from outside."""
     me = os.getpid()
     started = {"pid": me, "pid_started": record.process_start(me), "machine": record.machine()}
     started |= {"cookie": os.environ.get(COOKIE), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}

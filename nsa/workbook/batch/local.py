@@ -27,22 +27,25 @@ class Local:
     def __init__(self, at_once: int | None = None) -> None:
         self.free = list(all_visible().names)
         self.has_gpus = bool(self.free)
-        self.at_once = at_once or len(self.free) or 1
+        self.at_a_time = at_once or len(self.free) or 1
         self._children: dict[Job, subprocess.Popen] = {}
         self._lent: dict[Job, list[str]] = {}
         self._kill_at: dict[Job, float] = {}
 
-    def start(self, ready: Sequence[Job]) -> dict[Job, Handle]:
-        started: dict[Job, Handle] = {}
+    def check(self, jobs: Sequence[Job]) -> None:
         most = len(self.free) + sum(map(len, self._lent.values()))
-        for job in ready:
-            wants = job.gpus if job.gpus is not None else int(self.has_gpus)
-            if wants > most:
+        for job in jobs:
+            if (job.gpus or 0) > most:
                 raise ValueError(
-                    f"{job.name} wants {wants} GPUs, and this machine lends {most or 'none'}; "
+                    f"{job.name} wants {job.gpus} GPUs, and this machine lends {most or 'none'}; "
                     "write fewer in the plan, or choose another machine"
                 )
-            if len(self._lent) >= self.at_once or wants > len(self.free):
+
+    def start(self, ready: Sequence[Job]) -> dict[Job, Handle]:
+        started: dict[Job, Handle] = {}
+        for job in ready:
+            wants = job.gpus if job.gpus is not None else int(self.has_gpus)
+            if len(self._lent) >= self.at_a_time or wants > len(self.free):
                 break
             started[job] = self._start(job, [self.free.pop(0) for _ in range(wants)])
         return started
@@ -87,13 +90,14 @@ class Local:
                     self._return_gpus(job)
                     self.adopt({job: handle})
                     continue
-            elif busy(job):
+            elif busy(job) or _alive(handle):  # alive, and on the way to its lock
                 self._kill_late(job, handle)
                 continue
             else:
                 why = "its process is gone"
             # What a run started and left behind would keep the GPU.
-            family.end_family(_now(job, handle)["cookie"])
+            if cookie := _now(job, handle).get("cookie"):
+                family.end_family(cookie)
             self._return_gpus(job)
             self._kill_at.pop(job, None)
             gone[job] = why
@@ -112,10 +116,9 @@ class Local:
     def _signal(self, job: Job, handle: Handle, number: int) -> None:
         """To the process that is at the job, if its number is not another one's by now."""
         now = _now(job, handle)
-        pid = now["pid"]
-        if job in self._children or record.process_start(pid) == now["pid_started"]:
+        if _alive(now):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(now["pid"], number)
 
     def _return_gpus(self, job: Job) -> None:
         self.free += self._lent.pop(job, [])
@@ -124,3 +127,8 @@ class Local:
 def _now(job: Job, handle: Handle) -> Handle:
     """Of the child that holds the job: that of an earlier driver, which was not told its handle."""
     return handle | (read_json(job.folder / "started.json") or {})
+
+
+def _alive(handle: Handle) -> bool:
+    began = handle.get("pid_started")
+    return bool(began) and record.process_start(handle["pid"]) == began

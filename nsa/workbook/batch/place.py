@@ -2,12 +2,13 @@
 
 A job's folder holds job.json (what is to be run, written by the driver), started.json (the run's
 folder and the process, written by the child), ended.json (how it ended, by the child) and log.txt.
-**Who holds the lock of a folder without ended.json runs the job**, so a child that is started twice,
-by a driver that was killed or by a queue that requeues, runs it once. A run that was cut from
-outside (a signal, a full disk, a dead node) has no ended.json: the next child begins it again.
+**Who holds the lock of a job that has not ended runs it**, so a child that is started twice, by a
+driver that was killed or by a queue that requeues, runs it once. A run that was cut from outside (a
+signal, a full disk, a dead node) is not an end: the next child begins it again.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +18,11 @@ from typing import Any, Protocol
 
 from nsa.workbook import record, store
 from nsa.workbook.files import read_json
+from nsa.workbook.run import CUT
 
 Handle = dict[str, Any]  # JSON; a place's own, kept in the manifest for a driver that comes later
 CHILD = "nsa.workbook.batch.child"  # run as `python -m CHILD <folder>/job.json`
+FULL = os.strerror(errno.ENOSPC)
 BUSY = 3  # exit code of a child that found another one at its job
 
 
@@ -48,11 +51,13 @@ class Job:
 class Place(Protocol):
     """Where jobs run. No method waits for a job."""
 
-    def start(self, ready: Sequence[Job]) -> dict[Job, Handle]:
-        """Start those of `ready`, in order, that there is room for; a queue takes all at once.
+    at_a_time: int  # so many jobs are given to `start`, at most
 
-        ValueError for a job that can never run here: too many GPUs, no such partition.
-        """
+    def check(self, jobs: Sequence[Job]) -> None:
+        """ValueError, before anything is written, for a job that can never run here."""
+
+    def start(self, ready: Sequence[Job]) -> dict[Job, Handle]:
+        """Start those of `ready`, in order, that there is room for; a queue takes all at once."""
 
     def adopt(self, started: Mapping[Job, Handle]) -> None:
         """Jobs that an earlier driver started here and that may run still."""
@@ -70,8 +75,8 @@ class Place(Protocol):
 class Outcome:
     """What became of a job, by its files and its run's record.
 
-    status: "" (nothing yet), running, ok, failed (by itself: an error, its timeout) or stopped (cut
-    from outside). run: the folder of its latest run, or None.
+    status: "" (not begun), ok, failed (by itself: an error, its timeout) or stopped (cut from
+    outside, or still running: `busy` tells). run: the folder of its latest run, or None.
     """
 
     status: str
@@ -81,21 +86,29 @@ class Outcome:
     seconds: float | None = None
     verdict: str = ""
 
+    @property
+    def ended(self) -> bool:
+        return self.status in ("ok", "failed")
 
-def outcome(job: Job) -> Outcome:
-    """Read the job's files; that no child is at it any more is the place's to say."""
-    ended = read_json(job.folder / "ended.json")
-    found = ended or read_json(job.folder / "started.json")
+
+def outcome(folder: Path) -> Outcome:
+    """Of the job in this folder."""
+    ended = read_json(folder / "ended.json")
+    found = ended or read_json(folder / "started.json")
     if not isinstance(found, dict):
         return Outcome("")
     run = Path(found["run"]) if found.get("run") else None
     content = record.load(run) if run else {}
-    said = [content.get(key) or found.get(key) for key in ("stop_reason", "message", "seconds")]
+    reason, message, seconds = (
+        content.get(key) or found.get(key) for key in ("stop_reason", "message", "seconds")
+    )
     verdict = store.overall(read_json(run / "verdicts.json", [])) if run else ""
-    if ended:
-        return Outcome(ended["status"], run, said[0] or "error", said[1] or "", said[2], verdict)
-    status = "running" if busy(job) else "stopped"
-    return Outcome(status, run, said[0] or "", said[1] or "", said[2], verdict)
+    status = (ended or {}).get("status") or "failed"
+    if not ended and content.get("status") == "ok":  # its child was killed just behind its end
+        status = "ok"
+    elif not ended and (not reason or reason in (*CUT, "lost") or FULL in (message or "")):
+        status = "stopped"
+    return Outcome(status, run, reason or "", message or "", seconds, verdict)
 
 
 @contextlib.contextmanager

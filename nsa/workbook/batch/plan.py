@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """8 hex digits that tell it from others, also when its name stays and its parameters not."""
+        """8 hex digits that tell it from others, also where it has the same name."""
         spec = [self.planned.notebook.stem, self.planned.full, self.repeat]
         text = json.dumps(spec, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -67,7 +67,7 @@ def read_plan(path: str | Path, notebooks: str | Path = "notebooks") -> Plan:
     _check(path, content)
     jobs = content["jobs"]
     if (count := sum(map(size, jobs))) > MOST:
-        raise ValueError(f"{path} has {count:,} jobs, and {MOST:,} are the most; make grids smaller")
+        raise ValueError(f"{path} has {count:,} jobs, {MOST:,} are the most; make grids smaller")
     found: dict[str, list[Entry]] = {}
     expand = _Expander(path.parent, notebooks, content)
     for number, job in enumerate(jobs, 1):
@@ -147,7 +147,8 @@ class _Expander:
 
 def _word(value: Any) -> str:
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text if len(text) <= 40 else f"{text[:32]}..{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:6]
+    return text if len(text) <= 40 else f"{text[:32]}..{digest}"
 
 
 def _several(value: str | list[str] | None) -> list[str]:
@@ -160,9 +161,10 @@ def _check(path: Path, content: dict[str, Any]) -> None:
 
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     validator = jsonschema.Draft202012Validator(schema)
-    error = next(iter(sorted(validator.iter_errors(content), key=lambda e: list(map(str, e.path)))), None)
-    if error is None:
+    errors = sorted(validator.iter_errors(content), key=lambda error: str(list(error.path)))
+    if not errors:
         return
+    error = errors[0]
     place = list(error.absolute_path)
     where = str(path)
     if place[:1] == ["jobs"] and len(place) > 1:
