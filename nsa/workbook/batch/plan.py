@@ -179,9 +179,11 @@ def _check(path: Path, content: dict[str, Any]) -> None:
         missing = next(key for key in error.validator_value if key not in error.instance)
         raise ValueError(f"{where} has no {missing!r}")
     known = schema["properties"] | schema["properties"]["jobs"]["items"]["properties"]
+    known |= {f"slurm.{key}": rule for key, rule in known["slurm"]["properties"].items()}
     keys = [key for key in place if isinstance(key, str)]
     keys = [key for key in keys if key != "jobs" or len(place) == 1] or ["job"]
-    wants = known.get(keys[0], schema["properties"]["jobs"]["items"])["description"]
+    rule = known.get(".".join(keys)) or known.get(keys[0]) or schema["properties"]["jobs"]["items"]
+    wants = rule["description"]
     raise ValueError(f"{where}: {'.'.join(keys)} is {error.instance!r}; it wants {wants}")
 
 
