@@ -8,8 +8,9 @@ from places import NOTEBOOKS, ROOT
 
 pytest.importorskip("papermill")
 
-from nsa.workbook.identity import find_notebook
 from nsa.workbook.phases import read_phases
+
+from nsa.workbook.identity import find_notebook
 
 ROLES = re.findall(r"^\| (tester|engineer) \| ([ABC]) \| (.*?) \| (\w+), (.*?) \| `(.*?)` \|$",
                    (ROOT / "docs/roles.md").read_text(), re.M)  # fmt: skip

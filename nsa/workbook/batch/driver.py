@@ -78,8 +78,8 @@ class Driver:
         while time.monotonic() < ends:
             with locked(self.batch.lock) as mine:
                 if mine:
-                    self._stop("cancelled", cut=True)
                     self._prepare()
+                    self._stop("cancelled", cut=True)
                     self._loop()
                     return
             file.touch()

@@ -161,7 +161,10 @@ def _check(path: Path, content: dict[str, Any]) -> None:
 
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     validator = jsonschema.Draft202012Validator(schema)
-    errors = sorted(validator.iter_errors(content), key=lambda error: str(list(error.path)))
+    errors = sorted(
+        validator.iter_errors(content),
+        key=lambda error: (str(list(error.path)), error.validator != "additionalProperties"),
+    )
     if not errors:
         return
     error = errors[0]

@@ -125,8 +125,8 @@ class Batch:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise ValueError(
                 f"{self.plan.path} was begun with other source (commit {commit}), and runs of "
-                f"both are not mixed. Since then changed: {'; '.join(changed[:3])}{more}. Go back to "
-                f"that source, or begin the plan anew with --anew; runs that are there stay"
+                f"both are not mixed. Since then changed: {'; '.join(changed[:3])}{more}. Go back "
+                "to that source, or begin the plan anew with --anew; runs that are there stay"
             )
         if self.evidence:
             for notebook in {state.entry.planned.notebook for state in self.states}:
