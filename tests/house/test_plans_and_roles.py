@@ -8,8 +8,8 @@ from places import NOTEBOOKS, ROOT
 
 pytest.importorskip("papermill")
 
-from nsa.workbook.phases import read_phases
 
+from nsa.workbook.batch.plan import read_plan
 from nsa.workbook.identity import find_notebook
 
 ROLES = re.findall(r"^\| (tester|engineer) \| ([ABC]) \| (.*?) \| (\w+), (.*?) \| `(.*?)` \|$",
@@ -17,14 +17,38 @@ ROLES = re.findall(r"^\| (tester|engineer) \| ([ABC]) \| (.*?) \| (\w+), (.*?) \
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["phases", "phases_h200"])
-def test_a_shipped_plan_is_right_and_goes_from_preflight_to_the_verdict(plan):
-    phases = read_phases(NOTEBOOKS / f"params/{plan}.yaml", NOTEBOOKS)
-    assert phases[0].name == "0 preflight" and phases[-1].name == "7 verdict"
-    assert {phase.name[0] for phase in phases} == set("01234567")
-    asked = {phase.planned.notebook.stem for phase in phases}
-    assert len({phase.planned.name for phase in phases}) == len(phases)
+@pytest.mark.parametrize("plan", ["batch_phases", "batch_phases_h200"])
+def test_a_shipped_plan_of_phases_goes_from_preflight_to_the_verdict(plan):
+    entries = read_plan(NOTEBOOKS / f"params/{plan}.yaml", NOTEBOOKS).entries
+    assert entries[0].name == "0 preflight" and entries[-1].name == "7 verdict"
+    assert {entry.name[0] for entry in entries} == set("01234567")
+    asked = {entry.planned.notebook.stem for entry in entries}
     assert asked >= {path.stem for path in NOTEBOOKS.glob("0[0-8]_*.ipynb")}
+    assert all(entry.question for entry in entries)
+
+
+@pytest.mark.processes
+def test_the_other_shipped_plans_can_be_run_and_hold_what_their_names_say():
+    plans = {
+        path.stem.removeprefix("batch_"): read_plan(path, NOTEBOOKS)
+        for path in (NOTEBOOKS / "params").glob("batch_*.yaml")
+        if "phases" not in path.stem
+    }
+    asked = {
+        name: [entry.planned.notebook.stem[:2] for entry in plan.entries]
+        for name, plan in plans.items()
+    }
+    assert asked.keys() == {"all_h200", "card", "card_h200", "memory_h200", "backends_h200"}
+    assert sorted(asked["all_h200"]) == [f"0{number}" for number in range(9)]
+    assert asked["card"] == asked["card_h200"] == ["01", "02", "03", "04"]
+    assert {*asked["memory_h200"]} == {"01"} and {*asked["backends_h200"]} == {"02"}
+    assert sum(entry.timeout_s for entry in plans["card_h200"].entries) <= 8 * 60
+    for name, plan in plans.items():
+        on_gpu = {entry.planned.full.get("device", "auto") for entry in plan.entries} - {
+            "auto"
+        } == {"cuda"}
+        assert on_gpu == name.endswith("_h200")
+        assert {entry.gpus for entry in plan.entries} == ({1} if on_gpu else {None})
 
 
 def test_every_role_has_its_priorities():

@@ -48,11 +48,12 @@ def statuses(batch: Batch) -> list[str]:
 
 
 class MadeUp:
-    """Jobs end at the next look, as `ends` says by their names: a stop reason, else "ok"; "dies" is
-    a child that is gone, "stays" one that does not end until it is cancelled."""
+    """Jobs end at the next look. `ends` says how, by name: a stop reason, or a list of one for each
+    time, else "ok"; "dies" is a child that is gone, "stays" one that is there until it is cancelled.
+    """
 
-    def __init__(self, at_a_time=1, **ends):
-        self.at_a_time, self.ends, self.ran, self.most = at_a_time, ends, [], 0
+    def __init__(self, at_a_time=1, ends=None):
+        self.at_a_time, self.ends, self.ran, self.most = at_a_time, ends or {}, [], 0
         self.left, self.message = {}, ""
 
     def check(self, jobs):
@@ -65,7 +66,7 @@ class MadeUp:
         handles = {}
         for job in list(ready)[: self.at_a_time - len(self.left)]:
             self.ran.append(job.name)
-            reason = self.ends.get(job.name.replace(" ", "_"), "ok")
+            reason = self.ends.get(job.name, "ok")
             reason = reason.pop(0) if isinstance(reason, list) else reason
             content = read_json(job.file)
             run = store.create_folder(content["root"], content["name"])

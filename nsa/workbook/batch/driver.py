@@ -72,17 +72,21 @@ class Driver:
     def cancel(self) -> None:
         """End what runs: by its driver, or where there is none by this one, which starts nothing.
         ValueError where a driver does not end within a minute."""
-        file, ends = self.batch.folder / "cancel", time.monotonic() + CANCEL_S
+        file, ends, asked = self.batch.folder / "cancel", time.monotonic() + CANCEL_S, False
         if not self.batch.folder.is_dir():
             raise ValueError(f"{self.batch.plan.path} was never run with {self.batch.root}")
         while time.monotonic() < ends:
             with locked(self.batch.lock) as mine:
+                if mine and asked and not file.exists():
+                    return  # its driver did
                 if mine:
                     self._prepare()
                     self._stop("cancelled", cut=True)
                     self._loop()
                     return
-            file.touch()
+            if not asked:
+                file.touch()
+                asked = True
             time.sleep(POLL_S)
         raise ValueError(f"{self.batch.driver()}, which has not ended; it will find {file}")
 

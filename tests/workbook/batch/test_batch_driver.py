@@ -46,7 +46,7 @@ def test_jobs_run_in_order_each_once_and_only_after_those_that_they_wait_for(her
 
 
 def test_what_failed_is_run_again_only_if_asked_and_nothing_comes_after_it(here):
-    place, said = MadeUp(second_2="ok", **{NAMES[1].replace(" ", "_"): ["error", "ok"]}), []
+    place, said = MadeUp(ends={NAMES[1]: ["error", "ok"]}), []
     batch = run(place, said)
     missing = f"not run: after {NAMES[1]}, which is failed"
     assert statuses(batch) == ["ok", "failed", "ok", "ok", missing, missing]
@@ -56,7 +56,7 @@ def test_what_failed_is_run_again_only_if_asked_and_nothing_comes_after_it(here)
 
 
 def test_a_child_that_is_gone_leaves_a_record_that_says_why_and_is_run_again(here):
-    place = MadeUp(**{NAMES[0].replace(" ", "_"): ["dies", "ok"]})
+    place = MadeUp(ends={NAMES[0]: ["dies", "ok"]})
     batch = run(place)
     assert batch.states[0].status == "stopped" and statuses(batch)[1:4] == ["ok"] * 3
     lost = record.load(batch.states[0].outcome.run)
@@ -72,7 +72,7 @@ def test_a_driver_that_is_told_to_stop_ends_what_runs_and_the_next_one_goes_on(h
                 os.kill(os.getpid(), signal.SIGINT)
             return super().start(ready)
 
-    place = Interrupting(**{NAMES[2].replace(" ", "_"): ["stays", "ok"]})
+    place = Interrupting(ends={NAMES[2]: ["stays", "ok"]})
     batch = run(place)
     assert statuses(batch) == ["ok", "ok", "stopped", *["not run: stopped"] * 3]
     assert record.load(batch.states[2].outcome.run)["stop_reason"] == "terminated"
@@ -89,7 +89,7 @@ def test_a_budget_that_is_spent_and_a_request_to_cancel_end_it_too(here):
             (opened().folder / "cancel").touch()
             return super().start(ready)
 
-    batch = run(Cancelled(**{NAMES[0].replace(" ", "_"): "stays"}))
+    batch = run(Cancelled(ends={NAMES[0]: "stays"}))
     assert statuses(batch) == ["stopped", *["not run: cancelled"] * 5]
     assert not (batch.folder / "cancel").exists()
 
@@ -129,7 +129,7 @@ def test_a_run_that_somebody_damaged_is_told_and_run_again(here, damage):
 
 
 def test_runs_of_a_notebook_that_changed_since_are_not_mixed_with_others(here):
-    place = MadeUp(second_1="error", second_2="error")
+    place = MadeUp(ends=dict.fromkeys(NAMES[4:], "error"))
     run(place)
     write_plan(here, PLAN, "print('another')")
     for _ in range(2):
@@ -142,8 +142,7 @@ def test_runs_of_a_notebook_that_changed_since_are_not_mixed_with_others(here):
 
 
 def test_what_only_failed_may_be_mended_and_run_again(here):
-    failing = {name.replace(" ", "_"): "error" for name in NAMES}
-    run(MadeUp(**failing))
+    run(MadeUp(ends=dict.fromkeys(NAMES, "error")))
     write_plan(here, PLAN, "print('mended')")
     assert statuses(run(MadeUp(), retry=True)) == ["ok"] * 6
 
@@ -167,7 +166,7 @@ def test_a_job_whose_parameters_changed_is_run_and_the_others_are_left(here):
 
 def test_a_disk_that_fills_up_ends_the_batch_and_loses_nothing(here, monkeypatch):
     place, said = MadeUp(), []
-    place.ends[NAMES[1].replace(" ", "_")] = ["error", "ok"]
+    place.ends[NAMES[1]] = ["error", "ok"]
     place.message = f"OSError: [Errno 28] {os.strerror(errno.ENOSPC)}"
     batch = run(place, said)
     assert statuses(batch)[:2] == ["ok", "stopped"] and place.ran == NAMES[:2]
@@ -209,10 +208,9 @@ def test_a_later_driver_adopts_by_the_handles_of_the_manifest(here):
         def adopt(self, started):
             self.adopted = {job.name: handle for job, handle in started.items()}
 
-    staying = {name.replace(" ", "_"): "stays" for name in NAMES}
     batch = opened()
     with pytest.raises(Killed):
-        Driver(batch, Place(at_a_time=2, **staying)).run()
+        Driver(batch, Place(at_a_time=2, ends=dict.fromkeys(NAMES, "stays"))).run()
     later = Place(at_a_time=2)
     with pytest.raises(Killed):
         Driver(opened(), later).run()
