@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# A Slurm of one node on this machine, for tests: slurm.sh start FOLDER | node-dies FOLDER | node FOLDER | stop FOLDER
+# A Slurm of one node on this machine, for tests: slurm.sh ACTION FOLDER, where ACTION is
+# start, stop, node-dies, node (one again), controller-dies or controller (one again).
 #
 # Everything it needs and writes lies in FOLDER (a new, short path: sockets have at most 108
-# letters); its own munge key, socket and free ports, so that it touches no other Slurm. What it
-# starts is named in FOLDER/pids, and `stop` ends these and the jobs' steps alone.
+# letters); its own munge key, socket and free ports, so that it touches no other Slurm. `stop` ends
+# what FOLDER/run names, and jobs that were started with this configuration, nothing else.
 set -euo pipefail
 action=$1 dir=$2
 export SLURM_CONF="$dir/slurm.conf" PATH="$PATH:/usr/sbin:/sbin"
@@ -43,8 +44,8 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SlurmctldTimeout=10
-SlurmdTimeout=10
-KillWait=${NSA_SLURM_KILL_WAIT:-10}
+SlurmdTimeout=20
+KillWait=30
 InactiveLimit=0
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,sched_min_interval=0
 SelectType=select/cons_tres
@@ -60,11 +61,20 @@ PartitionName=urgent Nodes=ALL MaxTime=01:00:00 State=UP PriorityTier=9
 END
 }
 
+controller() {
+  slurmctld -D </dev/null >>"$dir/log/slurmctld.out" 2>&1 &
+  echo $! >"$dir/run/controller"
+}
+
 node() {
-  slurmd -D -N "$host" </dev/null >"$dir/log/slurmd.out" 2>&1 &
+  slurmd -D -N "$host" </dev/null >>"$dir/log/slurmd.out" 2>&1 &
   echo $! >"$dir/run/node"
-  for _ in $(seq 150); do
-    [ "$(sinfo -h -o %T 2>/dev/null | head -1)" = idle ] && return
+  wait_for_node
+}
+
+wait_for_node() {
+  for _ in $(seq 300); do
+    case $(sinfo -h -o %T 2>/dev/null | head -1) in idle | mixed | allocated | completing) return ;; esac
     sleep 0.2
   done
   echo "the node did not come up:" >&2
@@ -98,8 +108,7 @@ start)
     --log-file="$dir/log/munged.log" --seed-file="$dir/munge/seed" </dev/null >"$dir/log/munged.out" 2>&1 &
   echo $! >"$dir/run/munged"
   until [ -S "$dir/munge/socket" ]; do sleep 0.1; done
-  slurmctld -D </dev/null >"$dir/log/slurmctld.out" 2>&1 &
-  echo $! >"$dir/run/controller"
+  controller
   node
   ;;
 node) node ;;
@@ -107,6 +116,11 @@ node-dies) # as when its power is cut: nothing of it has a last word
   end node KILL
   jobs | xargs -r kill -KILL 2>/dev/null || true
   ;;
+controller)
+  controller
+  wait_for_node
+  ;;
+controller-dies) end controller KILL ;;
 stop)
   end node KILL
   jobs | xargs -r kill -KILL 2>/dev/null || true
@@ -114,7 +128,7 @@ stop)
   end munged TERM
   ;;
 *)
-  echo "$action is not start, node, node-dies or stop" >&2
+  echo "$action is no action" >&2
   exit 2
   ;;
 esac

@@ -56,14 +56,20 @@ class Plan:
     slurm: dict[str, Any] = field(default_factory=dict)
 
 
-def read_plan(path: str | Path, notebooks: str | Path = "notebooks") -> Plan:
-    """The plan in a YAML file.
+def read_plan(
+    path: str | Path,
+    notebooks: str | Path = "notebooks",
+    slurm: dict[str, Any] | None = None,
+) -> Plan:
+    """The plan in a YAML file; `slurm` has settings that win over those below its `slurm:`.
 
     ValueError names the file and the job: a key, notebook, parameter or value that is wrong, a name
     that comes twice, jobs that wait for each other, no job or more than 100,000.
     """
     path = Path(path)
     content = parameters.read_file(path)
+    if slurm:
+        content["slurm"] = (content.get("slurm") or {}) | slurm
     _check(path, content)
     jobs = content["jobs"]
     if (count := sum(map(size, jobs))) > MOST:

@@ -80,6 +80,7 @@ class Slurm:
             raise ValueError("runs on Slurm need submitit: pip install 'nsa[cluster]'") from None
         self.every_s, self._next = every_s, 0.0
         self._queued: dict[Job, str] = {}
+        self._ended: set[Job] = set()  # at the last look
         self._strays_are_gone = False
         self._node_gpus: int | None = None
 
@@ -121,16 +122,17 @@ class Slurm:
         self._queued = {job: _id(job, handle) for job, handle in started.items()}
 
     def poll(self, started: Mapping[Job, Handle]) -> dict[Job, str]:
-        now = time.monotonic()
-        if now < self._next:
+        if time.monotonic() < self._next:
             return {}
-        self._next = now + self.every_s
         states = _states([_id(*one) for one in started.items()])
+        # squeue tries for 20 s to reach a controller that is down
+        self._next = time.monotonic() + self.every_s * (10 if states is None else 1)
         gone = {}
         for job, handle in started.items():
             why = self._gone(job, handle, states)
             if why is not None:
                 self._queued.pop(job, None)
+                self._ended.discard(job)
                 gone[job] = why
         return gone
 
@@ -143,8 +145,8 @@ class Slurm:
         limits = [job.timeout_s, self.time_s and self.time_s - MARGIN_S]
         if not any(limits):
             raise ValueError(
-                f"{job.name} has no time, and Slurm ends jobs when theirs is over; write "
-                "`timeout: 30m` in the plan, or `time: 30m` below `slurm:`"
+                f"{job.name} has no time, and Slurm ends jobs when theirs is over; say "
+                "`--slurm time=2h`, or write `timeout: 2h` in the plan"
             )
         left_s = min(limit for limit in limits if limit)
         gpus = job.gpus
@@ -201,6 +203,8 @@ class Slurm:
         with contextlib.suppress(OSError):  # what a node wrote is seen at once, also over NFS
             job.folder.chmod(job.folder.stat().st_mode)
         if outcome(job.folder).ended and not busy(job):
+            if handle.get("job") not in (None, _id(job, handle)):  # an earlier driver's was first
+                _cancel([handle["job"]])
             return ""
         if states is None:
             return _overdue(job, handle)
@@ -209,6 +213,10 @@ class Slurm:
             _cancel([_id(job, handle)])
             return f"Slurm would never begin it ({reason})"
         if state not in ENDED:
+            self._ended.discard(job)
+            return None
+        if job not in self._ended:  # it may be queued again, or its last file be on its way
+            self._ended.add(job)
             return None
         if busy(job) and not _silent(job):  # another job of Slurm is at it, see `_end_strays`
             return None
