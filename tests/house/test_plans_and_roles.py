@@ -51,6 +51,16 @@ def test_the_other_shipped_plans_can_be_run_and_hold_what_their_names_say():
         assert {entry.gpus for entry in plan.entries} == ({1} if on_gpu else {None})
 
 
+@pytest.mark.processes
+def test_the_plan_in_the_documentation_is_one(tmp_path):
+    written = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.S)[1]
+    (tmp_path / "00_smoke.yaml").write_text("dtypes: [fp32]")
+    (tmp_path / "plan.yaml").write_text(written)
+    entries = read_plan(tmp_path / "plan.yaml", NOTEBOOKS).entries
+    assert len(entries) == 13 and entries[-1].name == "memory dtype=bf16 tokens=512 #3"
+    assert entries[-1].after == ("correctness",) and entries[-1].timeout_s == 1200
+
+
 def test_every_role_has_its_priorities():
     assert {(who, priority) for who, priority, *_ in ROLES} == {
         *(("tester", priority) for priority in "ABC"),

@@ -49,7 +49,7 @@ def statuses(batch: Batch) -> list[str]:
 
 class MadeUp:
     """Jobs end at the next look. `ends` says how, by name: a stop reason, or a list of one for each
-    time, else "ok"; "dies" is a child that is gone, "stays" one that is there until it is cancelled.
+    time, else "ok"; "dies" is a child that is gone, "stays" one that has to be cancelled.
     """
 
     def __init__(self, at_a_time=1, ends=None):

@@ -42,11 +42,11 @@ def in_folder(tmp_path, monkeypatch, one_node):
     subprocess.run(["scancel", "-u", str(os.getuid())], check=False, timeout=60)
 
 
-def drive(events=iter(()), place=None, **options):
+def drive(events=(), place=None, **options):
     """A driver of its own; the batch afterwards, and what it said."""
     batch, said = opened(), []
     place = place or Slurm(batch.plan.slurm, every_s=0.3)
-    driver = Driver(batch, place, show=at_each_look(events), say=said.append, **options)
+    driver = Driver(batch, place, show=at_each_look(iter(events)), say=said.append, **options)
     driver.run()
     return batch, "\n".join(said)
 
