@@ -1,4 +1,4 @@
-"""What the front page says: which backend at a T, what fits a GPU, hung or slow; from stored rows."""
+"""What the front page says, from stored rows: which backend at a T, what fits, who hangs."""
 
 import re
 from collections.abc import Iterable
@@ -43,6 +43,7 @@ def speed(runs: Iterable[Run]) -> list[dict]:
     return sorted(tables, key=lambda t: (-len(t["rows"]), t["title"]))
 
 
+HOW = {"compile": "compiled", "cuda_graph": "CUDA graph"}
 SHAPE = {"heads": "HQ", "kv_heads": "HKV", "dim": "D", "dtype": ""}
 
 
@@ -79,40 +80,36 @@ def _ratio(times: float, two_runs: bool) -> str:
 
 
 def training(runs: Iterable[Run]) -> list[dict]:
-    """Tables of tokens a second of one rank, NSA beside its dense twin, by GPU and model."""
+    """Tables of tokens a second of one rank, by GPU and model, rows as in `speed`: the newest value
+    of each way to train."""
     found: dict[tuple, dict[float, dict]] = {}
     for run in runs:
         best: dict[tuple, dict] = {}
         for row in rows_of(run, lambda r: r["metric"] == "tokens_per_second"):
-            settled = row | {k: v for k, v in _same(run).items() if k not in row}
+            settled = _same(run) | row
             if row["mode"] != "step" or row["median"] is None or row["device"].startswith("cpu"):
                 continue
             if (settled.get("ranks") or 1) != 1 or settled.get("observe"):
                 continue
-            kind = "dense" if row["backend"] == "dense" else "nsa"
-            name = f"{metrics.model_name(settled)}, {settled.get('precision') or ''}".strip(", ")
-            how = [
-                w
-                for k, w in (("compile", "compiled"), ("cuda_graph", "CUDA graph"))
-                if settled.get(k)
-            ]
-            value = {"backend": ", ".join([row["backend"], *how]), "total": row["median"],
-                     "text": f"{row['median']:,.0f}", "run": run["run"]}  # fmt: skip
-            key = (row["device"], name, row["x_value"], kind)
-            if key not in best or best[key]["total"] < value["total"]:
-                best[key] = value
-        for (device, name, tokens, kind), value in best.items():
-            found.setdefault((device, name), {}).setdefault(tokens, {}).setdefault(kind, value)
-    tables = []
-    for (device, name), points in found.items():
-        rows = []
-        for tokens in sorted(points):
-            row = {"tokens": tokens, "ratio": "", "nsa": None, "dense": None} | points[tokens]
-            if row["nsa"] and row["dense"]:
-                two = row["nsa"]["run"] != row["dense"]["run"]
-                row["ratio"] = _ratio(row["nsa"]["total"] / row["dense"]["total"], two)
-            rows.append(row)
-        tables.append({"title": f"{name}, one {device}", "rows": rows})
+            kind = "dense" if "dense" in (settled.get("attention"), row["backend"]) else "nsa"
+            model = f"{metrics.model_name(settled)}, {settled.get('precision') or ''}".strip(", ")
+            name = "dense twin" if kind == "dense" else row["backend"]
+            name = ", ".join([name, *(word for key, word in HOW.items() if settled.get(key))])
+            value = {"backend": name, "total": 1 / row["median"], "run": run["run"]}
+            value["text"] = f"{row['median']:,.0f}"
+            point = ((row["device"], model), row["x_value"], kind, name)
+            if point not in best or value["total"] < best[point]["total"]:  # of two batches
+                best[point] = value
+        for (table, tokens, kind, name), value in best.items():
+            kinds = found.setdefault(table, {}).setdefault(tokens, {})
+            kinds.setdefault(kind, {}).setdefault(name, value)
+    tables = [
+        {
+            "title": f"{model}, one {device}",
+            "rows": [_fastest(t, points[t]) for t in sorted(points)],
+        }
+        for (device, model), points in found.items()
+    ]
     return sorted(tables, key=lambda t: (-len(t["rows"]), t["title"]))
 
 

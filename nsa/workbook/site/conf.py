@@ -18,11 +18,13 @@ html_js_files = ["site.js"]
 html_math_renderer = "mathml"
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "use_download_button": False,
     "home_page_in_toc": True,
     "show_toc_level": 2,
     "footer_content_items": [],
+    "navbar_persistent": [],
 }
 nb_execution_mode = "off"
 nb_merge_streams = True
@@ -32,8 +34,8 @@ nb_code_prompt_hide = "Hide the code"
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 # Notebooks are anybody's: their headings may begin at any level, and their links lead anywhere.
-suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb", "image", "misc.highlighting_failure",
-                     "toc.not_included"]  # fmt: skip
+suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb", "image", "toc.not_included"]
+suppress_warnings += ["misc.highlighting_failure"]
 
 POLICY = "default-src 'self' file: data: blob: 'unsafe-inline'"
 ACTIVE = re.compile(

@@ -1,4 +1,4 @@
-"""What the site knows of one run: a mapping that is JSON, read once and kept until a file changes."""
+"""What the site knows of a run: a mapping that is JSON, kept until a file of the run changes."""
 
 import hashlib
 import json
@@ -120,7 +120,7 @@ def columns(table) -> dict[str, Any]:
     `by` names the columns that tell rows of one run apart beyond COLUMNS and x.
     """
     configs = metrics.configs(table)
-    fields = sorted({key for config in configs for key in config} - FOUND)
+    fields = sorted({key for config in configs for key in config} - {*FOUND, *COLUMNS})
     columns = {name: list(table[name]) for name in COLUMNS}
     columns |= {f: [config.get(f) for config in configs] for f in fields}
     telling = {f: columns[f] for f in fields if _tells(columns[f])}
