@@ -21,7 +21,7 @@ def speed(runs: Iterable[Run]) -> list[dict]:
     found: dict[tuple, dict[float, dict]] = {}
     for run in runs:
         here: dict[tuple, dict[str, dict]] = {}
-        for row in rows_of(run, _is_time):
+        for row in rows_of(run, "latency", _is_time):
             shape = tuple((name, row.get(name)) for name in SHAPE if row.get(name) is not None)
             point = (row["device"], shape, row.get("queries") or "", row["x_value"])
             kind = "nsa" if row["operation"] == "nsa_attention" else "dense"
@@ -49,8 +49,7 @@ SHAPE = {"heads": "HQ", "kv_heads": "HKV", "dim": "D", "dtype": ""}
 
 def _is_time(row: dict) -> bool:
     return (
-        row["metric"] == "latency"
-        and row["operation"] in ("nsa_attention", "dense_attention")
+        row["operation"] in ("nsa_attention", "dense_attention")
         and row["mode"] in MODES
         and row["x_name"] == "tokens"
         and row["median"] is not None
@@ -85,7 +84,7 @@ def training(runs: Iterable[Run]) -> list[dict]:
     found: dict[tuple, dict[float, dict]] = {}
     for run in runs:
         best: dict[tuple, dict] = {}
-        for row in rows_of(run, lambda r: r["metric"] == "tokens_per_second"):
+        for row in rows_of(run, "tokens_per_second"):
             settled = _same(run) | row
             if row["mode"] != "step" or row["median"] is None or row["device"].startswith("cpu"):
                 continue
@@ -123,7 +122,7 @@ def memory(runs: Iterable[Run]) -> list[dict]:
     """Tables of a training step's peak in GiB, one a GPU and model: backends by T."""
     found: dict[tuple, dict[str, dict[float, dict]]] = {}
     for run in runs:
-        for row in rows_of(run, _is_peak):
+        for row in rows_of(run, "peak_memory", _is_peak):
             model = metrics.model_name(_same(run) | row)
             backends = found.setdefault((row["device"], model), {})
             gib = None if row["median"] is None else row["median"] / 1024
@@ -146,8 +145,7 @@ def memory(runs: Iterable[Run]) -> list[dict]:
 
 def _is_peak(row: dict) -> bool:
     return (
-        row["metric"] == "peak_memory"
-        and row["operation"] == "training_step"
+        row["operation"] == "training_step"
         and row["mode"] == "step"
         and row["x_name"] == "tokens"
         and row["unit"] == "MiB"

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from nsa.workbook.site import answers, data, pages
 
 HERE = Path(__file__).parent
 WORK = ".build"  # in the site's folder: sources, what Sphinx and we know, a lock
+NEEDED = ("sphinx", "myst_nb", "sphinx_book_theme")
 RUN = re.compile(r"\]\((?:\.\./)?runs/(\d{4}-\d\d-\d\d/[\w.-]+)(?:/[\w./-]*)?\)")
 ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
@@ -53,11 +55,8 @@ def build(
         )
     if to.is_dir() and any(to.iterdir()) and not (to / WORK).is_dir():
         raise ValueError(f"{to} holds files that no site has left there; name an empty folder")
-    try:
-        import myst_nb  # noqa: F401
-        import sphinx_book_theme  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is missing; pip install 'nsa[site]' brings it") from None
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{', '.join(missing)} is missing; pip install 'nsa[site]' brings it")
     docs = Path(docs) if docs else environment.PACKAGE.parent / "docs"
     work = to / WORK
     with _alone(work):

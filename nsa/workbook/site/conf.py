@@ -1,12 +1,16 @@
 """Sphinx's configuration of the site: no page asks another host for anything."""
 
 import re
+import sys
 from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
 
 from nsa.workbook.report import closed
+
+# jsonschema would compile 38 grammars for addresses in notebooks, which takes over a second.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 project = html_title = "NSA workbook"
 author = ""

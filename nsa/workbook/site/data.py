@@ -42,9 +42,10 @@ def signature(folder: Path) -> str:
     """Changes when a file of the run does that its pages are made from, or this code."""
     digest = hashlib.sha256(_code().encode())
     patterns = (*READ, "notebook.ipynb", "figures/*", "trials/*/explain.txt", "std*.log")
+    running = record.load(folder).get("status") == "running"
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         about = path.stat()
-        if path.name != "record.json" or record.load(folder).get("status") != "running":
+        if not (running and path.name == "record.json"):  # its heartbeat is no news
             digest.update(f"{path.name} {about.st_mtime_ns} {about.st_size}\0".encode())
     return digest.hexdigest()[:16]
 
@@ -167,11 +168,16 @@ def _coded(values: list) -> dict[str, list]:
     return {"values": [value for _, value in known], "codes": codes}
 
 
-def rows_of(run: dict[str, Any], wanted=lambda row: True) -> list[dict[str, Any]]:
-    """The rows of `columns` as mappings again, those that are wanted."""
-    rows = run["rows"]
-    names = list(rows["columns"])
-    decoded = [[c["values"][code] for code in c["codes"]] for c in rows["columns"].values()]
-    found = zip(*decoded, *(rows[name] for name in NUMBERS), strict=True)
-    made = (dict(zip((*names, *NUMBERS), row, strict=True)) for row in found)
-    return [row for row in made if wanted(row)]
+def rows_of(run: dict[str, Any], metric: str, wanted=lambda row: True) -> list[dict[str, Any]]:
+    """The rows of a metric that are wanted, as mappings of their columns and settings."""
+    columns, values = run["rows"]["columns"], run["rows"]
+    if metric not in columns["metric"]["values"]:
+        return []
+    code = columns["metric"]["values"].index(metric)
+    rows = (
+        {name: column["values"][column["codes"][i]] for name, column in columns.items()}
+        | {name: values[name][i] for name in NUMBERS}
+        for i, one in enumerate(columns["metric"]["codes"])
+        if one == code
+    )
+    return [row for row in rows if wanted(row)]
