@@ -50,9 +50,7 @@ def build(
     """
     root, to = Path(root), Path(to)
     if not root.is_dir():
-        raise ValueError(
-            f"{root} is no folder of runs; name one with --runs, or `nsa run` makes it"
-        )
+        raise ValueError(f"{root} is no folder of runs; `nsa run` makes one, --runs names another")
     if to.is_dir() and any(to.iterdir()) and not (to / WORK).is_dir():
         raise ValueError(f"{to} holds files that no site has left there; name an empty folder")
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
