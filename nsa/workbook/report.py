@@ -32,11 +32,11 @@ def publish_figures(folder: Path, root: Path, figures: Path) -> None:
         write_json(copy.with_suffix(".json"), origin)
 
 
-def render(source: str | Path) -> Path:
+def render(source: str | Path, content: Any = None) -> Path:
     """Write `report.html` into a run folder, or `<name>.html` beside a notebook; returns its path.
 
-    Code is folded, images are inside, links to the network are turned into plain text.
-    ValueError when there is no notebook to show.
+    Code is folded, images are inside, links to the network are turned into plain text. `content`:
+    what to show of a run that was no notebook. ValueError when there is no notebook to show.
     """
     import nbformat
     from nbconvert.exporters import HTMLExporter
@@ -45,9 +45,10 @@ def render(source: str | Path) -> Path:
     folder = source if source.is_dir() else source.parent
     notebook = source / "notebook.ipynb" if source.is_dir() else source
     target = folder / "report.html" if source.is_dir() else source.with_suffix(".html")
-    if not notebook.is_file():
-        raise ValueError(f"{source} holds no notebook.ipynb; give a run's folder or a notebook")
-    content = nbformat.read(notebook, as_version=4)
+    if content is None:
+        if not notebook.is_file():
+            raise ValueError(f"{source} holds no notebook.ipynb; give a run's folder or a notebook")
+        content = nbformat.read(notebook, as_version=4)
     marked = "papermill-error-cell-tag"  # the header and the open cell say it already
     content.cells = [c for c in content.cells if marked not in c.metadata.get("tags", [])]
     exporter = HTMLExporter(
@@ -109,12 +110,14 @@ def _header(folder: Path, notebook: Path) -> dict:
         return header
     facts, file = read_json(folder / "environment.json", {}), folder / "parameters.yaml"
     given = parameters.read_file(file) if file.is_file() else {}
+    numbers = "losses.csv" if (folder / "losses.csv").is_file() else "metrics.csv"
     return header | {
         "status": status_now(record),
         "message": record.get("message", ""),
         "verdicts": read_json(folder / "verdicts.json", []),
-        "tables": {"Parameters": list(given.items()), "Environment": _environment(facts)},
-        "footer": f"{run}. The numbers are in metrics.csv beside this file.",
+        "tables": ({"Parameters": list(given.items())} if given else {})
+        | {"Environment": _environment(facts)},
+        "footer": f"{run}. The numbers are in {numbers} beside this file.",
     }
 
 
