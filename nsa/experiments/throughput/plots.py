@@ -226,7 +226,8 @@ def _reported(axes) -> list[int]:
     for x, y, text in zip(tokens, speeds, texts, strict=True):
         left = x >= 1024
         axes.annotate(
-            textwrap.fill(f"{y:g}: {text}", 24), (x, y), xytext=(-7 if left else 7, 0), textcoords="offset points",
+            textwrap.fill(f"{y:g}: {text}", 24), (x, y),
+            xytext=(-7 if left else 7, 0), textcoords="offset points",
             ha="right" if left else "left", va="center", fontsize=7, color=GREY,
         )  # fmt: skip
     axes.axhspan(*case_study.TARGET_TOKENS_PER_S, color="#999999", alpha=0.15, lw=0, zorder=0,
