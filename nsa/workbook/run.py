@@ -83,6 +83,7 @@ def run_notebook(
     before anything starts; later failures are the result. With `ends_budgets` the notebook measures
     only as much as `timeout_s` leaves time for; without it is cut.
     """
+    import papermill  # noqa: F401  where it is missing, nothing is to be written
     import yaml
 
     root = Path(root)

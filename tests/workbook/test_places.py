@@ -1,4 +1,4 @@
-"""Where notebooks are found and runs go: in a clone, below it, in a folder of `nsa init`, nowhere."""
+"""Where notebooks are found and runs go: in a clone, below it, after `nsa init`, anywhere."""
 
 import pytest
 from places import NOTEBOOKS
