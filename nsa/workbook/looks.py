@@ -193,7 +193,9 @@ def log_axis(axis) -> None:
         getattr(axes, f"set_{name}lim")(middle / 2, 2 * middle)
     wide = high / low > 1e3
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.10f}".rstrip("0").rstrip("."))
+    )
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -277,7 +277,7 @@ def test_times_are_drawn_beside_dense_and_the_limits():
     assert drawn["triton"].get_linestyle() == "-" and drawn["dense-fa4"].get_linestyle() == ":"
     assert drawn["limit of NSA"].get_linestyle() == "--" and "limit of dense" in drawn
     assert drawn["triton"].get_color() == looks.look("triton")[0]
-    assert forward.get_title(loc="right") == "one GPU"
+    assert forward.get_title(loc="right").strip() == "one GPU"
 
 
 def test_each_kind_of_queries_and_each_shape_has_panels_of_its_own():
