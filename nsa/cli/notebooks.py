@@ -169,7 +169,10 @@ def report(arguments) -> int:
     from nsa.workbook.report import index, render
     from nsa.workbook.store import open_store
 
-    print(render(open_store(arguments.runs).find(arguments.run)))
+    folder = open_store(arguments.runs).find(arguments.run)
+    if (folder / "job.json").is_file():  # of `nsa train`
+        from nsa.experiments.training.report import render
+    print(render(folder))
     print(index(arguments.runs))
     return GOOD
 
@@ -224,7 +227,7 @@ def _print_run(run, status: str, message: str) -> None:
     if message:
         print(f"  reason   {message}")
     for entry in run.verdicts():
-        print(f"  {entry['verdict']:<12} {entry['claim']}")
+        print(f"  {entry['verdict']:<14} {entry['claim']}")
     if devices := run.devices():
         print(f"  measured on {devices}")
     print(f"  folder   {Path(run.folder)}")

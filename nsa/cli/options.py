@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nsa.spelling import seconds
 from nsa.workbook import places
 
 GOOD, FAILED, BAD_INPUT = 0, 1, 2
@@ -17,12 +17,10 @@ SEVERAL: dict[str, Any] = {"action": "append", "default": []}  # an option that 
 
 def duration(text: str) -> float:
     """`90`, `90s`, `20m`, `1.5h` in seconds."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
-    units = {"": 1, "s": 1, "m": 60, "h": 3600}
-    seconds = float(found.group(1)) * units[found.group(2)] if found else 0
-    if seconds <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90, 90s, 20m or 2h")
-    return seconds
+    try:
+        return seconds(text)
+    except ValueError as error:  # argparse shows the words of this kind alone
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def words(text: str) -> list[str]:

@@ -93,6 +93,13 @@ class Record:
         write_json(self.path, self.content)
 
 
+def close_lost(folder: Path, message: str) -> None:
+    """The last word on a run whose runner is gone and can say nothing: why, as far as is known."""
+    content = load(folder)
+    content.update(status="lost", stop_reason="lost", ended=utc_now(), message=message)
+    write_json(Path(folder) / "record.json", content)
+
+
 def status_now(record: dict) -> str:
     """The stored status, but `lost` for a run whose runner is gone: at once where it ran on this
     machine, else once its heartbeat is old. A live runner is never lost, however old its heartbeat
@@ -112,13 +119,16 @@ def status_now(record: dict) -> str:
 
 
 def process_start(pid: int) -> float | None:
-    """When a process began, seconds since the epoch; None when there is none."""
+    """When a process began, seconds since the epoch; None when there is none, or it has ended and
+    nobody has asked how."""
     try:
         import psutil
     except ModuleNotFoundError:  # only needed to tell a lost run from one that goes on
         return None
     try:
-        return round(psutil.Process(pid).create_time(), 1)
+        process = psutil.Process(pid)
+        ended = process.status() == psutil.STATUS_ZOMBIE
+        return None if ended else round(process.create_time(), 1)
     except (psutil.Error, ValueError):
         return None
 

@@ -18,11 +18,9 @@ from typing import Any
 
 from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
-from nsa.workbook.claim import Claim
+from nsa.workbook.claim import VERDICTS, Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.record import load, status_now
-
-VERDICTS = ("FAIL", "INCONCLUSIVE", "PASS")  # the worst first
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class Run:
         With it stands on which devices the run's rows were measured.
         """
         if verdict not in VERDICTS:
-            raise ValueError(f"verdict {verdict!r} is not one of PASS, FAIL, INCONCLUSIVE")
+            raise ValueError(f"verdict {verdict!r} is not one of {', '.join(VERDICTS)}")
         entries = [entry for entry in self.verdicts() if entry["claim"] != claim]
         entry = {"claim": claim, "verdict": verdict, "evidence": evidence}
         entries.append(entry | {"device": self.devices()})
@@ -146,8 +144,8 @@ class Run:
     def judge(self, claims: Iterable[Claim], *, must_hold: bool = True, shown: bool = True) -> None:
         """Record each claim's verdict and print it; then AssertionError if one is refuted.
 
-        must_hold False: for aims, which a run may miss without having failed. shown False: the
-        claims were printed before.
+        must_hold False: for predictions, whose refutation is a finding and ends nothing. shown
+        False: the claims were printed before.
         """
         claims = list(claims)
         for claim in claims:
