@@ -42,8 +42,7 @@ def notebooks(folder: str | Path = "notebooks") -> list[Path]:
 
 def question(notebook: str | Path) -> str:
     """The notebook's question: the text cell's part after the word Question, else its title."""
-    cells = _cells(notebook)
-    texts = ["".join(c["source"]) for c in cells if c.get("cell_type") == "markdown"]
+    texts = ["".join(c["source"]) for c in cells(notebook) if c.get("cell_type") == "markdown"]
     for text in texts[:3]:
         found = re.search(r"^\W*question\W*\s+(.+?)(?:\n\s*\n|\n#|\Z)", text, re.I | re.S | re.M)
         if found:
@@ -61,7 +60,7 @@ def run_id(notebook: str | Path, parameters: dict, environment: dict) -> str:
     digest = hashlib.sha256()
     spec = {"notebook": Path(notebook).stem, "parameters": parameters}
     digest.update(json.dumps(spec, sort_keys=True, default=str).encode())
-    for cell in _cells(notebook):
+    for cell in cells(notebook):
         tags = sorted(cell.get("metadata", {}).get("tags", []))
         digest.update(json.dumps([cell.get("cell_type"), "".join(cell["source"]), tags]).encode())
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -73,7 +72,8 @@ def run_id(notebook: str | Path, parameters: dict, environment: dict) -> str:
     return digest.hexdigest()[:8]
 
 
-def _cells(notebook: str | Path) -> list[dict]:
+def cells(notebook: str | Path) -> list[dict]:
+    """Those of the file; ValueError for one that is no notebook."""
     try:
         return json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
     except (ValueError, KeyError, TypeError):
