@@ -66,7 +66,8 @@ test-all: $(READY)
 	$(call checked,about 16 minutes,)
 
 lab: $(READY)
-	@NSA_HEADLESS=0 $(BIN)/jupyter lab notebooks/
+	@NSA_HEADLESS=0 $(BIN)/jupyter lab notebooks/ \
+		--ServerApp.jpserver_extensions="{'nsa.workbook.interactive': True}"
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from nsa.workbook.environment import utc_now
 from nsa.workbook.files import read_json, write_json
@@ -42,6 +43,7 @@ class Record:
         question: str,
         beat_s: float = 15.0,
         evidence: bool = False,
+        **facts: Any,
     ):
         self.path = Path(folder) / "record.json"
         self._done = threading.Event()
@@ -61,6 +63,7 @@ class Record:
             "pid": os.getpid(),
             "pid_started": process_start(os.getpid()),
             "machine": machine(),
+            **facts,
         }
         self._write()
         self._thread = threading.Thread(target=self._beat, args=(beat_s,), daemon=True)
