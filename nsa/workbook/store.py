@@ -22,6 +22,7 @@ from nsa.workbook.claim import Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.record import load, status_now
 
+LATEST = 5  # runs that an error names where none is alike
 VERDICTS = ("FAIL", "INCONCLUSIVE", "PASS")  # the worst first
 
 
@@ -280,7 +281,10 @@ class Store:
             raise ValueError(f"{name!r} fits {several}; give more of one")
         if not fits:
             known = [whole for _, whole, _ in ways.values()]
-            raise ValueError(f"no run {name!r} in {self.root}; {nearest(name, known, 0)}")
+            hint = nearest(name, known)
+            if len(known) > LATEST and hint.startswith("known"):
+                hint = f"the latest are {', '.join(known[-LATEST:])}"
+            raise ValueError(f"no run {name!r} in {self.root}; {hint}")
         return self.root / fits[0]
 
     def metrics(self):
