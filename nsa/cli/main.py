@@ -5,11 +5,21 @@ import contextlib
 import os
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import nsa
-from nsa.cli import bench, dtypes, notebooks, retention, selfcheck, train, trials, watch
+from nsa.cli import (
+    batch,
+    bench,
+    dtypes,
+    figures,
+    notebooks,
+    retention,
+    selfcheck,
+    train,
+    trials,
+    watch,
+)
 from nsa.cli.options import BAD_INPUT, FAILED, GOOD
 
 # Modules whose distribution has another name.
@@ -50,13 +60,26 @@ def parser() -> argparse.ArgumentParser:
     where = f"nsa {nsa.__version__} from {Path(nsa.__file__).parent}"
     top.add_argument("--version", action="version", version=where, help="show it, and end")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for family in (notebooks, retention, bench, train, dtypes, trials, watch, selfcheck):
+    for family in (
+        notebooks,
+        retention,
+        figures,
+        batch,
+        bench,
+        train,
+        dtypes,
+        trials,
+        watch,
+        selfcheck,
+    ):
         family.add(commands)
     return top
 
 
 def extra_with(module: str) -> str:
     """The extra of this package that brings a module; "notebooks", which has most, for others."""
+    from importlib import metadata
+
     distributions = {name.lower() for name in metadata.packages_distributions().get(module, [])}
     names = distributions | {ALIASES.get(module, module).lower().replace("_", "-")}
     with contextlib.suppress(metadata.PackageNotFoundError):

@@ -4,13 +4,16 @@ papermill checks nothing: an unknown name is a warning and `-p N ten` runs with 
 """
 
 import ast
+import io
 import re
 import shutil
+import tokenize
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nsa.spelling import nearest
+from nsa.workbook.identity import read_cells
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict, "list": list}
 EXAMPLES = {"int": "4", "float": "0.5", "str": "cpu", "bool": "true"}
@@ -51,37 +54,41 @@ def declared(notebook: str | Path) -> dict[str, Parameter]:
     ValueError when there is no cell tagged `parameters`, or a line of it has no annotation of a
     known type, no literal default or no comment.
     """
-    import nbformat
-    import papermill
-
-    cells = nbformat.read(str(notebook), as_version=4).cells
-    tagged = [c.source for c in cells if "parameters" in c.metadata.get("tags", [])]
     name = Path(notebook).name
-    if len(tagged) != 1:
-        raise ValueError(
-            f"{name} has {len(tagged)} cells tagged 'parameters'; it needs exactly one"
-        )
-    found = papermill.inspect_notebook(str(notebook))
-    for line in ast.parse(tagged[0]).body:
-        target = getattr(line, "target", None) or (getattr(line, "targets", None) or [None])[0]
-        if not isinstance(line, ast.AnnAssign) or getattr(target, "id", None) not in found:
+    cells = [c for c in read_cells(notebook) if "parameters" in c["metadata"].get("tags", [])]
+    if len(cells) != 1:
+        raise ValueError(f"{name} has {len(cells)} cells tagged 'parameters'; it needs exactly one")
+    source = "".join(cells[0]["source"])
+    try:
+        lines = ast.parse(source).body
+    except SyntaxError as error:
+        raise ValueError(f"{name}: line {error.lineno} of its parameters is no Python") from None
+    read = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string[1:].strip() for t in read if t.type == tokenize.COMMENT}
+    return {
+        p.name: p for p in (_parameter(name, line, comments.get(line.end_lineno)) for line in lines)
+    }
+
+
+def _parameter(notebook: str, line: ast.stmt, comment: str | None) -> Parameter:
+    match line:
+        case ast.AnnAssign(
+            target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value
+        ):
+            kind = ast.unparse(annotation).replace(" ", "")
+        case _:
             raise ValueError(
-                f"{name}: cannot read the parameter line {ast.unparse(line)!r}; write it as "
-                "`layers: int = 2  # how many`, with no second '=' in the line"
+                f"{notebook}: cannot read the parameter line {ast.unparse(line)!r}; write it as "
+                "`layers: int = 2  # how many`"
             )
-    return {key: _parameter(name, entry) for key, entry in found.items()}
-
-
-def _parameter(notebook: str, entry: dict) -> Parameter:
-    name, kind = entry["name"], str(entry["inferred_type_name"]).replace(" ", "")
     if kind not in EXAMPLES:
         raise ValueError(f"{notebook}: {name} has type {kind}; known are {', '.join(EXAMPLES)}")
-    if not entry["help"].strip():
+    if not comment:
         raise ValueError(f"{notebook}: {name} has no comment; say what it means after a '#'")
-    text = entry["default"]
     try:
-        parameter = Parameter(name, kind, ast.literal_eval(text), entry["help"].strip())
-    except (ValueError, SyntaxError):
+        parameter = Parameter(name, kind, ast.literal_eval(value), comment)
+    except ValueError:
+        text = ast.unparse(value)
         message = f"{notebook}: the default of {name} is {text}; it must be a literal"
         raise ValueError(message) from None
     return replace(parameter, default=_checked(parameter, parameter.default))

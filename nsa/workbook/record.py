@@ -94,6 +94,13 @@ class Record:
         write_json(self.path, self.content)
 
 
+def close_lost(folder: Path, message: str) -> None:
+    """The last word on a run whose runner is gone and can say nothing: why, as far as is known."""
+    content = load(folder)
+    content.update(status="lost", stop_reason="lost", ended=utc_now(), message=message)
+    write_json(Path(folder) / "record.json", content)
+
+
 def status_now(record: dict) -> str:
     """The stored status, but `lost` for a run whose runner is gone: at once where it ran on this
     machine, else once its heartbeat is old. A live runner is never lost, however old its heartbeat

@@ -59,7 +59,7 @@ def render(source: str | Path, content: Any = None) -> Path:
     # widgets are left out; the state they saved would only make the file large
     exporter.exclude_output_prompt = exporter.exclude_input_prompt = True
     html, _ = exporter.from_notebook_node(content, {"report": _header(folder, notebook)})
-    return write_atomically(target, _closed(html, notebook.parent))
+    return write_atomically(target, closed(html, notebook.parent))
 
 
 def index(root: str | Path) -> Path:
@@ -141,7 +141,7 @@ def _environment(facts: dict) -> list[tuple[str, Any]]:
     return rows + list((facts.get("allocator", {}) | facts.get("variables", {})).items())
 
 
-def _closed(html: str, folder: Path) -> str:
+def closed(html: str, folder: Path) -> str:
     """No script, no frame, nothing fetched: pictures come in, links to the network become text."""
     import base64
     import mimetypes

@@ -16,6 +16,8 @@ from nsa.workbook import environment, identity, keep, parameters, report, store
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.record import Record, load
 
+CUT = ("interrupted", "terminated")  # from outside, and to be run again
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -72,6 +74,8 @@ def run_notebook(
     progress: bool = True,
     ends_budgets: bool = True,
     notebooks: str | Path = "notebooks",
+    index: bool = True,
+    began: Callable[[Path], None] = lambda folder: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
     """Execute a notebook with `given` parameters into a new folder below `root`.
@@ -81,7 +85,8 @@ def run_notebook(
     `evidence` only what `environment.check_evidence` lets through is run, and the trials that it
     names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
     before anything starts; later failures are the result. With `ends_budgets` the notebook measures
-    only as much as `timeout_s` leaves time for; without it is cut.
+    only as much as `timeout_s` leaves time for; without it is cut. `began` gets the new folder
+    before anything runs in it; with `index` the page of all runs is written again.
     """
     import yaml
 
@@ -99,6 +104,7 @@ def run_notebook(
         say(f"this run exists: {earlier} (run it again with --again)")
         return _result(earlier, cached=True)
     folder = store.create_folder(root, name)
+    began(folder)
     settings = yaml.safe_dump(planned.full, sort_keys=False, allow_unicode=True)
     write_atomically(folder / "parameters.yaml", settings)
     write_json(folder / "environment.json", planned.environment)
@@ -129,7 +135,8 @@ def run_notebook(
             say(f"no figures in {figures}: {error.strerror}")
     try:
         report.render(folder)
-        report.index(root)
+        if index:
+            report.index(root)
     except Exception as error:
         say(f"no report: {type(error).__name__}: {error}")
     return _result(folder)

@@ -18,12 +18,11 @@ from typing import Any
 
 from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
-from nsa.workbook.claim import Claim
+from nsa.workbook.claim import VERDICTS, Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.record import load, status_now
 
 LATEST = 5  # runs that an error names where none is alike
-VERDICTS = ("FAIL", "INCONCLUSIVE", "PASS")  # the worst first
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Run:
         With it stands on which devices the run's rows were measured.
         """
         if verdict not in VERDICTS:
-            raise ValueError(f"verdict {verdict!r} is not one of PASS, FAIL, INCONCLUSIVE")
+            raise ValueError(f"verdict {verdict!r} is not one of {', '.join(VERDICTS)}")
         entries = [entry for entry in self.verdicts() if entry["claim"] != claim]
         entry = {"claim": claim, "verdict": verdict, "evidence": evidence}
         entries.append(entry | {"device": self.devices()})
@@ -147,8 +146,8 @@ class Run:
     def judge(self, claims: Iterable[Claim], *, must_hold: bool = True, shown: bool = True) -> None:
         """Record each claim's verdict and print it; then AssertionError if one is refuted.
 
-        must_hold False: for aims, which a run may miss without having failed. shown False: the
-        claims were printed before.
+        must_hold False: for predictions, whose refutation is a finding and ends nothing. shown
+        False: the claims were printed before.
         """
         claims = list(claims)
         for claim in claims:
@@ -160,14 +159,20 @@ class Run:
             raise AssertionError("; ".join(refuted))
 
     def show(self, figure: Any, name: str) -> None:
-        """Write the figure as `name`.png and `name`.svg, each naming this run inside. A notebook
+        """Write the figure as `name`.png and `name`.svg, with this run at its foot. A notebook
         displays it by itself. None, a plot that had nothing to draw, is left out."""
-        if figure is None:
-            return
-        label = {"Title": name, "Description": f"run {self.id}"}
-        with looks.style():
-            figure.savefig(self.figure(f"{name}.png"), dpi=120, metadata=label)
-            figure.savefig(self.figure(f"{name}.svg"), metadata=label | {"Date": None})
+        if figure is not None:
+            looks.write(figure, self._made("figures"), name, self.source())
+
+    def source(self) -> str:
+        """What a figure's foot says: the run, on what its rows were measured, torch, commit, day.
+        Of a scratch run nothing that changes from one to the next."""
+        stored, facts = load(self.folder), environment.provenance(self.environment)
+        told = [f"run {self.id}", self.devices(), f"torch {facts['torch']}"]
+        if stored:
+            told += [f"commit {facts['commit']}"] if facts["commit"] else []
+            told += [str(stored.get("started"))[:10]]
+        return ", ".join(filter(None, told))
 
     def device(self, device: str, gpus: int = 1) -> Machine:
         """What the cells run on, for a notebook's parameter `device`; see `find_machine`. Rows that
