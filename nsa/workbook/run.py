@@ -88,6 +88,7 @@ def run_notebook(
     only as much as `timeout_s` leaves time for; without it is cut. `began` gets the new folder
     before anything runs in it; with `index` the page of all runs is written again.
     """
+    import papermill  # noqa: F401 - where it is missing, that is said before there is a folder
     import yaml
 
     root = Path(root)
