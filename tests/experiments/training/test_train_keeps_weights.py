@@ -114,7 +114,7 @@ def test_a_training_has_a_report_with_its_curve_settings_and_how_to_go_on(traine
     first, last = (f"{float(losses[i][1]):.4f}" for i in (0, -1))
     assert f'alt="Loss from {first} to {last} nats over 5 steps"' in page
     assert "data:image/svg+xml;base64," in page and "model.nsa.window" in page
-    assert "--resume train-1" in page and "checkpoints/step-000005.pt" in page
+    assert "--resume runs/2026-11-24/train-1" in page and "checkpoints/step-000005.pt" in page
     assert not re.search(r"(src|href)=.(https?:)?//", page)
 
 
