@@ -12,6 +12,7 @@ from nsa.cli.options import BAD_INPUT, FAILED, GOOD, command, share, words
 SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 RULES = ("older", "larger", "status", "down_to", "yes")
 DAY_S = 86400
+DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 def age(text: str) -> float:
@@ -119,9 +120,10 @@ def rm(arguments) -> int:
 
 
 def _folder(store, name: str) -> Path:
-    """The run's folder; a path below the runs' root may be one without a record."""
+    """The run's folder; a path to one of a day below the runs' root may be without a record."""
     place = Path(name)
-    if place.is_dir() and place.resolve().parent.parent == store.root.resolve():
+    day = place.resolve().parent
+    if place.is_dir() and day.parent == store.root.resolve() and DAY.fullmatch(day.name):
         return place
     return store.find(name)
 

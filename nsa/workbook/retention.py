@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from nsa.spelling import choice
+from nsa.workbook.files import read_json
 from nsa.workbook.record import STATUS_OF, load, status_now
 from nsa.workbook.store import Store
 
@@ -144,8 +145,13 @@ def _age_s(record: dict, folder: Path, now: datetime) -> float:
 
 
 def _documents(root: Path, tracked: Iterable[Path]) -> Iterator[Path]:
-    """Those of other runs than the tracked ones are no documents: each names itself."""
+    """What may name a run, and the manifests of batches that go on; a run that is not tracked is no
+    document, as it names itself."""
     root, tracked = root.resolve(), dict.fromkeys(tracked)
+    for manifest in root.glob("batches/*/manifest.json"):
+        driver = {"status": "running", **read_json(manifest, {}).get("driver", {})}
+        if status_now(driver) == "running":
+            yield manifest
     beside = (f for pattern in BESIDE for f in root.parent.glob(pattern) if root not in f.parents)
     for file in tracked | dict.fromkeys(beside):
         if file.suffix in READ and file.is_file():

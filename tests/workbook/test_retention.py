@@ -129,6 +129,19 @@ def test_what_git_tracks_stays_and_what_a_tracked_run_names(place):
 
 
 @pytest.mark.processes
+def test_what_a_batch_that_goes_on_has_run_stays_until_its_driver_ends(place, capsys):
+    store_run("01_one-00000001", days=40)
+    jobs, manifest = [{"run": "2026-11-01/01_one-00000001"}], place / "runs/batches/all"
+    manifest.mkdir(parents=True)
+    write_json(manifest / "manifest.json", {"driver": alive(), "jobs": jobs})
+    assert kept() == {"01_one-00000001": "runs/batches/all/manifest.json names it"}
+    assert "no run" in nsa(capsys, "rm", str(manifest), code=2).err and manifest.is_dir()
+    gone = alive() | {"pid_started": 1}
+    write_json(manifest / "manifest.json", {"driver": gone, "jobs": jobs})
+    assert kept() == {}
+
+
+@pytest.mark.processes
 def test_pruning_names_runs_and_removes_none_until_it_is_told_to(place, capsys):
     old, cited = store_run("01_one-00000001", days=40), store_run("01_one-00000002", days=40)
     (place / "README.md").write_text("01_one-00000002")

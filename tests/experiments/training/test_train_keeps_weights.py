@@ -139,3 +139,13 @@ def test_a_curve_of_many_steps_is_one_of_means():
     rows = [(float(step), 3.0, 1.0) for step in range(2001)]
     thin = report._thinned(rows)
     assert len(thin) <= report.MOST and thin[0] == (2.5, 3.0, 1.0)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_on_a_gpu_leaves_weights_that_load_there(tmp_path):
+    words = [word if word != "cpu" else "cuda" for word in TINY]
+    into = ["--cuda-graph", "--steps", "9", "--into", str(tmp_path / "r")]
+    assert cli.main([*words, *into]) == 0
+    model = load_model(tmp_path / "r", "cuda")
+    assert next(model.parameters()).is_cuda
+    assert model(torch.zeros(1, 48, dtype=torch.long, device="cuda"))[0].isfinite().all()
