@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_train_command import TINY
+from test_train_command import TINY, Started, nsa
 
 from nsa import load_model
 from nsa.cli import main as cli
@@ -149,3 +149,15 @@ def test_a_captured_step_on_a_gpu_leaves_weights_that_load_there(tmp_path):
     model = load_model(tmp_path / "r", "cuda")
     assert next(model.parameters()).is_cuda
     assert model(torch.zeros(1, 48, dtype=torch.long, device="cuda"))[0].isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_end_well_where_the_one_that_writes_cannot(tmp_path, kind):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "checkpoints").write_text("in the way")
+    words = ["--steps", "2", "--ranks", "2", "--parallel", kind, "--into", "r"]
+    with Started(nsa(*words), tmp_path) as job:
+        code, printed = job.ended()
+    assert code == 0 and "weights  not kept: File exists" in printed
+    assert json.loads((tmp_path / "r" / "record.json").read_text())["status"] == "ok"
