@@ -24,6 +24,8 @@ from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.parameters import of_kernel
 from nsa.workbook.record import load, status_now
 
+LATEST = 5  # runs that an error names where none is alike
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -295,7 +297,10 @@ class Store:
             raise ValueError(f"{name!r} fits {several}; give more of one")
         if not fits:
             known = [whole for _, whole, _ in ways.values()]
-            raise ValueError(f"no run {name!r} in {self.root}; {nearest(name, known, 0)}")
+            hint = nearest(name, known)
+            if len(known) > LATEST and hint.startswith("known"):
+                hint = f"the latest are {', '.join(known[-LATEST:])}"
+            raise ValueError(f"no run {name!r} in {self.root}; {hint}")
         return self.root / fits[0]
 
     def metrics(self):
