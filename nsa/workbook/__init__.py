@@ -1,6 +1,6 @@
 """Running notebooks, keeping what they found, and showing it.
 
-`load("runs/...")` opens a stored run in any notebook; `explore(run, ...)` looks through one or more.
+`load("runs/...")` opens a stored run in any notebook, `explore(run, ...)` looks through numbers.
 """
 
 from importlib import import_module

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from nsa.workbook import environment, looks, metrics, store
@@ -12,7 +13,7 @@ from nsa.workbook.loaded import LoadedRun, load, runs_root
 
 CURVE = ("operation", "backend", "mode", "metric", "x_name")
 ENDED = ("outcome", "message", "checked", "alone")  # of a config: how it went, no setting
-# Settings that tell rows apart before any others do; of two that tell the same the later is dropped.
+# Settings that come before all others: of two that tell the same rows apart the later is dropped.
 FIRST = ("preset", "model", "layers", "attention", "heads", "kv_heads", "dim", "dtype", "queries",
          "batch", "tokens", "window")  # fmt: skip
 EVERY = "every setup"
@@ -72,7 +73,8 @@ def browser(
         for folder in reversed(store.open_store(root).folders()):
             run = LoadedRun(folder)
             library.setdefault(str(run.record.get("notebook", "")), []).append(run)
-    library = {name: kept for name, all_ in library.items() if (kept := [r for r in all_ if _has(r)])}
+    library = {name: list(filter(_has, library[name])) for name in sorted(library)}
+    library = {name: runs for name, runs in library.items() if runs}
     if not library:
         what = ", ".join(run.id for run in opened) or f"runs below {root}"
         raise ValueError(f"no rows to look through in {what}; a run that ended well has some")
@@ -80,11 +82,20 @@ def browser(
 
 
 def _has(run: LoadedRun) -> bool:
-    """Whether the run has rows; a damaged one is left out, as `load` tells what is wrong with it."""
+    """Whether the run has rows, which is quicker to see than to read them."""
     try:
-        return len(run.metrics) > 0
-    except ValueError:
+        with (run.folder / "metrics.csv").open("rb") as file:
+            return bool(file.readline() and file.readline())
+    except OSError:
         return False
+
+
+def _reach(run: LoadedRun) -> int:
+    """At how many x the run measured; 0 for a damaged one."""
+    try:
+        return run.stored_metrics["x_value"].nunique()
+    except ValueError:
+        return 0
 
 
 def _panel(library: Mapping[str, Sequence[LoadedRun]], given: bool, quantity: str) -> Panel:
@@ -94,7 +105,7 @@ def _panel(library: Mapping[str, Sequence[LoadedRun]], given: bool, quantity: st
     def frame(ids: tuple[str, ...]):
         import pandas
 
-        tables = [metrics_of(by_id[id]).assign(run=id) for id in ids]
+        tables = [by_id[id].stored_metrics.assign(run=id) for id in ids]
         table = with_settings(pandas.concat(tables, ignore_index=True))
         names = [n for n in table if n not in (*metrics.COLUMNS, "run", "quantity")]
         return table.assign(
@@ -105,8 +116,9 @@ def _panel(library: Mapping[str, Sequence[LoadedRun]], given: bool, quantity: st
     def quantities(ids: Sequence[str]) -> list[str]:
         table = frame(tuple(ids))
         table = table[table["median"].notna()]
-        points = table.groupby("quantity", sort=False).size()
-        return sorted(points.index, key=lambda name: -points[name])
+        groups = table.groupby("quantity", sort=False)
+        lengths, points = groups["x_value"].nunique(), groups.size()
+        return sorted(points.index, key=lambda name: (-lengths[name], -points[name]))
 
     def setups(ids: Sequence[str], quantity: str) -> list[str]:
         table = frame(tuple(ids))
@@ -136,7 +148,8 @@ def _panel(library: Mapping[str, Sequence[LoadedRun]], given: bool, quantity: st
                 options=list(library), value=start["notebook"], description="notebook", **wide
             ),
             "quantity": widgets.Dropdown(
-                options=quantities(start["runs"]), value=start["quantity"], description="what", **wide
+                options=quantities(start["runs"]), value=start["quantity"],
+                description="what", **wide,
             ),
             "runs": widgets.SelectMultiple(
                 options=ids, value=start["runs"], description="runs", rows=min(5, len(ids)), **wide
@@ -157,13 +170,20 @@ def _panel(library: Mapping[str, Sequence[LoadedRun]], given: bool, quantity: st
         if ids and name != "setup":
             _offer(controls["setup"], setups(ids, controls["quantity"].value))
 
-    notebook = next(iter(library))
+    # without a wish the newest run that draws curves rather than points
+    newest = sorted(by_id.values(), key=_started, reverse=True)
+    first = next((run for run in newest if _reach(run) > 2), newest[0])
+    notebook = next(name for name, runs in library.items() if first in runs)
     ids = tuple(run.id for run in library[notebook])
-    ids = ids if given else ids[:1]
+    ids = ids if given else (first.id,)
     there = quantities(ids)
     quantity = quantity if quantity in there else there[0]
     start = {"notebook": notebook, "runs": ids, "quantity": quantity, "setup": EVERY}
     return Panel(start, {"curves": curves}, told, controls, adjust)
+
+
+def _started(run: LoadedRun) -> str:
+    return str(run.record.get("started"))
 
 
 def _offer(control: Any, options: Sequence[str]) -> None:
@@ -173,17 +193,10 @@ def _offer(control: Any, options: Sequence[str]) -> None:
     control.value = before if before in options else options[0]
 
 
-def metrics_of(run: LoadedRun):
-    """The rows as they were stored."""
-    return metrics.read(run.folder / "metrics.csv")
-
-
 def overlay(rows, quantity: str):
     """Every curve of these rows, with its spread from q20 to q80 shaded: colours are backends where
     each has one curve a run, dashes are runs. Beyond MOST_CURVES the rest is left out, and said."""
     from matplotlib.figure import Figure
-
-    from textwrap import fill
 
     keys = [name for name in ("run", "backend", "setup") if rows[name].nunique() > 1]
     groups = list(rows.groupby(["run", "backend", "setup"], sort=False))
@@ -245,7 +258,9 @@ def unlike(runs: Sequence[LoadedRun]) -> list[str]:
     names = sorted({name for run in runs for name in run.parameters})
     for name in names:
         values = [run.parameters.get(name, "not a parameter then") for run in runs]
-        facts[f"parameter {name}"] = [json.dumps(v) if not isinstance(v, str) else v for v in values]
+        facts[f"parameter {name}"] = [
+            json.dumps(v) if not isinstance(v, str) else v for v in values
+        ]
     return [
         f"they differ in {name}: {', '.join(dict.fromkeys(values))}"
         for name, values in facts.items()
@@ -268,6 +283,6 @@ def _quantity(row: Mapping[str, Any]) -> str:
 
 
 def _words(settings: Mapping[str, Any]) -> str:
-    """"heads 64, dtype bf16"."""
+    """ "heads 64, dtype bf16"."""
     told = [f"{n} {v}" for n, v in settings.items() if v is not None and v == v and v != ""]
     return ", ".join(told)

@@ -30,9 +30,9 @@ class Panel:
     sentences of `told(**values)`.
 
     start: the values to begin with. controls: makes {name: widget} of them, called where widgets
-    can be moved. adjust(widgets, name, value): called when one of them changes, to set others. foot:
-    the control that stands below the picture, along the picture's own axis from `span[0]` to
-    `span[1]`, shares of its width.
+    can be moved. adjust(widgets, name, value): called when one of them changes, to set others.
+    foot: the control below the picture, as long as the picture's axis from `span[0]` to `span[1]`,
+    shares of its width.
     """
 
     start: Mapping[str, Any]
@@ -72,7 +72,7 @@ class LivePanel:
 
         self.panel = panel
         self.controls = panel.controls(panel.start)
-        self.view = widgets.ToggleButtons(options=list(panel.views), description="show")
+        self.view = widgets.ToggleButtons(options=list(panel.views))
         self.view.style.button_width = "auto"
         self.picture = widgets.Image(format="png", layout={"max_width": "100%"})
         self.message, self.words = widgets.HTML(), widgets.HTML()
@@ -102,6 +102,8 @@ class LivePanel:
         self._adjusting = True  # what follows from one movement is one picture
         try:
             self.panel.adjust(self.controls, name, value)
+        except ValueError as error:
+            return self._tell(error)
         finally:
             self._adjusting = False
         self.redraw()
@@ -113,12 +115,15 @@ class LivePanel:
             picture = png(self.panel.views[self.view.value](**values))
             told = self.panel.told(**values)
         except ValueError as error:
-            look = f"color: {looks.RED}"
-            self.message.value = f'<div role="alert" style="{look}">{html.escape(str(error))}</div>'
-            return
+            return self._tell(error)
         self.message.value = ""
-        self.picture.value, self.picture.tooltip = picture, ". ".join([self.view.value, *told])
-        self.words.value = "".join(f"<div>{html.escape(line)}</div>" for line in told)
+        self.picture.value = picture
+        lines = "".join(f"<div>{html.escape(line)}</div>" for line in told)
+        self.words.value = f'<div role="status" style="line-height: 1.5">{lines}</div>'
+
+    def _tell(self, error: ValueError) -> None:
+        look = f"color: {looks.RED}"
+        self.message.value = f'<div role="alert" style="{look}">{html.escape(str(error))}</div>'
 
 
 def png(figure: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""A stored run opened in any notebook: its numbers as DataFrames, its figures, its plots redrawn."""
+"""A stored run opened in any notebook: numbers as DataFrames, figures, plots drawn anew."""
 
 import json
 import os
@@ -48,9 +48,14 @@ class LoadedRun:
         column for each setting in which rows of one backend, metric and x differ."""
         from nsa.workbook.browse import with_settings
 
+        return with_settings(self.stored_metrics)
+
+    @cached_property
+    def stored_metrics(self):
+        """metrics.csv as it is, without columns for settings."""
         file = self.folder / "metrics.csv"
         try:
-            return with_settings(metrics.read(file))
+            return metrics.read(file)[list(metrics.COLUMNS)]
         except (ValueError, KeyError) as error:
             raise ValueError(f"{file} is no table as a run writes it: {error}") from error
 
@@ -89,9 +94,13 @@ class LoadedRun:
             raise ValueError(f"{file} is damaged, it is no JSON: {error}") from None
 
     def __repr__(self) -> str:
-        facts = environment.provenance(self.environment)
-        where = ", ".join(x for x in (store.Run(self.folder).devices(), facts["commit"]) if x)
-        verdict = f", {self.verdict}" if self.verdict else ""
+        try:
+            facts = [" and ".join(self.stored_metrics["device"].unique())]
+            facts.append(environment.provenance(self.environment)["commit"])
+            verdict = f", {self.verdict}" if self.verdict else ""
+        except ValueError as error:
+            return f"<run {self.id}: damaged; {error}>"
+        where = ", ".join(fact for fact in facts if fact)
         return f"<run {self.id}: {self.status}{verdict}; {where or 'no rows'}>"
 
 

@@ -12,7 +12,7 @@ from nsa.workbook import looks, metrics, store
 from nsa.workbook.scaling import crossing
 
 NSA, DENSE, TRAINING = "nsa_attention", "dense_attention", "training_step"
-LIMITS = ("limit", "dense limit")  # what the hardware allows, which nobody runs
+LIMITS = {"limit": "#000000", "dense limit": "#9a9a9a"}  # what the hardware allows, nobody runs
 # What is shown: (operations, metric, mode) of the rows.
 QUANTITIES = {
     "attention forward (ms)": ((NSA, DENSE), "latency", "forward"),
@@ -65,8 +65,9 @@ def recorded(root: str | Path) -> Recorded:
             ]
             configs = metrics.configs(rows)
             # of an A/B or a planted fault a row does not tell the whole setup
-            told = ["preset" in c or {"heads", "kv_heads", "dim"} <= c.keys() for c in configs]
-            rows, configs = rows[np.array(told, bool)], [c for c, whole in zip(configs, told, strict=True) if whole]
+            whole = ["preset" in c or {"heads", "kv_heads", "dim"} <= c.keys() for c in configs]
+            rows = rows[np.array(whole, bool)]
+            configs = metrics.configs(rows)
             found = {
                 "quantity": name,
                 "setup": [_setup(c, d) for c, d in zip(configs, rows["device"], strict=True)],
@@ -120,7 +121,7 @@ def against_tokens(found: Recorded, quantity: str, setup: str, tokens: int):
             colour, marker = looks.look(backend)
             style = ":" if good["dense"].all() else "-"
             if backend in LIMITS:
-                colour, marker, style = looks.GREY, "", "--"
+                colour, marker, style = LIMITS[backend], "", "--"
             axes.plot(
                 good["tokens"], good["value"], style, color=colour, marker=marker, label=backend
             )
@@ -212,7 +213,9 @@ def _break_even(table) -> list[str]:
             told.append(f"{backend} takes less than dense at every T measured, {line.index[0]} on")
         else:
             told.append(f"{backend} takes less than dense from T = {where} on")
-    told += [f"up to T = {t}, their longest, these never do: {', '.join(b)}" for t, b in never.items()]
+    told += [
+        f"up to T = {t}, their longest, these never do: {', '.join(b)}" for t, b in never.items()
+    ]
     return told
 
 

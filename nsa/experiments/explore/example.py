@@ -179,7 +179,7 @@ def forced_blocks(query: int, config: NSAConfig) -> list[int]:
 
 
 def _spread(weights: Tensor, tokens: int, config: NSAConfig) -> Tensor:
-    """[tokens]: each compressed key's weight, shared evenly by the tokens that it is the mean of."""
+    """[tokens]: each compressed key's weight, shared evenly by the tokens it is the mean of."""
     seen = count_compressed(tokens, config)
     starts = torch.arange(seen) * config.compress_stride
     share = weights[:seen] / config.compress_block

@@ -36,7 +36,7 @@ def seen(example: Example, query: int):
             axes = fig.add_subplot(grid[0, column])
             shown = example.sees[branch].int() + 2 * future.int()
             colours = ListedColormap(["#FFFFFF", COLOURS[branch], "#EEEEEE"])
-            axes.imshow(shown, cmap=colours, aspect="auto", **look)
+            axes.imshow(shown.numpy(), cmap=colours, aspect="auto", **look)
             axes.axhline(query, color="black", lw=1)
             axes.grid(False)
             looks.title(axes, NAMES[branch])
@@ -151,7 +151,7 @@ def gates(example: Example, found: Gates):
         left.set(xlabel="query head" if layers == 1 else "layer", ylabel="share of the gates")
         left.xaxis.get_major_locator().set_params(integer=True)
         colours = [COLOURS[branch] for branch in BRANCHES]
-        right.stackplot(where, parts.T, colors=colours, lw=0)
+        right.stackplot(where.numpy(), parts.T.numpy(), colors=colours, lw=0)
         right.set(xlabel="query", ylabel="share of the output", xlim=(0, example.choice.tokens - 1))
         for axes, title in ((left, found.name), (right, "gate x norm of a branch's output")):
             axes.set(ylim=(0, 1))
