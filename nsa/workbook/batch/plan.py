@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,15 @@ class _Expander:
     def __init__(self, folder: Path, notebooks: str | Path, defaults: dict[str, Any]):
         self.folder, self.notebooks, self.defaults = folder, notebooks, defaults
         self.snapshot = environment.snapshot()
-        self.known: dict[Path, tuple[dict[str, parameters.Parameter], str]] = {}
+        self.known: dict[Path, tuple[dict[str, parameters.Parameter], str, Callable]] = {}
 
     def __call__(self, job: dict[str, Any]) -> Iterator[Entry]:
         notebook = identity.find_notebook(job["notebook"], self.notebooks)
         if notebook not in self.known:
-            self.known[notebook] = parameters.declared(notebook), identity.source(notebook)
-        declared, source = self.known[notebook]
+            together = parameters.check_together(notebook)
+            declared = parameters.declared(notebook)
+            self.known[notebook] = declared, identity.source(notebook), together
+        declared, source, together = self.known[notebook]
         whole = {key: self.defaults[key] for key in ("timeout", "gpus") if key in self.defaults}
         whole |= job
         options = {
@@ -143,6 +145,7 @@ class _Expander:
             cell = dict(zip(grid, values, strict=True))
             given = parameters.check(declared, fixed | cell)
             full = parameters.filled(declared, given)
+            together(full)
             run_id = identity.run_id(notebook, full, facts, source)
             planned = Planned(notebook, given, full, facts, f"{notebook.stem}-{run_id}")
             name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
