@@ -36,6 +36,7 @@ class Entry:
     after: tuple[str, ...] = ()  # names of jobs
     timeout_s: float | None = None
     gpus: int | None = None
+    checked: bool = True  # its values go together; else its child finds out
 
     @property
     def key(self) -> str:
@@ -145,13 +146,18 @@ class _Expander:
             cell = dict(zip(grid, values, strict=True))
             given = parameters.check(declared, fixed | cell)
             full = parameters.filled(declared, given)
-            together(full)
+            # What a GPU changes, only a machine that has one can tell: there the child checks.
+            elsewhere = full.get("device") == "cuda" and not self.snapshot["gpus"]
+            if not elsewhere:
+                together(full)
             run_id = identity.run_id(notebook, full, facts, source)
             planned = Planned(notebook, given, full, facts, f"{notebook.stem}-{run_id}")
             name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
             for repeat in range(1, options["repeats"] + 1):
                 numbered = f"{name} #{repeat}" if options["repeats"] > 1 else name
-                yield Entry(numbered, planned=planned, repeat=repeat, **options)
+                yield Entry(
+                    numbered, planned=planned, repeat=repeat, checked=not elsewhere, **options
+                )
 
 
 def _word(value: Any) -> str:
