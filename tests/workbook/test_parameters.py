@@ -43,7 +43,7 @@ def test_a_default_may_take_lines_and_a_comment_any_sign(tmp_path):
     )
     found = declared(write_notebook(tmp_path / "signs.ipynb", parameters=cell))
     assert [(p.default, p.help) for p in found.values()] == [
-        ({"a": [1]}, "with x=1 inside"),
+        ({"a": [1]}, "inner with x=1 inside"),
         ("a=#b", "its"),
     ]
 
