@@ -90,7 +90,7 @@ def run_notebook(
     progress: bool = True,
     ends_budgets: bool = True,
     notebooks: str | Path = "notebooks",
-    index: bool = True,
+    pages: bool = True,
     began: Callable[[Path], None] = lambda folder: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
@@ -102,7 +102,7 @@ def run_notebook(
     names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
     before anything starts; later failures are the result. With `ends_budgets` the notebook measures
     only as much as `timeout_s` leaves time for; without it is cut. `began` gets the new folder
-    before anything runs in it; with `index` the page of all runs is written again.
+    before anything runs in it; without `pages` the report and the page of all runs are left out.
     """
     import papermill  # noqa: F401  where it is missing, nothing is to be written
 
@@ -148,8 +148,8 @@ def run_notebook(
         except OSError as error:
             say(f"no figures in {figures}: {error.strerror}")
     try:
-        report.render(folder)
-        if index:
+        if pages:
+            report.render(folder)
             report.index(root)
     except Exception as error:
         say(f"no report: {type(error).__name__}: {error}")

@@ -1,5 +1,6 @@
 """Has the jobs of a batch run in a place, to the end or until it is told to stop."""
 
+import contextlib
 import shutil
 import signal
 import time
@@ -63,6 +64,8 @@ class Driver:
             self._prepare()
             with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._ask)):
                 self._loop()
+            for state in batch.states:  # also of those that ended while nobody drove
+                self._report(state)
             try:
                 report.index(batch.root)
             except OSError as error:
@@ -182,20 +185,31 @@ class Driver:
             self.batch.reset(state)
             self._stop(f"{state.name}: {found.message}")
             return
-        if not found.ended and not found.run:  # it did not get as far as a run
+        if not found.ended and not found.message:  # all that is left is what its process printed
             log = state.job.log.read_text(errors="replace") if state.job.log.exists() else ""
             said = why or (log.strip().splitlines() or ["its process left nothing"])[-1]
-            found = replace(found, status=STOPPED if why or FULL in said else FAILED, message=said)
+            cut = found.run or why or FULL in said
+            found = replace(found, status=STOPPED if cut else FAILED, message=said)
         state.outcome, state.status = found, found.status
+        self._report(state)
         self.say(line(self.batch, state))
         if FULL in found.message:
             self._stop(f"the disk of {self.batch.root} is full")
+
+    def _report(self, state: State) -> None:
+        run = state.outcome.run
+        if run and (run / "notebook.ipynb").is_file() and not (run / "report.html").is_file():
+            try:
+                report.render(run)
+            except Exception as error:  # it costs nothing but itself
+                self.say(f"no report of {run}: {type(error).__name__}: {error}")
 
     def _close(self, state: State, why: str) -> None:
         """The record of a run whose child is gone says so."""
         run = outcome(state.job.folder).run
         if run and record.load(run).get("status") == "running":
-            record.close_lost(run, why or "its process is gone")
+            with contextlib.suppress(OSError):  # of a full disk; it is shown as lost all the same
+                record.close_lost(run, why or "its process is gone")
 
     def _ready(self) -> list[State]:
         """To run, and all that they wait for has run."""

@@ -205,6 +205,22 @@ def test_a_disk_that_fills_up_ends_the_batch_and_loses_nothing(here, monkeypatch
     assert statuses(run(place)) == ["ok"] * 6 and len(place.ran) == 7
 
 
+def test_a_disk_so_full_that_not_even_the_record_can_be_closed_ends_it_in_order(here, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Full(MadeUp):
+        def poll(self, started):
+            for job in started:
+                job.log.write_text(f"Traceback ...\nOSError: {os.strerror(errno.ENOSPC)}\n")
+            return dict.fromkeys(super().poll(started), "")
+
+    monkeypatch.setattr(record, "close_lost", full)
+    batch = run(Full(ends={NAMES[1]: "dies"}))
+    assert statuses(batch)[:2] == ["ok", "stopped"]
+    assert statuses(batch)[2] == f"not run: the disk of {batch.root} is full"
+
+
 def test_with_little_left_on_the_disk_nothing_is_begun(here, monkeypatch):
     usage = shutil.disk_usage(here)._replace(free=3 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
