@@ -77,7 +77,10 @@ def batch(arguments) -> int:
     if arguments.json:
         print(json.dumps(show.table(found), indent=2))
     else:
-        print(text(show.table(found)))
+        rows = show.table(found)
+        if len(rows) > ASK:
+            rows = [row for row in rows if not row["status"].startswith("ok")]
+        print(text(rows) if rows else "all ran")
         print(show.counted(found) + (f" ({driver.why})" if driver.why else ""))
         print("".join(f"{line}\n" for line in show.failures(found)), end="")
         if any(state.status == "failed" for state in states):

@@ -67,6 +67,8 @@ def add(commands) -> None:
     text = "DDP: gradients are held beside the buckets, as torch's default has it"
     option("--no-bucket-view", action="store_false", help=text, dest="gradient_as_bucket_view")
     option("--save-every", type=int, metavar="STEPS", help="checkpoints; the last two are kept")
+    text = "keep no checkpoint at the end; by default the last one stays"
+    option("--no-weights", action="store_false", dest="weights", help=text)
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
     option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")
     text = (
@@ -185,7 +187,9 @@ def _job(arguments, started: int | None) -> "Job":
         changes["checkpoint"] = arguments.checkpoint
     on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
     given = vars(arguments) | {
-        "tokens": arguments.tokens or TOKENS.get(arguments.preset, OTHER_TOKENS),
+        "tokens": TOKENS.get(arguments.preset, OTHER_TOKENS)
+        if arguments.tokens is None
+        else arguments.tokens,
         "precision": arguments.precision or ("bf16" if on_gpu else "fp32"),
         "ranks": started or arguments.ranks or 1,
         "observe": tuple(arguments.observe),
@@ -233,11 +237,14 @@ def _tell(ended) -> int:
         for name, reasons in result["attention"]["declined"].items():
             print(f"  {name} declined: {'; '.join(reasons)}")
         print(f"  speed    {result['speed']}")
+        if result["weights"]:
+            print(f"  weights  {result['weights']}")
         if result.get("loader"):
             print(f"  data     {result['loader']}")
     if (profile := ended.folder / "profile.txt").is_file():
         print(profile.read_text())
     print(f"  folder   {ended.folder}")
+    print(f"  report   nsa report {ended.folder} writes one")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)
         return BAD_INPUT

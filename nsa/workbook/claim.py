@@ -4,13 +4,19 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# The worst first. FAIL: something is wrong. AIM MISSED: what was found is right, and less than was
+# aimed at. INCONCLUSIVE: this run was to tell, and does not. NOT APPLICABLE: this machine, or a run
+# with these parameters, cannot tell.
+VERDICTS = ("FAIL", "AIM MISSED", "INCONCLUSIVE", "PASS", "NOT APPLICABLE")
+UNDECIDED = ("INCONCLUSIVE", "NOT APPLICABLE")
+
 
 @dataclass(frozen=True)
 class Claim:
     """A sentence, whether the rows bear it out, and which rows those are."""
 
     claim: str
-    verdict: str  # PASS, FAIL or INCONCLUSIVE
+    verdict: str  # one of VERDICTS
     evidence: Any
 
     def __str__(self) -> str:
@@ -21,14 +27,29 @@ class Claim:
         """INCONCLUSIVE: "sentence: not decided, why"."""
         return cls(f"{sentence}: not decided, {why}", "INCONCLUSIVE", evidence or {})
 
+    @classmethod
+    def not_here(cls, sentence: str, why: str) -> "Claim":
+        """NOT APPLICABLE: "sentence: not applicable here, why"."""
+        return cls(f"{sentence}: not applicable here, {why}", "NOT APPLICABLE", {})
+
 
 def verdict_of(holds: bool) -> str:
     """PASS or FAIL."""
     return "PASS" if holds else "FAIL"
 
 
-def different_programs(served: Mapping[str, Hashable], evidence: Any, what: str) -> Claim:
-    """That no two of these have equal path witnesses: a program would be compared with itself."""
+def aim_of(reached: bool) -> str:
+    """PASS or AIM MISSED."""
+    return "PASS" if reached else "AIM MISSED"
+
+
+def different_programs(
+    served: Mapping[str, Hashable], evidence: Any, what: str, planned: int
+) -> Claim:
+    """That no two of these have equal path witnesses: a program would be compared with itself.
+    planned: how many were to run."""
+    if planned == 1:
+        return Claim.not_here(f"{what} are different programs", "this run is of one")
     different = len(set(served.values()))
     return Claim(
         f"the {len(served)} {what} that ran are {different} different programs",

@@ -33,7 +33,7 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
         return found[fits[0]]
     if fits:
         raise ValueError(f"{name!r} fits {', '.join(fits)}; give more of one")
-    raise ValueError(f"no notebook {name!r} in {folder}; {nearest(name, found, 0)}")
+    raise ValueError(f"no notebook {name!r} in {folder}; {nearest(name, found)}")
 
 
 def notebooks(folder: str | Path = "notebooks") -> list[Path]:
@@ -42,7 +42,7 @@ def notebooks(folder: str | Path = "notebooks") -> list[Path]:
 
 def question(notebook: str | Path) -> str:
     """The notebook's question: the text cell's part after the word Question, else its title."""
-    cells = _cells(notebook)
+    cells = read_cells(notebook)
     texts = ["".join(c["source"]) for c in cells if c.get("cell_type") == "markdown"]
     for text in texts[:3]:
         found = re.search(r"^\W*question\W*\s+(.+?)(?:\n\s*\n|\n#|\Z)", text, re.I | re.S | re.M)
@@ -71,7 +71,7 @@ def run_id(
 def source(notebook: str | Path) -> str:
     """Hash of what runs: what the notebook's cells say (not their outputs), all of the package."""
     digest = hashlib.sha256()
-    for cell in _cells(notebook):
+    for cell in read_cells(notebook):
         tags = sorted(cell.get("metadata", {}).get("tags", []))
         digest.update(json.dumps([cell.get("cell_type"), "".join(cell["source"]), tags]).encode())
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -79,7 +79,8 @@ def source(notebook: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cells(notebook: str | Path) -> list[dict]:
+def read_cells(notebook: str | Path) -> list[dict]:
+    """A notebook's cells as JSON has them. ValueError where the file is no notebook."""
     try:
         return json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
     except (ValueError, KeyError, TypeError):

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from nsa.workbook import metrics, parameters, store
-from nsa.workbook.claim import Claim
+from nsa.workbook.claim import UNDECIDED, Claim
 from nsa.workbook.files import read_json
 from nsa.workbook.record import load, status_now
 
-UNDECIDED = "INCONCLUSIVE"
 TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")  # an id as `nsa explain` takes it
 SHOWN = 4  # trials of a sentence that are linked one by one
 
@@ -126,7 +125,7 @@ class Stored:
             for sentence in run.sentences
             if re.match(pattern, sentence.claim)
         ]
-        decided = [sentence for sentence in found if sentence.verdict != UNDECIDED]
+        decided = [sentence for sentence in found if sentence.verdict not in UNDECIDED]
         return next(iter([*decided, *found]), None)
 
     def rows(
@@ -176,7 +175,7 @@ def page(stored: Stored, root: str | Path = "runs", beside: str | Path = ".") ->
     bare: list[str] = []
     for notebook in sorted({run.notebook for run in stored.runs}):
         runs = stored.of(notebook)
-        decided = {s.key for run in runs for s in run.sentences if s.verdict != UNDECIDED}
+        decided = {s.key for run in runs for s in run.sentences if s.verdict not in UNDECIDED}
         lines += [f"## {notebook}", "", runs[0].record.get("question", ""), ""]
         told: set[str] = set()
         for run in runs:
@@ -185,7 +184,7 @@ def page(stored: Stored, root: str | Path = "runs", beside: str | Path = ".") ->
                 s
                 for s in run.sentences
                 if keys.count(s.key) > 1 or s.key not in told
-                if s.verdict != UNDECIDED or s.key not in decided
+                if s.verdict not in UNDECIDED or s.key not in decided
             ]
             told |= {s.key for s in fresh}
             bare += [f"| {s.verdict} | {_cell(s.claim)} | {_link(run, to)} |" for s in fresh

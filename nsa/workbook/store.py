@@ -16,13 +16,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nsa.lab.progress import session
 from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
-from nsa.workbook.claim import Claim
+from nsa.workbook.claim import VERDICTS, Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
+from nsa.workbook.parameters import of_kernel
 from nsa.workbook.record import load, status_now
 
-VERDICTS = ("FAIL", "INCONCLUSIVE", "PASS")  # the worst first
+LATEST = 5  # runs that an error names where none is alike
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Run:
         With it stands on which devices the run's rows were measured.
         """
         if verdict not in VERDICTS:
-            raise ValueError(f"verdict {verdict!r} is not one of PASS, FAIL, INCONCLUSIVE")
+            raise ValueError(f"verdict {verdict!r} is not one of {', '.join(VERDICTS)}")
         entries = [entry for entry in self.verdicts() if entry["claim"] != claim]
         entry = {"claim": claim, "verdict": verdict, "evidence": evidence}
         entries.append(entry | {"device": self.devices()})
@@ -146,8 +148,8 @@ class Run:
     def judge(self, claims: Iterable[Claim], *, must_hold: bool = True, shown: bool = True) -> None:
         """Record each claim's verdict and print it; then AssertionError if one is refuted.
 
-        must_hold False: for aims, which a run may miss without having failed. shown False: the
-        claims were printed before.
+        must_hold False: for predictions, whose refutation is a finding and ends nothing. shown
+        False: the claims were printed before.
         """
         claims = list(claims)
         for claim in claims:
@@ -159,14 +161,20 @@ class Run:
             raise AssertionError("; ".join(refuted))
 
     def show(self, figure: Any, name: str) -> None:
-        """Write the figure as `name`.png and `name`.svg, each naming this run inside. A notebook
+        """Write the figure as `name`.png and `name`.svg, with this run at its foot. A notebook
         displays it by itself. None, a plot that had nothing to draw, is left out."""
-        if figure is None:
-            return
-        label = {"Title": name, "Description": f"run {self.id}"}
-        with looks.style():
-            figure.savefig(self.figure(f"{name}.png"), dpi=120, metadata=label)
-            figure.savefig(self.figure(f"{name}.svg"), metadata=label | {"Date": None})
+        if figure is not None:
+            looks.write(figure, self._made("figures"), name, self.source())
+
+    def source(self) -> str:
+        """What a figure's foot says: the run, on what its rows were measured, torch, commit, day.
+        Of a scratch run nothing that changes from one to the next."""
+        stored, facts = load(self.folder), environment.provenance(self.environment)
+        told = [f"run {self.id}", self.devices(), f"torch {facts['torch']}"]
+        if stored:
+            told += [f"commit {facts['commit']}"] if facts["commit"] else []
+            told += [str(stored.get("started"))[:10]]
+        return ", ".join(filter(None, told))
 
     def device(self, device: str, gpus: int = 1) -> Machine:
         """What the cells run on, for a notebook's parameter `device`; see `find_machine`. Rows that
@@ -198,22 +206,31 @@ class Run:
 
 
 def current(parameters: dict | None = None, notebook: str = "") -> Run:
-    """The run this notebook belongs to.
+    """The run this notebook belongs to; `parameters` are its kernel's globals(), which are checked,
+    or a mapping of their values.
 
-    `nsa run` hands its folder in through NSA_RUN; in a live kernel or under nbval it is a scratch
-    folder that goes when the kernel goes. Its tables are shown with every text whole.
+    `nsa run` hands its folder in through NSA_RUN. In JupyterLab it is a run of its own, see
+    `nsa.workbook.interactive`; under nbval a scratch folder that goes when the kernel goes. Its
+    tables are shown with every text whole. ValueError for parameters that could not be run.
     """
     import pandas
 
     pandas.set_option("display.max_colwidth", None)
+    given = dict(parameters or {})
+    if "In" in given:
+        given = of_kernel(given)
     folder = os.environ.get("NSA_RUN")
     if folder:
         if not Path(folder).is_dir():
             raise ValueError(f"NSA_RUN names {folder}, which is no folder; unset it or make it")
-        return Run(folder, notebook, parameters)
+        return Run(folder, notebook, given)
+    if found := session():
+        from nsa.workbook.interactive import open_run
+
+        return Run(open_run(found, given), notebook, given)
     scratch = tempfile.mkdtemp(prefix="nsa-scratch-")
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    return Run(scratch, notebook, parameters)
+    return Run(scratch, notebook, given)
 
 
 def create_folder(root: str | Path, name: str, day: str | None = None) -> Path:
@@ -280,7 +297,10 @@ class Store:
             raise ValueError(f"{name!r} fits {several}; give more of one")
         if not fits:
             known = [whole for _, whole, _ in ways.values()]
-            raise ValueError(f"no run {name!r} in {self.root}; {nearest(name, known, 0)}")
+            hint = nearest(name, known)
+            if len(known) > LATEST and hint.startswith("known"):
+                hint = f"the latest are {', '.join(known[-LATEST:])}"
+            raise ValueError(f"no run {name!r} in {self.root}; {hint}")
         return self.root / fits[0]
 
     def metrics(self):

@@ -69,6 +69,7 @@ class MadeUp:
             reason = self.ends.get(job.name, "ok")
             reason = reason.pop(0) if isinstance(reason, list) else reason
             content = read_json(job.file)
+            assert not outcome(job.folder).ended, "a child would leave it as it is"
             run = store.create_folder(content["root"], content["name"])
             status = record.STATUS_OF.get(reason, "running")
             kept = {"run_id": run.name, "status": status, "stop_reason": None, "seconds": 2.0}

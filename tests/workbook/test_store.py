@@ -14,7 +14,7 @@ import torch
 from processes import printed_by
 
 from nsa.workbook import environment, metrics, store
-from nsa.workbook.claim import Claim
+from nsa.workbook.claim import Claim, aim_of
 from nsa.workbook.files import plain, read_json, write_atomically, write_json
 from nsa.workbook.record import Record, machine, process_start, status_now
 from nsa.workbook.store import Machine, find_machine
@@ -138,7 +138,9 @@ def test_verdicts_are_kept_in_order_and_a_claim_has_one(run):
         {"claim": "it is fast", "verdict": "INCONCLUSIVE", "evidence": ["trial 3"], "device": ""},
         {"claim": "it is linear", "verdict": "FAIL", "evidence": {"exponent": None}, "device": ""},
     ]
-    with pytest.raises(ValueError, match="'OK' is not one of PASS, FAIL, INCONCLUSIVE"):
+    with pytest.raises(
+        ValueError, match="'OK' is not one of FAIL, AIM MISSED, INCONCLUSIVE, PASS, NOT"
+    ):
         run.verdict("it works", "OK", None)
 
 
@@ -152,14 +154,30 @@ def test_claims_are_recorded_and_printed_and_a_refuted_one_ends_the_notebook(run
     kinds = [entry["verdict"] for entry in run.verdicts()]
     assert kinds == ["PASS", "INCONCLUSIVE", "FAIL", "PASS"]
     assert capsys.readouterr().out == ""
-    run.judge([refuted], must_hold=False)  # an aim may be missed
+    run.judge([refuted], must_hold=False)  # a prediction may be refuted
+    run.judge([Claim("it is fast", aim_of(False), 3)])  # and an aim be missed
+
+
+def test_a_missed_aim_and_what_this_machine_cannot_tell_have_words_of_their_own():
+    assert [aim_of(True), aim_of(False)] == ["PASS", "AIM MISSED"]
+    one = Claim.not_here("it is fast", "there is no GPU")
+    assert str(one) == "NOT APPLICABLE: it is fast: not applicable here, there is no GPU"
+    assert of("PASS", "AIM MISSED", "INCONCLUSIVE") == "AIM MISSED"
+    assert of("AIM MISSED", "FAIL") == "FAIL"
+    assert of("NOT APPLICABLE", "PASS") == "PASS"
+    assert of("NOT APPLICABLE", "NOT APPLICABLE") == "NOT APPLICABLE"
 
 
 def test_one_failed_claim_fails_the_run():
-    assert store.overall([{"verdict": "PASS"}, {"verdict": "FAIL"}]) == "FAIL"
-    assert store.overall([{"verdict": "INCONCLUSIVE"}, {"verdict": "FAIL"}]) == "FAIL"
-    assert store.overall([{"verdict": "PASS"}, {"verdict": "INCONCLUSIVE"}]) == "INCONCLUSIVE"
-    assert store.overall([]) == ""
+    assert of("PASS", "FAIL") == "FAIL"
+    assert of("INCONCLUSIVE", "FAIL") == "FAIL"
+    assert of("PASS", "INCONCLUSIVE") == "INCONCLUSIVE"
+    assert of() == ""
+
+
+def of(*verdicts):
+    """The word of a run with these."""
+    return store.overall([{"verdict": verdict} for verdict in verdicts])
 
 
 def test_witnesses_trials_and_figures_lie_in_the_run(run):
@@ -316,9 +334,11 @@ def test_a_running_record_is_lost_when_its_heartbeat_is_old_and_its_runner_not_h
     assert status_now(running(300, **{**mine, "pid_started": 5.0})) == "lost"
     child = subprocess.Popen([sys.executable, "-c", ""])
     began = process_start(child.pid)
-    child.wait()
     ended = {"machine": machine(), "pid": child.pid, "pid_started": began}
-    assert status_now(running(300, **ended)) == "lost"
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert status_now(running(0, **ended)) == "lost", "a zombie runs no more"
+    child.wait()
+    assert status_now(running(0, **ended)) == "lost"
 
 
 def test_a_record_beats_while_it_runs_and_ends_with_the_truth(tmp_path):

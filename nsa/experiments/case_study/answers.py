@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nsa.experiments.case_study.figures import TARGET_TOKENS_PER_S
+from nsa.workbook.claim import UNDECIDED
 from nsa.workbook.results import Sentence, Stored, StoredRun
 
 FEWER = 10.0  # times fewer operations, for a step that operations explain
@@ -139,7 +140,7 @@ def _ranks(least: int) -> Callable[[StoredRun], bool]:
 
 def _joined(found: list[Sentence], wanted: int) -> Answer:
     where = tuple(sentence.where for sentence in found)
-    if bad := [s for s in found if s.verdict == "FAIL"]:
+    if bad := [s for s in found if s.verdict in ("FAIL", "AIM MISSED")]:
         return Answer(False, bad[0].claim, where)
     if len(found) < wanted or any(s.verdict != "PASS" for s in found):
         return NOTHING
@@ -207,7 +208,7 @@ def version_matters(stored: Stored) -> Answer:
         if len(by_version) < 2:
             continue
         decided = [
-            {s.key: s for s in run.sentences if s.verdict != "INCONCLUSIVE"}
+            {s.key: s for s in run.sentences if s.verdict not in UNDECIDED}
             for run in by_version.values()
         ]
         if not (shared := sorted(set.intersection(*map(set, decided)))):

@@ -51,7 +51,7 @@ def _run(folder: Path, job: dict[str, Any], most_s: float) -> dict[str, Any] | N
             timeout_s=None if limit_s == math.inf else limit_s,
             again=job["again"],
             evidence=job["evidence"],
-            index=False,  # the driver writes that of all runs
+            pages=False,  # the driver, which need not load what draws them for each run anew
             progress=False,
             began=lambda run: write_json(folder / "started.json", started | {"run": str(run)}),
             say=lambda text: print(text, flush=True),

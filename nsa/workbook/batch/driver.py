@@ -1,5 +1,6 @@
 """Has the jobs of a batch run in a place, to the end or until it is told to stop."""
 
+import contextlib
 import shutil
 import signal
 import time
@@ -63,6 +64,8 @@ class Driver:
             self._prepare()
             with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._ask)):
                 self._loop()
+            for state in batch.states:  # also of those that ended while nobody drove
+                self._report(state)
             try:
                 report.index(batch.root)
             except OSError as error:
@@ -101,7 +104,7 @@ class Driver:
             handle = handles.get(state.name)
             if state.status == RUNNING or (handle and state.status in (TO_RUN, STOPPED)):
                 state.status, state.handle, state.began = RUNNING, handle or {}, time.monotonic()
-            elif state.status == STOPPED or (state.status == FAILED and self.retry):
+            elif state.status in (STOPPED, TO_RUN) or (state.status == FAILED and self.retry):
                 self._again(state)
         self.place.adopt(self._running())
         for state, why in self._gone():
@@ -117,7 +120,8 @@ class Driver:
     def _ask(self, _number, _frame) -> None:
         self._asked += 1
         if self._asked > 1:
-            raise KeyboardInterrupt  # children go on by themselves; the next driver adopts them
+            self.say("what runs goes on by itself; the same command takes it up, --cancel ends it")
+            raise KeyboardInterrupt
 
     def _loop(self) -> None:
         self._write()
@@ -181,26 +185,40 @@ class Driver:
             self.batch.reset(state)
             self._stop(f"{state.name}: {found.message}")
             return
-        if not found.ended and not found.run:  # it did not get as far as a run
+        if not found.ended and not found.message:  # all that is left is what its process printed
             log = state.job.log.read_text(errors="replace") if state.job.log.exists() else ""
             said = why or (log.strip().splitlines() or ["its process left nothing"])[-1]
-            found = replace(found, status=STOPPED if why or FULL in said else FAILED, message=said)
+            cut = found.run or why or FULL in said
+            found = replace(found, status=STOPPED if cut else FAILED, message=said)
         state.outcome, state.status = found, found.status
+        self._report(state)
         self.say(line(self.batch, state))
         if FULL in found.message:
             self._stop(f"the disk of {self.batch.root} is full")
+
+    def _report(self, state: State) -> None:
+        run = state.outcome.run
+        if run and (run / "notebook.ipynb").is_file() and not (run / "report.html").is_file():
+            try:
+                report.render(run)
+            except Exception as error:  # it costs nothing but itself
+                self.say(f"no report of {run}: {type(error).__name__}: {error}")
 
     def _close(self, state: State, why: str) -> None:
         """The record of a run whose child is gone says so."""
         run = outcome(state.job.folder).run
         if run and record.load(run).get("status") == "running":
-            record.close_lost(run, why or "its process is gone")
+            with contextlib.suppress(OSError):  # of a full disk; it is shown as lost all the same
+                record.close_lost(run, why or "its process is gone")
 
     def _ready(self) -> list[State]:
         """To run, and all that they wait for has run."""
         done = {state.name for state in self.batch.states if state.status == OK}
         left = [state for state in self.batch.states if state.status == TO_RUN]
-        return [state for state in left if done.issuperset(state.entry.after)]
+        # All jobs of a grid wait for the same ones; with thousands each is looked at once.
+        waits = {id(state.entry.after): state.entry.after for state in left}
+        free = {key for key, after in waits.items() if done.issuperset(after)}
+        return [state for state in left if id(state.entry.after) in free]
 
     def _waits_for(self, state: State) -> str:
         states = {other.name: other for other in self.batch.states}

@@ -12,6 +12,8 @@ from nsa.workbook import record
 from nsa.workbook.batch import driver as driving
 from nsa.workbook.batch.driver import Driver
 from nsa.workbook.batch.place import locked
+from nsa.workbook.batch.plan import read_plan
+from nsa.workbook.batch.state import Batch
 from nsa.workbook.files import read_json
 
 pytestmark = pytest.mark.processes  # git, which is asked for the commit
@@ -104,7 +106,7 @@ def test_a_plan_has_one_driver(here):
 
 def test_a_manifest_that_is_lost_or_damaged_costs_nothing(here):
     batch = run(MadeUp())
-    for content in ("", "[]", "{"):
+    for content in ("", "[]", "{", '{"jobs": 3}', '{"jobs": ["a"]}'):
         (batch.folder / "manifest.json").write_text(content)
         place = MadeUp()
         assert statuses(run(place)) == ["ok"] * 6 and not place.ran
@@ -123,7 +125,7 @@ def test_a_run_that_somebody_damaged_is_told_and_run_again(here, damage):
         (run_folder / "record.json").unlink()
     else:
         (run_folder / "record.json").write_text("{")
-    assert NAMES[1] in opened().notes[0] and "damaged or gone" in opened().notes[0]
+    assert NAMES[1] in opened().notes[0] and "is damaged; it is run again" in opened().notes[0]
     place = MadeUp()
     assert statuses(run(place)) == ["ok"] * 6 and place.ran == [NAMES[1]]
 
@@ -145,6 +147,34 @@ def test_what_only_failed_may_be_mended_and_run_again(here):
     run(MadeUp(ends=dict.fromkeys(NAMES, "error")))
     write_plan(here, PLAN, "print('mended')")
     assert statuses(run(MadeUp(), retry=True)) == ["ok"] * 6
+
+
+def test_runs_that_are_no_evidence_are_run_again_where_that_is_wanted(here, monkeypatch):
+    run(MadeUp())
+    from nsa.workbook import environment
+
+    monkeypatch.setattr(environment, "check_evidence", lambda notebook: None)
+    batch = Batch(read_plan("plan.yaml"), evidence=True)
+    assert statuses(batch) == ["to run"] * 6 and "not made with --evidence" in batch.notes[0]
+    Driver(batch, place := MadeUp()).run()
+    assert place.ran == NAMES
+
+
+def test_two_plans_of_one_name_do_not_share_a_batch(here):
+    run(MadeUp())
+    (here / "other").mkdir()
+    write_plan(here / "other")
+    batch = Batch(read_plan("other/plan.yaml"))
+    with pytest.raises(ValueError, match=r"is the batch of .*/plan.yaml; give other/plan.yaml"):
+        Driver(batch, MadeUp()).run()
+    (here / "plan.yaml").rename(here / "other" / "plan.yaml")  # it moved, and is the same
+    assert statuses(opened_in("other")) == ["ok"] * 6
+
+
+def opened_in(folder):
+    batch = Batch(read_plan(f"{folder}/plan.yaml"))
+    Driver(batch, MadeUp()).run()
+    return batch
 
 
 def test_another_version_of_torch_is_another_batch(here, monkeypatch):
@@ -173,6 +203,22 @@ def test_a_disk_that_fills_up_ends_the_batch_and_loses_nothing(here, monkeypatch
     assert any("is full: nothing more is started" in line for line in said)
     place.message = ""
     assert statuses(run(place)) == ["ok"] * 6 and len(place.ran) == 7
+
+
+def test_a_disk_so_full_that_not_even_the_record_can_be_closed_ends_it_in_order(here, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Full(MadeUp):
+        def poll(self, started):
+            for job in started:
+                job.log.write_text(f"Traceback ...\nOSError: {os.strerror(errno.ENOSPC)}\n")
+            return dict.fromkeys(super().poll(started), "")
+
+    monkeypatch.setattr(record, "close_lost", full)
+    batch = run(Full(ends={NAMES[1]: "dies"}))
+    assert statuses(batch)[:2] == ["ok", "stopped"]
+    assert statuses(batch)[2] == f"not run: the disk of {batch.root} is full"
 
 
 def test_with_little_left_on_the_disk_nothing_is_begun(here, monkeypatch):

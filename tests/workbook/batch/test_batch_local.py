@@ -227,7 +227,7 @@ def test_a_batch_of_real_runs_tells_what_failed_where_and_is_cancelled_from_outs
 
 @pytest.mark.slow
 def test_a_job_over_its_time_leaves_the_partial_notebook_and_is_failed(tmp_path):
-    plan = "jobs: [{name: long, notebook: tiny, timeout: 4s}]"
+    plan = "jobs: [{name: long, notebook: tiny, timeout: 30s}]"
     write_plan(tmp_path, plan, "print('so far')", "import time; time.sleep(600)")
     command = [sys.executable, "-m", "nsa", "batch", "plan.yaml", "--runs", "elsewhere"]
     options = {"cwd": tmp_path, "env": environment_with_package(), "text": True}
