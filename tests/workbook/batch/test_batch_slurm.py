@@ -184,7 +184,7 @@ def pause(seconds):
 
 def until_saved(waiting):
     """Yields until the notebook of the first run has what was printed."""
-    while "before" not in (waiting.runs()[0] / "notebook.ipynb").read_text():
+    while not is_partial(waiting.runs()[0]):
         yield
 
 
