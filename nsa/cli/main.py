@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from nsa.cli import batch, bench, dtypes, figures, notebooks, selfcheck, train, trials, watch
+from nsa.cli import batch, bench, dtypes, figures, notebooks, selfcheck, site, train, trials, watch
 from nsa.cli.options import BAD_INPUT, FAILED, GOOD
 
 
@@ -35,6 +35,6 @@ def parser() -> argparse.ArgumentParser:
         description="Run the workbook's notebooks, look at what they found, train its models.",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for family in (notebooks, figures, batch, bench, train, dtypes, trials, watch, selfcheck):
+    for family in (notebooks, figures, site, batch, bench, train, dtypes, trials, watch, selfcheck):
         family.add(commands)
     return top

@@ -141,4 +141,6 @@ def machine() -> str:
 
 
 def load(folder: Path) -> dict:
-    return read_json(Path(folder) / "record.json", {})
+    """The record; empty where there is none, or none that can be read."""
+    found = read_json(Path(folder) / "record.json", {})
+    return found if isinstance(found, dict) else {}

@@ -19,7 +19,7 @@ ROWS = claims.all_rows()
 # What the trials found on two CPU cores, and those that ask for one on an H100.
 FOUND = json.loads(Path(__file__).with_name("settlement_trials.json").read_text())
 RUNS = {
-    "step5": "03_step5_hang_bisection-f023e55b",
+    "step5": "03_step5_hang_bisection-8c596233",
     "sharding": "04_throughput-c9ebf4f2",
     "ranks": "05_distributed_tracing-220edbf3",
 }
