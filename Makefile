@@ -17,6 +17,9 @@ export JUPYTER_PLATFORM_DIRS := 1
 # Threads that wait for work sleep: those that spin slow a busy machine down tenfold.
 export OMP_WAIT_POLICY ?= passive
 
+# Jupyter refuses root unless it is told; in a container there is often nobody else.
+AS_ROOT = $(shell [ "$$(id -u)" != 0 ] || echo --allow-root)
+
 .PHONY: help run site test test-all lab lint refresh clean
 
 help:
@@ -66,7 +69,8 @@ test-all: $(READY)
 	$(call checked,about 16 minutes,)
 
 lab: $(READY)
-	@NSA_HEADLESS=0 $(BIN)/jupyter lab notebooks/
+	@NSA_HEADLESS=0 $(BIN)/jupyter lab $(AS_ROOT) notebooks/ \
+		--ServerApp.jpserver_extensions="{'nsa.workbook.interactive': True}"
 
 lint: $(READY)
 	@$(BIN)/ruff check .

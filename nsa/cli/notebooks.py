@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from nsa.cli import retention
 from nsa.cli.options import FAILED, GOOD, SEVERAL, command, duration, share
 from nsa.spelling import pair
 
@@ -26,7 +27,7 @@ def add(commands) -> None:
     option("--again", action="store_true", help="run also when this very run exists")
     option("--quiet", action="store_true", help="no progress bar")
     share(made, "--notebooks", "--runs", "--evidence")
-    command(commands, runs, "--json", "--runs")
+    retention.options(command(commands, runs, "--json", "--runs"))
     command(commands, show, "run", "--runs")
     command(commands, keep, "run", "--runs")
     command(commands, env, "--json")
@@ -100,7 +101,9 @@ def run(arguments) -> int:
 
 
 def runs(arguments) -> int:
-    """List the runs, oldest first."""
+    """List the runs, oldest first; --prune names those that may go, and --yes removes them."""
+    if retention.asked(arguments):
+        return retention.prune(arguments)
     from nsa.workbook.files import plain
     from nsa.workbook.store import open_store
 

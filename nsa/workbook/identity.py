@@ -33,7 +33,7 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
         return found[fits[0]]
     if fits:
         raise ValueError(f"{name!r} fits {', '.join(fits)}; give more of one")
-    raise ValueError(f"no notebook {name!r} in {folder}; {nearest(name, found, 0)}")
+    raise ValueError(f"no notebook {name!r} in {folder}; {nearest(name, found)}")
 
 
 def notebooks(folder: str | Path = "notebooks") -> list[Path]:

@@ -8,7 +8,9 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from nsa.lab.process import procfs
 from nsa.workbook.environment import utc_now
 from nsa.workbook.files import read_json, write_json
 
@@ -42,6 +44,7 @@ class Record:
         question: str,
         beat_s: float = 15.0,
         evidence: bool = False,
+        **facts: Any,
     ):
         self.path = Path(folder) / "record.json"
         self._done = threading.Event()
@@ -61,6 +64,7 @@ class Record:
             "pid": os.getpid(),
             "pid_started": process_start(os.getpid()),
             "machine": machine(),
+            **facts,
         }
         self._write()
         self._thread = threading.Thread(target=self._beat, args=(beat_s,), daemon=True)
@@ -118,26 +122,20 @@ def status_now(record: dict) -> str:
     return "running" if age_s <= LOST_AFTER_S else "lost"
 
 
-def process_start(pid: int) -> float | None:
-    """When a process began, seconds since the epoch; None when there is none, or it has ended and
-    nobody has asked how."""
-    try:
-        import psutil
-    except ModuleNotFoundError:  # only needed to tell a lost run from one that goes on
-        return None
-    try:
-        process = psutil.Process(pid)
-        ended = process.status() == psutil.STATUS_ZOMBIE
-        return None if ended else round(process.create_time(), 1)
-    except (psutil.Error, ValueError):
-        return None
+def process_start(pid: int) -> int | None:
+    """When a process began, in clock ticks since the boot; None where none of this number lives,
+    and for a zombie, which only waits for its parent to look. Outside Linux always None."""
+    seen = procfs.process(pid) if pid > 0 else None
+    return seen.started if seen and seen.lives else None
 
 
 def machine() -> str:
-    """Tells machines and boots apart without naming any."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    what = boot.read_text().strip() if boot.is_file() else ""
-    return hashlib.sha256(f"{platform.node()} {what}".encode()).hexdigest()[:12]
+    """Tells machines, boots and containers with processes of their own apart without naming any."""
+    parts = [platform.node()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
 
 
 def load(folder: Path) -> dict:

@@ -129,3 +129,23 @@ def test_an_input_of_another_shape_is_refused(shape):
     # under jaxtyping's hook its own TypeError comes first for two and four dimensions
     with pytest.raises((ValueError, TypeError), match=r"x must be \[B, T, 32\]|x"):
         NSAAttention(32, 4, 2, SMALL)(torch.randn(shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpt_with_the_layer_learns_with_the_kernels_compiled_and_not(compiled):
+    torch.manual_seed(1)
+    wide = NSAConfig(compress_block=16, compress_stride=16, select_block=16, select_count=4)
+    model = NSAAttention(64, 4, 2, wide, backend="triton").cuda()
+    called = torch.compile(model, fullgraph=True) if compiled else model
+    x = torch.randn(2, 200, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(60):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = (called(x)[:, 5:].float() - x[:, :-5]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]

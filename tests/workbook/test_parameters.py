@@ -24,7 +24,7 @@ def test_types_defaults_and_help_come_from_the_parameters_cell(known):
         ("layers: int = 2", "has no comment"),
         ("layers: complex = 2  # odd", "type complex"),
         ("layers: int = len('a')  # computed", "must be a literal"),
-        ("layers, heads: int = 2  # two", "line 1 of its parameters is no Python"),
+        ("layers, heads: int = 2  # two", "line 1 of its parameters"),
         ("layers: int  # no default", "cannot read the parameter line"),
         ("layers: int = 'two'  # wrong default", "wants int"),
         ("layers: int = 90  # how many (1..64)", "outside 1..64"),

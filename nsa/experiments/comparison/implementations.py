@@ -196,7 +196,7 @@ def _found(path: str) -> tuple[Callable | None, list[str]]:
     """(the callable, reasons for which it cannot be called)."""
     module, _, name = path.partition(":")
     if not (module and name):
-        return None, [f"--peer {path!r} is not of the form import.path:function"]
+        return None, [f"{path!r} is not of the form import.path:function"]
     try:
         function = pkgutil.resolve_name(path)
     except AttributeError:

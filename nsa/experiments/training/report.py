@@ -50,9 +50,10 @@ def _parts(folder: Path):
     settings = [(k, json.dumps(v)) for k, v in _flat({"model": model, "train": train})]
     yield f"<details><summary>All settings</summary>{_table(settings)}</details>"
     if str(result.get("weights", "")).startswith("checkpoints/"):
+        place = Path(*folder.resolve().parts[-3:])
         yield "<h2>Go on with its weights</h2>" + _text(
-            f'model = nsa.load_model("{record.get("run_id")}")  # the path of its folder\n'
-            f"nsa train ... --steps {2 * result['steps']} --resume {record.get('run_id')}"
+            f'model = nsa.load_model("{place}")\n'
+            f"nsa train ... --steps {2 * result['steps']} --resume {place}"
         )
 
 

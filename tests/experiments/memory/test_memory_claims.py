@@ -107,12 +107,13 @@ def test_dense_masks_are_compared_at_the_longest_length_of_both():
     assert claim.verdict == "PASS"
     assert claim.evidence == {"repro, 5 layers": {"tokens": 1024, "times": 10.2}}
     assert told(rows_of("masked", lambda t: 0.01 * t), LINE).verdict == "FAIL"
-    assert told(LINE).verdict == "INCONCLUSIVE"
+    assert told(LINE).verdict == "NOT APPLICABLE"
 
 
 def measured_row(backend="gather", path="gather-chunks", activations=7.5, **changes):
-    cell = Cell("repro", backend, 512, layers=1)
+    cell = Cell("repro", "gather" if backend == "mine" else backend, 512, layers=1)
     row = asdict(cell) | {"outcome": "ok", "parameters": 1000, "model": cell.config().to_dict()}
+    row["backend"] = backend
     held = {"parameters": 4000 / 2**20, "gradients": 4000 / 2**20}
     row["held_mib"] = held | {"optimizer_state": 8000 / 2**20, "activations": activations}
     row["witness"] = {"paths": {"slc": {path: 2}, "win": {"span-chunks": 2}}}
@@ -127,13 +128,20 @@ def measured_row(backend="gather", path="gather-chunks", activations=7.5, **chan
         ("state_is_sixteen_bytes_a_parameter", "INCONCLUSIVE", [{"outcome": "oom"}]),
         ("activations_are_as_predicted", "PASS", [{}]),
         ("activations_are_as_predicted", "FAIL", [{}, {"activations": 10.0}]),
-        ("activations_are_as_predicted", "INCONCLUSIVE", [{"checkpoint": "all"}]),
+        ("activations_are_as_predicted", "NOT APPLICABLE", [{"checkpoint": "all"}]),
         ("backends_are_different_programs", "PASS", [{}, {"backend": "masked", "path": "dense"}]),
-        ("backends_are_different_programs", "INCONCLUSIVE", [{}]),
+        ("backends_are_different_programs", "NOT APPLICABLE", [{}]),
     ],
 )
 def test_rows_of_trials_decide(claim, verdict, rows):
     assert getattr(claims, claim)([measured_row(**row) for row in rows]).verdict == verdict
+
+
+def test_a_backend_whose_tensors_nobody_has_modelled_decides_nothing_and_is_named():
+    mine = measured_row("mine", activations=1000.0)
+    assert claims.activations_are_as_predicted([mine]).verdict == "INCONCLUSIVE"
+    claim = claims.activations_are_as_predicted([measured_row(), mine])
+    assert claim.verdict == "PASS" and claim.evidence["not predicted"] == ["mine"]
 
 
 def test_two_backends_with_one_witness_are_one_program():
@@ -150,10 +158,11 @@ def test_the_production_step_is_judged_by_its_best_backend():
 
     good = told(2000.0)
     assert good.verdict == "PASS" and good.claim.endswith("1.95 GiB with gather")
-    assert told(7000.0).verdict == "FAIL"
+    assert told(7000.0).verdict == "AIM MISSED"
     another = told(2000.0, batch=4)  # a step of another batch is another step
-    assert another.verdict == "INCONCLUSIVE" and "not measured" in another.claim
-    assert claims.production_fits(frame(LINE)).verdict == "INCONCLUSIVE"
+    assert another.verdict == claims.production_fits(frame(LINE)).verdict == "NOT APPLICABLE"
+    lost = frame(rows_of("gather", lambda t: None, constant=0.0, **PRODUCTION))
+    assert claims.production_fits(lost).verdict == "INCONCLUSIVE"
 
 
 def test_tables_show_failures_by_name_and_keep_every_length():

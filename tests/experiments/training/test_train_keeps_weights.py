@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_train_command import TINY
+from test_train_command import TINY, Started, nsa
 
 from nsa import load_model
 from nsa.cli import main as cli
@@ -114,7 +114,7 @@ def test_a_training_has_a_report_with_its_curve_settings_and_how_to_go_on(traine
     first, last = (f"{float(losses[i][1]):.4f}" for i in (0, -1))
     assert f'alt="Loss from {first} to {last} nats over 5 steps"' in page
     assert "data:image/svg+xml;base64," in page and "model.nsa.window" in page
-    assert "--resume train-1" in page and "checkpoints/step-000005.pt" in page
+    assert "--resume runs/2026-11-24/train-1" in page and "checkpoints/step-000005.pt" in page
     assert not re.search(r"(src|href)=.(https?:)?//", page)
 
 
@@ -139,3 +139,25 @@ def test_a_curve_of_many_steps_is_one_of_means():
     rows = [(float(step), 3.0, 1.0) for step in range(2001)]
     thin = report._thinned(rows)
     assert len(thin) <= report.MOST and thin[0] == (2.5, 3.0, 1.0)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_on_a_gpu_leaves_weights_that_load_there(tmp_path):
+    words = [word if word != "cpu" else "cuda" for word in TINY]
+    into = ["--cuda-graph", "--steps", "9", "--into", str(tmp_path / "r")]
+    assert cli.main([*words, *into]) == 0
+    model = load_model(tmp_path / "r", "cuda")
+    assert next(model.parameters()).is_cuda
+    assert model(torch.zeros(1, 48, dtype=torch.long, device="cuda"))[0].isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_end_well_where_the_one_that_writes_cannot(tmp_path, kind):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "checkpoints").write_text("in the way")
+    words = ["--steps", "2", "--ranks", "2", "--parallel", kind, "--into", "r"]
+    with Started(nsa(*words), tmp_path) as job:
+        code, printed = job.ended()
+    assert code == 0 and "weights  not kept: File exists" in printed
+    assert json.loads((tmp_path / "r" / "record.json").read_text())["status"] == "ok"
