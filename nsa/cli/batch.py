@@ -3,7 +3,7 @@
 import json
 import sys
 
-from nsa.cli.options import FAILED, GOOD, command, share
+from nsa.cli.options import FAILED, GOOD, SEVERAL, command, share
 
 ASK = 200  # more runs than these are begun only when somebody says so
 
@@ -15,6 +15,8 @@ def add(commands) -> None:
     option("plan", metavar="PLAN", help="YAML file of jobs: notebooks x grids of parameters")
     text = "here (the default) or on Slurm"
     option("--on", choices=("here", "slurm"), default="here", help=text)
+    text = "a setting of jobs on Slurm, as partition=gpu or time=2h, instead of the plan's"
+    option("--slurm", metavar="NAME=VALUE", help=text, **SEVERAL)
     text = "how many beside each other here; default: as many as GPUs, one without any"
     option("--at-once", type=int, metavar="N", help=text)
     option("--dry-run", action="store_true", help="tell what would be run, and how long, and end")
@@ -39,7 +41,7 @@ def batch(arguments) -> int:
 
     if arguments.at_once is not None and arguments.at_once < 1:
         raise ValueError(f"--at-once {arguments.at_once}: write how many, 1 or more")
-    plan = read_plan(arguments.plan, arguments.notebooks)
+    plan = read_plan(arguments.plan, arguments.notebooks, _settings(arguments.slurm))
     found = Batch(plan, arguments.runs, arguments.evidence)
     for note in found.notes:
         print(f"nsa: {note}", file=sys.stderr)
@@ -75,7 +77,10 @@ def batch(arguments) -> int:
     if arguments.json:
         print(json.dumps(show.table(found), indent=2))
     else:
-        print(text(show.table(found)))
+        rows = show.table(found)
+        if len(rows) > ASK:
+            rows = [row for row in rows if not row["status"].startswith("ok")]
+        print(text(rows) if rows else "all ran")
         print(show.counted(found) + (f" ({driver.why})" if driver.why else ""))
         print("".join(f"{line}\n" for line in show.failures(found)), end="")
         if any(state.status == "failed" for state in states):
@@ -85,8 +90,17 @@ def batch(arguments) -> int:
     return GOOD if all(state.good for state in states) else FAILED
 
 
+def _settings(texts: list[str]) -> dict:
+    from nsa.spelling import pair
+    from nsa.workbook import parameters
+
+    kinds = {"cpus": "int", "at_once": "int", "memory_gb": "float", "setup": "list[str]"}
+    given = dict(pair(text, "--slurm time=2h") for text in texts)
+    return {name: parameters.parse(text, kinds.get(name, "str")) for name, text in given.items()}
+
+
 def _place(arguments, plan):
-    if arguments.on == "here":
+    if arguments.on == "here" and not arguments.slurm:
         from nsa.workbook.batch.local import Local
 
         return Local(arguments.at_once)

@@ -7,14 +7,15 @@ import os
 from pathlib import Path
 
 from nsa.cli.options import FAILED, GOOD, command, share
+from nsa.workbook import places
 
 HEAD = """\
 # Figures
 
-Written by `nsa figures`, by hand never: each is drawn from the rows of the newest committed run that
-has what it shows, by the rules of [figures.yaml]({rules}). The run stands at a figure's foot. A PNG
-lies beside each SVG. `nsa run` puts the plots of the latest good run here as well, as
-`<notebook>--<plot>`; those are not in git.
+Written by `nsa figures`, by hand never: each is drawn from the records of the newest committed run
+that has what it shows, by the rules of [figures.yaml]({rules}), and names that run at its foot.
+`nsa run` puts the plots of the latest good run here as well, as `<notebook>--<plot>`; those are not
+in git.
 """
 RULES = Path(__file__).with_suffix(".yaml")
 
@@ -22,7 +23,8 @@ RULES = Path(__file__).with_suffix(".yaml")
 def add(commands) -> None:
     """Its parser."""
     made = command(commands, figures)
-    made.add_argument("--to", metavar="DIR", default="figures", help="folder; default: figures")
+    text = "their folder; default: %(default)s"
+    made.add_argument("--to", metavar="DIR", default=places.beside("figures"), help=text)
     text = "of all runs that ended; default: of those that git tracks, where it tracks any"
     made.add_argument("--all", action="store_true", help=text)
     share(made, "--runs")
@@ -87,10 +89,11 @@ def draw(name: str, rule: dict, run, target: Path) -> list[Path]:
     from nsa.workbook.store import Run
 
     stored = Run(run.folder)
-    shown = (
-        _named(rule["read"])([run.folder / rule["file"]]) if "read" in rule else stored.metrics()
-    )
-    plot = _named(rule["plot"])
+    plot, shown = _named(rule["plot"]), stored.metrics()
+    if "read" in rule:
+        shown = _named(rule["read"])([run.folder / rule["file"]])
+    for column, values in rule.get("without", {}).items():
+        shown = shown[~shown[column].isin(values)]
     noted = "note" in inspect.signature(plot).parameters
     figure = plot(shown, **({"note": stored.devices()} if noted else {}))
     try:

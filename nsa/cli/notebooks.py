@@ -1,5 +1,5 @@
-"""`nsa notebooks`, `init`, `run`, `runs`, `show`, `keep`, `env`, `report`, `results`, `decide`: what
-can run, what ran, and what follows from it."""
+"""`nsa notebooks`, `init`, `run`, `runs`, `show`, `keep`, `env`, `report`, `results` and `decide`:
+what can run, what ran, and what follows from it."""
 
 import json
 import sys

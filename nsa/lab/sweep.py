@@ -1,20 +1,19 @@
 """The one loop over cells that are each measured in a child process of their own."""
 
-import contextlib
 import math
 import os
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nsa.lab.process.gpus import Gpus, only
 from nsa.lab.process.trial import Outcome, Stopped, run_child
+from nsa.lab.progress import lines
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 RUN_ENDS = "NSA_RUN_ENDS"  # environment variable: when a run's timeout ends it, by time.monotonic()
@@ -130,7 +129,7 @@ def measure(
 
         each(one, numbers, workers=workers, gpus=gpus, stop=stop, ended=keep)
 
-    with _lines(len(cells), progress) as say:
+    with lines(len(cells), progress) as say:
         try:
             through(range(len(cells)), workers, gpus)
             if again_alone:
@@ -192,27 +191,3 @@ def _ending(ended: Outcome, said: Callable[[dict], str]) -> str:
         return f"{said(ended.result)}, {ended.seconds:.1f} s"
     message = ended.message.splitlines()[0][:100] if ended.message else ""
     return f"{ended.status} after {ended.seconds:.1f} s ({message})"
-
-
-@contextlib.contextmanager
-def _lines(total: int, progress: bool) -> Iterator[Callable[..., None]]:
-    """Gives say(line, count, again): a line on stderr, where a terminal has a bar if tqdm is there.
-
-    count: which of all it is, which a bar says itself. again: the line's cell has been counted.
-    """
-    bar: Any = None
-    if progress and sys.stderr.isatty() and not os.environ.get("NSA_HEADLESS"):
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            bar = tqdm(total=total, unit="cell")
-
-    def say(line: str, count: str = "", again: bool = False) -> None:
-        if bar is not None:
-            bar.write(line, file=sys.stderr)
-            bar.update(bool(count) and not again)
-        elif progress:
-            print(f"{count}{line}{' (again, alone)' * again}", file=sys.stderr, flush=True)
-
-    with bar if bar is not None else contextlib.nullcontext():
-        yield say

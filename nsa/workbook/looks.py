@@ -121,10 +121,13 @@ def caption(fig, text: str) -> None:
     inches = 0.13 * len(lines) + 0.03
     fig.set_figheight(fig.get_figheight() + inches)
     share = inches / fig.get_figheight()
-    if engine := fig.get_layout_engine():
-        engine.set(rect=(0, share, 1, 1 - share))
-    for legend in fig.legends:
+    held = share
+    for legend in fig.legends:  # one that was moved is no longer laid out: its height is held here
+        high = legend.get_window_extent().height / fig.bbox.height + 0.1 / fig.get_figheight()
+        held = max(held, share + high)
         legend.set_bbox_to_anchor((0, share, 1, 1 - share), fig.transFigure)
+    if engine := fig.get_layout_engine():
+        engine.set(rect=(0, held, 1, 1 - held))
     look = {"fontsize": 6.5, "color": GREY, "va": "bottom", "linespacing": 1.25}
     fig.text(0.006, 0.2 * share / len(lines), "\n".join(lines), **look).set_in_layout(False)
 
@@ -190,7 +193,9 @@ def log_axis(axis) -> None:
         getattr(axes, f"set_{name}lim")(middle / 2, 2 * middle)
     wide = high / low > 1e3
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.10f}".rstrip("0").rstrip("."))
+    )
     axis.set_minor_formatter(NullFormatter())
 
 

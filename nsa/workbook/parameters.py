@@ -4,16 +4,18 @@ papermill checks nothing: an unknown name is a warning and `-p N ten` runs with 
 """
 
 import ast
+import importlib
 import io
 import re
 import shutil
 import tokenize
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nsa.spelling import nearest
-from nsa.workbook.identity import read_cells
+from nsa.workbook import identity
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict, "list": list}
 EXAMPLES = {"int": "4", "float": "0.5", "str": "cpu", "bool": "true"}
@@ -21,6 +23,7 @@ EXAMPLES |= {"list[int]": "128,256", "list[float]": "0.5,1.0", "list[str]": "gat
 EXAMPLES |= {"dict": "'{layers: [1, 2]}'", "list": "'[{layers: 1}]'"}  # of anything, as in YAML
 RANGE = re.compile(r"\(\s*(-?[\d.]+?)\s*\.\.\s*(-?\d[\d.]*)?\s*\)")
 CHOICES = re.compile(r"one of:?\s+([^;()]+)")
+CHECKED_BY = re.compile(r"^#\s*checked by\s+(.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -54,42 +57,96 @@ def declared(notebook: str | Path) -> dict[str, Parameter]:
     ValueError when there is no cell tagged `parameters`, or a line of it has no annotation of a
     known type, no literal default or no comment.
     """
-    name = Path(notebook).name
-    cells = [c for c in read_cells(notebook) if "parameters" in c["metadata"].get("tags", [])]
-    if len(cells) != 1:
-        raise ValueError(f"{name} has {len(cells)} cells tagged 'parameters'; it needs exactly one")
-    source = "".join(cells[0]["source"])
+    return _of_source(_source(notebook), Path(notebook).name)
+
+
+def check_together(notebook: str | Path, values: Mapping[str, Any]) -> None:
+    """ValueError for values that the notebook could not run, each of which is of its type.
+
+    What knows is named in the parameters cell: `# checked by package.module:function`, one or
+    several, each called with all values.
+    """
+    _ask(_source(notebook), values)
+
+
+def of_kernel(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Every parameter's value in a kernel whose `globals()` these are, checked as `nsa run` does.
+
+    So plain papermill, which checks nothing, and an edited cell in JupyterLab get the same errors.
+    """
+    sources = [source for source in namespace["In"] if _declares(source)]
+    if not sources:
+        raise ValueError("no cell that declares parameters was run; run the notebook from its top")
+    known = _of_source(sources[-1], "this notebook")
+    injected = [source for source in namespace["In"] if source.startswith("# Parameters\n")]
+    names = [node.id for source in injected for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]  # fmt: skip
+    found = check(known, {name: namespace[name] for name in dict.fromkeys([*known, *names])})
+    _ask(sources[-1], found)
+    return found
+
+
+def _ask(source: str, values: Mapping[str, Any]) -> None:
+    for line in CHECKED_BY.findall(source):
+        for module, function in re.findall(r"([\w.]+):(\w+)", line):
+            getattr(importlib.import_module(module), function)(values)
+
+
+def _source(notebook: str | Path) -> str:
+    cells, name = identity.read_cells(notebook), Path(notebook).name
+    tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
+    if len(tagged) != 1:
+        raise ValueError(
+            f"{name} has {len(tagged)} cells tagged 'parameters'; it needs exactly one"
+        )
+    return "".join(tagged[0]["source"])
+
+
+def _declares(source: str) -> bool:
+    """Whether a cell has lines as those of a parameters cell, and no others."""
+    try:
+        lines = ast.parse(source).body
+    except SyntaxError:  # a magic, or a mistake
+        return False
+    return bool(lines) and all(isinstance(line, ast.AnnAssign) for line in lines)
+
+
+def _of_source(source: str, notebook: str) -> dict[str, Parameter]:
     try:
         lines = ast.parse(source).body
     except SyntaxError as error:
-        raise ValueError(f"{name}: line {error.lineno} of its parameters is no Python") from None
-    read = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string[1:].strip() for t in read if t.type == tokenize.COMMENT}
-    return {
-        p.name: p for p in (_parameter(name, line, comments.get(line.end_lineno)) for line in lines)
+        raise ValueError(
+            f"{notebook}: line {error.lineno} of its parameters: {error.msg}"
+        ) from None
+    comments = {
+        token.start[0]: token.string.lstrip("# ").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
     }
-
-
-def _parameter(notebook: str, line: ast.stmt, comment: str | None) -> Parameter:
-    match line:
-        case ast.AnnAssign(
-            target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value
-        ):
-            kind = ast.unparse(annotation).replace(" ", "")
-        case _:
+    found = {}
+    for line in lines:
+        target = getattr(line, "target", None)
+        if not (isinstance(line, ast.AnnAssign) and isinstance(target, ast.Name) and line.value):
             raise ValueError(
                 f"{notebook}: cannot read the parameter line {ast.unparse(line)!r}; write it as "
                 "`layers: int = 2  # how many`"
             )
+        mine = range(line.lineno, (line.end_lineno or line.lineno) + 1)
+        told = " ".join(comments[number] for number in mine if number in comments)
+        kind = ast.unparse(line.annotation).replace(" ", "")
+        found[target.id] = _parameter(notebook, target.id, kind, line.value, told)
+    return found
+
+
+def _parameter(notebook: str, name: str, kind: str, value: ast.expr, told: str) -> Parameter:
     if kind not in EXAMPLES:
         raise ValueError(f"{notebook}: {name} has type {kind}; known are {', '.join(EXAMPLES)}")
-    if not comment:
+    if not told:
         raise ValueError(f"{notebook}: {name} has no comment; say what it means after a '#'")
     try:
-        parameter = Parameter(name, kind, ast.literal_eval(value), comment)
-    except ValueError:
-        text = ast.unparse(value)
-        message = f"{notebook}: the default of {name} is {text}; it must be a literal"
+        parameter = Parameter(name, kind, ast.literal_eval(value), told)
+    except (ValueError, SyntaxError):
+        message = f"{notebook}: the default of {name} is {ast.unparse(value)}; it must be a literal"
         raise ValueError(message) from None
     return replace(parameter, default=_checked(parameter, parameter.default))
 

@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from nsa.lab.process import procfs
 from nsa.workbook.environment import utc_now
@@ -43,6 +44,7 @@ class Record:
         question: str,
         beat_s: float = 15.0,
         evidence: bool = False,
+        **facts: Any,
     ):
         self.path = Path(folder) / "record.json"
         self._done = threading.Event()
@@ -62,6 +64,7 @@ class Record:
             "pid": os.getpid(),
             "pid_started": process_start(os.getpid()),
             "machine": machine(),
+            **facts,
         }
         self._write()
         self._thread = threading.Thread(target=self._beat, args=(beat_s,), daemon=True)
@@ -136,4 +139,6 @@ def machine() -> str:
 
 
 def load(folder: Path) -> dict:
-    return read_json(Path(folder) / "record.json", {})
+    """The record; empty where there is none, or none that can be read."""
+    found = read_json(Path(folder) / "record.json", {})
+    return found if isinstance(found, dict) else {}

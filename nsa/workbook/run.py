@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 from nsa.lab.sweep import RUN_ENDS
 from nsa.workbook import environment, identity, keep, parameters, report, store
+from nsa.workbook.claim import VERDICTS
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.record import Record, load
 
@@ -38,9 +40,23 @@ def plan_run(
     declared = parameters.declared(notebook)
     given = parameters.check(declared, given)
     full = parameters.filled(declared, given)
+    parameters.check_together(notebook, full)
     snapshot = environment.snapshot(full.get("seed"))
     name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
     return Planned(notebook, given, full, snapshot, name)
+
+
+def open_folder(root: str | Path, planned: Planned, **facts: Any) -> tuple[Path, Record]:
+    """The new folder of a run, with its parameters and environment, and its record, which has begun
+    and holds these facts too."""
+    import yaml
+
+    folder = store.create_folder(root, planned.name)
+    settings = yaml.safe_dump(planned.full, sort_keys=False, allow_unicode=True)
+    write_atomically(folder / "parameters.yaml", settings)
+    write_json(folder / "environment.json", planned.environment)
+    question = identity.question(planned.notebook)
+    return folder, Record(folder, planned.notebook.stem, question, **facts)
 
 
 @dataclass(frozen=True)
@@ -88,8 +104,7 @@ def run_notebook(
     only as much as `timeout_s` leaves time for; without it is cut. `began` gets the new folder
     before anything runs in it; with `index` the page of all runs is written again.
     """
-    import papermill  # noqa: F401 - where it is missing, that is said before there is a folder
-    import yaml
+    import papermill  # noqa: F401  where it is missing, nothing is to be written
 
     root = Path(root)
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
@@ -104,12 +119,10 @@ def run_notebook(
         earlier = finished[-1]
         say(f"this run exists: {earlier} (run it again with --again)")
         return _result(earlier, cached=True)
-    folder = store.create_folder(root, name)
+    if planned.full.get("device") == "cuda":
+        store.find_machine("cuda")
+    folder, record = open_folder(root, planned, evidence=evidence)
     began(folder)
-    settings = yaml.safe_dump(planned.full, sort_keys=False, allow_unicode=True)
-    write_atomically(folder / "parameters.yaml", settings)
-    write_json(folder / "environment.json", planned.environment)
-    record = Record(folder, notebook.stem, identity.question(notebook), evidence=evidence)
     say(f"running {notebook.stem} into {folder}")
     stop_reason, message = "error", ""
     try:
@@ -212,12 +225,16 @@ def _execute(
     return stop_reason, message
 
 
+VERDICT = re.compile(rf"^(?:{'|'.join(VERDICTS)}): .*\n?", re.MULTILINE)
+
+
 def _relay(output) -> None:
-    """What the notebook prints, above the bar; its own bars (stderr) stay in stderr.log."""
+    """What the notebook prints, above the bar, and the lines of its progress; not its verdicts,
+    which stand at the end."""
     from tqdm import tqdm
 
-    if output.output_type == "stream" and output.name == "stdout":
-        tqdm.write("".join(output.text), file=sys.stderr, end="")
+    if output.output_type == "stream":
+        tqdm.write(VERDICT.sub("", "".join(output.text)), file=sys.stderr, end="")
 
 
 class Terminated(KeyboardInterrupt):

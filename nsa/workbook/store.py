@@ -16,10 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nsa.lab.progress import session
 from nsa.spelling import choice, nearest
 from nsa.workbook import environment, looks, metrics
 from nsa.workbook.claim import VERDICTS, Claim
 from nsa.workbook.files import read_json, write_atomically, write_json
+from nsa.workbook.parameters import of_kernel
 from nsa.workbook.record import load, status_now
 
 LATEST = 5  # runs that an error names where none is alike
@@ -204,22 +206,31 @@ class Run:
 
 
 def current(parameters: dict | None = None, notebook: str = "") -> Run:
-    """The run this notebook belongs to.
+    """The run this notebook belongs to; `parameters` are its kernel's globals(), which are checked,
+    or a mapping of their values.
 
-    `nsa run` hands its folder in through NSA_RUN; in a live kernel or under nbval it is a scratch
-    folder that goes when the kernel goes. Its tables are shown with every text whole.
+    `nsa run` hands its folder in through NSA_RUN. In JupyterLab it is a run of its own, see
+    `nsa.workbook.interactive`; under nbval a scratch folder that goes when the kernel goes. Its
+    tables are shown with every text whole. ValueError for parameters that could not be run.
     """
     import pandas
 
     pandas.set_option("display.max_colwidth", None)
+    given = dict(parameters or {})
+    if "In" in given:
+        given = of_kernel(given)
     folder = os.environ.get("NSA_RUN")
     if folder:
         if not Path(folder).is_dir():
             raise ValueError(f"NSA_RUN names {folder}, which is no folder; unset it or make it")
-        return Run(folder, notebook, parameters)
+        return Run(folder, notebook, given)
+    if found := session():
+        from nsa.workbook.interactive import open_run
+
+        return Run(open_run(found, given), notebook, given)
     scratch = tempfile.mkdtemp(prefix="nsa-scratch-")
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    return Run(scratch, notebook, parameters)
+    return Run(scratch, notebook, given)
 
 
 def create_folder(root: str | Path, name: str, day: str | None = None) -> Path:

@@ -199,6 +199,11 @@ def loaded_after(statement: str) -> set[str]:
 
 OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconvert", "IPython"}
 NONE = {"torch", "numpy", "psutil"}
+LISTED = (
+    "import contextlib, io; from nsa.cli.main import main; "
+    "printed = contextlib.redirect_stdout(io.StringIO()); "
+    "printed.__enter__(); main(['notebooks']); printed.__exit__(None, None, None)"
+)
 
 
 @pytest.mark.processes
@@ -209,6 +214,7 @@ NONE = {"torch", "numpy", "psutil"}
         ("from nsa.cli.main import parser; parser().format_help()", {"torch"}),
         ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
         ("import nsa.workbook.store", {"torch"}),
+        (LISTED, OPTIONAL | BASE | {"nbformat", "yaml", "jupyter_client"}),
         ("import nsa.lab.process.family", NONE),
         ("from nsa.lab.process import launch", NONE),
     ],

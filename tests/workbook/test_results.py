@@ -39,7 +39,7 @@ def opens(text, beside):
 
 def told(text):
     """{sentence: verdict} of all tables."""
-    rows = re.findall(r"^\| (PASS|FAIL|INCONCLUSIVE) \| (.*?) \| ", text, re.M)
+    rows = re.findall(r"^\| ([A-Z]{4}[A-Z ]*) \| (.*?) \| ", text, re.M)
     return {sentence: verdict for verdict, sentence in rows}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from typing import Any
@@ -186,3 +187,10 @@ class ABPlan:
 
 def _key(pairs: list[tuple[str, Any]]) -> tuple:
     return tuple((name, json.dumps(value, sort_keys=True)) for name, value in pairs)
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for values of the notebook's parameters that could not be run."""
+    given = {name: values[name] for name in values if name not in ("device", "budget_s")}
+    given["factors"] = {} if given["arms"] else given["factors"]
+    ABPlan.on("cpu", None, **given)

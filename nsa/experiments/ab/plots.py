@@ -33,7 +33,7 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
             timed = names[0] in TIMED
             unit = "times the first's" if timed and on_cpu else UNITS.get(names[0], "MiB")
             axes.set_xlabel(
-                f"{TIMES[names[0]]} a step, {unit}" if timed else f"at a step's peak, {unit}"
+                f"{TIMES[names[0]]} a step ({unit})" if timed else f"at a step's peak ({unit})"
             )
             axes.set_xlim(0, axes.dataLim.x1 * 1.06)
             looks.title(
@@ -106,7 +106,7 @@ def over(results: Results, *, note: str = "", on_cpu: bool = True):
                     axes.plot(x, start + slope * x, "--", lw=1.1, color=colour,
                               label="" if rest else "least squares")  # fmt: skip
             unit = UNITS.get(of, "MiB")
-            axes.set(xlabel=factor, ylabel=f"{TIMES.get(of, of)}, {unit}")
+            axes.set(xlabel=factor, ylabel=f"{TIMES.get(of, of)} ({unit})")
             looks.title(axes, "Time of a step" if of in TIMED else "Memory of a step",
                         note if of in TIMED else "")  # fmt: skip
             if power:

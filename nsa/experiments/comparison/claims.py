@@ -16,13 +16,15 @@ from nsa.experiments.comparison.implementations import DENSE, LIMITS, NSA
 from nsa.experiments.comparison.trials import CRASHED
 from nsa.lab.measure.shapes import Shape
 from nsa.workbook import metrics
-from nsa.workbook.claim import Claim, different_programs, verdict_of
+from nsa.workbook.claim import Claim, aim_of, different_programs, verdict_of
 from nsa.workbook.scaling import fit_exponent
 
 SPREAD = 1.05  # memory that differs by less than this counts as identical
 EXPONENT = 1.05
 GIB = 1024.0  # MiB
 NO_GPU = "times and sizes without a GPU say nothing about one"
+NOT_OF_THIS_RUN = "this run was not to measure it"
+NO_VALUE = "it was to be measured and has no value"
 MEMORY_64K_GIB = {"forward": 2.0, "backward": 4.0}  # beyond inputs and outputs, at T 65536
 
 
@@ -120,7 +122,9 @@ def nothing_broke(cells: Sequence[dict]) -> Claim:
 def backends_are_different_programs(cells: Sequence[dict]) -> Claim:
     """By their path witnesses."""
     served = table.paths(cells)
-    return different_programs({n: tuple(p.items()) for n, p in served.items()}, served, "backends")
+    planned = len({c["name"] for c in cells} & {*registry.names()})
+    programs = {n: tuple(p.items()) for n, p in served.items()}
+    return different_programs(programs, served, "backends", planned)
 
 
 def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
@@ -138,7 +142,10 @@ def memory_is_not_identical(df: pandas.DataFrame) -> Claim:
             at = shared.columns[-1]
             found[f"{', '.join(key)} queries, T {at}"] = shared[at].round(2).to_dict()
     if not found:
-        return Claim(f"{sentence}: no two of {', '.join(names)} ran", "INCONCLUSIVE", {})
+        none = f"no two of {', '.join(names)} ran"
+        if len(df) and len({*df["backend"]} & {*names}) < 2:
+            return Claim.not_here(sentence, none)
+        return Claim(f"{sentence}: {none}", "INCONCLUSIVE", {})
     least = min(max(mib.values()) / max(min(mib.values()), 1e-9) for mib in found.values())
     sentence += f": at the longest T of all, {', '.join(names)} differ by a factor of"
     return Claim(f"{sentence} {least:.1f} or more", verdict_of(least > SPREAD), found)
@@ -148,8 +155,8 @@ def nothing_beats_the_limit(df: pandas.DataFrame) -> Claim:
     """An implementation faster than the limit does not do the work that was counted."""
     sentence = "no implementation is faster than the physical limit"
     rows = table.rows_of(df, "fraction_of_limit").dropna(subset="median")
-    if not metrics.on_gpu(df):
-        return Claim.undecided(sentence, NO_GPU)
+    if len(df) and not metrics.on_gpu(df):
+        return Claim.not_here(sentence, NO_GPU)
     if not len(rows):
         return Claim(f"{sentence}: nothing was timed", "INCONCLUSIVE", {})
     best = rows.loc[rows["median"].idxmax()]
@@ -171,20 +178,22 @@ def reaches(df: pandas.DataFrame, aim: Aim, backend: str) -> Claim:
     gpu = df["device"].iloc[0] if metrics.on_gpu(df) else ""
     if "H200" not in gpu:
         why = f"the aims are for an H200, this is {gpu}" if gpu else NO_GPU
-        return Claim(f"{what}: {wanted}; not decided, {why}", "INCONCLUSIVE", {})
+        return Claim.not_here(f"{what}: {wanted}", why)
     rows = table.rows_of(df, "latency")
     rows = rows[rows["backend"] == backend]
     rows = rows.loc[list(map(aim.fits, rows["x_value"], metrics.configs(rows)))]
+    if not len(rows):
+        return Claim.not_here(f"{what}: {wanted}", NOT_OF_THIS_RUN)
     by_mode = rows.dropna(subset="median").set_index("mode")["median"]
     if not {"forward", "backward"} <= set(by_mode.index):
-        return Claim(f"{what}: {wanted}; not measured in this run", "INCONCLUSIVE", {})
+        return Claim.undecided(f"{what}: {wanted}", NO_VALUE)
     got, how = by_mode[["forward", "backward"]].tolist(), ""
     if {"graph_forward", "graph_backward"} <= set(by_mode.index):
         how = " in a CUDA graph, {:.3g} / {:.3g} without".format(*got)
         got = by_mode[["graph_forward", "graph_backward"]].tolist()
     what += f": {got[0]:.3g} / {got[1]:.3g} ms{how} ({wanted})"
     met = got[0] <= aim.forward_ms and got[1] <= aim.backward_ms
-    return Claim(what, verdict_of(met), {m: round(float(ms), 4) for m, ms in by_mode.items()})
+    return Claim(what, aim_of(met), {m: round(float(ms), 4) for m, ms in by_mode.items()})
 
 
 def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
@@ -196,11 +205,15 @@ def memory_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
             fit = fit_exponent(list(line.index), line.to_numpy())
             found[f"{mode}, {', '.join(key)}"] = round(fit.exponent, 3)
     sentence = f"{backend}'s memory grows at most as T^{EXPONENT}"
-    if not found or not metrics.on_gpu(df):
-        why = "fewer than three T from 2048 on" if metrics.on_gpu(df) else NO_GPU
-        return Claim.undecided(sentence, why, found)
+    if not metrics.on_gpu(df):
+        return Claim.not_here(sentence, NO_GPU)
+    if not found:
+        mine = _planned(df, backend)
+        few = "fewer than three T from 2048 on"
+        lost = mine[mine >= 2048].nunique() > 2
+        return Claim.undecided(sentence, few) if lost else Claim.not_here(sentence, few)
     worst = max(found.values())
-    return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= EXPONENT), found)
+    return Claim(f"{sentence}: T^{worst:.2f}", aim_of(worst <= EXPONENT), found)
 
 
 def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
@@ -213,26 +226,31 @@ def memory_stays_small(df: pandas.DataFrame, backend: str) -> Claim:
         if 65536 in line.index and key[0] == main:
             found[mode] = max(found.get(mode, 0.0), float(line[65536]) / GIB)
     if set(found) != set(limits):
-        return Claim(f"{sentence}: not measured in this run", "INCONCLUSIVE", {})
+        if 65536 in set(_planned(df, backend, main)):
+            return Claim.undecided(sentence, NO_VALUE)
+        return Claim.not_here(sentence, NOT_OF_THIS_RUN)
     sentence += f": {found['forward']:.2f} and {found['backward']:.2f} GiB"
     evidence = {mode: round(gib, 3) for mode, gib in found.items()}
-    return Claim(sentence, verdict_of(all(found[m] < limits[m] for m in limits)), evidence)
+    return Claim(sentence, aim_of(all(found[m] < limits[m] for m in limits)), evidence)
 
 
 def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
     """Against the fastest dense attention of the same process, forward and backward."""
     sentence = f"{backend} is faster than every dense attention from T {tokens} on"
     if not metrics.on_gpu(df):
-        return Claim.undecided(sentence, NO_GPU)
-    rows = table.rows_of(df, "latency", "forward", "backward").dropna(subset="median")
+        return Claim.not_here(sentence, NO_GPU)
+    rows = table.rows_of(df, "latency", "forward", "backward")
     rows = rows[(rows["x_value"] >= tokens) & ~rows["backend"].isin(LIMITS.values())]
+    if not {DENSE, NSA} <= {*rows["operation"]} or backend not in {*rows["backend"]}:
+        return Claim.not_here(sentence, NOT_OF_THIS_RUN)
+    rows = rows.dropna(subset="median")
     keys = [*table.CURVE, "x_value", "mode"]
     theirs = rows[rows["operation"] == DENSE]
     dense = theirs.groupby(keys)["median"].min()
     ours = rows[(rows["operation"] == NSA) & (rows["backend"] == backend)].set_index(keys)
     ratio = (dense / ours["median"]).dropna()
     if not len(ratio):
-        return Claim(f"{sentence}: not both were measured", "INCONCLUSIVE", {})
+        return Claim.undecided(sentence, NO_VALUE)
     sentence = sentence.replace("dense", f"dense ({', '.join(sorted(set(theirs['backend'])))})", 1)
     shape, queries, at, mode = ratio.idxmin()
     text = f"{sentence}: at least {ratio.min():.2f} times ({mode}, {queries}, T {at}, {shape})"
@@ -241,12 +259,19 @@ def beats_dense_from(df: pandas.DataFrame, tokens: int, backend: str) -> Claim:
     if untimed and ratio.min() > 1:
         text += f"; {backend} has no time at {len(untimed)} points that dense has"
         return Claim(text, "INCONCLUSIVE", found | dict.fromkeys(untimed, "not timed"))
-    return Claim(text, verdict_of(bool(ratio.min() > 1)), found)
+    return Claim(text, aim_of(bool(ratio.min() > 1)), found)
 
 
 def _messages(cells: Iterable[dict]) -> dict[str, str]:
     """{"gather T=8192": why}."""
     return {f"{c['name']} T={c['shape']['tokens']}": c["message"] for c in cells}
+
+
+def _planned(df: pandas.DataFrame, backend: str, shape: str | None = None) -> pandas.Series:
+    """Every T at which the backend was to be measured, at one shape or at all."""
+    rows = table.rows_of(df, "peak_memory")
+    mine = rows["backend"] == backend
+    return rows.loc[mine if shape is None else mine & (rows["shape"] == shape), "x_value"]
 
 
 def _memory(df: pandas.DataFrame, backend: str) -> Iterator[tuple[str, tuple, pandas.Series]]:

@@ -53,7 +53,8 @@ def _over_tokens(df, metric: str, unit: str, note: str):
             frame = frame[(frame["mode"] == mode) & ~late]
             for backend, line in looks.backends(frame):
                 _line(axes, backend, line.sort_values("x_value"), with_bands)
-            looks.title(axes, f"{mode[0].upper()}{mode[1:]}, {queries} queries\n{shape}", note)
+            # the note beside the upper line: the lower may be as wide as the panel
+            looks.title(axes, f"{mode.capitalize()}, {queries} queries\n{shape}", f"{note}\n")
             axes.set(xlabel="T (tokens)", ylabel=unit)
             found = _measured(frame)["median"]
             if len(found):

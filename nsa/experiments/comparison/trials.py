@@ -5,7 +5,7 @@ implementation ended is a value: the `outcome` of its cell.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nsa.experiments.comparison.implementations import Implementation
 from nsa.lab import sweep
 from nsa.lab.measure import limits
 from nsa.lab.measure.limits import Ceilings
-from nsa.lab.measure.shapes import Shape
+from nsa.lab.measure.shapes import Shape, shapes_from
 from nsa.lab.measure.timing import CAP_S, Clock
 from nsa.lab.process import gpus
 from nsa.lab.process.trial import Outcome
@@ -37,6 +37,12 @@ def all_implementations(
     dense = implementations.DENSE_ATTENTIONS if with_dense else ()
     theirs = [*dense, implementations.FLA, *map(implementations.peer, peers)]
     return [*first, *theirs, *(i for i in ours if i not in first)]
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for values of the notebook's parameters that could not be run."""
+    shapes_from(values["shapes"], values["tokens"], values["queries"])
+    all_implementations(values["backends"] or None, values["peers"], values["dense"])
 
 
 def compare(

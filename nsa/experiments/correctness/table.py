@@ -1,13 +1,15 @@
 """What the correctness notebook shows as tables, and its rows for metrics.csv. Draws nothing."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
 
-from nsa.experiments.correctness.gallery import RIGHT, Seen
+from nsa.experiments.correctness.gallery import RIGHT, Seen, check_names
+from nsa.experiments.correctness.lessons import lesson
 from nsa.experiments.correctness.mutants import MUTANTS, ROOT
 from nsa.workbook import metrics
 from nsa.workbook.store import Run, Store
@@ -132,3 +134,16 @@ def kept_lessons(run: str, root: str | Path = ROOT / "runs") -> list[dict]:
     if not len(rows):
         raise ValueError(f"run {folder.name} holds no lessons; name one of 00_correctness")
     return [json.loads(config["lesson_row"]) for config in metrics.configs(rows)]
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for mutants, tasks, a query or a kept run that there is not: of the parameters of
+    00_correctness and of 04_throughput."""
+    for name in ("mutants", "lessons", "killers"):
+        check_names(values.get(name, ()))
+    for name in values.get("tasks", ()):
+        lesson(name, values["task_tokens"])
+    if "query" in values and values["query"] >= values["tokens"]:
+        raise ValueError(f"query={values['query']} must be below tokens={values['tokens']}")
+    if kept := values.get("lessons_from") or values.get("mutants_from"):
+        kept_lessons(kept)

@@ -1,6 +1,6 @@
 """The cells of a memory table: a model, a backend and a size each, checked before anything runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from math import nan
@@ -109,3 +109,9 @@ def memory_grid(
             f"tokens={list(tokens)}, longest={list(longest)}"
         )
     return cells
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for values of the notebook's parameters that could not be run."""
+    names = ("presets", "layers", "backends", "tokens", "longest", "batch", "dtype", "checkpoint")
+    memory_grid(**{name: values[name] for name in names})

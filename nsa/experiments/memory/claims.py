@@ -10,7 +10,7 @@ from nsa.experiments.memory import table
 from nsa.lab.measure.activation_model import MODELLED, activations
 from nsa.model.config import ModelConfig
 from nsa.workbook import metrics
-from nsa.workbook.claim import Claim, different_programs, verdict_of
+from nsa.workbook.claim import Claim, aim_of, different_programs, verdict_of
 from nsa.workbook.metrics import model_name
 from nsa.workbook.scaling import local_exponents
 
@@ -84,6 +84,9 @@ def dense_masks_cost_more(df: pandas.DataFrame, linear: Sequence[str]) -> Claim:
             evidence[model] = {"tokens": int(at), "times": round(ratios[-1], 1)}
     sentence = "dense masks cost more than every linear backend"
     if not ratios:
+        there = {*df["backend"]}
+        if there and not ("masked" in there and there & {*linear}):
+            return Claim.not_here(sentence, "this run was not to measure both")
         return Claim(sentence, "INCONCLUSIVE", {})
     found = f"at least {round(min(ratios), 1)} times what grows, at the longest T of both"
     return Claim(f"{sentence}: {found}", verdict_of(min(ratios) > 1), evidence)
@@ -114,7 +117,10 @@ def activations_are_as_predicted(rows: Sequence[dict]) -> Claim:
             name = f"{model_name(row)} {row['backend']} T={row['tokens']}"
             ratios[name] = kept.total / measured
     if not ratios:
-        return Claim("activations are as predicted from shapes", "INCONCLUSIVE", {})
+        sentence = "activations are as predicted from shapes"
+        if rows and all(row["checkpoint"] for row in rows):
+            return Claim.not_here(sentence, "what is recomputed was not kept")
+        return Claim(sentence, "INCONCLUSIVE", {})
     worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
     return Claim(
         f"activations are as predicted from shapes, to {PREDICTION_LIMIT:.0%}",
@@ -132,19 +138,23 @@ def backends_are_different_programs(rows: Sequence[dict]) -> Claim:
     """By their path witnesses."""
     found = table.paths(rows).to_dict("index")
     served = {name: tuple(line.values()) for name, line in found.items()}
-    return different_programs(served, found, "backends")
+    planned = len({row["backend"] for row in rows})
+    return different_programs(served, found, "backends", planned)
 
 
 def production_fits(df: pandas.DataFrame) -> Claim:
     """The case study projected 50 to 151 GB for this step."""
     rows = table.labelled(df)
     rows = rows[(rows["metric"] == "peak_memory") & (rows["x_value"] == 2048)]
-    rows = rows[(rows["model"] == "production, 12 layers") & rows["median"].notna()]
+    rows = rows[rows["model"] == "production, 12 layers"]
     rows = rows.loc[[config.get("batch", 1) == 1 for config in metrics.configs(rows)]]
     limit = f"under {PRODUCTION_LIMIT_GIB:.0f} GiB"
     sentence = f"a production step of 12 layers at T 2048, batch 1, stays {limit}"
     if not len(rows):
-        return Claim(f"{sentence}: not measured in this run", "INCONCLUSIVE", {})
+        return Claim.not_here(sentence, "this run was not to measure it")
+    rows = rows[rows["median"].notna()]
+    if not len(rows):
+        return Claim.undecided(sentence, "no backend got through it")
     gib = rows.set_index("backend")["median"] / 1024
     sentence += f": {gib.min():.2f} GiB with {gib.idxmin()}"
-    return Claim(sentence, verdict_of(gib.min() < PRODUCTION_LIMIT_GIB), gib.round(3).to_dict())
+    return Claim(sentence, aim_of(gib.min() < PRODUCTION_LIMIT_GIB), gib.round(3).to_dict())

@@ -1,40 +1,42 @@
 """The sentences of the selfcheck, each decided by rows and never by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nsa.experiments.selfcheck import table
 from nsa.experiments.selfcheck.judged import Judged
 from nsa.lab.process.trial import Outcome
-from nsa.workbook.claim import Claim, verdict_of
+from nsa.workbook.claim import Claim, aim_of, verdict_of
 
 COUNTED = {"a GPU": 1.05, "a CPU": 1.10}  # of a step
 FORETOLD = 0.25  # of a backward
 
 
 def must_hold(rows: Sequence[Judged]) -> list[Claim]:
-    """What a run fails without; a claim about what was not run is INCONCLUSIVE."""
-    return [every_fault_is_named(rows), _of(table.AIMS[0], rows)]
+    """What a run fails without; a claim about what was not to be run is NOT APPLICABLE."""
+    return [every_fault_is_named(rows), _of(table.AIMS[0], rows, verdict_of)]
 
 
 def should_hold(rows: Sequence[Judged]) -> list[Claim]:
     """The aims; those of what was written after the rules were frozen are told once more alone."""
     frozen = [row for row in rows if row.batch == "frozen"]
     return [
-        *(_of(aim, rows) for aim in table.AIMS[1:]),
-        *(_of(aim, frozen, "written after the rules: ") for aim in table.AIMS),
+        *(_of(aim, rows, aim_of) for aim in table.AIMS[1:]),
+        *(_of(aim, frozen, aim_of, "written after the rules: ") for aim in table.AIMS),
     ]
 
 
-def _of(aim: table.Aim, rows: Sequence[Judged], which: str = "") -> Claim:
-    """That it is met at each load."""
+def _of(
+    aim: table.Aim, rows: Sequence[Judged], word: Callable[[bool], str], which: str = ""
+) -> Claim:
+    """That it is met at each load; word: verdict_of or aim_of."""
     found = {load: aim.count(rows, load) for load in table.loads_of(rows)}
     told = [f"{count} of {of} at load {load}" for load, (count, of) in found.items() if of]
     sentence = f"{which}{aim.text}, {aim.wanted} wanted"
     if not told:
-        return Claim.undecided(sentence, "none was run")
+        return Claim.not_here(sentence, "this run is of none that this machine can hold")
     met = all(aim.met(rows, load) for load in found)
     against = [f"{row.name}, load {row.load}: {row.label}" for row in aim.against(rows)]
-    return Claim(f"{sentence}: {'; '.join(told)}", verdict_of(met), {"against it": against})
+    return Claim(f"{sentence}: {'; '.join(told)}", word(met), {"against it": against})
 
 
 def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
@@ -43,7 +45,9 @@ def every_fault_is_named(rows: Sequence[Judged]) -> Claim:
     missed = {row.name: f"{row.label}, due was {row.due}" for row in run if row.missed}
     right = sum(not row.missed for row in run)
     sentence = f"what is planted, slow or fails is called what it is: {right} of {len(run)}"
-    return Claim(sentence, verdict_of(not missed) if run else "INCONCLUSIVE", {"missed": missed})
+    if not run:
+        return Claim.not_here(sentence, "this run is of none that this machine can hold")
+    return Claim(sentence, verdict_of(not missed), {"missed": missed})
 
 
 def of_watching(counting: Outcome, foretold: Outcome, *, on_gpu: bool) -> list[Claim]:
@@ -64,4 +68,4 @@ def _at_most(sentence: str, ended: Outcome, name: str, limit: float, form: str) 
     if ended.result is None:
         return Claim(f"{sentence}: {ended.message}", "INCONCLUSIVE", {})
     value = ended.result[name]
-    return Claim(f"{sentence}: {value:{form}}", verdict_of(value <= limit), ended.result)
+    return Claim(f"{sentence}: {value:{form}}", aim_of(value <= limit), ended.result)

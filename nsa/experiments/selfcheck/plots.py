@@ -68,6 +68,6 @@ def latency(rows: Sequence[Judged]):
         axes.axhline(90, color=GREY, ls=":", lw=1)
         looks.log_axis(axes.xaxis)
         axes.set_ylim(0, 105)
-        axes.set(xlabel="s since the last progress", ylabel="certified, %")
+        axes.set(xlabel="time since the last progress (s)", ylabel="certified (%)")
         looks.title(axes, "How soon a hang has its certificate", "dotted: the aims")
     return fig

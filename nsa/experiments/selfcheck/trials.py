@@ -12,17 +12,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from nsa.experiments.selfcheck.faults.registry import Fault, every, why_not
+from nsa.experiments.selfcheck.faults.registry import Fault, chosen, every, why_not
 from nsa.experiments.selfcheck.judged import NOTHING, Judged, blind
 from nsa.lab import oracles
 from nsa.lab.process import runner, trial
+from nsa.lab.training import TrainingSpec
 from nsa.lab.verdict import Verdict, judge
 from nsa.lab.verdict.explain import page
 from nsa.lab.watch.evidence import Evidence
@@ -39,6 +41,15 @@ BUSY = "import os\nwhile os.getppid() == {}: pass"
 def slack(load: int) -> int:
     """How many times as long deadlines are beside so many busy loops."""
     return 4 if load > 8 else 2 if load > 1 else 1
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for values of the notebook's parameters that could not be run."""
+    chosen(values["only"], values["groups"])
+    how = {"preset": values["counted_preset"], "precision": values["counted_dtype"]}
+    for name in ("counted", "foretold"):
+        sizes = {size: values[f"{name}_{size}"] for size in ("layers", "tokens")}
+        TrainingSpec(backend=values[name], **sizes, **how)
 
 
 def check(

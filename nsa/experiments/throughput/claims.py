@@ -10,7 +10,7 @@ import numpy as np
 import pandas
 
 from nsa.experiments.throughput import table
-from nsa.workbook.claim import Claim, different_programs, verdict_of
+from nsa.workbook.claim import Claim, aim_of, different_programs, verdict_of
 
 METER = 0.01
 FLAT_STEPS = 100  # fewer tell growth from the first steps' settling badly
@@ -45,7 +45,7 @@ def all_claims(
 
 
 def aims(df: pandas.DataFrame) -> list[Claim]:
-    """Each aim with what was measured; INCONCLUSIVE where this run cannot tell."""
+    """Each aim with what was measured; NOT APPLICABLE where this run or machine cannot tell."""
     of_speed = (is_fast, is_near_the_twin, beats_the_twin_when_long, two_ranks_pay)
     return [aim(df) for aim in (*of_speed, watching_costs_little, learns_as_the_twin)]
 
@@ -81,7 +81,7 @@ def programs_are_different(rows: Sequence[dict]) -> Claim:
     """The path witnesses of NSA's backends and of the dense twin."""
     served = {row["name"]: tuple(sorted((b, *p) for b, p in row["paths"].items()))
               for row in rows if row["outcome"] == "ok" and row["paths"]}  # fmt: skip
-    return different_programs(served, served, "attentions")
+    return different_programs(served, served, "attentions", len({row["name"] for row in rows}))
 
 
 def nothing_is_compiled_late(df: pandas.DataFrame) -> Claim:
@@ -92,8 +92,10 @@ def nothing_is_compiled_late(df: pandas.DataFrame) -> Claim:
 
 def no_step_waits_for_the_device(df: pandas.DataFrame) -> Claim:
     """A host that waits cannot launch ahead."""
-    return _none_of(df, "syncs", "the host waits for the device in no step", "it does in",
-                    ": not decided, no step ran on a GPU")  # fmt: skip
+    sentence = "the host waits for the device in no step"
+    if table.on_cpu(df):
+        return Claim.not_here(sentence, "no step was to run on a GPU")
+    return _none_of(df, "syncs", sentence, "it does in", ": not decided, no step ran on a GPU")
 
 
 def memory_is_flat(df: pandas.DataFrame) -> Claim:
@@ -111,7 +113,9 @@ def memory_is_flat(df: pandas.DataFrame) -> Claim:
             found[name] = round(share, 5)
             grown += [name] * (row.q20 > 0 and share > FLAT_SHARE)
     if not found:
-        return Claim.undecided(sentence, f"no cell of at least {FLAT_STEPS} steps")
+        few = f"no cell of at least {FLAT_STEPS} steps"
+        short = table.cells(df)["steps"].max() < FLAT_STEPS
+        return Claim.not_here(sentence, few) if short else Claim.undecided(sentence, few)
     if grown:
         told = {name: found[name] for name in grown}
         return Claim(f"{sentence}; it grew in {', '.join(grown)}", "FAIL", told)
@@ -130,7 +134,12 @@ def backends_learn_alike(df: pandas.DataFrame) -> Claim:
     )
     seeds = {name: len(mine) for name, mine in curves.items()}
     if len(curves) < 2 or min(seeds.values()) < 2:
-        return Claim.undecided(sentence, "two backends with two seeds each are needed", seeds)
+        why = "two backends with two seeds each are needed"
+        cells = table.cells(df)
+        planned = cells[(cells["variant"] == "curve") & ~cells["backend"].str.startswith("dense")]
+        if len(df) and (planned["outcome"] == "ok").all():
+            return Claim.not_here(sentence, why)
+        return Claim.undecided(sentence, why, seeds)
     broken = [name for name, mine in curves.items() if not np.isfinite(mine.to_numpy()).all()]
     if broken:
         return Claim(f"{sentence}; not finite: {', '.join(broken)}", "FAIL", broken)
@@ -162,12 +171,16 @@ def lessons_are_learnt(lessons: Sequence[dict]) -> Claim:
 
 
 class NotMeasured(LookupError):
-    """Why a run cannot tell whether an aim is reached."""
+    """Why a run that was to measure an aim does not tell: INCONCLUSIVE."""
+
+
+class NotHere(LookupError):
+    """Why this machine, or a run with these parameters, cannot tell: NOT APPLICABLE."""
 
 
 def _aim(sentence: str):
     """Makes a claim of a function that returns (what was found, whether it is enough, evidence), or
-    raises NotMeasured: the claim is INCONCLUSIVE then."""
+    raises NotMeasured or NotHere."""
 
     def wrap(measured: Callable[[pandas.DataFrame], tuple[str, bool, dict]]):
         @wraps(measured)
@@ -176,7 +189,9 @@ def _aim(sentence: str):
                 found, enough, evidence = measured(df)
             except NotMeasured as why:
                 return Claim.undecided(sentence, str(why))
-            return Claim(f"{sentence}: {found}", verdict_of(enough), evidence)
+            except NotHere as why:
+                return Claim.not_here(sentence, str(why))
+            return Claim(f"{sentence}: {found}", aim_of(enough), evidence)
 
         return claim
 
@@ -202,7 +217,7 @@ def beats_the_twin_when_long(df: pandas.DataFrame):
     ours, dense = (_aimed(df, "tokens_per_second", name) for name in (OURS, "dense"))
     ratio = (ours / dense).dropna().loc[lambda line: line.index >= LONG]
     if not len(ratio):
-        raise NotMeasured("no such T was measured with both")
+        raise NotHere("no such T was measured with both")
     found = {f"T {t}": round(float(r), 3) for t, r in ratio.items()}
     return f"{ratio.min():.2f} times at least, at T {ratio.idxmin()}", ratio.min() > 1, found
 
@@ -211,11 +226,10 @@ def beats_the_twin_when_long(df: pandas.DataFrame):
 def two_ranks_pay(df: pandas.DataFrame):
     """DDP with twice the batch, however else it was run."""
     _needs_an_h200(df)
-    rows = table.scaling(df).reset_index().dropna(subset="times one rank")
+    rows = table.scaling(df).reset_index()
     wanted = {"model": AIMED, "backend": OURS, "parallel": "ddp", "ranks": 2}
     rows = rows[(rows[list(wanted)] == list(wanted.values())).all(axis=1)]
-    if not len(rows):
-        raise NotMeasured("not measured in this run")
+    rows = _with(rows, "times one rank", "two ranks beside one")
     columns = rows["T"], rows["how"], rows["times one rank"]
     times = {f"T {t} {how}".strip(): float(x) for t, how, x in zip(*columns, strict=True)}
     least = min(times.values())
@@ -227,9 +241,7 @@ def watching_costs_little(df: pandas.DataFrame):
     """All observers on, beside the same steps with none; of any backend."""
     _needs_an_h200(df)
     rows = table.over_tokens(df, "observing", variant=None)
-    rows = rows[(rows["model"] == AIMED) & rows["median"].notna()]
-    if not len(rows):
-        raise NotMeasured("not measured in this run")
+    rows = _with(rows[rows["model"] == AIMED], "median", "a step with them")
     found = {f"{row.backend} T {row.x_value}": round(row.median, 3) for row in rows.itertuples()}
     worst = max(found.values())
     return f"{worst:.3f}", worst <= WATCHED, found
@@ -242,37 +254,47 @@ def learns_as_the_twin(df: pandas.DataFrame):
     rows = table.labelled(df)
     rows = rows[(rows["metric"] == "loss") & rows["median"].notna()]
     if not len(rows) or rows["steps"].min() < LOSS_STEPS:
-        raise NotMeasured(f"no curves of {LOSS_STEPS} steps in this run")
+        raise NotHere(f"no curves of {LOSS_STEPS} steps in this run")
     final = table.final_losses(df).mean(axis=1)
     if "dense" not in final.index or len(final) < 2:
-        raise NotMeasured("not both were trained")
+        raise NotHere("not both were trained")
     off = final.drop("dense").mean() / final["dense"] - 1
     found = {name: round(float(nats), 4) for name, nats in final.items()}
     return f"{off:+.2%}", abs(off) <= LOSS_SHARE, found
 
 
 def _aimed(df: pandas.DataFrame, metric: str, backend: str) -> pandas.Series:
-    """The values by T of the production model's plain cells; NotMeasured where there are none."""
+    """The values by T of the production model's plain cells."""
     _needs_an_h200(df)
     rows = table.over_tokens(df, metric)
-    rows = rows[(rows["model"] == AIMED) & (rows["backend"] == backend) & rows["median"].notna()]
-    if not len(rows):
-        raise NotMeasured(f"{backend} was not measured")
+    rows = rows[(rows["model"] == AIMED) & (rows["backend"] == backend)]
+    _with(rows, "median", backend)
     return rows.set_index("x_value")["median"]
 
 
 def _at(line: pandas.Series) -> float:
     if TOKENS not in line:
-        raise NotMeasured(f"T {TOKENS} was not measured")
+        raise NotHere(f"T {TOKENS} was not to be measured")
+    if not np.isfinite(line[TOKENS]):
+        raise NotMeasured(f"T {TOKENS} has no value")
     return float(line[TOKENS])
+
+
+def _with(rows: pandas.DataFrame, column: str, what: str) -> pandas.DataFrame:
+    """The rows that have a value; NotHere where there are none, NotMeasured where none has one."""
+    if not len(rows):
+        raise NotHere(f"{what} was not to be measured in this run")
+    if rows[column].isna().all():
+        raise NotMeasured(f"{what} was to be measured and has no value")
+    return rows.dropna(subset=column)
 
 
 def _needs_an_h200(df: pandas.DataFrame) -> None:
     if not len(df) or table.on_cpu(df):
-        raise NotMeasured("a CPU's times say nothing about a GPU")
+        raise NotHere("a CPU's times say nothing about a GPU")
     gpu = df["device"].iloc[0]
     if "H200" not in gpu:
-        raise NotMeasured(f"the aims are for an H200, this is {gpu}")
+        raise NotHere(f"the aims are for an H200, this is {gpu}")
 
 
 def _seeds_apart(curves: pandas.DataFrame) -> pandas.Series:

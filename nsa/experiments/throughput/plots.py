@@ -159,7 +159,7 @@ def memory_over_steps(df):
                     ":" if backend.startswith("dense") else "-", color=colour, marker=marker,
                     markevery=max(1, len(line) // 6), ms=4.5, label=name.replace("  ", " "),
                 )  # fmt: skip
-            axes.set(xlabel="step after the warm-up", ylabel="MiB since the first step")
+            axes.set(xlabel="step after the warm-up", ylabel="memory since the first step (MiB)")
             looks.title(axes, f"Memory held, {mode}")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             low, high = axes.get_ylim()
@@ -177,7 +177,7 @@ def kernels(profile: dict, title: str):
         axes.set_yticks(range(len(rows)), names, fontsize=7.5)
         axes.invert_yaxis()
         axes.grid(False, axis="y")
-        axes.set(xlabel="ms in one step", title=f"{title}: kernels (calls)")
+        axes.set(xlabel="time in one step (ms)", title=f"{title}: kernels (calls)")
     return fig
 
 
@@ -226,7 +226,8 @@ def _reported(axes) -> list[int]:
     for x, y, text in zip(tokens, speeds, texts, strict=True):
         left = x >= 1024
         axes.annotate(
-            textwrap.fill(f"{y:g}: {text}", 24), (x, y), xytext=(-7 if left else 7, 0), textcoords="offset points",
+            textwrap.fill(f"{y:g}: {text}", 24), (x, y),
+            xytext=(-7 if left else 7, 0), textcoords="offset points",
             ha="right" if left else "left", va="center", fontsize=7, color=GREY,
         )  # fmt: skip
     axes.axhspan(*case_study.TARGET_TOKENS_PER_S, color="#999999", alpha=0.15, lw=0, zorder=0,

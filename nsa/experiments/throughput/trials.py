@@ -1,7 +1,7 @@
 """What a throughput table varies, as cells, and each measured in processes of its own."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import nan
@@ -170,6 +170,16 @@ def curve_grid(
         return []
     cells = throughput_grid(preset, backends, [tokens], step_tokens=batch * tokens, **fixed)
     return [replace(cell, steps=max(steps, LEAST_WARMUP)).with_(variant) for cell in cells]
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for values of the notebook's parameters that could not be run."""
+    both = {name: values[name] for name in ("preset", "precision")}
+    names = ("backends", "tokens", "step_tokens", "long_backends", "long_tokens", "variants")
+    names += ("ranks", "parallel", "steps")
+    throughput_grid(**both, **{name: values[name] for name in names})
+    names = ("backends", "tokens", "batch", "steps", "variant")
+    curve_grid(**both, **{name: values[f"curve_{name}"] for name in names})
 
 
 def measure(

@@ -5,12 +5,13 @@ off is a row, and the trials after it get a launch of their own.
 """
 
 import json
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from nsa.lab.process.ranks import run_ranks
+from nsa.lab.progress import lines
 from nsa.lab.search.planted import FAULTS
 from nsa.lab.training import TrainingSpec
 
@@ -120,6 +121,18 @@ def trials_for(ranks: int, names: Iterable[str] = ()) -> tuple[Trial, ...]:
     return tuple(trial for trial in chosen if ranks > 1 or trial.fault != "rank branch")
 
 
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for values of the notebook's parameters that could not be run."""
+    names = ("preset", "tokens", "batch", "ranks", "backend", "precision", "bucket_mb", "data")
+    layers, how = values["layers"] or None, values["communication"]
+    where = "cpu" if values["device"] == "cpu" or how != "nccl" else "cuda"
+    same = {name: values[name] for name in names} | {"layers": layers, "device": where}
+    setup = Setup(**same, communication=None if how == "auto" else how)
+    for trial in trials_for(values["ranks"], values["trials"]):
+        if trial.name != "static graph + find unused":  # whose refusal is what is looked at
+            setup.spec(trial)
+
+
 def trace(
     setup: Setup,
     trials: Sequence[Trial] = TRIALS,
@@ -137,7 +150,15 @@ def trace(
     traceback of who raised, or where it stood; never an exception here.
     """
     found = Traced(setup, tuple(trials))
-    todo = list(enumerate(trials))
+    with lines(len(trials), progress, "trial") as say:
+        _launch_until_decided(found, entry, deadline_s, Path(folder), threads, say)
+    return found
+
+
+def _launch_until_decided(
+    found: Traced, entry: str, deadline_s: float, folder: Path, threads: int | None, say: Callable
+) -> None:
+    setup, todo = found.setup, list(enumerate(found.trials))
     while todo:
         place = Path(folder, f"launch-{found.launches}")
         place.mkdir(parents=True, exist_ok=True)
@@ -150,11 +171,10 @@ def trace(
             env={"CUDA_VISIBLE_DEVICES": ""} if setup.device == "cpu" else None,
         )  # fmt: skip
         found.launches += 1
-        todo = todo[_collect(found, todo, rows, place, progress) :]
-    return found
+        todo = todo[_collect(found, todo, rows, place, say) :]
 
 
-def _collect(found: Traced, todo: list, rows: list[dict], place: Path, progress: bool) -> int:
+def _collect(found: Traced, todo: list, rows: list[dict], place: Path, say: Callable) -> int:
     """Adds what a launch left; returns how many of its trials are decided."""
     none_began = not any(row["place"].startswith("trial ") for row in rows)
     for done, (number, trial) in enumerate(todo, 1):
@@ -167,11 +187,9 @@ def _collect(found: Traced, todo: list, rows: list[dict], place: Path, progress:
             found.outcomes.append(who | told | {name: result.get(name) for name in TRAINED})
             for kind in COLUMNS:
                 getattr(found, kind).extend(who | row for row in result.get(kind, ()))
-        if progress:
-            ends = ", ".join(dict.fromkeys(record["status"] for record in records))
-            said = f" ({why(records).splitlines()[0][:100]})" if why(records) else ""
-            count = f"{1 + number}/{len(found.trials)}"
-            print(f"[{count}] {trial.name}: {ends}{said}", file=sys.stderr, flush=True)
+        ends = ", ".join(dict.fromkeys(record["status"] for record in records))
+        said = f" ({why(records).splitlines()[0][:100]})" if why(records) else ""
+        say(f"{trial.name}: {ends}{said}", f"[{1 + number}/{len(found.trials)}] ")
         if not (none_began or all(record["whole"] for record in records)):
             return done  # this one ended the launch
     return len(todo)

@@ -72,17 +72,21 @@ class Driver:
     def cancel(self) -> None:
         """End what runs: by its driver, or where there is none by this one, which starts nothing.
         ValueError where a driver does not end within a minute."""
-        file, ends = self.batch.folder / "cancel", time.monotonic() + CANCEL_S
+        file, ends, asked = self.batch.folder / "cancel", time.monotonic() + CANCEL_S, False
         if not self.batch.folder.is_dir():
             raise ValueError(f"{self.batch.plan.path} was never run with {self.batch.root}")
         while time.monotonic() < ends:
             with locked(self.batch.lock) as mine:
+                if mine and asked and not file.exists():
+                    return  # its driver did
                 if mine:
-                    self._stop("cancelled", cut=True)
                     self._prepare()
+                    self._stop("cancelled", cut=True)
                     self._loop()
                     return
-            file.touch()
+            if not asked:
+                file.touch()
+                asked = True
             time.sleep(POLL_S)
         raise ValueError(f"{self.batch.driver()}, which has not ended; it will find {file}")
 
@@ -97,7 +101,7 @@ class Driver:
             handle = handles.get(state.name)
             if state.status == RUNNING or (handle and state.status in (TO_RUN, STOPPED)):
                 state.status, state.handle, state.began = RUNNING, handle or {}, time.monotonic()
-            elif state.status == STOPPED or (state.status == FAILED and self.retry):
+            elif state.status in (STOPPED, TO_RUN) or (state.status == FAILED and self.retry):
                 self._again(state)
         self.place.adopt(self._running())
         for state, why in self._gone():
@@ -113,7 +117,8 @@ class Driver:
     def _ask(self, _number, _frame) -> None:
         self._asked += 1
         if self._asked > 1:
-            raise KeyboardInterrupt  # children go on by themselves; the next driver adopts them
+            self.say("what runs goes on by itself; the same command takes it up, --cancel ends it")
+            raise KeyboardInterrupt
 
     def _loop(self) -> None:
         self._write()
@@ -196,7 +201,10 @@ class Driver:
         """To run, and all that they wait for has run."""
         done = {state.name for state in self.batch.states if state.status == OK}
         left = [state for state in self.batch.states if state.status == TO_RUN]
-        return [state for state in left if done.issuperset(state.entry.after)]
+        # All jobs of a grid wait for the same ones; with thousands each is looked at once.
+        waits = {id(state.entry.after): state.entry.after for state in left}
+        free = {key for key, after in waits.items() if done.issuperset(after)}
+        return [state for state in left if id(state.entry.after) in free]
 
     def _waits_for(self, state: State) -> str:
         states = {other.name: other for other in self.batch.states}

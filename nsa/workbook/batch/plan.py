@@ -56,14 +56,20 @@ class Plan:
     slurm: dict[str, Any] = field(default_factory=dict)
 
 
-def read_plan(path: str | Path, notebooks: str | Path = "notebooks") -> Plan:
-    """The plan in a YAML file.
+def read_plan(
+    path: str | Path,
+    notebooks: str | Path = "notebooks",
+    slurm: dict[str, Any] | None = None,
+) -> Plan:
+    """The plan in a YAML file; `slurm` has settings that win over those below its `slurm:`.
 
     ValueError names the file and the job: a key, notebook, parameter or value that is wrong, a name
     that comes twice, jobs that wait for each other, no job or more than 100,000.
     """
     path = Path(path)
     content = parameters.read_file(path)
+    if slurm:
+        content["slurm"] = (content.get("slurm") or {}) | slurm
     _check(path, content)
     jobs = content["jobs"]
     if (count := sum(map(size, jobs))) > MOST:
@@ -161,7 +167,10 @@ def _check(path: Path, content: dict[str, Any]) -> None:
 
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     validator = jsonschema.Draft202012Validator(schema)
-    errors = sorted(validator.iter_errors(content), key=lambda error: str(list(error.path)))
+    errors = sorted(
+        validator.iter_errors(content),
+        key=lambda error: (str(list(error.path)), error.validator != "additionalProperties"),
+    )
     if not errors:
         return
     error = errors[0]
@@ -179,9 +188,11 @@ def _check(path: Path, content: dict[str, Any]) -> None:
         missing = next(key for key in error.validator_value if key not in error.instance)
         raise ValueError(f"{where} has no {missing!r}")
     known = schema["properties"] | schema["properties"]["jobs"]["items"]["properties"]
+    known |= {f"slurm.{key}": rule for key, rule in known["slurm"]["properties"].items()}
     keys = [key for key in place if isinstance(key, str)]
     keys = [key for key in keys if key != "jobs" or len(place) == 1] or ["job"]
-    wants = known.get(keys[0], schema["properties"]["jobs"]["items"])["description"]
+    rule = known.get(".".join(keys)) or known.get(keys[0]) or schema["properties"]["jobs"]["items"]
+    wants = rule["description"]
     raise ValueError(f"{where}: {'.'.join(keys)} is {error.instance!r}; it wants {wants}")
 
 

@@ -46,7 +46,7 @@ def table(batch: Batch) -> list[dict[str, str]]:
 def counted(batch: Batch) -> str:
     """`3 ok, 1 failed, 36 to run`."""
     count = batch.count()
-    return ", ".join(f"{count[status]} {status}" for status in ORDER if count[status])
+    return ", ".join(f"{count[status]:,} {status}" for status in ORDER if count[status])
 
 
 def failures(batch: Batch) -> list[str]:

@@ -64,7 +64,9 @@ class Batch:
     @property
     def manifest(self) -> dict[str, Any]:
         found = read_json(self.folder / "manifest.json")
-        return found if isinstance(found, dict) else {}
+        jobs = found.get("jobs") if isinstance(found, dict) else None
+        whole = isinstance(jobs, list) and all(isinstance(job, dict) for job in jobs)
+        return found if whole else {}
 
     def _state(self, entry: Entry) -> State:
         slug = re.sub(r"[^A-Za-z0-9.=,+-]+", "-", entry.name)[:80].strip("-")
@@ -75,13 +77,20 @@ class Batch:
         found = outcome(folder)
         if busy(state.job):
             state.status = RUNNING
-        elif found.status == OK and record.load(found.run).get("status") != OK:
-            self.notes.append(f"{entry.name}: {found.run} is damaged or gone; it is run again")
+        elif found.status == OK and not self._kept(found.run):
+            what = "was not made with --evidence" if self._kept(found.run, False) else "is damaged"
+            self.notes.append(f"{entry.name}: {found.run} {what}; it is run again")
             found = NOTHING
         elif found.status:
             state.status, state.cached = found.status, True
         state.outcome = found
         return state
+
+    def _kept(self, run: Path | None, evidence: bool | None = None) -> bool:
+        """A finished run that can still be read, and is evidence where that is wanted."""
+        content = record.load(run) if run else {}
+        wanted = self.evidence if evidence is None else evidence
+        return content.get("status") == OK and (content.get("evidence", False) or not wanted)
 
     def _cached_runs(self) -> None:
         """Finished runs of the same id that no job of this plan has become."""
@@ -119,14 +128,20 @@ class Batch:
         return found
 
     def check(self) -> None:
-        """ValueError where this batch cannot go on: its source changed since it began."""
+        """ValueError where this batch cannot go on: its folder is another plan's, its source
+        changed since it began, or it would be no evidence."""
+        other = Path(self.manifest.get("plan") or self.plan.path)
+        if other.exists() and not other.samefile(self.plan.path):
+            raise ValueError(
+                f"{self.folder} is the batch of {other}; give {self.plan.path} another name"
+            )
         if changed := self.changed():
             commit = self.manifest.get("commit") or "unknown"
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise ValueError(
                 f"{self.plan.path} was begun with other source (commit {commit}), and runs of "
-                f"both are not mixed. Since then changed: {'; '.join(changed[:3])}{more}. Go back to "
-                f"that source, or begin the plan anew with --anew; runs that are there stay"
+                f"both are not mixed. Since then changed: {'; '.join(changed[:3])}{more}. Go back "
+                "to that source, or begin the plan anew with --anew; runs that are there stay"
             )
         if self.evidence:
             for notebook in {state.entry.planned.notebook for state in self.states}:

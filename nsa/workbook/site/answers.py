@@ -1,4 +1,4 @@
-"""What the front page says: which backend at a T, what fits a GPU, hung or slow; from stored rows."""
+"""What the front page says, from stored rows: which backend at a T, what fits, who hangs."""
 
 import re
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def speed(runs: Iterable[Run]) -> list[dict]:
     found: dict[tuple, dict[float, dict]] = {}
     for run in runs:
         here: dict[tuple, dict[str, dict]] = {}
-        for row in rows_of(run, _is_time):
+        for row in rows_of(run, "latency", _is_time):
             shape = tuple((name, row.get(name)) for name in SHAPE if row.get(name) is not None)
             point = (row["device"], shape, row.get("queries") or "", row["x_value"])
             kind = "nsa" if row["operation"] == "nsa_attention" else "dense"
@@ -43,13 +43,13 @@ def speed(runs: Iterable[Run]) -> list[dict]:
     return sorted(tables, key=lambda t: (-len(t["rows"]), t["title"]))
 
 
+HOW = {"compile": "compiled", "cuda_graph": "CUDA graph"}
 SHAPE = {"heads": "HQ", "kv_heads": "HKV", "dim": "D", "dtype": ""}
 
 
 def _is_time(row: dict) -> bool:
     return (
-        row["metric"] == "latency"
-        and row["operation"] in ("nsa_attention", "dense_attention")
+        row["operation"] in ("nsa_attention", "dense_attention")
         and row["mode"] in MODES
         and row["x_name"] == "tokens"
         and row["median"] is not None
@@ -79,40 +79,36 @@ def _ratio(times: float, two_runs: bool) -> str:
 
 
 def training(runs: Iterable[Run]) -> list[dict]:
-    """Tables of tokens a second of one rank, NSA beside its dense twin, by GPU and model."""
+    """Tables of tokens a second of one rank, by GPU and model, rows as in `speed`: the newest value
+    of each way to train."""
     found: dict[tuple, dict[float, dict]] = {}
     for run in runs:
         best: dict[tuple, dict] = {}
-        for row in rows_of(run, lambda r: r["metric"] == "tokens_per_second"):
-            settled = row | {k: v for k, v in _same(run).items() if k not in row}
+        for row in rows_of(run, "tokens_per_second"):
+            settled = _same(run) | row
             if row["mode"] != "step" or row["median"] is None or row["device"].startswith("cpu"):
                 continue
             if (settled.get("ranks") or 1) != 1 or settled.get("observe"):
                 continue
-            kind = "dense" if row["backend"] == "dense" else "nsa"
-            name = f"{metrics.model_name(settled)}, {settled.get('precision') or ''}".strip(", ")
-            how = [
-                w
-                for k, w in (("compile", "compiled"), ("cuda_graph", "CUDA graph"))
-                if settled.get(k)
-            ]
-            value = {"backend": ", ".join([row["backend"], *how]), "total": row["median"],
-                     "text": f"{row['median']:,.0f}", "run": run["run"]}  # fmt: skip
-            key = (row["device"], name, row["x_value"], kind)
-            if key not in best or best[key]["total"] < value["total"]:
-                best[key] = value
-        for (device, name, tokens, kind), value in best.items():
-            found.setdefault((device, name), {}).setdefault(tokens, {}).setdefault(kind, value)
-    tables = []
-    for (device, name), points in found.items():
-        rows = []
-        for tokens in sorted(points):
-            row = {"tokens": tokens, "ratio": "", "nsa": None, "dense": None} | points[tokens]
-            if row["nsa"] and row["dense"]:
-                two = row["nsa"]["run"] != row["dense"]["run"]
-                row["ratio"] = _ratio(row["nsa"]["total"] / row["dense"]["total"], two)
-            rows.append(row)
-        tables.append({"title": f"{name}, one {device}", "rows": rows})
+            kind = "dense" if "dense" in (settled.get("attention"), row["backend"]) else "nsa"
+            model = f"{metrics.model_name(settled)}, {settled.get('precision') or ''}".strip(", ")
+            name = "dense twin" if kind == "dense" else row["backend"]
+            name = ", ".join([name, *(word for key, word in HOW.items() if settled.get(key))])
+            value = {"backend": name, "total": 1 / row["median"], "run": run["run"]}
+            value["text"] = f"{row['median']:,.0f}"
+            point = ((row["device"], model), row["x_value"], kind, name)
+            if point not in best or value["total"] < best[point]["total"]:  # of two batches
+                best[point] = value
+        for (table, tokens, kind, name), value in best.items():
+            kinds = found.setdefault(table, {}).setdefault(tokens, {})
+            kinds.setdefault(kind, {}).setdefault(name, value)
+    tables = [
+        {
+            "title": f"{model}, one {device}",
+            "rows": [_fastest(t, points[t]) for t in sorted(points)],
+        }
+        for (device, model), points in found.items()
+    ]
     return sorted(tables, key=lambda t: (-len(t["rows"]), t["title"]))
 
 
@@ -126,7 +122,7 @@ def memory(runs: Iterable[Run]) -> list[dict]:
     """Tables of a training step's peak in GiB, one a GPU and model: backends by T."""
     found: dict[tuple, dict[str, dict[float, dict]]] = {}
     for run in runs:
-        for row in rows_of(run, _is_peak):
+        for row in rows_of(run, "peak_memory", _is_peak):
             model = metrics.model_name(_same(run) | row)
             backends = found.setdefault((row["device"], model), {})
             gib = None if row["median"] is None else row["median"] / 1024
@@ -149,8 +145,7 @@ def memory(runs: Iterable[Run]) -> list[dict]:
 
 def _is_peak(row: dict) -> bool:
     return (
-        row["metric"] == "peak_memory"
-        and row["operation"] == "training_step"
+        row["operation"] == "training_step"
         and row["mode"] == "step"
         and row["x_name"] == "tokens"
         and row["unit"] == "MiB"

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from nsa.workbook.site import answers, data, pages
 
 HERE = Path(__file__).parent
 WORK = ".build"  # in the site's folder: sources, what Sphinx and we know, a lock
+NEEDED = ("sphinx", "myst_nb", "sphinx_book_theme")
 RUN = re.compile(r"\]\((?:\.\./)?runs/(\d{4}-\d\d-\d\d/[\w.-]+)(?:/[\w./-]*)?\)")
 ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
@@ -48,16 +50,11 @@ def build(
     """
     root, to = Path(root), Path(to)
     if not root.is_dir():
-        raise ValueError(
-            f"{root} is no folder of runs; name one with --runs, or `nsa run` makes it"
-        )
+        raise ValueError(f"{root} is no folder of runs; `nsa run` makes one, --runs names another")
     if to.is_dir() and any(to.iterdir()) and not (to / WORK).is_dir():
         raise ValueError(f"{to} holds files that no site has left there; name an empty folder")
-    try:
-        import myst_nb  # noqa: F401
-        import sphinx_book_theme  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is missing; pip install 'nsa[site]' brings it") from None
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{', '.join(missing)} is missing; pip install 'nsa[site]' brings it")
     docs = Path(docs) if docs else environment.PACKAGE.parent / "docs"
     work = to / WORK
     with _alone(work):
@@ -139,17 +136,33 @@ def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
         run["order"] = words.index(run["verdict"]) if run["verdict"] in words else len(words)
         books.setdefault(run["notebook"], []).append(run)
     books = dict(sorted(books.items()))
+    for same in books.values():
+        _set_apart(same)
     choices = {
         "notebook": list(books),
         "verdict": sorted({run["verdict"] or "none" for run in runs}),
         "GPU": sorted({device for run in runs for device in run["device"]}),
     }
-    answered = {
-        name: getattr(answers, name)(runs) for name in ("speed", "training", "memory", "hung")
-    }
-    values = {"runs": runs, "books": books, "choices": choices, "docs": docs, **answered}
+    values = {"runs": runs, "books": books, "choices": choices, "docs": docs}
+    for ask in (answers.speed, answers.training, answers.memory, answers.hung):
+        values[ask.__name__] = ask(runs)
     for name in ("index", "runs", "compare"):
         _write(source / f"{name}.md", pages.html(f"{name}.md.j2", **values))
+
+
+def _set_apart(runs: list[dict]) -> None:
+    """Of each of several runs of one notebook, in words, the parameters that others have not."""
+    names = {name: None for run in runs for name in run["parameters"]}
+    values = {name: [_said(run["parameters"].get(name)) for run in runs] for name in names}
+    usual = {name: Counter(of).most_common(1)[0][0] for name, of in values.items()}
+    for number, run in enumerate(runs):
+        own = {name: of[number] for name, of in values.items() if of[number] != usual[name]}
+        run["apart"] = ", ".join(f"{name} {value}" for name, value in list(own.items())[:3])
+
+
+def _said(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 48 else text[:45] + "..."
 
 
 def _docs(folder: Path, target: Path, runs: set[str]) -> list[str]:
@@ -163,13 +176,9 @@ def _docs(folder: Path, target: Path, runs: set[str]) -> list[str]:
         there = {p.name for p in folder.glob("*.md")}
 
         def link(found: re.Match, there: set[str] = there) -> str:
-            words, address = found[1], found[2]
-            known = address.partition("#")[0] in there or address.startswith("../runs/")
-            return (
-                found[0]
-                if known and address.partition("#")[0].endswith((".md", ".ipynb"))
-                else words
-            )
+            address = found[2].partition("#")[0]
+            known = address in there or address.startswith("../runs/")
+            return found[0] if known and address.endswith((".md", ".ipynb")) else found[1]
 
         _write(target / path.name, ELSEWHERE.sub(link, text))
         for picture in re.findall(r"!\[[^\]]*\]\(\.\./figures/([\w.-]+)\)", text):
@@ -202,12 +211,9 @@ def _sphinx(source: Path, to: Path, work: Path) -> tuple[str, ...]:
     """Run Sphinx in a process of its own; its warnings. ValueError with its words if it fails."""
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", "-c", str(HERE)]
     command += ["-d", str(work / "doctrees"), str(source), str(to)]
-    path = os.pathsep.join(
-        filter(None, [str(environment.PACKAGE.parent), os.environ.get("PYTHONPATH")])
-    )
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
+    places = [str(environment.PACKAGE.parent), os.environ.get("PYTHONPATH")]
+    with_us = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    done = subprocess.run(command, capture_output=True, text=True, env=with_us)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
         raise ValueError("Sphinx could not build the site: " + " / ".join(lines[-3:]))

@@ -1,12 +1,16 @@
 """Sphinx's configuration of the site: no page asks another host for anything."""
 
 import re
+import sys
 from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
 
 from nsa.workbook.report import closed
+
+# jsonschema would compile 38 grammars for addresses in notebooks, which takes over a second.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 project = html_title = "NSA workbook"
 author = ""
@@ -18,11 +22,13 @@ html_js_files = ["site.js"]
 html_math_renderer = "mathml"
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "use_download_button": False,
     "home_page_in_toc": True,
     "show_toc_level": 2,
     "footer_content_items": [],
+    "navbar_persistent": [],
 }
 nb_execution_mode = "off"
 nb_merge_streams = True
@@ -32,8 +38,8 @@ nb_code_prompt_hide = "Hide the code"
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 # Notebooks are anybody's: their headings may begin at any level, and their links lead anywhere.
-suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb", "image", "misc.highlighting_failure",
-                     "toc.not_included"]  # fmt: skip
+suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb", "image", "toc.not_included"]
+suppress_warnings += ["misc.highlighting_failure"]
 
 POLICY = "default-src 'self' file: data: blob: 'unsafe-inline'"
 ACTIVE = re.compile(

@@ -1,4 +1,4 @@
-"""What the site knows of one run: a mapping that is JSON, read once and kept until a file changes."""
+"""What the site knows of a run: a mapping that is JSON, kept until a file of the run changes."""
 
 import hashlib
 import json
@@ -42,9 +42,10 @@ def signature(folder: Path) -> str:
     """Changes when a file of the run does that its pages are made from, or this code."""
     digest = hashlib.sha256(_code().encode())
     patterns = (*READ, "notebook.ipynb", "figures/*", "trials/*/explain.txt", "std*.log")
+    running = record.load(folder).get("status") == "running"
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         about = path.stat()
-        if path.name != "record.json" or record.load(folder).get("status") != "running":
+        if not (running and path.name == "record.json"):  # its heartbeat is no news
             digest.update(f"{path.name} {about.st_mtime_ns} {about.st_size}\0".encode())
     return digest.hexdigest()[:16]
 
@@ -120,7 +121,7 @@ def columns(table) -> dict[str, Any]:
     `by` names the columns that tell rows of one run apart beyond COLUMNS and x.
     """
     configs = metrics.configs(table)
-    fields = sorted({key for config in configs for key in config} - FOUND)
+    fields = sorted({key for config in configs for key in config} - {*FOUND, *COLUMNS})
     columns = {name: list(table[name]) for name in COLUMNS}
     columns |= {f: [config.get(f) for config in configs] for f in fields}
     telling = {f: columns[f] for f in fields if _tells(columns[f])}
@@ -167,11 +168,16 @@ def _coded(values: list) -> dict[str, list]:
     return {"values": [value for _, value in known], "codes": codes}
 
 
-def rows_of(run: dict[str, Any], wanted=lambda row: True) -> list[dict[str, Any]]:
-    """The rows of `columns` as mappings again, those that are wanted."""
-    rows = run["rows"]
-    names = list(rows["columns"])
-    decoded = [[c["values"][code] for code in c["codes"]] for c in rows["columns"].values()]
-    found = zip(*decoded, *(rows[name] for name in NUMBERS), strict=True)
-    made = (dict(zip((*names, *NUMBERS), row, strict=True)) for row in found)
-    return [row for row in made if wanted(row)]
+def rows_of(run: dict[str, Any], metric: str, wanted=lambda row: True) -> list[dict[str, Any]]:
+    """The rows of a metric that are wanted, as mappings of their columns and settings."""
+    columns, values = run["rows"]["columns"], run["rows"]
+    if metric not in columns["metric"]["values"]:
+        return []
+    code = columns["metric"]["values"].index(metric)
+    rows = (
+        {name: column["values"][column["codes"][i]] for name, column in columns.items()}
+        | {name: values[name][i] for name in NUMBERS}
+        for i, one in enumerate(columns["metric"]["codes"])
+        if one == code
+    )
+    return [row for row in rows if wanted(row)]

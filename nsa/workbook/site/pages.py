@@ -119,8 +119,8 @@ def _cell(cell: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     outputs = cell.get("outputs", [])
     status = (metadata.get("papermill") or {}).get("status", "")
     failed = status == "failed" or any(o["output_type"] == "error" for o in outputs)
-    figures = [n for n in re.findall(r"""["'](\w[\w.-]*)["']""", source)
-               if any((folder / "figures" / f"{n}{end}").is_file() for end in (".svg", ".png"))]  # fmt: skip
+    words = re.findall(r"""["'](\w[\w.-]*)["']""", source)
+    figures = [word for word in words if list((folder / "figures").glob(f"{word}.[ps][nv]g"))]
     shown, alts = [], []
     for output in outputs:
         data = output.get("data", {})

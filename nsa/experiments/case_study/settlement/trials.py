@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -330,6 +330,19 @@ TRIALS: dict[str, Callable[[], Found]] = {
 }  # fmt: skip
 
 
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for values of the notebook's parameters that could not be run."""
+    _chosen(values["trials"])
+
+
+def _chosen(names: Sequence[str]) -> tuple[str, ...]:
+    if tuple(names) == ("all",):
+        return tuple(TRIALS)
+    if unknown := [name for name in names if name not in TRIALS]:
+        raise ValueError(f"no trial {unknown[0]!r}; there are {', '.join(TRIALS)}")
+    return tuple(names)
+
+
 def run_all(
     names: Sequence[str] = ("all",),
     *,
@@ -339,9 +352,7 @@ def run_all(
     progress: bool = True,
 ) -> dict[str, Outcome]:
     """How each of those trials ended, `workers` at once; ValueError for an unknown name."""
-    chosen = tuple(TRIALS) if tuple(names) == ("all",) else tuple(names)
-    if unknown := [name for name in chosen if name not in TRIALS]:
-        raise ValueError(f"no trial {unknown[0]!r}; there are {', '.join(TRIALS)}")
+    chosen = _chosen(names)
     how = {"deadline_s": deadline_s, "workers": workers, "folder": folder, "progress": progress}
     ended = sweep.measure(ENTRY, chosen, lambda name, share_s: {"name": name}, **how)
     return dict(zip(chosen, ended, strict=True))

@@ -7,7 +7,7 @@ shows what that is of a run that does hang.
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,13 @@ class Setup:
                 f"allowed={self.allowed} steps of {self.steps}: a deadline that cuts a run after "
                 "its step 5 is longer than 5 steps and shorter than all"
             )
+
+
+def check_parameters(values: Mapping[str, Any]) -> None:
+    """ValueError for values of the notebook's parameters that could not be run."""
+    Setup(*(values[name] for name in ("design", "tokens", "steps", "allowed")))
+    if not values["deadlines"]:
+        raise ValueError("deadlines is empty; 1.0,2.0 would do, times the old deadline")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@
   const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7f7f7f",
     "#9467BD", "#6B6B00"];
   const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2", "1 4"];
-  const MOST_ROWS = 300;
-  const VERSIONS = ["torch", "cuda", "triton", "flash_attn", "flash_attn_4", "python", "driver"];
+  const MOST_ROWS = 300, MOST_LINES = 24;
+  const VERSIONS = ["torch", "cuda", "triton", "driver"];
+  const OF_SOME = { flash_attn: "flash and dense-flash", flash_attn_4: "flash and dense-fa4", python: "what the host does" };
   const $ = (what, of) => (of || document).querySelector(what);
   const all = (what, of) => Array.from((of || document).querySelectorAll(what));
   const text = (value) => value === undefined || value === null || value === "" ? "none"
@@ -50,6 +51,10 @@
       const found = several(facts.map((f) => text(f[name])));
       if (found.length > 1) unfair.push(`${name} differs: ${found.join(", ")}`);
     });
+    Object.entries(OF_SOME).forEach(([name, rows]) => {
+      const found = several(facts.map((f) => text(f[name])));
+      if (found.length > 1) told.push(`${name} differs (${found.join(", ")}), which matters to ${rows}`);
+    });
     if (devices.length === 1 && devices[0].startsWith("cpu"))
       told.push("they were measured on a CPU, where only ratios within one run mean much");
     const commits = several(runs.map((run) => run.commit || "no commit"));
@@ -67,7 +72,7 @@
     const at = (name, i) => columns[name] ? columns[name].values[columns[name].codes[i]] : undefined;
     return Array.from({ length: n }, (_, i) => ({
       what: [at("operation", i), at("metric", i), at("unit", i)].filter(Boolean).join(", "),
-      unit: at("unit", i), x_name: at("x_name", i), x: run.rows.x_value[i],
+      backend: at("backend", i), mode: at("mode", i), unit: at("unit", i), x_name: at("x_name", i), x: run.rows.x_value[i],
       series: [at("backend", i), at("mode", i), ...by.map((name) => {
         const value = at(name, i);
         return value === undefined || value === null || value === "" ? null : `${name} ${value}`;
@@ -80,6 +85,8 @@
   const number = (value) => value === null || value === undefined ? ""
     : value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3) ? value.toExponential(3)
       : String(Number(value.toPrecision(4)));
+
+  const place = (x) => x === null || x === undefined ? "" : Number.isInteger(x) ? String(x) : number(x);
 
   function measured(row) {
     if (!row) return "";
@@ -170,7 +177,7 @@
         if (p.low !== null && p.high !== null && p.high > p.low && (!logY || p.low > 0))
           svg.append(make("line", { x1: x(p.x), x2: x(p.x), y1: y(p.low), y2: y(p.high), class: "spread", style: `stroke:${line.colour}` }));
         svg.append(make("circle", { cx: x(p.x), cy: y(p.median), r: 3.2, style: `fill:${line.colour}` },
-          make("title", {}, `${line.name}, ${name} ${number(p.x)}: ${measured(p)} ${line.unit || ""}`)));
+          make("title", {}, `${line.name}, ${name} ${place(p.x)}: ${measured(p)} ${line.unit || ""}`)));
       });
     });
     const keys = lines.map((line) => {
@@ -178,7 +185,7 @@
         make("path", { d: "M1 5L33 5", class: "line", style: `stroke:${line.colour};stroke-dasharray:${line.dash || "none"}` }));
       return make("li", {}, mark, line.name);
     });
-    return make("figure", { class: "overlay" }, svg, make("ul", { class: "keys" }, ...keys),
+    return make("figure", { class: "overlay" }, make("div", { class: "scroll" }, svg), make("ul", { class: "keys" }, ...keys),
       make("figcaption", {}, "Colour is the series, dashes are the run; bars reach from the 20 % to the 80 % quantile."));
   }
 
@@ -193,7 +200,14 @@
     const select = make("select", { name: "metric" }, ...whats.map((what) => make("option", {}, what)));
     select.value = first;
     const filter = make("input", { type: "search", name: "series", placeholder: "e.g. triton forward" });
-    const place = make("div");
+    const body = make("div");
+    function begin() { // with what fits into one plot: a backend and a mode that the runs share
+      const of = rows.map((rows) => rows.filter((row) => row.what === select.value && row.median !== null));
+      if (new Set(of.flat().map((row) => row.series)).size * runs.length <= MOST_LINES) return "";
+      const shared = (row) => of.filter((one) => one.some((other) => other.series === row.series)).length;
+      const best = of.flat().filter((row) => !/limit$/.test(row.backend)).sort((a, b) => shared(b) - shared(a))[0];
+      return best ? [best.backend, best.mode].filter(Boolean).join(" ") : "";
+    }
     function draw() {
       const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
       const chosen = rows.map((of) => of.filter((row) => row.what === select.value &&
@@ -210,22 +224,23 @@
         .sort((a, b) => series.indexOf(a.series) - series.indexOf(b.series) || (a.x ?? 0) - (b.x ?? 0));
       const x_name = (chosen.flat()[0] || {}).x_name || "";
       const heads = ["", ...(x_name ? [x_name] : []), ...runs.map(short), ...runs.slice(1).map((run) => `${short(run)} / ${short(runs[0])}`)];
-      const body = keys.slice(0, MOST_ROWS).map((row) => {
+      const lined = keys.slice(0, MOST_ROWS).map((row) => {
         const of = maps.map((map) => map.get(key(row)));
-        return [row.series || select.value, ...(x_name ? [number(row.x)] : []), ...of.map(measured), ...of.slice(1).map((b) => ratio(of[0], b))];
+        return [row.series || select.value, ...(x_name ? [place(row.x)] : []), ...of.map(measured), ...of.slice(1).map((b) => ratio(of[0], b))];
       });
-      const many = lines.length > 24;
-      place.replaceChildren(...[
+      const many = lines.length > MOST_LINES;
+      body.replaceChildren(...[
         many ? make("p", {}, `${lines.length} lines are too many for one plot: write words of a series above.`)
           : lines.length ? plot(select.value, lines, runs) : null,
-        keys.length ? table(heads, body, "median (20 % to 80 % quantile)") : make("p", {}, "No row has these words."),
+        keys.length ? table(heads, lined, "median (20 % to 80 % quantile)") : make("p", {}, "No row has these words."),
         keys.length > MOST_ROWS ? make("p", {}, `The first ${MOST_ROWS} of ${keys.length} rows; write words of a series to see others.`) : null,
       ].filter(Boolean));
     }
-    select.addEventListener("input", draw);
+    select.addEventListener("input", () => { filter.value = begin(); draw(); });
     filter.addEventListener("input", draw);
+    filter.value = begin();
     draw();
-    return [head, make("form", { class: "filters" }, make("label", {}, "Metric ", select), make("label", {}, "Series ", filter)), place];
+    return [head, make("form", { class: "filters" }, make("label", {}, "Metric ", select), make("label", {}, "Series ", filter)), body];
   }
 
   async function show(names) {

@@ -1,0 +1,55 @@
+"""How work gets on: a bar where a person looks, lines in a log."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def session() -> Path | None:
+    """The notebook in whose kernel this is, where a person has it open: in JupyterLab or Notebook,
+    or in VS Code. None under papermill, nbval and `nsa run`, and in a plain program."""
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    if shell is None or _headless() or "NSA_RUN" in os.environ:
+        return None
+    name = os.environ.get("JPY_SESSION_NAME") or shell.user_ns.get("__vsc_ipynb_file__")
+    path = Path(name) if name else None
+    if path and not path.is_file():
+        path = Path.cwd() / path.name  # the server may say it below its own root
+    return path if path and path.suffix == ".ipynb" and path.is_file() else None
+
+
+def _headless() -> bool:
+    return os.environ.get("NSA_HEADLESS", "0") != "0"
+
+
+@contextlib.contextmanager
+def lines(total: int, progress: bool, unit: str = "cell") -> Iterator[Callable[..., None]]:
+    """Gives say(line, count, again): the text beside a bar in an open notebook, a line above the
+    bar in a terminal, else a line on stderr.
+
+    count: which of all it is, which a bar says itself. again: the line's cell has been counted.
+    """
+    bar: Any = None
+    here = progress and session()
+    if here or (progress and sys.stderr.isatty() and not _headless()):
+        with contextlib.suppress(ImportError):
+            from tqdm.auto import tqdm
+
+            bar = tqdm(total=total, unit=unit)
+
+    def say(line: str, count: str = "", again: bool = False) -> None:
+        if bar is None:
+            if progress:
+                print(f"{count}{line}{' (again, alone)' * again}", file=sys.stderr, flush=True)
+            return
+        if here:
+            bar.set_postfix_str(line)
+        else:
+            bar.write(line, file=sys.stderr)
+        bar.update(bool(count) and not again)
+
+    with bar if bar is not None else contextlib.nullcontext():
+        yield say
