@@ -17,7 +17,7 @@ def add(commands) -> None:
     option("--on", choices=("here", "slurm"), default="here", help=text)
     text = "a setting of jobs on Slurm, as partition=gpu or time=2h, instead of the plan's"
     option("--slurm", metavar="NAME=VALUE", help=text, **SEVERAL)
-    text = "how many beside each other here; default: as many as GPUs, one without any"
+    text = "how many beside each other; default: as many as GPUs, one without any; 100 on Slurm"
     option("--at-once", type=int, metavar="N", help=text)
     option("--dry-run", action="store_true", help="tell what would be run, and how long, and end")
     option("--status", action="store_true", help="tell where its jobs stand, and end")
@@ -106,7 +106,8 @@ def _place(arguments, plan):
         return Local(arguments.at_once)
     from nsa.workbook.batch.slurm import Slurm
 
-    return Slurm(plan.slurm)
+    at_once = {"at_once": arguments.at_once} if arguments.at_once else {}
+    return Slurm(plan.slurm | at_once)
 
 
 def _ask(found, expected: str, arguments) -> None:

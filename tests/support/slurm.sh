@@ -82,15 +82,19 @@ wait_for_node() {
   exit 1
 }
 
-# The steps and the jobs' processes of this Slurm, wherever they have gone: by the environment they began with.
+# The processes of this Slurm's jobs, by the environment they began with, and before them the steps
+# that watch them, which would report their end.
 jobs() {
+  local own=() watchers=() parent
   for environ in /proc/[0-9]*/environ; do
-    pid=${environ#/proc/} pid=${pid%/environ}
     grep -qzx "SLURM_CONF=$SLURM_CONF" "$environ" 2>/dev/null || continue
-    if grep -qzE "^SLURM_JOB_ID=" "$environ" 2>/dev/null || grep -q "^slurmstepd" "/proc/$pid/cmdline" 2>/dev/null; then
-      echo "$pid"
-    fi
+    grep -qzE "^SLURM_JOB_ID=" "$environ" 2>/dev/null || continue
+    pid=${environ#/proc/} pid=${pid%/environ}
+    own+=("$pid")
+    parent=$(awk '/^PPid:/ {print $2}' "/proc/$pid/status" 2>/dev/null || true)
+    if [ "$(cat "/proc/$parent/comm" 2>/dev/null)" = slurmstepd ]; then watchers+=("$parent"); fi
   done
+  echo "${watchers[@]}" "${own[@]}"
 }
 
 end() { # NAME SIGNAL
