@@ -171,9 +171,9 @@ CHECKED = f"# checked by {__name__}:even\n{PARAMETERS}"
 def test_the_room_that_a_parameters_cell_names_checks_all_values_together(tmp_path):
     notebook = write_notebook(tmp_path / "checked.ipynb", parameters=CHECKED)
     assert declared(notebook)["layers"].default == 2
-    check_together(notebook, {"lengths": [128, 16]})
+    check_together(notebook)({"lengths": [128, 16]})
     with pytest.raises(ValueError, match=r"lengths=\[128, 17\] must be even"):
-        check_together(notebook, {"lengths": [128, 17]})
+        check_together(notebook)({"lengths": [128, 17]})
 
 
 def kernel(*cells):
