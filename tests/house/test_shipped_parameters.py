@@ -55,7 +55,7 @@ def test_what_a_notebook_runs_with_is_what_its_room_accepts(path):
     [notebook] = NOTEBOOKS.glob(f"{number}_*.ipynb")
     declared = parameters.declared(notebook)
     given = parameters.check(declared, parameters.read_file(path))
-    parameters.check_together(notebook, parameters.filled(declared, given))
+    parameters.check_together(notebook)(parameters.filled(declared, given))
 
 
 BAD = [
