@@ -55,7 +55,9 @@ def build(
         raise ValueError(f"{to} holds files that no site has left there; name an empty folder")
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"{', '.join(missing)} is missing; pip install 'nsa[site]' brings it")
-    docs = Path(docs) if docs else environment.PACKAGE.parent / "docs"
+    if docs is None:  # beside an installed package `docs` would be anybody's
+        top = environment.PACKAGE.parent
+        docs = top / "docs" if (top / "pyproject.toml").is_file() else to / WORK / "no docs"
     work = to / WORK
     with _alone(work):
         source = work / "source"
@@ -64,7 +66,7 @@ def build(
         pairs = sorted(zip(runs, found, strict=True), key=lambda p: str(p[0]["started"]))[::-1]
         written = sum(_run(run, folder, source, to) for run, folder in pairs)
         runs = [run for run, _ in pairs]
-        names = _docs(docs, source / "docs", {run["run"] for run in runs})
+        names = _docs(Path(docs), source / "docs", {run["run"] for run in runs})
         _tables(runs, names, source)
         _forget({run["run"] for run in runs}, names, source, to, work)
         warnings = _sphinx(source, to, work)

@@ -48,10 +48,17 @@ ACTIVE = re.compile(
 
 
 def setup(app) -> dict:
+    app.connect("builder-inited", keep_inside, priority=900)  # after myst-nb's own
     app.connect("doctree-read", close, priority=1)
     app.connect("html-page-context", page)
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def keep_inside(app) -> None:
+    """myst-nb would write pictures beside the site's folder, which is anybody's."""
+    inside = str(Path(app.outdir) / ".build" / "pictures")
+    app.env.mystnb_config = app.env.mystnb_config.copy(output_folder=inside)
 
 
 def close(app, doctree) -> None:

@@ -186,8 +186,9 @@ def alternative(svg: str, name: str = "") -> str:
     said = [f"Figure {name.replace('_', ' ')}".strip()]
     parts = {"title": "", "across": "across: ", "up": "up: ", "series": "shown: "}
     for kind, word in parts.items():
-        # numbers are labels of points, which the table beside the figure has
-        texts = [text for text in found[kind] if re.search("[^\\W\\d]{2}", text)][:8]
+        texts = [text for text in found[kind] if text]
+        if kind == "title":  # numbers are labels of points
+            texts = [text for text in texts if re.search(r"[^\W\d]{2}", text)]
         said += [word + ", ".join(texts[:8])] if texts else []
     return "; ".join(said) + "."
 

@@ -300,6 +300,7 @@ def test_only_what_changed_is_written_and_what_is_gone_goes(root, tmp_path):
     runs, to, docs = tmp_path / "runs", tmp_path / "site", tmp_path / "docs"
     shutil.copytree(root, runs)
     build.build(runs, to, docs=docs)
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "site"}
     pages = {path: path.stat().st_mtime_ns for path in to.glob("runs/*/*.html")}
     assert len(pages) == 5
     changed = runs / "2026-11-21" / "02_speed-11111111"
