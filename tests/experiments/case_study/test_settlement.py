@@ -225,7 +225,7 @@ def test_every_fact_of_a_decided_row_flips_a_verdict(found, flips):
 def test_every_figure_trial_and_run_that_a_fact_reads_flips_a_verdict(found, flips):
     _, by_source = flips
     read = {label for fact in found.values() for label in fact.evidence}
-    assert sorted(read - by_source) == ["run:versions", "table:BUSY"]  # of H13 and H3, which are open
+    assert sorted(read - by_source) == ["run:versions", "table:BUSY"]  # of H13 and H3: open
 
 
 def test_a_verdict_needs_no_number_that_was_not_measured(found):
