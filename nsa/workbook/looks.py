@@ -141,6 +141,11 @@ def write(fig, folder, name: str, source: str) -> list:
 
     about = {"Title": name, "Description": source}
     caption(fig, source)
+    fig.draw_without_rendering()
+    fig.set_layout_engine("none")
+    for axes in fig.axes:  # the last bits of a layout differ from one process to the next
+        bounds = axes.get_position(original=True).bounds
+        axes.set_position([round(bound, 6) for bound in bounds])
     files = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
     with style(), plt.rc_context({"svg.hashsalt": name}):
         fig.savefig(files[0], metadata=about | {"Software": None})
