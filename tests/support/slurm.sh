@@ -43,6 +43,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
+SlurmdParameters=config_overrides
 SlurmctldTimeout=10
 SlurmdTimeout=20
 KillWait=30
