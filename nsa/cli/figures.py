@@ -94,8 +94,10 @@ def draw(name: str, rule: dict, run, target: Path) -> list[Path]:
         shown = _named(rule["read"])([run.folder / rule["file"]])
     for column, values in rule.get("without", {}).items():
         shown = shown[~shown[column].isin(values)]
-    noted = "note" in inspect.signature(plot).parameters
-    figure = plot(shown, **({"note": stored.devices()} if noted else {}))
+    given = dict(rule.get("arguments", {}))
+    if "note" in inspect.signature(plot).parameters:
+        given["note"] = stored.devices()
+    figure = plot(shown, **given)
     try:
         return looks.write(figure, target, name, stored.source())
     finally:

@@ -70,7 +70,7 @@ def add(commands) -> None:
     text = "keep no checkpoint at the end; by default the last one stays"
     option("--no-weights", action="store_false", dest="weights", help=text)
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
-    option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")
+    option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run")
     text = (
         "csv, tensorboard, arrival, buckets, modules, phases, ranges (for NSight), stats; what "
         "each costs stands in its docstring"
@@ -179,7 +179,13 @@ def _job(arguments, started: int | None) -> "Job":
     from nsa.model.train_config import TrainConfig
 
     if arguments.resume is not None and not Path(arguments.resume).exists():
-        raise ValueError(f"--resume {arguments.resume}: there is no such file or folder")
+        from nsa.workbook.store import open_store
+
+        try:
+            arguments.resume = str(open_store(arguments.runs).find(arguments.resume))
+        except ValueError as error:
+            why = f"there is no such file or folder, and {error}"
+            raise ValueError(f"--resume {arguments.resume}: {why}") from None
     if arguments.halt_file is not None and os.path.lexists(arguments.halt_file):
         raise ValueError(f"--halt-file {arguments.halt_file} is there already; remove it first")
     changes = _changes(arguments.set)

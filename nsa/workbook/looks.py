@@ -116,8 +116,10 @@ def legend(fig, axes_list) -> None:
 
 
 def caption(fig, text: str) -> None:
-    """What the figure was drawn from, small and grey at its foot, which grows by as much."""
-    lines = textwrap.wrap(text, int(fig.get_figwidth() * 20))  # letters that fit beside each other
+    """What the figure was drawn from, small and grey at its foot, which grows by as much; once."""
+    if any(there.get_gid() == "source" for there in fig.texts):
+        return
+    lines = textwrap.wrap(text, int(fig.get_figwidth() * 18))  # letters that fit beside each other
     inches = 0.13 * len(lines) + 0.03
     fig.set_figheight(fig.get_figheight() + inches)
     share = inches / fig.get_figheight()
@@ -128,7 +130,7 @@ def caption(fig, text: str) -> None:
         legend.set_bbox_to_anchor((0, share, 1, 1 - share), fig.transFigure)
     if engine := fig.get_layout_engine():
         engine.set(rect=(0, held, 1, 1 - held))
-    look = {"fontsize": 6.5, "color": GREY, "va": "bottom", "linespacing": 1.25}
+    look = {"fontsize": 6.5, "color": GREY, "va": "bottom", "linespacing": 1.25, "gid": "source"}
     fig.text(0.006, 0.2 * share / len(lines), "\n".join(lines), **look).set_in_layout(False)
 
 

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from nsa.spelling import nearest
 from nsa.workbook.identity import PACKAGE
 
 
@@ -36,15 +37,18 @@ def beside(name: str) -> str:
 
 
 def parameter_file(name: str, folder: str | Path) -> Path:
-    """A file of parameters: by path, or by the name of one that came with the notebooks in `folder`
-    (`h200`, `h200.yaml`, `notebooks/params/h200.yaml`)."""
-    if not Path(name).is_file():
-        of_name = Path(folder, "params", Path(name).name)
-        known = Path(name).parent.as_posix() in (".", "notebooks/params")
-        for path in (of_name, of_name.with_name(f"{of_name.name}.yaml")):
-            if known and path.is_file():
-                return path
-    return Path(name)
+    """A file of parameters: by path, or by the name of one that lies with the notebooks in `folder`
+    (`h200`, `h200.yaml`, `notebooks/params/h200.yaml`). ValueError where there is neither."""
+    path = Path(name)
+    if path.exists():
+        return path
+    found = {file.name: file for file in Path(folder, "params").glob("*.yaml")}
+    if path.parent.as_posix() in (".", "notebooks/params"):
+        for wanted in (path.name, f"{path.name}.yaml"):
+            if wanted in found:
+                return found[wanted]
+    also = f" or in {folder}/params; {nearest(path.name, found, 0)}" if found else ""
+    raise ValueError(f"cannot read the parameter file {name}: there is none here{also}")
 
 
 def init(folder: str | Path) -> Path:

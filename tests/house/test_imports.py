@@ -199,6 +199,7 @@ def loaded_after(statement: str) -> set[str]:
 
 OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconvert", "IPython"}
 NONE = {"torch", "numpy", "psutil"}
+WORKBOOK = OPTIONAL | BASE | {"nbformat", "yaml", "jupyter_client", "sphinx", "submitit"}
 LISTED = (
     "import contextlib, io; from nsa.cli.main import main; "
     "printed = contextlib.redirect_stdout(io.StringIO()); "
@@ -211,10 +212,10 @@ LISTED = (
     ("statement", "absent"),
     [
         ("import nsa; nsa.__version__", OPTIONAL | BASE),
-        ("from nsa.cli.main import parser; parser().format_help()", {"torch"}),
+        ("from nsa.cli.main import parser; parser().format_help()", WORKBOOK),
         ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
         ("import nsa.workbook.store", {"torch"}),
-        (LISTED, OPTIONAL | BASE | {"nbformat", "yaml", "jupyter_client"}),
+        (LISTED, WORKBOOK),
         ("import nsa.lab.process.family", NONE),
         ("from nsa.lab.process import launch", NONE),
     ],

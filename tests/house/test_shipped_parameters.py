@@ -4,6 +4,7 @@ Those of 03, 04 and 07 judge times and rates, which nbval runs with the notebook
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from processes import environment_with_package
 
 from nsa.experiments.ab.plan import ABPlan
 from nsa.workbook import parameters
+from nsa.workbook.run import run_notebook
 
 FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05", "06_smoke": "06"}
 FILES |= {"08_smoke": "08"}
@@ -38,6 +40,63 @@ def test_a_shipped_file_runs_to_a_status_that_is_not_failed(file, tmp_path):
 def test_every_file_for_a_cpu_is_known_here():
     shipped = {path.stem for path in (NOTEBOOKS / "params").glob("*smoke.yaml")}
     assert shipped == {*FILES, "03_smoke", "04_smoke", "07_smoke"}
+
+
+SHIPPED = [
+    path
+    for path in sorted((NOTEBOOKS / "params").glob("*.yaml"))
+    if not path.stem.startswith(("phases", "plan_", "batch_"))
+]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_a_notebook_runs_with_is_what_its_room_accepts(path):
+    number = "08" if path in PLANS else path.stem[:2] if path.stem[0] == "0" else "01"
+    [notebook] = NOTEBOOKS.glob(f"{number}_*.ipynb")
+    declared = parameters.declared(notebook)
+    given = parameters.check(declared, parameters.read_file(path))
+    parameters.check_together(notebook, parameters.filled(declared, given))
+
+
+BAD = [
+    ("00", {"query": 64}, "query=64 must be below tokens=64"),
+    ("00", {"lessons": ["window-of-by-one"]}, "the nearest is 'window-off-by-one'"),
+    ("01", {"tokens": []}, "no cell to measure"),
+    ("01", {"tokens": [0]}, "tokens=0 is outside 1..inf"),
+    ("01", {"backends": ["gathr"]}, "the nearest is 'gather'"),
+    ("01", {"longest": ["foo:12"]}, "backend 'foo' is unknown"),
+    ("01", {"checkpoint": "3-4"}, "checkpoint='3-4' is not a layer range"),
+    ("02", {"shapes": ["tinyy"]}, "no shapes are called 'tinyy'"),
+    ("02", {"peers": ["x"]}, "peers='x' is not of the form import.path:function"),
+    ("03", {"deadlines": []}, "deadlines is empty"),
+    ("03", {"steps": 8}, "allowed=8.0 steps of 8"),
+    ("04", {"variants": ["foo"]}, "'foo' is not of the form name=value"),
+    ("04", {"mutants": ["foo"]}, "mutant 'foo' is unknown"),
+    ("04", {"mutants_from": "00_correctness-zzz"}, "no run '00_correctness-zzz'"),
+    ("05", {"trials": ["xx"]}, "no trial 'xx'"),
+    ("05", {"communication": "nccl", "device": "cpu"}, "'gloo' would do"),
+    ("06", {"trials": ["xx"]}, "no trial 'xx'"),
+    ("07", {"only": ["zz"]}, "no fault, control or program 'zz'"),
+    ("07", {"counted": "gathr"}, "the nearest is 'gather'"),
+    ("08", {"steps": 2}, "steps=2 leave none to time after warmup=2"),
+]
+
+
+@pytest.mark.parametrize(("number", "given", "message"), BAD)
+def test_what_a_room_could_not_run_is_refused_before_a_folder_is_made(
+    number, given, message, tmp_path
+):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_notebook(number, given, root=tmp_path / "runs", notebooks=NOTEBOOKS)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.processes
+def test_a_gpu_that_is_not_there_is_missed_before_a_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device='cuda' needs a GPU"):
+        run_notebook("01", {"device": "cuda"}, root=tmp_path / "runs", notebooks=NOTEBOOKS)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)

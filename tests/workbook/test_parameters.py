@@ -1,7 +1,16 @@
 import pytest
-from sample_notebooks import write_notebook
+from sample_notebooks import PARAMETERS, write_notebook
 
-from nsa.workbook.parameters import check, declared, filled, parse, read_file, table
+from nsa.workbook.parameters import (
+    check,
+    check_together,
+    declared,
+    filled,
+    of_kernel,
+    parse,
+    read_file,
+    table,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -43,7 +52,7 @@ def test_a_default_may_take_lines_and_a_comment_any_sign(tmp_path):
     )
     found = declared(write_notebook(tmp_path / "signs.ipynb", parameters=cell))
     assert [(p.default, p.help) for p in found.values()] == [
-        ({"a": [1]}, "with x=1 inside"),
+        ({"a": [1]}, "inner with x=1 inside"),
         ("a=#b", "its"),
     ]
 
@@ -148,3 +157,52 @@ def test_a_mapping_and_a_list_of_anything_are_read_as_yaml(tmp_path):
     for wrong in ({"plan": [1]}, {"plan": parse("{layers", "dict")}, {"rules": {}}):
         with pytest.raises(ValueError, match=r"wants (dict|list), got .*; for example"):
             check(found, wrong)
+
+
+def even(values):
+    """The check of a room."""
+    if any(length % 2 for length in values["lengths"]):
+        raise ValueError(f"lengths={values['lengths']} must be even")
+
+
+CHECKED = f"# checked by {__name__}:even\n{PARAMETERS}"
+
+
+def test_the_room_that_a_parameters_cell_names_checks_all_values_together(tmp_path):
+    notebook = write_notebook(tmp_path / "checked.ipynb", parameters=CHECKED)
+    assert declared(notebook)["layers"].default == 2
+    check_together(notebook, {"lengths": [128, 16]})
+    with pytest.raises(ValueError, match=r"lengths=\[128, 17\] must be even"):
+        check_together(notebook, {"lengths": [128, 17]})
+
+
+def kernel(*cells):
+    """What globals() are after these cells were run."""
+    namespace = {"In": ["", *cells]}
+    for cell in cells:
+        exec(cell, namespace)
+    return namespace
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        # as plain papermill writes them for `-p lengths 0`, `-p precision bf61`, `-p layer 3`
+        ("# Parameters\nlengths = 0\n", r"lengths wants list\[int\], got 0 \(int\)"),
+        ('# Parameters\nprecision = "bf61"\n', "known are fp32, bf16"),
+        ("# Parameters\nlayer = 3\n", "unknown parameter 'layer'; the nearest is 'layers'"),
+        ("# Parameters\nlengths = [17]\n", r"lengths=\[17\] must be even"),
+        # a person edits the cell in JupyterLab
+        (CHECKED.replace("[128, 256]", "[8]"), r"lengths=8 is outside 16\.\.inf"),
+    ],
+)
+def test_a_kernel_that_nobody_checked_refuses_the_same(cell, message):
+    given = of_kernel(kernel(CHECKED, "import os", "# Parameters\nlayers = 3\n"))
+    assert given["layers"] == 3 and given["lengths"] == [128, 256]
+    with pytest.raises(ValueError, match=message):
+        of_kernel(kernel(CHECKED, cell))
+
+
+def test_a_kernel_without_a_parameters_cell_says_what_to_run():
+    with pytest.raises(ValueError, match="run the notebook from its top"):
+        of_kernel(kernel("layers = 2"))

@@ -70,7 +70,9 @@ def test_a_shipped_file_of_parameters_is_found_by_its_name(tmp_path, monkeypatch
     assert places.parameter_file(name, NOTEBOOKS).resolve() == own  # a file that is there wins
 
 
-@pytest.mark.parametrize("name", ["other/h200.yaml", "gone", "."])
-def test_no_other_path_leads_to_a_shipped_file(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", ["other/h200.yaml", "h20", "../params/h200.yaml"])
+def test_no_other_path_leads_to_a_shipped_file_and_the_nearest_is_told(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    assert places.parameter_file(name, NOTEBOOKS).as_posix() == name
+    message = rf"none here or in {NOTEBOOKS}/params; the nearest is '\w*h200\.yaml'"
+    with pytest.raises(ValueError, match=message):
+        places.parameter_file(name, NOTEBOOKS)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations
 from typing import Any
 
+import torch
+
 from nsa.experiments.ab import rules
 from nsa.experiments.ab.rules import ARM
 from nsa.lab.process import script
@@ -193,4 +195,6 @@ def check_parameters(values: Mapping[str, Any]) -> None:
     """ValueError for values of the notebook's parameters that could not be run."""
     given = {name: values[name] for name in values if name not in ("device", "budget_s")}
     given["factors"] = {} if given["arms"] else given["factors"]
-    ABPlan.on("cpu", None, **given)
+    where = "cuda" if torch.cuda.is_available() and values["device"] != "cpu" else "cpu"
+    if where == "cuda" or values["device"] != "cuda":  # else it is for another machine than this
+        ABPlan.on(where, None, **given)

@@ -42,6 +42,8 @@ def all_implementations(
 def check_parameters(values: Mapping[str, Any]) -> None:
     """ValueError for values of the notebook's parameters that could not be run."""
     shapes_from(values["shapes"], values["tokens"], values["queries"])
+    if wrong := [path for path in values["peers"] if ":" not in path]:
+        raise ValueError(f"peers={wrong[0]!r} is not of the form import.path:function")
     all_implementations(values["backends"] or None, values["peers"], values["dense"])
 
 

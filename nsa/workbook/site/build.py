@@ -152,7 +152,9 @@ def _tables(runs: list[dict], docs: list[str], source: Path) -> None:
 
 def _set_apart(runs: list[dict]) -> None:
     """Of each of several runs of one notebook, in words, the parameters that others have not."""
-    names = {name: None for run in runs for name in run["parameters"]}
+    names = {
+        n: None for run in runs for n in run["parameters"] if n not in ("question", "predicts")
+    }
     values = {name: [_said(run["parameters"].get(name)) for run in runs] for name in names}
     usual = {name: Counter(of).most_common(1)[0][0] for name, of in values.items()}
     for number, run in enumerate(runs):

@@ -91,10 +91,14 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
     gpus = facts.get("gpus") or []
     commit = environment.provenance(facts)["commit"]
     notebook = about.get("notebook") or folder.name.rpartition("-")[0]
+    given = of("parameters.yaml", parameters.read_file, {})
+    # a notebook that asks what its parameters say has a question for each run
+    question = given.get("question") or about.get("question") or ""
     return {
         "run": name,
         "notebook": notebook,
-        "question": about.get("question") or "",
+        "question": str(question),
+        "asks": str(about.get("question") or ""),
         "started": about.get("started") or f"{folder.parent.name}T00:00:00+00:00",
         "seconds": about.get("seconds"),
         "message": about.get("message") or "",
@@ -102,7 +106,7 @@ def _read(folder: Path, root: Path) -> dict[str, Any]:
         "verdicts": [{k: str(v.get(k, "")) for k in ("verdict", "claim")} for v in verdicts],
         "device": sorted(set(table["device"]) - {""}) or sorted({g["name"] for g in gpus}),
         "commit": commit,
-        "parameters": of("parameters.yaml", parameters.read_file, {}),
+        "parameters": given,
         "facts": {key: facts[key] for key in FACTS if facts.get(key) is not None}
         | {"gpus": ", ".join(g["name"] for g in gpus) or "none"}
         | {"driver": ", ".join(sorted({str(g.get("driver", "")) for g in gpus}))}

@@ -186,8 +186,9 @@ def alternative(svg: str, name: str = "") -> str:
     said = [f"Figure {name.replace('_', ' ')}".strip()]
     parts = {"title": "", "across": "across: ", "up": "up: ", "series": "shown: "}
     for kind, word in parts.items():
-        texts = [text for text in found[kind] if text][:8]
-        said += [word + ", ".join(texts)] if texts else []
+        # numbers are labels of points, which the table beside the figure has
+        texts = [text for text in found[kind] if re.search("[^\\W\\d]{2}", text)][:8]
+        said += [word + ", ".join(texts[:8])] if texts else []
     return "; ".join(said) + "."
 
 

@@ -108,6 +108,8 @@ def test_dense_masks_are_compared_at_the_longest_length_of_both():
     assert claim.evidence == {"repro, 5 layers": {"tokens": 1024, "times": 10.2}}
     assert told(rows_of("masked", lambda t: 0.01 * t), LINE).verdict == "FAIL"
     assert told(LINE).verdict == "NOT APPLICABLE"
+    short = [rows_of(name, lambda t: 0.1 * t, tokens=(64, 128)) for name in ("masked", "gather")]
+    assert told(*short).verdict == "INCONCLUSIVE"  # up to n l' every query sees every key
 
 
 def measured_row(backend="gather", path="gather-chunks", activations=7.5, **changes):

@@ -115,7 +115,7 @@ def browser():
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     if not CHROMIUM:
         pytest.skip("needs chromium; name it by the variable CHROMIUM")
-    alone = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    alone = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=alone)
         yield browser
@@ -160,7 +160,7 @@ COMPARED = "compare.html#runs=2026-11-21/02_speed-11111111,{}"
 def test_a_page_opens_without_a_network_and_without_an_error(visit, path):
     page = visit(path)
     assert foreign(page) == [] and page.errors == []
-    assert page.locator(".bd-article h1").count() == 1
+    assert "NSA workbook" in page.title()
 
 
 def test_a_notebook_that_asks_another_host_is_not_let(visit, far, tmp_path):

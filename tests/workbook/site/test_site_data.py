@@ -108,3 +108,8 @@ def test_a_file_damaged_by_hand_is_named_and_the_rest_is_read(folder, file, cont
     named = [line.partition(":")[0] for line in found["damaged"]]
     # a list is what verdicts.json should be; what in it is no verdict is left out
     assert named == [file] or (file, content) == ("verdicts.json", b"[1, {}]")
+
+
+def test_a_run_whose_parameters_ask_has_their_question(folder):
+    (folder / "parameters.yaml").write_text("question: Does bf16 learn what fp32 learns?\n")
+    assert collected(folder)["question"] == "Does bf16 learn what fp32 learns?"

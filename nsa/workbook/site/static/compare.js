@@ -176,7 +176,8 @@
       sorted.forEach((p) => {
         if (p.low !== null && p.high !== null && p.high > p.low && (!logY || p.low > 0))
           svg.append(make("line", { x1: x(p.x), x2: x(p.x), y1: y(p.low), y2: y(p.high), class: "spread", style: `stroke:${line.colour}` }));
-        svg.append(make("circle", { cx: x(p.x), cy: y(p.median), r: 3.2, style: `fill:${line.colour}` },
+        svg.append(make("circle", { cx: x(p.x), cy: y(p.median), r: line.hollow ? 4.5 : 3, class: line.hollow ? "hollow" : "",
+          style: line.hollow ? `stroke:${line.colour}` : `fill:${line.colour}` },
           make("title", {}, `${line.name}, ${name} ${place(p.x)}: ${measured(p)} ${line.unit || ""}`)));
       });
     });
@@ -186,7 +187,7 @@
       return make("li", {}, mark, line.name);
     });
     return make("figure", { class: "overlay" }, make("div", { class: "scroll" }, svg), make("ul", { class: "keys" }, ...keys),
-      make("figcaption", {}, "Colour is the series, dashes are the run; bars reach from the 20 % to the 80 % quantile."));
+      make("figcaption", {}, "Colour is the series; dashes, and hollow points, are the run. Bars reach from the 20 % to the 80 % quantile."));
   }
 
   function metrics(runs) {
@@ -211,15 +212,17 @@
     function draw() {
       const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
       const chosen = rows.map((of) => of.filter((row) => row.what === select.value &&
-        words.every((word) => row.series.toLowerCase().includes(word))));
+        words.every((word) => (` ${row.series.toLowerCase()}`).includes(` ${word}`))));
       const key = (row) => `${row.series}\u0000${row.x}`;
       const maps = chosen.map((of) => new Map(of.map((row) => [key(row), row])));
       const series = [...new Set(chosen.flat().map((row) => row.series))];
       const lines = runs.flatMap((run, r) => series.map((name, s) => ({
         name: `${name || select.value}, ${short(run)}`, colour: COLOURS[s % COLOURS.length], dash: DASHES[r % DASHES.length],
         unit: (chosen[r][0] || {}).unit, x_name: (chosen[r][0] || {}).x_name,
+        hollow: r % 2 === 1,
         points: [...maps[r].values()].filter((row) => row.series === name && row.median !== null && row.x !== null),
       }))).filter((line) => line.points.length);
+      const long = lines.filter((line) => line.points.length > 1), alone = lines.length - long.length;
       const keys = [...new Map(chosen.flat().map((row) => [key(row), row])).values()]
         .sort((a, b) => series.indexOf(a.series) - series.indexOf(b.series) || (a.x ?? 0) - (b.x ?? 0));
       const x_name = (chosen.flat()[0] || {}).x_name || "";
@@ -228,10 +231,11 @@
         const of = maps.map((map) => map.get(key(row)));
         return [row.series || select.value, ...(x_name ? [place(row.x)] : []), ...of.map(measured), ...of.slice(1).map((b) => ratio(of[0], b))];
       });
-      const many = lines.length > MOST_LINES;
+      const many = long.length > MOST_LINES;
       body.replaceChildren(...[
-        many ? make("p", {}, `${lines.length} lines are too many for one plot: write words of a series above.`)
-          : lines.length ? plot(select.value, lines, runs) : null,
+        many ? make("p", {}, `${long.length} lines are too many for one plot: write words of a series above.`)
+          : long.length ? plot(select.value, long, runs) : null,
+        long.length && alone ? make("p", {}, `${alone} series of a single point stand in the table alone.`) : null,
         keys.length ? table(heads, lined, "median (20 % to 80 % quantile)") : make("p", {}, "No row has these words."),
         keys.length > MOST_ROWS ? make("p", {}, `The first ${MOST_ROWS} of ${keys.length} rows; write words of a series to see others.`) : null,
       ].filter(Boolean));
