@@ -9,7 +9,7 @@ import io
 import re
 import shutil
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,14 @@ def declared(notebook: str | Path) -> dict[str, Parameter]:
     return _of_source(_source(notebook), Path(notebook).name)
 
 
-def check_together(notebook: str | Path, values: Mapping[str, Any]) -> None:
-    """ValueError for values that the notebook could not run, each of which is of its type.
+def check_together(notebook: str | Path) -> Callable[[Mapping[str, Any]], None]:
+    """What raises ValueError for values that the notebook could not run, each of its right type.
 
     What knows is named in the parameters cell: `# checked by package.module:function`, one or
     several, each called with all values.
     """
-    _ask(_source(notebook), values)
+    source = _source(notebook)
+    return lambda values: _ask(source, values)
 
 
 def of_kernel(namespace: Mapping[str, Any]) -> dict[str, Any]:

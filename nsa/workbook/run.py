@@ -33,14 +33,19 @@ class Planned:
 
 
 def plan_run(
-    name_or_path: str | Path, given: dict[str, Any], notebooks: str | Path = "notebooks"
+    name_or_path: str | Path,
+    given: dict[str, Any],
+    notebooks: str | Path = "notebooks",
+    checked: bool = False,
 ) -> Planned:
-    """What `run_notebook` would run. ValueError for a wrong name or parameter."""
+    """What `run_notebook` would run. ValueError for a wrong name or parameter; with `checked` it is
+    known that the values go together, which may take long to find out."""
     notebook = identity.find_notebook(name_or_path, notebooks)
     declared = parameters.declared(notebook)
     given = parameters.check(declared, given)
     full = parameters.filled(declared, given)
-    parameters.check_together(notebook, full)
+    if not checked:
+        parameters.check_together(notebook)(full)
     snapshot = environment.snapshot(full.get("seed"))
     name = f"{notebook.stem}-{identity.run_id(notebook, full, snapshot)}"
     return Planned(notebook, given, full, snapshot, name)
@@ -91,6 +96,7 @@ def run_notebook(
     ends_budgets: bool = True,
     notebooks: str | Path = "notebooks",
     pages: bool = True,
+    checked: bool = False,
     began: Callable[[Path], None] = lambda folder: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
@@ -102,7 +108,8 @@ def run_notebook(
     names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
     before anything starts; later failures are the result. With `ends_budgets` the notebook measures
     only as much as `timeout_s` leaves time for; without it is cut. `began` gets the new folder
-    before anything runs in it; without `pages` the report and the page of all runs are left out.
+    before anything runs in it; without `pages` the report and the page of all runs are left out;
+    `checked` as in `plan_run`.
     """
     import papermill  # noqa: F401  where it is missing, nothing is to be written
 
@@ -110,7 +117,7 @@ def run_notebook(
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"the {what} must be more than 0 s, got {limit_s}")
-    planned = plan_run(name_or_path, given or {}, notebooks)
+    planned = plan_run(name_or_path, given or {}, notebooks, checked)
     notebook, name = planned.notebook, planned.name
     if evidence:
         environment.check_evidence(notebook)

@@ -42,6 +42,8 @@ def _run(folder: Path, job: dict[str, Any], most_s: float) -> dict[str, Any] | N
     if identity.source(job["notebook"]) != job["source"]:
         message = "its notebook or the package changed since the batch was planned"
         return {"status": "failed", "stop_reason": "changed", "message": message}
+    # papermill's jsonschema would compile a grammar of web addresses: a second, for nothing here.
+    sys.modules.setdefault("rfc3987_syntax", None)
     limit_s = min(job["timeout_s"] or math.inf, most_s)
     try:
         result = run_notebook(
@@ -51,6 +53,7 @@ def _run(folder: Path, job: dict[str, Any], most_s: float) -> dict[str, Any] | N
             timeout_s=None if limit_s == math.inf else limit_s,
             again=job["again"],
             evidence=job["evidence"],
+            checked=job["checked"],
             pages=False,  # the driver, which need not load what draws them for each run anew
             progress=False,
             began=lambda run: write_json(folder / "started.json", started | {"run": str(run)}),

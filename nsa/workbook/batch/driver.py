@@ -249,6 +249,7 @@ class Driver:
             "root": str(self.batch.root),
             "timeout_s": state.job.timeout_s,
             "again": state.entry.repeats > 1,  # a repeat is no cache hit of another one
+            "checked": state.entry.checked,
             "evidence": self.batch.evidence,
         }
         if state.written != content:

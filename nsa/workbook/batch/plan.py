@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Entry:
     after: tuple[str, ...] = ()  # names of jobs
     timeout_s: float | None = None
     gpus: int | None = None
+    checked: bool = True  # its values go together; else its child finds out
 
     @property
     def key(self) -> str:
@@ -113,13 +114,15 @@ class _Expander:
     def __init__(self, folder: Path, notebooks: str | Path, defaults: dict[str, Any]):
         self.folder, self.notebooks, self.defaults = folder, notebooks, defaults
         self.snapshot = environment.snapshot()
-        self.known: dict[Path, tuple[dict[str, parameters.Parameter], str]] = {}
+        self.known: dict[Path, tuple[dict[str, parameters.Parameter], str, Callable]] = {}
 
     def __call__(self, job: dict[str, Any]) -> Iterator[Entry]:
         notebook = identity.find_notebook(job["notebook"], self.notebooks)
         if notebook not in self.known:
-            self.known[notebook] = parameters.declared(notebook), identity.source(notebook)
-        declared, source = self.known[notebook]
+            together = parameters.check_together(notebook)
+            declared = parameters.declared(notebook)
+            self.known[notebook] = declared, identity.source(notebook), together
+        declared, source, together = self.known[notebook]
         whole = {key: self.defaults[key] for key in ("timeout", "gpus") if key in self.defaults}
         whole |= job
         options = {
@@ -143,12 +146,18 @@ class _Expander:
             cell = dict(zip(grid, values, strict=True))
             given = parameters.check(declared, fixed | cell)
             full = parameters.filled(declared, given)
+            # What a GPU changes, only a machine that has one can tell: there the child checks.
+            elsewhere = full.get("device") == "cuda" and not self.snapshot["gpus"]
+            if not elsewhere:
+                together(full)
             run_id = identity.run_id(notebook, full, facts, source)
             planned = Planned(notebook, given, full, facts, f"{notebook.stem}-{run_id}")
             name = " ".join([job["name"], *(f"{key}={_word(cell[key])}" for key in cell)])
             for repeat in range(1, options["repeats"] + 1):
                 numbered = f"{name} #{repeat}" if options["repeats"] > 1 else name
-                yield Entry(numbered, planned=planned, repeat=repeat, **options)
+                yield Entry(
+                    numbered, planned=planned, repeat=repeat, checked=not elsewhere, **options
+                )
 
 
 def _word(value: Any) -> str:

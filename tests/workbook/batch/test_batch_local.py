@@ -181,6 +181,7 @@ def test_forty_runs_survive_ten_sigkills_of_their_driver_and_none_is_done_twice(
     assert ended.returncode == 0, told
     runs = [file.parent for file in tmp_path.glob("runs/*/*/record.json")]
     assert [record.load(run)["status"] for run in runs] == ["ok"] * 40, told
+    assert all((run / "report.html").is_file() for run in runs), told
     ran = count.read_text().splitlines()
     assert sorted(ran) == sorted(map(str, runs)), told
     manifest = read_json(tmp_path / "runs/batches/plan/manifest.json")

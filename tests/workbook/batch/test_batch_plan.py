@@ -2,6 +2,7 @@
 
 import pytest
 from batches import NAMES, PLAN, write_plan
+from places import NOTEBOOKS
 
 from nsa.workbook.batch.plan import read_plan
 
@@ -77,6 +78,13 @@ def test_a_notebook_without_a_parameters_cell_is_refused(place):
     write_notebook(place / "notebooks" / "01_tiny.ipynb", SET_UP, parameters=None)
     with pytest.raises(ValueError, match=r"job 1 \(first\).*0 cells tagged 'parameters'"):
         read_plan("plan.yaml")
+
+
+def test_values_that_a_notebook_knows_better_are_refused_with_the_plan(place):
+    plan = "jobs: [{name: a, notebook: '02', grid: {shapes: [[tiny], [vast]]}}]"
+    (place / "plan.yaml").write_text(plan)
+    with pytest.raises(ValueError, match=r"job 1 \(a\).*vast"):
+        read_plan("plan.yaml", NOTEBOOKS)
 
 
 def test_thousands_of_jobs_are_read_with_one_look_at_their_notebook(place, monkeypatch):
