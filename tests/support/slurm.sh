@@ -43,6 +43,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
+SlurmdParameters=config_overrides
 SlurmctldTimeout=10
 SlurmdTimeout=20
 KillWait=30
@@ -82,19 +83,16 @@ wait_for_node() {
   exit 1
 }
 
-# The processes of this Slurm's jobs, by the environment they began with, and before them the steps
-# that watch them, which would report their end.
+# The steps that watch this Slurm's jobs, by the log that they hold open, and behind them, for they
+# would report their end, the jobs' processes, by the environment they began with.
 jobs() {
-  local own=() watchers=() parent
+  find /proc/[0-9]*/fd -lname "$dir/log/slurmd.log" 2>/dev/null | cut -d/ -f3 | sort -u
   for environ in /proc/[0-9]*/environ; do
     grep -qzx "SLURM_CONF=$SLURM_CONF" "$environ" 2>/dev/null || continue
     grep -qzE "^SLURM_JOB_ID=" "$environ" 2>/dev/null || continue
-    pid=${environ#/proc/} pid=${pid%/environ}
-    own+=("$pid")
-    parent=$(awk '/^PPid:/ {print $2}' "/proc/$pid/status" 2>/dev/null || true)
-    if [ "$(cat "/proc/$parent/comm" 2>/dev/null)" = slurmstepd ]; then watchers+=("$parent"); fi
+    pid=${environ#/proc/}
+    echo "${pid%/environ}"
   done
-  echo "${watchers[@]}" "${own[@]}"
 }
 
 end() { # NAME SIGNAL
