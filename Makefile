@@ -33,6 +33,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing .[$(EXTRAS)] into $(VENV), at the versions of constraints.txt (a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@install -D -m 644 nsa/workbook/jupyter/nsa.json $(VENV)/etc/jupyter/jupyter_server_config.d/nsa.json
 	@touch $@
 
 run: $(READY)
@@ -58,8 +59,7 @@ test-all: $(READY)
 	$(call checked,about 16 minutes,)
 
 lab: $(READY)
-	@NSA_HEADLESS=0 $(BIN)/jupyter lab notebooks/ \
-		--ServerApp.jpserver_extensions="{'nsa.workbook.interactive': True}"
+	@NSA_HEADLESS=0 $(BIN)/jupyter lab notebooks/
 
 lint: $(READY)
 	@$(BIN)/ruff check .
