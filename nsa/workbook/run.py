@@ -1,6 +1,7 @@
 """Run one notebook into a dated folder that tells the truth, however it ends."""
 
 import contextlib
+import importlib
 import os
 import re
 import signal
@@ -99,6 +100,7 @@ def run_notebook(
     before anything starts; later failures are the result. With `ends_budgets` the notebook measures
     only as much as `timeout_s` leaves time for; without it is cut.
     """
+    importlib.import_module("papermill")  # now, so that its absence leaves no folder
     root = Path(root)
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
         if limit_s is not None and not limit_s > 0:

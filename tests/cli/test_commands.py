@@ -49,7 +49,7 @@ def test_a_run_prints_how_it_ended_and_can_be_looked_at(place, capsys):
     file.write_text("layers: 5\nrate: 2\n")
     words = ["run", "tiny", "-f", str(file), "-p", "layers=7", "-p", "lengths=64,128", "--quiet"]
     printed = printed_by(capsys, *words, "--timeout", "5m", "--cell-timeout", "60")
-    assert ": ok" in printed and "PASS         it ran" in printed and "report.html" in printed
+    assert ": ok" in printed and "PASS           it ran" in printed and "report.html" in printed
 
     assert "01_tiny-" in printed_by(capsys, "runs")
     (row,) = json.loads(printed_by(capsys, "runs", "--json"))
