@@ -217,6 +217,7 @@ def test_run_all_in_jupyterlab_keeps_the_run_and_does_not_touch_the_committed_no
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(30)
+        log.close()
     assert dirty(tmp_path) == ""
     folder = open_store(tmp_path / "runs").find("latest")
     assert load(folder)["status"] == "ok"
