@@ -17,10 +17,14 @@ export JUPYTER_PLATFORM_DIRS := 1
 # Threads that wait for work sleep: those that spin slow a busy machine down tenfold.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help run test test-all lab lint refresh clean
+# Jupyter refuses root unless it is told; in a container there is often nobody else.
+AS_ROOT = $(shell [ "$$(id -u)" != 0 ] || echo --allow-root)
+
+.PHONY: help run site test test-all lab lint refresh clean
 
 help:
 	@echo "make run      execute the $(NOTEBOOK) notebook into runs/ and print where its report is"
+	@echo "make site     a site of all runs in site/, which a browser opens without a network"
 	@echo "make test     the quick tests, and every notebook against its committed outputs"
 	@echo "make test-all every test, and the notebooks: what CI runs"
 	@echo "make lab      JupyterLab on the notebooks"
@@ -38,6 +42,13 @@ $(READY): pyproject.toml constraints.txt
 
 run: $(READY)
 	@$(BIN)/nsa run $(NOTEBOOK)
+
+$(VENV)/site: $(READY)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[site]'
+	@touch $@
+
+site: $(VENV)/site
+	@$(BIN)/nsa site
 
 # Both parts run whatever the other says, and the end names what failed.
 define checked
@@ -59,7 +70,7 @@ test-all: $(READY)
 	$(call checked,about 16 minutes,)
 
 lab: $(READY)
-	@NSA_HEADLESS=0 $(BIN)/jupyter lab notebooks/
+	@NSA_HEADLESS=0 $(BIN)/jupyter lab $(AS_ROOT) notebooks/
 
 lint: $(READY)
 	@$(BIN)/ruff check .

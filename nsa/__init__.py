@@ -14,6 +14,7 @@ _HOME = {
     "LanguageModel": "nsa.model.llama",
     "NSAAttention": "nsa.model.layer",
     "preset": "nsa.model.presets",
+    "load_model": "nsa.model.saving",
 }
 
 __all__ = ["__version__", *_HOME]

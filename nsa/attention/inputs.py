@@ -79,6 +79,9 @@ def checked(
     branches = tuple(b for b in BRANCHES if b in given)
     if not branches or not set(given) <= set(BRANCHES):
         raise ValueError(f"branches={given!r}; choose at least one of {BRANCHES}")
+    if not isinstance(config, NSAConfig):
+        raise ValueError(f"config must be an NSAConfig, got a {type(config).__name__}")
+    _tensor("q", q, "[B, T, HQ, D]")
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, HQ, D], got shape {tuple(q.shape)}")
     if q.dtype not in DTYPES:
@@ -92,6 +95,8 @@ def checked(
     needs_k = [b for b in BRANCHES if b in branches or (b == "cmp" and scoring)]
     k = _by_branch("k", k, needs_k)
     v = _by_branch("v", v, branches)
+    _one_length("k", k, q)
+    _one_length("v", v, q)
     kv_heads, of_v = _heads("k", k, q, q.shape[3]), _heads("v", v, q, None)
     if of_v != kv_heads:
         raise ValueError(f"k has {kv_heads} KV heads and v has {of_v}; they must be the same")
@@ -103,6 +108,12 @@ def checked(
             f"nearest that are: {nearest}"
         )
     wanted = (*q.shape[:3], 3)
+    _tensor(
+        "gates",
+        gates,
+        f"[B, T, HQ, 3] = {wanted}; torch.full((*q.shape[:3], 3), 1 / 3) of q's dtype and device "
+        "weighs the branches alike, and nsa.NSAAttention learns its gates",
+    )
     if gates.shape != wanted:
         raise ValueError(f"gates must be [B, T, HQ, 3] = {wanted}, got {tuple(gates.shape)}")
     if not gates.is_floating_point():
@@ -136,9 +147,34 @@ def check_blocks(inputs: Inputs) -> None:
         raise ValueError("blocks must be ascending without duplicates, with the empty slots last")
 
 
+def _tensor(name: str, x: object, wanted: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__} and must be a tensor {wanted}")
+
+
+def _one_length(name: str, tensors: Mapping[str, Tensor], q: Tensor) -> None:
+    """A query's place is its index, so that of fewer queries than keys nobody knows the places."""
+    x = next(iter(tensors.values()))
+    if x.ndim != 4 or (queries := q.shape[1]) == (keys := x.shape[1]):
+        return
+    got = f"q has T={queries} and {name} has T={keys}"
+    if q.shape[2] == x.shape[2]:  # what looks like heads is the same, and T is not
+        shapes = f"q {tuple(q.shape)}, {name} {tuple(x.shape)}"
+        raise ValueError(
+            f"{got}: {shapes} are [B, T, H, D] only if the heads stand third; from torch's "
+            "[B, H, T, D] transpose(1, 2) makes them so"
+        )
+    raise ValueError(
+        f"{got}: query t stands at key t, so that all three have one T, and there is no cache of "
+        f"keys; for the newest queries alone give all {max(queries, keys)} and keep the last of o"
+    )
+
+
 def _by_branch(name, x, needed) -> dict[str, Tensor]:
     if isinstance(x, Tensor):
         return dict.fromkeys(needed, x)
+    if not isinstance(x, Mapping):
+        _tensor(name, x, "or a mapping with one for each of cmp, slc, win")
     missing = [b for b in needed if b not in x]
     if missing:
         raise ValueError(f"{name} has no entry for {', '.join(missing)}; it has {sorted(x)}")

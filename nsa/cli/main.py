@@ -1,23 +1,47 @@
 """The command line: parse, call one function, print. Exit code 0 good, 1 failed, 2 bad input."""
 
 import argparse
+import contextlib
 import os
+import re
 import sys
+from pathlib import Path
 
-from nsa.cli import bench, dtypes, notebooks, selfcheck, train, trials, watch
+import nsa
+from nsa.cli import (
+    batch,
+    bench,
+    dtypes,
+    figures,
+    notebooks,
+    retention,
+    selfcheck,
+    site,
+    train,
+    trials,
+    watch,
+)
 from nsa.cli.options import BAD_INPUT, FAILED, GOOD
+
+# Modules whose distribution has another name.
+ALIASES = {"yaml": "pyyaml", "jinja2": "nbconvert", "bs4": "nbconvert"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; a wrong request prints one line to stderr."""
-    arguments = parser().parse_args(argv)
+    known = parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        known.print_help(sys.stderr)
+        raise SystemExit(BAD_INPUT)
+    arguments = known.parse_args(argv)
     try:
         code = arguments.command(arguments)
         sys.stdout.flush()  # here, where a reader that is gone can still be caught
         return code
     except (ValueError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
-            error = f"{error.name} is not installed; pip install 'nsa[notebooks]' brings it"
+            extra = extra_with(error.name or "")
+            error = f"{error.name} is not installed; pip install 'nsa[{extra}]' brings it"
         print(f"nsa: {error}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:  # `nsa runs | head`
@@ -34,7 +58,35 @@ def parser() -> argparse.ArgumentParser:
         prog="nsa",
         description="Run the workbook's notebooks, look at what they found, train its models.",
     )
+    where = f"nsa {nsa.__version__} from {Path(nsa.__file__).parent}"
+    top.add_argument("--version", action="version", version=where, help="show it, and end")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for family in (notebooks, bench, train, dtypes, trials, watch, selfcheck):
+    for family in (
+        notebooks,
+        retention,
+        figures,
+        site,
+        batch,
+        bench,
+        train,
+        dtypes,
+        trials,
+        watch,
+        selfcheck,
+    ):
         family.add(commands)
     return top
+
+
+def extra_with(module: str) -> str:
+    """The extra of this package that brings a module; "notebooks", which has most, for others."""
+    from importlib import metadata
+
+    distributions = {name.lower() for name in metadata.packages_distributions().get(module, [])}
+    names = distributions | {ALIASES.get(module, module).lower().replace("_", "-")}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires("nsa") or []:
+            found = re.match(r"([\w.-]+).*extra == ['\"](\w[\w-]*)", line)
+            if found and found[1].lower() in names:
+                return found[2]
+    return "notebooks"

@@ -1,32 +1,24 @@
-"""`nsa notebooks`, `run`, `runs`, `show`, `keep`, `env`, `report`, `results`, `decide`, `figures`:
+"""`nsa notebooks`, `init`, `run`, `runs`, `show`, `keep`, `env`, `report`, `results` and `decide`:
 what can run, what ran, and what follows from it."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
 
+from nsa.cli import retention
 from nsa.cli.options import FAILED, GOOD, SEVERAL, command, duration, share
 from nsa.spelling import pair
-
-# Name of the figure, the run that it is of, what draws it from the run's metrics.csv.
-HEADLINES = (
-    ("memory", "01_memory_scaling-28623959", "nsa.experiments.memory.plots:scaling"),
-    ("latency", "02_backend_comparison-7d821386", "nsa.experiments.comparison.plots:latency"),
-    ("tokens_per_second", "04_throughput-fca040d9", "nsa.experiments.throughput.plots:speed"),
-    ("losses", "04_throughput-25571656", "nsa.experiments.throughput.plots:losses"),
-)
 
 
 def add(commands) -> None:
     """Their parsers."""
-    command(commands, notebooks, "--notebooks")
+    command(commands, notebooks, "--notebooks", "--runs")
     made = command(commands, run)
     option = made.add_argument
     option("notebook", metavar="NAME", help="name, number, part of the name, or path")
     text = "one parameter, lists as 128,256; wins over a file's"
     option("-p", "--parameter", metavar="NAME=VALUE", help=text, **SEVERAL)
-    text = "YAML file of parameters; later files win"
+    text = "YAML file of parameters, or the name of a shipped one (h200); later files win"
     option("-f", "--file", metavar="FILE", help=text, **SEVERAL)
     text = "for the whole notebook, whose budgets end before it: 90, 90s, 20m, 2h"
     option("--timeout", type=duration, metavar="TIME", help=text)
@@ -35,7 +27,7 @@ def add(commands) -> None:
     option("--again", action="store_true", help="run also when this very run exists")
     option("--quiet", action="store_true", help="no progress bar")
     share(made, "--notebooks", "--runs", "--evidence")
-    command(commands, runs, "--json", "--runs")
+    retention.options(command(commands, runs, "--json", "--runs"))
     command(commands, show, "run", "--runs")
     command(commands, keep, "run", "--runs")
     command(commands, env, "--json")
@@ -45,9 +37,8 @@ def add(commands) -> None:
     text = "only runs that git tracks, as the page that is committed"
     made.add_argument("--committed", action="store_true", help=text)
     command(commands, decide, "--runs")
-    made = command(commands, figures)
-    made.add_argument("--to", metavar="DIR", default="figures", help="folder; default: figures")
-    share(made, "--runs")
+    made = command(commands, init)
+    made.add_argument("folder", metavar="FOLDER", help="made where it is not there")
 
 
 def notebooks(arguments) -> int:
@@ -63,19 +54,32 @@ def notebooks(arguments) -> int:
             print(parameters.table(parameters.declared(path)))
         except ValueError as error:
             print(f"    (cannot be run: {error})")
+    print(f"\nThey lie in {arguments.notebooks}, and runs go to {arguments.runs}.")
+    return GOOD
+
+
+def init(arguments) -> int:
+    """Copy the notebooks and their parameter files into a folder of your own, for you to change;
+    runs that start below it go there as well."""
+    from nsa.workbook import places
+
+    made = places.init(arguments.folder)
+    files = len(list(made.glob("params/*.yaml")))
+    print(f"{len(list(made.glob('*.ipynb')))} notebooks and {files} files of parameters in {made}")
+    print(f"next: cd {arguments.folder} && nsa run memory_scaling")
     return GOOD
 
 
 def run(arguments) -> int:
     """Run a notebook into a dated folder: checked parameters, live log, HTML report."""
-    from nsa.workbook import identity, parameters, store
+    from nsa.workbook import identity, parameters, places, store
     from nsa.workbook.run import run_notebook
 
     path = identity.find_notebook(arguments.notebook, arguments.notebooks)
     declared = parameters.declared(path)
     given = {}
     for file in arguments.file:
-        given.update(parameters.read_file(file))
+        given.update(parameters.read_file(places.parameter_file(file, arguments.notebooks)))
     for text in arguments.parameter:
         name, value = pair(text, "-p tokens=512")
         known = declared.get(name)
@@ -97,7 +101,9 @@ def run(arguments) -> int:
 
 
 def runs(arguments) -> int:
-    """List the runs, oldest first."""
+    """List the runs, oldest first; --prune names those that may go, and --yes removes them."""
+    if retention.asked(arguments):
+        return retention.prune(arguments)
     from nsa.workbook.files import plain
     from nsa.workbook.store import open_store
 
@@ -166,7 +172,10 @@ def report(arguments) -> int:
     from nsa.workbook.report import index, render
     from nsa.workbook.store import open_store
 
-    print(render(open_store(arguments.runs).find(arguments.run)))
+    folder = open_store(arguments.runs).find(arguments.run)
+    if (folder / "job.json").is_file():  # of `nsa train`
+        from nsa.experiments.training.report import render
+    print(render(folder))
     print(index(arguments.runs))
     return GOOD
 
@@ -213,29 +222,6 @@ def decide(arguments) -> int:
             print(f"  {rule}")
             print("".join(f"      {arguments.runs}/{one}\n" for one in rule.answer.where), end="")
     return GOOD if decision.verdict(rules) == "GO" else FAILED
-
-
-def figures(arguments) -> int:
-    """Redraw the headline plots from committed runs."""
-    import matplotlib.pyplot as plt
-
-    from nsa.workbook import looks
-    from nsa.workbook.store import Run, open_store
-
-    target = Path(arguments.to)
-    target.mkdir(parents=True, exist_ok=True)
-    for name, run_id, entry in HEADLINES:
-        module, _, function = entry.partition(":")
-        df = Run(open_store(arguments.runs).find(run_id)).metrics()
-        note = {"note": df["device"].iloc[0]} if function in ("latency", "speed") else {}
-        # Each names its run inside; the same records give the same bytes.
-        figure = getattr(importlib.import_module(module), function)(df, **note)
-        about = {"Title": name, "Description": f"run {run_id}", "Date": None}
-        with looks.style(), plt.rc_context({"svg.hashsalt": name}):
-            figure.savefig(target / f"{name}.svg", metadata=about)
-        plt.close(figure)
-        print(f"{target / name}.svg  of run {run_id}")
-    return GOOD
 
 
 def _print_run(run, status: str, message: str) -> None:

@@ -2,11 +2,14 @@
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from nsa.spelling import seconds
+from nsa.workbook import places
 
 GOOD, FAILED, BAD_INPUT = 0, 1, 2
 SEVERAL: dict[str, Any] = {"action": "append", "default": []}  # an option that may come again
@@ -14,12 +17,10 @@ SEVERAL: dict[str, Any] = {"action": "append", "default": []}  # an option that 
 
 def duration(text: str) -> float:
     """`90`, `90s`, `20m`, `1.5h` in seconds."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
-    units = {"": 1, "s": 1, "m": 60, "h": 3600}
-    seconds = float(found.group(1)) * units[found.group(2)] if found else 0
-    if seconds <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90, 90s, 20m or 2h")
-    return seconds
+    try:
+        return seconds(text)
+    except ValueError as error:  # argparse shows the words of this kind alone
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def words(text: str) -> list[str]:
@@ -27,11 +28,11 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-# Options of several commands.
+# Options of several commands. A default that is a function is asked when a parser is made.
 SHARED: dict[str, dict[str, Any]] = {
-    "--runs": {"default": "runs", "metavar": "DIR", "help": "where runs are kept"},
-    "--trials": {"default": "trials", "metavar": "DIR", "help": "where trials are kept"},
-    "--notebooks": {"default": "notebooks", "metavar": "DIR", "help": "where they lie"},
+    "--runs": {"default": partial(places.beside, "runs"), "help": "where runs are kept"},
+    "--trials": {"default": partial(places.beside, "trials"), "help": "where trials are kept"},
+    "--notebooks": {"default": places.notebooks, "help": "where they lie"},
     "--again": {"action": "store_true", "help": "run it though it is there; that is kept, as ID-1"},
     "--evidence": {
         "action": "store_true",
@@ -62,7 +63,11 @@ def command(
 def share(made: argparse.ArgumentParser, *names: str) -> None:
     """Adds options of SHARED."""
     for name in names:
-        made.add_argument(name, **SHARED[name])
+        given = dict(SHARED[name])
+        if callable(place := given.get("default")):
+            text = f"{given['help']}; default: %(default)s"
+            given |= {"default": place(), "metavar": "DIR", "help": text}
+        made.add_argument(name, **given)
 
 
 def check_json(file: str | None) -> None:

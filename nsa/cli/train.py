@@ -67,8 +67,10 @@ def add(commands) -> None:
     text = "DDP: gradients are held beside the buckets, as torch's default has it"
     option("--no-bucket-view", action="store_false", help=text, dest="gradient_as_bucket_view")
     option("--save-every", type=int, metavar="STEPS", help="checkpoints; the last two are kept")
+    text = "keep no checkpoint at the end; by default the last one stays"
+    option("--no-weights", action="store_false", dest="weights", help=text)
     option("--eval-every", type=int, metavar="STEPS", help="loss on batches never trained on")
-    option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run's folder")
+    option("--resume", metavar="PATH", help="a checkpoint, a folder of them, or a run")
     text = (
         "csv, tensorboard, arrival, buckets, modules, phases, ranges (for NSight), stats; what "
         "each costs stands in its docstring"
@@ -177,7 +179,13 @@ def _job(arguments, started: int | None) -> "Job":
     from nsa.model.train_config import TrainConfig
 
     if arguments.resume is not None and not Path(arguments.resume).exists():
-        raise ValueError(f"--resume {arguments.resume}: there is no such file or folder")
+        from nsa.workbook.store import open_store
+
+        try:
+            arguments.resume = str(open_store(arguments.runs).find(arguments.resume))
+        except ValueError as error:
+            why = f"there is no such file or folder, and {error}"
+            raise ValueError(f"--resume {arguments.resume}: {why}") from None
     if arguments.halt_file is not None and os.path.lexists(arguments.halt_file):
         raise ValueError(f"--halt-file {arguments.halt_file} is there already; remove it first")
     changes = _changes(arguments.set)
@@ -185,7 +193,9 @@ def _job(arguments, started: int | None) -> "Job":
         changes["checkpoint"] = arguments.checkpoint
     on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
     given = vars(arguments) | {
-        "tokens": arguments.tokens or TOKENS.get(arguments.preset, OTHER_TOKENS),
+        "tokens": TOKENS.get(arguments.preset, OTHER_TOKENS)
+        if arguments.tokens is None
+        else arguments.tokens,
         "precision": arguments.precision or ("bf16" if on_gpu else "fp32"),
         "ranks": started or arguments.ranks or 1,
         "observe": tuple(arguments.observe),
@@ -233,11 +243,14 @@ def _tell(ended) -> int:
         for name, reasons in result["attention"]["declined"].items():
             print(f"  {name} declined: {'; '.join(reasons)}")
         print(f"  speed    {result['speed']}")
+        if result["weights"]:
+            print(f"  weights  {result['weights']}")
         if result.get("loader"):
             print(f"  data     {result['loader']}")
     if (profile := ended.folder / "profile.txt").is_file():
         print(profile.read_text())
     print(f"  folder   {ended.folder}")
+    print(f"  report   nsa report {ended.folder} writes one")
     if ended.failure is not None and ended.failure.how == "bad input":
         print(f"nsa: {ended.message}", file=sys.stderr)
         return BAD_INPUT

@@ -27,12 +27,7 @@ def add(commands) -> None:
     text = "also on several GPUs, which else have a trial each: those share a host"
     made.add_argument("--one-at-a-time", action="store_true", help=text)
     made.add_argument("--list", action="store_true", help="tell what would be run, and end")
-    text = (
-        "run trials though they are there, and those are kept, as ID-1; of phases those that failed"
-    )
-    made.add_argument("--again", action="store_true", help=text)
-    made.add_argument("--quiet", action="store_true", help="no progress bars of notebooks")
-    share(made, "--trials", "--notebooks", "--runs", "--evidence")
+    share(made, "--trials", "--again")
 
     command(commands, bisect, "plan", "--budget", "--trials")
 
@@ -105,16 +100,12 @@ def _tell(report) -> None:
 
 
 def sweep(arguments) -> int:
-    """Run the trials of a plan, a YAML file, or its notebooks, if it has `phases`. What is finished
-    is not run again, so the same command goes on where it was cut off. Exit code 0 if all were run
-    and passed."""
+    """Run the trials of a plan, a YAML file (notebooks have `nsa batch`). What is finished is not
+    run again, so the same command goes on where it was cut off. Exit code 0 if all were run and
+    passed."""
     from nsa.lab.search import execute
     from nsa.lab.search.candidates import text
     from nsa.lab.search.ledger import Ledger
-    from nsa.workbook.parameters import read_file
-
-    if "phases" in read_file(arguments.plan):
-        return _sweep_notebooks(arguments)
 
     def say(done) -> None:
         cell = ", ".join(f"{name}={value}" for name, value in done.cell.items())
@@ -152,40 +143,6 @@ def sweep(arguments) -> int:
     return GOOD if passed and not (swept.not_run or swept.flaky or swept.invalid) else FAILED
 
 
-def _sweep_notebooks(arguments) -> int:
-    """The phases of a plan of notebooks; the table of them is printed at the end."""
-    from nsa.lab.search.candidates import text
-    from nsa.workbook import phases
-
-    planned = phases.read_phases(arguments.plan, arguments.notebooks)
-    names = {one.name: one.planned.notebook.stem for one in planned}
-    if arguments.list:
-        done = [phases.stand(one, arguments.runs, arguments.evidence) for one in planned]
-    else:
-        done = phases.run_phases(
-            planned,
-            root=arguments.runs,
-            again=arguments.again,
-            evidence=arguments.evidence,
-            budget_s=arguments.budget,
-            progress=not arguments.quiet,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )
-    rows = [
-        {
-            "phase": one.phase,
-            "run": one.run or names[one.phase],
-            "status": f"{one.status} (was there)" if one.cached else one.status,
-            "verdict": one.verdict,
-        }
-        for one in done
-    ]
-    print(text(rows))
-    if any(one.cached and one.status not in ("ok", "running") for one in done):
-        print("a phase that failed is run anew with --again")
-    return GOOD if arguments.list or all(one.good for one in done) else FAILED
-
-
 def bisect(arguments) -> int:
     """Find the smallest set of a plan's factors that causes a fault, or the threshold of one.
     Prints the ledger: trial, hypothesis, verdict, what it eliminated. Exit code 0 if a cause was
@@ -217,6 +174,8 @@ def plan_from(path: str):
 
     import_from_here()
     content = read_file(path)
+    if "jobs" in content:
+        raise ValueError(f"{path} is a plan of notebooks: nsa batch {path}")
     try:
         plan = Plan.from_dict(content)
     except (ValueError, TypeError) as error:

@@ -1,6 +1,7 @@
 """NSA as a layer: projections per branch, rotary, phi, gates, and the attention behind them."""
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
 from math import sqrt
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch.nn import functional as F
 
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
-from nsa.model.config import ModelConfig
+from nsa.config import NSAConfig
+from nsa.model.config import ModelConfig, check_int
 from nsa.model.rotary import Rotary, rotary_for
 from nsa.reference.compress import Phi, PhiWeights
 from nsa.reference.gate import sigmoid_gates, softmax_gates
 from nsa.reference.nsa import BRANCHES
+from nsa.spelling import nearest
 
 
 def draw(
@@ -123,8 +126,52 @@ def _is_plain(layer: nn.Module) -> bool:
     )
 
 
+# What a layer reads of ModelConfig beside its sizes; `layers` scales the first out_proj.
+OPTIONS = (
+    *("head_dim", "value_dim", "layers", "phi", "gate", "gate_temperature", "gate_init"),
+    *("compress_rope", "shared_kv", "force_branch", "stopgrad_gates", "backend", "strict"),
+    *("rope_base", "rope_scale"),
+)
+
+
+def layer_config(
+    dim: int,
+    heads: int | None,
+    kv_heads: int | None = None,
+    config: NSAConfig | None = None,
+    **options: Any,
+) -> ModelConfig:
+    """The config of one layer in a model of any other make; see NSAAttention. ValueError for an
+    option that a layer does not have, and for sizes that do not fit."""
+    if heads is None:
+        raise ValueError(f"NSAAttention(dim={dim!r}) needs heads as well, as NSAAttention(256, 8)")
+    for name in options:
+        if name not in OPTIONS:
+            theirs = {field.name for field in fields(NSAConfig)}
+            hint = f"config=NSAConfig({name}=...) has it" if name in theirs else None
+            hint = hint or nearest(name, OPTIONS)
+            raise ValueError(f"NSAAttention has no option {name!r}; {hint}")
+    for name, value in (("dim", dim), ("heads", heads)):
+        check_int(name, value)
+    if options.get("head_dim") is None:
+        if dim % heads:
+            divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
+            raise ValueError(
+                f"dim={dim} is not a multiple of heads={heads}; heads may be {divisors}, or "
+                "head_dim says how wide a head is"
+            )
+        options["head_dim"] = dim // heads
+    sizes = {"dim": dim, "heads": heads, "kv_heads": heads if kv_heads is None else kv_heads}
+    nsa = NSAConfig() if config is None else config
+    return ModelConfig(**{"name": "layer", "layers": 1, **sizes, "nsa": nsa, **options})
+
+
 class NSAAttention(nn.Module):
     """Hidden states to hidden states through the three gated branches; projections have no bias.
+
+    NSAAttention(256, 8, 2, NSAConfig(window=128), backend="triton") stands in any causal model
+    where its attention stood: 256 wide, with 8 query and 2 KV heads (as many as query heads by
+    default), and any of OPTIONS. A model of this package gives its ModelConfig alone.
 
     Each branch has its own k and v projection (section 3.3.3), or all share one (`shared_kv`).
     Queries are rotated, and keys too, but for k_cmp with compress_rope="after". The gate is an MLP
@@ -135,11 +182,25 @@ class NSAAttention(nn.Module):
     or `stopgrad_gates`; with `force_branch` also the other branches' projections and phi, which are
     not applied. For "slc" k_cmp and phi still score the blocks, and scoring has no gradient.
 
-    Raises ValueError for a backend that the registry does not know.
+    Raises ValueError for a backend that the registry does not know, and for sizes and options that
+    do not fit.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        dim: int | ModelConfig,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        config: NSAConfig | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
+        if not isinstance(dim, ModelConfig):
+            config = layer_config(dim, heads, kv_heads, config, **options)
+        elif options or any(x is not None for x in (heads, kv_heads, config)):
+            raise ValueError("a ModelConfig has all sizes; change it by its with_(heads=8)")
+        else:
+            config = dim
         registry.check_name(config.backend)
         self.config = config
         dim, heads, kv_heads = config.dim, config.heads, config.kv_heads
@@ -198,6 +259,8 @@ class NSAAttention(nn.Module):
     ) -> dict[str, Any]:
         """What `nsa_attention` is called with for x, but for who computes it and how strictly."""
         config = self.config
+        if x.ndim != 3 or x.shape[2] != config.dim:
+            raise ValueError(f"x must be [B, T, {config.dim}], got shape {tuple(x.shape)}")
         rotary = rotary or rotary_for(config, x.shape[1], x.device, cu_seqlens)
         branches = (config.force_branch,) if config.force_branch else BRANCHES
         projections = self.projections(x, branches)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa.model.config import ModelConfig
+from nsa.model.llama import LanguageModel
 from nsa.model.train_config import TrainConfig
+from nsa.spelling import nearest
 
 if TYPE_CHECKING:
     from nsa.model.train import Trainer
@@ -91,8 +93,9 @@ def write(state: dict[str, Any], path: Path) -> None:
             os.fsync(stream.fileno())
         os.replace(part, path)
     except RuntimeError as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # torch's own clean-up hides it
-            raise KeyboardInterrupt from error
+        # torch's own clean-up hides what happened
+        if isinstance(error.__context__, KeyboardInterrupt | OSError):
+            raise error.__context__ from None
         raise
     finally:
         part.unlink(missing_ok=True)
@@ -130,9 +133,31 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
     return state
 
 
+def load_model(
+    path: str | os.PathLike, device: str | torch.device = "cpu", **changes: Any
+) -> LanguageModel:
+    """The model that `nsa train` left, in evaluation mode: of a run's folder, of a folder of
+    checkpoints its newest, or of a file. `changes` are of how it computes, as backend="triton".
+
+    Raises ValueError for what is no checkpoint or another change, FileNotFoundError for nothing.
+    """
+    for name in changes:
+        if name not in FREE["model"]:
+            hint = nearest(name, sorted(FREE["model"]))
+            raise ValueError(f"{name} stays as the weights were trained with; {hint}")
+    state = newest(path) if Path(path).is_dir() else read(path)
+    with torch.device("meta"):  # nothing is drawn that would be replaced
+        model = LanguageModel(ModelConfig.from_dict(state["configs"]["model"]).with_(**changes))
+    model.load_state_dict(state["model"], assign=True)
+    return model.to(device).eval()
+
+
 def newest(folder: str | os.PathLike) -> dict[str, Any]:
-    """The state of the folder's last step that can be read; unreadable ones are warned of. Raises
-    FileNotFoundError for a folder without checkpoints, ValueError if none can be read."""
+    """The state of the last step that can be read, in the folder or, of a run, in its checkpoints/;
+    unreadable ones are warned of. Raises FileNotFoundError for a folder without checkpoints,
+    ValueError if none can be read."""
+    below = Path(folder) / "checkpoints"
+    folder = below if below.is_dir() else folder
     files = checkpoints(folder)
     if not files:
         raise FileNotFoundError(f"there is no checkpoint (step-000500.pt) in {folder}")

@@ -1,1 +1,16 @@
-"""Running notebooks, keeping what they found, and showing it."""
+"""Running notebooks, keeping what they found, and showing it.
+
+`load("runs/...")` opens a stored run in any notebook, `explore(run, ...)` looks through numbers.
+"""
+
+from importlib import import_module
+
+_HOME = {"load": "nsa.workbook.loaded", "explore": "nsa.workbook.browse"}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'nsa.workbook' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

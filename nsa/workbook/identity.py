@@ -33,7 +33,7 @@ def find_notebook(name: str | Path, folder: str | Path = "notebooks") -> Path:
         return found[fits[0]]
     if fits:
         raise ValueError(f"{name!r} fits {', '.join(fits)}; give more of one")
-    raise ValueError(f"no notebook {name!r} in {folder}; {nearest(name, found, 0)}")
+    raise ValueError(f"no notebook {name!r} in {folder}; {nearest(name, found)}")
 
 
 def notebooks(folder: str | Path = "notebooks") -> list[Path]:
@@ -42,7 +42,8 @@ def notebooks(folder: str | Path = "notebooks") -> list[Path]:
 
 def question(notebook: str | Path) -> str:
     """The notebook's question: the text cell's part after the word Question, else its title."""
-    texts = ["".join(c["source"]) for c in cells(notebook) if c.get("cell_type") == "markdown"]
+    cells = read_cells(notebook)
+    texts = ["".join(c["source"]) for c in cells if c.get("cell_type") == "markdown"]
     for text in texts[:3]:
         found = re.search(r"^\W*question\W*\s+(.+?)(?:\n\s*\n|\n#|\Z)", text, re.I | re.S | re.M)
         if found:
@@ -51,29 +52,35 @@ def question(notebook: str | Path) -> str:
     return title.group(1).strip() if title else ""
 
 
-def run_id(notebook: str | Path, parameters: dict, environment: dict) -> str:
+def run_id(
+    notebook: str | Path, parameters: dict, environment: dict, what: str | None = None
+) -> str:
     """8 hex digits of hash(spec + source + environment).
 
-    spec: notebook and every parameter; source: what its cells say (not their outputs) and all of
-    the package; environment: versions and GPUs, not dates or variables.
+    spec: notebook and every parameter; source: `source(notebook)`, or `what` where it is known
+    already; environment: versions and GPUs, not dates or variables.
     """
-    digest = hashlib.sha256()
     spec = {"notebook": Path(notebook).stem, "parameters": parameters}
-    digest.update(json.dumps(spec, sort_keys=True, default=str).encode())
-    for cell in cells(notebook):
+    keys = ("python", "torch", "cuda", "triton", "flash_attn", "flash_attn_4")
+    facts = {key: environment.get(key) for key in keys}
+    facts["gpus"] = [gpu.get("name") for gpu in environment.get("gpus") or []]
+    parts = json.dumps([spec, what or source(notebook), facts], sort_keys=True, default=str)
+    return hashlib.sha256(parts.encode()).hexdigest()[:8]
+
+
+def source(notebook: str | Path) -> str:
+    """Hash of what runs: what the notebook's cells say (not their outputs), all of the package."""
+    digest = hashlib.sha256()
+    for cell in read_cells(notebook):
         tags = sorted(cell.get("metadata", {}).get("tags", []))
         digest.update(json.dumps([cell.get("cell_type"), "".join(cell["source"]), tags]).encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    keys = ("python", "torch", "cuda", "triton", "flash_attn", "flash_attn_4")
-    facts = {key: environment.get(key) for key in keys}
-    facts["gpus"] = [gpu.get("name") for gpu in environment.get("gpus") or []]
-    digest.update(json.dumps(facts, sort_keys=True).encode())
-    return digest.hexdigest()[:8]
+    return digest.hexdigest()[:16]
 
 
-def cells(notebook: str | Path) -> list[dict]:
-    """Those of the file; ValueError for one that is no notebook."""
+def read_cells(notebook: str | Path) -> list[dict]:
+    """A notebook's cells as JSON has them. ValueError where the file is no notebook."""
     try:
         return json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
     except (ValueError, KeyError, TypeError):

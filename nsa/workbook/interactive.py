@@ -30,7 +30,7 @@ def open_run(notebook: Path, values: dict[str, Any]) -> Path:
     name = f"{notebook.stem}-{identity.run_id(notebook, values, facts)}"
     planned = Planned(notebook, values, values, facts, name)
     folder, kept = open_folder(runs_of(notebook), planned, **{SESSION: _named(notebook)})
-    code = [cell for cell in identity.cells(notebook) if cell.get("cell_type") == "code"]
+    code = [cell for cell in identity.read_cells(notebook) if cell.get("cell_type") == "code"]
     live = _Live(kept, get_ipython(), code[-1])
     _live[:] = [live]
     live.shell.events.register("post_run_cell", live.ran)

@@ -1,5 +1,6 @@
 """One look for every figure, and which rows of a metrics table it shows."""
 
+import textwrap
 from contextlib import contextmanager
 
 from nsa.workbook import metrics
@@ -32,6 +33,8 @@ STYLE = {
     "figure.dpi": 120,
     "savefig.dpi": 120,
     "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.grid.which": "both",
@@ -58,7 +61,7 @@ def series(number: int) -> tuple[str, str]:
 
 def title(axes, text: str, note: str = "") -> None:
     """The title at the left, a note such as the machine at the right, clear of all curves."""
-    axes.set_title(text, loc="left", fontsize=10)
+    axes.set_title(text)
     axes.set_title(note, loc="right", fontsize=8, color=GREY)
 
 
@@ -112,6 +115,39 @@ def legend(fig, axes_list) -> None:
         fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=even)
 
 
+def caption(fig, text: str) -> None:
+    """What the figure was drawn from, small and grey at its foot, which grows by as much; once."""
+    if any(there.get_gid() == "source" for there in fig.texts):
+        return
+    lines = textwrap.wrap(text, int(fig.get_figwidth() * 18))  # letters that fit beside each other
+    inches = 0.13 * len(lines) + 0.03
+    fig.set_figheight(fig.get_figheight() + inches)
+    share = inches / fig.get_figheight()
+    held = share
+    for legend in fig.legends:  # one that was moved is no longer laid out: its height is held here
+        high = legend.get_window_extent().height / fig.bbox.height + 0.1 / fig.get_figheight()
+        held = max(held, share + high)
+        legend.set_bbox_to_anchor((0, share, 1, 1 - share), fig.transFigure)
+    if engine := fig.get_layout_engine():
+        engine.set(rect=(0, held, 1, 1 - held))
+    look = {"fontsize": 6.5, "color": GREY, "va": "bottom", "linespacing": 1.25, "gid": "source"}
+    fig.text(0.006, 0.2 * share / len(lines), "\n".join(lines), **look).set_in_layout(False)
+
+
+def write(fig, folder, name: str, source: str) -> list:
+    """`name`.png and `name`.svg in a folder, in the style, with `source` at the foot and inside;
+    the same figure gives the same bytes. Returns their paths."""
+    import matplotlib.pyplot as plt
+
+    about = {"Title": name, "Description": source}
+    caption(fig, source)
+    files = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    with style(), plt.rc_context({"svg.hashsalt": name}):
+        fig.savefig(files[0], metadata=about | {"Software": None})
+        fig.savefig(files[1], metadata=about | {"Date": None})
+    return files
+
+
 def from_zero(axes) -> None:
     """The y axis from 0, with a twentieth of it free above what is drawn."""
     top = axes.dataLim.y1  # -inf where nothing is drawn
@@ -159,7 +195,9 @@ def log_axis(axis) -> None:
         getattr(axes, f"set_{name}lim")(middle / 2, 2 * middle)
     wide = high / low > 1e3
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.10f}".rstrip("0").rstrip("."))
+    )
     axis.set_minor_formatter(NullFormatter())
 
 

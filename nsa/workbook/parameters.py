@@ -93,7 +93,7 @@ def _ask(source: str, values: Mapping[str, Any]) -> None:
 
 
 def _source(notebook: str | Path) -> str:
-    cells, name = identity.cells(notebook), Path(notebook).name
+    cells, name = identity.read_cells(notebook), Path(notebook).name
     tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
     if len(tagged) != 1:
         raise ValueError(

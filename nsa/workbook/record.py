@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nsa.lab.process import procfs
 from nsa.workbook.environment import utc_now
 from nsa.workbook.files import read_json, write_json
 
@@ -96,6 +97,13 @@ class Record:
         write_json(self.path, self.content)
 
 
+def close_lost(folder: Path, message: str) -> None:
+    """The last word on a run whose runner is gone and can say nothing: why, as far as is known."""
+    content = load(folder)
+    content.update(status="lost", stop_reason="lost", ended=utc_now(), message=message)
+    write_json(Path(folder) / "record.json", content)
+
+
 def status_now(record: dict) -> str:
     """The stored status, but `lost` for a run whose runner is gone: at once where it ran on this
     machine, else once its heartbeat is old. A live runner is never lost, however old its heartbeat
@@ -114,24 +122,23 @@ def status_now(record: dict) -> str:
     return "running" if age_s <= LOST_AFTER_S else "lost"
 
 
-def process_start(pid: int) -> float | None:
-    """When a process began, seconds since the epoch; None when there is none."""
-    try:
-        import psutil
-    except ModuleNotFoundError:  # only needed to tell a lost run from one that goes on
-        return None
-    try:
-        return round(psutil.Process(pid).create_time(), 1)
-    except (psutil.Error, ValueError):
-        return None
+def process_start(pid: int) -> int | None:
+    """When a process began, in clock ticks since the boot; None where none of this number lives,
+    and for a zombie, which only waits for its parent to look. Outside Linux always None."""
+    seen = procfs.process(pid) if pid > 0 else None
+    return seen.started if seen and seen.lives else None
 
 
 def machine() -> str:
-    """Tells machines and boots apart without naming any."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    what = boot.read_text().strip() if boot.is_file() else ""
-    return hashlib.sha256(f"{platform.node()} {what}".encode()).hexdigest()[:12]
+    """Tells machines, boots and containers with processes of their own apart without naming any."""
+    parts = [platform.node()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
 
 
 def load(folder: Path) -> dict:
-    return read_json(Path(folder) / "record.json", {})
+    """The record; empty where there is none, or none that can be read."""
+    found = read_json(Path(folder) / "record.json", {})
+    return found if isinstance(found, dict) else {}

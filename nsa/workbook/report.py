@@ -32,11 +32,11 @@ def publish_figures(folder: Path, root: Path, figures: Path) -> None:
         write_json(copy.with_suffix(".json"), origin)
 
 
-def render(source: str | Path) -> Path:
+def render(source: str | Path, content: Any = None) -> Path:
     """Write `report.html` into a run folder, or `<name>.html` beside a notebook; returns its path.
 
-    Code is folded, images are inside, links to the network are turned into plain text.
-    ValueError when there is no notebook to show.
+    Code is folded, images are inside, links to the network are turned into plain text. `content`:
+    what to show of a run that was no notebook. ValueError when there is no notebook to show.
     """
     import nbformat
     from nbconvert.exporters import HTMLExporter
@@ -45,9 +45,10 @@ def render(source: str | Path) -> Path:
     folder = source if source.is_dir() else source.parent
     notebook = source / "notebook.ipynb" if source.is_dir() else source
     target = folder / "report.html" if source.is_dir() else source.with_suffix(".html")
-    if not notebook.is_file():
-        raise ValueError(f"{source} holds no notebook.ipynb; give a run's folder or a notebook")
-    content = nbformat.read(notebook, as_version=4)
+    if content is None:
+        if not notebook.is_file():
+            raise ValueError(f"{source} holds no notebook.ipynb; give a run's folder or a notebook")
+        content = nbformat.read(notebook, as_version=4)
     marked = "papermill-error-cell-tag"  # the header and the open cell say it already
     content.cells = [c for c in content.cells if marked not in c.metadata.get("tags", [])]
     exporter = HTMLExporter(
@@ -58,7 +59,7 @@ def render(source: str | Path) -> Path:
     # widgets are left out; the state they saved would only make the file large
     exporter.exclude_output_prompt = exporter.exclude_input_prompt = True
     html, _ = exporter.from_notebook_node(content, {"report": _header(folder, notebook)})
-    return write_atomically(target, _closed(html, notebook.parent))
+    return write_atomically(target, closed(html, notebook.parent))
 
 
 def index(root: str | Path) -> Path:
@@ -109,12 +110,14 @@ def _header(folder: Path, notebook: Path) -> dict:
         return header
     facts, file = read_json(folder / "environment.json", {}), folder / "parameters.yaml"
     given = parameters.read_file(file) if file.is_file() else {}
+    numbers = "losses.csv" if (folder / "losses.csv").is_file() else "metrics.csv"
     return header | {
         "status": status_now(record),
         "message": record.get("message", ""),
         "verdicts": read_json(folder / "verdicts.json", []),
-        "tables": {"Parameters": list(given.items()), "Environment": _environment(facts)},
-        "footer": f"{run}. The numbers are in metrics.csv beside this file.",
+        "tables": ({"Parameters": list(given.items())} if given else {})
+        | {"Environment": _environment(facts)},
+        "footer": f"{run}. The numbers are in {numbers} beside this file.",
     }
 
 
@@ -138,7 +141,7 @@ def _environment(facts: dict) -> list[tuple[str, Any]]:
     return rows + list((facts.get("allocator", {}) | facts.get("variables", {})).items())
 
 
-def _closed(html: str, folder: Path) -> str:
+def closed(html: str, folder: Path) -> str:
     """No script, no frame, nothing fetched: pictures come in, links to the network become text."""
     import base64
     import mimetypes

@@ -1,7 +1,6 @@
 """Run one notebook into a dated folder that tells the truth, however it ends."""
 
 import contextlib
-import importlib
 import os
 import re
 import signal
@@ -18,6 +17,8 @@ from nsa.workbook import environment, identity, keep, parameters, report, store
 from nsa.workbook.claim import VERDICTS
 from nsa.workbook.files import write_atomically, write_json, write_notebook
 from nsa.workbook.record import Record, load
+
+CUT = ("interrupted", "terminated")  # from outside, and to be run again
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def run_notebook(
     progress: bool = True,
     ends_budgets: bool = True,
     notebooks: str | Path = "notebooks",
+    pages: bool = True,
+    began: Callable[[Path], None] = lambda folder: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
     """Execute a notebook with `given` parameters into a new folder below `root`.
@@ -98,9 +101,11 @@ def run_notebook(
     `evidence` only what `environment.check_evidence` lets through is run, and the trials that it
     names are kept. Wrong names, parameters, deadlines and an unwritable `root` raise ValueError
     before anything starts; later failures are the result. With `ends_budgets` the notebook measures
-    only as much as `timeout_s` leaves time for; without it is cut.
+    only as much as `timeout_s` leaves time for; without it is cut. `began` gets the new folder
+    before anything runs in it; without `pages` the report and the page of all runs are left out.
     """
-    importlib.import_module("papermill")  # now, so that its absence leaves no folder
+    import papermill  # noqa: F401  where it is missing, nothing is to be written
+
     root = Path(root)
     for what, limit_s in (("timeout", timeout_s), ("cell timeout", cell_timeout_s)):
         if limit_s is not None and not limit_s > 0:
@@ -117,6 +122,7 @@ def run_notebook(
     if planned.full.get("device") == "cuda":
         store.find_machine("cuda")
     folder, record = open_folder(root, planned, evidence=evidence)
+    began(folder)
     say(f"running {notebook.stem} into {folder}")
     stop_reason, message = "error", ""
     try:
@@ -142,8 +148,9 @@ def run_notebook(
         except OSError as error:
             say(f"no figures in {figures}: {error.strerror}")
     try:
-        report.render(folder)
-        report.index(root)
+        if pages:
+            report.render(folder)
+            report.index(root)
     except Exception as error:
         say(f"no report: {type(error).__name__}: {error}")
     return _result(folder)

@@ -24,6 +24,8 @@ from nsa.workbook.files import read_json, write_atomically, write_json
 from nsa.workbook.parameters import of_kernel
 from nsa.workbook.record import load, status_now
 
+LATEST = 5  # runs that an error names where none is alike
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -159,14 +161,20 @@ class Run:
             raise AssertionError("; ".join(refuted))
 
     def show(self, figure: Any, name: str) -> None:
-        """Write the figure as `name`.png and `name`.svg, each naming this run inside. A notebook
+        """Write the figure as `name`.png and `name`.svg, with this run at its foot. A notebook
         displays it by itself. None, a plot that had nothing to draw, is left out."""
-        if figure is None:
-            return
-        label = {"Title": name, "Description": f"run {self.id}"}
-        with looks.style():
-            figure.savefig(self.figure(f"{name}.png"), dpi=120, metadata=label)
-            figure.savefig(self.figure(f"{name}.svg"), metadata=label | {"Date": None})
+        if figure is not None:
+            looks.write(figure, self._made("figures"), name, self.source())
+
+    def source(self) -> str:
+        """What a figure's foot says: the run, on what its rows were measured, torch, commit, day.
+        Of a scratch run nothing that changes from one to the next."""
+        stored, facts = load(self.folder), environment.provenance(self.environment)
+        told = [f"run {self.id}", self.devices(), f"torch {facts['torch']}"]
+        if stored:
+            told += [f"commit {facts['commit']}"] if facts["commit"] else []
+            told += [str(stored.get("started"))[:10]]
+        return ", ".join(filter(None, told))
 
     def device(self, device: str, gpus: int = 1) -> Machine:
         """What the cells run on, for a notebook's parameter `device`; see `find_machine`. Rows that
@@ -289,7 +297,10 @@ class Store:
             raise ValueError(f"{name!r} fits {several}; give more of one")
         if not fits:
             known = [whole for _, whole, _ in ways.values()]
-            raise ValueError(f"no run {name!r} in {self.root}; {nearest(name, known, 0)}")
+            hint = nearest(name, known)
+            if len(known) > LATEST and hint.startswith("known"):
+                hint = f"the latest are {', '.join(known[-LATEST:])}"
+            raise ValueError(f"no run {name!r} in {self.root}; {hint}")
         return self.root / fits[0]
 
     def metrics(self):

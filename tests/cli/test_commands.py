@@ -1,6 +1,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from processes import environment_with_package, wait_until_there
 from sample_notebooks import SET_UP, hang_after, write_notebook
 
+import nsa
 from nsa import workbook
 from nsa.cli import main as cli
 from nsa.cli import options
@@ -49,7 +51,7 @@ def test_a_run_prints_how_it_ended_and_can_be_looked_at(place, capsys):
     file.write_text("layers: 5\nrate: 2\n")
     words = ["run", "tiny", "-f", str(file), "-p", "layers=7", "-p", "lengths=64,128", "--quiet"]
     printed = printed_by(capsys, *words, "--timeout", "5m", "--cell-timeout", "60")
-    assert ": ok" in printed and "PASS           it ran" in printed and "report.html" in printed
+    assert ": ok" in printed and re.search("PASS +it ran", printed) and "report.html" in printed
 
     assert "01_tiny-" in printed_by(capsys, "runs")
     (row,) = json.loads(printed_by(capsys, "runs", "--json"))
@@ -115,6 +117,22 @@ def test_bad_input_is_one_clear_line_and_exits_with_2(place, capsys, words, mess
     assert not (place / "runs").exists()
 
 
+def test_the_version_is_told_with_where_it_is_imported_from(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    package = os.path.dirname(nsa.__file__)
+    assert capsys.readouterr().out == f"nsa {nsa.__version__} from {package}\n"
+
+
+def test_without_a_command_all_commands_are_listed(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == ""
+    assert "Run a notebook into a dated folder" in printed.err and "explain" in printed.err
+
+
 @pytest.mark.parametrize("words", [[], ["dance"], ["run"], ["run", "tiny", "--timeout", "soon"]])
 def test_a_wrong_command_line_exits_with_2(place, capsys, words):
     with pytest.raises(SystemExit) as stopped:
@@ -137,7 +155,7 @@ def test_a_wrong_duration_is_refused(text):
 def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
     top = cli.parser()
     (commands,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    assert len(commands.choices) == 20
+    assert len(commands.choices) == 24
     for parser in (top, *commands.choices.values()):
         assert parser.description, parser.prog
         for action in parser._actions:
@@ -172,6 +190,46 @@ def test_a_missing_package_is_said_with_the_extra_that_brings_it(place, capsys, 
     monkeypatch.delattr(workbook, "engine", raising=False)
     assert cli.main(["run", "tiny"]) == 2
     assert "papermill is not installed; pip install 'nsa[notebooks]'" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        *(("pandas", "notebooks"), ("yaml", "notebooks"), ("nbformat", "notebooks")),
+        *(("submitit", "cluster"), ("triton", "triton"), ("allpairspy", "lab")),
+        *(("datasets", "text"), ("tensorboard", "tensorboard"), ("nobody_knows", "notebooks")),
+    ],
+)
+@pytest.mark.registered
+def test_a_package_is_brought_by_the_extra_that_lists_it(module, extra):
+    assert cli.extra_with(module) == extra
+
+
+def test_runs_without_pandas_say_what_to_install(place, capsys, monkeypatch):
+    store.create_folder("runs", "01_tiny-12345678")
+    write_json(next((place / "runs").glob("*/*")) / "record.json", {"status": "failed"})
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert cli.main(["runs"]) == 2
+    assert "pandas is not installed; pip install 'nsa[notebooks]' brings it" in one_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["nope", "9", "zzz"])
+def test_a_name_that_is_like_none_gets_all_there_are_and_no_guess(place, capsys, name):
+    for number in range(6):
+        write_notebook(place / "notebooks" / f"0{number}_other{number}.ipynb", SET_UP)
+    assert cli.main(["run", name]) == 2
+    error = one_line(capsys)
+    assert "known are 00_other0" in error and "05_other5" in error and "nearest" not in error
+
+
+def test_a_run_that_is_like_none_gets_the_latest(place, capsys):
+    for number in range(8):
+        folder = store.create_folder("runs", f"01_tiny-1234567{number}")
+        write_json(folder / "record.json", {"status": "ok", "started": f"2026-11-0{number + 1}"})
+    assert cli.main(["show", "zzz"]) == 2
+    assert "the latest are 01_tiny-12345673, " in one_line(capsys)
+    assert cli.main(["show", "01_tiny-1234568"]) == 2
+    assert "the nearest is '01_tiny-1234567" in one_line(capsys)
 
 
 @pytest.mark.processes

@@ -199,6 +199,12 @@ def loaded_after(statement: str) -> set[str]:
 
 OPTIONAL = {"triton", "flash_attn", "papermill", "matplotlib", "pandas", "nbconvert", "IPython"}
 NONE = {"torch", "numpy", "psutil"}
+WORKBOOK = OPTIONAL | BASE | {"nbformat", "yaml", "jupyter_client", "sphinx", "submitit"}
+LISTED = (
+    "import contextlib, io; from nsa.cli.main import main; "
+    "printed = contextlib.redirect_stdout(io.StringIO()); "
+    "printed.__enter__(); main(['notebooks']); printed.__exit__(None, None, None)"
+)
 
 
 @pytest.mark.processes
@@ -206,9 +212,10 @@ NONE = {"torch", "numpy", "psutil"}
     ("statement", "absent"),
     [
         ("import nsa; nsa.__version__", OPTIONAL | BASE),
-        ("from nsa.cli.main import parser; parser().format_help()", {"torch"}),
+        ("from nsa.cli.main import parser; parser().format_help()", WORKBOOK),
         ("from nsa.workbook.environment import snapshot; snapshot()", {"torch"}),
         ("import nsa.workbook.store", {"torch"}),
+        (LISTED, WORKBOOK),
         ("import nsa.lab.process.family", NONE),
         ("from nsa.lab.process import launch", NONE),
     ],

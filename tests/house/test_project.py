@@ -86,10 +86,12 @@ def test_the_commands_of_the_readme_are_in_the_makefile():
     assert named <= targets
 
 
-def test_the_example_of_the_readme_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_examples_of_the_readme_run_one_after_the_other():
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names: dict = {}
-    exec(compile(example, "README.md", "exec"), names)
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), names)
+    assert names["y"].shape == (2, 512, 256)
     assert names["o"].shape == names["q"].shape
     assert names["q"].grad.isfinite().all()
 

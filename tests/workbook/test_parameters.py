@@ -33,6 +33,8 @@ def test_types_defaults_and_help_come_from_the_parameters_cell(known):
         ("layers: int = 2", "has no comment"),
         ("layers: complex = 2  # odd", "type complex"),
         ("layers: int = len('a')  # computed", "must be a literal"),
+        ("layers, heads: int = 2  # two", "line 1 of its parameters"),
+        ("layers: int  # no default", "cannot read the parameter line"),
         ("layers: int = 'two'  # wrong default", "wants int"),
         ("layers: int = 90  # how many (1..64)", "outside 1..64"),
         (None, "0 cells tagged"),
@@ -42,6 +44,17 @@ def test_a_parameters_cell_that_cannot_be_checked_is_refused(tmp_path, cell, mes
     notebook = write_notebook(tmp_path / "bad.ipynb", parameters=cell)
     with pytest.raises(ValueError, match=message):
         declared(notebook)
+
+
+def test_a_default_may_take_lines_and_a_comment_any_sign(tmp_path):
+    cell = (
+        "factors: dict = {\n    'a': [1],  # inner\n}  # with x=1 inside\nname: str = 'a=#b'  # its"
+    )
+    found = declared(write_notebook(tmp_path / "signs.ipynb", parameters=cell))
+    assert [(p.default, p.help) for p in found.values()] == [
+        ({"a": [1]}, "inner with x=1 inside"),
+        ("a=#b", "its"),
+    ]
 
 
 @pytest.mark.parametrize(

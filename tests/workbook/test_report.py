@@ -71,7 +71,7 @@ def test_a_report_fetches_nothing_though_its_notebook_would(folder, monkeypatch)
     assert path == folder / "report.html"
     assert fetched(path) == []
     assert not re.search("https?://", path.read_text())
-    monkeypatch.setattr(report, "_closed", lambda html, _: html)
+    monkeypatch.setattr(report, "closed", lambda html, _: html)
     found = fetched(report.render(folder))
     assert {"iframe", "onclick", "a href=https://arxiv.org/abs/2502.11089"} <= set(found)
     assert "img src=https://example.org/a.png" in found

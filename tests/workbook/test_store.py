@@ -334,9 +334,11 @@ def test_a_running_record_is_lost_when_its_heartbeat_is_old_and_its_runner_not_h
     assert status_now(running(300, **{**mine, "pid_started": 5.0})) == "lost"
     child = subprocess.Popen([sys.executable, "-c", ""])
     began = process_start(child.pid)
-    child.wait()
     ended = {"machine": machine(), "pid": child.pid, "pid_started": began}
-    assert status_now(running(300, **ended)) == "lost"
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert status_now(running(0, **ended)) == "lost", "a zombie runs no more"
+    child.wait()
+    assert status_now(running(0, **ended)) == "lost"
 
 
 def test_a_record_beats_while_it_runs_and_ends_with_the_truth(tmp_path):

@@ -26,31 +26,33 @@ def arms(results: Results, *, note: str = "", on_cpu: bool = True):
     with looks.figure(len(shown), max(1.6, 0.4 + 0.3 * len(plan.listed))) as (fig, panels):
         for axes, names in zip(panels, shown, strict=True):
             for number, of in enumerate(names):
-                _dots(axes, results, of, number, on_cpu)
+                _dots(axes, results, of, number, len(names) > 1, on_cpu)
             axes.set_yticks(range(len(plan.listed)), [_short(arm) for arm in plan.listed])
             axes.set_ylim(len(plan.listed) - 0.5, -0.5)
             axes.grid(False, axis="y")
             timed = names[0] in TIMED
             unit = "times the first's" if timed and on_cpu else UNITS.get(names[0], "MiB")
             axes.set_xlabel(
-                f"{TIMES[names[0]]} a step, {unit}" if timed else f"at a step's peak, {unit}"
+                f"{TIMES[names[0]]} a step ({unit})" if timed else f"at a step's peak ({unit})"
             )
             axes.set_xlim(0, axes.dataLim.x1 * 1.06)
-            looks.title(axes, "time" if timed else "memory", note if timed else "")
+            looks.title(
+                axes, "Time of a step" if timed else "Memory of a step", note if timed else ""
+            )
         panels[0].set_ylabel(",\n".join(plan.varied))
         for axes in panels[1:]:
             axes.set_yticklabels([])
     return fig
 
 
-def _dots(axes, results: Results, of: str, number: int, on_cpu: bool) -> None:
+def _dots(axes, results: Results, of: str, number: int, several: bool, on_cpu: bool) -> None:
     colour, marker = looks.series(number)
     base = np.asarray(results.values(results.plan.listed[0], of))
     for row, arm in enumerate(results.plan.listed):
         values = np.asarray(results.values(arm, of))
         if of in TIMED and on_cpu:
             values = values / base
-        label = {"label": of if of not in TIMED else "one turn"} if not row else {}
+        label = {"label": of if several else "one turn"} if not row else {}
         axes.plot(values, [row] * len(values), marker, color=colour, alpha=0.55, **label)
         if np.isfinite(values).any():
             label = {"label": "median"} if not row and not number else {}
@@ -104,8 +106,8 @@ def over(results: Results, *, note: str = "", on_cpu: bool = True):
                     axes.plot(x, start + slope * x, "--", lw=1.1, color=colour,
                               label="" if rest else "least squares")  # fmt: skip
             unit = UNITS.get(of, "MiB")
-            axes.set(xlabel=factor, ylabel=f"{TIMES.get(of, of)}, {unit}")
-            looks.title(axes, "time of a step" if of in TIMED else "memory of a step",
+            axes.set(xlabel=factor, ylabel=f"{TIMES.get(of, of)} ({unit})")
+            looks.title(axes, "Time of a step" if of in TIMED else "Memory of a step",
                         note if of in TIMED else "")  # fmt: skip
             if power:
                 axes.set_xscale("log", base=2)

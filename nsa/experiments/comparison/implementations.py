@@ -18,6 +18,7 @@ from nsa.attention.api import nsa_attention
 from nsa.attention.inputs import checked
 from nsa.lab.measure.attention_inputs import Drawn
 from nsa.lab.measure.shapes import Shape
+from nsa.lab.process import preflight
 from nsa.reference.nsa import BRANCHES
 
 NSA, DENSE = "nsa_attention", "dense_attention"
@@ -81,13 +82,12 @@ def _held_bytes(name: str, shape: Shape) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a call may still ask for: the GPU's, or those the host says are available."""
+    """Bytes that a call may still ask for: the GPU's, or what this process may take of the host."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    with open("/proc/meminfo") as file:
-        told = dict(line.split(":", 1) for line in file)
-    return int(told["MemAvailable"].split()[0]) * 1024
+    free = preflight.free_ram()
+    return 2**63 if free is None else free  # where the host does not say, nothing is held back
 
 
 def operands(drawn: Drawn) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ def _found(path: str) -> tuple[Callable | None, list[str]]:
     """(the callable, reasons for which it cannot be called)."""
     module, _, name = path.partition(":")
     if not (module and name):
-        return None, [f"--peer {path!r} is not of the form import.path:function"]
+        return None, [f"{path!r} is not of the form import.path:function"]
     try:
         function = pkgutil.resolve_name(path)
     except AttributeError:

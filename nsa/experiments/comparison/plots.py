@@ -17,12 +17,12 @@ def latency(df, *, note: str = ""):
     with a single T where others have more: the tables have it. `note` stands in every panel's
     corner. ValueError without rows of latency.
     """
-    return _over_tokens(df, "latency", "ms", note)
+    return _over_tokens(df, "latency", "time of a call (ms)", note)
 
 
 def memory(df, *, note: str = ""):
     """Memory beyond inputs and outputs at the peak against T, panels as in `latency`."""
-    return _over_tokens(df, "peak_memory", "MiB", note)
+    return _over_tokens(df, "peak_memory", "memory beyond inputs and outputs (MiB)", note)
 
 
 def of_limit(df, *, note: str = ""):
@@ -53,7 +53,8 @@ def _over_tokens(df, metric: str, unit: str, note: str):
             frame = frame[(frame["mode"] == mode) & ~late]
             for backend, line in looks.backends(frame):
                 _line(axes, backend, line.sort_values("x_value"), with_bands)
-            axes.set_title(f"{mode}, {queries} queries\n{shape}", fontsize=9)
+            # the note beside the upper line: the lower may be as wide as the panel
+            looks.title(axes, f"{mode.capitalize()}, {queries} queries\n{shape}", f"{note}\n")
             axes.set(xlabel="T (tokens)", ylabel=unit)
             found = _measured(frame)["median"]
             if len(found):
@@ -61,15 +62,12 @@ def _over_tokens(df, metric: str, unit: str, note: str):
                 if metric == "fraction_of_limit" and found.min() > 0.05 * found.max():
                     looks.from_zero(axes)
                 else:
-                    axes.set_yscale("log")
+                    looks.log_axis(axes.yaxis)
                 _crosses(axes, frame)
                 looks.plain_ticks(axes, frame["x_value"])
             else:  # a logarithmic axis needs a number
                 axes.set(xticks=[], yticks=[])
                 axes.text(0.5, 0.5, "nothing was measured", transform=axes.transAxes, ha="center")
-            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-            look = {"ha": "right", "fontsize": 8, "color": looks.GREY, "bbox": box, "zorder": 5}
-            axes.annotate(note, (0.98, 0.03), xycoords="axes fraction", **look)
         if left and max(lengths):
             fig.suptitle("\n".join(["nothing was measured of", *left]), fontsize=8)
     return fig

@@ -59,6 +59,7 @@ def importance_of(found: Definition, query: int, group: int = 0):
             left.bar(np.arange(len(line)), line, bottom=below, **look)
             below += line
         left.set(title=f"p_cmp of query {query} (Eq. 8)", xlabel="compressed key i")
+        left.set_ylabel("probability, summed over heads")
         left.legend(fontsize=7.5)
         strides = found.matrix.T.numpy()
         image = middle.imshow(strides, cmap="Greys", aspect="auto", interpolation="nearest")
@@ -78,7 +79,7 @@ def importance_of(found: Definition, query: int, group: int = 0):
         for axes in (left, middle, right):
             axes.xaxis.get_major_locator().set_params(integer=True)
         title = f"importance, and the choice of n = {config.select_count}"
-        right.set(title=title, xlabel="block j")
+        right.set(title=title, xlabel="block j", ylabel="importance (Eq. 10)")
     return fig
 
 

@@ -94,6 +94,7 @@ def categories(df, tokens: int | None = None):
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
     models = looks.models(rows)
     colours = dict(zip(rows["category"].unique(), looks.PALETTE, strict=False))
+    colours["resident"] = "#c8c8c8"  # what was held before the step
     unit, scale = _unit(df)
     with looks.figure(len(models), 3.4) as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):

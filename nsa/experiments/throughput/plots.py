@@ -1,5 +1,7 @@
 """The figures of the throughput notebook, in the looks of all others."""
 
+import textwrap
+
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
@@ -27,7 +29,7 @@ def speed(df, *, note: str = "", reported: bool = True):
         for axes, (model, frame, beside) in zip(panels, models, strict=True):
             _lines(axes, frame, bands=not table.on_cpu(df))
             tokens = _reported(axes) if beside else []
-            axes.set(ylabel="tokens / s")
+            axes.set(ylabel="tokens a second")
             looks.log_axis(axes.yaxis)
             _failures(axes, frame, tokens)
             if beside:
@@ -40,11 +42,13 @@ def speed(df, *, note: str = "", reported: bool = True):
 def memory(df, *, note: str = ""):
     """Peak memory of a step against T, a panel a model."""
     models = _by_model(df, "peak_memory")
+    large = any((frame["median"] >= 2048).any() for _, frame in models)
+    unit, scale = ("GiB", 1024) if large else ("MiB", 1)
     with looks.figure(len(models), 2.7) as (fig, panels):
         for axes, (model, frame) in zip(panels, models, strict=True):
-            _lines(axes, frame, bands=False)
+            _lines(axes, frame.assign(median=frame["median"] / scale), bands=False)
             looks.title(axes, f"Peak memory: {model}", note)
-            axes.set(ylabel="peak of a step (MiB)")
+            axes.set(ylabel=f"peak of a step ({unit})")
             looks.from_zero(axes)
             _failures(axes, frame)
     return fig
@@ -71,7 +75,7 @@ def phases(df, *, note: str = ""):
             )  # fmt: skip
             left += found[phase].to_numpy()
         axes.invert_yaxis()
-        axes.set(xlabel="ms a step", xlim=(0, 1.04 * left.max() or 1))
+        axes.set(xlabel="time of a step (ms)", xlim=(0, 1.04 * left.max() or 1))
         axes.grid(False, axis="y")
         looks.title(axes, "Where a step's time goes", note)
     return fig
@@ -97,7 +101,7 @@ def scaling(df, *, note: str = ""):
                 label=label if len(models) == 1 else f"{label}\n{model}",
             )  # fmt: skip
         top = 1.08 * max(most, found["times one rank"].max())
-        axes.set(xlabel="ranks", ylabel="tokens / s, times one rank", ylim=(0, top))
+        axes.set(xlabel="ranks", ylabel="tokens a second, times one rank", ylim=(0, top))
         axes.set_xticks(range(1, most + 1))
         looks.title(
             axes, f"Several ranks: {models[0]}" if len(models) == 1 else "Several ranks", note
@@ -155,7 +159,7 @@ def memory_over_steps(df):
                     ":" if backend.startswith("dense") else "-", color=colour, marker=marker,
                     markevery=max(1, len(line) // 6), ms=4.5, label=name.replace("  ", " "),
                 )  # fmt: skip
-            axes.set(xlabel="step after the warm-up", ylabel="MiB since the first step")
+            axes.set(xlabel="step after the warm-up", ylabel="memory since the first step (MiB)")
             looks.title(axes, f"Memory held, {mode}")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             low, high = axes.get_ylim()
@@ -173,7 +177,7 @@ def kernels(profile: dict, title: str):
         axes.set_yticks(range(len(rows)), names, fontsize=7.5)
         axes.invert_yaxis()
         axes.grid(False, axis="y")
-        axes.set(xlabel="ms in one step (calls)", title=title)
+        axes.set(xlabel="time in one step (ms)", title=f"{title}: kernels (calls)")
     return fig
 
 
@@ -222,7 +226,8 @@ def _reported(axes) -> list[int]:
     for x, y, text in zip(tokens, speeds, texts, strict=True):
         left = x >= 1024
         axes.annotate(
-            f"{y:g}: {text}", (x, y), xytext=(-7 if left else 7, 0), textcoords="offset points",
+            textwrap.fill(f"{y:g}: {text}", 24), (x, y),
+            xytext=(-7 if left else 7, 0), textcoords="offset points",
             ha="right" if left else "left", va="center", fontsize=7, color=GREY,
         )  # fmt: skip
     axes.axhspan(*case_study.TARGET_TOKENS_PER_S, color="#999999", alpha=0.15, lw=0, zorder=0,

@@ -87,7 +87,7 @@ def module_timeline(traced: Traced, trial: str):
             )  # fmt: skip
         axes.set_yticks(levels, times.index, fontsize=7.5)
         axes.invert_yaxis()
-        axes.set(xlabel="ms since the first module's backward began (host)")
+        axes.set(xlabel="time on the host since the first module's backward began (ms)")
         looks.title(axes, f"{trial}, step {STEPS}: backward by module",
                     f"the first began {first:.3g} ms after the backward")  # fmt: skip
     return fig

@@ -28,7 +28,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.data import Prefetch
 from nsa.model.llama import LanguageModel
 from nsa.model.parallel import Parallel
-from nsa.model.train import Trainer, warmup_steps
+from nsa.model.train import Trainer, check_capturable, warmup_steps
 from nsa.model.train_config import TrainConfig
 from nsa.spelling import choice
 from nsa.workbook.files import write_atomically, write_json
@@ -60,6 +60,7 @@ class Job:
     comm_hook: str = "none"
     gradient_as_bucket_view: bool = True
     save_every: int | None = None
+    weights: bool = True  # a checkpoint is left at the end
     eval_every: int | None = None
     resume: str | None = None
     observe: tuple[str, ...] = ()
@@ -102,6 +103,9 @@ class Job:
         Parallel(self.kind, 0, self.ranks).rows(self.train.batch, self.train.accumulate)
         if self.kind != "none" or self.device == "cuda":
             parallel.devices(self.ranks, self.backend, self.device)
+        if self.train.cuda_graph:
+            where = torch.device(find_machine(self.device).where)
+            check_capturable(self.train, where, Parallel(self.kind, **self._options()))
         if self.data != "fineweb-edu":  # which costs a download
             source_of(self).batch(0, 1, self.train.tokens)  # T longer than the data
 
@@ -238,9 +242,8 @@ def run(job: Job, place: Parallel, folder: Path) -> dict[str, Any]:
 
 
 def _resume(trainer: Trainer, path: str) -> None:
-    place = Path(path)
     try:
-        trainer.load(place / "checkpoints" if (place / "checkpoints").is_dir() else place)
+        trainer.load(path)
     except FileNotFoundError as error:
         raise ValueError(f"--resume {path}: {error}") from None
     if trainer.steps_done >= trainer.config.steps:
@@ -264,6 +267,7 @@ def _loop(
     evaluated = _Table(folder / "evaluations.csv", "step,loss", first_rank)
     found: list[float] = []
     evaluated_loss = stop = None
+    checkpoints, kept = folder / "checkpoints", None
 
     def put_losses() -> None:
         new = guards.take()
@@ -283,10 +287,12 @@ def _loop(
                     evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
                     evaluated.add([(done, evaluated_loss)])
                 if job.save_every and (done % job.save_every == 0 or done == steps):
-                    _save(trainer, folder / "checkpoints")
+                    kept = _save(trainer, checkpoints)
+                elif job.weights and done == steps:
+                    kept = _save_or_say(trainer, checkpoints)
         except Stopped as stopped:
             with watchdog.aside():
-                stop = _ended(stopped, job, trainer, folder)
+                stop, kept = _ended(stopped, job, trainer, folder)
             put_losses()
     return {
         "steps": trainer.steps_done,
@@ -297,29 +303,43 @@ def _loop(
         "left_out_steps": guards.left_out,
         "warnings": guards.warnings,
         "stalls": watchdog.reports,
+        "weights": kept,
     } | ({"stop": stop.record()} if stop is not None else {})
 
 
-def _ended(stopped: Stopped, job: Job, trainer: Trainer, folder: Path) -> Stopped:
+def _ended(
+    stopped: Stopped, job: Job, trainer: Trainer, folder: Path
+) -> tuple[Stopped, str | None]:
     """The end with all that ranks know of it, and a checkpoint where weights are good."""
-    stop, checkpoints = explained(stopped, trainer), folder / "checkpoints"
-    if job.save_every and stop.reason != "non_finite":
+    stop, checkpoints, kept = explained(stopped, trainer), folder / "checkpoints", None
+    if (job.save_every or job.weights) and stop.reason != "non_finite":
         try:
-            _save(trainer, checkpoints)
+            kept = _save_or_say(trainer, checkpoints)
         except Stopped as worse:
             return _ended(worse, job, trainer, folder)
     if checkpoints.is_dir() and saving.checkpoints(checkpoints):
         stop.advice.append(f"--resume {folder}, which goes on from its last checkpoint")
-    return stop
+    return stop, kept
 
 
-def _save(trainer: Trainer, folder: Path) -> None:
-    """A checkpoint. Raises Stopped where its weights are not finite, and the last one stays."""
+def _save(trainer: Trainer, folder: Path) -> str:
+    """A checkpoint, told by its place in the run. Raises Stopped where its weights are not finite,
+    and the last one stays."""
     check_weights(trainer)
     trainer.save(folder)
     if trainer.parallel.rank == 0:
         for old in saving.checkpoints(folder)[:-KEPT]:
             old.unlink()
+    return f"{folder.name}/{saving.file_of(folder, trainer.steps_done).name}"
+
+
+def _save_or_say(trainer: Trainer, folder: Path) -> str:
+    """As `_save`, but that a full disk costs the checkpoint alone, and not what was measured."""
+    try:
+        return _save(trainer, folder)
+    except OSError as error:  # rank 0's, which alone writes; the others wait for it
+        trainer.parallel.barrier()
+        return f"not kept: {error.strerror or error}"
 
 
 class _Table:

@@ -117,7 +117,7 @@ def needed(job: Job, ranks: int) -> tuple[int, int | None, str]:
 
 def _memory(job: Job, local: int, on_gpu: bool, only: str | None) -> Finding:
     exact, peak, doubt = needed(job, job.ranks)
-    free = _free_on_gpu(only) if on_gpu else free_ram()
+    free = _free_on_gpu(only) if on_gpu else preflight.free_ram()
     where, times = ("the GPU", 1) if on_gpu else ("this machine", local)
     exact, peak = exact * times, None if peak is None else peak * times
     parts = f"weights, gradients and moments take {_size(exact)}"
@@ -142,24 +142,6 @@ def _free_on_gpu(only: str | None) -> int | None:
     memory as long as this process lives."""
     found = [] if only is None else preflight.numbers("memory.free", only)
     return min(found) * 2**20 if found else None
-
-
-def free_ram(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take: of the machine, and of its container."""
-    found = []
-    try:
-        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
-    group = root / "sys/fs/cgroup"
-    try:
-        most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        found.append(most - used + int(stat["inactive_file"]))  # which the kernel gives back
-    except (OSError, KeyError, ValueError):  # "max" is no number
-        pass
-    return min(found, default=None)
 
 
 def installation(here: Path, package: Path = preflight.PACKAGE) -> Finding:
@@ -223,11 +205,17 @@ def _options(job: Job, changed: set[str]) -> Iterator[Finding]:
 
 def _disk(job: Job, runs: Path) -> Finding:
     """Room for the checkpoints that are kept, and for the next, which comes before one goes."""
-    if job.save_every is None:
+    count = KEPT + 1 if job.save_every else int(job.weights)
+    if not count:
         return Finding("disk", "ok", "no checkpoint is written")
     state = predict(job.model, job.train.tokens)
-    size = (KEPT + 1) * (state.weights + state.optimizer_state)
+    size = count * (state.weights + state.optimizer_state)
     place = next(p for p in (runs.absolute(), *runs.absolute().parents) if p.exists())
     free = shutil.disk_usage(place).free
-    text = f"{KEPT + 1} checkpoints take {_size(size)} and {runs} has {_size(free)}"
-    return Finding("disk", "ok" if size <= free else "refused", text)
+    what = f"{count} checkpoint{'s take' if count > 1 else ' takes'}"
+    text = f"{what} {_size(size)} and {runs} has {_size(free)}"
+    if size <= free:
+        return Finding("disk", "ok", text)
+    if job.save_every:
+        return Finding("disk", "refused", text)
+    return Finding("disk", "warning", f"{text}: the last weights will not be kept")

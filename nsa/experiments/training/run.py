@@ -96,7 +96,14 @@ def supervise(job: "Job", folder: Path, port: int | None) -> Ended:
 def alone(job: "Job", folder: Path) -> Ended:
     """Runs the job in this process."""
     record = _record(folder)
-    close = partial(_close, record, folder, 1)
+
+    def close() -> Ended:
+        ended = _close(record, folder, 1)
+        if ended.status == STATUS_OF["terminated"]:  # after which this process ends at once
+            line = f"nsa: {ended.message}; {folder} holds what there is"
+            print(line, file=sys.stderr, flush=True)
+        return ended
+
     with contextlib.suppress(Exception, KeyboardInterrupt), logged(folder, 0, console=True):
         _rank(job, folder, 0, close)
     return close()

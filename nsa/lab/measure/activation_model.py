@@ -10,6 +10,8 @@ from nsa.model.config import ModelConfig
 from nsa.model.llama import LanguageModel
 
 FP32 = 4
+# Whose tensors are known here; a backend of another name is taken for one that keeps the least.
+MODELLED = ("triton", "flash", "flex", "packed", "gather", "sdpa", "masked", "sequential")
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,8 @@ def file_report(path: str | Path) -> DtypeReport:
     the precision of autocast. Raises ValueError for a file that is something else."""
     path = Path(path)
     if path.is_dir():
-        folder = path / "checkpoints"
         try:
-            newest = saving.newest(folder if folder.is_dir() else path)
+            newest = saving.newest(path)
         except FileNotFoundError as error:
             raise ValueError(str(error)) from None
         return checkpoint_report(newest, torch.float32)

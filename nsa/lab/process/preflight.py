@@ -215,3 +215,21 @@ def _smi(query: str, only: str | None) -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def free_ram(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still take: of the machine, and of its container."""
+    found = []
+    try:
+        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        pass
+    group = root / "sys/fs/cgroup"
+    try:
+        most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        found.append(most - used + int(stat["inactive_file"]))  # which the kernel gives back
+    except (OSError, KeyError, ValueError):  # "max" is no number
+        pass
+    return min(found, default=None)

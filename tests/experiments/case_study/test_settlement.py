@@ -19,7 +19,7 @@ ROWS = claims.all_rows()
 # What the trials found on two CPU cores, and those that ask for one on an H100.
 FOUND = json.loads(Path(__file__).with_name("settlement_trials.json").read_text())
 RUNS = {
-    "step5": "03_step5_hang_bisection-f023e55b",
+    "step5": "03_step5_hang_bisection-8c596233",
     "sharding": "04_throughput-c9ebf4f2",
     "ranks": "05_distributed_tracing-220edbf3",
 }
@@ -27,7 +27,8 @@ QUICK = (
     "one-query", "boolean-mask", "fp16-adamw", "in-place", "pruning", "branches", "duplicates",
     "checkpointing",
 )  # fmt: skip
-OPEN = {"C5", "C27", "H13", "H14", "H16"}  # for which nobody kept a record, or nobody ran it
+# Nobody kept a record, nobody ran it, or (H3) 03 ran at a T too short for what it asks.
+OPEN = {"C5", "C27", "H3", "H13", "H14", "H16"}
 
 
 def ended(found, status="ok", message=""):
@@ -224,7 +225,7 @@ def test_every_fact_of_a_decided_row_flips_a_verdict(found, flips):
 def test_every_figure_trial_and_run_that_a_fact_reads_flips_a_verdict(found, flips):
     _, by_source = flips
     read = {label for fact in found.values() for label in fact.evidence}
-    assert sorted(read - by_source) == ["run:versions"]
+    assert sorted(read - by_source) == ["run:versions", "table:BUSY"]  # of H13 and H3: open
 
 
 def test_a_verdict_needs_no_number_that_was_not_measured(found):

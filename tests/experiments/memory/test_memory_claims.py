@@ -118,8 +118,9 @@ def test_dense_masks_are_compared_at_the_longest_length_of_both():
 
 
 def measured_row(backend="gather", path="gather-chunks", activations=7.5, **changes):
-    cell = Cell("repro", backend, 512, layers=1)
+    cell = Cell("repro", "gather" if backend == "mine" else backend, 512, layers=1)
     row = asdict(cell) | {"outcome": "ok", "parameters": 1000, "model": cell.config().to_dict()}
+    row["backend"] = backend
     held = {"parameters": 4000 / 2**20, "gradients": 4000 / 2**20}
     row["held_mib"] = held | {"optimizer_state": 8000 / 2**20, "activations": activations}
     row["witness"] = {"paths": {"slc": {path: 2}, "win": {"span-chunks": 2}}}
@@ -141,6 +142,13 @@ def measured_row(backend="gather", path="gather-chunks", activations=7.5, **chan
 )
 def test_rows_of_trials_decide(claim, verdict, rows):
     assert getattr(claims, claim)([measured_row(**row) for row in rows]).verdict == verdict
+
+
+def test_a_backend_whose_tensors_nobody_has_modelled_decides_nothing_and_is_named():
+    mine = measured_row("mine", activations=1000.0)
+    assert claims.activations_are_as_predicted([mine]).verdict == "INCONCLUSIVE"
+    claim = claims.activations_are_as_predicted([measured_row(), mine])
+    assert claim.verdict == "PASS" and claim.evidence["not predicted"] == ["mine"]
 
 
 def test_two_backends_with_one_witness_are_one_program():

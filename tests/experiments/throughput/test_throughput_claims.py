@@ -299,7 +299,7 @@ def test_figures_are_drawn_with_failures_in_them():
     shown = [(line.get_color(), line.get_marker()) for line in over_steps.axes[0].get_lines()]
     assert len(set(shown)) == len(shown) == len(over_steps.legends[0].get_texts())
     profile = {"kernels": [{"name": "gemm", "ms": 3.0, "calls": 4, "share": 1.0}]}
-    assert plots.kernels(profile, "step").axes[0].get_title() == "step"
+    assert plots.kernels(profile, "step").axes[0].get_title(loc="left") == "step: kernels (calls)"
     assert plots.losses(frame(row())) is None
 
 

@@ -526,6 +526,19 @@ def test_ctrl_c_while_checkpoints_are_written_leaves_a_good_one_and_no_process(
 
 @pytest.mark.processes
 @pytest.mark.slow
+def test_one_process_that_is_asked_to_end_says_so(place):
+    with Started(nsa(*FOREVER), place) as job:
+        job.wait_for(lambda: pid_in_step(place / "r", 0))
+        job.process.terminate()
+        code, printed = job.ended()
+    assert code == 128 + signal.SIGTERM
+    last = "nsa: the job was asked to end (SIGTERM); r holds what there is"
+    assert printed.splitlines()[-1] == last
+    assert record(place / "r")["stop_reason"] == "terminated"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_rank_behind(place):
     with Started(nsa(*FOREVER, "--ranks", "2", "--port", str(free_port())), place) as job:
         job.wait_for(lambda: pid_in_step(place / "r", 1))

@@ -121,7 +121,8 @@ def test_the_exact_part_is_exact_and_ranks_share_it_only_under_fsdp():
 
 
 def test_ranks_on_cpus_share_the_memory_of_their_machine(place, monkeypatch):
-    monkeypatch.setattr(checks, "free_ram", lambda: 15 * 2**19)  # room for one, not for two
+    room_for_one = 15 * 2**19
+    monkeypatch.setattr(checks.preflight, "free_ram", lambda: room_for_one)
     assert states(checks.look(job()))["memory"] == "warning"
     assert states(checks.look(replace(job(), kind="ddp", ranks=2)))["memory"] == "refused"
 
@@ -145,17 +146,17 @@ def test_a_recomputed_block_keeps_its_input():
 
 
 def test_free_memory_is_that_of_the_container_where_that_is_less(tmp_path):
-    assert checks.free_ram(tmp_path) is None
+    assert checks.preflight.free_ram(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
-    assert checks.free_ram(tmp_path) == 5000 * 1024
+    assert checks.preflight.free_ram(tmp_path) == 5000 * 1024
     group = tmp_path / "sys" / "fs" / "cgroup"
     group.mkdir(parents=True)
     (group / "memory.stat").write_text("anon 7\ninactive_file 400\n")
     (group / "memory.current").write_text("3000\n")
     for most, free in (("max", 5000 * 1024), ("10000", 10000 - 3000 + 400)):
         (group / "memory.max").write_text(f"{most}\n")
-        assert checks.free_ram(tmp_path) == free
+        assert checks.preflight.free_ram(tmp_path) == free
 
 
 def test_checkpointing_and_micro_batches_lower_the_prediction_and_it_is_held_to_its_order():
@@ -259,13 +260,17 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused(place, monkeypatch):
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     found = states(checks.look(job(save_every=1), runs="not/there/yet"))
     assert found["disk"] == "refused" and states(checks.look(job()))["disk"] == "ok"
+    usage.free = one - 1  # the last weights have no room, which costs those alone
+    assert states(checks.look(job()))["disk"] == "warning"
+    assert states(checks.look(job(weights=False)))["disk"] == "ok"
+    usage.free = 3 * one - 1
     usage.free += 1
     assert states(checks.look(job(save_every=1)))["disk"] == "ok"
 
 
 @pytest.mark.processes
 def test_a_refused_run_leaves_nothing_and_warn_and_off_let_it_pass(place, capsys, monkeypatch):
-    monkeypatch.setattr(checks, "free_ram", lambda: 1000)
+    monkeypatch.setattr(checks.preflight, "free_ram", lambda: 1000)
     assert cli.main([*TINY, "--into", "r"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("nsa: preflight: weights, gradients and moments take")

@@ -58,7 +58,7 @@ def sources(
 ) -> Sources:
     """The quoted figures, the trials that ended well, and those kept runs below `root`.
 
-    runs: {"step5": "03_step5_hang_bisection-f023e55b"}, of READERS; "" where none was named.
+    runs: {"step5": "03_step5_hang_bisection-8c596233"}, of READERS; "" where none was named.
     ValueError for a kind of run that no fact reads.
     """
     found = {name: value for name, value in vars(figures).items() if name.isupper()}

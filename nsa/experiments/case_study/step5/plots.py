@@ -182,7 +182,7 @@ PLACES = {
     "version": (6, 1.5), "VERSION": (6, 0), "SOUND": (6, 3),
 }  # fmt: skip
 MIDDLE = {"ha": "center", "va": "center", "fontsize": 8}
-TAKEN = {"loop": RED, "today": GREEN}
+TAKEN = {"loop": "#D55E00", "today": BLUE}  # told apart by colour-blind readers
 
 
 def decision_tree(decisions: list[Decision]):
@@ -215,7 +215,7 @@ def decision_tree(decisions: list[Decision]):
 
 
 def _name(colour: str) -> str:
-    return "red" if colour == RED else "green"
+    return "blue" if colour == BLUE else "orange"
 
 
 def _box(axes, node: str, colour: str | None):

@@ -1,0 +1,25 @@
+"""The notebooks travel in the wheel as nsa/notebooks; all else stands in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class WithNotebooks(build_py):
+    def run(self):
+        super().run()
+        if not self.editable_mode:  # else they are read where they lie
+            for source, target in self.notebooks().items():
+                self.mkpath(str(Path(target).parent))
+                self.copy_file(source, target)
+
+    def notebooks(self) -> dict[str, str]:
+        found = [*Path("notebooks").glob("*.ipynb"), *Path("notebooks/params").glob("*.yaml")]
+        return {str(file): str(Path(self.build_lib, "nsa", file)) for file in sorted(found)}
+
+    def get_outputs(self, include_bytecode=1):
+        return [*super().get_outputs(include_bytecode), *self.notebooks().values()]
+
+
+setup(cmdclass={"build_py": WithNotebooks})

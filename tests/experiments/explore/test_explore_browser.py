@@ -1,0 +1,95 @@
+"""The notebook in JupyterLab in a real browser: it opens, sliders move, pictures change."""
+
+import pytest
+
+pytest.importorskip("jupyterlab")
+pytest.importorskip("ipywidgets")
+
+from jupyter import browser_page, lab, run_all
+
+NOTEBOOK = "90_explore.ipynb"
+PANELS = 3  # definition, cost, browser
+# Resolves with the ms from an arrow key on a slider to the decoded picture that follows.
+FOLLOWS = """(image) => new Promise((resolve) => {
+  const begin = performance.now(), before = image.src;
+  new MutationObserver(async (_, observer) => {
+    if (image.src === before) return;
+    observer.disconnect();
+    await image.decode();
+    resolve(performance.now() - begin);
+  }).observe(image, {attributes: true, attributeFilter: ["src"]});
+})"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_slider_moves_and_the_picture_follows_without_an_error(tmp_path, record_property):
+    with lab(tmp_path, NOTEBOOK) as address, browser_page() as (page, wrong):
+        page.goto(address)
+        run_all(page)
+        pictures = page.locator("img.nsa-picture")
+        pictures.nth(PANELS - 1).wait_for(timeout=120_000)
+        assert pictures.count() == PANELS
+        words = page.locator("[role=status]").first
+
+        def press(slider, key):
+            """Milliseconds until the first picture is another one."""
+            slider.focus()
+            image = pictures.first.element_handle()
+            waiting = image.evaluate_handle("(i) => { window.follows = (" + FOLLOWS + ")(i); }")
+            page.keyboard.press(key)
+            found = page.evaluate("() => window.follows")
+            waiting.dispose()
+            return found
+
+        sliders = page.locator(".noUi-handle")
+        query = sliders.nth(7)  # below the picture, after T, l, d, l', w, n, G
+        before = words.inner_text()
+        spent = [press(query, "ArrowLeft") for _ in range(12)]
+        assert "query 372 of T = 512" in words.inner_text() != before
+        record_property("query_ms", [round(ms) for ms in spent])
+        sizes = {}
+        for number, name in enumerate(("T", "l", "d", "l'", "w", "n", "G")):
+            key = "ArrowLeft" if name in ("l", "d") else "ArrowRight"
+            sizes[name] = round(press(sliders.nth(number), key))
+        record_property("sizes_ms", sizes)
+        print("slider to picture, ms:", [round(ms) for ms in spent], sizes)
+        assert "of T = 1024" in words.inner_text()
+
+        # dragged by the mouse, as people do
+        box = query.bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.mouse.down()
+        page.mouse.move(box["x"] - 200, box["y"], steps=5)
+        page.mouse.up()
+        page.wait_for_function("!document.querySelector('[role=status]').innerText"
+                               ".startsWith('query 744 of')")  # fmt: skip
+
+        # a size that does not fit is told, and the way back works
+        handle = sliders.nth(1)
+        handle.focus()
+        for _ in range(4):
+            page.keyboard.press("ArrowRight")
+        page.locator("[role=alert]").first.wait_for()
+        assert "compress_block" in page.locator("[role=alert]").first.inner_text()
+        handle.focus()
+        for _ in range(4):
+            page.keyboard.press("ArrowLeft")
+        page.wait_for_function("!document.querySelector('[role=alert]')")
+
+        for view in ("selection", "gates", "break-even"):
+            at = 1 if view == "break-even" else 0
+            source = pictures.nth(at).get_attribute("src")
+            page.get_by_role("button", name=view, exact=True).click()
+            page.wait_for_function(
+                "([n, s]) => document.querySelectorAll('img.nsa-picture')[n].src !== s",
+                arg=[at, source],
+            )
+        source = pictures.nth(2).get_attribute("src")
+        page.locator("select").filter(has_text="01_memory_scaling").select_option(
+            "01_memory_scaling"
+        )
+        page.wait_for_function(
+            "(s) => document.querySelectorAll('img.nsa-picture')[2].src !== s", arg=source
+        )
+        assert wrong == []

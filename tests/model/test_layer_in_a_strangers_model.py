@@ -1,0 +1,151 @@
+"""NSAAttention in a model that knows nothing of this package: a GPT's block."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nsa import NSAAttention, NSAConfig
+from nsa.model.config import ModelConfig
+
+SMALL = NSAConfig(compress_block=4, compress_stride=2, select_block=8, select_count=4, window=8)
+
+
+class Block(nn.Module):
+    """LayerNorm, attention, GELU: a GPT's, whose attention is NSA's layer."""
+
+    def __init__(self, dim: int, **options) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = NSAAttention(dim, 4, 2, SMALL, **options)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Two blocks over 16 symbols; no positions of its own, because NSA's layer has rotary."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 32), nn.Linear(32, 16)
+        self.blocks = nn.Sequential(*(Block(32, **options) for _ in range(2)))
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+def trained(model, steps=60, amp=False):
+    """The first and the last loss, in nats, of a model that learns to say what it saw 5 before."""
+    torch.manual_seed(0)
+    tokens = torch.randint(16, (4, 40))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            logits = model(tokens)[:, 5:]
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, :-5].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses[0], losses[-1]
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_gpt_with_the_layer_learns_to_look_back(amp):
+    torch.manual_seed(1)
+    first, last = trained(GPT(), amp=amp)
+    assert first > 2.5 and last < 0.5  # ln 16 = 2.77
+
+
+def test_the_layer_is_saved_copied_and_cast_as_any_other():
+    model, x = GPT(phi="mlp").eval(), torch.randint(16, (1, 33))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x))
+    fresh = GPT(phi="mlp").eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(x), model(x))
+    assert model.bfloat16()(x).dtype == torch.bfloat16
+
+
+def test_no_output_depends_on_a_later_token():
+    model, x = GPT().eval(), torch.randint(16, (1, 50))
+    changed = x.clone()
+    changed[:, 30:] = (changed[:, 30:] + 1) % 16
+    before, after = model(x), model(changed)
+    torch.testing.assert_close(before[:, :30], after[:, :30])
+    assert not torch.allclose(before[:, 30:], after[:, 30:])
+
+
+def test_sizes_stand_by_themselves_and_kv_heads_are_heads_by_default():
+    layer = NSAAttention(256, 8)
+    sizes = ("dim", "heads", "kv_heads", "head_dim", "nsa")
+    assert [getattr(layer.config, name) for name in sizes] == [256, 8, 8, 32, NSAConfig()]
+    odd = NSAAttention(dim=30, heads=4, kv_heads=2, config=SMALL, head_dim=8, value_dim=6)
+    assert odd(torch.randn(2, 9, 30)).shape == (2, 9, 30)  # 9 tokens: fewer than any block
+
+
+def test_a_whole_models_config_gives_the_same_layer():
+    torch.manual_seed(2)
+    one = NSAAttention(32, 4, 2, SMALL, gate="softmax", layers=3)
+    torch.manual_seed(2)
+    config = ModelConfig("m", 3, 32, 4, 2, 8, nsa=SMALL, gate="softmax")
+    other = NSAAttention(config).state_dict()
+    assert all(torch.equal(x, other[name]) for name, x in one.state_dict().items())
+    assert len(other) == len(one.state_dict())
+
+
+WHOLE = NSAAttention(32, 4, 2, SMALL).config
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ((256,), {}, r"NSAAttention\(dim=256\) needs heads as well"),
+        ((250, 8), {}, "dim=250 is not a multiple of heads=8; heads may be 1, 2, 5, 10"),
+        ((256, 8, 3), {}, "kv_heads=3; kv_heads may be 1, 2, 4, 8"),
+        ((256, "8"), {}, "heads"),
+        ((256, 8, 2, {"window": 8}), {}, "NSAConfig"),
+        ((256, 8), {"window": 8}, r"no option 'window'; config=NSAConfig\(window=...\) has it"),
+        ((256, 8), {"backnd": "sdpa"}, "no option 'backnd'; the nearest is 'backend'"),
+        ((256, 8), {"vocab": 8}, "no option 'vocab'"),
+        ((WHOLE, 8), {}, r"a ModelConfig has all sizes; change it by its with_\(heads=8\)"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do(given, options, message):
+    # of a wrong type jaxtyping's hook says so first, in its own words
+    with pytest.raises((ValueError, TypeError), match=message):
+        NSAAttention(*given, **options)
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 31), (9, 32), (1, 2, 9, 32)])
+def test_an_input_of_another_shape_is_refused(shape):
+    # under jaxtyping's hook its own TypeError comes first for two and four dimensions
+    with pytest.raises((ValueError, TypeError), match=r"x must be \[B, T, 32\]|x"):
+        NSAAttention(32, 4, 2, SMALL)(torch.randn(shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpt_with_the_layer_learns_with_the_kernels_compiled_and_not(compiled):
+    torch.manual_seed(1)
+    wide = NSAConfig(compress_block=16, compress_stride=16, select_block=16, select_count=4)
+    model = NSAAttention(64, 4, 2, wide, backend="triton").cuda()
+    called = torch.compile(model, fullgraph=True) if compiled else model
+    x = torch.randn(2, 200, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(60):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = (called(x)[:, 5:].float() - x[:, :-5]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]

@@ -1,0 +1,98 @@
+"""Plans of tiny notebooks, and a place where their runs are made up."""
+
+from sample_notebooks import SET_UP, write_notebook
+
+from nsa.workbook import record, store
+from nsa.workbook.batch.place import outcome
+from nsa.workbook.batch.plan import read_plan
+from nsa.workbook.batch.state import Batch
+from nsa.workbook.files import read_json, write_json
+
+PLAN = """\
+question: Does it run?
+jobs:
+  - name: first
+    notebook: tiny
+    file: two.yaml
+    parameters: {rate: 2}
+    grid: {precision: [fp32, bf16], deep: [false, true]}
+  - {name: second, notebook: "01", parameters: {layers: 5}, repeats: 2, after: first, timeout: 2m}
+"""
+NAMES = [
+    "first precision=fp32 deep=False",
+    "first precision=fp32 deep=True",
+    "first precision=bf16 deep=False",
+    "first precision=bf16 deep=True",
+    "second #1",
+    "second #2",
+]
+
+
+def write_plan(folder, plan=PLAN, *cells):
+    """A folder with notebooks/01_tiny.ipynb, plan.yaml and the parameters that it names."""
+    verdict = "run.verdict('layers are few', 'PASS', {'layers': layers})"
+    cells = cells or (verdict, "1 / (layers - 7)")
+    write_notebook(folder / "notebooks" / "01_tiny.ipynb", SET_UP, *cells)
+    (folder / "two.yaml").write_text("layers: 2\nrate: 1\n")
+    (folder / "plan.yaml").write_text(plan)
+    return folder / "plan.yaml"
+
+
+def opened() -> Batch:
+    """The batch of plan.yaml in this folder, as a driver that has just begun sees it."""
+    return Batch(read_plan("plan.yaml"))
+
+
+def statuses(batch: Batch) -> list[str]:
+    return [state.status for state in batch.states]
+
+
+class MadeUp:
+    """Jobs end at the next look. `ends` says how, by name: a stop reason, or a list of one for each
+    time, else "ok"; "dies" is a child that is gone, "stays" one that has to be cancelled.
+    """
+
+    def __init__(self, at_a_time=1, ends=None):
+        self.at_a_time, self.ends, self.ran, self.most = at_a_time, ends or {}, [], 0
+        self.left, self.message = {}, ""
+
+    def check(self, jobs):
+        pass
+
+    def adopt(self, started):
+        self.left |= dict.fromkeys(started, "dies")
+
+    def start(self, ready):
+        handles = {}
+        for job in list(ready)[: self.at_a_time - len(self.left)]:
+            self.ran.append(job.name)
+            reason = self.ends.get(job.name, "ok")
+            reason = reason.pop(0) if isinstance(reason, list) else reason
+            content = read_json(job.file)
+            assert not outcome(job.folder).ended, "a child would leave it as it is"
+            run = store.create_folder(content["root"], content["name"])
+            status = record.STATUS_OF.get(reason, "running")
+            kept = {"run_id": run.name, "status": status, "stop_reason": None, "seconds": 2.0}
+            if status != "running":
+                kept |= {"stop_reason": reason}
+            if status == "failed" and self.message:
+                kept["message"] = self.message
+            elif status in ("ok", "failed"):
+                write_json(job.folder / "ended.json", {"run": str(run), "status": status})
+            write_json(run / "record.json", kept | {"started": "2026"})
+            write_json(job.folder / "started.json", {"run": str(run)})
+            handles[job] = {"of": job.name}
+            self.left[job] = reason
+        self.most = max(self.most, len(self.left))
+        return handles
+
+    def poll(self, started):
+        gone = [job for job in started if self.left.get(job) != "stays"]
+        return {job: "its node died" * (self.left.pop(job, "dies") == "dies") for job in gone}
+
+    def cancel(self, started):
+        for job in started:
+            run = outcome(job.folder).run
+            content = record.load(run) | {"status": "killed", "stop_reason": "terminated"}
+            write_json(run / "record.json", content)
+            self.left[job] = "terminated"
