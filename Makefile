@@ -37,6 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing .[$(EXTRAS)] into $(VENV), at the versions of constraints.txt (a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@install -D -m 644 nsa/workbook/jupyter/nsa.json $(VENV)/etc/jupyter/jupyter_server_config.d/nsa.json
 	@touch $@
 
 run: $(READY)
@@ -69,8 +70,7 @@ test-all: $(READY)
 	$(call checked,about 16 minutes,)
 
 lab: $(READY)
-	@NSA_HEADLESS=0 $(BIN)/jupyter lab $(AS_ROOT) notebooks/ \
-		--ServerApp.jpserver_extensions="{'nsa.workbook.interactive': True}"
+	@NSA_HEADLESS=0 $(BIN)/jupyter lab $(AS_ROOT) notebooks/
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -58,7 +58,13 @@ def execute(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     notebook.metadata.kernelspec = dict(KERNEL)
     where = {"metadata": {"path": str(path.parent)}}
-    client = Client(notebook, timeout=CELL_TIMEOUT_S, record_timing=False, resources=where)
+    client = Client(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        record_timing=False,
+        coalesce_streams=True,
+        resources=where,
+    )
     cookie = family.new_cookie()
     try:
         client.execute(env=family.environment({**os.environ, "NSA_HEADLESS": "1"}, cookie))

@@ -358,3 +358,13 @@ def test_what_never_ran_is_called_complete_only_after_a_good_end(stop_reason, le
     book.metadata.papermill["stop_reason"] = stop_reason
     seen.notebook_complete()
     assert book.cells[0].metadata.papermill["status"] == left
+
+
+def test_while_it_runs_its_lines_and_progress_are_shown_and_its_verdicts_once_at_the_end(capsys):
+    for name, text in (
+        ("stdout", "18 cases on a CPU\nPASS: it is linear\nAIM MISSED: it is fast: 9 s\n"),
+        ("stderr", "[1/18] gather T=256: 3.2 MiB, 1.2 s\n"),
+    ):
+        run._relay(nbformat.v4.new_output("stream", name=name, text=text))
+    shown = capsys.readouterr().err
+    assert shown == "18 cases on a CPU\n[1/18] gather T=256: 3.2 MiB, 1.2 s\n"

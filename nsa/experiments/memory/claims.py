@@ -9,7 +9,7 @@ from nsa.experiments.case_study import figures as case_study
 from nsa.experiments.memory import table
 from nsa.lab.measure.activation_model import MODELLED, activations
 from nsa.model.config import ModelConfig
-from nsa.workbook import metrics
+from nsa.workbook import looks, metrics
 from nsa.workbook.claim import Claim, aim_of, different_programs, verdict_of
 from nsa.workbook.metrics import model_name
 from nsa.workbook.scaling import local_exponents
@@ -63,6 +63,9 @@ def linear_backend_is_linear(df: pandas.DataFrame, backend: str) -> Claim:
         worst = max(found.values())
         evidence = {model: round(exponent, 3) for model, exponent in found.items()}
         return Claim(f"{sentence}: T^{worst:.2f}", verdict_of(worst <= LIMIT), evidence)
+    rows = looks.over_tokens(df)
+    if rows.loc[rows["backend"] == backend, "x_value"].nunique() == 1:
+        return Claim.not_here(sentence, "this run is of one T")
     why = "but no two points of it were measured"
     if short:
         why = f"not decided: every query still sees every key up to T = n l' = {min(short)}"

@@ -61,6 +61,11 @@ def test_linear_means_an_exponent_of_at_most_1_1(growth, verdict):
     assert linear(rows_of("gather", growth)).verdict == verdict
 
 
+def test_a_run_of_one_length_is_not_asked_how_memory_grows():
+    assert linear(rows_of("gather", lambda t: 1.0, tokens=(256,))).verdict == "NOT APPLICABLE"
+    assert linear(rows_of("gather", lambda t: None, tokens=(256, 512))).verdict == "INCONCLUSIVE"
+
+
 def test_a_longest_length_without_neighbours_decides_nothing():
     lone = rows_of("gather", lambda t: 0.1 * t, tokens=(128, 4096))
     claim = linear(lone)
