@@ -43,8 +43,8 @@ def seen(example: Example, query: int):
         above.hlines([query + 0.5] * 3, begins, [x + tokens for x in begins], color="black", lw=1)
         above.grid(False)
         above.spines[["left", "bottom"]].set_visible(False)
-        halves = [0, tokens // 2, tokens]
-        above.set_xticks([x + t for x in begins for t in halves], [f"{t}" for t in halves] * 3)
+        ends = [0, tokens]
+        above.set_xticks([x + t for x in begins for t in ends], [f"{t}" for t in ends] * 3)
         above.set_yticks(_quarters(tokens))
         above.set_ylabel("query")
         for branch, x in zip(BRANCHES, begins, strict=True):
