@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 NOTEBOOK ?= memory_scaling
-EXTRAS ?= triton,notebooks,lab,dev
+EXTRAS ?= triton,notebooks,lab,site,cluster,dev
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,11 +43,7 @@ $(READY): pyproject.toml constraints.txt
 run: $(READY)
 	@$(BIN)/nsa run $(NOTEBOOK)
 
-$(VENV)/site: $(READY)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[site]'
-	@touch $@
-
-site: $(VENV)/site
+site: $(READY)
 	@$(BIN)/nsa site
 
 # Both parts run whatever the other says, and the end names what failed.
