@@ -1,5 +1,5 @@
-"""`nsa notebooks`, `init`, `run`, `runs`, `show`, `keep`, `env`, `report`, `results` and `decide`:
-what can run, what ran, and what follows from it."""
+"""`nsa notebooks`, `init`, `run`, `runs`, `show`, `keep`, `judge`, `env`, `report`, `results` and
+`decide`: what can run, what ran, and what follows from it."""
 
 import json
 import sys
@@ -30,6 +30,7 @@ def add(commands) -> None:
     retention.options(command(commands, runs, "--json", "--runs"))
     command(commands, show, "run", "--runs")
     command(commands, keep, "run", "--runs")
+    command(commands, judge, "--runs").add_argument("run", nargs="+", metavar="RUN", help="its id")
     command(commands, env, "--json")
     command(commands, report, "run", "--runs")
     made = command(commands, results, "--runs")
@@ -148,6 +149,40 @@ def keep(arguments) -> int:
     for line in keep.keep(folder):
         print(line)
     return GOOD
+
+
+def judge(arguments) -> int:
+    """Judge the aims of stored runs again by today's rules: of the same rows and in the same
+    words. A changed verdict says what it was, and the commit that judged it."""
+    from nsa.workbook.store import Run, open_store
+
+    store = open_store(arguments.runs)
+    found = [Run(store.find(name)) for name in arguments.run]
+    judged = [(one, _aims(one)) for one in found]  # all, before any is written
+    for one, claims in judged:
+        changed = one.judge_again(claims)
+        print(f"{one.id}: {len(changed)} verdicts changed")
+        for entry in changed:
+            print(f"  {entry['was']} -> {entry['verdict']}  {entry['claim']}")
+    return GOOD
+
+
+def _aims(run) -> list:
+    """The claims of a run's notebook that its records alone decide and that may be missed."""
+    match run.id[:2]:
+        case "02":
+            from nsa.experiments.comparison.claims import aims
+
+            return aims(run.metrics())
+        case "04":
+            from nsa.experiments.throughput.claims import aims
+
+            return aims(run.metrics())
+        case "07" if (run.folder / "selfcheck.json").is_file():
+            from nsa.experiments.selfcheck import claims, judged
+
+            return claims.should_hold(judged.read([run.folder / "selfcheck.json"]))
+    raise ValueError(f"{run.id} has no aims that its records decide; runs of 02, 04 and 07 have")
 
 
 def env(arguments) -> int:

@@ -160,6 +160,24 @@ class Run:
         if refuted and must_hold:
             raise AssertionError("; ".join(refuted))
 
+    def judge_again(self, claims: Iterable[Claim]) -> list[dict]:
+        """Stored sentences get the verdicts that `claims` of the same rows have by today's rules;
+        those that changed. A sentence must be the same to the letter, so its numbers are. Each
+        keeps the verdict that it `was`, and the commit and day of its new judge.
+        """
+        now = {claim.claim: claim.verdict for claim in claims}
+        facts, entries, changed = environment.provenance(environment.snapshot()), [], []
+        for entry in self.verdicts():
+            verdict = now.get(entry["claim"], entry["verdict"])
+            if verdict != entry["verdict"]:
+                by = {"commit": facts["commit"], "date": environment.utc_now()}
+                entry |= {"verdict": verdict, "was": entry["verdict"], "judged_again": by}
+                changed.append(entry)
+            entries.append(entry)
+        if changed:
+            write_json(self.folder / "verdicts.json", entries)
+        return changed
+
     def show(self, figure: Any, name: str) -> None:
         """Write the figure as `name`.png and `name`.svg, with this run at its foot. A notebook
         displays it by itself. None, a plot that had nothing to draw, is left out."""

@@ -2,9 +2,11 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from processes import environment_with_package, wait_until_there
@@ -16,6 +18,8 @@ from nsa.cli import main as cli
 from nsa.cli import options
 from nsa.workbook import store
 from nsa.workbook.files import write_json
+
+ROOT = Path(nsa.__file__).parents[1]
 
 
 @pytest.fixture
@@ -155,7 +159,7 @@ def test_a_wrong_duration_is_refused(text):
 def test_every_command_and_option_has_a_help_text_that_is_shown(capsys):
     top = cli.parser()
     (commands,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    assert len(commands.choices) == 24
+    assert len(commands.choices) == 25
     for parser in (top, *commands.choices.values()):
         assert parser.description, parser.prog
         for action in parser._actions:
@@ -244,3 +248,22 @@ def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     assert process.returncode == 1
     assert ": interrupted" in printed and "reason   the run was interrupted (Ctrl-C)" in printed
     assert "Traceback" not in error
+
+
+def test_aims_of_a_stored_run_are_judged_by_todays_rules(tmp_path, capsys):
+    kept = ROOT / "runs/2026-11-23/02_backend_comparison-7d821386"
+    folder = tmp_path / "2026-11-23" / kept.name
+    shutil.copytree(kept, folder, ignore=shutil.ignore_patterns("*.ipynb", "*.png", "*.svg"))
+    entries = json.loads((folder / "verdicts.json").read_text())
+    before = [entry | {"verdict": entry.get("was", entry["verdict"])} for entry in entries]
+    (folder / "verdicts.json").write_text(json.dumps(before))
+    printed = printed_by(capsys, "judge", "02", "--runs", str(tmp_path))
+    assert printed.count("FAIL -> AIM MISSED") == 11
+    after = json.loads((folder / "verdicts.json").read_text())
+    assert [e["verdict"] for e in after] == [e["verdict"] for e in entries]
+    (tmp_path / "2026-11-24").mkdir()
+    shutil.copytree(
+        ROOT / "runs/2026-11-21/01_memory_scaling-28623959", tmp_path / "2026-11-24/01_x-28623959"
+    )
+    assert cli.main(["judge", "02", "01_x", "--runs", str(tmp_path)]) == 2
+    assert "runs of 02, 04 and 07 have" in one_line(capsys)

@@ -388,3 +388,17 @@ def test_a_cpu_gets_one_thread_a_child_and_a_note_that_times_mean_nothing():
     cpu, gpu = Machine("cpu", "a CPU"), Machine("cuda", "a name")
     assert (cpu.on_cpu, cpu.threads, cpu.note) == (True, 1, "a CPU: only ratios mean anything")
     assert (gpu.on_cpu, gpu.threads, gpu.note) == (False, None, "a name")
+
+
+def test_a_run_is_judged_again_in_the_same_words_alone(run):
+    run.judge(
+        [Claim("8k in 2.3 ms (aim 2.2)", "FAIL", {"ms": 2.3}), Claim("it ran", "PASS", {})],
+        must_hold=False,
+    )
+    now = [Claim("8k in 2.3 ms (aim 2.2)", "AIM MISSED", {}), Claim("it ran, twice", "FAIL", {})]
+    (changed,) = run.judge_again(now)
+    first, second = run.verdicts()
+    assert changed == first and (first["verdict"], first["was"]) == ("AIM MISSED", "FAIL")
+    assert first["evidence"] == {"ms": 2.3} and first["judged_again"].keys() == {"commit", "date"}
+    assert second["verdict"] == "PASS" and "was" not in second
+    assert run.judge_again(now) == []
