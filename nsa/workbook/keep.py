@@ -158,6 +158,8 @@ def lost_ids(folder: Path) -> list[str]:
     """Trials that a run names and that cannot be opened below its folder, nor are commits."""
     commits = {*metrics.read(folder / "metrics.csv")["commit"]}
     commits.add(str((read_json(folder / "environment.json", {}).get("git") or {}).get("commit")))
+    judges = (entry.get("judged_again", {}) for entry in read_json(folder / "verdicts.json", []))
+    commits |= {str(judge.get("commit")) for judge in judges}
     known = {commit[:12] for commit in commits}
     # Of digits alone it may be a number as well.
     named = {id for id in ID.findall(named_in(folder)) if not id.isdigit()} - known

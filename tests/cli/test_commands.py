@@ -250,6 +250,7 @@ def test_ctrl_c_ends_the_command_with_1_and_no_traceback(place):
     assert "Traceback" not in error
 
 
+@pytest.mark.processes
 def test_aims_of_a_stored_run_are_judged_by_todays_rules(tmp_path, capsys):
     kept = ROOT / "runs/2026-11-23/02_backend_comparison-7d821386"
     folder = tmp_path / "2026-11-23" / kept.name

@@ -390,6 +390,7 @@ def test_a_cpu_gets_one_thread_a_child_and_a_note_that_times_mean_nothing():
     assert (gpu.on_cpu, gpu.threads, gpu.note) == (False, None, "a name")
 
 
+@pytest.mark.processes
 def test_a_run_is_judged_again_in_the_same_words_alone(run):
     run.judge(
         [Claim("8k in 2.3 ms (aim 2.2)", "FAIL", {"ms": 2.3}), Claim("it ran", "PASS", {})],
