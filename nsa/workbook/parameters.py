@@ -74,7 +74,10 @@ def of_kernel(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Every parameter's value in a kernel whose `globals()` these are, checked as `nsa run` does.
 
     So plain papermill, which checks nothing, and an edited cell in JupyterLab get the same errors.
+    Nothing is known of a kernel that keeps no history, as nbval's.
     """
+    if not any(namespace["In"]):
+        return {}
     sources = [source for source in namespace["In"] if _declares(source)]
     if not sources:
         raise ValueError("no cell that declares parameters was run; run the notebook from its top")

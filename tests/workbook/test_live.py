@@ -54,6 +54,7 @@ def panel():
     return live.Panel({"height": 3}, views, lambda height: [f"{height} high"], controls)
 
 
+@pytest.mark.processes
 def test_where_nobody_can_move_them_every_view_is_shown_with_its_words(
     panel, tmp_path, monkeypatch, capsys
 ):

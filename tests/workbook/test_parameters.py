@@ -206,3 +206,7 @@ def test_a_kernel_that_nobody_checked_refuses_the_same(cell, message):
 def test_a_kernel_without_a_parameters_cell_says_what_to_run():
     with pytest.raises(ValueError, match="run the notebook from its top"):
         of_kernel(kernel("layers = 2"))
+
+
+def test_a_kernel_that_keeps_no_history_runs_unchecked():
+    assert of_kernel({"In": [""], "layers": 2}) == {}

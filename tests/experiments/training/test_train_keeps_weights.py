@@ -42,8 +42,8 @@ def test_a_run_can_be_gone_on_with_by_its_id(trained, capsys):
     runs = ["--runs", str(trained.parents[1])]
     assert cli.main([*TINY, "--steps", "6", "--resume", "train-1", *runs]) == 0
     assert "checkpoints/step-000006.pt" in capsys.readouterr().out
-    assert cli.main([*TINY, "--steps", "6", "--resume", "train-9", *runs]) == 2
-    assert "no such file or folder, and no run 'train-9' in" in capsys.readouterr().err
+    assert cli.main([*TINY, "--steps", "6", "--resume", "train-none", *runs]) == 2
+    assert "no such file or folder, and no run 'train-none' in" in capsys.readouterr().err
 
 
 def test_the_weights_make_a_model_that_computes_as_the_trained_one(trained):
