@@ -232,6 +232,8 @@ def overlay(rows, quantity: str):
         if len(x) and rows["x_name"].iloc[0] == "tokens" and x.min() > 0:
             axes.set_xscale("log", base=2)
             looks.plain_ticks(axes, x)
+        elif len(x) and (x % 1 == 0).all():  # there is no step 2.5
+            axes.xaxis.get_major_locator().set_params(integer=True)
         if 0 < lowest < highest / 20:
             looks.log_axis(axes.yaxis)
         else:

@@ -123,12 +123,13 @@ def caption(fig, text: str) -> None:
     inches = 0.13 * len(lines) + 0.03
     fig.set_figheight(fig.get_figheight() + inches)
     share = inches / fig.get_figheight()
-    held = share
-    for legend in fig.legends:  # one that was moved is no longer laid out: its height is held here
+    held, engine = share, fig.get_layout_engine()
+    # One that is moved is no longer laid out: its height is held here. Without a layout it stays.
+    for legend in fig.legends if engine else ():
         high = legend.get_window_extent().height / fig.bbox.height + 0.1 / fig.get_figheight()
         held = max(held, share + high)
         legend.set_bbox_to_anchor((0, share, 1, 1 - share), fig.transFigure)
-    if engine := fig.get_layout_engine():
+    if engine:
         engine.set(rect=(0, held, 1, 1 - held))
     look = {"fontsize": 6.5, "color": GREY, "va": "bottom", "linespacing": 1.25, "gid": "source"}
     fig.text(0.006, 0.2 * share / len(lines), "\n".join(lines), **look).set_in_layout(False)

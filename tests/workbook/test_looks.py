@@ -1,6 +1,7 @@
 """What every figure promises: its source at the foot, clear of all else, and numbers in full."""
 
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 from stored_runs import store_run
 
@@ -71,3 +72,13 @@ def test_a_logarithmic_axis_writes_its_numbers_out(low, high, label):
     fig.canvas.draw()
     said = [text.get_text() for text in axes.get_yticklabels()]
     assert label in said and not [text for text in said if "e" in text]
+
+
+def test_a_legend_beside_the_axes_stays_there(tmp_path):
+    with looks.style():
+        fig, axes = plt.subplots(layout="none")
+    axes.plot([1, 2], label="a backend")
+    legend = fig.legend(loc="center left", bbox_to_anchor=(0.83, 0.5))
+    looks.write(fig, tmp_path, "plot", SHORT)
+    fig.canvas.draw()
+    assert legend.get_window_extent().x0 > 0.8 * fig.bbox.x1
