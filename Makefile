@@ -60,10 +60,10 @@ echo "make $@: pytest took $$((middle - begin)) s," \
 endef
 
 test: $(READY)
-	$(call checked,about 5 minutes,not slow and not full)
+	$(call checked,about 6 minutes,not slow and not full)
 
 test-all: $(READY)
-	$(call checked,about 16 minutes,)
+	$(call checked,about 24 minutes,)
 
 lab: $(READY)
 	@NSA_HEADLESS=0 $(BIN)/jupyter lab $(AS_ROOT) notebooks/
