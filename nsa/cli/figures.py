@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from nsa.cli.options import FAILED, GOOD, command, share
-from nsa.workbook import places
+from nsa.workbook import metrics, places
 
 HEAD = """\
 # Figures
@@ -71,7 +71,7 @@ def fits(run, rule: dict) -> bool:
     """Whether a run has every value that the rule names, in rows of its metric with a median."""
     rows = [r for r in run.rows if r["metric"] == rule["metric"] and math.isfinite(r["median"])]
     if rule.get("gpu", True):
-        rows = [row for row in rows if row["device"][:3] not in ("", "cpu")]
+        rows = [row for row in rows if metrics.is_gpu(row["device"])]
     there = [{**row["config"], **{k: v for k, v in row.items() if v != ""}} for row in rows]
     has = all(
         {row.get(column) for row in there} >= set(values) for column, values in rule["has"].items()

@@ -12,7 +12,7 @@ def session() -> Path | None:
     """The notebook in whose kernel this is, where a person has it open: in JupyterLab or Notebook,
     or in VS Code. None under papermill, nbval and `nsa run`, and in a plain program."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
-    if shell is None or _headless() or "NSA_RUN" in os.environ:
+    if shell is None or headless() or "NSA_RUN" in os.environ:
         return None
     name = os.environ.get("JPY_SESSION_NAME") or shell.user_ns.get("__vsc_ipynb_file__")
     path = Path(name) if name else None
@@ -21,8 +21,9 @@ def session() -> Path | None:
     return path if path and path.suffix == ".ipynb" and path.is_file() else None
 
 
-def _headless() -> bool:
-    return os.environ.get("NSA_HEADLESS", "0") != "0"
+def headless() -> bool:
+    """Whether NSA_HEADLESS says that nobody looks; empty and 0 are as unset."""
+    return os.environ.get("NSA_HEADLESS", "0") not in ("", "0")
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def lines(total: int, progress: bool, unit: str = "cell") -> Iterator[Callable[.
     """
     bar: Any = None
     here = progress and session()
-    if here or (progress and sys.stderr.isatty() and not _headless()):
+    if here or (progress and sys.stderr.isatty() and not headless()):
         with contextlib.suppress(ImportError):
             from tqdm.auto import tqdm
 

@@ -146,10 +146,15 @@ def load_model(
             hint = nearest(name, sorted(FREE["model"]))
             raise ValueError(f"{name} stays as the weights were trained with; {hint}")
     state = newest(path) if Path(path).is_dir() else read(path)
+    return model_of(state, **changes).to(device).eval()
+
+
+def model_of(state: dict[str, Any], **changes: Any) -> LanguageModel:
+    """The model of a checkpoint's state, on the CPU; `changes` are fields of its ModelConfig."""
     with torch.device("meta"):  # nothing is drawn that would be replaced
         model = LanguageModel(ModelConfig.from_dict(state["configs"]["model"]).with_(**changes))
     model.load_state_dict(state["model"], assign=True)
-    return model.to(device).eval()
+    return model
 
 
 def newest(folder: str | os.PathLike) -> dict[str, Any]:

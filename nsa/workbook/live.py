@@ -2,11 +2,11 @@
 
 import html
 import io
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nsa.lab.progress import headless
 from nsa.workbook import looks
 
 WIDTH_PX = 960
@@ -15,7 +15,7 @@ WIDTH_PX = 960
 def is_live() -> bool:
     """Whether a person can move a widget: in a kernel that may ask its user, as JupyterLab's and an
     editor's may, and papermill's, nbclient's and nbval's may not. NSA_HEADLESS=1 says no."""
-    if os.environ.get("NSA_HEADLESS", "0") not in ("", "0"):
+    if headless():
         return False
     try:
         from IPython import get_ipython

@@ -183,10 +183,13 @@ def crosses(axes, failures, tokens, *, top: bool = True, colour=lambda name: loo
 def plain_ticks(axes, tokens) -> None:
     """A tick at each T that was measured, written out; from 8192 on in k of 1024."""
     values = sorted(set(tokens))
-    large = [value >= 8192 and value % 1024 == 0 for value in values]
-    said = [f"{v // 1024:.0f}k" if k else f"{v:.0f}" for v, k in zip(values, large, strict=True)]
-    axes.set_xticks(values, said)
+    axes.set_xticks(values, list(map(length, values)))
     axes.xaxis.minorticks_off()  # those of a log y axis carry its labels where it spans no decade
+
+
+def length(tokens: float) -> str:
+    """T in words: 32768 as 32k."""
+    return f"{tokens / 1024:.0f}k" if tokens >= 8192 and tokens % 1024 == 0 else f"{tokens:.0f}"
 
 
 def log_axis(axis) -> None:

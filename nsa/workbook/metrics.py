@@ -65,7 +65,12 @@ def read(path: str | Path):
 
 def on_gpu(frame) -> bool:
     """Whether there are rows and all of them were measured on GPUs."""
-    return bool(len(frame)) and not any(name[:3] in ("", "cpu") for name in frame["device"])
+    return bool(len(frame)) and all(map(is_gpu, frame["device"]))
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a row's `device` names a GPU."""
+    return device[:3] not in ("", "cpu")
 
 
 def configs(frame):

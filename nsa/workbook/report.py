@@ -93,14 +93,11 @@ def style() -> str:
 
 def _header(folder: Path, notebook: Path) -> dict:
     record = load(folder)
-    run, seconds = record.get("run_id") or notebook.stem, record.get("seconds")
-    lasted = ""
-    if seconds is not None:
-        lasted = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+    run, took = record.get("run_id") or notebook.stem, lasted(record.get("seconds"))
     device = store.Run(folder).devices()
     header = {
         "title": f"{record.get('notebook') or notebook.stem} · {_when(record)}".strip(" ·"),
-        "crumb": " · ".join(filter(None, [run, _when(record), lasted, device])),
+        "crumb": " · ".join(filter(None, [run, _when(record), took, device])),
         "status": "notebook",
         "tables": {},
         "footer": run,
@@ -119,6 +116,13 @@ def _header(folder: Path, notebook: Path) -> dict:
         | {"Environment": _environment(facts)},
         "footer": f"{run}. The numbers are in {numbers} beside this file.",
     }
+
+
+def lasted(seconds: Any) -> str:
+    """45 s, 2.5 min; "" for what is no number."""
+    if not isinstance(seconds, int | float):
+        return ""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
 def _when(record: dict) -> str:

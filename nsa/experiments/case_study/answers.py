@@ -6,6 +6,7 @@ from typing import Any
 
 from nsa.experiments.case_study.figures import TARGET_TOKENS_PER_S
 from nsa.workbook.claim import UNDECIDED
+from nsa.workbook.metrics import is_gpu
 from nsa.workbook.results import Sentence, Stored, StoredRun
 
 FEWER = 10.0  # times fewer operations, for a step that operations explain
@@ -260,11 +261,7 @@ def _production(row: dict[str, Any]) -> bool:
     config = row["config"]
     named = config.get("preset") or config.get("design") or config.get("model")
     sized = config.get("layers") == LAYERS and row["x_value"] == TOKENS
-    return named == "production" and sized and config.get("batch", 1) == 1 and _on_gpu(row)
-
-
-def _on_gpu(row: dict[str, Any]) -> bool:
-    return not row["device"].startswith("cpu")
+    return named == "production" and sized and config.get("batch", 1) == 1 and is_gpu(row["device"])
 
 
 def speed(stored: Stored, subject: str) -> Answer:
@@ -300,7 +297,7 @@ def speed(stored: Stored, subject: str) -> Answer:
 def _timed_long(row: dict[str, Any]) -> bool:
     """On a GPU, and long enough for a design that is not a toy."""
     timed = "latency" in row["metric"] and _measured(row)
-    return timed and _on_gpu(row) and row["x_value"] >= 1024
+    return timed and is_gpu(row["device"]) and row["x_value"] >= 1024
 
 
 CORRECT = (

@@ -127,7 +127,7 @@ def against_tokens(found: Recorded, quantity: str, setup: str, tokens: int):
             )
         _over_tokens(axes, rows, tokens)
         looks.log_axis(axes.yaxis)
-        axes.set_ylabel(quantity[quantity.rindex("(") + 1 : -1])
+        axes.set_ylabel(_unit(quantity))
         failed = rows[rows["value"].isna() & ~rows["outcome"].isin(("not run", "ok"))]
         ran = set(rows[rows["value"].notna()]["backend"]) - {*LIMITS}
         failing = [
@@ -178,7 +178,7 @@ def sentences(found: Recorded, quantity: str, setup: str, tokens: int) -> list[s
         at = there[-1]
     else:
         told = [] if at == tokens else [f"T = {tokens} was not measured; the next longer T is {at}"]
-    unit = quantity[quantity.rindex("(") + 1 : -1]
+    unit = _unit(quantity)
     here = ours[ours["tokens"] == at].sort_values("value")
     least, others = here.iloc[0], here.iloc[1:]
     text = f"at T = {at} {least['backend']} takes least: {_said(least['value'])} {unit}"
@@ -195,6 +195,11 @@ def sentences(found: Recorded, quantity: str, setup: str, tokens: int) -> list[s
     told += _break_even(_beside_dense(rows))
     told.append(f"each point is its newest run's, of {', '.join(sorted(set(good['run'])))}")
     return told
+
+
+def _unit(quantity: str) -> str:
+    """Of "attention forward (ms)"."""
+    return quantity[quantity.rindex("(") + 1 : -1]
 
 
 def _said(value: float) -> str:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nsa.model import data, saving
-from nsa.model.config import ModelConfig
 from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import preset
@@ -39,9 +38,7 @@ def gates_of(model: str, seed: int = 1337) -> Gates:
             state = saving.newest(path) if path.is_dir() else saving.read(path)
         except OSError as error:
             raise ValueError(f"no weights in {model}: {error}") from None
-        config = ModelConfig.from_dict(state["configs"]["model"])
-        made = LanguageModel(config)
-        made.load_state_dict(state["model"])
+        made = saving.model_of(state)
         name = f"{path.name}, after {state['steps_done']} steps"
     else:
         # deeper layers start alike, and the largest preset takes a second to read a text

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from nsa.workbook import metrics
+from nsa.workbook.looks import length
 from nsa.workbook.site.data import rows_of
-from nsa.workbook.site.pages import length
 
 Run = dict[str, Any]
 MODES = ("forward", "backward")
@@ -53,7 +53,7 @@ def _is_time(row: dict) -> bool:
         and row["mode"] in MODES
         and row["x_name"] == "tokens"
         and row["median"] is not None
-        and not row["device"].startswith("cpu")
+        and metrics.is_gpu(row["device"])
         and not NOT_A_BACKEND.search(row["backend"])
     )
 
@@ -86,7 +86,7 @@ def training(runs: Iterable[Run]) -> list[dict]:
         best: dict[tuple, dict] = {}
         for row in rows_of(run, "tokens_per_second"):
             settled = _same(run) | row
-            if row["mode"] != "step" or row["median"] is None or row["device"].startswith("cpu"):
+            if row["mode"] != "step" or row["median"] is None or not metrics.is_gpu(row["device"]):
                 continue
             if (settled.get("ranks") or 1) != 1 or settled.get("observe"):
                 continue
@@ -150,7 +150,7 @@ def _is_peak(row: dict) -> bool:
         and row["x_name"] == "tokens"
         and row["unit"] == "MiB"
         and not row.get("arm")  # an A/B's arms are no backends
-        and not row["device"].startswith("cpu")
+        and metrics.is_gpu(row["device"])
     )
 
 

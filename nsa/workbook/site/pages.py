@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from nsa.workbook import looks, report
+
 HERE = Path(__file__).parent
 FENCE = "`" * 12
 TRIAL = re.compile(r"\b[0-9a-f]{12}(?:-\d+)?\b")
@@ -25,8 +27,8 @@ def templates():
     )
     made.filters["slug"] = lambda text: re.sub(r"\W+", "-", str(text))
     made.filters["when"] = when
-    made.filters["lasted"] = lasted
-    made.filters["tokens"] = length
+    made.filters["lasted"] = report.lasted
+    made.filters["tokens"] = looks.length
     made.filters["first"] = first_sentence
     made.globals["fence"] = FENCE
     return made
@@ -34,17 +36,6 @@ def templates():
 
 def when(text: Any) -> str:
     return str(text or "")[:16].replace("T", " ")
-
-
-def lasted(seconds: Any) -> str:
-    if not isinstance(seconds, int | float):
-        return ""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
-
-
-def length(tokens: float) -> str:
-    """32768 as 32k, as the figures write it."""
-    return f"{tokens / 1024:.0f}k" if tokens >= 8192 and tokens % 1024 == 0 else f"{tokens:.0f}"
 
 
 def first_sentence(text: str) -> str:
