@@ -26,11 +26,13 @@ if not DEVICES:
 torch.set_num_threads(1)  # tensors this small gain nothing from a second one
 
 STARTED: list[str] = []  # commands that this process has started since the current test began
+# Asked once, by whichever test is the first to need it: of GPUs, and of fonts for their first cache.
+ASKED_ONCE = "nvidia-smi", "fc-list"
 _start = subprocess.Popen.__init__
 
 
 def _noted(self, arguments, *more, **options):
-    if "nvidia-smi" not in str(arguments):  # asked once by whichever test is the first to need it
+    if not any(name in str(arguments) for name in ASKED_ONCE):
         STARTED.append(str(arguments))
     _start(self, arguments, *more, **options)
 

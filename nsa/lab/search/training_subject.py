@@ -157,13 +157,17 @@ def branchwise(backends: Mapping[str, str | None], *, safe_packing: bool = True)
     Nothing changes where no branch has a backend of its own and packing is safe.
     """
     own = {branch: name for branch, name in backends.items() if name is not None}
+    if not own and safe_packing:
+        yield
+        return
     before = layer.nsa_attention
-    if own or not safe_packing:
-        layer.nsa_attention = partial(by_branches, backends=own, safe_packing=safe_packing)
+    ours = partial(by_branches, backends=own, safe_packing=safe_packing)
+    layer.nsa_attention = ours
     try:
         yield
     finally:
-        layer.nsa_attention = before
+        if layer.nsa_attention is ours:  # one that nobody closed ends whenever it is collected
+            layer.nsa_attention = before
 
 
 def by_branches(

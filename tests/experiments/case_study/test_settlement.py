@@ -451,12 +451,21 @@ def test_sentences_hold_no_numbers_that_move():
 @pytest.mark.processes
 @pytest.mark.slow
 def test_every_trial_decides_what_it_decided():
-    """Those that ask for a GPU decline without one; times decide alike on any machine."""
+    """Those that ask for a GPU decline without one; times decide alike on any machine.
+
+    On a busy one a trial that decided otherwise is made once more, with nothing of ours beside it.
+    """
     made = trials.run_all(deadline_s=250, progress=False)
-    known = facts.all_facts(sources.sources(made, RUNS))
+    assert {name for name, one in made.items() if one.status not in ("ok", "declined")} == set()
     stored = facts.all_facts(
         sources.sources({name: ended(found) for name, found in FOUND.items()}, RUNS)
     )
-    assert {name for name, one in made.items() if one.status not in ("ok", "declined")} == set()
-    wrong = {n: str(f) for n, f in known.items() if f.holds not in (None, stored[n].holds)}
-    assert wrong == {}
+
+    def otherwise(made):
+        known = facts.all_facts(sources.sources(made, RUNS))
+        return [f for n, f in known.items() if f.holds not in (None, stored[n].holds)]
+
+    again = {e.removeprefix("trial:") for f in otherwise(made) for e in f.evidence}
+    if again := sorted(again & set(made)):
+        made |= trials.run_all(again, workers=1, deadline_s=250, progress=False)
+    assert [str(f) for f in otherwise(made)] == []

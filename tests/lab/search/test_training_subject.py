@@ -134,7 +134,8 @@ def test_the_planted_root_leaves_the_loss_as_it_was_and_spoils_the_gradients(tra
             found.update((n, p.grad.isnan().any()) for n, p in spoilt.model.named_parameters())
 
     spoilt.trainer.observers = (SimpleNamespace(on_phase=on_phase),)
-    assert float(spoilt.step(0)) == plain[0]
+    with contextlib.closing(spoilt):
+        assert float(spoilt.step(0)) == plain[0]
     assert found["embed.weight"] and not found["norm.weight"]
 
 
@@ -194,6 +195,17 @@ def test_without_a_backend_of_its_own_the_attention_is_left_alone():
         assert layer.nsa_attention is nsa_attention
     with branchwise({"cmp": "masked"}):
         assert layer.nsa_attention is not nsa_attention
+
+
+def test_one_that_ends_late_leaves_a_later_one_as_it_is():
+    forgotten = branchwise({"cmp": "masked"})
+    forgotten.__enter__()
+    layer.nsa_attention = nsa_attention
+    with branchwise({"win": "sdpa"}):
+        later = layer.nsa_attention
+        forgotten.__exit__(None, None, None)
+        assert layer.nsa_attention is later
+    assert layer.nsa_attention is nsa_attention
 
 
 def test_branches_one_by_one_are_the_whole():

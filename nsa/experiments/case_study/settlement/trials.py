@@ -81,15 +81,18 @@ def batch() -> Found:
 
 
 def _in_turns(loops: dict[str, ExhibitLoop], rounds: int) -> dict[str, list[float]]:
-    """Seconds of that many steps of each, after one that does not count."""
+    """Seconds of that many steps of each, after one that does not count.
+
+    Of the processor, on the one thread of a trial: others' work does not count.
+    """
     for loop in loops.values():
         loop.step(0)
     found: dict[str, list[float]] = {name: [] for name in loops}
     for i in range(1, rounds + 1):
         for name, loop in loops.items():
-            started = time.perf_counter()
+            started = time.process_time()
             loop.step(i)
-            found[name].append(time.perf_counter() - started)
+            found[name].append(time.process_time() - started)
     return found
 
 
