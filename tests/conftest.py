@@ -26,7 +26,7 @@ if not DEVICES:
 torch.set_num_threads(1)  # tensors this small gain nothing from a second one
 
 STARTED: list[str] = []  # commands that this process has started since the current test began
-# Asked once, by whichever test is the first to need it: of GPUs, and of fonts for their first cache.
+# Asked once, by whichever test is the first to: for GPUs, and for fonts of a first cache.
 ASKED_ONCE = "nvidia-smi", "fc-list"
 _start = subprocess.Popen.__init__
 
