@@ -1,0 +1,1 @@
+"""What a training will hold in memory, foretold without running it."""
