@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from nsa.lab.estimate import cpu
+
 aten = torch.ops.aten
 
 # Operators by another way: each is called as the operator is, and sees the same modes.
@@ -13,7 +15,7 @@ SUBSTITUTES: dict[str, dict[Any, Callable]] = {
     "cuda": {aten._pin_memory.default: lambda x, *_: x},
 }
 # Bytes that an operator allocates and frees again, from (args, kwargs, out).
-BESIDES: dict[str, dict[Any, Callable[..., tuple[int, ...]]]] = {"cpu": {}, "cuda": {}}
+BESIDES: dict[str, dict[Any, Callable[..., tuple[int, ...]]]] = {"cpu": cpu.BESIDES, "cuda": {}}
 
 
 def substitute(tracker: Any, func: Any, args: tuple, kwargs: dict) -> Any:

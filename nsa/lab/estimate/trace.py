@@ -7,6 +7,7 @@ operator of torch's, `operators` knows.
 """
 
 import contextlib
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,11 +36,25 @@ aten = torch.ops.aten
 # With any dispatch mode on, autograd takes the left one, which has a result of its own, for the
 # right one, which writes into the zeros that the backward has just made.
 IN_PLACE = {
+    aten.add.Tensor: aten.add_.Tensor,
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.scatter.src: aten.scatter_.src,
     aten.index_add.default: aten.index_add_.default,
     aten.index_put.default: aten.index_put_.default,
 }
+
+
+def _caller() -> str:
+    """The innermost function in Python that called the operator, directly or from C++."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name in ("__torch_dispatch__", "_fn", "inner"):  # torch's around it
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def _owned(tensor: Tensor) -> bool:
+    """Whether nobody else holds its storage; here the fake tensor's own two references count."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
 @dataclass
@@ -65,19 +80,35 @@ class Tracker(TorchDispatchMode):
         self._backward = False
         self._next = 1
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and two wrappers around each operator take time
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.trace.operators += 1
-        if self._backward and func in IN_PLACE and torch._C._current_autograd_node() is not None:
-            func = IN_PLACE[func]
+        if func in IN_PLACE:
+            func = self._in_place(func, args)
         out = operators.substitute(self, func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
-        self.besides(*operators.besides(self, func, args, kwargs, out))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.born(leaf)
+        self.besides(*operators.besides(self, func, args, kwargs, out))
         return out
+
+    def _in_place(self, func, args):
+        """What C++ calls where no mode is on and no tensor is of a subclass."""
+        if func is aten.add.Tensor:
+            caller = _caller()
+            # A gradient is added to that of another use, and a mask to the scores.
+            summed = caller == "_engine_run_backward" and _owned(args[0])
+            if summed or caller == "scaled_dot_product_attention":
+                return aten.add_.Tensor
+        elif self._backward and torch._C._current_autograd_node() is not None:
+            return IN_PLACE[func]
+        return func
 
     def born(self, tensor: Tensor) -> None:
         """Its storage, if it is new and on the device, is in the stream until it goes."""
