@@ -1,0 +1,1 @@
+"""What a training will hold, told before it runs: traced, extrapolated, laid out as CUDA would."""
