@@ -110,9 +110,8 @@ def _parts(name: str, value: str) -> tuple[int, ...]:
         number = int(text) if text.isdecimal() else -1
         if number < least or number & (number - 1):
             below = 1 << max(number, 1).bit_length() - 1
-            raise ValueError(
-                f"{name}: {text} is no power of 2; nearest are {below} and {2 * below}"
-            )
+            near = f"the nearest are {below} and {2 * below}"
+            raise ValueError(f"{name}: {text} is no power of 2; {near}")
         return number
 
     if not value.startswith("["):
