@@ -1,1 +1,1 @@
-"""What a training will hold, told before it runs: traced, extrapolated, laid out as CUDA would."""
+"""What a training will hold in memory, foretold without running it."""

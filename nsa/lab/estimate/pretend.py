@@ -1,0 +1,133 @@
+"""A GPU that is not there: fake tensors that say "cuda:0", on a torch built with or without CUDA.
+
+Such a tensor is a fake one on the CUDA device for Python, for FakeTensorMode and for autocast, and
+a meta tensor for C++. Autograd asks C++ for the device, finds none to guard and runs; what branches
+on the device in C++ and differs on a GPU is called by its own operator here (`_Functions`).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo  # its registrations read what is replaced below
+import torch.cuda.amp.common
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from nsa.spelling import nearest
+
+DEVICE = torch.device("cuda:0")
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the programs ask of a GPU, and what it takes beyond tensors."""
+
+    name: str
+    capability: tuple[int, int]
+    processors: int  # streaming multiprocessors
+    total: int  # bytes, as torch.cuda.get_device_properties tells
+    resident: int  # bytes that cuBLAS takes of torch's allocator, once
+    context: int  # bytes that CUDA and its libraries take beside torch's allocator
+    measured: bool  # whether resident and context were read on such a GPU
+
+
+def _workspaces(capability: tuple[int, int]) -> int:
+    """One workspace for the forward's thread and one for the backward's: torch gives cuBLAS
+    32 MiB each from compute capability 9.0 on, and 8.125 MiB before."""
+    return 2 * (32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * 1024)
+
+
+def _gpu(name, capability, processors, gib, resident=None, context=None) -> Gpu:
+    known = resident is not None
+    held = resident if known else _workspaces(capability)
+    taken = 512 * MIB if context is None else context
+    return Gpu(name, capability, processors, int(gib * GIB), held, taken, known)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("NVIDIA H200", (9, 0), 132, 139.8, resident=65 * MIB),
+        _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 79.1),
+        _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 79.2),
+        _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 39.4),
+        _gpu("NVIDIA L40S", (8, 9), 142, 44.4),
+        _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 23.5),
+        _gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 23.6),
+    )
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of that name, or of a part of it ("H100"). ValueError names those that are known."""
+    found = [gpu for known, gpu in GPUS.items() if name.lower() in known.lower()]
+    if not found:
+        hint = nearest(name, GPUS)
+        raise ValueError(f"gpu={name!r} is none that is known; {hint}")
+    return found[0]
+
+
+class Fakes(FakeTensorMode):
+    """FakeTensorMode for tensors that C++ takes for meta ones: what C++ makes beside one of them
+    is on the pretended GPU too."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.in_kernel_invocation and kwargs.get("device") == torch.device("meta"):
+            kwargs = kwargs | {"device": DEVICE}
+        return super().dispatch(func, types, args, kwargs)
+
+
+class _Functions(TorchFunctionMode):
+    """Composite functions that call another operator on a GPU than on a meta tensor."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.rms_norm:
+            return torch.ops.aten._fused_rms_norm(*args, **kwargs)[0]
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def pretended(gpu: Gpu) -> Iterator[Fakes]:
+    """Inside, tensors made on DEVICE are fake ones of that GPU, and torch.cuda answers for it."""
+    make = torch.Tensor._make_subclass
+
+    def subclass(cls, data, require_grad=False, *, dispatch_device=False, **options):
+        return make(cls, data, require_grad, dispatch_device=False, **options)
+
+    properties = SimpleNamespace(
+        name=gpu.name, total_memory=gpu.total, multi_processor_count=gpu.processors
+    )
+    properties.major, properties.minor = gpu.capability
+    answers: dict[str, Any] = {
+        "is_bf16_supported": True,
+        "get_device_capability": gpu.capability,
+        "get_device_name": gpu.name,
+        "get_device_properties": properties,
+        "current_device": 0,
+        "is_current_stream_capturing": False,
+    }
+    with contextlib.ExitStack() as held:
+
+        def put(owner: Any, name: str, value: Any, **options: Any) -> None:
+            held.enter_context(mock.patch.object(owner, name, value, **options))
+
+        put(torch.Tensor, "_make_subclass", staticmethod(subclass))
+        on_gpu = property(lambda fake: fake.device.type == "cuda")
+        put(FakeTensor, "is_cuda", on_gpu, create=True)
+        put(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        for name, answer in answers.items():
+            put(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+        fakes = held.enter_context(Fakes())
+        held.enter_context(_Functions())
+        yield fakes
