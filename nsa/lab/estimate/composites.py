@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
@@ -65,6 +66,11 @@ class Composites(TorchFunctionMode):
         if x not in self._cast:
             self._cast[x] = x.to(dtype)
         return self._cast[x]
+
+    def backward(self, *args, **kwargs) -> Any:
+        """In place of torch.autograd's engine: what is recomputed in it is no part of `func`."""
+        with self:
+            return _engine_run_backward(*args, **kwargs)
 
     def forget(self) -> None:
         """In place of torch.clear_autocast_cache."""
