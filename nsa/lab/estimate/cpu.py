@@ -17,16 +17,6 @@ KEYS = 512  # that flash attention takes at a time
 WIDE = 4  # bytes of fp32, in which it and means of bf16 count
 
 
-def _logsumexp(args, kwargs, out) -> tuple[int, ...]:
-    """The scores less their maximum, and the maxima."""
-    return args[0].nbytes, out.nbytes
-
-
-def _safe_softmax(args, kwargs, out) -> tuple[int, ...]:
-    """Which scores are -inf, and which rows are so throughout."""
-    return out.numel(), out.numel() // max(1, out.shape[args[1]])
-
-
 def _mean(args, kwargs, out) -> tuple[int, ...]:
     """Of bf16 the input and the sums in fp32."""
     x = args[0]
@@ -86,8 +76,6 @@ _BINARY = (
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
 )
 BESIDES: dict[Any, Callable[..., tuple[int, ...]]] = {
-    aten.logsumexp.default: _logsumexp,
-    aten._safe_softmax.default: _safe_softmax,
     aten.mean.dim: _mean,
     aten.sort.stable: _sort,
     aten.unfold_backward.default: _positions,

@@ -170,7 +170,7 @@ def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
     with contextlib.ExitStack() as held:
         if spec.device == "cuda":
             assert gpu is not None
-            held.enter_context(pretended(gpu))
+            held.enter_context(pretended(gpu, flash=spec.backend == "flash"))
         else:
             held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracker = held.enter_context(Tracker(spec.device))
