@@ -79,7 +79,7 @@ class Tracker(TorchDispatchMode):
         self._addresses: dict[int, int] = {}  # by storage
         self._modules: list[str] = []
         self._watched: Any = dict
-        self._backward = False
+        self._backward = self._optimizing = False
         self._next = 1
 
     @classmethod
@@ -94,6 +94,8 @@ class Tracker(TorchDispatchMode):
         out = operators.substitute(self, func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
+        if self._optimizing and args:
+            self._name_as(args[0], out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.born(leaf)
@@ -111,6 +113,18 @@ class Tracker(TorchDispatchMode):
         elif self._backward and torch._C._current_autograd_node() is not None:
             return IN_PLACE[func]
         return func
+
+    def _name_as(self, first: Any, out: Any) -> None:
+        """What the optimizer makes of a parameter, of its gradient or of their state is its own."""
+        pairs = (
+            zip(first, out) if isinstance(first, list) and isinstance(out, list) else [(first, out)]
+        )
+        for x, made in pairs:
+            if isinstance(x, Tensor) and isinstance(made, Tensor):
+                name = self.trace.where.get(self._addresses.get(x.untyped_storage()._cdata, 0))
+                self._modules = [] if name is None else [name]
+                self.born(made)
+                self._modules = []
 
     def born(self, tensor: Tensor) -> None:
         """Its storage, if it is new and on the device, is in the stream until it goes."""
@@ -143,16 +157,28 @@ class Tracker(TorchDispatchMode):
         self.trace.stream.free(address)
 
     def on_start(self, trainer: Trainer) -> None:
+        self._model = trainer.model
         self._watched = training_tensors(trainer.model, trainer.optimizer)
         for name, module in trainer.model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
             module.register_forward_hook(lambda *_: self._left(), always_call=True)
 
+        self._named()
+
+    def _named(self, attribute: str = "") -> None:
+        """Parameters, or what they have by that name, are their modules'."""
+        for name, parameter in self._model.named_parameters():
+            x = getattr(parameter, attribute) if attribute else parameter
+            if x is not None and (address := self._addresses.get(x.untyped_storage()._cdata)):
+                self.trace.where[address] = name.rpartition(".")[0]
+
     def _left(self) -> None:
         self._modules.pop()
 
     def on_phase(self, name: str, step: int) -> None:
-        self._backward = name == "backward"
+        self._backward, self._optimizing = name == "backward", name == "optimizer"
+        if self._optimizing:
+            self._named("grad")
         self.trace.stream.mark(name)
         self.tag()
 
@@ -216,9 +242,8 @@ def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
         trainer.model.train()
         trainer.step(0)
         tracker.tag()
-        found = tracker.trace
-        found.stream = _copied(found.stream)  # what dies from here on is no event of the step
-    return found
+        # What dies from here on is no event of the step.
+        return replace(tracker.trace, stream=_copied(tracker.trace.stream))
 
 
 def _copied(stream: Stream) -> Stream:
