@@ -116,10 +116,10 @@ class Tracker(TorchDispatchMode):
 
     def _name_as(self, first: Any, out: Any) -> None:
         """What the optimizer makes of a parameter, of its gradient or of their state is its own."""
-        pairs = (
-            zip(first, out) if isinstance(first, list) and isinstance(out, list) else [(first, out)]
+        both = (
+            [first, out] if isinstance(first, list) and isinstance(out, list) else [[first], [out]]
         )
-        for x, made in pairs:
+        for x, made in zip(*both, strict=False):  # an operator may make less
             if isinstance(x, Tensor) and isinstance(made, Tensor):
                 name = self.trace.where.get(self._addresses.get(x.untyped_storage()._cdata, 0))
                 self._modules = [] if name is None else [name]
