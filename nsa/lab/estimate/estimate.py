@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from nsa.lab.estimate import layers, reserved, small
+from nsa.lab.estimate import layers, reserved, search, small
 from nsa.lab.estimate.alloc_conf import Settings
-from nsa.lab.estimate.pretend import Gpu, gpu_named
+from nsa.lab.estimate.pretend import GIB, Gpu, gpu_named
 from nsa.lab.estimate.trace import Trace, steady, trace
 from nsa.lab.measure.allocations import Stream, replay
 from nsa.lab.training import TrainingSpec
+from nsa.spelling import choice
 
 UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
 LAYER = layers.LAYER
+GRAINS = {"tokens": 64, "batch": 1}
+STATE = ("parameters", "gradients", "optimizer_state")
 STEPS = 3  # replayed by the allocator's model: AdamW's state is born in the first
 
 
@@ -47,12 +50,16 @@ def estimate(spec: TrainingSpec, *, gpu: str = "NVIDIA H200", allocator: str = "
     for; `allocated` is of blocks, which may be larger. ValueError for a GPU or a setting that is
     unknown; RuntimeError where neither a trace nor small real runs can be had.
     """
-    chosen = gpu_named(gpu) if spec.device == "cuda" else None
-    settings = Settings.parse(allocator)
+    return _estimate(spec, gpu, Settings.parse(allocator))[0]
+
+
+def _estimate(spec: TrainingSpec, gpu: str, settings: Settings) -> tuple[Estimate, Stream | None]:
+    """Also the stream from which the allocator's model has it, on a GPU."""
+    chosen, held = gpu_named(gpu) if spec.device == "cuda" else None, None
     try:
         traced, how = whole(spec, chosen)
     except UNTRACEABLE as error:
-        return _from_runs(spec, chosen, error)
+        return _from_runs(spec, chosen, error), None
     found, top = replay(steady(traced.stream)), None
     told: dict[str, Any] = {"how": how, "saved": saved(traced), "unknown": dict(traced.unknown)}
     if chosen:
@@ -61,7 +68,65 @@ def estimate(spec: TrainingSpec, *, gpu: str = "NVIDIA H200", allocator: str = "
         top = blocks.peak.reserved
         for name in found["phases"]:
             found["phases"][name] = max(found["phases"][name], blocks.phases[name].allocated)
-    return _made(chosen, found, reserved=top, **told)
+    return _made(chosen, found, reserved=top, **told), held
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """A size that fits, 0 if none does, and a larger one that does not: multiples of `grain`, and
+    neighbours unless both are as near as search.CLOSE."""
+
+    what: str  # "tokens" or "batch"
+    fits: int
+    does_not: int | None  # None where all do, up to the model's max_tokens
+    grain: int
+    at: Estimate | None  # of what fits
+    beyond: Estimate | None  # of what does not
+    looks: int  # sizes for which an estimate was made
+
+
+def largest(
+    spec: TrainingSpec,
+    what: str,
+    gib: float,
+    *,
+    gpu: str = "NVIDIA H200",
+    allocator: str = "",
+    grain: int | None = None,
+) -> Bracket:
+    """The largest T or batch of that training that fits so many GiB of a GPU, or of RAM.
+
+    On a GPU CUDA's context takes its part of them, and the allocator's model says whether the rest
+    suffices. Sizes are multiples of `grain`, by default 64 tokens and a sequence for each rank.
+    ValueError for another `what`, and where weights, gradients and AdamW's state alone need more.
+    """
+    choice("what", what, tuple(GRAINS))
+    grain = grain or GRAINS[what] * (spec.ranks if what == "batch" else 1)
+    settings, most = Settings.parse(allocator), None
+    chosen = gpu_named(gpu) if spec.device == "cuda" else None
+    room = int(gib * GIB) - (chosen.context if chosen else 0)
+    if what == "tokens" and (longest := spec.config().max_tokens) is not None:
+        most = longest // grain
+    seen: dict[int, Estimate] = {}
+
+    def look(size: int) -> tuple[int, bool]:
+        found, held = _estimate(replace(spec, **{what: size * grain}), gpu, settings)
+        seen[size] = found
+        state = sum(found.by_phase_category["optimizer"][name] for name in STATE)
+        if state > room:
+            raise ValueError(
+                f"{gib:g} GiB cannot hold the training at any size: weights, gradients and AdamW's "
+                f"state alone are {state / GIB:.2f} GiB, and there is room for {room / GIB:.2f}"
+            )
+        fits = found.allocated <= room
+        if fits and held is not None and found.reserved > room:
+            fits = reserved.replay(held, settings, room, repeat=STEPS).out_of_memory is None
+        return found.allocated, fits
+
+    fits, does_not = search.boundary(look, room, max(1, getattr(spec, what) // grain), most)
+    beyond = None if does_not is None else does_not * grain
+    ends = seen.get(fits), seen.get(does_not)
+    return Bracket(what, fits * grain, beyond, grain, *ends, looks=len(seen))
 
 
 def whole(spec: TrainingSpec, gpu: Gpu | None = None) -> tuple[Trace, str]:

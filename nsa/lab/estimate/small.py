@@ -28,8 +28,8 @@ PHASES = ("data", "forward", *PARTS, "optimizer")
 
 
 def estimated(spec: TrainingSpec) -> dict[str, Any]:
-    """{"phases", "by_phase_category"} as `allocations.replay` has them, "how", "error" (relative, at
-    the size held out) and "notes". RuntimeError where the runs do not end."""
+    """{"phases", "by_phase_category"} as `allocations.replay` has them, "how", "notes" and "error",
+    relative, at the size held out. RuntimeError where the runs do not end."""
     longest = spec.config().max_tokens or CHECK
     short = spec.tokens <= min(CHECK, longest)
     tokens = (spec.tokens,) if short else TOKENS
