@@ -2,14 +2,24 @@
 
 import csv
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from nsa.lab.estimate.pretend import gpu_named
+import torch
+from torch import Tensor
+
+from nsa.attention import dense
+from nsa.attention.api import nsa_attention
+from nsa.config import NSAConfig
+from nsa.lab.estimate.pretend import DEVICE, gpu_named, pretended
 from nsa.lab.estimate.reserved import replay
-from nsa.lab.estimate.trace import steady, trace
+from nsa.lab.estimate.trace import Tracker, steady, trace
+from nsa.lab.measure import allocations
+from nsa.lab.measure.shapes import Shape
 from nsa.lab.training import TrainingSpec
+from nsa.model.dense_attention import sdpa
 
 MIB = 2**20
 # Runs, and what of them today's program would still allocate. Until 2026-11-23 gather took smaller
@@ -66,6 +76,76 @@ def _spec(row: dict[str, str]) -> TrainingSpec | None:
     )
     traced = spec.backend != "sequential" and spec.parallel == "none" and spec.device == "cuda"
     return spec if traced and not (spec.compile or spec.cuda_graph) else None
+
+
+@dataclass(frozen=True)
+class Call:
+    """The peaks of one attention call, beyond its inputs and results."""
+
+    shape: Shape
+    backend: str  # of nsa_attention; "dense-flash" and the like: a kernel of plain attention
+    mib: tuple[float, float]  # of the forward, of the backward
+    run: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.shape}"
+
+
+# Calls in the runs of notebook 02: gather and flash ran otherwise then.
+CALLS = ("2026-11-23/02_backend_comparison-ca3bca9d", "2026-11-24/02_backend_comparison-1cabf1ae")
+CALLED = ("triton", "masked", "sdpa", "packed", "flex", "dense-flash", "dense-cudnn", "dense-fa4")
+
+
+def calls(root: Path) -> Iterator[Call]:
+    """The attention calls of which both peaks were measured."""
+    for run in CALLS:
+        found: dict[tuple[str, Shape], dict[str, float]] = defaultdict(dict)
+        with (root / run / "metrics.csv").open() as lines:
+            for row in csv.DictReader(lines):
+                measured = row["metric"] == "peak_memory" and row["median"]
+                if measured and row["backend"] in CALLED:
+                    key = row["backend"], _shape(row)
+                    found[key][row["mode"]] = float(row["median"])
+        for (backend, shape), modes in found.items():
+            if len(modes) == 2:
+                yield Call(shape, backend, (modes["forward"], modes["backward"]), run)
+
+
+def _shape(row: dict[str, str]) -> Shape:
+    config = json.loads(row["config"])
+    sizes = {f.name: config[f.name] for f in fields(Shape) if f.name in config}
+    nsa = NSAConfig(**{f.name: config[f.name] for f in fields(NSAConfig)})
+    return Shape(**sizes | {"tokens": int(float(row["x_value"])), "config": nsa})
+
+
+def called(backend: str, shape: Shape, gpu: str = "NVIDIA H200") -> tuple[float, float]:
+    """MiB at the peaks of the forward and the backward, beyond inputs and results."""
+    with pretended(gpu_named(gpu), flash=True), Tracker("cuda") as tracker:
+
+        def made(heads: int, dim: int) -> Tensor:
+            size = shape.batch, shape.tokens, heads, dim
+            options = {"dtype": shape.torch_dtype, "device": DEVICE}
+            return torch.empty(size, **options, requires_grad=True)
+
+        stream = tracker.trace.stream
+        q, gates, do = (made(shape.heads, n) for n in (shape.dim, 3, shape.value_dim))
+        k, v = (made(shape.kv_heads, n) for n in (shape.dim, shape.value_dim))
+        before = sum(stream.sizes)
+        stream.mark("forward")
+        kernel, scale = backend.removeprefix("dense-"), shape.dim**-0.5
+        if kernel == "fa4":
+            leaves, o = (q, k, v), dense.dense_attention(q, k, v, scale=scale)[0]
+        elif kernel != backend:
+            leaves, o = (q, k, v), sdpa(q, k, v, kernel)[0]
+        else:
+            leaves = q, k, v, gates
+            o = nsa_attention(q, k, v, gates, shape.config, backend=backend)
+        results = before + o.nbytes
+        stream.mark("backward")
+        gradients = torch.autograd.grad(o, leaves, do)
+        both = results + sum(x.nbytes for x in gradients)
+        peaks = allocations.replay(stream)["phases"]
+    return (peaks["forward"] - results) / MIB, (peaks["backward"] - both) / MIB
 
 
 def foretold(spec: TrainingSpec, gpu: str = "NVIDIA H200") -> dict[str, float]:

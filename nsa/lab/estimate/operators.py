@@ -100,10 +100,16 @@ def _embedding_backward(args, kwargs, out) -> tuple[int, ...]:
 
 def _cudnn_backward(args, kwargs, out) -> tuple[int, ...]:
     """native/cudnn/MHA.cpp: do where its last dimension is not contiguous. cuDNN's own workspace is
-    not published; dq in fp32 and a number for each row are what the algorithm needs."""
-    do, q = args[:2]
+    not published; what an H200 measured is dq in fp32, a number for each row, and for groups dk and
+    dv of each query head."""
+    do, q, k = args[:3]
     copied = 0 if do.stride(-1) == 1 else _bytes(do)
-    return copied, _bytes(q, 4), _bytes(q[..., 0], 4)
+    return copied, _bytes(q, 4), _bytes(q[..., 0], 4), *(_grouped(q, k),) * 2
+
+
+def _grouped(q: Tensor, k: Tensor) -> int:
+    """Bytes of a gradient of k [B, HKV, S, D] for each query head; 0 without groups."""
+    return 0 if k.shape[1] == q.shape[1] else _bytes(k) // k.shape[1] * q.shape[1]
 
 
 def _flash_backward(args, kwargs, out) -> tuple[int, ...]:
@@ -112,8 +118,8 @@ def _flash_backward(args, kwargs, out) -> tuple[int, ...]:
     batch, heads, rows, dim = q.shape[0], q.shape[1], _up(q.shape[2], 128), q.shape[3]
     width = _up(dim, 32 if dim <= 128 else 64)
     copied = 0 if do.transpose(1, 2).is_contiguous() else _bytes(do)
-    grouped = 0 if k.shape[1] == heads else batch * heads * k.shape[2] * dim * k.element_size()
-    return copied, batch * heads * rows * 4, batch * heads * rows * width * 4, grouped, grouped
+    sums = batch * heads * rows * 4
+    return copied, sums, sums * width, *(_grouped(q, k),) * 2
 
 
 def _efficient(args, kwargs, out) -> tuple[int, ...]:

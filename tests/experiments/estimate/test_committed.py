@@ -39,6 +39,15 @@ def test_a_small_model_is_foretold_within_one_per_cent():
     assert max(map(abs, found.values())) < 0.01, found
 
 
+def test_calls_alone_need_what_an_h200_measured():
+    """With nothing around them, workspaces show: cuDNN's, flash-attn's, our kernels' own."""
+    found = [call for call in committed.calls(RUNS) if call.shape.queries == "random"]
+    assert {call.backend for call in found} == set(committed.CALLED)
+    for call in found:
+        # The allocator's blocks are up to 1 MiB larger than what is asked for.
+        assert committed.called(call.backend, call.shape) == pytest.approx(call.mib, abs=1), call
+
+
 @pytest.mark.slow
 def test_every_committed_peak_is_foretold_within_one_per_cent():
     """Except of gather and packed beyond 2048 tokens, whose traces take longest."""
