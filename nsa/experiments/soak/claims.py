@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsa.experiments.soak import table
-from nsa.experiments.soak.trials import USUAL, Part, Setting, Soak, told
+from nsa.experiments.soak.trials import USUAL, Foretold, Part, Setting, Soak, told
 from nsa.model import saving
 from nsa.workbook.claim import Claim, aim_of, verdict_of
 
@@ -13,13 +13,16 @@ SPEED_SHARE = 0.01  # of tokens a second at the start
 LOSS_APART = 1e-3  # nats on a GPU, whose sums may run in another order; on a CPU none
 WITHIN = 1  # steps between a limit's crossing and what the guard does
 SAME_SHARE = 0.001  # of what tensors ask for
+RESERVED_SHARE = 0.1
 SLOWER = 1.1  # times the usual setting's step
 EXPANDABLE = "expandable_segments:True"
 GROWS, JUMPS, SMALL = "grows", "by jumps and not by steps", "which is too little to tell"
 LOST = ("crash", "timeout", "not run")  # ends that say nothing of the training
 
 
-def all_claims(soak: Soak, planted: Part, trials: Sequence[Setting]) -> list[Claim]:
+def all_claims(
+    soak: Soak, planted: Part, trials: Sequence[Setting], foretold: Sequence[Foretold]
+) -> list[Claim]:
     """Every claim."""
     return [
         comes_to_its_end(soak),
@@ -31,6 +34,7 @@ def all_claims(soak: Soak, planted: Part, trials: Sequence[Setting]) -> list[Cla
         settings_ask_for_the_same(soak, trials),
         expandable_segments_waste_less(soak, trials),
         no_setting_is_slow(soak, trials),
+        reserved_is_foretold(soak, trials, foretold),
     ]
 
 
@@ -213,6 +217,27 @@ def no_setting_is_slow(soak: Soak, trials: Sequence[Setting]) -> Claim:
     if any(_high(ratio) > SLOWER for ratio in found.values()):
         return Claim.undecided(sentence, "an interval is across the bound", evidence)
     return Claim(sentence, "PASS", evidence)
+
+
+def reserved_is_foretold(
+    soak: Soak, trials: Sequence[Setting], foretold: Sequence[Foretold]
+) -> Claim:
+    """Of every setting, by the model of the allocator, which saw no GPU."""
+    sentence = f"what every setting reserves is foretold to {RESERVED_SHARE:.0%}"
+    if (why := _why_not(soak, trials)) is not None:
+        return why(sentence)
+    said = {one.name: one for one in foretold}
+    if unknown := [f"{told(n)}: {said[n].why or 'no number'}" for n in _names(trials)
+                   if n in said and math.isnan(said[n].reserved)]:  # fmt: skip
+        return Claim.undecided(sentence, "; ".join(unknown))
+    off = {n: said[n].reserved / table.middle(trials, n, "reserved") - 1
+           for n in _names(trials) if n in said}  # fmt: skip
+    if not off:
+        return Claim.not_here(sentence, "nothing was foretold")
+    worst = max(off, key=lambda name: abs(off[name]))
+    evidence = {told(name): round(share, 4) for name, share in off.items()}
+    sentence = f"{sentence}: {off[worst]:+.1%} at most, {told(worst)}"
+    return Claim(sentence, aim_of(abs(off[worst]) <= RESERVED_SHARE), evidence)
 
 
 def _low(ratio) -> float:

@@ -1,11 +1,12 @@
 """The figures of the soak notebook, in the looks of all others."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 
 from nsa.experiments.soak import table
-from nsa.experiments.soak.trials import Part, Setting, Soak, told
+from nsa.experiments.soak.trials import Foretold, Part, Setting, Soak, told
 from nsa.workbook import looks
 from nsa.workbook.looks import GREY, PALETTE, RED
 from nsa.workbook.scaling import Slope
@@ -97,25 +98,36 @@ def restart_and_limits(soak: Soak, planted: Part):
     return fig
 
 
-def settings(trials: Sequence[Setting], note: str):
-    """Reserved, allocated and what is between them, a group of bars a setting; and a step's time
-    beside the usual setting's."""
-    names = list(dict.fromkeys(trial.name for trial in trials))
+def settings(trials: Sequence[Setting], note: str, foretold: Sequence[Foretold] = ()):
+    """Reserved, allocated and what is between them, a group of bars a setting, and a step's time
+    beside the usual setting's; without trials what was foretold."""
     if not any(trial.steps("reserved") for trial in trials):
-        return looks.nothing("An allocator's settings act on a GPU alone: nothing was measured.")
-    places, width = np.arange(len(names)), 0.2
+        if not any(np.isfinite(one.reserved) for one in foretold):
+            return looks.nothing("An allocator's settings act on a GPU alone; none is here.")
+        held = {"reserved": [f.reserved for f in foretold]}
+        held["allocated"] = [f.allocated for f in foretold]
+        held["fragmentation"] = list(np.subtract(held["reserved"], held["allocated"]))
+        with looks.figure(1, 3.6) as (fig, (axes,)):
+            _bars(axes, [one.name for one in foretold], held)
+            looks.title(axes, "Foretold by allocator setting", "nothing was measured")
+        return fig
+    names = list(dict.fromkeys(trial.name for trial in trials))
     with looks.figure(2, 3.6) as (fig, (left, right)):
-        for number, of in enumerate(("reserved", "allocated", "fragmentation", "inactive_split")):
-            mib = [table.middle(trials, name, of) for name in names]
-            place = places + (number - 1.5) * width
-            left.bar(place, mib, width, color=PALETTE[number], label=of.replace("_", " "))
-            for trial in trials:
-                if values := trial.steps(of):
-                    x = place[names.index(trial.name)]
-                    left.plot(x, max(values), ".", color="#000000", ms=3)
-        left.set(ylabel="MiB at the highest step")
+        kinds = ("reserved", "allocated", "fragmentation", "inactive_split")
+        places = _bars(
+            left, names, {of: [table.middle(trials, n, of) for n in names] for of in kinds}
+        )
+        for trial, of in product(trials, kinds):
+            if values := trial.steps(of):
+                left.plot(places[of][names.index(trial.name)], max(values), "k.", ms=3)
+        said = {one.name: one.reserved for one in foretold}
+        if any(map(np.isfinite, said.values())):
+            at = [said.get(name, np.nan) for name in names]
+            left.plot(
+                places["reserved"], at, "_", ms=12, mew=2, color=RED, label="foretold reserved"
+            )
         looks.title(left, "Memory by allocator setting", note)
-        for place, name in zip(places, names, strict=True):
+        for place, name in enumerate(names):
             ratio = table.times_usual(trials, name)
             if ratio is not None:
                 ends = [[ratio.value - ratio.low], [ratio.high - ratio.value]]
@@ -123,9 +135,23 @@ def settings(trials: Sequence[Setting], note: str):
                 right.errorbar(place, ratio.value, yerr=bars, fmt="o", color=PALETTE[0], capsize=4)
         right.axhline(1.0, color=GREY, lw=0.9, ls="--")
         right.set(ylabel="a step, times the usual setting's")
+        _named(right, names)
         looks.title(right, "Time by allocator setting", note)
-        for axes in (left, right):
-            axes.set_xticks(places, [told(name).replace(":", ":\n") for name in names])
-            axes.tick_params(axis="x", labelsize=7, rotation=20)
-            axes.grid(False, axis="x")
     return fig
+
+
+def _bars(axes, names: Sequence[str], mib: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """Where the bars of each kind stand."""
+    width, places = 0.8 / len(mib), {}
+    for number, (of, values) in enumerate(mib.items()):
+        places[of] = np.arange(len(names)) + (number - (len(mib) - 1) / 2) * width
+        axes.bar(places[of], values, width, color=PALETTE[number], label=of.replace("_", " "))
+    axes.set(ylabel="MiB at the highest step")
+    _named(axes, names)
+    return places
+
+
+def _named(axes, names: Sequence[str]) -> None:
+    axes.set_xticks(range(len(names)), [told(name).replace(":", ":\n") for name in names])
+    axes.tick_params(axis="x", labelsize=7, rotation=20)
+    axes.grid(False, axis="x")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas
 
-from nsa.experiments.soak.trials import USUAL, Part, Setting, Soak, told
+from nsa.experiments.soak.trials import USUAL, Foretold, Part, Setting, Soak, told
 from nsa.workbook.scaling import Ratio, Slope, paired_ratio, robust_slope
 
 LEFT_OUT = 20
@@ -199,19 +199,24 @@ def times_usual(trials: Sequence[Setting], name: str) -> Ratio | None:
     return paired_ratio(*zip(*pairs, strict=True)) if pairs else None
 
 
-def settings(trials: Sequence[Setting]) -> pandas.DataFrame:
-    """A line a setting: MiB at the highest settled step, and a step's time beside the usual."""
-    lines = {}
-    for name in dict.fromkeys(trial.name for trial in trials):
-        line = {
-            f"{of.replace('_', ' ')}, MiB": f"{middle(trials, name, of):,.1f}" for of in OF_SETTINGS
-        }
+def settings(trials: Sequence[Setting], foretold: Sequence[Foretold] = ()) -> pandas.DataFrame:
+    """A line a setting: MiB at the highest settled step, what was foretold of it, and a step's time
+    beside the usual setting's. What nobody measured or foretold has no column."""
+    lines, said = {}, {one.name: one for one in foretold}
+    for name in dict.fromkeys([*(trial.name for trial in trials), *said]):
+        line = {f"{of.replace('_', ' ')}, MiB": middle(trials, name, of) for of in OF_SETTINGS}
+        if name in said:
+            line["foretold allocated, MiB"] = said[name].allocated
+            line["foretold reserved, MiB"] = said[name].reserved
+        line["step, ms"] = 1e3 * middle(trials, name, "seconds")
+        line = {what: "" if math.isnan(x) else f"{x:,.1f}" for what, x in line.items()}
         times = times_usual(trials, name)
-        line["step, ms"] = f"{1e3 * middle(trials, name, 'seconds'):.4g}"
         line["times usual"] = "" if name == USUAL or times is None else str(times)
         bad = [t.ended.status for t in trials if t.name == name and t.ended.status != "ok"]
-        lines[told(name)] = line | {"ended": ", ".join(bad) or "ok"}
-    return pandas.DataFrame.from_dict(lines, orient="index")
+        line["ended otherwise"] = ", ".join(bad) or (said[name].why if name in said else "")
+        lines[told(name)] = line
+    table = pandas.DataFrame.from_dict(lines, orient="index")
+    return table.loc[:, (table != "").any()]
 
 
 def facts(soak: Soak, planted: Part) -> list[str]:

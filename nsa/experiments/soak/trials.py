@@ -13,6 +13,7 @@ import pandas
 
 from nsa.experiments.soak.child import COLUMNS, FILE, PLANT_AFTER
 from nsa.lab import sweep
+from nsa.lab.measure.recorders import MIB
 from nsa.lab.observers.guard_rules import levels
 from nsa.lab.process.trial import Outcome, run_child
 from nsa.lab.search.factors import TRAINING
@@ -25,6 +26,10 @@ VARIABLES = ALLOCATOR.env("any:1").keys()
 LEAST_STEPS = 4  # of a soak: two processes of two steps
 SETTLED = 5  # steps of a setting's trial that are not counted
 USUAL = ""  # the allocator's setting of who sets nothing
+# Whose settings are foretold where none can be measured: large enough for segments to matter.
+WITHOUT_A_GPU = TrainingSpec(
+    "production", 512, layers=2, backend="gather", precision="bf16", checkpoint="all"
+)
 
 
 @dataclass(frozen=True)
@@ -267,6 +272,33 @@ def settings(
         **options,
     )
     return [Setting(*trial, how) for trial, how in zip(trials, ended, strict=True)]
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What the estimate says of a setting: MiB at a step's peak, NaN with the reason where it does
+    not know."""
+
+    name: str
+    allocated: float
+    reserved: float
+    why: str = ""
+
+
+def foretell(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Foretold]:
+    """The estimate of the same step on that GPU under each setting; no device is touched."""
+    from nsa.lab.estimate.estimate import estimate
+
+    found = []
+    for name in names:
+        try:
+            held = estimate(replace(cell, device="cuda"), gpu=gpu, allocator=name)
+        except ValueError as error:
+            found.append(Foretold(name, math.nan, math.nan, str(error)))
+        else:
+            reserved = math.nan if held.reserved is None else held.reserved / MIB
+            found.append(Foretold(name, held.allocated / MIB, reserved))
+    return found
 
 
 def told(setting: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from nsa.experiments.soak import claims, plots, table
 from nsa.experiments.soak.child import COLUMNS
-from nsa.experiments.soak.trials import Part, Setting, Soak
+from nsa.experiments.soak.trials import Foretold, Part, Setting, Soak
 from nsa.lab.process.trial import Outcome
 from nsa.lab.training import TrainingSpec
 from nsa.workbook import metrics
@@ -177,6 +177,20 @@ def test_a_setting_that_is_slow_in_every_turn_misses_the_aim():
         if trial.name == ROUND:
             trial.ended.result["seconds"] = [0.2 * (1 + trial.turn)] * 9
     assert claims.no_setting_is_slow(soaked(), slow).verdict == "AIM MISSED"
+
+
+@pytest.mark.parametrize(
+    ("mib", "verdict"), [(3500.0, "PASS"), (2800.0, "AIM MISSED"), (np.nan, "INCONCLUSIVE")]
+)
+def test_what_is_reserved_is_foretold_or_not(mib, verdict):
+    said = [Foretold(t.name, 3000.0, 3300.0) for t in trials()[:2]] + [Foretold(ROUND, 3000.0, mib)]
+    assert claims.reserved_is_foretold(soaked(), trials(), said).verdict == verdict
+    assert claims.reserved_is_foretold(soaked(), trials(), []).verdict == "NOT APPLICABLE"
+    cpu = Soak(TrainingSpec("cpu_test", 64), STEPS, 10, LIMITS)
+    assert claims.reserved_is_foretold(cpu, [], said).verdict == "NOT APPLICABLE"
+    plots.settings([], "a CPU", said).canvas.draw()
+    plots.settings(trials(), "a GPU", said).canvas.draw()
+    assert table.settings([], said).loc["usual", "foretold reserved, MiB"] == "3,300.0"
 
 
 def test_rows_fit_the_table_of_all_runs_and_figures_can_be_drawn():

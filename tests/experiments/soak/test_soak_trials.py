@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -172,6 +173,20 @@ def test_settings_take_turns_each_in_an_environment_of_its_own(monkeypatch, tmp_
     assert set(ran[1][1].values()) == {"max_split_size_mb:64"} and len(ran[1][1]) == 2
     assert [(t.name, t.turn) for t in found] == [(n, turn) for turn in (0, 1) for n in names]
     assert found[0].steps("reserved") == [1.0], "the first five settle"
+
+
+def test_each_setting_is_foretold_and_what_is_not_known_says_why(monkeypatch):
+    def estimate(spec, *, gpu, allocator):
+        assert (spec.device, spec.layers, gpu) == ("cuda", 1, "a GPU")
+        if allocator == "a:1":
+            raise ValueError("no setting 'a'")
+        return SimpleNamespace(allocated=3 * 2**20, reserved=None if allocator else 2**22)
+
+    monkeypatch.setattr("nsa.lab.estimate.estimate.estimate", estimate)
+    usual, other, wrong = trials.foretell(CELL, ["", "b:1", "a:1"], "a GPU")
+    assert (usual.allocated, usual.reserved) == (3.0, 4.0)
+    assert np.isnan(other.reserved) and not other.why
+    assert wrong.why == "no setting 'a'"
 
 
 @pytest.mark.parametrize(
