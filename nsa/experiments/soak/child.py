@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.attention import witness
+from nsa.experiments.soak.trials import COLUMNS, FILE, PLANT_AFTER
 from nsa.lab.measure.recorders import MIB, MemorySamples, live_cpu_storages
 from nsa.lab.measure.steps import StepMeter
 from nsa.lab.measure.timing import mark, seconds_between, wait
@@ -22,11 +23,6 @@ from nsa.model.llama import parameter_count
 from nsa.model.train import Trainer
 
 CHUNK = 20  # steps from one look at the file to the next, each of which waits for the device once
-COLUMNS = (
-    "step", "seconds", "tensors_mib", "reserved_mib", "peak_mib", "host_mib", "loss", "grad_norm",
-)  # fmt: skip
-FILE = "samples.csv"
-PLANT_AFTER = 10  # steps of a training that is to grow, before it does
 
 
 class Samples:

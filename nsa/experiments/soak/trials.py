@@ -11,9 +11,7 @@ from typing import Any
 
 import pandas
 
-from nsa.experiments.soak.child import COLUMNS, FILE, PLANT_AFTER
 from nsa.lab import sweep
-from nsa.lab.measure.recorders import MIB
 from nsa.lab.observers.guard_rules import levels
 from nsa.lab.process.trial import Outcome, run_child
 from nsa.lab.search.factors import TRAINING
@@ -26,17 +24,20 @@ VARIABLES = ALLOCATOR.env("any:1").keys()
 LEAST_STEPS = 4  # of a soak: two processes of two steps
 SETTLED = 5  # steps of a setting's trial that are not counted
 USUAL = ""  # the allocator's setting of who sets nothing
-# Whose settings are foretold where none can be measured: large enough for segments to matter.
-WITHOUT_A_GPU = TrainingSpec(
-    "production", 512, layers=2, backend="gather", precision="bf16", checkpoint="all"
-)
+# A process's samples, a line a step.
+FILE = "samples.csv"
+COLUMNS = (
+    "step", "seconds", "tensors_mib", "reserved_mib", "peak_mib", "host_mib", "loss", "grad_norm",
+)  # fmt: skip
+PLANT_AFTER = 10  # steps of a training that is to grow, before it does
+MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Part:
     """One process: what it was to do, how it ended, and a row for each step that it wrote down.
 
-    `rows` have the columns of child.COLUMNS, also of a process that was killed.
+    `rows` have the columns of COLUMNS, also of a process that was killed.
     """
 
     spec: dict[str, Any]
@@ -283,6 +284,12 @@ class Foretold:
     allocated: float
     reserved: float
     why: str = ""
+
+
+def without_a_gpu() -> TrainingSpec:
+    """What is foretold where nothing can be measured: large enough for segments to matter."""
+    how = {"backend": "gather", "precision": "bf16", "checkpoint": "all"}
+    return TrainingSpec("production", 512, layers=2, **how)
 
 
 def foretell(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Foretold]:

@@ -5,8 +5,7 @@ import pandas
 import pytest
 
 from nsa.experiments.soak import claims, plots, table
-from nsa.experiments.soak.child import COLUMNS
-from nsa.experiments.soak.trials import Foretold, Part, Setting, Soak
+from nsa.experiments.soak.trials import COLUMNS, Foretold, Part, Setting, Soak
 from nsa.lab.process.trial import Outcome
 from nsa.lab.training import TrainingSpec
 from nsa.workbook import metrics
