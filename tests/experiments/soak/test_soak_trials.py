@@ -60,6 +60,32 @@ def test_a_loss_that_differs_by_its_last_bit_is_not_the_same(whole):
     assert claim.verdict == "FAIL" and claim.evidence["furthest"] > 0
 
 
+@pytest.mark.parametrize("ends", ["well", "late", "full"])
+def test_the_second_process_starts_from_the_file_of_the_first(ends, tmp_path, monkeypatch):
+    specs = []
+
+    def part(name, spec, folder, entry, **options):
+        specs.append(spec)
+        kept = folder / "checkpoints"
+        kept.mkdir(exist_ok=True)
+        (kept / "step-000050.pt").touch()
+        saved = "not kept: full" if ends == "full" else "checkpoints/step-000050.pt"
+        status = "timeout" if ends == "late" and spec.get("resume") else "ok"
+        result = {"saved": saved, "stop": None} if status == "ok" else None
+        return Part(spec, Outcome(status, result, 1.0, "", 0), trials.read(tmp_path / "none.csv"))
+
+    monkeypatch.setattr(trials, "part", part)
+    found = trials.soak(CELL, steps=100, overlap=7, limits_gib=LIMITS, folder=tmp_path)
+    first, *second = specs
+    assert (first["until"], first["save_at"], first.get("resume")) == (57, 50, None)
+    assert first["guard"] == ["memory=60.0000GiB:warn,65.0000GiB:stop"]
+    kept = tmp_path / "checkpoints" / "step-000050.pt"
+    assert [(one["until"], one["resume"]) for one in second] == [(100, str(kept))] * (
+        ends != "full"
+    )
+    assert found.whole == (ends == "well") and kept.exists() == (ends != "well")
+
+
 def test_every_step_has_its_line_and_tensors_are_counted_to_the_byte(whole):
     rows = whole.parts[0].rows
     assert rows["step"].tolist() == list(range(26))
