@@ -293,18 +293,27 @@ def without_a_gpu() -> TrainingSpec:
 
 
 def foretell(cell: TrainingSpec, names: Sequence[str], gpu: str) -> list[Foretold]:
-    """The estimate of the same step on that GPU under each setting; no device is touched."""
-    from nsa.lab.estimate.estimate import estimate
+    """What CUDA's allocator would hold under each setting in a later step of this training on that
+    GPU: the step is traced once without a device, and the allocator is modelled."""
+    from nsa.lab.estimate.alloc_conf import Settings
+    from nsa.lab.estimate.pretend import gpu_named
+    from nsa.lab.estimate.reserved import replay
+    from nsa.lab.estimate.trace import steady, trace
 
+    try:
+        chosen = gpu_named(gpu)
+        step = steady(trace(replace(cell, device="cuda"), chosen).stream)
+    except ValueError as error:
+        return [Foretold(name, math.nan, math.nan, str(error)) for name in names]
     found = []
     for name in names:
         try:
-            held = estimate(replace(cell, device="cuda"), gpu=gpu, allocator=name)
+            peak = replay(step, Settings.parse(name), repeat=3).peak
         except ValueError as error:
             found.append(Foretold(name, math.nan, math.nan, str(error)))
         else:
-            reserved = math.nan if held.reserved is None else held.reserved / MIB
-            found.append(Foretold(name, held.allocated / MIB, reserved))
+            held = (peak.allocated, peak.reserved)
+            found.append(Foretold(name, *((size + chosen.resident) / MIB for size in held)))
     return found
 
 

@@ -12,6 +12,7 @@ from soak_entries import KILLED_AFTER
 
 from nsa.experiments.soak import child, claims, table, trials
 from nsa.experiments.soak.trials import Part, Setting, Soak
+from nsa.lab.measure.allocations import Stream
 from nsa.lab.process.trial import Outcome
 from nsa.lab.training import TrainingSpec
 from nsa.model import saving
@@ -202,17 +203,23 @@ def test_settings_take_turns_each_in_an_environment_of_its_own(monkeypatch, tmp_
 
 
 def test_each_setting_is_foretold_and_what_is_not_known_says_why(monkeypatch):
-    def estimate(spec, *, gpu, allocator):
-        assert (spec.device, spec.layers, gpu) == ("cuda", 1, "a GPU")
-        if allocator == "a:1":
-            raise ValueError("no setting 'a'")
-        return SimpleNamespace(allocated=3 * 2**20, reserved=None if allocator else 2**22)
-
-    monkeypatch.setattr("nsa.lab.estimate.estimate.estimate", estimate)
-    usual, other, wrong = trials.foretell(CELL, ["", "b:1", "a:1"], "a GPU")
-    assert (usual.allocated, usual.reserved) == (3.0, 4.0)
-    assert np.isnan(other.reserved) and not other.why
-    assert wrong.why == "no setting 'a'"
+    step = Stream()
+    step.mark("forward")
+    for address in range(40):  # the next half of a power of two is 4 MiB
+        step.alloc(address, 3 * 2**20 + 1)
+    for address in range(40):
+        step.free(address)
+    step.mark("end")
+    traced = SimpleNamespace(stream=step)
+    monkeypatch.setattr("nsa.lab.estimate.trace.trace", lambda spec, gpu: traced)
+    usual, powers, wrong = trials.foretell(
+        CELL, ["", "roundup_power2_divisions:2", "a:1"], "NVIDIA H200"
+    )
+    assert 120 < usual.allocated < powers.allocated <= powers.reserved
+    assert usual.reserved >= usual.allocated and not usual.why
+    assert np.isnan(wrong.reserved) and "no setting 'a'" in wrong.why
+    [unknown] = trials.foretell(CELL, [""], "NVIDIA Z9")
+    assert np.isnan(unknown.reserved) and "'NVIDIA Z9' is none that is known" in unknown.why
 
 
 @pytest.mark.parametrize(
