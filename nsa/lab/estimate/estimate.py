@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from nsa.lab.estimate import layers, reserved, search, small
+from nsa.lab.estimate import layers, libraries, reserved, search, small
 from nsa.lab.estimate.alloc_conf import Settings
 from nsa.lab.estimate.pretend import GIB, Gpu, gpu_named
 from nsa.lab.estimate.trace import Trace, steady, trace
@@ -63,6 +63,7 @@ def _estimate(spec: TrainingSpec, gpu: str, settings: Settings) -> tuple[Estimat
     found, top = replay(steady(traced.stream)), None
     told: dict[str, Any] = {"how": how, "saved": saved(traced), "unknown": dict(traced.unknown)}
     if chosen:
+        told["notes"] = libraries.notes()
         held = _with_resident(traced.stream, chosen.resident)
         blocks = reserved.replay(held, settings, repeat=STEPS)
         top = blocks.peak.reserved

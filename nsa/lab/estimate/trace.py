@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from nsa.attention import span
 from nsa.attention.backends import gather, packed
 from nsa.lab.estimate import operators
+from nsa.lab.estimate.branch import running
 from nsa.lab.estimate.pretend import DEVICE, Gpu, pretended
 from nsa.lab.measure.allocations import Stream
 from nsa.lab.measure.recorders import training_tensors
@@ -64,7 +65,7 @@ class Trace:
     """A step's stream, in which no address is used twice, and whose each one is."""
 
     stream: Stream = field(default_factory=Stream)
-    where: dict[int, str] = field(default_factory=dict)  # the innermost module of each address
+    where: dict[int, str] = field(default_factory=dict)  # each one's module and branch
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     operators: int = 0
 
@@ -147,7 +148,9 @@ class Tracker(TorchDispatchMode):
         address, self._next = self._next, self._next + 1
         self.trace.stream.alloc(address, size)
         if self._modules:
-            self.trace.where[address] = self._modules[-1]
+            module = self._modules[-1]
+            branch = running() if module.endswith("attention") and not self._backward else ""
+            self.trace.where[address] = module + branch
         return address
 
     def _gone(self, key: int, address: int) -> None:
