@@ -172,19 +172,19 @@ class _Repeat:
     def _form(self, part: Part) -> Iterator[Any]:
         """The events without addresses, and layers counted from this one."""
         for bulk, events in self._runs(part):
-            if bulk:
-                yield "all", sorted(self.symbols[address] for address, _ in events)
-            for address, size in () if bulk else events:
-                key, layer = self.symbols[address]
-                if size != FREE:
-                    name = self.short.where.get(address)
-                    yield size, name and LAYER.sub("blocks.*", name)
-                else:
-                    yield key, None if layer is None else layer - part.layer
+            if events[0][1] != FREE:
+                names = (self.short.where.get(address, "") for address, _ in events)
+                plain = [LAYER.sub("blocks.*", name) for name in names]
+                yield [size for _, size in events], plain
+                continue
+            theirs = [self.symbols[address] for address, _ in events]
+            if not bulk:
+                theirs = [(k, -self.count if x is None else x - part.layer) for k, x in theirs]
+            yield bulk, sorted(theirs)  # of several at once the order may be any
 
     def _runs(self, part: Part) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
         """Stretches of frees and of allocations, and whether it is one of frees that goes over many
-        layers, for then it goes over all."""
+        layers, for then it goes over all of them."""
         for frees, run in groupby(part.events, key=lambda event: event[1] == FREE):
             events = list(run)
             layers = {self.symbols[address][1] for address, _ in events} - {None} if frees else ()
