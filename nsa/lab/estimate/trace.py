@@ -9,26 +9,27 @@ operator of torch's, `operators` knows.
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp import GradScaler
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa.lab.estimate import operators
+from nsa.lab.estimate import operators, ranks
 from nsa.lab.estimate.pretend import DEVICE, Gpu, pretended
 from nsa.lab.measure.allocations import Stream
 from nsa.lab.measure.recorders import training_tensors
 from nsa.lab.training import TrainingSpec
-from nsa.model import parallel
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
-from nsa.model.train import Trainer
+from nsa.model.train import Trainer, check_capturable
 
 GRAIN = {"cuda": 512, "cpu": 1}  # an allocator rounds a request up to a multiple
 aten = torch.ops.aten
@@ -48,6 +49,7 @@ class Trace:
 
     stream: Stream = field(default_factory=Stream)
     where: dict[int, str] = field(default_factory=dict)  # the innermost module of each address
+    streams: dict[int, int] = field(default_factory=dict)  # number of an address's, unless 0
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     operators: int = 0
 
@@ -58,14 +60,18 @@ class Tracker(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.trace, self.device = Trace(), device
+        self.current_stream: Callable[[], int] = lambda: 0
         self._grain = GRAIN[device]
         self._addresses: dict[int, int] = {}  # by storage
+        self._ends: dict[int, weakref.finalize] = {}
         self._modules: list[str] = []
         self._watched: Any = dict
         self._backward = False
         self._next = 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind is not FakeTensor for kind in types):
+            return NotImplemented  # of sharded tensors, whose parts come by themselves
         kwargs = kwargs or {}
         self.trace.operators += 1
         if self._backward and func in IN_PLACE and torch._C._current_autograd_node() is not None:
@@ -81,6 +87,8 @@ class Tracker(TorchDispatchMode):
 
     def born(self, tensor: Tensor) -> None:
         """Its storage, if it is new and on the device, is in the stream until it goes."""
+        if not isinstance(tensor, FakeTensor):
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._addresses or tensor.device.type != self.device:
@@ -89,7 +97,12 @@ class Tracker(TorchDispatchMode):
         if size:
             address = self._alloc(size)
             self._addresses[key] = address
-            weakref.finalize(storage, self._gone, key, address)
+            self._ends[key] = weakref.finalize(storage, self._gone, key, address)
+
+    def freed(self, tensor: Tensor) -> None:
+        """Its storage goes now, although somebody holds it."""
+        if end := self._ends.get(tensor.untyped_storage()._cdata):
+            end()
 
     def besides(self, *sizes: int) -> None:
         """What an operator allocates and frees again, all held at once."""
@@ -100,6 +113,8 @@ class Tracker(TorchDispatchMode):
     def _alloc(self, size: int) -> int:
         address, self._next = self._next, self._next + 1
         self.trace.stream.alloc(address, size)
+        if number := self.current_stream():
+            self.trace.streams[address] = number
         if self._modules:
             self.trace.where[address] = self._modules[-1]
         return address
@@ -130,12 +145,22 @@ class Tracker(TorchDispatchMode):
             self.trace.stream.tag(category, found)
 
 
-def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
-    """The first step of that training, on one rank and launched one by one; see `steady`.
+def trace(
+    spec: TrainingSpec,
+    gpu: Gpu | None = None,
+    *,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Trace:
+    """The first step of that training, on rank 0 and launched one by one; see `steady`.
 
-    gpu: the one that is pretended, for a spec on "cuda".
+    gpu: the one that is pretended, for a spec on "cuda". ddp: options of DDP, as Parallel has
+    them. changes: of the spec's TrainConfig.
     """
-    train = spec.training(seed=None, compile=False, cuda_graph=False)
+    eager = {"seed": None, "compile": False, "cuda_graph": False}
+    if spec.device == "cpu":
+        eager["nonfinite"] = None  # the host looks at the norm, which has no value here
+    train = spec.training(**changes | eager)
     with contextlib.ExitStack() as held:
         if spec.device == "cuda":
             assert gpu is not None
@@ -147,8 +172,15 @@ def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
         with device:
             model = LanguageModel(spec.config())
         # Where it is already; a fake parameter cannot be swapped for itself.
+        # Each step is taken, whatever overflows; on a CPU the host would look.
+        stepped = mock.patch.object(GradScaler, "_maybe_opt_step", lambda _, adamw, *__: adamw.step())
+        if spec.device == "cpu":
+            held.enter_context(stepped)
         with mock.patch.object(nn.Module, "to", lambda module, *_: module):
-            place = replace(parallel.SINGLE, device=str(device))
+            place = ranks.place_of(spec, str(device), **ddp)
+            if spec.cuda_graph:
+                check_capturable(spec.training(**changes), device, place)
+            held.enter_context(ranks.ranked(tracker, place))
             data = synthetic(0, spec.config().vocab)
             trainer = Trainer(model, data, train, device=device, parallel=place)
         trainer.observers = (tracker,)
