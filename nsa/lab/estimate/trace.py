@@ -79,10 +79,10 @@ class Tracker(TorchDispatchMode):
         out = operators.substitute(self, func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
-        self.besides(*operators.besides(self, func, args, kwargs, out))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.born(leaf)
+        self.besides(*operators.besides(self, func, args, kwargs, out))
         return out
 
     def born(self, tensor: Tensor) -> None:
@@ -164,7 +164,7 @@ def trace(
     with contextlib.ExitStack() as held:
         if spec.device == "cuda":
             assert gpu is not None
-            held.enter_context(pretended(gpu))
+            held.enter_context(pretended(gpu, flash=spec.backend == "flash"))
         else:
             held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracker = held.enter_context(Tracker(spec.device))
