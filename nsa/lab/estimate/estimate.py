@@ -90,8 +90,8 @@ def estimate(
 
 def _notes(spec: TrainingSpec, ddp: Mapping[str, Any]) -> Iterator[str]:
     if spec.parallel != "none":
-        library = "NCCL" if spec.device == "cuda" else "gloo"
-        yield f"rank 0 of {spec.ranks}; what {library} holds is beside torch's allocator"
+        beside = "; what NCCL holds is beside torch's allocator" * (spec.device == "cuda")
+        yield f"rank 0 of {spec.ranks}{beside}"
     if ddp.get("static_graph"):
         yield "the first step of a static graph is not traced, a later one is"
     if spec.cuda_graph:

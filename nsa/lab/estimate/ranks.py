@@ -2,9 +2,9 @@
 that sends nothing.
 
 What they allocate is traced like all else: DDP's buckets, the copies that its hooks make, FSDP2's
-shards, gathered blocks and buffers. What NCCL and gloo allocate for themselves is beside torch's
-allocator and in no count. Rank 0 is traced: where ranks do not divide a parameter, FSDP2 pads every
-shard to the size of rank 0's, so no rank holds more.
+shards, gathered blocks and buffers, and gloo's copies of these. What NCCL allocates for itself is
+beside torch's allocator and in no count. Rank 0 is traced: where ranks do not divide a parameter,
+FSDP2 pads every shard to the size of rank 0's, so no rank holds more.
 """
 
 import contextlib
@@ -101,7 +101,11 @@ def _for_ddp() -> Iterator[Replaced]:
 
 def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
     from torch.distributed import device_mesh
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard import (
+        _fsdp_collectives,
+        _fsdp_param,
+        _fsdp_param_group,
+    )
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -131,7 +135,20 @@ def _for_fsdp(tracker: Any) -> Iterator[Replaced]:
         for name in ("alloc_storage", "free_storage"):
             if hasattr(module, name):
                 yield module, name, seen(getattr(module, name))
-    if tracker.device == "cuda":
+
+    def copied(call: Callable) -> Callable:
+        """gloo sends a copy of what it gathers into or scatters from."""
+
+        def called(comm: Any, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+            tracker.besides(max(output_tensor.nbytes, input_tensor.nbytes))
+            return call(comm, output_tensor, input_tensor, **options)
+
+        return called
+
+    if tracker.device == "cpu":
+        for kind in (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter):
+            yield kind, "__call__", copied(kind.__call__)
+    else:
         # C++ takes a sharded tensor for a meta one, as it does its part.
         yield DTensor, "device", property(lambda sharded: sharded._local_tensor.device)
         streams = _Streams()

@@ -236,5 +236,5 @@ def test_what_a_real_rank_holds_was_foretold(real, name, weights):
         recorded = rank[name]["peak"]
         # Buckets that no gradient is a view of are C++'s alone, and were there before.
         recorded += weights * (name == "ddp, copied gradients")
-        # gloo's own thread lets go of what FSDP2 sent, later than NCCL's streams or unseen.
+        # The recorder may miss that gloo's own thread frees the copy that it has sent.
         assert found["peak"] == pytest.approx(recorded, rel=0.01 if kind == "ddp" else 0.05)
