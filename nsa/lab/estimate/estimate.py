@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from nsa.lab.estimate import reserved
+from nsa.lab.estimate import libraries, reserved
 from nsa.lab.estimate.alloc_conf import Settings
 from nsa.lab.estimate.pretend import Gpu, gpu_named
 from nsa.lab.estimate.steps import run_of
@@ -84,7 +84,7 @@ def estimate(
         gpu=chosen.name if chosen else "",
         calibrated=_measured(chosen),
         uncertainty=1 - COMPILED[0] if spec.compile else 0.0,
-        notes=tuple(_notes(spec, ddp)),
+        notes=(*(libraries.notes() if chosen else ()), *_notes(spec, ddp)),
     )
 
 
