@@ -238,3 +238,34 @@ def test_what_a_real_rank_holds_was_foretold(real, name, weights):
         recorded += weights * (name == "ddp, copied gradients")
         # The recorder may miss that gloo's own thread frees the copy that it has sent.
         assert found["peak"] == pytest.approx(recorded, rel=0.01 if kind == "ddp" else 0.05)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, marks=pytest.mark.gpu),
+        pytest.param({"cuda_graph": True}, marks=pytest.mark.gpu),
+        *(
+            pytest.param(
+                {"ranks": 2, "parallel": kind, "cuda_graph": graph}, marks=pytest.mark.gpus2
+            )
+            for kind, graph in (("ddp", False), ("ddp", True), ("fsdp", False))
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_gpu_allocates_and_reserves_was_foretold(how, tmp_path):
+    ranks = how.get("ranks", 1)
+    spec = TrainingSpec(
+        "production", 2048, layers=3, backend="triton", batch=4 * ranks, precision="bf16",
+        device="cuda", data="synthetic", **how,
+    )  # fmt: skip
+    call = {"ranks": ranks, "deadline_s": 300, "folder": tmp_path}
+    rows = run_ranks("rank_memory:peaks", spec.to_dict(), **call)
+    assert {row["status"] for row in rows} == {"ok"}, rows
+    for row in rows:
+        real = row["result"]
+        found = estimate(spec, gpu=real["gpu"])
+        assert found.allocated == pytest.approx(real["allocated"], rel=0.05)
+        assert found.reserved == pytest.approx(real["reserved"], rel=0.10)
