@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from nsa.lab.estimate import libraries
+from nsa.lab.estimate import cpu, libraries
 
 aten = torch.ops.aten
 
@@ -58,8 +58,8 @@ def _logsumexp(args, kwargs, out) -> tuple[int, ...]:
 
 
 def _safe_softmax(args, kwargs, out) -> tuple[int, ...]:
-    """native/transformers/attention.cpp: the softmax, and where x is -inf."""
-    return _bytes(out), _bytes(out, 1)
+    """native/transformers/attention.cpp: which scores are -inf, and which rows are throughout."""
+    return _bytes(out, 1), out.numel() // max(1, out.shape[args[1]])
 
 
 def _softmax_backward(args, kwargs, out) -> tuple[int, ...]:
@@ -140,11 +140,11 @@ def _efficient_backward(args, kwargs, out) -> tuple[int, ...]:
 # Bytes that an operator allocates and frees again while its results are there, from (args, kwargs,
 # out). What is left out is below a thousandth of any step's peak: reductions' partial sums,
 # _foreach_norm's, topk's counts, and the fused norm's, which has some from 65,536 rows on.
+_BOTH = {aten.logsumexp.default: _logsumexp, aten._safe_softmax.default: _safe_softmax}
 BESIDES: dict[str, dict[Any, Callable[..., tuple[int, ...]]]] = {
-    "cpu": {aten.logsumexp.default: _logsumexp, aten._safe_softmax.default: _safe_softmax},
-    "cuda": {
-        aten.logsumexp.default: _logsumexp,
-        aten._safe_softmax.default: _safe_softmax,
+    "cpu": _BOTH | cpu.BESIDES,
+    "cuda": _BOTH
+    | {
         aten._softmax_backward_data.default: _softmax_backward,
         aten.sort.default: _sort,
         aten.sort.stable: _sort,
