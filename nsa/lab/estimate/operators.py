@@ -35,7 +35,7 @@ def besides(tracker: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> tup
     found = BESIDES[tracker.device].get(func)
     if found is not None:
         return found(args, kwargs, out)
-    if not _plain(func):
+    if not _plain(func) and func not in ON_A_CPU[tracker.device]:
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         size = sum(_bytes(x) for x in made if x.device.type == tracker.device)
         if size:
@@ -174,6 +174,9 @@ RESULTS_ONLY = frozenset(
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention
     """.split()  # noqa: SIM905
 )
+
+# And those that do so on a CPU but not on a GPU, by the allocator's events.
+ON_A_CPU = {"cpu": BESIDES["cuda"].keys() - BESIDES["cpu"].keys(), "cuda": frozenset()}
 
 
 def _plain(func: Any) -> bool:
