@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -11,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from nsa.lab.estimate import layers, libraries, reserved, search, small
 from nsa.lab.estimate.alloc_conf import Settings
 from nsa.lab.estimate.pretend import GIB, Gpu, gpu_named
+from nsa.lab.estimate.steps import Run, run_of
 from nsa.lab.estimate.trace import Trace, steady, trace
 from nsa.lab.measure.allocations import Stream, replay
 from nsa.lab.training import TrainingSpec
@@ -20,7 +23,9 @@ UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
 LAYER = layers.LAYER
 GRAINS = {"tokens": 64, "batch": 1}
 STATE = ("parameters", "gradients", "optimizer_state")
-STEPS = 3  # replayed by the allocator's model: AdamW's state is born in the first
+# Peaks with compiled blocks over those without, the least and the most of the pairs that runs of
+# 04_throughput on an H200 have, torch 2.11.
+COMPILED = (0.878, 0.954)
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Estimate:
     reserved: int | None  # the peak, as torch.cuda.max_memory_reserved; None on a CPU
     phase: str  # where the peak is
     phases: dict[str, int]  # the peak of each phase
-    by_category: dict[str, int]  # at the peak
+    by_category: dict[str, int]  # at the peak; on a GPU "rounding" is what blocks have beyond
     by_phase_category: dict[str, dict[str, int]]
     saved: dict[str, int]  # alive when the forward ends, by module; layers count together
     how: str
@@ -42,34 +47,106 @@ class Estimate:
     notes: tuple[str, ...] = ()
 
 
-def estimate(spec: TrainingSpec, *, gpu: str = "NVIDIA H200", allocator: str = "") -> Estimate:
+def estimate(
+    spec: TrainingSpec,
+    *,
+    gpu: str = "NVIDIA H200",
+    allocator: str = "",
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Estimate:
     """The peak of a training step, without a device: see `nsa.lab.estimate.trace`.
 
     gpu: the name of a GPU, or a part of it, whose programs and workspaces are meant; unused with
-    device="cpu". allocator: settings as in PYTORCH_CUDA_ALLOC_CONF. Categories are of what is asked
-    for; `allocated` is of blocks, which may be larger. ValueError for a GPU or a setting that is
-    unknown; RuntimeError where neither a trace nor small real runs can be had.
+    device="cpu". allocator: settings as in PYTORCH_CUDA_ALLOC_CONF. ddp: options of DDP that
+    `Parallel` has. changes: of the spec's TrainConfig. ValueError for a GPU, a setting or an option
+    that is unknown, and for a step that cannot be captured; RuntimeError where neither a trace nor
+    small real runs can be had.
     """
-    return _estimate(spec, gpu, Settings.parse(allocator))[0]
+    return _estimate(spec, gpu, Settings.parse(allocator), ddp, changes)[0]
 
 
-def _estimate(spec: TrainingSpec, gpu: str, settings: Settings) -> tuple[Estimate, Stream | None]:
-    """Also the stream from which the allocator's model has it, on a GPU."""
-    chosen, held = gpu_named(gpu) if spec.device == "cuda" else None, None
+def _estimate(
+    spec: TrainingSpec,
+    gpu: str,
+    settings: Settings,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Estimate, Run | None]:
+    """Also the steps from which the allocator's model has it, on a GPU."""
+    chosen, run = gpu_named(gpu) if spec.device == "cuda" else None, None
     try:
-        traced, how = whole(spec, chosen)
+        traced, how = whole(spec, chosen, ddp=ddp, **changes)
     except UNTRACEABLE as error:
         return _from_runs(spec, chosen, error), None
-    found, top = replay(steady(traced.stream)), None
     told: dict[str, Any] = {"how": how, "saved": saved(traced), "unknown": dict(traced.unknown)}
-    if chosen:
-        told["notes"] = libraries.notes()
-        held = _with_resident(traced.stream, chosen.resident)
-        blocks = reserved.replay(held, settings, repeat=STEPS)
-        top = blocks.peak.reserved
-        for name in found["phases"]:
-            found["phases"][name] = max(found["phases"][name], blocks.phases[name].allocated)
-    return _made(chosen, found, reserved=top, **told), held
+    told["notes"] = (*(libraries.notes() if chosen else ()), *_notes(spec, ddp))
+    told["uncertainty"] = 1 - COMPILED[0] if spec.compile else 0.0
+    if chosen is None:
+        return _made(chosen, replay(steady(traced.stream)), reserved=None, **told), None
+    run = run_of(traced, captured=spec.cuda_graph, resident=chosen.resident)
+    found, took = replay(run.stream), _took(run, settings, total=chosen.total)
+    for phase, size in found["phases"].items():
+        found["phases"][phase] = took.phases[phase].allocated
+        found["by_phase_category"][phase]["rounding"] = took.phases[phase].allocated - size
+    return _made(chosen, found, reserved=took.peak.reserved, **told), run
+
+
+def _took(run: Run, settings: Settings, room: int | None = None, **more: Any) -> reserved.Reserved:
+    """What the allocator's model makes of the steps, with so many bytes or with no limit."""
+    home = run.homes.__getitem__
+    return reserved.replay(run.stream, settings, room, where=home, emptied=run.emptied, **more)
+
+
+def whole(spec: TrainingSpec, gpu: Gpu | None = None, **how: Any) -> tuple[Trace, str]:
+    """The trace of all layers, and how it was had: of a long run of like layers four are traced and
+    one is repeated, unless they turn out not to be alike. Buckets and shards go over layers: with
+    several ranks all are traced."""
+    short = layers.shortened(spec) if spec.parallel == "none" else None
+    if short is None:
+        return trace(spec, gpu, **how), "traced"
+    try:
+        found = layers.repeated(trace(short.spec, gpu, **how), short.like)
+    except layers.Irregular as error:
+        return trace(spec, gpu, **how), f"traced, for of a few layers {error}"
+    few = short.spec.config().layers
+    return found, f"{few} of {len(short.like)} layers traced, one in the middle repeated"
+
+
+def _from_runs(spec: TrainingSpec, gpu: Gpu | None, error: Exception) -> Estimate:
+    found = small.estimated(spec)
+    if gpu:
+        for phase, held in found["by_phase_category"].items():
+            held["resident"] += gpu.resident
+            found["phases"][phase] += gpu.resident
+    why = f"{error} needs a value, or makes a shape of values, which a trace has not"
+    told = {"how": found["how"], "saved": {}, "unknown": {}, "reserved": None}
+    return _made(gpu, found, uncertainty=found["error"], notes=(why, *found["notes"]), **told)
+
+
+def _made(gpu: Gpu | None, found: Mapping[str, Any], **told: Any) -> Estimate:
+    phases, by_phase = found["phases"], found["by_phase_category"]
+    phase = max(phases, key=lambda name: phases[name])
+    place = {"gpu": gpu.name, "calibrated": gpu.measured} if gpu else {}
+    sizes = {"allocated": phases[phase], "phase": phase, "phases": phases}
+    categories = {"by_category": by_phase[phase], "by_phase_category": by_phase}
+    return Estimate(**sizes, **categories, **place, **told)
+
+
+def _notes(spec: TrainingSpec, ddp: Mapping[str, Any]) -> Iterator[str]:
+    if spec.parallel != "none":
+        beside = "; what NCCL holds is beside torch's allocator" * (spec.device == "cuda")
+        yield f"rank 0 of {spec.ranks}{beside}"
+    if ddp.get("static_graph"):
+        yield "the first step of a static graph is not traced, a later one is"
+    if spec.cuda_graph:
+        yield "what CUDA itself keeps of a graph is beside torch's allocator"
+    if spec.compile:
+        least, most = COMPILED
+        yield (
+            "compiled blocks are not traced: this is the program without compile, and with it "
+            f"{least} to {most} of that was held in the records of 04_throughput on an H200"
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +188,7 @@ def largest(
     seen: dict[int, Estimate] = {}
 
     def look(size: int) -> tuple[int, bool]:
-        found, held = _estimate(replace(spec, **{what: size * grain}), gpu, settings)
+        found, run = _estimate(replace(spec, **{what: size * grain}), gpu, settings)
         seen[size] = found
         state = sum(found.by_phase_category["optimizer"][name] for name in STATE)
         if state > room:
@@ -120,59 +197,14 @@ def largest(
                 f"state alone are {state / GIB:.2f} GiB, and there is room for {room / GIB:.2f}"
             )
         fits = found.allocated <= room
-        if fits and held is not None and found.reserved > room:
-            fits = reserved.replay(held, settings, room, repeat=STEPS).out_of_memory is None
+        if fits and run is not None and found.reserved > room:
+            fits = _took(run, settings, room).out_of_memory is None
         return found.allocated, fits
 
     fits, does_not = search.boundary(look, room, max(1, getattr(spec, what) // grain), most)
     beyond = None if does_not is None else does_not * grain
     ends = seen.get(fits), seen.get(does_not)
     return Bracket(what, fits * grain, beyond, grain, *ends, looks=len(seen))
-
-
-def whole(spec: TrainingSpec, gpu: Gpu | None = None) -> tuple[Trace, str]:
-    """The trace of all layers, and how it was had: of a long run of like layers four are traced and
-    one is repeated, unless they turn out not to be alike."""
-    short = layers.shortened(spec)
-    if short is None:
-        return trace(spec, gpu), "traced"
-    try:
-        traced = trace(short.spec, gpu)
-        found, few = layers.repeated(traced, short.like), short.spec.config().layers
-        return found, f"{few} of {len(short.like)} layers traced, one in the middle repeated"
-    except layers.Irregular as error:
-        return trace(spec, gpu), f"traced, for of a few layers {error}"
-
-
-def _from_runs(spec: TrainingSpec, gpu: Gpu | None, error: Exception) -> Estimate:
-    found = small.estimated(spec)
-    why = f"{error} needs a value, or makes a shape of values, which a trace has not"
-    notes = (why, *found["notes"])
-    told = {"how": found["how"], "saved": {}, "unknown": {}, "reserved": None}
-    return _made(gpu, found, uncertainty=found["error"], notes=notes, **told)
-
-
-def _made(gpu: Gpu | None, found: dict[str, Any], **told: Any) -> Estimate:
-    resident = gpu.resident if gpu and told["reserved"] is None else 0
-    phases = {name: size + resident for name, size in found["phases"].items()}
-    phase = max(phases, key=lambda name: phases[name])
-    by_phase = {name: dict(held) for name, held in found["by_phase_category"].items()}
-    for held in by_phase.values():
-        held["resident"] += gpu.resident if gpu else 0
-    place = {"gpu": gpu.name, "calibrated": gpu.measured} if gpu else {}
-    sizes = {"allocated": phases[phase], "phase": phase, "phases": phases}
-    categories = {"by_category": by_phase[phase], "by_phase_category": by_phase}
-    return Estimate(**sizes, **categories, **place, **told)
-
-
-def _with_resident(stream: Stream, size: int) -> Stream:
-    """The same after one allocation of that size, which stays."""
-    made = Stream()
-    made.alloc(-1, size)
-    made.addresses.extend(stream.addresses)
-    made.sizes.extend(stream.sizes)
-    made.marks = [(at + 1, name) for at, name in stream.marks]
-    return made
 
 
 def saved(traced: Trace) -> dict[str, int]:

@@ -202,14 +202,16 @@ class _Repeat:
                 if size == FREE:
                     self._free(key, theirs)
                 else:
-                    self._alloc(key, theirs, size, self.short.where.get(address))
+                    self.addresses[key, theirs] = self._alloc(address, size, theirs)
 
-    def _alloc(self, key: Key, layer: int | None, size: int, name: str | None) -> None:
+    def _alloc(self, like: int, size: int, layer: int | None) -> int:
         address = len(self.made.stream) + 1
         self.made.stream.alloc(address, size)
-        self.addresses[key, layer] = address
-        if name is not None:
+        if (name := self.short.where.get(like)) is not None:
             self.made.where[address] = LAYER.sub(f"blocks.{layer}", name)
+        if number := self.short.streams.get(like):
+            self.made.streams[address] = number
+        return address
 
     def _free(self, key: Key, layer: int | None) -> None:
         address = self.addresses.pop((key, layer), None)
