@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa.blocks import count_compressed, count_selectable
+from nsa.lab.measure.activation_model import one_token_at_a_time
 from nsa.lab.measure.allocations import CATEGORIES, Stream, replay
 from nsa.lab.process.trial import run_child
 from nsa.lab.training import TrainingSpec, open_trainer
@@ -73,20 +73,9 @@ def _small(spec: TrainingSpec, tokens: int, layers: int) -> TrainingSpec:
 
 def _basis(config: ModelConfig, tokens: int, layers: int, one_size: bool) -> list[float]:
     """What the bytes are a sum of, each alone and times the layers."""
-    square = kept_one_by_one(config, tokens) if config.backend == "sequential" else tokens**2
+    square = one_token_at_a_time(config, tokens) if config.backend == "sequential" else tokens**2
     terms = [1.0] if one_size else [1.0, tokens, square]
     return [*terms, *(layers * term for term in terms)]
-
-
-def kept_one_by_one(config: ModelConfig, tokens: int) -> int:
-    """Elements that `sequential` keeps a sequence and layer: copies of the keys and values in each
-    token's blocks, and all its probabilities."""
-    nsa, width = config.nsa, config.kv_heads * (config.head_dim + config.value_size)
-    window = sum(min(nsa.window, t + 1) for t in range(tokens))
-    compressed = sum(count_compressed(t + 1, nsa) for t in range(tokens))
-    blocks = min(nsa.select_count, count_selectable(tokens, nsa))
-    selected = sum(min(blocks * nsa.select_block, t + 1) for t in range(tokens))
-    return selected * width + (window + compressed + selected) * config.heads
 
 
 def _measured(specs: Sequence[TrainingSpec]) -> list[dict[str, Any]]:
