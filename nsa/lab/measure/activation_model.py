@@ -102,7 +102,7 @@ def activations(
     size = FP32 if dtype == "fp32" else 2
     weights = predict(config, tokens, batch, backend).weights
     each, rows = config.layers * batch, batch * tokens
-    one_by_one = _one_token_at_a_time(config, tokens) if name == "sequential" else 0
+    one_by_one = one_token_at_a_time(config, tokens) if name == "sequential" else 0
     return Activations(
         casts=0 if dtype == "fp32" else weights * size // FP32,
         # each layer's two norms and the last one: inputs and outputs
@@ -147,8 +147,9 @@ def _squares(config: ModelConfig, backend: str, tokens: int, size: int) -> int:
     return 0
 
 
-def _one_token_at_a_time(config: ModelConfig, tokens: int) -> int:
-    """fp32 copies of the keys and values in each token's blocks, and of all its probabilities."""
+def one_token_at_a_time(config: ModelConfig, tokens: int) -> int:
+    """Bytes that `sequential` keeps of a sequence in a layer: fp32 copies of the keys and values in
+    each token's blocks, and all its probabilities."""
     nsa, width = config.nsa, config.kv_heads * (config.head_dim + config.value_size)
     window = sum(min(nsa.window, t + 1) for t in range(tokens))
     compressed = sum(count_compressed(t + 1, nsa) for t in range(tokens))
