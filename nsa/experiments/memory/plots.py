@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nsa.workbook import looks, metrics
+from nsa.workbook import looks, metrics, timeline
 from nsa.workbook.looks import GREY
 from nsa.workbook.scaling import local_exponents
 
@@ -93,8 +93,6 @@ def categories(df, tokens: int | None = None):
         raise ValueError("no rows of mode 'step' whose metric is memory_<category>")
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
     models = looks.models(rows)
-    colours = dict(zip(rows["category"].unique(), looks.PALETTE, strict=False))
-    colours["resident"] = "#c8c8c8"  # what was held before the step
     unit, scale = _unit(df)
     with looks.figure(len(models), 3.4) as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
@@ -109,7 +107,7 @@ def categories(df, tokens: int | None = None):
             table = table.loc[[backend for backend, _ in looks.backends(frame)]] / scale
             below = np.zeros(len(table))
             for category, held in table.items():
-                look = {"color": colours[category], "label": category.replace("_", " ")}
+                look = {"color": timeline.COLOURS[category], "label": category.replace("_", " ")}
                 axes.bar(table.index, held, bottom=below, **look)
                 below += held.to_numpy()
             axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.06 * below.max() or 1))

@@ -18,6 +18,7 @@ from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.observers.guards import BOUND, Guards, Stopped, check_weights, explained
+from nsa.lab.observers.memory_snapshot import MemorySnapshot
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
@@ -38,6 +39,7 @@ TASKS = ("copy", "needle", "recall")
 OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "ranges", "stats")
 CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
 EVALUATION_BATCHES = 8
+SECOND = "second"  # step of a job: the first that holds all that later ones do
 KEPT = 2  # checkpoints: the last good one, and the one before it
 
 
@@ -68,6 +70,7 @@ class Job:
     halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
     max_skips: int = BOUND  # steps left out in a row
     profile: str = ""  # steps under torch's profiler: "20:23", or how many
+    memory_snapshot: str = ""  # the step whose memory is told, or SECOND
     watchdog: str = "report"  # or "off"
     guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
@@ -95,6 +98,7 @@ class Job:
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
             )
         self.profiled(0)
+        self.snapshot(0)
         if "buckets" in self.observe and self.comm_hook != "none":
             raise ValueError(
                 f"buckets are traced by a communication hook, and DDP takes one only; it has "
@@ -132,6 +136,31 @@ class Job:
                 + "; 20:23 takes three of them, and 3 as many after the warm-up"
             )
         return steps
+
+    def snapshot(self, first: int) -> int | None:
+        """The step that `memory_snapshot` names, of a job whose first step is `first`. Raises
+        ValueError for one that the job does not reach, that is profiled, or has no phases."""
+        if not self.memory_snapshot:
+            return None
+        last, asked = self.train.steps - 1, self.memory_snapshot
+        if self.train.cuda_graph:
+            raise ValueError(
+                "a CUDA graph replays a step without phases and allocates nothing in it: "
+                "--memory-snapshot without --cuda-graph tells what the same step holds"
+            )
+        if asked == SECOND:
+            step = min(first + 1, last)
+        elif not (asked.isascii() and asked.isdigit()) or not first <= (step := int(asked)) <= last:
+            raise ValueError(
+                f"memory_snapshot={asked!r} is no step from {first} to {last}, counted from 0; "
+                f"{SECOND} is the second, in which AdamW has its state"
+            )
+        if step in self.profiled(first):
+            raise ValueError(
+                f"step {step} is profiled, and torch has one profiler: --memory-snapshot of a "
+                f"step outside of --profile {self.profile}"
+            )
+        return step
 
     def guards(self, name: str) -> bool:
         """Whether that guard was asked for, rather than there by default."""
@@ -382,6 +411,8 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
     if steps := job.profiled(trainer.steps_done):
         file = folder / f"trace-rank{rank}.json.gz"
         made["profile"] = StepTrace(model, trainer.device, steps, file)
+    if (step := job.snapshot(trainer.steps_done)) is not None:
+        made["memory"] = MemorySnapshot(step, folder, rank)
     # writers so that what the others still hand them is written, guards because they may raise
     return made | kept | {"guards": guards}
 

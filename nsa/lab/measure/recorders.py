@@ -240,12 +240,12 @@ def live_cpu_storages() -> dict[int, int]:
     return found
 
 
-def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Watched:
-    """What to watch of a model and its optimizer."""
+def training_tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watched:
+    """What to watch of a model and its optimizers."""
 
     def watched() -> dict[str, list[Tensor]]:
         parameters = list(model.parameters())
-        states = (value for state in optimizer.state.values() for value in state.values())
+        states = (v for o in optimizers for state in o.state.values() for v in state.values())
         return {
             "parameters": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],

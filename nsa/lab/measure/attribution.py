@@ -1,0 +1,328 @@
+"""Who holds a step's memory: each block by category, module, phase and line of source."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
+
+from nsa.lab.measure import allocators
+from nsa.lab.measure.allocations import CATEGORIES, Lifetimes, Stream, blocks_of, lifetimes
+from nsa.lab.measure.allocators import MIB, Allocation
+from nsa.lab.measure.lines import Lines, calling, shown
+from nsa.lab.measure.recorders import Recorder, live_cpu_storages, profiled
+from nsa.lab.oracles.steps import anywhere
+from nsa.lab.verdict.frames import is_code
+
+ENOUGH = 0.95  # of the peak, told by line
+LOOKED_AT = 0.001  # of what is there before: smaller tensors are not searched for their owner
+BEFORE = "before the step"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who allocated a block: the module with layers together, the line, or the operator."""
+
+    module: str = ""
+    line: str = ""
+    operator: str = ""
+    phase: str = BEFORE
+
+
+NOBODY = Owner()
+
+
+class Attributing(Recorder):
+    """Records as `CpuRecorder` and `CudaRecorder` do, and of each allocation who made it.
+
+    Both devices report to torch's profiler, which also numbers the nodes of autograd: so what a
+    backward allocates leads to the forward that made its node. About 10 us an operator, and
+    peaks as without: see `measure.lines`. lines: False where something was compiled.
+    """
+
+    def __init__(self, device: torch.device, parts: Parts, *, lines: bool = True) -> None:
+        super().__init__(parts.watched)
+        self.device, self.parts, self.lines = device, parts, lines
+        self.owners: dict[int, Owner] = {}  # by the event at which the block was born
+        self.named: dict[int, Owner] = {}  # by address: what was there before
+        self._made: dict[int, tuple[str, str]] = {}
+        self._watched: set[int] = set()  # addresses of what was there before ...
+        self._gone: list[Allocation] = []  # ... whose end torch does not tell
+
+    def _before(self) -> dict[int, int]:
+        if self.device.type == "cpu":
+            found = live_cpu_storages()
+            self._watched = set(found)
+            for tensor in _tensors("cpu"):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() in found:
+                    weakref.finalize(storage, self._ended, storage.data_ptr()).atexit = False
+            return found
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        return blocks_of(torch.cuda.memory._snapshot(), index)
+
+    def _tag(self) -> None:
+        super()._tag()
+        for address, owner in self.parts.owners().items():
+            if not self.named.get(address, NOBODY).module:
+                self.named[address] = owner
+
+    def __enter__(self) -> Attributing:
+        super().__enter__()
+        self._name_the_rest(sum(self.stream.sizes))
+        return self
+
+    def _ended(self, address: int) -> None:
+        self._gone.append(Allocation(time.time_ns(), address, -1))
+
+    def _with_ends(self, found: list[Allocation]) -> Iterator[Allocation]:
+        """The events, and among them the ends of what was there before, if no event tells them: of
+        a block that was allocated before a profile torch does not."""
+        ended, self._gone = self._gone, []
+        of_ours = {id(a) for a in ended}
+        for a in sorted([*found, *ended], key=lambda a: a.time):
+            known = a.address in self._watched
+            self._watched.discard(a.address)
+            if known or id(a) not in of_ours:
+                yield a
+
+    def _name_the_rest(self, total: int) -> None:
+        """Large tensors that are no part of the model: who holds them."""
+        large = {
+            address
+            for address, size in zip(self.stream.addresses, self.stream.sizes, strict=True)
+            if size > LOOKED_AT * total and address not in self.named
+        }
+        if not large:
+            return
+        local_names = _local_names()
+        for tensor in _tensors(self.device.type):
+            address = tensor.untyped_storage().data_ptr()
+            if address in large and (said := local_names.get(id(tensor)) or _holder(tensor)):
+                large.discard(address)
+                self.named[address] = Owner(said)
+
+    @contextmanager
+    def _recording(self, phase: str) -> Iterator[None]:
+        with profiled([ProfilerActivity.CPU], profile_memory=True) as seen, ExitStack() as on:
+            if self.lines:
+                on.enter_context(Lines())
+            yield
+        tree = seen.profiler.kineto_results.experimental_event_tree()
+        for a in self._with_ends(allocators.read(tree, self.device.type, self._made)[0]):
+            if a.size > 0:
+                module = anywhere(a.where)
+                again = " (recomputed)" if a.where and phase == "backward" else ""
+                module = module + again or anywhere(a.maker)
+                self.owners[len(self.stream)] = Owner(module, a.line, a.operator, phase)
+                self.stream.alloc(a.address, a.size)
+            else:
+                self.stream.free(a.address)
+
+    def rename(self, before: str, after: str) -> None:
+        """The last phase was no `before`, but an `after`."""
+        position, name = self.stream.marks[-1]
+        if name == before:
+            self.stream.marks[-1] = position, after
+            for event in range(position, len(self.stream)):
+                if event in self.owners:
+                    self.owners[event] = replace(self.owners[event], phase=after)
+
+    def attribution(self) -> Attribution:
+        """What the recorded step held. ValueError where no phase was recorded."""
+        lives = lifetimes(self.stream)
+        addresses = self.stream.addresses
+        owners = [
+            self.owners.get(born) or self.named.get(addresses[born], NOBODY)
+            for born in lives.born.tolist()
+        ]
+        return Attribution(lives, owners, self.stream)
+
+
+class Parts:
+    """The tensors of a training by category, and whose they are: of a model's parameters, buffers
+    and gradients and its optimizers' state. Both may become known while a stranger's step runs."""
+
+    def __init__(self, model: nn.Module | None = None, optimizers: Iterable[Any] = ()) -> None:
+        self.models: list[nn.Module] = [] if model is None else [model]
+        self.optimizers: list[Any] = list(optimizers)
+
+    def watched(self) -> dict[str, list[Tensor]]:
+        named = self._parameters()
+        return {
+            "parameters": [local(p) for p in named],
+            "gradients": [local(p.grad) for p in named if p.grad is not None],
+            "optimizer_state": [local(value) for _, value in self._states()],
+        }
+
+    def owners(self) -> dict[int, Owner]:
+        """By address; their line is that of the class that has them."""
+        found: dict[int, Owner] = {}
+        named = self._parameters()
+        for p, owner in named.items():
+            for tensor in (p, p.grad):
+                if tensor is not None:
+                    found[local(tensor).untyped_storage().data_ptr()] = owner
+        for p, value in self._states():
+            found[local(value).untyped_storage().data_ptr()] = named.get(p, NOBODY)
+        for model in self.models:
+            for name, buffer in model.named_buffers():
+                owner = _owner(model, name)
+                found.setdefault(local(buffer).untyped_storage().data_ptr(), owner)
+        return found
+
+    def _parameters(self) -> dict[Tensor, Owner]:
+        found: dict[Tensor, Owner] = {}
+        for model in self.models:
+            for name, p in model.named_parameters():
+                found.setdefault(p, _owner(model, name))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    found.setdefault(p, NOBODY)
+        return found
+
+    def _states(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for optimizer in self.optimizers:
+            for p, state in optimizer.state.items():
+                for value in state.values() if isinstance(state, Mapping) else ():
+                    if isinstance(value, Tensor):
+                        yield p, value
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _owner(model: nn.Module, name: str) -> Owner:
+    """Of a parameter or buffer: its module, and the line of the innermost class around it that is a
+    program's own."""
+    path, line = name.split(".")[:-1], ""
+    for depth in range(len(path), -1, -1):
+        inside = ".".join(path[:depth])
+        if line := _class_line(type(model.get_submodule(inside))):
+            break
+    return Owner(anywhere(".".join(path)) or type(model).__name__, line)
+
+
+@lru_cache(maxsize=1024)
+def _class_line(kind: type) -> str:
+    try:
+        file = inspect.getsourcefile(kind) or ""
+        if not is_code(f"{file}:1 {kind.__name__}"):
+            return ""
+        return f"{shown(file)}:{inspect.getsourcelines(kind)[1]} {kind.__qualname__}"
+    except (OSError, TypeError):
+        return ""
+
+
+def _tensors(device: str) -> Iterator[Tensor]:
+    """All that Python knows, on that kind of device."""
+    for thing in gc.get_objects():
+        # `type` rather than isinstance, which asks proxies for their __class__ and wakes them
+        if type(thing) in (Tensor, nn.Parameter) and thing.layout is torch.strided:
+            if thing.device.type == device:
+                yield thing
+
+
+def _local_names() -> dict[int, str]:
+    """ "x in main (train.py:53)", of the tensors that functions of a program's own hold now."""
+    found, frame = {}, None if sys.gettrace() else sys._getframe()  # whom clearing would harm
+    while frame is not None:
+        line = calling(frame)
+        if is_code(f"{frame.f_code.co_filename}:1 {frame.f_code.co_name}"):
+            place, _, function = line.partition(" ")
+            names = frame.f_locals
+            for name, value in names.items():
+                if type(value) is Tensor:
+                    found[id(value)] = f"{name} in {function} ({place})"
+            if isinstance(names, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                names.clear()  # a copy, which the frame would keep, and the tensors with it
+        frame = frame.f_back
+    return found
+
+
+def _holder(thing: Any, depth: int = 2) -> str:
+    """ "package.module.NAME" or "package.module.Class.name" of who refers to it, with [...] where a
+    list or mapping lies between; "" for nobody."""
+    for outer in gc.get_referrers(thing):
+        names = outer if isinstance(outer, dict) else getattr(outer, "__dict__", {})
+        key = next((k for k, v in names.items() if v is thing), None)
+        if not isinstance(outer, dict):
+            if isinstance(key, str):  # an attribute, of an object or of a module
+                whose = getattr(outer, "__name__", "") or _path(type(outer))
+                return f"{whose}.{key}"
+        elif "__name__" in outer and "__spec__" in outer and isinstance(key, str):
+            return f"{outer['__name__']}.{key}"
+        elif isinstance(key, str):
+            for one in gc.get_referrers(outer):
+                if getattr(one, "__dict__", None) is outer:
+                    return f"{_path(type(one))}.{key}"
+        if depth and isinstance(outer, dict | list | tuple) and (said := _holder(outer, depth - 1)):
+            return f"{said}[...]"
+    return ""
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Attribution:
+    """A step's blocks with their owners; sizes in bytes."""
+
+    def __init__(self, lives: Lifetimes, owners: list[Owner], stream: Stream) -> None:
+        self.lives, self.owners, self.stream = lives, owners, stream
+        peaks, total = lives.peaks(), lives.level()
+        self.phase = max(peaks, key=lambda phase: total[peaks[phase]])
+        self.at, self.peak = peaks[self.phase], int(total[peaks[self.phase]])
+
+    def around(self, phase: str) -> tuple[int, int] | None:
+        """The numbers of events before the step's last `phase`, and behind it."""
+        spans = [(start, end) for name, start, end in self.lives.spans if name == phase]
+        return spans[-1] if spans else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Who holds the peak: {module, phase, line, operator, category, mib, share, blocks}, the
+        largest first; `phase` in which it was allocated, `operator` where no line is known."""
+        sums: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
+        for block in self.lives.alive(self.at).nonzero()[0].tolist():
+            owner, category = self.owners[block], CATEGORIES[self.lives.categories[block]]
+            operator = "" if owner.line else owner.operator
+            row = sums[owner.module, owner.phase, owner.line, operator, category]
+            row[0] += int(self.lives.sizes[block])
+            row[1] += 1
+        names = ("module", "phase", "line", "operator", "category")
+        return [
+            dict(zip(names, key, strict=True))
+            | {"mib": size / MIB, "share": size / self.peak, "blocks": count}
+            for key, (size, count) in sorted(sums.items(), key=lambda item: (-item[1][0], item[0]))
+        ]
+
+    def statistics(self, at: int) -> dict[str, int]:
+        """After `at` events, by torch.cuda.memory_stats' names; counted since the step began, but
+        for what is held."""
+        lives, first = self.lives, self.lives.spans[0][1]
+        alive, born = lives.alive(at), (lives.born >= first) & (lives.born < at)
+        level = lives.level()
+        asked, held = int(lives.sizes[born].sum()), int(level[at])
+        return {
+            "allocated_bytes.all.current": held,
+            "allocated_bytes.all.peak": int(level[first : at + 1].max()),
+            "allocated_bytes.all.allocated": asked,
+            "allocated_bytes.all.freed": int(level[first]) + asked - held,
+            "allocation.all.current": int(alive.sum()),
+            "allocation.all.allocated": int(born.sum()),
+        }
