@@ -107,7 +107,10 @@ def categories(df, tokens: int | None = None):
             table = table.loc[[backend for backend, _ in looks.backends(frame)]] / scale
             below = np.zeros(len(table))
             for category, held in table.items():
-                look = {"color": timeline.COLOURS[category], "label": category.replace("_", " ")}
+                look = {
+                    "color": timeline.COLOURS.get(category),
+                    "label": category.replace("_", " "),
+                }
                 axes.bar(table.index, held, bottom=below, **look)
                 below += held.to_numpy()
             axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.06 * below.max() or 1))

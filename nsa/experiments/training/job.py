@@ -11,14 +11,13 @@ import torch
 
 from nsa.attention import witness
 from nsa.experiments.training.speed import LEFT_OUT, Speed
-from nsa.lab.observers import guard_rules, writers
+from nsa.lab.observers import guard_rules, memory_snapshot, writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.deferred import SAMPLED
 from nsa.lab.observers.guards import BOUND, Guards, Stopped, check_weights, explained
-from nsa.lab.observers.memory_snapshot import MemorySnapshot
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
@@ -39,7 +38,6 @@ TASKS = ("copy", "needle", "recall")
 OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "ranges", "stats")
 CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
 EVALUATION_BATCHES = 8
-SECOND = "second"  # step of a job: the first that holds all that later ones do
 KEPT = 2  # checkpoints: the last good one, and the one before it
 
 
@@ -70,7 +68,7 @@ class Job:
     halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
     max_skips: int = BOUND  # steps left out in a row
     profile: str = ""  # steps under torch's profiler: "20:23", or how many
-    memory_snapshot: str = ""  # the step whose memory is told, or SECOND
+    memory_snapshot: str = ""  # the step whose memory is told, or "second"
     watchdog: str = "report"  # or "off"
     guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
@@ -97,7 +95,6 @@ class Job:
             raise ValueError(
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
             )
-        self.profiled(0)
         self.snapshot(0)
         if "buckets" in self.observe and self.comm_hook != "none":
             raise ValueError(
@@ -138,29 +135,9 @@ class Job:
         return steps
 
     def snapshot(self, first: int) -> int | None:
-        """The step that `memory_snapshot` names, of a job whose first step is `first`. Raises
-        ValueError for one that the job does not reach, that is profiled, or has no phases."""
-        if not self.memory_snapshot:
-            return None
-        last, asked = self.train.steps - 1, self.memory_snapshot
-        if self.train.cuda_graph:
-            raise ValueError(
-                "a CUDA graph replays a step without phases and allocates nothing in it: "
-                "--memory-snapshot without --cuda-graph tells what the same step holds"
-            )
-        if asked == SECOND:
-            step = min(first + 1, last)
-        elif not (asked.isascii() and asked.isdigit()) or not first <= (step := int(asked)) <= last:
-            raise ValueError(
-                f"memory_snapshot={asked!r} is no step from {first} to {last}, counted from 0; "
-                f"{SECOND} is the second, in which AdamW has its state"
-            )
-        if step in self.profiled(first):
-            raise ValueError(
-                f"step {step} is profiled, and torch has one profiler: --memory-snapshot of a "
-                f"step outside of --profile {self.profile}"
-            )
-        return step
+        """The step that `memory_snapshot` names, if any, as `profiled` has those of `profile`."""
+        others = range(first, self.train.steps), self.profiled(first), self.train.cuda_graph
+        return memory_snapshot.chosen(self.memory_snapshot, *others)
 
     def guards(self, name: str) -> bool:
         """Whether that guard was asked for, rather than there by default."""
@@ -385,9 +362,7 @@ class _Table:
 
 def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> dict[str, Any]:
     """This rank's observers by name: always a heartbeat, whose lines rank 0 prints, and the guards.
-
-    Arrival and modules look at the first step and every `observe_every`-th after it. The writers
-    are rank 0's.
+    Arrival and modules look at the first step and every `observe_every`-th; writers are rank 0's.
     """
     rank, model, every = trainer.parallel.rank, trainer.model, job.observe_every
     written = {
@@ -412,7 +387,7 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
         file = folder / f"trace-rank{rank}.json.gz"
         made["profile"] = StepTrace(model, trainer.device, steps, file)
     if (step := job.snapshot(trainer.steps_done)) is not None:
-        made["memory"] = MemorySnapshot(step, folder, rank)
+        made["memory"] = memory_snapshot.MemorySnapshot(step, folder, rank)
     # writers so that what the others still hand them is written, guards because they may raise
     return made | kept | {"guards": guards}
 

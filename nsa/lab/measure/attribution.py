@@ -7,11 +7,12 @@ import inspect
 import sys
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from nsa.lab.measure import allocators
 from nsa.lab.measure.allocations import CATEGORIES, Lifetimes, Stream, blocks_of, lifetimes
 from nsa.lab.measure.allocators import MIB, Allocation
 from nsa.lab.measure.lines import Lines, calling, shown
-from nsa.lab.measure.recorders import Recorder, live_cpu_storages, profiled
+from nsa.lab.measure.recorders import Recorder, live_cpu_storages, live_tensors, profiled
 from nsa.lab.oracles.steps import anywhere
 from nsa.lab.verdict.frames import is_code
 
 ENOUGH = 0.95  # of the peak, told by line
 LOOKED_AT = 0.001  # of what is there before: smaller tensors are not searched for their owner
+DEPTH, MOST_LISTED = 4, 100_000  # how far, and in how long lists, owners are looked for
 BEFORE = "before the step"
 
 
@@ -55,6 +57,7 @@ class Attributing(Recorder):
     def __init__(self, device: torch.device, parts: Parts, *, lines: bool = True) -> None:
         super().__init__(parts.watched)
         self.device, self.parts, self.lines = device, parts, lines
+        self.index = device.index or 0
         self.owners: dict[int, Owner] = {}  # by the event at which the block was born
         self.named: dict[int, Owner] = {}  # by address: what was there before
         self._made: dict[int, tuple[str, str]] = {}
@@ -65,13 +68,14 @@ class Attributing(Recorder):
         if self.device.type == "cpu":
             found = live_cpu_storages()
             self._watched = set(found)
-            for tensor in _tensors("cpu"):
+            for tensor in live_tensors("cpu"):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() in found:
                     weakref.finalize(storage, self._ended, storage.data_ptr()).atexit = False
             return found
-        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        return blocks_of(torch.cuda.memory._snapshot(), index)
+        if torch.cuda.get_allocator_backend() != "native":
+            return {}
+        return blocks_of(torch.cuda.memory._snapshot(), self.index)
 
     def _tag(self) -> None:
         super()._tag()
@@ -107,12 +111,15 @@ class Attributing(Recorder):
         }
         if not large:
             return
-        local_names = _local_names()
-        for tensor in _tensors(self.device.type):
-            address = tensor.untyped_storage().data_ptr()
-            if address in large and (said := local_names.get(id(tensor)) or _holder(tensor)):
-                large.discard(address)
-                self.named[address] = Owner(said)
+        places = {
+            id(tensor): (tensor, address)
+            for tensor in live_tensors(self.device.type)
+            if (address := tensor.untyped_storage().data_ptr()) in large
+        }
+        names = _holders([tensor for tensor, _ in places.values()]) | _local_names()
+        for key, (_, address) in places.items():
+            if key in names:
+                self.named[address] = Owner(names[key])
 
     @contextmanager
     def _recording(self, phase: str) -> Iterator[None]:
@@ -139,6 +146,19 @@ class Attributing(Recorder):
             for event in range(position, len(self.stream)):
                 if event in self.owners:
                     self.owners[event] = replace(self.owners[event], phase=after)
+
+    def fill(self, trace: list[dict[str, Any]]) -> None:
+        """Lines that are missing, from the stacks of a CUDA allocator's history: of compiled code,
+        for one, those that called it. A block is told by its address and turn."""
+        stacks: dict[int, deque[list[dict[str, Any]]]] = defaultdict(deque)
+        for entry in trace:
+            if entry["action"] == "alloc":
+                stacks[entry["addr"]].append(entry.get("frames", []))
+        for event, owner in self.owners.items():
+            turns = stacks[self.stream.addresses[event]]
+            frames = turns.popleft() if turns else []
+            if not owner.line and (line := _line_of(frames)):
+                self.owners[event] = replace(owner, line=line)
 
     def attribution(self) -> Attribution:
         """What the recorded step held. ValueError where no phase was recorded."""
@@ -202,6 +222,15 @@ class Parts:
                         yield p, value
 
 
+def _line_of(frames: list[dict[str, Any]]) -> str:
+    """The innermost of a program's own."""
+    for frame in frames:
+        file, line, name = frame["filename"], frame["line"], frame["name"]
+        if is_code(f"{file}:{line} {name}"):
+            return f"{shown(file)}:{line} {name}"
+    return ""
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -229,15 +258,6 @@ def _class_line(kind: type) -> str:
         return ""
 
 
-def _tensors(device: str) -> Iterator[Tensor]:
-    """All that Python knows, on that kind of device."""
-    for thing in gc.get_objects():
-        # `type` rather than isinstance, which asks proxies for their __class__ and wakes them
-        if type(thing) in (Tensor, nn.Parameter) and thing.layout is torch.strided:
-            if thing.device.type == device:
-                yield thing
-
-
 def _local_names() -> dict[int, str]:
     """ "x in main (train.py:53)", of the tensors that functions of a program's own hold now."""
     found, frame = {}, None if sys.gettrace() else sys._getframe()  # whom clearing would harm
@@ -255,25 +275,41 @@ def _local_names() -> dict[int, str]:
     return found
 
 
-def _holder(thing: Any, depth: int = 2) -> str:
-    """ "package.module.NAME" or "package.module.Class.name" of who refers to it, with [...] where a
-    list or mapping lies between; "" for nobody."""
-    for outer in gc.get_referrers(thing):
-        names = outer if isinstance(outer, dict) else getattr(outer, "__dict__", {})
-        key = next((k for k, v in names.items() if v is thing), None)
-        if not isinstance(outer, dict):
-            if isinstance(key, str):  # an attribute, of an object or of a module
-                whose = getattr(outer, "__name__", "") or _path(type(outer))
-                return f"{whose}.{key}"
-        elif "__name__" in outer and "__spec__" in outer and isinstance(key, str):
-            return f"{outer['__name__']}.{key}"
-        elif isinstance(key, str):
-            for one in gc.get_referrers(outer):
-                if getattr(one, "__dict__", None) is outer:
-                    return f"{_path(type(one))}.{key}"
-        if depth and isinstance(outer, dict | list | tuple) and (said := _holder(outer, depth - 1)):
-            return f"{said}[...]"
-    return ""
+def _holders(tensors: list[Tensor]) -> dict[int, str]:
+    """ "package.module.NAME" or "package.module.Class.name" of who refers to each, by its id, with
+    [...] where a list or mapping lies between. Whoever no name leads to is left out."""
+    found: dict[int, str] = {}
+    # What is looked for; for each tensor in it, how it goes on from there: where it is the names of
+    # an object, and where it is somebody's value.
+    wanted: dict[int, tuple[Any, dict[int, tuple[str, str]]]]
+    wanted = {id(t): (t, {id(t): ("", "")}) for t in tensors}
+    for _ in range(DEPTH):
+        reached: dict[int, tuple[Any, dict[int, tuple[str, str]]]] = {}
+        # One scan of all that Python knows, for all of them.
+        for outer in gc.get_referrers(*(thing for thing, _ in wanted.values())) if wanted else ():
+            names = outer if isinstance(outer, dict) else getattr(outer, "__dict__", None)
+            whose = outer.__name__ if isinstance(outer, ModuleType) else _path(type(outer))
+            if names is not outer and id(names) in wanted:
+                for tensor, (way, _) in wanted[id(names)][1].items():
+                    found.setdefault(tensor, whose + way)
+                continue
+            listed = isinstance(outer, list | tuple) and len(outer) <= MOST_LISTED
+            items = enumerate(outer) if listed else names.items() if isinstance(names, dict) else ()
+            for key, value in list(items):
+                for tensor, (_, way) in wanted.get(id(value), (None, {}))[1].items():
+                    if names is not outer and not listed:
+                        found.setdefault(tensor, f"{whose}.{key}{way}")
+                    elif "__spec__" in outer:  # the names of a module
+                        found.setdefault(tensor, f"{outer['__name__']}.{key}{way}")
+                    else:
+                        inside = reached.setdefault(id(outer), (outer, {}))[1]
+                        inside.setdefault(tensor, (f".{key}{way}", "[...]"))
+        wanted = {
+            key: (thing, rest)
+            for key, (thing, inside) in reached.items()
+            if (rest := {t: ways for t, ways in inside.items() if t not in found})
+        }
+    return found
 
 
 def _path(kind: type) -> str:

@@ -229,15 +229,21 @@ def live_cpu_storages() -> dict[int, int]:
     Borrowed memory (torch.frombuffer, torch.from_numpy) cannot be resized and is left out.
     """
     found = {}
+    for tensor in live_tensors("cpu"):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.resizable():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def live_tensors(device: str) -> Iterator[Tensor]:
+    """Every tensor on that kind of device that Python knows."""
     for thing in gc.get_objects():
         # `type` rather than isinstance, which asks proxies for their __class__ and wakes them
-        if not issubclass(type(thing), Tensor) or thing.layout is not torch.strided:
+        if type(thing) not in (Tensor, torch.nn.Parameter) or thing.layout is not torch.strided:
             continue
-        if thing.device.type == "cpu" and type(thing) in (Tensor, torch.nn.Parameter):
-            storage = thing.untyped_storage()
-            if storage.nbytes() and storage.resizable():
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+        if thing.device.type == device:
+            yield thing
 
 
 def training_tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watched:

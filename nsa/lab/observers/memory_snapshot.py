@@ -7,7 +7,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa.lab.measure.attribution import BEFORE, ENOUGH, Attributing, Attribution, Parts
-from nsa.lab.measure.allocations import CATEGORIES, timeline
-from nsa.lab.measure.recorders import AGREEMENT, MIB, cross_check
-from nsa.lab.observers.trace import Ranges, columns
+from nsa.lab.measure.allocations import timeline
+from nsa.lab.measure.attribution import Attributing, Attribution, Parts
+from nsa.lab.measure.recorders import AGREEMENT, cross_check
+from nsa.lab.observers.memory_page import text, told
+from nsa.lab.observers.trace import Ranges
 from nsa.lab.oracles.steps import device_of
 from nsa.lab.watch.counting import in_place_of
 
-SHOWN, LEAST = 15, 0.001  # rows of the table that are printed, at most, and their least share
+SECOND = "second"  # of a training's steps, the first that holds all that later ones do
 MOST_ENTRIES = 2_000_000  # of torch's own history
+
+
+def chosen(asked: str, steps: range, profiled: range, graph: bool) -> int | None:
+    """The step of a training that `asked` names, its number or SECOND; None for "". ValueError for
+    one that is not among `steps`, that is profiled, or that a CUDA graph replays."""
+    if not asked:
+        return None
+    if graph:
+        raise ValueError(
+            "a CUDA graph replays a step without phases and allocates nothing in it: "
+            "--memory-snapshot without --cuda-graph tells what the same step holds"
+        )
+    if asked == SECOND and steps:
+        asked = str(steps[:2][-1])
+    if not (asked.isascii() and asked.isdigit()) or int(asked) not in steps:
+        raise ValueError(
+            f"memory_snapshot={asked!r} is no step from {steps.start} to {steps.stop - 1}, counted "
+            f"from 0; {SECOND!r} is the second, in which AdamW has its state"
+        )
+    if int(asked) in profiled:
+        raise ValueError(
+            f"step {asked} is profiled, and torch has one profiler: take a step outside of "
+            f"{profiled.start}:{profiled.stop}"
+        )
+    return int(asked)
 
 
 class MemorySnapshot:
@@ -53,8 +79,8 @@ class MemorySnapshot:
         self._seen = -1  # the last step that began
         self._borders: list[tuple[int, dict[str, int], str]] = []  # event, statistics, summary
         self._depth = 0
-        from torch.optim.optimizer import register_optimizer_step_pre_hook as before
         from torch.optim.optimizer import register_optimizer_step_post_hook as behind
+        from torch.optim.optimizer import register_optimizer_step_pre_hook as before
 
         self._hooks = [
             before(self._stepping),
@@ -74,7 +100,7 @@ class MemorySnapshot:
                 self._safely(self._begin)
             if self._recorder is not None:
                 self._safely(self._phase, name)
-            if name == "end":
+            if self._recorder is not None and name == "end":
                 self._safely(self._finish)
 
     def begin(self, step: int) -> None:
@@ -89,9 +115,8 @@ class MemorySnapshot:
 
     def end(self, step: int) -> None:
         """After it."""
-        if self._recorder is not None and step == self.step:
-            self._safely(self._phase, "end")
-            self._safely(self._finish)
+        if step == self.step:
+            self._end()
 
     def close(self) -> None:
         """Writes what there is of a step that failed, and says so of one that never came."""
@@ -104,8 +129,7 @@ class MemorySnapshot:
                 f"step {self.step} did not end: this is what was held until it failed, and the "
                 "peak may have been still to come"
             )
-            self._safely(self._phase, "end")
-            self._safely(self._finish)
+            self._end()
         if not self.done and not self.notes:
             self.notes.append(
                 f"step {self.step} was never reached, so no memory was recorded: "
@@ -115,6 +139,11 @@ class MemorySnapshot:
         if not self.done:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file(".txt").write_text("".join(f"{note}\n" for note in self.notes))
+
+    def _end(self) -> None:
+        for do, *args in ((self._phase, "end"), (self._finish,)):
+            if self._recorder is not None:
+                self._safely(do, *args)
 
     def _file(self, suffix: str, stem: str = "memory") -> Path:
         return self.folder / f"{stem}-rank{self.rank}{suffix}"
@@ -126,9 +155,11 @@ class MemorySnapshot:
         except Exception as error:
             self.notes.append(f"the memory snapshot failed: {type(error).__name__}: {error}")
             recorder, self._recorder = self._recorder, None
-            if recorder is not None:
-                recorder.__exit__()
-            self._on.close()
+            with suppress(Exception):
+                if recorder is not None:
+                    recorder.__exit__()
+            with suppress(Exception):
+                self._on.close()
             print(f"nsa: {self.notes[-1]}", file=sys.stderr, flush=True)
 
     def _unhook(self) -> None:
@@ -165,14 +196,14 @@ class MemorySnapshot:
         device = device_of(self._model)
         if self._model is None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
-        compiled = self._compiled or _something_was_compiled()
+        compiled = self._compiled or _something_was_compiled(self._model)
         if compiled:
             self.notes.append(
                 "something was compiled: what runs in it has neither modules nor lines; a run "
                 "without compiling has them"
             )
         if device.type == "cuda":
-            self._history(True)
+            self._history()
             torch.cuda.reset_peak_memory_stats(device)
         ranges = Ranges(self._model)  # on a GPU, too: NVTX is for others
         if not compiled:
@@ -192,24 +223,29 @@ class MemorySnapshot:
         summary = torch.cuda.memory_summary(self._device) if on_gpu else ""
         self._borders.append((len(self._recorder.stream), dict(statistics), summary))
 
-    def _history(self, on: bool) -> None:
+    def _history(self, recorder: Attributing | None = None) -> None:
+        """torch's own: begins, or where a recorder is given ends in torch's snapshot file, and
+        tells that one the lines that it has not."""
+        history = torch.cuda.memory._record_memory_history
         if torch.cuda.get_allocator_backend() != "native":
-            self.notes.append("the allocator keeps no history: torch has no snapshot file of it")
-        elif on:
-            torch.cuda.memory._record_memory_history(
-                "all", context="all", stacks="python", max_entries=self.max_entries
-            )
-            self._on.callback(torch.cuda.memory._record_memory_history, None)
+            if recorder is None:
+                self.notes.append("this allocator keeps no history: torch has no snapshot file")
+            return
+        if recorder is None:
+            history("all", context="all", stacks="python", max_entries=self.max_entries)
+            self._on.callback(history, None)
+            return
+        found = torch.cuda.memory._snapshot()
+        with self._file(".pickle").open("wb") as stream:
+            pickle.dump(found, stream)
+        traces = found["device_traces"]
+        if max(map(len, traces), default=0) < self.max_entries:
+            recorder.fill(traces[recorder.index] if recorder.index < len(traces) else [])
         else:
-            found = torch.cuda.memory._snapshot()
-            with self._file(".pickle").open("wb") as stream:
-                pickle.dump(found, stream)
-            longest = max(map(len, found["device_traces"]), default=0)
-            if longest >= self.max_entries:
-                self.notes.append(
-                    f"torch's history overflowed {self.max_entries:,} entries: its snapshot file "
-                    "lacks the step's beginning; the table and the picture do not"
-                )
+            self.notes.append(
+                f"torch's history overflowed {self.max_entries:,} entries: its snapshot file lacks "
+                "the step's beginning; the table and the picture do not"
+            )
 
     def _finish(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -217,7 +253,7 @@ class MemorySnapshot:
         self.folder.mkdir(parents=True, exist_ok=True)
         on_gpu = self._device.type == "cuda"
         if on_gpu:
-            self._safely(self._history, False)
+            self._safely(self._history, recorder)
         self._on.close()
         found = recorder.attribution()
         record = told(found) | {"step": self.step, "rank": self.rank, "torch": torch.__version__}
@@ -246,123 +282,22 @@ class MemorySnapshot:
             note = "" if lost <= AGREEMENT else f"frees of {lost:.1%} of the peak went unseen"
             record["cross_check"] = {"agrees": not note, "note": note}
             return
-        record["cross_check"] = cross_check(
-            torch.cuda.max_memory_allocated(self._device), found.peak
-        )
-        ends = {event: (statistics, summary) for event, statistics, summary in self._borders}
-        spans = [(name, start, end) for name, start, end in found.lives.spans]
-        ours = {"before_backward": "backward", "after_backward": "backward"}
-        texts = []
-        record["torch_statistics"] = {}
-        peak_end = next(end for _, start, end in spans if start <= found.at <= end)
-        places = {"end_of_peak_phase": peak_end}
-        if around := found.around(ours["before_backward"]):
-            places |= {"before_backward": around[0], "after_backward": around[1]}
-        for name, event in places.items():
-            statistics, summary = ends.get(event, ({}, ""))
-            record["torch_statistics"][name] = statistics
-            texts.append(f"{name.replace('_', ' ')}\n{summary}")
-        self._file(".txt", "memory-summary").write_text("\n".join(texts))
+        peak = torch.cuda.max_memory_allocated(self._device)
+        record["cross_check"] = cross_check(peak, found.peak)
+        at = {"end_of_peak_phase": next(e for _, s, e in found.lives.spans if s <= found.at <= e)}
+        if around := found.around("backward"):
+            at |= {"before_backward": around[0], "after_backward": around[1]}
+        seen = {event: about for event, *about in self._borders}
+        told = {name: seen.get(event, ({}, "")) for name, event in at.items()}
+        record["torch_statistics"] = {name: statistics for name, (statistics, _) in told.items()}
+        summaries = [f"{name.replace('_', ' ')}\n{summary}" for name, (_, summary) in told.items()]
+        self._file(".txt", "memory-summary").write_text("\n".join(summaries))
 
 
-def _something_was_compiled() -> bool:
+def _something_was_compiled(model: nn.Module | None) -> bool:
+    """In this process, or will be when the model is called."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return bool(dynamo is not None and dynamo.counters["frames"])
-
-
-def told(found: Attribution) -> dict[str, Any]:
-    """The plain values of an attribution, in MiB: the peak and its phase, what the backward
-    changes by category, statistics by torch's names, and the table with the share that it tells."""
-    rows = found.rows()
-    named = [row for row in rows if is_told(row)]
-    lives, at = found.lives, {"peak": found.at}
-    if around := found.around("backward"):
-        at |= {"before_backward": around[0], "after_backward": around[1]}
-    held = {
-        name: {category: size / MIB for category, size in lives.held(event).items()}
-        for name, event in at.items()
-    }
-    if around:
-        before, after = held["before_backward"], held["after_backward"]
-        held["difference"] = {name: after[name] - before[name] for name in CATEGORIES}
-    return {
-        "peak_mib": found.peak / MIB,
-        "phase": found.phase,
-        "held_mib": held,
-        "statistics": {name: found.statistics(event) for name, event in at.items()},
-        "explained": sum(row["mib"] for row in named) * MIB / found.peak,
-        "missing": [
-            {"why": _why(row), "mib": row["mib"], "share": row["share"]}
-            for row in rows
-            if not is_told(row)
-        ],
-        "table": rows,
-    }
-
-
-def is_told(row: dict[str, Any]) -> bool:
-    """Whether the row says which line allocated it, or whose of the model it is."""
-    return bool(row["line"] or (row["phase"] == BEFORE and row["module"]))
-
-
-def _why(row: dict[str, Any]) -> str:
-    if row["phase"] == BEFORE:
-        return "there before the step, in no tensor that a name of Python's leads to"
-    by = f"by {row['operator']}" if row["operator"] else "by nothing that torch's profiler names"
-    return f"allocated in the {row['phase']} {by}, with no line of Python's around it"
-
-
-def text(record: dict[str, Any]) -> str:
-    """The record as a page."""
-    held, peak = record["held_mib"], record["peak_mib"]
-    size = partial(_size, unit="GiB" if peak >= 2048 else "MiB")
-    lines = [
-        f"memory of step {record['step']} (counted from 0) on {record['device']}, rank "
-        f"{record['rank']}: {size(peak)} at the peak, in the {record['phase']}"
-    ]
-    if record["device"] == "cpu":
-        lines.append(
-            "counted from the allocator's events: torch has no statistics, summary or snapshot "
-            "file of a CPU"
-        )
-    names = [name for name in CATEGORIES if any(held[at].get(name) for at in held)]
-    columns_ = ["before_backward", "after_backward", "difference", "peak"]
-    table = [
-        {"category": name.replace("_", " ")}
-        | {
-            at.replace("_", " "): size(held[at][name], at == "difference")
-            for at in columns_
-            if at in held
-        }
-        for name in names
-    ]
-    table.append(
-        {"category": "all"}
-        | {at.replace("_", " "): size(sum(held[at].values()), at == "difference")
-           for at in columns_ if at in held}
-    )  # fmt: skip
-    lines += ["", *columns(table, {}, left=("category",))]
-    share, aim = record["explained"], f"{ENOUGH:.0%}"
-    lines += ["", f"{share:.1%} of the peak is told by module and line (aim: {aim})"]
-    shown = [
-        {"held": size(row["mib"]), "share": f"{row['share']:.1%}", "category": row["category"]}
-        | {"allocated in": row["phase"], "module": row["module"] or "-"}
-        | {"line": row["line"] or (row["operator"] and f"[{row['operator']}]") or "-"}
-        for row in record["table"][:SHOWN]
-        if row["share"] >= LEAST
-    ]
-    lines += columns(shown, {}, left=("category", "allocated in", "module", "line"))
-    if more := len(record["table"]) - len(shown):
-        rest = sum(row["mib"] for row in record["table"][len(shown) :])
-        lines.append(f"  and {more} more rows with {size(rest)}")
-    if share < ENOUGH:
-        lines += ["", "what is missing:"]
-        lines += [f"  {size(row['mib'])} {row['why']}" for row in record["missing"][:SHOWN]]
-    if (note := record.get("cross_check", {}).get("note")) or record["notes"]:
-        lines += ["", *filter(None, [note, *record["notes"]])]
-    return "\n".join(lines)
-
-
-def _size(mib: float, signed: bool = False, unit: str = "MiB") -> str:
-    value = mib / 1024 if unit == "GiB" else mib
-    return f"{value:{'+' if signed else ''}.2f} {unit}"
+    waiting = (
+        (hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()) if model else ()
+    )
+    return bool(dynamo is not None and dynamo.counters["frames"]) or any(waiting)
