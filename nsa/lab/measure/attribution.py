@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import heapq
 import inspect
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +30,9 @@ from nsa.lab.oracles.steps import anywhere
 from nsa.lab.verdict.frames import is_code
 
 ENOUGH = 0.95  # of the peak, told by line
-LOOKED_AT = 0.001  # of what is there before: smaller tensors are not searched for their owner
+# Of what is there before, the tensors that are searched for their owners: each costs a comparison
+# with everything that Python knows.
+LOOKED_AT, MOST_LOOKED_AT = 0.002, 40  # their least share, and how many
 DEPTH, MOST_LISTED = 4, 100_000  # how far, and in how long lists, owners are looked for
 BEFORE = "before the step"
 
@@ -63,6 +67,7 @@ class Attributing(Recorder):
         self._made: dict[int, tuple[str, str]] = {}
         self._watched: set[int] = set()  # addresses of what was there before ...
         self._gone: list[Allocation] = []  # ... whose end torch does not tell
+        self._ends: list[weakref.finalize] = []
 
     def _before(self) -> dict[int, int]:
         if self.device.type == "cpu":
@@ -71,7 +76,8 @@ class Attributing(Recorder):
             for tensor in live_tensors("cpu"):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() in found:
-                    weakref.finalize(storage, self._ended, storage.data_ptr()).atexit = False
+                    end = weakref.finalize(storage, self._ended, storage.data_ptr())
+                    self._ends.append(end)
             return found
         if torch.cuda.get_allocator_backend() != "native":
             return {}
@@ -87,6 +93,11 @@ class Attributing(Recorder):
         super().__enter__()
         self._name_the_rest(sum(self.stream.sizes))
         return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        while self._ends:  # they would keep all of this as long as the tensors live
+            self._ends.pop().detach()
 
     def _ended(self, address: int) -> None:
         self._gone.append(Allocation(time.time_ns(), address, -1))
@@ -104,11 +115,9 @@ class Attributing(Recorder):
 
     def _name_the_rest(self, total: int) -> None:
         """Large tensors that are no part of the model: who holds them."""
-        large = {
-            address
-            for address, size in zip(self.stream.addresses, self.stream.sizes, strict=True)
-            if size > LOOKED_AT * total and address not in self.named
-        }
+        sizes = zip(self.stream.sizes, self.stream.addresses, strict=True)
+        unnamed = [(s, a) for s, a in sizes if s > LOOKED_AT * total and a not in self.named]
+        large = {address for _, address in heapq.nlargest(MOST_LOOKED_AT, unnamed)}
         if not large:
             return
         places = {
@@ -309,6 +318,7 @@ def _holders(tensors: list[Tensor]) -> dict[int, str]:
             for key, (thing, inside) in reached.items()
             if (rest := {t: ways for t, ways in inside.items() if t not in found})
         }
+        wanted = dict(islice(wanted.items(), MOST_LOOKED_AT))
     return found
 
 

@@ -193,6 +193,8 @@ class MemorySnapshot:
         return watched
 
     def _begin(self) -> None:
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("a profiler of torch's is on, and there is one; try another step")
         device = device_of(self._model)
         if self._model is None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
