@@ -120,15 +120,15 @@ class Attributing(Recorder):
         large = {address for _, address in heapq.nlargest(MOST_LOOKED_AT, unnamed)}
         if not large:
             return
-        places = {
-            id(tensor): (tensor, address)
+        tensors = [
+            tensor
             for tensor in live_tensors(self.device.type)
-            if (address := tensor.untyped_storage().data_ptr()) in large
-        }
-        names = _holders([tensor for tensor, _ in places.values()]) | _local_names()
-        for key, (_, address) in places.items():
-            if key in names:
-                self.named[address] = Owner(names[key])
+            if tensor.untyped_storage().data_ptr() in large
+        ]
+        names = _holders(tensors) | _local_names()
+        for tensor in tensors:
+            if said := names.get(id(tensor)):
+                self.named[tensor.untyped_storage().data_ptr()] = Owner(said)
 
     @contextmanager
     def _recording(self, phase: str) -> Iterator[None]:
@@ -294,8 +294,11 @@ def _holders(tensors: list[Tensor]) -> dict[int, str]:
     wanted = {id(t): (t, {id(t): ("", "")}) for t in tensors}
     for _ in range(DEPTH):
         reached: dict[int, tuple[Any, dict[int, tuple[str, str]]]] = {}
+        own = {id(tensors), *map(id, wanted.values())}
         # One scan of all that Python knows, for all of them.
         for outer in gc.get_referrers(*(thing for thing, _ in wanted.values())) if wanted else ():
+            if id(outer) in own:
+                continue
             names = outer if isinstance(outer, dict) else getattr(outer, "__dict__", None)
             whose = outer.__name__ if isinstance(outer, ModuleType) else _path(type(outer))
             if names is not outer and id(names) in wanted:
