@@ -76,7 +76,7 @@ class MemorySnapshot:
         self.done = self._closed = False
         self._recorder: Attributing | None = None
         self._on = ExitStack()
-        self._seen = -1  # the last step that began
+        self._last = -1  # step that ended
         self._borders: list[tuple[int, dict[str, int], str]] = []  # event, statistics, summary
         self._depth = 0
         from torch.optim.optimizer import register_optimizer_step_post_hook as behind
@@ -93,8 +93,8 @@ class MemorySnapshot:
         self._unhook()
 
     def on_phase(self, name: str, step: int) -> None:
-        if name == "data":
-            self._seen = step
+        if name == "end":
+            self._last = step
         if step == self.step and not self.done:
             if name == "data":
                 self._safely(self._begin)
@@ -105,7 +105,6 @@ class MemorySnapshot:
 
     def begin(self, step: int) -> None:
         """Before a stranger's step."""
-        self._seen = step
         if step == self.step and not self.done:
             for owner, name in ((torch.Tensor, "backward"), (torch.autograd, "backward"),
                                 (torch.autograd, "grad")):  # fmt: skip
@@ -115,6 +114,7 @@ class MemorySnapshot:
 
     def end(self, step: int) -> None:
         """After it."""
+        self._last = step
         if step == self.step:
             self._end()
 
@@ -131,11 +131,11 @@ class MemorySnapshot:
             )
             self._end()
         if not self.done and not self.notes:
+            last = f"the last to end was {self._last}, and --memory-snapshot {self._last} would do"
             self.notes.append(
                 f"step {self.step} was never reached, so no memory was recorded: "
-                + (f"the last step was {self._seen}; --memory-snapshot {self._seen} would do"
-                   if self._seen >= 0 else "no step began")
-            )  # fmt: skip
+                f"{last if self._last >= 0 else 'no step ended'}"
+            )
         if not self.done:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file(".txt").write_text("".join(f"{note}\n" for note in self.notes))
