@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.lab.measure.allocations import Stream, add_history, blocks_of, replay
+from nsa.lab.measure.allocations import Stream, add_history, blocks_of, replay, timeline
 
 MIB = 2**20
 AGREEMENT = 0.01
+POINTS = 300  # of a record's timeline
 Watched = Callable[[], Mapping[str, Iterable[Tensor]]]
 
 
@@ -125,9 +126,9 @@ class Recorder:
         raise NotImplementedError
 
     def record(self) -> dict:
-        """What `replay` makes of the stream, and in "cross_check" whether another count "agrees"
-        or, as a "note", why not."""
-        return replay(self.stream)
+        """What `replay` and, as "timeline", `timeline` make of the stream; in "cross_check" whether
+        another count "agrees" or, as a "note", why not."""
+        return replay(self.stream) | {"timeline": timeline(self.stream, POINTS)}
 
 
 class CpuRecorder(Recorder):
@@ -201,7 +202,8 @@ class CudaRecorder(Recorder):
             self.missing = add_history(self.stream, snapshot, self.device, self.max_entries)
 
     def record(self) -> dict:
-        found = {"by_category": {}, "by_phase_category": {}, "held": {}, "cross_check": {}}
+        names = ("by_category", "by_phase_category", "held", "cross_check", "timeline")
+        found: dict[str, Any] = {name: {} for name in names}
         if not self.missing:
             found |= super().record()
         history, statistics = found.get("peak"), max(self.peaks.values())
