@@ -54,8 +54,9 @@ class Attributing(Recorder):
     """Records as `CpuRecorder` and `CudaRecorder` do, and of each allocation who made it.
 
     Both devices report to torch's profiler, which also numbers the nodes of autograd: so what a
-    backward allocates leads to the forward that made its node. About 10 us an operator, and
-    peaks as without: see `measure.lines`. lines: False where something was compiled.
+    backward allocates leads to the forward that made its node. Cost: 3 us a call of torch's, and 55
+    each to read what was seen. The peaks are those without it: see `measure.lines`. lines: False
+    where something was compiled.
     """
 
     def __init__(self, device: torch.device, parts: Parts, *, lines: bool = True) -> None:
