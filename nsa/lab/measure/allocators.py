@@ -17,6 +17,8 @@ STEP = "step "  # and its number: the range around one
 BACKWARD = "autograd::engine::evaluate_function: "  # before a node's name
 BACKWARD_SCOPE = torch._C._profiler.RecordScope.BACKWARD_FUNCTION
 LINE = "line "  # before a line of the user's: the range around a call of torch's
+BORDER = "border "  # and its number: where a phase begins, in the profile of a whole step
+CALLED = " called by "  # between a module and the line that called it, where lines are looked at
 ROOT = "model"  # the range of the module that has no name of its own
 
 Key = tuple[str, str]  # where, operator
@@ -48,7 +50,7 @@ def read(
     another profile than its forward.
     """
     kinds, scope = torch._C._profiler._EventType, torch._C._profiler.RecordScope.USER_SCOPE
-    made = {} if made is None else made
+    attributing, made = made is not None, {} if made is None else made
     found: list[Allocation] = []
     phases: list[tuple[int, str]] = []
     host_ms: dict[str, float] = defaultdict(float)
@@ -63,25 +65,36 @@ def read(
                 found.append(Allocation(event.start_time_ns, about.ptr, size, *inside))
         elif event.tag != kinds.TorchOp:
             pass
+        elif event.name.startswith(BORDER):
+            phases.append((event.start_time_ns, event.name.removeprefix(BORDER)))
         elif event.name.startswith(LINE):
             line = event.name.removeprefix(LINE)
             if at.node in made and not made[at.node][1]:  # of a Function of the user's own
                 made[at.node] = made[at.node][0], line
             return replace(at, line=line)
         elif about.scope == scope:
+            name, called, line = event.name.partition(CALLED)
+            if called:
+                return replace(at, where=name, operator="", line=line)
+            if attributing:  # a range of torch's own, or of the program's
+                return replace(at, operator=at.operator or name)
             step = event.name.startswith(STEP)
             if not step and event.name not in PHASES:
                 return replace(at, where=event.name, operator="")
             host_ms["step" if step else event.name] += event.duration_time_ns / 1e6
             phases.extend([] if step else [(event.start_time_ns, event.name)])
         elif event.name.startswith(BACKWARD):
-            maker, line = made.get(about.sequence_number, ("", ""))
+            number = about.sequence_number
+            again = made.get(-2 - number) if at.inside else None
+            maker, line = again or made.get(number, ("", ""))
             name = at.operator or event.name.removeprefix(BACKWARD)
             return _Place(at.where, name, line, maker, inside=True)
         else:
-            if about.sequence_number >= 0 and about.scope != BACKWARD_SCOPE and not at.inside:
-                made[about.sequence_number] = at.where, at.line
-                at = replace(at, node=about.sequence_number)
+            if about.sequence_number >= 0 and about.scope != BACKWARD_SCOPE:
+                number = about.sequence_number
+                number = -2 - number if at.inside else number  # a recomputed one, in another thread
+                made[number] = at.where, at.line
+                at = replace(at, node=number)
             return replace(at, operator=at.operator or event.name)
         return at
 
@@ -102,7 +115,7 @@ class _Place:
     operator: str = ""
     line: str = ""
     maker: str = ""
-    node: int = -1  # the number of the node that is being made
+    node: int = -1  # the number of the node that is being made; below -1 of a recomputed one
     inside: bool = False  # a node that runs
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 
 from nsa.lab.measure import allocators
 from nsa.lab.measure.allocations import CATEGORIES, Lifetimes, Stream, blocks_of, lifetimes
-from nsa.lab.measure.allocators import MIB, Allocation
+from nsa.lab.measure.allocators import BORDER, MIB, Allocation
 from nsa.lab.measure.lines import Lines, calling, shown
 from nsa.lab.measure.recorders import Recorder, live_cpu_storages, live_tensors, profiled
 from nsa.lab.oracles.steps import anywhere
@@ -48,6 +48,7 @@ class Owner:
 
 
 NOBODY = Owner()
+_range = torch._C._profiler._RecordFunctionFast
 
 
 class Attributing(Recorder):
@@ -65,7 +66,8 @@ class Attributing(Recorder):
         self.index = device.index or 0
         self.owners: dict[int, Owner] = {}  # by the event at which the block was born
         self.named: dict[int, Owner] = {}  # by address: what was there before
-        self._made: dict[int, tuple[str, str]] = {}
+        self.phases: list[str] = []  # as they began
+        self._tags: list[dict[str, set[int]]] = []  # at each of their beginnings
         self._watched: set[int] = set()  # addresses of what was there before ...
         self._gone: list[Allocation] = []  # ... whose end torch does not tell
         self._ends: list[weakref.finalize] = []
@@ -84,16 +86,27 @@ class Attributing(Recorder):
             return {}
         return blocks_of(torch.cuda.memory._snapshot(), self.index)
 
-    def _tag(self) -> None:
-        super()._tag()
+    def _addresses(self) -> dict[str, set[int]]:
         for address, owner in self.parts.owners().items():
             if not self.named.get(address, NOBODY).module:
                 self.named[address] = owner
+        return super()._addresses()
 
     def __enter__(self) -> Attributing:
         super().__enter__()
         self._name_the_rest(sum(self.stream.sizes))
         return self
+
+    def on_phase(self, name: str, step: int) -> None:
+        """As of all recorders. One profile has them all: a range of somebody's that is open where
+        one profile ends would write into it when the next is on."""
+        if not self.phases:
+            self._phase.enter_context(self._recording(name))
+        with _range(f"{BORDER}{len(self.phases)}"):
+            self.phases.append(name)
+            self._tags.append(self._addresses())
+        if name == "end":
+            self._phase.close()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -101,7 +114,8 @@ class Attributing(Recorder):
             self._ends.pop().detach()
 
     def _ended(self, address: int) -> None:
-        self._gone.append(Allocation(time.time_ns(), address, -1))
+        phase = str(len(self.phases) - 1)
+        self._gone.append(Allocation(time.time_ns(), address, -1, phase=phase))
 
     def _with_ends(self, found: list[Allocation]) -> Iterator[Allocation]:
         """The events, and among them the ends of what was there before, if no event tells them: of
@@ -138,8 +152,13 @@ class Attributing(Recorder):
                 on.enter_context(Lines())
             yield
         tree = seen.profiler.kineto_results.experimental_event_tree()
-        for a in self._with_ends(allocators.read(tree, self.device.type, self._made)[0]):
+        begun = 0
+        for a in self._with_ends(allocators.read(tree, self.device.type, {})[0]):
+            for _ in range(begun, int(a.phase or 0) + 1):
+                self._begins(begun)
+                begun += 1
             if a.size > 0:
+                phase = self.phases[int(a.phase or 0)]
                 module = anywhere(a.where)
                 again = " (recomputed)" if a.where and phase == "backward" else ""
                 module = module + again or anywhere(a.maker)
@@ -147,15 +166,18 @@ class Attributing(Recorder):
                 self.stream.alloc(a.address, a.size)
             else:
                 self.stream.free(a.address)
+        for number in range(begun, len(self.phases)):
+            self._begins(number)
+
+    def _begins(self, number: int) -> None:
+        self.stream.mark(self.phases[number])
+        for category, addresses in self._tags[number].items():
+            self.stream.tag(category, addresses)
 
     def rename(self, before: str, after: str) -> None:
         """The last phase was no `before`, but an `after`."""
-        position, name = self.stream.marks[-1]
-        if name == before:
-            self.stream.marks[-1] = position, after
-            for event in range(position, len(self.stream)):
-                if event in self.owners:
-                    self.owners[event] = replace(self.owners[event], phase=after)
+        if self.phases[-1] == before:
+            self.phases[-1] = after
 
     def fill(self, trace: list[dict[str, Any]]) -> None:
         """Lines that are missing, from the stacks of a CUDA allocator's history: of compiled code,
@@ -228,8 +250,9 @@ class Parts:
         for optimizer in self.optimizers:
             for p, state in optimizer.state.items():
                 for value in state.values() if isinstance(state, Mapping) else ():
-                    if isinstance(value, Tensor):
-                        yield p, value
+                    for one in value if isinstance(value, list | tuple) else [value]:
+                        if isinstance(one, Tensor):
+                            yield p, one
 
 
 def _line_of(frames: list[dict[str, Any]]) -> str:
@@ -306,13 +329,21 @@ def _holders(tensors: list[Tensor]) -> dict[int, str]:
                 for tensor, (way, _) in wanted[id(names)][1].items():
                     found.setdefault(tensor, whose + way)
                 continue
-            listed = isinstance(outer, list | tuple) and len(outer) <= MOST_LISTED
-            items = enumerate(outer) if listed else names.items() if isinstance(names, dict) else ()
+            if isinstance(outer, FunctionType) and id(outer.__closure__) in wanted:
+                for tensor in wanted[id(outer.__closure__)][1]:
+                    found.setdefault(tensor, f"{outer.__module__}.{outer.__qualname__}'s closure")
+                continue
+            listed = isinstance(outer, list | tuple | CellType)
+            items = names.items() if isinstance(names, dict) else ()
+            if isinstance(outer, CellType):
+                items = [("", outer.cell_contents)]
+            elif listed and len(outer) <= MOST_LISTED:
+                items = enumerate(outer)
             for key, value in list(items):
                 for tensor, (_, way) in wanted.get(id(value), (None, {}))[1].items():
                     if names is not outer and not listed:
                         found.setdefault(tensor, f"{whose}.{key}{way}")
-                    elif "__spec__" in outer:  # the names of a module
+                    elif not listed and "__spec__" in outer:  # the names of a module
                         found.setdefault(tensor, f"{outer['__name__']}.{key}{way}")
                     else:
                         inside = reached.setdefault(id(outer), (outer, {}))[1]

@@ -120,8 +120,15 @@ class Recorder:
         self._phase.close()
 
     def _tag(self) -> None:
-        for category, tensors in self.watched().items():
-            self.stream.tag(category, {t.untyped_storage().data_ptr() for t in tensors})
+        for category, addresses in self._addresses().items():
+            self.stream.tag(category, addresses)
+
+    def _addresses(self) -> dict[str, set[int]]:
+        """Where the watched tensors are now."""
+        return {
+            category: {t.untyped_storage().data_ptr() for t in tensors}
+            for category, tensors in self.watched().items()
+        }
 
     def _before(self) -> dict[int, int]:
         """Address and bytes of what is there already."""

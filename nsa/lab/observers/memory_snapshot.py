@@ -77,7 +77,7 @@ class MemorySnapshot:
         self._recorder: Attributing | None = None
         self._on = ExitStack()
         self._last = -1  # step that ended
-        self._borders: list[tuple[int, dict[str, int], str]] = []  # event, statistics, summary
+        self._borders: list[tuple[dict[str, int], str]] = []  # statistics, summary
         self._depth = 0
         from torch.optim.optimizer import register_optimizer_step_post_hook as behind
         from torch.optim.optimizer import register_optimizer_step_pre_hook as before
@@ -174,7 +174,7 @@ class MemorySnapshot:
     def _entered(self, name: str, *_: Any) -> None:
         """A stranger's phase begins, unless it is under way."""
         recorder = self._recorder
-        if recorder is not None and (not self._borders or recorder.stream.marks[-1][1] != name):
+        if recorder is not None and recorder.phases[-1:] != [name]:
             self._safely(self._phase, name)
 
     def _backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ class MemorySnapshot:
         if device.type == "cuda":
             self._history()
             torch.cuda.reset_peak_memory_stats(device)
-        ranges = Ranges(self._model)  # on a GPU, too: NVTX is for others
+        ranges = Ranges(self._model, lines=True)  # on a GPU, too: NVTX is for others
         if not compiled:
             ranges.attach()
         self._on.callback(ranges.close)
@@ -223,7 +223,7 @@ class MemorySnapshot:
         on_gpu = self._device.type == "cuda"
         statistics = torch.cuda.memory_stats(self._device) if on_gpu else {}
         summary = torch.cuda.memory_summary(self._device) if on_gpu else ""
-        self._borders.append((len(self._recorder.stream), dict(statistics), summary))
+        self._borders.append((dict(statistics), summary))
 
     def _history(self, recorder: Attributing | None = None) -> None:
         """torch's own: begins, or where a recorder is given ends in torch's snapshot file, and
@@ -289,7 +289,8 @@ class MemorySnapshot:
         at = {"end_of_peak_phase": next(e for _, s, e in found.lives.spans if s <= found.at <= e)}
         if around := found.around("backward"):
             at |= {"before_backward": around[0], "after_backward": around[1]}
-        seen = {event: about for event, *about in self._borders}
+        marks = [event for event, _ in found.stream.marks]
+        seen = dict(zip(marks, self._borders, strict=False))
         told = {name: seen.get(event, ({}, "")) for name, event in at.items()}
         record["torch_statistics"] = {name: statistics for name, (statistics, _) in told.items()}
         summaries = [f"{name.replace('_', ' ')}\n{summary}" for name, (_, summary) in told.items()]

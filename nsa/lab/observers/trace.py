@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Collection
@@ -16,7 +17,8 @@ from torch.profiler import record_function
 
 from nsa.attention import witness
 from nsa.lab.measure import allocators, kernels
-from nsa.lab.measure.allocators import PHASES, ROOT, STEP
+from nsa.lab.measure.allocators import CALLED, PHASES, ROOT, STEP
+from nsa.lab.measure.lines import calling
 from nsa.lab.measure.recorders import profiled
 from nsa.lab.measure.timing import wait
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
@@ -32,10 +34,14 @@ class Ranges:
     Compiled models and CUDA graphs run no hooks of modules: there the phases are all. Cost: 12 us
     of the host's time for each module and step.
 
-    model None: of whatever modules are called; `roots` are those outside which none was.
+    model None: of whatever modules are called; `roots` are those outside which none was. lines: a
+    module's range says which line called it, for nsa.lab.measure.attribution.
     """
 
-    def __init__(self, model: nn.Module | None, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, model: nn.Module | None, device: str | torch.device = "cpu", *, lines: bool = False
+    ) -> None:
+        self._lines = lines
         self._model, self._on_gpu = model, torch.device(device).type == "cuda"
         self.roots: list[nn.Module] = [] if model is None else [model]
         self._names: dict[nn.Module, str] = {}
@@ -80,13 +86,13 @@ class Ranges:
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
     def _before(self, name: str, module: nn.Module, args: Any) -> None:
-        self._enter(name)
+        self._enter(f"{name}{CALLED}{calling(sys._getframe(1))}" if self._lines else name)
 
     def _before_any(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:
             self.roots.append(module)
             self._names |= {inner: name or ROOT for name, inner in module.named_modules()}
-        self._enter(self._names[module])
+        self._before(self._names[module], module, args)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self._close()

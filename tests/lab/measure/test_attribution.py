@@ -10,6 +10,7 @@ from observed import trainer
 from quadratic import Stranger, T
 from tiny_models import tiny
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import witness
 from nsa.lab.measure.allocations import replay
@@ -30,7 +31,7 @@ def of_second_step(config, make):
     made = trainer(config=config, tokens=64)
     made.step(0)
     recorder = make(made)
-    ranges = Ranges(made.model)
+    ranges = Ranges(made.model, lines=True)
     ranges.attach()
     made.observers = (recorder,)
     with recorder:
@@ -81,6 +82,20 @@ def test_a_line_is_told_of_both_passes_and_what_is_recomputed_is_told_apart():
     }
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_recomputed_has_lines_in_either_kind_of_checkpoint(reentrant):
+    block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.ones(256, 64, requires_grad=True)
+    ranges = Ranges(block, lines=True)
+    ranges.attach()
+    recorder = by_hand(lambda: checkpoint(block, x, use_reentrant=reentrant).sum(), Parts(block))
+    ranges.close()
+    rows = recorder.attribution().rows()
+    told = sum(row["mib"] for row in rows if row["line"] or row["phase"] == "before the step")
+    assert told > 0.95 * sum(row["mib"] for row in rows)
+    assert any("(recomputed)" in owner.module for owner in recorder.owners.values())
+
+
 def test_a_function_of_the_users_own_has_the_lines_of_its_own_backward():
     found = of_second_step(tiny(), attributing)
     lines = {o.line.partition(" ")[2] for o in found.owners.values() if o.phase == "backward"}
@@ -122,6 +137,7 @@ def test_what_was_there_before_has_the_name_of_who_holds_it_and_is_not_kept_aliv
     model, batch, keeper = nn.Linear(8, 8), torch.zeros(700_000), Keeper()
     theirs = types.ModuleType("theirs")
     theirs.__spec__, theirs.TABLE = None, torch.zeros(600_000)
+    kept = (lambda x: lambda: x)(torch.zeros(400_000))
     seen = weakref.ref(batch)
     rows = by_hand(lambda: model(torch.ones(2, 8)).sum(), Parts(model)).attribution().rows()
     held = {row["module"]: row["mib"] * 2**20 for row in rows if row["category"] == "resident"}
@@ -163,7 +179,7 @@ def test_a_cuda_history_fills_in_the_lines_that_are_missing():
 
 def test_the_planted_line_holds_what_it_should():
     model = Stranger()
-    ranges = Ranges(None)
+    ranges = Ranges(None, lines=True)
     ranges.attach()
     found = by_hand(lambda: model(torch.ones(T, 8)), Parts(model)).attribution()
     ranges.close()
