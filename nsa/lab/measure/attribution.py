@@ -264,6 +264,7 @@ def _line_of(frames: list[dict[str, Any]]) -> str:
     return ""
 
 
+@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -261,16 +261,21 @@ def live_tensors(device: str) -> Iterator[Tensor]:
             yield thing
 
 
-def training_tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watched:
-    """What to watch of a model and its optimizers."""
+def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Watched:
+    """What to watch of a model and its optimizer; of tensors that FSDP2 shards this rank's part."""
 
+    @torch.no_grad()
     def watched() -> dict[str, list[Tensor]]:
         parameters = list(model.parameters())
-        states = (v for o in optimizers for state in o.state.values() for v in state.values())
-        return {
+        states = (value for state in optimizer.state.values() for value in state.values())
+        found = {
             "parameters": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer_state": [value for value in states if isinstance(value, Tensor)],
+        }
+        return {
+            name: [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+            for name, tensors in found.items()
         }
 
     return watched

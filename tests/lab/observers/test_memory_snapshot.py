@@ -14,6 +14,7 @@ from observed import trainer
 from quadratic import T, Training
 from tiny_models import tiny
 
+from nsa.lab.measure import attribution
 from nsa.lab.measure.attribution import ENOUGH
 from nsa.lab.observers import memory_snapshot
 from nsa.lab.observers.memory_snapshot import MemorySnapshot, chosen
@@ -142,6 +143,19 @@ def test_micro_batches_are_forwards_and_backwards_of_one_step(tmp_path):
     snapshot.end(0)
     names = [name for name, _ in left(tmp_path)["timeline"]["phases"]]
     assert names[:5] == ["forward", "backward", "forward", "backward", "after the backward"]
+
+
+def test_all_phases_are_one_profile(tmp_path, monkeypatch):
+    """An optimizer's step is a range of torch's, within which a stranger's phase begins: where one
+    profile ended and the next began inside it, its end wrote into memory that was freed."""
+    begun = []
+    plain = attribution.profiled
+    monkeypatch.setattr(attribution, "profiled", lambda *a, **o: begun.append(a) or plain(*a, **o))
+    training, snapshot = Training({}, None), MemorySnapshot(0, tmp_path)
+    snapshot.begin(0)
+    training.step(0)
+    snapshot.end(0)
+    assert len(begun) == 1 and len(left(tmp_path)["timeline"]["phases"]) == 5
 
 
 def test_a_step_that_fails_leaves_what_was_held_until_then(tmp_path):
