@@ -4,7 +4,8 @@ from functools import partial
 from typing import Any
 
 from nsa.lab.measure.allocations import CATEGORIES
-from nsa.lab.measure.attribution import BEFORE, ENOUGH, Attribution
+from nsa.lab.measure.attribution import ENOUGH, Attribution
+from nsa.lab.measure.owners import BEFORE
 from nsa.lab.measure.recorders import MIB
 from nsa.lab.observers.trace import columns
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from nsa.lab.measure.allocations import timeline
-from nsa.lab.measure.attribution import Attributing, Attribution, Parts
+from nsa.lab.measure.attribution import Attributing, Attribution
+from nsa.lab.measure.owners import Parts
 from nsa.lab.measure.recorders import AGREEMENT, cross_check
 from nsa.lab.observers.memory_page import text, told
 from nsa.lab.observers.trace import Ranges

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import witness
 from nsa.lab.measure.allocations import replay
-from nsa.lab.measure.attribution import Attributing, Owner, Parts
+from nsa.lab.measure.attribution import Attributing
+from nsa.lab.measure.owners import Owner, Parts
 from nsa.lab.measure.recorders import CpuRecorder, training_tensors
 from nsa.lab.observers.trace import Ranges
 
