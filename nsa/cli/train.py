@@ -109,6 +109,12 @@ def add(commands) -> None:
         "run's folder, and tables of time and memory"
     )
     option("--profile", default="", metavar="STEPS", help=text)
+    text = (
+        "who holds the memory of this step, counted from 0 (by default the second): by category, "
+        "module and line of source, before the backward, after it and at the peak; on a GPU also "
+        "torch's own snapshot file"
+    )
+    option("--memory-snapshot", nargs="?", const="second", default="", metavar="STEP", help=text)
     # not --run: torchrun takes that for a beginning of its own --run-path, even behind -m nsa
     option("--into", metavar="DIR", help="this run's folder; by default a new one below --runs")
     share(made, "--runs")
@@ -247,8 +253,9 @@ def _tell(ended) -> int:
             print(f"  weights  {result['weights']}")
         if result.get("loader"):
             print(f"  data     {result['loader']}")
-    if (profile := ended.folder / "profile.txt").is_file():
-        print(profile.read_text())
+    for name in ("profile.txt", "memory-rank0.txt"):
+        if (page := ended.folder / name).is_file():
+            print(page.read_text())
     print(f"  folder   {ended.folder}")
     print(f"  report   nsa report {ended.folder} writes one")
     if ended.failure is not None and ended.failure.how == "bad input":

@@ -21,6 +21,11 @@ def add(commands) -> None:
     text = f"a factor of the subject, or {', '.join(OF_THE_PLAN)}"
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
     made.add_argument("--factors", action="store_true", help="list the factors and end")
+    text = (
+        "who holds the memory of this step, counted from 0 (by default 1, the second); as "
+        "memory_snapshot=STEP"
+    )
+    made.add_argument("--memory-snapshot", nargs="?", const="1", metavar="STEP", help=text)
     share(made, "--trials", "--again")
 
     made = command(commands, sweep, "plan", "--budget")
@@ -54,6 +59,10 @@ def trial(arguments) -> int:
         print(listed())
         return GOOD
     import_from_here()
+    step = arguments.memory_snapshot
+    if step is not None:  # before a setting it has no number of its own
+        said = [step, "memory_snapshot=1"] if "=" in step else [f"memory_snapshot={step}"]
+        arguments.settings = [*arguments.settings, *said]
     given = settings(arguments.settings, "layers=2")
     whole = {"on_hang": "report"}
     whole |= {name: given.pop(name) for name in OF_THE_PLAN if name in given}
@@ -74,7 +83,19 @@ def trial(arguments) -> int:
     for sentence in (*done.verdict.because, done.calibrated, f"more: nsa explain {done.id}"):
         if sentence:
             print(f"  {sentence}")
+    _tell_memory(ledger.root / done.id)
     return GOOD if done.verdict.kind == "PASS" else FAILED
+
+
+def _tell_memory(folder: Path) -> None:
+    """What a memory snapshot left, with its picture beside it."""
+    for page in sorted(folder.glob("memory-rank*.txt")):
+        print(f"\n{page.read_text()}", end="")
+        if (record := page.with_suffix(".json")).is_file():
+            from nsa.workbook import timeline
+
+            picture = timeline.drawn(record)
+            print(f"  picture  {picture}\n  all rows {page.with_suffix('.csv')}")
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from lab_entries import make_up_trials
@@ -236,3 +238,37 @@ def test_a_real_bisection_finds_the_pair_that_breaks_a_strangers_step(tmp_path):
     # a trial whose source changes while it runs is INCONCLUSIVE, and run once more
     judged = sorted(kind for kind in verdicts if kind != "INCONCLUSIVE")
     assert judged == ["CRASH", "PASS", "PASS", "PASS"]
+
+
+@pytest.mark.processes
+def test_a_memory_snapshot_of_a_strangers_trial_names_its_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["trial", "--memory-snapshot", "subject=quadratic:Training", "steps=2"]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "memory of step 1" in printed and "quadratic.py:16 Scores.forward" in printed
+    (folder,) = (tmp_path / "trials").glob("[0-9a-f]*")
+    assert (folder / "memory-rank0.svg").read_text().startswith("<?xml")
+    assert cli.main([*words, "memory_snapshot=2"]) == 2
+    assert "memory_snapshot" in capsys.readouterr().err
+
+
+def test_a_trials_snapshot_of_a_step_that_never_comes_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["trial", "subject=quadratic:Training", "--memory-snapshot", "3"]) == 2
+    said = "memory_snapshot=3 is never reached: a trial of steps=3 ends with step 2"
+    assert said in capsys.readouterr().err and not (tmp_path / "trials").exists()
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_snapshot_that_a_script_never_reaches_is_told_and_nothing_is_lost(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    script = Path(__file__).parents[1] / "support" / "stranger_train.py"
+    shutil.copy(script, "train.py")
+    words = ["trial", "subject=train.py", "argv=--steps 2 --width 8", "--memory-snapshot", "9"]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "step 9 was never reached" in printed and "--memory-snapshot 1 would do" in printed

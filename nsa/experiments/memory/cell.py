@@ -67,6 +67,7 @@ class Measured:
     by_category_mib: dict = field(default_factory=dict)  # at the peak
     by_phase_category_mib: dict = field(default_factory=dict)  # at each phase's peak
     held_mib: dict = field(default_factory=dict)  # when the forward ends
+    timeline: dict = field(default_factory=dict)  # of its events, see lab.measure.allocations
     cross_check: dict = field(default_factory=dict)  # the peak by another count
     losses: list = field(default_factory=list)  # of every step
     step_ms_each: list = field(default_factory=list)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nsa.workbook import looks, metrics
+from nsa.workbook import looks, metrics, timeline
 from nsa.workbook.looks import GREY
 from nsa.workbook.scaling import local_exponents
 
@@ -93,8 +93,6 @@ def categories(df, tokens: int | None = None):
         raise ValueError("no rows of mode 'step' whose metric is memory_<category>")
     rows = rows.assign(category=rows["metric"].str.removeprefix("memory_"))
     models = looks.models(rows)
-    colours = dict(zip(rows["category"].unique(), looks.PALETTE, strict=False))
-    colours["resident"] = "#c8c8c8"  # what was held before the step
     unit, scale = _unit(df)
     with looks.figure(len(models), 3.4) as (fig, panels):
         for axes, (model, frame) in zip(panels, models.items(), strict=True):
@@ -109,7 +107,8 @@ def categories(df, tokens: int | None = None):
             table = table.loc[[backend for backend, _ in looks.backends(frame)]] / scale
             below = np.zeros(len(table))
             for category, held in table.items():
-                look = {"color": colours[category], "label": category.replace("_", " ")}
+                colour, label = timeline.COLOURS.get(category), category.replace("_", " ")
+                look = {"color": colour, "label": label}
                 axes.bar(table.index, held, bottom=below, **look)
                 below += held.to_numpy()
             axes.set(ylabel=f"held at the peak ({unit})", ylim=(0, 1.06 * below.max() or 1))
@@ -117,6 +116,24 @@ def categories(df, tokens: int | None = None):
             axes.grid(False, axis="x")
             axes.tick_params(axis="x", rotation=20)
     return fig
+
+
+def through_a_step(rows: Sequence[Mapping], most: int = 4):
+    """What a step holds from its first allocation to its last, one panel a backend, by `rows` of
+    memory trials: the last model, at the largest T that all its backends finished, and the first
+    `most` of them."""
+    good = [row for row in rows if row.get("timeline")]
+    if not good:
+        return looks.nothing("No trial recorded the events of its step.")
+    model = good[-1]["preset"], good[-1]["layers"]
+    lines: dict[str, dict[int, Mapping]] = {}
+    for row in good:
+        if (row["preset"], row["layers"]) == model:
+            lines.setdefault(row["backend"], {})[row["tokens"]] = row["timeline"]
+    shared = set.intersection(*map(set, lines.values()))
+    names = [name for name in looks.LOOKS if name in lines][:most] if shared else list(lines)[-1:]
+    at = max(shared or lines[names[0]])
+    return timeline.timeline({f"{name}, T = {at}": lines[name][at] for name in names})
 
 
 def _unit(df) -> tuple[str, float]:

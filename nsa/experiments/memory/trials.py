@@ -145,6 +145,7 @@ def _record(trainer: Trainer, place: "_Place", losses: list[float]) -> dict:
     trainer.observers = (place,)
     found = recorder.record()
     told = {"cross_check": found.pop("cross_check"), "witness": seen.record()}
+    told["timeline"] = found.pop("timeline")
     sizes |= found.pop("phases") | found
     sizes = {f"{name}_mib": _in_mib(size) for name, size in sizes.items()}
     return sizes | told | {"recorded_s": recorded_s}

@@ -11,7 +11,7 @@ import torch
 
 from nsa.attention import witness
 from nsa.experiments.training.speed import LEFT_OUT, Speed
-from nsa.lab.observers import guard_rules, writers
+from nsa.lab.observers import guard_rules, memory_snapshot, writers
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
@@ -67,6 +67,7 @@ class Job:
     halt_file: str | None = None  # ends the run when it is there; None: HALT in the run's folder
     max_skips: int = BOUND  # steps left out in a row
     profile: str = ""  # steps under torch's profiler: "20:23", or how many
+    memory_snapshot: str = ""  # the step whose memory is told, or "second"
     watchdog: str = "report"  # or "off"
     guard: tuple[str, ...] = ()  # as `memory=60GiB:warn,65GiB:stop`; see lab.observers.guard_rules
 
@@ -93,7 +94,7 @@ class Job:
             raise ValueError(
                 f"buckets are DDP's; parallel={self.kind!r} has none, parallel='ddp' would do"
             )
-        self.profiled(0)
+        self.snapshot(0)
         if "buckets" in self.observe and self.comm_hook != "none":
             raise ValueError(
                 f"buckets are traced by a communication hook, and DDP takes one only; it has "
@@ -131,6 +132,11 @@ class Job:
                 + "; 20:23 takes three of them, and 3 as many after the warm-up"
             )
         return steps
+
+    def snapshot(self, first: int) -> int | None:
+        """The step that `memory_snapshot` names, if any, as `profiled` has those of `profile`."""
+        others = range(first, self.train.steps), self.profiled(first), self.train.cuda_graph
+        return memory_snapshot.chosen(self.memory_snapshot, *others)
 
     def guards(self, name: str) -> bool:
         """Whether that guard was asked for, rather than there by default."""
@@ -335,9 +341,7 @@ class _Table:
 
 def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> dict[str, Any]:
     """This rank's observers by name: always a heartbeat, whose lines rank 0 prints, and the guards.
-
-    Arrival and modules look at the first step and every `observe_every`-th after it. The writers
-    are rank 0's.
+    Arrival and modules look at the first step and every `observe_every`-th; writers are rank 0's.
     """
     rank, model, every = trainer.parallel.rank, trainer.model, job.observe_every
     written = {
@@ -361,6 +365,8 @@ def observers_for(job: Job, trainer: Trainer, folder: Path, guards: Guards) -> d
     if steps := job.profiled(trainer.steps_done):
         file = folder / f"trace-rank{rank}.json.gz"
         made["profile"] = StepTrace(model, trainer.device, steps, file)
+    if (step := job.snapshot(trainer.steps_done)) is not None:
+        made["memory"] = memory_snapshot.MemorySnapshot(step, folder, rank)
     # writers so that what the others still hand them is written, guards because they may raise
     return made | kept | {"guards": guards}
 

@@ -11,11 +11,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nsa.workbook import looks, report
+from nsa.workbook import looks, report, timeline
 from nsa.workbook.files import read_json
 from nsa.workbook.record import load
 
 MOST = 400  # points of a curve; of more, each is a mean of its neighbours
+HOW_TO_READ = (
+    "From left to right the allocator's events of one step, dashed lines where phases begin. What "
+    "stays at one height was there before; activations grow in the forward and shrink in the "
+    "backward while gradients grow; the point is the peak, which the table below takes apart."
+)
 FINDINGS = {"warning": "warning", "refused": "went on all the same"}
 
 
@@ -46,6 +51,8 @@ def _parts(folder: Path):
         yield "<h2>Warnings</h2>" + _list(warned)
     if (profile := folder / "profile.txt").is_file():
         yield "<h2>Profile</h2>" + _text(profile.read_text(encoding="utf-8"))
+    if memory := [*_memory(folder)]:
+        yield "<h2>Memory of one step</h2>" + "".join(memory)
     yield "<h2>The job</h2>" + _text("nsa " + shlex.join(job.get("argv") or ["train"]))
     settings = [(k, json.dumps(v)) for k, v in _flat({"model": model, "train": train})]
     yield f"<details><summary>All settings</summary>{_table(settings)}</details>"
@@ -94,8 +101,6 @@ def _warnings(folder: Path, result: dict[str, Any]):
 
 def _curves(folder: Path) -> str:
     """Loss and gradient norm against steps, with what was measured on held-out batches."""
-    import matplotlib.pyplot as plt
-
     rows, evaluated = _rows(folder / "losses.csv"), _rows(folder / "evaluations.csv")
     if not rows:
         return "<p>No step was finished, or its loss was never read.</p>"
@@ -111,15 +116,31 @@ def _curves(folder: Path) -> str:
             axes.set(xlabel="step", ylabel=unit)
         if len(rows) > MOST:
             looks.title(left, "Loss", f"means of about {math.ceil(len(rows) / MOST)} steps")
+    bad = sum(not math.isfinite(norm) for _, _, norm in rows)
+    said = f"Loss from {rows[0][1]:.4f} to {rows[-1][1]:.4f} nats over {len(rows)} steps"
+    said += f"; {bad} steps whose gradient norm is not finite have no point" * bool(bad)
+    return _image(fig, said) + f"<p>{said}.</p>"
+
+
+def _memory(folder: Path):
+    """Of each rank that was asked for one: a step's memory as picture and page."""
+    for page in sorted(folder.glob("memory-rank*.txt")):
+        told = page.read_text(encoding="utf-8")
+        if (record := page.with_suffix(".json")).is_file():
+            said = "What the step holds by category, from its first allocation to its last"
+            yield _image(timeline.of_record(record), said) + f"<p>{HOW_TO_READ}</p>"
+        yield _text(told)
+
+
+def _image(fig, said: str) -> str:
+    import matplotlib.pyplot as plt
+
     file = io.BytesIO()
     with looks.style():
         fig.savefig(file, format="svg", metadata={"Date": None})
     plt.close(fig)
-    bad = sum(not math.isfinite(norm) for _, _, norm in rows)
-    said = f"Loss from {rows[0][1]:.4f} to {rows[-1][1]:.4f} nats over {len(rows)} steps"
-    said += f"; {bad} steps whose gradient norm is not finite have no point" * bool(bad)
     data = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="{said}" src="data:image/svg+xml;base64,{data}"><p>{said}.</p>'
+    return f'<img alt="{said}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _thinned(rows: list[tuple[float, ...]]) -> list[tuple[float, ...]]:

@@ -8,6 +8,7 @@ dicts, so reading them needs no GPU either.
 from array import array
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -58,6 +59,64 @@ class Stream:
         self.tags.append((len(self), category, frozenset(addresses)))
 
 
+@dataclass
+class Lifetimes:
+    """The blocks of a stream: bytes, births and deaths as numbers of events (one more than there
+    are: never freed), all [N] int64, `categories` as indices into CATEGORIES; and the phases, each
+    with its first event and the one behind its last."""
+
+    sizes: np.ndarray
+    born: np.ndarray
+    died: np.ndarray
+    categories: np.ndarray
+    spans: list[tuple[str, int, int]]
+    events: int
+    unknown_frees: int
+    lost_bytes: int
+
+    def alive(self, at: int) -> np.ndarray:
+        """[N] bool: what is held after `at` events."""
+        return (self.born < at) & (self.died > at)
+
+    def held(self, at: int) -> dict[str, int]:
+        """Bytes by category after `at` events."""
+        alive, found = self.alive(at), {}
+        for i, name in enumerate(CATEGORIES):
+            found[name] = int(self.sizes[alive & (self.categories == i)].sum())
+        return found
+
+    def level(self, category: str | None = None) -> np.ndarray:
+        """Bytes held after 0, 1, ... events [events + 1], of one category or of all."""
+        chosen = np.full(len(self.sizes), True)
+        if category is not None:
+            chosen = self.categories == CATEGORIES.index(category)
+        deltas = np.zeros(self.events + 1, dtype=np.int64)
+        np.add.at(deltas, self.born[chosen] + 1, self.sizes[chosen])
+        freed = chosen & (self.died <= self.events)
+        np.subtract.at(deltas, self.died[freed], self.sizes[freed])
+        return np.cumsum(deltas)
+
+    def peaks(self) -> dict[str, int]:
+        """The number of events after which each phase holds most."""
+        total, found = self.level(), {}
+        for phase, start, end in self.spans:
+            at = start + int(np.argmax(total[start : end + 1]))
+            if phase not in found or total[at] > total[found[phase]]:
+                found[phase] = at
+        return found
+
+
+def lifetimes(stream: Stream) -> Lifetimes:
+    """The stream's blocks. ValueError for a stream without a phase."""
+    borders = pairwise([*stream.marks, (len(stream), "end")])
+    spans = [(phase, start, end) for (start, phase), (end, _) in borders if phase != "end"]
+    if not spans:
+        raise ValueError("the stream marks no phase; call mark(phase) where each one starts")
+    sizes, born, died, tagged, unknown, lost = _blocks(stream)
+    categories = _categories(born, died, tagged, spans, stream.marks[0][0])
+    return Lifetimes(sizes, born, died, categories, spans, len(stream), unknown, lost)
+
+
 def replay(stream: Stream) -> dict:
     """Bytes at the peak over all phases and at each phase's own, whose they were then, and the most
     that each category `held`: {"peak", "phases", "by_category", "by_phase_category", "held",
@@ -68,43 +127,44 @@ def replay(stream: Stream) -> dict:
 
     ValueError for a stream without a phase.
     """
-    borders = pairwise([*stream.marks, (len(stream), "end")])
-    spans = [(phase, start, end) for (start, phase), (end, _) in borders if phase != "end"]
-    if not spans:
-        raise ValueError("the stream marks no phase; call mark(phase) where each one starts")
-    sizes, born, died, tagged, unknown, lost = _blocks(stream)
-    categories = _categories(born, died, tagged, spans, stream.marks[0][0])
-
-    def level(chosen) -> np.ndarray:
-        """Bytes alive in the chosen blocks after 0, 1, ... events."""
-        deltas = np.zeros(len(stream) + 1, dtype=np.int64)
-        np.add.at(deltas, born[chosen] + 1, sizes[chosen])
-        freed = chosen & (died <= len(stream))
-        np.subtract.at(deltas, died[freed], sizes[freed])
-        return np.cumsum(deltas)
-
-    total = level(np.full(len(sizes), True))
-    peaks: dict[str, int] = {}  # where each phase's is
-    for phase, start, end in spans:
-        at = start + int(np.argmax(total[start : end + 1]))
-        if phase not in peaks or total[at] > total[peaks[phase]]:
-            peaks[phase] = at
-    by_phase, held = {}, {}
-    for phase, at in peaks.items():
-        alive = (born < at) & (died > at)
-        sums = [int(sizes[alive & (categories == i)].sum()) for i in range(len(CATEGORIES))]
-        by_phase[phase] = dict(zip(CATEGORIES, sums, strict=True))
-    for i, name in enumerate(CATEGORIES):  # one at a time: a stream may have 10^7 events
-        bytes_held = level(categories == i)
-        held[name] = max(int(bytes_held[start : end + 1].max()) for _, start, end in spans)
-    highest = max(peaks, key=lambda phase: total[peaks[phase]])
+    lives = lifetimes(stream)
+    by_phase = {phase: lives.held(at) for phase, at in lives.peaks().items()}
+    phases = {phase: sum(held.values()) for phase, held in by_phase.items()}
+    held = {}
+    for name in CATEGORIES:  # one at a time: a stream may have 10^7 events
+        level = lives.level(name)
+        held[name] = max(int(level[start : end + 1].max()) for _, start, end in lives.spans)
+    highest = max(phases, key=phases.get)
     return {
-        "peak": int(total[peaks[highest]]),
-        "phases": {phase: int(total[at]) for phase, at in peaks.items()},
+        "peak": phases[highest],
+        "phases": phases,
         "by_category": by_phase[highest],
         "by_phase_category": by_phase,
         "held": held,
-        "cross_check": {"events": len(stream), "unknown_frees": unknown, "lost_bytes": lost},
+        "cross_check": {
+            "events": lives.events,
+            "unknown_frees": lives.unknown_frees,
+            "lost_bytes": lives.lost_bytes,
+        },
+    }
+
+
+def timeline(stream: Stream, most: int = 1200) -> dict:
+    """What a picture of one step needs: {"events": numbers of allocator events, "phases": [name,
+    event at which it starts], "mib": {category: values at those events}}, categories that hold
+    nothing left out. Of more than `most` events those are kept at which each stretch of them holds
+    most, so the peak is there."""
+    lives = lifetimes(stream)
+    total, start, end = lives.level(), lives.spans[0][1], lives.spans[-1][2]
+    size = max(1, -(-(end - start + 1) // most))
+    chosen = [
+        i + int(np.argmax(total[i : min(i + size, end + 1)])) for i in range(start, end + 1, size)
+    ]
+    levels = {name: lives.level(name)[chosen] / 2**20 for name in CATEGORIES}
+    return {
+        "events": [i - start for i in chosen],
+        "phases": [[phase, first - start] for phase, first, _ in lives.spans],
+        "mib": {n: np.round(v, 4).tolist() for n, v in levels.items() if v.max() > 0},
     }
 
 

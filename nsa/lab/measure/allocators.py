@@ -1,20 +1,24 @@
 """Who allocated what is held: a profile's memory by the module and operator that asked for it."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from nsa.lab.measure.activation_model import activations
+from nsa.lab.oracles.steps import anywhere
 
 MIB = 2**20
 PHASES = ("data", "forward", "backward", "optimizer", "graph")
 STEP = "step "  # and its number: the range around one
 BACKWARD = "autograd::engine::evaluate_function: "  # before a node's name
+BACKWARD_SCOPE = torch._C._profiler.RecordScope.BACKWARD_FUNCTION
+LINE = "line "  # before a line of the user's: the range around a call of torch's
+BORDER = "border "  # and its number: where a phase begins, in the profile of a whole step
+CALLED = " called by "  # between a module and the line that called it, where lines are looked at
 ROOT = "model"  # the range of the module that has no name of its own
 
 Key = tuple[str, str]  # where, operator
@@ -30,36 +34,89 @@ class Allocation:
     where: str = ""  # the innermost module, or "" outside all
     operator: str = ""  # the outermost that was called there
     phase: str = ""
+    line: str = ""  # of the user's that called it, where `Lines` looked on; see `read`
+    maker: str = ""  # in a backward the module whose forward made the node that runs
 
 
-def read(tree: Iterable[Any], device: str) -> tuple[list[Allocation], dict[str, float]]:
+def read(
+    tree: Iterable[Any], device: str, made: dict[int, tuple[str, str]] | None = None
+) -> tuple[list[Allocation], dict[str, float]]:
     """The allocations and frees on that kind of device, in order, and ms in each phase and, as
     "step", in the steps: out of the event tree of a profile with profile_memory=True, whose named
-    ranges are those of observers.trace."""
+    ranges are those of observers.trace and of measure.lines.
+
+    What a node of autograd allocates has the module and the line of the forward that made it, but
+    for lines of its own. `made` keeps those by the nodes' numbers, for a backward that is in
+    another profile than its forward.
+    """
     kinds, scope = torch._C._profiler._EventType, torch._C._profiler.RecordScope.USER_SCOPE
+    attributing, made = made is not None, {} if made is None else made
     found: list[Allocation] = []
     phases: list[tuple[int, str]] = []
     host_ms: dict[str, float] = defaultdict(float)
-    waiting = [(event, "", "") for event in tree]
-    while waiting:
-        event, where, operator = waiting.pop()
+
+    def visit(event: Any, at: _Place) -> _Place:
+        """Where the event's children are."""
+        about = event.extra_fields
         if event.tag == kinds.Allocation:
-            about = event.extra_fields
             if about.device.type == device and about.alloc_size:
                 size = max(about.alloc_size, -1)
-                found.append(Allocation(event.start_time_ns, about.ptr, size, where, operator))
-        elif event.tag == kinds.TorchOp and event.extra_fields.scope == scope:
+                inside = at.where, at.operator, "", at.line, at.maker
+                found.append(Allocation(event.start_time_ns, about.ptr, size, *inside))
+        elif event.tag != kinds.TorchOp:
+            pass
+        elif event.name.startswith(BORDER):
+            phases.append((event.start_time_ns, event.name.removeprefix(BORDER)))
+        elif event.name.startswith(LINE):
+            line = event.name.removeprefix(LINE)
+            if at.node in made and not made[at.node][1]:  # of a Function of the user's own
+                made[at.node] = made[at.node][0], line
+            return replace(at, line=line)
+        elif about.scope == scope:
+            name, called, line = event.name.partition(CALLED)
+            if called:
+                return replace(at, where=name, operator="", line=line)
+            if attributing:  # a range of torch's own, or of the program's
+                return replace(at, operator=at.operator or name)
             step = event.name.startswith(STEP)
-            if step or event.name in PHASES:
-                host_ms["step" if step else event.name] += event.duration_time_ns / 1e6
-                phases += [] if step else [(event.start_time_ns, event.name)]
-            else:
-                where, operator = event.name, ""
-        elif event.tag == kinds.TorchOp:
-            operator = operator or event.name.removeprefix(BACKWARD)
-        waiting += [(child, where, operator) for child in event.children]
+            if not step and event.name not in PHASES:
+                return replace(at, where=event.name, operator="")
+            host_ms["step" if step else event.name] += event.duration_time_ns / 1e6
+            phases.extend([] if step else [(event.start_time_ns, event.name)])
+        elif event.name.startswith(BACKWARD):
+            number = about.sequence_number
+            again = made.get(-2 - number) if at.inside else None
+            maker, line = again or made.get(number, ("", ""))
+            name = at.operator or event.name.removeprefix(BACKWARD)
+            return _Place(at.where, name, line, maker, inside=True)
+        else:
+            if about.sequence_number >= 0 and about.scope != BACKWARD_SCOPE:
+                number = about.sequence_number
+                number = -2 - number if at.inside else number  # a recomputed one, in another thread
+                made[number] = at.where, at.line
+                at = replace(at, node=number)
+            return replace(at, operator=at.operator or event.name)
+        return at
+
+    waiting = [(event, _Place()) for event in reversed(list(tree))]
+    while waiting:  # in order, so that a node's forward comes before it
+        event, at = waiting.pop()
+        inside = visit(event, at)
+        waiting += [(child, inside) for child in reversed(event.children)]
     found.sort(key=lambda a: a.time)
     return list(_with_phases(found, sorted(phases))), host_ms
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the tree an event is."""
+
+    where: str = ""
+    operator: str = ""
+    line: str = ""
+    maker: str = ""
+    node: int = -1  # the number of the node that is being made; below -1 of a recomputed one
+    inside: bool = False  # a node that runs
 
 
 def _with_phases(found: list[Allocation], phases: list[tuple[int, str]]) -> Iterator[Allocation]:
@@ -68,7 +125,7 @@ def _with_phases(found: list[Allocation], phases: list[tuple[int, str]]) -> Iter
     for a in found:
         while at < len(phases) and phases[at][0] <= a.time:
             phase, at = phases[at][1], at + 1
-        yield Allocation(a.time, a.address, a.size, a.where, a.operator, phase)
+        yield replace(a, phase=phase)
 
 
 def _walk(found: Iterable[Allocation]) -> Iterator[tuple[Allocation, dict[int, Allocation], int]]:
@@ -111,7 +168,7 @@ def table(found: list[Allocation], steps: int) -> list[dict[str, Any]]:
 
 
 def _key(a: Allocation) -> Key:
-    where = re.sub(r"(?<![^.])\d+(?![^.])", "*", a.where) or a.phase
+    where = anywhere(a.where) or a.phase
     return where + " (recomputed)" * (bool(a.where) and a.phase == "backward"), a.operator
 
 

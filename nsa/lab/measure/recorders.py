@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.lab.measure.allocations import Stream, add_history, blocks_of, replay
+from nsa.lab.measure.allocations import Stream, add_history, blocks_of, replay, timeline
 
 MIB = 2**20
 AGREEMENT = 0.01
+POINTS = 300  # of a record's timeline
 Watched = Callable[[], Mapping[str, Iterable[Tensor]]]
 
 
@@ -119,8 +120,15 @@ class Recorder:
         self._phase.close()
 
     def _tag(self) -> None:
-        for category, tensors in self.watched().items():
-            self.stream.tag(category, {t.untyped_storage().data_ptr() for t in tensors})
+        for category, addresses in self._addresses().items():
+            self.stream.tag(category, addresses)
+
+    def _addresses(self) -> dict[str, set[int]]:
+        """Where the watched tensors are now."""
+        return {
+            category: {t.untyped_storage().data_ptr() for t in tensors}
+            for category, tensors in self.watched().items()
+        }
 
     def _before(self) -> dict[int, int]:
         """Address and bytes of what is there already."""
@@ -131,9 +139,9 @@ class Recorder:
         raise NotImplementedError
 
     def record(self) -> dict:
-        """What `replay` makes of the stream, and in "cross_check" whether another count "agrees"
-        or, as a "note", why not."""
-        return replay(self.stream)
+        """What `replay` and, as "timeline", `timeline` make of the stream; in "cross_check" whether
+        another count "agrees" or, as a "note", why not."""
+        return replay(self.stream) | {"timeline": timeline(self.stream, POINTS)}
 
 
 class CpuRecorder(Recorder):
@@ -207,7 +215,8 @@ class CudaRecorder(Recorder):
             self.missing = add_history(self.stream, snapshot, self.device, self.max_entries)
 
     def record(self) -> dict:
-        found = {"by_category": {}, "by_phase_category": {}, "held": {}, "cross_check": {}}
+        names = ("by_category", "by_phase_category", "held", "cross_check", "timeline")
+        found: dict[str, Any] = {name: {} for name in names}
         if not self.missing:
             found |= super().record()
         history, statistics = found.get("peak"), max(self.peaks.values())
@@ -235,15 +244,21 @@ def live_cpu_storages() -> dict[int, int]:
     Borrowed memory (torch.frombuffer, torch.from_numpy) cannot be resized and is left out.
     """
     found = {}
+    for tensor in live_tensors("cpu"):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.resizable():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def live_tensors(device: str) -> Iterator[Tensor]:
+    """Every tensor on that kind of device that Python knows."""
     for thing in gc.get_objects():
         # `type` rather than isinstance, which asks proxies for their __class__ and wakes them
-        if not issubclass(type(thing), Tensor) or thing.layout is not torch.strided:
+        if type(thing) not in (Tensor, torch.nn.Parameter) or thing.layout is not torch.strided:
             continue
-        if thing.device.type == "cpu" and type(thing) in (Tensor, torch.nn.Parameter):
-            storage = thing.untyped_storage()
-            if storage.nbytes() and storage.resizable():
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+        if thing.device.type == device:
+            yield thing
 
 
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Watched:

@@ -2,8 +2,10 @@
 
 import csv
 import itertools
+import sys
 import threading
 from collections import defaultdict
+from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,8 @@ from torch.profiler import record_function
 
 from nsa.attention import witness
 from nsa.lab.measure import allocators, kernels
-from nsa.lab.measure.allocators import PHASES, ROOT, STEP
+from nsa.lab.measure.allocators import CALLED, PHASES, ROOT, STEP
+from nsa.lab.measure.lines import calling
 from nsa.lab.measure.recorders import profiled
 from nsa.lab.measure.timing import wait
 from nsa.lab.observers.phases import BETWEEN, PhaseTimes
@@ -30,10 +33,18 @@ class Ranges:
 
     Compiled models and CUDA graphs run no hooks of modules: there the phases are all. Cost: 12 us
     of the host's time for each module and step.
+
+    model None: of whatever modules are called; `roots` are those outside which none was. lines: a
+    module's range says which line called it, for nsa.lab.measure.attribution.
     """
 
-    def __init__(self, model: nn.Module, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, model: nn.Module | None, device: str | torch.device = "cpu", *, lines: bool = False
+    ) -> None:
+        self._lines = lines
         self._model, self._on_gpu = model, torch.device(device).type == "cuda"
+        self.roots: list[nn.Module] = [] if model is None else [model]
+        self._names: dict[nn.Module, str] = {}
         self._open = threading.local()  # a recomputed block runs in autograd's own thread
         self.hooked, self._hooks = True, []  # whether modules have ranges
 
@@ -51,7 +62,7 @@ class Ranges:
             self._close(all_of_them=True)
             self._enter(f"{STEP}{step}")
             if self.hooked and not self._hooks:
-                self._attach()
+                self.attach()
         self._enter(name)
 
     def close(self) -> None:
@@ -60,14 +71,28 @@ class Ranges:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """Modules have ranges from here on, until `close`."""
+        if self._model is None:
+            modules, enter = nn.modules.module, self._before_any
+            self._hooks = [
+                modules.register_module_forward_pre_hook(enter),
+                modules.register_module_forward_hook(self._after, always_call=True),
+            ]
+            return
         for name, module in self._model.named_modules():
             enter, leave = partial(self._before, name or ROOT), self._after
             self._hooks.append(module.register_forward_pre_hook(enter))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
     def _before(self, name: str, module: nn.Module, args: Any) -> None:
-        self._enter(name)
+        self._enter(f"{name}{CALLED}{calling(sys._getframe(1))}" if self._lines else name)
+
+    def _before_any(self, module: nn.Module, args: Any) -> None:
+        if module not in self._names:
+            self.roots.append(module)
+            self._names |= {inner: name or ROOT for name, inner in module.named_modules()}
+        self._before(self._names[module], module, args)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self._close()
@@ -249,13 +274,13 @@ class Report:
         lines = [
             f"steps {self.steps.start + 1} to {self.steps.stop}, ms a step; the phases sum to "
             f"{self.accounted:.1%} of it ({clock}'s time)",
-            *_columns(self.phases, {"host_ms": ".3f", "device_ms": ".3f"}),
+            *columns(self.phases, {"host_ms": ".3f", "device_ms": ".3f"}),
             "",
             "kernels by time" if self.on_gpu else "operators by their own time, all steps together",
-            *_columns(self.kernels[:SHOWN], {"ms": ".3f", "share": ".1%"}),
+            *columns(self.kernels[:SHOWN], {"ms": ".3f", "share": ".1%"}),
             "",
             "who holds memory when most is held, beyond what was there before",
-            *_columns(self.memory[:SHOWN], {"peak_mib": ".2f", "allocated_mib": ".2f"}),
+            *columns(self.memory[:SHOWN], {"peak_mib": ".2f", "allocated_mib": ".2f"}),
         ]
         if self.largest is not None:
             expected, found = self.largest
@@ -263,13 +288,16 @@ class Report:
             lines += [
                 "",
                 f"kept for the backward: most by {found}, {same} by shapes ({expected})",
-                *_columns(self.shapes, {"predicted_mib": ".2f", "kept_mib": ".2f"}),
+                *columns(self.shapes, {"predicted_mib": ".2f", "kept_mib": ".2f"}),
             ]
         return "\n".join([*lines, *self.notes])
 
 
-def _columns(rows: list[dict[str, Any]], formats: dict[str, str]) -> list[str]:
-    """The rows as text, a heading first; columns of None alone are left out."""
+def columns(
+    rows: list[dict[str, Any]], formats: dict[str, str], left: Collection[str] = ()
+) -> list[str]:
+    """The rows as text, a heading first; columns of None alone are left out. left: the names of
+    those that are even at the left."""
     names = [n for n in (rows[0] if rows else ()) if any(row[n] is not None for row in rows)]
 
     def text(name: str, value: Any) -> str:
@@ -277,6 +305,8 @@ def _columns(rows: list[dict[str, Any]], formats: dict[str, str]) -> list[str]:
 
     cells = [names, *([text(name, row[name]) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = [str.ljust if name in left else str.rjust for name in names]
     return [
-        "  " + "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells
+        "  " + "  ".join(to(c, w) for to, c, w in zip(sides, line, widths, strict=True)).rstrip()
+        for line in cells
     ]

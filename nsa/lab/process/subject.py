@@ -128,9 +128,9 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
     left["source"] = preflight.digest_of(sources.hashes(stood_on))
     try:
         if script.is_script(spec["subject"]):
-            _run_script(spec, progress, loaded, left)
+            _run_script(given, progress, loaded, left)
         else:
-            _run(spec, progress, loaded, losses, left)
+            _run(given, progress, loaded, losses, left)
     except BaseException:
         if rank_and_ranks()[1] > 1:  # collectives that do not match are told by all ranks' records
             flight_recorder.write(folder, rank)
@@ -162,9 +162,37 @@ class _Loaded:
         child.put(self._file, found)
 
 
+@contextlib.contextmanager
+def _snapshot(given: dict[str, Any], left: dict[str, Any], subject: Any = None) -> Iterator[Any]:
+    """The MemorySnapshot that was asked for, which has begin(i) and end(i), or None; a Trainer of
+    this package tells it of its phases itself."""
+    asked = dict(name.split("=") for name in given["spec"]["observers"] if "=" in name)
+    if "memory_snapshot" not in asked:
+        yield None
+        return
+    import torch
+
+    from nsa.lab.observers.memory_snapshot import MemorySnapshot
+
+    model, trainer = getattr(subject, "model", None), getattr(subject, "trainer", None)
+    made = MemorySnapshot(
+        int(asked["memory_snapshot"]), Path(given["folder"]), rank_and_ranks()[0],
+        model=model if isinstance(model, torch.nn.Module) else None,
+    )  # fmt: skip
+    own = hasattr(trainer, "steps_done")
+    if own:
+        trainer.observers = (*trainer.observers, made)
+    try:
+        yield None if own else made
+    finally:
+        made.close()
+        left["notes"] = [*left.get("notes", ()), *made.notes]
+
+
 def _run_script(
-    spec: dict[str, Any], progress: Progress, loaded: _Loaded, left: dict[str, Any]
+    given: dict[str, Any], progress: Progress, loaded: _Loaded, left: dict[str, Any]
 ) -> None:
+    spec = given["spec"]
     _seed(spec["seed"])
     words = script.arguments(spec["argv"], spec["settings"])
     watched: Any = contextlib.nullcontext()
@@ -173,7 +201,7 @@ def _run_script(
 
         watched = oracles.Watch(spec["oracles"], None)
     meter = StepMeter() if "measure" in spec["observers"] else None
-    with watched as seen:
+    with watched as seen, _snapshot(given, left) as snapshot:
 
         def begin(step: int) -> None:
             if step == 1:
@@ -182,8 +210,12 @@ def _run_script(
                 seen.begin(step)
             if meter is not None:
                 meter.begin()
+            if snapshot is not None:
+                snapshot.begin(step)
 
         def end(step: int) -> None:
+            if snapshot is not None:
+                snapshot.end(step)
             if meter is not None:
                 meter.end()
             if seen is not None:
@@ -196,12 +228,13 @@ def _run_script(
 
 
 def _run(
-    spec: dict[str, Any],
+    given: dict[str, Any],
     progress: Progress,
     loaded: _Loaded,
     losses: list[Any],
     left: dict[str, Any],
 ) -> None:
+    spec = given["spec"]
     _seed(spec["seed"])
     progress.attach()
     subject = make(spec["subject"], spec["settings"], progress)
@@ -211,14 +244,18 @@ def _run(
 
         watched = oracles.Watch(spec["oracles"], subject, spec["settings"])
     meter = StepMeter() if "measure" in spec["observers"] else None
-    with watched as seen, _witnessed(subject, left):
+    with watched as seen, _witnessed(subject, left), _snapshot(given, left, subject) as snapshot:
         for i in range(spec["steps"]):
             progress.step(i)
             if seen is not None:
                 seen.begin(i)
             if meter is not None:
                 meter.begin()
+            if snapshot is not None:
+                snapshot.begin(i)
             loss = subject.step(i)
+            if snapshot is not None:
+                snapshot.end(i)
             if meter is not None:
                 meter.end()
             losses.append(loss.detach() if hasattr(loss, "detach") else loss)
@@ -237,7 +274,7 @@ def _run(
             left["oracles"] = seen.results(remake)
         if hasattr(subject, "oracles"):
             left["oracles"] |= subject.oracles()
-        left["notes"] = list(getattr(subject, "notes", ()))
+        left["notes"] = [*left.get("notes", ()), *getattr(subject, "notes", ())]
         if hasattr(subject, "result"):
             left["result"] = subject.result()
         if meter is not None:

@@ -188,6 +188,8 @@ COMMON = {factor.name: factor for factor in (
            place="observer", slows=1.05),
     Factor("count", False, SWITCH, "with measure: operations and nodes of one more step",
            place="observer", slows=1.01),
+    Factor("memory_snapshot", None, or_none(whole(0)), "a step, counted from 0, whose memory is "
+           "told by category, module and line of source", place="observer", slows=2.0),
 )}  # fmt: skip
 TRAINING = {factor.name: factor for factor in (
     Factor("preset", "cpu_test", _preset, "the model, out of nsa.model.presets"),

@@ -74,6 +74,7 @@ class Plan:
             self._check(name, values)
         if "deadline_factor" in self.settings | self.factors and self.deadline_s is None:
             raise ValueError("deadline_factor has nothing to multiply; give deadline_s in seconds")
+        self._check_snapshot()
         never = self.never
         if not isinstance(never, list) or not all(isinstance(one, dict) and one for one in never):
             raise ValueError(f"never={never!r} must be a list of mappings, e.g. [{{layers: 6}}]")
@@ -152,7 +153,7 @@ class Plan:
                 whole[name] = value
             env |= factor.env(value)
             if factor.slows > 1 and value != factor.default:
-                observers.append(name)
+                observers.append(f"{name}={value}" if name == "memory_snapshot" else name)
         if attempt:
             env[ATTEMPT] = str(attempt)
         usual = ["arrival", "finite", *(["ranks"] if whole["ranks"] > 1 else [])]
@@ -222,6 +223,18 @@ class Plan:
         choice("on_hang", self.on_hang, ACTIONS)
         choice("on_stall", self.on_stall, ACTIONS)
         choice("kind", self.kind, (None, *KINDS))
+
+    def _check_snapshot(self) -> None:
+        for step in self._all("memory_snapshot"):
+            if step is not None and step >= self.steps and not script.is_script(self.subject):
+                raise ValueError(
+                    f"memory_snapshot={step} is never reached: a trial of steps={self.steps} ends "
+                    f"with step {self.steps - 1}, counted from 0; steps={step + 1} would do"
+                )
+
+    def _all(self, name: str) -> list[Any]:
+        """Every value that the plan gives it."""
+        return self.factors.get(name, [self.settings[name]] if name in self.settings else [])
 
     def _check_varied(self, key: str, part: Mapping[str, Any]) -> None:
         """ValueError unless these factors, each with a value or a list of them, are varied so."""

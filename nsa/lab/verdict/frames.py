@@ -52,6 +52,14 @@ def is_users(frame: str) -> bool:
     return not library(frame)
 
 
+def is_code(frame: str) -> bool:
+    """Neither torch's, the standard library's nor this project's lab's; packages' count."""
+    package = _PACKAGE.search(frame)
+    if package is None:
+        return is_users(frame)
+    return package[1].removesuffix(".py") != "torch" and _OURS.search(frame) is None
+
+
 def user_frames(frames: Sequence[str]) -> tuple[list[str], list[str]]:
     """(the user's own, what the innermost of them had called): both innermost first."""
     mine = [

@@ -127,6 +127,22 @@ def test_categories_are_shown_at_the_largest_length_that_all_finished():
     assert "T = 256" in plots.categories(metrics.table(rows)).axes[0].get_title(loc="left")
 
 
+def step_of(backend, tokens, mib):
+    timeline = {"events": [0, 1, 2], "phases": [["forward", 0], ["backward", 2]]}
+    timeline["mib"] = {"parameters": [1.0] * 3, "temporaries": [0.0, mib, 0.0]} if mib else {}
+    same = {"preset": "repro", "layers": 1, "backend": backend, "tokens": tokens}
+    return same | {"timeline": timeline if mib else {}}
+
+
+def test_a_step_is_drawn_at_the_largest_length_that_all_finished_with_its_peak():
+    rows = [step_of("gather", 128, 5.0), step_of("masked", 128, 9.0), step_of("masked", 256, 20.0)]
+    masked, gather = plots.through_a_step([*rows, step_of("sdpa", 256, None)]).axes
+    assert masked.get_title(loc="left") == "masked, T = 128"
+    said = [text.get_text() for text in gather.texts]
+    assert "6 MiB" in said and {"forward"} <= set(said), "1 MiB of parameters lie below"
+    assert plots.through_a_step([step_of("gather", 128, None)]).axes, "which says why there is none"
+
+
 def test_nothing_to_draw_is_refused():
     with pytest.raises(ValueError, match="mode 'backward'"):
         plots.scaling(frame(), mode="backward")

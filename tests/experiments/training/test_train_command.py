@@ -133,6 +133,8 @@ BAD_INPUT = [
     (["--profile", "98:101"], "profile='98:101' is no stretch of steps 0:100; 20:23 takes three"),
     (["--profile", "20-23"], "profile='20-23' is no stretch"),
     (["--profile", "0"], "profile='0' is no stretch"),
+    (["--memory-snapshot", "100"], "memory_snapshot='100' is no step from 0 to 99, counted from 0"),
+    (["--memory-snapshot", "3", "--profile", "2:5"], "step 3 is profiled, and torch has one"),
     (["--observe-every", "0"], "observe_every=0 must be at least 1 step"),
     (["--accumulate", "3"], "batch=4 is not a multiple of accumulate=3"),
     (["--ranks", "3"], "batch=4 cannot be split over 3 rank(s) x 1 micro-batch(es)"),
@@ -417,6 +419,31 @@ def test_profiled_steps_leave_a_trace_and_tables_that_are_printed(place, capsys)
     }
     assert (place / "p" / "trace-rank0.json.gz").stat().st_size > 1000
     assert len(losses_of(place / "p")) == 4
+
+
+@pytest.mark.processes
+def test_a_memory_snapshot_is_printed_and_in_the_report_with_its_picture(place, capsys):
+    assert cli.main([*TINY, "--steps", "3", "--memory-snapshot", "--into", "m"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory of step 1 (counted from 0) on cpu, rank 0: " in printed
+    assert "of the peak is told by module and line" in printed and "llama.py:" in printed
+    assert {file.suffix for file in (place / "m").glob("memory-rank0.*")} == {
+        ".json", ".csv", ".txt"
+    }  # fmt: skip
+    assert len(losses_of(place / "m")) == 3
+    assert cli.main(["report", str(place / "m")]) == 0
+    page = (place / "m" / "report.html").read_text(encoding="utf-8")
+    assert "Memory of one step" in page and 'alt="What the step holds by category' in page
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_each_rank_tells_its_own_memory(place):
+    words = ["--steps", "3", "--ranks", "2", "--memory-snapshot", "2", "--into", "m"]
+    assert cli.main([*TINY, *words]) == 0
+    for rank in range(2):
+        found = json.loads((place / "m" / f"memory-rank{rank}.json").read_text())
+        assert (found["rank"], found["step"]) == (rank, 2) and found["explained"] > 0.95
 
 
 class Numbered:

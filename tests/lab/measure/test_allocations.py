@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import BASE, entry, snapshot
 
-from nsa.lab.measure.allocations import CATEGORIES, Stream, add_history, blocks_of, replay
+from nsa.lab.measure.allocations import (
+    CATEGORIES,
+    Stream,
+    add_history,
+    blocks_of,
+    lifetimes,
+    replay,
+    timeline,
+)
 
 
 def categories(**sizes):
@@ -58,6 +66,23 @@ def test_a_training_step_worked_out_by_hand():
     most = {"activations": 70, "gradients": 100, "optimizer_state": 200, "temporaries": 500}
     assert found["held"] == categories(**base, **most)
     assert found["cross_check"]["unknown_frees"] == found["cross_check"]["lost_bytes"] == 0
+
+
+def test_what_the_backward_changes_is_told_by_category():
+    lives = lifetimes(training_step())
+    start, end = next((a, b) for phase, a, b in lives.spans if phase == "backward")
+    assert lives.held(start) == categories(parameters=100, resident=7, inputs=8, activations=70)
+    assert lives.held(end) == categories(parameters=100, resident=7, inputs=8, gradients=100)
+
+
+@pytest.mark.parametrize("most", [3, 1000])
+def test_a_timeline_has_the_peak_however_few_points_it_has(most):
+    found = timeline(training_step(), most)
+    assert len(found["events"]) <= max(most, 18)
+    held = [sum(levels) * 2**20 for levels in zip(*found["mib"].values(), strict=True)]
+    assert max(held) == pytest.approx(615, abs=120)  # four digits of a MiB are 100 bytes
+    assert [name for name, _ in found["phases"]] == ["data", "forward", "backward", "optimizer"]
+    assert found["events"] == sorted(found["events"])
 
 
 def test_a_phase_has_what_was_alive_when_it_started_and_the_highest_peak_of_all_its_times():

@@ -1,0 +1,93 @@
+"""Which line of the user's calls torch: a named range around each call, for a profile to read."""
+
+import os
+import sys
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nsa.lab.measure.allocators import LINE
+from nsa.lab.verdict.frames import is_code, library
+from nsa.lab.watch.counting import in_place_of
+
+_range = torch._C._profiler._RecordFunctionFast
+
+
+class Lines(TorchFunctionMode):
+    """While it is on, each call of torch from Python runs in a range "line FILE:LINE FUNCTION".
+
+    The line is the innermost that is neither torch's nor the standard library's. Operators run as
+    they do without: what is put in their way is Python's, and ends before autograd and the
+    dispatcher begin. (With a dispatch mode on, some backwards have other results to allocate.)
+    In a backward it is on as well: there a Function of the user's own calls torch from Python.
+
+    Do not put it on where something was compiled: dynamo would trace it. Cost: 2 us a call.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(getattr(func, "__module__", "")).startswith("torch._ops.profiler"):
+            return func(*args, **(kwargs or {}))  # somebody's named range, which outlives the call
+        with _range(f"{LINE}{calling(sys._getframe(1))}"):
+            return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> "Lines":
+        def watched(plain: Any) -> Any:
+            def run(*args: Any, **options: Any) -> Any:
+                with _On(self):  # torch turns it off for what it hands to it, a backward too
+                    return plain(*args, **options)
+
+            return run
+
+        self._undo = in_place_of(torch.autograd, "_engine_run_backward", watched)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo()
+
+
+class _On:
+    def __init__(self, mode: Lines) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        TorchFunctionMode.__enter__(self._mode)
+
+    def __exit__(self, *error: Any) -> None:
+        TorchFunctionMode.__exit__(self._mode, *error)
+
+
+def calling(frame: FrameType | None) -> str:
+    """ "train.py:31 Net.forward", the innermost from here that is a program's own; where there is
+    none, the innermost that is not torch's nor the standard library's; else ""."""
+    other = ""
+    while frame is not None:
+        name, own = _told(frame.f_code)
+        if own:
+            return f"{name[0]}:{frame.f_lineno} {name[1]}"
+        if name and not other:
+            other = f"{name[0]}:{frame.f_lineno} {name[1]}"
+        frame = frame.f_back
+    return other
+
+
+@lru_cache(maxsize=4096)
+def _told(code: CodeType) -> tuple[tuple[str, str] | None, bool]:
+    """(file and function, None of torch and the standard library; whether it is a program's own)"""
+    frame = f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
+    own = is_code(frame)
+    if code.co_filename == __file__ or not (own or library(frame) == "nsa.lab"):
+        return None, False
+    return (shown(code.co_filename), code.co_qualname.replace(".<locals>", "")), own
+
+
+def shown(file: str) -> str:
+    """A file's path as short as it is still found: from the current folder, or from where modules
+    are looked for."""
+    for place in (os.getcwd(), *sorted(map(os.path.abspath, sys.path), key=len, reverse=True)):
+        if file.startswith(place + os.sep):
+            return file[len(place) + 1 :]
+    return file
