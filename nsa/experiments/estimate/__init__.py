@@ -1,0 +1,1 @@
+"""Is what a training will hold foretold rightly, before it runs?"""
