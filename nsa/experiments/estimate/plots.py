@@ -80,7 +80,8 @@ def errors(df, *, note: str = ""):
                 axes.plot(cell.tokens, 100 * cell.error, **style, color=colour, alpha=0.85)
             axes.set_xscale("log", base=2)
             looks.plain_ticks(axes, rows["tokens"])
-            axes.set(xlabel="T (tokens)", ylabel="error (%)", ylim=(-most, most))
+            ends = rows["tokens"].min() / 1.2, rows["tokens"].max() * 1.2
+            axes.set(xlabel="T (tokens)", ylabel="error (%)", xlim=ends, ylim=(-most, most))
             looks.title(axes, backend, note if axes is panels[0] else "")
     return fig
 
