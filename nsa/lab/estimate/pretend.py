@@ -2,7 +2,7 @@
 
 Such a tensor is a fake one on the CUDA device for Python, for FakeTensorMode and for autocast, and
 a meta tensor for C++. Autograd asks C++ for the device, finds none to guard and runs; what branches
-on the device in C++ and differs on a GPU is called by its own operator here (`_Functions`).
+on the device in C++ and differs on a GPU is done by `composites`.
 """
 
 import contextlib
@@ -16,8 +16,9 @@ import torch
 import torch._dynamo  # its registrations read what is replaced below
 import torch.cuda.amp.common
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
+from nsa.lab.estimate.composites import Composites
+from nsa.lab.estimate.libraries import stubbed
 from nsa.spelling import nearest
 
 DEVICE = torch.device("cuda:0")
@@ -87,19 +88,12 @@ class Fakes(FakeTensorMode):
         return super().dispatch(func, types, args, kwargs)
 
 
-class _Functions(TorchFunctionMode):
-    """Composite functions that call another operator on a GPU than on a meta tensor."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.rms_norm:
-            return torch.ops.aten._fused_rms_norm(*args, **kwargs)[0]
-        return func(*args, **kwargs)
-
-
 @contextlib.contextmanager
-def pretended(gpu: Gpu) -> Iterator[Fakes]:
-    """Inside, tensors made on DEVICE are fake ones of that GPU, and torch.cuda answers for it."""
+def pretended(gpu: Gpu, *, flash: bool = False) -> Iterator[Fakes]:
+    """Inside, tensors made on DEVICE are fake ones of that GPU, and torch.cuda answers for it.
+
+    flash: flash-attn is there, even where it is not installed.
+    """
     make = torch.Tensor._make_subclass
 
     def subclass(cls, data, require_grad=False, *, dispatch_device=False, **options):
@@ -128,6 +122,9 @@ def pretended(gpu: Gpu) -> Iterator[Fakes]:
         put(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         for name, answer in answers.items():
             put(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+        held.enter_context(stubbed(flash))
         fakes = held.enter_context(Fakes())
-        held.enter_context(_Functions())
+        composites = held.enter_context(Composites())
+        put(torch, "clear_autocast_cache", composites.forget)
+        put(torch.autograd, "_engine_run_backward", composites.backward)
         yield fakes

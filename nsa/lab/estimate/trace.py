@@ -73,10 +73,10 @@ class Tracker(TorchDispatchMode):
         out = operators.substitute(self, func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
-        self.besides(*operators.besides(self, func, args, kwargs, out))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.born(leaf)
+        self.besides(*operators.besides(self, func, args, kwargs, out))
         return out
 
     def born(self, tensor: Tensor) -> None:
@@ -139,7 +139,7 @@ def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
     with contextlib.ExitStack() as held:
         if spec.device == "cuda":
             assert gpu is not None
-            held.enter_context(pretended(gpu))
+            held.enter_context(pretended(gpu, flash=spec.backend == "flash"))
         else:
             held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracker = held.enter_context(Tracker(spec.device))
