@@ -79,11 +79,12 @@ def test_a_page_says_what_fits_and_how_far_to_trust_it():
     shown = told.page(spec, made())
     assert "allocated  3.0 MiB at the peak, in the backward" in shown
     assert "reserved   4.0 MiB" in shown and "calibrate" not in shown and "inputs" not in shown
-    unsure = {"calibrated": False, "uncertainty": 0.08, "unknown": {"mine::op": 7 * MIB}}
+    unsure = {"calibrated": False, "uncertainty": 0.08, "unknown": {"mine::op": 7 * MIB, "mine::small": 9}}
     fits = {"gib": 80.0, "tokens": Between(2048, 2049), "batch": Between(0, 1)}
     shown = told.page(spec, made(**unsure, notes=("a note",)), fits)
     assert "traced, ±8%; no NVIDIA H200 was ever calibrated" in shown
     assert "mine::op is in no table; it may hold up to 7.0 MiB more" in shown
+    assert "mine::small: in no table, each less than 0.1% of the peak" in shown
     assert "fits       T up to 2,048 (2,049 does not) in 80 GiB" in shown
     assert "fits       no batch: batch 1 does not in 80 GiB" in shown
     assert "note       a note" in shown

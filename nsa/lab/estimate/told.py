@@ -9,6 +9,7 @@ from nsa.lab.training import TrainingSpec
 
 MIB = 2**20
 MOST = 12  # modules that are told
+SMALL = 1e-3  # of the peak
 
 
 def page(spec: TrainingSpec, found: Estimate, fits: Mapping[str, Any] | None = None) -> str:
@@ -26,9 +27,7 @@ def page(spec: TrainingSpec, found: Estimate, fits: Mapping[str, Any] | None = N
         lines += [f"  fits       {fitting(name, fits[name])} in {fits['gib']:g} GiB"]
     lines += [f"  estimated  {found.how}{trust(found)}"]
     lines += [f"  note       {note}" for note in found.notes]
-    for name, size in found.unknown.items():
-        error = f"up to {mib(size)} more" if size else "more than is told here"
-        lines += [f"  unknown    {name} is in no table; it may hold {error}"]
+    lines += [f"  unknown    {line}" for line in unknown(found)]
     held = text(by_phase(found))
     return "\n".join([*lines, "", "MiB at the peak of each phase", held, "", *_saved(found)])
 
@@ -43,6 +42,15 @@ def trust(found: Estimate) -> str:
     if found.calibrated:
         return told
     return f"{told}; no {found.gpu} was ever calibrated: nsa estimate --calibrate, on one"
+
+
+def unknown(found: Estimate) -> list[str]:
+    """Operators that no table knows, with the error that each may cause; small ones in one line."""
+    large = {name: n for name, n in found.unknown.items() if n > SMALL * found.allocated}
+    told = [f"{name} is in no table; it may hold up to {mib(n)} more" for name, n in large.items()]
+    if small := [name for name in found.unknown if name not in large]:
+        told.append(f"{', '.join(small)}: in no table, each less than {SMALL:.1%} of the peak")
+    return told
 
 
 def fitting(name: str, bracket: Any) -> str:
