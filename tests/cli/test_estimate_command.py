@@ -79,7 +79,8 @@ def test_a_page_says_what_fits_and_how_far_to_trust_it():
     shown = told.page(spec, made())
     assert "allocated  3.0 MiB at the peak, in the backward" in shown
     assert "reserved   4.0 MiB" in shown and "calibrate" not in shown and "inputs" not in shown
-    unsure = {"calibrated": False, "uncertainty": 0.08, "unknown": {"mine::op": 7 * MIB, "mine::small": 9}}
+    unsure = {"calibrated": False, "uncertainty": 0.08}
+    unsure["unknown"] = {"mine::op": 7 * MIB, "mine::small": 9}
     fits = {"gib": 80.0, "tokens": Between(2048, 2049), "batch": Between(0, 1)}
     shown = told.page(spec, made(**unsure, notes=("a note",)), fits)
     assert "traced, ±8%; no NVIDIA H200 was ever calibrated" in shown
