@@ -23,15 +23,16 @@ def select_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, scale: float) -> 
     q is [B, T, HQ, D] and k_cmp [B, C, HKV, D]. No gradient flows through the selection.
     """
     span = compressed_span(config)
-    chunks = []
+    shape = (*q.shape[:2], k_cmp.shape[2], config.select_count)
+    blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
     for rows, keys in span_chunks(q, span):
         # [B*HKV, G, M, S], then [B*HKV, M, S]
         scores = span_scores(q[:, rows], k_cmp[:, keys], span, scale, rows.start)
         p_cmp = probs_from(scores, torch.logsumexp(scores, dim=-1)).sum(1)
         importance = pool(p_cmp, count_selectable(rows.stop, config), config)
         importance = importance.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-        chunks.append(select(importance, config, first_position=rows.start))
-    return torch.cat(chunks, dim=1)
+        blocks[:, rows] = select(importance, config, first_position=rows.start)
+    return blocks
 
 
 def pool(p_cmp: Tensor, blocks: int, config: NSAConfig) -> Tensor:

@@ -1,11 +1,11 @@
-"""Exponents of y ~ x^p, lines and ratios, each with its interval. Pure functions."""
+"""Exponents of y ~ x^p, lines, slopes and ratios, each with its interval. Pure functions."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import linregress
+from scipy.stats import linregress, theilslopes
 from scipy.stats import t as student
 
 
@@ -82,6 +82,32 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
     slope = float(line.slope)
     return Line(slope, slope - half, slope + half, float(line.intercept), r2, len(x),
                 float(off[worst]), float(x[worst]))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Theil and Sen's slope over `n` points, with its 95 % interval; NaN below three points."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def robust_slope(x: Sequence[float], y: Sequence[float]) -> Slope:
+    """The median slope over all pairs of points, with Sen's interval from ranks; points whose y is
+    NaN are left out. A few outliers, a jump, or a stretch at another level move neither far.
+
+    ValueError for lengths that differ.
+    """
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if x.shape != y.shape or x.ndim != 1:
+        raise ValueError(f"x and y must be two lists of one length, got {x.shape} and {y.shape}")
+    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+    if len(x) < 3:
+        return Slope(math.nan, math.nan, math.nan, len(x))
+    found = theilslopes(y, x, alpha=0.95)
+    return Slope(float(found.slope), float(found.low_slope), float(found.high_slope), len(x))
 
 
 def local_exponents(x: Sequence[float], y: Sequence[float]) -> np.ndarray:

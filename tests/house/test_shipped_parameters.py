@@ -17,7 +17,7 @@ from nsa.workbook import parameters
 from nsa.workbook.run import run_notebook
 
 FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05", "06_smoke": "06"}
-FILES |= {"08_smoke": "08", "09_smoke": "09"}
+FILES |= {"08_smoke": "08", "09_smoke": "09", "10_smoke": "10"}
 PLANS = sorted((NOTEBOOKS / "params").glob("ab_*.yaml"))
 ELSEWHERE = ("device", "budget_s")  # of the notebook, which are no part of its plan
 
@@ -51,7 +51,7 @@ SHIPPED = [
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_what_a_notebook_runs_with_is_what_its_room_accepts(path):
-    number = "08" if path in PLANS else path.stem[:2] if path.stem[0] == "0" else "01"
+    number = "08" if path in PLANS else path.stem[:2] if path.stem[:2].isdigit() else "01"
     [notebook] = NOTEBOOKS.glob(f"{number}_*.ipynb")
     declared = parameters.declared(notebook)
     given = parameters.check(declared, parameters.read_file(path))
@@ -83,6 +83,9 @@ BAD = [
     ("09", {"boundaries": [{"preset": "repro"}]}, "gib=None of a boundary must be a number"),
     ("09", {"gpu": "H900"}, "gpu='H900' is none that is known"),
     ("08", {"steps": 2}, "steps=2 leave none to time after warmup=2"),
+    ("10", {"overlap": 61}, "overlap=61 must be 1 to 60, half of the steps"),
+    ("10", {"settings": ["", "expandable"]}, "must be text as 'max_split_size_mb:64'"),
+    ("10", {"over_mib": [65.0, 60.0]}, "[60, 65] and 4 would do"),
 ]
 
 

@@ -3,7 +3,15 @@ import math
 import numpy as np
 import pytest
 
-from nsa.workbook.scaling import Fit, fit_exponent, fit_line, local_exponents, paired_ratio
+from nsa.workbook.scaling import (
+    Fit,
+    Slope,
+    fit_exponent,
+    fit_line,
+    local_exponents,
+    paired_ratio,
+    robust_slope,
+)
 
 
 def test_local_exponents_of_a_power_are_that_power():
@@ -102,3 +110,27 @@ def test_a_line_has_its_slope_its_interval_and_its_furthest_point():
 def test_two_points_are_no_line():
     with pytest.raises(ValueError, match="three points"):
         fit_line([1, 2], [1, 2])
+
+
+def test_the_robust_slopes_interval_holds_the_truth_in_95_of_100_draws():
+    random, x, held = np.random.default_rng(5), np.arange(40), 0
+    for _ in range(400):
+        found = robust_slope(x, 0.1 * x + random.standard_t(3, 40))
+        held += found.low <= 0.1 <= found.high
+    assert 0.92 <= held / 400 <= 0.98
+
+
+def test_a_jump_and_a_few_peaks_are_no_slope_and_equal_values_have_no_interval():
+    x = np.arange(60)
+    assert robust_slope(x, np.where(x < 3, 1.0, 9.0)).value == 0.0
+    still = robust_slope(x, np.where(x % 10 == 0, 50.0, 7.0))
+    assert still.low <= 0 <= still.high and still.value == 0
+    assert robust_slope(x, np.full(60, 7.0)) == Slope(0.0, 0.0, 0.0, 60)
+    assert robust_slope(x, 0.5 * x) == Slope(0.5, 0.5, 0.5, 60)
+
+
+def test_what_was_not_measured_is_left_out_and_too_little_has_no_slope():
+    assert robust_slope([0, 1, 2, 3], [0.0, np.nan, 2.0, 3.0]) == Slope(1.0, 1.0, 1.0, 3)
+    assert math.isnan(robust_slope([0, 1], [0.0, 1.0]).low)
+    with pytest.raises(ValueError, match="two lists of one length"):
+        robust_slope([1, 2], [0.0, 1.0, 2.0])

@@ -23,7 +23,7 @@ from nsa.lab.measure import limits
 from nsa.lab.measure.counting import Compilations, count_syncs
 from nsa.lab.measure.kernels import activities_of, of_step
 from nsa.lab.measure.recorders import MIB, MemorySamples, profiled, recorder_for
-from nsa.lab.measure.timing import interleaved, wait
+from nsa.lab.measure.timing import interleaved, mark, seconds_between, wait
 from nsa.lab.observers.arrival import GradientArrival
 from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
@@ -119,14 +119,14 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
     with Compilations() as compiled:
         wait(device)
         started = time.perf_counter()
-        marks = [_mark(device)]
+        marks = [mark(device)]
         for step in range(first, first + steps):
             losses.append(trainer.step(step))
             memory.take()
-            marks.append(_mark(device))
+            marks.append(mark(device))
         wait(device)
         wall_s = time.perf_counter() - started
-    ms = [(b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b) for a, b in pairwise(marks)]
+    ms = [1e3 * seconds_between(*pair) for pair in pairwise(marks)]
     tokens = trainer.config.batch * trainer.config.tokens * steps
     waited, batches = trainer.data.waited_s - waited, trainer.data.batches - batches
     found = {
@@ -145,14 +145,6 @@ def _timed(trainer: Trainer, steps: int) -> dict[str, Any]:
     if device.type == "cuda":
         found["peak_mib"] = torch.cuda.max_memory_allocated(device) / MIB
     return found
-
-
-def _mark(device: torch.device):
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _by_phase(trainer: Trainer) -> dict[str, float]:

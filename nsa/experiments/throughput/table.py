@@ -13,7 +13,7 @@ from nsa.lab.measure.limits import StepFlops, step_flops
 from nsa.workbook import metrics
 from nsa.workbook.looks import by_tokens
 from nsa.workbook.metrics import model_name
-from nsa.workbook.scaling import crossing
+from nsa.workbook.scaling import crossing, robust_slope
 
 OPERATION = "training"
 PHASES = ("data", "forward", "backward", "optimizer", "graph", "communication")
@@ -60,16 +60,6 @@ def windows(series: Sequence[float]) -> list[tuple[float, float]]:
     parts = np.array_split(np.arange(len(series)), min(POINTS, len(series)) or 1)
     values = np.asarray(series, float)
     return [(float(p.mean()), float(values[p].mean())) for p in parts if len(p)]
-
-
-def growth(series: Sequence[float]) -> tuple[float, float, float]:
-    """Theil and Sen's slope a step, and its 95 % interval; NaN below three values."""
-    from scipy.stats import theilslopes
-
-    if len(series) < 3:
-        return (math.nan,) * 3
-    found = theilslopes(np.asarray(series, float), alpha=0.95)
-    return float(found.slope), float(found.low_slope), float(found.high_slope)
 
 
 def flops_of(row: dict) -> StepFlops:
@@ -303,7 +293,8 @@ def _metrics(row: dict) -> Iterator[dict]:
 def _memory(row: dict, skip: int = 0) -> Iterator[dict]:
     for mode in ("device", "host"):
         if series := row[f"{mode}_mib"][skip:]:
-            yield _row(row, mode, "memory_growth", "MiB/step", *growth(series))
+            slope = robust_slope(range(len(series)), series)
+            yield _row(row, mode, "memory_growth", "MiB/step", slope.value, slope.low, slope.high)
             for step, mib in windows(series):
                 yield _row(row, mode, "memory", "MiB", mib, step=step)
 

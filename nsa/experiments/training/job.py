@@ -17,7 +17,7 @@ from nsa.lab.observers.attention_stats import AttentionStats
 from nsa.lab.observers.beat import Heartbeat
 from nsa.lab.observers.ddp import BucketTrace
 from nsa.lab.observers.deferred import SAMPLED
-from nsa.lab.observers.guards import BOUND, Guards, Stopped, check_weights, explained
+from nsa.lab.observers.guards import BOUND, Guards, Stopped, explained, save, save_or_say
 from nsa.lab.observers.module_order import ModuleOrder
 from nsa.lab.observers.phases import PhaseTimes
 from nsa.lab.observers.stacks_on_signal import stacks_on_signal
@@ -38,7 +38,6 @@ TASKS = ("copy", "needle", "recall")
 OBSERVERS = ("csv", "tensorboard", "arrival", "buckets", "modules", "phases", "ranges", "stats")
 CHUNK = 50  # steps between two looks at the losses, each of which waits for the device once
 EVALUATION_BATCHES = 8
-KEPT = 2  # checkpoints: the last good one, and the one before it
 
 
 @dataclass(frozen=True)
@@ -287,9 +286,9 @@ def _loop(
                     evaluated_loss = trainer.evaluate(EVALUATION_BATCHES, **held_out)
                     evaluated.add([(done, evaluated_loss)])
                 if job.save_every and (done % job.save_every == 0 or done == steps):
-                    kept = _save(trainer, checkpoints)
+                    kept = save(trainer, checkpoints)
                 elif job.weights and done == steps:
-                    kept = _save_or_say(trainer, checkpoints)
+                    kept = save_or_say(trainer, checkpoints)
         except Stopped as stopped:
             with watchdog.aside():
                 stop, kept = _ended(stopped, job, trainer, folder)
@@ -314,32 +313,12 @@ def _ended(
     stop, checkpoints, kept = explained(stopped, trainer), folder / "checkpoints", None
     if (job.save_every or job.weights) and stop.reason != "non_finite":
         try:
-            kept = _save_or_say(trainer, checkpoints)
+            kept = save_or_say(trainer, checkpoints)
         except Stopped as worse:
             return _ended(worse, job, trainer, folder)
     if checkpoints.is_dir() and saving.checkpoints(checkpoints):
         stop.advice.append(f"--resume {folder}, which goes on from its last checkpoint")
     return stop, kept
-
-
-def _save(trainer: Trainer, folder: Path) -> str:
-    """A checkpoint, told by its place in the run. Raises Stopped where its weights are not finite,
-    and the last one stays."""
-    check_weights(trainer)
-    trainer.save(folder)
-    if trainer.parallel.rank == 0:
-        for old in saving.checkpoints(folder)[:-KEPT]:
-            old.unlink()
-    return f"{folder.name}/{saving.file_of(folder, trainer.steps_done).name}"
-
-
-def _save_or_say(trainer: Trainer, folder: Path) -> str:
-    """As `_save`, but that a full disk costs the checkpoint alone, and not what was measured."""
-    try:
-        return _save(trainer, folder)
-    except OSError as error:  # rank 0's, which alone writes; the others wait for it
-        trainer.parallel.barrier()
-        return f"not kept: {error.strerror or error}"
 
 
 class _Table:

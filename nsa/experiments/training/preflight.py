@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.experiments.training.job import KEPT, Job
+from nsa.experiments.training.job import Job
 from nsa.lab.measure.activation_model import activations, predict
 from nsa.lab.observers.deferred import SAMPLED
+from nsa.lab.observers.guards import KEPT
 from nsa.lab.process import preflight, sources
 from nsa.model.config import layer_range
 from nsa.model.parallel import devices

@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from nsa.attention.dense import DTYPES
+
 aten = torch.ops.aten
-HALF = (torch.bfloat16, torch.float16)
 
 
 def _both(*names: str) -> set[Any]:
@@ -58,7 +59,8 @@ class Composites(TorchFunctionMode):
 
     def _to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """As `cached_cast` of aten/autocast_mode.cpp."""
-        if x.device.type != "cuda" or x.dtype in (dtype, torch.float64) or not x.dtype.is_floating_point:
+        floating = x.is_floating_point() and x.dtype not in (dtype, torch.float64)
+        if x.device.type != "cuda" or not floating:
             return x
         kept = dtype != torch.float32 and torch.is_autocast_cache_enabled()
         if not (kept and x.requires_grad and x.is_leaf and not x._is_view()):
@@ -114,7 +116,7 @@ def sdpa(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, en
 def _math(q, k, v, mask, is_causal, scale, enable_gqa) -> Tensor:
     """_scaled_dot_product_attention_math."""
     dtype, factor = q.dtype, (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-    if dtype in HALF:
+    if dtype in DTYPES:
         q, k, v = q.float(), k.float(), v.float()
     q = q * factor
     if is_causal:
@@ -128,13 +130,15 @@ def _math(q, k, v, mask, is_causal, scale, enable_gqa) -> Tensor:
     return torch.matmul(aten._safe_softmax(scores, -1), v).to(dtype)
 
 
-def sdpa_choice(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """The number of the kernel that torch 2.11 takes on the pretended GPU, of those that are not
-    switched off (transformers/cuda/sdp_utils.cpp). RuntimeError where none does."""
-    capability, half = torch.cuda.get_device_capability(), q.dtype in HALF
+def sdpa_choice(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> int:
+    """transformers/cuda/sdp_utils.cpp, in torch 2.11 with CUDA 13: the number of the first kernel
+    that is switched on and takes these inputs on the pretended GPU. RuntimeError where none does.
+    """
+    capability, half = torch.cuda.get_device_capability(), q.dtype in DTYPES
     dim, value_dim = q.shape[-1], v.shape[-1]
-    heads = enable_gqa or q.shape[1] == k.shape[1] == v.shape[1]
-    dense = heads and q.ndim == 4 and all(x.stride(-1) == 1 for x in (q, k, v)) and capability >= (8, 0)
+    heads = options.get("enable_gqa") or q.shape[1] == k.shape[1] == v.shape[1]
+    dense = heads and q.ndim == 4 and all(x.stride(-1) == 1 for x in (q, k, v))
+    dense = dense and capability >= (8, 0)
     grain = 8 if half else 4
     takes = {
         SDPBackend.CUDNN_ATTENTION: torch._C._get_cudnn_sdp_enabled()

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
+from nsa.lab.estimate import libraries
 from nsa.lab.estimate.pretend import Gpu, gpu_named
 from nsa.lab.estimate.trace import Trace, steady, trace
 from nsa.lab.measure.allocations import Stream, replay
@@ -54,6 +55,7 @@ def estimate(spec: TrainingSpec, *, gpu: str = "NVIDIA H200", allocator: str = "
         unknown=dict(traced.unknown),
         gpu=chosen.name if chosen else "",
         calibrated=_measured(chosen),
+        notes=libraries.notes() if chosen else (),
     )
 
 

@@ -21,6 +21,13 @@ from nsa.attention.backends import flex, triton
 OURS = "nsa::"  # the operators of nsa.kernels
 
 
+def notes() -> tuple[str, ...]:
+    """What of these libraries is missing here, and what that means for what is foretold."""
+    if triton.INSTALLED:
+        return ()
+    return ("Triton is not installed here, so the GPU is taken to lack it too: auto takes others",)
+
+
 def launcher(func: Any) -> Callable | None:
     """The Python of an operator of ours; None for any other."""
     found = OPDEFS.get(func._schema.name) if func._schema.name.startswith(OURS) else None

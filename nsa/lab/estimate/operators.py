@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from nsa.lab.estimate import libraries
+from nsa.lab.estimate import cpu, libraries
 
 aten = torch.ops.aten
 
@@ -30,15 +30,17 @@ def substitute(tracker: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def besides(tracker: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[int, ...]:
-    """Bytes of what it allocates and frees again. Unknown operators are noted in the trace, each
-    with the bytes of its largest results."""
+    """Bytes of what it allocates and frees again. One that nothing is known of is noted in the
+    trace, with the bytes of its largest results: it may allocate as much again."""
     found = BESIDES[tracker.device].get(func)
     if found is not None:
         return found(args, kwargs, out)
     if not _plain(func):
-        made = sum(_bytes(x) for x in tree_leaves(out) if isinstance(x, Tensor))
-        unknown = tracker.trace.unknown
-        unknown[str(func)] = max(unknown[str(func)], made)
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        size = sum(_bytes(x) for x in made if x.device.type == tracker.device)
+        if size:
+            unknown = tracker.trace.unknown
+            unknown[str(func)] = max(unknown[str(func)], size)
     return ()
 
 
@@ -56,8 +58,8 @@ def _logsumexp(args, kwargs, out) -> tuple[int, ...]:
 
 
 def _safe_softmax(args, kwargs, out) -> tuple[int, ...]:
-    """native/transformers/attention.cpp: the softmax, and where x is -inf."""
-    return _bytes(out), _bytes(out, 1)
+    """native/transformers/attention.cpp: which scores are -inf, and which rows are throughout."""
+    return _bytes(out, 1), out.numel() // max(1, out.shape[args[1]])
 
 
 def _softmax_backward(args, kwargs, out) -> tuple[int, ...]:
@@ -98,20 +100,26 @@ def _embedding_backward(args, kwargs, out) -> tuple[int, ...]:
 
 def _cudnn_backward(args, kwargs, out) -> tuple[int, ...]:
     """native/cudnn/MHA.cpp: do where its last dimension is not contiguous. cuDNN's own workspace is
-    not published; dq in fp32 and a number for each row are what the algorithm needs."""
-    do, q = args[:2]
+    not published; what an H200 measured is dq in fp32, a number for each row, and for groups dk and
+    dv of each query head."""
+    do, q, k = args[:3]
     copied = 0 if do.stride(-1) == 1 else _bytes(do)
-    return copied, _bytes(q, 4), _bytes(q[..., 0], 4)
+    return copied, _bytes(q, 4), _bytes(q[..., 0], 4), *(_grouped(q, k),) * 2
+
+
+def _grouped(q: Tensor, k: Tensor) -> int:
+    """Bytes of a gradient of k [B, HKV, S, D] for each query head; 0 without groups."""
+    return 0 if k.shape[1] == q.shape[1] else _bytes(k) // k.shape[1] * q.shape[1]
 
 
 def _flash_backward(args, kwargs, out) -> tuple[int, ...]:
     """native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd, and what it makes contiguous."""
     do, q, k = args[:3]
-    (batch, heads, tokens, dim), rows = q.shape, _up(q.shape[2], 128)
+    batch, heads, rows, dim = q.shape[0], q.shape[1], _up(q.shape[2], 128), q.shape[3]
     width = _up(dim, 32 if dim <= 128 else 64)
     copied = 0 if do.transpose(1, 2).is_contiguous() else _bytes(do)
-    grouped = 0 if k.shape[1] == heads else batch * heads * k.shape[2] * dim * k.element_size()
-    return copied, batch * heads * rows * 4, batch * heads * rows * width * 4, grouped, grouped
+    sums = batch * heads * rows * 4
+    return copied, sums, sums * width, *(_grouped(q, k),) * 2
 
 
 def _efficient(args, kwargs, out) -> tuple[int, ...]:
@@ -132,11 +140,11 @@ def _efficient_backward(args, kwargs, out) -> tuple[int, ...]:
 # Bytes that an operator allocates and frees again while its results are there, from (args, kwargs,
 # out). What is left out is below a thousandth of any step's peak: reductions' partial sums,
 # _foreach_norm's, topk's counts, and the fused norm's, which has some from 65,536 rows on.
+_BOTH = {aten.logsumexp.default: _logsumexp, aten._safe_softmax.default: _safe_softmax}
 BESIDES: dict[str, dict[Any, Callable[..., tuple[int, ...]]]] = {
-    "cpu": {aten.logsumexp.default: _logsumexp, aten._safe_softmax.default: _safe_softmax},
-    "cuda": {
-        aten.logsumexp.default: _logsumexp,
-        aten._safe_softmax.default: _safe_softmax,
+    "cpu": _BOTH | cpu.BESIDES,
+    "cuda": _BOTH
+    | {
         aten._softmax_backward_data.default: _softmax_backward,
         aten.sort.default: _sort,
         aten.sort.stable: _sort,
@@ -154,12 +162,12 @@ BESIDES: dict[str, dict[Any, Callable[..., tuple[int, ...]]]] = {
 # and those that return a view or write in place.
 RESULTS_ONLY = frozenset(
     """
-    empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones
-    ones_like full full_like new_full arange eye scalar_tensor randint clone _to_copy copy lift_fresh
-    sum mean amax amin any all prod var argmax max min linalg_vector_norm norm cumsum cumprod
-    cat stack repeat constant_pad_nd tril triu roll flip where masked_fill
-    gather index index_select take_along_dim scatter scatter_add index_add index_put slice_backward
-    select_backward unfold_backward embedding searchsorted bucketize topk
+    empty empty_like _unsafe_view floor_divide empty_strided new_empty new_empty_strided zeros
+    zeros_like new_zeros new_ones ones ones_like full full_like new_full arange eye scalar_tensor
+    randint clone _to_copy copy lift_fresh sum mean amax amin any all prod var argmax max min
+    linalg_vector_norm norm cumsum cumprod cat stack repeat constant_pad_nd tril triu roll flip
+    where masked_fill gather index index_select take_along_dim scatter scatter_add index_add
+    index_put slice_backward select_backward unfold_backward embedding searchsorted bucketize topk
     _softmax _log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward
     _fused_rms_norm _fused_rms_norm_backward native_layer_norm silu_backward gelu gelu_backward
     sigmoid_backward tanh_backward _foreach_norm isin _local_scalar_dense

@@ -7,9 +7,10 @@ operator of torch's, `operators` knows.
 """
 
 import contextlib
+import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -20,7 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nsa.attention import span
+from nsa.attention.backends import gather, packed
 from nsa.lab.estimate import operators
+from nsa.lab.estimate.branch import running
 from nsa.lab.estimate.pretend import DEVICE, Gpu, pretended
 from nsa.lab.measure.allocations import Stream
 from nsa.lab.measure.recorders import training_tensors
@@ -35,6 +39,7 @@ aten = torch.ops.aten
 # With any dispatch mode on, autograd takes the left one, which has a result of its own, for the
 # right one, which writes into the zeros that the backward has just made.
 IN_PLACE = {
+    aten.add.Tensor: aten.add_.Tensor,
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.scatter.src: aten.scatter_.src,
     aten.index_add.default: aten.index_add_.default,
@@ -42,12 +47,25 @@ IN_PLACE = {
 }
 
 
+def _caller() -> str:
+    """The innermost function in Python that called the operator, directly or from C++."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name in ("__torch_dispatch__", "_fn", "inner"):  # torch's around it
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def _owned(tensor: Tensor) -> bool:
+    """Whether nobody else holds its storage; here the fake tensor's own two references count."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
+
+
 @dataclass
 class Trace:
     """A step's stream, in which no address is used twice, and whose each one is."""
 
     stream: Stream = field(default_factory=Stream)
-    where: dict[int, str] = field(default_factory=dict)  # the innermost module of each address
+    where: dict[int, str] = field(default_factory=dict)  # each one's module and branch
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     operators: int = 0
 
@@ -62,28 +80,58 @@ class Tracker(TorchDispatchMode):
         self._addresses: dict[int, int] = {}  # by storage
         self._modules: list[str] = []
         self._watched: Any = dict
-        self._backward = False
+        self._backward = self._optimizing = False
         self._next = 1
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and two wrappers around each operator take time
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.trace.operators += 1
-        if self._backward and func in IN_PLACE and torch._C._current_autograd_node() is not None:
-            func = IN_PLACE[func]
+        if func in IN_PLACE:
+            func = self._in_place(func, args)
         out = operators.substitute(self, func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
+        if self._optimizing and args:
+            self._name_as(args[0], out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.born(leaf)
         self.besides(*operators.besides(self, func, args, kwargs, out))
         return out
 
+    def _in_place(self, func, args):
+        """What C++ calls where no mode is on and no tensor is of a subclass."""
+        if func is aten.add.Tensor:
+            caller = _caller()
+            # A gradient is added to that of another use, and a mask to the scores.
+            summed = caller == "_engine_run_backward" and _owned(args[0])
+            if summed or caller == "scaled_dot_product_attention":
+                return aten.add_.Tensor
+        elif self._backward and torch._C._current_autograd_node() is not None:
+            return IN_PLACE[func]
+        return func
+
+    def _name_as(self, first: Any, out: Any) -> None:
+        """What the optimizer makes of a parameter, of its gradient or of their state is its own."""
+        pairs = (
+            zip(first, out) if isinstance(first, list) and isinstance(out, list) else [(first, out)]
+        )
+        for x, made in pairs:
+            if isinstance(x, Tensor) and isinstance(made, Tensor):
+                name = self.trace.where.get(self._addresses.get(x.untyped_storage()._cdata, 0))
+                self._modules = [] if name is None else [name]
+                self.born(made)
+                self._modules = []
+
     def born(self, tensor: Tensor) -> None:
         """Its storage, if it is new and on the device, is in the stream until it goes."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._addresses or tensor.device.type != self.device:
+        if key in self._addresses or tensor.fake_device.type != self.device:
             return
         size = -(-storage.nbytes() // self._grain) * self._grain
         if size:
@@ -101,7 +149,9 @@ class Tracker(TorchDispatchMode):
         address, self._next = self._next, self._next + 1
         self.trace.stream.alloc(address, size)
         if self._modules:
-            self.trace.where[address] = self._modules[-1]
+            module = self._modules[-1]
+            branch = running() if module.endswith("attention") and not self._backward else ""
+            self.trace.where[address] = module + branch
         return address
 
     def _gone(self, key: int, address: int) -> None:
@@ -110,16 +160,28 @@ class Tracker(TorchDispatchMode):
         self.trace.stream.free(address)
 
     def on_start(self, trainer: Trainer) -> None:
+        self._model = trainer.model
         self._watched = training_tensors(trainer.model, trainer.optimizer)
         for name, module in trainer.model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
             module.register_forward_hook(lambda *_: self._left(), always_call=True)
 
+        self._named()
+
+    def _named(self, attribute: str = "") -> None:
+        """Parameters, or what they have by that name, are their modules'."""
+        for name, parameter in self._model.named_parameters():
+            x = getattr(parameter, attribute) if attribute else parameter
+            if x is not None and (address := self._addresses.get(x.untyped_storage()._cdata)):
+                self.trace.where[address] = name.rpartition(".")[0]
+
     def _left(self) -> None:
         self._modules.pop()
 
     def on_phase(self, name: str, step: int) -> None:
-        self._backward = name == "backward"
+        self._backward, self._optimizing = name == "backward", name == "optimizer"
+        if self._optimizing:
+            self._named("grad")
         self.trace.stream.mark(name)
         self.tag()
 
@@ -128,6 +190,33 @@ class Tracker(TorchDispatchMode):
             keys = (t.untyped_storage()._cdata for t in tensors)
             found = {self._addresses[key] for key in keys if key in self._addresses}
             self.trace.stream.tag(category, found)
+
+
+# Backends that take queries by chunks, in a loop over a range, and their chunks that are traced.
+LOOPS = (span, gather, packed)
+CHUNKS = 8
+
+
+def few(*bounds: int) -> Sequence[int]:
+    """`range`, of which CHUNKS are left: the first two, the last three, and some between.
+
+    A chunk's tensors grow from chunk to chunk, and no result but what is written in place outlives
+    the next one: so none of those left out holds more than the last.
+    """
+    every = range(*bounds)
+    if len(every) <= CHUNKS:
+        return every
+    between = [len(every) * i // (CHUNKS - 4) for i in range(1, CHUNKS - 4)]
+    chosen = sorted({0, 1, *between, *range(len(every) - 3, len(every))})
+    return [every[i] for i in chosen]
+
+
+@contextlib.contextmanager
+def _few_chunks() -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        for module in LOOPS:
+            held.enter_context(mock.patch.object(module, "range", few, create=True))
+        yield
 
 
 def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
@@ -142,6 +231,7 @@ def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
             held.enter_context(pretended(gpu, flash=spec.backend == "flash"))
         else:
             held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        held.enter_context(_few_chunks())
         tracker = held.enter_context(Tracker(spec.device))
         device = DEVICE if spec.device == "cuda" else torch.device("cpu")
         with device:
@@ -155,9 +245,8 @@ def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
         trainer.model.train()
         trainer.step(0)
         tracker.tag()
-        found = tracker.trace
-        found.stream = _copied(found.stream)  # what dies from here on is no event of the step
-    return found
+        # What dies from here on is no event of the step.
+        return replace(tracker.trace, stream=_copied(tracker.trace.stream))
 
 
 def _copied(stream: Stream) -> Stream:

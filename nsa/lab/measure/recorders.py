@@ -31,19 +31,25 @@ Watched = Callable[[], Mapping[str, Iterable[Tensor]]]
 
 
 class MemorySamples:
-    """MiB after each step: `device_mib` by torch's allocator, empty without a GPU, and `host_mib`
-    in RAM, NaN outside Linux. An observer, or `take` by hand: about 20 us, and nothing is waited
-    for. Before the first sample glibc gives back what was freed (milliseconds): pages that it keeps
-    would take up what a leak holds, and nothing would grow."""
+    """MiB after each step: by torch's allocator `device_mib` of tensors, `reserved_mib` of the
+    device and `peak_mib`, the most of tensors since the peak was reset, all three empty without a
+    GPU; and `host_mib` in RAM, NaN outside Linux. An observer, or `take` by hand: about 20 us on a
+    CPU, and nothing is waited for. Before the first sample glibc gives back what was freed
+    (milliseconds): pages that it keeps would take up what a leak holds, and nothing would grow."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.device_mib: list[float] = []
+        self.reserved_mib: list[float] = []
+        self.peak_mib: list[float] = []
         self.host_mib: list[float] = []
 
     def take(self, *_: Any) -> None:
         if self.device.type == "cuda":
-            self.device_mib.append(torch.cuda.memory_allocated(self.device) / MIB)
+            held = torch.cuda.memory_stats(self.device)  # one call, of which the others are parts
+            self.device_mib.append(held.get("allocated_bytes.all.current", 0) / MIB)
+            self.reserved_mib.append(held.get("reserved_bytes.all.current", 0) / MIB)
+            self.peak_mib.append(held.get("allocated_bytes.all.peak", 0) / MIB)
         if not self.host_mib:
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl and macOS lack it
             if trim is not None:

@@ -53,9 +53,11 @@ class StepMeter:
         if cuda is not None:
             held = cuda.max_memory_allocated() / MIB
             reserved = cuda.max_memory_reserved() / MIB
-            split = cuda.memory_stats().get("inactive_split_bytes.all.peak", 0) / MIB
+            stats = cuda.memory_stats()
             values = {"allocated": held, "reserved": reserved, "fragmentation": reserved - held}
-            for name, value in (values | {"inactive_split": split}).items():
+            for name in ("inactive_split", "requested"):
+                values[name] = stats.get(f"{name}_bytes.all.peak", 0) / MIB
+            for name, value in values.items():
                 self.found[name].append(value)
 
     def result(self) -> dict[str, list[float]]:

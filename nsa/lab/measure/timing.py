@@ -95,6 +95,20 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def mark(device: torch.device) -> "torch.cuda.Event | float":
+    """Now, by the device's own clock: an event behind all that it was given, on a CPU seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(first: "torch.cuda.Event | float", second: "torch.cuda.Event | float") -> float:
+    """Of two marks that were passed."""
+    return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3
+
+
 def gradients(o: Tensor, leaves: Sequence[Tensor], do: Tensor, keep: bool = False):
     """Those of the leaves, the graph kept or freed."""
     return torch.autograd.grad(o, leaves, do, retain_graph=keep)

@@ -26,6 +26,7 @@ from nsa.lab.observers.guard_rules import (
     ram_mib,
     shown_mib,
 )
+from nsa.model import saving
 from nsa.model.parallel import Parallel
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
@@ -35,6 +36,7 @@ EVERY = 50  # steps from one look at each parameter's gradient to the next
 BOUND = 10  # left out in a row
 GROWN = 100.0  # a weight of a model that trains is far smaller
 TEXT = 1000  # letters of a halt file that are kept
+KEPT = 2  # checkpoints: the last good one, and the one before it
 
 
 class Stopped(Exception):
@@ -336,3 +338,23 @@ def check_weights(trainer: Trainer) -> None:
         facts, step = {"quantity": "weights", "value": "not finite"}, trainer.steps_done - 1
         message = f"step {step} left weights that are not finite"
         raise Stopped("non_finite", message, step, **facts)
+
+
+def save(trainer: Trainer, folder: Path) -> str:
+    """A checkpoint, told by its place in the run. Raises Stopped where its weights are not finite,
+    and the last one stays."""
+    check_weights(trainer)
+    trainer.save(folder)
+    if trainer.parallel.rank == 0:
+        for old in saving.checkpoints(folder)[:-KEPT]:
+            old.unlink()
+    return f"{folder.name}/{saving.file_of(folder, trainer.steps_done).name}"
+
+
+def save_or_say(trainer: Trainer, folder: Path) -> str:
+    """As `save`, but that a full disk costs the checkpoint alone, and not what was measured."""
+    try:
+        return save(trainer, folder)
+    except OSError as error:  # rank 0's, which alone writes; the others wait for it
+        trainer.parallel.barrier()
+        return f"not kept: {error.strerror or error}"

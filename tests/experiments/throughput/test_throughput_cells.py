@@ -17,7 +17,7 @@ import torch
 
 from nsa.experiments.correctness import lessons
 from nsa.experiments.throughput import child, trials
-from nsa.experiments.throughput.table import growth, windows
+from nsa.experiments.throughput.table import windows
 from nsa.experiments.throughput.trials import TrainCell, curve_grid, throughput_grid
 from nsa.lab import sweep
 from nsa.lab.measure import recorders
@@ -289,12 +289,6 @@ def test_freed_memory_that_malloc_keeps_hides_no_growth():
     assert kept - recorders.resident_mib() > 24  # of the 32 that are free
     for block in blocks[1::2]:
         libc.free(block)
-
-
-def test_growth_is_a_slope_that_a_jump_does_not_move():
-    assert growth([1.0] * 3 + [9.0] * 57)[0] == 0.0
-    assert growth(np.arange(60) * 0.5) == (0.5, 0.5, 0.5)
-    assert math.isnan(growth([1.0, 2.0])[0])
 
 
 def test_windows_keep_the_mean_and_say_where_they_stand():

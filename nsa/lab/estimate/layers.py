@@ -1,0 +1,241 @@
+"""Many layers from a few: the trace of a model of which a run of like layers is shortened to four,
+its first, two in the middle and its last, is made that of the whole one.
+
+What happens in one of the two middle layers, event by event, must be what happens in the other.
+Then it is repeated for as many layers as were left out. Nothing is fitted: sizes, order and
+lifetimes are those that all layers would have had.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from typing import Any
+
+from nsa.lab.estimate.trace import Trace
+from nsa.lab.training import TrainingSpec
+
+KEPT = 4  # of a run of like layers
+LAYER = re.compile(r"blocks\.(\d+)")
+FREE = -1
+# A block of memory, but for its layer: number of the phase, which sweep over the layers or which
+# stretch between them, number within one layer's part of it.
+Key = tuple[int, int, int]
+
+
+class Irregular(Exception):
+    """Layers that should be alike are not; the message says where."""
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A training with fewer layers, and which of them each layer of the whole one is like."""
+
+    spec: TrainingSpec
+    like: tuple[int, ...]
+
+
+def shortened(spec: TrainingSpec) -> Shortened | None:
+    """None where there is nothing to leave out."""
+    from nsa.model.config import layer_range
+
+    config = spec.config()
+    again = layer_range(config.checkpoint, config.layers)
+    like: list[int] = []
+    kept, recomputed = 0, []
+    for kind, run in groupby(range(config.layers), key=lambda layer: layer in again):
+        count = len(list(run))
+        here = range(kept, kept + min(count, KEPT))
+        like += [*here[:1], *[here[1]] * (count - KEPT), *here[1:]] if count > KEPT else here
+        recomputed += [*here] * kind
+        kept += len(here)
+    if kept == config.layers:
+        return None
+    text = f"{recomputed[0]}:{recomputed[-1] + 1}" if recomputed else ""
+    return Shortened(replace(spec, layers=kept, checkpoint=text), tuple(like))
+
+
+@dataclass
+class Part:
+    """A stretch of events: one layer's part of a sweep over them, or with None what is between."""
+
+    layer: int | None
+    events: list[tuple[int, int]] = field(default_factory=list)  # address, and bytes or FREE
+    sweep: int = 0
+
+
+def repeated(short: Trace, like: Sequence[int]) -> Trace:
+    """The trace of all layers. Irregular where that of the few does not tell."""
+    return _Repeat(short, like).whole()
+
+
+class _Repeat:
+    def __init__(self, short: Trace, like: Sequence[int]) -> None:
+        self.short, self.like, self.count = short, like, max(like) + 1
+        self.layer_of = {
+            address: int(found[1]) if (found := LAYER.search(name)) else None
+            for address, name in short.where.items()
+        }
+        self.symbols: dict[int, tuple[Key, int | None]] = {}  # of each address
+        self.parts = self._parts()
+        self.made = Trace(unknown=short.unknown, operators=short.operators)
+        self.addresses: dict[tuple[Key, int | None], int] = {}
+
+    def whole(self) -> Trace:
+        tags: dict[int, list[Any]] = defaultdict(list)
+        for position, category, addresses in self.short.stream.tags:
+            tags[position].append((category, addresses))
+        position, stream = 0, self.made.stream
+        for number, parts in enumerate(self.parts):
+            if number:
+                stream.mark(self.short.stream.marks[number - 1][1])
+            self._tag(tags.pop(position, ()))
+            for part, layer in self._in_order(parts):
+                self._emit(part, layer)
+            position += sum(len(part.events) for part in parts)
+        self._tag(tags.pop(position, ()))
+        if tags:
+            raise Irregular("something is tagged in the middle of a phase")
+        return self.made
+
+    def _parts(self) -> list[list[Part]]:
+        """Those of each phase, and before the first."""
+        stream = self.short.stream
+        borders = [0, *(at for at, _ in stream.marks), len(stream)]
+        names = ["", *(name for _, name in stream.marks)]
+        return [
+            self._phase(number, names[number], range(*border))
+            for number, border in enumerate(pairwise(borders))
+        ]
+
+    def _phase(self, number: int, name: str, positions: range) -> list[Part]:
+        parts, stream = [Part(None)], self.short.stream
+        for at in positions:
+            address, size = stream.addresses[at], stream.sizes[at]
+            layer = self.layer_of.get(address, -1)  # of no module that is known
+            if size != FREE:
+                starts = layer != -1 and layer != parts[-1].layer
+            else:  # a backward frees what its layer has saved
+                before = next((p.layer for p in reversed(parts) if p.layer is not None), self.count)
+                starts = name == "backward" and layer not in (-1, None) and layer == before - 1
+            if starts:
+                parts.append(Part(layer))
+            parts[-1].events.append((address, size))
+        self._number(number, parts, name)
+        return parts
+
+    def _number(self, number: int, parts: list[Part], name: str) -> None:
+        """Finds the sweeps, each over all layers in turn, and names what is allocated."""
+        sweep, expected = 0, iter(())
+        for part, after in zip(parts, [*parts[1:], None], strict=True):
+            if part.layer is not None:
+                due = next(expected, None)
+                if due is None:
+                    up = part.layer == 0 and (self.count == 1 or (after and after.layer == 1))
+                    expected = iter(range(self.count) if up else range(self.count - 1, -1, -1))
+                    due = next(expected)
+                    sweep += 1
+                if part.layer != due:
+                    raise Irregular(f"layer {part.layer} comes out of turn in {name or 'set-up'}")
+            elif next(expected, None) is not None:
+                raise Irregular(f"something is between layers in {name or 'set-up'}")
+            else:
+                sweep += 1
+            part.sweep = sweep
+            ordinal = 0
+            for address, size in part.events:
+                if size != FREE:
+                    key = number, sweep, ordinal
+                    self.symbols[address] = key, part.layer
+                    ordinal += 1
+
+    def _in_order(self, parts: list[Part]) -> Iterator[tuple[Part, int | None]]:
+        """Each part and the layer that it is for."""
+        for _, group in groupby(parts, key=lambda part: part.sweep):
+            few = list(group)
+            if few[0].layer is None:
+                yield few[0], None
+                continue
+            by_layer = {part.layer: part for part in few}
+            self._check(by_layer)
+            order = range(len(self.like))
+            for layer in order if few[0].layer == 0 else reversed(order):
+                yield by_layer[self.like[layer]], layer
+
+    def _check(self, by_layer: dict[int | None, Part]) -> None:
+        for layer in {layer for layer in self.like if self.like.count(layer) > 1}:
+            forms = [list(self._form(by_layer[x])) for x in (layer, layer + 1)]
+            if forms[0] != forms[1]:
+                raise Irregular(f"layer {layer + 1} is not like layer {layer}")
+
+    def _form(self, part: Part) -> Iterator[Any]:
+        """The events without addresses, and layers counted from this one."""
+        for bulk, events in self._runs(part):
+            if bulk:
+                yield "all", sorted(self.symbols[address] for address, _ in events)
+            for address, size in () if bulk else events:
+                key, layer = self.symbols[address]
+                if size != FREE:
+                    name = self.short.where.get(address)
+                    yield size, name and LAYER.sub("blocks.*", name)
+                else:
+                    yield key, None if layer is None else layer - part.layer
+
+    def _runs(self, part: Part) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
+        """Stretches of frees and of allocations, and whether it is one of frees that goes over many
+        layers, for then it goes over all."""
+        for frees, run in groupby(part.events, key=lambda event: event[1] == FREE):
+            events = list(run)
+            layers = {self.symbols[address][1] for address, _ in events} - {None} if frees else ()
+            far = part.layer is None or any(abs(x - part.layer) > 1 for x in layers)
+            yield bool(layers) and far, events
+
+    def _emit(self, part: Part, layer: int | None) -> None:
+        for bulk, events in self._runs(part):
+            if bulk:
+                self._free_all([address for address, _ in events])
+                continue
+            for address, size in events:
+                key, other = self.symbols[address]
+                theirs = None if other is None else other - (part.layer or 0) + (layer or 0)
+                if size == FREE:
+                    self._free(key, theirs)
+                else:
+                    self._alloc(key, theirs, size, self.short.where.get(address))
+
+    def _alloc(self, key: Key, layer: int | None, size: int, name: str | None) -> None:
+        address = len(self.made.stream) + 1
+        self.made.stream.alloc(address, size)
+        self.addresses[key, layer] = address
+        if name is not None:
+            self.made.where[address] = LAYER.sub(f"blocks.{layer}", name)
+
+    def _free(self, key: Key, layer: int | None) -> None:
+        address = self.addresses.pop((key, layer), None)
+        if address is None:
+            raise Irregular(f"what layer {layer} should free it has not")
+        self.made.stream.free(address)
+
+    def _free_all(self, addresses: list[int]) -> None:
+        for key, layer in self._expanded(addresses):
+            self._free(key, layer)
+
+    def _tag(self, tags: Sequence[tuple[str, frozenset[int]]]) -> None:
+        for category, addresses in tags:
+            symbols = self._expanded(a for a in addresses if a in self.symbols)
+            found = (self.addresses.get(symbol) for symbol in symbols)
+            self.made.stream.tag(category, [address for address in found if address is not None])
+
+    def _expanded(self, addresses: Any) -> Iterator[tuple[Key, int | None]]:
+        """Those of the few layers as those of all, layer by layer."""
+        keys: dict[int | None, list[Key]] = defaultdict(list)
+        for address in addresses:
+            key, layer = self.symbols[address]
+            keys[layer].append(key)
+        for layer in {layer for layer in self.like if self.like.count(layer) > 1}:
+            if sorted(keys[layer]) != sorted(keys[layer + 1]):
+                raise Irregular(f"layer {layer + 1} does not keep what layer {layer} keeps")
+        yield from ((key, None) for key in keys[None])
+        for layer, source in enumerate(self.like):
+            yield from ((key, layer) for key in keys[source])
