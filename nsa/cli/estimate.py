@@ -54,11 +54,14 @@ def estimate(arguments) -> int:
     from nsa.lab.estimate import told
 
     how = {"gpu": arguments.gpu, "allocator": arguments.allocator}
-    found, fits = estimates.estimate(spec, **how), None
-    if arguments.fits is not None:
-        names = ("tokens", "batch")
-        fits = {n: estimates.largest(spec, n, arguments.fits, **how) for n in names}
-        fits |= {"gib": arguments.fits}
+    try:
+        found, fits = estimates.estimate(spec, **how), None
+        if arguments.fits is not None:
+            names = ("tokens", "batch")
+            fits = {n: estimates.largest(spec, n, arguments.fits, **how) for n in names}
+            fits |= {"gib": arguments.fits}
+    except RuntimeError as error:  # neither a trace nor small real runs can be had
+        raise ValueError(f"this training cannot be foretold: {error}") from error
     if arguments.json:
         plain = {n: asdict(b) if n != "gib" else b for n, b in (fits or {}).items()}
         content = {"spec": spec.to_dict(), "estimate": asdict(found), "fits": plain or None}

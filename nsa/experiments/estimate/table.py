@@ -87,6 +87,18 @@ def worst(df: pandas.DataFrame, by: str = "backend") -> pandas.DataFrame:
     return pandas.DataFrame.from_dict(lines, orient="index").rename_axis(by)
 
 
+def recalled(rows: Sequence[dict]) -> pandas.DataFrame:
+    """A line a backend of committed peaks: how many were foretold, and the furthest either way."""
+    frame, lines = pandas.DataFrame(rows), {}
+    for backend, same in frame.groupby("backend", sort=False) if len(frame) else ():
+        known = same["error"].dropna()
+        line = {"peaks": len(same), "foretold": len(known)}
+        for name, error in (("lowest", known.min()), ("highest", known.max())):
+            line[name] = signed(error) if len(known) else ""
+        lines[backend] = line
+    return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("backend")
+
+
 def not_compared(df: pandas.DataFrame) -> pandas.DataFrame:
     """Cells of which either side is not there, and why."""
     both = compared(df)

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from nsa.experiments.estimate import committed
 from nsa.experiments.estimate.cells import Boundary, name_of
 from nsa.lab import sweep
 from nsa.lab.estimate.pretend import gpu_named
@@ -101,6 +102,31 @@ def _told(row: dict) -> str:
 
 def _told_estimate(row: dict) -> str:
     return _told(row) + " foretold" * (row["outcome"] == "ok")
+
+
+def recall(runs: Path, count: int, **options: Any) -> list[dict]:
+    """Peaks that committed runs measured on an H200, and what is foretold of them: `count` of their
+    trainings, from the shortest T to the longest. A row a peak: {"run", "cell", "backend", "mode",
+    "measured", "foretold", "error"}, MiB; none where the runs are not there."""
+    if not all((runs / run / "metrics.csv").is_file() for run in committed.RUNS):
+        return []
+    peaks: dict[str, list[committed.Cell]] = {}
+    for cell in committed.cells(runs):
+        peaks.setdefault(str(cell.spec), []).append(cell)
+    every = sorted(peaks.values(), key=lambda same: (same[0].spec.tokens, str(same[0])))
+    places = sorted({n * (len(every) - 1) // max(1, count - 1) for n in range(count)})
+    chosen = sorted((every[n] for n in places if n < len(every)), key=lambda s: s[0].spec.backend)
+    ours = foretell([same[0].spec for same in chosen], gpu="NVIDIA H200", **options)
+    rows = []
+    for same, row in zip(chosen, ours, strict=True):
+        sizes = {"step": row.get("allocated")} | (row.get("phases") or {})
+        for cell in same:
+            size = sizes.get(cell.mode)
+            mib = math.nan if size is None else size / MIB
+            told = {"run": cell.run, "cell": str(cell), "backend": cell.spec.backend}
+            told |= {"mode": cell.mode, "measured": cell.mib, "foretold": mib}
+            rows.append(told | {"error": mib / cell.mib - 1, "message": row["message"]})
+    return rows
 
 
 def to_metrics(

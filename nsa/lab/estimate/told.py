@@ -29,7 +29,7 @@ def page(spec: TrainingSpec, found: Estimate, fits: Mapping[str, Any] | None = N
     lines += [f"  note       {note}" for note in found.notes]
     lines += [f"  unknown    {line}" for line in unknown(found)]
     held = text(by_phase(found))
-    return "\n".join([*lines, "", "MiB at the peak of each phase", held, "", *_saved(found)])
+    return "\n".join([*lines, "", "MiB at the peak of each phase", held, *_saved(found)])
 
 
 def mib(size: float) -> str:
@@ -82,8 +82,8 @@ def _line(names: Sequence[str], sizes: Sequence[int]) -> dict[str, str]:
 def _saved(found: Estimate) -> list[str]:
     largest = sorted(found.saved.items(), key=lambda item: -item[1])
     if not largest:
-        return ["nothing is saved by the forward"]
+        return []
     told = [(name or "the model", size) for name, size in largest]
     if rest := sum(size for _, size in largest[MOST:]):
         told[MOST:] = [(f"{len(largest) - MOST} others", rest)]
-    return [text([{"saved by": name} | _line(["MiB"], [size]) for name, size in told])]
+    return ["", text([{"saved by": name} | _line(["MiB"], [size]) for name, size in told])]

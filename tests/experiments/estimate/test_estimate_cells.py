@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from places import ROOT
 
 from nsa.experiments.estimate import cells, child, trials
 from nsa.lab import sweep
@@ -19,6 +20,7 @@ FACTORS = {
     "batches": [1],
     "precisions": ["fp32", "bf16"],
 }
+MIB = 2**20
 TINY = {"preset": "cpu_test", "layers": 1, "backend": "gather", "tokens": 64, "data": "synthetic"}
 
 
@@ -109,6 +111,23 @@ def test_a_lost_child_and_a_crowded_cell_run_again_alone(monkeypatch, tmp_path):
     assert asked == [([[0, 1], [2, 3]], 20.0, 3), ([[0], [1], [2]], 10.0, 1)]
     assert [row["outcome"] for row in rows] == ["ok", "ok", "oom", "ok"]
     assert [row["alone"] for row in rows] == [True, True, True, False]
+
+
+def test_committed_peaks_of_a_few_trainings_are_recalled(monkeypatch, tmp_path):
+    def foretell(specs, **_):
+        peaks = {"forward": 2 * MIB, "backward": 3 * MIB, "optimizer": MIB}
+        return [{"allocated": 3 * MIB, "phases": peaks, "message": ""} for _ in specs]
+
+    monkeypatch.setattr(trials, "foretell", foretell)
+    rows = trials.recall(ROOT / "runs", 5)
+    assert len(rows) >= 5 and len({row["cell"].partition(",")[0] for row in rows}) == 5
+    backends = [row["backend"] for row in rows]
+    assert backends == sorted(backends)
+    for row in rows:
+        foretold = {"forward": 2.0, "backward": 3.0, "optimizer": 1.0, "step": 3.0}[row["mode"]]
+        assert row["foretold"] == foretold and row["error"] == foretold / row["measured"] - 1
+    assert trials.recall(tmp_path, 5) == []
+    assert len(trials.recall(ROOT / "runs", 10**6)) > 300
 
 
 @pytest.mark.gpu

@@ -102,6 +102,19 @@ def test_the_case_studys_own_errors_stand_beside_ours():
     assert claims.nearer_than_the_case_study([]).verdict == "NOT APPLICABLE"
 
 
+def test_committed_peaks_are_foretold_or_missed():
+    rows = [{"run": "r", "cell": f"c{i}", "backend": "gather", "error": e, "message": ""}
+            for i, e in enumerate((0.01, -0.049))]  # fmt: skip
+    claim = claims.committed_peaks_are_foretold(rows)
+    assert claim.verdict == "PASS" and claim.evidence["worst"] == "r: c1"
+    assert table.recalled(rows).loc["gather", "lowest"] == "-4.90%"
+    lost = rows[0] | {"cell": "c2", "error": math.nan}
+    assert claims.committed_peaks_are_foretold([*rows, lost]).verdict == "AIM MISSED"
+    assert claims.committed_peaks_are_foretold([lost]).verdict == "INCONCLUSIVE"
+    assert claims.committed_peaks_are_foretold([]).verdict == "NOT APPLICABLE"
+    assert table.recalled([]).empty
+
+
 def found(foretold, fits, does_not, **more):
     row = {"boundary": f"b{foretold}", "foretold": foretold, "fits": fits, "does_not": does_not}
     tried = [[fits or 1, False], [does_not or 999, True]]
