@@ -83,7 +83,7 @@ def test_a_page_says_what_fits_and_how_far_to_trust_it():
     unsure["unknown"] = {"mine::op": 7 * MIB, "mine::small": 9}
     fits = {"gib": 80.0, "tokens": Between(2048, 2049), "batch": Between(0, 1)}
     shown = told.page(spec, made(**unsure, notes=("a note",)), fits)
-    assert "traced, ±8%; no NVIDIA H200 was ever calibrated" in shown
+    assert "traced, ±8.0%; no NVIDIA H200 was ever calibrated" in shown
     assert "mine::op is in no table; it may hold up to 7.0 MiB more" in shown
     assert "mine::small: in no table, each less than 0.1% of the peak" in shown
     assert "fits       T up to 2,048 (2,049 does not) in 80 GiB" in shown

@@ -38,7 +38,7 @@ def mib(size: float) -> str:
 
 def trust(found: Estimate) -> str:
     """Its uncertainty, and whether the GPU was ever read."""
-    told = f", ±{found.uncertainty:.0%}" if found.uncertainty else ""
+    told = f", ±{found.uncertainty:.1%}" if found.uncertainty >= SMALL else ""
     if found.calibrated:
         return told
     return f"{told}; no {found.gpu} was ever calibrated: nsa estimate --calibrate, on one"
