@@ -16,14 +16,16 @@ from nsa.lab.training import TrainingSpec
 
 CHILD = "nsa.experiments.estimate.child"
 MIB = 2**20
+UNSEEN = {"CUDA_VISIBLE_DEVICES": ""}
 PHASES = ("forward", "backward", "optimizer")
 OURS, THEIRS = "predicted", "peak"  # how metrics of estimates and of real steps begin
 NEAR, STEP = 0.1, 0.005  # shares of a foretold boundary: how far it is looked for, and how finely
 
 
 def foretell(cells: Sequence[TrainingSpec], *, gpu: str, **options: Any) -> list[dict]:
-    """The estimate of each cell, made before anything runs: see `child.foretell` and `_swept`."""
-    return _swept("foretell", cells, {"gpu": gpu}, _told_estimate, **options)
+    """The estimate of each cell, made before anything runs, by processes that see no GPU: see
+    `child.foretell` and `_swept`."""
+    return _swept("foretell", cells, {"gpu": gpu}, _told_estimate, env=UNSEEN, **options)
 
 
 def measure(cells: Sequence[TrainingSpec], *, threads: int | None, **options: Any) -> list[dict]:
@@ -42,6 +44,7 @@ def _swept(
     deadline_s: float,
     workers: int,
     folder: Path,
+    env: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> list[dict]:
     """A row a cell, in their order. `together` cells of one backend share a child process; where
@@ -58,6 +61,7 @@ def _swept(
             lambda group, s: {"cells": [cells[n].to_dict() for n in group], "deadline_s": s} | more,
             deadline_s=deadline_s * size,
             workers=most,
+            env=env,
             folder=folder / place,
             name=lambda group: _names([cells[n] for n in group]),
             said=lambda result: "; ".join(map(said, result["rows"])),
@@ -178,6 +182,7 @@ def find_boundaries(
             numbers,
             lambda n, _: rows[n] | more | {"cell": wanted[n].spec.to_dict()},
             deadline_s=deadline_s,
+            env=UNSEEN if function == "foretell_boundary" else None,
             folder=folder / function,
             name=lambda n: str(wanted[n]),
             said=said,
