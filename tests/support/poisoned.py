@@ -5,10 +5,13 @@ conftest.py only one is known by that name.
 """
 
 import torch
+from torch.utils._device import _device_constructors
 
 
 def poison(monkeypatch) -> None:
     """Replaces torch's makers of memory until the test ends."""
+    # Cached when first asked for: it must name torch's own makers, which `made` calls.
+    _device_constructors()
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, _filled(getattr(torch, name)))
     plain = torch.Tensor.new_empty

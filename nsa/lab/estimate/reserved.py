@@ -47,6 +47,7 @@ def replay(
     total: int | None = None,
     repeat: int = 1,
     where: Callable[[int], tuple[int, int]] | None = None,
+    emptied: int | None = None,
 ) -> Reserved:
     """What the allocator reserves for these allocations and frees; sizes are what is asked for.
 
@@ -54,6 +55,7 @@ def replay(
         of before, later repetitions free of the one before: a block of the same size, in order of
         birth. What finds no such block stays and is `growth`.
     where: (stream, pool) of the allocation at that event; None: all on the default ones.
+    emptied: the event before which what is cached is given back, as a capture does.
 
     ValueError for a repetition of a stream that marks no phase.
     """
@@ -66,6 +68,8 @@ def replay(
 
     def run(events: list[Event], turn: int) -> tuple[int, OutOfMemory] | None:
         for position, number, size in events:
+            if position == emptied:
+                allocator.empty_cache()
             name: int | None = turn * len(sizes) + number
             if size >= 0:
                 failed = allocator.alloc(name, size, *(where(position) if where else ()))

@@ -10,29 +10,30 @@ import contextlib
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa.attention import span
 from nsa.attention.backends import gather, packed
-from nsa.lab.estimate import operators
+from nsa.lab.estimate import operators, ranks
 from nsa.lab.estimate.branch import running
 from nsa.lab.estimate.pretend import DEVICE, Gpu, pretended
 from nsa.lab.measure.allocations import Stream
 from nsa.lab.measure.recorders import training_tensors
 from nsa.lab.training import TrainingSpec
-from nsa.model import parallel
 from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
-from nsa.model.train import Trainer
+from nsa.model.train import Trainer, check_capturable
 
 GRAIN = {"cuda": 512, "cpu": 1}  # an allocator rounds a request up to a multiple
 aten = torch.ops.aten
@@ -66,6 +67,7 @@ class Trace:
 
     stream: Stream = field(default_factory=Stream)
     where: dict[int, str] = field(default_factory=dict)  # each one's module and branch
+    streams: dict[int, int] = field(default_factory=dict)  # number of an address's, unless 0
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     operators: int = 0
 
@@ -76,8 +78,10 @@ class Tracker(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.trace, self.device = Trace(), device
+        self.current_stream: Callable[[], int] = lambda: 0
         self._grain = GRAIN[device]
         self._addresses: dict[int, int] = {}  # by storage
+        self._ends: dict[int, weakref.finalize] = {}
         self._modules: list[str] = []
         self._watched: Any = dict
         self._backward = self._optimizing = False
@@ -88,6 +92,8 @@ class Tracker(TorchDispatchMode):
         return False  # nothing is compiled, and two wrappers around each operator take time
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind is not FakeTensor for kind in types):
+            return NotImplemented  # of sharded tensors, whose parts come by themselves
         kwargs = kwargs or {}
         self.trace.operators += 1
         if func in IN_PLACE:
@@ -129,6 +135,8 @@ class Tracker(TorchDispatchMode):
 
     def born(self, tensor: Tensor) -> None:
         """Its storage, if it is new and on the device, is in the stream until it goes."""
+        if not isinstance(tensor, FakeTensor):
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._addresses or tensor.fake_device.type != self.device:
@@ -137,7 +145,12 @@ class Tracker(TorchDispatchMode):
         if size:
             address = self._alloc(size)
             self._addresses[key] = address
-            weakref.finalize(storage, self._gone, key, address)
+            self._ends[key] = weakref.finalize(storage, self._gone, key, address)
+
+    def freed(self, tensor: Tensor) -> None:
+        """Its storage goes now, although somebody holds it."""
+        if end := self._ends.get(tensor.untyped_storage()._cdata):
+            end()
 
     def besides(self, *sizes: int) -> None:
         """What an operator allocates and frees again, all held at once."""
@@ -148,6 +161,8 @@ class Tracker(TorchDispatchMode):
     def _alloc(self, size: int) -> int:
         address, self._next = self._next, self._next + 1
         self.trace.stream.alloc(address, size)
+        if number := self.current_stream():
+            self.trace.streams[address] = number
         if self._modules:
             module = self._modules[-1]
             branch = running() if module.endswith("attention") and not self._backward else ""
@@ -219,12 +234,22 @@ def _few_chunks() -> Iterator[None]:
         yield
 
 
-def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
-    """The first step of that training, on one rank and launched one by one; see `steady`.
+def trace(
+    spec: TrainingSpec,
+    gpu: Gpu | None = None,
+    *,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Trace:
+    """The first step of that training, on rank 0 and launched one by one; see `steady`.
 
-    gpu: the one that is pretended, for a spec on "cuda".
+    gpu: the one that is pretended, for a spec on "cuda". ddp: options of DDP, as Parallel has
+    them. changes: of the spec's TrainConfig.
     """
-    train = spec.training(seed=None, compile=False, cuda_graph=False)
+    eager = {"seed": None, "compile": False, "cuda_graph": False}
+    if spec.device == "cpu":
+        eager["nonfinite"] = None  # the host looks at the norm, which has no value here
+    train = spec.training(**changes | eager)
     with contextlib.ExitStack() as held:
         if spec.device == "cuda":
             assert gpu is not None
@@ -236,9 +261,14 @@ def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
         device = DEVICE if spec.device == "cuda" else torch.device("cpu")
         with device:
             model = LanguageModel(spec.config())
+        if spec.device == "cpu":  # where the host would look whether fp16's gradients overflow
+            held.enter_context(mock.patch.object(GradScaler, "_maybe_opt_step", _taken))
         # Where it is already; a fake parameter cannot be swapped for itself.
         with mock.patch.object(nn.Module, "to", lambda module, *_: module):
-            place = replace(parallel.SINGLE, device=str(device))
+            place = ranks.place_of(spec, str(device), **ddp)
+            if spec.cuda_graph:
+                check_capturable(spec.training(**changes), device, place)
+            held.enter_context(ranks.ranked(tracker, place))
             data = synthetic(0, spec.config().vocab)
             trainer = Trainer(model, data, train, device=device, parallel=place)
         trainer.observers = (tracker,)
@@ -246,14 +276,12 @@ def trace(spec: TrainingSpec, gpu: Gpu | None = None) -> Trace:
         trainer.step(0)
         tracker.tag()
         # What dies from here on is no event of the step.
-        return replace(tracker.trace, stream=_copied(tracker.trace.stream))
+        found, tracker.trace = tracker.trace, Trace()
+    return found
 
 
-def _copied(stream: Stream) -> Stream:
-    made = Stream()
-    made.addresses, made.sizes = stream.addresses[:], stream.sizes[:]
-    made.marks, made.tags = list(stream.marks), list(stream.tags)
-    return made
+def _taken(scaler: GradScaler, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    optimizer.step()
 
 
 def steady(stream: Stream) -> Stream:

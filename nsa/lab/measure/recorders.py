@@ -261,15 +261,20 @@ def live_cpu_storages() -> dict[int, int]:
 
 
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Watched:
-    """What to watch of a model and its optimizer."""
+    """What to watch of a model and its optimizer; of tensors that FSDP2 shards this rank's part."""
 
+    @torch.no_grad()
     def watched() -> dict[str, list[Tensor]]:
         parameters = list(model.parameters())
         states = (value for state in optimizer.state.values() for value in state.values())
-        return {
+        found = {
             "parameters": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer_state": [value for value in states if isinstance(value, Tensor)],
+        }
+        return {
+            name: [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+            for name, tensors in found.items()
         }
 
     return watched

@@ -1,0 +1,89 @@
+"""The steps of a training one after the other, from the trace of the first, as an allocator sees
+them: launched one by one, or captured into a CUDA graph.
+
+Before a capture, steps run on a stream of their own. Then what is cached is given back, and the
+captured step allocates from a private pool, whose segments stay as long as the graph does. See
+`nsa.model.train.CapturedStep`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from nsa.lab.estimate.trace import Trace, steady
+from nsa.lab.measure.allocations import Stream
+
+STEPS = 3  # after which further ones leave the allocator as they found it
+SIDE = 1  # the number of the stream of a captured step, and of its pool
+Home = tuple[int, int]  # a stream and a pool, 0 is the default
+
+
+@dataclass
+class Run:
+    """A training's allocations and frees, for `reserved.replay`."""
+
+    stream: Stream = field(default_factory=Stream)
+    homes: list[Home] = field(default_factory=list)  # of each event
+    emptied: int | None = None  # the event before which what is cached is given back
+
+    def add(self, address: int, size: int, home: Home = (0, 0)) -> None:
+        self.stream.alloc(address, size)
+        self.homes.append(home)
+
+
+def run_of(traced: Trace, *, captured: bool = False, resident: int = 0) -> Run:
+    """Steps of the training whose first one is traced; the last is captured, or as those before.
+
+    resident: bytes that libraries take of the allocator, once.
+    """
+    first, run, names, fresh = traced.stream, Run(), {}, count(1)
+    later, begin = steady(first), first.marks[0][0]
+    setup = zip(first.addresses[:begin], first.sizes[:begin], strict=True)
+    gone = {address for address, size in setup if size < 0}  # a model is made on the host
+    if resident:
+        run.add(next(fresh), resident, (SIDE * captured, 0))
+    turns = [(first, 0)] + [(later, later.marks[0][0])] * STEPS
+    for number, (step, start) in enumerate(turns):
+        last, phase = number == STEPS, ""
+        inputs: dict[int, int] = {}
+        for what, *about in _items(step, start):
+            if what == "mark":
+                if phase == "data" and captured and last:
+                    for size in inputs.values():  # the graph reads copies, which stay
+                        run.add(next(fresh), size)
+                    run.emptied = len(run.stream)
+                phase = about[0]
+                run.stream.mark(phase)
+            elif what == "tag":
+                found = {names[address] for address in about[1] if address in names}
+                run.stream.tag(about[0], found)
+            elif (address := about[0]) not in gone:
+                size, own = about[1], phase in ("", "data", "end")
+                if size >= 0:
+                    names[address] = next(fresh)
+                    if phase == "data":
+                        inputs[address] = size
+                    home = (traced.streams.get(address, 0), 0)
+                    if captured and not own:
+                        home = SIDE, SIDE * last
+                    run.add(names[address], size, home)
+                elif address in names:
+                    inputs.pop(address, None)
+                    run.add(names.pop(address), size)
+    return run
+
+
+def _items(stream: Stream, start: int) -> Iterator[tuple]:
+    """Events from `start` on, ("event", address, size), and between them ("mark", phase) and
+    ("tag", category, addresses) where they stand."""
+    between = [(at, 0, "mark", (phase,)) for at, phase in stream.marks if at >= start]
+    between += [(at, 1, "tag", about) for at, *about in stream.tags if at >= start]
+    between.sort(key=lambda item: item[:2])
+    ordered = iter(between)
+    upcoming = next(ordered, None)
+    for at in range(start, len(stream) + 1):
+        while upcoming is not None and upcoming[0] <= at:
+            yield upcoming[2], *upcoming[3]
+            upcoming = next(ordered, None)
+        if at < len(stream):
+            yield "event", stream.addresses[at], stream.sizes[at]
