@@ -86,7 +86,9 @@ def spec_of(given: dict[str, Any]) -> "TrainingSpec":
     known |= {f"nsa.{field.name}" for field in fields(NSAConfig)}
     for name in given:
         if name not in known:
-            raise ValueError(f"a training has no {name!r}; {nearest(name, sorted(known), 0)}")
+            hint = nearest(name, sorted(known))
+            hint = hint if "nearest" in hint else "nsa estimate --help tells what it has"
+            raise ValueError(f"a training has no {name!r}; {hint}")
     changes = of_model({name: value for name, value in given.items() if name not in own})
     whole = usual | {name: value for name, value in given.items() if name in own}
     whole["changes"] = whole.get("changes", {}) | changes

@@ -105,6 +105,7 @@ def test_words_are_fields_of_the_training_or_of_its_model():
     [
         (["tokns=4"], "a training has no 'tokns'; the nearest is 'tokens'"),
         (["window=4"], "a training has no 'window'; the nearest is 'nsa.window'"),
+        (["allocator=x"], "a training has no 'allocator'; nsa estimate --help"),
         (["layers=0"], "layers=0 must be at least 1"),
         (["batch=3", "ranks=2", "parallel=ddp"], "batch"),
         (["backend=gathr"], "the nearest is 'gather'"),
