@@ -35,7 +35,7 @@ def besides(tracker: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> tup
     found = BESIDES[tracker.device].get(func)
     if found is not None:
         return found(args, kwargs, out)
-    if not _plain(func):
+    if not _plain(func) and func not in ON_A_CPU[tracker.device]:
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         size = sum(_bytes(x) for x in made if x.device.type == tracker.device)
         if size:
@@ -83,7 +83,7 @@ def _sort(args, kwargs, out) -> tuple[int, ...]:
     """native/cuda/Sort.cpp: up to 4096 in place; more by cub, with a second buffer of keys and
     indices and the indices to start from."""
     x = args[0]
-    dim = kwargs.get("dim", args[-1] if isinstance(args[-1], int) else -1)
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
     if x.ndim == 0 or x.shape[dim] <= 4096:
         return ()
     return _bytes(x), _bytes(x, 8), _bytes(x, 8)
@@ -117,9 +117,9 @@ def _flash_backward(args, kwargs, out) -> tuple[int, ...]:
     do, q, k = args[:3]
     batch, heads, rows, dim = q.shape[0], q.shape[1], _up(q.shape[2], 128), q.shape[3]
     width = _up(dim, 32 if dim <= 128 else 64)
-    copied = 0 if do.transpose(1, 2).is_contiguous() else _bytes(do)
+    copied = [_bytes(x) for x in (do, args[4]) if not x.transpose(1, 2).is_contiguous()]
     sums = batch * heads * rows * 4
-    return copied, sums, sums * width, *(_grouped(q, k),) * 2
+    return *copied, sums, sums * width, *(_grouped(q, k),) * 2
 
 
 def _efficient(args, kwargs, out) -> tuple[int, ...]:
@@ -174,6 +174,9 @@ RESULTS_ONLY = frozenset(
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention
     """.split()  # noqa: SIM905
 )
+
+# And those that do so on a CPU but not on a GPU, by the allocator's events.
+ON_A_CPU = {"cpu": BESIDES["cuda"].keys() - BESIDES["cpu"].keys(), "cuda": frozenset()}
 
 
 def _plain(func: Any) -> bool:
