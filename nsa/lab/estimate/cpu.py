@@ -71,6 +71,16 @@ def _positions(args, kwargs, out) -> tuple[int, ...]:
     return (8 * args[1][args[2]],)
 
 
+def _nothing(args, kwargs, out) -> tuple[int, ...]:
+    """Of fp32 at least."""
+    return ()
+
+
+_PLAIN = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.sort.default, aten._softmax_backward_data.default),
+    aten.embedding_dense_backward.default,
+)
 _BINARY = (
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
@@ -79,6 +89,7 @@ BESIDES: dict[Any, Callable[..., tuple[int, ...]]] = {
     aten.mean.dim: _mean,
     aten.sort.stable: _sort,
     aten.unfold_backward.default: _positions,
+    **dict.fromkeys(_PLAIN, _nothing),
     **dict.fromkeys(_BINARY, _in_one_dtype),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,

@@ -1,19 +1,28 @@
 """What a training will hold at its peak, by whom, and the largest that fits."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from nsa.lab.estimate import libraries, reserved
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from nsa.lab.estimate import layers, libraries, reserved, search, small
 from nsa.lab.estimate.alloc_conf import Settings
-from nsa.lab.estimate.pretend import Gpu, gpu_named
-from nsa.lab.estimate.steps import run_of
+from nsa.lab.estimate.pretend import GIB, Gpu, gpu_named
+from nsa.lab.estimate.steps import Run, run_of
 from nsa.lab.estimate.trace import Trace, steady, trace
 from nsa.lab.measure.allocations import Stream, replay
 from nsa.lab.training import TrainingSpec
+from nsa.spelling import choice
 
+UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
+LAYER = layers.LAYER
+GRAINS = {"tokens": 64, "batch": 1}
+STATE = ("parameters", "gradients", "optimizer_state")
 # Peaks with compiled blocks over those without, the least and the most of the pairs that runs of
 # 04_throughput on an H200 have, torch 2.11.
 COMPILED = (0.878, 0.954)
@@ -51,41 +60,77 @@ def estimate(
     gpu: the name of a GPU, or a part of it, whose programs and workspaces are meant; unused with
     device="cpu". allocator: settings as in PYTORCH_CUDA_ALLOC_CONF. ddp: options of DDP that
     `Parallel` has. changes: of the spec's TrainConfig. ValueError for a GPU, a setting or an option
-    that is unknown, and for a step that cannot be captured.
+    that is unknown, and for a step that cannot be captured; RuntimeError where neither a trace nor
+    small real runs can be had.
     """
-    chosen = gpu_named(gpu) if spec.device == "cuda" else None
-    settings = Settings.parse(allocator)
-    traced = trace(spec, chosen, ddp=ddp, **changes)
+    return _estimate(spec, gpu, Settings.parse(allocator), ddp, changes)[0]
+
+
+def _estimate(
+    spec: TrainingSpec,
+    gpu: str,
+    settings: Settings,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Estimate, Run | None]:
+    """Also the steps from which the allocator's model has it, on a GPU."""
+    chosen, run = gpu_named(gpu) if spec.device == "cuda" else None, None
+    try:
+        traced, how = whole(spec, chosen, ddp=ddp, **changes)
+    except UNTRACEABLE as error:
+        return _from_runs(spec, chosen, error), None
+    told: dict[str, Any] = {"how": how, "saved": saved(traced), "unknown": dict(traced.unknown)}
+    told["notes"] = (*(libraries.notes() if chosen else ()), *_notes(spec, ddp))
+    told["uncertainty"] = 1 - COMPILED[0] if spec.compile else 0.0
     if chosen is None:
-        found, most = replay(steady(traced.stream)), None
-    else:
-        run = run_of(traced, captured=spec.cuda_graph, resident=chosen.resident)
-        found, home = replay(run.stream), run.homes.__getitem__
-        took = reserved.replay(
-            run.stream, settings, total=chosen.total, where=home, emptied=run.emptied
-        )
-        most = took.peak.reserved
-        for phase, size in found["phases"].items():
-            found["phases"][phase] = took.phases[phase].allocated
-            rest = took.phases[phase].allocated - size
-            found["by_phase_category"][phase]["rounding"] = rest
-    phases = found["phases"]
+        return _made(chosen, replay(steady(traced.stream)), reserved=None, **told), None
+    run = run_of(traced, captured=spec.cuda_graph, resident=chosen.resident)
+    found, took = replay(run.stream), _took(run, settings, total=chosen.total)
+    for phase, size in found["phases"].items():
+        found["phases"][phase] = took.phases[phase].allocated
+        found["by_phase_category"][phase]["rounding"] = took.phases[phase].allocated - size
+    return _made(chosen, found, reserved=took.peak.reserved, **told), run
+
+
+def _took(run: Run, settings: Settings, room: int | None = None, **more: Any) -> reserved.Reserved:
+    """What the allocator's model makes of the steps, with so many bytes or with no limit."""
+    home = run.homes.__getitem__
+    return reserved.replay(run.stream, settings, room, where=home, emptied=run.emptied, **more)
+
+
+def whole(spec: TrainingSpec, gpu: Gpu | None = None, **how: Any) -> tuple[Trace, str]:
+    """The trace of all layers, and how it was had: of a long run of like layers four are traced and
+    one is repeated, unless they turn out not to be alike. Buckets and shards go over layers: with
+    several ranks all are traced."""
+    short = layers.shortened(spec) if spec.parallel == "none" else None
+    if short is None:
+        return trace(spec, gpu, **how), "traced"
+    try:
+        found = layers.repeated(trace(short.spec, gpu, **how), short.like)
+    except layers.Irregular as error:
+        return trace(spec, gpu, **how), f"traced, for of a few layers {error}"
+    few = short.spec.config().layers
+    return found, f"{few} of {len(short.like)} layers traced, one in the middle repeated"
+
+
+def _from_runs(spec: TrainingSpec, gpu: Gpu | None, error: Exception) -> Estimate:
+    found = small.estimated(spec)
+    if gpu:
+        for phase, held in found["by_phase_category"].items():
+            held["resident"] += gpu.resident
+            found["phases"][phase] += gpu.resident
+    why = f"{error} needs a value, or makes a shape of values, which a trace has not"
+    told = {"how": found["how"], "saved": {}, "unknown": {}, "reserved": None}
+    return _made(gpu, found, uncertainty=found["error"], notes=(why, *found["notes"]), **told)
+
+
+def _made(gpu: Gpu | None, found: Mapping[str, Any], **told: Any) -> Estimate:
+    phases, by_phase = found["phases"], found["by_phase_category"]
     phase = max(phases, key=lambda name: phases[name])
-    return Estimate(
-        allocated=phases[phase],
-        reserved=most,
-        phase=phase,
-        phases=phases,
-        by_category=found["by_phase_category"][phase],
-        by_phase_category=found["by_phase_category"],
-        saved=saved(traced),
-        how="traced",
-        unknown=dict(traced.unknown),
-        gpu=chosen.name if chosen else "",
-        calibrated=_measured(chosen),
-        uncertainty=1 - COMPILED[0] if spec.compile else 0.0,
-        notes=(*(libraries.notes() if chosen else ()), *_notes(spec, ddp)),
-    )
+    place = {"gpu": gpu.name, "calibrated": gpu.measured} if gpu else {}
+    sizes = {"allocated": phases[phase], "phase": phase, "phases": phases}
+    categories = {"by_category": by_phase[phase], "by_phase_category": by_phase}
+    return Estimate(**sizes, **categories, **place, **told)
 
 
 def _notes(spec: TrainingSpec, ddp: Mapping[str, Any]) -> Iterator[str]:
@@ -104,8 +149,62 @@ def _notes(spec: TrainingSpec, ddp: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _measured(gpu: Gpu | None) -> bool:
-    return gpu is None or gpu.measured
+@dataclass(frozen=True)
+class Bracket:
+    """A size that fits, 0 if none does, and a larger one that does not: multiples of `grain`, and
+    neighbours unless both are as near as search.CLOSE."""
+
+    what: str  # "tokens" or "batch"
+    fits: int
+    does_not: int | None  # None where all do, up to the model's max_tokens
+    grain: int
+    at: Estimate | None  # of what fits
+    beyond: Estimate | None  # of what does not
+    looks: int  # sizes for which an estimate was made
+
+
+def largest(
+    spec: TrainingSpec,
+    what: str,
+    gib: float,
+    *,
+    gpu: str = "NVIDIA H200",
+    allocator: str = "",
+    grain: int | None = None,
+) -> Bracket:
+    """The largest T or batch of that training that fits so many GiB of a GPU, or of RAM.
+
+    On a GPU CUDA's context takes its part of them, and the allocator's model says whether the rest
+    suffices. Sizes are multiples of `grain`, by default 64 tokens and a sequence for each rank.
+    ValueError for another `what`, and where weights, gradients and AdamW's state alone need more.
+    """
+    choice("what", what, tuple(GRAINS))
+    grain = grain or GRAINS[what] * (spec.ranks if what == "batch" else 1)
+    settings, most = Settings.parse(allocator), None
+    chosen = gpu_named(gpu) if spec.device == "cuda" else None
+    room = int(gib * GIB) - (chosen.context if chosen else 0)
+    if what == "tokens" and (longest := spec.config().max_tokens) is not None:
+        most = longest // grain
+    seen: dict[int, Estimate] = {}
+
+    def look(size: int) -> tuple[int, bool]:
+        found, run = _estimate(replace(spec, **{what: size * grain}), gpu, settings)
+        seen[size] = found
+        state = sum(found.by_phase_category["optimizer"][name] for name in STATE)
+        if state > room:
+            raise ValueError(
+                f"{gib:g} GiB cannot hold the training at any size: weights, gradients and AdamW's "
+                f"state alone are {state / GIB:.2f} GiB, and there is room for {room / GIB:.2f}"
+            )
+        fits = found.allocated <= room
+        if fits and run is not None and found.reserved > room:
+            fits = _took(run, settings, room).out_of_memory is None
+        return found.allocated, fits
+
+    fits, does_not = search.boundary(look, room, max(1, getattr(spec, what) // grain), most)
+    beyond = None if does_not is None else does_not * grain
+    ends = seen.get(fits), seen.get(does_not)
+    return Bracket(what, fits * grain, beyond, grain, *ends, looks=len(seen))
 
 
 def saved(traced: Trace) -> dict[str, int]:
@@ -120,7 +219,7 @@ def saved(traced: Trace) -> dict[str, int]:
             alive[address] = size
     found: dict[str, int] = defaultdict(int)
     for address, size in alive.items():
-        found[traced.where.get(address, "")] += size
+        found[LAYER.sub("blocks.*", traced.where.get(address, ""))] += size
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

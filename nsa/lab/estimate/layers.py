@@ -172,19 +172,19 @@ class _Repeat:
     def _form(self, part: Part) -> Iterator[Any]:
         """The events without addresses, and layers counted from this one."""
         for bulk, events in self._runs(part):
-            if bulk:
-                yield "all", sorted(self.symbols[address] for address, _ in events)
-            for address, size in () if bulk else events:
-                key, layer = self.symbols[address]
-                if size != FREE:
-                    name = self.short.where.get(address)
-                    yield size, name and LAYER.sub("blocks.*", name)
-                else:
-                    yield key, None if layer is None else layer - part.layer
+            if events[0][1] != FREE:
+                names = (self.short.where.get(address, "") for address, _ in events)
+                plain = [LAYER.sub("blocks.*", name) for name in names]
+                yield [size for _, size in events], plain
+                continue
+            theirs = [self.symbols[address] for address, _ in events]
+            if not bulk:
+                theirs = [(k, -self.count if x is None else x - part.layer) for k, x in theirs]
+            yield bulk, sorted(theirs)  # of several at once the order may be any
 
     def _runs(self, part: Part) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
         """Stretches of frees and of allocations, and whether it is one of frees that goes over many
-        layers, for then it goes over all."""
+        layers, for then it goes over all of them."""
         for frees, run in groupby(part.events, key=lambda event: event[1] == FREE):
             events = list(run)
             layers = {self.symbols[address][1] for address, _ in events} - {None} if frees else ()
@@ -202,14 +202,16 @@ class _Repeat:
                 if size == FREE:
                     self._free(key, theirs)
                 else:
-                    self._alloc(key, theirs, size, self.short.where.get(address))
+                    self.addresses[key, theirs] = self._alloc(address, size, theirs)
 
-    def _alloc(self, key: Key, layer: int | None, size: int, name: str | None) -> None:
+    def _alloc(self, like: int, size: int, layer: int | None) -> int:
         address = len(self.made.stream) + 1
         self.made.stream.alloc(address, size)
-        self.addresses[key, layer] = address
-        if name is not None:
+        if (name := self.short.where.get(like)) is not None:
             self.made.where[address] = LAYER.sub(f"blocks.{layer}", name)
+        if number := self.short.streams.get(like):
+            self.made.streams[address] = number
+        return address
 
     def _free(self, key: Key, layer: int | None) -> None:
         address = self.addresses.pop((key, layer), None)

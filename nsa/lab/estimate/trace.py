@@ -122,11 +122,10 @@ class Tracker(TorchDispatchMode):
         return func
 
     def _name_as(self, first: Any, out: Any) -> None:
-        """What the optimizer makes of a parameter, of its gradient or of their state is its own."""
-        pairs = (
-            zip(first, out) if isinstance(first, list) and isinstance(out, list) else [(first, out)]
-        )
-        for x, made in pairs:
+        """What the optimizer makes of a parameter, of its gradient or its state is its own."""
+        if not (isinstance(first, list) and isinstance(out, list)):
+            first, out = [first], [out]
+        for x, made in zip(first, out, strict=False):  # an operator may make less
             if isinstance(x, Tensor) and isinstance(made, Tensor):
                 name = self.trace.where.get(self._addresses.get(x.untyped_storage()._cdata, 0))
                 self._modules = [] if name is None else [name]
@@ -209,11 +208,11 @@ class Tracker(TorchDispatchMode):
 
 # Backends that take queries by chunks, in a loop over a range, and their chunks that are traced.
 LOOPS = (span, gather, packed)
-CHUNKS = 8
+CHUNKS = 6
 
 
 def few(*bounds: int) -> Sequence[int]:
-    """`range`, of which CHUNKS are left: the first two, the last three, and some between.
+    """`range`, of which CHUNKS are left: the first two, the last three, and one in the middle.
 
     A chunk's tensors grow from chunk to chunk, and no result but what is written in place outlives
     the next one: so none of those left out holds more than the last.
@@ -221,9 +220,8 @@ def few(*bounds: int) -> Sequence[int]:
     every = range(*bounds)
     if len(every) <= CHUNKS:
         return every
-    between = [len(every) * i // (CHUNKS - 4) for i in range(1, CHUNKS - 4)]
-    chosen = sorted({0, 1, *between, *range(len(every) - 3, len(every))})
-    return [every[i] for i in chosen]
+    count = len(every)
+    return [every[i] for i in (0, 1, count // 2, count - 3, count - 2, count - 1)]
 
 
 @contextlib.contextmanager

@@ -288,7 +288,7 @@ def test_what_the_attention_saves_is_told_by_branch(backend):
 
 def test_every_branch_of_masked_holds_probabilities():
     found = estimate.saved(trace(spec(backend="masked", tokens=512), H200))
-    slc, win = (found[f"blocks.0.attention {branch}"] for branch in ("slc", "win"))
+    slc, win = (found[f"blocks.*.attention {branch}"] for branch in ("slc", "win"))
     assert min(slc, win) > 8 * 512 * 512 * 4  # heads, T, T, fp32
 
 

@@ -1,0 +1,110 @@
+"""Estimates from the outside: reserved memory, small real runs, and the largest that fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from nsa.lab.estimate import search, small
+from nsa.lab.estimate.estimate import estimate, largest
+from nsa.lab.measure.recorders import MIB
+from nsa.lab.training import TrainingSpec
+
+GIB = 2**30
+SPEC = TrainingSpec("cpu_test", 128, attention="dense", backend="sdpa", layers=1)
+ON_GPU = replace(SPEC, device="cuda", precision="bf16")
+
+
+def test_categories_add_up_and_only_a_gpu_reserves():
+    ours, theirs = estimate(SPEC), estimate(ON_GPU)
+    assert sum(ours.by_category.values()) == ours.allocated == ours.phases[ours.phase]
+    assert (ours.reserved, ours.gpu, ours.how) == (None, "", "traced")
+    assert theirs.allocated <= theirs.reserved
+    assert theirs.reserved % (2 * MIB) == 0
+    assert theirs.by_category["resident"] >= 65 * MIB  # cuBLAS's workspaces of an H200
+
+
+def test_settings_of_the_allocator_change_what_is_reserved():
+    with pytest.raises(ValueError, match="no setting"):
+        estimate(ON_GPU, allocator="split_size:1")
+    plain, expandable = (
+        estimate(ON_GPU, allocator=text) for text in ("", "expandable_segments:True")
+    )
+    assert plain.reserved != expandable.reserved
+    assert plain.allocated == pytest.approx(expandable.allocated, rel=0.02)
+
+
+def runs(spec: TrainingSpec) -> dict:
+    by = dict.fromkeys(("parameters", "gradients", "optimizer_state", "resident"), 10)
+    phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 40)
+    told = {"how": "from small real runs", "error": 0.02, "notes": ()}
+    return {"phases": phases, "by_phase_category": {name: dict(by) for name in phases}} | told
+
+
+def test_what_needs_a_value_is_named_and_comes_from_real_runs(monkeypatch):
+    monkeypatch.setattr(small, "estimated", runs)
+    found = estimate(replace(SPEC, attention="nsa", backend="sequential"))
+    assert (found.allocated, found.how, found.uncertainty) == (40, "from small real runs", 0.02)
+    assert "_local_scalar_dense" in found.notes[0]
+    assert "needs a value" in found.notes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_sequential_is_foretold_from_small_real_runs_and_says_how_well():
+    spec = TrainingSpec("cpu_test", 160, backend="sequential", layers=1)
+    found, real = estimate(spec), small._measured([small._small(spec, 160, 1)])[0]
+    assert found.how.startswith("from small real runs: T 32, 64, 96, 1 and 2 layers; ")
+    assert "at T 128, 2 layers" in found.how
+    assert found.phases["forward"] == pytest.approx(real["phases"]["forward"], rel=0.02)
+
+
+def test_runs_of_a_cpu_that_stand_for_a_gpu_say_so():
+    spec = TrainingSpec("production", 1000, backend="sequential", device="cuda", checkpoint="0:2")
+    notes = small._notes(spec, small.TOKENS)
+    assert [note.partition(":")[0] for note in notes] == [
+        "the runs were of the CPU",
+        "checkpoint='0",
+        "T 1000 is 10 times the longest run",
+    ]
+
+
+def test_the_largest_fits_and_the_next_does_not():
+    found = largest(SPEC, "tokens", 0.06)
+    assert found.does_not == found.fits + 64
+    assert found.at.allocated <= 0.06 * GIB < found.beyond.allocated
+    assert found.at == estimate(replace(SPEC, tokens=found.fits))
+    assert found.looks <= 6
+
+
+def test_the_largest_batch_on_a_gpu_leaves_room_for_its_context():
+    found = largest(ON_GPU, "batch", 1.0)
+    context = 512 * MIB
+    assert found.does_not == found.fits + 1
+    assert found.at.allocated <= GIB - context
+    assert estimate(replace(ON_GPU, batch=found.does_not)).reserved > GIB - context
+
+
+def test_all_may_fit_and_nothing_may():
+    few = replace(SPEC, changes={"max_tokens": 200})
+    assert (largest(few, "tokens", 4).fits, largest(few, "tokens", 4).does_not) == (192, None)
+    with pytest.raises(ValueError, match=r"cannot hold the training at any size: .* 0\.00 GiB"):
+        largest(SPEC, "tokens", 0.003)
+    assert largest(replace(SPEC, batch=16), "tokens", 0.007).fits == 0
+    with pytest.raises(ValueError, match="what='layers'"):
+        largest(SPEC, "layers", 1)
+
+
+@pytest.mark.parametrize("edge", [1, 2, 63, 1000, 123_456])
+def test_a_boundary_is_found_where_needs_have_a_kink(edge):
+    looks = []
+
+    def look(size):
+        looks.append(size)
+        return max(100 + size, 40 + 3 * size + size * size / 1e4), size <= edge
+
+    low, high = search.boundary(look, 1e9, start=8)
+    assert low <= edge < high
+    assert high - low <= max(1, search.CLOSE * low)
+    assert len(looks) < 40
+    assert search.boundary(lambda size: (size, True), 1e9, 8, most=50) == (50, None)
+    assert search.boundary(lambda size: (size, False), 1e9, 8, most=50) == (0, 1)
