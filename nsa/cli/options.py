@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,19 @@ def check_json(file: str | None) -> None:
         raise ValueError(f"--json {file}: its folder does not exist; make it first")
     if file and Path(file).is_dir():
         raise ValueError(f"--json {file} is a folder; name a file")
+
+
+def of_model(given: Mapping[str, Any], said: str = "") -> dict[str, Any]:
+    """`name` as fields of ModelConfig, `nsa.name` as those below "nsa". ValueError for another dot;
+    `said` stands before the name in it."""
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        outer, dot, inner = name.partition(".")
+        if dot and outer != "nsa":
+            raise ValueError(f"{said}{name}: only nsa has fields below it, e.g. nsa.window=64")
+        below = changes.setdefault("nsa", {}) if dot else changes
+        below[inner or outer] = value
+    return changes
 
 
 def provenance() -> dict[str, Any]:

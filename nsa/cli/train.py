@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.cli.options import BAD_INPUT, FAILED, GOOD, SEVERAL, command, share, words
+from nsa.cli.options import BAD_INPUT, FAILED, GOOD, SEVERAL, command, of_model, share, words
 from nsa.lab.observers.deferred import SAMPLED
 from nsa.spelling import settings
 
@@ -194,7 +194,7 @@ def _job(arguments, started: int | None) -> "Job":
             raise ValueError(f"--resume {arguments.resume}: {why}") from None
     if arguments.halt_file is not None and os.path.lexists(arguments.halt_file):
         raise ValueError(f"--halt-file {arguments.halt_file} is there already; remove it first")
-    changes = _changes(arguments.set)
+    changes = of_model(settings(arguments.set, "--set layers=2", last=True), "--set ")
     if arguments.checkpoint is not None:
         changes["checkpoint"] = arguments.checkpoint
     on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
@@ -217,18 +217,6 @@ def _job(arguments, started: int | None) -> "Job":
         return Job(**of(Job))
     except TypeError as error:  # --set layers=ten
         raise ValueError(str(error)) from None
-
-
-def _changes(texts: list[str]) -> dict[str, Any]:
-    """`name=value` as fields of ModelConfig, `nsa.name=value` as those below "nsa"."""
-    changes: dict[str, Any] = {}
-    for name, value in settings(texts, "--set layers=2", last=True).items():
-        outer, dot, inner = name.partition(".")
-        if dot and outer != "nsa":
-            raise ValueError(f"--set {name}: only nsa has fields below it, e.g. nsa.window=64")
-        below = changes.setdefault("nsa", {}) if dot else changes
-        below[inner or outer] = value
-    return changes
 
 
 def _tell(ended) -> int:

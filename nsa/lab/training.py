@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from nsa.spelling import choice, nearest
+from nsa.spelling import choice, nearest, pair
 
 if TYPE_CHECKING:  # a table of cells loads no torch
     from nsa.model.config import ModelConfig
@@ -182,6 +182,20 @@ def check_whole(spec: Any, least: Mapping[str, int]) -> None:
         value = getattr(spec, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
             raise ValueError(f"{name}={value!r} must be a whole number of at least {smallest}")
+
+
+def longest_tokens(texts: Iterable[str]) -> dict[str, int]:
+    """{backend: T that it is kept to} from "sequential=256" or, for papermill, "sequential:256".
+    ValueError for another form, or a backend that there is not."""
+    from nsa.attention.registry import check_name
+
+    most = {}
+    for text in texts:
+        name, limit = pair(text, "sequential=256", "=:")
+        if not (limit.isascii() and limit.isdigit()) or int(limit) < 1:
+            raise ValueError(f"longest={text!r} must end in a number of tokens, as sequential=256")
+        most[check_name(name)] = int(limit)
+    return most
 
 
 def check_switch(spec: Any, name: str) -> None:

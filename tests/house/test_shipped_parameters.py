@@ -17,7 +17,7 @@ from nsa.workbook import parameters
 from nsa.workbook.run import run_notebook
 
 FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05", "06_smoke": "06"}
-FILES |= {"08_smoke": "08", "10_smoke": "10"}
+FILES |= {"08_smoke": "08", "09_smoke": "09", "10_smoke": "10"}
 PLANS = sorted((NOTEBOOKS / "params").glob("ab_*.yaml"))
 ELSEWHERE = ("device", "budget_s")  # of the notebook, which are no part of its plan
 
@@ -78,6 +78,10 @@ BAD = [
     ("06", {"trials": ["xx"]}, "no trial 'xx'"),
     ("07", {"only": ["zz"]}, "no fault, control or program 'zz'"),
     ("07", {"counted": "gathr"}, "the nearest is 'gather'"),
+    ("09", {"backends": ["gathr"]}, "the nearest is 'gather'"),
+    ("09", {"checkpoints": ["3-4"]}, "checkpoint='3-4' is not a layer range"),
+    ("09", {"boundaries": [{"preset": "repro"}]}, "gib=None of a boundary must be a number"),
+    ("09", {"gpu": "H900"}, "gpu='H900' is none that is known"),
     ("08", {"steps": 2}, "steps=2 leave none to time after warmup=2"),
     ("10", {"overlap": 61}, "overlap=61 must be 1 to 60, half of the steps"),
     ("10", {"settings": ["", "expandable"]}, "must be text as 'max_split_size_mb:64'"),

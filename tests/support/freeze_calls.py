@@ -30,7 +30,7 @@ def again(folder: Path) -> dict[str, dict]:
     read = {
         "00": correctness, "01": memory, "02": comparison, "03": step5, "04": throughput,
         "05": tracing, "06": settlement, "07": selfcheck,
-        "08": ab,
+        "08": ab, "09": estimate,
     }  # fmt: skip
     df = Run(folder).metrics()
     found = read[folder.name[:2]](df, folder)
@@ -40,6 +40,20 @@ def again(folder: Path) -> dict[str, dict]:
 def ab(df, folder):
     """Its rules need the trials' processes; what is held is the table that they left."""
     return {"tables": {"metrics": df}}
+
+
+def estimate(df, folder):
+    here = room("estimate", "claims", "plots", "table")
+    return {
+        "tables": {"errors": here.table.errors(df), "worst": here.table.worst(df)},
+        "claims": {
+            "peak": here.claims.peak_is_foretold(df),
+            "backward": here.claims.phase_is_foretold(df, "backward"),
+            "reserved": here.claims.reserved_is_foretold(df),
+            "out of memory": here.claims.what_does_not_fit_is_foretold(df),
+        },
+        "figures": {"against": here.plots.against(df), "errors": here.plots.errors(df)},
+    }
 
 
 def correctness(df, folder):

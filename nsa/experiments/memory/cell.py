@@ -6,9 +6,8 @@ from itertools import product
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from nsa.attention.registry import check_name
-from nsa.lab.training import TrainingSpec
-from nsa.spelling import choice, pair
+from nsa.lab.training import TrainingSpec, longest_tokens
+from nsa.spelling import choice
 
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
@@ -93,12 +92,7 @@ def memory_grid(
     `layers` may be empty: each preset's own number. `fixed` holds the other fields of every cell.
     ValueError for anything illegal, before any cell runs, and for a grid without cells.
     """
-    most = {}
-    for text in longest:
-        name, limit = pair(text, "sequential=256", "=:")
-        if not (limit.isascii() and limit.isdigit()) or int(limit) < 1:
-            raise ValueError(f"longest={text!r} must end in a number of tokens, as sequential=256")
-        most[check_name(name)] = int(limit)
+    most = longest_tokens(longest)
     cells = [
         Cell(preset=preset, layers=depth, backend=backend, tokens=length, **fixed)
         for preset, depth, backend, length in product(presets, layers or [None], backends, tokens)

@@ -13,7 +13,7 @@ from nsa.attention.registry import Declined
 from nsa.experiments.memory.cell import Cell, Measured
 from nsa.lab import sweep
 from nsa.lab.measure.allocations import CATEGORIES
-from nsa.lab.measure.recorders import MIB, recorder_for, training_tensors
+from nsa.lab.measure.recorders import MIB, recorded_step
 from nsa.lab.process.trial import Outcome
 from nsa.lab.training import open_trainer
 from nsa.model.llama import parameter_count
@@ -108,7 +108,7 @@ def measure_cell(spec: dict) -> dict:
     with open_trainer(cell.spec(), threads=spec["threads"], observers=(place,)) as trainer:
         try:
             losses = [float(trainer.step(0))]
-            recorded = _record(trainer, place, losses)
+            recorded = _record(trainer, losses)
             left = spec["deadline_s"] - (time.monotonic() - started)
             times = _time(trainer, losses, TIMING_SHARE * left - recorded["recorded_s"])
         except Declined as refusal:
@@ -130,20 +130,16 @@ def measure_cell(spec: dict) -> dict:
     return asdict(measured)
 
 
-def _record(trainer: Trainer, place: "_Place", losses: list[float]) -> dict:
+def _record(trainer: Trainer, losses: list[float]) -> dict:
     """The fields of Measured that one recorded step gives; its loss goes to `losses`."""
-    device, sizes = trainer.device.type, {}
-    if device == "cuda":
+    sizes = {}
+    if trainer.device.type == "cuda":
         sizes["first_step_peak"] = torch.cuda.max_memory_allocated()
-    recorder = recorder_for(device, training_tensors(trainer.model, trainer.optimizer))
-    trainer.observers = (place, recorder)
     started = time.monotonic()
-    with witness.recording() as seen, recorder:
-        loss = trainer.step(1)
+    with witness.recording() as seen:
+        loss, found = recorded_step(trainer)
     losses.append(float(loss))
     recorded_s = time.monotonic() - started
-    trainer.observers = (place,)
-    found = recorder.record()
     told = {"cross_check": found.pop("cross_check"), "witness": seen.record()}
     told["timeline"] = found.pop("timeline")
     sizes |= found.pop("phases") | found

@@ -238,6 +238,20 @@ def cross_check(statistics: int, history: int | None, missing: str = "") -> dict
     return checked | {"note": f"{note}; the categories are of the history"}
 
 
+def recorded_step(trainer: Any) -> tuple[Tensor, dict]:
+    """One more step of a Trainer beside its own observers: its loss, and what `record` tells."""
+    before = trainer.observers
+    with recorder_for(
+        trainer.device, training_tensors(trainer.model, trainer.optimizer)
+    ) as recorder:
+        trainer.observers = (*before, recorder)
+        try:
+            loss = trainer.step(trainer.steps_done)
+        finally:
+            trainer.observers = before
+    return loss, recorder.record()
+
+
 def live_cpu_storages() -> dict[int, int]:
     """Address and bytes of every CPU storage that torch's allocator gave to a tensor Python knows.
 

@@ -111,7 +111,7 @@ def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, d
         step(clock)
     for phase in ("forward", "backward", "optimizer"):
         found[phase] = statistics.median(clock.spent[phase] for clock in clocks)
-    found |= _memory(trainer, step)
+    found |= _memory(trainer)
     digest, told = _gradients(trainer, model, step)
     found["gradients"] = digest
     if count:
@@ -119,13 +119,11 @@ def further_steps(trainer: Trainer, model: Any, *, count: bool) -> tuple[dict, d
     return found, told
 
 
-def _memory(trainer: Trainer, step: Any) -> dict[str, Any]:
+def _memory(trainer: Trainer) -> dict[str, Any]:
     """The peak by category. On a GPU only what grows: the peak itself is known of every step."""
-    from nsa.lab.measure.recorders import recorder_for, training_tensors
+    from nsa.lab.measure.recorders import recorded_step
 
-    with recorder_for(trainer.device, training_tensors(trainer.model, trainer.optimizer)) as seen:
-        step(seen)
-    record = seen.record()
+    _, record = recorded_step(trainer)
     found = {} if trainer.device.type == "cuda" else {"allocated": record["peak"] / MIB}
     if held := record["by_category"]:
         found["growing"] = sum(v for name, v in held.items() if name not in CONSTANT) / MIB

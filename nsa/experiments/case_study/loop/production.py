@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.experiments.case_study.figures import PEAKS_MIB
-from nsa.experiments.case_study.loop.design import SEQUENTIAL, held, production
+from nsa.experiments.case_study.loop.design import SEQUENTIAL, held, peak_mib, production
 from nsa.lab import sweep
 from nsa.lab.process import gpus
 from nsa.workbook import environment
@@ -71,6 +71,30 @@ def run(chosen: Sequence[dict[str, Any]], device: str, folder: str | Path) -> li
         found = one.result["rows"][0] if one.result else {"status": one.status, "why": one.message}
         rows.append(row | found)
     return rows
+
+
+def foretold(
+    tokens: Sequence[int], *, longest: int, device: str, folder: str | Path, layers: int = 5
+) -> list[dict[str, Any]]:
+    """What a step of the loop as it was holds with so many layers, a row a T: {"tokens", "mib",
+    "how"}. Up to `longest` from real steps of one layer and of two, whose difference every further
+    layer holds as well; beyond, or where those did not end well, from its shapes."""
+    near = [t for t in tokens if t <= longest]
+
+    def spec(t: int, share_s: float) -> dict[str, Any]:
+        two = [_cell("memory", "as it was", n, t)["settings"] | {"device": device} for n in (1, 2)]
+        return {"measure": "memory", "settings": two}
+
+    ended = sweep.measure(
+        ENTRY, near, spec, deadline_s=DEADLINE_S, folder=folder, name="loop at T {}".format
+    )
+    rows = {t: {"mib": peak_mib(layers, t), "how": "from shapes"} for t in tokens}
+    for t, one in zip(near, ended, strict=True):
+        if one.result:
+            first, second = (row["peak_mib"] for row in one.result["rows"])
+            mib = first + (layers - 1) * (second - first)
+            rows[t] = {"mib": mib, "how": "from real steps of 1 and 2 layers"}
+    return [{"tokens": t} | row for t, row in rows.items()]
 
 
 def _name(cell: dict[str, Any]) -> str:

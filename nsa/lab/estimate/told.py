@@ -1,0 +1,89 @@
+"""An estimate in words and tables, for a terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nsa.lab.estimate.estimate import Estimate
+from nsa.lab.search.candidates import text
+from nsa.lab.training import TrainingSpec
+
+MIB = 2**20
+MOST = 12  # modules that are told
+SMALL = 1e-3  # of the peak
+
+
+def page(spec: TrainingSpec, found: Estimate, fits: Mapping[str, Any] | None = None) -> str:
+    """The peak, whose it is, what the forward saves, how it was found and how far to trust it.
+
+    fits: {"tokens": Bracket, "batch": Bracket} of `gib` GiB, as `fits["gib"]`.
+    """
+    where = f"an {found.gpu}" if found.gpu else "a CPU"
+    size = f"T {spec.tokens}, batch {spec.batch}, {spec.precision}"
+    lines = [f"{spec.told(spec.backend, size, ('compile', 'cuda_graph'))}, on {where}"]
+    lines += [f"  allocated  {mib(found.allocated)} at the peak, in the {found.phase}"]
+    if found.reserved is not None:
+        lines += [f"  reserved   {mib(found.reserved)} at the peak"]
+    for name in ("tokens", "batch") if fits else ():
+        lines += [f"  fits       {fitting(name, fits[name])} in {fits['gib']:g} GiB"]
+    lines += [f"  estimated  {found.how}{trust(found)}"]
+    lines += [f"  note       {note}" for note in found.notes]
+    lines += [f"  unknown    {line}" for line in unknown(found)]
+    held = text(by_phase(found))
+    return "\n".join([*lines, "", "MiB at the peak of each phase", held, *_saved(found)])
+
+
+def mib(size: float) -> str:
+    return f"{size / MIB:,.1f} MiB"
+
+
+def trust(found: Estimate) -> str:
+    """Its uncertainty, and whether the GPU was ever read."""
+    told = f", ±{found.uncertainty:.1%}" if found.uncertainty >= SMALL else ""
+    if found.calibrated:
+        return told
+    return f"{told}; no {found.gpu} was ever calibrated: nsa estimate --calibrate, on one"
+
+
+def unknown(found: Estimate) -> list[str]:
+    """Operators that no table knows, with the error that each may cause; small ones in one line."""
+    large = {name: n for name, n in found.unknown.items() if n > SMALL * found.allocated}
+    told = [f"{name} is in no table; it may hold up to {mib(n)} more" for name, n in large.items()]
+    if small := [name for name in found.unknown if name not in large]:
+        told.append(f"{', '.join(small)}: in no table, each less than {SMALL:.1%} of the peak")
+    return told
+
+
+def fitting(name: str, bracket: Any) -> str:
+    """The largest that fits, and the least that does not."""
+    word = {"tokens": "T", "batch": "batch"}[name]
+    if not bracket.fits:
+        return f"no {word}: {word} {bracket.does_not} does not"
+    more = "" if bracket.does_not is None else f" ({bracket.does_not:,} does not)"
+    return f"{word} up to {bracket.fits:,}{more}"
+
+
+def by_phase(found: Estimate) -> list[dict[str, str]]:
+    """A row a category and one of the sums, a column a phase."""
+    phases = list(found.phases)
+    known = dict.fromkeys(c for held in found.by_phase_category.values() for c in held)
+    rows = []
+    for category in known:
+        sizes = [found.by_phase_category.get(phase, {}).get(category, 0) for phase in phases]
+        if any(sizes):
+            rows.append({"": category.replace("_", " ")} | _line(phases, sizes))
+    return [*rows, {"": "together"} | _line(phases, list(found.phases.values()))]
+
+
+def _line(names: Sequence[str], sizes: Sequence[int]) -> dict[str, str]:
+    """MiB by name, to the right of columns that are as wide as any of them."""
+    return {f"{n:>11}": f"{size / MIB:>11,.1f}" for n, size in zip(names, sizes, strict=True)}
+
+
+def _saved(found: Estimate) -> list[str]:
+    largest = sorted(found.saved.items(), key=lambda item: -item[1])
+    if not largest:
+        return []
+    told = [(name or "the model", size) for name, size in largest]
+    if rest := sum(size for _, size in largest[MOST:]):
+        told[MOST:] = [(f"{len(largest) - MOST} others", rest)]
+    return ["", text([{"saved by": name} | _line(["MiB"], [size]) for name, size in told])]
