@@ -125,8 +125,11 @@ def _from_runs(spec: TrainingSpec, gpu: Gpu | None, error: Exception) -> Estimat
 
 
 def _made(gpu: Gpu | None, found: Mapping[str, Any], **told: Any) -> Estimate:
+    """On a GPU that nobody calibrated, what libraries take of the allocator may be all wrong."""
     phases, by_phase = found["phases"], found["by_phase_category"]
     phase = max(phases, key=lambda name: phases[name])
+    if gpu and not gpu.measured:
+        told["uncertainty"] += gpu.resident / phases[phase]
     place = {"gpu": gpu.name, "calibrated": gpu.measured} if gpu else {}
     sizes = {"allocated": phases[phase], "phase": phase, "phases": phases}
     categories = {"by_category": by_phase[phase], "by_phase_category": by_phase}

@@ -179,7 +179,6 @@ class Tracker(TorchDispatchMode):
         for name, module in trainer.model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
             module.register_forward_hook(lambda *_: self._left(), always_call=True)
-
         self._named()
 
     def _named(self, attribute: str = "") -> None:
@@ -303,10 +302,3 @@ def steady(stream: Stream) -> Stream:
     made.marks = [(len(before) + moved[at], phase) for at, phase in stream.marks]
     made.tags = [(len(before) + moved[at], *rest) for at, *rest in stream.tags]
     return made
-
-
-def streams(spec: TrainingSpec, gpu: Gpu | None = None) -> Iterator[Stream]:
-    """The first step's stream and a later one's."""
-    found = trace(spec, gpu).stream
-    yield found
-    yield steady(found)

@@ -23,6 +23,14 @@ def test_categories_add_up_and_only_a_gpu_reserves():
     assert theirs.by_category["resident"] >= 65 * MIB  # cuBLAS's workspaces of an H200
 
 
+def test_on_a_gpu_that_nobody_calibrated_the_workspaces_are_uncertain():
+    known, other = estimate(ON_GPU), estimate(ON_GPU, gpu="A100-SXM4-80GB")
+    assert (known.calibrated, known.uncertainty) == (True, 0.0)
+    workspaces = 2 * (8 * MIB + 128 * 1024)  # what torch gives cuBLAS before Hopper
+    assert not other.calibrated
+    assert other.uncertainty == pytest.approx(workspaces / other.allocated)
+
+
 def test_settings_of_the_allocator_change_what_is_reserved():
     with pytest.raises(ValueError, match="no setting"):
         estimate(ON_GPU, allocator="split_size:1")
