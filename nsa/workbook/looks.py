@@ -132,7 +132,7 @@ def caption(fig, text: str) -> None:
     if engine:
         engine.set(rect=(0, held, 1, 1 - held))
     look = {"fontsize": 6.5, "color": GREY, "va": "bottom", "linespacing": 1.25, "gid": "source"}
-    fig.text(0.006, 0.2 * share / len(lines), "\n".join(lines), **look).set_in_layout(False)
+    fig.text(0.006, 0.2 * share / len(lines), "\n".join(lines), **look)
 
 
 def write(fig, folder, name: str, source: str) -> list:

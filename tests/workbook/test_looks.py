@@ -82,3 +82,13 @@ def test_a_legend_beside_the_axes_stays_there(tmp_path):
     looks.write(fig, tmp_path, "plot", SHORT)
     fig.canvas.draw()
     assert legend.get_window_extent().x0 > 0.8 * fig.bbox.x1
+
+
+def test_a_picture_cut_to_what_is_drawn_keeps_its_source():
+    """As a notebook shows it."""
+    with looks.figure(1, 2.0) as (fig, (axes,)):
+        axes.plot([1, 2], [1, 2])
+    looks.caption(fig, SHORT)
+    fig.draw_without_rendering()
+    (foot,) = (text for text in fig.texts if text.get_gid() == "source")
+    assert fig.get_tightbbox().y0 * fig.dpi <= foot.get_window_extent().y0
