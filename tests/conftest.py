@@ -80,3 +80,21 @@ def seeded():
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     poison(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def nothing_before():
+    """What earlier modules left in memory is not there for a module that records what is held."""
+    from nsa.lab.measure import attribution, recorders
+
+    every = recorders.live_tensors
+    gc.collect()
+    there = {tensor.untyped_storage()._cdata: tensor for tensor in every("cpu")}
+
+    def since(device):
+        return (x for x in every(device) if x.untyped_storage()._cdata not in there)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (attribution, recorders):
+            patched.setattr(module, "live_tensors", since)
+        yield

@@ -422,6 +422,7 @@ def test_profiled_steps_leave_a_trace_and_tables_that_are_printed(place, capsys)
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("nothing_before")
 def test_a_memory_snapshot_is_printed_and_in_the_report_with_its_picture(place, capsys):
     assert cli.main([*TINY, "--steps", "3", "--memory-snapshot", "--into", "m"]) == 0
     printed = capsys.readouterr().out

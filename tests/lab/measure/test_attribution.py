@@ -19,6 +19,7 @@ from nsa.lab.measure.owners import Owner, Parts
 from nsa.lab.measure.recorders import CpuRecorder, training_tensors
 from nsa.lab.observers.trace import Ranges
 
+pytestmark = pytest.mark.usefixtures("nothing_before")
 CPU = torch.device("cpu")
 
 

@@ -21,6 +21,9 @@ from nsa.lab.observers.memory_snapshot import MemorySnapshot, chosen
 from nsa.lab.training import TrainingSpec, open_trainer
 
 
+pytestmark = pytest.mark.usefixtures("nothing_before")
+
+
 @pytest.fixture
 def poisoned_memory():
     """Not here: filling memory with NaN allocates."""
