@@ -20,7 +20,6 @@ from nsa.lab.observers import memory_snapshot
 from nsa.lab.observers.memory_snapshot import MemorySnapshot, chosen
 from nsa.lab.training import TrainingSpec, open_trainer
 
-
 pytestmark = pytest.mark.usefixtures("nothing_before")
 
 
