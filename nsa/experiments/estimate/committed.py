@@ -13,9 +13,9 @@ from torch import Tensor
 from nsa.attention import dense
 from nsa.attention.api import nsa_attention
 from nsa.config import NSAConfig
+from nsa.lab.estimate.estimate import Estimate, estimate
 from nsa.lab.estimate.pretend import DEVICE, gpu_named, pretended
-from nsa.lab.estimate.reserved import replay
-from nsa.lab.estimate.trace import Tracker, steady, trace
+from nsa.lab.estimate.trace import Tracker
 from nsa.lab.measure import allocations
 from nsa.lab.measure.shapes import Shape
 from nsa.lab.training import TrainingSpec
@@ -148,22 +148,14 @@ def called(backend: str, shape: Shape, gpu: str = "NVIDIA H200") -> tuple[float,
     return (peaks["forward"] - results) / MIB, (peaks["backward"] - both) / MIB
 
 
-def foretold(spec: TrainingSpec, gpu: str = "NVIDIA H200") -> dict[str, float]:
-    """MiB at the peak of each phase of a step, and of the "step", with blocks as the allocator
-    would hand them out."""
-    chosen = gpu_named(gpu)
-    found = replay(steady(trace(spec, chosen).stream), repeat=2).phases
-    peaks = {name: (peak.allocated + chosen.resident) / MIB for name, peak in found.items()}
-    return peaks | {"step": max(peaks.values())}
-
-
 def errors(chosen: list[Cell]) -> dict[str, float]:
     """(foretold - measured) / measured of each cell; a spec is traced once."""
-    known: dict[str, dict[str, float]] = {}
+    known: dict[str, Estimate] = {}
     found = {}
     for cell in chosen:
         key = json.dumps(cell.spec.to_dict(), sort_keys=True)
         if key not in known:
-            known[key] = foretold(cell.spec)
-        found[f"{cell.run}: {cell}"] = known[key][cell.mode] / cell.mib - 1
+            known[key] = estimate(cell.spec)
+        held = known[key].phases.get(cell.mode, known[key].allocated)
+        found[f"{cell.run}: {cell}"] = held / MIB / cell.mib - 1
     return found

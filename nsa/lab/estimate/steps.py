@@ -15,6 +15,7 @@ from nsa.lab.measure.allocations import Stream
 
 STEPS = 3  # after which further ones leave the allocator as they found it
 SIDE = 1  # the number of the stream of a captured step, and of its pool
+WORKSPACE = 32 * 2**20  # of cuBLAS, the largest; each is a block of its own
 Home = tuple[int, int]  # a stream and a pool, 0 is the default
 
 
@@ -40,8 +41,8 @@ def run_of(traced: Trace, *, captured: bool = False, resident: int = 0) -> Run:
     later, begin = steady(first), first.marks[0][0]
     setup = zip(first.addresses[:begin], first.sizes[:begin], strict=True)
     gone = {address for address, size in setup if size < 0}  # a model is made on the host
-    if resident:
-        run.add(next(fresh), resident, (SIDE * captured, 0))
+    for begun in range(0, resident, WORKSPACE):
+        run.add(next(fresh), min(WORKSPACE, resident - begun), (SIDE * captured, 0))
     turns = [(first, 0)] + [(later, later.marks[0][0])] * STEPS
     for number, (step, start) in enumerate(turns):
         last, phase = number == STEPS, ""

@@ -49,11 +49,13 @@ def test_calls_alone_need_what_an_h200_measured():
 
 
 @pytest.mark.slow
-def test_every_committed_peak_is_foretold_within_one_and_a_half_per_cent():
-    """Nine of ten within half of one; which blocks the allocator finds free decides on the rest.
-    Except of gather and packed beyond 2048 tokens, whose traces take longest."""
-    found = committed.errors([*chosen(2048), *chosen(10**6, "gather", "packed")])
+def test_committed_peaks_are_foretold_within_half_a_per_cent():
+    """Every third training of those measured, and its phases. `nsa run 09 -p committed=154` has
+    all; which blocks the allocator finds free decides on what is left."""
+    every = {str(c.spec): None for c in committed.cells(RUNS)}
+    third = set(list(every)[::3])
+    found = committed.errors([c for c in committed.cells(RUNS) if str(c.spec) in third])
     worst = sorted(map(abs, found.values()))
-    assert len(found) > 250
+    assert len(found) > 90
     assert worst[-1] < 0.015, {k: v for k, v in found.items() if abs(v) > 0.01}
     assert worst[len(worst) * 9 // 10] < 0.005
