@@ -134,6 +134,7 @@ class Attributing(Recorder):
     @contextmanager
     def _recording(self, phase: str) -> Iterator[None]:
         with profiled([ProfilerActivity.CPU], profile_memory=True) as seen, ExitStack() as on:
+            torch.autograd._enable_record_function(True)  # a recording nobody ended had it off
             if self.lines:
                 on.enter_context(Lines())
             yield

@@ -157,8 +157,10 @@ class CpuRecorder(Recorder):
     def _recording(self, phase: str) -> Iterator[None]:
         with profiled([ProfilerActivity.CPU], profile_memory=True) as seen:
             torch.autograd._enable_record_function(False)
-            yield
-            torch.autograd._enable_record_function(True)
+            try:
+                yield
+            finally:
+                torch.autograd._enable_record_function(True)
         allocation = torch._C._profiler._EventType.Allocation
         waiting = list(reversed(seen.profiler.kineto_results.experimental_event_tree()))
         while waiting:

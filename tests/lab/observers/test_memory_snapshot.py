@@ -32,6 +32,11 @@ def poisoned_memory():
 def nobody_elses():
     """What earlier tests held is let go: to a snapshot it is resident."""
     gc.collect()
+    yield
+    from torch.optim import optimizer  # of snapshots that a test did not close
+
+    optimizer._global_optimizer_pre_hooks.clear()
+    optimizer._global_optimizer_post_hooks.clear()
 
 
 def left(folder, name="memory-rank0.json"):

@@ -90,7 +90,7 @@ def test_short_steps_may_take_a_minute_and_the_first_one_is_forgotten(dog):
 def test_a_stall_is_told_from_inside_of_a_step_with_the_stacks_of_where_it_stands(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(watchdog, "LEAST_S", 0.1)
+    monkeypatch.setattr(watchdog, "LEAST_S", 0.5)  # longer than a collection of garbage
     monkeypatch.setattr(watchdog, "FACTOR", 1.5)
     monkeypatch.setattr(watchdog, "POLL_S", 0.01)
     dog = Watchdog(tmp_path / "stall.txt")
