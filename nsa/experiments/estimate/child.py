@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nsa.attention.registry import Declined
-from nsa.lab.estimate.estimate import estimate
+from nsa.lab.estimate.estimate import estimate, largest
 from nsa.lab.measure.recorders import recorded_step
 from nsa.lab.process.child import failure, is_out_of_memory
 from nsa.lab.search.thresholds import threshold
@@ -70,7 +70,7 @@ def _measured(cell: TrainingSpec, threads: int | None) -> dict[str, Any]:
     try:
         with open_trainer(cell, threads=threads) as trainer:
             trainer.step(0)
-            _, found = recorded_step(trainer)
+            found = recorded_step(trainer)[1].record()
     except Declined as refusal:
         return {"outcome": "declined", "message": str(refusal)}
     except Exception as error:
@@ -104,8 +104,6 @@ def _fresh(device: str) -> int:
 def foretell_boundary(spec: dict[str, Any]) -> dict[str, Any]:
     """{"foretold": the largest of {"find"} of {"cell"} that is foretold to fit "gib" GiB of a
     "gpu", "foretold_not": the least that is foretold not to, or None}."""
-    from nsa.lab.estimate.estimate import largest
-
     cell = TrainingSpec.from_dict(spec["cell"])
     found = largest(cell, spec["find"], spec["gib"], gpu=spec["gpu"])
     return {"foretold": found.fits, "foretold_not": found.does_not}

@@ -137,8 +137,9 @@ def _record(trainer: Trainer, losses: list[float]) -> dict:
         sizes["first_step_peak"] = torch.cuda.max_memory_allocated()
     started = time.monotonic()
     with witness.recording() as seen:
-        loss, found = recorded_step(trainer)
+        loss, recorder = recorded_step(trainer)
     losses.append(float(loss))
+    found = recorder.record()
     recorded_s = time.monotonic() - started
     told = {"cross_check": found.pop("cross_check"), "witness": seen.record()}
     told["timeline"] = found.pop("timeline")

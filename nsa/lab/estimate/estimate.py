@@ -16,11 +16,11 @@ from nsa.lab.estimate.pretend import GIB, Gpu, gpu_named
 from nsa.lab.estimate.steps import Run, run_of
 from nsa.lab.estimate.trace import Trace, steady, trace
 from nsa.lab.measure.allocations import Stream, replay
+from nsa.lab.oracles.steps import anywhere
 from nsa.lab.training import TrainingSpec
 from nsa.spelling import choice
 
 UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
-LAYER = layers.LAYER
 GRAINS = {"tokens": 64, "batch": 1}
 STATE = ("parameters", "gradients", "optimizer_state")
 # Peaks with compiled blocks over those without, the least and the most of the pairs that runs of
@@ -222,7 +222,7 @@ def saved(traced: Trace) -> dict[str, int]:
             alive[address] = size
     found: dict[str, int] = defaultdict(int)
     for address, size in alive.items():
-        found[LAYER.sub("blocks.*", traced.where.get(address, ""))] += size
+        found[anywhere(traced.where.get(address, ""))] += size
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

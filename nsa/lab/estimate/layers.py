@@ -14,11 +14,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from nsa.lab.estimate.trace import Trace
+from nsa.lab.measure.allocations import FREE
 from nsa.lab.training import TrainingSpec
 
 KEPT = 4  # of a run of like layers
 LAYER = re.compile(r"blocks\.(\d+)")
-FREE = -1
 # A block of memory, but for its layer: number of the phase, which sweep over the layers or which
 # stretch between them, number within one layer's part of it.
 Key = tuple[int, int, int]

@@ -86,7 +86,8 @@ def stubbed(flash: bool) -> Iterator[None]:
         yield
 
 
-def _up(n: int, size: int) -> int:
+def round_up(n: int, size: int) -> int:
+    """The least multiple of `size` that is at least n."""
     return -(-n // size) * size
 
 
@@ -111,11 +112,11 @@ class Flash:
         """flash_attn/cute/interface.py, _flash_attn_bwd: dq in fp32, the row sums of p dp and the
         log-sum-exp by tiles; for groups dk and dv in fp32 too."""
         (batch, tokens, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
-        rows, width = _up(tokens, 64 if self.capability[0] == 9 else 128), _up(dim, 32)
+        rows, width = round_up(tokens, 64 if self.capability[0] == 9 else 128), round_up(dim, 32)
         made = [q.new_empty(batch, heads, rows * width, dtype=torch.float32)]
         made += [q.new_empty(batch, heads, rows, dtype=torch.float32) for _ in range(2)]
         if heads != kv_heads:
-            shape = batch, kv_heads, _up(keys, 128) * width
+            shape = batch, kv_heads, round_up(keys, 128) * width
             made += [q.new_zeros(shape, dtype=torch.float32) for _ in range(2)]
         return made
 
@@ -123,7 +124,7 @@ class Flash:
         """csrc/flash_attn/flash_api.cpp, mha_bwd: row sums, dq in fp32, for groups dk and dv of
         each query head. Deterministic, one dq for each part of the keys."""
         (batch, tokens, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
-        rows, width, parts = _up(tokens, 128), _up(dim, 32 if dim <= 128 else 64), 1
+        rows, width, parts = round_up(tokens, 128), round_up(dim, 32 if dim <= 128 else 64), 1
         if deterministic:
             processors = torch.cuda.get_device_properties(q.device).multi_processor_count
             parts = -(-processors // (batch * heads))

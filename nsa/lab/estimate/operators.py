@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from nsa.lab.estimate import cpu, libraries
+from nsa.lab.estimate.libraries import round_up
 
 aten = torch.ops.aten
 
@@ -46,10 +47,6 @@ def besides(tracker: Any, func: Any, args: tuple, kwargs: dict, out: Any) -> tup
 
 def _bytes(x: Tensor, size: int | None = None) -> int:
     return x.numel() * (x.element_size() if size is None else size)
-
-
-def _up(n: int, size: int) -> int:
-    return -(-n // size) * size
 
 
 def _logsumexp(args, kwargs, out) -> tuple[int, ...]:
@@ -115,8 +112,8 @@ def _grouped(q: Tensor, k: Tensor) -> int:
 def _flash_backward(args, kwargs, out) -> tuple[int, ...]:
     """native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd, and what it makes contiguous."""
     do, q, k = args[:3]
-    batch, heads, rows, dim = q.shape[0], q.shape[1], _up(q.shape[2], 128), q.shape[3]
-    width = _up(dim, 32 if dim <= 128 else 64)
+    batch, heads, rows, dim = q.shape[0], q.shape[1], round_up(q.shape[2], 128), q.shape[3]
+    width = round_up(dim, 32 if dim <= 128 else 64)
     copied = [_bytes(x) for x in (do, args[4]) if not x.transpose(1, 2).is_contiguous()]
     sums = batch * heads * rows * 4
     return *copied, sums, sums * width, *(_grouped(q, k),) * 2

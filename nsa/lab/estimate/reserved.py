@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from nsa.lab.estimate.alloc_conf import Settings
 from nsa.lab.estimate.caching import DEFAULT, CachingAllocator, OutOfMemory
-from nsa.lab.measure.allocations import Stream
+from nsa.lab.measure.allocations import FREE, Stream
 
-FREE = -1  # instead of a size, as in Stream
 Event = tuple[int, int, int]  # position in the stream, number of the allocation, size or FREE
 
 

@@ -90,16 +90,13 @@ def _measured(specs: Sequence[TrainingSpec]) -> list[dict[str, Any]]:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """In the child: {"found": phases and categories of a recorded step of each of {"specs"}}."""
-    from nsa.lab.measure.recorders import recorder_for, training_tensors
+    from nsa.lab.measure.recorders import recorded_step
 
     found = []
     for values in spec["specs"]:
         with open_trainer(TrainingSpec.from_dict(values), threads=1) as trainer:
             trainer.step(0)
-            recorder = recorder_for("cpu", training_tensors(trainer.model, trainer.optimizer))
-            trainer.observers = (recorder,)
-            with recorder:
-                trainer.step(1)
+            _, recorder = recorded_step(trainer)
         record = replay(_in_parts(recorder.stream))
         found.append({name: record[name] for name in ("phases", "by_phase_category")})
     return {"found": found}

@@ -27,6 +27,7 @@ from nsa.attention import span
 from nsa.attention.backends import gather, packed
 from nsa.lab.estimate import operators, ranks
 from nsa.lab.estimate.branch import running
+from nsa.lab.estimate.libraries import round_up
 from nsa.lab.estimate.pretend import DEVICE, Gpu, pretended
 from nsa.lab.measure.allocations import Stream
 from nsa.lab.measure.recorders import training_tensors
@@ -140,7 +141,7 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._addresses or tensor.fake_device.type != self.device:
             return
-        size = -(-storage.nbytes() // self._grain) * self._grain
+        size = round_up(storage.nbytes(), self._grain)
         if size:
             address = self._alloc(size)
             self._addresses[key] = address
@@ -153,7 +154,7 @@ class Tracker(TorchDispatchMode):
 
     def besides(self, *sizes: int) -> None:
         """What an operator allocates and frees again, all held at once."""
-        rounded = [-(-size // self._grain) * self._grain for size in sizes if size]
+        rounded = (round_up(size, self._grain) for size in sizes if size)
         for address in [self._alloc(size) for size in rounded]:
             self.trace.stream.free(address)
 

@@ -23,7 +23,7 @@ CATEGORIES = (
     "resident",  # alive before, and none of the first three: caches, workspaces
 )
 _KEPT = {"data": "inputs", "forward": "activations"}
-_FREE = -1
+FREE = -1  # in a Stream, in place of a size
 
 
 class Stream:
@@ -46,7 +46,7 @@ class Stream:
         self.sizes.append(size)
 
     def free(self, address: int) -> None:
-        self.alloc(address, _FREE)
+        self.alloc(address, FREE)
 
     def mark(self, phase: str) -> None:
         """The phase starts here; "end" belongs to none. A phase may come more than once."""
@@ -186,7 +186,7 @@ def _blocks(stream: Stream):
         block = live.pop(address, None)
         if block is not None:
             died[block] = position + 1
-        if size == _FREE:
+        if size == FREE:
             unknown += block is None
         else:
             lost += sizes[block] if block is not None else 0
@@ -251,7 +251,7 @@ def add_history(stream: Stream, snapshot: dict, device: int, most: int) -> str:
             events.append((address, alive.pop(address, rounded)))
         elif action == "free_requested":
             alive.pop(address, None)
-            events.append((address, _FREE))
+            events.append((address, FREE))
     for address, size in reversed(events):
         stream.alloc(address, size)
     return ""

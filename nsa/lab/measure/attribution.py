@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 from nsa.lab.measure import allocators
 from nsa.lab.measure.allocations import CATEGORIES, Lifetimes, Stream, blocks_of, lifetimes
 from nsa.lab.measure.allocators import BORDER, MIB, Allocation
-from nsa.lab.measure.lines import Lines, shown
+from nsa.lab.measure.lines import Lines, named_range, shown
 from nsa.lab.measure.owners import (
     LOOKED_AT,
     MOST_LOOKED_AT,
@@ -32,9 +32,6 @@ from nsa.lab.oracles.steps import anywhere
 from nsa.lab.verdict.frames import is_code
 
 ENOUGH = 0.95  # of the peak, told by line
-
-
-_range = torch._C._profiler._RecordFunctionFast
 
 
 class Attributing(Recorder):
@@ -88,7 +85,7 @@ class Attributing(Recorder):
         one profile ends would write into it when the next is on."""
         if not self.phases:
             self._phase.enter_context(self._recording(name))
-        with _range(f"{BORDER}{len(self.phases)}"):
+        with named_range(f"{BORDER}{len(self.phases)}"):
             self.phases.append(name)
             self._tags.append(self._addresses())
         if name == "end":

@@ -13,7 +13,7 @@ from nsa.lab.measure.allocators import LINE
 from nsa.lab.verdict.frames import is_code, library
 from nsa.lab.watch.counting import in_place_of
 
-_range = torch._C._profiler._RecordFunctionFast
+named_range = torch._C._profiler._RecordFunctionFast
 
 
 class Lines(TorchFunctionMode):
@@ -30,7 +30,7 @@ class Lines(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(getattr(func, "__module__", "")).startswith("torch._ops.profiler"):
             return func(*args, **(kwargs or {}))  # somebody's named range, which outlives the call
-        with _range(f"{LINE}{calling(sys._getframe(1))}"):
+        with named_range(f"{LINE}{calling(sys._getframe(1))}"):
             return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> "Lines":

@@ -12,10 +12,10 @@ from itertools import islice
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nsa.lab.measure.lines import calling, shown
+from nsa.lab.measure.recorders import local
 from nsa.lab.oracles.steps import anywhere
 from nsa.lab.verdict.frames import is_code
 
@@ -89,12 +89,6 @@ class Parts:
                     for one in value if isinstance(value, list | tuple) else [value]:
                         if isinstance(one, Tensor):
                             yield p, one
-
-
-@torch.no_grad()
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _owner(model: nn.Module, name: str) -> Owner:

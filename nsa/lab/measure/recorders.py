@@ -240,8 +240,8 @@ def cross_check(statistics: int, history: int | None, missing: str = "") -> dict
     return checked | {"note": f"{note}; the categories are of the history"}
 
 
-def recorded_step(trainer: Any) -> tuple[Tensor, dict]:
-    """One more step of a Trainer beside its own observers: its loss, and what `record` tells."""
+def recorded_step(trainer: Any) -> tuple[Tensor, Recorder]:
+    """One more step of a Trainer beside its own observers: its loss, and what recorded it."""
     before = trainer.observers
     with recorder_for(
         trainer.device, training_tensors(trainer.model, trainer.optimizer)
@@ -251,7 +251,7 @@ def recorded_step(trainer: Any) -> tuple[Tensor, dict]:
             loss = trainer.step(trainer.steps_done)
         finally:
             trainer.observers = before
-    return loss, recorder.record()
+    return loss, recorder
 
 
 def live_cpu_storages() -> dict[int, int]:
@@ -280,7 +280,6 @@ def live_tensors(device: str) -> Iterator[Tensor]:
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Watched:
     """What to watch of a model and its optimizer; of tensors that FSDP2 shards this rank's part."""
 
-    @torch.no_grad()
     def watched() -> dict[str, list[Tensor]]:
         parameters = list(model.parameters())
         states = (value for state in optimizer.state.values() for value in state.values())
@@ -289,9 +288,12 @@ def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer_state": [value for value in states if isinstance(value, Tensor)],
         }
-        return {
-            name: [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-            for name, tensors in found.items()
-        }
+        return {name: [local(tensor) for tensor in tensors] for name, tensors in found.items()}
 
     return watched
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -123,7 +123,7 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
     """The peak by category. On a GPU only what grows: the peak itself is known of every step."""
     from nsa.lab.measure.recorders import recorded_step
 
-    _, record = recorded_step(trainer)
+    record = recorded_step(trainer)[1].record()
     found = {} if trainer.device.type == "cuda" else {"allocated": record["peak"] / MIB}
     if held := record["by_category"]:
         found["growing"] = sum(v for name, v in held.items() if name not in CONSTANT) / MIB
@@ -133,6 +133,7 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
 
 def _gradients(trainer: Trainer, model: Any, step: Any) -> tuple[str, dict]:
     from nsa.lab import oracles
+    from nsa.lab.measure.recorders import local
 
     digest = hashlib.sha256()
 
@@ -141,8 +142,7 @@ def _gradients(trainer: Trainer, model: Any, step: Any) -> tuple[str, dict]:
             for parameter in trainer.parameters:
                 grad = parameter.grad
                 if grad is not None:
-                    local = grad.to_local() if hasattr(grad, "to_local") else grad
-                    digest.update(local.detach().float().cpu().numpy().tobytes())
+                    digest.update(local(grad).detach().float().cpu().numpy().tobytes())
 
     asked = ("arrival", "finite", *(["ranks"] if trainer.parallel.ranks > 1 else []))
     with oracles.Watch(asked, model) as seen:

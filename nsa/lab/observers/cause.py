@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nsa.attention import witness
 from nsa.attention.api import nsa_attention
+from nsa.lab.measure.recorders import local
 from nsa.model.layer import NSAAttention
 from nsa.model.train import Trainer
 from nsa.reference.nsa import BRANCHES
@@ -58,11 +59,6 @@ def _place(name: str) -> dict[str, Any]:
         "layer": next((int(word) for word in words if word.isdigit()), None),
         "branch": next((word for word in words if word in BRANCHES), None),
     }
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _gradients(trainer: Trainer, loss: Tensor, named: list) -> Iterator[tuple[str, Tensor]]:

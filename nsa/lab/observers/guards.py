@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.lab.measure.recorders import MIB, resident_mib
-from nsa.lab.observers.cause import cause, local
+from nsa.lab.measure.recorders import MIB, local, resident_mib
+from nsa.lab.observers.cause import cause
 from nsa.lab.observers.deferred import Deferred
 from nsa.lab.observers.guard_rules import (
     KINDS,
