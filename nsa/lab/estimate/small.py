@@ -90,16 +90,18 @@ def _measured(specs: Sequence[TrainingSpec]) -> list[dict[str, Any]]:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """In the child: {"found": phases and categories of a recorded step of each of {"specs"}}."""
+    return {"found": [_recorded(TrainingSpec.from_dict(values)) for values in spec["specs"]]}
+
+
+def _recorded(spec: TrainingSpec) -> dict[str, Any]:
+    """In a function of its own: a recorder holds its model, which the next one would count."""
     from nsa.lab.measure.recorders import recorded_step
 
-    found = []
-    for values in spec["specs"]:
-        with open_trainer(TrainingSpec.from_dict(values), threads=1) as trainer:
-            trainer.step(0)
-            _, recorder = recorded_step(trainer)
-        record = replay(_in_parts(recorder.stream))
-        found.append({name: record[name] for name in ("phases", "by_phase_category")})
-    return {"found": found}
+    with open_trainer(spec, threads=1) as trainer:
+        trainer.step(0)
+        _, recorder = recorded_step(trainer)
+    record = replay(_in_parts(recorder.stream))
+    return {name: record[name] for name in ("phases", "by_phase_category")}
 
 
 def _in_parts(stream: Stream) -> Stream:

@@ -102,10 +102,14 @@ def test_every_step_has_its_line_and_tensors_are_counted_to_the_byte(whole):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
+    """In a process of its own: this one has memory that others freed, and a leak fills that up."""
+    folder = tmp_path_factory.mktemp("planted")
     spec = {"leak_mib": 4.0, "over_mib": [24.0, 32.0], "until": 40}
-    return trained(tmp_path_factory.mktemp("planted"), **spec)
+    spec |= {"cell": CELL.to_dict(), "checkpoints": str(folder / "kept")}
+    return trials.part("part", spec, folder, deadline_s=120, progress=False)
 
 
+@pytest.mark.processes
 def test_a_leak_is_warned_of_and_stopped_within_a_step_and_its_evidence_stays(planted):
     warned, stopped = table.crossings(planted)
     # As many tensors of 4 MiB as reach 24 and 32 MiB, or one more for what else the process got.
@@ -117,6 +121,7 @@ def test_a_leak_is_warned_of_and_stopped_within_a_step_and_its_evidence_stays(pl
     assert planted.rows["loss"].notna().all()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("spoil", ["no stop", "late warning", "no warning"])
 def test_limits_that_do_not_hold_fail(planted, spoil):
     result = dict(planted.ended.result)
@@ -129,6 +134,7 @@ def test_limits_that_do_not_hold_fail(planted, spoil):
     assert claims.limits_stop_a_run(spoilt).verdict == "FAIL"
 
 
+@pytest.mark.processes
 def test_evidence_that_is_gone_fails(planted, tmp_path):
     def verdict(rows=planted.rows, **spec):
         return claims.evidence_is_kept(Part(planted.spec | spec, planted.ended, rows)).verdict
