@@ -13,6 +13,7 @@ import torch
 from observed import trainer
 from quadratic import T, Training
 from tiny_models import tiny
+from torch._dynamo.utils import counters
 
 from nsa.lab.measure import attribution
 from nsa.lab.measure.attribution import ENOUGH
@@ -26,6 +27,12 @@ pytestmark = pytest.mark.usefixtures("nothing_before")
 @pytest.fixture
 def poisoned_memory():
     """Not here: filling memory with NaN allocates."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_was_compiled():
+    """What earlier modules compiled in this process would cost every snapshot its lines."""
+    counters.clear()
 
 
 @pytest.fixture(autouse=True)
