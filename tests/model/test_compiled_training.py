@@ -35,7 +35,7 @@ on_gpu = partial(trainer, device="cuda", config=KERNELS)
 def compiled(backend, *names):
     command = [sys.executable, PROGRAM, backend, *names]
     environment = environment_with_package()
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 
