@@ -54,7 +54,7 @@ def _gpu(name, capability, processors, gib, resident=None, context=None) -> Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("NVIDIA H200", (9, 0), 132, 139.8, resident=65 * MIB),
+        _gpu("NVIDIA H200", (9, 0), 132, 139.8, resident=65 * MIB, context=747 * MIB),
         _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 79.1),
         _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 79.2),
         _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 39.4),

@@ -6,6 +6,7 @@ import pytest
 
 from nsa.lab.estimate import search, small
 from nsa.lab.estimate.estimate import estimate, largest
+from nsa.lab.estimate.pretend import gpu_named
 from nsa.lab.measure.recorders import MIB
 from nsa.lab.training import TrainingSpec
 
@@ -86,7 +87,7 @@ def test_the_largest_fits_and_the_next_does_not():
 
 def test_the_largest_batch_on_a_gpu_leaves_room_for_its_context():
     found = largest(ON_GPU, "batch", 1.0)
-    context = 512 * MIB
+    context = gpu_named("NVIDIA H200").context
     assert found.does_not == found.fits + 1
     assert found.at.allocated <= GIB - context
     assert estimate(replace(ON_GPU, batch=found.does_not)).reserved > GIB - context
