@@ -211,8 +211,9 @@ def test_hangs_do_not_end(ranks, first):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("group", ["slow", "fails"])
-def test_slow_ones_end_and_failing_ones_fail(group):
-    family = Family(forms(group, 1))
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_slow_ones_end_and_failing_ones_fail(group, first):
+    family = Family(forms(group, 1, first))
     said, complaints = family.process.communicate(timeout=300)
     codes = {line.split()[1]: int(line.split()[2]) for line in said.splitlines() if "left" in line}
     for told, child in family.children.items():
