@@ -48,13 +48,14 @@ run: $(READY)
 site: $(READY)
 	@$(BIN)/nsa site
 
-# Both parts run whatever the other says, and the end names what failed.
+# Both parts run whatever the other says, and the end names what failed. A notebook waits for its
+# kernel, and that for its children, so three share two cores.
 define checked
 @echo "make $@: $(1) on two idle cores; on a busy machine longer, and no less green"
 @begin=$$(date +%s); failed=""; \
 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(2)" || failed=" pytest"; \
 middle=$$(date +%s); \
-$(BIN)/python -m pytest -q -n 2 --dist loadfile $(NBVAL) $(3) || failed="$$failed nbval"; \
+$(BIN)/python -m pytest -q -n 3 --dist loadfile $(NBVAL) $(3) || failed="$$failed nbval"; \
 echo "make $@: pytest took $$((middle - begin)) s," \
 	"$(words $(3)) notebook(s) by nbval $$(($$(date +%s) - middle)) s;" \
 	"$${failed:+failed:}$${failed:-all passed}"; \
