@@ -19,6 +19,7 @@ from nsa.reference.compress import Phi, compress
 from nsa.reference.rotary import rotate
 
 PAGED = ("slc", "cmp")  # the other tensors are rings
+NAMES = tuple(f"{side}_{name}" for name in (*PAGED, "win", "raw") for side in "kv")
 
 
 class LayerCache:
@@ -364,8 +365,8 @@ class LayerCache:
                 raise ValueError(f"the saved {key} must be {tuple(view.shape)}, got {got}")
             if tensors[key].dtype != view.dtype:
                 raise ValueError(f"the saved {key} is {tensors[key].dtype}, wanted {view.dtype}")
-        for key, view in wanted.items():
+        for key, view in cache._views.items():
             view.copy_(tensors[key])
         if places is None:
-            cache.places.longest, cache.places._stale = int(cache.lengths.max()), True
+            cache.places.restore(tensors)
         return cache

@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.attention import cached, witness
 from nsa.attention.api import nsa_attention
 from nsa.attention.backends import triton
-from nsa.attention.cache import LayerCache
+from nsa.attention.cache import NAMES, LayerCache
 from nsa.attention.inputs import check_device, check_phi, check_tensor
 from nsa.attention.registry import Declined, Note
 from nsa.config import NSAConfig
@@ -182,23 +182,28 @@ def _why_not_forward(call: Call) -> list[str]:
 def _triton(call: Call, note: Note) -> Tensor:
     from nsa.kernels.decode import decode
 
-    cache, shape = call.cache, call.cache.shape
-    k, v = (cache.given(side, x) for side, x in call.sides())
+    cache, shape, phi = call.cache, call.cache.shape, call.phi
+    q, scale = triton.positive(call.q, call.scale)
     for branch in shape.branches:
         note(branch, "triton")
-    names = ("k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "k_raw", "v_raw")
     return decode(
-        call.q, k, v, call.gates, **{name: getattr(cache, name) for name in names},
+        q, call.k, call.v, call.gates, **{name: getattr(cache, name) for name in NAMES},
         table=cache.table, lengths=cache.lengths, counts=call.counts, config=shape.config,
-        phi=call.phi, branches=shape.branches, scale=call.scale,
+        phi=phi.kind, phi_key=phi.key, phi_value=phi.value, rotary=phi.rotary,
+        branches=shape.branches, scale=scale,
     )  # fmt: skip
 
 
 def _why_not_triton(call: Call) -> list[str]:
-    shape, q, reasons = call.cache.shape, call.q, []
+    shape = call.cache.shape
+    reasons = triton.why_not_for(call.q, shape.value_dim)
     if call.new > shape.slack:
         reasons.append(f"takes up to slack={shape.slack} new tokens, got {call.new}")
-    return reasons + triton.why_not_for(q, shape.value_dim)
+    if reasons:
+        return reasons
+    from nsa.kernels.decode import declined
+
+    return declined(shape.config, shape.dim, shape.value_dim, shape.dtype, call.new)
 
 
 @dataclass(frozen=True)
@@ -226,9 +231,11 @@ def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
         if reasons := "; ".join(_BACKENDS[name].why_not(call)):
             raise Declined(f"backend {name!r} does not take this call: {reasons}")
         return name, {}
-    declined = {"triton": _why_not_triton(call), "forward": _why_not_forward(call)}
-    if not call.q.is_cuda:
-        declined["triton"].append("interpreted without a GPU, thousands of times slower")
+    slow = ["interpreted without a GPU, thousands of times slower"]
+    declined = {
+        "triton": _why_not_triton(call) if call.q.is_cuda else slow,
+        "forward": _why_not_forward(call),
+    }
     if call.new <= call.cache.shape.slack:
         declined["forward"].append("for prompts longer than the cache's slack")
     name = next((name for name, reasons in declined.items() if not reasons), "gather")

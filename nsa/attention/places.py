@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -276,6 +276,12 @@ class Places:
         """The tensors by name, to be saved."""
         return {"table": self.table, "lengths": self.lengths, "newest": self.newest}
 
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """What `state` gave, of a cache of the same shape. Waits for the device."""
+        for name, x in self.state().items():
+            x.copy_(tensors[name])
+        self.longest, self._stale = int(self.lengths.max()), True
+
     def index(self, name: str, rows: Sequence[int] | Tensor) -> Tensor:
         """`rows` as int64 on the device; ValueError for what is no sequence of the cache."""
         rows = torch.as_tensor(rows, device=self.lengths.device).long()
@@ -327,8 +333,10 @@ class Places:
                     f"sequence {b} needs {needed} pages and its table begins {row[:needed]}; "
                     "give it pages before its tokens"
                 )
-            first = lengths[b] // shape.page_size  # written from here on
-            for page in row[first:needed]:
+            first = lengths[b]  # written from here on: compressed keys stand where blocks begin
+            if shape.raw_ring:
+                first = count_compressed(first, shape.config) * shape.config.compress_stride
+            for page in row[first // shape.page_size : needed]:
                 if uses[page] > 1:
                     raise ValueError(f"page {page} of sequence {b} is held twice and written to")
 
