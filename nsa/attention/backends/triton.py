@@ -51,7 +51,7 @@ def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
     from nsa.kernels import ops
     from nsa.kernels.registration import sizes_of
 
-    q, scale = _positive(inputs.q, inputs.scale)
+    q, scale = positive(inputs.q, inputs.scale)
     plain = inputs.cu_seqlens, q.shape[0], sizes_of(inputs.config), scale
     blocks = ops.select(_flat(_padded(q)), _flat(_padded(k_cmp)), *plain)
     return blocks.unflatten(0, q.shape[:2])
@@ -81,7 +81,7 @@ def _attend(
     k, v = ({b: side[b] for b in branches if b != "cmp"} for side in (inputs.k, inputs.v))
     k["cmp"] = given[0] if scored or "cmp" in branches else None
     v["cmp"] = given[1] if "cmp" in branches else None
-    q, scale = _positive(inputs.q, inputs.scale)
+    q, scale = positive(inputs.q, inputs.scale)
     tensors = [q, *(side.get(b) for b in BRANCHES for side in (k, v))]
     tensors = [x if x is None else _flat(_padded(x)) for x in tensors]
     if blocks is not None:
@@ -166,7 +166,7 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """(q, scale) of the same scores with a positive scale, under which a maximum stays one."""
     if scale > 0:
         return q, scale
@@ -181,12 +181,17 @@ def _padded(x: Tensor) -> Tensor:
 
 def why_not(inputs: Inputs) -> list[str]:
     """Reasons for which the kernels do not take the inputs."""
-    q, reasons = inputs.q, []
+    return why_not_for(inputs.q, inputs.value_dim)
+
+
+def why_not_for(q: Tensor, value_dim: int) -> list[str]:
+    """Reasons for which no kernel takes q [..., D] and values of that dim."""
+    reasons = []
     if not INSTALLED:
         return ["Triton is not installed; pip install 'nsa[triton]'"]
     if q.dtype not in DTYPES:
         reasons.append(f"needs bf16, fp16 or fp32, got {q.dtype}")
-    dims = q.shape[3], inputs.value_dim
+    dims = q.shape[3], value_dim
     if min(dims) < SMALLEST or max(dims) > LARGEST:
         reasons.append(f"needs D and DV in {SMALLEST}..{LARGEST}, got {dims[0]} and {dims[1]}")
     if q.is_cuda:
