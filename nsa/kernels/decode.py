@@ -22,7 +22,7 @@ from nsa.kernels.common import (
     power_of_two,
     precision,
 )
-from nsa.kernels.decode_append import append
+from nsa.kernels.decode_append import Rows, append
 from nsa.kernels.decode_attend import attend
 from nsa.kernels.decode_choose import choose
 from nsa.kernels.decode_common import Tuning
@@ -340,7 +340,7 @@ def _append(
         fresh, strides, (k_caches, v_caches), compressed, tensors, rotary, (pages, page), rings,
         lengths, counts, new, capacity, arrived,
         CONFIG=config, SPAN=span,
-        WIDTHS=((kv_heads, dim, per_page), (kv_heads, value_dim, per_page)),
+        KEYS=Rows(kv_heads, dim, per_page), VALUES=Rows(kv_heads, value_dim, per_page),
         KIND=phi, HIDDEN=hidden, COLUMNS=columns, PARTS=parts, NEW=next_power_of_two(new),
         LENGTHS=next_power_of_two(config.compress_block), num_warps=warps, **options,
     )  # fmt: skip

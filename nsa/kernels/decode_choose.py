@@ -1,4 +1,4 @@
-"""The third launch of a decode step: the top n of importance; what the score's splits found, summed."""
+"""The third launch of a decode step: the top n of importance; the sum over the score's splits."""
 
 import triton
 import triton.language as tl

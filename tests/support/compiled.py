@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 import triton
+from decode_inputs import Step, draw
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-from decode_inputs import Step, draw
 
 from nsa.config import NSAConfig
 
