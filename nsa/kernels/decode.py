@@ -257,7 +257,7 @@ def decode(
                 parts = *parts[:2], floats(rows, splits, value_dim)
         row_tiles = ceil_div(new * group, tuned.score_rows)
         score[(batch * kv_heads * row_tiles, splits)](
-            q, q.stride()[:3], k_cmp, v_cmp if scored else None, pages, page // stride, lengths,
+            q, q.stride()[:3], k_cmp, v_cmp if scored else None, *pages, page // stride, lengths,
             counts, new, capacity, scale2, ranking, parts, o_cmp, tiles,
             SIZES=sizes, CONFIG=config, SPAN=span, PER_PAGE=cmp_page, M=tuned.score_rows,
             KEYS=tuned.score_keys, BLOCKS=per_tile, SPLITS=splits, PRECISION=precision(q),
@@ -291,7 +291,7 @@ def decode(
     attend[(units, 1 if whole else selected + window)](
         q, q.stride()[:3], gates, gates.stride(), (k_slc, v_slc) if selected else None,
         (k_win if ringed else k_slc, v_win if ringed else v_slc) if window else None,
-        pages if page else None, page, k_win.shape[1] if ringed else 0, blocks, o_cmp, parts,
+        *pages, page, k_win.shape[1] if ringed else 0, blocks, o_cmp, parts,
         arrived, o, lengths, counts, new, capacity, scale2,
         SIZES=sizes, CONFIG=config, PER_PAGE=per_page, RING=ringed, GROUP=power_of_two(group),
         KEYS=tuned.attend_keys, SELECTED=selected, WINDOW=window, WHOLE=whole,
@@ -337,7 +337,7 @@ def _append(
         rotary = cos, sin, cos.shape[0]
     ends = ceil_div(new, config.compress_stride) if compressed[0] is not None else 1
     append[(batch * kv_heads, ends * parts, 2)](
-        fresh, strides, (k_caches, v_caches), compressed, tensors, rotary, (pages, page), rings,
+        fresh, strides, (k_caches, v_caches), compressed, tensors, rotary, *pages, page, rings,
         lengths, counts, new, capacity, arrived,
         CONFIG=config, SPAN=span,
         KEYS=Rows(kv_heads, dim, per_page), VALUES=Rows(kv_heads, value_dim, per_page),

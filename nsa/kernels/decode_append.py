@@ -6,7 +6,15 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.common import padded
-from nsa.kernels.decode_common import begin, home_of, load_rows, page_rows, step_of, store_rows
+from nsa.kernels.decode_common import (
+    PLAIN,
+    begin,
+    home_of,
+    load_rows,
+    page_rows,
+    step_of,
+    store_rows,
+)
 from nsa.kernels.span_common import seen_end
 
 
@@ -215,18 +223,19 @@ def _one_side(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def append(
-    new, strides, caches, compressed, weights, rotary, pages, rings, lengths, counts, n, capacity,
-    arrived,
-    CONFIG: tl.constexpr, SPAN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KIND: tl.constexpr,
+    new, strides, caches, compressed, weights, rotary, table, columns, pool, page, rings,
+    lengths, counts, n, capacity, arrived,
+    CONFIG: tl.constexpr, SPAN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    KIND: tl.constexpr,
     HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, NEW: tl.constexpr,
     LENGTHS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: one head's new keys, or values, and one of the blocks that they complete.
 
     Pairs are (of keys, of values): new, strides and caches in the order slc, win, cmp, each None
-    where nothing is kept. pages: ((table, columns, P), tokens a page). rings: rows of (win, raw).
+    where nothing is kept. columns, pool: of the table and P. rings: rows of (win, raw).
     arrived [B, HKV, N] becomes 0.
     """
     b = tl.program_id(0) // KEYS.heads
@@ -243,6 +252,7 @@ def append(
     ends = block < seen_end(held + count - 1, SPAN)
     keeps = tl.program_id(1) == 0
     place = b, head
+    pages = (table, columns, pool), page
     if tl.program_id(2) == 0:
         _one_side(
             new[0], strides[0], caches[0], compressed[0], weights[0], rotary, pages, rings, place,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from nsa.kernels.common import absorb, finish, padded
 from nsa.kernels.decode_common import (
+    PLAIN,
     begin,
     home_of,
     load_queries,
@@ -173,9 +174,9 @@ def _sum_parts(
     return o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def attend(
-    q, q_strides, gates, gate_strides, selected, window, pages, size, ring, blocks, o_cmp, parts,
+    q, q_strides, gates, gate_strides, selected, window, table, columns, pool, page, ring, blocks, o_cmp, parts,
     arrived, o, lengths, counts, n, capacity, scale2,
     SIZES: tl.constexpr, CONFIG: tl.constexpr, PER_PAGE: tl.constexpr, RING: tl.constexpr,
     GROUP: tl.constexpr, KEYS: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr,
@@ -213,11 +214,12 @@ def attend(
     gate_slc = _gate(gates, gate_strides, b, token, heads, real, 1)
     gate_win = _gate(gates, gate_strides, b, token, heads, real, 2)
     q_tile = load_queries(q, q_strides, b, g * 0 + token, heads, real, SIZES.D)
-    home = (b * 0).to(tl.int64)
-    if pages is not None:
-        home = home_of(pages, b, PER_PAGE)
-    pooled = b, head, pages, home, size
-    ringed = b, head, pages, home, ring if RING else size
+    pages = table, columns, pool
+    home = home_of(pages, b, PER_PAGE)
+    pooled = b, head, pages, home, page
+    ringed = b, head, pages, home, page
+    if RING:
+        ringed = b, head, pages, home, ring
     if blocks is not None:
         blocks += unit.to(tl.int64) * CONFIG.select_count
     if WHOLE:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from nsa.kernels.common import absorb, finish, padded
 from nsa.kernels.decode_common import (
+    PLAIN,
     begin,
     home_of,
     load_queries,
@@ -36,9 +37,9 @@ def pool_tile(p, BLOCKS: tl.constexpr, PER_COMPRESSED: tl.constexpr, PER_SELECTA
     return sums, past
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def score(
-    q, q_strides, k_cmp, v_cmp, pages, size, lengths, counts, n, capacity, scale2,
+    q, q_strides, k_cmp, v_cmp, table, columns, pool, size, lengths, counts, n, capacity, scale2,
     ranking, parts, o_cmp, tiles_most,
     SIZES: tl.constexpr, CONFIG: tl.constexpr, SPAN: tl.constexpr, PER_PAGE: tl.constexpr,
     M: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
@@ -64,6 +65,7 @@ def score(
     token = r // SIZES.G
     valid = r < n * SIZES.G
     row = unit.to(tl.int64) * n * SIZES.G + r
+    pages = table, columns, pool
     begin(DEPENDENT)
 
     held, new = step_of(b, lengths, counts, n, capacity)
