@@ -165,7 +165,7 @@ def test_a_full_cache_keeps_nothing_more():
 def test_what_is_not_taken_is_said():
     assert not declined(NSAConfig(), 128, 128, torch.bfloat16, 16)
     sizes = {"dim": 300, "value_dim": 64, "dtype": torch.float64, "new": 17}
-    assert len(declined(NSAConfig(16, 1, 256, 16), **sizes)) == 4
+    assert len(declined(NSAConfig(16, 1, 256, 16), **sizes)) == 5
     args, kwargs = draw(Step((9,), TINY), DEVICE).arguments()
     with pytest.raises(ValueError, match="float64"):
         decode(*(args[0].double(), *args[1:]), **kwargs)
