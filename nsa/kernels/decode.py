@@ -22,7 +22,7 @@ from nsa.kernels.common import (
     power_of_two,
     precision,
 )
-from nsa.kernels.decode_append import append
+from nsa.kernels.decode_append import Rows, append
 from nsa.kernels.decode_attend import attend
 from nsa.kernels.decode_choose import choose
 from nsa.kernels.decode_common import Tuning
@@ -32,7 +32,7 @@ from nsa.kernels.span_common import processors
 from nsa.kernels.tiles import architecture
 
 NEW_TOKENS = 16  # of a sequence, at most, in one call
-SHARED_KIB = 200  # what a program's tiles may take of an SM's memory; less before Hopper
+SHARED_KIB = 128  # what a tile's keys and values may take of an SM's memory
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -66,6 +66,10 @@ def declined(
     strides = config.select_block // config.compress_stride
     if strides > 128:
         reasons.append(f"select_block holds {strides} compress_strides: at most 128")
+    width = power_of_two(dim) + power_of_two(value_dim)
+    kib = power_of_two(strides) * width * dtype.itemsize / 1024
+    if kib > SHARED_KIB:
+        reasons.append(f"a select_block of compressed rows takes {kib:.0f} KiB: {SHARED_KIB} fit")
     return reasons
 
 
@@ -75,7 +79,7 @@ def _splits(units: int, most: int, slots: int) -> int:
     for splits in range(1, max(1, min(most, 2 * slots)) + 1):
         programs = units * splits
         share = programs / (ceil_div(programs, slots) * slots)
-        if share > filled + 0.04:
+        if share > 1.04 * filled:
             best, filled = splits, share
         if filled > 0.92:
             break
@@ -102,20 +106,20 @@ def tuning(call: Call) -> Tuning:
     slc = _splits(units * call.new, ceil_div(selected + config.window, keys), slots)
     # Both branches in one program, or a share of the splits for each.
     slc_share = max(1, round(slc * selected / (selected + config.window)))
-    few = max(power_of_two(call.group), rows) <= 32
+    few = max(power_of_two(call.group), rows) <= 32 and not call.wide and call.chip >= 90
     return Tuning(
         score_rows=rows,
         score_keys=score_keys,
         score_splits=_splits(units * row_tiles, min(tiles, 64), slots),
         score_warps=4,
-        score_stages=3 if few and not call.wide and call.chip >= 90 else 2,
+        score_stages=3 if few else 2,
         choose_blocks=max(min(blocks, most), per_tile),
         choose_warps=8 if blocks > 512 else 4,
         attend_keys=keys,
         selected_splits=min(slc_share, ceil_div(selected, keys)),
         window_splits=min(max(1, slc - slc_share), ceil_div(config.window, keys)),
         attend_warps=4,
-        attend_stages=3 if few and not call.wide and call.chip >= 90 else 2,
+        attend_stages=3 if few and slc <= 2 else 2,
         dependent=call.chip >= 90 and call.processors > 1,
     )
 
@@ -257,7 +261,7 @@ def decode(
                 parts = *parts[:2], floats(rows, splits, value_dim)
         row_tiles = ceil_div(new * group, tuned.score_rows)
         score[(batch * kv_heads * row_tiles, splits)](
-            q, q.stride()[:3], k_cmp, v_cmp if scored else None, pages, page // stride, lengths,
+            q, q.stride()[:3], k_cmp, v_cmp if scored else None, *pages, page // stride, lengths,
             counts, new, capacity, scale2, ranking, parts, o_cmp, tiles,
             SIZES=sizes, CONFIG=config, SPAN=span, PER_PAGE=cmp_page, M=tuned.score_rows,
             KEYS=tuned.score_keys, BLOCKS=per_tile, SPLITS=splits, PRECISION=precision(q),
@@ -291,7 +295,7 @@ def decode(
     attend[(units, 1 if whole else selected + window)](
         q, q.stride()[:3], gates, gates.stride(), (k_slc, v_slc) if selected else None,
         (k_win if ringed else k_slc, v_win if ringed else v_slc) if window else None,
-        pages if page else None, page, k_win.shape[1] if ringed else 0, blocks, o_cmp, parts,
+        *pages, page, k_win.shape[1] if ringed else 0, blocks, o_cmp, parts,
         arrived, o, lengths, counts, new, capacity, scale2,
         SIZES=sizes, CONFIG=config, PER_PAGE=per_page, RING=ringed, GROUP=power_of_two(group),
         KEYS=tuned.attend_keys, SELECTED=selected, WINDOW=window, WHOLE=whole,
@@ -337,10 +341,10 @@ def _append(
         rotary = cos, sin, cos.shape[0]
     ends = ceil_div(new, config.compress_stride) if compressed[0] is not None else 1
     append[(batch * kv_heads, ends * parts, 2)](
-        fresh, strides, (k_caches, v_caches), compressed, tensors, rotary, (pages, page), rings,
+        fresh, strides, (k_caches, v_caches), compressed, tensors, rotary, *pages, page, rings,
         lengths, counts, new, capacity, arrived,
         CONFIG=config, SPAN=span,
-        WIDTHS=((kv_heads, dim, per_page), (kv_heads, value_dim, per_page)),
+        KEYS=Rows(kv_heads, dim, per_page), VALUES=Rows(kv_heads, value_dim, per_page),
         KIND=phi, HIDDEN=hidden, COLUMNS=columns, PARTS=parts, NEW=next_power_of_two(new),
         LENGTHS=next_power_of_two(config.compress_block), num_warps=warps, **options,
     )  # fmt: skip

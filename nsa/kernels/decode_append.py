@@ -1,11 +1,35 @@
 """The first launch of a decode step: new keys and values into the cache, and phi (Eq. 7)."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from nsa.kernels.common import padded
-from nsa.kernels.decode_common import begin, home_of, load_rows, page_rows, step_of, store_rows
+from nsa.kernels.decode_common import (
+    PLAIN,
+    begin,
+    home_of,
+    load_rows,
+    page_rows,
+    step_of,
+    store_rows,
+)
 from nsa.kernels.span_common import seen_end
+
+
+class Rows(NamedTuple):
+    """Rows of keys, or of values, as a kernel is compiled for them."""
+
+    heads: int
+    dim: int
+    page: int | None  # tokens a page; None: a sequence has one page
+
+
+@triton.constexpr_function
+def per_page(tokens, stride):
+    """Compressed rows of a page."""
+    return None if tokens is None else tokens // stride
 
 
 @triton.jit
@@ -22,9 +46,9 @@ def _keep(
     new, strides, caches, pages, rings, place, held, count, WIDTHS: tl.constexpr, NEW: tl.constexpr
 ):
     """Writes the new rows of one head to what the branches read: slc pages, win ring, raw ring."""
-    HKV: tl.constexpr = WIDTHS[0]
-    D: tl.constexpr = WIDTHS[1]
-    PER_PAGE: tl.constexpr = WIDTHS[2]
+    HKV: tl.constexpr = WIDTHS.heads
+    D: tl.constexpr = WIDTHS.dim
+    PER_PAGE: tl.constexpr = WIDTHS.page
     b, head = place
     i = tl.arange(0, NEW)
     t = held + i
@@ -56,8 +80,8 @@ def _column_sums(
     WIDTHS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The product of one block, [l D], with `columns` [N] of weight1 [HKV, l D, WIDTH], fp32."""
-    HKV: tl.constexpr = WIDTHS[0]
-    D: tl.constexpr = WIDTHS[1]
+    HKV: tl.constexpr = WIDTHS.heads
+    D: tl.constexpr = WIDTHS.dim
     raw, new, strides, ring, place, held = source
     position, weight = weights
     d = tl.arange(0, padded(D))
@@ -87,7 +111,7 @@ def _halves(
     COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS numbers of the first half of a compressed row, and those HALF columns on."""
-    D: tl.constexpr = WIDTHS[1]
+    D: tl.constexpr = WIDTHS.dim
     position, weight1, bias1, weight2, bias2 = weights
     c = part * COLUMNS + tl.arange(0, COLUMNS)
     # Past the first half are the second one's own columns.
@@ -122,8 +146,8 @@ def _mean_halves(
     COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """As `_halves`, of the mean over a block's tokens."""
-    HKV: tl.constexpr = WIDTHS[0]
-    D: tl.constexpr = WIDTHS[1]
+    HKV: tl.constexpr = WIDTHS.heads
+    D: tl.constexpr = WIDTHS.dim
     raw, new, strides, ring, place, held = source
     b, head = place
     i = tl.arange(0, ROWS)
@@ -150,10 +174,10 @@ def _compress(
     COLUMNS: tl.constexpr, LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """Writes one compressed row, or the columns of one part, to the cache."""
-    HKV: tl.constexpr = WIDTHS[0]
-    D: tl.constexpr = WIDTHS[1]
+    HKV: tl.constexpr = WIDTHS.heads
+    D: tl.constexpr = WIDTHS.dim
     HALF: tl.constexpr = (D + 1) // 2
-    PER_PAGE: tl.constexpr = None if WIDTHS[2] is None else WIDTHS[2] // CONFIG.compress_stride
+    PER_PAGE: tl.constexpr = per_page(WIDTHS.page, CONFIG.compress_stride)
     LENGTH: tl.constexpr = CONFIG.compress_block
     b, head = source[4]
     start = block * CONFIG.compress_stride
@@ -183,22 +207,39 @@ def _compress(
 
 
 @triton.jit
+def _one_side(
+    new, strides, caches, compressed, weights, rotary, pages, rings, place, held, count, keeps,
+    block, ends, part,
+    CONFIG: tl.constexpr, WIDTHS: tl.constexpr, KIND: tl.constexpr, HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr, NEW: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    if keeps:
+        _keep(new, strides, caches, pages, rings, place, held, count, WIDTHS, NEW)
+    if compressed is not None and ends:
+        source = caches[2], new[2], strides[2], rings[1], place, held
+        _compress(
+            source, compressed, pages, block, weights, rotary, part,
+            WIDTHS, CONFIG, KIND, HIDDEN, COLUMNS, LENGTHS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLAIN)
 def append(
-    new, strides, caches, compressed, weights, rotary, pages, rings, lengths, counts, n, capacity,
-    arrived,
-    CONFIG: tl.constexpr, SPAN: tl.constexpr, WIDTHS: tl.constexpr, KIND: tl.constexpr,
+    new, strides, caches, compressed, weights, rotary, table, columns, pool, page, rings,
+    lengths, counts, n, capacity, arrived,
+    CONFIG: tl.constexpr, SPAN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    KIND: tl.constexpr,
     HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, NEW: tl.constexpr,
     LENGTHS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: one head's new keys, or values, and one of the blocks that they complete.
 
     Pairs are (of keys, of values): new, strides and caches in the order slc, win, cmp, each None
-    where nothing is kept; WIDTHS (HKV, D, tokens a page). pages: ((table, columns, P), tokens a
-    page). rings: rows of (win, raw). blocks: how many the new tokens can complete at most.
+    where nothing is kept. columns, pool: of the table and P. rings: rows of (win, raw).
+    arrived [B, HKV, N] becomes 0.
     """
-    HKV: tl.constexpr = WIDTHS[0][0]
-    b = tl.program_id(0) // HKV
-    head = tl.program_id(0) % HKV
+    b = tl.program_id(0) // KEYS.heads
+    head = tl.program_id(0) % KEYS.heads
     number = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS
     begin(DEPENDENT)
@@ -209,20 +250,18 @@ def append(
     done = seen_end(held - 1, SPAN)
     block = done + number
     ends = block < seen_end(held + count - 1, SPAN)
+    keeps = tl.program_id(1) == 0
     place = b, head
-    for side in tl.static_range(2):
-        if tl.program_id(2) == side:
-            if tl.program_id(1) == 0:
-                _keep(
-                    new[side], strides[side], caches[side], pages, rings, place, held, count,
-                    WIDTHS[side], NEW,
-                )  # fmt: skip
-            if compressed[side] is not None and ends:
-                source = (
-                    caches[side][2], new[side][2], strides[side][2], rings[1], place, held,
-                )  # fmt: skip
-                _compress(
-                    source, compressed[side], pages, block, weights[side],
-                    rotary if side == 0 else None, part,
-                    WIDTHS[side], CONFIG, KIND, HIDDEN, COLUMNS, LENGTHS,
-                )  # fmt: skip
+    pages = (table, columns, pool), page
+    if tl.program_id(2) == 0:
+        _one_side(
+            new[0], strides[0], caches[0], compressed[0], weights[0], rotary, pages, rings, place,
+            held, count, keeps, block, ends, part,
+            CONFIG, KEYS, KIND, HIDDEN, COLUMNS, NEW, LENGTHS,
+        )  # fmt: skip
+    else:
+        _one_side(
+            new[1], strides[1], caches[1], compressed[1], weights[1], None, pages, rings, place,
+            held, count, keeps, block, ends, part,
+            CONFIG, VALUES, KIND, HIDDEN, COLUMNS, NEW, LENGTHS,
+        )  # fmt: skip

@@ -31,6 +31,10 @@ class Tuning(NamedTuple):
     dependent: bool  # launches overlap: programmatic dependent launch, Hopper and newer
 
 
+# Numbers that go into tuples inside a kernel: a 1 there must not become a constant.
+PLAIN = ["columns", "pool", "page"]
+
+
 @triton.constexpr_function
 def rounded_up(n):
     """The least power of two that is at least n."""
