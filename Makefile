@@ -26,7 +26,7 @@ help:
 	@echo "make run      execute the $(NOTEBOOK) notebook into runs/ and print where its report is"
 	@echo "make site     a site of all runs in site/, which a browser opens without a network"
 	@echo "make test     the quick tests, and every notebook against its committed outputs"
-	@echo "make test-all every test, and the notebooks: what CI runs"
+	@echo "make test-all every test but the bulk proofs of pytest -m long, and the notebooks: what CI runs"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make lint     ruff, and notebooks free of volatile metadata"
 	@echo "make refresh  execute the notebooks in place with their defaults"
@@ -60,10 +60,10 @@ echo "make $@: pytest took $$((middle - begin)) s," \
 endef
 
 test: $(READY)
-	$(call checked,about 6 minutes,not slow and not full)
+	$(call checked,about 6 minutes,not slow and not full and not long)
 
 test-all: $(READY)
-	$(call checked,about 24 minutes,)
+	$(call checked,about 20 minutes,not long)
 
 lab: $(READY)
 	@NSA_HEADLESS=0 $(BIN)/jupyter lab $(AS_ROOT) notebooks/

@@ -81,7 +81,7 @@ def checked(
         raise ValueError(f"branches={given!r}; choose at least one of {BRANCHES}")
     if not isinstance(config, NSAConfig):
         raise ValueError(f"config must be an NSAConfig, got a {type(config).__name__}")
-    _tensor("q", q, "[B, T, HQ, D]")
+    check_tensor("q", q, "[B, T, HQ, D]")
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, HQ, D], got shape {tuple(q.shape)}")
     if q.dtype not in DTYPES:
@@ -93,11 +93,11 @@ def checked(
         )
     scoring = "slc" in branches and blocks is None
     needs_k = [b for b in BRANCHES if b in branches or (b == "cmp" and scoring)]
-    k = _by_branch("k", k, needs_k)
-    v = _by_branch("v", v, branches)
+    k = by_branch("k", k, needs_k)
+    v = by_branch("v", v, branches)
     _one_length("k", k, q)
     _one_length("v", v, q)
-    kv_heads, of_v = _heads("k", k, q, q.shape[3]), _heads("v", v, q, None)
+    kv_heads, of_v = heads_of("k", k, q, q.shape[3]), heads_of("v", v, q, None)
     if of_v != kv_heads:
         raise ValueError(f"k has {kv_heads} KV heads and v has {of_v}; they must be the same")
     if q.shape[2] % kv_heads:
@@ -108,7 +108,7 @@ def checked(
             f"nearest that are: {nearest}"
         )
     wanted = (*q.shape[:3], 3)
-    _tensor(
+    check_tensor(
         "gates",
         gates,
         f"[B, T, HQ, 3] = {wanted}; torch.full((*q.shape[:3], 3), 1 / 3) of q's dtype and device "
@@ -118,10 +118,11 @@ def checked(
         raise ValueError(f"gates must be [B, T, HQ, 3] = {wanted}, got {tuple(gates.shape)}")
     if not gates.is_floating_point():
         raise ValueError(f"gates must be floating point, got {gates.dtype}")
-    _device("gates", gates, q)
+    check_device("gates", gates, q)
     phi = phi or Phi()
     if "cmp" in k:
-        _phi(phi, q, kv_heads, v["cmp"].shape[3] if "cmp" in v else None, config)
+        of_values = v["cmp"].shape[3] if "cmp" in v else None
+        check_phi(phi, q, kv_heads, of_values, config, q.shape[1])
     if blocks is not None:
         _blocks(blocks, q, kv_heads)
     bounds = () if cu_seqlens is None else sequence_bounds(cu_seqlens, q)
@@ -147,7 +148,7 @@ def check_blocks(inputs: Inputs) -> None:
         raise ValueError("blocks must be ascending without duplicates, with the empty slots last")
 
 
-def _tensor(name: str, x: object, wanted: str) -> None:
+def check_tensor(name: str, x: object, wanted: str) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__} and must be a tensor {wanted}")
 
@@ -166,22 +167,23 @@ def _one_length(name: str, tensors: Mapping[str, Tensor], q: Tensor) -> None:
         )
     raise ValueError(
         f"{got}: query t stands at key t, so that all three have one T, and there is no cache of "
-        f"keys; for the newest queries alone give all {max(queries, keys)} and keep the last of o"
+        f"keys, which nsa_decode takes; for the newest queries alone give all "
+        f"{max(queries, keys)} and keep the last of o"
     )
 
 
-def _by_branch(name, x, needed) -> dict[str, Tensor]:
+def by_branch(name, x, needed) -> dict[str, Tensor]:
     if isinstance(x, Tensor):
         return dict.fromkeys(needed, x)
     if not isinstance(x, Mapping):
-        _tensor(name, x, "or a mapping with one for each of cmp, slc, win")
+        check_tensor(name, x, "or a mapping with one for each of cmp, slc, win")
     missing = [b for b in needed if b not in x]
     if missing:
         raise ValueError(f"{name} has no entry for {', '.join(missing)}; it has {sorted(x)}")
     return {b: x[b] for b in needed}
 
 
-def _heads(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None) -> int:
+def heads_of(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None) -> int:
     """The number of KV heads; in every branch the same, as dtypes and dims are."""
     first = next(iter(tensors.values()))
     heads = first.shape[2] if first.ndim == 4 else "HKV"
@@ -194,11 +196,11 @@ def _heads(name: str, tensors: Mapping[str, Tensor], q: Tensor, dim: int | None)
             )
         if x.dtype != q.dtype:
             raise ValueError(f"{name}[{branch!r}] is {x.dtype} and q is {q.dtype}; make them equal")
-        _device(f"{name}[{branch!r}]", x, q)
+        check_device(f"{name}[{branch!r}]", x, q)
     return heads
 
 
-def _device(name: str, x: Tensor, q: Tensor) -> None:
+def check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
 
@@ -209,7 +211,7 @@ def _blocks(blocks: Tensor, q: Tensor, kv_heads: int) -> None:
         raise ValueError(f"blocks must be {wanted} + (N,), got {tuple(blocks.shape)}")
     if blocks.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"blocks must be int32 or int64, got {blocks.dtype}")
-    _device("blocks", blocks, q)
+    check_device("blocks", blocks, q)
 
 
 def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
@@ -235,8 +237,13 @@ def sequence_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _phi(phi: Phi, q: Tensor, kv_heads: int, value_dim: int | None, config: NSAConfig) -> None:
-    """Shapes, dtypes and devices of phi's tensors; a wrong one could broadcast without a word."""
+def check_phi(
+    phi: Phi, q: Tensor, kv_heads: int, value_dim: int | None, config: NSAConfig, tokens: int
+) -> None:
+    """Shapes, dtypes and devices of phi's tensors; a wrong one could broadcast without a word.
+
+    value_dim: None where no values are compressed. tokens: the most that a sequence has.
+    """
     length, dim = config.compress_block, q.shape[3]
     for side, weights, size in (("key", phi.key, dim), ("value", phi.value, value_dim)):
         if phi.kind == "mean" or size is None:
@@ -252,12 +259,12 @@ def _phi(phi: Phi, q: Tensor, kv_heads: int, value_dim: int | None, config: NSAC
                 raise ValueError(f"phi.{side}.{name} must be {shape} for {phi.kind}, got {got}")
             if x.dtype != q.dtype:
                 raise ValueError(f"phi.{side}.{name} is {x.dtype} and q is {q.dtype}")
-            _device(f"phi.{side}.{name}", x, q)
+            check_device(f"phi.{side}.{name}", x, q)
     for table in phi.rotary or ():
-        last = max(0, count_compressed(q.shape[1], config) - 1) * config.compress_stride
+        last = max(0, count_compressed(tokens, config) - 1) * config.compress_stride
         if table.ndim != 2 or table.shape[0] <= last or table.shape[1] != dim // 2:
             raise ValueError(
                 f"phi.rotary needs tables of at least {last + 1} positions x {dim // 2}, "
                 f"got {tuple(table.shape)}"
             )
-        _device("phi.rotary", table, q)
+        check_device("phi.rotary", table, q)

@@ -97,9 +97,11 @@ def compressed_visible(
     return (last_tokens <= positions[:, None])[None, None]
 
 
-def window_visible(positions: Int[Tensor, " T"], config: NSAConfig) -> Bool[Tensor, "1 1 T S"]:
-    """Position t sees the keys s with t - w < s <= t."""
-    distance = positions[:, None] - positions
+def window_visible(
+    positions: Int[Tensor, " T"], config: NSAConfig, keys: Int[Tensor, " S"] | None = None
+) -> Bool[Tensor, "1 1 T S"]:
+    """Position t sees the keys s with t - w < s <= t. Keys stand there too, or at `keys`."""
+    distance = positions[:, None] - (positions if keys is None else keys)
     return ((distance >= 0) & (distance < config.window))[None, None]
 
 

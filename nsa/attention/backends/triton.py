@@ -181,12 +181,17 @@ def _padded(x: Tensor) -> Tensor:
 
 def why_not(inputs: Inputs) -> list[str]:
     """Reasons for which the kernels do not take the inputs."""
-    q, reasons = inputs.q, []
+    return why_not_for(inputs.q, inputs.value_dim)
+
+
+def why_not_for(q: Tensor, value_dim: int) -> list[str]:
+    """Reasons for which no kernel takes q [..., D] and values of that dim."""
+    reasons = []
     if not INSTALLED:
         return ["Triton is not installed; pip install 'nsa[triton]'"]
     if q.dtype not in DTYPES:
         reasons.append(f"needs bf16, fp16 or fp32, got {q.dtype}")
-    dims = q.shape[3], inputs.value_dim
+    dims = q.shape[3], value_dim
     if min(dims) < SMALLEST or max(dims) > LARGEST:
         reasons.append(f"needs D and DV in {SMALLEST}..{LARGEST}, got {dims[0]} and {dims[1]}")
     if q.is_cuda:

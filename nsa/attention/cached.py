@@ -1,0 +1,179 @@
+"""New queries against a cache on torch: under dense masks, or against the gathered keys alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.attention.branches import empty_slots, pool
+from nsa.attention.cache import LayerCache
+from nsa.attention.registry import Note
+from nsa.attention.span import ELEMENTS, by_kv_head, by_query, dot, probs_from
+from nsa.blocks import compressed_span, count_compressed, count_selectable
+from nsa.config import NSAConfig
+from nsa.reference.attend import attend, attention_probs
+from nsa.reference.select import select, selected_tokens
+
+GATHERED = {"cpu": 1 << 24, "cuda": 1 << 26}  # elements of keys and values held at once
+
+
+@dataclass(frozen=True)
+class Step:
+    """New queries and the cache that has their keys appended and its lengths not yet advanced."""
+
+    q: Tensor  # [B, N, HQ, D]
+    cache: LayerCache
+    recent: tuple[Tensor, Tensor] | None  # k, v [B, w - 1 + N, HKV, *]: see LayerCache.recent
+    scale: float
+
+    @property
+    def config(self) -> NSAConfig:
+        return self.cache.config
+
+    @property
+    def kv_heads(self) -> int:
+        return self.cache.shape.kv_heads
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, N] int64: where the queries stand."""
+        new = torch.arange(self.q.shape[1], device=self.q.device)
+        return self.cache.lengths.long()[:, None] + new
+
+    @property
+    def bound(self) -> int:
+        """Tokens that no sequence exceeds, the new ones included."""
+        return self.cache.places.bound(self.q.shape[1])
+
+    def window_hidden(self, rows: slice, columns: slice) -> Tensor:
+        """[B, M, S]: which of these columns of `recent` these rows do not see."""
+        device, reach = self.q.device, self.config.window - 1
+        row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        column = torch.arange(columns.start, columns.stop, device=device)
+        outside = (column < row) | (column > row + reach)
+        before = self.cache.lengths[:, None, None] + column - reach < 0
+        return outside | before
+
+
+def masked(step: Step, note: Note) -> dict[str, Tensor]:
+    """o [B, N, HQ, DV] of each branch; holds N x capacity scores a head."""
+    cache, config, q, scale = step.cache, step.config, step.q, step.scale
+    branches, positions, outputs = cache.shape.branches, step.positions, {}
+    if "cmp" in branches or "slc" in branches:
+        k_cmp, v_cmp = cache.compressed(count_compressed(step.bound, config))
+        ended = compressed_span(config).ended(positions)[:, None, :, None]
+        visible = torch.arange(k_cmp.shape[1], device=q.device) < ended  # [B, 1, N, C]
+    if "cmp" in branches:
+        outputs["cmp"], _ = attend(q, k_cmp, v_cmp, visible, scale)
+    if "slc" in branches:
+        p_cmp, _ = attention_probs(q, k_cmp, visible, scale)
+        importance = pool(p_cmp.sum(2), count_selectable(step.bound, config), config)
+        blocks = select(importance.transpose(1, 2), config, positions[:, :1])
+        key = torch.arange(step.bound, device=q.device)
+        inside = selected_tokens(blocks, step.bound, config)
+        inside &= (key <= positions[..., None])[:, None]
+        outputs["slc"], _ = attend(q, *cache.tokens(step.bound), inside, scale)
+    if "win" in branches:
+        k_win, v_win = step.recent
+        hidden = step.window_hidden(slice(0, q.shape[1]), slice(0, k_win.shape[1]))
+        outputs["win"], _ = attend(q, k_win, v_win, ~hidden[:, None], scale)
+    for branch in branches:
+        note(branch, "cached-mask-matmul")
+    return outputs
+
+
+def gather(step: Step, note: Note) -> dict[str, Tensor]:
+    """o [B, N, HQ, DV] of each branch; reads the compressed keys once and a query's own tokens.
+
+    Queries are taken so many at a time that scores and gathered keys stay bounded.
+    """
+    cache, q = step.cache, step.q
+    branches, dim = cache.shape.branches, cache.shape.value_dim
+    outputs = {b: q.new_empty(*q.shape[:3], dim) for b in branches}
+    if "cmp" in branches or "slc" in branches:
+        _compressed_and_selected(step, outputs)
+    if "win" in branches:
+        _window(step, outputs["win"])
+    for branch in branches:
+        note(branch, "cached-gather")
+    return outputs
+
+
+def _compressed_and_selected(step: Step, outputs: dict[str, Tensor]) -> None:
+    """One pass over compressed keys for both branches, then the selected tokens."""
+    config, q, heads = step.config, step.q, step.kv_heads
+    k_cmp, v_cmp = step.cache.compressed(count_compressed(step.bound, config))
+    k_cmp, v_cmp = (None if x is None else by_kv_head(x, heads) for x in (k_cmp, v_cmp))
+    key, positions = torch.arange(k_cmp.shape[1], device=q.device), step.positions
+    ended = compressed_span(config).ended(positions)
+    selectable = count_selectable(step.bound, config)
+    per_row = q.shape[0] * q.shape[2] * max(1, k_cmp.shape[1])
+    for rows in _chunks(q.shape[1], per_row, ELEMENTS):
+        hidden = key >= ended[:, rows, None]  # [B, M, C]
+        probs = _probs(q[:, rows], k_cmp, hidden, heads, step.scale)  # [B*HKV, G*M, C]
+        if "cmp" in outputs:
+            o = dot(probs.to(v_cmp.dtype), v_cmp)
+            outputs["cmp"][:, rows] = by_query(o, q.shape[0], heads, rows.stop - rows.start)
+        if "slc" in outputs:
+            shape = q.shape[0], heads, q.shape[2] // heads, *hidden.shape[1:]
+            importance = pool(probs.view(shape).sum(2), selectable, config)
+            blocks = select(importance.transpose(1, 2), config, positions[:, rows][:, :1])
+            blocks = blocks[..., :selectable]
+            _selected(step, rows, blocks, outputs["slc"])
+
+
+def _selected(step: Step, rows: slice, blocks: Tensor, o: Tensor) -> None:
+    """Writes o at these rows, whose blocks [B, M, HKV, n] are ascending, -1 last."""
+    cache, size, shape = step.cache, step.config.select_block, step.cache.shape
+    heads, device = shape.kv_heads, step.q.device
+    inside = torch.arange(size, device=device)
+    head = torch.arange(heads, device=device)[:, None, None]
+    k, v = cache.rows("k_slc"), cache.rows("v_slc")
+    null = k.shape[0] // heads - 1
+    per_row = shape.batch * heads * blocks.shape[-1] * size * (shape.dim + shape.value_dim)
+    most = GATHERED.get(device.type, GATHERED["cpu"])
+    for part in _chunks(rows.stop - rows.start, per_row, most):
+        at = slice(rows.start + part.start, rows.start + part.stop)
+        position = step.positions[:, at][..., None, None, None]
+        chosen = blocks[:, part].long()
+        first = cache.page_rows(torch.where(empty_slots(chosen, shape.capacity), -1, chosen * size))
+        hidden = (first == null)[..., None] | (chosen[..., None] * size + inside > position)
+        index = (first[..., None] + inside).where(~hidden, null) * heads + head
+        index = index.flatten(3).flatten(0, 2)  # [B*M*HKV, S]
+        queries = step.q[:, at].unflatten(2, (heads, -1)).flatten(0, 2)  # [B*M*HKV, G, D]
+        scores = dot(queries, k[index].transpose(1, 2)) * step.scale
+        probs = _softmax(scores, hidden.flatten(3).flatten(0, 2)[:, None])
+        o[:, at] = dot(probs.to(v.dtype), v[index]).view_as(o[:, at]).to(o.dtype)
+
+
+def _window(step: Step, o: Tensor) -> None:
+    """Writes o; each row sees the `window` columns of `recent` that end at its own."""
+    (k, v), q, heads, window = step.recent, step.q, step.kv_heads, step.config.window
+    per_row = q.shape[0] * q.shape[2] * (2 * window)
+    most = min(q.shape[1], max(window, 128))
+    for rows in _chunks(q.shape[1], per_row, min(ELEMENTS, per_row * most)):
+        columns = slice(rows.start, rows.stop + window - 1)
+        hidden = step.window_hidden(rows, columns)
+        probs = _probs(q[:, rows], by_kv_head(k[:, columns], heads), hidden, heads, step.scale)
+        values = dot(probs.to(v.dtype), by_kv_head(v[:, columns], heads))
+        o[:, rows] = by_query(values, q.shape[0], heads, rows.stop - rows.start)
+
+
+def _probs(q: Tensor, k: Tensor, hidden: Tensor, heads: int, scale: float) -> Tensor:
+    """[B*HKV, G*M, S] for q [B, M, HQ, D], k [B*HKV, S, D] and hidden [B, M, S]."""
+    scores = dot(by_kv_head(q, heads), k.transpose(1, 2)) * scale
+    shape = q.shape[0], heads, q.shape[2] // heads, *hidden.shape[1:]
+    return _softmax(scores.view(shape), hidden[:, None, None]).view_as(scores)
+
+
+def _softmax(scores: Tensor, hidden: Tensor) -> Tensor:
+    """Softmax over the last dimension of what is not hidden; 0 where all is."""
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return probs_from(scores, torch.logsumexp(scores, dim=-1))
+
+
+def _chunks(rows: int, per_row: int, elements: int) -> Iterator[slice]:
+    step = max(1, elements // per_row)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

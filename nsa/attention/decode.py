@@ -1,0 +1,249 @@
+"""The operation on new tokens of sequences that a cache holds: decoding, and prefill in chunks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from nsa.attention import cached, witness
+from nsa.attention.backends import triton
+from nsa.attention.cache import LayerCache
+from nsa.attention.inputs import check_device, check_phi, check_tensor
+from nsa.attention.registry import Declined, Note
+from nsa.config import NSAConfig
+from nsa.reference import decode as reference
+from nsa.reference.compress import Phi
+from nsa.reference.nsa import combine
+from nsa.spelling import choice
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call takes, checked. A backend appends and attends, and does not advance."""
+
+    q: Tensor
+    k: Tensor | Mapping[str, Tensor]
+    v: Tensor | Mapping[str, Tensor]
+    gates: Tensor
+    cache: LayerCache
+    phi: Phi
+    counts: Tensor | None
+    scale: float
+
+    @property
+    def new(self) -> int:
+        """N"""
+        return self.q.shape[1]
+
+    def recent(self) -> tuple[Tensor, Tensor] | None:
+        """k, v [B, w - 1 + N, HKV, *] of the window, before the new tokens are appended."""
+        shape, name = self.cache.shape, "slc" if self.cache.shape.shared else "win"
+        if "win" not in shape.branches:
+            return None
+        k, v = (self.cache.given(side, x)[f"{side}_{name}"] for side, x in self.sides())
+        return self.cache.recent(name, shape.config.window - 1, k, v, self.counts)
+
+    def sides(self):
+        return ("k", self.k), ("v", self.v)
+
+    def append(self) -> None:
+        self.cache.append(self.k, self.v, self.phi, self.counts, advance=False)
+
+
+@torch.no_grad()
+def nsa_decode(
+    q: Tensor,
+    k: Tensor | Mapping[str, Tensor],
+    v: Tensor | Mapping[str, Tensor],
+    gates: Tensor,
+    cache: LayerCache,
+    *,
+    config: NSAConfig | None = None,
+    phi: Phi | None = None,
+    counts: Tensor | None = None,
+    backend: str = "auto",
+    scale: float | None = None,
+    strict: bool = False,
+    advance: bool = True,
+) -> Tensor:
+    """Appends N tokens to each sequence of a cache and attends from them: o [B, N, HQ, DV].
+
+    Row i of sequence b stands at position lengths[b] + i and sees positions up to its own: the last
+    rows of `nsa_attention` over the whole sequence (arXiv 2502.11089, Eq. 5). Any N, so that a long
+    prompt may come in chunks. No gradient flows.
+
+    Args:
+        q: [B, N, HQ, D] in the cache's dtype, rotated by the caller.
+        k, v: [B, N, HKV, D] and [B, N, HKV, DV]; one for all branches or a mapping with "cmp",
+            "slc" and "win".
+        gates: [B, N, HQ, 3], in the order cmp, slc, win.
+        cache: gives sizes and branches, and is changed: the new tokens are in it afterwards.
+        config: of the caller; a ValueError if the cache was made for another.
+        phi: as in `nsa_attention`, the same for all tokens of a sequence; its rotary tables cover
+            the cache's capacity.
+        counts: [B] int32: how many of the N rows are real. Others are not stored and their o is 0.
+        backend: a name out of `names()`, which runs or raises, or "auto".
+        scale: of the scores; D ** -0.5 by default.
+        strict: check lengths, counts and page table first, and o afterwards; waits for the GPU.
+        advance: False leaves the lengths to `cache.advance(N, counts)`: layers share them.
+
+    Raises:
+        ValueError: what does not fit the cache, a full one included, before anything is written;
+            as Declined, that the backend does not take it.
+        FloatingPointError: in strict mode, of an output that is not finite.
+    """
+    call = _checked(q, k, v, gates, cache, config, phi, counts, scale)
+    cache.places.room(call.new, counts)
+    if strict:
+        cache.places.check(call.new, counts)
+    name, declined = _choose(backend, call)
+    notes: list[tuple[str, str]] = []
+    with torch.autocast(q.device.type, enabled=False):
+        o = _BACKENDS[name].run(call, lambda *note: notes.append(note))
+    if not torch.compiler.is_compiling():
+        witness.saw_call(f"decode-{name}", notes, declined)
+    if strict and not bool(o.isfinite().all()):
+        raise FloatingPointError(f"the output of decode-{name} at {witness.place()} is not finite")
+    if advance:
+        cache.advance(call.new, counts)
+    return o
+
+
+def names() -> list[str]:
+    """The backends of `nsa_decode`."""
+    return list(_BACKENDS)
+
+
+def _reference(call: Call, note: Note) -> Tensor:
+    cache, recent, lengths = call.cache, call.recent(), call.cache.lengths
+    call.append()
+    shape, k, v = cache.shape, {}, {}
+    bound = cache.places.bound(call.new)
+    if shape.raw_ring:
+        blocks = bound // shape.config.compress_stride
+        k["cmp"], v["cmp"] = cache.compressed(blocks)
+    if "slc" in shape.branches:
+        k["slc"], v["slc"] = cache.tokens(bound)
+    if recent is not None:
+        k["win"], v["win"] = recent
+    v = {branch: x for branch, x in v.items() if x is not None}
+    counts = torch.full_like(lengths, call.new) if call.counts is None else call.counts
+    sizes = {"branches": shape.branches, "scale": call.scale}
+    note("all", "reference")
+    given = shape.config, lengths, counts.clamp(0, call.new)
+    return reference.decode(call.q, k, v, call.gates, *given, **sizes)
+
+
+def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
+    def run(call: Call, note: Note) -> Tensor:
+        recent = call.recent()
+        call.append()
+        step = cached.Step(call.q, call.cache, recent, call.scale)
+        o = combine(call.gates, attend(step, note)).to(call.q.dtype)
+        if call.counts is None:
+            return o
+        row = torch.arange(call.new, device=o.device)
+        return o.masked_fill((row >= call.counts[:, None])[..., None, None], 0)
+
+    return run
+
+
+def _triton(call: Call, note: Note) -> Tensor:
+    from nsa.kernels.decode import decode
+
+    cache, shape = call.cache, call.cache.shape
+    k, v = (cache.given(side, x) for side, x in call.sides())
+    for branch in shape.branches:
+        note(branch, "triton")
+    names = ("k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "k_raw", "v_raw")
+    return decode(
+        call.q, k, v, call.gates, **{name: getattr(cache, name) for name in names},
+        table=cache.table, lengths=cache.lengths, counts=call.counts, config=shape.config,
+        phi=call.phi, branches=shape.branches, scale=call.scale,
+    )  # fmt: skip
+
+
+def _why_not_triton(call: Call) -> list[str]:
+    shape, q, reasons = call.cache.shape, call.q, []
+    if call.new > shape.slack:
+        reasons.append(f"takes up to slack={shape.slack} new tokens, got {call.new}")
+    return reasons + triton.why_not_for(q, shape.value_dim)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to append and attend; `run(call, note)` gives o [B, N, HQ, DV]."""
+
+    run: Callable[[Call, Note], Tensor]
+    summary: str
+    why_not: Callable[[Call], list[str]] = lambda call: []
+
+
+_BACKENDS = {
+    "triton": Backend(_triton, "our kernels: a few launches, up to 16 tokens", _why_not_triton),
+    "gather": Backend(_on_torch(cached.gather), "torch: gathers each query's own keys"),
+    "masked": Backend(_on_torch(cached.masked), "torch: all keys under a mask"),
+    "reference": Backend(_reference, "the definition, sequence by sequence"),
+}
+
+
+def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
+    """The backend that runs, and why "auto" passed over those before it."""
+    if name != "auto":
+        choice("backend", name, (*_BACKENDS, "auto"))
+        if reasons := "; ".join(_BACKENDS[name].why_not(call)):
+            raise Declined(f"backend {name!r} does not take this call: {reasons}")
+        return name, {}
+    reasons = _why_not_triton(call)
+    if not call.q.is_cuda:
+        reasons.append("interpreted without a GPU, thousands of times slower")
+    return ("gather", {"triton": reasons}) if reasons else ("triton", {})
+
+
+def _checked(q, k, v, gates, cache, config, phi, counts, scale) -> Call:
+    if not isinstance(cache, LayerCache):
+        raise ValueError(f"cache must be a LayerCache, got a {type(cache).__name__}")
+    shape = cache.shape
+    if config is not None and config != shape.config:
+        raise ValueError(f"the cache was made for {shape.config}, and the caller has {config}")
+    check_tensor("q", q, "[B, N, HQ, D]")
+    if q.ndim != 4 or 0 in q.shape or q.shape[2] % shape.kv_heads:
+        raise ValueError(
+            f"q must be [B, N, HQ, D] with HQ a multiple of the cache's HKV={shape.kv_heads}, got "
+            f"shape {tuple(q.shape)}"
+        )
+    if (q.shape[0], q.shape[3]) != (shape.batch, shape.dim):
+        raise ValueError(
+            f"the cache holds B={shape.batch} sequences with D={shape.dim} and q has shape "
+            f"{tuple(q.shape)}"
+        )
+    if q.dtype != shape.dtype:
+        raise ValueError(f"q is {q.dtype} and the cache {shape.dtype}; make them equal")
+    if q.device != cache.device:
+        raise ValueError(f"q is on {q.device} and the cache on {cache.device}")
+    for side, x in (("k", k), ("v", v)):
+        cache.check_given(side, x, q.shape[1])
+    wanted = (*q.shape[:3], 3)
+    check_tensor("gates", gates, f"[B, N, HQ, 3] = {wanted}")
+    if gates.shape != wanted or not gates.is_floating_point():
+        got = f"{tuple(gates.shape)} of {gates.dtype}"
+        raise ValueError(f"gates must be [B, N, HQ, 3] = {wanted} in floating point, got {got}")
+    check_device("gates", gates, q)
+    if counts is not None:
+        check_tensor("counts", counts, "[B] int32")
+        if counts.shape != (shape.batch,) or counts.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"counts must be int32 [B] = ({shape.batch},), got {tuple(counts.shape)} of "
+                f"{counts.dtype}"
+            )
+        check_device("counts", counts, q)
+    phi = phi or Phi()
+    if shape.raw_ring:
+        of_values = shape.value_dim if "cmp" in shape.branches else None
+        check_phi(phi, q, shape.kv_heads, of_values, shape.config, shape.capacity)
+    scale = shape.dim**-0.5 if scale is None else float(scale)
+    if not isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite; None stands for D ** -0.5")
+    return Call(q, k, v, gates, cache, phi, counts, scale)

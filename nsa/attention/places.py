@@ -1,0 +1,335 @@
+"""The sizes of a cache, and where the tokens of each sequence are kept: once for all layers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.attention.inputs import DTYPES
+from nsa.blocks import count_compressed
+from nsa.config import NSAConfig
+from nsa.reference.nsa import BRANCHES
+
+RING_GRAIN = 16  # rings are rounded up to a multiple
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a layer's cache is made for. `capacity` is rounded up to whole pages, or blocks of l'.
+
+    Contiguous (`page` None): a sequence is one page of `capacity` tokens. Paged: a page holds
+    `page` tokens, a multiple of l', and `pages` of them serve all sequences; None means enough for
+    every sequence to be full.
+
+    Raises ValueError for sizes that do not fit, and says which do.
+    """
+
+    config: NSAConfig
+    batch: int  # B
+    capacity: int  # tokens that a sequence may have
+    kv_heads: int  # HKV
+    dim: int  # D
+    value_dim: int  # DV
+    dtype: torch.dtype = torch.bfloat16
+    branches: tuple[str, ...] = BRANCHES
+    shared: bool = False  # the window reads the keys and values of slc, and has none of its own
+    slack: int = 16  # most new tokens of a kernel's call, and most that can be cropped
+    page: int | None = None  # tokens of a page
+    pages: int | None = None  # P
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "capacity", "kv_heads", "dim", "value_dim", "slack"):
+            _check_size(name, getattr(self, name))
+        if not isinstance(self.config, NSAConfig):
+            raise ValueError(f"config must be an NSAConfig, got a {type(self.config).__name__}")
+        if self.dtype not in DTYPES:
+            would = ", ".join(map(str, DTYPES))
+            raise ValueError(f"dtype={self.dtype} is no dtype of a cache; these would do: {would}")
+        given = (self.branches,) if isinstance(self.branches, str) else tuple(self.branches)
+        branches = tuple(b for b in BRANCHES if b in given)
+        if not branches or not set(given) <= set(BRANCHES):
+            raise ValueError(f"branches={given!r}; choose at least one of {BRANCHES}")
+        object.__setattr__(self, "branches", branches)
+        block = self.config.select_block
+        if self.page is None and self.pages is not None:
+            raise ValueError(f"pages={self.pages} needs a page size; page={block} would do")
+        if self.page is not None:
+            _check_size("page", self.page)
+            if self.page % block:
+                below = self.page // block * block
+                near = [n for n in (below, below + block) if n]
+                raise ValueError(
+                    f"page={self.page} is not a multiple of select_block={block}; nearest that "
+                    f"are: {' and '.join(map(str, near))}"
+                )
+        whole = self.page or block
+        object.__setattr__(self, "capacity", -(-self.capacity // whole) * whole)
+        if self.pages is not None:
+            _check_size("pages", self.pages)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page; all that a sequence may have, where there is one page a sequence."""
+        return self.page or self.capacity
+
+    @property
+    def pages_each(self) -> int:
+        """Entries of a sequence in the page table."""
+        return self.capacity // self.page_size
+
+    @property
+    def pool(self) -> int:
+        """P: pages there are."""
+        return self.batch * self.pages_each if self.pages is None else self.pages
+
+    @property
+    def window_ring(self) -> int:
+        """R: tokens of the ring of window keys, 0 where there is none."""
+        kept = "win" in self.branches and not self.shared
+        return _ring(self.config.window + self.slack) if kept else 0
+
+    @property
+    def raw_ring(self) -> int:
+        """S: tokens of the ring of keys that are not compressed yet, 0 where there is none."""
+        kept = "cmp" in self.branches or "slc" in self.branches
+        return _ring(self.config.compress_block + self.slack) if kept else 0
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that a layer keeps, by name."""
+        size, stride = self.page_size, self.config.compress_stride
+        kept = {}
+        if "slc" in self.branches or ("win" in self.branches and self.shared):
+            kept["slc"] = self.pool, size
+        if self.raw_ring:
+            kept |= {"cmp": (self.pool, size // stride), "raw": (self.batch, self.raw_ring)}
+        if self.window_ring:
+            kept["win"] = self.batch, self.window_ring
+        found = {}
+        for name, rows in kept.items():
+            found[f"k_{name}"] = (*rows, self.kv_heads, self.dim)
+            if "cmp" in self.branches or name in ("slc", "win"):
+                found[f"v_{name}"] = (*rows, self.kv_heads, self.value_dim)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one layer's tensors, each with its row of zeros."""
+        rows = sum(
+            (math.prod(shape[:2]) + 1) * math.prod(shape[2:]) for shape in self.tensors().values()
+        )
+        return rows * self.dtype.itemsize
+
+    @property
+    def places_bytes(self) -> int:
+        """Bytes of what all layers share: page table, lengths and newest."""
+        return 4 * self.batch * (self.pages_each + 2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON; `from_dict` brings the same shape back."""
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "CacheShape":
+        """The shape that `to_dict` described. ValueError for a name that is unknown or missing."""
+        known = {f.name for f in fields(cls)}
+        if set(values) != known:
+            wrong = ", ".join(sorted(set(values) ^ known))
+            raise ValueError(f"a cache's shape has fields unknown or missing: {wrong}")
+        dtype, config = getattr(torch, values["dtype"]), NSAConfig(**values["config"])
+        return cls(**{**values, "dtype": dtype, "config": config})
+
+
+class Places:
+    """Where the tokens of B sequences are: shared by the layers of a model, advanced once a step.
+
+    `lengths` [B] int32 counts the tokens held, `newest` [B] int32 the most that were ever held
+    since a reset, `table` [B, capacity / page] int32 names each sequence's pages, -1 for none yet.
+    They are on the device, and nothing in a step waits for it: `longest`, an int, is what no
+    length exceeds. Where there are fewer pages than full sequences need, the table begins empty
+    and the owner of the cache fills it.
+    """
+
+    def __init__(self, shape: CacheShape, device: torch.device | str | None = None) -> None:
+        self.shape, self.longest = shape, 0
+        each, wanted = shape.pages_each, shape.batch * shape.pages_each
+        if shape.pool >= wanted:
+            table = torch.arange(wanted, dtype=torch.int32, device=device)
+        else:
+            table = torch.full((wanted,), -1, dtype=torch.int32, device=device)
+        self.table = table.view(shape.batch, each)
+        self.lengths = torch.zeros(shape.batch, dtype=torch.int32, device=device)
+        self.newest = torch.zeros_like(self.lengths)
+
+    def bound(self, new: int = 0) -> int:
+        """Tokens that no sequence exceeds with `new` more; the capacity in a CUDA graph."""
+        full = self.shape.capacity
+        return full if self._capturing() else min(self.longest + new, full)
+
+    def room(self, new: int, counts: Tensor | None = None) -> None:
+        """ValueError unless `new` tokens (or counts [B] of them) fit every sequence.
+
+        Waits for the GPU only where the host's bound says that they may not.
+        """
+        full = self.shape.capacity
+        if self.longest + new <= full:
+            return
+        if not self._capturing():
+            self.longest = int(self.lengths.max())
+            more = new if counts is None else counts.clamp(0, new)
+            if int((self.lengths + more).max()) <= full:
+                return
+        raise ValueError(
+            f"the cache is full: a sequence holds {self.longest} of {full} tokens and {new} more "
+            f"do not fit; crop or reset it, or make one with capacity={self.longest + new}"
+        )
+
+    def advance(self, new: int, counts: Tensor | None = None) -> None:
+        """`new` tokens more in each sequence, or counts [B] int32 of them, 0 to new."""
+        if new < 0:
+            raise ValueError(f"a cache cannot advance by {new} tokens; crop(lengths) shortens it")
+        self.lengths.add_(new if counts is None else counts.clamp(0, new))
+        self.lengths.clamp_(max=self.shape.capacity)
+        torch.maximum(self.newest, self.lengths, out=self.newest)
+        self.count(new)
+
+    def count(self, new: int) -> None:
+        """What the host learns of an `advance` that it did not call: a CUDA graph was replayed."""
+        self.longest = min(self.longest + new, self.shape.capacity)
+
+    def crop(self, lengths: int | Sequence[int] | Tensor, *, check: bool = True) -> None:
+        """Forgets what each sequence holds beyond `lengths`, one for all or [B].
+
+        check: read the lengths back and refuse ones that run backwards or cannot be had: a ring
+        holds `slack` tokens more than a step needs. Without, nothing waits for the GPU and a
+        length above what is held changes nothing.
+
+        Raises:
+            ValueError: a length below 0, above what is held, or of tokens that are overwritten.
+        """
+        wanted = torch.as_tensor(lengths, dtype=torch.int32, device=self.lengths.device)
+        if wanted.ndim == 0:
+            wanted = wanted.expand_as(self.lengths)
+        if wanted.shape != self.lengths.shape:
+            got, batch = tuple(wanted.shape), self.shape.batch
+            raise ValueError(f"crop needs one length or {batch}, one a sequence; got shape {got}")
+        if check:
+            held, newest = self.lengths.tolist(), self.newest.tolist()
+            for b, (keep, has, most) in enumerate(zip(wanted.tolist(), held, newest, strict=True)):
+                if not 0 <= keep <= has:
+                    raise ValueError(
+                        f"crop: sequence {b} holds {has} tokens and cannot be cropped to {keep}"
+                    )
+                if keep < has and not self._keeps(keep, most):
+                    raise ValueError(
+                        f"crop: sequence {b} has held {most} tokens, so its rings go back to "
+                        f"{max(0, most - self.shape.slack)} for certain and {keep} is overwritten; "
+                        f"slack={self.shape.slack} of the cache bounds it, and 0 forgets all"
+                    )
+            self.longest = max(wanted.tolist())
+        self.lengths.copy_(torch.minimum(wanted.clamp(min=0), self.lengths))
+        self.newest.masked_fill_(self.lengths == 0, 0)
+
+    def _keeps(self, length: int, newest: int) -> bool:
+        """Whether the rings still hold what the next token after `length` needs."""
+        shape, config = self.shape, self.shape.config
+        if length == 0:
+            return True
+        first_raw = count_compressed(length, config) * config.compress_stride
+        needed = (
+            (shape.window_ring, max(0, length - config.window + 1)),
+            (shape.raw_ring, first_raw),
+        )
+        return all(first >= newest - ring for ring, first in needed if ring)
+
+    def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
+        """Those sequences hold nothing; all by default. Their pages stay theirs."""
+        rows = slice(None) if rows is None else self.index("rows", rows)
+        self.lengths[rows] = 0
+        self.newest[rows] = 0
+        if isinstance(rows, slice):
+            self.longest = 0
+
+    def reorder(self, index: Tensor) -> None:
+        """The lengths of sequence b become those of index[b]; its pages stay its own."""
+        for x in (self.lengths, self.newest):
+            x.copy_(x[index])
+
+    def take(self, other: "Places", rows: Tensor) -> None:
+        """The lengths of those rows of another cache."""
+        self.lengths.copy_(other.lengths[rows])
+        self.newest.copy_(other.newest[rows])
+        self.longest = other.longest
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name, to be saved."""
+        return {"table": self.table, "lengths": self.lengths, "newest": self.newest}
+
+    def index(self, name: str, rows: Sequence[int] | Tensor) -> Tensor:
+        """`rows` as int64 on the device; ValueError for what is no sequence of the cache."""
+        rows = torch.as_tensor(rows, device=self.lengths.device).long()
+        outside = rows.ndim != 1 or not rows.numel()
+        if outside or bool(((rows < 0) | (rows >= self.shape.batch)).any()):
+            raise ValueError(
+                f"{name} must be a list of sequences out of 0..{self.shape.batch - 1}, got "
+                f"{rows.tolist()}"
+            )
+        return rows
+
+    def check(self, new: int = 0, counts: Tensor | None = None) -> None:
+        """Strict mode's look at lengths, counts and page table. Waits for the GPU.
+
+        Raises:
+            ValueError: a length outside 0..capacity or beyond what was appended, a count outside
+                0..new, a page out of range, held by two, or missing where tokens are or will be.
+        """
+        shape, table = self.shape, self.table
+        lengths, newest = self.lengths.tolist(), self.newest.tolist()
+        for b, (length, most) in enumerate(zip(lengths, newest, strict=True)):
+            if not 0 <= length <= shape.capacity or length > most:
+                raise ValueError(
+                    f"lengths[{b}]={length} is outside 0..{min(most, shape.capacity)}, what was "
+                    "appended"
+                )
+            if not self._keeps(length, most):
+                raise ValueError(
+                    f"lengths[{b}]={length} runs backwards: {most} tokens were appended and the "
+                    f"rings go back by slack={shape.slack}; crop() checks that"
+                )
+        added = [new] * shape.batch if counts is None else counts.tolist()
+        if not all(0 <= count <= new for count in added):
+            raise ValueError(f"counts={added} must be within 0..{new}, the new tokens")
+        found = table.tolist()
+        pages = [page for row in found for page in row]
+        if shape.page is None and pages != list(range(shape.batch)):
+            raise ValueError(f"table={pages}: a contiguous cache has page b for sequence b")
+        if pages and not -1 <= min(pages) <= max(pages) < shape.pool:
+            raise ValueError(
+                f"table holds pages from {min(pages)} to {max(pages)}; legal are "
+                f"0..{shape.pool - 1}, and -1 for none"
+            )
+        for b, row in enumerate(found):
+            needed = -(-(lengths[b] + added[b]) // shape.page_size)
+            if -1 in row[:needed]:
+                raise ValueError(
+                    f"sequence {b} needs {needed} pages and its table begins {row[:needed]}; "
+                    "give it pages before its tokens"
+                )
+            first = lengths[b] // shape.page_size  # written from here on
+            for page in row[first:needed]:
+                if pages.count(page) > 1:
+                    raise ValueError(f"page {page} of sequence {b} is held twice and written to")
+
+    def _capturing(self) -> bool:
+        return self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an int of at least 1")
+
+
+def _ring(tokens: int) -> int:
+    return -(-tokens // RING_GRAIN) * RING_GRAIN

@@ -1,0 +1,64 @@
+"""New tokens against what a cache holds: the last rows of the whole operation, and nothing else."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nsa.blocks import count_compressed
+from nsa.config import NSAConfig
+from nsa.reference.attend import attend, attention_probs
+from nsa.reference.nsa import combine, compressed_visible, window_visible
+from nsa.reference.select import importance, select, selected_tokens
+
+
+def decode(
+    q: Float[Tensor, "B N HQ D"],
+    k: Mapping[str, Tensor],
+    v: Mapping[str, Tensor],
+    gates: Float[Tensor, "B N HQ 3"],
+    config: NSAConfig,
+    lengths: Int[Tensor, " B"],
+    counts: Int[Tensor, " B"],
+    *,
+    branches: Sequence[str],
+    scale: float,
+) -> Float[Tensor, "B N HQ DV"]:
+    """Eq. 5 for the queries at positions lengths[b] + i, i < counts[b]; other rows are 0.
+
+    What is attended to is in k and v with the new tokens' own keys: "cmp" [B, C, HKV, *] the
+    compressed blocks from the first on, "slc" [B, S, HKV, *] the tokens from position 0 on, "win"
+    [B, w - 1 + N, HKV, *] those from lengths[b] - w + 1 on. What stands behind a sequence's end, or
+    before its beginning, is not looked at. In fp64 the rows equal those of `nsa.reference.nsa.nsa`
+    over the whole sequence.
+    """
+    o = q.new_zeros(*q.shape[:3], next(iter(v.values())).shape[-1])
+    for b, (held, new) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
+        if not new:
+            continue
+        total = held + new
+        positions = torch.arange(held, total, device=q.device)
+        keys = torch.arange(total, device=q.device)
+        rows, outputs = q[b : b + 1, :new], {}
+        blocks = count_compressed(total, config)
+        visible = compressed_visible(positions, blocks, config)
+        if "cmp" in branches:
+            k_cmp, v_cmp = k["cmp"][b : b + 1, :blocks], v["cmp"][b : b + 1, :blocks]
+            outputs["cmp"], _ = attend(rows, k_cmp, v_cmp, visible, scale)
+        if "slc" in branches:
+            p_cmp, _ = attention_probs(rows, k["cmp"][b : b + 1, :blocks], visible, scale)
+            # Blocks without a compressed key yet have importance 0 and can be selected.
+            scores = importance(p_cmp, config, tokens=total)
+            chosen = select(scores, config, first_position=held)
+            inside = selected_tokens(chosen, total, config) & (keys <= positions[:, None])
+            k_slc, v_slc = k["slc"][b : b + 1, :total], v["slc"][b : b + 1, :total]
+            outputs["slc"], _ = attend(rows, k_slc, v_slc, inside, scale)
+        if "win" in branches:
+            first = held - config.window + 1  # the position of column 0
+            recent = slice(max(0, -first), config.window - 1 + new)
+            k_win, v_win = k["win"][b : b + 1, recent], v["win"][b : b + 1, recent]
+            seen = window_visible(positions, config, keys[max(0, first) :])
+            outputs["win"], _ = attend(rows, k_win, v_win, seen, scale)
+        o[b, :new] = combine(gates[b : b + 1, :new], outputs)[0].to(o.dtype)
+    return o
