@@ -1,4 +1,4 @@
-"""What a model keeps of its sequences while it generates: a cache a layer, and one set of lengths."""
+"""What a model keeps of its sequences while it generates: a cache a layer, lengths for all."""
 
 import os
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from nsa.attention.places import CacheShape, Places
 from nsa.model.config import ModelConfig
 from nsa.model.pages import Pages
 from nsa.model.reads import by_branch, keys_read
-from nsa.model.rotary import Rotary
-from nsa.model.saving import FREE, read, write
+from nsa.model.rotary import Rotary, next_positions
+from nsa.model.saving import FREE, VERSION, read, write
 from nsa.reference.nsa import BRANCHES
 from nsa.reference.rotary import rotary_tables
 from nsa.spelling import choice
@@ -173,9 +173,7 @@ class NSACache:
 
     def rotary(self, new: int) -> Rotary:
         """The angles of the next `new` tokens of each sequence."""
-        steps = torch.arange(new, device=self.device)
-        positions = self.lengths.long()[:, None] + steps
-        return Rotary(*self.tables, positions.clamp(max=self.shape.capacity - 1))
+        return Rotary(*self.tables, next_positions(self.lengths, self.shape.capacity, new))
 
     @torch.no_grad()
     def crop(self, lengths: int | Sequence[int] | Tensor, *, check: bool = True) -> None:
@@ -232,7 +230,7 @@ class NSACache:
         cut.reserve(lengths)
         held = [self._pages_of(row, n) for row, n in zip(rows.tolist(), lengths, strict=True)]
         new = [cut._pages_of(row, n) for row, n in enumerate(lengths)]
-        source, target = (sum(pages, []) for pages in (held, new))
+        source, target = ([page for own in pages for page in own] for pages in (held, new))
         for layer, other in zip(self.layers, cut.layers, strict=True):
             for name in self.shape.tensors():
                 old, made = getattr(layer, name), getattr(other, name)
@@ -260,6 +258,7 @@ class NSACache:
         """Writes all of it to one file, which appears whole or not at all."""
         state = {
             "format": FORMAT,
+            "version": VERSION,
             "config": self.config.to_dict(),
             "shape": self.shape.to_dict(),
             "backend": self.backend,
@@ -276,9 +275,7 @@ class NSACache:
 
     @classmethod
     @torch.no_grad()
-    def load(
-        cls, path: str | os.PathLike, device: torch.device | str | None = None
-    ) -> "NSACache":
+    def load(cls, path: str | os.PathLike, device: torch.device | str | None = None) -> "NSACache":
         """The cache that `save` wrote. Raises ValueError for a file of something else."""
         state = read(path, FORMAT)
         config, shape = ModelConfig.from_dict(state["config"]), CacheShape.from_dict(state["shape"])

@@ -67,14 +67,12 @@ def generate(
         capacity = ids.shape[1] + tokens
         check_limit(model, capacity)
         where = {"dtype": model.embed.weight.dtype, "device": device}
-        cache = NSACache(
-            model.config, len(prompts), capacity, page=page, backend=backend, **where
-        )
+        cache = NSACache(model.config, len(prompts), capacity, page=page, backend=backend, **where)
     elif page is not None or backend != "auto":
         raise ValueError("page and backend are the cache's own; leave them out beside cache=")
     else:
         check_limit(model, cache.longest + ids.shape[1] + tokens)
-    cache.check_room([length + tokens for length in lengths])
+    cache.reserve([length + tokens for length in lengths])
     return Generation(model, ids, lengths, tokens, sampling, end, chunk, graph, cache)
 
 
@@ -207,13 +205,13 @@ class Generation:
             ids = self._ids[:, start : start + (self._chunk or longest)].to(self._newest.device)
             counts = (lengths - start).clamp(0, ids.shape[1])
             rows = [min(max(n - start, 0), ids.shape[1]) for n in self.prompt_lengths]
-            hidden = self.model.read(ids, self.cache, counts, rows)
+            x = self.model.read(ids, self.cache, counts, rows)
             place = (lengths - 1 - start).long()
-            index = place.clamp(0, ids.shape[1] - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
-            found = hidden.gather(1, index).squeeze(1)
+            index = place.clamp(0, ids.shape[1] - 1)[:, None, None].expand(-1, 1, x.shape[2])
+            found = x.gather(1, index)
             # A shorter prompt had its last token in an earlier piece.
-            last = found if last is None else torch.where((place >= 0)[:, None], found, last)
-        return self.model.head(last)
+            last = found if last is None else torch.where((place >= 0)[:, None, None], found, last)
+        return self.model.logits(last)[:, -1]
 
     def _decode(self) -> None:
         """One more token of each sequence that has not ended."""
@@ -238,8 +236,8 @@ class Generation:
 
     def _body(self) -> None:
         """A step as the device alone does it: a CUDA graph replays it."""
-        logits = self.model.step(self._newest[:, None], self.cache, self._open)
-        self._take(logits[:, -1])
+        x = self.model.step(self._newest[:, None], self.cache, self._open)
+        self._take(self.model.logits(x)[:, -1])
 
     def _take(self, logits: Float[Tensor, "B V"]) -> None:
         """Draws the next tokens in place, without the host."""

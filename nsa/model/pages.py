@@ -88,12 +88,15 @@ class Pages:
             sources.append(page)
             targets.append(target)
         self.of = kept
-        self.users = [0] * self.pages
-        for own in kept:
-            for page in own:
-                self.users[page] += 1
+        self._count_users()
         self._write()
         return sources, targets
+
+    def restore(self, of: Sequence[Sequence[int]]) -> None:
+        """The pages of each sequence as they were when somebody wrote `of` down."""
+        self.of = [list(own) for own in of]
+        self._count_users()
+        self._write()
 
     def count(self, tokens: int) -> int:
         """Pages that so many tokens fill or begin."""
@@ -104,6 +107,12 @@ class Pages:
         for page in taken:
             self.users[page] = 1
         return taken
+
+    def _count_users(self) -> None:
+        self.users = [0] * self.pages
+        for own in self.of:
+            for page in own:
+                self.users[page] += 1
 
     def _write(self) -> None:
         rows = [own + [-1] * (self.table.shape[1] - len(own)) for own in self.of]

@@ -39,10 +39,10 @@ def test_they_are_what_the_reference_attends_to(config):
     tokens, seen = 43, torch.zeros(3, dtype=torch.int64)
     q, k, v = torch.randn(3, 1, tokens, 1, 4, dtype=torch.float64)
     ones = torch.ones(1, tokens, 1, 3, dtype=torch.float64)
-    by_name = dict.fromkeys(("cmp", "slc", "win"))
-    blocks = nsa(q, by_name | dict.fromkeys(by_name, k), dict.fromkeys(by_name, v), ones, config)
-    for t, chosen in enumerate(blocks.blocks[0, :, 0].tolist()):
-        inside = {s for j in chosen if j >= 0 for s in range(t + 1) if s // config.select_block == j}
+    k, v = (dict.fromkeys(("cmp", "slc", "win"), x) for x in (k, v))
+    blocks = nsa(q, k, v, ones, config).blocks[0, :, 0].tolist()
+    for t, chosen in enumerate(blocks):
+        inside = {s for s in range(t + 1) if s // config.select_block in chosen}
         ended = sum(
             i * config.compress_stride + config.compress_block - 1 <= t for i in range(tokens)
         )
