@@ -108,8 +108,11 @@ class NSACache:
         counters = 2 * shape.batch * 4 + 3 * 8
         return config.layers * shape.bytes + shape.places_bytes + angles + counters
 
-    def check(self, config: ModelConfig, tokens: Tensor, counts: Tensor | None = None) -> None:
-        """ValueError unless tokens [B, N] of a model of that config may come into this cache."""
+    def check(
+        self, config: ModelConfig, tokens: Tensor, counts: Tensor | Sequence[int] | None = None
+    ) -> tuple[Tensor | None, int | list[int]]:
+        """ValueError unless tokens [B, N] of a model of that config, counts[b] of them real, may
+        come into this cache. (counts on its device, the most that the host knows them to be)."""
         free = FREE["model"] | OTHER | {"max_tokens", "norm_eps"}
         named = [field.name for field in fields(ModelConfig) if field.name not in free]
         differing = [
@@ -130,12 +133,19 @@ class NSACache:
         if tokens.device != self.device:
             raise ValueError(f"tokens are on {tokens.device} and the cache on {self.device}")
         if counts is None:
-            return
+            return None, tokens.shape[1]
+        counts = torch.as_tensor(counts)
         if counts.shape != (self.shape.batch,) or counts.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"counts must be int32 [B] = ({self.shape.batch},), got {tuple(counts.shape)} of "
                 f"{counts.dtype}"
             )
+        if counts.device.type != "cpu":
+            return counts, tokens.shape[1]
+        known = counts.tolist()
+        if min(known) < 0 or max(known) > tokens.shape[1]:
+            raise ValueError(f"counts={known} must be within 0..{tokens.shape[1]}, the new tokens")
+        return counts.int().to(self.device), known
 
     def reserve(self, new: int | Sequence[int]) -> None:
         """Makes sure of room for `new` more tokens, of all sequences or of each.

@@ -203,9 +203,8 @@ class Generation:
         longest, last = self._ids.shape[1], None
         for start in range(0, longest, self._chunk or longest):
             ids = self._ids[:, start : start + (self._chunk or longest)].to(self._newest.device)
-            counts = (lengths - start).clamp(0, ids.shape[1])
-            rows = [min(max(n - start, 0), ids.shape[1]) for n in self.prompt_lengths]
-            x = self.model.read(ids, self.cache, counts, rows)
+            counts = [min(max(n - start, 0), ids.shape[1]) for n in self.prompt_lengths]
+            x = self.model.read(ids, self.cache, counts)
             place = (lengths - 1 - start).long()
             index = place.clamp(0, ids.shape[1] - 1)[:, None, None].expand(-1, 1, x.shape[2])
             found = x.gather(1, index)

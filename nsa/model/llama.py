@@ -110,13 +110,13 @@ class LanguageModel(nn.Module):
         targets: Int64[Tensor, "B T"] | None = None,
         cu_seqlens: Integer[Tensor, " N1"] | None = None,
         cache: "NSACache | None" = None,
-        counts: Integer[Tensor, " B"] | None = None,
+        counts: Tensor | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, ""] | None]:
         """(logits, mean cross entropy in nats, fp32); the loss is None without targets.
 
         `targets` are the tokens one later. With `cu_seqlens` (B = 1) the sequences do not see each
         other. With a `cache` tokens are the next ones of the sequences in it, of which counts[b]
-        [B] int32 are real (all by default), and are put into it; no gradient flows.
+        are real (all by default), and are put into it; no gradient flows.
 
         Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens, and on a
         CPU for ids outside the vocabulary. On a GPU such ids end in a device-side assertion, for
@@ -151,25 +151,24 @@ class LanguageModel(nn.Module):
         self,
         tokens: Int64[Tensor, "B T"],
         cache: "NSACache",
-        counts: Integer[Tensor, " B"] | None = None,
-        known: Sequence[int] | None = None,
+        counts: Tensor | Sequence[int] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Puts the next tokens into the cache; the last block's output, for `logits`.
 
-        known: the counts, where the host has them: what it knows of a cache's lengths stays exact.
+        Of counts that stand on a GPU the host knows nothing, and reserves room for all T tokens.
         Raises ValueError as `forward` does.
         """
         self._check(tokens, None)
-        cache.check(self.config, tokens, counts)
+        counts, known = cache.check(self.config, tokens, counts)
         limit, new = self.config.max_tokens, tokens.shape[1]
         if limit is not None and cache.longest + new > limit:
             raise ValueError(
                 f"the cache has {cache.longest} tokens and {new} more are more than "
                 f"max_tokens={limit}; crop it or raise max_tokens"
             )
-        cache.reserve(new if known is None else known)
+        cache.reserve(known)
         x = self.step(tokens, cache, counts)
-        cache.count(new if known is None else known)
+        cache.count(known)
         return x
 
     def step(
