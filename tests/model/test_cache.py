@@ -92,18 +92,18 @@ def test_they_are_for_every_preset_made_narrow(name):
 @torch.no_grad()
 def test_two_thousand_tokens_one_by_one_are_as_exact_as_the_whole(name):
     """cpu_config is `production`, whose layers are recomputed in a backward that is not here."""
-    model = LanguageModel(preset(name, backend="gather")).eval()
-    ids = tokens(1, 2000)
-    exact = LanguageModel(preset(name, backend="gather")).double().eval()
+    config, ids = preset(name, backend="gather"), tokens(1, 2000)
+    model = LanguageModel(config).eval()
+    exact = model_of(config)
     exact.load_state_dict(model.state_dict())
     wanted, plain = whole(exact, ids), whole(model, ids)
-    found = continued(model, NSACache(model.config, 1, 2000), ids, [1])
-    error, allowed = ((x - wanted).abs() for x in (found, plain))
-    assert error.mean() <= 2 * allowed.mean() and error.max() <= 2 * allowed.max()
-    del model, found, plain
-    cache = NSACache(exact.config, 1, 2000, dtype=DTYPE)
-    late = continued(exact, cache, ids, [1900, 1])
-    torch.testing.assert_close(late, wanted, **EXACT)
+    found = continued(exact, NSACache(config, 1, 2000, dtype=DTYPE), ids, [1])
+    torch.testing.assert_close(found, wanted, **EXACT)
+    # In fp32 a near tie among blocks may fall the other way, which all later tokens of an untrained
+    # model notice. The median of positions does not.
+    found = continued(model, NSACache(config, 1, 2000), ids, [1])
+    error, allowed = ((x - wanted).abs().amax(2).median() for x in (found, plain))
+    assert error <= 2 * allowed
 
 
 def edges(nsa):
