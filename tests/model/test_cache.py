@@ -379,6 +379,21 @@ def test_what_the_rings_have_forgotten_cannot_be_cropped_to(page):
     torch.testing.assert_close(model(new, cache=cache)[0], wanted, **EXACT)
 
 
+@pytest.mark.slow
+def test_a_model_goes_on_by_the_kernels_as_on_torch():
+    pytest.importorskip("triton")
+    config = tiny(layers=1, head_dim=16, phi="linear", compress_rope="after")
+    model, ids, found = LanguageModel(config), tokens(2, 30), []
+    for backend in ("gather", "triton"):
+        cache = NSACache(config, 2, 32, page=16, backend=backend)
+        model(ids[:, :22], cache=cache, counts=[22, 9])
+        first = model(ids[:, 22:26], cache=cache)[0]
+        cache.reorder([1, 1])
+        cache.crop([12, 11])
+        found.append(torch.cat([first, model(ids[:, 26:28], cache=cache)[0]], 1))
+    torch.testing.assert_close(*found, rtol=0.0, atol=1e-6)
+
+
 @pytest.mark.parametrize("rope", ROPE)
 def test_a_layer_alone_goes_on_from_a_cache_of_its_own(rope):
     config = tiny(phi="linear", compress_rope=rope)
