@@ -10,11 +10,13 @@ __version__ = "0.1.0"
 _HOME = {
     "NSAConfig": "nsa.config",
     "nsa_attention": "nsa.attention.api",
+    "nsa_decode": "nsa.attention.decode",
     "ModelConfig": "nsa.model.config",
     "LanguageModel": "nsa.model.llama",
     "NSAAttention": "nsa.model.layer",
     "preset": "nsa.model.presets",
     "load_model": "nsa.model.saving",
+    "NSACache": "nsa.model.cache",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -12,10 +12,13 @@ from torch.nn import functional as F
 
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
+from nsa.attention.cache import LayerCache
+from nsa.attention.decode import nsa_decode
 from nsa.config import NSAConfig
 from nsa.model.config import ModelConfig, check_int
-from nsa.model.rotary import Rotary, rotary_for
-from nsa.reference.compress import Phi, PhiWeights
+from nsa.model.phi import LEARNED_PHI
+from nsa.model.rotary import Rotary, rotary_after, rotary_for
+from nsa.reference.compress import Phi
 from nsa.reference.gate import sigmoid_gates, softmax_gates
 from nsa.reference.nsa import BRANCHES
 from nsa.spelling import nearest
@@ -28,63 +31,6 @@ def draw(
     for linear in inner:
         nn.init.normal_(linear.weight, std=0.02, generator=generator)
     nn.init.normal_(out.weight, std=0.02 / sqrt(2 * layers), generator=generator)
-
-
-class LearnedPhi(nn.Module):
-    """Parameters of one side (keys or values), one set per KV head; see `PhiWeights` for shapes.
-
-    For keys that are rotated before phi, the linear kind's `position` and the mlp's `bias2` move
-    every compressed key of a head by the same vector, so that a softmax over them does not change:
-    their gradient is zero but for rounding, at most half of the dtype's epsilon of the largest
-    gradient. AdamW, which divides by a gradient's own size, moves them all the same, to no effect.
-    """
-
-    def __init__(self, kv_heads: int, block: int, width: int) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(kv_heads, block, width))
-        self.weight1 = nn.Parameter(torch.zeros(kv_heads, block * width, width))
-
-    def weights(self, dtype: torch.dtype) -> PhiWeights:
-        """The parameters in the dtype in which the branch computes."""
-        return PhiWeights(**{name: p.to(dtype) for name, p in self.named_parameters()})
-
-
-class LinearPhi(LearnedPhi):
-    """Starts as phi="mean", the mean over the block: l identities over l, positions 0.
-
-    Nothing is drawn.
-    """
-
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        block, width = self.position.shape[1:]
-        self.position.zero_()
-        mean = torch.eye(width, device=self.weight1.device).repeat(block, 1) / block  # [l*D, D]
-        self.weight1.copy_(mean.expand_as(self.weight1))
-
-
-class MLPPhi(LearnedPhi):
-    """The paper's learnable MLP with position encoding; its hidden width is the head's own.
-
-    Matrices start Xavier-uniform, positions from a normal of 0.02, biases at 0.
-    """
-
-    def __init__(self, kv_heads: int, block: int, width: int) -> None:
-        super().__init__(kv_heads, block, width)
-        self.bias1 = nn.Parameter(torch.zeros(kv_heads, width))
-        self.weight2 = nn.Parameter(torch.zeros(kv_heads, width, width))
-        self.bias2 = nn.Parameter(torch.zeros(kv_heads, width))
-
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        nn.init.normal_(self.position, std=0.02, generator=generator)
-        for matrix in (*self.weight1, *self.weight2):
-            nn.init.xavier_uniform_(matrix, generator=generator)
-        self.bias1.zero_()
-        self.bias2.zero_()
-
-
-LEARNED_PHI = {"linear": LinearPhi, "mlp": MLPPhi}
 
 
 class Projections:
@@ -244,12 +190,63 @@ class NSAAttention(nn.Module):
         x: Float[Tensor, "B T E"],
         rotary: Rotary | None = None,
         cu_seqlens: Int[Tensor, " N1"] | None = None,
+        cache: LayerCache | None = None,
+        counts: Int[Tensor, " B"] | None = None,
+        *,
+        decode: str = "auto",
+        advance: bool = True,
     ) -> Float[Tensor, "B T E"]:
         """Attention over B sequences of T tokens, or over packed ones (B = 1) with `cu_seqlens`.
-        `rotary` spares a model to make the tables in every layer; by default they are made here."""
-        config, arguments = self.config, self.arguments(x, rotary, cu_seqlens)
-        o = nsa_attention(**arguments, backend=config.backend, strict=config.strict)
+        `rotary` spares a model to make the tables in every layer; by default they are made here.
+
+        With a `cache` x are the next T tokens of each sequence in it, or the first counts[b] of
+        them, and are put into it; no gradient flows. More than `slack` tokens into an empty cache
+        are attended to by this layer's own backend, all others by `decode`, see `nsa_decode`.
+        `advance` False leaves the lengths to a model, whose layers share them.
+        """
+        if cache is not None:
+            if cu_seqlens is not None:
+                raise ValueError(
+                    "a cache keeps sequences side by side: give x as [B, T, E] with counts, and no "
+                    "cu_seqlens"
+                )
+            o = self._from_cache(x, rotary, cache, counts, decode, advance)
+        else:
+            arguments = self.arguments(x, rotary, cu_seqlens)
+            o = nsa_attention(**arguments, backend=self.config.backend, strict=self.config.strict)
         return self.out_proj(o.flatten(2))
+
+    def _from_cache(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        cache: LayerCache,
+        counts: Tensor | None,
+        decode: str,
+        advance: bool,
+    ) -> Tensor:
+        """o [B, T, HQ, DV] of the next T tokens."""
+        config, shape = self.config, cache.shape
+        branches = (config.force_branch,) if config.force_branch else BRANCHES
+        if shape.branches != branches:
+            raise ValueError(f"the cache keeps {shape.branches} and the layer computes {branches}")
+        if x.shape[0] != shape.batch:
+            raise ValueError(f"x is of {x.shape[0]} sequences and the cache of {shape.batch}")
+        rotary = rotary or rotary_after(config, cache.lengths, shape.capacity, x.shape[1])
+        given = self.arguments(x, rotary)
+        del given["cu_seqlens"], given["branches"]
+        if cache.longest or x.shape[1] <= shape.slack:
+            options = {"backend": decode, "strict": config.strict, "advance": advance}
+            return nsa_decode(cache=cache, counts=counts, **given, **options)
+        new = {side: given[side] for side in "kv"}
+        for side, tensors in new.items():
+            cache.check_given(side, tensors)
+        cache.places.room(x.shape[1], counts)
+        options = {"backend": config.backend, "strict": config.strict, "branches": branches}
+        with torch.no_grad():
+            o = nsa_attention(**given, **options)
+        cache.append(**new, phi=given["phi"], counts=counts, advance=advance)
+        return o
 
     def arguments(
         self,

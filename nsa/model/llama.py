@@ -1,10 +1,10 @@
 """A small Llama that reads bytes: RMSNorm, attention, SwiGLU, residuals, untied head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int64, Integer
@@ -17,6 +17,9 @@ from nsa.model.config import ModelConfig, layer_range
 from nsa.model.dense_attention import DenseAttention
 from nsa.model.layer import NSAAttention, draw
 from nsa.model.rotary import Rotary, rotary_for
+
+if TYPE_CHECKING:
+    from nsa.model.cache import NSACache
 
 ATTENTION = {"nsa": NSAAttention, "dense": DenseAttention}
 
@@ -55,15 +58,19 @@ class Block(nn.Module):
         x: Float[Tensor, "B T E"],
         rotary: Rotary,
         cu_seqlens: Integer[Tensor, " N1"] | None = None,
+        **cached: Any,
     ) -> Float[Tensor, "B T E"]:
+        """`cached` is of the attention layer: cache, counts, decode and advance."""
         if torch.compiler.is_compiling():  # one that reads its index is compiled layer by layer
-            return self._forward(x, rotary, cu_seqlens)
+            return self._forward(x, rotary, cu_seqlens, **cached)
         # Named here rather than by the model's loop, so that a recomputation is named too.
         with where(layer=self.index):
-            return self._forward(x, rotary, cu_seqlens)
+            return self._forward(x, rotary, cu_seqlens, **cached)
 
-    def _forward(self, x: Tensor, rotary: Rotary, cu_seqlens: Tensor | None) -> Tensor:
-        x = x + self.attention(in_autocast_dtype(self.norm1(x)), rotary, cu_seqlens)
+    def _forward(
+        self, x: Tensor, rotary: Rotary, cu_seqlens: Tensor | None, **cached: Any
+    ) -> Tensor:
+        x = x + self.attention(in_autocast_dtype(self.norm1(x)), rotary, cu_seqlens, **cached)
         return x + self.mlp(in_autocast_dtype(self.norm2(x)))
 
 
@@ -102,27 +109,80 @@ class LanguageModel(nn.Module):
         tokens: Int64[Tensor, "B T"],
         targets: Int64[Tensor, "B T"] | None = None,
         cu_seqlens: Integer[Tensor, " N1"] | None = None,
+        cache: "NSACache | None" = None,
+        counts: Tensor | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, ""] | None]:
         """(logits, mean cross entropy in nats, fp32); the loss is None without targets.
 
         `targets` are the tokens one later. With `cu_seqlens` (B = 1) the sequences do not see each
-        other.
+        other. With a `cache` tokens are the next ones of the sequences in it, of which counts[b]
+        are real (all by default), and are put into it; no gradient flows.
 
         Raises ValueError for tokens that are not [B, T] int64 with 1 <= T <= max_tokens, and on a
         CPU for ids outside the vocabulary. On a GPU such ids end in a device-side assertion, for
-        looking at them first would make the host wait.
+        looking at them first would make the host wait. A cache that does not fit or is full raises
+        ValueError too, and stays as it was.
         """
+        if cache is not None:
+            if targets is not None or cu_seqlens is not None:
+                raise ValueError("with a cache there are no targets and no cu_seqlens")
+            with torch.no_grad():
+                return self.logits(self.read(tokens, cache, counts)), None
+        if counts is not None:
+            raise ValueError("counts are for a cache; without one all T tokens are real")
         self._check(tokens, targets)
         rotary = rotary_for(self.config, tokens.shape[1], tokens.device, cu_seqlens)
         with self._naming_strangers("tokens", tokens):
             x = self.embed(tokens)
         x = self.run_blocks(x, rotary, cu_seqlens)
-        logits = self.head(in_autocast_dtype(self.norm(x)))
+        logits = self.logits(x)
         if targets is None:
             return logits, None
         with self._naming_strangers("targets", targets):
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return logits, loss
+
+    def logits(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
+        """What the last block's output says of the next tokens."""
+        return self.head(in_autocast_dtype(self.norm(x)))
+
+    @torch.no_grad()
+    def read(
+        self,
+        tokens: Int64[Tensor, "B T"],
+        cache: "NSACache",
+        counts: Tensor | Sequence[int] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        """Puts the next tokens into the cache; the last block's output, for `logits`.
+
+        Of counts that stand on a GPU the host knows nothing, and reserves room for all T tokens.
+        Raises ValueError as `forward` does.
+        """
+        self._check(tokens, None)
+        counts, known = cache.check(self.config, tokens, counts)
+        limit, new = self.config.max_tokens, tokens.shape[1]
+        if limit is not None and cache.longest + new > limit:
+            raise ValueError(
+                f"the cache has {cache.longest} tokens and {new} more are more than "
+                f"max_tokens={limit}; crop it or raise max_tokens"
+            )
+        cache.reserve(known)
+        x = self.step(tokens, cache, counts)
+        cache.count(known)
+        return x
+
+    def step(
+        self, tokens: Tensor, cache: "NSACache", counts: Tensor | None = None
+    ) -> Float[Tensor, "B T E"]:
+        """The part of `read` that the device does alone, so that a CUDA graph can replay it."""
+        rotary = cache.rotary(tokens.shape[1])
+        with self._naming_strangers("tokens", tokens):
+            x = self.embed(tokens)
+        cached = {"counts": counts, "decode": cache.backend, "advance": False}
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block(x, rotary, cache=layer, **cached)
+        cache.advance(tokens.shape[1], counts)
+        return x
 
     def recompute(self, layers: str) -> range:
         """Recompute these blocks in the backward: less memory for one more forward of each.

@@ -17,10 +17,15 @@ class Rotary:
 
     cos: Tensor  # [T, D/2] fp32
     sin: Tensor  # [T, D/2] fp32
-    positions: Tensor | None = None  # [T] int64 within each sequence; None: 0 .. T-1
+    # int64 within each sequence, [T], or [B, T] where sequences differ; None: 0 .. T-1
+    positions: Tensor | None = None
 
     def __call__(self, *xs: Float[Tensor, "B T _ D"]) -> list[Float[Tensor, "B T _ D"]]:
         """Each x turned; queries and keys are best turned by one call."""
+        if self.positions is not None and self.positions.dim() == 2:
+            end_to_end = Rotary(self.cos, self.sin, self.positions.flatten())
+            turned = end_to_end(*(x.flatten(0, 1)[None] for x in xs))
+            return [x.unflatten(1, self.positions.shape).squeeze(0) for x in turned]
         if not has_kernel(xs[0]):
             return [rotate(x, self.cos, self.sin, positions=self.positions) for x in xs]
         from nsa.kernels import rotary
@@ -65,3 +70,19 @@ def rotary_for(
     start = borders[sequence.clamp(min=0)]
     # Clamped, so that illegal borders reach the attention's own check and its message.
     return Rotary(cos, sin, (index - start).clamp(0, tokens - 1))
+
+
+def rotary_after(
+    config: ModelConfig, lengths: Int[Tensor, " B"], capacity: int, tokens: int
+) -> Rotary:
+    """The angles of the next `tokens` tokens of sequences that have `lengths`; the tables are those
+    of all `capacity` positions."""
+    base, scale, device = config.rope_base, config.rope_scale, lengths.device
+    tables = rotary_tables(capacity, config.head_dim, base, device=device, scale=scale)
+    return Rotary(*tables, next_positions(lengths, capacity, tokens))
+
+
+def next_positions(lengths: Int[Tensor, " B"], capacity: int, tokens: int) -> Int[Tensor, "B T"]:
+    """Where the next `tokens` tokens stand; no more than the last position that there is."""
+    steps = torch.arange(tokens, device=lengths.device)
+    return (lengths.long()[:, None] + steps).clamp(max=capacity - 1)

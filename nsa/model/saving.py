@@ -106,9 +106,9 @@ def write(state: dict[str, Any], path: Path) -> None:
         os.close(folder)
 
 
-def read(path: str | os.PathLike) -> dict[str, Any]:
-    """The state in a file, on the CPU. Nothing in it is executed. Raises ValueError for a file that
-    is truncated or of something else, and OSError where there is none."""
+def read(path: str | os.PathLike, kind: str = FORMAT) -> dict[str, Any]:
+    """The state of that kind in a file, on the CPU. Nothing in it is executed. Raises ValueError
+    for a file that is truncated or of something else, and OSError where there is none."""
     with open(path, "rb") as stream:
         try:
             with zipfile.ZipFile(stream) as archive:
@@ -124,8 +124,9 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
             raise ValueError(
                 f"{path} is truncated or no checkpoint at all ({reason}); an earlier one would do"
             ) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{path} holds no {FORMAT}; Trainer.save writes one")
+    if not isinstance(state, dict) or state.get("format") != kind:
+        writer = "Trainer.save" if kind == FORMAT else "save"
+        raise ValueError(f"{path} holds no {kind}; {writer} writes one")
     if state.get("version") != VERSION:
         raise ValueError(
             f"{path} is of version {state.get('version')}, this library reads version {VERSION}"

@@ -1,0 +1,276 @@
+"""A model goes on with prompts: prefill, then one token of each sequence a step, from a cache."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from nsa.model.cache import NSACache
+from nsa.model.config import check_int
+from nsa.model.llama import LanguageModel
+from nsa.model.sampling import Sampling
+from nsa.model.train import on_stream
+
+WARMUP = 2  # steps that run as they are before one is captured
+
+
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int] | Tensor],
+    tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 1337,
+    end: int | None = None,
+    chunk: int | None = None,
+    backend: str = "auto",
+    page: int | None = None,
+    cuda_graph: bool | None = None,
+    cache: NSACache | None = None,
+) -> "Generation":
+    """Up to `tokens` more tokens of each prompt, as an iterator that yields them step by step.
+
+    Args:
+        prompts: ids of each sequence, at least one each, or its bytes; they may differ in length.
+        temperature, top_k, top_p, seed: see `Sampling`; temperature 0 takes the most likely token.
+        end: a sequence ends with this id; the last tokens of others are waited for.
+        chunk: the prompts are read in pieces of so many tokens, which bounds the memory that takes;
+            by default in one.
+        backend: who decodes, see `nsa_decode`; prompts in one piece are read by the model's own.
+        page: tokens in a page of the cache; None: the cache is contiguous.
+        cuda_graph: a step is replayed from a CUDA graph; by default where the device is one.
+        cache: an empty one to be filled, or one that goes on with what it holds; by default one is
+            made of the size that is needed.
+
+    Raises:
+        ValueError: what does not fit, before anything is computed; the cache stays as it was.
+    """
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    check_int("tokens", tokens)
+    if end is not None:
+        check_int("end", end, 0)
+    if chunk is not None:
+        check_int("chunk", chunk)
+    device = model.embed.weight.device
+    graph = device.type == "cuda" and not model.config.strict
+    if cuda_graph and not graph:
+        why = "strict=True" if model.config.strict else f"a model on {str(device)!r}"
+        raise ValueError(f"cuda_graph=True needs a CUDA device and no strict=True, got {why}")
+    graph = graph if cuda_graph is None else cuda_graph
+    ids, lengths = padded(prompts, model.config.vocab)
+    if cache is None:
+        capacity = ids.shape[1] + tokens
+        check_limit(model, capacity)
+        where = {"dtype": model.embed.weight.dtype, "device": device}
+        cache = NSACache(model.config, len(prompts), capacity, page=page, backend=backend, **where)
+    elif page is not None or backend != "auto":
+        raise ValueError("page and backend are the cache's own; leave them out beside cache=")
+    else:
+        cache.check(model.config, torch.empty(len(prompts), 1, device=device))
+        check_limit(model, cache.longest + ids.shape[1] + tokens)
+    cache.reserve([length + tokens for length in lengths])
+    return Generation(model, ids, lengths, tokens, sampling, end, chunk, graph, cache)
+
+
+def padded(prompts: Sequence[Sequence[int] | Tensor], vocab: int) -> tuple[Tensor, list[int]]:
+    """Prompts side by side, zeros behind the shorter ones: ([B, T] int64 on the CPU, lengths)."""
+    if isinstance(prompts, str | bytes) or not len(prompts):
+        raise ValueError(f"prompts={prompts!r}: wanted is a list with the ids of each sequence")
+    rows = []
+    for number, prompt in enumerate(prompts):
+        row = torch.as_tensor(list(prompt) if isinstance(prompt, bytes) else prompt).cpu()
+        if row.dim() != 1 or not len(row):
+            raise ValueError(
+                f"prompt {number} has shape {list(row.shape)}; wanted are at least one id in a row"
+            )
+        if row.dtype not in (torch.int64, torch.int32, torch.uint8):
+            raise ValueError(f"prompt {number} is {row.dtype}; ids are int64")
+        if int(row.min()) < 0 or int(row.max()) >= vocab:
+            raise ValueError(
+                f"prompt {number} holds ids from {int(row.min())} to {int(row.max())}; "
+                f"vocab={vocab} has 0 to {vocab - 1}"
+            )
+        rows.append(row.long())
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), [len(row) for row in rows]
+
+
+def check_limit(model: LanguageModel, tokens: int) -> None:
+    """ValueError where the model takes fewer."""
+    limit = model.config.max_tokens
+    if limit is not None and tokens > limit:
+        raise ValueError(
+            f"prompt and new tokens are {tokens}, more than max_tokens={limit}; a shorter prompt "
+            "or fewer tokens would do"
+        )
+
+
+class Generation:
+    """The new tokens, step by step; iterating computes them.
+
+    Each step yields a list with the token of each sequence, None for one that has ended. `tokens`
+    holds what has come so far, `first_token_s` and `tokens_per_s` are known when it ends: the time
+    until the first tokens were there, and all later tokens of all sequences per second.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        ids: Int64[Tensor, "B T"],
+        lengths: list[int],
+        count: int,
+        sampling: Sampling,
+        end: int | None,
+        chunk: int | None,
+        graph: bool,
+        cache: NSACache,
+    ) -> None:
+        self.model, self.cache, self.sampling, self.end = model, cache, sampling, end
+        self.count, self.prompt_lengths = count, lengths
+        self.tokens: list[list[int]] = [[] for _ in lengths]
+        self.first_token_s = self.total_s = float("nan")
+        self._ids, self._chunk, self.cuda_graph = ids, chunk, graph
+        self._graph, self._warm = None, 0
+        device, batch = model.embed.weight.device, len(lengths)
+        self._numbers = sampling.numbers(batch, count, device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._newest = torch.zeros(batch, dtype=torch.int64, device=device)
+        # How many tokens of each sequence a step stores: 0 once it has ended.
+        self._open = None if end is None else torch.ones(batch, dtype=torch.int32, device=device)
+        self._steps = self._run()
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        return self._steps
+
+    def __next__(self) -> list[int | None]:
+        return next(self._steps)
+
+    def all(self) -> list[list[int]]:
+        """Computes what is left; the new tokens of each sequence, its end included."""
+        for _ in self._steps:
+            pass
+        return self.tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first ones, of all sequences together, per second."""
+        later = sum(len(own) for own in self.tokens) - sum(bool(own) for own in self.tokens)
+        spent = self.total_s - self.first_token_s
+        return later / spent if spent > 0 else float("nan")
+
+    def record(self) -> dict[str, Any]:
+        """What a run keeps: sizes, times, and the cache's own record. Waits for the device."""
+        device = self.model.embed.weight.device
+        return {
+            "prompt_tokens": self.prompt_lengths,
+            "new_tokens": [len(own) for own in self.tokens],
+            "first_token_ms": 1e3 * self.first_token_s,
+            "tokens_per_s": self.tokens_per_s,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "cuda_graph": self.cuda_graph,
+            "sampling": vars(self.sampling),
+            "cache": self.cache.record(),
+        }
+
+    @torch.no_grad()
+    def _run(self) -> Iterator[list[int | None]]:
+        started = time.perf_counter()
+        self._take(self._prefill())
+        yield self._told(self._sent(), started)
+        # On a GPU the next step is launched before the host waits for this one's tokens.
+        waiting, ahead = deque(), 1 if self._newest.is_cuda else 0
+        for _ in range(1, self.count):
+            if self.ended:
+                break
+            self._decode()
+            waiting.append(self._sent())
+            if len(waiting) > ahead:
+                yield self._told(waiting.popleft(), started)
+        while waiting and not self.ended:
+            yield self._told(waiting.popleft(), started)
+
+    @property
+    def ended(self) -> bool:
+        """Whether each sequence has come to its end token."""
+        return self.end is not None and all(own and own[-1] == self.end for own in self.tokens)
+
+    def _prefill(self) -> Float[Tensor, "B V"]:
+        """The logits behind the last token of each prompt."""
+        lengths = torch.tensor(self.prompt_lengths, dtype=torch.int32).to(self._newest.device)
+        longest, last = self._ids.shape[1], None
+        for start in range(0, longest, self._chunk or longest):
+            ids = self._ids[:, start : start + (self._chunk or longest)].to(self._newest.device)
+            counts = [min(max(n - start, 0), ids.shape[1]) for n in self.prompt_lengths]
+            x = self.model.read(ids, self.cache, counts)
+            place = (lengths - 1 - start).long()
+            index = place.clamp(0, ids.shape[1] - 1)[:, None, None].expand(-1, 1, x.shape[2])
+            found = x.gather(1, index)
+            # A shorter prompt had its last token in an earlier piece.
+            last = found if last is None else torch.where((place >= 0)[:, None, None], found, last)
+        return self.model.logits(last)[:, -1]
+
+    def _decode(self) -> None:
+        """One more token of each sequence that has not ended."""
+        self.cache.reserve(1)
+        if not self.cuda_graph:
+            self._body()
+        elif self._warm < WARMUP:
+            self._warm += 1
+            with on_stream(self._stream):
+                self._body()
+        else:
+            if self._graph is None:
+                self._graph = torch.cuda.CUDAGraph()
+                mode = {"stream": self._stream, "capture_error_mode": "thread_local"}
+                with torch.cuda.graph(self._graph, **mode):
+                    self._body()
+            self._graph.replay()
+        self.cache.count(1)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._newest.device)
+
+    def _body(self) -> None:
+        """A step as the device alone does it: a CUDA graph replays it."""
+        x = self.model.step(self._newest[:, None], self.cache, self._open)
+        self._take(self.model.logits(x)[:, -1])
+
+    def _take(self, logits: Float[Tensor, "B V"]) -> None:
+        """Draws the next tokens in place, without the host."""
+        uniform = self._numbers.index_select(0, self._step).squeeze(0)
+        self._newest.copy_(self.sampling.choose(logits, uniform))
+        if self._open is not None:
+            self._open *= self._newest != self.end
+        self._step += 1
+
+    def _sent(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The newest tokens on their way to the host."""
+        if not self._newest.is_cuda:
+            return self._newest.clone(), None
+        there = torch.empty(self._newest.shape, dtype=torch.int64, pin_memory=True)
+        there.copy_(self._newest, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return there, event
+
+    def _told(self, sent: tuple[Tensor, torch.cuda.Event | None], started: float):
+        ids, event = sent
+        if event is not None:
+            event.synchronize()
+        step = []
+        for own, token in zip(self.tokens, ids.tolist(), strict=True):
+            over = self.end is not None and bool(own) and own[-1] == self.end
+            step.append(None if over else token)
+            if not over:
+                own.append(token)
+        self.total_s = time.perf_counter() - started
+        if self.first_token_s != self.first_token_s:  # NaN: these are the first
+            self.first_token_s = self.total_s
+        return step

@@ -1,0 +1,118 @@
+"""Which page of a pool holds which tokens of which sequence: the host's side of a page table."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Pages:
+    """A pool of pages handed out to B sequences, and the table that kernels read.
+
+    `table` [B, PER] int32 on the device holds the pages of each sequence in order, -1 where it has
+    none; a sequence grows by a page without a copy. A page may serve several sequences: `users`
+    counts them, and who is about to write into one takes a copy first (see `reorder`). The host
+    decides all of it by numbers that it has, and writes the table when it changes.
+    """
+
+    def __init__(self, table: Tensor, page: int, pages: int) -> None:
+        self.table, self.page, self.pages = table, page, pages
+        self._mirror = torch.full(table.shape, -1, dtype=torch.int32)  # the table, on the host
+        self.restore([[]] * table.shape[0])
+
+    @property
+    def free(self) -> int:
+        """Pages that no sequence has."""
+        return len(self._free)
+
+    @property
+    def shared(self) -> bool:
+        """Whether any page serves two sequences."""
+        return any(count > 1 for count in self.users)
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Room for so many tokens of each sequence, for all of them or, by ValueError, for none."""
+        needed = [max(0, self.count(t) - len(own)) for t, own in zip(tokens, self.of, strict=True)]
+        if not any(needed):
+            return
+        if sum(needed) > self.free:
+            raise ValueError(
+                f"the cache is full: {sum(needed)} more pages of {self.page} tokens are needed and "
+                f"{self.free} of {self.pages} are free; reset(rows) frees those of sequences that "
+                "have ended, and more pages= would do"
+            )
+        for row, count in enumerate(needed):
+            own = self.of[row]
+            for _ in range(count):
+                page = self._free.pop()
+                self.users[page] = 1
+                self._mirror[row, len(own)] = page
+                own.append(page)
+        self._write()
+
+    def release(self, row: int, keep: int = 0) -> None:
+        """Gives back the pages of a sequence beyond its first `keep` tokens."""
+        first = self.count(keep)
+        for page in self.of[row][first:]:
+            self.users[page] -= 1
+            if not self.users[page]:
+                self._free.append(page)
+        del self.of[row][first:]
+        self._mirror[row, first:] = -1
+        self._write()
+
+    def reorder(
+        self, index: Sequence[int], lengths: Sequence[int], back: int
+    ) -> tuple[list[int], list[int]]:
+        """Sequence b becomes what index[b] was; (from, to): pages whose contents are to be copied.
+
+        It then has `lengths[b]` tokens. Of the newest `back` of them something is still to be
+        written; the pages before those are complete and are shared, the others are its own.
+        ValueError, and nothing changed, where the pool has too few.
+        """
+        before = [self.of[s][: self.count(n)] for s, n in zip(index, lengths, strict=True)]
+        firsts = [max(0, length - back) // self.page for length in lengths]
+        kept = [own[:first] for own, first in zip(before, firsts, strict=True)]
+        taken = {page for own in kept for page in own}  # complete: nobody may write into them
+        copies = []
+        for row, own in enumerate(before):
+            for page in own[firsts[row] :]:
+                if page in taken:
+                    copies.append((row, len(kept[row]), page))
+                taken.add(page)
+                kept[row].append(page)
+        # A page that is copied from stays with another, so that no copy overwrites a source.
+        free = [page for page in range(self.pages) if page not in taken]
+        if len(copies) > len(free):
+            raise ValueError(
+                f"the cache is full: the new order needs {len(copies)} more pages of {self.page} "
+                f"tokens for what the sequences do not share and {len(free)} of {self.pages} are "
+                "free; more pages= would do"
+            )
+        sources, targets = [], []
+        for (row, slot, page), target in zip(copies, free, strict=False):
+            kept[row][slot] = target
+            sources.append(page)
+            targets.append(target)
+        self.restore(kept)
+        return sources, targets
+
+    def restore(self, of: Sequence[Sequence[int]]) -> None:
+        """The pages of each sequence are those from now on."""
+        self.of, self.users = [list(own) for own in of], [0] * self.pages
+        self._mirror.fill_(-1)
+        for row, own in enumerate(self.of):
+            self._mirror[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+            for page in own:
+                self.users[page] += 1
+        # A stack: the first ones are handed out first.
+        self._free = [page for page in reversed(range(self.pages)) if not self.users[page]]
+        self._write()
+
+    def count(self, tokens: int) -> int:
+        """Pages that so many tokens fill or begin."""
+        return -(-tokens // self.page)
+
+    def _write(self) -> None:
+        # From memory that is not pinned, so that it may change again at once.
+        self.table.copy_(self._mirror, non_blocking=True)

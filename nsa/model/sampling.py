@@ -1,0 +1,82 @@
+"""Which token comes next: the most likely one, or one drawn from what the logits allow."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from nsa.model.config import check_int, check_number
+from nsa.model.data import generator
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 takes the most likely one, the lower id where two tie.
+
+    Above 0 the logits are divided by it, `top_k` keeps so many of the most likely tokens, and
+    `top_p` the fewest whose probability reaches it (nucleus sampling, arXiv 1904.09751), counted
+    among those that top_k leaves. The most likely token always stays.
+
+    Sequence i of a batch draws by numbers of (seed, i) alone, made on the CPU: with one seed it
+    gets the same tokens on every device, with a CUDA graph as without, whatever stands beside it.
+
+    Raises:
+        TypeError: a number that is none.
+        ValueError: values out of range, or such that would change nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 1337
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, least=0.0)
+        check_int("seed", self.seed, 0)
+        if self.top_k is not None:
+            check_int("top_k", self.top_k)
+        if self.top_p is not None:
+            check_number("top_p", self.top_p, above=0.0)
+            if self.top_p > 1.0:
+                raise ValueError(f"top_p={self.top_p} must be at most 1, which keeps all tokens")
+        given = [f"{n}={v}" for n in ("top_k", "top_p") if (v := getattr(self, n)) is not None]
+        if self.temperature == 0.0 and given:
+            raise ValueError(
+                f"temperature=0 takes the most likely token, so that {', '.join(given)} would "
+                "change nothing; leave it out, or take temperature=1"
+            )
+
+    def numbers(
+        self, batch: int, steps: int, device: torch.device | str = "cpu"
+    ) -> Float[Tensor, "STEPS B"]:
+        """The uniform numbers in [0, 1), fp64, by which the next `steps` tokens are drawn."""
+        if self.temperature == 0.0:
+            return torch.zeros(steps, batch, dtype=torch.float64, device=device)
+        columns = [
+            torch.rand(steps, dtype=torch.float64, generator=generator(self.seed, row))
+            for row in range(batch)
+        ]
+        return torch.stack(columns, dim=1).to(device)
+
+    def choose(
+        self, logits: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]
+    ) -> Int64[Tensor, " B"]:
+        """The next token of each sequence. The host waits for nothing, so a CUDA graph takes it."""
+        if self.temperature == 0.0:
+            return logits.argmax(dim=-1)
+        # stable: of equal tokens the lower id comes first, as argmax has it
+        ranked, ids = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
+        # from the largest one, so that no temperature overflows
+        likely = torch.softmax((ranked - ranked[:, :1]) / self.temperature, dim=-1)
+        if self.top_k is not None:
+            likely = likely[:, : self.top_k]
+        if self.top_p is not None:
+            reached = likely.cumsum(-1) - likely
+            enough = self.top_p * likely.sum(-1, keepdim=True)
+            likely = likely.masked_fill(reached >= enough, 0.0)
+        up_to = likely.cumsum(-1)
+        # u < 1 stays below the last one, but for rounding: a token of probability 0 is not drawn.
+        index = (up_to <= uniform[:, None] * up_to[:, -1:]).sum(-1, keepdim=True)
+        last = (likely > 0.0).sum(-1, keepdim=True) - 1
+        return ids.gather(1, torch.minimum(index, last)).squeeze(1)
