@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
+import yaml
 
 from nsa.experiments.selfcheck.judged import Judged
 from nsa.workbook import metrics
@@ -30,7 +31,7 @@ def again(folder: Path) -> dict[str, dict]:
     read = {
         "00": correctness, "01": memory, "02": comparison, "03": step5, "04": throughput,
         "05": tracing, "06": settlement, "07": selfcheck,
-        "08": ab, "09": estimate,
+        "08": ab, "09": estimate, "10": soak,
     }  # fmt: skip
     df = Run(folder).metrics()
     found = read[folder.name[:2]](df, folder)
@@ -54,6 +55,17 @@ def estimate(df, folder):
         },
         "figures": {"against": here.plots.against(df), "errors": here.plots.errors(df)},
     }
+
+
+def soak(df, folder):
+    """Of its samples: they are there also of a run that was ended before it judged."""
+    here = room("soak", "claims", "plots", "table", "trials")
+    given = yaml.safe_load((folder / "parameters.yaml").read_text())
+    found = here.trials.stored(folder, given["steps"], given["overlap"])
+    claims = {name: here.claims.memory_does_not_grow(found, name) for name in here.table.SERIES}
+    claims["speed"] = here.claims.speed_does_not_drift(found)
+    claims["restart"] = here.claims.goes_on_after_the_restart(found)
+    return {"tables": {"drifts": here.table.drifts(found)}, "claims": claims}
 
 
 def correctness(df, folder):

@@ -1,8 +1,10 @@
 """A soak in two processes, a training that is to grow, and allocator settings, each supervised."""
 
 import csv
+import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ from nsa.lab.observers.guard_rules import levels
 from nsa.lab.process.trial import Outcome, run_child
 from nsa.lab.search.factors import TRAINING
 from nsa.lab.training import TrainingSpec
+from nsa.workbook.files import read_json
 
 ENTRY = "nsa.experiments.soak.child:train"
 SETTING_ENTRY = "nsa.experiments.soak.child:under_setting"
@@ -213,6 +216,29 @@ def read(file: Path) -> pandas.DataFrame:
     lines = [] if not file.is_file() else file.read_text(encoding="utf-8").split("\n")[1:-1]
     rows = [[float(value) for value in row] for row in csv.reader(lines)]
     return pandas.DataFrame(rows, columns=list(COLUMNS)).astype({"step": int})
+
+
+def stored(folder: str | Path, steps: int, overlap: int) -> Soak:
+    """The soak of a run's folder, as far as its processes came: by their specs, samples and results
+    below `trials/soak`. One that left no result was ended from outside ("not run"), whatever it
+    had sampled by then.
+
+    Raises FileNotFoundError where no process of a soak left its spec there.
+    """
+    parts = []
+    for name in ("before-the-restart", "after-the-restart"):
+        place = Path(folder) / "trials/soak" / name
+        if not parts or (place / "spec.json").is_file():
+            spec = json.loads((place / "spec.json").read_text(encoding="utf-8"))
+            found = read_json(place / "result.json") or {}
+            message = found.get("message", "" if found else "it was ended from outside")
+            how = {"seconds": math.nan, "message": message, "returncode": None}
+            ended = Outcome(found.get("status", "not run"), found.get("result"), **how)
+            parts.append(Part(spec.get("spec", spec), ended, read(place / FILE)))
+    [text] = parts[0].spec["guard"]
+    warn, stop = (float(size) for size in re.findall(r"([\d.]+)GiB", text))
+    cell = TrainingSpec.from_dict(parts[0].spec["cell"])
+    return Soak(cell, steps, overlap, (warn, stop), tuple(parts))
 
 
 @dataclass(frozen=True)

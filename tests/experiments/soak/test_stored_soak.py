@@ -1,0 +1,40 @@
+"""A soak that is read from the folder of a run, also of one that was ended before it judged."""
+
+import json
+import shutil
+
+import pytest
+from places import ROOT
+
+from nsa.experiments.soak import claims, trials
+
+KEPT = ROOT / "runs/2026-11-25/10_allocator_and_soak-5f645610"
+
+
+def test_a_run_that_was_ended_early_tells_what_it_sampled():
+    soak = trials.stored(KEPT, 2000, 20)
+    assert [len(part.rows) for part in soak.parts] == [1020, 920]
+    assert [part.ended.status for part in soak.parts] == ["ok", "not run"]
+    assert soak.limits_gib == (60.0, 65.0) and soak.cell.tokens == 2048
+    ended = claims.comes_to_its_end(soak)
+    assert (ended.verdict, soak.whole) == ("INCONCLUSIVE", False)
+
+
+def test_a_leak_in_stored_samples_is_told(tmp_path):
+    folder = shutil.copytree(KEPT, tmp_path / "run")
+    file = folder / "trials/soak/before-the-restart/samples.csv"
+    head, *rows = file.read_text().splitlines()
+    grown = []
+    for row in rows:
+        step, seconds, tensors, *rest = row.split(",")
+        grown.append(",".join([step, seconds, str(float(tensors) + 0.05 * int(step)), *rest]))
+    file.write_text("\n".join([head, *grown, ""]))
+    said = {f: claims.memory_does_not_grow(trials.stored(f, 2000, 20), "tensors").verdict
+            for f in (KEPT, folder)}  # fmt: skip
+    assert said == {KEPT: "PASS", folder: "FAIL"}
+
+
+def test_a_folder_without_a_soak_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"before-the-restart"):
+        trials.stored(tmp_path, 4, 1)
+    assert json.loads((KEPT / "record.json").read_text())["status"] == "killed"
