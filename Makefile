@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/installed
 NOTEBOOKS = $(wildcard notebooks/*.ipynb)
+# Notebooks that take more than half a minute, which `make test` leaves to `make test-all`.
+LONG := $(wildcard notebooks/01_*.ipynb notebooks/03_*.ipynb notebooks/04_*.ipynb notebooks/07_*.ipynb)
 # The project's own pytest options belong to tests/: shape checks stay out of the notebooks' kernels.
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=1200 \
 	--nbval-sanitize-with tests/support/nbval.cfg -p no:cacheprovider -o addopts=""
@@ -25,8 +27,8 @@ AS_ROOT = $(shell [ "$$(id -u)" != 0 ] || echo --allow-root)
 help:
 	@echo "make run      execute the $(NOTEBOOK) notebook into runs/ and print where its report is"
 	@echo "make site     a site of all runs in site/, which a browser opens without a network"
-	@echo "make test     the quick tests, and every notebook against its committed outputs"
-	@echo "make test-all every test but the bulk proofs of pytest -m long, and the notebooks: what CI runs"
+	@echo "make test     the quick tests, and the quick notebooks against their committed outputs"
+	@echo "make test-all all tests but those marked long, and every notebook: what CI runs"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make lint     ruff, and notebooks free of volatile metadata"
 	@echo "make refresh  execute the notebooks in place with their defaults"
@@ -46,24 +48,25 @@ run: $(READY)
 site: $(READY)
 	@$(BIN)/nsa site
 
-# Both parts run whatever the other says, and the end names what failed.
+# Both parts run whatever the other says, and the end names what failed. A notebook waits for its
+# kernel, and that for its children, so three share two cores.
 define checked
 @echo "make $@: $(1) on two idle cores; on a busy machine longer, and no less green"
 @begin=$$(date +%s); failed=""; \
 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(2)" || failed=" pytest"; \
 middle=$$(date +%s); \
-$(BIN)/python -m pytest -q -n 2 --dist loadfile $(NBVAL) notebooks/ || failed="$$failed nbval"; \
+$(BIN)/python -m pytest -q -n 3 --dist loadfile $(NBVAL) $(3) || failed="$$failed nbval"; \
 echo "make $@: pytest took $$((middle - begin)) s," \
-	"$(words $(NOTEBOOKS)) notebook(s) by nbval $$(($$(date +%s) - middle)) s;" \
+	"$(words $(3)) notebook(s) by nbval $$(($$(date +%s) - middle)) s;" \
 	"$${failed:+failed:}$${failed:-all passed}"; \
 [ -z "$$failed" ]
 endef
 
 test: $(READY)
-	$(call checked,about 6 minutes,not slow and not full and not long)
+	$(call checked,about 4 minutes,not slow and not full and not long,$(filter-out $(LONG),$(NOTEBOOKS)))
 
 test-all: $(READY)
-	$(call checked,about 20 minutes,not long)
+	$(call checked,about 20 minutes,not long,$(NOTEBOOKS))
 
 lab: $(READY)
 	@NSA_HEADLESS=0 $(BIN)/jupyter lab $(AS_ROOT) notebooks/

@@ -21,13 +21,17 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 def each(backends, cases, dtypes):
     """Every combination that runs here; interpreted kernels take minutes for the long ones.
 
+    Of theirs of 100 tokens and more every other one waits for `pytest -m long`.
+
     A newcomer's `make test` has the first cases of the backends that take no loop over tokens.
     """
     for backend, (dtype, name), case in product(backends, dtypes.items(), cases):
         if takes(backend, dtype):
-            long = backend == "triton" and DEVICE == "cpu" and case.tokens > 200
+            interpreted = case.tokens if backend == "triton" and DEVICE == "cpu" else 0
             quick = case in CASES[:4] and backend not in ("triton", "sequential", "flex")
-            marks = [pytest.mark.slow] if long else [] if quick else [pytest.mark.full]
+            slow = interpreted > 200
+            marks = [pytest.mark.slow] if slow else [] if quick else [pytest.mark.full]
+            marks += [pytest.mark.long] if interpreted >= 100 and CASES.index(case) % 2 else []
             yield pytest.param(backend, case, dtype, id=f"{backend}-{case}-{name}", marks=marks)
 
 

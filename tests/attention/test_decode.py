@@ -7,6 +7,8 @@ from cases import draw
 
 from nsa.attention import decode
 
+BACKENDS = ["reference", "masked", "gather", "auto"]
+
 
 def mismatch(seed: int, backend: str) -> float:
     """The largest error of a random case in fp64, relative to the largest output."""
@@ -23,7 +25,7 @@ def mismatch(seed: int, backend: str) -> float:
     return float(error)
 
 
-@pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_growing_in_a_cache_equals_the_whole_at_once(backend):
     for seed in range(60):
         error = mismatch(seed, backend)
@@ -31,4 +33,20 @@ def test_growing_in_a_cache_equals_the_whole_at_once(backend):
 
 
 def test_the_backends_are_those_that_are_tested():
-    assert decode.names() == ["triton", "gather", "masked", "reference"]
+    assert decode.names() == ["triton", "forward", "gather", "masked", "reference"]
+
+
+@pytest.mark.slow
+def test_four_hundred_random_cases_equal_the_whole():
+    for seed in range(1000, 1400):
+        backend = BACKENDS[seed % len(BACKENDS)]
+        error = mismatch(seed, backend)
+        assert error < 1e-12, f"{backend}, seed {seed}: {random_growth(seed)}: {error}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+def test_ten_thousand_random_cases_equal_the_whole(backend):
+    for seed in range(10_000, 20_000):
+        error = mismatch(seed, backend)
+        assert error < 1e-12, f"seed {seed}: {random_growth(seed)}: {error}"

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,21 +39,28 @@ class Import:
 
 
 def imports_of(file: Path) -> Iterator[Import]:
-    def visit(node: ast.AST, on_top: bool) -> Iterator[Import]:
+    return (Import(file, *found) for found in imports_in(file.read_text(encoding="utf-8")))
+
+
+@cache
+def imports_in(source: str) -> list[tuple[int, str, int, bool]]:
+    """(line, target, level, on_top) of each import; a text that is read again costs nothing."""
+
+    def visit(node: ast.AST, on_top: bool) -> Iterator[tuple[int, str, int, bool]]:
         if isinstance(node, ast.Import):
-            yield from (Import(file, node.lineno, x.name, 0, on_top) for x in node.names)
+            yield from ((node.lineno, x.name, 0, on_top) for x in node.names)
         elif isinstance(node, ast.ImportFrom):
             # `from nsa import model` names the module only in its last part
             for name in node.names:
                 base = node.module or ""
                 target = f"{base}.{name.name}" if base.split(".")[0] in ("nsa", "") else base
-                yield Import(file, node.lineno, target.strip("."), node.level, on_top)
+                yield node.lineno, target.strip("."), node.level, on_top
         lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.iter_child_nodes(node):
             yield from visit(child, on_top and not lazy and not typing)
 
-    return visit(ast.parse(file.read_text(encoding="utf-8")), True)
+    return list(visit(ast.parse(source), True))
 
 
 def layer_of(dotted: str) -> str:

@@ -35,7 +35,8 @@ def test_poisoned_memory_compiles():
     def written(x):
         return torch.empty_like(x).copy_(x) + x.new_empty(5).zero_()
 
-    assert torch.equal(torch.compile(written)(torch.ones(5)), torch.ones(5))
+    traced = torch.compile(written, backend="aot_eager")  # generated code makes no memory by name
+    assert torch.equal(traced(torch.ones(5)), torch.ones(5))
 
 
 def test_no_test_needs_a_display_or_a_device_for_triton():

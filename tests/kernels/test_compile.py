@@ -15,8 +15,15 @@ from processes import environment_with_package
 MAIN = 90, "main", "dense"
 SHARED_KIB = {80: 163, 90: 227}  # what a block can have
 SPILLED = 320  # bytes a thread, as for addresses that are set up before a loop
+# The aims' shape both ways, and on the smaller chip what needs most of it.
+CORNERS = MAIN, (90, "main", "packed"), (80, "fp32", "dense"), (80, "wide", "dense")
 TARGETS = [
-    pytest.param(architecture, *of, marks=[pytest.mark.slow] * ((architecture, *of) != MAIN))
+    pytest.param(
+        architecture,
+        *of,
+        marks=[pytest.mark.slow] * ((architecture, *of) != MAIN)
+        + [pytest.mark.long] * ((architecture, *of) not in CORNERS),
+    )
     for architecture in SHARED_KIB
     for of in [("main", "packed"), *((x, "dense") for x in ("main", "narrow", "fp32", "wide"))]
 ]

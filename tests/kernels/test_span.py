@@ -256,7 +256,7 @@ def test_descriptors_fetch_what_pointers_do(span, lengths):
 @each_span
 @pytest.mark.parametrize("wanted", [6, 1000])
 def test_idle_processors_are_given_shares_of_heads_and_tokens(span, wanted, monkeypatch):
-    problem = Problem(Case((90, 7), span, heads=12, kv_heads=2))
+    problem = Problem(Case((50, 7), span, heads=12, kv_heads=2))
     _, lse2 = problem.forward()
     _, delta = problem.dq(lse2)
     whole = problem.dkdv(lse2, delta)

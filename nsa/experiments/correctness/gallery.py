@@ -180,12 +180,17 @@ def run_tests(
 
     A test is named without its parameters; -k picks it among those of its file.
     """
+    command = [sys.executable, "-m", "pytest", *arguments_for(tests)]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=deadline_s)
+
+
+def arguments_for(tests: Sequence[str]) -> list[str]:
+    """What pytest is told to run these tests, up to the first that fails."""
     files = sorted({test.split("::")[0] for test in tests})
     picked = " or ".join(test.split("::")[1] for test in tests)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-m", "not slow"]
-    command += ["-p", "no:cacheprovider", "-p", "no:nbval"]  # loading that takes as long as torch
-    command += [*files, "-k", picked]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=deadline_s)
+    # Loading nbval takes as long as torch.
+    plain = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:nbval"]
+    return [*plain, "-m", "not slow and not long", *files, "-k", picked]
 
 
 @cache

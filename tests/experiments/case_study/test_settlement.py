@@ -448,14 +448,19 @@ def test_sentences_hold_no_numbers_that_move():
         assert not re.search(r"\d+\.\d+ s\b", one.sentence)
 
 
+# nbval runs all of them, and compares what follows, with their notebook.
+SOME = ["deadlines", "operations", "checkpointing", "one-query", "in-place", "fragmentation"]
+
+
 @pytest.mark.processes
 @pytest.mark.slow
-def test_every_trial_decides_what_it_decided():
+@pytest.mark.parametrize("names", [SOME, pytest.param(["all"], marks=pytest.mark.long)])
+def test_every_trial_decides_what_it_decided(names):
     """Those that ask for a GPU decline without one; times decide alike on any machine.
 
     On a busy one a trial that decided otherwise is made once more, with nothing of ours beside it.
     """
-    made = trials.run_all(deadline_s=250, progress=False)
+    made = trials.run_all(names, deadline_s=250, progress=False)
     assert {name for name, one in made.items() if one.status not in ("ok", "declined")} == set()
     stored = facts.all_facts(
         sources.sources({name: ended(found) for name, found in FOUND.items()}, RUNS)

@@ -298,7 +298,7 @@ def test_a_killed_rank_is_the_first_to_fail(tmp_path):
     ("name", "ends"),
     [
         ("rank's own branch", {"ok"}),
-        ("two ranks", {"ok"}),
+        pytest.param("two ranks", {"ok"}, marks=pytest.mark.long),
         ("other shape", {"crash", "error", "ended"}),
     ],
 )

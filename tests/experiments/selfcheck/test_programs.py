@@ -84,12 +84,13 @@ def started(code, arguments, **environment):
     )
 
 
-def forms(group, ranks):
+def forms(group, ranks, first=False):
+    """Each program of these in each of its forms, or in its first."""
     return [
         (each, form)
         for each in PROGRAMS
         if each.group == group and each.ranks == ranks
-        for form in range(each.forms)
+        for form in range(1 if first else each.forms)
     ]
 
 
@@ -195,10 +196,11 @@ class Family:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_hangs_do_not_end(ranks):
-    family = Family(forms("hang", ranks))
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_hangs_do_not_end(ranks, first):
+    family = Family(forms("hang", ranks, first))
     try:
-        time.sleep(12)
+        time.sleep(5 if first else 12)  # a third of the processes share the cores, or all
         for told, child in family.children.items():
             state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
             assert state != "Z", told
@@ -209,8 +211,9 @@ def test_hangs_do_not_end(ranks):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("group", ["slow", "fails"])
-def test_slow_ones_end_and_failing_ones_fail(group):
-    family = Family(forms(group, 1))
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_slow_ones_end_and_failing_ones_fail(group, first):
+    family = Family(forms(group, 1, first))
     said, complaints = family.process.communicate(timeout=300)
     codes = {line.split()[1]: int(line.split()[2]) for line in said.splitlines() if "left" in line}
     for told, child in family.children.items():

@@ -524,7 +524,7 @@ def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kin
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_under_torchrun_who_is_left_names_the_killed_rank(place, rank):
     code, _ = after_killing(rank, torchrun(*FOREVER, "--parallel", "ddp"), place)
     assert code != 0
@@ -535,7 +535,11 @@ def test_under_torchrun_who_is_left_names_the_killed_rank(place, rank):
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
+    ("number", "reason"),
+    [
+        (signal.SIGINT, "interrupted"),
+        pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.long),
+    ],
 )
 def test_ctrl_c_while_checkpoints_are_written_leaves_a_good_one_and_no_process(
     place, number, reason

@@ -160,7 +160,7 @@ def test_a_captured_step_on_a_gpu_leaves_weights_that_load_there(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_two_ranks_end_well_where_the_one_that_writes_cannot(tmp_path, kind):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "checkpoints").write_text("in the way")

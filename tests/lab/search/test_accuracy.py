@@ -42,8 +42,9 @@ def test_there_are_ten_cells_none_of_which_a_calibration_runs():
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_no_cell_is_ended_before_three_times_its_prediction(tmp_path):
-    cells = {name: CELLS["first"][name] for name in ("dense masks", "12 layers")}
+@pytest.mark.parametrize("name", ["12 layers", pytest.param("dense masks", marks=pytest.mark.long)])
+def test_no_cell_is_ended_before_three_times_its_prediction(name, tmp_path):
+    cells = {name: CELLS["first"][name]}
     rows = foretold(cells, Ledger(tmp_path), {"device": "cpu", "threads": 1})
-    assert [r["verdict"] for r in rows] == ["PASS", "PASS"] and not any(r["early"] for r in rows)
+    assert [r["verdict"] for r in rows] == ["PASS"] and not any(r["early"] for r in rows)
     assert all(1 / SOFT < r["ratio"] < SOFT for r in rows)

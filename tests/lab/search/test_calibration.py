@@ -187,7 +187,10 @@ def test_a_prediction_is_given_or_measured():
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "tokens"), [("gather", 1024), ("masked", 512)])
+@pytest.mark.parametrize(
+    ("backend", "tokens"),
+    [("gather", 1024), pytest.param("masked", 512, marks=pytest.mark.long)],
+)
 def test_a_real_training_is_predicted_from_seconds_of_smaller_work(
     tmp_path, backend, tokens, monkeypatch
 ):

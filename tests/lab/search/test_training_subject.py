@@ -237,7 +237,7 @@ def learnt(tmp_path_factory):
     made = {}
     for name, changes in PRECISIONS.items():
         progress = Progress(tmp_path_factory.mktemp("learnt") / "progress")
-        given = {"tokens": 64, "batch": 4, "lr": 2e-5, "data": "text"} | changes
+        given = {"tokens": 64, "batch": 2, "lr": 2e-5, "data": "text"} | changes
         subject = make(SMALL | given, progress)
         losses = [float(subject.step(i)) for i in range(200)]
         made[name] = losses, subject.trainer.skipped_steps

@@ -150,27 +150,36 @@ import os, time
 with open(os.environ["COUNT"], "a") as file:
     file.write(f"{os.environ['NSA_RUN']}\\n")
 time.sleep(0.2)"""
-FORTY = """\
+MANY = """\
 jobs:
-  - {name: wide, notebook: tiny, grid: {layers: [1, 2, 3, 4, 5], lengths: [[16], [32], [64]]}}
-  - {name: again, notebook: tiny, parameters: {deep: true}, grid: {layers: [1, 2, 3]}, repeats: 8}
+  - {name: wide, notebook: tiny, grid: {layers: LAYERS, lengths: [[16], [32], [64]]}}
+  - {name: again, notebook: tiny, parameters: {deep: true}, grid: {layers: [1, 2, 3]}, repeats: N}
   - {name: last, notebook: tiny, parameters: {seed: 2}, after: again}
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_forty_runs_survive_ten_sigkills_of_their_driver_and_none_is_done_twice(tmp_path):
+@pytest.mark.parametrize(
+    ("layers", "repeats", "kills"),
+    [([1, 2], 2, 4), pytest.param([1, 2, 3, 4, 5], 8, 10, marks=pytest.mark.long)],
+)
+def test_many_runs_survive_sigkills_of_their_driver_and_none_is_done_twice(
+    layers, repeats, kills, tmp_path
+):
     """The moments are drawn anew each time; a failure names its seed."""
     import random
 
     seed = int(os.environ.get("NSA_KILL_SEED", time.time()))
     draw, count = random.Random(seed), tmp_path / "count"
-    write_plan(tmp_path, FORTY, COUNTED)
+    runs_due = 3 * len(layers) + 3 * repeats + 1
+    plan = MANY.replace("LAYERS", str(layers)).replace("repeats: N", f"repeats: {repeats}")
+    write_plan(tmp_path, plan, COUNTED)
     command = [sys.executable, "-m", "nsa", "batch", "plan.yaml", "--at-once", "2"]
     options = {"cwd": tmp_path, "env": environment_with_package() | {"COUNT": str(count)}}
     with (tmp_path / "said").open("w") as said:
-        for runs_begun in sorted(draw.choices(range(30), k=10)):  # so that none is at the end
+        early = range(runs_due * 3 // 4)  # so that none is at the end
+        for runs_begun in sorted(draw.choices(early, k=kills)):
             driver = subprocess.Popen(command, **options, stdout=said, stderr=said)
             while driver.poll() is None and len(lines_of(count)) < runs_begun:
                 time.sleep(0.02)
@@ -181,12 +190,12 @@ def test_forty_runs_survive_ten_sigkills_of_their_driver_and_none_is_done_twice(
     told = f"seed {seed}: {(tmp_path / 'said').read_text()}"
     assert ended.returncode == 0, told
     runs = [file.parent for file in tmp_path.glob("runs/*/*/record.json")]
-    assert [record.load(run)["status"] for run in runs] == ["ok"] * 40, told
+    assert [record.load(run)["status"] for run in runs] == ["ok"] * runs_due, told
     assert all((run / "report.html").is_file() for run in runs), told
     ran = count.read_text().splitlines()
     assert sorted(ran) == sorted(map(str, runs)), told
     manifest = read_json(tmp_path / "runs/batches/plan/manifest.json")
-    assert len({job["run"] for job in manifest["jobs"]}) == 40
+    assert len({job["run"] for job in manifest["jobs"]}) == runs_due
     assert not list(tmp_path.glob("runs/batches/plan/.manifest*"))
 
 
