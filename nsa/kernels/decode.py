@@ -75,7 +75,7 @@ def _splits(units: int, most: int, slots: int) -> int:
     for splits in range(1, max(1, min(most, 2 * slots)) + 1):
         programs = units * splits
         share = programs / (ceil_div(programs, slots) * slots)
-        if share > filled + 0.04:
+        if share > 1.04 * filled:
             best, filled = splits, share
         if filled > 0.92:
             break
@@ -102,20 +102,20 @@ def tuning(call: Call) -> Tuning:
     slc = _splits(units * call.new, ceil_div(selected + config.window, keys), slots)
     # Both branches in one program, or a share of the splits for each.
     slc_share = max(1, round(slc * selected / (selected + config.window)))
-    few = max(power_of_two(call.group), rows) <= 32
+    few = max(power_of_two(call.group), rows) <= 32 and not call.wide and call.chip >= 90
     return Tuning(
         score_rows=rows,
         score_keys=score_keys,
         score_splits=_splits(units * row_tiles, min(tiles, 64), slots),
         score_warps=4,
-        score_stages=3 if few and not call.wide and call.chip >= 90 else 2,
+        score_stages=3 if few else 2,
         choose_blocks=max(min(blocks, most), per_tile),
         choose_warps=8 if blocks > 512 else 4,
         attend_keys=keys,
         selected_splits=min(slc_share, ceil_div(selected, keys)),
         window_splits=min(max(1, slc - slc_share), ceil_div(config.window, keys)),
         attend_warps=4,
-        attend_stages=3 if few and not call.wide and call.chip >= 90 else 2,
+        attend_stages=3 if few and slc <= 2 else 2,
         dependent=call.chip >= 90 and call.processors > 1,
     )
 

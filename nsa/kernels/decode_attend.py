@@ -21,6 +21,27 @@ from nsa.kernels.decode_common import (
 
 
 @triton.jit
+def _rows_of(
+    at, blocks, t, x, stop,
+    SELECT: tl.constexpr, PER_PAGE: tl.constexpr, RING: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """(rows [KEYS], which of them are seen) of the keys from number x on, for `_attend_to`."""
+    b, _, pages, home, size = at
+    number = x + tl.arange(0, KEYS)
+    seen = number < stop
+    if blocks is None:
+        s = number
+    else:
+        s = tl.load(blocks + number // SELECT, mask=seen, other=-1) * SELECT + number % SELECT
+    seen = seen & (s >= 0) & (s <= t)
+    if RING:
+        row, there = b.to(tl.int64) * size + s % size, seen
+    else:
+        row, there = page_rows(pages, home, s, seen, size, PER_PAGE)
+    return row, there
+
+
+@triton.jit
 def _attend_to(
     q_tile, k, v, at, blocks, t, first, stop, scale2,
     SIZES: tl.constexpr, SELECT: tl.constexpr, PER_PAGE: tl.constexpr, RING: tl.constexpr,
@@ -32,24 +53,13 @@ def _attend_to(
     None of the positions themselves. at: (b, head, pages, home, rows of one page or of the ring).
     """
     HKV: tl.constexpr = SIZES.HQ // SIZES.G
-    b, head, pages, home, size = at
+    head = at[1]
     m = tl.full([q_tile.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_tile.shape[0], 8], tl.float32)
     acc = tl.zeros([q_tile.shape[0], padded(SIZES.DV)], tl.float32)
+    # A tile's rows are looked up one tile ahead: a load that waits for another is not pipelined.
+    row, there = _rows_of(at, blocks, t, first, stop, SELECT, PER_PAGE, RING, KEYS)
     for x in range(first, stop, KEYS):
-        number = x + tl.arange(0, KEYS)
-        seen = number < stop
-        if blocks is None:
-            s = number
-        elif SELECT % KEYS == 0:
-            s = tl.load(blocks + x // SELECT) * SELECT + x % SELECT + tl.arange(0, KEYS)
-        else:
-            s = tl.load(blocks + number // SELECT, mask=seen, other=-1) * SELECT + number % SELECT
-        seen = seen & (s >= 0) & (s <= t)
-        if RING:
-            row, there = b.to(tl.int64) * size + s % size, seen
-        else:
-            row, there = page_rows(pages, home, s, seen, size, PER_PAGE)
         keys = load_rows(k, row, there, head, HKV, SIZES.D)
         scores = tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION)
         scores = tl.where(there[None, :], scores, float("-inf"))
@@ -57,6 +67,7 @@ def _attend_to(
         acc *= rescale[:, None]
         values = load_rows(v, row, there, head, HKV, SIZES.DV)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+        row, there = _rows_of(at, blocks, t, x + KEYS, stop, SELECT, PER_PAGE, RING, KEYS)
     return acc, m, total
 
 
@@ -176,8 +187,8 @@ def _sum_parts(
 
 @triton.jit(do_not_specialize=PLAIN)
 def attend(
-    q, q_strides, gates, gate_strides, selected, window, table, columns, pool, page, ring, blocks, o_cmp, parts,
-    arrived, o, lengths, counts, n, capacity, scale2,
+    q, q_strides, gates, gate_strides, selected, window, table, columns, pool, page, ring, blocks,
+    o_cmp, parts, arrived, o, lengths, counts, n, capacity, scale2,
     SIZES: tl.constexpr, CONFIG: tl.constexpr, PER_PAGE: tl.constexpr, RING: tl.constexpr,
     GROUP: tl.constexpr, KEYS: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,

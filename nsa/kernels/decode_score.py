@@ -80,11 +80,13 @@ def score(
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M, 8], tl.float32)
     acc = tl.zeros([M, padded(SIZES.DV)], tl.float32)
+    place = tl.arange(0, KEYS)
+    key = split * each * TILE + place
+    inside = (place < TILE) & (key < seen)
+    # A tile's rows are looked up one tile ahead: a load that waits for another is not pipelined.
+    at, there = page_rows(pages, home, key, inside, size, PER_PAGE)
     for i in range(split * each, tl.minimum((split + 1) * each, tiles)):
-        place = tl.arange(0, KEYS)
         key = i * TILE + place
-        inside = (place < TILE) & (key < seen)
-        at, there = page_rows(pages, home, key, inside, size, PER_PAGE)
         k_tile = load_rows(k_cmp, at, there, head, HKV, SIZES.D)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, KEYS]
         s = tl.where(there[None, :] & (key[None, :] < end[:, None]), s, float("-inf"))
@@ -100,6 +102,8 @@ def score(
             acc *= rescale[:, None]
             v_tile = load_rows(v_cmp, at, there, head, HKV, SIZES.DV)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        inside = (place < TILE) & (key + TILE < seen)
+        at, there = page_rows(pages, home, key + TILE, inside, size, PER_PAGE)
 
     tl.store(parts[0] + row * SPLITS + split, m, mask=valid)
     tl.store(parts[1] + row * SPLITS + split, tl.sum(total, 1), mask=valid)

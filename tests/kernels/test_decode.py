@@ -1,6 +1,7 @@
 """The decode kernels against the definition: what a step writes and what it attends to."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -48,57 +49,69 @@ def written(name, got, want, dtype):
         assert torch.equal(got[known], want[known]), name
 
 
-@pytest.mark.parametrize("tuned", [CUT, WHOLE], ids=["cut", "whole"])
-@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize(("page", "tuned"), [(16, CUT), (None, WHOLE)], ids=["pages", "whole"])
 def test_sequences_of_other_lengths_side_by_side(page, tuned):
-    check(Step((0, 37, 3, 70), TINY, kv_heads=2, page=page), tuned)
+    check(Step((3, 70), TINY, kv_heads=2, page=page), tuned)
 
 
-EDGES = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lengths", [range(10), (15, 16, 17, 31, 32, 33, 40)], ids=["first", "later"]
+)
+def test_at_every_edge_of_a_block(lengths):
+    check(Step(tuple(lengths), TINY, page=8), WHOLE)
 
 
-def test_at_every_edge_of_a_block():
-    check(Step(tuple(EDGES), TINY, page=8))
-    check(Step(tuple(EDGES), TINY))
-
-
-@pytest.mark.parametrize("new", [2, 5, 16])
+@pytest.mark.parametrize("new", [3, pytest.param(16, marks=pytest.mark.slow)])
 def test_several_new_tokens_and_fewer_of_some_sequences(new):
-    check(Step((29, 0, 14, 7), TINY, new=new, counts=(new, 1, 0, new - 1), page=8))
+    check(Step((29, 7), TINY, new=new, counts=(new, new - 2), page=8), WHOLE)
+    check(Step((29, 0), TINY, new=2, counts=(0, 1), page=8))
 
 
-@pytest.mark.parametrize("group", [1, 3, 6, 16])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [(1, torch.bfloat16), (3, torch.float16), (6, torch.bfloat16), (16, torch.float16)],
+)
 def test_any_group_and_16_bits(group, dtype):
-    check(Step((45, 26), TINY, new=2, group=group, dtype=dtype))
+    check(Step((45,), TINY, new=2, group=group, dtype=dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "value_dim"), [(24, 40), (192, 128)])
+def test_head_dims_that_are_no_power_of_two(dim, value_dim):
+    check(Step((45,), TINY, dim=dim, value_dim=value_dim, page=16))
 
 
 @pytest.mark.parametrize(
-    ("dim", "value_dim"), [(24, 40), (48, 16), pytest.param(192, 128, marks=pytest.mark.slow)]
-)
-def test_head_dims_that_are_no_power_of_two(dim, value_dim):
-    check(Step((45, 26), TINY, dim=dim, value_dim=value_dim, page=16))
-
-
-@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
-@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+    ("phi", "rotary"),
+    [
+        ("linear", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("mean", True), ("linear", False), ("mlp", False), ("mlp", True),
+        )),
+    ],
+)  # fmt: skip
 def test_phi_of_the_blocks_that_a_step_completes(phi, rotary):
-    step = Step((9, 38, 2), TINY, new=4, kv_heads=2, phi=phi, rotary=rotary, dim=24, value_dim=20)
-    check(replace(step, page=8))
-    check(replace(step, new=1, dim=16, dtype=torch.bfloat16))
+    step = Step((9, 38), TINY, new=4, phi=phi, rotary=rotary, dim=24, value_dim=20)
+    check(replace(step, page=8), WHOLE)
+    step = replace(step, lengths=(9,), new=1, dim=16, kv_heads=2)
+    check(replace(step, dtype=torch.bfloat16), WHOLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "branches", [("cmp",), ("slc",), ("win",), ("cmp", "win"), ("cmp", "slc"), ("slc", "win")]
 )
-@pytest.mark.parametrize("tuned", [CUT, WHOLE], ids=["cut", "whole"])
-def test_branches_that_are_not_computed_need_no_tensors(branches, tuned):
-    check(Step((37, 6), TINY, branches=branches, new=2), tuned)
+def test_branches_that_are_not_computed_need_no_tensors(branches):
+    check(Step((37,), TINY, branches=branches, new=2), CUT)
+    check(Step((37,), TINY, branches=branches), WHOLE)
 
 
+@pytest.mark.slow
 def test_one_key_for_all_branches_needs_no_window_tensors():
-    check(Step((37, 6, 50), TINY, shared=True, page=16))
-    check(Step((37, 6), TINY, shared=True, branches=("win",)))
+    check(Step((37, 6), TINY, shared=True, page=16))
+    check(Step((37,), TINY, shared=True, branches=("win",)))
 
 
 # A window of one; blocks that are no power of two; a token a stride; blocks longer than a tile.
@@ -106,22 +119,22 @@ FINE = NSAConfig(3, 1, 6, 4, window=6)
 LONG = NSAConfig(4, 2, 64, 3, window=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "lengths"),
-    [(EVEN, (45, 7)), (ODD, (150, 19)), (FINE, (41, 5)), (LONG, (250, 63)), (SMALL, (300, 40))],
+    ("config", "length"), [(EVEN, 45), (ODD, 150), (FINE, 41), (LONG, 250), (SMALL, 300)],
     ids=["even", "odd", "fine", "long", "small"],
-)
-def test_any_sizes(config, lengths):
-    check(Step(lengths, config, new=2, page=2 * config.select_block), None)
-    check(Step(lengths, config), CUT._replace(score_keys=32))
+)  # fmt: skip
+def test_any_sizes(config, length):
+    check(Step((length,), config, new=2, page=2 * config.select_block), None)
+    check(Step((length,), config), CUT._replace(score_keys=32))
 
 
+@pytest.mark.slow
 def test_sizes_as_the_launcher_tunes_them():
     config = NSAConfig()
-    check(Step((1100, 63), config, group=4, dim=32, value_dim=32, page=64), None)
     tuned = tuning(Call(2, 1, 4, 32, 32, 1, 2048, config, False, 90, 132))
     assert tuned.score_splits > 1 and tuned.selected_splits > 1 and tuned.dependent
-    step = Step((1100, 63), config, group=4, dim=32, value_dim=32, dtype=torch.float16)
+    step = Step((1100,), config, group=4, dim=32, value_dim=32, dtype=torch.float16, page=64)
     check(step, tuned._replace(dependent=DEVICE == "cuda"))
 
 
@@ -161,9 +174,10 @@ def test_what_is_not_taken_is_said():
         decode(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_every_length_one_after_the_other():
     """A cache that the kernels alone have filled, token by token, equals the definition."""
-    step = Step((0, 0), TINY, kv_heads=2, page=8, capacity=48, phi="linear", rotary=True)
+    step = Step((0,), TINY, page=8, capacity=48, phi="linear", rotary=True)
     grown = draw(replace(step, new=45), DEVICE)
     tensors = grown.tensors
     outputs = []
@@ -171,6 +185,34 @@ def test_every_length_one_after_the_other():
         args, kwargs = grown.arguments()
         one = [{n: x[:, t : t + 1] for n, x in side.items()} for side in args[1:3]]
         kwargs |= {"lengths": torch.full_like(tensors["lengths"], t)}
-        outputs.append(decode(args[0][:, t : t + 1], *one, args[3][:, t : t + 1], **kwargs))
+        given = args[0][:, t : t + 1], *one, args[3][:, t : t + 1]
+        outputs.append(decode(*given, **kwargs, tuned=WHOLE))
     got = torch.cat(outputs, 1).double()
     torch.testing.assert_close(got, whole(grown), atol=2e-5, rtol=0)
+
+
+@pytest.mark.long
+def test_random_steps():
+    """What no list of cases thinks of: lengths, sizes, layouts and cuts at random."""
+    random = Random(26)
+    for seed in range(600):
+        config = random.choice((TINY, TINY, EVEN, ODD, FINE, LONG, SMALL))
+        new, batch = random.choice((1, 1, 2, 5, 16)), random.choice((1, 2, 3))
+        step = Step(
+            tuple(random.randrange(6 * config.select_block) for _ in range(batch)), config, new,
+            counts=tuple(random.randrange(new + 1) for _ in range(batch)),
+            kv_heads=random.choice((1, 2)), group=random.choice((1, 2, 3, 5, 16)),
+            dim=random.choice((16, 24, 40, 64)), value_dim=random.choice((16, 20, 48)),
+            phi=random.choice(("mean", "mean", "linear", "mlp")), rotary=random.random() < 0.5,
+            page=random.choice((None, 1, 2, 3)) and random.choice((1, 2, 3)) * config.select_block,
+            shared=random.random() < 0.3, seed=seed,
+        )  # fmt: skip
+        tuned = CUT._replace(
+            score_keys=random.choice((32, 64)), score_splits=random.choice((1, 2, 5)),
+            selected_splits=random.choice((1, 2, 7)), window_splits=random.choice((1, 3)),
+            choose_blocks=random.choice((64, 128)), attend_keys=random.choice((16, 32)),
+        )  # fmt: skip
+        try:
+            check(step, random.choice((tuned, None)))
+        except Exception as problem:
+            raise AssertionError(f"{step}, {tuned}") from problem

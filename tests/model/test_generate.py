@@ -92,7 +92,7 @@ def test_the_record_says_how_many_how_fast_and_what_was_read(model):
     made.all()
     record = made.record()
     assert record["new_tokens"] == [6, 6, 6] and record["prompt_tokens"] == [30, 4, 17]
-    assert 0 < record["first_token_ms"] and 0 < record["tokens_per_s"] < float("inf")
+    assert 0 < record["first_token_ms"] < float("inf") and 0 < record["tokens_per_s"] < float("inf")
     assert record["sampling"]["temperature"] == 0.5 and not record["cuda_graph"]
     assert record["cache"] == made.cache.record()
     assert record["cache"]["bytes"] == made.cache.bytes
@@ -104,9 +104,9 @@ def test_bad_requests_are_refused_before_anything_is_computed(model):
     small = functools.partial(NSACache, model.config, dtype=torch.float64)
     cases = [
         (model, [], {}, r"prompts=\[\]: wanted is a list"),
-        (model, "text", {}, "prompts='text': wanted is a list with the ids"),
+        (model, b"text", {}, "prompts=b'text': wanted is a list with the ids"),
         (model, [[1], []], {}, "prompt 1 has shape .0.; wanted are at least one id"),
-        (model, [[1.5]], {}, "prompt 0 is torch.float32; ids are int64"),
+        (model, [torch.tensor([1.5])], {}, "prompt 0 is torch.float32; ids are int64"),
         (model, [[3, 256]], {}, "prompt 0 holds ids from 3 to 256; vocab=256 has 0 to 255"),
         (model, [[1]], {"tokens": 0}, "tokens=0 must be at least 1"),
         (model, [[1]], {"top_k": 3}, "top_k=3 would change nothing"),
