@@ -256,8 +256,4 @@ def time_shrinks_too(df: pandas.DataFrame, gpu: str) -> Claim:
 
 
 def _messages(rows: pandas.DataFrame) -> dict[str, str]:
-    return {f"{row.name_} at {row.size}": row.message for row in _named(rows)}
-
-
-def _named(rows: pandas.DataFrame):
-    return rows.rename(columns={"name": "name_"}).itertuples()
+    return {f"{row.name} at {row.size}": row.message for row in rows.itertuples()}

@@ -1,4 +1,4 @@
-"""Decoding against the whole at once, in fp64 on a CPU, and the counters of a model that decodes."""
+"""Decoding against the whole at once, in fp64 on a CPU, and the counters of a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,7 +109,7 @@ class Counted:
 
 
 def model(seed: int) -> Counted:
-    """A small model in fp64 reads a prompt and decodes; its logits are held to the uncached ones."""
+    """A small model in fp64 reads a prompt and decodes; its logits beside the uncached ones."""
     torch.manual_seed(seed)
     sizes = {"dim": 32, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
     config = ModelConfig("decoding", 2, **sizes, nsa=TINY_CONFIG, backend="masked")
