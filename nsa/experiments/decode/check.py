@@ -97,9 +97,8 @@ def _definition(cell, new, cache, sample, dtype, blocks):
     starts = (starts * config.compress_stride).expand(cell.batch, -1)
     rows = cache.page_rows(starts, config.compress_stride)[sample]
     k, v = (cache.take(name, rows).to(dtype) for name in ("k_cmp", "v_cmp"))
-    visible = torch.ones(1, 1, 1, k.shape[1], dtype=torch.bool, device=device)
-    outputs["cmp"], _ = attend(q, k, v, visible, scale)
-    probs, _ = attention_probs(q, k, visible, scale)
+    outputs["cmp"], _ = attend(q, k, v, _all(k), scale)
+    probs, _ = attention_probs(q, k, _all(k), scale)
     importance = pool(probs.sum(2), count_selectable(cell.tokens, config), config).transpose(1, 2)
     if blocks is None:
         blocks = select(importance, config, first_position=last)
@@ -116,8 +115,13 @@ def _definition(cell, new, cache, sample, dtype, blocks):
     outputs["slc"], _ = attend(q, k, v, ~hidden[:, :, None], scale)
     k, v = (cache.take(*window_of(cell, cache, side)) for side in "kv")
     k, v = (x[sample].to(dtype) for x in (k, v))
-    outputs["win"], _ = attend(q, k, v, visible[..., :1], scale)
+    outputs["win"], _ = attend(q, k, v, _all(k), scale)
     return combine(gates, outputs), blocks, _lead(importance[:, 0], cell)
+
+
+def _all(k: Tensor) -> Tensor:
+    """That one query sees every key."""
+    return torch.ones(1, 1, 1, k.shape[1], dtype=torch.bool, device=k.device)
 
 
 def rows_of(cache: LayerCache, tokens: int) -> Tensor:

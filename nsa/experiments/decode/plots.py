@@ -41,7 +41,8 @@ def _times(axes, rows: pandas.DataFrame, names: list[str], on_gpu: bool) -> None
         dense = rows[(rows["operation"] == DENSE) & rows["ms"].notna()]
         unit = float(dense["ms"].iloc[0]) if len(dense) else 1.0
     failing = []
-    for name, line in rows.groupby("name", sort=False):
+    for name in names:
+        line = rows[rows["name"] == name]
         colour, marker = looks.series(names.index(name))
         good = line[line["ms"].notna()]
         style = ":" if (line["operation"] == DENSE).all() else "-"

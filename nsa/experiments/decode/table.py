@@ -110,7 +110,7 @@ def break_even(df: pandas.DataFrame) -> dict[int, str]:
 
 def _words(text: str) -> str:
     *before, number = text.split()
-    return " ".join([*before, length(round(float(number)))])
+    return " ".join([*before, f"{round(float(number)):,}"])
 
 
 def memory(df: pandas.DataFrame) -> pandas.DataFrame:
@@ -149,7 +149,7 @@ def facts(cells: Sequence[Cell], equals: Sequence[Equal], counted: Counted) -> l
     lines = []
     for cell in cells:
         keys = ", ".join(f"{branch} {cell.keys[branch]:,}" for branch in BRANCHES)
-        lines.append(f"{cell}: {keys}; {cell.tokens / cell.nsa_keys:.2f} times fewer than dense")
+        lines.append(f"{cell}: {keys}; dense / NSA {cell.tokens / cell.nsa_keys:.2f}")
         lines.append(f"  cache: {cell.cache_bytes():,} B, dense {cell.dense_bytes:,} B")
     for tokens, paper in PAPER.items():
         ours = Cell(1, tokens).nsa_keys

@@ -58,6 +58,7 @@ def measure(
         budget_s=budget_s,
         workers=1 if device == "cuda" else workers,
         gpus=gpus.all_visible() if device == "cuda" else None,
+        env={"TRITON_INTERPRET": "1"} if device == "cpu" else None,
         folder=folder,
         said=_told,
         progress=progress,
