@@ -32,7 +32,7 @@ from nsa.kernels.span_common import processors
 from nsa.kernels.tiles import architecture
 
 NEW_TOKENS = 16  # of a sequence, at most, in one call
-SHARED_KIB = 200  # what a program's tiles may take of an SM's memory; less before Hopper
+SHARED_KIB = 128  # what a tile's keys and values may take of an SM's memory
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -66,6 +66,10 @@ def declined(
     strides = config.select_block // config.compress_stride
     if strides > 128:
         reasons.append(f"select_block holds {strides} compress_strides: at most 128")
+    width = power_of_two(dim) + power_of_two(value_dim)
+    kib = power_of_two(strides) * width * dtype.itemsize / 1024
+    if kib > SHARED_KIB:
+        reasons.append(f"a select_block of compressed rows takes {kib:.0f} KiB: {SHARED_KIB} fit")
     return reasons
 
 

@@ -38,6 +38,8 @@ def _rank(
 ):  # fmt: skip
     """The blocks of one token of one KV head (Eq. 10-11), ascending, -1 last."""
     COUNT: tl.constexpr = CONFIG.select_count
+    LOCAL: tl.constexpr = CONFIG.select_local
+    FORCED_KEY: tl.constexpr = ((2**31 - 1) << 32) + 2**31 - 1
     SELECT: tl.constexpr = CONFIG.select_block
     STEP: tl.constexpr = TILES * BLOCKS
     HKV: tl.constexpr = SIZES.HQ // SIZES.G
@@ -61,13 +63,17 @@ def _rank(
         top = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(tl.exp2(m - top[:, None]) * sums, 1)
         lse2 = top + tl.log2(tl.where(total == 0.0, 1.0, total))
-        best = tl.full([1, SLOTS], ILLEGAL, tl.int64)
-        for first in range(0, (held + token) // SELECT + 1, STEP):
+        # The last blocks are forced: they take the highest slots, and are not ranked.
+        last = own[:, None] - slot + (SLOTS - LOCAL)
+        best = tl.where(slot >= SLOTS - LOCAL, FORCED_KEY - last.to(tl.int64), ILLEGAL)
+        ranked = (held + token) // SELECT + 1 - LOCAL
+        for first in range(0, ranked, STEP):
             importance = _importance(
                 ranking, row, real, lse2, first // BLOCKS, tiles, tiles_most, BLOCKS, TILES
             )
             found = candidates(importance, first, own, 2**31 - 1, True, CONFIG)
-            best = merge(best, found, SLOTS)
+            found = tl.where(first + tl.arange(0, STEP)[None, :] < ranked, found, ILLEGAL)
+            best = merge(best, found, SLOTS, SLOTS - LOCAL)
         chosen = tl.where(slot >= SLOTS - COUNT, indices(best, 2**31 - 1), NONE)
         chosen = tl.sort(chosen)
     chosen = tl.where(chosen == NONE, -1, chosen)

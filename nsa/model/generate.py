@@ -59,9 +59,11 @@ def generate(
     if chunk is not None:
         check_int("chunk", chunk)
     device = model.embed.weight.device
-    graph = device.type == "cuda" if cuda_graph is None else cuda_graph
-    if graph and device.type != "cuda":
-        raise ValueError(f"cuda_graph=True needs a CUDA device, the model is on {str(device)!r}")
+    graph = device.type == "cuda" and not model.config.strict
+    if cuda_graph and not graph:
+        why = "strict=True" if model.config.strict else f"a model on {str(device)!r}"
+        raise ValueError(f"cuda_graph=True needs a CUDA device and no strict=True, got {why}")
+    graph = graph if cuda_graph is None else cuda_graph
     ids, lengths = padded(prompts, model.config.vocab)
     if cache is None:
         capacity = ids.shape[1] + tokens
@@ -225,7 +227,8 @@ class Generation:
         else:
             if self._graph is None:
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph, stream=self._stream):
+                mode = {"stream": self._stream, "capture_error_mode": "thread_local"}
+                with torch.cuda.graph(self._graph, **mode):
                     self._body()
             self._graph.replay()
         self.cache.count(1)

@@ -33,6 +33,7 @@ def printed(capsys, *words, code=0):
     return capsys.readouterr()
 
 
+@pytest.mark.processes
 def test_a_text_goes_on_as_the_model_does_and_tells_how_fast(runs, capsys, tmp_path):
     record = tmp_path / "record.json"
     model = ["--checkpoint", runs / "tiny-1", "--device", "cpu"]

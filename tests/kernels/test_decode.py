@@ -51,7 +51,7 @@ def written(name, got, want, dtype):
 
 @pytest.mark.parametrize(("page", "tuned"), [(16, CUT), (None, WHOLE)], ids=["pages", "whole"])
 def test_sequences_of_other_lengths_side_by_side(page, tuned):
-    check(Step((3, 70), TINY, kv_heads=2, page=page), tuned)
+    check(Step((3, 50), TINY, page=page), tuned)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_full_cache_keeps_nothing_more():
 def test_what_is_not_taken_is_said():
     assert not declined(NSAConfig(), 128, 128, torch.bfloat16, 16)
     sizes = {"dim": 300, "value_dim": 64, "dtype": torch.float64, "new": 17}
-    assert len(declined(NSAConfig(16, 1, 256, 16), **sizes)) == 4
+    assert len(declined(NSAConfig(16, 1, 256, 16), **sizes)) == 5
     args, kwargs = draw(Step((9,), TINY), DEVICE).arguments()
     with pytest.raises(ValueError, match="float64"):
         decode(*(args[0].double(), *args[1:]), **kwargs)
@@ -174,7 +174,7 @@ def test_what_is_not_taken_is_said():
         decode(*args, **kwargs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_length_one_after_the_other():
     """A cache that the kernels alone have filled, token by token, equals the definition."""
     step = Step((0,), TINY, page=8, capacity=48, phi="linear", rotary=True)
@@ -195,7 +195,7 @@ def test_every_length_one_after_the_other():
 def test_random_steps():
     """What no list of cases thinks of: lengths, sizes, layouts and cuts at random."""
     random = Random(26)
-    for seed in range(600):
+    for seed in range(200):
         config = random.choice((TINY, TINY, EVEN, ODD, FINE, LONG, SMALL))
         new, batch = random.choice((1, 1, 2, 5, 16)), random.choice((1, 2, 3))
         step = Step(
