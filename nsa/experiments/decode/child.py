@@ -117,7 +117,8 @@ def _nsa(cell: Cell, subject: Subject, device: torch.device, row: dict) -> None:
 
 
 def _step(subject: Subject) -> Callable[[New, LayerCache], Tensor]:
-    """The step that leaves the lengths as they are, so that it can be repeated."""
+    """The step that leaves the lengths as they are, so that it can be repeated. A peer appends and
+    attends, too: f(q, k, v, gates, cache) -> o, with k and v by branch and a LayerCache."""
     if subject.peer:
         try:
             function = pkgutil.resolve_name(subject.peer)

@@ -1,5 +1,7 @@
 """What a step's bytes foretell, and how the child checks a step before it is timed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,17 @@ def test_a_step_is_right_takes_the_memory_foretold_and_reads_its_keys_alone(shar
             "seen": True,
         }
         assert row["reads"]["spoilt"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_our_kernels_are_right_and_read_their_keys_alone(shared, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(child, "_time", lambda row, steps, device: None)
+    cell = replace(tiny(shared=shared), dim=16)
+    [row] = rows(cell, backends=["triton"], pages=[], dense=False)
+    assert (row["outcome"], row["message"]) == ("ok", "")
+    assert row["reads"]["same"] and row["reads"]["seen"] and row["reads"]["spoilt"]
 
 
 def test_who_loads_keys_that_it_masks_is_told_from_who_does_not(monkeypatch):
