@@ -17,7 +17,7 @@ from nsa.workbook import parameters
 from nsa.workbook.run import run_notebook
 
 FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05", "06_smoke": "06"}
-FILES |= {"08_smoke": "08", "09_smoke": "09", "10_smoke": "10"}
+FILES |= {"08_smoke": "08", "09_smoke": "09", "10_smoke": "10", "11_smoke": "11"}
 PLANS = sorted((NOTEBOOKS / "params").glob("ab_*.yaml"))
 # Those that take longest. nbval runs their notebooks with the defaults, which are larger.
 LONG = "00_smoke", "smoke", "06_smoke", "09_smoke"
@@ -90,6 +90,10 @@ BAD = [
     ("10", {"overlap": 61}, "overlap=61 must be 1 to 60, half of the steps"),
     ("10", {"settings": ["", "expandable"]}, "must be text as 'max_split_size_mb:64'"),
     ("10", {"over_mib": [65.0, 60.0]}, "[60, 65] and 4 would do"),
+    ("11", {"sizes": ["64k"]}, "'64k' is no size; write 32x64k"),
+    ("11", {"pages": [100]}, "page=100 is not a multiple of select_block=64"),
+    ("11", {"backends": ["tritn"]}, "the nearest is 'triton'"),
+    ("11", {"peers": ["x"]}, "peers='x' is not of the form import.path:function"),
 ]
 
 

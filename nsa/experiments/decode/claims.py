@@ -1,0 +1,259 @@
+"""The sentences of the decoding notebook, each decided by what was measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas
+
+from nsa.config import NSAConfig
+from nsa.experiments.decode import table
+from nsa.experiments.decode.cells import PAPER, PLAIN, Cell
+from nsa.experiments.decode.child import DENSE, NSA
+from nsa.experiments.decode.equality import SAME, Counted, Equal
+from nsa.experiments.decode.trials import Result
+from nsa.workbook.claim import Claim, aim_of, verdict_of
+
+MEMORY = 0.01  # of what was foretold
+PAGES = 1.05  # of the contiguous layout's time
+BEYOND = 1.12  # of a copy's bandwidth: what only reads is faster, up to an H200's 4.8 of 4.27 TB/s
+TRITON = "triton"
+NO_GPU = "times without a GPU say nothing about one"
+NOT_OF_THIS_RUN = "this run was not to measure it"
+NO_VALUE = "it was to be measured and has no value"
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Milliseconds of one step in a CUDA graph on one H200, beside what dense attention by torch
+    and the fastest public NSA take: HQ 64, HKV 4, D 128, bf16, l 32, d 16, l' 64, n 16, w 512."""
+
+    batch: int
+    tokens: int
+    ms: float
+    public_ms: float
+    dense_ms: float
+
+    def fits(self, cell: Cell) -> bool:
+        mine = (cell.batch, cell.tokens, cell.heads, cell.kv_heads, cell.dim, cell.dtype)
+        return mine == (self.batch, self.tokens, 64, 4, 128, "bf16") and cell.config == NSAConfig()
+
+    def __str__(self) -> str:
+        return str(Cell(self.batch, self.tokens))
+
+
+K = 1024
+AIMS = (
+    Aim(1, 8 * K, 0.018, 0.047, 0.019),
+    Aim(1, 64 * K, 0.025, 0.070, 0.052),
+    Aim(8, 64 * K, 0.050, 0.085, 0.258),
+    Aim(32, 64 * K, 0.135, 0.169, 0.952),
+    Aim(64, 32 * K, 0.165, 0.204, 0.959),
+    Aim(256, 8 * K, 0.320, 0.418, 0.979),
+    Aim(16, 128 * K, 0.125, 0.156, 0.971),
+)
+
+
+def all_claims(results: Sequence[Result], equals: Sequence[Equal], counted: Counted) -> list[Claim]:
+    """What must hold in any run."""
+    df = table.frame(results)
+    return [
+        equals_the_whole(equals, counted.equal),
+        is_accurate(df),
+        nothing_broke(df),
+        reads_only_its_keys(results),
+        reads_as_the_paper_says(results),
+        memory_is_foretold(df, counted),
+        counters_count(counted),
+    ]
+
+
+def aims(results: Sequence[Result], gpu: str) -> list[Claim]:
+    """What kernels are to reach on an H200; `gpu` is the device's name, empty on a CPU."""
+    df = table.frame(results)
+    return [
+        *(reaches(results, aim, gpu) for aim in AIMS),
+        pages_cost_little(df, gpu),
+        nothing_beats_the_limit(df, gpu),
+        time_shrinks_too(df, gpu),
+    ]
+
+
+def equals_the_whole(equals: Sequence[Equal], model: Equal) -> Claim:
+    """In fp64, where only the order of sums differs."""
+    every = [*equals, model]
+    worst = max(every, key=lambda one: one.difference)
+    sentence = "in fp64 a sequence that is decoded equals the whole at once, by every backend and "
+    sentence += f"layout and in a model, to {SAME:.0e}: {len(every)} ways"
+    evidence = {"furthest": f"{worst.what}, {worst.layout}", "difference": worst.difference}
+    if len(every) < 2:
+        return Claim.undecided(sentence, NO_VALUE)
+    return Claim(sentence, verdict_of(all(one.holds for one in every)), evidence)
+
+
+def is_accurate(df: pandas.DataFrame) -> Claim:
+    """Held to twice plain torch's own error against fp64, before any time was taken."""
+    red = _messages(df[df["outcome"] == "red"])
+    ran = df[df["error"].notna()]
+    sentence = f"each step at its own length keeps the accuracy rule: {len(ran)} measured"
+    if red:
+        return Claim(f"{sentence}; wrong: {', '.join(red)}", "FAIL", red)
+    if not len(ran):
+        return Claim.undecided(sentence, NO_VALUE)
+    return Claim(
+        sentence, "PASS", {"largest share of what is allowed": round(ran["error"].max(), 3)}
+    )
+
+
+def nothing_broke(df: pandas.DataFrame) -> Claim:
+    """Our backends run, or say beforehand why not; out of memory is a value."""
+    mine = df[(df["operation"] == NSA) & ~df["name"].str.startswith("peer ")]
+    broken = _messages(mine[mine["outcome"] == "error"])
+    sentence = "every step of ours ran or said why it does not"
+    if broken:
+        return Claim(f"{sentence}; broke off: {', '.join(broken)}", "FAIL", broken)
+    if not len(mine) or (mine["outcome"] == "not run").any():
+        lost = _messages(mine[mine["outcome"] == "not run"])
+        return Claim.undecided(sentence, f"{len(lost)} were not run", lost)
+    return Claim(sentence, "PASS", mine["outcome"].value_counts().to_dict())
+
+
+def reads_only_its_keys(results: Sequence[Result]) -> Claim:
+    """All else in the cache was made NaN, and the output stayed the same to the bit."""
+    found = [(r.cell, row) for r in results for row in r.rows if "reads" in row]
+    sentence = "a step reads the keys that the prediction counts and no others: with NaN in all "
+    sentence += "other rows its output is the same to the bit, with NaN in one of those it is not"
+    if not found:
+        asked = any(row["operation"] == NSA for r in results for row in r.rows)
+        ended = [row for r in results for row in r.rows if row["outcome"] != "ok"]
+        if asked and ended:
+            return Claim.undecided(sentence, NO_VALUE)
+        return Claim.not_here(sentence, "the backends that were chosen load all keys under masks")
+    wrong, spoilt = {}, 0
+    for cell, row in found:
+        reads = row["reads"]
+        spoilt += reads["spoilt"]
+        counted = all(reads["keys"][branch] == cell.keys[branch] for branch in reads["keys"])
+        if not (counted and reads["same"] and reads["seen"]):
+            wrong[f"{row['name']} at {cell}"] = reads
+    evidence = wrong or {"steps": len(found), "rows that were NaN": spoilt}
+    if not wrong and not spoilt:
+        return Claim.not_here(sentence, "every cached key was to be read")
+    return Claim(sentence, verdict_of(not wrong), evidence)
+
+
+def reads_as_the_paper_says(results: Sequence[Result]) -> Claim:
+    """Its Table 4 of tokens loaded, for the lengths that this run has."""
+    sentence = "a step reads as many times fewer keys than dense attention as the paper says"
+    found = {}
+    for result in results:
+        cell = result.cell
+        usual = cell.config == NSAConfig()
+        if usual and cell.tokens in PAPER and any("reads" in row for row in result.rows):
+            found[cell.tokens] = cell.tokens / cell.nsa_keys
+    if not found:
+        return Claim.not_here(sentence, "no length of the paper's table was measured")
+    paper = {tokens: tokens / PAPER[tokens] for tokens in found}
+    said = ", ".join(f"{found[t]:.1f} at {t // K}k (the paper {paper[t]:.1f})" for t in found)
+    holds = all(abs(found[t] / paper[t] - 1) < 0.005 for t in found)
+    return Claim(f"{sentence}: {said}", verdict_of(holds), {str(t): x for t, x in found.items()})
+
+
+def memory_is_foretold(df: pandas.DataFrame, counted: Counted) -> Claim:
+    """One layer's cache in the allocator's count, and all of a small model's."""
+    rows = df[df["cache_bytes"].notna() & (df["operation"] == NSA)]
+    sentence = f"a cache takes the bytes that were foretold, to {MEMORY:.0%}"
+    if not len(rows):
+        return Claim.undecided(sentence, NO_VALUE)
+    over = rows["cache_bytes"] / rows["foretold_bytes"]
+    at = rows.loc[(over - 1).abs().idxmax()]
+    model = counted.held_bytes / counted.foretold_bytes
+    worst = max(float((over - 1).abs().max()), abs(model - 1))
+    evidence = {"caches": len(rows), "furthest": f"{at['layout']} at {at['size']}"}
+    evidence |= {"off by": worst, "a model's, held / foretold": model}
+    return Claim(sentence, verdict_of(worst <= MEMORY), evidence)
+
+
+def counters_count(counted: Counted) -> Claim:
+    """Of a small model that reads a prompt and decodes."""
+    sentence = (
+        "the counters of a cache tell the keys that the definition's masks show, in the last "
+    )
+    sentence += "step and in all"
+    same = (counted.last_step, counted.in_all) == (counted.masks_last, counted.masks_all)
+    whole = abs(counted.bytes / counted.held_bytes - 1) <= MEMORY  # beside the host's bookkeeping
+    evidence = {"last step": counted.last_step, "in all": counted.in_all, "bytes": counted.bytes}
+    return Claim(f"{sentence}, and its bytes", verdict_of(same and whole), evidence)
+
+
+def reaches(results: Sequence[Result], aim: Aim, gpu: str) -> Claim:
+    """Contiguous and paged, whichever is slower, in a CUDA graph."""
+    wanted = f"aim {aim.ms:g} ms, best public {aim.public_ms:g}, dense {aim.dense_ms:g}"
+    sentence = f"triton at {aim}"
+    if "H200" not in gpu:
+        why = f"the aims are for an H200, this is {gpu}" if gpu else NO_GPU
+        return Claim.not_here(f"{sentence}: {wanted}", why)
+    mine = [row for r in results if aim.fits(r.cell) for row in r.rows]
+    mine = [row for row in mine if row["name"].partition(",")[0] == TRITON]
+    if not mine:
+        return Claim.not_here(f"{sentence}: {wanted}", NOT_OF_THIS_RUN)
+    ms = {row["layout"]: row["ms"]["graph"][0] for row in mine if "graph" in row["ms"]}
+    if PLAIN not in ms or len(ms) < len(mine):
+        return Claim.undecided(f"{sentence}: {wanted}", NO_VALUE, ms)
+    paged = max((x for layout, x in ms.items() if layout != PLAIN), default=None)
+    said = f"{ms[PLAIN]:.3g} ms" + (f", {paged:.3g} in pages" if paged is not None else "")
+    return Claim(f"{sentence}: {said} ({wanted})", aim_of(max(ms.values()) <= aim.ms), ms)
+
+
+def pages_cost_little(df: pandas.DataFrame, gpu: str) -> Claim:
+    """In CUDA graphs of one process."""
+    sentence = f"pages are at most {PAGES - 1:.0%} slower than a contiguous cache"
+    if not gpu:
+        return Claim.not_here(sentence, NO_GPU)
+    mine = df[df["name"].str.partition(",")[0] == TRITON]
+    plain = mine[mine["layout"] == PLAIN].set_index("size")["graph_ms"]
+    paged = mine[mine["layout"] != PLAIN]
+    if not len(paged) or not len(plain):
+        return Claim.not_here(sentence, NOT_OF_THIS_RUN)
+    ratio = paged["graph_ms"] / paged["size"].map(plain)
+    if ratio.isna().any():
+        return Claim.undecided(sentence, NO_VALUE)
+    at = paged.loc[ratio.idxmax()]
+    said = f"at most {ratio.max():.3f} times, {at['layout']} at {at['size']}"
+    evidence = {
+        f"{row.layout} at {row.size}": round(float(x), 3)
+        for row, x in zip(paged.itertuples(), ratio, strict=True)
+    }
+    return Claim(f"{sentence}: {said}", aim_of(bool(ratio.max() <= PAGES)), evidence)
+
+
+def nothing_beats_the_limit(df: pandas.DataFrame, gpu: str) -> Claim:
+    """What is faster does not load the keys that were counted."""
+    sentence = f"no step is faster than its bytes over {BEYOND} times the bandwidth of a copy"
+    if not gpu:
+        return Claim.not_here(sentence, NO_GPU)
+    rows = df[df["ms"].notna()]
+    if not len(rows):
+        return Claim.undecided(sentence, NO_VALUE)
+    share = rows["limit_ms"] / rows["ms"]
+    at = rows.loc[share.idxmax()]
+    said = f"the nearest is {at['name']} at {at['size']} with {share.max():.0%} of it"
+    return Claim(f"{sentence}: {said}", verdict_of(bool(share.max() <= BEYOND)), {})
+
+
+def time_shrinks_too(df: pandas.DataFrame, gpu: str) -> Claim:
+    """The paper's 11.6 times at 64k is of bytes; this is the time beside it."""
+    sentence = "at 64k a step is as many times faster than dense attention as the paper's 11.6 of"
+    sentence += " keys, launches and all"
+    if not gpu:
+        return Claim.not_here(sentence, NO_GPU)
+    rows = df[df["tokens"] == 64 * K]
+    ratio = (table.fastest(rows, DENSE) / table.fastest(rows, NSA)).dropna()
+    if not len(ratio):
+        return Claim.not_here(sentence, NOT_OF_THIS_RUN)
+    said = ", ".join(f"{x:.1f} times at {size}" for size, x in ratio.items())
+    evidence = {size: round(float(x), 2) for size, x in ratio.items()}
+    return Claim(f"{sentence}: {said}", aim_of(bool(ratio.max() >= 11.6)), evidence)
+
+
+def _messages(rows: pandas.DataFrame) -> dict[str, str]:
+    return {f"{row.name} at {row.size}": row.message for row in rows.itertuples()}
