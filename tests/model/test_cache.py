@@ -99,11 +99,14 @@ def test_two_thousand_tokens_one_by_one_are_as_exact_as_the_whole(name):
     wanted, plain = whole(exact, ids), whole(model, ids)
     found = continued(exact, NSACache(config, 1, 2000, dtype=DTYPE), ids, [1])
     torch.testing.assert_close(found, wanted, **EXACT)
-    # In fp32 a near tie among blocks may fall the other way, which all later tokens of an untrained
-    # model notice. The median of positions does not.
+    # In fp32 a near tie among blocks may fall the other way, in either, and all later tokens of an
+    # untrained model notice. Before that, and where all blocks are selected, only rounding differs.
     found = continued(model, NSACache(config, 1, 2000), ids, [1])
-    error, allowed = ((x - wanted).abs().amax(2).median() for x in (found, plain))
-    assert error <= 2 * allowed
+    error, allowed = ((x - wanted).abs().amax(2)[0] for x in (found, plain))
+    tied = torch.maximum(error, allowed) > 1e-4
+    before = int(tied.int().argmax()) if tied.any() else len(tied)
+    assert before >= config.nsa.select_count * config.nsa.select_block
+    assert error[:before].max() <= 2 * allowed[:before].max()
 
 
 def edges(nsa):
