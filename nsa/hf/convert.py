@@ -86,7 +86,7 @@ def from_llama(
         del options["gate_init"]
     theirs = llama.config
     config = _config(theirs, nsa or Sizes()).with_(**options)
-    made = LanguageModel(config).to(llama.dtype)
+    made = LanguageModel(config).to(llama.device, llama.dtype)
     wanted, new = dict(made.named_parameters()), set(made.state_dict())
     for name, weight in llama.state_dict().items():
         for target in _targets(name, config):

@@ -13,7 +13,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from nsa.hf.cache import ASSISTED, GenerationCache
 from nsa.hf.config import NSAConfig
 from nsa.model.llama import LanguageModel
-from nsa.model.phi import LearnedPhi
 
 # transformers renamed it in the course of version 5.
 KEY = next(x.name for x in fields(CausalLMOutputWithPast) if x.name in ("cache", "past_key_values"))
@@ -34,9 +33,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
         self.model = LanguageModel(config.model_config())
-        if self.model.embed.weight.device.type != "meta":  # drawn, as LanguageModel does
-            for module in self.modules():
-                module._is_hf_initialized = True
+        self._drawn = self.model.embed.weight.device.type != "meta"
         self.post_init()
 
     @classmethod
@@ -44,7 +41,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """That model, not a copy; `other` is of the config, as eos_token_id."""
         with torch.device("meta"):
             made = cls(NSAConfig.of(model.config, **other))
-        made.model = model
+        made.model, made._drawn = model, True
         return made.train(model.training)
 
     def forward(
@@ -190,7 +187,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             )
             return
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic"):
+        if kind not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
                 f"cache_implementation={kind!r}: NSA has a cache of its own; leave it out, or give "
                 f"{KEY}=nsa.hf.GenerationCache(model.config, page=64)"
@@ -201,17 +198,15 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         model_kwargs[KEY] = GenerationCache(self.config, max_cache_length + 1, **sizes)
 
     @torch.no_grad()
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        """Draws what a loaded checkpoint lacks, as LanguageModel would; what was loaded stays."""
-        if not isinstance(module, LanguageModel):
-            return
-        # transformers keeps torch's own functions from a loaded tensor, but phi has others too.
-        learned = [m for m in module.modules() if isinstance(m, LearnedPhi)]
-        held = [p for m in learned for p in m.parameters() if hasattr(p, "_is_hf_initialized")]
-        copies = [p.clone() for p in held]
-        module.reset_parameters(torch.initial_seed())
-        for parameter, copy in zip(held, copies, strict=True):
-            parameter.copy_(copy)
+    def initialize_weights(self) -> None:
+        """Draws what a loaded checkpoint lacks, as LanguageModel does; what was loaded stays."""
+        named = [] if self._drawn else self.model.named_parameters()
+        lacking = [(name, p) for name, p in named if not hasattr(p, "_is_hf_initialized")]
+        if lacking:
+            drawn = LanguageModel(self.config.model_config())
+            for name, parameter in lacking:
+                parameter.copy_(drawn.get_parameter(name))
+        self._drawn = True
 
     def gradient_checkpointing_enable(self, *options: Any, **more: Any) -> None:
         """Recomputes every block in the backward, as `LanguageModel.recompute` does."""
