@@ -19,6 +19,7 @@ from nsa.reference.compress import Phi, compress
 from nsa.reference.rotary import rotate
 
 PAGED = ("slc", "cmp")  # the other tensors are rings
+NAMES = tuple(f"{side}_{name}" for name in (*PAGED, "win", "raw") for side in "kv")
 
 
 class LayerCache:
@@ -218,24 +219,37 @@ class LayerCache:
         old_k, old_v = self.take(f"k_{name}", rows), self.take(f"v_{name}", rows)
         return torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)
 
-    def tokens(self, count: int) -> tuple[Tensor, Tensor]:
-        """(k, v) [B, count, HKV, *] of the selected branch in the order of their positions."""
-        return self._in_order("slc", count, 1)
+    def tokens(self, count: int, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, v) [B, count, HKV, *] of the selected branch in the order of their positions.
 
-    def compressed(self, count: int) -> tuple[Tensor, Tensor | None]:
-        """(k_cmp, v_cmp) [B, count, HKV, *] in order; v_cmp None where no branch asks for it."""
-        return self._in_order("cmp", count, self.config.compress_stride)
+        Values are finite behind a sequence's end, ends [B] tokens, whatever was there.
+        """
+        return self._in_order("slc", count, 1, ends)
 
-    def _in_order(self, name: str, count: int, stride: int) -> tuple[Tensor, Tensor | None]:
-        if self.shape.page is None:  # a view
-            return tuple(
-                None if (x := self._views.get(f"{side}_{name}")) is None else x[:, :count]
-                for side in "kv"
-            )
-        position = torch.arange(count, device=self.device) * stride
-        rows = self.page_rows(position.expand(self.shape.batch, -1), stride)
-        keys = (f"k_{name}", f"v_{name}")
-        return tuple(self.take(key, rows) if key in self._flat else None for key in keys)
+    def compressed(self, count: int, ends: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(k_cmp, v_cmp) [B, count, HKV, *] in order; v_cmp None where no branch asks for it.
+
+        Values are finite behind those of the first ends [B] tokens, whatever was there.
+        """
+        ended = compressed_span(self.config).ended(ends - 1)
+        return self._in_order("cmp", count, self.config.compress_stride, ended)
+
+    def _in_order(
+        self, name: str, count: int, stride: int, ends: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        k, v = f"k_{name}", f"v_{name}"
+        index = torch.arange(count, device=self.device)
+        behind = index >= ends[:, None]
+        if self.shape.page is not None:
+            position = index * stride
+            rows = self.page_rows(torch.where(behind, -1, position), stride)
+            return self.take(k, rows), self.take(v, rows) if v in self._flat else None
+        keys, values = self._views[k][:, :count], self._views.get(v)
+        if values is not None:
+            values = values[:, :count]
+            if self.places.stale:  # 0 times a NaN is NaN
+                values = values.masked_fill(behind[..., None, None], 0)
+        return keys, values
 
     def _compress(
         self, k: dict[str, Tensor], v: dict[str, Tensor], phi: Phi, held: Tensor, added: Tensor
@@ -351,8 +365,8 @@ class LayerCache:
                 raise ValueError(f"the saved {key} must be {tuple(view.shape)}, got {got}")
             if tensors[key].dtype != view.dtype:
                 raise ValueError(f"the saved {key} is {tensors[key].dtype}, wanted {view.dtype}")
-        for key, view in wanted.items():
+        for key, view in cache._views.items():
             view.copy_(tensors[key])
         if places is None:
-            cache.places.longest = int(cache.lengths.max())
+            cache.places.restore(tensors)
         return cache

@@ -26,6 +26,7 @@ class Step:
     cache: LayerCache
     recent: tuple[Tensor, Tensor] | None  # k, v [B, w - 1 + N, HKV, *]: see LayerCache.recent
     scale: float
+    counts: Tensor | None = None  # [B]: how many queries are real
 
     @property
     def config(self) -> NSAConfig:
@@ -46,6 +47,12 @@ class Step:
         """Tokens that no sequence exceeds, the new ones included."""
         return self.cache.places.bound(self.q.shape[1])
 
+    @property
+    def ends(self) -> Tensor:
+        """[B]: the tokens of each sequence, the new ones included."""
+        new = self.q.shape[1]
+        return self.cache.lengths + (new if self.counts is None else self.counts.clamp(0, new))
+
     def window_hidden(self, rows: slice, columns: slice) -> Tensor:
         """[B, M, S]: which of these columns of `recent` these rows do not see."""
         device, reach = self.q.device, self.config.window - 1
@@ -61,7 +68,7 @@ def masked(step: Step, note: Note) -> dict[str, Tensor]:
     cache, config, q, scale = step.cache, step.config, step.q, step.scale
     branches, positions, outputs = cache.shape.branches, step.positions, {}
     if "cmp" in branches or "slc" in branches:
-        k_cmp, v_cmp = cache.compressed(count_compressed(step.bound, config))
+        k_cmp, v_cmp = cache.compressed(count_compressed(step.bound, config), step.ends)
         ended = compressed_span(config).ended(positions)[:, None, :, None]
         visible = torch.arange(k_cmp.shape[1], device=q.device) < ended  # [B, 1, N, C]
     if "cmp" in branches:
@@ -73,7 +80,7 @@ def masked(step: Step, note: Note) -> dict[str, Tensor]:
         key = torch.arange(step.bound, device=q.device)
         inside = selected_tokens(blocks, step.bound, config)
         inside &= (key <= positions[..., None])[:, None]
-        outputs["slc"], _ = attend(q, *cache.tokens(step.bound), inside, scale)
+        outputs["slc"], _ = attend(q, *cache.tokens(step.bound, step.ends), inside, scale)
     if "win" in branches:
         k_win, v_win = step.recent
         hidden = step.window_hidden(slice(0, q.shape[1]), slice(0, k_win.shape[1]))
@@ -103,7 +110,7 @@ def gather(step: Step, note: Note) -> dict[str, Tensor]:
 def _compressed_and_selected(step: Step, outputs: dict[str, Tensor]) -> None:
     """One pass over compressed keys for both branches, then the selected tokens."""
     config, q, heads = step.config, step.q, step.kv_heads
-    k_cmp, v_cmp = step.cache.compressed(count_compressed(step.bound, config))
+    k_cmp, v_cmp = step.cache.compressed(count_compressed(step.bound, config), step.ends)
     k_cmp, v_cmp = (None if x is None else by_kv_head(x, heads) for x in (k_cmp, v_cmp))
     key, positions = torch.arange(k_cmp.shape[1], device=q.device), step.positions
     ended = compressed_span(config).ended(positions)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from nsa.attention import cached, witness
+from nsa.attention.api import nsa_attention
 from nsa.attention.backends import triton
-from nsa.attention.cache import LayerCache
+from nsa.attention.cache import NAMES, LayerCache
 from nsa.attention.inputs import check_device, check_phi, check_tensor
 from nsa.attention.registry import Declined, Note
 from nsa.config import NSAConfig
@@ -47,6 +48,13 @@ class Call:
 
     def sides(self):
         return ("k", self.k), ("v", self.v)
+
+    def without_rows_behind(self, x: Tensor) -> Tensor:
+        """x [B, N, *, *] with zeros in the rows that are not real."""
+        if self.counts is None:
+            return x
+        row = torch.arange(self.new, device=x.device)
+        return x.masked_fill((row >= self.counts[:, None])[..., None, None], 0)
 
     def append(self) -> None:
         self.cache.append(self.k, self.v, self.phi, self.counts, advance=False)
@@ -119,57 +127,83 @@ def names() -> list[str]:
 def _reference(call: Call, note: Note) -> Tensor:
     cache, recent, lengths = call.cache, call.recent(), call.cache.lengths
     call.append()
-    shape, k, v = cache.shape, {}, {}
+    counts = torch.full_like(lengths, call.new) if call.counts is None else call.counts
+    counts = counts.clamp(0, call.new)
+    shape, k, v, ends = cache.shape, {}, {}, lengths + counts
     bound = cache.places.bound(call.new)
     if shape.raw_ring:
         blocks = bound // shape.config.compress_stride
-        k["cmp"], v["cmp"] = cache.compressed(blocks)
+        k["cmp"], v["cmp"] = cache.compressed(blocks, ends)
     if "slc" in shape.branches:
-        k["slc"], v["slc"] = cache.tokens(bound)
+        k["slc"], v["slc"] = cache.tokens(bound, ends)
     if recent is not None:
         k["win"], v["win"] = recent
     v = {branch: x for branch, x in v.items() if x is not None}
-    counts = torch.full_like(lengths, call.new) if call.counts is None else call.counts
     sizes = {"branches": shape.branches, "scale": call.scale}
     note("all", "reference")
-    given = shape.config, lengths, counts.clamp(0, call.new)
-    return reference.decode(call.q, k, v, call.gates, *given, **sizes)
+    given = call.q, k, v, call.gates, shape.config, lengths, counts
+    return reference.decode(*given, **sizes)
 
 
 def _on_torch(attend: Callable[[cached.Step, Note], dict[str, Tensor]]):
     def run(call: Call, note: Note) -> Tensor:
         recent = call.recent()
         call.append()
-        step = cached.Step(call.q, call.cache, recent, call.scale)
+        step = cached.Step(call.q, call.cache, recent, call.scale, call.counts)
         o = combine(call.gates, attend(step, note)).to(call.q.dtype)
-        if call.counts is None:
-            return o
-        row = torch.arange(call.new, device=o.device)
-        return o.masked_fill((row >= call.counts[:, None])[..., None, None], 0)
+        return call.without_rows_behind(o)
 
     return run
+
+
+def _forward(call: Call, note: Note) -> Tensor:
+    k, v = (_without_rows_behind(call, x) for _, x in call.sides())
+    config, branches = call.cache.config, call.cache.shape.branches
+    options = {"phi": call.phi, "branches": branches, "scale": call.scale}
+    q, gates = call.without_rows_behind(call.q), call.without_rows_behind(call.gates)
+    o = nsa_attention(q, k, v, gates, config, **options)
+    call.append()
+    note("all", "forward")
+    return call.without_rows_behind(o)
+
+
+def _without_rows_behind(call: Call, x: Tensor | Mapping[str, Tensor]):
+    if isinstance(x, Tensor):
+        return call.without_rows_behind(x)
+    return {branch: call.without_rows_behind(one) for branch, one in x.items()}
+
+
+def _why_not_forward(call: Call) -> list[str]:
+    if call.cache.places.bound():
+        return ["needs an empty cache, and a length that no CUDA graph changes"]
+    return []
 
 
 def _triton(call: Call, note: Note) -> Tensor:
     from nsa.kernels.decode import decode
 
-    cache, shape = call.cache, call.cache.shape
-    k, v = (cache.given(side, x) for side, x in call.sides())
+    cache, shape, phi = call.cache, call.cache.shape, call.phi
+    q, scale = triton.positive(call.q, call.scale)
     for branch in shape.branches:
         note(branch, "triton")
-    names = ("k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "k_raw", "v_raw")
     return decode(
-        call.q, k, v, call.gates, **{name: getattr(cache, name) for name in names},
+        q, call.k, call.v, call.gates, **{name: getattr(cache, name) for name in NAMES},
         table=cache.table, lengths=cache.lengths, counts=call.counts, config=shape.config,
-        phi=call.phi, branches=shape.branches, scale=call.scale,
+        phi=phi.kind, phi_key=phi.key, phi_value=phi.value, rotary=phi.rotary,
+        branches=shape.branches, scale=scale,
     )  # fmt: skip
 
 
 def _why_not_triton(call: Call) -> list[str]:
-    shape, q, reasons = call.cache.shape, call.q, []
+    shape = call.cache.shape
+    reasons = triton.why_not_for(call.q, shape.value_dim)
     if call.new > shape.slack:
         reasons.append(f"takes up to slack={shape.slack} new tokens, got {call.new}")
-    return reasons + triton.why_not_for(q, shape.value_dim)
+    if reasons:
+        return reasons
+    from nsa.kernels.decode import declined
+
+    return declined(shape.config, shape.dim, shape.value_dim, shape.dtype, call.new)
 
 
 @dataclass(frozen=True)
@@ -183,6 +217,7 @@ class Backend:
 
 _BACKENDS = {
     "triton": Backend(_triton, "our kernels: a few launches, up to 16 tokens", _why_not_triton),
+    "forward": Backend(_forward, "nsa_attention on an empty cache", _why_not_forward),
     "gather": Backend(_on_torch(cached.gather), "torch: gathers each query's own keys"),
     "masked": Backend(_on_torch(cached.masked), "torch: all keys under a mask"),
     "reference": Backend(_reference, "the definition, sequence by sequence"),
@@ -196,10 +231,16 @@ def _choose(name: str, call: Call) -> tuple[str, dict[str, list[str]]]:
         if reasons := "; ".join(_BACKENDS[name].why_not(call)):
             raise Declined(f"backend {name!r} does not take this call: {reasons}")
         return name, {}
-    reasons = _why_not_triton(call)
-    if not call.q.is_cuda:
-        reasons.append("interpreted without a GPU, thousands of times slower")
-    return ("gather", {"triton": reasons}) if reasons else ("triton", {})
+    slow = ["interpreted without a GPU, thousands of times slower"]
+    declined = {
+        "triton": _why_not_triton(call) if call.q.is_cuda else slow,
+        "forward": _why_not_forward(call),
+    }
+    if call.new <= call.cache.shape.slack:
+        declined["forward"].append("for prompts longer than the cache's slack")
+    name = next((name for name, reasons in declined.items() if not reasons), "gather")
+    before = list(_BACKENDS)[: list(_BACKENDS).index(name)]
+    return name, {one: declined[one] for one in before}
 
 
 def _checked(q, k, v, gates, cache, config, phi, counts, scale) -> Call:

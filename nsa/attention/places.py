@@ -1,7 +1,8 @@
 """The sizes of a cache, and where the tokens of each sequence are kept: once for all layers."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -153,7 +154,7 @@ class Places:
     """
 
     def __init__(self, shape: CacheShape, device: torch.device | str | None = None) -> None:
-        self.shape, self.longest = shape, 0
+        self.shape, self.longest, self._stale = shape, 0, False
         each, wanted = shape.pages_each, shape.batch * shape.pages_each
         if shape.pool >= wanted:
             table = torch.arange(wanted, dtype=torch.int32, device=device)
@@ -167,6 +168,11 @@ class Places:
         """Tokens that no sequence exceeds with `new` more; the capacity in a CUDA graph."""
         full = self.shape.capacity
         return full if self._capturing() else min(self.longest + new, full)
+
+    @property
+    def stale(self) -> bool:
+        """Whether something other than zeros may lie behind a sequence's end."""
+        return self._stale or self._capturing()
 
     def room(self, new: int, counts: Tensor | None = None) -> None:
         """ValueError unless `new` tokens (or counts [B] of them) fit every sequence.
@@ -191,7 +197,7 @@ class Places:
         if new < 0:
             raise ValueError(f"a cache cannot advance by {new} tokens; crop(lengths) shortens it")
         self.lengths.add_(new if counts is None else counts.clamp(0, new))
-        self.lengths.clamp_(max=self.shape.capacity)
+        self.lengths.clamp_(0, self.shape.capacity)
         torch.maximum(self.newest, self.lengths, out=self.newest)
         self.count(new)
 
@@ -229,6 +235,7 @@ class Places:
                         f"slack={self.shape.slack} of the cache bounds it, and 0 forgets all"
                     )
             self.longest = max(wanted.tolist())
+        self._stale = True
         self.lengths.copy_(torch.minimum(wanted.clamp(min=0), self.lengths))
         self.newest.masked_fill_(self.lengths == 0, 0)
 
@@ -247,6 +254,7 @@ class Places:
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Those sequences hold nothing; all by default. Their pages stay theirs."""
         rows = slice(None) if rows is None else self.index("rows", rows)
+        self._stale = True
         self.lengths[rows] = 0
         self.newest[rows] = 0
         if isinstance(rows, slice):
@@ -254,6 +262,7 @@ class Places:
 
     def reorder(self, index: Tensor) -> None:
         """The lengths of sequence b become those of index[b]; its pages stay its own."""
+        self._stale = True
         for x in (self.lengths, self.newest):
             x.copy_(x[index])
 
@@ -261,11 +270,17 @@ class Places:
         """The lengths of those rows of another cache."""
         self.lengths.copy_(other.lengths[rows])
         self.newest.copy_(other.newest[rows])
-        self.longest = other.longest
+        self.longest, self._stale = other.longest, True
 
     def state(self) -> dict[str, Tensor]:
         """The tensors by name, to be saved."""
         return {"table": self.table, "lengths": self.lengths, "newest": self.newest}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """What `state` gave, of a cache of the same shape. Waits for the device."""
+        for name, x in self.state().items():
+            x.copy_(tensors[name])
+        self.longest, self._stale = int(self.lengths.max()), True
 
     def index(self, name: str, rows: Sequence[int] | Tensor) -> Tensor:
         """`rows` as int64 on the device; ValueError for what is no sequence of the cache."""
@@ -303,6 +318,7 @@ class Places:
             raise ValueError(f"counts={added} must be within 0..{new}, the new tokens")
         found = table.tolist()
         pages = [page for row in found for page in row]
+        uses = Counter(pages)
         if shape.page is None and pages != list(range(shape.batch)):
             raise ValueError(f"table={pages}: a contiguous cache has page b for sequence b")
         if pages and not -1 <= min(pages) <= max(pages) < shape.pool:
@@ -317,9 +333,11 @@ class Places:
                     f"sequence {b} needs {needed} pages and its table begins {row[:needed]}; "
                     "give it pages before its tokens"
                 )
-            first = lengths[b] // shape.page_size  # written from here on
-            for page in row[first:needed]:
-                if pages.count(page) > 1:
+            first = lengths[b]  # written from here on: compressed keys stand where blocks begin
+            if shape.raw_ring:
+                first = count_compressed(first, shape.config) * shape.config.compress_stride
+            for page in row[first // shape.page_size : needed]:
+                if uses[page] > 1:
                     raise ValueError(f"page {page} of sequence {b} is held twice and written to")
 
     def _capturing(self) -> bool:

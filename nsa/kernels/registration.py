@@ -17,11 +17,11 @@ def on_its_device(function: Callable) -> Callable:
     """`function` with its first tensor's GPU as the current one: that is where Triton launches."""
 
     @wraps(function)
-    def guarded(x, *args):
+    def guarded(x, *args, **kwargs):
         if not x.is_cuda or x.device.index == torch.cuda.current_device():
-            return function(x, *args)
+            return function(x, *args, **kwargs)
         with torch.cuda.device(x.device):
-            return function(x, *args)
+            return function(x, *args, **kwargs)
 
     return guarded
 

@@ -299,8 +299,7 @@ class NSACache:
         for layer, saved in zip(made.layers, state["layers"], strict=True):
             for name in shape.tensors():
                 getattr(layer, name).copy_(saved[name])
-        for name, saved in state["places"].items():
-            getattr(made.places, name).copy_(saved)
+        made.places.restore(state["places"])
         if made.pages is not None:
             made.pages.restore(state["pages"])
         made._step.copy_(state["step"])

@@ -38,7 +38,7 @@ def generate(
     """Up to `tokens` more tokens of each prompt, as an iterator that yields them step by step.
 
     Args:
-        prompts: ids of each sequence, at least one each; they may differ in length.
+        prompts: ids of each sequence, at least one each, or its bytes; they may differ in length.
         temperature, top_k, top_p, seed: see `Sampling`; temperature 0 takes the most likely token.
         end: a sequence ends with this id; the last tokens of others are waited for.
         chunk: the prompts are read in pieces of so many tokens, which bounds the memory that takes;
@@ -59,9 +59,11 @@ def generate(
     if chunk is not None:
         check_int("chunk", chunk)
     device = model.embed.weight.device
-    graph = device.type == "cuda" if cuda_graph is None else cuda_graph
-    if graph and device.type != "cuda":
-        raise ValueError(f"cuda_graph=True needs a CUDA device, the model is on {str(device)!r}")
+    graph = device.type == "cuda" and not model.config.strict
+    if cuda_graph and not graph:
+        why = "strict=True" if model.config.strict else f"a model on {str(device)!r}"
+        raise ValueError(f"cuda_graph=True needs a CUDA device and no strict=True, got {why}")
+    graph = graph if cuda_graph is None else cuda_graph
     ids, lengths = padded(prompts, model.config.vocab)
     if cache is None:
         capacity = ids.shape[1] + tokens
@@ -71,6 +73,7 @@ def generate(
     elif page is not None or backend != "auto":
         raise ValueError("page and backend are the cache's own; leave them out beside cache=")
     else:
+        cache.check(model.config, torch.empty(len(prompts), 1, device=device))
         check_limit(model, cache.longest + ids.shape[1] + tokens)
     cache.reserve([length + tokens for length in lengths])
     return Generation(model, ids, lengths, tokens, sampling, end, chunk, graph, cache)
@@ -82,7 +85,7 @@ def padded(prompts: Sequence[Sequence[int] | Tensor], vocab: int) -> tuple[Tenso
         raise ValueError(f"prompts={prompts!r}: wanted is a list with the ids of each sequence")
     rows = []
     for number, prompt in enumerate(prompts):
-        row = torch.as_tensor(prompt).cpu()
+        row = torch.as_tensor(list(prompt) if isinstance(prompt, bytes) else prompt).cpu()
         if row.dim() != 1 or not len(row):
             raise ValueError(
                 f"prompt {number} has shape {list(row.shape)}; wanted are at least one id in a row"
@@ -224,7 +227,8 @@ class Generation:
         else:
             if self._graph is None:
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph, stream=self._stream):
+                mode = {"stream": self._stream, "capture_error_mode": "thread_local"}
+                with torch.cuda.graph(self._graph, **mode):
                     self._body()
             self._graph.replay()
         self.cache.count(1)

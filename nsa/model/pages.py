@@ -17,14 +17,13 @@ class Pages:
 
     def __init__(self, table: Tensor, page: int, pages: int) -> None:
         self.table, self.page, self.pages = table, page, pages
-        self.of: list[list[int]] = [[] for _ in range(table.shape[0])]
-        self.users = [0] * pages
-        self._write()
+        self._mirror = torch.full(table.shape, -1, dtype=torch.int32)  # the table, on the host
+        self.restore([[]] * table.shape[0])
 
     @property
     def free(self) -> int:
         """Pages that no sequence has."""
-        return self.users.count(0)
+        return len(self._free)
 
     @property
     def shared(self) -> bool:
@@ -42,8 +41,13 @@ class Pages:
                 f"{self.free} of {self.pages} are free; reset(rows) frees those of sequences that "
                 "have ended, and more pages= would do"
             )
-        for own, count in zip(self.of, needed, strict=True):
-            own += self._take(count)
+        for row, count in enumerate(needed):
+            own = self.of[row]
+            for _ in range(count):
+                page = self._free.pop()
+                self.users[page] = 1
+                self._mirror[row, len(own)] = page
+                own.append(page)
         self._write()
 
     def release(self, row: int, keep: int = 0) -> None:
@@ -51,7 +55,10 @@ class Pages:
         first = self.count(keep)
         for page in self.of[row][first:]:
             self.users[page] -= 1
+            if not self.users[page]:
+                self._free.append(page)
         del self.of[row][first:]
+        self._mirror[row, first:] = -1
         self._write()
 
     def reorder(
@@ -87,33 +94,25 @@ class Pages:
             kept[row][slot] = target
             sources.append(page)
             targets.append(target)
-        self.of = kept
-        self._count_users()
-        self._write()
+        self.restore(kept)
         return sources, targets
 
     def restore(self, of: Sequence[Sequence[int]]) -> None:
-        """The pages of each sequence as they were when somebody wrote `of` down."""
-        self.of = [list(own) for own in of]
-        self._count_users()
+        """The pages of each sequence are those from now on."""
+        self.of, self.users = [list(own) for own in of], [0] * self.pages
+        self._mirror.fill_(-1)
+        for row, own in enumerate(self.of):
+            self._mirror[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+            for page in own:
+                self.users[page] += 1
+        # A stack: the first ones are handed out first.
+        self._free = [page for page in reversed(range(self.pages)) if not self.users[page]]
         self._write()
 
     def count(self, tokens: int) -> int:
         """Pages that so many tokens fill or begin."""
         return -(-tokens // self.page)
 
-    def _take(self, count: int) -> list[int]:
-        taken = [page for page, users in enumerate(self.users) if users == 0][:count]
-        for page in taken:
-            self.users[page] = 1
-        return taken
-
-    def _count_users(self) -> None:
-        self.users = [0] * self.pages
-        for own in self.of:
-            for page in own:
-                self.users[page] += 1
-
     def _write(self) -> None:
-        rows = [own + [-1] * (self.table.shape[1] - len(own)) for own in self.of]
-        self.table.copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+        # From memory that is not pinned, so that it may change again at once.
+        self.table.copy_(self._mirror, non_blocking=True)

@@ -4,9 +4,11 @@ from itertools import product
 
 import pytest
 import torch
-from tiny_models import TOKENS, tiny, tokens
+from tiny_models import TOKENS, hidden, tiny, tokens
 
-from nsa.model.cache import NSACache
+from nsa.attention.cache import LayerCache
+from nsa.model.cache import NSACache, shape_of
+from nsa.model.layer import NSAAttention
 from nsa.model.llama import LanguageModel
 from nsa.model.presets import PRESETS, dense_twin, preset
 from nsa.model.reads import keys_read
@@ -69,7 +71,7 @@ def test_logits_from_a_cache_are_those_of_the_whole_sequence(case):
 @pytest.mark.slow
 def test_they_are_for_every_phi_gate_rotary_and_branch():
     for case in GRID:
-        check_equal(model_of(tiny(**case, layers=1)), [18, 1, 5])
+        check_equal(model_of(tiny(**case, layers=1)), [34, 1, 6], 41)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -229,8 +231,8 @@ def test_a_part_of_a_cache_goes_on_by_itself(page):
     part = cache.select([2, 0, 2])
     assert part.lengths.tolist() == [25, 33, 25] and part.bytes <= cache.bytes
     new = tokens(3, 4, seed=1)
-    found, again = model(new, cache=part)[0], model(new[[1, 0, 0]], cache=cache)[0]
-    torch.testing.assert_close(found[1], again[0] * 0 + found[1], **EXACT)
+    found, again = model(new, cache=part)[0], model(new[[1, 2, 0]], cache=cache)[0]
+    torch.testing.assert_close(found[1], again[0], **EXACT)
     for row, source in enumerate([2, 0, 2]):
         sequence = torch.cat([tokens(3, 33)[source, : lengths[source]], new[row]])
         torch.testing.assert_close(found[row], whole(model, sequence[None])[0, -4:], **EXACT)
@@ -375,6 +377,43 @@ def test_what_the_rings_have_forgotten_cannot_be_cropped_to(page):
     new = tokens(2, 9, seed=1)
     wanted = whole(model, torch.cat([tokens(2)[:, :32], new], 1))[:, 32:]
     torch.testing.assert_close(model(new, cache=cache)[0], wanted, **EXACT)
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_a_layer_alone_goes_on_from_a_cache_of_its_own(rope):
+    config = tiny(phi="linear", compress_rope=rope)
+    layer = NSAAttention(config).double()
+    x = hidden(config, batch=2).double()
+    cache = LayerCache(shape_of(config, 2, TOKENS, dtype=DTYPE))
+    with torch.no_grad():
+        parts = [layer(part, cache=cache) for part in x.split([20, 1, 1, 9, 17], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x), **EXACT)
+    assert cache.lengths.tolist() == [TOKENS, TOKENS]
+    alone = NSAAttention(config.with_(force_branch="win")).double()
+    for who, given, message in [
+        (layer, {"cu_seqlens": torch.tensor([0, 1])}, "sequences side by side"),
+        (alone, {}, r"keeps \('cmp', 'slc', 'win'\) and the layer computes \('win',\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            who(x[:, :1], cache=cache, **given)
+
+
+@torch.no_grad()
+def test_under_autocast_a_cache_of_that_dtype_is_as_exact_as_the_whole():
+    torch.manual_seed(0)
+    model = LanguageModel(tiny(nsa={"select_count": 6}))  # all blocks, so that none is a near tie
+    ids = tokens(4)
+    exact = model_of(model.config)
+    exact.load_state_dict(model.state_dict())
+    wanted = whole(exact, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(ids)[0]
+        cache = NSACache(model.config, 4, TOKENS, dtype=torch.bfloat16)
+        found = continued(model, cache, ids, [20, 1, 1, 1, 9, 1])
+        with pytest.raises(ValueError, match=r"bfloat16 .* and the cache torch\.float32"):
+            model(ids, cache=NSACache(model.config, 4, TOKENS))
+    error, allowed = ((x.double() - wanted).abs() for x in (found, plain))
+    assert error.mean() <= 2 * allowed.mean() and error.max() <= 2 * allowed.max()
 
 
 def test_what_no_cache_can_be_made_for_says_so():

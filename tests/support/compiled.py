@@ -21,6 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from decode_inputs import Step, draw
+
 from nsa.config import NSAConfig
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -99,6 +101,25 @@ def reach(name: str, tokens: int, packed: bool) -> None:
         rotary.rotate(table, table, positions, back, [q[None], k[None]])
 
 
+def reach_decode(name: str, tokens: int, architecture: int) -> None:
+    """Launches every kernel of a decode step: few and many sequences, pages or none, every phi."""
+    from nsa.kernels import decode
+
+    (dim, value_dim, dtype, group), heads, config = SHAPES[name], 2, NSAConfig()
+    cuts = [(1, 1, None, "mean"), (256, 1, 64, "mean"), (1, 16, 64, "linear"), (1, 2, None, "mlp")]
+    for batch, new, page, phi in cuts:
+        call = decode.Call(
+            batch, heads, group, dim, value_dim, new, tokens, config, dtype == torch.float32,
+            architecture, 132,
+        )  # fmt: skip
+        step = Step(
+            (0,) * batch, config, new, kv_heads=heads, group=group, dim=dim, value_dim=value_dim,
+            phi=phi, rotary=phi != "mean", page=page, dtype=dtype, capacity=tokens,
+        )  # fmt: skip
+        args, kwargs = draw(step).arguments()
+        decode.decode(*args, **kwargs, tuned=decode.tuning(call))
+
+
 def kernels() -> list[str]:
     """Every kernel of nsa.kernels: the compiled functions that no other one calls."""
     import nsa.kernels
@@ -143,5 +164,7 @@ if __name__ == "__main__":
     binaries = record(int(target))
     for tokens in TOKENS:
         reach(shape, tokens, kind == "packed")
+        if kind == "dense":
+            reach_decode(shape, tokens, int(target))
     compiled = [facts(*found) for found in binaries.values()]
     print(json.dumps({"compiled": compiled, "kernels": kernels()}))

@@ -51,7 +51,7 @@ def select_blocks(inputs: Inputs, k_cmp: Tensor) -> Tensor:
     from nsa.kernels import ops
     from nsa.kernels.registration import sizes_of
 
-    q, scale = _positive(inputs.q, inputs.scale)
+    q, scale = positive(inputs.q, inputs.scale)
     plain = inputs.cu_seqlens, q.shape[0], sizes_of(inputs.config), scale
     blocks = ops.select(_flat(_padded(q)), _flat(_padded(k_cmp)), *plain)
     return blocks.unflatten(0, q.shape[:2])
@@ -81,7 +81,7 @@ def _attend(
     k, v = ({b: side[b] for b in branches if b != "cmp"} for side in (inputs.k, inputs.v))
     k["cmp"] = given[0] if scored or "cmp" in branches else None
     v["cmp"] = given[1] if "cmp" in branches else None
-    q, scale = _positive(inputs.q, inputs.scale)
+    q, scale = positive(inputs.q, inputs.scale)
     tensors = [q, *(side.get(b) for b in BRANCHES for side in (k, v))]
     tensors = [x if x is None else _flat(_padded(x)) for x in tensors]
     if blocks is not None:
@@ -166,7 +166,7 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """(q, scale) of the same scores with a positive scale, under which a maximum stays one."""
     if scale > 0:
         return q, scale

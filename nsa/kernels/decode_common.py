@@ -1,0 +1,117 @@
+"""What the decode kernels share: the tokens of a step, rows of a cache, the order of launches.
+
+A step gives every sequence b of a batch `new` tokens at the positions held .. held + new - 1. Rows
+of scratch are in the order [B, HKV, N, G]. A cache's tensors are contiguous.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from nsa.kernels.common import padded
+
+
+class Tuning(NamedTuple):
+    """How the work of one step is cut. Splits are over keys: a small batch fills the GPU too."""
+
+    score_rows: int  # rows of queries, [N, G] flattened, that one program scores
+    score_keys: int  # compressed keys a tile
+    score_splits: int
+    score_warps: int
+    score_stages: int
+    choose_blocks: int  # importances ranked at a time
+    choose_warps: int
+    attend_keys: int  # keys a tile
+    selected_splits: int
+    window_splits: int
+    attend_warps: int
+    attend_stages: int
+    dependent: bool  # launches overlap: programmatic dependent launch, Hopper and newer
+
+
+@triton.constexpr_function
+def rounded_up(n):
+    """The least power of two that is at least n."""
+    return triton.next_power_of_2(max(n, 1))
+
+
+@triton.jit
+def begin(DEPENDENT: tl.constexpr):
+    """Waits for what the launch before wrote; lets the next one start as soon as there is room."""
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+@triton.jit
+def step_of(b, lengths, counts, n, capacity):
+    """(held, new) of sequence b, or of each of a vector of sequences; never past the capacity."""
+    held = tl.maximum(tl.load(lengths + b), 0)
+    new = n + held * 0
+    if counts is not None:
+        new = tl.minimum(tl.load(counts + b), n)
+    return held, tl.maximum(tl.minimum(new, capacity - held), 0)
+
+
+@triton.jit
+def home_of(pages, b, PER_PAGE: tl.constexpr):
+    """What `page_rows` needs to know of sequence b: its only page, or where its row of pages is."""
+    table, columns, _ = pages
+    return tl.load(table + b).to(tl.int64) if PER_PAGE is None else b.to(tl.int64) * columns
+
+
+@triton.jit
+def page_rows(pages, home, s, valid, size, PER_PAGE: tl.constexpr):
+    """(rows int64, which of them exist) of a paged tensor [P * size, ...] for positions s [N].
+
+    pages: (table, columns, P). size: rows that a sequence's only page has, if it has one only. A
+    page that is none of the pool's is no row.
+    """
+    table, _, count = pages
+    if PER_PAGE is None:
+        page = home
+        row = home * size + s
+    else:
+        page = tl.load(table + home + s // PER_PAGE, mask=valid, other=-1).to(tl.int64)
+        row = page * PER_PAGE + s % PER_PAGE
+    return row, valid & (page >= 0) & (page < count)
+
+
+@triton.jit
+def load_rows(x, row, valid, head, HKV: tl.constexpr, D: tl.constexpr):
+    """x [rows, HKV, D] at rows [N] int64 and one head: [N, padded D]; 0 where not valid."""
+    d = tl.arange(0, padded(D))[None, :]
+    mask = valid[:, None]
+    if padded(D) != D:
+        mask = mask & (d < D)
+    return tl.load(x + (row * HKV + head)[:, None] * D + d, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(x, row, valid, head, values, HKV: tl.constexpr, D: tl.constexpr):
+    """Writes values [N, padded D] to x [rows, HKV, D] at valid rows [N] int64 and one head."""
+    d = tl.arange(0, padded(D))[None, :]
+    mask = valid[:, None]
+    if padded(D) != D:
+        mask = mask & (d < D)
+    at = x + (row * HKV + head)[:, None] * D + d
+    tl.store(at, values.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_queries(q, strides, b, token, head, valid, D: tl.constexpr):
+    """q[b, token, head] for vectors of tokens and heads: [M, padded D]; 0 where not valid."""
+    d = tl.arange(0, padded(D))[None, :]
+    at = q + b.to(tl.int64) * strides[0]
+    at += (token.to(tl.int64) * strides[1] + head * strides[2])[:, None] + d
+    return tl.load(at, mask=valid[:, None] & (d < D), other=0.0)
+
+
+@triton.jit
+def tiles_of(seen, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """(tiles, tiles a split, splits that have any) of `seen` keys in tiles of KEYS."""
+    tiles = tl.cdiv(seen, KEYS)
+    each = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
+    return tiles, each, tl.cdiv(tiles, each)

@@ -1,0 +1,339 @@
+"""A layer's cache: its bytes, what may be done to it, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cached_cases import Growth, arguments, random_growth, whole
+from cases import TINY, Case, draw
+
+from nsa.attention.cache import LayerCache
+from nsa.attention.decode import nsa_decode
+from nsa.attention.places import CacheShape, Places
+from nsa.config import NSAConfig
+from nsa.reference.nsa import BRANCHES
+
+CASE = Case(40, batch=3, dim=8, value_dim=4, config=TINY)
+GROWTH = Growth(CASE, (17, 3, 20), (40, 33, 40))
+
+
+def part(given, rows, index=slice(None)):
+    """q, k, v, gates of some sequences and tokens, and phi as it is."""
+    q, k, v, gates, phi = given
+    k, v = ({b: x[index, rows] for b, x in side.items()} for side in (k, v))
+    return q[index, rows], k, v, gates[index, rows], phi
+
+
+def step(given, cache, rows, **options):
+    q, k, v, gates, phi = part(given, rows)
+    return nsa_decode(q, k, v, gates, cache, phi=phi, **{"backend": "gather"} | options)
+
+
+@pytest.mark.parametrize("page", [None, 8, 24])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("branches", [BRANCHES, ("cmp",), ("slc",), ("win",), ("slc", "win")])
+def test_bytes_are_known_before_anything_is_allocated(branches, shared, page):
+    growth = replace(GROWTH, branches=branches, shared=shared, page=page)
+    for dtype in (torch.bfloat16, torch.float32):
+        cache = growth.cache(dtype)
+        storages = {x.untyped_storage() for x in cache.state()[1].values()}
+        sizes = {s._cdata: s.nbytes() for s in storages}
+        places = cache.shape.places_bytes
+        assert sum(sizes.values()) == cache.shape.bytes + places
+        assert cache.bytes == cache.shape.bytes
+
+
+def test_the_bytes_of_the_papers_sizes_are_those_of_its_tensors():
+    """Keys and values of 64k tokens, a sixteenth of them compressed, and two short rings."""
+    shape = CacheShape(NSAConfig(), 1, 65536, 4, 128, 128)
+    tokens = 65536 + 65536 // 16 + (512 + 16) + (32 + 16)
+    assert shape.bytes == 2 * 4 * 128 * 2 * (tokens + 4)  # each tensor with its row of zeros
+    assert shape.window_ring == 528 and shape.raw_ring == 48
+
+
+def test_a_capacity_is_rounded_up_to_whole_pages():
+    assert CacheShape(TINY, 2, 33, 1, 8, 8).capacity == 40
+    shape = CacheShape(TINY, 2, 33, 1, 8, 8, page=24)
+    assert (shape.capacity, shape.pages_each, shape.pool) == (48, 2, 4)
+
+
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
+def test_what_is_cropped_back_was_never_there(backend, page):
+    """A draft of NaN before every chunk, then back: nothing of it is ever read."""
+    growth = replace(GROWTH, chunks=(1, 7, 1, 16, 15), page=page, capacity=64)
+    cache = growth.cache(torch.float64)
+    given = arguments(draw(CASE), growth, cache)
+    lengths, start, parts = torch.tensor(growth.lengths), 0, []
+    for chunk, drafted in zip(growth.chunks, (16, 1, 9, 16, 2), strict=True):
+        held = cache.lengths.tolist()
+        wrong = [torch.full_like(x, torch.nan) for x in part(given, slice(0, drafted))[1].values()]
+        cache.append(
+            dict(zip(BRANCHES, wrong, strict=True)),
+            {b: x[..., :4] for b, x in zip(BRANCHES, wrong, strict=True)},
+        )
+        cache.crop(held)
+        counts = (lengths - start).clamp(0, chunk).int()
+        parts.append(
+            step(given, cache, slice(start, start + chunk), counts=counts, backend=backend)
+        )
+        start += chunk
+    got, want = torch.cat(parts, 1), whole(*given, growth)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_a_crop_that_the_rings_do_not_hold_is_refused_and_changes_nothing():
+    cache = GROWTH.cache(torch.float64)
+    given = arguments(draw(CASE), GROWTH, cache)
+    step(given, cache, slice(0, 40))
+    before = [x.clone() for x in cache.state()[1].values()]
+    for lengths, message in (
+        (41, "sequence 0 holds 40 tokens and cannot be cropped to 41"),
+        ([40, 40, -1], "sequence 2 holds 40 .* to -1"),
+        ([40, 10, 40], "sequence 1 has held 40 tokens, .* back to 24 .* 10 is overwritten"),
+        ([1, 2], r"one length or 3.*shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.crop(lengths)
+    with pytest.raises(ValueError, match="cannot advance by -1"):
+        cache.advance(-1)
+    after = cache.state()[1].values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    cache.crop([40, 24, 0])
+    assert cache.lengths.tolist() == [40, 24, 0]
+
+
+def test_every_crop_within_the_slack_can_be_grown_again():
+    """What `crop` lets pass is enough: after it, the same tokens give the same outputs."""
+    for held in (1, 5, 16, 17, 24, 33, 40):
+        for keep in range(max(0, held - 16), held, 3):
+            check_regrown(held, keep)
+
+
+def check_regrown(held, keep, growth=replace(GROWTH, case=replace(CASE, batch=1))):  # noqa: B008
+    cache = growth.cache(torch.float64)
+    torch.manual_seed(0)
+    given = arguments(draw(growth.case), growth, cache)
+    first = step(given, cache, slice(0, held))
+    cache.crop(keep)
+    again = step(given, cache, slice(keep, held))
+    assert torch.equal(torch.isfinite(again), torch.ones_like(again, dtype=torch.bool))
+    torch.testing.assert_close(again, first[:, keep:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("page", [None, 8])
+def test_a_reordered_cache_goes_on_as_the_other_sequences(page):
+    growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
+    cache = growth.cache(torch.float64)
+    given = arguments(draw(CASE), growth, cache)
+    want = whole(*given, growth)
+    step(given, cache, slice(0, 23), counts=torch.tensor([23, 20, 23], dtype=torch.int32))
+    cache.reorder([1, 0, 0])
+    assert cache.lengths.tolist() == [20, 23, 23]
+    order = torch.tensor([1, 0, 0])
+    rest = [(20, 30), (23, 33), (23, 33)]
+    q, k, v, gates, phi = given
+    new = [torch.stack([x[b, a:e] for b, (a, e) in zip(order, rest, strict=True)]) for x in (
+        q, gates)]  # fmt: skip
+    k, v = (
+        {n: torch.stack([x[b, a:e] for b, (a, e) in zip(order, rest, strict=True)])
+         for n, x in side.items()} for side in (k, v)
+    )  # fmt: skip
+    got = nsa_decode(new[0], k, v, new[1], cache, phi=phi, strict=True)
+    expected = torch.stack([want[b, a:e] for b, (a, e) in zip(order, rest, strict=True)])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("page", [None, 8])
+def test_selected_sequences_and_saved_ones_go_on_alone(page, tmp_path):
+    growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
+    cache = growth.cache(torch.float64)
+    if page:
+        cache.table.copy_(torch.randperm(cache.shape.pool).view_as(cache.table))
+    given = arguments(draw(CASE), growth, cache)
+    step(given, cache, slice(0, 21))
+    shape, tensors = cache.state()
+    torch.save((shape, tensors), tmp_path / "cache.pt")
+    saved = LayerCache.from_state(*torch.load(tmp_path / "cache.pt"))
+    chosen, before = cache.select([2, 0]), cache.k_slc.clone()
+    want = step(given, cache, slice(21, 40))
+    assert torch.equal(step(given, saved, slice(21, 40)), want)
+    assert saved.longest == 40
+    q, k, v, gates, phi = part(given, slice(21, 40), torch.tensor([2, 0]))
+    got = nsa_decode(q, k, v, gates, chosen, phi=phi, strict=True)
+    torch.testing.assert_close(got, want[[2, 0]], rtol=0, atol=1e-12)
+    assert not torch.equal(cache.k_slc, before) and chosen.k_slc.shape != before.shape
+
+
+def test_a_state_of_other_sizes_is_refused():
+    shape, tensors = GROWTH.cache(torch.float64).state()
+    for changes, message in (
+        ({"k_win": tensors["k_win"][:, 1:]}, r"saved k_win must be \(3, 32, 2, 8\), got"),
+        ({"k_win": tensors["k_win"].float()}, "saved k_win is torch.float32, wanted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LayerCache.from_state(shape, tensors | changes)
+    with pytest.raises(ValueError, match=r"saved v_cmp must be .* got none"):
+        LayerCache.from_state(shape, {n: x for n, x in tensors.items() if n != "v_cmp"})
+    with pytest.raises(ValueError, match="unknown or missing: batches"):
+        LayerCache.from_state(shape | {"batches": 1}, tensors)
+
+
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
+def test_a_sequence_that_was_reset_begins_anew_whatever_was_there(backend, page):
+    growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
+    cache = growth.cache(torch.float64)
+    given = arguments(draw(CASE), growth, cache)
+    q, k, v, gates, phi = part(given, slice(0, 20))
+    bad = [{b: x.clone() for b, x in side.items()} for side in (k, v)]
+    for side in bad:
+        for x in side.values():
+            x[1] = torch.nan
+    nsa_decode(q, *bad, gates, cache, phi=phi, backend=backend)
+    cache.reset([1])
+    assert cache.lengths.tolist() == [20, 0, 20]
+    q, k, v, gates = (x[1:2].expand(3, -1, -1, -1) if torch.is_tensor(x) else
+                      {b: y[1:2].expand(3, -1, -1, -1) for b, y in x.items()}
+                      for x in (q, k, v, gates))  # fmt: skip
+    got = nsa_decode(q, k, v, gates, cache, phi=phi, backend=backend)
+    torch.testing.assert_close(got[1], whole(*given, growth)[1, :20], rtol=0, atol=1e-12)
+    cache.reset()
+    assert cache.longest == 0 and cache.lengths.tolist() == [0, 0, 0]
+
+
+def test_pages_come_when_they_are_needed():
+    growth = replace(GROWTH, lengths=(40, 40, 40), page=8)
+    cache = growth.cache(torch.float64, pages=14)
+    given = arguments(draw(CASE), growth, cache)
+    assert (cache.table == -1).all()
+    with pytest.raises(ValueError, match=r"sequence 0 needs 1 pages and its table begins \[-1\]"):
+        step(given, cache, slice(0, 5), strict=True)
+    free, parts = list(range(13, -1, -1)), []
+    for start in range(0, 32, 4):
+        if start % 8 == 0:
+            for b in range(3):
+                cache.table[b, start // 8] = free.pop()
+        parts.append(step(given, cache, slice(start, start + 4), strict=True))
+    got = torch.cat(parts, 1)
+    torch.testing.assert_close(got, whole(*given, growth)[:, :32], rtol=0, atol=1e-12)
+    cache.table[0, 4] = cache.table[1, 4] = free.pop()
+    cache.table[2, 4] = free.pop()
+    with pytest.raises(ValueError, match="page 12 of sequence 0 is held twice"):
+        step(given, cache, slice(32, 36), strict=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
+@pytest.mark.parametrize("wrong", [-7, 15, 2**31 - 1])
+def test_a_page_out_of_range_is_named_in_strict_mode_and_never_read_or_written(backend, wrong):
+    growth = replace(GROWTH, lengths=(40, 40, 40), page=8)
+    cache = growth.cache(torch.float64)
+    given = arguments(draw(CASE), growth, cache)
+    step(given, cache, slice(0, 20))
+    cache.table[1, 1] = wrong
+    with pytest.raises(ValueError, match=rf"pages from .*{wrong if wrong > 0 else -7}.*0..14"):
+        step(given, cache, slice(20, 23), strict=True, advance=False)
+    want = whole(*given, growth)[:, 20:23]
+    o = step(given, cache, slice(20, 23), backend=backend)
+    assert o.isfinite().all()
+    torch.testing.assert_close(o[[0, 2]], want[[0, 2]], rtol=0, atol=1e-12)
+    cache.table[1, 2] = wrong  # where it would write next
+    others = cache.k_slc.clone()
+    step(given, cache, slice(23, 24), backend=backend)
+    changed = (cache.k_slc != others).flatten(1).any(1).nonzero().flatten()
+    assert changed.tolist() == [2, 12]  # pages 5 b + 2 of sequences 0 and 2
+
+
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.parametrize("lengths", [(-9, 20, 20), (20, 10**6, 20)])
+def test_lengths_out_of_range_are_named_in_strict_mode_and_reach_nothing(lengths, page):
+    growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
+    cache = growth.cache(torch.float64)
+    given = arguments(draw(CASE), growth, cache)
+    step(given, cache, slice(0, 20))
+    cache.lengths.copy_(torch.tensor(lengths))
+    with pytest.raises(ValueError, match=r"lengths\[[01]\]=(-9|1000000) is outside 0..20"):
+        step(given, cache, slice(20, 23), strict=True)
+    for backend in ("masked", "gather"):
+        o = step(given, cache, slice(20, 23), backend=backend, advance=False)
+        torch.testing.assert_close(o[2], whole(*given, growth)[2, 20:23], rtol=0, atol=1e-12)
+
+
+def test_lengths_that_run_backwards_behind_the_caches_back_are_named_in_strict_mode():
+    cache = GROWTH.cache(torch.float64)
+    given = arguments(draw(CASE), GROWTH, cache)
+    step(given, cache, slice(0, 40))
+    cache.lengths[1] = 3
+    cache.places.longest = 3
+    with pytest.raises(ValueError, match=r"lengths\[1\]=3 runs backwards: 40 tokens"):
+        nsa_decode(*part(given, slice(0, 1))[:4], cache, strict=True)
+
+
+def test_a_full_cache_is_refused_with_what_would_do_and_nothing_is_overwritten():
+    cache = GROWTH.cache(torch.float64)
+    given = arguments(draw(CASE), GROWTH, cache)
+    step(given, cache, slice(0, 38))
+    before = [x.clone() for x in cache.state()[1].values()]
+    for call in (lambda: step(given, cache, slice(0, 3)), lambda: cache.append(*part(given,
+            slice(0, 3))[1:3])):  # fmt: skip
+        with pytest.raises(ValueError, match=r"holds 38 of 40 tokens and 3 more .* capacity=41"):
+            call()
+    after = cache.state()[1].values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    none_more = torch.tensor([2, 0, 1], dtype=torch.int32)
+    step(given, cache, slice(0, 3), counts=none_more)  # these do fit
+    assert cache.lengths.tolist() == [40, 38, 39]
+
+
+def test_the_hosts_bound_is_looked_up_before_a_cache_is_called_full():
+    cache = GROWTH.cache(torch.float64)
+    given = arguments(draw(CASE), GROWTH, cache)
+    one = torch.ones(3, dtype=torch.int32)
+    for _ in range(20):
+        step(given, cache, slice(0, 4), counts=one)
+    assert cache.lengths.tolist() == [20, 20, 20] and cache.longest <= 40
+
+
+def test_layers_that_share_places_advance_together():
+    shape = GROWTH.cache(torch.float64).shape
+    places = Places(shape)
+    layers = [LayerCache(shape, places=places) for _ in range(2)]
+    given = arguments(draw(CASE), GROWTH, layers[0])
+    want, parts = whole(*given, replace(GROWTH, lengths=(40, 40, 40))), []
+    for start in (0, 20):
+        outputs = [step(given, c, slice(start, start + 20), advance=False) for c in layers]
+        places.advance(20)
+        assert torch.equal(*outputs)
+        parts.append(outputs[0])
+    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="must have one shape"):
+        LayerCache(replace(shape, batch=2), places=places)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capacity": 0}, "capacity=0 must be an int of at least 1"),
+        ({"batch": 2.0}, "batch=2.0 must be an int"),
+        ({"page": 12}, "page=12 is not a multiple of select_block=8; nearest that are: 8 and 16"),
+        ({"page": 3}, "nearest that are: 8$"),
+        ({"pages": 4}, "pages=4 needs a page size; page=8 would do"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 is no dtype of a cache"),
+        ({"branches": ("win", "dense")}, "choose at least one of"),
+        ({"config": None}, "config must be an NSAConfig, got a NoneType"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CacheShape(TINY, 2, 40, 1, 8, 8), **changes)
+
+
+def test_random_cases_with_shared_pages_reach_every_layout():
+    """The random cases are no proof of what they never draw."""
+    growths = [random_growth(seed) for seed in range(400)]
+    assert {g.case.phi for g in growths} == {"mean", "linear", "mlp"}
+    assert any(g.page and g.shared and "win" in g.branches for g in growths)
+    assert any(g.case.compress_rope and g.page for g in growths)
+    assert any(max(g.chunks) > 16 + g.case.config.window for g in growths)
+    assert any(0 in g.lengths and len(set(g.lengths)) > 1 for g in growths)
+    assert {g.branches for g in growths} >= {BRANCHES, ("cmp",), ("slc",), ("win",)}
