@@ -1,7 +1,7 @@
 """NSA in Hugging Face's transformers: `import nsa.hf` registers the model with its Auto classes.
 
-`NSAConfig` here is transformers' kind of config: all fields of `nsa.model.config.ModelConfig`, whose
-field `nsa` holds the block sizes of `nsa.config.NSAConfig`.
+`NSAConfig` here is transformers' kind of config: all fields of `nsa.model.config.ModelConfig`, of
+which `nsa` holds the block sizes of `nsa.config.NSAConfig`.
 """
 
 try:

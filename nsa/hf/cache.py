@@ -44,7 +44,9 @@ class GenerationCache(Cache):
         super().__init__(layers=[])
         self.config = config.model_config() if isinstance(config, NSAConfig) else config
         self.capacity, self.page, self.slack, self.backend = capacity, page, slack, backend
-        NSACache.bytes_for(self.config, 1, capacity, page=page, slack=slack)  # it says what is amiss
+        NSACache.bytes_for(
+            self.config, 1, capacity, page=page, slack=slack
+        )  # it says what is amiss
         self.nsa: NSACache | None = None
         self.columns = 0
         self.real: Bool[Tensor, "B COLUMNS"] | None = None  # None: there is no padding
@@ -129,7 +131,7 @@ class GenerationCache(Cache):
 
     def update(self, *states, **options):
         raise NotImplementedError(
-            "an NSA layer puts its keys into the cache itself; no other layer can keep its keys here"
+            "an NSA layer puts its keys into the cache itself; those of another have no place here"
         )
 
     @property

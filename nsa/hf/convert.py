@@ -2,6 +2,7 @@
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nsa.config import NSAConfig as Sizes
 from nsa.hf.model import NSAForCausalLM
 from nsa.model import saving
 from nsa.model.config import ModelConfig
+from nsa.model.data import synthetic
 from nsa.model.llama import LanguageModel
 from nsa.model.train import Trainer
 from nsa.model.train_config import TrainConfig
@@ -57,7 +59,8 @@ def to_checkpoint(
     inside = copy.deepcopy(model.model).float().cpu()
     if inside.head.weight is inside.embed.weight:
         inside.head.weight = nn.Parameter(inside.embed.weight.detach().clone())
-    trainer = Trainer(inside, None, training or TrainConfig(batch=1, tokens=1))
+    training = replace(training or TrainConfig(batch=1, tokens=1), seed=None)  # nothing is drawn
+    trainer = Trainer(inside, synthetic(), training)
     trainer.save(path)
     return saving.file_of(path, trainer.steps_done)
 
@@ -117,8 +120,8 @@ def _config(theirs: Any, nsa: Sizes) -> ModelConfig:
     other = [f"{name}={got!r}" for name, (got, wanted) in plain.items() if got != wanted]
     if other:
         raise ValueError(
-            f"the model has no {', '.join(other)}; a Llama without, and with rope_type 'default' or "
-            "'linear', can be taken"
+            f"the model has no {', '.join(other)}; a Llama without, and with rope_type 'default' "
+            "or 'linear', can be taken"
         )
     return ModelConfig(
         name="nsa-llama",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -133,7 +133,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError("with a cache there are no labels and no cu_seq_lens_q")
             if cache.nsa is not None and cache.batch_size != len(tokens):
                 raise ValueError(
-                    f"input_ids are of {len(tokens)} sequences and the cache of {cache.batch_size}; "
+                    f"input_ids are of {len(tokens)} sequences, the cache of {cache.batch_size}; "
                     "cache.batch_select_indices(rows) has others"
                 )
         return_dict = options.get("return_dict")
