@@ -86,11 +86,12 @@ def test_a_copied_cache_serves_several_ends_of_one_beginning(model):
     assert cache.columns == 12 and cache.nsa.lengths.tolist() == [12]
 
 
-def test_a_loop_of_ones_own_with_a_mask_and_a_cache_that_grows():
+@pytest.mark.parametrize("page", [None, 8])
+def test_a_loop_of_ones_own_with_a_mask_and_a_cache_that_grows(page):
     model = made(phi="linear")
     ids, mask = tokens(3, 90), torch.ones(3, 90, dtype=torch.int64)
     mask[0, :9], mask[1, 40:47], mask[2, 60] = 0, 0, 0  # holes too
-    cache = GenerationCache(model.config, capacity=8, page=8)
+    cache = GenerationCache(model.config, capacity=8, page=page)
     with torch.no_grad():
         found, start = [], 0
         for new in (9, 1, 5, 32, 1, 1, 12, 1, 28):
