@@ -1,5 +1,6 @@
 """As a transformers model the LanguageModel says the same: masks, labels, caches, files."""
 
+import json
 import subprocess
 import sys
 
@@ -146,6 +147,8 @@ def test_a_config_takes_names_of_both_kinds_and_says_what_is_wrong():
     assert config.hidden_size == config.dim == 64 and config.use_cache
     assert NSAConfig(nsa=Sizes(window=7)).model_config().nsa.window == 7
     assert NSAConfig().model_config().layers == 12
+    stored = json.loads(NSAConfig().to_json_string())  # the defaults too
+    assert set(NSAConfig().model_config().to_dict()) < set(stored)
     with pytest.raises(ValueError, match="kv_heads=5"):
         NSAConfig(num_key_value_heads=5)
     with pytest.raises(ValueError, match=r"no field nsa.windw"):

@@ -60,13 +60,15 @@ def test_beams_share_the_pages_of_a_paged_cache(model):
 
 @pytest.mark.parametrize("way", ["itself", "another", "lookup"])
 def test_assisted_decoding_takes_columns_back(model, way):
-    ids = IDS[:1].repeat(1, 2)  # something to be looked up
-    how = {"prompt_lookup_num_tokens": 3, "eos_token_id": 299}
+    ids, new = IDS[:1].repeat(1, 3), 25  # something to be looked up
+    how = {"prompt_lookup_num_tokens": 40, "eos_token_id": 299}
+    if way == "lookup":
+        new = 45  # the first draft has 40 tokens, none of which stays
     if way != "lookup":
         other = model if way == "itself" else made(seed=9, layers=1)
         how = {"assistant_model": copy.deepcopy(other)}
-    found = model.generate(ids, max_new_tokens=25, do_sample=False, **how)
-    assert torch.equal(found, without_a_cache(model, ids, 25, do_sample=False))
+    found = model.generate(ids, max_new_tokens=new, do_sample=False, **how)
+    assert torch.equal(found, without_a_cache(model, ids, new, do_sample=False))
 
 
 def test_a_prompt_in_pieces_is_the_prompt(model):
@@ -127,6 +129,21 @@ def test_the_cache_is_cut_chosen_from_and_emptied(model):
         cache.crop(-24)
     cache.reset()
     assert cache.columns == 0 and cache.nsa.lengths.tolist() == [0] * 4 and cache.batch_size == 4
+
+
+def test_columns_taken_back_may_be_padding_also_of_sequences_in_another_order(model):
+    cache, ids = GenerationCache(model.config), tokens(2, 12, seed=6)
+    mask = torch.ones_like(ids)
+    mask[0, 8:11] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, cache=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.crop(-3)
+        assert cache.nsa.lengths.tolist() == [9, 8]
+        found = model(ids[:, :2], cache=cache).logits
+    for b, (row, kept) in enumerate([(1, 9), (0, 8)]):
+        whole = torch.cat([ids[row, :kept], ids[b, :2]])[None]
+        torch.testing.assert_close(found[b], model.model(whole)[0][0, -2:])
 
 
 def test_other_caches_are_refused_and_dense_attention_goes_without(model):
