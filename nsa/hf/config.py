@@ -67,7 +67,3 @@ class NSAConfig(PretrainedConfig):
     def model_config(self) -> ModelConfig:
         """The config of the model itself. Raises ValueError for fields set to what does not fit."""
         return ModelConfig.from_dict({name: getattr(self, name) for name in DEFAULTS})
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What is written: beside what differs from transformers' defaults all of ModelConfig."""
-        return super().to_diff_dict() | self.model_config().to_dict()
