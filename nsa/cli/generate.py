@@ -63,10 +63,7 @@ def generate(arguments) -> int:
     names = ("tokens", "temperature", "top_k", "top_p", "seed", "end", "chunk", "backend", "page")
     given = {name: getattr(arguments, name) for name in names}
     graph = False if arguments.no_cuda_graph else None
-    try:
-        made = generation.generate(model, prompts, **given, cuda_graph=graph)
-    except TypeError as error:  # --tokens 0 is a ValueError, a number of another kind this
-        raise ValueError(str(error)) from None
+    made = generation.generate(model, prompts, **given, cuda_graph=graph)
     if len(prompts) == 1:
         _stream(made, arguments.ids)
     else:

@@ -92,18 +92,21 @@ def test_they_are_for_every_preset_made_narrow(name):
 @torch.no_grad()
 def test_two_thousand_tokens_one_by_one_are_as_exact_as_the_whole(name):
     """cpu_config is `production`, whose layers are recomputed in a backward that is not here."""
-    model = LanguageModel(preset(name, backend="gather")).eval()
-    ids = tokens(1, 2000)
-    exact = LanguageModel(preset(name, backend="gather")).double().eval()
+    config, ids = preset(name, backend="gather"), tokens(1, 2000)
+    model = LanguageModel(config).eval()
+    exact = model_of(config)
     exact.load_state_dict(model.state_dict())
     wanted, plain = whole(exact, ids), whole(model, ids)
-    found = continued(model, NSACache(model.config, 1, 2000), ids, [1])
-    error, allowed = ((x - wanted).abs() for x in (found, plain))
-    assert error.mean() <= 2 * allowed.mean() and error.max() <= 2 * allowed.max()
-    del model, found, plain
-    cache = NSACache(exact.config, 1, 2000, dtype=DTYPE)
-    late = continued(exact, cache, ids, [1900, 1])
-    torch.testing.assert_close(late, wanted, **EXACT)
+    found = continued(exact, NSACache(config, 1, 2000, dtype=DTYPE), ids, [1])
+    torch.testing.assert_close(found, wanted, **EXACT)
+    # In fp32 a near tie among blocks may fall the other way, in either, and all later tokens of an
+    # untrained model notice. Before that, and where all blocks are selected, only rounding differs.
+    found = continued(model, NSACache(config, 1, 2000), ids, [1])
+    error, allowed = ((x - wanted).abs().amax(2)[0] for x in (found, plain))
+    tied = torch.maximum(error, allowed) > 1e-4
+    before = int(tied.int().argmax()) if tied.any() else len(tied)
+    assert before >= config.nsa.select_count * config.nsa.select_block
+    assert error[:before].max() <= 2 * allowed[:before].max()
 
 
 def edges(nsa):
@@ -381,6 +384,21 @@ def test_what_the_rings_have_forgotten_cannot_be_cropped_to(page):
     new = tokens(2, 9, seed=1)
     wanted = whole(model, torch.cat([tokens(2)[:, :32], new], 1))[:, 32:]
     torch.testing.assert_close(model(new, cache=cache)[0], wanted, **EXACT)
+
+
+@pytest.mark.slow
+def test_a_model_goes_on_by_the_kernels_as_on_torch():
+    pytest.importorskip("triton")
+    config = tiny(layers=1, head_dim=16, phi="linear", compress_rope="after")
+    model, ids, found = LanguageModel(config), tokens(2, 30), []
+    for backend in ("gather", "triton"):
+        cache = NSACache(config, 2, 32, page=16, backend=backend)
+        model(ids[:, :22], cache=cache, counts=[22, 9])
+        first = model(ids[:, 22:26], cache=cache)[0]
+        cache.reorder([1, 1])
+        cache.crop([12, 11])
+        found.append(torch.cat([first, model(ids[:, 26:28], cache=cache)[0]], 1))
+    torch.testing.assert_close(*found, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rope", ROPE)

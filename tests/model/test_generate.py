@@ -44,7 +44,7 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize(("how", "chunk"), zip(HOW, (7, None, 20), strict=True), ids=str)
+@pytest.mark.parametrize(("how", "chunk"), [*zip(HOW, (7, None, 20), strict=True)], ids=str)
 def test_a_batch_of_prompts_goes_on_as_each_alone_without_a_cache(model, how, chunk):
     found = generate(model, PROMPTS, 10, chunk=chunk, **how).all()
     for column, (prompt, new) in enumerate(zip(PROMPTS, found, strict=True)):
