@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 NOTEBOOK ?= memory_scaling
-EXTRAS ?= triton,notebooks,lab,site,cluster,dev
+EXTRAS ?= triton,notebooks,lab,site,cluster,hf,dev
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -231,11 +231,12 @@ class NSACache:
         self._drop(before)
 
     @torch.no_grad()
-    def select(self, rows: Sequence[int] | Tensor) -> "NSACache":
+    def select(self, rows: Sequence[int] | Tensor, capacity: int | None = None) -> "NSACache":
         """A new cache with copies of those sequences alone, in that order; a sequence may come
-        twice. Its counters begin with what its sequences read. Waits for the device."""
+        twice. `capacity` of more tokens makes room. Its counters begin with what its sequences
+        read. Waits for the device. ValueError where the sequences do not fit."""
         rows = self.places.index("rows", rows)
-        cut = self._like(len(rows))
+        cut = self._like(len(rows), capacity or self.shape.capacity)
         lengths = self.lengths[rows].tolist()
         cut.reserve(lengths)
         held = [self._pages_of(row, n) for row, n in zip(rows.tolist(), lengths, strict=True)]
@@ -245,7 +246,8 @@ class NSACache:
             for name in self.shape.tensors():
                 old, made = getattr(layer, name), getattr(other, name)
                 if name.endswith(("slc", "cmp")):
-                    made[target] = old[source]
+                    most = min(old.shape[1], made.shape[1])  # of a page, or of a sequence
+                    made[target, :most] = old[source, :most]
                 else:
                     made.copy_(old[rows])
         cut.places.take(self.places, rows)
@@ -358,10 +360,10 @@ class NSACache:
             return [row]
         return self.pages.of[row][: self.pages.count(tokens)]
 
-    def _like(self, batch: int) -> "NSACache":
+    def _like(self, batch: int, capacity: int) -> "NSACache":
         sizes = {"dtype": self.shape.dtype, "device": self.device, "slack": self.shape.slack}
         sizes |= {"page": self.shape.page, "backend": self.backend}
-        return NSACache(self.config, batch, self.shape.capacity, **sizes)
+        return NSACache(self.config, batch, capacity, **sizes)
 
 
 def shape_of(config: ModelConfig, batch: int, capacity: int, **sizes: Any) -> CacheShape:

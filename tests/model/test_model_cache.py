@@ -227,12 +227,16 @@ def test_beams_share_the_pages_that_are_complete():
         torch.testing.assert_close(found[row], alone, **EXACT)
 
 
+@pytest.mark.parametrize("capacity", [None, 200])
 @pytest.mark.parametrize("page", [None, 8])
-def test_a_part_of_a_cache_goes_on_by_itself(page):
+def test_a_part_of_a_cache_goes_on_by_itself_and_may_be_larger(page, capacity):
     model, lengths = model_of(tiny()), [33, 18, 25]
     cache, _ = ragged(model, tokens(3, 33), lengths, page=page)
-    part = cache.select([2, 0, 2])
-    assert part.lengths.tolist() == [25, 33, 25] and part.bytes <= cache.bytes
+    part = cache.select([2, 0, 2], capacity)
+    assert part.lengths.tolist() == [25, 33, 25]
+    assert part.shape.capacity == (capacity or cache.shape.capacity)
+    with pytest.raises(ValueError, match="the cache is full: sequence 0 has 0 of 16 tokens"):
+        cache.select([1], 16)
     new = tokens(3, 4, seed=1)
     found, again = model(new, cache=part)[0], model(new[[1, 2, 0]], cache=cache)[0]
     torch.testing.assert_close(found[1], again[0], **EXACT)

@@ -1,0 +1,69 @@
+"""A model's config as transformers stores it: config.json holds each field of ModelConfig."""
+
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+
+from nsa.config import NSAConfig as Sizes
+from nsa.model.config import ModelConfig, check_names
+from nsa.model.presets import preset
+
+DEFAULTS = preset("production").with_(name="nsa").to_dict()
+# What transformers reads of a config, and ModelConfig does not have.
+OTHER = {
+    "use_cache": None,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+class NSAConfig(PretrainedConfig):
+    """The fields of `ModelConfig` under their own names, or under transformers' (`hidden_size`).
+
+    NSAConfig(layers=4, dim=256, heads=8, kv_heads=2, head_dim=32, nsa={"window": 128}, vocab=32000)
+    is such a model; what is left out is as in the preset "production". `nsa` may also be an
+    `nsa.config.NSAConfig`. All fields are written to config.json, so that other defaults of a later
+    version change no stored model. Dense attention has no cache, so `use_cache` is False for it.
+
+    Raises ValueError and TypeError as ModelConfig does.
+    """
+
+    model_type = "nsa"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab",
+        "hidden_size": "dim",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "max_position_embeddings": "max_tokens",
+    }
+
+    def __init__(self, **values: Any) -> None:
+        values = {self.attribute_map.get(name, name): x for name, x in values.items()}
+        own = {name: values.pop(name, default) for name, default in DEFAULTS.items()}
+        given = own["nsa"]
+        if isinstance(given, Sizes):
+            own["nsa"] = asdict(given)
+        elif isinstance(given, dict):
+            check_names(Sizes, given, prefix="nsa.")
+            own["nsa"] = DEFAULTS["nsa"] | given
+        own = ModelConfig.from_dict(own).to_dict()
+        other = {name: values.pop(name, default) for name, default in OTHER.items()}
+        if other["use_cache"] is None:
+            other["use_cache"] = own["attention"] == "nsa"
+        super().__init__(**values)
+        for name, value in (own | other).items():
+            setattr(self, name, value)
+
+    @classmethod
+    def of(cls, config: ModelConfig, **other: Any) -> "NSAConfig":
+        """The config of a model of this package; `other` is transformers' own, as eos_token_id."""
+        return cls(**config.to_dict(), **other)
+
+    def model_config(self) -> ModelConfig:
+        """The config of the model itself. Raises ValueError for fields set to what does not fit."""
+        return ModelConfig.from_dict({name: getattr(self, name) for name in DEFAULTS})
