@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,7 +28,7 @@ from nsa.attention.backends import gather, packed
 from nsa.lab.estimate import operators, ranks
 from nsa.lab.estimate.branch import running
 from nsa.lab.estimate.libraries import round_up
-from nsa.lab.estimate.pretend import DEVICE, Gpu, pretended
+from nsa.lab.estimate.pretend import DEVICE, Gpu, Quick, pretended
 from nsa.lab.measure.allocations import Stream
 from nsa.lab.measure.recorders import training_tensors
 from nsa.lab.training import TrainingSpec
@@ -253,7 +253,7 @@ def trace(
             assert gpu is not None
             held.enter_context(pretended(gpu, flash=spec.backend == "flash"))
         else:
-            held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            held.enter_context(Quick())
         held.enter_context(_few_chunks())
         tracker = held.enter_context(Tracker(spec.device))
         device = DEVICE if spec.device == "cuda" else torch.device("cpu")
