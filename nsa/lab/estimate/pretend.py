@@ -78,70 +78,105 @@ def gpu_named(name: str) -> Gpu:
     return found[0]
 
 
-# Operators of which the meta kernel alone tells what they make, beside those that torch tags as
+# Operators of which the meta kernel alone tells what they return, beside those that torch tags as
 # pointwise: shapes and strides follow from the arguments, and all of it is on one device.
-DIRECT = frozenset(
+VIEWS = frozenset(
     """
     view _unsafe_view _reshape_alias slice select transpose permute expand unsqueeze squeeze detach
-    alias t unbind split split_with_sizes as_strided unfold mm bmm cat stack _softmax
-    _softmax_backward_data sum clone copy_ fill_ zero_ slice_backward select_backward
+    alias t unbind split split_with_sizes as_strided unfold copy_ fill_ zero_
+    """.split()  # noqa: SIM905
+)
+NEW = frozenset(
+    """
+    mm bmm cat stack _softmax _softmax_backward_data sum clone slice_backward select_backward
     """.split()  # noqa: SIM905
 )
 
 
 class Quick(FakeTensorMode):
-    """FakeTensorMode, several times as fast for most of what a step calls: an operator in DIRECT
-    on plain fake tensors of one device goes to its meta kernel, without FakeTensorMode's cache and
-    its search for special cases."""
+    """FakeTensorMode, several times as fast for most of what a step calls.
+
+    One that is listed above, on plain fake tensors of one device, goes to its meta kernel without
+    FakeTensorMode's search for special cases. What one makes that returns a single new tensor is
+    remembered by shapes, strides and dtypes, for many of these kernels are slow Python.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._direct: dict[Any, bool] = {}
+        self._kinds: dict[Any, str] = {}
+        self._made: dict[Any, tuple[Any, Any, torch.dtype]] = {}
 
     def dispatch(self, func, types, args=(), kwargs=None):
-        direct = self._direct.get(func)
-        if direct is None:
-            direct = self._direct[func] = _is_direct(func)
-        if not direct or self.in_kernel_invocation:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
+        key: list[Any] | None = None
+        if kind and not self.in_kernel_invocation:
+            key = [func]
+            device = _read(args, None, key)
+            if device is not None and kwargs:
+                key += kwargs
+                device = _read(kwargs.values(), device, key)
+        if key is None or device is None:
             return super().dispatch(func, types, args, kwargs)
-        device = _one_device(args, None)
-        if device is None or (kwargs and not (device := _one_device(kwargs.values(), device))):
-            return super().dispatch(func, types, args, kwargs)
+        known = tuple(key) if kind == "new" else None
         with in_kernel_invocation_manager(self):
-            out = func(*args, **(kwargs or {}))
+            if (like := self._made.get(known)) is not None:
+                out = _empty(like)
+            else:
+                out = func(*args, **(kwargs or {}))
+                if kind == "new":
+                    self._remember(known, out)
         if isinstance(out, torch.Tensor):
             return self._faked(out, device)
         return type(out)(self._faked(x, device) for x in out)
+
+    def _remember(self, key: Any, out: torch.Tensor) -> None:
+        like = out.shape, out.stride(), out.dtype
+        if _empty(like).untyped_storage().nbytes() == out.untyped_storage().nbytes():
+            self._made[key] = like
 
     def _faked(self, x: torch.Tensor, device: torch.device) -> torch.Tensor:
         return x if type(x) is FakeTensor else FakeTensor(self, x, device)
 
 
-def _is_direct(func: Any) -> bool:
+def _empty(like: tuple[Any, Any, torch.dtype]) -> torch.Tensor:
+    return torch.empty_strided(*like[:2], dtype=like[2], device="meta")
+
+
+def _kind(func: Any) -> str:
+    """ "new" where it returns one new tensor, "old" for views and what it was given; else ""."""
     if getattr(func, "namespace", "") != "aten":
-        return False
-    if not all(isinstance(x.type, (torch.TensorType, torch.ListType)) for x in func._schema.returns):
-        return False
-    name = func._schema.name.partition("::")[2]
-    return name in DIRECT or torch.Tag.pointwise in func.tags
+        return ""
+    schema, name = func._schema, func._schema.name.partition("::")[2]
+    pointwise = torch.Tag.pointwise in func.tags and len(schema.returns) == 1
+    aliases = any(x.alias_info is not None for x in (*schema.arguments, *schema.returns))
+    if (name in NEW or pointwise) and not aliases:
+        return "new"
+    return "old" if name in VIEWS or pointwise else ""
 
 
-def _one_device(values: Any, device: torch.device | None) -> torch.device | None:
-    """That of all tensors in it, which is also `device` if that is given; None where they are not
-    all plain fake ones of one device, and where a device is asked for."""
+def _read(values: Any, device: torch.device | None, key: list[Any]) -> torch.device | None:
+    """The device of all tensors in it, `device` if that is given, and what they are like at the end
+    of `key`. None where they are not all plain fake ones of one device, and where one is asked for.
+    """
     for x in values:
         kind = type(x)
         if kind is FakeTensor:
             if x.constant is not None or (device is not None and x.fake_device != device):
                 return None
             device = x.fake_device
+            key.append((x.shape, x.stride(), x.dtype))
         elif kind is list or kind is tuple:
-            if any(isinstance(y, torch.Tensor) for y in x):
-                device = _one_device(x, device)
-                if device is None:
-                    return None
+            key.append(len(x))
+            found = _read(x, device, key)
+            if found is None and any(isinstance(y, (torch.Tensor, torch.device)) for y in x):
+                return None
+            device = found or device
         elif isinstance(x, (torch.Tensor, torch.device)):
             return None
+        else:
+            key.append((kind, x))
     return device
 
 
