@@ -106,6 +106,13 @@ class Quick(FakeTensorMode):
         self._kinds: dict[Any, str] = {}
         self._made: dict[Any, tuple[Any, Any, torch.dtype]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and two wrappers around each operator take time
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.dispatch(func, types, args, kwargs)
+
     def dispatch(self, func, types, args=(), kwargs=None):
         kind = self._kinds.get(func)
         if kind is None:

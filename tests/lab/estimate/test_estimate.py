@@ -53,7 +53,7 @@ def test_what_needs_a_value_is_refused_with_its_name(monkeypatch):
 SHORT = {"compress_block": 4, "compress_stride": 2, "select_block": 8, "select_count": 4}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
 def test_a_long_t_of_sequential_is_foretold_from_short_ones(device, monkeypatch):
     monkeypatch.setattr(small, "UNIT", 4)
     spec = TrainingSpec("cpu_test", 32, backend="sequential", layers=1, device=device)
