@@ -60,7 +60,7 @@ def estimate(arguments) -> int:
             names = ("tokens", "batch")
             fits = {n: estimates.largest(spec, n, arguments.fits, **how) for n in names}
             fits |= {"gib": arguments.fits}
-    except RuntimeError as error:  # neither a trace nor small real runs can be had
+    except RuntimeError as error:  # its step needs values, which a trace has not
         raise ValueError(f"this training cannot be foretold: {error}") from error
     if arguments.json:
         plain = {n: asdict(b) if n != "gib" else b for n, b in (fits or {}).items()}

@@ -77,8 +77,7 @@ def _attend_blocks(
     """The selected branch at token t: each sequence and KV head has keys of its own to stack."""
     size, rows = inputs.config.select_block, []
     for b, h in product(range(q.shape[0]), range(q.shape[1])):
-        chosen = (j * size for j in sorted({*blocks[b, h].tolist()}))
-        starts = [s for s in chosen if 0 <= s <= t]
+        starts = [s for j in chosen(blocks[b, h], t, size) if 0 <= (s := j * size) <= t]
         if not starts:
             rows.append(q.new_zeros(q.shape[2], v.shape[3]))
             continue
@@ -88,6 +87,12 @@ def _attend_blocks(
         q_h, keys, values = q[b : b + 1, h : h + 1], keys[None, :, None], values[None, :, None]
         rows.append(_attend(q_h, keys, values, inputs.scale)[0, 0])
     return torch.stack(rows).unflatten(0, q.shape[:2])
+
+
+def chosen(blocks: Tensor, t: int, size: int) -> list[int]:
+    """The numbers in blocks [N], each once, ascending. An estimate of memory, which has no values,
+    puts others in their place."""
+    return sorted({*blocks.tolist()})
 
 
 BACKEND = Backend(

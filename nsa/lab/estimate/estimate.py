@@ -60,8 +60,8 @@ def estimate(
     gpu: the name of a GPU, or a part of it, whose programs and workspaces are meant; unused with
     device="cpu". allocator: settings as in PYTORCH_CUDA_ALLOC_CONF. ddp: options of DDP that
     `Parallel` has. changes: of the spec's TrainConfig. ValueError for a GPU, a setting or an option
-    that is unknown, and for a step that cannot be captured; RuntimeError where neither a trace nor
-    small real runs can be had.
+    that is unknown, and for a step that cannot be captured; RuntimeError for a step that needs
+    values, which a trace has not. `sequential` takes up to minutes.
     """
     return _estimate(spec, gpu, Settings.parse(allocator), ddp, changes)[0]
 
@@ -75,16 +75,15 @@ def _estimate(
 ) -> tuple[Estimate, Run | None]:
     """Also the steps from which the allocator's model has it, on a GPU."""
     chosen, run = gpu_named(gpu) if spec.device == "cuda" else None, None
-    try:
-        traced, how = whole(spec, chosen, ddp=ddp, **changes)
-    except UNTRACEABLE as error:
-        return _from_runs(spec, chosen, error), None
+    if small.is_long(spec):
+        return _from_short(spec, chosen, ddp, changes), None
+    traced, how = whole(spec, chosen, ddp=ddp, **changes)
     told: dict[str, Any] = {"how": how, "saved": saved(traced), "unknown": dict(traced.unknown)}
     told["notes"] = (*(libraries.notes() if chosen else ()), *_notes(spec, ddp))
     told["uncertainty"] = 1 - COMPILED[0] if spec.compile else 0.0
     if chosen is None:
         return _made(chosen, replay(steady(traced.stream)), reserved=None, **told), None
-    run = run_of(traced, captured=spec.cuda_graph, resident=chosen.resident)
+    run = _run(spec, chosen, traced)
     found, took = replay(run.stream), _took(run, settings, total=chosen.total)
     for phase, size in found["phases"].items():
         found["phases"][phase] = took.phases[phase].allocated
@@ -101,7 +100,17 @@ def _took(run: Run, settings: Settings, room: int | None = None, **more: Any) ->
 def whole(spec: TrainingSpec, gpu: Gpu | None = None, **how: Any) -> tuple[Trace, str]:
     """The trace of all layers, and how it was had: of a long run of like layers four are traced and
     one is repeated, unless they turn out not to be alike. Buckets and shards go over layers: with
-    several ranks all are traced."""
+    several ranks all are traced. RuntimeError for a step that needs values."""
+    try:
+        return _whole(spec, gpu, **how)
+    except UNTRACEABLE as error:
+        raise RuntimeError(
+            f"{error} needs a value, or makes a shape of values, which a trace has not; "
+            f"take another backend than {spec.backend!r}"
+        ) from error
+
+
+def _whole(spec: TrainingSpec, gpu: Gpu | None, **how: Any) -> tuple[Trace, str]:
     short = layers.shortened(spec) if spec.parallel == "none" else None
     if short is None:
         return trace(spec, gpu, **how), "traced"
@@ -113,15 +122,22 @@ def whole(spec: TrainingSpec, gpu: Gpu | None = None, **how: Any) -> tuple[Trace
     return found, f"{few} of {len(short.like)} layers traced, one in the middle repeated"
 
 
-def _from_runs(spec: TrainingSpec, gpu: Gpu | None, error: Exception) -> Estimate:
-    found = small.estimated(spec)
-    if gpu:
-        for phase, held in found["by_phase_category"].items():
-            held["resident"] += gpu.resident
-            found["phases"][phase] += gpu.resident
-    why = f"{error} needs a value, or makes a shape of values, which a trace has not"
-    told = {"how": found["how"], "saved": {}, "unknown": {}, "reserved": None}
-    return _made(gpu, found, uncertainty=found["error"], notes=(why, *found["notes"]), **told)
+def _run(spec: TrainingSpec, gpu: Gpu, traced: Trace) -> Run:
+    return run_of(traced, captured=spec.cuda_graph, resident=gpu.resident)
+
+
+def _from_short(
+    spec: TrainingSpec, gpu: Gpu | None, ddp: Mapping[str, Any], changes: Mapping[str, Any]
+) -> Estimate:
+    def stream(one: TrainingSpec) -> Stream:
+        traced, _ = whole(one, gpu, ddp=ddp, **changes)
+        return _run(one, gpu, traced).stream if gpu else steady(traced.stream)
+
+    found = small.estimated(spec, stream)
+    told: dict[str, Any] = {"how": found["how"], "saved": {}, "unknown": {}, "reserved": None}
+    told["notes"] = (*(libraries.notes() if gpu else ()), *_notes(spec, ddp), *found["notes"])
+    told["uncertainty"] = found["error"] + (1 - COMPILED[0] if spec.compile else 0.0)
+    return _made(gpu, found, **told)
 
 
 def _made(gpu: Gpu | None, found: Mapping[str, Any], **told: Any) -> Estimate:

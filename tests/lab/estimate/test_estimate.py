@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from nsa.lab.estimate import search, small
+from nsa.attention.backends import sequential
+from nsa.lab.estimate import search, small, trace
 from nsa.lab.estimate.estimate import estimate, largest
 from nsa.lab.estimate.pretend import gpu_named
 from nsa.lab.measure.recorders import MIB
@@ -42,39 +43,30 @@ def test_settings_of_the_allocator_change_what_is_reserved():
     assert plain.allocated == pytest.approx(expandable.allocated, rel=0.02)
 
 
-def runs(spec: TrainingSpec) -> dict:
-    by = dict.fromkeys(("parameters", "gradients", "optimizer_state", "resident"), 10)
-    phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 40)
-    told = {"how": "from small real runs", "error": 0.02, "notes": ()}
-    return {"phases": phases, "by_phase_category": {name: dict(by) for name in phases}} | told
+def test_what_needs_a_value_is_refused_with_its_name(monkeypatch):
+    monkeypatch.setattr(trace, "newest", sequential.chosen)
+    spec = replace(SPEC, attention="nsa", backend="sequential", tokens=8)
+    with pytest.raises(RuntimeError, match=r"_local_scalar_dense.* needs a value.*'sequential'"):
+        estimate(spec)
 
 
-def test_what_needs_a_value_is_named_and_comes_from_real_runs(monkeypatch):
-    monkeypatch.setattr(small, "estimated", runs)
-    found = estimate(replace(SPEC, attention="nsa", backend="sequential"))
-    assert (found.allocated, found.how, found.uncertainty) == (40, "from small real runs", 0.02)
-    assert "_local_scalar_dense" in found.notes[0]
-    assert "needs a value" in found.notes[0]
+SHORT = {"compress_block": 4, "compress_stride": 2, "select_block": 8, "select_count": 4}
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_sequential_is_foretold_from_small_real_runs_and_says_how_well():
-    spec = TrainingSpec("cpu_test", 160, backend="sequential", layers=1)
-    found, real = estimate(spec), small._measured([small._small(spec, 160, 1)])[0]
-    assert found.how.startswith("from small real runs: T 32, 64, 96, 1 and 2 layers; ")
-    assert "at T 128, 2 layers" in found.how
-    assert found.phases["forward"] == pytest.approx(real["phases"]["forward"], rel=0.02)
-
-
-def test_runs_of_a_cpu_that_stand_for_a_gpu_say_so():
-    spec = TrainingSpec("production", 1000, backend="sequential", device="cuda", checkpoint="0:2")
-    notes = small._notes(spec, small.TOKENS)
-    assert [note.partition(":")[0] for note in notes] == [
-        "the runs were of the CPU",
-        "checkpoint='0",
-        "T 1000 is 10 times the longest run",
-    ]
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
+def test_a_long_t_of_sequential_is_foretold_from_short_ones(device, monkeypatch):
+    monkeypatch.setattr(small, "UNIT", 4)
+    spec = TrainingSpec("cpu_test", 32, backend="sequential", layers=1, device=device)
+    spec = replace(spec, changes={"nsa": SHORT | {"window": 16}})
+    exact = estimate(spec)
+    monkeypatch.setattr(small, "LONGEST", 31)
+    found = estimate(spec)
+    assert exact.how == "traced"
+    assert found.how.startswith("from traces of T 4, 8, 12, 16; without the last one the form is ")
+    assert found.uncertainty < 0.01
+    assert "T 32 is 2 times the longest that was traced" not in found.notes
+    for phase, size in exact.phases.items():
+        assert found.phases[phase] == pytest.approx(size, rel=0.01), phase
 
 
 def test_the_largest_fits_and_the_next_does_not():

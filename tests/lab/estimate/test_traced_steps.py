@@ -6,7 +6,7 @@ import pytest
 
 from nsa.attention import span
 from nsa.attention.backends import gather, packed
-from nsa.lab.estimate import layers, trace
+from nsa.lab.estimate import layers, pretend, trace
 from nsa.lab.estimate.estimate import estimate, saved, whole
 from nsa.lab.estimate.pretend import gpu_named
 from nsa.lab.measure.allocations import replay
@@ -29,6 +29,7 @@ QUICK = [
     cell("cpu_test", "gather", 130, 1, checkpoint="all", precision="bf16"),
     cell("cpu_test", "packed", 99, 2, batch=2),
     cell("smoke", "packed", 130, 1, precision="bf16"),
+    cell("cpu_test", "sequential", 20, 1, batch=2),
     cell("cpu_test", "sdpa", 238, 2, checkpoint="0:1"),
     cell("cpu_test", "sdpa:math", 200, 1, precision="bf16", batch=2),
     cell("smoke", "sdpa:flash", 261, 1, precision="bf16"),
@@ -43,6 +44,7 @@ TUNED = [
     cell("smoke", "sdpa", 576, 2, precision="bf16"),
     cell("smoke", "sdpa:math", 496, 1, batch=2),
     cell("smoke", "sdpa:flash", 379, 5, checkpoint="all"),
+    cell("cpu_test", "sequential", 40, 5, checkpoint="1:4"),
     cell("production", "dense sdpa", 232, 1, batch=2),
     cell("cpu_test", "gather", 100, 2, changes={"shared_kv": True, "phi": "linear"}),
     cell("cpu_test", "packed", 100, 1, changes={"gate": "softmax", "compress_rope": "after"}),
@@ -181,3 +183,16 @@ def test_a_long_and_deep_cell_is_told_by_few_operators(backend, device):
 def test_nothing_that_goes_after_the_step_is_in_the_stream():
     found = trace.trace(cell("cpu_test", "dense sdpa", 32, 1))
     assert found.stream.tags[-1][0] == len(found.stream)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["packed", "gather", "masked"])
+def test_what_goes_straight_to_a_meta_kernel_makes_the_same(device, backend, monkeypatch):
+    spec = cell("cpu_test", backend, 70, 1, device=device, precision="bf16", checkpoint="all")
+    gpu = gpu_named("NVIDIA H200") if device == "cuda" else None
+    quick = trace.trace(spec, gpu)
+    monkeypatch.setattr(pretend, "_kind", lambda func: "")
+    slow = trace.trace(spec, gpu)
+    assert quick.stream.sizes == slow.stream.sizes
+    assert quick.stream.marks == slow.stream.marks
+    assert peaks(quick) == peaks(slow)
