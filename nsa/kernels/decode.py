@@ -253,7 +253,8 @@ def decode(
         splits = min(tuned.score_splits, tiles)
         ranking = None
         if chosen:
-            ranking = floats(rows, tiles * per_tile), floats(rows, tiles), floats(rows, tiles)
+            tables = (rows, tiles * per_tile), (rows, tiles), (rows, tiles), (rows,)
+            ranking = tuple(floats(*shape) for shape in tables)
         parts = floats(rows, splits), floats(rows, splits), None
         if scored:
             o_cmp = floats(rows, value_dim)
@@ -274,12 +275,13 @@ def decode(
         if chosen:
             blocks = torch.empty(units, config.select_count, dtype=torch.int32, device=device)
         if ranks + sums:
+            slots = max(2, next_power_of_two(config.select_count))
             choose[(ranks + sums,)](
                 ranking, parts, blocks, o_cmp if sums else None, ranks, rows, lengths, counts, new,
                 capacity, tiles,
                 SIZES=sizes, CONFIG=config, SPAN=span, BLOCKS=per_tile,
-                TILES=max(1, tuned.choose_blocks // per_tile), SPLITS=splits,
-                SLOTS=max(2, next_power_of_two(config.select_count)),
+                TILES=max(1, max(tuned.choose_blocks, slots) // per_tile), SPLITS=splits,
+                SLOTS=slots,
                 GROUP=next_power_of_two(group), ROWS=at_once, num_warps=tuned.choose_warps,
                 **options,
             )  # fmt: skip
