@@ -283,7 +283,7 @@ def decode(
         )  # fmt: skip
         ranks = units if chosen else 0
         width = next_power_of_two(splits) * power_of_two(value_dim)
-        at_once = max(1, min(16, 4096 // width))
+        at_once = max(1, min(16, min(4096, 1024 * tuned.choose_warps) // width))
         sums = ceil_div(rows, at_once) if scored and splits > 1 else 0
         if chosen:
             blocks = torch.empty(units, config.select_count, dtype=torch.int32, device=device)
