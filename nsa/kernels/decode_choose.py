@@ -6,27 +6,33 @@ import triton.language as tl
 from nsa.kernels.common import padded
 from nsa.kernels.decode_common import begin, rounded_up, step_of, tiles_of
 from nsa.kernels.span_common import seen_end
-from nsa.kernels.topk import ILLEGAL, NONE, candidates, indices, merge
+from nsa.kernels.topk import ILLEGAL, NONE, candidates, indices
 
 
 @triton.jit
 def _importance(
-    ranking, row, real, lse2, first, tiles, tiles_most,
-    BLOCKS: tl.constexpr, TILES: tl.constexpr,
+    ranking, row, first, tiles, tiles_most,
+    G: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Importance of TILES * BLOCKS blocks from tile `first` on, summed over rows [G]: [1, *]."""
+    """Importance of TILES * BLOCKS blocks from tile `first` on, summed over G rows: [1, *].
+
+    Head by head: a sum over an axis of heads would leave the blocks spread over lanes that are not
+    neighbours, and then Triton 3.6 takes the maximum over some of those lanes only.
+    """
     tile = first + tl.arange(0, TILES)
-    there = real[:, None] & (tile < tiles)[None, :]
-    at = row[:, None] * tiles_most + tile[None, :]
-    shift = lse2[:, None]
-    factor = tl.exp2(tl.load(ranking[2] + at, mask=there, other=float("-inf")) - shift)
-    j = tl.arange(0, BLOCKS)[None, None, :]
-    sums = tl.load(ranking[0] + at[:, :, None] * BLOCKS + j, mask=there[:, :, None], other=0.0)
-    own = tl.sum(sums * factor[:, :, None], 0)  # [TILES, BLOCKS]
-    before = real[:, None] & ((tile >= 1) & (tile <= tiles))[None, :]
-    factor = tl.exp2(tl.load(ranking[2] + at - 1, mask=before, other=float("-inf")) - shift)
-    past = tl.sum(tl.load(ranking[1] + at - 1, mask=before, other=0.0) * factor, 0)
-    own += tl.where(tl.arange(0, BLOCKS)[None, :] == 0, past[:, None], 0.0)
+    j = tl.arange(0, BLOCKS)[None, :]
+    there, before = tile < tiles, (tile >= 1) & (tile <= tiles)
+    own = tl.zeros([TILES, BLOCKS], tl.float32)
+    past = tl.zeros([TILES], tl.float32)
+    for g in tl.range(0, G, loop_unroll_factor=min(G, 8)):
+        at = (row + g) * tiles_most + tile
+        shift = tl.load(ranking[3] + row + g)
+        factor = tl.exp2(tl.load(ranking[2] + at, mask=there, other=float("-inf")) - shift)
+        sums = tl.load(ranking[0] + at[:, None] * BLOCKS + j, mask=there[:, None], other=0.0)
+        own += sums * factor[:, None]
+        factor = tl.exp2(tl.load(ranking[2] + at - 1, mask=before, other=float("-inf")) - shift)
+        past += tl.load(ranking[1] + at - 1, mask=before, other=0.0) * factor
+    own += tl.where(j == 0, past[:, None], 0.0)
     return tl.reshape(own, [1, TILES * BLOCKS])
 
 
@@ -51,29 +57,32 @@ def _rank(
     if (token < new) & ((held + token) // SELECT >= COUNT):
         g = tl.arange(0, GROUP)
         real = g < SIZES.G
-        row = unit.to(tl.int64) * SIZES.G + g
+        row = unit.to(tl.int64) * SIZES.G
         seen = seen_end(held + new - 1, SPAN)
         tiles, _, used = tiles_of(seen, BLOCKS * (SELECT // CONFIG.compress_stride), SPLITS)
         split = tl.arange(0, rounded_up(SPLITS))[None, :]
         mask = real[:, None] & (split < used)
-        at = row[:, None] * SPLITS + split
+        at = (row + g)[:, None] * SPLITS + split
         m = tl.load(parts[0] + at, mask=mask, other=float("-inf"))
         sums = tl.load(parts[1] + at, mask=mask, other=0.0)
         top = tl.max(m, 1)
         top = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(tl.exp2(m - top[:, None]) * sums, 1)
         lse2 = top + tl.log2(tl.where(total == 0.0, 1.0, total))
+        tl.store(ranking[3] + row + g, lse2, mask=real)
+        tl.debug_barrier()  # every thread reads every head's
         # The last blocks are forced: they take the highest slots, and are not ranked.
         last = own[:, None] - slot + (SLOTS - LOCAL)
         best = tl.where(slot >= SLOTS - LOCAL, FORCED_KEY - last.to(tl.int64), ILLEGAL)
         ranked = (held + token) // SELECT + 1 - LOCAL
         for first in range(0, ranked, STEP):
             importance = _importance(
-                ranking, row, real, lse2, first // BLOCKS, tiles, tiles_most, BLOCKS, TILES
+                ranking, row, first // BLOCKS, tiles, tiles_most, SIZES.G, BLOCKS, TILES
             )
             found = candidates(importance, first, own, 2**31 - 1, True, CONFIG)
             found = tl.where(first + tl.arange(0, STEP)[None, :] < ranked, found, ILLEGAL)
-            best = merge(best, found, SLOTS, SLOTS - LOCAL)
+            # One ascends and the other descends: the larger of each pair are the largest of all.
+            best = tl.bitonic_merge(tl.maximum(best, tl.topk(found, SLOTS)))
         chosen = tl.where(slot >= SLOTS - COUNT, indices(best, 2**31 - 1), NONE)
         chosen = tl.sort(chosen)
     chosen = tl.where(chosen == NONE, -1, chosen)
@@ -121,7 +130,8 @@ def choose(
     """One program: the selection of one token of one KV head, or the sums of ROWS rows.
 
     units: how many programs select: B HKV N, or 0. ranking, parts and tiles_most: as `score`
-    writes them, and BLOCKS and SPLITS as there.
+    writes them, and BLOCKS and SPLITS as there; ranking has one more, [rows] for what rows divide
+    by. TILES * BLOCKS importances are ranked at a time, SLOTS at least.
     """
     begin(DEPENDENT)
     program = tl.program_id(0)

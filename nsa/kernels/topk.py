@@ -82,14 +82,13 @@ def candidates(importance, first_block, own, index_mask, WIDE: tl.constexpr, CON
 
 
 @triton.jit
-def merge(best, found, SLOTS: tl.constexpr, NEW: tl.constexpr):
+def merge(best, found, SLOTS: tl.constexpr):
     """The largest SLOTS, ascending, of best [M, SLOTS], ascending, and found [M, BLOCKS].
 
-    At most NEW of found are among them, which is SLOTS unless it is known that some of best stay.
     Later tiles beat few of the best: taking those out one by one costs less than sorting all.
     """
     beats = found > tl.min(best, 1)[:, None]
-    rounds = tl.minimum(tl.max(tl.sum(beats.to(tl.int32), 1), 0), NEW)
+    rounds = tl.minimum(tl.max(tl.sum(beats.to(tl.int32), 1), 0), SLOTS)
     slot = tl.arange(0, SLOTS)[None, :]
     new = tl.full(best.shape, ILLEGAL, best.dtype)
     for i in range(rounds):
@@ -195,7 +194,7 @@ def _select_blocks(
                     shared = band(key, j, PER_COMPRESSED, PER_SELECTABLE)
                     importance = tl.dot(p, shared, importance, input_precision=POOLING)
             found = candidates(importance, block, own, index_mask, WIDE, CONFIG)
-            best = merge(best, found, SLOTS, SLOTS)
+            best = merge(best, found, SLOTS)
         chosen = tl.where(slot >= SLOTS - COUNT, indices(best, index_mask), NONE)
         chosen = tl.sort(chosen)
     chosen = tl.where(chosen == NONE, -1, chosen)

@@ -9,6 +9,7 @@ import sys
 from functools import cache
 
 import pytest
+from compiled import apart
 from places import SUPPORT
 from processes import environment_with_package
 
@@ -39,6 +40,23 @@ def compiled(architecture: int, shape: str, kind: str) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+LANES = """\
+#linear = #ttg.linear<{register = [[0, 1]], lane = [%s], warp = [[0, 16]], block = []}>
+  %%top = "tt.reduce"(%%found) <{axis = 1 : i32}> ({
+    tt.reduce.return %%larger : i64
+  }) : (tensor<1x32xi64, #linear>) -> tensor<1xi64, #ttg.slice<{dim = 1, parent = #linear}>>
+"""
+
+
+def test_lanes_that_are_not_neighbours_are_found():
+    neighbours = "[0, 0], [0, 2], [0, 4], [0, 8], [0, 0]"
+    assert not apart(LANES % neighbours)
+    gap = LANES % "[0, 2], [0, 0], [0, 0], [0, 4], [0, 8]"
+    assert apart(gap) == ["tensor<1x32xi64, #linear> over axis 1"]
+    sliced = gap.replace("<1x32xi64, #linear", "<32xi64, #ttg.slice<{dim = 0, parent = #linear}>")
+    assert len(apart(sliced.replace("axis = 1", "axis = 0"))) == 1
+
+
 def said(found: list[dict]) -> str:
     return "\n".join(map(str, found))
 
@@ -50,6 +68,8 @@ def test_every_kernel_compiles_and_fits_the_chip(architecture, shape, kind):
     found = compiled(architecture, shape, kind)["compiled"]
     too_large = [x for x in found if x["shared"] > SHARED_KIB[architecture] * 1024]
     assert found and not too_large, said(too_large)
+    gaps = [x for x in found if x["apart"]]
+    assert not gaps, f"reductions over lanes that are not neighbours:\n{said(gaps)}"
     if architecture == 90 and shape != "fp32":
         without = [x for x in found if x["rows"] >= 64 and not x["wgmma"]]
         assert not without, f"products not by wgmma:\n{said(without)}"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accuracy import assert_as_accurate
+from cases import ODD
 from decode_inputs import Step, draw, on_cache
 
 from nsa.config import NSAConfig
@@ -23,6 +24,9 @@ STEPS = {
     "one long": Step((9000,), PAPER, dtype=torch.float16, **LARGE),
     "192 and 128": Step(
         (2900, 1311), PAPER, kv_heads=2, group=6, dim=192, value_dim=128, dtype=torch.bfloat16
+    ),
+    "odd pages": Step(
+        (500, 45, 19), ODD, 3, kv_heads=2, group=5, dim=48, value_dim=32, page=20
     ),
     "shared": Step((2000, 45), PAPER, shared=True, page=256, dtype=torch.bfloat16, **LARGE),
     "linear": Step(

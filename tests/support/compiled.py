@@ -31,7 +31,9 @@ SHAPES = {
     "narrow": (64, 64, torch.bfloat16, 6),
     "fp32": (64, 64, torch.float32, 4),
     "wide": (192, 128, torch.float16, 16),
+    "six": (192, 128, torch.bfloat16, 6),
 }
+REDUCE = r"\"tt\.reduce\"\(.*?<\{axis = (\d+) : i32\}>.*?\}\) : \((tensor<[^#]*?, (#.*?)>)[,)]"
 DOT = r"tt\.dot .*: tensor<(\d+)x"  # the rows of a product
 TOKENS = 2048, 16384  # beyond the window and what a query selects; what is done otherwise if long
 
@@ -100,12 +102,17 @@ def reach(name: str, tokens: int, packed: bool) -> None:
         rotary.rotate(table, table, positions, back, [q[None], k[None]])
 
 
-def reach_decode(name: str, tokens: int, architecture: int) -> None:
-    """Launches every kernel of a decode step: few sequences, cut up, and many, in pages."""
+# Batch, new tokens, page and phi of a decode step: few sequences, cut up, and many, in pages.
+STEPS = (1, 2, None, "mlp"), (256, 1, 64, "mean")
+FEW = ((2, 1, None, "mean"),)
+
+
+def reach_decode(name: str, tokens: int, architecture: int, steps=STEPS) -> None:
+    """Launches every kernel of such decode steps."""
     from nsa.kernels import decode
 
     (dim, value_dim, dtype, group), heads, config = SHAPES[name], 2, NSAConfig()
-    for batch, new, page, phi in ((1, 2, None, "mlp"), (256, 1, 64, "mean")):
+    for batch, new, page, phi in steps:
         call = decode.Call(
             batch, heads, group, dim, value_dim, new, tokens, config, dtype == torch.float32,
             architecture, 132,
@@ -134,6 +141,28 @@ def kernels() -> list[str]:
     return [name for name in names if name not in called]
 
 
+def lanes_along(axis: int, layout: str, named: dict[str, str]) -> list[int]:
+    """How far each bit of a lane's number moves along an axis, where a layout says so."""
+    if layout.startswith("#ttg.slice"):
+        dim, parent = re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout).groups()
+        return lanes_along(axis + (axis >= int(dim)), parent, named)
+    written = re.search(r"ttg\.linear<.*lane = (\[.*?\]), warp", named.get(layout, layout))
+    return [step[axis] for step in json.loads(written[1])] if written else []
+
+
+def apart(ttgir: str) -> list[str]:
+    """Reductions over lanes that are not neighbours: Triton 3.6 leaves some of those lanes out.
+
+    It combines lanes of neighbouring bits, as many as the axis has, from its lowest bit on.
+    """
+    named, found = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE)), []
+    for axis, kind, layout in re.findall(REDUCE, ttgir, re.DOTALL):
+        bits = [i for i, step in enumerate(lanes_along(int(axis), layout, named)) if step]
+        if bits and bits[-1] - bits[0] >= len(bits):
+            found.append(f"{kind} over axis {axis}")
+    return found
+
+
 def facts(name: str, kernel) -> dict:
     """What one binary takes: bytes of shared memory, registers of a thread, bytes of them spilled.
 
@@ -153,6 +182,7 @@ def facts(name: str, kernel) -> dict:
         "warps": kernel.metadata.num_warps,
         "rows": max((int(m) for m in re.findall(DOT, kernel.asm["ttir"])), default=0),
         "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
+        "apart": apart(kernel.asm["ttgir"]),
     }
 
 
@@ -164,5 +194,6 @@ if __name__ == "__main__":
         reach(shape, tokens, kind == "packed")
     if (shape, kind) == ("main", "dense"):
         reach_decode(shape, TOKENS[-1], int(target))
+        reach_decode("six", 2944, int(target), FEW)
     compiled = [facts(*found) for found in binaries.values()]
     print(json.dumps({"compiled": compiled, "kernels": kernels()}))
