@@ -66,7 +66,7 @@ test: $(READY)
 	$(call checked,about 4 minutes,not slow and not full and not long,$(filter-out $(LONG),$(NOTEBOOKS)))
 
 test-all: $(READY)
-	$(call checked,about 20 minutes,not long,$(NOTEBOOKS))
+	$(call checked,about 25 minutes,not long,$(NOTEBOOKS))
 
 lab: $(READY)
 	@NSA_HEADLESS=0 $(BIN)/jupyter lab $(AS_ROOT) notebooks/

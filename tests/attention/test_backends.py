@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 def each(backends, cases, dtypes):
     """Every combination that runs here; interpreted kernels take minutes for the long ones.
 
-    Of theirs of 100 tokens and more every other one waits for `pytest -m long`.
+    Of theirs of 60 tokens and more three in four wait for `pytest -m long`.
 
     A newcomer's `make test` has the first cases of the backends that take no loop over tokens.
     """
@@ -31,7 +31,7 @@ def each(backends, cases, dtypes):
             quick = case in CASES[:4] and backend not in ("triton", "sequential", "flex")
             slow = interpreted > 200
             marks = [pytest.mark.slow] if slow else [] if quick else [pytest.mark.full]
-            marks += [pytest.mark.long] if interpreted >= 100 and CASES.index(case) % 2 else []
+            marks += [pytest.mark.long] if interpreted >= 60 and CASES.index(case) % 4 else []
             yield pytest.param(backend, case, dtype, id=f"{backend}-{case}-{name}", marks=marks)
 
 

@@ -65,7 +65,7 @@ def test_what_was_recorded_decides(rows, said):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cpus_part_of_it_is_recorded_as_its_shapes_predict(tmp_path):
     # Below T 128 gradients, and no longer what is kept for the backward, make the peak.
     rows = run(cells(2, 128, [(1, 128), (2, 128)]), "cpu", tmp_path)

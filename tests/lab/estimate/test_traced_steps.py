@@ -44,7 +44,7 @@ TUNED = [
     cell("smoke", "sdpa", 576, 2, precision="bf16"),
     cell("smoke", "sdpa:math", 496, 1, batch=2),
     cell("smoke", "sdpa:flash", 379, 5, checkpoint="all"),
-    cell("cpu_test", "sequential", 40, 5, checkpoint="1:4"),
+    pytest.param(cell("cpu_test", "sequential", 40, 5, checkpoint="1:4"), marks=pytest.mark.long),
     cell("production", "dense sdpa", 232, 1, batch=2),
     cell("cpu_test", "gather", 100, 2, changes={"shared_kv": True, "phi": "linear"}),
     cell("cpu_test", "packed", 100, 1, changes={"gate": "softmax", "compress_rope": "after"}),

@@ -18,7 +18,7 @@ CELLS = [
     Cell("repro", "sdpa:math", 512, layers=1),
     Cell("repro", "sdpa:math", 512, layers=1, dtype="bf16"),
     Cell("repro", "packed", 256, layers=2, dtype="bf16"),
-    Cell("repro", "sequential", 256, layers=1),
+    Cell("repro", "sequential", 96, layers=1),
     Cell("smoke", "gather", 256, layers=1, batch=2),
 ]
 

@@ -1,6 +1,7 @@
 import contextlib
 import math
 import re
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -233,16 +234,18 @@ def test_a_trial_in_anomaly_mode_ends_at_the_line_of_the_planted_root(tmp_path):
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
-    """Losses of 200 steps on text, by precision, at a rate of a warm-up."""
-    made = {}
-    for name, changes in PRECISIONS.items():
+    """Losses of 200 steps on text in a precision, at a rate of a warm-up, and steps skipped."""
+
+    @cache
+    def made(name):
         progress = Progress(tmp_path_factory.mktemp("learnt") / "progress")
-        given = {"tokens": 64, "batch": 2, "lr": 2e-5, "data": "text"} | changes
+        given = {"tokens": 64, "batch": 2, "lr": 2e-5, "data": "text"} | PRECISIONS[name]
         subject = make(SMALL | given, progress)
         losses = [float(subject.step(i)) for i in range(200)]
-        made[name] = losses, subject.trainer.skipped_steps
         subject.close()
         progress.close()
+        return losses, subject.trainer.skipped_steps
+
     return made
 
 
@@ -255,9 +258,9 @@ PRECISIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_autocast_over_fp32_weights_learns_what_fp32_does_in_200_steps(learnt, name):
-    (plain, _), (losses, skipped) = learnt["fp32"], learnt[name]
+    (plain, _), (losses, skipped) = learnt("fp32"), learnt(name)
     assert all(map(math.isfinite, losses)) and skipped <= 2  # the scaler begins too high
     assert abs(sum(losses[-20:]) / sum(plain[-20:]) - 1) < 0.01
     assert sum(plain[-20:]) < 0.85 * sum(plain[:20])  # there was something to learn
@@ -265,5 +268,5 @@ def test_autocast_over_fp32_weights_learns_what_fp32_does_in_200_steps(learnt, n
 
 @pytest.mark.slow
 def test_bf16_weights_waste_a_warm_up(learnt):
-    plain, losses = learnt["fp32"][0], learnt["pure bf16"][0]
+    plain, losses = learnt("fp32")[0], learnt("pure bf16")[0]
     assert sum(losses[-20:]) / sum(plain[-20:]) - 1 > 0.1

@@ -191,11 +191,13 @@ def test_who_waits_for_the_gil_waits_for_the_thread_that_holds_it():
             while True:
                 process = looks.with_stacks(kernel.snapshot({0: child.pid})).of(0)
                 main = process.main()
-                if (main.wait and main.wait.kind == "GIL") or time.monotonic() > until:
+                owners = [thread for thread in process.threads if thread.gil]
+                seen = main.wait and main.wait.kind == "GIL" and owners and owners[0].wait
+                if seen or time.monotonic() > until:
                     break
         finally:
             child.kill()
-    (owner,) = (thread for thread in process.threads if thread.gil)
+    (owner,) = owners
     assert main.wait.wakers == ((child.pid, owner.tid),) and not main.wait.outside
     assert main.wait.left_s is None and owner.wait.kind == "timer" and owner.wait.left_s <= 600
 
