@@ -50,6 +50,7 @@ class Call(NamedTuple):
     wide: bool  # fp32
     chip: int  # 90, 80, ...
     processors: int
+    paged: bool = False  # more than one page a sequence
 
 
 def declined(
@@ -90,11 +91,8 @@ def _splits(units: int, most: int, slots: int) -> int:
 def tuning(call: Call) -> Tuning:
     """The tiles and splits of a step.
 
-    Measured on an H200 with Triton 3.6, in ms a step at the paper's sizes, bf16, 4 KV heads of 16
-    query heads. One sequence of 65,536 tokens: 0.0504 -> 0.0477 by two tiles a split of `attend`
-    instead of one, 0.0470 by 8 warps and 3 stages, 0.0492 by half the splits of `score`. 256 of
-    8,192: 0.328 -> 0.318 by tiles of 32 keys and 2 warps in `attend`. Launches that overlap: 0.0752
-    for 8 of 65,536, 0.0679 without; no gain for the other two. Not measured: the warps of `choose`.
+    Measured on an H200 with Triton 3.6 at the paper's sizes, bf16, 4 KV heads of 16 query heads;
+    docs/log.md has the numbers.
     """
     config, wide = call.config, max(power_of_two(call.dim), power_of_two(call.value_dim))
     rows = min(64, power_of_two(call.new * call.group))
@@ -116,24 +114,31 @@ def tuning(call: Call) -> Tuning:
     # A processor for every program of `attend`, or several programs for every processor.
     alone = units * call.new * slc <= call.processors
     crowd = units * call.new >= 4 * call.processors and slc == 1
-    attend_warps = 4
+    split = min(tiles, 32)
+    score_splits = _splits(units * row_tiles, split, slots)
+    # Registers of more rows a thread: not where pages are looked up, nor where warps are few.
+    thin = few and not call.paged and units * row_tiles * score_splits > call.processors
+    attend_warps, stages = 4, 3 if few and (slc <= 2 or alone) else 2
     if keys == 64 and call.group <= 16:
-        keys = 32 if crowd else 64
-        attend_warps = 8 if alone else 2 if crowd else 4
+        if alone:
+            attend_warps = 8
+        elif crowd or slc > 2:
+            keys, attend_warps, stages = 32, 2, 3
+    idle = 2 * units * call.new <= call.processors  # what ranks has a processor, and more, alone
     return Tuning(
         score_rows=rows,
         score_keys=score_keys,
-        score_splits=_splits(units * row_tiles, min(tiles, 32), slots),
-        score_warps=4,
+        score_splits=score_splits,
+        score_warps=2 if thin else 4,
         score_stages=3 if few else 2,
         choose_blocks=choose_blocks,
-        choose_warps=min(8, max(1, choose_blocks // 128)),
+        choose_warps=min(16 if idle else 8, max(1, choose_blocks // (64 if idle else 128))),
         attend_keys=keys,
         selected_splits=min(slc_share, ceil_div(selected, keys)),
         window_splits=min(max(1, slc - slc_share), ceil_div(config.window, keys)),
         attend_warps=attend_warps,
-        attend_stages=3 if few and (slc <= 2 or alone) else 2,
-        dependent=False,
+        attend_stages=stages,
+        dependent=call.chip >= 90 and 8 * units * call.new <= call.processors,
     )
 
 
@@ -226,6 +231,7 @@ def decode(
             q.dtype == torch.float32,
             architecture(device),
             processors(device),
+            columns > 1,
         )
     )
     o = (
@@ -242,6 +248,8 @@ def decode(
     scale2 = (dim**-0.5 if scale is None else scale) * LOG2E
     sizes, span = Sizes(heads, group, dim, value_dim), compressed_span(config)
     options = {"DEPENDENT": tuned.dependent}
+    if tuned.dependent:
+        options["launch_pdl"] = True
     units = batch * kv_heads * new
     rows = units * group
     arrived = torch.empty(units, dtype=torch.int32, device=device)
@@ -254,8 +262,6 @@ def decode(
         lengths, counts, capacity, arrived, config, span, phi, (phi_key, phi_value), rotary,
         (batch, new, kv_heads, dim, value_dim), options,
     )  # fmt: skip
-    if tuned.dependent:
-        options["launch_pdl"] = True
 
     o_cmp = blocks = None
     cmp_page = None if per_page is None else page // stride

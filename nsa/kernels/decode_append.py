@@ -8,12 +8,13 @@ import triton.language as tl
 from nsa.kernels.common import padded
 from nsa.kernels.decode_common import (
     PLAIN,
-    begin,
     home_of,
     load_rows,
     page_rows,
+    release,
     step_of,
     store_rows,
+    wait,
 )
 from nsa.kernels.span_common import seen_end
 
@@ -242,7 +243,8 @@ def append(
     head = tl.program_id(0) % KEYS.heads
     number = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS
-    begin(DEPENDENT)
+    wait(DEPENDENT)
+    release(DEPENDENT)
     if tl.program_id(1) + tl.program_id(2) == 0:
         i = tl.arange(0, NEW)
         tl.store(arrived + tl.program_id(0) * n + i, 0, mask=i < n)

@@ -9,7 +9,6 @@ import triton.language as tl
 from nsa.kernels.common import absorb, finish, padded
 from nsa.kernels.decode_common import (
     PLAIN,
-    begin,
     home_of,
     load_queries,
     load_rows,
@@ -17,28 +16,45 @@ from nsa.kernels.decode_common import (
     rounded_up,
     step_of,
     tiles_of,
+    wait,
 )
 
 
 @triton.jit
-def _rows_of(
-    at, blocks, t, x, stop,
+def _look_up(
+    at, blocks, x, stop,
     SELECT: tl.constexpr, PER_PAGE: tl.constexpr, RING: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(rows [KEYS], which of them are seen) of the keys from number x on, for `_attend_to`."""
+    """(rows, positions) of the KEYS keys from number x on, -1 for a position that has no row; of
+    the first of a block alone, if no tile has keys of two."""
     b, _, pages, home, size = at
-    number = x + tl.arange(0, KEYS)
-    seen = number < stop
-    if blocks is None:
+    if blocks is not None and SELECT % KEYS == 0:
+        s = tl.load(blocks + x // SELECT, mask=x < stop, other=-1) * SELECT
+        valid = s >= 0  # and a page has whole blocks
+    else:
+        number = x + tl.arange(0, KEYS)
+        valid = number < stop
         s = number
-    else:
-        s = tl.load(blocks + number // SELECT, mask=seen, other=-1) * SELECT + number % SELECT
-    seen = seen & (s >= 0) & (s <= t)
+        if blocks is not None:
+            s = tl.load(blocks + number // SELECT, mask=valid, other=-1) * SELECT + number % SELECT
+            valid = s >= 0
     if RING:
-        row, there = b.to(tl.int64) * size + s % size, seen
+        # No two keys of a window are at one place: none is a whole ring behind the first.
+        place = x % size + tl.arange(0, KEYS)
+        row, there = b.to(tl.int64) * size + tl.where(place >= size, place - size, place), valid
     else:
-        row, there = page_rows(pages, home, s, seen, size, PER_PAGE)
-    return row, there
+        row, there = page_rows(pages, home, s, valid, size, PER_PAGE)
+    return row, tl.where(there, s, -1)
+
+
+@triton.jit
+def _rows_of(row, s, x, stop, SELECT: tl.constexpr, KEYS: tl.constexpr):
+    """(rows [KEYS], their positions, -1 for none) from what `_look_up` found."""
+    if len(s.shape) == 0:
+        i = x % SELECT + tl.arange(0, KEYS)
+        row += i
+        s = tl.where((s >= 0) & (x + tl.arange(0, KEYS) < stop), s + i, -1)
+    return row, s
 
 
 @triton.jit
@@ -58,16 +74,18 @@ def _attend_to(
     total = tl.zeros([q_tile.shape[0], 8], tl.float32)
     acc = tl.zeros([q_tile.shape[0], padded(SIZES.DV)], tl.float32)
     # A tile's rows are looked up one tile ahead: a load that waits for another is not pipelined.
-    row, there = _rows_of(at, blocks, t, first, stop, SELECT, PER_PAGE, RING, KEYS)
+    row, s = _look_up(at, blocks, first, stop, SELECT, PER_PAGE, RING, KEYS)
     for x in range(first, stop, KEYS):
-        keys = load_rows(k, row, there, head, HKV, SIZES.D)
+        rows, position = _rows_of(row, s, x, stop, SELECT, KEYS)
+        there = (position >= 0) & (position <= t)
+        row, s = _look_up(at, blocks, x + KEYS, stop, SELECT, PER_PAGE, RING, KEYS)
+        keys = load_rows(k, rows, there, head, HKV, SIZES.D)
         scores = tl.dot(q_tile, tl.trans(keys), input_precision=PRECISION)
         scores = tl.where(there[None, :], scores, float("-inf"))
         p, m, total, rescale = absorb(scores, scale2, m, total)
         acc *= rescale[:, None]
-        values = load_rows(v, row, there, head, HKV, SIZES.DV)
+        values = load_rows(v, rows, there, head, HKV, SIZES.DV)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
-        row, there = _rows_of(at, blocks, t, x + KEYS, stop, SELECT, PER_PAGE, RING, KEYS)
     return acc, m, total
 
 
@@ -213,20 +231,20 @@ def attend(
     d = tl.arange(0, padded(DV))[None, :]
     to = o + ((b.to(tl.int64) * n + token) * SIZES.HQ + heads)[:, None] * DV + d
     mask = real[:, None] & (d < DV)
-    begin(DEPENDENT)
 
     held, new = step_of(b, lengths, counts, n, capacity)
     t = held + token
-    if token >= new:
-        if part == 0:
-            tl.store(to, tl.zeros([GROUP, padded(DV)], o.dtype.element_ty), mask=mask)
-        return
     gate_cmp = _gate(gates, gate_strides, b, token, heads, real, 0)
     gate_slc = _gate(gates, gate_strides, b, token, heads, real, 1)
     gate_win = _gate(gates, gate_strides, b, token, heads, real, 2)
     q_tile = load_queries(q, q_strides, b, g * 0 + token, heads, real, SIZES.D)
     pages = table, columns, pool
     home = home_of(pages, b, PER_PAGE)
+    wait(DEPENDENT)
+    if token >= new:
+        if part == 0:
+            tl.store(to, tl.zeros([GROUP, padded(DV)], o.dtype.element_ty), mask=mask)
+        return
     pooled = b, head, pages, home, page
     ringed = b, head, pages, home, page
     if RING:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.common import padded
-from nsa.kernels.decode_common import begin, rounded_up, step_of, tiles_of
+from nsa.kernels.decode_common import release, rounded_up, step_of, tiles_of, wait
 from nsa.kernels.span_common import seen_end
 from nsa.kernels.topk import ILLEGAL, NONE, candidates, indices
 
@@ -24,7 +24,7 @@ def _importance(
     there, before = tile < tiles, (tile >= 1) & (tile <= tiles)
     own = tl.zeros([TILES, BLOCKS], tl.float32)
     past = tl.zeros([TILES], tl.float32)
-    for g in tl.range(0, G, loop_unroll_factor=min(G, 8)):
+    for g in tl.range(0, G, loop_unroll_factor=min(G, 16)):
         at = (row + g) * tiles_most + tile
         shift = tl.load(ranking[3] + row + g)
         factor = tl.exp2(tl.load(ranking[2] + at, mask=there, other=float("-inf")) - shift)
@@ -133,7 +133,8 @@ def choose(
     writes them, and BLOCKS and SPLITS as there; ranking has one more, [rows] for what rows divide
     by. TILES * BLOCKS importances are ranked at a time, SLOTS at least.
     """
-    begin(DEPENDENT)
+    wait(DEPENDENT)
+    release(DEPENDENT)
     program = tl.program_id(0)
     if blocks is not None and program < units:
         _rank(

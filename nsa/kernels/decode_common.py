@@ -42,11 +42,17 @@ def rounded_up(n):
 
 
 @triton.jit
-def begin(DEPENDENT: tl.constexpr):
-    """Waits for what the launch before wrote; lets the next one start as soon as there is room."""
+def wait(DEPENDENT: tl.constexpr):
+    """Waits for the launch before. What no launch of a step writes may be read earlier."""
+    if DEPENDENT:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def release(DEPENDENT: tl.constexpr):
+    """Lets the next launch start as soon as there is room. Not before `append` has waited."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
 
 
 @triton.jit
@@ -61,26 +67,41 @@ def step_of(b, lengths, counts, n, capacity):
 
 @triton.jit
 def home_of(pages, b, PER_PAGE: tl.constexpr):
-    """What `page_rows` needs to know of sequence b: its only page, or where its row of pages is."""
+    """What `page_of` needs to know of sequence b: its only page, or where its row of pages is."""
     table, columns, _ = pages
     return tl.load(table + b).to(tl.int64) if PER_PAGE is None else b.to(tl.int64) * columns
 
 
 @triton.jit
-def page_rows(pages, home, s, valid, size, PER_PAGE: tl.constexpr):
-    """(rows int64, which of them exist) of a paged tensor [P * size, ...] for positions s [N].
+def page_of(pages, home, s, valid, PER_PAGE: tl.constexpr):
+    """The page of positions s [N], or of one; -1 where not valid."""
+    page = home
+    if PER_PAGE is not None:
+        page = tl.load(pages[0] + home + s // PER_PAGE, mask=valid, other=-1)
+    return page
+
+
+@triton.jit
+def rows_on(pages, page, s, valid, size, PER_PAGE: tl.constexpr):
+    """(rows int64, which of them exist) of a paged tensor [P * size, ...] for positions s on their
+    pages, of `page_of`.
 
     pages: (table, columns, P). size: rows that a sequence's only page has, if it has one only. A
     page that is none of the pool's is no row.
     """
-    table, _, count = pages
     if PER_PAGE is None:
-        page = home
-        row = home * size + s
+        row, there = page * size + s, valid & (page >= 0) & (page < pages[2])
     else:
-        page = tl.load(table + home + s // PER_PAGE, mask=valid, other=-1).to(tl.int64)
-        row = page * PER_PAGE + s % PER_PAGE
-    return row, valid & (page >= 0) & (page < count)
+        row = page.to(tl.int64) * PER_PAGE + s % PER_PAGE
+        there = valid & (page.to(tl.uint32, bitcast=True) < pages[2].to(tl.uint32))
+    return row, there
+
+
+@triton.jit
+def page_rows(pages, home, s, valid, size, PER_PAGE: tl.constexpr):
+    """As `rows_on`, with the pages looked up."""
+    page = page_of(pages, home, s, valid, PER_PAGE)
+    return rows_on(pages, page, s, valid, size, PER_PAGE)
 
 
 @triton.jit
@@ -90,7 +111,7 @@ def load_rows(x, row, valid, head, HKV: tl.constexpr, D: tl.constexpr):
     mask = valid[:, None]
     if padded(D) != D:
         mask = mask & (d < D)
-    return tl.load(x + (row * HKV + head)[:, None] * D + d, mask=mask, other=0.0)
+    return tl.load(x + (row * (HKV * D) + head * D)[:, None] + d, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -10,13 +10,15 @@ import triton.language as tl
 from nsa.kernels.common import absorb, finish, padded
 from nsa.kernels.decode_common import (
     PLAIN,
-    begin,
     home_of,
     load_queries,
     load_rows,
-    page_rows,
+    page_of,
+    release,
+    rows_on,
     step_of,
     tiles_of,
+    wait,
 )
 from nsa.kernels.span_common import seen_end
 from nsa.kernels.topk import band, pool
@@ -66,8 +68,6 @@ def score(
     valid = r < n * SIZES.G
     row = unit.to(tl.int64) * n * SIZES.G + r
     pages = table, columns, pool
-    begin(DEPENDENT)
-
     held, new = step_of(b, lengths, counts, n, capacity)
     end = tl.where(token < new, seen_end(held + token, SPAN), 0)
     seen = seen_end(held + new - 1, SPAN)
@@ -82,14 +82,19 @@ def score(
     acc = tl.zeros([M, padded(SIZES.DV)], tl.float32)
     place = tl.arange(0, KEYS)
     key = split * each * TILE + place
-    inside = (place < TILE) & (key < seen)
-    # A tile's rows are looked up one tile ahead: a load that waits for another is not pipelined.
-    at, there = page_rows(pages, home, key, inside, size, PER_PAGE)
+    # A tile's pages are looked up one tile ahead: a load that waits for another is not pipelined.
+    page = page_of(pages, home, key, (place < TILE) & (key < seen), PER_PAGE)
+    wait(DEPENDENT)
+    release(DEPENDENT)
     for i in range(split * each, tl.minimum((split + 1) * each, tiles)):
         key = i * TILE + place
+        at, there = rows_on(pages, page, key, (place < TILE) & (key < seen), size, PER_PAGE)
+        inside = (place < TILE) & (key + TILE < seen)
+        page = page_of(pages, home, key + TILE, inside, PER_PAGE)
         k_tile = load_rows(k_cmp, at, there, head, HKV, SIZES.D)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, KEYS]
-        s = tl.where(there[None, :] & (key[None, :] < end[:, None]), s, float("-inf"))
+        mine = (place < TILE)[None, :] & (key[None, :] < end[:, None])
+        s = tl.where(mine, s, float("-inf"))
         p, m, total, rescale = absorb(s, scale2, m, total)
         if ranking is not None:
             sums, past = pool_tile(p, BLOCKS, PER_COMPRESSED, PER_SELECTABLE)
@@ -102,8 +107,6 @@ def score(
             acc *= rescale[:, None]
             v_tile = load_rows(v_cmp, at, there, head, HKV, SIZES.DV)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-        inside = (place < TILE) & (key + TILE < seen)
-        at, there = page_rows(pages, home, key + TILE, inside, size, PER_PAGE)
 
     tl.store(parts[0] + row * SPLITS + split, m, mask=valid)
     tl.store(parts[1] + row * SPLITS + split, tl.sum(total, 1), mask=valid)
