@@ -183,6 +183,9 @@ class Trainer:
     def load(self, path: str | os.PathLike) -> None:
         """Goes on from a file of `save`, bit for bit; of a folder, from its newest readable one.
 
+        On a GPU torch sums an embedding's gradient in any order, so that no two trainings are
+        alike, restarted or not, but under `torch.use_deterministic_algorithms(True)`.
+
         Raises ValueError for a file that is truncated, of something else, or of another config,
         naming the fields that differ; FileNotFoundError where there is none.
         """

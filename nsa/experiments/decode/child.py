@@ -1,12 +1,12 @@
 """What runs in the child: every implementation's step at one size, checked first, then timed."""
 
 import gc
+import math
 import pkgutil
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from nsa.lab.process.child import is_out_of_memory
 from nsa.reference.attend import attend
 
 NSA, DENSE = "nsa_decode", "dense_decode"
-MOST_LAYERS = 8  # caches that take turns in a timed call, as a model's layers do
+MOST_LAYERS = 32  # caches that take turns in a timed call, as a model's layers do
 LAYERS_BYTES = 4 << 30  # of all of them together
+L2_TIMES = 2  # what they read is as many times what the L2 cache holds
+SAMPLES, SAMPLE_MS = 15, 5.0  # of replays
 ONLY_THEIR_OWN = ("triton", "gather")  # they load no key that is hidden
 FUSED = ("triton", "gather")  # whose scores are summed and kept in fp32
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -96,7 +98,6 @@ def _nsa(cell: Cell, subject: Subject, device: torch.device, row: dict) -> None:
     step = _step(subject)
     new, held = check.new_token(cell, device), _held(device)
     cache = check.filled(cell, subject.page, device, cell.seed)
-    gc.collect()
     row["cache_bytes"] = _held(device) - held
     row["foretold_bytes"] = cell.cache_bytes(subject.page)
     o = step(new, cache)
@@ -109,7 +110,7 @@ def _nsa(cell: Cell, subject: Subject, device: torch.device, row: dict) -> None:
     row["clear"] = [int(true.clear.sum()), true.clear.numel()]
     row["blocks"] = true.blocks[0, 0].tolist()
     caches = [cache]
-    for layer in range(1, _layers(row["foretold_bytes"], device)):
+    for layer in range(1, _layers(row["foretold_bytes"], cell.bytes_read(), device)):
         caches.append(check.filled(cell, subject.page, device, cell.seed + layer))
     _time(row, [partial(step, new, one) for one in caches], device)
     if subject.backend in ONLY_THEIR_OWN:
@@ -136,7 +137,7 @@ def _dense(cell: Cell, subject: Subject, device: torch.device, row: dict) -> Non
     new, heads = check.new_token(cell, device), cell.kv_heads
     q = new.q.view(cell.batch, heads, -1, cell.dim)  # [B, HKV, G, D]: no copy of a key a query
     held, caches = _held(device), []
-    for layer in range(_layers(cell.dense_bytes, device)):
+    for layer in range(_layers(cell.dense_bytes, cell.dense_bytes, device)):
         generator = torch.Generator(device).manual_seed(cell.seed + layer)
         size = (2, cell.batch, cell.tokens, heads, cell.dim)
         options = {"generator": generator, "device": device, "dtype": cell.torch_dtype}
@@ -165,14 +166,17 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
-def _layers(size: int, device: torch.device) -> int:
+def _layers(size: int, read: int, device: torch.device) -> int:
+    """How many caches of `size` bytes, of which a step reads `read`, take turns."""
     if device.type != "cuda":
         return 1
-    return max(1, min(MOST_LAYERS, LAYERS_BYTES // size))
+    needed = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(MOST_LAYERS, LAYERS_BYTES // size, math.ceil(needed / read)))
 
 
 def _held(device: torch.device) -> int:
-    """Bytes of all tensors there are."""
+    """Bytes of all tensors there are, without those that wait for Python's collector."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
@@ -182,16 +186,18 @@ def _held(device: torch.device) -> int:
 def _time(row: dict, steps: Sequence[Callable[[], Tensor]], device: torch.device) -> None:
     """ms of one step, eager and, on a GPU, replayed from a CUDA graph of all of them.
 
-    The caches take turns, so that the keys of a step come from memory as in a model of layers."""
+    The caches take turns, so that the keys of a step come from memory as in a model of layers.
+    Replays follow one another, as steps do: a flush of L2 before each one, as triton's do_bench
+    makes it, leaves all of L2 to be written back during the step.
+    """
 
     def all_steps() -> Tensor:
         for step in steps:
             o = step()
         return o
 
-    def record(mode: str, call: Callable[[], Any]) -> None:
-        ms = timing.latency(call, device)
-        row["ms"][mode] = [x / len(steps) for x in (ms.median, ms.q20, ms.q80)]
+    def record(mode: str, three: Sequence[float]) -> None:
+        row["ms"][mode] = [ms / len(steps) for ms in three]
 
     all_steps()
     if device.type != "cuda":
@@ -203,12 +209,28 @@ def _time(row: dict, steps: Sequence[Callable[[], Tensor]], device: torch.device
     torch.cuda.reset_peak_memory_stats(device)
     want = steps[-1]()
     row["workspace_bytes"] = torch.cuda.max_memory_allocated(device) - held
-    record("eager", all_steps)
+    eager = timing.latency(all_steps, device)
+    record("eager", (eager.median, eager.q20, eager.q80))
     graph = _captured(all_steps, want)
     if isinstance(graph, str):
         row["message"] = f"no CUDA graph: {graph}"
     else:
-        record("graph", graph)
+        record("graph", _replayed(graph, device))
+
+
+def _replayed(replay: Callable[[], None], device: torch.device) -> tuple[float, float, float]:
+    """ms of one of many replays in a row: the median, and the quantiles 0.2 and 0.8."""
+    count = max(1, math.ceil(SAMPLE_MS / timing.once_ms(replay, device)))
+    taken = []
+    for _ in range(SAMPLES):
+        started = timing.mark(device)
+        for _ in range(count):
+            replay()
+        ended = timing.mark(device)
+        timing.wait(device)
+        taken.append(1e3 * timing.seconds_between(started, ended) / count)
+    low, *_, high = statistics.quantiles(taken, n=5)
+    return statistics.median(taken), low, high
 
 
 def _captured(call: Callable[[], Tensor], want: Tensor) -> Callable[[], None] | str:

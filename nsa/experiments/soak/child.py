@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +88,14 @@ class Leak:
         self.kept.append(torch.ones(round(self.mib * MIB / 4), device=self.device))
 
 
+def sum_in_a_fixed_order() -> None:
+    """So that a restarted training can be held against one that went on, bit for bit. Else torch
+    sums the gradient of an embedding on a GPU in any order, and no two trainings are alike."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 def train(spec: dict) -> dict[str, Any]:
     """Trains to step `until`, with a line a step in `folder`/samples.csv.
 
@@ -102,6 +111,8 @@ def train(spec: dict) -> dict[str, Any]:
     guard, limits, saved, stop = list(spec.get("guard", ())), [], "", None
     ahead = cell.device == "cuda"  # whose host must not wait for text; on a CPU it would take cores
     how = {"nonfinite": "stop", **spec.get("changes", {})}
+    if ahead:
+        sum_in_a_fixed_order()
     with contextlib.ExitStack() as opened:
         trainer = opened.enter_context(
             open_trainer(cell, threads=spec.get("threads"), prefetch=ahead, **how)
@@ -162,6 +173,8 @@ def under_setting(spec: dict) -> dict[str, Any]:
     {"cell", "steps", "threads"}. Gives what `StepMeter.result` does, a value a step, and
     "losses"."""
     cell, meter, losses = TrainingSpec.from_dict(spec["cell"]), StepMeter(), []
+    if cell.device == "cuda":
+        sum_in_a_fixed_order()
     with open_trainer(cell, threads=spec.get("threads")) as trainer:
         for step in range(spec["steps"]):
             meter.begin()

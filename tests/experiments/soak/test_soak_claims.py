@@ -112,13 +112,11 @@ def test_a_cpus_speed_is_never_judged():
     assert "tokens/s" not in table.drifts(slow).index and "tokens/s" in table.drifts(soaked()).index
 
 
-def test_on_a_gpu_losses_may_differ_by_the_order_of_sums():
-    assert (
-        claims.goes_on_after_the_restart(soaked(loss=lambda i, s: 5e-4 * (s > 0))).verdict == "PASS"
-    )
-    assert (
-        claims.goes_on_after_the_restart(soaked(loss=lambda i, s: 2e-3 * (s > 0))).verdict == "FAIL"
-    )
+def test_a_restart_on_a_gpu_is_exact_as_on_a_cpu():
+    """Sums are in a fixed order there, too."""
+    same, apart = soaked(), soaked(loss=lambda i, s: 1e-7 * (s > 0))
+    assert claims.goes_on_after_the_restart(same).verdict == "PASS"
+    assert claims.goes_on_after_the_restart(apart).verdict == "FAIL"
 
 
 @pytest.mark.parametrize(
