@@ -5,6 +5,7 @@ Left out is what needs more than the records hold: trials' own evidence (03, 05)
 mutants (00), profiles (04), and claims about rows that are not in metrics.csv.
 """
 
+import json
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pandas
 import yaml
 
 from nsa.experiments.selfcheck.judged import Judged
+from nsa.lab.process.trial import Outcome
 from nsa.workbook import metrics
 from nsa.workbook.store import Run
 
@@ -31,7 +33,7 @@ def again(folder: Path) -> dict[str, dict]:
     read = {
         "00": correctness, "01": memory, "02": comparison, "03": step5, "04": throughput,
         "05": tracing, "06": settlement, "07": selfcheck,
-        "08": ab, "09": estimate, "10": soak,
+        "08": ab, "09": estimate, "10": soak, "11": decode,
     }  # fmt: skip
     df = Run(folder).metrics()
     found = read[folder.name[:2]](df, folder)
@@ -66,6 +68,31 @@ def soak(df, folder):
     claims["speed"] = here.claims.speed_does_not_drift(found)
     claims["restart"] = here.claims.goes_on_after_the_restart(found)
     return {"tables": {"drifts": here.table.drifts(found)}, "claims": claims}
+
+
+def decode(df, folder):
+    """Of what each size's process left."""
+    here = room("decode", "cells", "claims", "plots", "table", "trials")
+    found = []
+    for spec in sorted(folder.glob("trials/*/spec.json")):
+        left = json.loads(spec.with_name("result.json").read_text())
+        cell = json.loads(spec.read_text())["cell"]
+        ended = Outcome(left["status"], left["result"], 0.0, "", 0)
+        found.append(here.trials.result_of(here.cells.Cell.from_dict(cell), ended, ()))
+    frame, gpu = here.table.frame(found), df["device"].iloc[0]
+    claims = [here.claims.is_accurate(frame), here.claims.nothing_broke(frame)]
+    claims += [here.claims.reads_only_its_keys(found), here.claims.reads_as_the_paper_says(found)]
+    claims += here.claims.aims(found, gpu)
+    return {
+        "tables": {
+            "metrics": df,
+            "times": here.table.times(frame, True),
+            "ratios": here.table.ratios(frame, found),
+            "memory": here.table.memory(frame),
+        },
+        "claims": {str(i): claim for i, claim in enumerate(claims)},
+        "figures": {"latency": here.plots.latency(found, "", True)},
+    }
 
 
 def correctness(df, folder):
