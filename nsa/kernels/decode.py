@@ -247,8 +247,8 @@ def decode(
     pages = table, columns, pool
     scale2 = (dim**-0.5 if scale is None else scale) * LOG2E
     sizes, span = Sizes(heads, group, dim, value_dim), compressed_span(config)
-    options = {"DEPENDENT": tuned.dependent}
-    if tuned.dependent:
+    options = {"DEPENDENT": tuned.dependent and q.is_cuda}
+    if options["DEPENDENT"]:
         options["launch_pdl"] = True
     units = batch * kv_heads * new
     rows = units * group
