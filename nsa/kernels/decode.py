@@ -114,8 +114,7 @@ def tuning(call: Call) -> Tuning:
     # A processor for every program of `attend`, or several programs for every processor.
     alone = units * call.new * slc <= call.processors
     crowd = units * call.new >= 4 * call.processors and slc == 1
-    split = min(tiles, 32)
-    score_splits = _splits(units * row_tiles, split, slots)
+    score_splits = _splits(units * row_tiles, min(tiles, 32), slots)
     # Registers of more rows a thread: not where pages are looked up, nor where warps are few.
     thin = few and not call.paged and units * row_tiles * score_splits > call.processors
     attend_warps, stages = 4, 3 if few and (slc <= 2 or alone) else 2
@@ -247,8 +246,8 @@ def decode(
     pages = table, columns, pool
     scale2 = (dim**-0.5 if scale is None else scale) * LOG2E
     sizes, span = Sizes(heads, group, dim, value_dim), compressed_span(config)
-    options = {"DEPENDENT": tuned.dependent and q.is_cuda}
-    if options["DEPENDENT"]:
+    options = {"DEPENDENT": tuned.dependent}
+    if tuned.dependent:
         options["launch_pdl"] = True
     units = batch * kv_heads * new
     rows = units * group

@@ -48,12 +48,12 @@ def _look_up(
 
 
 @triton.jit
-def _rows_of(row, s, x, stop, SELECT: tl.constexpr, KEYS: tl.constexpr):
+def _rows_of(row, s, x, SELECT: tl.constexpr, KEYS: tl.constexpr):
     """(rows [KEYS], their positions, -1 for none) from what `_look_up` found."""
     if len(s.shape) == 0:
         i = x % SELECT + tl.arange(0, KEYS)
         row += i
-        s = tl.where((s >= 0) & (x + tl.arange(0, KEYS) < stop), s + i, -1)
+        s = tl.where(s >= 0, s + i, -1)
     return row, s
 
 
@@ -76,7 +76,7 @@ def _attend_to(
     # A tile's rows are looked up one tile ahead: a load that waits for another is not pipelined.
     row, s = _look_up(at, blocks, first, stop, SELECT, PER_PAGE, RING, KEYS)
     for x in range(first, stop, KEYS):
-        rows, position = _rows_of(row, s, x, stop, SELECT, KEYS)
+        rows, position = _rows_of(row, s, x, SELECT, KEYS)
         there = (position >= 0) & (position <= t)
         row, s = _look_up(at, blocks, x + KEYS, stop, SELECT, PER_PAGE, RING, KEYS)
         keys = load_rows(k, rows, there, head, HKV, SIZES.D)

@@ -135,7 +135,7 @@ def test_sizes_as_the_launcher_tunes_them():
     tuned = tuning(Call(2, 1, 4, 32, 32, 1, 2048, config, False, 90, 132))
     assert tuned.score_splits > 1 and tuned.selected_splits > 1
     step = Step((1100,), config, group=4, dim=32, value_dim=32, dtype=torch.float16, page=64)
-    check(step, tuned)
+    check(step, tuned._replace(dependent=False))  # which is a GPU's
 
 
 def test_pages_that_do_not_exist_are_neither_read_nor_written():

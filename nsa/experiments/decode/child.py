@@ -29,7 +29,6 @@ NSA, DENSE = "nsa_decode", "dense_decode"
 MOST_LAYERS = 32  # caches that take turns in a timed call, as a model's layers do
 LAYERS_BYTES = 4 << 30  # of all of them together
 L2_TIMES = 2  # what they read is as many times what the L2 cache holds
-SAMPLES, SAMPLE_MS = 15, 5.0  # of replays
 ONLY_THEIR_OWN = ("triton", "gather")  # they load no key that is hidden
 FUSED = ("triton", "gather")  # whose scores are summed and kept in fp32
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -187,8 +186,7 @@ def _time(row: dict, steps: Sequence[Callable[[], Tensor]], device: torch.device
     """ms of one step, eager and, on a GPU, replayed from a CUDA graph of all of them.
 
     The caches take turns, so that the keys of a step come from memory as in a model of layers.
-    Replays follow one another, as steps do: a flush of L2 before each one, as triton's do_bench
-    makes it, leaves all of L2 to be written back during the step.
+    Replays follow one another, as steps do.
     """
 
     def all_steps() -> Tensor:
@@ -196,8 +194,8 @@ def _time(row: dict, steps: Sequence[Callable[[], Tensor]], device: torch.device
             o = step()
         return o
 
-    def record(mode: str, three: Sequence[float]) -> None:
-        row["ms"][mode] = [ms / len(steps) for ms in three]
+    def record(mode: str, ms: timing.Latency) -> None:
+        row["ms"][mode] = [x / len(steps) for x in (ms.median, ms.q20, ms.q80)]
 
     all_steps()
     if device.type != "cuda":
@@ -209,28 +207,12 @@ def _time(row: dict, steps: Sequence[Callable[[], Tensor]], device: torch.device
     torch.cuda.reset_peak_memory_stats(device)
     want = steps[-1]()
     row["workspace_bytes"] = torch.cuda.max_memory_allocated(device) - held
-    eager = timing.latency(all_steps, device)
-    record("eager", (eager.median, eager.q20, eager.q80))
+    record("eager", timing.latency(all_steps, device))
     graph = _captured(all_steps, want)
     if isinstance(graph, str):
         row["message"] = f"no CUDA graph: {graph}"
     else:
-        record("graph", _replayed(graph, device))
-
-
-def _replayed(replay: Callable[[], None], device: torch.device) -> tuple[float, float, float]:
-    """ms of one of many replays in a row: the median, and the quantiles 0.2 and 0.8."""
-    count = max(1, math.ceil(SAMPLE_MS / timing.once_ms(replay, device)))
-    taken = []
-    for _ in range(SAMPLES):
-        started = timing.mark(device)
-        for _ in range(count):
-            replay()
-        ended = timing.mark(device)
-        timing.wait(device)
-        taken.append(1e3 * timing.seconds_between(started, ended) / count)
-    low, *_, high = statistics.quantiles(taken, n=5)
-    return statistics.median(taken), low, high
+        record("graph", timing.in_a_row(graph, device))
 
 
 def _captured(call: Callable[[], Tensor], want: Tensor) -> Callable[[], None] | str:

@@ -19,6 +19,7 @@ from nsa.lab.measure.steps import StepMeter
 from nsa.lab.measure.timing import mark, seconds_between, wait
 from nsa.lab.observers.guard_rules import levels
 from nsa.lab.observers.guards import Guards, Stopped, explained, save_or_say
+from nsa.lab.search.factors import CUBLAS
 from nsa.lab.training import TrainingSpec, open_trainer
 from nsa.model.llama import parameter_count
 from nsa.model.train import Trainer
@@ -91,7 +92,8 @@ class Leak:
 def sum_in_a_fixed_order() -> None:
     """So that a restarted training can be held against one that went on, bit for bit. Else torch
     sums the gradient of an embedding on a GPU in any order, and no two trainings are alike."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name, value in CUBLAS.items():
+        os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 

@@ -1,6 +1,7 @@
 """Latency and memory of one call, steps in interleaved A/B, and the time a benchmark may take."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ CAP_S = 60.0  # an implementation's share, anew whenever kernels may have been c
 SLOW_MS = 300.0  # a call that takes longer is repeated a few times, not for a given while
 VERY_SLOW_MS = 5000.0
 LEAST = 9  # calls that a median is taken of, below SLOW_MS
+ROWS, ROW_MS = 15, 5.0  # of calls in a row, and how long one of them is
 ORDER = 0.02  # of the largest value: what bf16 sums in another order may differ by
 
 
@@ -78,6 +80,24 @@ def latency(call: Callable[[], object], device: torch.device) -> Latency:
     if len(times) >= 5:
         low, *_, high = statistics.quantiles(times, n=5, method="inclusive")
     return Latency(statistics.median(times), low, high)
+
+
+def in_a_row(call: Callable[[], object], device: torch.device) -> Latency:
+    """Of a call that ran before and is not slow: one of many that follow one another.
+
+    `latency` has L2 flushed before each call, and what was put there is written back during it: a
+    replay of microseconds that reads what L2 does not hold is slower behind that than it is.
+    """
+    count, taken = max(1, math.ceil(ROW_MS / once_ms(call, device))), []
+    for _ in range(ROWS):
+        started = mark(device)
+        for _ in range(count):
+            call()
+        ended = mark(device)
+        wait(device)
+        taken.append(1e3 * seconds_between(started, ended) / count)
+    low, *_, high = statistics.quantiles(taken, n=5)
+    return Latency(statistics.median(taken), low, high)
 
 
 def once_ms(call: Callable[[], object], device: torch.device) -> float:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from nsa.lab.measure.timing import interleaved
+from nsa.lab.measure.timing import ROW_MS, ROWS, in_a_row, interleaved
 
 
 class Trainer:
@@ -90,3 +90,11 @@ def test_no_full_collection_of_garbage_falls_into_a_step():
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(note)
     assert found and not any(found)
+
+
+def test_calls_in_a_row_fill_a_sample_and_one_of_them_is_told(monkeypatch):
+    ms = []
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(ms) / 1e3)
+    found = in_a_row(lambda: ms.append(0.5), torch.device("cpu"))
+    assert (found.q20, found.median, found.q80) == pytest.approx((0.5, 0.5, 0.5))
+    assert len(ms) == 1 + ROWS * ROW_MS / 0.5
