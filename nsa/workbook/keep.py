@@ -20,6 +20,7 @@ from nsa.workbook.record import load
 KIB = 1024
 GOOD, MOST = 200 * KIB, 1024 * KIB  # bytes of a run's trials
 LEAST, ENDS = 4 * KIB, 2 * KIB  # bytes of a trial's evidence, of a log's head and of its tail
+TABLE = 128 * KIB  # bytes of a trial's table of measurements
 LOST = 5  # names in a sentence
 ID = re.compile(r"(?<![\w.])[0-9a-f]{12}(?:-\d+)?(?!\w)")
 # What evidence.json holds as well, and hashes of what the commit holds.
@@ -117,7 +118,7 @@ def _copy(path: Path, target: Path) -> None:
     if not path.is_file() or not (size := path.stat().st_size):
         return
     content = path.read_bytes()
-    if size > 2 * ENDS:
+    if size > (TABLE if path.suffix == ".csv" else 2 * ENDS):
         if path.suffix not in (".txt", ".log"):
             return
         left_out = f"\n[{size - 2 * ENDS} bytes left out]\n".encode()

@@ -41,6 +41,8 @@ def kept_run(tmp_path, monkeypatch):
         (place / "spec.json").write_text(json.dumps({"folder": f"{Path.home()}/a/b/c"}))
         (place / "stdout.txt").write_text(LOG)
         (place / "core.bin").write_bytes(bytes(100_000))
+        (place / "samples.csv").write_text("step,seconds\n" * 2000)
+        (place / "large.csv").write_text("step,seconds\n" * 20_000)
         (place / "sources.json").write_text("{}")
     for name in ("000-print-schedule", "001-other-cell"):
         cell = folder / "trials" / "cells" / name
@@ -59,7 +61,9 @@ def test_trials_that_a_run_names_are_kept_small_and_judged_the_same(kept_run):
     assert keep.trials(kept_run)[0].startswith("3 trials kept, ")
     kept = kept_run / "trials" / ID
     names = {path.name for path in kept.iterdir()}
-    assert names == {"spec.json", "evidence.json.gz", "verdict.json", "explain.txt", "stdout.txt"}
+    assert names == {"spec.json", "evidence.json.gz", "verdict.json", "explain.txt", "stdout.txt",
+                     "samples.csv"}  # fmt: skip
+    assert len((kept / "samples.csv").read_text().splitlines()) == 2000
     cell = {path.name for path in (kept_run / "trials" / "print-schedule").iterdir()}
     assert cell == {"spec.json", "result.json"}
     assert not {OTHER, "other-cell"} & {path.name for path in (kept_run / "trials").iterdir()}

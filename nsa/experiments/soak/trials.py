@@ -220,14 +220,14 @@ def read(file: Path) -> pandas.DataFrame:
 
 def stored(folder: str | Path, steps: int, overlap: int) -> Soak:
     """The soak of a run's folder, as far as its processes came: by their specs, samples and results
-    below `trials/soak`. One that left no result was ended from outside ("not run"), whatever it
-    had sampled by then.
+    below `trials/soak`, or below `trials` where only what is committed is there. One that left no
+    result was ended from outside ("not run"), whatever it had sampled by then.
 
     Raises FileNotFoundError where no process of a soak left its spec there.
     """
-    parts = []
+    parts, whole = [], Path(folder) / "trials/soak"
     for name in ("before-the-restart", "after-the-restart"):
-        place = Path(folder) / "trials/soak" / name
+        place = (whole if whole.is_dir() else whole.parent) / name
         if not parts or (place / "spec.json").is_file():
             spec = json.loads((place / "spec.json").read_text(encoding="utf-8"))
             found = read_json(place / "result.json") or {}
