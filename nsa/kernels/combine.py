@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import ceil_div, padded
+from nsa.kernels.launch import launch
 
 TOKENS = 8  # by 8 heads: rows of delta and of dgates are then written whole sectors at a time
 HEADS = 8
@@ -44,7 +45,8 @@ def delta_of(do: Tensor, o: Tensor, dgates: Tensor | None, branch: int) -> Tenso
     tokens, heads, value_dim = o.shape
     delta = torch.empty(heads, tokens, dtype=torch.float32, device=o.device)
     if tokens:
-        _delta[(ceil_div(tokens, TOKENS) * ceil_div(heads, HEADS),)](
+        launch(
+            _delta, (ceil_div(tokens, TOKENS) * ceil_div(heads, HEADS),),
             do, o, delta, dgates, do.stride()[:2], o.stride()[:2],
             None if dgates is None else dgates.stride(), tokens, heads,
             BRANCH=branch, TOKENS=TOKENS, HEADS=HEADS, DV=value_dim, num_warps=4,

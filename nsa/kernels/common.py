@@ -6,6 +6,7 @@ assumed to be. Scores are in base 2: `scale2` is scale * log2(e), and lse2 is a 
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -107,11 +108,13 @@ def ceil_div(n: int, size: int) -> int:
     return -(-n // size)
 
 
+@lru_cache(maxsize=256)
 def next_power_of_two(n: int) -> int:
     """The least power of two that is at least n, 1 for n = 0."""
     return 1 << max(0, n - 1).bit_length()
 
 
+@lru_cache(maxsize=256)
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n and that tl.dot takes, i.e. at least 16."""
     return max(16, next_power_of_two(n))

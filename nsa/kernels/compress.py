@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import ceil_div, padded
-from nsa.kernels.registration import contiguous, on_its_device, sequences_of
+from nsa.kernels.launch import launch
+from nsa.kernels.registration import contiguous, operator, sequences_of
 from nsa.kernels.sequences import Axis, Sequences
 
 
@@ -156,7 +157,8 @@ def _launch(kernel, k: Tensor, v: Tensor | None, sequences: Sequences, axis: Axi
     k_out, v_out = out(k), out(v)
     block = 8 if max(dim, value_dim) > 64 else 16
     if rows:
-        kernel[(ceil_div(rows, block) * kv_heads, 1 if v is None else 2)](
+        launch(
+            kernel, (ceil_div(rows, block) * kv_heads, 1 if v is None else 2),
             k, v, k_out, v_out, k.stride()[:2], None if v is None else v.stride()[:2],
             (compressed.bounds, compressed.length), (tokens.bounds, tokens.length),
             rows, tokens.count, tokens.count.bit_length(),
@@ -166,8 +168,7 @@ def _launch(kernel, k: Tensor, v: Tensor | None, sequences: Sequences, axis: Axi
     return k_out, v_out
 
 
-@torch.library.custom_op("nsa::compress_mean", mutates_args=())
-@on_its_device
+@operator("compress_mean")
 def compress_mean(
     k: Tensor, v: Tensor | None, cu_seqlens: Tensor | None, batch: int, sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -187,8 +188,7 @@ def _(k, v, cu_seqlens, batch, sizes):
     return k_cmp, k.new_empty(0) if v is None else v.new_empty(rows, *v.shape[1:])
 
 
-@torch.library.custom_op("nsa::compress_mean_backward", mutates_args=())
-@on_its_device
+@operator("compress_mean_backward")
 def compress_mean_backward(
     dk_cmp: Tensor,
     dv_cmp: Tensor | None,
@@ -224,9 +224,7 @@ def _backward_compress(ctx, dk_cmp, dv_cmp):
     elif dv_cmp is None:
         dv_cmp = torch.zeros_like(v_cmp)
     dk_cmp, dv_cmp = (None if x is None else contiguous(x) for x in (dk_cmp, dv_cmp))
-    dk, dv = torch.ops.nsa.compress_mean_backward(
-        dk_cmp, dv_cmp, cu_seqlens, ctx.tokens, ctx.batch, ctx.sizes
-    )
+    dk, dv = compress_mean_backward(dk_cmp, dv_cmp, cu_seqlens, ctx.tokens, ctx.batch, ctx.sizes)
     return dk, dv if ctx.has_v else None, None, None, None
 
 

@@ -28,8 +28,7 @@ from nsa.kernels.decode_choose import choose
 from nsa.kernels.decode_common import Tuning
 from nsa.kernels.decode_score import score
 from nsa.kernels.registration import contiguous, on_its_device
-from nsa.kernels.span_common import processors
-from nsa.kernels.tiles import architecture
+from nsa.kernels.tiles import architecture, processors
 
 NEW_TOKENS = 16  # of a sequence, at most, in one call
 SHARED_KIB = 128  # what a tile's keys and values may take of an SM's memory

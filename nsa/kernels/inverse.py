@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import axis_arguments, ceil_div, extent, locate, next_power_of_two
+from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Sequences
 
 CHUNK = 1024  # lists or slots that a program takes at a time
@@ -72,7 +73,8 @@ def _by_scans(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
     axis, _ = axis_arguments(sequences.selectable, 1)
     padded = next_power_of_two(slots)
     if lists:
-        _scan[(lists,)](
+        launch(
+            _scan, (lists,),
             blocks, (tokens, starts, stops, ends, partial_ends, task_list), axis,
             (sequences.tokens.bounds, room), blocks.stride(),
             (sequences.selectable.rows, slots, sequences.config.select_block), task, tasks,
@@ -127,7 +129,8 @@ def _by_sorting(blocks: Tensor, sequences: Sequences, task: int) -> Inverse:
     shapes = keys.numel(), lists, lists, lists + full_tasks
     tokens, ends, partial_ends, task_list = (starts.new_empty(shape) for shape in shapes)
     if lists:
-        _tasks[(1 + ceil_div(keys.numel(), CHUNK),)](
+        launch(
+            _tasks, (1 + ceil_div(keys.numel(), CHUNK),),
             order, starts, tokens, ends, partial_ends, task_list, keys.numel(), lists, task,
             kv_heads * slots, CHUNK=CHUNK,
         )  # fmt: skip
@@ -178,7 +181,8 @@ def _keys(blocks: Tensor, sequences: Sequences, lists: int) -> Tensor:
     axis, count = axis_arguments(sequences.tokens, size)
     selectable = sequences.selectable
     if count:
-        _list_numbers[(count,)](
+        launch(
+            _list_numbers, (count,),
             blocks, keys, axis, (selectable.bounds, selectable.length), selectable.rows,
             blocks.stride(), kv_heads, slots, sequences.config.select_block,
             TOKENS=size, ENTRIES=padded, PACKED=sequences.tokens.packed,

@@ -28,7 +28,7 @@ from nsa.kernels import (
     topk,
 )
 from nsa.kernels.common import contiguous_like
-from nsa.kernels.registration import contiguous, on_its_device, sequences_of
+from nsa.kernels.registration import contiguous, operator, sequences_of
 from nsa.kernels.sequences import Sequences
 
 CMP, SLC, WIN = range(3)  # where a branch's gate stands
@@ -83,8 +83,7 @@ def _beside(device: int, stream: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@torch.library.custom_op("nsa::select", mutates_args=())
-@on_its_device
+@operator("select")
 def select(
     q: Tensor,
     k_cmp: Tensor,
@@ -111,8 +110,7 @@ def _lse(q: Tensor, k_cmp: Tensor, sequences: Sequences, scale: float) -> Tensor
     return span_fwd.span_forward(q, k_cmp, None, span, *axes, scale)[1]
 
 
-@torch.library.custom_op("nsa::attend", mutates_args=())
-@on_its_device
+@operator("attend")
 def attend(
     q: Tensor,
     k_cmp: Tensor | None,
@@ -228,8 +226,7 @@ def _empty_gradients(
     ]
 
 
-@torch.library.custom_op("nsa::attend_backward", mutates_args=())
-@on_its_device
+@operator("attend_backward")
 def attend_backward(
     do: Tensor,
     q: Tensor,
@@ -329,9 +326,7 @@ def _backward_attend(ctx, do, *_):
     saved = ctx.saved_tensors
     gates, keys = saved[7], any(ctx.needs_input_grad[1:7])
     do = contiguous(do)
-    dq, *grads, dgates = torch.ops.nsa.attend_backward(
-        do, *saved, ctx.batch, ctx.sizes, ctx.scale, keys
-    )
+    dq, *grads, dgates = attend_backward(do, *saved, ctx.batch, ctx.sizes, ctx.scale, keys)
     # Keys that were scored but not attended to have no gradient: their branch has no values.
     values = saved[2], saved[2], saved[4], saved[4], saved[6], saved[6]
     used = [x if keys and v is not None else None for x, v in zip(grads, values, strict=True)]

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import ceil_div, padded
-from nsa.kernels.registration import contiguous, on_its_device
+from nsa.kernels.launch import launch
+from nsa.kernels.registration import contiguous, operator
 
 ROWS = 64  # heads of tokens a program turns
 
@@ -63,8 +64,7 @@ def _turn(
     tl.store(target + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=mask)
 
 
-@torch.library.custom_op("nsa::rotate", mutates_args=())
-@on_its_device
+@operator("rotate")
 def rotate(
     cos: Tensor, sin: Tensor, positions: Tensor | None, back: bool, xs: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -79,7 +79,8 @@ def rotate(
     heads = [x.shape[2] for x in xs]
     ends = list(accumulate(ceil_div(batch * tokens * count, ROWS) for count in heads))
     if ends[-1]:
-        _rotate[(ends[-1],)](
+        launch(
+            _rotate, (ends[-1],),
             tuple(xs), tuple(outs), tuple(s for x in xs for s in x.stride()[:3]), tuple(heads),
             tuple(ends), cos.contiguous(), sin.contiguous(), positions, tokens, batch,
             BACK=back, HALF=dim // 2, ROWS=ROWS, num_warps=4,

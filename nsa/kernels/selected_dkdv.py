@@ -20,11 +20,11 @@ from nsa.kernels.common import (
     precision,
 )
 from nsa.kernels.inverse import Inverse
+from nsa.kernels.launch import launch
 from nsa.kernels.selected import load_keys, load_rows
 from nsa.kernels.selected_plan import MOST_ROWS
 from nsa.kernels.sequences import Sequences
-from nsa.kernels.span_common import processors
-from nsa.kernels.tiles import Tile, default_tile
+from nsa.kernels.tiles import Tile, default_tile, processors
 
 SUMMED = 16  # keys whose parts one program sums
 FEW = 4  # tasks to a processor
@@ -100,7 +100,8 @@ def selected_dkdv(
     sizes = lists // kv_heads, kv_heads, select_block
     cut = Cut(lookup.task, tile.keys, parts, k.shape[2], v.shape[2], packed=sequences.tokens.packed)
     if lists:
-        _selected_dkdv[(lookup.task_list.shape[0] * parts,)](
+        launch(
+            _selected_dkdv, (lookup.task_list.shape[0] * parts,),
             q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens,
             sizes, scale, scale * LOG2E, MOST_INSIDE=inside, WIDE=max(reach(q), reach(do)) >= 2**31,
             ALIKE=q.stride() == do.stride(), PRECISION=precision(q), CUT=cut,
@@ -108,9 +109,10 @@ def selected_dkdv(
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     if lookup.partials:
-        _sum_partials[(lists * parts * (tile.keys // SUMMED),)](
-            dk, dv, partial, tables, axis, tokens, sizes, SUMMED=SUMMED, CUT=cut
-        )
+        launch(
+            _sum_partials, (lists * parts * (tile.keys // SUMMED),),
+            dk, dv, partial, tables, axis, tokens, sizes, SUMMED=SUMMED, CUT=cut,
+        )  # fmt: skip
     return dk, dv
 
 

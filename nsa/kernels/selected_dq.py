@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import LOG2E, padded, partial_sums
+from nsa.kernels.launch import launch
 from nsa.kernels.selected import (
     block_scores,
     last_seen,
@@ -55,12 +56,13 @@ def selected_dq(
     strides = tuple(
         (0, 0, 0) if x is None else x.stride() for x in (q, k, v, do, gates, dq, dgates)
     )
-    for launch in launches("dq", q, k, v, plan, sequences, force, cost, tile, descriptors):
-        _selected_dq[launch.grid](
-            q, launch.keys, launch.values, v, do, lse2, gates, dq, delta, dgates, strides,
-            launch.union, launch.rivals, launch.axis, launch.sizes, scale, scale * LOG2E,
-            BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), WALK=launch.walk,
-            **launch.options,
+    for one in launches("dq", q, k, v, plan, sequences, force, cost, tile, descriptors):
+        launch(
+            _selected_dq, one.grid,
+            q, one.keys, one.values, v, do, lse2, gates, dq, delta, dgates, strides,
+            one.union, one.rivals, one.axis, one.sizes, scale, scale * LOG2E,
+            BRANCH=branch, ADD=add, ALIKE=k.stride() == v.stride(), WALK=one.walk,
+            **one.options,
         )  # fmt: skip
     return dq, delta
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import LOG2E, absorb, finish, padded
+from nsa.kernels.launch import launch
 from nsa.kernels.selected import (
     block_scores,
     load_block,
@@ -52,12 +53,13 @@ def selected_forward(
     o = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     strides = tuple((0, 0, 0) if x is None else x.stride() for x in (q, k, v, o, gates, base))
-    for launch in launches("forward", q, k, v, plan, sequences, force, cost, tile, descriptors):
-        _selected_forward[launch.grid](
-            q, launch.keys, launch.values, o, lse, gates, base, strides,
-            launch.union, launch.rivals, launch.axis, launch.sizes, scale * LOG2E,
+    for one in launches("forward", q, k, v, plan, sequences, force, cost, tile, descriptors):
+        launch(
+            _selected_forward, one.grid,
+            q, one.keys, one.values, o, lse, gates, base, strides,
+            one.union, one.rivals, one.axis, one.sizes, scale * LOG2E,
             BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch,
-            ALIKE=k.stride() == v.stride(), WALK=launch.walk, **launch.options,
+            ALIKE=k.stride() == v.stride(), WALK=one.walk, **one.options,
         )  # fmt: skip
     return o, lse
 

@@ -8,6 +8,7 @@ sizes of the unions whether its kind has this place.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.kernels.common import axis_arguments, ceil_div, power_of_two, precision
 from nsa.kernels.sequences import Axis, Sequences
-from nsa.kernels.span_common import descriptors_fit, operand, processors
-from nsa.kernels.tiles import Tile, default_cost, default_tile
-from nsa.kernels.unions import Layout, Unions, nested_unions
+from nsa.kernels.span_common import descriptors_fit, operand
+from nsa.kernels.tiles import Tile, default_cost, default_tile, processors
+from nsa.kernels.unions import Layout, Unions, laid_out, nested_unions
 
 MOST_ROWS = 64  # of a large tile: what one wgmma takes
 MERGED = 16  # tiles to a processor from which on a program takes all small ones of a large one's
@@ -62,6 +63,7 @@ class Plan:
         return union(large) * cost <= union(small) * self.pieces * BOTH
 
 
+@lru_cache(maxsize=256)
 def tile_tokens(group: int) -> tuple[int, int, int]:
     """(heads, tokens of a small tile, tokens of a large tile) for a group of query heads."""
     heads = min(group, MOST_ROWS)
@@ -75,7 +77,7 @@ def tile_tokens(group: int) -> tuple[int, int, int]:
 def layout_of(tokens: Axis, kv_heads: int, slots: int, group: int) -> Layout:
     """How a plan of `slots` slots a token and `group` query heads a KV head lies in memory."""
     _, small, large = tile_tokens(group)
-    return Layout(tokens, kv_heads, slots, small, large // small)
+    return laid_out(tokens, kv_heads, slots, small, large // small)
 
 
 def plan(blocks: Tensor, sequences: Sequences, group: int) -> Plan:

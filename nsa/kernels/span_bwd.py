@@ -14,6 +14,7 @@ from nsa.kernels.common import (
     contiguous_like,
     precision,
 )
+from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_bwd_kernels import dkdv_kernel, dq_kernel, sum_parts
 from nsa.kernels.span_common import (
@@ -23,9 +24,8 @@ from nsa.kernels.span_common import (
     line_operand,
     lines_fit,
     operand,
-    processors,
 )
-from nsa.kernels.tiles import Tile
+from nsa.kernels.tiles import Tile, processors
 
 TOGETHER = 4  # programs of a tile of keys: few enough for their tokens to stay in the L2 cache
 LEAST_STEPS = 8  # tiles of queries that a program takes before its start and its part's sum pay
@@ -69,7 +69,8 @@ def span_dq(
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
     place, count = axis_arguments(tokens, tile.rows)
     if count:
-        dq_kernel[(count * heads,)](
+        launch(
+            dq_kernel, (count * heads,),
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
             operand(v, keys, tile.keys, descriptors), v,
             operand(do, tokens, tile.rows, descriptors), lse2, delta, gates, dgates, dq,
@@ -126,7 +127,8 @@ def span_dkdv(
         return dk, dv
     gate = None if gates is None else _as_line(gates[..., branch].t())
     lines = lines_fit(tokens, lse2, delta, gate)
-    dkdv_kernel[(count * kv_heads * parts,)](
+    launch(
+        dkdv_kernel, (count * kv_heads * parts,),
         operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
         operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
         *(line_operand(x, tokens, tile.rows, lines) for x in (lse2, delta, gate)),
@@ -140,7 +142,8 @@ def span_dkdv(
     )  # fmt: skip
     if dk_parts.data_ptr() != dk.data_ptr():
         sums, block = max(dk.numel(), dv.numel()), 1024
-        sum_parts[(ceil_div(sums, block), 2)](
+        launch(
+            sum_parts, (ceil_div(sums, block), 2),
             dk_parts, dv_parts, dk, dv, keys.bounds, keys.count, kv_heads * dim,
             kv_heads * value_dim, dk.numel(), dv.numel(), PARTS=parts, BLOCK=block,
         )  # fmt: skip

@@ -1,5 +1,7 @@
 """What the span kernels share: which keys a query sees, tiles of rows, gates, and tile sizes."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.blocks import Span
 from nsa.kernels.common import extent, locate, padded, power_of_two
 from nsa.kernels.sequences import Axis
-from nsa.kernels.tiles import Tile, architecture
+from nsa.kernels.tiles import Tile, architecture, processors
 
 
 @triton.jit
@@ -139,13 +141,6 @@ def descriptors_fit(tokens: Axis, keys: Axis, *tensors: Tensor) -> bool:
     )
 
 
-def processors(device: torch.device) -> int:
-    """Programs that run at once if each fills a processor; 1 for a CPU, one after the other."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def lines_fit(axis: Axis, *tensors: Tensor | None) -> bool:
     """Whether TMA can fetch runs of these [heads, tokens] fp32; None is no matter.
 
@@ -162,12 +157,21 @@ def operand(x: Tensor, axis: Axis, rows: int, descriptors: bool) -> Tensor | Ten
     if not descriptors:
         return x
     by_row, by_head, _ = x.stride()
-    return TensorDescriptor(
+    _, heads, dim = x.shape
+    return described(
         x,
-        shape=[axis.count, x.shape[1], axis.length, x.shape[2]],
-        strides=[axis.length * by_row, by_head, by_row, 1],
-        block_shape=[1, 1, rows, power_of_two(x.shape[2])],
+        [axis.count, heads, axis.length, dim],
+        [axis.length * by_row, by_head, by_row, 1],
+        [1, 1, rows, power_of_two(dim)],
     )
+
+
+def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tensor:
+    """A TensorDescriptor of what `descriptors_fit` or `lines_fit` has looked at already: made
+    without its own checks, which take the host longer than all else that it is made for."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = x, shape, strides, block
+    return made
 
 
 def line_operand(
@@ -176,12 +180,8 @@ def line_operand(
     """What `load_line` takes for runs of `rows` numbers of x [heads, axis]."""
     if x is None or not descriptor:
         return x
-    return TensorDescriptor(
-        x,
-        shape=[x.shape[0], axis.count, axis.length],
-        strides=[x.shape[1], axis.length, 1],
-        block_shape=[1, 1, rows],
-    )
+    heads, total = x.shape
+    return described(x, [heads, axis.count, axis.length], [total, axis.length, 1], [1, 1, rows])
 
 
 def default_tile(
@@ -193,9 +193,18 @@ def default_tile(
     """
     total, heads, dim = q.shape
     wide = max(power_of_two(dim), power_of_two(value_dim))
-    chip = architecture(q.device)
     if q.dtype == torch.float32:
         return _wide_tile(kernel, wide)
+    few = total * heads < 2 * 128 * processors(q.device)
+    chip, looks_back = architecture(q.device), span.lookback is not None
+    return _narrow_tile(kernel, wide, chip, few, looks_back, descriptors)
+
+
+@lru_cache(maxsize=256)
+def _narrow_tile(
+    kernel: str, wide: int, chip: int, few: bool, looks_back: bool, descriptors: bool
+) -> Tile:
+    """Of 16 bits. few: there are few large tiles to a processor."""
     if chip >= 90:
         tiles = {
             "forward": (
@@ -210,8 +219,7 @@ def default_tile(
         }
         # Several small tiles to a processor spread more evenly where there are few large ones, and
         # waste less where a window's edges, of which half is masked, are much of what is seen.
-        few = total * heads < 2 * 128 * processors(q.device)
-        spread = wide <= 128 and (few or span.lookback is not None)
+        spread = wide <= 128 and (few or looks_back)
         narrow = wide <= 64
         if spread or narrow:
             tiles["forward"] = (Tile(64, 64, 4, 2 if narrow else 3),)
@@ -222,7 +230,7 @@ def default_tile(
             )
     else:
         # Without a delta to start from (the window), dq's second accumulator takes the registers.
-        keys = 64 if span.lookback is None else 32
+        keys = 32 if looks_back else 64
         tiles = {
             "forward": (Tile(128, 64, 8 if wide > 64 else 4, 3), Tile(64, 32, 4, 2)),
             "dq": (Tile(64, keys, 4, 2), Tile(64, 32, 8, 2)),

@@ -15,6 +15,7 @@ from nsa.kernels.common import (
     padded,
     precision,
 )
+from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_common import (
     at,
@@ -134,7 +135,8 @@ def span_forward(
     tile = tile or default_tile("forward", value_dim, span, q, descriptors)
     place, count = axis_arguments(tokens, tile.rows)
     if count:
-        _span_forward[(count * heads,)](
+        launch(
+            _span_forward, (count * heads,),
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
             None if v is None else operand(v, keys, tile.keys, descriptors), o, lse2, gates,
             base if gates is not None else None,

@@ -1,6 +1,8 @@
 """Tile sizes, and which chip they are for."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +27,21 @@ def architecture(device: torch.device) -> int:
     """90, 80, ... for a CUDA device; 90 for a CPU, where kernels are interpreted."""
     if device.type != "cuda":
         return 90
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = asked_once(torch.cuda.get_device_capability, device)
     return 10 * major + minor
+
+
+def processors(device: torch.device) -> int:
+    """Programs that run at once if each fills a processor; 1 for a CPU, one after the other."""
+    if device.type != "cuda":
+        return 1
+    return asked_once(torch.cuda.get_device_properties, device).multi_processor_count
+
+
+@lru_cache(maxsize=64)
+def asked_once(ask: Callable, device: torch.device) -> Any:
+    """ask(device), which takes microseconds that a short call feels, and never changes."""
+    return ask(device)
 
 
 # KiB of shared memory by architecture, for as many programs on an SM as their registers allow.
@@ -54,11 +69,9 @@ HOPPER = {
 COST = {128: {"forward": 1.4, "dq": 1.4}, 64: {"forward": 1.65, "dq": 1.8}}
 
 
-def hopper(q: Tensor, v: Tensor) -> dict:
+def _hopper(dims: tuple[int, int], bytes_each: int, chip: int) -> dict:
     """The tiles of HOPPER that are meant for these, if any."""
-    wide = power_of_two(max(q.shape[2], v.shape[2]))
-    meant = architecture(q.device) == 90 and q.element_size() == 2
-    return HOPPER.get(wide, {}) if meant else {}
+    return HOPPER.get(power_of_two(max(dims)), {}) if chip == 90 and bytes_each == 2 else {}
 
 
 def default_tile(
@@ -69,17 +82,31 @@ def default_tile(
     Small tiles wait for memory more than they compute: theirs is a deeper pipeline. Of few
     programs, all should run at once: fewer rows let more of them on a processor.
     """
-    tiles = hopper(q, v)
+    dims = q.shape[2], v.shape[2]
+    return _tile(kernel, rows, dims, q.element_size(), select_block, few, architecture(q.device))
+
+
+@lru_cache(maxsize=256)
+def _tile(
+    kernel: str,
+    rows: int,
+    dims: tuple[int, int],
+    bytes_each: int,
+    select_block: int,
+    few: bool,
+    chip: int,
+) -> Tile:
+    tiles = _hopper(dims, bytes_each, chip)
     found = (few and tiles.get((kernel, rows // 2))) or tiles.get((kernel, rows))
     if found and select_block % found.keys == 0:
         return found
-    shared = SHARED.get(architecture(q.device), min(SHARED.values())) * 1024
-    dims = power_of_two(q.shape[2]), power_of_two(v.shape[2])
+    shared = SHARED.get(chip, min(SHARED.values())) * 1024
+    dims = power_of_two(dims[0]), power_of_two(dims[1])
     width = sum(dims)
     # A product of fp32 is unrolled in full.
-    keys = min(power_of_two(select_block), 64 if q.element_size() < 4 else 32)
+    keys = min(power_of_two(select_block), 64 if bytes_each < 4 else 32)
     stages = 3 if rows < 64 else 2
-    while shared_bytes(kernel, rows, keys, stages, q, v) > shared:
+    while _shared_bytes(kernel, rows, keys, stages, dims, bytes_each) > shared:
         if stages > 2:
             stages -= 1
         elif kernel == "dkdv" and rows > 16 and rows >= keys:
@@ -96,16 +123,19 @@ def default_tile(
 
 def default_cost(kernel: str, q: Tensor, v: Tensor) -> float:
     """What a block costs in a large tile of "forward" or "dq", in terms of a small one."""
-    wide = 64 if hopper(q, v) is HOPPER[64] else 128
+    dims = q.shape[2], v.shape[2]
+    found = _hopper(dims, q.element_size(), architecture(q.device))
+    wide = 64 if found is HOPPER[64] else 128
     return COST[wide][kernel]
 
 
-def shared_bytes(kernel: str, rows: int, keys: int, stages: int, q: Tensor, v: Tensor) -> int:
+def _shared_bytes(
+    kernel: str, rows: int, keys: int, stages: int, dims: tuple[int, int], bytes_each: int
+) -> int:
     """Bytes of shared memory that a tile takes, statistics and scratch aside."""
-    dims = power_of_two(q.shape[2]), power_of_two(v.shape[2])
     held, streamed = {
         "forward": (rows * dims[0], keys * sum(dims)),
         "dq": (rows * sum(dims), keys * sum(dims)),
         "dkdv": (keys * sum(dims), rows * sum(dims)),
     }[kernel]
-    return (held + stages * streamed) * q.element_size()
+    return (held + stages * streamed) * bytes_each

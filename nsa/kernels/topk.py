@@ -22,6 +22,7 @@ from nsa.kernels.common import (
     power_of_two,
     precision,
 )
+from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import descriptors_fit, load_tile, operand, seen_end
 from nsa.kernels.tiles import Tile, architecture
@@ -260,7 +261,8 @@ def select_blocks(
         descriptors = descriptors_fit(tokens, keys, q, k_cmp)
     # Scores and probabilities of such a tile leave room for two programs of 8 warps on an SM.
     small = q.element_size() == 2 and tile.rows * tile.keys <= 64 * 128 and dim <= 128
-    _select_blocks[(tiles * kv_heads,)](
+    launch(
+        _select_blocks, (tiles * kv_heads,),
         operand(q, tokens, tile.rows, descriptors),
         operand(k_cmp, keys, tile.keys, descriptors),
         lse2, blocks, q.stride()[:2], k_cmp.stride()[:2],

@@ -4,7 +4,8 @@ Neighbours select mostly the same blocks, so a tile that walks their union loads
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import axis_arguments, ceil_div, locate, next_power_of_two
+from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Axis, Sequences
 
 CHUNK = 32  # slots that every entry is compared with at a time
@@ -75,15 +77,29 @@ class Layout:
         """What the buffer holds, int32."""
         return sum(_padded(shape) for shape in self.shapes)
 
+    @cached_property
+    def places(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """(shape, strides, first element) of each."""
+        firsts = accumulate((_padded(shape) for shape in self.shapes), initial=0)
+        strides = (tuple(prod(shape[i + 1 :]) for i in range(len(shape))) for shape in self.shapes)
+        return list(zip(self.shapes, strides, firsts, strict=False))
+
     def of(self, workspace: Tensor) -> tuple[Unions, Unions | None]:
         """The unions, small and large, that lie in workspace [elements] int32."""
-        parts, first = [], 0
-        for shape in self.shapes:
-            parts.append(workspace[first : first + prod(shape)].view(shape))
-            first += _padded(shape)
+        start = workspace.storage_offset()
+        parts = [workspace.as_strided(a, b, start + first) for a, b, first in self.places]
         small = Unions(self.tokens_per_tile, *parts[:3])
         whole = self.tokens_per_tile * self.pieces
         return small, Unions(whole, *parts[3:]) if self.pieces > 1 else None
+
+
+def laid_out(tokens: Axis, *sizes: int) -> Layout:
+    """The Layout; of a dense shape the same one each time."""
+    known = not tokens.packed and isinstance(tokens.length, int)  # and not while torch traces
+    return (_known if known else Layout)(tokens, *sizes)
+
+
+_known = lru_cache(maxsize=256)(Layout)
 
 
 def _padded(shape: tuple[int, ...]) -> int:
@@ -103,12 +119,13 @@ def nested_unions(
         raise ValueError(f"a tile of a union holds 1 to 32 tokens, got {whole}")
     _, kv_heads, slots = blocks.shape
     axis, count = axis_arguments(sequences.tokens, whole)
-    layout = Layout(sequences.tokens, kv_heads, slots, tokens_per_tile, pieces)
+    layout = laid_out(sequences.tokens, kv_heads, slots, tokens_per_tile, pieces)
     workspace = blocks.new_empty(layout.elements(), dtype=torch.int32)
     small, large = layout.of(workspace)
     padded = next_power_of_two(whole * slots)
     if count * kv_heads:
-        _unions[(count * kv_heads,)](
+        launch(
+            _unions, (count * kv_heads,),
             blocks, tuple(small.tensors()), tuple((large or small).tensors()), axis,
             blocks.stride(), count, kv_heads, slots, sequences.config.select_block,
             TOKENS=tokens_per_tile, PIECES=pieces, ENTRIES=padded,

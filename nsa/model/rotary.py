@@ -30,7 +30,7 @@ class Rotary:
             return [rotate(x, self.cos, self.sin, positions=self.positions) for x in xs]
         from nsa.kernels import rotary
 
-        return rotary.rotate(self.cos, self.sin, self.positions, False, xs)
+        return rotary.rotate(self.cos, self.sin, self.positions, False, list(xs))
 
 
 def has_kernel(x: Tensor) -> bool:

@@ -8,8 +8,7 @@ from decode_inputs import Step, draw, on_cache
 
 from nsa.config import NSAConfig
 from nsa.kernels.decode import Call, decode, tuning
-from nsa.kernels.span_common import processors
-from nsa.kernels.tiles import architecture
+from nsa.kernels.tiles import architecture, processors
 
 pytestmark = pytest.mark.gpu
 

@@ -43,7 +43,7 @@ def detached(case=CASE, blocks=False):
 @dense_and_packed
 @pytest.mark.parametrize("blocks", [False, True], ids=["scored", "handed-in"])
 def test_attend_is_a_sound_operator(case, blocks):
-    torch.library.opcheck(ops.attend, detached(case, blocks=blocks), test_utils=CHECKS)
+    torch.library.opcheck(ops.attend.op, detached(case, blocks=blocks), test_utils=CHECKS)
 
 
 def test_one_branch_without_gates_shares_no_memory_with_what_its_backward_keeps():
@@ -56,8 +56,8 @@ def test_one_branch_without_gates_shares_no_memory_with_what_its_backward_keeps(
 def test_compress_and_select_are_sound_operators(case):
     q, k_cmp, _, k, v, *_, cu, batch, sizes, scale, _ = detached(case)
     for values in (v, None):
-        torch.library.opcheck(compress_mean, (k, values, cu, batch, sizes), test_utils=CHECKS)
-    torch.library.opcheck(ops.select, (q, k_cmp, cu, batch, sizes, scale), test_utils=CHECKS)
+        torch.library.opcheck(compress_mean.op, (k, values, cu, batch, sizes), test_utils=CHECKS)
+    torch.library.opcheck(ops.select.op, (q, k_cmp, cu, batch, sizes, scale), test_utils=CHECKS)
 
 
 @pytest.mark.full
@@ -67,7 +67,7 @@ def test_the_backward_has_the_shapes_that_its_fake_promises():
     tensors, (_, cu, batch, sizes, scale, _) = args[:8], args[8:]
     for keys in (True, False):
         given = torch.randn_like(o), *tensors, blocks, cu, *kept, batch, sizes, scale, keys
-        torch.library.opcheck(ops.attend_backward, given, test_utils=CHECKS)
+        torch.library.opcheck(ops.attend_backward.op, given, test_utils=CHECKS)
 
 
 def results(case, call, branches=BRANCHES):

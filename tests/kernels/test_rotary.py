@@ -82,7 +82,7 @@ def test_what_no_loss_reaches_has_no_gradient():
 @pytest.mark.parametrize("restart", [None, 20], ids=["dense", "packed"])
 def test_it_is_a_sound_operator(restart):
     x, *tables = drawn(tokens=9, restart=restart and 4)
-    torch.library.opcheck(rotate, (*tables, False, [x, x.detach()[:, :, :1]]))
+    torch.library.opcheck(rotate.op, (*tables, False, [x, x.detach()[:, :, :1]]))
     x = torch.empty(0, 5, 2, 8, device=DEVICE)
     assert turned(x, *rotary.rotary_tables(5, 8, device=DEVICE)).shape == x.shape
 
