@@ -27,6 +27,7 @@ from nsa.kernels.decode_attend import attend
 from nsa.kernels.decode_choose import choose
 from nsa.kernels.decode_common import Tuning
 from nsa.kernels.decode_score import score
+from nsa.kernels.launch import launch, prepared
 from nsa.kernels.registration import contiguous, on_its_device
 from nsa.kernels.tiles import architecture, processors
 
@@ -145,6 +146,7 @@ def _by_branch(x: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 @on_its_device
+@prepared
 def decode(
     q: Tensor,
     k: Tensor | Mapping[str, Tensor],
@@ -278,7 +280,8 @@ def decode(
             if splits > 1:
                 parts = *parts[:2], floats(rows, splits, value_dim)
         row_tiles = ceil_div(new * group, tuned.score_rows)
-        score[(batch * kv_heads * row_tiles, splits)](
+        launch(
+            score, (batch * kv_heads * row_tiles, splits),
             q, q.stride()[:3], k_cmp, v_cmp if scored else None, *pages, page // stride, lengths,
             counts, new, capacity, scale2, ranking, parts, o_cmp, tiles,
             SIZES=sizes, CONFIG=config, SPAN=span, PER_PAGE=cmp_page, M=tuned.score_rows,
@@ -293,7 +296,8 @@ def decode(
             blocks = torch.empty(units, config.select_count, dtype=torch.int32, device=device)
         if ranks + sums:
             slots = max(2, next_power_of_two(config.select_count))
-            choose[(ranks + sums,)](
+            launch(
+                choose, (ranks + sums,),
                 ranking, parts, blocks, o_cmp if sums else None, ranks, rows, lengths, counts, new,
                 capacity, tiles,
                 SIZES=sizes, CONFIG=config, SPAN=span, BLOCKS=per_tile,
@@ -311,7 +315,8 @@ def decode(
         count = selected + window
         parts = floats(rows, count), floats(rows, count), floats(rows, count, value_dim)
     ringed = k_win is not None
-    attend[(units, 1 if whole else selected + window)](
+    launch(
+        attend, (units, 1 if whole else selected + window),
         q, q.stride()[:3], gates, gates.stride(), (k_slc, v_slc) if selected else None,
         (k_win if ringed else k_slc, v_win if ringed else v_slc) if window else None,
         *pages, page, k_win.shape[1] if ringed else 0, blocks, o_cmp, parts,
@@ -359,7 +364,8 @@ def _append(
         cos, sin = (x.contiguous() for x in rotary)
         rotary = cos, sin, cos.shape[0]
     ends = ceil_div(new, config.compress_stride) if compressed[0] is not None else 1
-    append[(batch * kv_heads, ends * parts, 2)](
+    launch(
+        append, (batch * kv_heads, ends * parts, 2),
         fresh, strides, (k_caches, v_caches), compressed, tensors, rotary, *pages, page, rings,
         lengths, counts, new, capacity, arrived,
         CONFIG=config, SPAN=span,

@@ -7,12 +7,15 @@ call that is like an earlier one launches the same compiled kernels in the same 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from triton import knobs
+
+from nsa.config import NSAConfig
 
 MOST = 512  # kinds of calls that are known; then all are forgotten
 INTERPRETED = knobs.runtime.interpret  # as triton.jit asked when the kernels were made
@@ -66,14 +69,14 @@ def prepared(function: Callable) -> Callable:
     """
 
     @wraps(function)
-    def called(*args: Any) -> Any:
+    def called(*args: Any, **named: Any) -> Any:
         if not compiles_for(args[0]):
-            return function(*args)
-        key = function, *map(_kind, args)
+            return function(*args, **named)
+        key = function, _kind(args), _kind(named)
         before, call = getattr(_of_thread, "call", None), Call(_known.get(key, ()))
         _of_thread.call = call
         try:
-            found = function(*args)
+            found = function(*args, **named)
         finally:
             _of_thread.call = before
         if call.new:
@@ -91,7 +94,13 @@ def compiles_for(x: Tensor) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    """All of an argument that a launch depends on."""
+    """All of an argument that a launch depends on, without the tensors themselves."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % GRAIN
-    return tuple(map(_kind, x)) if isinstance(x, list) else x
+    if isinstance(x, list | tuple):
+        return tuple(map(_kind, x))
+    if isinstance(x, Mapping):
+        return tuple((name, _kind(value)) for name, value in x.items())
+    if is_dataclass(x) and not isinstance(x, NSAConfig):
+        return type(x), _kind(vars(x))
+    return x
