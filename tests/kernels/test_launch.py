@@ -13,7 +13,7 @@ from processes import environment_with_package
 
 from nsa.kernels import launch
 
-SEEDS, OF_A_FAULT = 40, 12
+SEEDS, OF_A_FAULT = 32, 9
 
 
 @pytest.fixture(scope="module")
