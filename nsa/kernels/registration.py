@@ -55,12 +55,11 @@ class Operator:
         *first, last = args
         several = isinstance(last, list) and isinstance(last[0], Tensor)
         flat = (*first, *last) if several else args
-        if seen(flat):
+        learned = torch.is_grad_enabled() and any(map(_learned, flat))
+        if seen(flat) or (learned and self._direct is None):
             return self.overload(*args)
-        if not (torch.is_grad_enabled() and any(map(_learned, flat))):
+        if not learned:
             return self.function(*args)
-        if self._direct is None:
-            return self.overload(*args)
         found = self._direct(*flat, len(first) if several else None)
         return list(found) if several else found
 

@@ -3,15 +3,11 @@
 Covers whatever `compiled.reach` launches, and fails for a kernel that it does not reach.
 """
 
-import json
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 from compiled import apart
-from places import SUPPORT
-from processes import environment_with_package
+from processes import told_by
 
 MAIN = 90, "main", "dense"
 SHARED_KIB = {80: 163, 90: 227}  # what a block can have
@@ -32,12 +28,7 @@ TARGETS = [
 
 @cache
 def compiled(architecture: int, shape: str, kind: str) -> dict:
-    environment = environment_with_package()
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, SUPPORT / "compiled.py", str(architecture), shape, kind]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return told_by("compiled.py", architecture, shape, kind)
 
 
 LANES = """\

@@ -1,15 +1,11 @@
 """A call that is known launches what Triton itself would, and is known by all that matters."""
 
-import json
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from places import SUPPORT
-from processes import environment_with_package
+from processes import told_by
 
 from nsa.kernels import launch
 
@@ -18,12 +14,7 @@ SEEDS, OF_A_FAULT = 32, 9
 
 @pytest.fixture(scope="module")
 def found():
-    environment = environment_with_package()
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, SUPPORT / "launches.py", str(SEEDS), str(OF_A_FAULT)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return told_by("launches.py", SEEDS, OF_A_FAULT)
 
 
 def test_known_calls_launch_the_same_kernels_with_the_same_arguments(found):

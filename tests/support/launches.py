@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import triton
+from compiled import Absent, nothing_is_written
 from decode_inputs import Step, draw
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -26,19 +26,6 @@ from nsa.kernels import decode, launch, rotary
 
 LAUNCHED: list[tuple] = []
 CONFIG = NSAConfig(compress_block=16, compress_stride=8, select_block=32, select_count=4, window=64)
-
-
-class Absent:
-    """A driver for a Hopper that is not there."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 class Compiled:
@@ -100,7 +87,7 @@ def call(seed: int, how: str) -> list[tuple]:
     def one(*size: int, learns: bool = learned) -> Tensor:
         return drawn(rng, how, *size, dtype=dtype, learned=learns)
 
-    q = one(batch, tokens, heads * group, dim, learns=learned)
+    q = one(batch, tokens, heads * group, dim)
     shared = rng.random() < 0.3
     names = ("cmp",) if shared else ("cmp", "slc", "win")
     k, v = ({b: one(*shape, dim, learns=learned and not frozen) for b in names} for _ in "kv")
@@ -175,16 +162,11 @@ def otherwise(seeds: int) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    # Nothing is launched, so nothing is written: torch must not index with what memory held.
-    torch.empty, torch.empty_like, Tensor.new_empty = (
-        torch.zeros,
-        torch.zeros_like,
-        Tensor.new_zeros,
-    )
+    nothing_is_written()
     torch.linalg.vector_norm = lambda *_, **__: torch.ones(())
     triton.compiler.compile = lambda src, target, options: Compiled(src, options)
     JITFunction.run = counted(JITFunction.run)
-    driver.set_active(Absent())
+    driver.set_active(Absent(90))
     backend.INTERPRETED = True
     launch.MOST = 10**6
     found, kind = {"all": otherwise(int(sys.argv[1]))}, launch._kind

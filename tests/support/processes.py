@@ -1,5 +1,6 @@
 """Processes that tests start: what they run in, what is waited for, and who is left."""
 
+import json
 import os
 import socket
 import subprocess
@@ -27,6 +28,16 @@ def printed_by(code: str) -> str:
     printed = process.communicate(timeout=120)[0]
     assert process.returncode == 0
     return printed
+
+
+def told_by(program: str, *args: object) -> dict:
+    """What a program of this folder prints last, as JSON; its kernels are not interpreted."""
+    environment = environment_with_package()
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, SUPPORT / program, *map(str, args)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def free_port() -> int:
