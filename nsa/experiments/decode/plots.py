@@ -86,7 +86,9 @@ def sizes(results: Sequence[Result], note: str, on_gpu: bool):
         for result in results if on_gpu else ():
             for aim in (aim for aim in AIMS if aim.fits(result.cell)):
                 at = aim.ms / result.limit_ms(NSA), order.index(str(result.cell))
-                axes.plot(*at, "o", mfc="none", ms=12, color=looks.RED, label="aim of NSA")
+                axes.plot(
+                    *at, "o", mfc="none", ms=12, color=looks.RED, label="aim of NSA on an H200"
+                )
         axes.axvline(1, color=GREY, ls=":")
         what = "time over its own limit by bytes" if on_gpu else "time over dense attention's"
         axes.set(xlabel=what, yticks=range(len(order)), yticklabels=order)

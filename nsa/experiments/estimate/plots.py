@@ -95,7 +95,9 @@ def boundaries(rows: Sequence[dict], *, note: str = ""):
     that fitted and that did not as dots, the foretold one as a line, the aim as a band."""
     found = [row for row in rows if row.get("tried")]
     if not found:
-        return looks.nothing("no boundary was looked for with real steps: there is no GPU")
+        said = (row["message"] for row in rows if row.get("message"))
+        why = next(said, "this run was not to look for one")
+        return looks.nothing(f"no boundary was looked for with real steps: {why}")
     with looks.figure(1, 1.0 + 0.5 * len(found)) as (fig, (axes,)):
         fig.set_figwidth(9.0)
         axes.axvspan(-5, 5, color=GREY, alpha=0.2, lw=0, label="to 5 %")
