@@ -14,6 +14,7 @@ from nsa.kernels.common import (
     contiguous_like,
     precision,
 )
+from nsa.kernels.hopper import launches as hopper
 from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_bwd_kernels import dkdv_kernel, dq_kernel, sum_parts
@@ -49,12 +50,13 @@ def span_dq(
     dq: Tensor | None = None,
     tile: Tile | None = None,
     descriptors: bool | None = None,
+    specialized: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dq [tokens, HQ, D], delta [HQ, tokens] fp32) for do [tokens, HQ, DV] of the gated output.
 
     delta None: it is computed here, and written to dgates[..., branch] if given; that costs one
     product more. dq given: added to, in fp32; otherwise allocated in q's dtype. gates None: 1.
-    tile, descriptors: as span_forward takes them.
+    tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.takes`.
     """
     total, heads, dim = q.shape
     value_dim = v.shape[2]
@@ -64,6 +66,10 @@ def span_dq(
     add = dq is not None
     if not add:
         dq = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
+    if hopper.takes("dq", specialized, span, tokens, keys, (q, k, v, do)):
+        given = (q, k, v, do), (lse2, delta), (gates, dgates, branch), dq, span, tokens, keys, scale
+        hopper.launch_dq(*given, make_delta=make_delta, add=add, tile=tile)
+        return dq, delta
     tile = tile or default_tile("dq", value_dim, span, q)
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
@@ -100,20 +106,24 @@ def span_dkdv(
     out: Sequence[Tensor] = (),
     tile: Tile | None = None,
     descriptors: bool | None = None,
+    specialized: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dk [keys, HKV, D], dv [keys, HKV, DV]), contiguous, in the dtypes of k and v, or `out`.
 
     With a lookback one program sums over the heads of the group; without, few keys are seen by
     many queries, so each head writes fp32 parts, which are then summed in order; and so where
     there are fewer tiles than processors. delta: span_dq's.
-    tile, descriptors: as span_forward takes them.
+    tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.takes`.
     """
     total, heads, dim = q.shape
     _, kv_heads, value_dim = v.shape
     group = heads // kv_heads
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
-    tile = tile or default_tile("dkdv", value_dim, span, q, descriptors)
+    specialized = hopper.takes("dkdv", specialized, span, tokens, keys, (q, k, v, do))
+    if tile is None:
+        wanted = "dkdv", value_dim, span, q, descriptors
+        tile = hopper.TILES["dkdv"] if specialized else default_tile(*wanted)
     place, count = axis_arguments(keys, tile.keys)
     each, splits = _shares(span, tokens, count * kv_heads, group, tile, q.device)
     parts = group // each * splits
@@ -127,19 +137,24 @@ def span_dkdv(
         return dk, dv
     gate = None if gates is None else _as_line(gates[..., branch].t())
     lines = lines_fit(tokens, lse2, delta, gate)
-    launch(
-        dkdv_kernel, (count * kv_heads * parts,),
-        operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
-        operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
-        *(line_operand(x, tokens, tile.rows, lines) for x in (lse2, delta, gate)),
-        dk_parts, dv_parts,
-        (*(x.stride() for x in (q, k, v, do)),
-         (*dk.stride()[:2], dk_parts.stride(0)), (*dv.stride()[:2], dv_parts.stride(0))),
-        (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
-        Sizes(heads, group, dim, value_dim), felt(span, keys), tile,
-        EACH=each, SPLITS=splits, TOGETHER=_together(span, heads // each * splits),
-        PACKED=keys.packed, PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    shares = each, splits, _together(span, heads // each * splits)
+    if specialized:
+        given = (q, k, v, do), (lse2, delta, gate), (dk_parts, dv_parts)
+        hopper.launch_dkdv(*given, span, tokens, keys, scale, shares, tile)
+    else:
+        launch(
+            dkdv_kernel, (count * kv_heads * parts,),
+            operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
+            operand(v, keys, tile.keys, descriptors), operand(do, tokens, tile.rows, descriptors),
+            *(line_operand(x, tokens, tile.rows, lines) for x in (lse2, delta, gate)),
+            dk_parts, dv_parts,
+            (*(x.stride() for x in (q, k, v, do)),
+             (*dk.stride()[:2], dk_parts.stride(0)), (*dv.stride()[:2], dv_parts.stride(0))),
+            (tokens.bounds, tokens.length), place, total, scale, scale * LOG2E,
+            Sizes(heads, group, dim, value_dim), felt(span, keys), tile,
+            EACH=shares[0], SPLITS=shares[1], TOGETHER=shares[2], PACKED=keys.packed,
+            PRECISION=precision(q), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     if dk_parts.data_ptr() != dk.data_ptr():
         sums, block = max(dk.numel(), dv.numel()), 1024
         launch(

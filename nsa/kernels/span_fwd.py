@@ -15,6 +15,7 @@ from nsa.kernels.common import (
     padded,
     precision,
 )
+from nsa.kernels.hopper import launches as hopper
 from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_common import (
@@ -109,6 +110,7 @@ def span_forward(
     lse2: Tensor | None = None,
     tile: Tile | None = None,
     descriptors: bool | None = None,
+    specialized: bool | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """(o [tokens, HQ, DV] in q's dtype, lse2 [HQ, tokens] fp32) over the run of keys of each query.
 
@@ -119,7 +121,7 @@ def span_forward(
     With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
     + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
     given, `lse2` its own; `out` may be `base`. tile: default_tile's if None. descriptors: whether
-    TMA fetches the tiles; None: where it can.
+    TMA fetches the tiles; None: where it can. specialized: see `hopper.launches.takes`.
     """
     if not scale > 0:
         raise ValueError(f"scale={scale}: the softmax takes a positive scale; negate q instead")
@@ -130,6 +132,10 @@ def span_forward(
         o = torch.empty(total, heads, value_dim, dtype=q.dtype, device=q.device)
     if lse2 is None:
         lse2 = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    if v is not None and hopper.takes("forward", specialized, span, tokens, keys, (q, k, v)):
+        mix = gates, branch, None if gates is None else base, base_branch
+        hopper.launch_forward((q, k, v), (o, lse2), mix, span, tokens, keys, scale, tile)
+        return o, lse2
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, *(x for x in (q, k, v) if x is not None))
     tile = tile or default_tile("forward", value_dim, span, q, descriptors)

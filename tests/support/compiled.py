@@ -7,6 +7,7 @@ driver and stops every launch once it is compiled; the launchers themselves run 
 import ast
 import importlib
 import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -80,6 +81,27 @@ def nothing_is_written() -> None:
     Tensor.new_empty = Tensor.new_zeros
 
 
+def reach_warps(name: str) -> None:
+    """Launches what specialized warps take of a forward and a backward, and little else."""
+    from nsa.kernels import ops
+    from nsa.kernels.hopper import launches
+    from nsa.kernels.registration import sizes_of
+
+    launches.compiles_for = lambda x: True
+    launches.takes = lambda kernel, asked, span, *given: launches.why_not(kernel, *given) is None
+    (dim, value_dim, dtype, group), heads, tokens = SHAPES[name], 2, TOKENS[0]
+
+    def tensor(rows: int, heads: int, width: int) -> Tensor:
+        return torch.zeros(rows, heads, width, dtype=dtype)
+
+    q, gates = tensor(tokens, heads * group, dim), tensor(tokens, heads * group, 3)
+    k, v = tensor(tokens, heads, dim), tensor(tokens, heads, value_dim)
+    given = q, k[:127], v[:127], None, None, k, v, gates
+    where = None, 1, sizes_of(NSAConfig()), dim**-0.5
+    o, *kept, _ = ops.attend(*given, None, *where, True)
+    ops.attend_backward(o, *given, None, None, *kept, *where[1:], True)
+
+
 def reach(name: str, tokens: int, packed: bool) -> None:
     """Launches every kernel that a forward and a backward of the shape need."""
     from nsa.kernels import compress, ops, rotary
@@ -129,8 +151,19 @@ def reach_decode(name: str, tokens: int, architecture: int, steps=STEPS) -> None
         decode.decode(*args, **kwargs, tuned=decode.tuning(call))
 
 
+def serialized(ptx: str) -> bool:
+    """Whether ptxas makes each product of a warpgroup wait for the one before."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [BIN / "ptxas", "-v", "--gpu-name", "sm_90a", "-o", os.devnull, file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return "wgmma.mma_async instructions are serialized" in said
+
+
 def kernels() -> list[str]:
-    """Every kernel of nsa.kernels: the compiled functions that no other one calls."""
+    """Every kernel of nsa.kernels but those for specialized warps, which are in a folder of theirs:
+    the compiled functions that no other one calls."""
     import nsa.kernels
 
     names, called = [], set()
@@ -184,9 +217,10 @@ def facts(name: str, kernel) -> dict:
         "registers": numbers["REG"],
         "spilled": numbers["STACK"] + numbers["LOCAL"],
         "warps": kernel.metadata.num_warps,
-        "rows": max((int(m) for m in re.findall(DOT, kernel.asm["ttir"])), default=0),
+        "rows": max((int(m) for m in re.findall(DOT, kernel.asm.get("ttir", ""))), default=0),
         "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
         "apart": apart(kernel.asm["ttgir"]),
+        "serialized": "ttir" not in kernel.asm and serialized(kernel.asm["ptx"]),
     }
 
 
@@ -194,8 +228,11 @@ if __name__ == "__main__":
     target, shape, kind = sys.argv[1:]
     torch.set_num_threads(1)
     binaries = record(int(target))
-    for tokens in TOKENS:
-        reach(shape, tokens, kind == "packed")
+    if kind == "warps":
+        reach_warps(shape)
+    else:
+        for tokens in TOKENS:
+            reach(shape, tokens, kind == "packed")
     if (shape, kind) == ("main", "dense"):
         reach_decode(shape, TOKENS[-1], int(target))
         reach_decode("six", 2944, int(target), FEW)

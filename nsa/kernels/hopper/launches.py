@@ -1,0 +1,204 @@
+"""When the compressed and the window branch are for specialized warps, and the launches of those.
+
+These kernels are in Gluon, Triton's lower level, for Hopper alone; Triton's own of `span_fwd` and
+`span_bwd` serve everything else, and are what these are tested against.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import triton
+from torch import Tensor
+
+from nsa.blocks import Span
+from nsa.kernels.common import LOG2E, Sizes
+from nsa.kernels.launch import compiles_for, launch
+from nsa.kernels.sequences import Axis
+from nsa.kernels.span_common import descriptors_fit, felt
+from nsa.kernels.tiles import Tile, architecture
+
+TESTED = ("3.6", "3.7")  # versions of Triton that these were compiled with; Gluon is experimental
+WIDTHS = 64, 128  # D and DV
+# (kernel, D and DV, whether the span looks back) that was measured ahead of Triton's on an H200.
+FASTER: frozenset[tuple[str, int, bool]] = frozenset()
+HALF = 64  # rows of a warpgroup; a program has two
+TILES = {
+    "forward": Tile(2 * HALF, 128, 4, 2),
+    "dq": Tile(2 * HALF, 64, 4, 4),
+    "dkdv": Tile(64, 2 * HALF, 4, 3),
+}
+
+
+def takes(
+    kernel: str,
+    asked: bool | None,
+    span: Span,
+    tokens: Axis,
+    keys: Axis,
+    operands: Sequence[Tensor],
+) -> bool:
+    """Whether specialized warps take "forward" of q, k and v, or "dq" or "dkdv" of these and do.
+
+    asked: by the caller; None leaves it to FASTER.
+
+    Raises:
+        ValueError: where they are asked for and cannot.
+    """
+    if asked is None:
+        asked = (kernel, operands[2].shape[2], span.lookback is not None) in FASTER
+        return asked and why_not(kernel, tokens, keys, operands) is None
+    if asked and (refusal := why_not(kernel, tokens, keys, operands)):
+        raise ValueError(f"{kernel} by specialized warps: {refusal}; None goes by speed")
+    return asked
+
+
+def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -> str | None:
+    """Why these operands on these axes are not for specialized warps; None where they are."""
+    q, _, v, *_ = operands
+    if not compiles_for(q):
+        return f"they are compiled for a GPU, and this is {q.device} or interpreted"
+    if (chip := architecture(q.device)) != 90:
+        return f"they are for Hopper, sm_90, and this is sm_{chip}"
+    if not triton.__version__.startswith(TESTED):
+        return f"Triton {triton.__version__} was not tested, but {', '.join(TESTED)}"
+    if not q.shape[2] == v.shape[2] in WIDTHS:
+        return f"D and DV are {q.shape[2]} and {v.shape[2]}, not both one of {WIDTHS}"
+    if not descriptors_fit(tokens, keys, *operands):
+        return "TMA takes dense sequences of 16-bit numbers with strides of 16 n bytes"
+    if kernel == "dkdv" and tokens.length % 4:
+        return f"by TMA rows of statistics begin at 16 n bytes, and T is {tokens.length}"
+    return None
+
+
+@cache
+def _layout(bits: int, rank: int):  # an NVMMASharedLayout
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(128 if bits == 16 else 0, bits, rank)
+
+
+def _described(x: Tensor, shape: list[int], strides: list[int], block: list[int]):
+    """Gluon's TensorDescriptor, without its own checks, as `span_common.described`."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = x, shape, strides, block
+    made.layout, made.padding = _layout(8 * x.element_size(), len(shape)), "zero"
+    return made
+
+
+def _tiles(x: Tensor, axis: Axis, rows: int):
+    """Of `rows` rows of x [axis, heads, D]."""
+    by_row, by_head, _ = x.stride()
+    shape = [axis.count, x.shape[1], axis.length, x.shape[2]]
+    strides = [axis.length * by_row, by_head, by_row, 1]
+    return _described(x, shape, strides, [1, 1, rows, x.shape[2]])
+
+
+def _lines(x: Tensor | None, axis: Axis, rows: int):
+    """Of `rows` numbers of x [heads, axis] fp32."""
+    if x is None:
+        return None
+    shape, strides = [x.shape[0], axis.count, axis.length], [x.shape[1], axis.length, 1]
+    return _described(x, shape, strides, [1, 1, rows])
+
+
+def launch_dkdv(
+    operands: Sequence[Tensor],
+    lines: Sequence[Tensor | None],
+    parts: Sequence[Tensor],
+    span: Span,
+    tokens: Axis,
+    keys: Axis,
+    scale: float,
+    shares: tuple[int, int, int],
+    tile: Tile,
+) -> None:
+    """dk and dv [parts, keys, HKV, D] of operands q, k, v, do and lines lse2, delta, gate.
+
+    shares: (each, splits, together) of `span_bwd_kernels.dkdv_kernel`.
+    """
+    from nsa.kernels.hopper.dkdv import dkdv_kernel
+
+    q, k, v, do = operands
+    heads, kv_heads, (each, splits, together) = q.shape[1], k.shape[1], shares
+    programs = heads // each * splits
+    launch(
+        dkdv_kernel, (keys.tile_count(tile.keys) * programs,),
+        _tiles(q, tokens, tile.rows), _tiles(k, keys, tile.keys // 2),
+        _tiles(v, keys, tile.keys // 2), _tiles(do, tokens, tile.rows),
+        *(_lines(x, tokens, tile.rows) for x in lines), *parts,
+        tuple((*x.stride()[1:3], x.stride(0)) for x in parts),
+        tokens.length, keys.length, scale, scale * LOG2E,
+        SIZES=Sizes(heads, heads // kv_heads, q.shape[2], v.shape[2]), SPAN=felt(span, keys),
+        EACH=each, SPLITS=splits, TOGETHER=together, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def launch_dq(
+    operands: Sequence[Tensor],
+    rows: tuple[Tensor, Tensor],
+    gated: tuple[Tensor | None, Tensor | None, int],
+    dq: Tensor,
+    span: Span,
+    tokens: Axis,
+    keys: Axis,
+    scale: float,
+    *,
+    make_delta: bool,
+    add: bool,
+    tile: Tile | None = None,
+) -> None:
+    """dq [tokens, HQ, D] of operands q, k, v, do; rows: lse2, delta; gated: gates, dgates, branch.
+
+    make_delta, add: as `span_bwd_kernels.dq_kernel`.
+    """
+    from nsa.kernels.hopper.dq import dq_kernel
+
+    q, k, v, do = operands
+    gates, dgates, branch = gated
+    tile = tile or TILES["dq"]
+    total, heads, dim = q.shape
+    tiles = tokens.tile_count(tile.rows)
+    launch(
+        dq_kernel, (tiles * heads,),
+        _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
+        _tiles(do, tokens, tile.rows // 2), v, *rows, gates, dgates, dq,
+        tuple(None if x is None else x.stride() for x in (v, gates, dgates, dq)),
+        tokens.length, keys.length, tiles, total, scale, scale * LOG2E,
+        SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
+        BRANCH=branch, STAGES=tile.stages, MAKE_DELTA=make_delta, ADD=add, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def launch_forward(
+    operands: Sequence[Tensor],
+    out: tuple[Tensor, Tensor],
+    mix: tuple[Tensor | None, int, Tensor | None, int | None],
+    span: Span,
+    tokens: Axis,
+    keys: Axis,
+    scale: float,
+    tile: Tile | None = None,
+) -> None:
+    """o [tokens, HQ, DV] and lse2 [HQ, tokens], `out`, of operands q, k, v.
+
+    mix: gates, branch, base and its branch, as `span_fwd.span_forward` takes them.
+    """
+    from nsa.kernels.hopper.forward import forward_kernel
+
+    q, k, v = operands
+    o, lse2 = out
+    gates, branch, base, base_branch = mix
+    tile = tile or TILES["forward"]
+    total, heads, dim = q.shape
+    tiles = tokens.tile_count(tile.rows)
+    launch(
+        forward_kernel, (tiles * heads,),
+        _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
+        o, lse2, gates, base, tuple(None if x is None else x.stride() for x in (o, gates, base)),
+        tokens.length, keys.length, tiles, total, scale * LOG2E,
+        SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
+        BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
+        num_warps=tile.warps,
+    )  # fmt: skip

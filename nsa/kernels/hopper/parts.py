@@ -1,0 +1,96 @@
+"""What the kernels of specialized warps share; `span_common` in Gluon, and barriers.
+
+One warp fetches by TMA and two warpgroups compute, each half of a program's rows. They meet at
+barriers in shared memory alone: a stage is `full` once its bytes are there, and `empty` once both
+warpgroups are done with it. So one takes exponentials while the other's products are under way. P
+and dS go from the registers of one product into the next.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def sees(t, s, SPAN: gl.constexpr):
+    """Whether position t sees key s, see `span_common.sees`."""
+    end = seen_end(t, SPAN)
+    seen = s < end
+    if SPAN.lookback is not None:
+        seen = seen & (s >= end - SPAN.lookback)
+    return seen
+
+
+@gluon.jit
+def seen_end(t, SPAN: gl.constexpr):
+    return gl.maximum(t + 1 - SPAN.length + SPAN.stride, 0) // SPAN.stride
+
+
+@gluon.jit
+def seen_start(t, SPAN: gl.constexpr):
+    start = t * 0
+    if SPAN.lookback is not None:
+        start = gl.maximum(seen_end(t, SPAN) - SPAN.lookback, 0)
+    return start
+
+
+@gluon.jit
+def key_steps(
+    first, ROWS: gl.constexpr, base, steps, tokens, keys, KEYS: gl.constexpr, SPAN: gl.constexpr
+):
+    """(low, high, whole low, whole high): steps of KEYS keys from `base` on, at least one, that
+    some of ROWS rows see, and those that every row sees all of."""
+    last = gl.minimum(first + ROWS, tokens) - 1
+    low = gl.minimum((seen_start(first, SPAN) - base) // KEYS, steps - 1)
+    high = gl.cdiv(gl.maximum(gl.minimum(seen_end(last, SPAN), keys) - base, 0), KEYS)
+    high = gl.minimum(gl.maximum(high, low + 1), steps)
+    whole_low = gl.cdiv(seen_start(last, SPAN) - base, KEYS)
+    whole_high = gl.maximum(gl.minimum(seen_end(first, SPAN), keys) - base, 0) // KEYS
+    return low, high, whole_low, whole_high
+
+
+@gluon.jit
+def room(x, COUNT: gl.constexpr):
+    """Shared memory for COUNT blocks of a descriptor."""
+    shape: gl.constexpr = [COUNT] + x.block_shape  # noqa: RUF005  Gluon knows no star
+    return gl.allocate_shared_memory(x.dtype, shape, x.layout)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """(loaded, full, empty): what is fetched once is there; a stage is; both are done with it."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    loaded = gl.allocate_shared_memory(gl.int64, [1], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    mbarrier.init(loaded, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    return loaded, full, empty
+
+
+@gluon.jit
+def let_by(begin, end, full, empty, STAGES: gl.constexpr):
+    """Lets the steps [begin, end) go by, of which this warpgroup sees nothing."""
+    for n in range(begin, end):
+        stage = n % STAGES
+        mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+        mbarrier.arrive(empty.index(stage))
+
+
+@gluon.jit
+def store(x, stride, rows, values, LAYOUT: gl.constexpr, ADD: gl.constexpr = False):
+    """Writes values [N, D] to the rows before `rows` of x, or adds them to what is there."""
+    i = gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    d = gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    at = x + i * stride + d
+    if ADD:
+        values += gl.load(at, mask=i < rows, other=0.0).to(gl.float32)
+    gl.store(at, values.to(x.dtype.element_ty), mask=i < rows)
+
+
+@gluon.jit
+def partial_sums(x):
+    """`common.partial_sums`: of x [M, N] over every eighth column, [M, 8]."""
+    return gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)

@@ -1,0 +1,228 @@
+"""The kernels of specialized warps: on a GPU, and adversarially emulated where there is none."""
+
+from functools import partial
+
+import gluon_emulator
+import pytest
+import torch
+from backend_calls import DEVICE
+from processes import told_by
+from span_cases import COMPRESSED, WINDOW, Case, Problem, check
+
+from nsa.blocks import Span
+from nsa.kernels.hopper import launches
+from nsa.kernels.sequences import Axis
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+emulated = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+
+# Tokens past one program's 128 rows, a last tile that is not full, more keys than one tile has.
+CASES = [
+    (Case((300,), COMPRESSED, 2, 1, 64, 64), True),
+    (Case((132, 132), COMPRESSED, 2, 1, 128, 128), True),
+    (Case((1100,), COMPRESSED, 1, 1, 64, 64), False),
+    (Case((204,), WINDOW, 4, 2, 64, 64), True),
+    (Case((260,), Span(lookback=130), 2, 1, 128, 128), False),
+    (Case((64,), COMPRESSED, 2, 2, 64, 64), True),
+    (Case((8,), COMPRESSED, 2, 2, 64, 64), True),
+]
+KINDS = {"forward": Problem.forward, "dq": Problem.dq, "dkdv": Problem.dkdv}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Makes launches run, changed or not; on a GPU as they are."""
+
+    def emulating(seed: int = 0, change: gluon_emulator.Change = str) -> None:
+        if DEVICE == "cuda":
+            return
+        monkeypatch.setattr(launches, "compiles_for", lambda x: True)
+        run = partial(gluon_emulator.run, seed=seed, change=change)
+        monkeypatch.setattr(
+            launches, "launch", lambda kernel, grid, *a, **b: run(kernel, grid, *a, **b)
+        )
+
+    return emulating
+
+
+def by_warps(case: Case, number: int) -> Case:
+    dtype = torch.float16 if number % 2 else torch.bfloat16
+    return Case(**{**vars(case), "tile": None, "specialized": True, "dtype": dtype})
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_outputs_and_gradients_are_as_accurate_as_plain_torch(run, number):
+    run(seed=number)
+    case, gated = CASES[number]
+    check(by_warps(case, number), gated)
+
+
+@pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
+def test_delta_that_is_given_is_used_and_dq_is_added_to(run, span):
+    run()
+    problem = Problem(by_warps(Case((140,), span, 2, 1, 64, 64), 0))
+    _, lse2 = problem.forward()
+    made, delta = problem.dq(lse2)
+    given, same = problem.dq(lse2, delta=delta)
+    assert same is delta
+    scale = made.abs().max()
+    torch.testing.assert_close(given / scale, made / scale, rtol=0, atol=0.03)
+    before = torch.full_like(made, 3.0)
+    added, _ = problem.dq(lse2, delta=delta, dq=before.clone())
+    torch.testing.assert_close(added / scale, (before + given) / scale, rtol=0, atol=0.03)
+
+
+def test_parts_of_a_few_keys_add_up(run, monkeypatch):
+    run()
+    monkeypatch.setattr("nsa.kernels.span_bwd.processors", lambda device: 24)
+    monkeypatch.setattr("nsa.kernels.span_bwd.LEAST_STEPS", 1)
+    check(by_warps(Case((300,), COMPRESSED, 2, 1, 64, 64), 0))
+    check(by_warps(Case((260,), WINDOW, 4, 1, 64, 64), 0))
+
+
+def test_the_order_of_warps_changes_no_bit(run):
+    found = []
+    for seed in range(6):
+        run(seed=1000 * seed)
+        torch.manual_seed(5)
+        found.append(Problem(by_warps(Case((300,), COMPRESSED, 1, 1, 64, 64), 0)).kernels())
+    for one in found[1:]:
+        assert all(torch.equal(one[name], found[0][name]) for name in one)
+
+
+# What each kernel could have wrong of what its warps tell each other.
+FULL, EMPTY = "mbarrier.wait(full", "mbarrier.wait(empty"
+NOT, NEVER = "mbarrier.wait(loaded, 0) #", "mbarrier.wait(loaded, 1) #"
+FAULTS = {
+    "dkdv": [
+        ("reads a stage that is not there yet",
+         f"{FULL}.index(stage), (n // STAGES) & 1)\n            s", "s"),
+        ("waits for the stage before", "(n // STAGES) & 1)", "(n // STAGES + 1) & 1)"),
+        ("overwrites a stage that is in use", EMPTY, NEVER),
+        ("gives a stage back twice", "            n += 1\n        dk_acc", "            n += 1\n"
+         "            mbarrier.arrive(empty.index(stage))\n        dk_acc"),
+        ("never gives it back", "            mbarrier.arrive(empty.index(stage))\n            n",
+         "            n"),
+        ("reads keys before they are there", "mbarrier.wait(loaded, 0)", "pass"),
+        ("gives a stage back before its sums", "dk_sum, dv_sum = warpgroup_mma_wait(0,",
+         "dk_sum, dv_sum = warpgroup_mma_wait(1,"),
+        ("expects too few bytes", "* 4)", "* 4 - 4)"),
+    ],
+    "dq": [
+        ("reads a stage that is not there yet", FULL, NOT),
+        ("overwrites a stage that is in use", EMPTY, NEVER),
+        ("reads queries before they are there", "mbarrier.wait(loaded, 0)", "pass"),
+    ],
+    "forward": [
+        ("reads keys that are not there yet", "mbarrier.wait(k_full", NOT),
+        ("reads values that are not there yet", "mbarrier.wait(v_full", NOT),
+        ("overwrites keys that are in use", "mbarrier.wait(k_empty", NEVER),
+        ("overwrites values that are in use", "mbarrier.wait(v_empty", NEVER),
+        ("gives values back before they are summed",
+         "acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier.arrive(v_empty.index(before))",
+         "mbarrier.arrive(v_empty.index(before))\n        acc = warpgroup_mma_wait(0, deps=[acc])"),
+        ("reads scores in flight", "s = warpgroup_mma_wait(1", "s = warpgroup_mma_wait(2"),
+    ],
+}  # fmt: skip
+EACH = [(kernel, *fault) for kernel, faults in FAULTS.items() for fault in faults]
+
+
+class Right:
+    """A problem of several steps a program, and what each kernel makes of it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.problem = Problem(by_warps(Case((640,), Span(lookback=640), 1, 1, 64, 64), 0))
+        _, self.lse2 = self.problem.forward()
+        _, self.delta = self.problem.dq(self.lse2)
+
+    def of(self, kernel: str) -> torch.Tensor:
+        if kernel == "forward":
+            return self.problem.forward()[0]
+        if kernel == "dq":
+            return self.problem.dq(self.lse2)[0]
+        return self.problem.dkdv(self.lse2, self.delta)[0]
+
+
+@pytest.fixture(scope="module")
+def right() -> dict:
+    return {}
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("kernel", "what", "of", "by"), EACH, ids=[f"{x[0]}: {x[1]}" for x in EACH]
+)
+def test_the_emulator_finds_what_a_kernel_may_have_wrong(run, right, kernel, what, of, by):
+    run()
+    if not right:
+        right["problem"] = Right()
+    problem, changed = right["problem"], []
+    if kernel not in right:
+        right[kernel] = problem.of(kernel)
+
+    def change(source: str) -> str:
+        changed.append(of in source)
+        return source.replace(of, by)
+
+    for seed in range(6):
+        run(seed=100 * seed, change=change)
+        try:
+            found = problem.of(kernel)
+        except (AssertionError, IndexError):
+            return
+        assert any(changed), f"{of} is in none of {kernel}'s functions"
+        if not torch.equal(found, right[kernel]):
+            return
+    raise AssertionError(f"a kernel that {what} was not found out")
+
+
+def refused(kernel="dq", tokens=128, **changes):
+    shape = {"dim": 64, "value_dim": 64, "dtype": torch.bfloat16} | changes
+    q = torch.zeros(tokens, 2, shape["dim"], dtype=shape["dtype"])
+    v = torch.zeros(tokens, 2, shape["value_dim"], dtype=shape["dtype"])
+    axis = Axis(1, tokens, torch.tensor([0, tokens]) if changes.get("packed") else None)
+    return launches.why_not(kernel, axis, axis, (q, q, v, v))
+
+
+@emulated
+def test_what_they_do_not_take_is_said(monkeypatch):
+    assert "compiled for a GPU, and this is cpu" in refused()
+    monkeypatch.setattr(launches, "compiles_for", lambda x: True)
+    assert refused() is None
+    assert "D and DV are 192 and 128" in refused(dim=192, value_dim=128)
+    assert "D and DV are 96 and 96" in refused(dim=96, value_dim=96)
+    assert "16-bit" in refused(dtype=torch.float32)
+    assert "dense sequences" in refused(packed=True)
+    assert "T is 130" in refused("dkdv", 130) and refused("dq", 130) is None
+    monkeypatch.setattr(launches.triton, "__version__", "3.9.1")
+    assert "Triton 3.9.1 was not tested, but 3.6, 3.7" in refused()
+    monkeypatch.setattr(launches, "architecture", lambda device: 80)
+    assert "this is sm_80" in refused()
+
+
+@emulated
+def test_asked_for_by_name_they_run_or_say_why_not():
+    q = torch.zeros(128, 2, 64, dtype=torch.bfloat16)
+    given = "dq", True, COMPRESSED, Axis(1, 128), Axis(1, 31), (q, q, q, q)
+    with pytest.raises(ValueError, match="dq by specialized warps: they are compiled for a GPU"):
+        launches.takes(*given)
+    assert launches.takes("dq", None, *given[2:]) is False
+
+
+@emulated
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.slow
+def test_they_compile_for_hopper_and_no_product_waits_for_the_one_before():
+    found = told_by("compiled.py", 90, "main", "warps")["compiled"]
+    mine = [x for x in found if ".hopper." in x["kernel"]]
+    assert {x["kernel"].split(".")[-1] for x in mine} == {
+        "forward_kernel",
+        "dq_kernel",
+        "dkdv_kernel",
+    }
+    assert len(mine) == 6, mine  # of two spans each
+    assert not [x for x in mine if x["serialized"]], mine
+    assert not [x for x in mine if x["shared"] > 227 * 1024], mine
+    assert not [x for x in mine if x["spilled"] > 128], mine
