@@ -64,7 +64,7 @@ def test_sizes_are_sequences_by_tokens_and_survive_a_childs_spec():
     assert [Cell.from_dict(one.to_dict()) for one in found] == found
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_step_is_right_takes_the_memory_foretold_and_reads_its_keys_alone(shared):
     cell = tiny(shared=shared)
     plain, paged, dense = rows(cell)
@@ -84,7 +84,7 @@ def test_a_step_is_right_takes_the_memory_foretold_and_reads_its_keys_alone(shar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_our_kernels_are_right_and_read_their_keys_alone(shared, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(child, "_time", lambda row, steps, device: None)
