@@ -321,7 +321,7 @@ def _language(program: int, programs: int, machine: Machine) -> SimpleNamespace:
         convert_layout=lambda x, layout: x, load=_load, store=_store,
         allocate_shared_memory=_allocate, warp_specialize=machine.specialize,
         NVMMADistributedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
-        BlockedLayout=nothing, reshape=lambda x, shape: x.reshape(shape),
+        BlockedLayout=nothing,
     )  # fmt: skip
 
 

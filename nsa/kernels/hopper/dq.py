@@ -14,7 +14,6 @@ from nsa.kernels.hopper.parts import (
     barriers,
     key_steps,
     let_by,
-    partial_sums,
     room,
     seen_end,
     seen_start,
@@ -91,7 +90,7 @@ def _sum_queries(
         of_newest = gl.sum(do_tile.load(values).to(gl.float32) * v_newest, 1)
         shift = gl.convert_layout(of_newest, by_row)
         plain = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sums))  # sum P k
-        nothing = partial_sums(gl.zeros([M, N], gl.float32, scores))
+        nothing = gl.zeros([M], gl.float32, by_row)
         delta_sums = nothing
         delta_rounded = nothing
         sum_rounded = nothing
@@ -120,12 +119,12 @@ def _sum_queries(
         if MAKE_DELTA:
             p16 = p.to(dtype)
             plain = warpgroup_mma(gl.convert_layout(p16, as_factor), k_tile, plain, is_async=True)
-            delta_sums += partial_sums(ds)
-            sum_rounded += partial_sums(p16.to(gl.float32))
+            delta_sums += gl.sum(ds, 1)
+            sum_rounded += gl.sum(p16.to(gl.float32), 1)
         ds16 = ds.to(dtype)
         acc = warpgroup_mma(gl.convert_layout(ds16, as_factor), k_tile, acc, is_async=True)
         if MAKE_DELTA:
-            delta_rounded += partial_sums(ds16.to(gl.float32))
+            delta_rounded += gl.sum(ds16.to(gl.float32), 1)
             acc, plain = warpgroup_mma_wait(0, deps=[acc, plain])
             plain = warpgroup_mma_init(plain)
         else:
@@ -136,12 +135,11 @@ def _sum_queries(
     total = warpgroup_mma_wait(0, deps=[acc])
     at_row = first + gl.arange(0, M, by_sum)
     if MAKE_DELTA:
-        p_rounded = gl.sum(sum_rounded, 1)
-        rounded = gl.sum(delta_rounded, 1) / gl.where(p_rounded == 0, 1.0, p_rounded)
+        rounded = delta_rounded / gl.where(sum_rounded == 0, 1.0, sum_rounded)
         rounded = gl.convert_layout(rounded, by_sum)
         total -= rounded[:, None] * warpgroup_mma_wait(0, deps=[plain])
         # Probabilities add up to 1.
-        delta_rows = gl.convert_layout(gl.sum(delta_sums, 1), by_row) + shift
+        delta_rows = delta_sums + shift
         gl.store(delta + t, delta_rows, mask=t < tokens)
         if dgates is not None:
             at_dgates, dgate_stride = dgates

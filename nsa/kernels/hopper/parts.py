@@ -88,9 +88,3 @@ def store(x, stride, rows, values, LAYOUT: gl.constexpr, ADD: gl.constexpr = Fal
     if ADD:
         values += gl.load(at, mask=i < rows, other=0.0).to(gl.float32)
     gl.store(at, values.to(x.dtype.element_ty), mask=i < rows)
-
-
-@gluon.jit
-def partial_sums(x):
-    """`common.partial_sums`: of x [M, N] over every eighth column, [M, 8]."""
-    return gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
