@@ -384,7 +384,7 @@ def run(
     for program in range(grid[0]):
         machine = Machine(seed + program)
         world = {
-            "gl": _language(program, grid[0], machine),
+            **dict.fromkeys(("gl", "tl"), _language(program, grid[0], machine)),
             "mbarrier": SimpleNamespace(
                 init=machine.init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect,
                 MBarrierLayout=lambda: None,

@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.hopper.parts import barriers, let_by, room, sees, store
+from nsa.kernels.hopper.parts import barriers, let_by, room, store
+from nsa.kernels.span_common import sees
 
 
 @gluon.jit

@@ -14,12 +14,11 @@ from nsa.kernels.hopper.parts import (
     barriers,
     key_steps,
     let_by,
+    query_tile,
     room,
-    seen_end,
-    seen_start,
-    sees,
     store,
 )
+from nsa.kernels.span_common import seen_end, sees
 
 
 @gluon.jit
@@ -165,14 +164,7 @@ def dq_kernel(
     """`span_bwd_kernels.dq_kernel` of dense sequences; strides: of v_rows, gates, dgates and dq."""
     M: gl.constexpr = q.block_shape[2]
     N: gl.constexpr = k.block_shape[2]
-    tile = tiles - 1 - gl.program_id(0) // SIZES.HQ
-    head = gl.program_id(0) % SIZES.HQ
-    tiles_each = gl.cdiv(tokens, 2 * M)
-    sequence = tile // tiles_each
-    first = tile % tiles_each * (2 * M)
-    last = gl.minimum(first + 2 * M, tokens) - 1
-    base = seen_start(first, SPAN)
-    steps = gl.maximum(gl.cdiv(gl.minimum(seen_end(last, SPAN), keys) - base, N), 1)
+    head, sequence, first, base, steps = query_tile(tokens, keys, tiles, SIZES.HQ, M, N, SPAN)
 
     q_at = room(q, 2)
     do_at = room(do, 2)

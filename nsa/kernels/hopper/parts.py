@@ -10,28 +10,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-
-@gluon.jit
-def sees(t, s, SPAN: gl.constexpr):
-    """Whether position t sees key s, see `span_common.sees`."""
-    end = seen_end(t, SPAN)
-    seen = s < end
-    if SPAN.lookback is not None:
-        seen = seen & (s >= end - SPAN.lookback)
-    return seen
+from nsa.kernels.span_common import seen_end, seen_start
 
 
 @gluon.jit
-def seen_end(t, SPAN: gl.constexpr):
-    return gl.maximum(t + 1 - SPAN.length + SPAN.stride, 0) // SPAN.stride
+def query_tile(
+    tokens, keys, tiles, HQ: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    SPAN: gl.constexpr,
+):  # fmt: skip
+    """(head, sequence, first token, first key, steps of KEYS keys) of a program of 2 ROWS tokens.
 
-
-@gluon.jit
-def seen_start(t, SPAN: gl.constexpr):
-    start = t * 0
-    if SPAN.lookback is not None:
-        start = gl.maximum(seen_end(t, SPAN) - SPAN.lookback, 0)
-    return start
+    As `span_common.query_tile`, of dense sequences; a program has one step at least.
+    """
+    tile = tiles - 1 - gl.program_id(0) // HQ
+    tiles_each = gl.cdiv(tokens, 2 * ROWS)
+    first = tile % tiles_each * (2 * ROWS)
+    last = gl.minimum(first + 2 * ROWS, tokens) - 1
+    base = seen_start(first, SPAN)
+    steps = gl.cdiv(gl.minimum(seen_end(last, SPAN), keys) - base, KEYS)
+    return gl.program_id(0) % HQ, tile // tiles_each, first, base, gl.maximum(steps, 1)
 
 
 @gluon.jit
