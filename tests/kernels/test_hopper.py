@@ -9,7 +9,8 @@ from backend_calls import DEVICE
 from processes import told_by
 from span_cases import COMPRESSED, WINDOW, Case, Problem, check
 
-from nsa.blocks import Span
+from nsa.blocks import Span, compressed_span, window_span
+from nsa.config import NSAConfig
 from nsa.kernels.hopper import launches
 from nsa.kernels.sequences import Axis
 
@@ -26,7 +27,6 @@ CASES = [
     (Case((64,), COMPRESSED, 2, 2, 64, 64), True),
     (Case((8,), COMPRESSED, 2, 2, 64, 64), True),
 ]
-KINDS = {"forward": Problem.forward, "dq": Problem.dq, "dkdv": Problem.dkdv}
 
 
 @pytest.fixture
@@ -88,6 +88,32 @@ def test_the_order_of_warps_changes_no_bit(run):
         found.append(Problem(by_warps(Case((300,), COMPRESSED, 1, 1, 64, 64), 0)).kernels())
     for one in found[1:]:
         assert all(torch.equal(one[name], found[0][name]) for name in one)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="shapes that only a GPU takes in a second")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("tokens", [8192, 12324])
+@pytest.mark.parametrize("of", [compressed_span, window_span], ids=["compressed", "window"])
+def test_long_sequences_come_out_as_by_tritons_kernels_and_the_same_every_time(of, tokens, dim):
+    def case(specialized: bool) -> Problem:
+        torch.manual_seed(0)
+        given = Case((tokens,), of(NSAConfig()), 32, 2, dim, dim, torch.bfloat16, None, specialized)
+        problem = Problem(given)
+        problem.keys = Axis(1, given.keys_of(tokens))
+        problem.k, problem.v = (
+            torch.randn(problem.keys.length, 2, dim, device=DEVICE, dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        return problem
+
+    want, mine = case(False).kernels(), case(True)
+    first = mine.kernels()
+    for name, value in first.items():
+        scale = want[name].float().abs().max()
+        torch.testing.assert_close(value / scale, want[name] / scale, rtol=0, atol=0.01)
+    for _ in range(10):
+        assert all(torch.equal(first[name], value) for name, value in mine.kernels().items())
 
 
 # What each kernel could have wrong of what its warps tell each other.
