@@ -23,14 +23,19 @@ def sleep(spec):
     return {}
 
 
+def tell(spec, *pids):
+    """Writes spec's file of process ids, which is there whole or not at all."""
+    with open(spec["pids"] + ".new", "w") as file:
+        file.write(" ".join(map(str, pids)))
+    os.replace(spec["pids"] + ".new", spec["pids"])
+
+
 def lasting_grandchild(spec):
     """Ignores SIGTERM and starts a process in a session of its own that ignores it too."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     grandchild = subprocess.Popen([sys.executable, "-c", ignore], start_new_session=True)
-    with open(spec["pids"] + ".new", "w") as file:
-        file.write(f"{os.getpid()} {grandchild.pid}")
-    os.replace(spec["pids"] + ".new", spec["pids"])
+    tell(spec, os.getpid(), grandchild.pid)
     time.sleep(spec.get("seconds", 60))
     return {}
 
@@ -39,8 +44,7 @@ def sleeping_grandchild(spec):
     """Starts a process in a session of its own that does not inherit the environment."""
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     grandchild = subprocess.Popen(sleep, start_new_session=True, env=spec["environment"])
-    with open(spec["pids"], "w") as file:
-        file.write(str(grandchild.pid))
+    tell(spec, grandchild.pid)
     time.sleep(60)
 
 
@@ -114,9 +118,7 @@ def a_trial_of_its_own(spec):
 
 
 def sleep_and_tell(spec):
-    with open(spec["pids"] + ".new", "w") as file:
-        file.write(str(os.getpid()))
-    os.replace(spec["pids"] + ".new", spec["pids"])
+    tell(spec, os.getpid())
     time.sleep(60)
 
 

@@ -7,15 +7,18 @@ dicts, and whatever would call a property or a method of the program has no valu
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import inspect
 import linecache
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FrameType, MemberDescriptorType, ModuleType
 from typing import Any
 
+_PARSING = threading.Lock()
 NOTHING = object()  # the value of what has none
 BIGGEST = 2**20  # characters of a file that is read
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
@@ -29,17 +32,29 @@ class Source:
     calls: list[ast.Call] = field(default_factory=list)  # of X.name(...)
 
 
+def parsed(source: str | bytes) -> ast.Module:
+    """ast.parse, which CPython 3.11 does not do in two threads at once: one has a SystemError.
+
+    Ours take turns; where it was a thread of the program, it is tried again.
+    """
+    with _PARSING:
+        for _ in range(3):
+            with contextlib.suppress(SystemError):
+                return ast.parse(source)
+        return ast.parse(source)
+
+
 def source_of(code: CodeType) -> Source:
     """Empty where its source is not there, or is not that of the code."""
     lines = lines_of(code.co_filename)
     first = code.co_firstlineno - 1
     found = Source()
     if code.co_name == "<module>":
-        tree: Any = ast.parse("".join(lines))
+        tree: Any = parsed("".join(lines))
     else:
         block = inspect.getblock(lines[first:])
         inner = block and block[0][:1].isspace()
-        tree = ast.parse(("if 1:\n" if inner else "") + "".join(block))
+        tree = parsed(("if 1:\n" if inner else "") + "".join(block))
         tree = next((n for n in ast.walk(tree) if getattr(n, "name", "") == code.co_name), None)
         if tree is None:
             return found

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from nsa.lab.watch.evidence import HIDDEN
+from nsa.lab.watch.frames import parsed
 
 # All that a loop may hold that no state outside its names takes part in.
 _PLAIN = (
@@ -83,7 +84,7 @@ def _holds(test: str, values: dict[str, str]) -> bool:
 def _loops(path: str, _: float) -> tuple[tuple[int, int, str, frozenset[str]], ...]:
     """First and last line, test and names set, of loops that nothing ends but their test."""
     with open(path, "rb") as file:
-        tree = ast.parse(file.read())
+        tree = parsed(file.read())
     found = []
     for loop in ast.walk(tree):
         if not isinstance(loop, ast.While) or loop.orelse:

@@ -1,10 +1,12 @@
 """Who holds the lock that a thread waits for, read from frames and source alone."""
 
+import gc
 import json
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import lock_waits
@@ -148,3 +150,50 @@ def test_the_answer_is_a_file_and_what_counts_is_not_in_it(counters, tmp_path):
     content = json.loads((tmp_path / "locks-7.json").read_text())
     assert content["errors"] == [] and "nsa:progress" not in {w["thread"] for w in content["waits"]}
     assert lock_waits  # the program of the other tests can be imported without a thread
+
+
+@pytest.fixture
+def collected_often():
+    """Garbage is collected in the middle of things, and another thread has its turn then."""
+
+    def rest(*_):
+        time.sleep(0.0005)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(rest)
+    gc.set_threshold(200)
+    yield
+    gc.set_threshold(*before)
+    gc.callbacks.remove(rest)
+
+
+def test_threads_that_parse_at_once_all_get_their_trees(collected_often):
+    source, failed = Path(threading.__file__).read_text(), []
+
+    def parse():
+        try:
+            for _ in range(3):
+                frames.parsed(source)
+        except SystemError as error:  # what ast.parse raises here on CPython 3.11
+            failed.append(error)
+
+    threads = [threading.Thread(target=parse) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_source_is_parsed_again_where_the_programs_own_parsing_spoilt_it(monkeypatch):
+    plain, tries = frames.ast.parse, []
+
+    def spoilt(source):
+        tries.append(source)
+        if len(tries) < 3:
+            raise SystemError("AST constructor recursion depth mismatch (before=63, after=58)")
+        return plain(source)
+
+    monkeypatch.setattr(frames.ast, "parse", spoilt)
+    assert frames.parsed("x = 1").body[0].targets[0].id == "x"
+    assert len(tries) == 3
