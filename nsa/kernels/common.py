@@ -84,11 +84,16 @@ def absorb(s, scale2, m, total):
     with earlier p takes the factor rescale [M]. scale2 is positive. A row that saw only -inf so far
     stays at m = -inf and total = 0.
     """
+    p, m, rescale = weighed(s, scale2, m)
+    return p, m, total * rescale[:, None] + partial_sums(p), rescale
+
+
+@triton.jit
+def weighed(s, scale2, m):
+    """(p, m, rescale) of `absorb`."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale2)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # exp2(-inf - -inf) is NaN
-    p = tl.exp2(s * scale2 - shift[:, None])
-    rescale = tl.exp2(m - shift)
-    return p, m_new, total * rescale[:, None] + partial_sums(p), rescale
+    return tl.exp2(s * scale2 - shift[:, None]), m_new, tl.exp2(m - shift)
 
 
 @triton.jit

@@ -10,10 +10,12 @@ import triton.language as tl
 from nsa.kernels.common import extent, locate, padded, partial_sums
 from nsa.kernels.span_common import (
     at,
+    key_part,
     load_gate,
     load_line,
     load_tile,
     query_tile,
+    seen_by,
     seen_end,
     sees,
     store_rows,
@@ -136,11 +138,7 @@ def dkdv_kernel(
     DV: tl.constexpr = SIZES.DV
     G: tl.constexpr = SIZES.G
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides = strides
-    programs: tl.constexpr = SIZES.HQ // EACH * SPLITS  # of a tile
-    number = tl.program_id(0)
-    turn = tl.num_programs(0) // programs * TOGETHER
-    tile = number % turn // TOGETHER
-    part = number // turn * TOGETHER + number % TOGETHER
+    tile, part = key_part(SIZES.HQ, EACH, SPLITS, TOGETHER)
     first_head = part // SPLITS * EACH
     kv_head = first_head // G
     sequence, start, rows, first = locate(tile, keys[0], keys[1], keys[2], BLOCK_N, PACKED)
@@ -149,15 +147,7 @@ def dkdv_kernel(
     token_start, token_rows = extent(sequence, tokens[0], tokens[1], PACKED)
     token_place, key_place = (sequence, token_start, token_rows), (sequence, start, rows)
     left = rows - first
-    last = tl.minimum(first + BLOCK_N, rows) - 1
-    # Key s is seen from position s stride + length - 1 on, for lookback * stride tokens.
-    begin = first * SPAN.stride + SPAN.length - 1
-    end = token_rows
-    whole_begin = last * SPAN.stride + SPAN.length - 1
-    whole_end = token_rows
-    if SPAN.lookback is not None:
-        end = tl.minimum(end, whole_begin + SPAN.lookback * SPAN.stride)
-        whole_end = tl.minimum(whole_end, begin + SPAN.lookback * SPAN.stride)
+    begin, end, whole_begin, whole_end = seen_by(first, BLOCK_N, rows, token_rows, SPAN)
     if isinstance(lse2, tl.tensor_descriptor):
         begin = begin // 4 * 4  # by TMA, a line starts at a multiple of 16 bytes
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)

@@ -63,6 +63,33 @@ def query_tile(
 
 
 @triton.jit
+def key_part(HQ: tl.constexpr, EACH: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr):
+    """(tile of keys, part of the query heads and tokens that see it) of this program.
+
+    TOGETHER programs of a tile are followed by as many of the next tile, and so on.
+    """
+    number = tl.program_id(0)
+    turn = tl.num_programs(0) // (HQ // EACH * SPLITS) * TOGETHER
+    return number % turn // TOGETHER, number // turn * TOGETHER + number % TOGETHER
+
+
+@triton.jit
+def seen_by(first, KEYS: tl.constexpr, rows, tokens, SPAN: tl.constexpr):
+    """(begin, end, whole begin, whole end): positions that see some, and all, of the KEYS keys from
+    `first` on, of `rows` keys and `tokens` tokens."""
+    last = tl.minimum(first + KEYS, rows) - 1
+    # Key s is seen from position s stride + length - 1 on, for lookback * stride tokens.
+    begin = first * SPAN.stride + SPAN.length - 1
+    whole_begin = last * SPAN.stride + SPAN.length - 1
+    end = tokens
+    whole_end = tokens
+    if SPAN.lookback is not None:
+        end = tl.minimum(end, whole_begin + SPAN.lookback * SPAN.stride)
+        whole_end = tl.minimum(whole_end, begin + SPAN.lookback * SPAN.stride)
+    return begin, end, whole_begin, whole_end
+
+
+@triton.jit
 def at(x, strides, row, head):
     """x[row, head], with offsets in int64."""
     return x + row.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]

@@ -125,13 +125,13 @@ FAULTS = {
          f"{FULL}.index(stage), (n // STAGES) & 1)\n            s", "s"),
         ("waits for the stage before", "(n // STAGES) & 1)", "(n // STAGES + 1) & 1)"),
         ("overwrites a stage that is in use", EMPTY, NEVER),
-        ("gives a stage back twice", "            n += 1\n        dk_acc", "            n += 1\n"
-         "            mbarrier.arrive(empty.index(stage))\n        dk_acc"),
+        ("gives a stage back twice", "            n += 1\n        let_by", "            n += 1\n"
+         "            mbarrier.arrive(empty.index(stage))\n        let_by"),
         ("never gives it back", "            mbarrier.arrive(empty.index(stage))\n            n",
          "            n"),
         ("reads keys before they are there", "mbarrier.wait(loaded, 0)", "pass"),
-        ("gives a stage back before its sums", "dk_sum, dv_sum = warpgroup_mma_wait(0,",
-         "dk_sum, dv_sum = warpgroup_mma_wait(1,"),
+        ("gives a stage back before its sums", "dk_acc, dv_acc = warpgroup_mma_wait(0,",
+         "dk_acc, dv_acc = warpgroup_mma_wait(1,"),
         ("expects too few bytes", "* 4)", "* 4 - 4)"),
     ],
     "dq": [

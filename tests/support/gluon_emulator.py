@@ -127,7 +127,7 @@ class Barrier:
 
 
 class Barriers(list):
-    """[n] or [n, 1] of them in shared memory."""
+    """[n, 1] of them in shared memory."""
 
     def index(self, i: int) -> Barrier:
         return self[i]
@@ -218,33 +218,30 @@ class Machine:
 
     # What hopper's modules have
 
-    def init(self, barrier: Any, count: int) -> None:
-        one = barrier[0] if isinstance(barrier, list) else barrier
-        one.count = one.waited = count
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.waited = count
 
-    def wait(self, barrier: Any, phase: int, pred: bool = True) -> None:
-        one = barrier[0] if isinstance(barrier, list) else barrier
+    def wait(self, barrier: Barrier, phase: int, pred: bool = True) -> None:
         if pred:
-            self.pause(lambda: one.phase & 1 != phase)
+            self.pause(lambda: barrier.phase & 1 != phase)
 
     def arrive(self, barrier: Barrier, pred: bool = True) -> None:
         self.pause()
         if pred:
             barrier.arrive()
 
-    def expect(self, barrier: Any, count: int) -> None:
+    def expect(self, barrier: Barrier, count: int) -> None:
         self.pause()
-        (barrier[0] if isinstance(barrier, list) else barrier).arrive(count)
+        barrier.arrive(count)
 
-    def copy(self, source: Descriptor, at: Sequence[int], barrier: Any, target: Memory) -> None:
-        one = barrier[0] if isinstance(barrier, list) else barrier
+    def copy(self, source: Descriptor, at: Sequence[int], barrier: Barrier, target: Memory) -> None:
         block = source.read(at)
         target.data.fill_(float("nan"))
 
         def land() -> None:
             target.data.copy_(block)
-            one.bytes -= block.numel() * block.element_size()
-            one.settle()
+            barrier.bytes -= block.numel() * block.element_size()
+            barrier.settle()
 
         self.copies.append(land)
         self.pause()
@@ -303,7 +300,7 @@ def _store(at: Pointer, values: Tensor, mask: Any = True) -> None:
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if dtype is torch.int64:
-        return Barriers(Barrier() for _ in range(shape[0]))
+        return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
     return Memory(torch.full(shape, float("nan"), dtype=dtype))
 
 
@@ -391,7 +388,6 @@ def run(
             ),
             "tma": SimpleNamespace(async_copy_global_to_shared=machine.copy),
             "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.waited,
-            "warpgroup_mma_init": Sum,
         }  # fmt: skip
         constants = (named[name] for name in kernel.arg_names[len(args) :])
         _emulated(kernel, world, {}, change)(*map(_argument, args), *constants)

@@ -6,26 +6,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.hopper.parts import barriers, let_by, room, store
-from nsa.kernels.span_common import sees
-
-
-@gluon.jit
-def _bounds(first, keys, rows, token_rows, SPAN: gl.constexpr):
-    """(begin, end, whole begin, whole end): tokens that see some and all of `keys` keys."""
-    last = gl.minimum(first + keys, rows) - 1
-    begin = first * SPAN.stride + SPAN.length - 1
-    whole_begin = last * SPAN.stride + SPAN.length - 1
-    end = token_rows
-    whole_end = token_rows
-    if SPAN.lookback is not None:
-        end = gl.minimum(end, whole_begin + SPAN.lookback * SPAN.stride)
-        whole_end = gl.minimum(whole_end, begin + SPAN.lookback * SPAN.stride)
-    return begin, end, whole_begin, whole_end
+from nsa.kernels.hopper.parts import let_by, once, ring, room, store
+from nsa.kernels.span_common import key_part, seen_by, sees
 
 
 @gluon.jit
@@ -95,7 +80,7 @@ def _sum_keys(
     by_token: gl.constexpr = gl.SliceLayout(0, scores)
 
     first += SIDE * N
-    begin, end, whole_begin, whole_end = _bounds(first, N, rows, token_rows, SPAN)
+    begin, end, whole_begin, whole_end = seen_by(first, N, rows, token_rows, SPAN)
     # Steps that this half sees: a program's tile begins with the first half's and ends with the
     # second's.
     seen_low = (begin - tile_begin) // M
@@ -117,7 +102,6 @@ def _sum_keys(
         high = gl.maximum(gl.minimum(seen_high, all_high), low)
         let_by(n, n + low - all_low, full, empty, STAGES)
         n += low - all_low
-        dk_sum, dv_sum = warpgroup_mma_init(dk_acc), warpgroup_mma_init(dv_acc)
         for step in range(low, high):
             row = tile_begin + step * M
             stage = n % STAGES
@@ -145,16 +129,14 @@ def _sum_keys(
                 p = p * lines_at.index(at + 2).reshape([M]).load(by_token)[None, :]
             p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, v_sums, 2))
             dp = warpgroup_mma_wait(0, deps=[dp])
-            dv_sum = warpgroup_mma(p16, do_tile, dv_sum, is_async=True)
+            dv_acc = warpgroup_mma(p16, do_tile, dv_acc, is_async=True)
             delta_row = lines_at.index(at + 1).reshape([M]).load(by_token)
             ds = p * (dp - delta_row[None, :])
             ds16 = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, k_sums, 2))
-            dk_sum = warpgroup_mma(ds16, q_tile, dk_sum, is_async=True)
-            dk_sum, dv_sum = warpgroup_mma_wait(0, deps=[dk_sum, dv_sum])
-            dk_sum, dv_sum = warpgroup_mma_init(dk_sum), warpgroup_mma_init(dv_sum)
+            dk_acc = warpgroup_mma(ds16, q_tile, dk_acc, is_async=True)
+            dk_acc, dv_acc = warpgroup_mma_wait(0, deps=[dk_acc, dv_acc])
             mbarrier.arrive(empty.index(stage))
             n += 1
-        dk_acc, dv_acc = warpgroup_mma_wait(0, deps=[dk_sum, dv_sum])
         let_by(n, n + all_high - high, full, empty, STAGES)
         n += all_high - high
 
@@ -177,17 +159,13 @@ def dkdv_kernel(
     N: gl.constexpr = k.block_shape[2]
     G: gl.constexpr = SIZES.G
     LINES: gl.constexpr = 2 if gate is None else 4  # a power of two
-    programs: gl.constexpr = SIZES.HQ // EACH * SPLITS  # of a tile
-    number = gl.program_id(0)
-    turn = gl.num_programs(0) // programs * TOGETHER
-    tile = number % turn // TOGETHER
-    part = number // turn * TOGETHER + number % TOGETHER
+    tile, part = key_part(SIZES.HQ, EACH, SPLITS, TOGETHER)
     first_head = part // SPLITS * EACH
     kv_head = first_head // G
     tiles_each = gl.cdiv(keys, 2 * N)
     sequence = tile // tiles_each
     first = tile % tiles_each * (2 * N)
-    begin, end, _, _ = _bounds(first, 2 * N, keys, tokens, SPAN)
+    begin, end, _, _ = seen_by(first, 2 * N, keys, tokens, SPAN)
     begin = begin // 4 * 4  # by TMA, a line starts at a multiple of 16 bytes
     tiles = gl.cdiv(gl.maximum(end - begin, 0), M)
     share = gl.cdiv(tiles * EACH, SPLITS)
@@ -199,7 +177,8 @@ def dkdv_kernel(
     q_at = room(q, STAGES)
     do_at = room(do, STAGES)
     lines_at = room(lse2, STAGES * LINES)
-    loaded, full, empty = barriers(STAGES)
+    loaded = once()
+    full, empty = ring(STAGES)
 
     place = first, begin, tiles, step_begin, step_end
     held = k_at, v_at, q_at, do_at, lines_at, loaded, full, empty

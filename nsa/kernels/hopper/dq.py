@@ -6,15 +6,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from nsa.kernels.hopper.parts import (
-    barriers,
     key_steps,
     let_by,
+    once,
     query_tile,
+    ring,
     room,
     store,
 )
@@ -77,7 +77,7 @@ def _sum_queries(
     lse2_rows = gl.where(lse2_rows == float("-inf"), float("inf"), lse2_rows)
     q_tile = q_at.index(SIDE).reshape([M, D])
     do_tile = do_at.index(SIDE).reshape([M, DV])
-    acc = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sums))
+    acc = gl.zeros([M, D], gl.float32, sums)
     mbarrier.wait(loaded, 0)
     if MAKE_DELTA:
         v_rows, v_stride = newest
@@ -88,7 +88,7 @@ def _sum_queries(
         v_newest = gl.load(at_newest, mask=sees_any[:, None], other=0.0).to(gl.float32)
         of_newest = gl.sum(do_tile.load(values).to(gl.float32) * v_newest, 1)
         shift = gl.convert_layout(of_newest, by_row)
-        plain = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sums))  # sum P k
+        plain = gl.zeros([M, D], gl.float32, sums)  # sum P k
         nothing = gl.zeros([M], gl.float32, by_row)
         delta_sums = nothing
         delta_rounded = nothing
@@ -125,18 +125,15 @@ def _sum_queries(
         if MAKE_DELTA:
             delta_rounded += gl.sum(ds16.to(gl.float32), 1)
             acc, plain = warpgroup_mma_wait(0, deps=[acc, plain])
-            plain = warpgroup_mma_init(plain)
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
-        acc = warpgroup_mma_init(acc)
         mbarrier.arrive(empty.index(stage))
 
-    total = warpgroup_mma_wait(0, deps=[acc])
     at_row = first + gl.arange(0, M, by_sum)
     if MAKE_DELTA:
         rounded = delta_rounded / gl.where(sum_rounded == 0, 1.0, sum_rounded)
         rounded = gl.convert_layout(rounded, by_sum)
-        total -= rounded[:, None] * warpgroup_mma_wait(0, deps=[plain])
+        acc -= rounded[:, None] * plain
         # Probabilities add up to 1.
         delta_rows = delta_sums + shift
         gl.store(delta + t, delta_rows, mask=t < tokens)
@@ -144,14 +141,14 @@ def _sum_queries(
             at_dgates, dgate_stride = dgates
             to_dgates = delta_rows.to(at_dgates.dtype.element_ty)
             gl.store(at_dgates + t * dgate_stride, to_dgates, mask=t < tokens)
-    total = total * scale
+    acc = acc * scale
     if gates is not None:
         at_gates, gate_stride = gates
         at_gates += at_row * gate_stride
         gate = gl.load(at_gates, mask=at_row < tokens, other=0.0).to(gl.float32)
-        total = total * gate[:, None]
+        acc = acc * gate[:, None]
     dq, dq_stride = out
-    store(dq + SIDE * M * dq_stride, dq_stride, tokens - first, total, sums, ADD)
+    store(dq + SIDE * M * dq_stride, dq_stride, tokens - first, acc, sums, ADD)
 
 
 @gluon.jit
@@ -170,7 +167,8 @@ def dq_kernel(
     do_at = room(do, 2)
     k_at = room(k, STAGES)
     v_at = room(v, STAGES)
-    loaded, full, empty = barriers(STAGES)
+    loaded = once()
+    full, empty = ring(STAGES)
     held = q_at, do_at, k_at, v_at, loaded, full, empty
 
     of_values, of_gates, of_dgates, of_dq = strides

@@ -6,15 +6,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
+from nsa.kernels.common import weighed
 from nsa.kernels.hopper.parts import (
-    barriers,
     key_steps,
     let_by,
+    once,
     query_tile,
+    ring,
     room,
     store,
 )
@@ -72,8 +73,7 @@ def _attend(
     i = gl.arange(0, N, gl.SliceLayout(0, scores))
     q_tile = q_at.index(SIDE).reshape([M, D])
     m = gl.full([M], float("-inf"), gl.float32, by_row)
-    total = gl.zeros([M], gl.float32, by_row)
-    acc = warpgroup_mma_init(gl.zeros([M, DV], gl.float32, sums))
+    acc = gl.zeros([M, DV], gl.float32, sums)
     mbarrier.wait(loaded, 0)
     let_by(0, low, k_full, k_empty, STAGES)
     let_by(0, low, v_full, v_empty, STAGES)
@@ -86,7 +86,8 @@ def _attend(
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage))
     seen = sees(t[:, None], (base + low * N + i)[None, :], SPAN)
-    p, m, total, _ = _absorb(gl.where(seen, s, float("-inf")), scale2, m, total)
+    p, m, _ = weighed(gl.where(seen, s, float("-inf")), scale2, m)
+    total = gl.sum(p, 1)
     p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
     for n in range(low + 1, high):
         stage = n % STAGES
@@ -103,10 +104,11 @@ def _attend(
         if (n < whole_low) | (n >= whole_high):
             seen = sees(t[:, None], (base + n * N + i)[None, :], SPAN)
             s = gl.where(seen, s, float("-inf"))
-        p, m, total, rescale = _absorb(s, scale2, m, total)
+        p, m, rescale = weighed(s, scale2, m)
+        total = total * rescale + gl.sum(p, 1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(before))
-        acc = warpgroup_mma_init(acc * gl.convert_layout(rescale, by_sum)[:, None])
+        acc = acc * gl.convert_layout(rescale, by_sum)[:, None]
         p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
     stage = (high - 1) % STAGES
     mbarrier.wait(v_full.index(stage), ((high - 1) // STAGES) & 1)
@@ -137,16 +139,6 @@ def _attend(
 
 
 @gluon.jit
-def _absorb(s, scale2, m, total):
-    """`common.absorb`, with each row's whole sum."""
-    m_new = gl.maximum(m, gl.max(s, 1) * scale2)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # exp2(-inf - -inf) is NaN
-    p = gl.exp2(s * scale2 - shift[:, None])
-    rescale = gl.exp2(m - shift)
-    return p, m_new, total * rescale + gl.sum(p, 1), rescale
-
-
-@gluon.jit
 def forward_kernel(
     q, k, v, o, lse2, gates, base_o, strides, tokens, keys, tiles, total, scale2,
     SIZES: gl.constexpr, SPAN: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
@@ -160,8 +152,9 @@ def forward_kernel(
     q_at = room(q, 2)
     k_at = room(k, STAGES)
     v_at = room(v, STAGES)
-    loaded, k_full, k_empty = barriers(STAGES)
-    _, v_full, v_empty = barriers(STAGES)
+    loaded = once()
+    k_full, k_empty = ring(STAGES)
+    v_full, v_empty = ring(STAGES)
 
     start = sequence.to(gl.int64) * tokens
     of_o, of_gates, of_base = strides

@@ -9,12 +9,13 @@ from functools import cache
 
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.blocks import Span
 from nsa.kernels.common import LOG2E, Sizes
 from nsa.kernels.launch import compiles_for, launch
 from nsa.kernels.sequences import Axis
-from nsa.kernels.span_common import descriptors_fit, felt
+from nsa.kernels.span_common import descriptors_fit, felt, line_operand, operand
 from nsa.kernels.tiles import Tile, architecture
 
 TESTED = ("3.6", "3.7")  # versions of Triton that these were compiled with; Gluon is experimental
@@ -77,30 +78,27 @@ def _layout(bits: int, rank: int):  # an NVMMASharedLayout
     return NVMMASharedLayout(128 if bits == 16 else 0, bits, rank)
 
 
-def _described(x: Tensor, shape: list[int], strides: list[int], block: list[int]):
-    """Gluon's TensorDescriptor, without its own checks, as `span_common.described`."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+def _in_gluon(plain: TensorDescriptor | None):
+    """Gluon's descriptor of what one of Triton's describes, without its own checks."""
+    from triton.experimental.gluon.nvidia import hopper
 
-    made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides, made.block_shape = x, shape, strides, block
-    made.layout, made.padding = _layout(8 * x.element_size(), len(shape)), "zero"
+    if plain is None:
+        return None
+    made = object.__new__(hopper.TensorDescriptor)
+    made.__dict__.update(vars(plain))
+    made.layout = _layout(8 * plain.base.element_size(), len(plain.shape))
+    made.padding = "zero"
     return made
 
 
 def _tiles(x: Tensor, axis: Axis, rows: int):
     """Of `rows` rows of x [axis, heads, D]."""
-    by_row, by_head, _ = x.stride()
-    shape = [axis.count, x.shape[1], axis.length, x.shape[2]]
-    strides = [axis.length * by_row, by_head, by_row, 1]
-    return _described(x, shape, strides, [1, 1, rows, x.shape[2]])
+    return _in_gluon(operand(x, axis, rows, True))
 
 
 def _lines(x: Tensor | None, axis: Axis, rows: int):
     """Of `rows` numbers of x [heads, axis] fp32."""
-    if x is None:
-        return None
-    shape, strides = [x.shape[0], axis.count, axis.length], [x.shape[1], axis.length, 1]
-    return _described(x, shape, strides, [1, 1, rows])
+    return _in_gluon(line_operand(x, axis, rows, True))
 
 
 def launch_dkdv(

@@ -1,4 +1,4 @@
-"""What the kernels of specialized warps share; `span_common` in Gluon, and barriers.
+"""What the kernels of specialized warps share: their tiles, barriers and results' way out.
 
 One warp fetches by TMA and two warpgroups compute, each half of a program's rows. They meet at
 barriers in shared memory alone: a stage is `full` once its bytes are there, and `empty` once both
@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from nsa.kernels.span_common import query_tile as of_span
 from nsa.kernels.span_common import seen_end, seen_start
 
 
@@ -22,13 +23,10 @@ def query_tile(
 
     As `span_common.query_tile`, of dense sequences; a program has one step at least.
     """
-    tile = tiles - 1 - gl.program_id(0) // HQ
-    tiles_each = gl.cdiv(tokens, 2 * ROWS)
-    first = tile % tiles_each * (2 * ROWS)
-    last = gl.minimum(first + 2 * ROWS, tokens) - 1
-    base = seen_start(first, SPAN)
-    steps = gl.cdiv(gl.minimum(seen_end(last, SPAN), keys) - base, KEYS)
-    return gl.program_id(0) % HQ, tile // tiles_each, first, base, gl.maximum(steps, 1)
+    on_tokens, on_keys = (None, None, tokens), (None, keys)
+    head, place, _, first, seen, _ = of_span(on_tokens, on_keys, tiles, HQ, SPAN, 2 * ROWS, False)
+    steps = gl.cdiv(seen[1] - seen[0], KEYS)
+    return head, place[0], first, seen[0], gl.maximum(steps, 1)
 
 
 @gluon.jit
@@ -54,17 +52,23 @@ def room(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr):
-    """(loaded, full, empty): what is fetched once is there; a stage is; both are done with it."""
+def once():
+    """A barrier for what is fetched once."""
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
+    return loaded
+
+
+@gluon.jit
+def ring(STAGES: gl.constexpr):
+    """(full, empty): of each stage, whether it is there and whether both are done with it."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
-    loaded = gl.allocate_shared_memory(gl.int64, [1], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    mbarrier.init(loaded, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    return loaded, full, empty
+    return full, empty
 
 
 @gluon.jit
