@@ -77,6 +77,19 @@ def partial_sums(x):
 
 
 @triton.jit
+def add_rows(x, ones, sums, PRECISION: tl.constexpr):
+    """sums and those of the rows of the rounded x, as `partial_sums` or once in every column.
+
+    ones: [N, 16] of them in x's dtype.
+    """
+    if sums.shape[1] == 16:  # wgmma does it on the side; to unpack what was rounded is slow
+        sums = tl.dot(x, ones, sums, input_precision=PRECISION)
+    else:
+        sums += partial_sums(x.to(tl.float32))
+    return sums
+
+
+@triton.jit
 def absorb(s, scale2, m, total):
     """Online softmax over one more tile s [M, N] of q k: (p, m, total, rescale).
 

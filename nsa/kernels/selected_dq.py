@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E, padded, partial_sums
+from nsa.kernels.common import LOG2E, add_rows, padded, partial_sums
 from nsa.kernels.launch import launch
 from nsa.kernels.selected import (
     block_scores,
@@ -145,7 +145,7 @@ def _walk(
     BLOCK_D: tl.constexpr = padded(WALK.d)
     PRECISION: tl.constexpr = WALK.precision
     total = tl.zeros([ROWS, 8], tl.float32)
-    ones = tl.full([KEYS, 16], 1.0, queries.dtype)
+    ones = tl.full([KEYS, 16], 1.0, tl.float32).to(queries.dtype)
     p_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
     dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
     weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -163,8 +163,8 @@ def _walk(
         p, dp = p.to(queries.dtype), dp.to(queries.dtype)
         plain = tl.dot(p, keys, plain, input_precision=PRECISION)
         weighted = tl.dot(dp, keys, weighted, input_precision=PRECISION)
-        p_sum = _add_rows(p, ones, p_sum, PRECISION)
-        dp_sum = _add_rows(dp, ones, dp_sum, PRECISION)
+        p_sum = add_rows(p, ones, p_sum, PRECISION)
+        dp_sum = add_rows(dp, ones, dp_sum, PRECISION)
 
     delta = tl.sum(total, 1) + shift  # probabilities add up to 1
     p_rounded, dp_rounded = tl.sum(p_sum, 1), tl.sum(dp_sum, 1)  # as often as columns
@@ -233,16 +233,6 @@ def _next_keys(
     keys = load_block(k, sequence, kv_head, first_key, left, k_strides, KEYS, WALK.d)
     values = load_block(v, sequence, kv_head, first_key, left, v_strides, KEYS, WALK.dv)
     return first_key, width, member, keys, values
-
-
-@triton.jit
-def _add_rows(x, ones, sums, PRECISION: tl.constexpr):
-    """sums and those of the rows of the rounded x, as `partial_sums` or once in every column."""
-    if sums.shape[1] == 16:  # wgmma does it on the side; to unpack what was rounded is slow
-        sums = tl.dot(x, ones, sums, input_precision=PRECISION)
-    else:
-        sums += partial_sums(x.to(tl.float32))
-    return sums
 
 
 @triton.jit

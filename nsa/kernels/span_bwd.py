@@ -56,7 +56,7 @@ def span_dq(
 
     delta None: it is computed here, and written to dgates[..., branch] if given; that costs one
     product more. dq given: added to, in fp32; otherwise allocated in q's dtype. gates None: 1.
-    tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.takes`.
+    tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.tile_for`.
     """
     total, heads, dim = q.shape
     value_dim = v.shape[2]
@@ -66,9 +66,10 @@ def span_dq(
     add = dq is not None
     if not add:
         dq = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
-    if hopper.takes("dq", specialized, span, tokens, keys, (q, k, v, do)):
-        given = (q, k, v, do), (lse2, delta), (gates, dgates, branch), dq, span, tokens, keys, scale
-        hopper.launch_dq(*given, make_delta=make_delta, add=add, tile=tile)
+    along = span, tokens, keys
+    if by_warps := hopper.tile_for("dq", specialized, *along, (q, k, v, do)):
+        given = (q, k, v, do), (lse2, delta), (gates, dgates, branch), dq, *along, scale
+        hopper.launch_dq(*given, make_delta=make_delta, add=add, tile=tile or by_warps)
         return dq, delta
     tile = tile or default_tile("dq", value_dim, span, q)
     if descriptors is None:
@@ -113,17 +114,15 @@ def span_dkdv(
     With a lookback one program sums over the heads of the group; without, few keys are seen by
     many queries, so each head writes fp32 parts, which are then summed in order; and so where
     there are fewer tiles than processors. delta: span_dq's.
-    tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.takes`.
+    tile, descriptors: as span_forward takes them. specialized: see `hopper.launches.tile_for`.
     """
     total, heads, dim = q.shape
     _, kv_heads, value_dim = v.shape
     group = heads // kv_heads
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, q, k, v, do)
-    specialized = hopper.takes("dkdv", specialized, span, tokens, keys, (q, k, v, do))
-    if tile is None:
-        wanted = "dkdv", value_dim, span, q, descriptors
-        tile = hopper.TILES["dkdv"] if specialized else default_tile(*wanted)
+    by_warps = hopper.tile_for("dkdv", specialized, span, tokens, keys, (q, k, v, do))
+    tile = tile or by_warps or default_tile("dkdv", value_dim, span, q, descriptors)
     place, count = axis_arguments(keys, tile.keys)
     each, splits = _shares(span, tokens, count * kv_heads, group, tile, q.device)
     parts = group // each * splits
@@ -138,7 +137,7 @@ def span_dkdv(
     gate = None if gates is None else _as_line(gates[..., branch].t())
     lines = lines_fit(tokens, lse2, delta, gate)
     shares = each, splits, _together(span, heads // each * splits)
-    if specialized:
+    if by_warps:
         given = (q, k, v, do), (lse2, delta, gate), (dk_parts, dv_parts)
         hopper.launch_dkdv(*given, span, tokens, keys, scale, shares, tile)
     else:

@@ -7,7 +7,7 @@ gate's gradient, dS = gp (dP - delta), dq = scale * dS k, dk = scale * dS^T q an
 import triton
 import triton.language as tl
 
-from nsa.kernels.common import extent, locate, padded, partial_sums
+from nsa.kernels.common import add_rows, extent, locate, padded, partial_sums
 from nsa.kernels.span_common import (
     at,
     key_part,
@@ -42,7 +42,7 @@ def dq_kernel(
     DV: tl.constexpr = SIZES.DV
     q_strides, k_strides, v_strides, do_strides, gate_strides, dgate_strides, dq_strides = strides
     head, token_place, key_place, first, seen, whole = query_tile(
-        tokens, keys, tiles, SIZES.HQ, SPAN, BLOCK_M, PACKED
+        tl.program_id(0), tokens, keys, tiles, SIZES.HQ, SPAN, BLOCK_M, PACKED
     )
     start, rows = token_place[1], token_place[2]
     if first >= rows:
@@ -71,8 +71,10 @@ def dq_kernel(
             v_newest = tl.load(at_newest, mask=sees_any, other=0.0)
             shift = tl.sum(do_tile.to(tl.float32) * v_newest.to(tl.float32), 1)
         delta_sums = tl.zeros([BLOCK_M, 8], tl.float32)
-        delta_rounded = tl.zeros([BLOCK_M, 8], tl.float32)
-        sum_rounded = tl.zeros([BLOCK_M, 8], tl.float32)
+        columns: tl.constexpr = 16 if BLOCK_M >= 64 else 8
+        ones = tl.full([BLOCK_N, 16], 1.0, tl.float32).to(q_tile.dtype)
+        delta_rounded = tl.zeros([BLOCK_M, columns], tl.float32)
+        sum_rounded = tl.zeros([BLOCK_M, columns], tl.float32)
         acc_plain = tl.zeros([BLOCK_M, padded(D)], tl.float32)  # sum P k
     else:
         delta_rows = tl.load(delta + statistics, mask=t < rows, other=0.0)
@@ -91,17 +93,17 @@ def dq_kernel(
             ds = p * (dp - shift[:, None])
             delta_sums += partial_sums(ds)
             p = p.to(k_tile.dtype)
-            sum_rounded += partial_sums(p.to(tl.float32))
+            sum_rounded = add_rows(p, ones, sum_rounded, PRECISION)
             acc_plain = tl.dot(p, k_tile, acc_plain, input_precision=PRECISION)
         else:
             ds = p * (dp - delta_rows[:, None])
         ds = ds.to(k_tile.dtype)
         if MAKE_DELTA:
-            delta_rounded += partial_sums(ds.to(tl.float32))
+            delta_rounded = add_rows(ds, ones, delta_rounded, PRECISION)
         acc = tl.dot(ds, k_tile, acc, input_precision=PRECISION)
 
     if MAKE_DELTA:
-        p_rounded = tl.sum(sum_rounded, 1)
+        p_rounded = tl.sum(sum_rounded, 1)  # as often as columns
         rounded = tl.sum(delta_rounded, 1) / tl.where(p_rounded == 0, 1.0, p_rounded)
         acc -= rounded[:, None] * acc_plain
         delta_rows = tl.sum(delta_sums, 1) + shift  # probabilities add up to 1

@@ -42,18 +42,18 @@ def sees(t, s, SPAN: tl.constexpr):
 
 @triton.jit
 def query_tile(
-    tokens, keys, tiles, HQ: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    number, tokens, keys, tiles, HQ: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """(head, tokens' place, keys' place, first token, seen, whole) of a program's tile of queries.
+    """(head, tokens' place, keys' place, first token, seen, whole) of tile `number` of queries.
 
     tokens: (table, bounds, length) of the tokens' axis; keys: (bounds, length) of the keys'. A
     place is (sequence, its first row, its rows). Some row sees the keys in [seen[0], seen[1]),
     every row those in [whole[0], whole[1]). Late tiles, which see the most keys when there is no
     lookback, start first. There is nothing to do where the first token is past the place's rows.
     """
-    tile = tiles - 1 - tl.program_id(0) // HQ
-    head = tl.program_id(0) % HQ
+    tile = tiles - 1 - number // HQ
+    head = number % HQ
     sequence, start, rows, first = locate(tile, tokens[0], tokens[1], tokens[2], ROWS, PACKED)
     key_start, key_rows = extent(sequence, keys[0], keys[1], PACKED)
     last = tl.minimum(first + ROWS, rows) - 1
@@ -251,7 +251,7 @@ def _narrow_tile(
         if spread or narrow:
             tiles["forward"] = (Tile(64, 64, 4, 2 if narrow else 3),)
             if spread:
-                tiles["dq"] = (Tile(64, 32, 4, 3) if narrow else Tile(64, 64, 4, 2),)
+                tiles["dq"] = (Tile(64, 64, 4, 3 if narrow else 2),)
             tiles["dkdv"] = (
                 Tile(64, 64, 4, 3 if narrow else 2) if descriptors else Tile(32, 64, 4, 3),
             )

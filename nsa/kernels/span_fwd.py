@@ -48,7 +48,7 @@ def _span_forward(
     BLOCK_N: tl.constexpr = TILE.keys
     q_strides, k_strides, v_strides, o_strides, gate_strides, base_strides = strides
     head, token_place, key_place, first, seen, whole = query_tile(
-        tokens, keys, tiles, SIZES.HQ, SPAN, BLOCK_M, PACKED
+        tl.program_id(0), tokens, keys, tiles, SIZES.HQ, SPAN, BLOCK_M, PACKED
     )
     start, rows = token_place[1], token_place[2]
     if first >= rows:
@@ -121,7 +121,7 @@ def span_forward(
     With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
     + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
     given, `lse2` its own; `out` may be `base`. tile: default_tile's if None. descriptors: whether
-    TMA fetches the tiles; None: where it can. specialized: see `hopper.launches.takes`.
+    TMA fetches the tiles; None: where it can. specialized: see `hopper.launches.tile_for`.
     """
     if not scale > 0:
         raise ValueError(f"scale={scale}: the softmax takes a positive scale; negate q instead")
@@ -132,9 +132,11 @@ def span_forward(
         o = torch.empty(total, heads, value_dim, dtype=q.dtype, device=q.device)
     if lse2 is None:
         lse2 = torch.empty(heads, total, dtype=torch.float32, device=q.device)
-    if v is not None and hopper.takes("forward", specialized, span, tokens, keys, (q, k, v)):
+    along = span, tokens, keys
+    by_warps = None if v is None else hopper.tile_for("forward", specialized, *along, (q, k, v))
+    if by_warps:
         mix = gates, branch, None if gates is None else base, base_branch
-        hopper.launch_forward((q, k, v), (o, lse2), mix, span, tokens, keys, scale, tile)
+        hopper.launch_forward((q, k, v), (o, lse2), mix, *along, scale, tile or by_warps)
         return o, lse2
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, *(x for x in (q, k, v) if x is not None))

@@ -117,14 +117,15 @@ def test_long_sequences_come_out_as_by_tritons_kernels_and_the_same_every_time(o
 
 
 # What each kernel could have wrong of what its warps tell each other.
-FULL, EMPTY = "mbarrier.wait(full", "mbarrier.wait(empty"
-NOT, NEVER = "mbarrier.wait(loaded, 0) #", "mbarrier.wait(loaded, 1) #"
+FULL, EMPTY, NOT = "mbarrier.wait(full", "mbarrier.wait(empty", "pass  #"
+BACK = "mbarrier.arrive(v_empty.index(before))"
+TURN = "number // gl.num_programs(0)"
 FAULTS = {
     "dkdv": [
         ("reads a stage that is not there yet",
          f"{FULL}.index(stage), (n // STAGES) & 1)\n            s", "s"),
         ("waits for the stage before", "(n // STAGES) & 1)", "(n // STAGES + 1) & 1)"),
-        ("overwrites a stage that is in use", EMPTY, NEVER),
+        ("overwrites a stage that is in use", EMPTY, NOT),
         ("gives a stage back twice", "            n += 1\n        let_by", "            n += 1\n"
          "            mbarrier.arrive(empty.index(stage))\n        let_by"),
         ("never gives it back", "            mbarrier.arrive(empty.index(stage))\n            n",
@@ -136,17 +137,23 @@ FAULTS = {
     ],
     "dq": [
         ("reads a stage that is not there yet", FULL, NOT),
-        ("overwrites a stage that is in use", EMPTY, NEVER),
-        ("reads queries before they are there", "mbarrier.wait(loaded, 0)", "pass"),
+        ("overwrites a stage that is in use", EMPTY, NOT),
+        ("reads queries before they are there", "mbarrier.wait(q_full", NOT),
+        ("overwrites queries that are in use", "mbarrier.wait(empty.index(side)", NOT),
+        ("never gives queries back", "mbarrier.arrive(q_empty", NOT),
+        ("takes every tile for the first", TURN, "0"),
+        ("forgets the steps of the tiles before", "behind += steps", "pass"),
     ],
     "forward": [
         ("reads keys that are not there yet", "mbarrier.wait(k_full", NOT),
         ("reads values that are not there yet", "mbarrier.wait(v_full", NOT),
-        ("overwrites keys that are in use", "mbarrier.wait(k_empty", NEVER),
-        ("overwrites values that are in use", "mbarrier.wait(v_empty", NEVER),
+        ("overwrites keys that are in use", "mbarrier.wait(k_empty", NOT),
+        ("overwrites values that are in use", "mbarrier.wait(v_empty", NOT),
         ("gives values back before they are summed",
-         "acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier.arrive(v_empty.index(before))",
-         "mbarrier.arrive(v_empty.index(before))\n        acc = warpgroup_mma_wait(0, deps=[acc])"),
+         "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 12 * " " + BACK,
+         BACK + "\n" + 12 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
+        ("takes every tile for the first", TURN, "0"),
+        ("forgets the steps of the tiles before", "behind += steps", "pass"),
         ("reads scores in flight", "s = warpgroup_mma_wait(1", "s = warpgroup_mma_wait(2"),
     ],
 }  # fmt: skip
@@ -232,8 +239,8 @@ def test_asked_for_by_name_they_run_or_say_why_not():
     q = torch.zeros(128, 2, 64, dtype=torch.bfloat16)
     given = "dq", True, COMPRESSED, Axis(1, 128), Axis(1, 31), (q, q, q, q)
     with pytest.raises(ValueError, match="dq by specialized warps: they are compiled for a GPU"):
-        launches.takes(*given)
-    assert launches.takes("dq", None, *given[2:]) is False
+        launches.tile_for(*given)
+    assert launches.tile_for("dq", None, *given[2:]) is None
 
 
 @emulated

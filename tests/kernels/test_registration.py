@@ -116,7 +116,7 @@ def test_a_dispatch_mode_sees_the_operators():
 
 
 def test_a_profiler_sees_the_operators():
-    with profile() as profiled:
+    with profile(acc_events=True) as profiled:
         step()
     assert {event.key for event in profiled.key_averages()} >= NAMES
 

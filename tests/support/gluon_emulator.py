@@ -298,7 +298,9 @@ def _store(at: Pointer, values: Tensor, mask: Any = True) -> None:
     flat[offset[mask]] = values[mask]
 
 
-def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+def _allocate(dtype: Any, shape: Sequence[int], layout: Any, value: Tensor | None = None) -> Any:
+    if value is not None:
+        return Memory(value)
     if dtype is torch.int64:
         return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
     return Memory(torch.full(shape, float("nan"), dtype=dtype))
@@ -318,7 +320,7 @@ def _language(program: int, programs: int, machine: Machine) -> SimpleNamespace:
         convert_layout=lambda x, layout: x, load=_load, store=_store,
         allocate_shared_memory=_allocate, warp_specialize=machine.specialize,
         NVMMADistributedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
-        BlockedLayout=nothing,
+        BlockedLayout=nothing, NVMMASharedLayout=nothing, DistributedLinearLayout=nothing,
     )  # fmt: skip
 
 
@@ -387,7 +389,9 @@ def run(
                 MBarrierLayout=lambda: None,
             ),
             "tma": SimpleNamespace(async_copy_global_to_shared=machine.copy),
-            "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.waited,
+            "range": lambda *ends: map(Int, range(*ends)),
+            "fence_async_shared": lambda: None, "warpgroup_mma": machine.product,
+            "warpgroup_mma_wait": machine.waited,
         }  # fmt: skip
         constants = (named[name] for name in kernel.arg_names[len(args) :])
         _emulated(kernel, world, {}, change)(*map(_argument, args), *constants)

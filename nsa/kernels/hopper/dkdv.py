@@ -141,8 +141,8 @@ def _sum_keys(
         n += all_high - high
 
     left = rows - first
-    store(dk + (out_row + SIDE * N) * out_strides[0], out_strides[0], left, dk_acc * scale, k_sums)
-    store(dv + (out_row + SIDE * N) * out_strides[1], out_strides[1], left, dv_acc, v_sums)
+    store(dk + (out_row + SIDE * N) * out_strides[0], out_strides[0], left, dk_acc * scale)
+    store(dv + (out_row + SIDE * N) * out_strides[1], out_strides[1], left, dv_acc)
 
 
 @gluon.jit
@@ -178,7 +178,7 @@ def dkdv_kernel(
     do_at = room(do, STAGES)
     lines_at = room(lse2, STAGES * LINES)
     loaded = once()
-    full, empty = ring(STAGES)
+    full, empty = ring(STAGES, 2)
 
     place = first, begin, tiles, step_begin, step_end
     held = k_at, v_at, q_at, do_at, lines_at, loaded, full, empty

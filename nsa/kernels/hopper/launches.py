@@ -16,41 +16,63 @@ from nsa.kernels.common import LOG2E, Sizes
 from nsa.kernels.launch import compiles_for, launch
 from nsa.kernels.sequences import Axis
 from nsa.kernels.span_common import descriptors_fit, felt, line_operand, operand
-from nsa.kernels.tiles import Tile, architecture
+from nsa.kernels.tiles import Tile, architecture, processors
 
 TESTED = ("3.6", "3.7")  # versions of Triton that these were compiled with; Gluon is experimental
 WIDTHS = 64, 128  # D and DV
-# (kernel, D and DV, whether the span looks back) that was measured ahead of Triton's on an H200.
-FASTER: frozenset[tuple[str, int, bool]] = frozenset()
 HALF = 64  # rows of a warpgroup; a program has two
-TILES = {
-    "forward": Tile(2 * HALF, 128, 4, 2),
+ENOUGH = 4  # tiles of queries to a processor, which takes them one after the other
+# By kernel, D and DV, and whether the span looks back: the tiles that were measured ahead of
+# Triton's kernels on an H200, and from how many tokens of a sequence on.
+FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
+    ("forward", 128, False): (
+        (32768, Tile(2 * HALF, 128, 4, 2)),
+        (8192, Tile(2 * HALF, 64, 4, 4)),
+    ),
+    ("forward", 128, True): ((2048, Tile(2 * HALF, 64, 4, 4)),),
+    ("forward", 64, False): ((32768, Tile(2 * HALF, 128, 4, 3)),),
+    ("dq", 128, False): ((8192, Tile(2 * HALF, 64, 4, 4)),),
+    ("dq", 64, True): ((4096, Tile(2 * HALF, 64, 4, 4)),),
+    ("dkdv", 128, False): ((8192, Tile(64, 2 * HALF, 4, 3)),),
+    ("dkdv", 128, True): ((4096, Tile(64, 2 * HALF, 4, 3)),),
+    ("dkdv", 64, False): ((16384, Tile(128, 2 * HALF, 4, 2)),),
+    ("dkdv", 64, True): ((8192, Tile(64, 2 * HALF, 4, 3)),),
+}
+ASKED = {  # where FASTER has none and they are asked for by name
+    "forward": Tile(2 * HALF, 64, 4, 4),
     "dq": Tile(2 * HALF, 64, 4, 4),
     "dkdv": Tile(64, 2 * HALF, 4, 3),
 }
 
 
-def takes(
+def tile_for(
     kernel: str,
     asked: bool | None,
     span: Span,
     tokens: Axis,
     keys: Axis,
     operands: Sequence[Tensor],
-) -> bool:
-    """Whether specialized warps take "forward" of q, k and v, or "dq" or "dkdv" of these and do.
+) -> Tile | None:
+    """The tile by which specialized warps take "forward" of q, k and v, or "dq" or "dkdv" of these
+    and do; None where Triton's kernels do.
 
     asked: by the caller; None leaves it to FASTER.
 
     Raises:
         ValueError: where they are asked for and cannot.
     """
+    if asked is False:
+        return None
+    q, _, v, *_ = operands
+    tiles = FASTER.get((kernel, v.shape[2], span.lookback is not None), ())
+    found = next((tile for least, tile in tiles if tokens.length >= least), None)
     if asked is None:
-        asked = (kernel, operands[2].shape[2], span.lookback is not None) in FASTER
-        return asked and why_not(kernel, tokens, keys, operands) is None
-    if asked and (refusal := why_not(kernel, tokens, keys, operands)):
+        many = q.shape[0] * q.shape[1] >= ENOUGH * 2 * HALF * processors(q.device)
+        taken = found and many and why_not(kernel, tokens, keys, operands) is None
+        return found if taken else None
+    if refusal := why_not(kernel, tokens, keys, operands):
         raise ValueError(f"{kernel} by specialized warps: {refusal}; None goes by speed")
-    return asked
+    return found or ASKED[kernel]
 
 
 def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -> str | None:
@@ -145,7 +167,7 @@ def launch_dq(
     *,
     make_delta: bool,
     add: bool,
-    tile: Tile | None = None,
+    tile: Tile,
 ) -> None:
     """dq [tokens, HQ, D] of operands q, k, v, do; rows: lse2, delta; gated: gates, dgates, branch.
 
@@ -155,15 +177,14 @@ def launch_dq(
 
     q, k, v, do = operands
     gates, dgates, branch = gated
-    tile = tile or TILES["dq"]
     total, heads, dim = q.shape
     tiles = tokens.tile_count(tile.rows)
     launch(
-        dq_kernel, (tiles * heads,),
+        dq_kernel, (min(tiles * heads, processors(q.device)),),
         _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
         _tiles(do, tokens, tile.rows // 2), v, *rows, gates, dgates, dq,
         tuple(None if x is None else x.stride() for x in (v, gates, dgates, dq)),
-        tokens.length, keys.length, tiles, total, scale, scale * LOG2E,
+        (tokens.length, keys.length, tiles, tiles * heads), total, scale, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
         BRANCH=branch, STAGES=tile.stages, MAKE_DELTA=make_delta, ADD=add, num_warps=tile.warps,
     )  # fmt: skip
@@ -177,7 +198,7 @@ def launch_forward(
     tokens: Axis,
     keys: Axis,
     scale: float,
-    tile: Tile | None = None,
+    tile: Tile,
 ) -> None:
     """o [tokens, HQ, DV] and lse2 [HQ, tokens], `out`, of operands q, k, v.
 
@@ -188,14 +209,13 @@ def launch_forward(
     q, k, v = operands
     o, lse2 = out
     gates, branch, base, base_branch = mix
-    tile = tile or TILES["forward"]
     total, heads, dim = q.shape
     tiles = tokens.tile_count(tile.rows)
     launch(
-        forward_kernel, (tiles * heads,),
+        forward_kernel, (min(tiles * heads, processors(q.device)),),
         _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
         o, lse2, gates, base, tuple(None if x is None else x.stride() for x in (o, gates, base)),
-        tokens.length, keys.length, tiles, total, scale * LOG2E,
+        (tokens.length, keys.length, tiles, tiles * heads), total, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
         num_warps=tile.warps,

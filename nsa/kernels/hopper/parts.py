@@ -1,32 +1,36 @@
 """What the kernels of specialized warps share: their tiles, barriers and results' way out.
 
-One warp fetches by TMA and two warpgroups compute, each half of a program's rows. They meet at
-barriers in shared memory alone: a stage is `full` once its bytes are there, and `empty` once both
-warpgroups are done with it. So one takes exponentials while the other's products are under way. P
-and dS go from the registers of one product into the next.
+As many programs as processors take one tile after the other. Two warps fetch by TMA, and two
+warpgroups compute, each half of a tile's rows. They meet at barriers in shared memory alone: what
+is fetched is `full` once its bytes are there, and `empty` once it is done with. So one warpgroup
+takes exponentials, or writes a tile's results, while the other's products are under way, and the
+next tile's first rows are there before it begins. P and dS go from the registers of one product
+into the next.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from nsa.kernels.span_common import query_tile as of_span
 from nsa.kernels.span_common import seen_end, seen_start
 
 
 @gluon.jit
-def query_tile(
-    tokens, keys, tiles, HQ: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    SPAN: gl.constexpr,
-):  # fmt: skip
-    """(head, sequence, first token, first key, steps of KEYS keys) of a program of 2 ROWS tokens.
+def query_tile(number, place, HQ: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+               SPAN: gl.constexpr):  # fmt: skip
+    """(head, sequence, first token, first key, steps of KEYS keys) of a tile of 2 ROWS tokens.
 
-    As `span_common.query_tile`, of dense sequences; a program has one step at least.
+    place: (tokens, keys, tiles of tokens, tiles of all heads). As `span_common.query_tile`, of
+    dense sequences; a tile has one step at least.
     """
+    tokens, keys, tiles, _ = place
     on_tokens, on_keys = (None, None, tokens), (None, keys)
-    head, place, _, first, seen, _ = of_span(on_tokens, on_keys, tiles, HQ, SPAN, 2 * ROWS, False)
+    head, at, _, first, seen, _ = of_span(
+        number, on_tokens, on_keys, tiles, HQ, SPAN, 2 * ROWS, False
+    )
     steps = gl.cdiv(seen[1] - seen[0], KEYS)
-    return head, place[0], first, seen[0], gl.maximum(steps, 1)
+    return head, at[0], first, seen[0], gl.maximum(steps, 1)
 
 
 @gluon.jit
@@ -60,15 +64,37 @@ def once():
 
 
 @gluon.jit
-def ring(STAGES: gl.constexpr):
-    """(full, empty): of each stage, whether it is there and whether both are done with it."""
+def ring(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty): of each stage, whether it is there and whether its readers are done."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=READERS)
     return full, empty
+
+
+@gluon.jit
+def fetch_queries(
+    q, do, q_at, do_at, full, empty, place,
+    SIZES: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
+    """The warp that fetches queries, and dO where it is given: of each tile a half, and a half."""
+    ROWS: gl.constexpr = q.block_shape[2]
+    for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
+        tile = query_tile(number, place, SIZES.HQ, ROWS, KEYS, SPAN)
+        turn = number // gl.num_programs(0)
+        for side in gl.static_range(2):
+            where = [tile[1], tile[0], tile[2] + side * ROWS, 0]
+            bar = full.index(side)
+            mbarrier.wait(empty.index(side), (turn + 1) & 1)
+            if do is None:
+                mbarrier.expect(bar, ROWS * q.block_shape[3] * 2)
+            else:
+                mbarrier.expect(bar, ROWS * (q.block_shape[3] + do.block_shape[3]) * 2)
+                tma.async_copy_global_to_shared(do, where, bar, do_at.index(side))
+            tma.async_copy_global_to_shared(q, where, bar, q_at.index(side))
 
 
 @gluon.jit
@@ -80,12 +106,41 @@ def let_by(begin, end, full, empty, STAGES: gl.constexpr):
         mbarrier.arrive(empty.index(stage))
 
 
+@gluon.constexpr_function
+def wide(D, dtype):
+    """Layout of [64, D] by which lanes meet device memory 16 bytes at a time.
+
+    Of 16 bits it has 8 neighbours of a row in a lane, in the warp that has them in a product, so
+    that lanes exchange them among themselves. Of fp32 it is that of a product.
+    """
+    if dtype == gl.float32:
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    columns = [[0, column] for column in (32, 64) if column < D]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *columns], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [64, D],
+    )  # fmt: skip
+
+
 @gluon.jit
-def store(x, stride, rows, values, LAYOUT: gl.constexpr, ADD: gl.constexpr = False):
-    """Writes values [N, D] to the rows before `rows` of x, or adds them to what is there."""
-    i = gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
-    d = gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    at = x + i * stride + d
-    if ADD:
-        values += gl.load(at, mask=i < rows, other=0.0).to(gl.float32)
-    gl.store(at, values.to(x.dtype.element_ty), mask=i < rows)
+def _at(x, stride, rows, D: gl.constexpr):
+    """(x's first 64 rows of D columns, whether they are before `rows`), `wide`."""
+    LAYOUT: gl.constexpr = wide(D, x.dtype.element_ty)
+    i = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
+    return x + i * stride + d, i < rows
+
+
+@gluon.jit
+def load(x, stride, rows, LAYOUT: gl.constexpr, D: gl.constexpr):
+    """[64, D] of x in fp32, in the layout of a product; 0 from row `rows` on."""
+    at, there = _at(x, stride, rows, D)
+    return gl.convert_layout(gl.load(at, mask=there, other=0.0), LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def store(x, stride, rows, values):
+    """Writes values [64, D] of a product to the rows before `rows` of x."""
+    at, there = _at(x, stride, rows, values.shape[1])
+    LAYOUT: gl.constexpr = wide(values.shape[1], x.dtype.element_ty)
+    gl.store(at, gl.convert_layout(values.to(x.dtype.element_ty), LAYOUT), mask=there)
