@@ -5,6 +5,8 @@ import triton.language as tl
 
 from nsa.kernels.common import locate, padded
 
+LANES = tl.constexpr(32)
+
 
 @triton.jit
 def place(axis, rivals, sizes, WALK: tl.constexpr):
@@ -49,10 +51,35 @@ def place(axis, rivals, sizes, WALK: tl.constexpr):
 
 
 @triton.jit
-def union_of(union, tile, kv_head, kv_heads, SLOTS: tl.constexpr):
-    """Pointers to a tile's blocks and their members, and how many there are."""
+def union_of(union, tile, kv_head, kv_heads, WALK: tl.constexpr):
+    """A tile's blocks and their members, as `of_union` takes them, and how many there are."""
     at = tile.to(tl.int64) * kv_heads + kv_head
-    return union[0] + at * SLOTS, union[1] + at * SLOTS, tl.load(union[2] + at)
+    blocks = union[0] + at * WALK.slots
+    members = union[1] + at * WALK.slots
+    if WALK.slots <= LANES:
+        n = tl.arange(0, LANES)
+        blocks = tl.load(blocks + n, mask=n < WALK.slots, other=0)
+        if WALK.tokens > 1:
+            members = tl.load(members + n, mask=n < WALK.slots, other=0)
+    return blocks, members, tl.load(union[2] + at)
+
+
+@triton.jit
+def of_union(blocks, members, i, WALK: tl.constexpr):
+    """(block, its members) number i of a union.
+
+    A warp holds a short list in its lanes, one of which is cheaper to ask than memory.
+    """
+    if WALK.slots <= LANES:
+        asked = tl.arange(0, LANES) == i
+        block = tl.sum(tl.where(asked, blocks, 0), 0)
+        member = 1
+        if WALK.tokens > 1:
+            member = tl.sum(tl.where(asked, members, 0), 0)
+    else:
+        block = tl.load(blocks + i)
+        member = tl.load(members + i)
+    return block, member
 
 
 @triton.jit

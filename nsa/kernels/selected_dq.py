@@ -15,6 +15,7 @@ from nsa.kernels.selected import (
     load_block,
     load_rows,
     of_head,
+    of_union,
     place,
     store_rows,
     tile_rows,
@@ -105,7 +106,7 @@ def _selected_dq(
             sees = valid & (lse2 < float("inf"))
             own = load_rows(v_rows, row, heads * 0 + kv_head, sees, strides[2], DV)
             shift = tl.sum(dos.to(tl.float32) * own.to(tl.float32), 1)
-        blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK.slots)
+        blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK)
         if WALK.turned:
             grad, delta_rows = _walk_turned(
                 queries, dos, lse2, shift, token, position, k, v, blocks, members, count,
@@ -227,8 +228,8 @@ def _next_keys(
     PARTS: tl.constexpr = WALK.parts
     part = i % PARTS * KEYS
     width = tl.minimum(select_block - part, KEYS)
-    first_key = tl.load(blocks + i // PARTS) * select_block + part
-    member = tl.load(members + i // PARTS)
+    block, member = of_union(blocks, members, i // PARTS, WALK)
+    first_key = block * select_block + part
     left = tl.minimum(rows - first_key, width)
     keys = load_block(k, sequence, kv_head, first_key, left, k_strides, KEYS, WALK.d)
     values = load_block(v, sequence, kv_head, first_key, left, v_strides, KEYS, WALK.dv)

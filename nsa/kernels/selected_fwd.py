@@ -14,6 +14,7 @@ from nsa.kernels.selected import (
     load_block,
     load_rows,
     of_head,
+    of_union,
     place,
     store_rows,
     tile_rows,
@@ -87,7 +88,7 @@ def _selected_forward(
             start, rows, first, kv_head, head, sizes[2], WALK
         )
         queries = load_rows(q, row, heads, valid, strides[0], D)
-        blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK.slots)
+        blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK)
 
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS, 8], tl.float32)
@@ -95,8 +96,8 @@ def _selected_forward(
         for i in range(count * PARTS):
             part = i % PARTS * KEYS
             width = tl.minimum(sizes[3] - part, KEYS)
-            first_key = tl.load(blocks + i // PARTS) * sizes[3] + part
-            member = tl.load(members + i // PARTS)
+            block, member = of_union(blocks, members, i // PARTS, WALK)
+            first_key = block * sizes[3] + part
             left = tl.minimum(rows - first_key, width)
             keys = load_block(k, sequence, kv_head, first_key, left, strides[1], KEYS, D)
             s = block_scores(queries, keys, token, position, member, first_key, width, PRECISION)
