@@ -65,7 +65,7 @@ def union_of(union, tile, kv_head, kv_heads, WALK: tl.constexpr):
 
 
 @triton.jit
-def of_union(blocks, members, i, WALK: tl.constexpr):
+def of_union(blocks, members, i, count, WALK: tl.constexpr):
     """(block, its members) number i of a union.
 
     A warp holds a short list in its lanes, one of which is cheaper to ask than memory.
@@ -77,8 +77,8 @@ def of_union(blocks, members, i, WALK: tl.constexpr):
         if WALK.tokens > 1:
             member = tl.sum(tl.where(asked, members, 0), 0)
     else:
-        block = tl.load(blocks + i)
-        member = tl.load(members + i)
+        block = tl.load(blocks + i, mask=i < count, other=0)
+        member = tl.load(members + i, mask=i < count, other=0)
     return block, member
 
 

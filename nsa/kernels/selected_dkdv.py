@@ -200,11 +200,15 @@ def _absorb(
     GROUP: tl.constexpr = QUERIES.group
     CHUNKS: tl.constexpr = QUERIES.chunks
     r = tl.arange(0, QUERIES.rows)
+    place = low + r // HEADS
+    ahead = tl.load(tokens + place, mask=place < high, other=0)
     for i in range(tl.cdiv(high - low, TOKENS) * CHUNKS):
         place = low + i // CHUNKS * TOKENS + r // HEADS
         in_group = i % CHUNKS * HEADS + r % HEADS
         valid = (place < high) & (r < TOKENS * HEADS) & (in_group < GROUP)
-        token = tl.load(tokens + place, mask=valid, other=0)
+        token = tl.where(valid, ahead, 0)
+        place = low + (i + 1) // CHUNKS * TOKENS + r // HEADS
+        ahead = tl.load(tokens + place, mask=place < high, other=0)
         head = kv_head * GROUP + in_group
         queries = load_rows(q, token, head, valid, strides[0], CUT.d, WIDE)
         dos = load_rows(do, token, head, valid, strides[0 if ALIKE else 3], CUT.dv, WIDE)

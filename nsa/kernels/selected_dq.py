@@ -151,10 +151,11 @@ def _walk(
     dp_sum = tl.zeros([ROWS, 16 if ROWS >= 64 else 8], tl.float32)
     weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
     plain = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    ahead = of_union(blocks, members, 0, count, WALK)
     for i in range(count * WALK.parts):
-        first_key, width, member, keys, values = _next_keys(
-            k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
-            WALK,
+        first_key, width, member, keys, values, ahead = _next_keys(
+            k, v, ahead, blocks, members, i, count, sequence, kv_head, rows, select_block,
+            k_strides, v_strides, WALK,
         )  # fmt: skip
         s = block_scores(queries, keys, token, position, member, first_key, width, PRECISION)
         p = tl.exp2(s * scale2 - lse2[:, None])
@@ -193,10 +194,11 @@ def _walk_turned(
     p_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
     dp_sum = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
     both = tl.zeros([BLOCK_D, 2 * ROWS], tl.float32)
+    ahead = of_union(blocks, members, 0, count, WALK)
     for i in range(count * WALK.parts):
-        first_key, width, member, keys, values = _next_keys(
-            k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
-            WALK,
+        first_key, width, member, keys, values, ahead = _next_keys(
+            k, v, ahead, blocks, members, i, count, sequence, kv_head, rows, select_block,
+            k_strides, v_strides, WALK,
         )  # fmt: skip
         s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # [KEYS, ROWS]
         dp = tl.dot(values, tl.trans(dos), input_precision=PRECISION)
@@ -220,20 +222,26 @@ def _walk_turned(
 
 @triton.jit
 def _next_keys(
-    k, v, blocks, members, i, sequence, kv_head, rows, select_block, k_strides, v_strides,
-    WALK: tl.constexpr,
+    k, v, ahead, blocks, members, i, count, sequence, kv_head, rows, select_block, k_strides,
+    v_strides, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Of part number i of a union: (first key, keys in it, members, k [KEYS, *], v [KEYS, *])."""
+    """Of part number i of a union: (first key, keys in it, members, k [KEYS, *], v [KEYS, *], and
+    what to call this with for the next)."""
     KEYS: tl.constexpr = WALK.keys
     PARTS: tl.constexpr = WALK.parts
+    # Asked for a round early, a long list makes nobody wait; a short one is not worth registers.
+    if WALK.slots > 64:
+        block, member = ahead
+        ahead = of_union(blocks, members, (i + 1) // PARTS, count, WALK)
+    else:
+        block, member = of_union(blocks, members, i // PARTS, count, WALK)
     part = i % PARTS * KEYS
     width = tl.minimum(select_block - part, KEYS)
-    block, member = of_union(blocks, members, i // PARTS, WALK)
     first_key = block * select_block + part
     left = tl.minimum(rows - first_key, width)
     keys = load_block(k, sequence, kv_head, first_key, left, k_strides, KEYS, WALK.d)
     values = load_block(v, sequence, kv_head, first_key, left, v_strides, KEYS, WALK.dv)
-    return first_key, width, member, keys, values
+    return first_key, width, member, keys, values, ahead
 
 
 @triton.jit

@@ -93,10 +93,12 @@ def _selected_forward(
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS, 8], tl.float32)
         acc = tl.zeros([ROWS, padded(DV)], tl.float32)
+        ahead = of_union(blocks, members, 0, count, WALK)
         for i in range(count * PARTS):
             part = i % PARTS * KEYS
             width = tl.minimum(sizes[3] - part, KEYS)
-            block, member = of_union(blocks, members, i // PARTS, WALK)
+            block, member = ahead
+            ahead = of_union(blocks, members, (i + 1) // PARTS, count, WALK)
             first_key = block * sizes[3] + part
             left = tl.minimum(rows - first_key, width)
             keys = load_block(k, sequence, kv_head, first_key, left, strides[1], KEYS, D)

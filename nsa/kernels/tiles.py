@@ -54,7 +54,8 @@ HOPPER = {
         ("forward", 64): Tile(64, 64, 4, 3),
         ("dq", 16): Tile(16, 64, 4, 3, turned=True),
         ("dq", 64): Tile(64, 64, 4, 2),
-        ("dkdv", 32): Tile(32, 64, 4, 2),
+        ("dkdv", 32): Tile(32, 64, 4, 3),
+        ("dkdv", 64): Tile(32, 64, 4, 3),
     },
     64: {
         ("forward", 16): Tile(16, 32, 1, 3),
