@@ -200,6 +200,7 @@ def _absorb(
     GROUP: tl.constexpr = QUERIES.group
     CHUNKS: tl.constexpr = QUERIES.chunks
     r = tl.arange(0, QUERIES.rows)
+    # Asked for a round early, for all else that is fetched waits for it.
     place = low + r // HEADS
     ahead = tl.load(tokens + place, mask=place < high, other=0)
     for i in range(tl.cdiv(high - low, TOKENS) * CHUNKS):

@@ -71,7 +71,9 @@ def dq_kernel(
             v_newest = tl.load(at_newest, mask=sees_any, other=0.0)
             shift = tl.sum(do_tile.to(tl.float32) * v_newest.to(tl.float32), 1)
         delta_sums = tl.zeros([BLOCK_M, 8], tl.float32)
-        columns: tl.constexpr = 16 if BLOCK_M >= 64 else 8
+        # Without descriptors, addresses take the registers of the sixteen columns.
+        described: tl.constexpr = isinstance(k, tl.tensor_descriptor)
+        columns: tl.constexpr = 16 if described and BLOCK_M >= 64 else 8
         ones = tl.full([BLOCK_N, 16], 1.0, tl.float32).to(q_tile.dtype)
         delta_rounded = tl.zeros([BLOCK_M, columns], tl.float32)
         sum_rounded = tl.zeros([BLOCK_M, columns], tl.float32)
