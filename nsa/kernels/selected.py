@@ -5,7 +5,7 @@ import triton.language as tl
 
 from nsa.kernels.common import locate, padded
 
-LANES = tl.constexpr(32)
+LANES = tl.constexpr(32)  # of a warp
 
 
 @triton.jit

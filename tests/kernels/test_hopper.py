@@ -235,6 +235,26 @@ def test_what_they_do_not_take_is_said(monkeypatch):
 
 
 @emulated
+def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(launches, "compiles_for", lambda x: True)
+
+    def chosen(kernel, span, tokens, dim=128, asked=None):
+        x = torch.zeros(tokens, 1, dim, dtype=torch.bfloat16)
+        return launches.tile_for(kernel, asked, span, Axis(1, tokens), Axis(1, tokens), (x,) * 4)
+
+    assert chosen("forward", COMPRESSED, 32768).keys == 128
+    assert chosen("forward", COMPRESSED, 8192).keys == 64
+    assert chosen("forward", COMPRESSED, 8188) is None
+    assert chosen("forward", WINDOW, 2048) and chosen("forward", WINDOW, 2048, 64) is None
+    assert chosen("dq", WINDOW, 65536) is None and chosen("dq", WINDOW, 65536, 64)
+    assert chosen("dq", COMPRESSED, 8192, asked=False) is None
+    assert chosen("dq", WINDOW, 128, asked=True) == launches.ASKED["dq"]
+    assert chosen("dkdv", COMPRESSED, 8190) is None  # lines that TMA cannot fetch
+    monkeypatch.setattr(launches, "processors", lambda device: 132)
+    assert chosen("forward", COMPRESSED, 32768) is None  # one head: a tile to two processors
+
+
+@emulated
 def test_asked_for_by_name_they_run_or_say_why_not():
     q = torch.zeros(128, 2, 64, dtype=torch.bfloat16)
     given = "dq", True, COMPRESSED, Axis(1, 128), Axis(1, 31), (q, q, q, q)

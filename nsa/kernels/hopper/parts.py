@@ -1,11 +1,11 @@
 """What the kernels of specialized warps share: their tiles, barriers and results' way out.
 
-As many programs as processors take one tile after the other. Two warps fetch by TMA, and two
-warpgroups compute, each half of a tile's rows. They meet at barriers in shared memory alone: what
-is fetched is `full` once its bytes are there, and `empty` once it is done with. So one warpgroup
-takes exponentials, or writes a tile's results, while the other's products are under way, and the
-next tile's first rows are there before it begins. P and dS go from the registers of one product
-into the next.
+As many programs as processors take one tile of queries after the other; a tile of keys, which is
+long, has a program of its own. Warps fetch by TMA, and two warpgroups compute, each half of a
+tile's rows. They meet at barriers in shared memory alone: what is fetched is `full` once its bytes
+are there, and `empty` once it is done with. So one warpgroup takes exponentials, or writes a tile's
+results, while the other's products are under way, and the next tile's first rows are there before
+it begins. P and dS go from the registers of one product into the next.
 """
 
 from triton.experimental import gluon
