@@ -44,12 +44,15 @@ def nsa_attention(
         branches: those that are computed; no work is done for the others, and they count as 0.
         scale: of the scores; D ** -0.5 by default.
         strict: raise at the first non-finite branch output, gate or sum, and check `blocks`. Costs
-            a device sync for each. Otherwise such outputs are counted by the witness and warned of
-            once. `nsa.lab.oracles.reference.check_call` computes small calls again, in fp64.
+            a device sync for each, and once on a new model of GPU a comparison of kernels that were
+            never run there with others. Otherwise such outputs are counted by the witness and
+            warned of once. `nsa.lab.oracles.reference.check_call` computes small calls again, in
+            fp64.
 
     Raises:
         ValueError: inputs that do not fit together; as Declined, that the backend does not take.
         FloatingPointError: in strict mode, naming branch, layer and step.
+        RuntimeError: in strict mode, of a kernel that is wrong on this model of GPU.
     """
     options = {"phi": phi, "cu_seqlens": cu_seqlens, "blocks": blocks}
     inputs = checked(q, k, v, gates, config, **options, branches=branches, scale=scale)
@@ -57,6 +60,8 @@ def nsa_attention(
         for sequence in [inputs] if cu_seqlens is None else inputs.sequences():
             check_blocks(sequence)
     chosen, declined = _backend(backend, inputs)
+    if strict and not torch.compiler.is_compiling():
+        chosen.first_use(inputs)
     notes: list[tuple[str, str]] = []
     # Autocast would round the fp32 scores that softmax needs.
     device, off = q.device.type, nullcontext()

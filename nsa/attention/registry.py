@@ -34,6 +34,8 @@ class Backend:
     # Reasons for which `auto` passes over it although it would run.
     not_for_auto: Callable[[Inputs], list[str]] = lambda inputs: []
     fused: Callable[[Inputs, Note], Tensor] | None = None
+    # What strict mode asks before it computes: raises where this device computes something else.
+    first_use: Callable[[Inputs], None] = lambda inputs: None
 
 
 # The order in which `auto` prefers them where nothing was measured.

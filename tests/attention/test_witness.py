@@ -189,6 +189,17 @@ def test_strict_mode_sees_a_gate_that_is_not_finite():
         call("gates", strict=True)
 
 
+def test_strict_mode_asks_a_backend_about_this_device_before_it_computes(monkeypatch):
+    def wrong(inputs):
+        raise RuntimeError(f"wrong for D {inputs.q.shape[-1]}")
+
+    unproven = replace(registry.get("masked"), first_use=wrong)
+    monkeypatch.setitem(registry._loaded, "masked", unproven)
+    call(backend="masked")
+    with pytest.raises(RuntimeError, match="wrong for D"):
+        call(backend="masked", strict=True)
+
+
 def test_strict_mode_sees_a_sum_that_overflows():
     fill = {"v_cmp": 40000, "v_slc": 40000, "v_win": 40000, "gates": 1}
     with pytest.raises(FloatingPointError, match="the gated sum"):

@@ -11,7 +11,7 @@ from span_cases import COMPRESSED, WINDOW, Case, Problem, check
 
 from nsa.blocks import Span, compressed_span, window_span
 from nsa.config import NSAConfig
-from nsa.kernels.hopper import launches
+from nsa.kernels.hopper import first_use, launches
 from nsa.kernels.sequences import Axis
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -252,6 +252,16 @@ def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
     assert chosen("dkdv", COMPRESSED, 8190) is None  # lines that TMA cannot fetch
     monkeypatch.setattr(launches, "processors", lambda device: 132)
     assert chosen("forward", COMPRESSED, 32768) is None  # one head: a tile to two processors
+
+
+@emulated
+def test_a_new_gpu_is_held_to_tritons_kernels_once(run):
+    run()
+    wanted = torch.device("cpu"), torch.float16, 64, 140
+    first_use.compare.__wrapped__(*wanted)
+    run(change=lambda source: source.replace("acc = acc * scale\n", "acc = acc * scale * 1.1\n"))
+    with pytest.raises(RuntimeError, match=r"dq of Span\(.*lookback=512\).* differs by"):
+        first_use.compare.__wrapped__(*wanted)
 
 
 @emulated

@@ -211,6 +211,13 @@ def why_not_for(q: Tensor, value_dim: int) -> list[str]:
     return reasons
 
 
+def first_use(inputs: Inputs) -> None:
+    """Raises on a model of GPU that some kernels were never run on, where they are wrong there."""
+    from nsa.kernels.hopper.first_use import check
+
+    check(inputs.q)
+
+
 def _not_interpreted(triton: str, numpy: str) -> str:
     """Why Triton's interpreter would fail on any kernel, "" where it does not."""
     ours, theirs = (tuple(map(int, v.split(".")[:2])) for v in (triton, numpy))
@@ -241,4 +248,5 @@ BACKEND = Backend(
     why_not=why_not,
     not_for_auto=not_for_auto,
     fused=fused,
+    first_use=first_use,
 )

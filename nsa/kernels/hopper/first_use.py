@@ -1,0 +1,70 @@
+"""Whether this GPU computes by specialized warps what it computes by Triton's kernels."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nsa.blocks import compressed_span, window_span
+from nsa.config import NSAConfig
+from nsa.kernels.hopper import launches
+from nsa.kernels.sequences import dense
+from nsa.kernels.span_bwd import span_dkdv, span_dq
+from nsa.kernels.span_fwd import span_forward
+
+PROVEN = ("NVIDIA H200",)  # models of GPU that all tests of these kernels ran on
+HEADS, KV_HEADS = 4, 2
+CLOSE = 0.02  # of the largest number: roundings of 16 bits in another order
+
+
+def check(q: Tensor) -> None:
+    """Before strict mode's first call with q [..., D] on a GPU that is none of PROVEN.
+
+    Raises:
+        RuntimeError: where a kernel that `auto` may take differs from Triton's.
+    """
+    if q.is_cuda and torch.cuda.get_device_name(q.device) not in PROVEN:
+        compare(q.device, q.dtype, q.shape[-1])
+
+
+@cache
+def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 2048) -> None:
+    """Each kernel of FASTER for D = DV = width, by each of its tiles, on random numbers."""
+    config = NSAConfig()
+    sequences, generator = dense(1, tokens, config), torch.Generator(device).manual_seed(0)
+
+    def draw(rows: int, heads: int) -> Tensor:
+        return torch.randn(rows, heads, width, device=device, dtype=dtype, generator=generator)
+
+    for (kernel, of_width, looks_back), tiles in launches.FASTER.items():
+        span = window_span(config) if looks_back else compressed_span(config)
+        keys = sequences.tokens if looks_back else sequences.compressed
+        q, do = draw(tokens, HEADS), draw(tokens, HEADS)
+        k, v = draw(keys.rows, KV_HEADS), draw(keys.rows, KV_HEADS)
+        if of_width != width or launches.why_not(kernel, sequences.tokens, keys, (q, k, v, do)):
+            continue
+        along = span, sequences.tokens, keys, width**-0.5
+        o, lse2 = span_forward(q, k, v, *along, specialized=False)
+        delta = (o.float() * do.float()).sum(2).t().contiguous()
+        given = {
+            "forward": (span_forward, (q, k, v, *along), {}),
+            "dq": (
+                span_dq,
+                (q, k, v, do, lse2, None, 2, *along),
+                {"delta": None if looks_back else delta},
+            ),
+            "dkdv": (span_dkdv, (q, k, v, do, lse2, delta, None, 2, *along), {}),
+        }
+        function, args, named = given[kernel]
+        want = function(*args, **named, specialized=False)
+        for _, tile in tiles:
+            got = function(*args, **named, specialized=True, tile=tile)
+            for x, y in zip(want, got, strict=True):
+                error = torch.where(x == y, 0.0, (x.float() - y.float()).abs()).max()
+                largest = x[x.isfinite()].abs().max()
+                if not error <= CLOSE * largest:
+                    raise RuntimeError(
+                        f"{kernel} of {span} by specialized warps, {tile}, differs by "
+                        f"{float(error):.2e} of at most {float(largest):.2e} from Triton's on "
+                        f"{device}; please report it. Without strict=True nothing looks"
+                    )
