@@ -1,6 +1,6 @@
 """Whether this GPU computes by specialized warps what it computes by Triton's kernels."""
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from nsa.kernels.hopper import launches
 from nsa.kernels.sequences import dense
 from nsa.kernels.span_bwd import span_dkdv, span_dq
 from nsa.kernels.span_fwd import span_forward
+from nsa.kernels.tiles import asked_once
 
 PROVEN = ("NVIDIA H200",)  # models of GPU that all tests of these kernels ran on
 HEADS, KV_HEADS = 4, 2
@@ -23,7 +24,7 @@ def check(q: Tensor) -> None:
     Raises:
         RuntimeError: where a kernel that `auto` may take differs from Triton's.
     """
-    if q.is_cuda and torch.cuda.get_device_name(q.device) not in PROVEN:
+    if q.is_cuda and asked_once(torch.cuda.get_device_name, q.device) not in PROVEN:
         compare(q.device, q.dtype, q.shape[-1])
 
 
@@ -37,29 +38,26 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
         return torch.randn(rows, heads, width, device=device, dtype=dtype, generator=generator)
 
     for (kernel, of_width, looks_back), tiles in launches.FASTER.items():
+        if of_width != width:
+            continue
         span = window_span(config) if looks_back else compressed_span(config)
         keys = sequences.tokens if looks_back else sequences.compressed
         q, do = draw(tokens, HEADS), draw(tokens, HEADS)
         k, v = draw(keys.rows, KV_HEADS), draw(keys.rows, KV_HEADS)
-        if of_width != width or launches.why_not(kernel, sequences.tokens, keys, (q, k, v, do)):
+        if launches.why_not(kernel, sequences.tokens, keys, (q, k, v, do)):
             continue
         along = span, sequences.tokens, keys, width**-0.5
         o, lse2 = span_forward(q, k, v, *along, specialized=False)
         delta = (o.float() * do.float()).sum(2).t().contiguous()
-        given = {
-            "forward": (span_forward, (q, k, v, *along), {}),
-            "dq": (
-                span_dq,
-                (q, k, v, do, lse2, None, 2, *along),
-                {"delta": None if looks_back else delta},
-            ),
-            "dkdv": (span_dkdv, (q, k, v, do, lse2, delta, None, 2, *along), {}),
-        }
-        function, args, named = given[kernel]
-        want = function(*args, **named, specialized=False)
+        saved = q, k, v, do, lse2
+        call = {
+            "forward": partial(span_forward, q, k, v, *along),
+            "dq": partial(span_dq, *saved, None, 2, *along, delta=None if looks_back else delta),
+            "dkdv": partial(span_dkdv, *saved, delta, None, 2, *along),
+        }[kernel]
+        want = call(specialized=False)
         for _, tile in tiles:
-            got = function(*args, **named, specialized=True, tile=tile)
-            for x, y in zip(want, got, strict=True):
+            for x, y in zip(want, call(specialized=True, tile=tile), strict=True):
                 error = torch.where(x == y, 0.0, (x.float() - y.float()).abs()).max()
                 largest = x[x.isfinite()].abs().max()
                 if not error <= CLOSE * largest:
