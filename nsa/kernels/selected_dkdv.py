@@ -49,6 +49,9 @@ class Rows(NamedTuple):
     heads: int
     group: int  # query heads of a KV head
     chunks: int  # of so many heads in a group
+    early: (
+        bool  # whether tokens are asked for a round early; slower unless heads are a power of two
+    )
 
 
 def selected_dkdv(
@@ -78,8 +81,11 @@ def selected_dkdv(
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     select_block = sequences.config.select_block
     few = lookup.task_list.shape[0] <= FEW * processors(q.device)
-    tile = tile or default_tile("dkdv", MOST_ROWS, q, v, select_block, few=few)
+    given, tile = tile, tile or default_tile("dkdv", MOST_ROWS, q, v, select_block, few=few)
     heads = min(group, tile.rows)
+    early = not heads & (heads - 1)
+    if not early and given is None:
+        tile = tile._replace(stages=min(2, tile.stages))  # a third was faster with it alone
     parts = ceil_div(select_block, tile.keys)
     width = k.shape[2] + v.shape[2]
     partial = torch.empty(
@@ -98,6 +104,7 @@ def selected_dkdv(
     tokens = sequences.tokens.bounds, sequences.tokens.length
     lists = lookup.ends.shape[0]
     sizes = lists // kv_heads, kv_heads, select_block
+    taken = Rows(tile.rows, tile.rows // heads, heads, group, ceil_div(group, heads), early)
     cut = Cut(lookup.task, tile.keys, parts, k.shape[2], v.shape[2], packed=sequences.tokens.packed)
     if lists:
         launch(
@@ -105,8 +112,7 @@ def selected_dkdv(
             q, k, v, do, lse2, delta, weights, dk, dv, partial, strides, tables, axis, tokens,
             sizes, scale, scale * LOG2E, MOST_INSIDE=inside, WIDE=max(reach(q), reach(do)) >= 2**31,
             ALIKE=q.stride() == do.stride(), PRECISION=precision(q), CUT=cut,
-            QUERIES=Rows(tile.rows, tile.rows // heads, heads, group, ceil_div(group, heads)),
-            num_warps=tile.warps, num_stages=tile.stages,
+            QUERIES=taken, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     if lookup.partials:
         launch(
@@ -200,16 +206,20 @@ def _absorb(
     GROUP: tl.constexpr = QUERIES.group
     CHUNKS: tl.constexpr = QUERIES.chunks
     r = tl.arange(0, QUERIES.rows)
-    # Asked for a round early, for all else that is fetched waits for it.
-    place = low + r // HEADS
-    ahead = tl.load(tokens + place, mask=place < high, other=0)
+    ahead = 0
+    if QUERIES.early:  # all else that is fetched waits for it
+        place = low + r // HEADS
+        ahead = tl.load(tokens + place, mask=place < high, other=0)
     for i in range(tl.cdiv(high - low, TOKENS) * CHUNKS):
         place = low + i // CHUNKS * TOKENS + r // HEADS
         in_group = i % CHUNKS * HEADS + r % HEADS
         valid = (place < high) & (r < TOKENS * HEADS) & (in_group < GROUP)
-        token = tl.where(valid, ahead, 0)
-        place = low + (i + 1) // CHUNKS * TOKENS + r // HEADS
-        ahead = tl.load(tokens + place, mask=place < high, other=0)
+        if QUERIES.early:
+            token = tl.where(valid, ahead, 0)
+            place = low + (i + 1) // CHUNKS * TOKENS + r // HEADS
+            ahead = tl.load(tokens + place, mask=place < high, other=0)
+        else:
+            token = tl.load(tokens + place, mask=valid, other=0)
         head = kv_head * GROUP + in_group
         queries = load_rows(q, token, head, valid, strides[0], CUT.d, WIDE)
         dos = load_rows(do, token, head, valid, strides[0 if ALIKE else 3], CUT.dv, WIDE)

@@ -229,8 +229,7 @@ def _next_keys(
     what to call this with for the next)."""
     KEYS: tl.constexpr = WALK.keys
     PARTS: tl.constexpr = WALK.parts
-    # Asked for a round early, a long list makes nobody wait; a short one is not worth registers.
-    if WALK.slots > 64:
+    if WALK.early:
         block, member = ahead
         ahead = of_union(blocks, members, (i + 1) // PARTS, count, WALK)
     else:

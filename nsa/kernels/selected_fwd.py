@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.common import LOG2E, absorb, finish, padded
+from nsa.kernels.hopper import launches as hopper
 from nsa.kernels.launch import launch
 from nsa.kernels.selected import (
     block_scores,
@@ -42,6 +43,7 @@ def selected_forward(
     force: str | None = None,
     cost: float | None = None,
     descriptors: bool | None = None,
+    specialized: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o [tokens, HQ, DV] in q's dtype, lse2 [tokens, HQ] fp32) of the planned blocks.
 
@@ -49,10 +51,17 @@ def selected_forward(
     itself. With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, `base` weighted
     by gates[..., base_branch] where that is given, rounded once; base None is 0. `out` may be
     `base`. `tile` holds choices for "small" and "large" tiles, `force` allows one of them only, and
-    `cost` is what a block costs in a large tile, in terms of a small one.
+    `cost` is what a block costs in a large tile, in terms of a small one; these and `descriptors`
+    are of Triton's kernels. specialized: see `hopper.launches.selected_tile`.
     """
     o = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if specialized is None and (tile or force or cost or descriptors is not None):
+        specialized = False
+    if by_warps := hopper.selected_tile(specialized, plan, sequences, (q, k, v)):
+        mix, chosen = (gates, branch, base, base_branch), (tile or {}).get("large") or by_warps
+        hopper.launch_selected((q, k, v), (o, lse), mix, plan, sequences, scale, chosen)
+        return o, lse
     strides = tuple((0, 0, 0) if x is None else x.stride() for x in (q, k, v, o, gates, base))
     for one in launches("forward", q, k, v, plan, sequences, force, cost, tile, descriptors):
         launch(

@@ -41,6 +41,11 @@ class Plan:
     large: Unions | None
 
     @property
+    def largest(self) -> Unions:
+        """Those of the largest tiles that there are."""
+        return self.large or self.small
+
+    @property
     def pieces(self) -> int:
         """Small tiles in a large one."""
         return self.large.tokens_per_tile // self.small.tokens_per_tile if self.large else 1
@@ -111,6 +116,7 @@ class Walk(NamedTuple):
     packed: bool
     precision: str  # of the products
     turned: bool  # whether keys are the rows of the products
+    early: bool  # whether dq asks for a block a round before it takes it
 
 
 class Launch(NamedTuple):
@@ -166,17 +172,18 @@ def launches(
         merged = pieces > 1 and count * kv_heads * chunks >= MERGED * processors(q.device)
         if not merged:
             count *= pieces
+        programs = count * kv_heads * chunks
         fetched = descriptors
         if fetched is None:
             # Nothing keeps a descriptor from reading on past the end of a block.
             fetched = select_block % chosen.keys == 0 and descriptors_fit(tokens, tokens, k, v)
         made.append(
             Launch(
-                (count * kv_heads * chunks,),
+                (programs,),
                 operand(k, tokens, chosen.keys, fetched),
                 operand(v, tokens, chosen.keys, fetched),
                 (union.blocks, union.members, union.counts),
-                ((plan.large or plan.small).counts, plan.small.counts, cost),
+                (plan.largest.counts, plan.small.counts, cost),
                 axis,
                 (count, kv_heads, plan.group, select_block),
                 Walk(
@@ -196,6 +203,8 @@ def launches(
                     packed=tokens.packed,
                     precision=precision(q),
                     turned=chosen.turned,
+                    # What a short list or few programs lose to the registers that it takes.
+                    early=union.blocks.shape[2] > 64 and programs >= MERGED * processors(q.device),
                 ),
                 {"num_warps": chosen.warps, "num_stages": chosen.stages},
             )

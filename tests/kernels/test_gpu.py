@@ -48,6 +48,8 @@ def test_long_sequences_are_as_accurate_as_plain_torch(shape):
 @pytest.mark.slow
 def test_offsets_past_two_to_the_31_elements():
     """A million tokens of 32 heads: q, o and their gradients have 2^32 elements each."""
+    if torch.cuda.mem_get_info()[0] < 100 * 2**30:
+        pytest.skip("wants 100 GiB of free memory")
     check(triton(), draw(Shape(1 << 20, heads=32, kv_heads=2), "cuda"), reveal=False)
 
 

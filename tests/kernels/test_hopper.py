@@ -7,11 +7,15 @@ import pytest
 import torch
 from backend_calls import DEVICE
 from processes import told_by
+from selected_cases import Case as Chosen
+from selected_cases import assert_right
 from span_cases import COMPRESSED, WINDOW, Case, Problem, check
 
 from nsa.blocks import Span, compressed_span, window_span
 from nsa.config import NSAConfig
 from nsa.kernels.hopper import first_use, launches
+from nsa.kernels.selected_fwd import selected_forward
+from nsa.kernels.selected_plan import kept_plan, layout_of, plan
 from nsa.kernels.sequences import Axis
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -27,6 +31,27 @@ CASES = [
     (Case((64,), COMPRESSED, 2, 2, 64, 64), True),
     (Case((8,), COMPRESSED, 2, 2, 64, 64), True),
 ]
+
+
+# Tiles of 16, 5, 4 and 1 tokens; a last one that is not full; tokens that selected nothing.
+OF_BLOCKS = {"select_block": 64, "dim": 64, "value_dim": 64, "dtype": "fp16"}
+CHOSEN = [
+    Chosen((300,), group=4, kv_heads=2, slots=3, **OF_BLOCKS),
+    Chosen((140, 140), group=12, slots=4, **OF_BLOCKS),
+    Chosen((200,), group=16, slots=2, **OF_BLOCKS | {"dim": 128, "value_dim": 128}),
+    Chosen((70,), group=64, slots=1, gated=False, **OF_BLOCKS),
+    Chosen((9,), group=3, kv_heads=2, slots=2, **OF_BLOCKS),
+]
+FEW = Chosen((230,), group=4, slots=3, **OF_BLOCKS)  # of one head
+
+
+def selected(case: Chosen, given: dict, **options) -> dict[str, torch.Tensor]:
+    """o and lse2 of the selected branch by specialized warps."""
+    sequences, q, k, v = case.sequences(), given["q"], given["k"], given["v"]
+    planned = plan(given["blocks"], sequences, case.group)
+    mixed = {"gates": given.get("gates"), "specialized": True} | options
+    o, lse2 = selected_forward(q, k, v, planned, sequences, case.dim**-0.5, **mixed)
+    return {"o": o, "lse2": lse2}
 
 
 @pytest.fixture
@@ -55,6 +80,30 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_torch(run, number):
     run(seed=number)
     case, gated = CASES[number]
     check(by_warps(case, number), gated)
+
+
+@pytest.mark.parametrize("number", range(len(CHOSEN)))
+def test_selected_blocks_are_attended_to_as_accurately_as_by_plain_torch(run, number):
+    run(seed=number)
+    with torch.device(DEVICE):
+        given = CHOSEN[number].draw()
+        assert_right(CHOSEN[number], given, selected(CHOSEN[number], given))
+
+
+@pytest.mark.parametrize("base_branch", [None, 0])
+def test_selected_blocks_are_added_to_a_base_in_its_place(run, base_branch):
+    run()
+    with torch.device(DEVICE):
+        case = FEW
+        given = case.draw()
+        alone = selected(case, given)["o"]
+        base = torch.randn_like(alone)
+        weight = 1.0 if base_branch is None else given["gates"][..., base_branch, None].float()
+        out = base.clone()
+        got = selected(case, given, base=out, base_branch=base_branch, out=out)["o"]
+        assert got is out
+        wanted = alone.float() + weight * base.float()
+        torch.testing.assert_close(got.float(), wanted, rtol=0, atol=4e-3)
 
 
 @pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
@@ -116,6 +165,26 @@ def test_long_sequences_come_out_as_by_tritons_kernels_and_the_same_every_time(o
         assert all(torch.equal(first[name], value) for name, value in mine.kernels().items())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="shapes that only a GPU takes in a second")
+@pytest.mark.parametrize("group", [4, 12, 16])
+@pytest.mark.parametrize("tokens", [8192, 12324])
+def test_long_selections_come_out_as_by_tritons_kernel_and_the_same_every_time(tokens, group):
+    wide = OF_BLOCKS | {"dim": 128, "value_dim": 128, "slots": 16}
+    case = Chosen((tokens,), group=group, kv_heads=4, **wide)
+    with torch.device(DEVICE):
+        given = case.draw()
+        want, first = selected(case, given, specialized=False), selected(case, given)
+        for name, value in first.items():
+            unseen = torch.isneginf(want[name])
+            torch.testing.assert_close(
+                value.masked_fill(unseen, 0), want[name].masked_fill(unseen, 0), rtol=0, atol=0.01
+            )
+        for _ in range(10):
+            again = selected(case, given)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 # What each kernel could have wrong of what its warps tell each other.
 FULL, EMPTY, NOT = "mbarrier.wait(full", "mbarrier.wait(empty", "pass  #"
 BACK = "mbarrier.arrive(v_empty.index(before))"
@@ -156,6 +225,19 @@ FAULTS = {
         ("forgets the steps of the tiles before", "behind += steps", "pass"),
         ("reads scores in flight", "s = warpgroup_mma_wait(1", "s = warpgroup_mma_wait(2"),
     ],
+    "selected": [
+        ("reads keys that are not there yet", "mbarrier.wait(k_full", NOT),
+        ("reads values that are not there yet", "mbarrier.wait(v_full", NOT),
+        ("overwrites keys that are in use", "mbarrier.wait(k_empty", NOT),
+        ("overwrites values that are in use", "mbarrier.wait(v_empty", NOT),
+        ("gives values back before they are summed",
+         "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 12 * " " + BACK,
+         BACK + "\n" + 12 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
+        ("reads the other warpgroup's blocks", "SIDE * STAGES", "0"),
+        ("takes every tile's first block for the first of all", "        n += 1\n\n", "\n"),
+        ("takes the next block's tokens for this one's", "m, this, these,", "m, block, member,"),
+        ("reads scores in flight", "s = warpgroup_mma_wait(1", "s = warpgroup_mma_wait(2"),
+    ],
 }  # fmt: skip
 EACH = [(kernel, *fault) for kernel, faults in FAULTS.items() for fault in faults]
 
@@ -165,11 +247,14 @@ class Right:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
+        self.given = FEW.draw()
         self.problem = Problem(by_warps(Case((640,), Span(lookback=640), 1, 1, 64, 64), 0))
         _, self.lse2 = self.problem.forward()
         _, self.delta = self.problem.dq(self.lse2)
 
     def of(self, kernel: str) -> torch.Tensor:
+        if kernel == "selected":
+            return selected(FEW, self.given)["o"]
         if kernel == "forward":
             return self.problem.forward()[0]
         if kernel == "dq":
@@ -242,6 +327,15 @@ def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
         x = torch.zeros(tokens, 1, dim, dtype=torch.bfloat16)
         return launches.tile_for(kernel, asked, span, Axis(1, tokens), Axis(1, tokens), (x,) * 4)
 
+    def of_blocks(tokens, group=4, select_block=64, asked=None):
+        case = Chosen((tokens,), group=group, **OF_BLOCKS | {"select_block": select_block})
+        blocks = torch.zeros(tokens, 1, 1, dtype=torch.int32)
+        size = layout_of(case.sequences().tokens, 1, 1, group).elements()
+        workspace = torch.zeros(size, dtype=torch.int32)
+        planned = kept_plan(workspace, blocks, case.sequences(), group)
+        q, k = (torch.zeros(tokens, n, 128, dtype=torch.bfloat16) for n in (group, 1))
+        return launches.selected_tile(asked, planned, case.sequences(), (q, k, k))
+
     assert chosen("forward", COMPRESSED, 32768).keys == 128
     assert chosen("forward", COMPRESSED, 8192).keys == 64
     assert chosen("forward", COMPRESSED, 8188) is None
@@ -250,8 +344,11 @@ def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
     assert chosen("dq", COMPRESSED, 8192, asked=False) is None
     assert chosen("dq", WINDOW, 128, asked=True) == launches.ASKED["dq"]
     assert chosen("dkdv", COMPRESSED, 8190) is None  # lines that TMA cannot fetch
+    assert of_blocks(8192) and of_blocks(8191) is None and of_blocks(8192, select_block=32) is None
+    assert of_blocks(8192, group=2) is None  # 32 rows
     monkeypatch.setattr(launches, "processors", lambda device: 132)
     assert chosen("forward", COMPRESSED, 32768) is None  # one head: a tile to two processors
+    assert of_blocks(8192) is None
 
 
 @emulated
@@ -271,6 +368,9 @@ def test_asked_for_by_name_they_run_or_say_why_not():
     with pytest.raises(ValueError, match="dq by specialized warps: they are compiled for a GPU"):
         launches.tile_for(*given)
     assert launches.tile_for("dq", None, *given[2:]) is None
+    case = Chosen((9,), group=2, **OF_BLOCKS)
+    with pytest.raises(ValueError, match="33 to 64 rows a tile, and these are 64, 32 of 2 heads"):
+        selected(case, case.draw())
 
 
 @emulated

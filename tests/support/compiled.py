@@ -91,7 +91,8 @@ def reach_warps(name: str) -> None:
     plain = launches.tile_for
 
     def if_ever(kernel, asked, span, *given):
-        known = (kernel, SHAPES[name][0], span.lookback is not None) in launches.FASTER
+        looks_back = span is not None and span.lookback is not None
+        known = (kernel, SHAPES[name][0], looks_back) in launches.FASTER
         return plain(kernel, known, span, *given)
 
     launches.tile_for = if_ever
@@ -102,10 +103,10 @@ def reach_warps(name: str) -> None:
 
     q, gates = tensor(tokens, heads * group, dim), tensor(tokens, heads * group, 3)
     k, v = tensor(tokens, heads, dim), tensor(tokens, heads, value_dim)
-    given = q, k[:127], v[:127], None, None, k, v, gates
+    given = q, k[:127], v[:127], k, v, k, v, gates
     where = None, 1, sizes_of(NSAConfig()), dim**-0.5
-    o, *kept, _ = ops.attend(*given, None, *where, True)
-    ops.attend_backward(o, *given, None, None, *kept, *where[1:], True)
+    o, *kept, blocks = ops.attend(*given, None, *where, True)
+    ops.attend_backward(o, *given, blocks, None, *kept, *where[1:], True)
 
 
 def reach(name: str, tokens: int, packed: bool) -> None:

@@ -46,7 +46,7 @@ def _kept(name: str) -> Callable:
     return of_int
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand"):
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand", "rshift"):
     setattr(Int, f"__{_name}__", _kept(f"__{_name}__"))
 
 
@@ -107,6 +107,9 @@ class Memory:
 
     def load(self, layout: Any) -> Tensor:
         return self.data.clone()
+
+    def store(self, values: Tensor) -> None:
+        self.data.copy_(values)
 
 
 class Barrier:
@@ -289,7 +292,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 def _load(at: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
     flat, offset, mask = at.elements(torch.as_tensor(mask))
-    return torch.where(mask, flat[torch.where(mask, offset, 0)], torch.tensor(other).to(flat.dtype))
+    found = torch.where(
+        mask, flat[torch.where(mask, offset, 0)], torch.tensor(other).to(flat.dtype)
+    )
+    return Int(found) if found.dim() == 0 and not found.is_floating_point() else found
 
 
 def _store(at: Pointer, values: Tensor, mask: Any = True) -> None:

@@ -8,13 +8,15 @@ from torch import Tensor
 from nsa.blocks import compressed_span, window_span
 from nsa.config import NSAConfig
 from nsa.kernels.hopper import launches
-from nsa.kernels.sequences import dense
+from nsa.kernels.selected_fwd import selected_forward
+from nsa.kernels.selected_plan import plan
+from nsa.kernels.sequences import Sequences, dense
 from nsa.kernels.span_bwd import span_dkdv, span_dq
 from nsa.kernels.span_fwd import span_forward
-from nsa.kernels.tiles import asked_once
+from nsa.kernels.tiles import Tile, asked_once
 
 PROVEN = ("NVIDIA H200",)  # models of GPU that all tests of these kernels ran on
-HEADS, KV_HEADS = 4, 2
+HEADS, KV_HEADS = 8, 2
 CLOSE = 0.02  # of the largest number: roundings of 16 bits in another order
 
 
@@ -41,7 +43,8 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
         if of_width != width:
             continue
         span = window_span(config) if looks_back else compressed_span(config)
-        keys = sequences.tokens if looks_back else sequences.compressed
+        all_keys = looks_back or kernel == "selected"
+        keys = sequences.tokens if all_keys else sequences.compressed
         q, do = draw(tokens, HEADS), draw(tokens, HEADS)
         k, v = draw(keys.rows, KV_HEADS), draw(keys.rows, KV_HEADS)
         if launches.why_not(kernel, sequences.tokens, keys, (q, k, v, do)):
@@ -54,6 +57,7 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
             "forward": partial(span_forward, q, k, v, *along),
             "dq": partial(span_dq, *saved, None, 2, *along, delta=None if looks_back else delta),
             "dkdv": partial(span_dkdv, *saved, delta, None, 2, *along),
+            "selected": partial(_selected, q, k, v, sequences),
         }[kernel]
         want = call(specialized=False)
         for _, tile in tiles:
@@ -62,7 +66,27 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
                 largest = x[x.isfinite()].abs().max()
                 if not error <= CLOSE * largest:
                     raise RuntimeError(
-                        f"{kernel} of {span} by specialized warps, {tile}, differs by "
+                        f"{kernel} of {'blocks' if kernel == 'selected' else span} by "
+                        f"specialized warps, {tile}, differs by "
                         f"{float(error):.2e} of at most {float(largest):.2e} from Triton's on "
                         f"{device}; please report it. Without strict=True nothing looks"
                     )
+
+
+def _selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    *,
+    tile: Tile | None = None,
+    **asked: bool,
+) -> tuple[Tensor, Tensor]:
+    """The selected branch's forward, of a selection that is the same each time."""
+    config, generator = sequences.config, torch.Generator(q.device).manual_seed(1)
+    shape = len(q), k.shape[1], config.select_count
+    visible = torch.arange(len(q), device=q.device)[:, None, None] // config.select_block + 1
+    blocks = (torch.rand(shape, device=q.device, generator=generator) * visible).int()
+    planned = plan(blocks, sequences, q.shape[1] // k.shape[1])
+    tiles = None if tile is None else {"large": tile}
+    return selected_forward(q, k, v, planned, sequences, q.shape[2] ** -0.5, tile=tiles, **asked)

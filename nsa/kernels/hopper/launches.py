@@ -1,20 +1,22 @@
-"""When the compressed and the window branch are for specialized warps, and the launches of those.
+"""When a kernel is for specialized warps, and the launches of those.
 
-These kernels are in Gluon, Triton's lower level, for Hopper alone; Triton's own of `span_fwd` and
-`span_bwd` serve everything else, and are what these are tested against.
+These kernels are in Gluon, Triton's lower level, for Hopper alone; Triton's own of `span_fwd`,
+`span_bwd` and `selected_fwd` serve everything else, and are what these are tested against.
 """
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.blocks import Span
-from nsa.kernels.common import LOG2E, Sizes
+from nsa.kernels.common import LOG2E, Sizes, ceil_div
 from nsa.kernels.launch import compiles_for, launch
-from nsa.kernels.sequences import Axis
+from nsa.kernels.selected_plan import Plan
+from nsa.kernels.sequences import Axis, Sequences
 from nsa.kernels.span_common import descriptors_fit, felt, line_operand, operand
 from nsa.kernels.tiles import Tile, architecture, processors
 
@@ -22,6 +24,7 @@ TESTED = ("3.6", "3.7")  # versions of Triton that these were compiled with; Glu
 WIDTHS = 64, 128  # D and DV
 HALF = 64  # rows of a warpgroup; a program has two
 ENOUGH = 4  # tiles of queries to a processor, which takes them one after the other
+MANY = 60  # tiles of the selected branch to a processor: short, and behind Triton's where few
 # By kernel, D and DV, and whether the span looks back: the tiles that were measured ahead of
 # Triton's kernels on an H200, and from how many tokens of a sequence on.
 FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
@@ -37,18 +40,28 @@ FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
     ("dkdv", 128, True): ((4096, Tile(64, 2 * HALF, 4, 3)),),
     ("dkdv", 64, False): ((16384, Tile(128, 2 * HALF, 4, 2)),),
     ("dkdv", 64, True): ((8192, Tile(64, 2 * HALF, 4, 3)),),
+    ("selected", 128, False): ((8192, Tile(HALF, 64, 4, 3)),),
 }
 ASKED = {  # where FASTER has none and they are asked for by name
     "forward": Tile(2 * HALF, 64, 4, 4),
     "dq": Tile(2 * HALF, 64, 4, 4),
     "dkdv": Tile(64, 2 * HALF, 4, 3),
+    "selected": Tile(HALF, 64, 4, 3),
 }
+
+
+class Group(NamedTuple):
+    """The tokens and heads of a tile of the selected branch, and the slots of its union."""
+
+    tokens: int
+    heads: int
+    slots: int
 
 
 def tile_for(
     kernel: str,
     asked: bool | None,
-    span: Span,
+    span: Span | None,
     tokens: Axis,
     keys: Axis,
     operands: Sequence[Tensor],
@@ -56,7 +69,7 @@ def tile_for(
     """The tile by which specialized warps take "forward" of q, k and v, or "dq" or "dkdv" of these
     and do; None where Triton's kernels do.
 
-    asked: by the caller; None leaves it to FASTER.
+    asked: by the caller; None leaves it to FASTER. span None: "selected", see `selected_tile`.
 
     Raises:
         ValueError: where they are asked for and cannot.
@@ -64,7 +77,8 @@ def tile_for(
     if asked is False:
         return None
     q, _, v, *_ = operands
-    tiles = FASTER.get((kernel, v.shape[2], span.lookback is not None), ())
+    looks_back = span is not None and span.lookback is not None
+    tiles = FASTER.get((kernel, v.shape[2], looks_back), ())
     found = next((tile for least, tile in tiles if tokens.length >= least), None)
     if asked is None:
         many = q.shape[0] * q.shape[1] >= ENOUGH * 2 * HALF * processors(q.device)
@@ -73,6 +87,25 @@ def tile_for(
     if refusal := why_not(kernel, tokens, keys, operands):
         raise ValueError(f"{kernel} by specialized warps: {refusal}; None goes by speed")
     return found or ASKED[kernel]
+
+
+def selected_tile(
+    asked: bool | None, plan: Plan, sequences: Sequences, operands: Sequence[Tensor]
+) -> Tile | None:
+    """As `tile_for`, for the forward of the selected branch of q, k and v by `plan`."""
+    union, block = plan.largest, sequences.config.select_block
+    rows = union.tokens_per_tile * plan.heads
+    if plan.heads < plan.group or not HALF // 2 < rows <= HALF or block != ASKED["selected"].keys:
+        if asked:
+            raise ValueError(
+                f"selected by specialized warps: they take blocks of 64 keys and 33 to 64 rows a "
+                f"tile, and these are {block}, {rows} of {plan.group} heads; None goes by speed"
+            )
+        return None
+    few = union.counts.numel() < MANY * processors(operands[0].device)
+    if asked is None and few:
+        return None
+    return tile_for("selected", asked, None, sequences.tokens, sequences.tokens, operands)
 
 
 def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -> str | None:
@@ -217,6 +250,36 @@ def launch_forward(
         o, lse2, gates, base, tuple(None if x is None else x.stride() for x in (o, gates, base)),
         (tokens.length, keys.length, tiles, tiles * heads), total, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
+        BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
+        num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def launch_selected(
+    operands: Sequence[Tensor],
+    out: tuple[Tensor, Tensor],
+    mix: tuple[Tensor | None, int, Tensor | None, int | None],
+    plan: Plan,
+    sequences: Sequences,
+    scale: float,
+    tile: Tile,
+) -> None:
+    """o [tokens, HQ, D] and lse2 [tokens, HQ], `out`, of operands q, k, v, by plan's large tiles.
+
+    mix: as of `launch_forward`.
+    """
+    from nsa.kernels.hopper.selected import selected_kernel
+
+    q, k, v = operands
+    gates, branch, base, base_branch = mix
+    union, tokens, kv_heads = plan.largest, sequences.tokens, k.shape[1]
+    tiles = tokens.tile_count(union.tokens_per_tile)
+    launch(
+        selected_kernel, (min(ceil_div(tiles * kv_heads, 2), processors(q.device)),),
+        q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), *out, gates, base,
+        tuple(None if x is None else x.stride() for x in (q, out[0], gates, base)),
+        (tokens.length, tiles, kv_heads, tiles * kv_heads), tuple(union.tensors()), scale * LOG2E,
+        ROWS=tile.rows, TILE=Group(union.tokens_per_tile, plan.heads, union.blocks.shape[2]),
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip

@@ -1,0 +1,214 @@
+"""Forward of the selected branch by specialized warps."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa.kernels.hopper.parts import ring, room, wide
+
+
+@gluon.jit
+def _tile(number, place, union, TILE: gl.constexpr):
+    """(sequence, KV head, first token, its blocks, which tokens select each, how many)."""
+    tokens, tiles, kv_heads, _ = place
+    blocks, members, counts = union
+    kv_head = number // tiles
+    per_sequence = gl.cdiv(tokens, TILE.tokens)
+    sequence = number % tiles // per_sequence
+    first = number % tiles % per_sequence * TILE.tokens
+    at = (number % tiles).to(gl.int64) * kv_heads + kv_head
+    count = gl.load(counts + at)
+    return sequence, kv_head, first, blocks + at * TILE.slots, members + at * TILE.slots, count
+
+
+@gluon.jit
+def _fetch_blocks(k, v, fetched, place, union, SIDE: gl.constexpr, TILE: gl.constexpr,
+                  STAGES: gl.constexpr):  # fmt: skip
+    """The warp that fetches keys and values of the blocks of one warpgroup's tiles."""
+    k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
+    N: gl.constexpr = k.block_shape[2]
+    n = 0
+    for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
+        sequence, kv_head, _, blocks, _, count = _tile(number, place, union, TILE)
+        ahead = gl.load(blocks, mask=count > 0, other=0)
+        for i in range(gl.maximum(count, 1)):
+            where = [sequence, kv_head, ahead * N, 0]
+            ahead = gl.load(blocks + i + 1, mask=i + 1 < count, other=0)
+            stage = SIDE * STAGES + n % STAGES
+            free = (n // STAGES + 1) & 1
+            mbarrier.wait(k_empty.index(stage), free)
+            mbarrier.expect(k_full.index(stage), N * k.block_shape[3] * 2)
+            tma.async_copy_global_to_shared(k, where, k_full.index(stage), k_at.index(stage))
+            mbarrier.wait(v_empty.index(stage), free)
+            mbarrier.expect(v_full.index(stage), N * v.block_shape[3] * 2)
+            tma.async_copy_global_to_shared(v, where, v_full.index(stage), v_at.index(stage))
+            n += 1
+
+
+@gluon.jit
+def _weighed(s, scale2, m, block, member, first, token, i):
+    """`common.weighed` of the scores s [64, N] of a block; i [N] counts its keys, and token [64]
+    is each row's after `first`, that of the tile.
+
+    A token sees all of a block that it selected, unless it lies inside: most blocks need no mask.
+    """
+    N: gl.constexpr = s.shape[1]
+    sees = ((member >> token) & 1) == 1
+    if block * N + N > first + 1:
+        s = gl.where((block * N + i)[None, :] <= (first + token)[:, None], s, float("-inf"))
+    m_new = gl.where(sees, gl.maximum(m, gl.max(s, 1) * scale2), m)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    rescale = gl.exp2(m - shift)
+    return gl.exp2(s * scale2 - gl.where(sees, shift, float("inf"))[:, None]), m_new, rescale
+
+
+@gluon.jit
+def _attend(
+    given, SIDE: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr,
+    BASE_BRANCH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup that computes: o and lse2 of every other tile.
+
+    The product of a block's scores is in flight with that of the probabilities before.
+    """
+    q, q_at, fetched, out, mix, strides, place, union, scale2 = given
+    k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
+    o, lse2 = out
+    gates, base_o = mix
+    of_q, of_o, of_gates, of_base = strides
+    tokens, kv_heads = place[0], place[2]
+    M: gl.constexpr = q_at.shape[1]
+    N: gl.constexpr = k_at.shape[3]
+    D: gl.constexpr = k_at.shape[4]
+    HEADS: gl.constexpr = TILE.heads
+    FIRST: gl.constexpr = SIDE * STAGES
+    dtype: gl.constexpr = v_at.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, scores)
+    by_sum: gl.constexpr = gl.SliceLayout(1, sums)
+    WIDE: gl.constexpr = wide(D, dtype)
+
+    q_tile = q_at.index(SIDE)
+    i = gl.arange(0, N, gl.SliceLayout(0, scores))
+    d = gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
+    r = gl.arange(0, M, by_row)
+    wide_r = gl.arange(0, M, gl.SliceLayout(1, WIDE))
+    token = r // HEADS
+    n = 0  # blocks so far
+    for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
+        sequence, kv_head, first, blocks, members, count = _tile(number, place, union, TILE)
+        start = sequence.to(gl.int64) * tokens + first
+        left = gl.minimum(tokens - first, TILE.tokens)
+        there = (wide_r // HEADS < left)[:, None]
+        row = (start + wide_r // HEADS)[:, None]
+        head = (kv_head * HEADS + wide_r % HEADS)[:, None]
+        # What these warps have put there is what products read, by another way to that memory.
+        q_tile.store(gl.load(q + row * of_q[0] + head * of_q[1] + d, mask=there, other=0.0))
+        fence_async_shared()
+        m = gl.full([M], float("-inf"), gl.float32, by_row)
+        acc = gl.zeros([M, D], gl.float32, sums)
+        # A tile whose tokens selected nothing takes one step, too, that nobody sees anything of.
+        block = gl.load(blocks, mask=count > 0, other=0)
+        member = gl.load(members, mask=count > 0, other=0)
+        stage = FIRST + n % STAGES
+        mbarrier.wait(k_full.index(stage), (n // STAGES) & 1)
+        s = warpgroup_mma(
+            q_tile, k_at.index(stage).reshape([N, D]).permute((1, 0)),
+            gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True,
+        )  # fmt: skip
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage))
+        p, m, rescale = _weighed(s, scale2, m, block, member, first, token, i)
+        total = gl.sum(p, 1)
+        p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+        block = gl.load(blocks + 1, mask=count > 1, other=0)
+        member = gl.load(members + 1, mask=count > 1, other=0)
+        for step in range(1, count):
+            before, turn = stage, (n // STAGES) & 1
+            n += 1
+            stage = FIRST + n % STAGES
+            mbarrier.wait(k_full.index(stage), (n // STAGES) & 1)
+            s = warpgroup_mma(
+                q_tile, k_at.index(stage).reshape([N, D]).permute((1, 0)),
+                gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True,
+            )  # fmt: skip
+            mbarrier.wait(v_full.index(before), turn)
+            acc = warpgroup_mma(p16, v_at.index(before).reshape([N, D]), acc, is_async=True)
+            this, these = block, member
+            block = gl.load(blocks + step + 1, mask=step + 1 < count, other=0)
+            member = gl.load(members + step + 1, mask=step + 1 < count, other=0)
+            s = warpgroup_mma_wait(1, deps=[s])
+            mbarrier.arrive(k_empty.index(stage))
+            p, m, rescale = _weighed(s, scale2, m, this, these, first, token, i)
+            total = total * rescale + gl.sum(p, 1)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(before))
+            acc = acc * gl.convert_layout(rescale, by_sum)[:, None]
+            p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+        mbarrier.wait(v_full.index(stage), (n // STAGES) & 1)
+        acc = warpgroup_mma(p16, v_at.index(stage).reshape([N, D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(stage))
+        n += 1
+
+        valid = token < left
+        heads = kv_head * HEADS + r % HEADS
+        total = gl.where(m == float("-inf"), 1.0, total)
+        at_lse2 = lse2 + (start + token) * (kv_heads * HEADS) + heads
+        gl.store(at_lse2, m + gl.log2(total), mask=valid)
+        factor = 1.0 / total
+        at_gates = gates
+        if gates is not None:
+            at_gates = gates + (start + token) * of_gates[0] + heads * of_gates[1]
+            of_branch = gl.load(at_gates + BRANCH * of_gates[2], mask=valid, other=0.0)
+            factor = factor * of_branch.to(gl.float32)
+        acc = acc * gl.convert_layout(factor, by_sum)[:, None]
+        # The queries are done with: their place is where rows change hands.
+        if base_o is not None:
+            at_base = base_o + row * of_base[0] + head * of_base[1] + d
+            q_tile.store(gl.load(at_base, mask=there, other=0.0))
+            other = q_tile.load(sums).to(gl.float32)
+            if BASE_BRANCH >= 0:
+                of_base_o = gl.load(at_gates + BASE_BRANCH * of_gates[2], mask=valid, other=0.0)
+                other = other * gl.convert_layout(of_base_o.to(gl.float32), by_sum)[:, None]
+            acc = acc + other
+        q_tile.store(acc.to(dtype))
+        gl.store(o + row * of_o[0] + head * of_o[1] + d, q_tile.load(WIDE), mask=there)
+
+
+@gluon.jit
+def selected_kernel(
+    q, k, v, o, lse2, gates, base_o, strides, place, union, scale2,
+    ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """`selected_fwd._selected_forward` of dense sequences; strides: of q, o, gates and base_o.
+
+    place: (tokens of a sequence, tiles of a KV head, KV heads, tiles). union: blocks, members and
+    counts of each. Both warpgroups walk tiles of their own, and share nothing.
+    """
+    flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_at = gl.allocate_shared_memory(k.dtype, [2, ROWS, k.block_shape[3]], flat)
+    k_at = room(k, 2 * STAGES)
+    v_at = room(v, 2 * STAGES)
+    k_full, k_empty = ring(2 * STAGES, 1)
+    v_full, v_empty = ring(2 * STAGES, 1)
+    fetched = k_at, v_at, k_full, k_empty, v_full, v_empty
+    given = q, q_at, fetched, (o, lse2), (gates, base_o), strides, place, union, scale2
+    gl.warp_specialize(
+        [
+            (_attend, (given, 0, TILE, BRANCH, BASE_BRANCH, STAGES)),
+            (_attend, (given, 1, TILE, BRANCH, BASE_BRANCH, STAGES)),
+            (_fetch_blocks, (k, v, fetched, place, union, 0, TILE, STAGES)),
+            (_fetch_blocks, (k, v, fetched, place, union, 1, TILE, STAGES)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
