@@ -31,6 +31,11 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def name_of(device: torch.device) -> str:
+    """What a CUDA device calls itself, "NVIDIA H200"; "" for a CPU."""
+    return asked_once(torch.cuda.get_device_name, device) if device.type == "cuda" else ""
+
+
 def processors(device: torch.device) -> int:
     """Programs that run at once if each fills a processor; 1 for a CPU, one after the other."""
     if device.type != "cuda":

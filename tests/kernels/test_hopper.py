@@ -346,6 +346,10 @@ def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
     assert chosen("dkdv", COMPRESSED, 8190) is None  # lines that TMA cannot fetch
     assert of_blocks(8192) and of_blocks(8191) is None and of_blocks(8192, select_block=32) is None
     assert of_blocks(8192, group=2) is None  # 32 rows
+    monkeypatch.setattr(launches, "name_of", lambda device: "NVIDIA H200")
+    assert of_blocks(65536) and of_blocks(65472, 16) and of_blocks(65536, 16) is None
+    monkeypatch.setattr(launches, "name_of", lambda device: "NVIDIA H100 80GB HBM3")
+    assert of_blocks(65536, 16)
     monkeypatch.setattr(launches, "processors", lambda device: 132)
     assert chosen("forward", COMPRESSED, 32768) is None  # one head: a tile to two processors
     assert of_blocks(8192) is None

@@ -18,13 +18,16 @@ from nsa.kernels.launch import compiles_for, launch
 from nsa.kernels.selected_plan import Plan
 from nsa.kernels.sequences import Axis, Sequences
 from nsa.kernels.span_common import descriptors_fit, felt, line_operand, operand
-from nsa.kernels.tiles import Tile, architecture, processors
+from nsa.kernels.tiles import Tile, architecture, name_of, processors
 
 TESTED = ("3.6", "3.7")  # versions of Triton that these were compiled with; Gluon is experimental
 WIDTHS = 64, 128  # D and DV
 HALF = 64  # rows of a warpgroup; a program has two
 ENOUGH = 4  # tiles of queries to a processor, which takes them one after the other
 MANY = 60  # tiles of the selected branch to a processor: short, and behind Triton's where few
+# Where memory is as fast as an H200's, Triton's small tiles of one token win on random queries from
+# so many tokens on. On an H100 they do not.
+ONE_TOKEN = 65536
 # By kernel, D and DV, and whether the span looks back: the tiles that were measured ahead of
 # Triton's kernels on an H200, and from how many tokens of a sequence on.
 FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
@@ -102,8 +105,10 @@ def selected_tile(
                 f"tile, and these are {block}, {rows} of {plan.group} heads; None goes by speed"
             )
         return None
-    few = union.counts.numel() < MANY * processors(operands[0].device)
-    if asked is None and few:
+    device = operands[0].device
+    few = union.counts.numel() < MANY * processors(device)
+    alone = plan.small.tokens_per_tile == 1 and sequences.tokens.length >= ONE_TOKEN
+    if asked is None and (few or (alone and "H200" in name_of(device))):
         return None
     return tile_for("selected", asked, None, sequences.tokens, sequences.tokens, operands)
 
