@@ -189,6 +189,17 @@ def test_long_selections_come_out_as_by_tritons_kernel_and_the_same_every_time(t
 FULL, EMPTY, NOT = "mbarrier.wait(full", "mbarrier.wait(empty", "pass  #"
 BACK = "mbarrier.arrive(v_empty.index(before))"
 TURN = "number // gl.num_programs(0)"
+# Of kernels that have keys and values in rings, and scores in flight.
+RINGS = [
+    ("reads keys that are not there yet", "mbarrier.wait(k_full", NOT),
+    ("reads values that are not there yet", "mbarrier.wait(v_full", NOT),
+    ("overwrites keys that are in use", "mbarrier.wait(k_empty", NOT),
+    ("overwrites values that are in use", "mbarrier.wait(v_empty", NOT),
+    ("gives values back before they are summed",
+     "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 12 * " " + BACK,
+     BACK + "\n" + 12 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
+    ("reads scores in flight", "s = warpgroup_mma_wait(1", "s = warpgroup_mma_wait(2"),
+]  # fmt: skip
 FAULTS = {
     "dkdv": [
         ("reads a stage that is not there yet",
@@ -214,29 +225,15 @@ FAULTS = {
         ("forgets the steps of the tiles before", "behind += steps", "pass"),
     ],
     "forward": [
-        ("reads keys that are not there yet", "mbarrier.wait(k_full", NOT),
-        ("reads values that are not there yet", "mbarrier.wait(v_full", NOT),
-        ("overwrites keys that are in use", "mbarrier.wait(k_empty", NOT),
-        ("overwrites values that are in use", "mbarrier.wait(v_empty", NOT),
-        ("gives values back before they are summed",
-         "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 12 * " " + BACK,
-         BACK + "\n" + 12 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
+        *RINGS,
         ("takes every tile for the first", TURN, "0"),
         ("forgets the steps of the tiles before", "behind += steps", "pass"),
-        ("reads scores in flight", "s = warpgroup_mma_wait(1", "s = warpgroup_mma_wait(2"),
     ],
     "selected": [
-        ("reads keys that are not there yet", "mbarrier.wait(k_full", NOT),
-        ("reads values that are not there yet", "mbarrier.wait(v_full", NOT),
-        ("overwrites keys that are in use", "mbarrier.wait(k_empty", NOT),
-        ("overwrites values that are in use", "mbarrier.wait(v_empty", NOT),
-        ("gives values back before they are summed",
-         "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 12 * " " + BACK,
-         BACK + "\n" + 12 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
+        *RINGS,
         ("reads the other warpgroup's blocks", "SIDE * STAGES", "0"),
         ("takes every tile's first block for the first of all", "        n += 1\n\n", "\n"),
         ("takes the next block's tokens for this one's", "m, this, these,", "m, block, member,"),
-        ("reads scores in flight", "s = warpgroup_mma_wait(1", "s = warpgroup_mma_wait(2"),
     ],
 }  # fmt: skip
 EACH = [(kernel, *fault) for kernel, faults in FAULTS.items() for fault in faults]

@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -12,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa.kernels.common import weighed
 from nsa.kernels.hopper.parts import (
     fetch_queries,
+    fetch_step,
     key_steps,
     let_by,
     load,
@@ -29,7 +29,6 @@ def _fetch_keys(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that fetches keys, and values, a step."""
-    k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
     N: gl.constexpr = k.block_shape[2]
     n = 0
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
@@ -38,12 +37,7 @@ def _fetch_keys(
             stage = n % STAGES
             free = (n // STAGES + 1) & 1
             where = [tile[1], tile[0] // SIZES.G, tile[3] + step * N, 0]
-            mbarrier.wait(k_empty.index(stage), free)
-            mbarrier.expect(k_full.index(stage), N * k.block_shape[3] * 2)
-            tma.async_copy_global_to_shared(k, where, k_full.index(stage), k_at.index(stage))
-            mbarrier.wait(v_empty.index(stage), free)
-            mbarrier.expect(v_full.index(stage), N * v.block_shape[3] * 2)
-            tma.async_copy_global_to_shared(v, where, v_full.index(stage), v_at.index(stage))
+            fetch_step(k, v, where, fetched, stage, free)
             n += 1
 
 

@@ -76,6 +76,19 @@ def ring(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
+def fetch_step(k, v, where, fetched, stage, free):
+    """Keys and values of one step, to `stage` once it is empty: its phase `free` is over."""
+    k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
+    N: gl.constexpr = k.block_shape[2]
+    mbarrier.wait(k_empty.index(stage), free)
+    mbarrier.expect(k_full.index(stage), N * k.block_shape[3] * 2)
+    tma.async_copy_global_to_shared(k, where, k_full.index(stage), k_at.index(stage))
+    mbarrier.wait(v_empty.index(stage), free)
+    mbarrier.expect(v_full.index(stage), N * v.block_shape[3] * 2)
+    tma.async_copy_global_to_shared(v, where, v_full.index(stage), v_at.index(stage))
+
+
+@gluon.jit
 def fetch_queries(
     q, do, q_at, do_at, full, empty, place,
     SIZES: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr,

@@ -5,12 +5,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.hopper.parts import ring, room, wide
+from nsa.kernels.hopper.parts import fetch_step, ring, room, wide
 
 
 @gluon.jit
@@ -31,7 +30,6 @@ def _tile(number, place, union, TILE: gl.constexpr):
 def _fetch_blocks(k, v, fetched, place, union, SIDE: gl.constexpr, TILE: gl.constexpr,
                   STAGES: gl.constexpr):  # fmt: skip
     """The warp that fetches keys and values of the blocks of one warpgroup's tiles."""
-    k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
     N: gl.constexpr = k.block_shape[2]
     n = 0
     for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
@@ -42,12 +40,7 @@ def _fetch_blocks(k, v, fetched, place, union, SIDE: gl.constexpr, TILE: gl.cons
             ahead = gl.load(blocks + i + 1, mask=i + 1 < count, other=0)
             stage = SIDE * STAGES + n % STAGES
             free = (n // STAGES + 1) & 1
-            mbarrier.wait(k_empty.index(stage), free)
-            mbarrier.expect(k_full.index(stage), N * k.block_shape[3] * 2)
-            tma.async_copy_global_to_shared(k, where, k_full.index(stage), k_at.index(stage))
-            mbarrier.wait(v_empty.index(stage), free)
-            mbarrier.expect(v_full.index(stage), N * v.block_shape[3] * 2)
-            tma.async_copy_global_to_shared(v, where, v_full.index(stage), v_at.index(stage))
+            fetch_step(k, v, where, fetched, stage, free)
             n += 1
 
 
