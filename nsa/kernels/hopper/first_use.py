@@ -15,10 +15,8 @@ from nsa.kernels.span_bwd import span_dkdv, span_dq
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile, name_of
 
-PROVEN = (
-    "NVIDIA H200",
-    "NVIDIA H100 80GB HBM3",
-)  # models of GPU that all tests of these kernels ran on
+# Models of GPU that tests of every one of these kernels ran on.
+PROVEN = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 HEADS, KV_HEADS = 8, 2
 CLOSE = 0.02  # of the largest number: roundings of 16 bits in another order
 

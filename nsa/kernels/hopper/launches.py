@@ -28,8 +28,8 @@ MANY = 60  # tiles of the selected branch to a processor: short, and behind Trit
 # Where memory is as fast as an H200's, Triton's small tiles of one token win on random queries from
 # so many tokens on. On an H100 they do not.
 ONE_TOKEN = 65536
-# By kernel, D and DV, and whether the span looks back: the tiles that were measured ahead of
-# Triton's kernels on an H200, and from how many tokens of a sequence on.
+# By kernel, D and DV, and whether the span looks back: the tiles measured ahead of Triton's kernels
+# on an H200 ("selected" on an H100 too), and from how many tokens of a sequence on.
 FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
     ("forward", 128, False): (
         (32768, Tile(2 * HALF, 128, 4, 2)),
