@@ -1,10 +1,10 @@
 """Selection and attention as torch operators: what autograd, torch.compile and export see.
 
 Launchers run inside; here is only what to save, what to launch and in which order. A forward keeps
-o of the compressed branch, a log-sum-exp for each branch, the selection and the tiles planned for
-it: the other branches' <do, o> follow from the probabilities that their backward computes anyway,
-so their outputs exist only inside the gated sum. All sums are in a fixed order: the same inputs
-give the same bits.
+the gated sum, o of the compressed branch, a log-sum-exp for each branch, the selection and the
+tiles planned for it. <do, o> of the window follows from the probabilities that its backward
+computes anyway, and that of the selected branch is what the sum's leaves: their outputs exist only
+inside the sum. All sums are in a fixed order: the same inputs give the same bits.
 """
 
 from collections.abc import Sequence
@@ -140,7 +140,7 @@ def attend(
 
     Returns (o [tokens, HQ, DV], o of the compressed branch, lse2 [HQ, tokens] of the compressed and
     of the window branch, lse2 [tokens, HQ] of the selected one, its plan, see `selected_plan.Plan`,
-    int32, blocks); what is not kept is empty.
+    int32, blocks); what is not kept is empty. A backward reads o: it must not change in place.
     """
     sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     config, tokens = sequences.config, sequences.tokens
@@ -239,6 +239,7 @@ def attend_backward(
     gates: Tensor | None,
     blocks: Tensor | None,
     cu_seqlens: Tensor | None,
+    o: Tensor,
     o_cmp: Tensor,
     lse_cmp: Tensor,
     lse_win: Tensor,
@@ -266,7 +267,7 @@ def attend_backward(
         gates = by_branch.contiguous().permute(2, 1, 0)
     # Queries' gradients follow each other here, keys' and values' on a stream beside them. Each
     # delta has a name of its own, for that stream may read it until both have met.
-    side, dq = SideStream(q), None
+    side, dq, deltas = SideStream(q), None, []
     grads = _empty_gradients(q, ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)), keys)
     if v_slc is not None:
         planned = selected_plan.kept_plan(plan, blocks, sequences, q.shape[1] // k_slc.shape[1])
@@ -281,18 +282,21 @@ def attend_backward(
             with side:
                 span_bwd.span_dkdv(*given, delta_cmp, gates, CMP, *span, out=grads[0:2])
         dq, _ = span_bwd.span_dq(*given, gates, CMP, *span, delta=delta_cmp)
+        deltas.append((delta_cmp, CMP))
     if v_win is not None:
         span = window_span(config), tokens, tokens, scale
         given = q, k_win, v_win, do, lse_win
         dq, delta_win = span_bwd.span_dq(*given, gates, WIN, *span, dgates=dgates, dq=dq)
+        deltas.append((delta_win, WIN))
         if keys:
             with side:
                 span_bwd.span_dkdv(*given, delta_win, gates, WIN, *span, out=grads[4:6])
     if v_slc is not None:
         given = q, k_slc, v_slc, do, lse_slc
         dq, delta_slc = selected_dq.selected_dq(
-            *given, gates, SLC, planned, sequences, scale, dgates=dgates, dq=dq
-        )
+            *given, gates, SLC, planned, sequences, scale,
+            o=o, others=deltas, dgates=dgates, dq=dq,
+        )  # fmt: skip
         if keys:
             with side:
                 selected_dkdv.selected_dkdv(
@@ -312,11 +316,11 @@ def _(do, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *rest):
 
 def _save_attend(ctx, inputs, output):
     *tensors, blocks, cu_seqlens, ctx.batch, ctx.sizes, ctx.scale, _ = inputs
-    _, *kept, scored = output
+    o, *kept, scored = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept, scored)
     blocks = scored if blocks is None else blocks
-    ctx.save_for_backward(*tensors, blocks, cu_seqlens, *kept)
+    ctx.save_for_backward(*tensors, blocks, cu_seqlens, o, *kept)
 
 
 def _backward_attend(ctx, do, *_):

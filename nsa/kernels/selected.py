@@ -6,6 +6,9 @@ import triton.language as tl
 from nsa.kernels.common import locate, padded
 
 LANES = tl.constexpr(32)  # of a warp
+# Blocks up to which dq is made again with the delta found: where a token sees few keys its terms
+# cancel, and what is left of a rounding is then no longer small beside them.
+SHORT = tl.constexpr(2)
 
 
 @triton.jit
@@ -91,6 +94,28 @@ def tile_rows(start, rows, first, kv_head, head, group, WALK: tl.constexpr):
     position = first + token
     valid = (token < WALK.tokens) & (in_group < group) & (position < rows)
     return token, position, start + position, kv_head * group + in_group, valid
+
+
+@triton.jit
+def delta_left(
+    product, gates, deltas, row, heads, valid, sees_any, strides, total, BRANCH: tl.constexpr,
+    OTHERS: tl.constexpr,
+):  # fmt: skip
+    """(<do, o> of a branch, 0 where none is seen or it weighs 0; its gate), of rows, fp32.
+
+    What `product`, <do, o> of the gated sum, leaves to it: deltas [HQ, total] of the branches
+    OTHERS weigh by their gates. gates None: the branch is alone.
+    """
+    gate = valid.to(tl.float32)
+    if gates is not None:
+        at_gates = gates + row.to(tl.int64) * strides[0] + heads.to(tl.int64) * strides[1]
+        for n in tl.static_range(len(OTHERS)):
+            other = tl.load(at_gates + OTHERS[n] * strides[2], mask=valid, other=0.0)
+            delta = tl.load(deltas[n] + heads.to(tl.int64) * total + row, mask=valid, other=0.0)
+            product -= other.to(tl.float32) * delta
+        gate = tl.load(at_gates + BRANCH * strides[2], mask=valid, other=0.0).to(tl.float32)
+    weighs = sees_any & (gate != 0.0)
+    return tl.where(weighs, product / tl.where(weighs, gate, 1.0), 0.0), gate
 
 
 @triton.jit

@@ -58,7 +58,7 @@ def selected_forward(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if specialized is None and (tile or force or cost or descriptors is not None):
         specialized = False
-    if by_warps := hopper.selected_tile(specialized, plan, sequences, (q, k, v)):
+    if by_warps := hopper.selected_tile("selected", specialized, plan, sequences, (q, k, v)):
         mix, chosen = (gates, branch, base, base_branch), (tile or {}).get("large") or by_warps
         hopper.launch_selected((q, k, v), (o, lse), mix, plan, sequences, scale, chosen)
         return o, lse

@@ -65,14 +65,14 @@ HOPPER = {
     64: {
         ("forward", 16): Tile(16, 32, 1, 3),
         ("forward", 64): Tile(64, 64, 4, 3),
-        ("dq", 16): Tile(16, 64, 1, 2),
+        ("dq", 16): Tile(16, 32, 1, 3),
         ("dq", 64): Tile(64, 64, 4, 3),
         ("dkdv", 64): Tile(128, 64, 4, 2),
     },
 }
 
 # Time of a block in a large tile over its time in a small one.
-COST = {128: {"forward": 1.4, "dq": 1.7}, 64: {"forward": 1.65, "dq": 1.8}}
+COST = {128: {"forward": 1.4, "dq": 1.4}, 64: {"forward": 1.65, "dq": 1.6}}
 
 
 def _hopper(dims: tuple[int, int], bytes_each: int, chip: int) -> dict:
@@ -123,7 +123,7 @@ def _tile(
             stages -= 1
         else:
             break
-    sums = {"forward": rows * dims[1], "dq": rows * 2 * dims[0], "dkdv": keys * width}[kernel]
+    sums = {"forward": rows * dims[1], "dq": rows * dims[0], "dkdv": keys * width}[kernel]
     return Tile(rows, keys, 4 if sums <= ACCUMULATED else 8, stages)
 
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from backend_calls import DEVICE
 from processes import told_by
+from selected_cases import BRANCH, assert_right
 from selected_cases import Case as Chosen
-from selected_cases import assert_right
 from span_cases import COMPRESSED, WINDOW, Case, Problem, check
 
 from nsa.blocks import Span, compressed_span, window_span
 from nsa.config import NSAConfig
 from nsa.kernels.hopper import first_use, launches
+from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
 from nsa.kernels.selected_plan import kept_plan, layout_of, plan
 from nsa.kernels.sequences import Axis
@@ -46,12 +47,22 @@ FEW = Chosen((230,), group=4, slots=3, **OF_BLOCKS)  # of one head
 
 
 def selected(case: Chosen, given: dict, **options) -> dict[str, torch.Tensor]:
-    """o and lse2 of the selected branch by specialized warps."""
+    """o, lse2, dq and delta of the selected branch by specialized warps.
+
+    base and out, as of `selected_forward`, are of the forward alone.
+    """
     sequences, q, k, v = case.sequences(), given["q"], given["k"], given["v"]
     planned = plan(given["blocks"], sequences, case.group)
-    mixed = {"gates": given.get("gates"), "specialized": True} | options
-    o, lse2 = selected_forward(q, k, v, planned, sequences, case.dim**-0.5, **mixed)
-    return {"o": o, "lse2": lse2}
+    gates, by, scale = given.get("gates"), options.pop("specialized", True), case.dim**-0.5
+    o, lse2 = selected_forward(
+        q, k, v, planned, sequences, scale, gates=gates, specialized=by, **options
+    )
+    found = {"o": o, "lse2": lse2}
+    if not options:
+        backward = q, k, v, given["do"], lse2, gates, BRANCH, planned, sequences, scale
+        dq, delta = selected_dq(*backward, o=o, specialized=by)
+        found |= {"dq": dq, "delta": delta}
+    return found
 
 
 @pytest.fixture
@@ -104,6 +115,32 @@ def test_selected_blocks_are_added_to_a_base_in_its_place(run, base_branch):
         assert got is out
         wanted = alone.float() + weight * base.float()
         torch.testing.assert_close(got.float(), wanted, rtol=0, atol=4e-3)
+
+
+def test_the_other_branches_share_of_the_sum_is_taken_off_and_dq_added_to(run):
+    run()
+    with torch.device(DEVICE):
+        given, sequences = FEW.draw(), FEW.sequences()
+        given["gates"][5, :, BRANCH] = 0.0
+        q, k, v, do, gates = (given[n] for n in ("q", "k", "v", "do", "gates"))
+        planned, scale = plan(given["blocks"], sequences, FEW.group), FEW.dim**-0.5
+        alone, lse2 = selected_forward(q, k, v, planned, sequences, scale, gates=gates)
+        arguments = q, k, v, do, lse2, gates, BRANCH, planned, sequences, scale
+        dq, delta = selected_dq(*arguments, o=alone, specialized=True)
+        # Two more branches; a token that weighs this one by nothing has its delta all the same.
+        others = [torch.randn_like(alone) for _ in range(2)]
+        o = alone + sum(gates[..., n, None] * x for n, x in zip((0, 2), others, strict=True))
+        deltas = [((do.float() * x.float()).sum(2).T.contiguous(), n) for n, x in
+                  zip((0, 2), others, strict=True)]  # fmt: skip
+        dgates, before = torch.full_like(gates, 7.0), torch.randn_like(q)
+        given = {"o": o, "others": deltas, "dgates": dgates, "specialized": True}
+        total, same = selected_dq(*arguments, **given, dq=before.clone())
+        torch.testing.assert_close(same, delta, rtol=0, atol=1e-4)
+        torch.testing.assert_close(total, before + dq, rtol=0, atol=0.02)
+        torch.testing.assert_close(
+            dgates[..., BRANCH], delta.to(dgates.dtype), rtol=1e-3, atol=1e-3
+        )
+        assert (dgates[..., [0, 2]] == 7.0).all()
 
 
 @pytest.mark.parametrize("span", [COMPRESSED, WINDOW], ids=["compressed", "window"])
@@ -188,6 +225,7 @@ def test_long_selections_come_out_as_by_tritons_kernel_and_the_same_every_time(t
 # What each kernel could have wrong of what its warps tell each other.
 FULL, EMPTY, NOT = "mbarrier.wait(full", "mbarrier.wait(empty", "pass  #"
 BACK = "mbarrier.arrive(v_empty.index(before))"
+KEYS_BACK = "mbarrier.arrive(k_empty.index(before))"
 TURN = "number // gl.num_programs(0)"
 # Of kernels that have keys and values in rings, and scores in flight.
 RINGS = [
@@ -235,6 +273,17 @@ FAULTS = {
         ("takes every tile's first block for the first of all", "        n += 1\n\n", "\n"),
         ("takes the next block's tokens for this one's", "m, this, these,", "m, block, member,"),
     ],
+    "selected_dq": [
+        *RINGS[:4],
+        ("gives keys back before they are summed",
+         "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 12 * " " + KEYS_BACK,
+         KEYS_BACK + "\n" + 12 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
+        ("gives values back in flight", "dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"),
+        ("reads scores in flight", "s = warpgroup_mma_wait(2", "s = warpgroup_mma_wait(3"),
+        ("reads the other warpgroup's keys", "SIDE * K_STAGES", "0"),
+        ("takes every tile's first block for the first of all", "        n += 1\n\n", "\n"),
+        ("sums the keys of this step for those before", "k_at.index(before)", "k_at.index(stage)"),
+    ],
 }  # fmt: skip
 EACH = [(kernel, *fault) for kernel, faults in FAULTS.items() for fault in faults]
 
@@ -250,8 +299,8 @@ class Right:
         _, self.delta = self.problem.dq(self.lse2)
 
     def of(self, kernel: str) -> torch.Tensor:
-        if kernel == "selected":
-            return selected(FEW, self.given)["o"]
+        if kernel.startswith("selected"):
+            return selected(FEW, self.given)["dq" if kernel == "selected_dq" else "o"]
         if kernel == "forward":
             return self.problem.forward()[0]
         if kernel == "dq":
@@ -331,7 +380,7 @@ def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
         workspace = torch.zeros(size, dtype=torch.int32)
         planned = kept_plan(workspace, blocks, case.sequences(), group)
         q, k = (torch.zeros(tokens, n, 128, dtype=torch.bfloat16) for n in (group, 1))
-        return launches.selected_tile(asked, planned, case.sequences(), (q, k, k))
+        return launches.selected_tile("selected", asked, planned, case.sequences(), (q, k, k))
 
     assert chosen("forward", COMPRESSED, 32768).keys == 128
     assert chosen("forward", COMPRESSED, 8192).keys == 64

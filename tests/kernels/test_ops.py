@@ -66,7 +66,7 @@ def test_the_backward_has_the_shapes_that_its_fake_promises():
     o, *kept, blocks = ops.attend(*args)
     tensors, (_, cu, batch, sizes, scale, _) = args[:8], args[8:]
     for keys in (True, False):
-        given = torch.randn_like(o), *tensors, blocks, cu, *kept, batch, sizes, scale, keys
+        given = torch.randn_like(o), *tensors, blocks, cu, o, *kept, batch, sizes, scale, keys
         torch.library.opcheck(ops.attend_backward.op, given, test_utils=CHECKS)
 
 

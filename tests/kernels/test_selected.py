@@ -44,7 +44,7 @@ def ours(case: Case, given: Given, task: int | None = None, **options) -> dict[s
     mixed = {"gates": gates, "branch": BRANCH} | options
     o, lse2 = selected_forward(q, k, v, planned, sequences, scale, **mixed)
     backward = q, k, v, do, lse2
-    dq, delta = selected_dq(*backward, gates, BRANCH, planned, sequences, scale, **options)
+    dq, delta = selected_dq(*backward, gates, BRANCH, planned, sequences, scale, o=o, **options)
     lookup = inverse(blocks, sequences, task)
     dk, dv = selected_dkdv(*backward, delta, gates, BRANCH, lookup, sequences, scale)
     return {"o": o, "lse2": lse2, "dq": dq, "delta": delta, "dk": dk, "dv": dv}
@@ -243,12 +243,12 @@ def test_the_output_is_mixed_with_a_base_in_place():
 def test_dq_is_added_to_and_the_gates_gradient_written_where_asked():
     given, planned, sequences = planned_for(Case((40,), group=3))
     q, k, v, do, gates = (given[n] for n in ("q", "k", "v", "do", "gates"))
-    _, lse2 = selected_forward(q, k, v, planned, sequences, 0.25)
+    o, lse2 = selected_forward(q, k, v, planned, sequences, 0.25, gates=gates, branch=BRANCH)
     arguments = q, k, v, do, lse2, gates, BRANCH, planned, sequences, 0.25
-    alone, delta = selected_dq(*arguments)
+    alone, delta = selected_dq(*arguments, o=o)
     dgates = torch.full(gates.shape, 7.0)
     before = torch.randn_like(q)
-    total, _ = selected_dq(*arguments, dgates=dgates, dq=before.clone())
+    total, _ = selected_dq(*arguments, o=o, dgates=dgates, dq=before.clone())
     torch.testing.assert_close(total, before + alone)
     assert torch.equal(dgates[..., BRANCH], delta)
     assert (dgates[..., [0, 2]] == 7.0).all()

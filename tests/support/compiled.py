@@ -106,7 +106,7 @@ def reach_warps(name: str) -> None:
     given = q, k[:127], v[:127], k, v, k, v, gates
     where = None, 1, sizes_of(NSAConfig()), dim**-0.5
     o, *kept, blocks = ops.attend(*given, None, *where, True)
-    ops.attend_backward(o, *given, blocks, None, *kept, *where[1:], True)
+    ops.attend_backward(o, *given, blocks, None, o, *kept, *where[1:], True)
 
 
 def reach(name: str, tokens: int, packed: bool) -> None:
@@ -129,7 +129,7 @@ def reach(name: str, tokens: int, packed: bool) -> None:
     ops.select(q, k_cmp, *where, scale)
     given = q, k_cmp, v_cmp, k, v, k, v, gates
     o, *kept, blocks = ops.attend(*given, None, *where, scale, True)
-    ops.attend_backward(o, *given, blocks, cu_seqlens, *kept, 1, sizes, scale, True)
+    ops.attend_backward(o, *given, blocks, cu_seqlens, o, *kept, 1, sizes, scale, True)
     table, positions = torch.zeros(tokens, dim // 2), torch.arange(tokens) if packed else None
     for back in (False, True):
         rotary.rotate(table, table, positions, back, [q[None], k[None]])

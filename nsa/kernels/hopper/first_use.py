@@ -8,6 +8,7 @@ from torch import Tensor
 from nsa.blocks import compressed_span, window_span
 from nsa.config import NSAConfig
 from nsa.kernels.hopper import launches
+from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
 from nsa.kernels.selected_plan import plan
 from nsa.kernels.sequences import Sequences, dense
@@ -44,7 +45,8 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
         if of_width != width:
             continue
         span = window_span(config) if looks_back else compressed_span(config)
-        all_keys = looks_back or kernel == "selected"
+        chooses = kernel.startswith("selected")
+        all_keys = looks_back or chooses
         keys = sequences.tokens if all_keys else sequences.compressed
         q, do = draw(tokens, HEADS), draw(tokens, HEADS)
         k, v = draw(keys.rows, KV_HEADS), draw(keys.rows, KV_HEADS)
@@ -58,7 +60,8 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
             "forward": partial(span_forward, q, k, v, *along),
             "dq": partial(span_dq, *saved, None, 2, *along, delta=None if looks_back else delta),
             "dkdv": partial(span_dkdv, *saved, delta, None, 2, *along),
-            "selected": partial(_selected, q, k, v, sequences),
+            "selected": partial(_selected, q, k, v, None, sequences),
+            "selected_dq": partial(_selected, q, k, v, do, sequences),
         }[kernel]
         want = call(specialized=False)
         for _, tile in tiles:
@@ -67,7 +70,7 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
                 largest = x[x.isfinite()].abs().max()
                 if not error <= CLOSE * largest:
                     raise RuntimeError(
-                        f"{kernel} of {'blocks' if kernel == 'selected' else span} by "
+                        f"{kernel} of {'blocks' if chooses else span} by "
                         f"specialized warps, {tile}, differs by "
                         f"{float(error):.2e} of at most {float(largest):.2e} from Triton's on "
                         f"{device}; please report it. Without strict=True nothing looks"
@@ -78,16 +81,21 @@ def _selected(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    do: Tensor | None,
     sequences: Sequences,
     *,
     tile: Tile | None = None,
     **asked: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The selected branch's forward, of a selection that is the same each time."""
+    """(o, lse2) of the selected branch, or with do (dq, delta), of the same selection each time."""
     config, generator = sequences.config, torch.Generator(q.device).manual_seed(1)
     shape = len(q), k.shape[1], config.select_count
     visible = torch.arange(len(q), device=q.device)[:, None, None] // config.select_block + 1
     blocks = (torch.rand(shape, device=q.device, generator=generator) * visible).int()
     planned = plan(blocks, sequences, q.shape[1] // k.shape[1])
     tiles = None if tile is None else {"large": tile}
-    return selected_forward(q, k, v, planned, sequences, q.shape[2] ** -0.5, tile=tiles, **asked)
+    along = planned, sequences, q.shape[2] ** -0.5
+    if do is None:
+        return selected_forward(q, k, v, *along, tile=tiles, **asked)
+    o, lse2 = selected_forward(q, k, v, *along, specialized=False)
+    return selected_dq(q, k, v, do, lse2, None, 1, *along, o=o, tile=tiles, **asked)

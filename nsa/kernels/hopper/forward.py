@@ -34,10 +34,8 @@ def _fetch_keys(
     for number in range(gl.program_id(0), place[3], gl.num_programs(0)):
         tile = query_tile(number, place, SIZES.HQ, ROWS, N, SPAN)
         for step in range(tile[4]):
-            stage = n % STAGES
-            free = (n // STAGES + 1) & 1
             where = [tile[1], tile[0] // SIZES.G, tile[3] + step * N, 0]
-            fetch_step(k, v, where, fetched, stage, free)
+            fetch_step(k, v, where, fetched, n, 0, STAGES, STAGES)
             n += 1
 
 

@@ -24,10 +24,11 @@ TESTED = ("3.6", "3.7")  # versions of Triton that these were compiled with; Glu
 WIDTHS = 64, 128  # D and DV
 HALF = 64  # rows of a warpgroup; a program has two
 ENOUGH = 4  # tiles of queries to a processor, which takes them one after the other
-MANY = 60  # tiles of the selected branch to a processor: short, and behind Triton's where few
+# Tiles of the selected branch to a processor: they are short, and behind Triton's where few.
+MANY = {"selected": 60, "selected_dq": 30}
 # Where memory is as fast as an H200's, Triton's small tiles of one token win on random queries from
 # so many tokens on. On an H100 they do not.
-ONE_TOKEN = 65536
+ONE_TOKEN = {"selected": 65536, "selected_dq": 32768}
 # By kernel, D and DV, and whether the span looks back: the tiles measured ahead of Triton's kernels
 # on an H200 ("selected" on an H100 too), and from how many tokens of a sequence on.
 FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
@@ -44,12 +45,14 @@ FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
     ("dkdv", 64, False): ((16384, Tile(128, 2 * HALF, 4, 2)),),
     ("dkdv", 64, True): ((8192, Tile(64, 2 * HALF, 4, 3)),),
     ("selected", 128, False): ((8192, Tile(HALF, 64, 4, 3)),),
+    ("selected_dq", 128, False): ((4096, Tile(HALF, 64, 4, 3)),),
 }
 ASKED = {  # where FASTER has none and they are asked for by name
     "forward": Tile(2 * HALF, 64, 4, 4),
     "dq": Tile(2 * HALF, 64, 4, 4),
     "dkdv": Tile(64, 2 * HALF, 4, 3),
     "selected": Tile(HALF, 64, 4, 3),
+    "selected_dq": Tile(HALF, 64, 4, 3),
 }
 
 
@@ -93,24 +96,28 @@ def tile_for(
 
 
 def selected_tile(
-    asked: bool | None, plan: Plan, sequences: Sequences, operands: Sequence[Tensor]
+    kernel: str,
+    asked: bool | None,
+    plan: Plan,
+    sequences: Sequences,
+    operands: Sequence[Tensor],
 ) -> Tile | None:
-    """As `tile_for`, for the forward of the selected branch of q, k and v by `plan`."""
+    """As `tile_for`, for the selected branch by `plan`: "selected" is its forward of q, k and v."""
     union, block = plan.largest, sequences.config.select_block
     rows = union.tokens_per_tile * plan.heads
     if plan.heads < plan.group or not HALF // 2 < rows <= HALF or block != ASKED["selected"].keys:
         if asked:
             raise ValueError(
-                f"selected by specialized warps: they take blocks of 64 keys and 33 to 64 rows a "
+                f"{kernel} by specialized warps: they take blocks of 64 keys and 33 to 64 rows a "
                 f"tile, and these are {block}, {rows} of {plan.group} heads; None goes by speed"
             )
         return None
     device = operands[0].device
-    few = union.counts.numel() < MANY * processors(device)
-    alone = plan.small.tokens_per_tile == 1 and sequences.tokens.length >= ONE_TOKEN
+    few = union.counts.numel() < MANY[kernel] * processors(device)
+    alone = plan.small.tokens_per_tile == 1 and sequences.tokens.length >= ONE_TOKEN[kernel]
     if asked is None and (few or (alone and "H200" in name_of(device))):
         return None
-    return tile_for("selected", asked, None, sequences.tokens, sequences.tokens, operands)
+    return tile_for(kernel, asked, None, sequences.tokens, sequences.tokens, operands)
 
 
 def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -> str | None:
@@ -287,4 +294,41 @@ def launch_selected(
         ROWS=tile.rows, TILE=Group(union.tokens_per_tile, plan.heads, union.blocks.shape[2]),
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
         num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def launch_selected_dq(
+    operands: Sequence[Tensor],
+    statistics: tuple[Tensor, Sequence[Tensor], Sequence[int]],
+    gated: tuple[Tensor | None, Tensor | None, int],
+    out: tuple[Tensor, Tensor],
+    plan: Plan,
+    sequences: Sequences,
+    scale: float,
+    *,
+    add: bool,
+    tile: Tile,
+) -> None:
+    """dq [tokens, HQ, D] and delta [tokens, HQ], `out`, of operands q, k, v, do, o.
+
+    statistics: lse2, and deltas of the other branches, OTHERS; gated: gates, dgates, branch.
+    tile.stages: of keys; of values there is one less.
+    """
+    from nsa.kernels.hopper.selected_dq import selected_dq_kernel
+
+    q, k, v, do, o = operands
+    lse2, deltas, others = statistics
+    gates, dgates, branch = gated
+    union, tokens, kv_heads = plan.largest, sequences.tokens, k.shape[1]
+    tiles = tokens.tile_count(union.tokens_per_tile)
+    launch(
+        selected_dq_kernel, (min(ceil_div(tiles * kv_heads, 2), processors(q.device)),),
+        q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), do, o,
+        lse2, tuple(deltas), gates, dgates, *out,
+        tuple(None if x is None else x.stride() for x in (q, do, o, gates, dgates, out[0])),
+        (tokens.length, tiles, kv_heads, tiles * kv_heads), tuple(union.tensors()),
+        (q.shape[0], scale, scale * LOG2E),
+        ROWS=tile.rows, TILE=Group(union.tokens_per_tile, plan.heads, union.blocks.shape[2]),
+        BRANCH=branch, OTHERS=tuple(others), ADD=add, K_STAGES=tile.stages,
+        V_STAGES=tile.stages - 1, num_warps=tile.warps,
     )  # fmt: skip

@@ -76,14 +76,17 @@ def ring(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def fetch_step(k, v, where, fetched, stage, free):
-    """Keys and values of one step, to `stage` once it is empty: its phase `free` is over."""
+def fetch_step(k, v, where, fetched, n, RING: gl.constexpr, K_STAGES: gl.constexpr,
+               V_STAGES: gl.constexpr):  # fmt: skip
+    """Keys and values of step n, each to its stage of ring RING once that is empty."""
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
     N: gl.constexpr = k.block_shape[2]
-    mbarrier.wait(k_empty.index(stage), free)
+    stage = RING * K_STAGES + n % K_STAGES
+    mbarrier.wait(k_empty.index(stage), (n // K_STAGES + 1) & 1)
     mbarrier.expect(k_full.index(stage), N * k.block_shape[3] * 2)
     tma.async_copy_global_to_shared(k, where, k_full.index(stage), k_at.index(stage))
-    mbarrier.wait(v_empty.index(stage), free)
+    stage = RING * V_STAGES + n % V_STAGES
+    mbarrier.wait(v_empty.index(stage), (n // V_STAGES + 1) & 1)
     mbarrier.expect(v_full.index(stage), N * v.block_shape[3] * 2)
     tma.async_copy_global_to_shared(v, where, v_full.index(stage), v_at.index(stage))
 

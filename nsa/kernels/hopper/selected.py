@@ -13,7 +13,7 @@ from nsa.kernels.hopper.parts import fetch_step, ring, room, wide
 
 
 @gluon.jit
-def _tile(number, place, union, TILE: gl.constexpr):
+def tile_at(number, place, union, TILE: gl.constexpr):
     """(sequence, KV head, first token, its blocks, which tokens select each, how many)."""
     tokens, tiles, kv_heads, _ = place
     blocks, members, counts = union
@@ -27,34 +27,50 @@ def _tile(number, place, union, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_blocks(k, v, fetched, place, union, SIDE: gl.constexpr, TILE: gl.constexpr,
-                  STAGES: gl.constexpr):  # fmt: skip
-    """The warp that fetches keys and values of the blocks of one warpgroup's tiles."""
+def fetch_blocks(
+    k, v, fetched, place, union, SIDE: gl.constexpr, TILE: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, TWICE: gl.constexpr,
+):  # fmt: skip
+    """The warp that fetches keys and values of the blocks of one warpgroup's tiles.
+
+    Of those that have up to TWICE blocks, twice.
+    """
     N: gl.constexpr = k.block_shape[2]
     n = 0
     for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
-        sequence, kv_head, _, blocks, _, count = _tile(number, place, union, TILE)
+        sequence, kv_head, _, blocks, _, count = tile_at(number, place, union, TILE)
         ahead = gl.load(blocks, mask=count > 0, other=0)
-        for i in range(gl.maximum(count, 1)):
+        steps = gl.maximum(count, 1)
+        if TWICE:
+            steps = gl.where(count <= TWICE, 2 * steps, steps)
+        for i in range(steps):
             where = [sequence, kv_head, ahead * N, 0]
-            ahead = gl.load(blocks + i + 1, mask=i + 1 < count, other=0)
-            stage = SIDE * STAGES + n % STAGES
-            free = (n // STAGES + 1) & 1
-            fetch_step(k, v, where, fetched, stage, free)
+            after = i + 1
+            if TWICE:
+                after = gl.where(after < count, after, after - count)
+            ahead = gl.load(blocks + after, mask=after < count, other=0)
+            fetch_step(k, v, where, fetched, n, SIDE, K_STAGES, V_STAGES)
             n += 1
 
 
 @gluon.jit
-def _weighed(s, scale2, m, block, member, first, token, i):
-    """`common.weighed` of the scores s [64, N] of a block; i [N] counts its keys, and token [64]
-    is each row's after `first`, that of the tile.
+def masked(s, block, first, token, i):
+    """Scores s [64, N] of a block, -inf where a key is after its row's token.
 
-    A token sees all of a block that it selected, unless it lies inside: most blocks need no mask.
+    i [N] counts the keys, and token [64] is each row's after `first`, that of the tile. A token
+    sees all of a block that it selected, unless it lies inside: most blocks need no mask.
     """
     N: gl.constexpr = s.shape[1]
-    sees = ((member >> token) & 1) == 1
     if block * N + N > first + 1:
         s = gl.where((block * N + i)[None, :] <= (first + token)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _weighed(s, scale2, m, block, member, first, token, i):
+    """`common.weighed` of the scores s [64, N] of a block, see `masked`."""
+    sees = ((member >> token) & 1) == 1
+    s = masked(s, block, first, token, i)
     m_new = gl.where(sees, gl.maximum(m, gl.max(s, 1) * scale2), m)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     rescale = gl.exp2(m - shift)
@@ -96,7 +112,7 @@ def _attend(
     token = r // HEADS
     n = 0  # blocks so far
     for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
-        sequence, kv_head, first, blocks, members, count = _tile(number, place, union, TILE)
+        sequence, kv_head, first, blocks, members, count = tile_at(number, place, union, TILE)
         start = sequence.to(gl.int64) * tokens + first
         left = gl.minimum(tokens - first, TILE.tokens)
         there = (wide_r // HEADS < left)[:, None]
@@ -199,8 +215,8 @@ def selected_kernel(
         [
             (_attend, (given, 0, TILE, BRANCH, BASE_BRANCH, STAGES)),
             (_attend, (given, 1, TILE, BRANCH, BASE_BRANCH, STAGES)),
-            (_fetch_blocks, (k, v, fetched, place, union, 0, TILE, STAGES)),
-            (_fetch_blocks, (k, v, fetched, place, union, 1, TILE, STAGES)),
+            (fetch_blocks, (k, v, fetched, place, union, 0, TILE, STAGES, STAGES, 0)),
+            (fetch_blocks, (k, v, fetched, place, union, 1, TILE, STAGES, STAGES, 0)),
         ],
         [4, 1, 1],
         [240, 24, 24],
