@@ -276,13 +276,16 @@ FAULTS = {
     "selected_dq": [
         *RINGS[:4],
         ("gives keys back before they are summed",
-         "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 12 * " " + KEYS_BACK,
-         KEYS_BACK + "\n" + 12 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
+         "acc = warpgroup_mma_wait(0, deps=[acc])\n" + 16 * " " + KEYS_BACK,
+         KEYS_BACK + "\n" + 16 * " " + "acc = warpgroup_mma_wait(0, deps=[acc])"),
         ("gives values back in flight", "dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"),
         ("reads scores in flight", "s = warpgroup_mma_wait(2", "s = warpgroup_mma_wait(3"),
         ("reads the other warpgroup's keys", "SIDE * K_STAGES", "0"),
-        ("takes every tile's first block for the first of all", "        n += 1\n\n", "\n"),
+        ("takes every tile's first block for the first of all", "n += 1\n            shift",
+         "shift"),
         ("sums the keys of this step for those before", "k_at.index(before)", "k_at.index(stage)"),
+        ("fetches tiles of few blocks once", "2 * steps, steps", "steps, steps"),
+        ("takes the second time with the first's delta", "shift = shift + beyond", "pass"),
     ],
 }  # fmt: skip
 EACH = [(kernel, *fault) for kernel, faults in FAULTS.items() for fault in faults]
@@ -373,14 +376,14 @@ def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
         x = torch.zeros(tokens, 1, dim, dtype=torch.bfloat16)
         return launches.tile_for(kernel, asked, span, Axis(1, tokens), Axis(1, tokens), (x,) * 4)
 
-    def of_blocks(tokens, group=4, select_block=64, asked=None):
+    def of_blocks(tokens, group=4, select_block=64, asked=None, kernel="selected"):
         case = Chosen((tokens,), group=group, **OF_BLOCKS | {"select_block": select_block})
         blocks = torch.zeros(tokens, 1, 1, dtype=torch.int32)
         size = layout_of(case.sequences().tokens, 1, 1, group).elements()
         workspace = torch.zeros(size, dtype=torch.int32)
         planned = kept_plan(workspace, blocks, case.sequences(), group)
         q, k = (torch.zeros(tokens, n, 128, dtype=torch.bfloat16) for n in (group, 1))
-        return launches.selected_tile("selected", asked, planned, case.sequences(), (q, k, k))
+        return launches.selected_tile(kernel, asked, planned, case.sequences(), (q, k, k))
 
     assert chosen("forward", COMPRESSED, 32768).keys == 128
     assert chosen("forward", COMPRESSED, 8192).keys == 64
@@ -394,6 +397,8 @@ def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
     assert of_blocks(8192, group=2) is None  # 32 rows
     monkeypatch.setattr(launches, "name_of", lambda device: "NVIDIA H200")
     assert of_blocks(65536) and of_blocks(65472, 16) and of_blocks(65536, 16) is None
+    assert of_blocks(4096, kernel="selected_dq") and of_blocks(32704, 16, kernel="selected_dq")
+    assert of_blocks(32768, 16, kernel="selected_dq") is None
     monkeypatch.setattr(launches, "name_of", lambda device: "NVIDIA H100 80GB HBM3")
     assert of_blocks(65536, 16)
     monkeypatch.setattr(launches, "processors", lambda device: 132)
