@@ -6,9 +6,7 @@ import triton.language as tl
 from nsa.kernels.common import locate, padded
 
 LANES = tl.constexpr(32)  # of a warp
-# Blocks up to which dq is made again with the delta found: where a token sees few keys its terms
-# cancel, and what is left of a rounding is then no longer small beside them.
-SHORT = tl.constexpr(2)
+SHORT = tl.constexpr(2)  # blocks, see `rounds`
 
 
 @triton.jit
@@ -116,6 +114,19 @@ def delta_left(
         gate = tl.load(at_gates + BRANCH * strides[2], mask=valid, other=0.0).to(tl.float32)
     weighs = sees_any & (gate != 0.0)
     return tl.where(weighs, product / tl.where(weighs, gate, 1.0), 0.0), gate
+
+
+@triton.jit
+def rounds(first, select_block, SLOTS: tl.constexpr, TOKENS: tl.constexpr):
+    """How often dq of a tile of TOKENS from `first` on is made: 2 where they see few keys.
+
+    Their terms cancel, and what a rounding leaves of delta is then no longer small beside them. Not
+    by the blocks that are there: nothing that a token gets depends on later ones.
+    """
+    few = first < select_block * SHORT
+    if SLOTS <= SHORT * TOKENS:
+        few = first >= 0
+    return tl.where(few, 2, 1)
 
 
 @triton.jit

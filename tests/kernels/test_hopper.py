@@ -284,7 +284,7 @@ FAULTS = {
         ("takes every tile's first block for the first of all", "n += 1\n            shift",
          "shift"),
         ("sums the keys of this step for those before", "k_at.index(before)", "k_at.index(stage)"),
-        ("fetches tiles of few blocks once", "2 * steps, steps", "steps, steps"),
+        ("fetches tiles of few keys once", "steps *= rounds", "pass  #"),
         ("takes the second time with the first's delta", "shift = shift + beyond", "pass"),
     ],
 }  # fmt: skip

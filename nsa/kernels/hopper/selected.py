@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.hopper.parts import fetch_step, ring, room, wide
+from nsa.kernels.selected import rounds
 
 
 @gluon.jit
@@ -33,16 +34,16 @@ def fetch_blocks(
 ):  # fmt: skip
     """The warp that fetches keys and values of the blocks of one warpgroup's tiles.
 
-    Of those that have up to TWICE blocks, twice.
+    TWICE: whether it fetches as often as `rounds` says.
     """
     N: gl.constexpr = k.block_shape[2]
     n = 0
     for number in range(2 * gl.program_id(0) + SIDE, place[3], 2 * gl.num_programs(0)):
-        sequence, kv_head, _, blocks, _, count = tile_at(number, place, union, TILE)
+        sequence, kv_head, first, blocks, _, count = tile_at(number, place, union, TILE)
         ahead = gl.load(blocks, mask=count > 0, other=0)
         steps = gl.maximum(count, 1)
         if TWICE:
-            steps = gl.where(count <= TWICE, 2 * steps, steps)
+            steps *= rounds(first, N, TILE.slots, TILE.tokens)
         for i in range(steps):
             where = [sequence, kv_head, ahead * N, 0]
             after = i + 1
@@ -215,8 +216,8 @@ def selected_kernel(
         [
             (_attend, (given, 0, TILE, BRANCH, BASE_BRANCH, STAGES)),
             (_attend, (given, 1, TILE, BRANCH, BASE_BRANCH, STAGES)),
-            (fetch_blocks, (k, v, fetched, place, union, 0, TILE, STAGES, STAGES, 0)),
-            (fetch_blocks, (k, v, fetched, place, union, 1, TILE, STAGES, STAGES, 0)),
+            (fetch_blocks, (k, v, fetched, place, union, 0, TILE, STAGES, STAGES, False)),
+            (fetch_blocks, (k, v, fetched, place, union, 1, TILE, STAGES, STAGES, False)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa.kernels.hopper.parts import ring, room, wide
 from nsa.kernels.hopper.selected import fetch_blocks, masked, tile_at
-from nsa.kernels.selected import SHORT, delta_left
+from nsa.kernels.selected import delta_left, rounds
 
 
 @gluon.jit
@@ -78,7 +78,7 @@ def _sum_queries(
             sees_any, of_gates, total, BRANCH, OTHERS,
         )  # fmt: skip
         acc = gl.zeros([M, D], gl.float32, sums)
-        for _ in range(gl.where(count <= SHORT, 2, 1)):
+        for _ in range(rounds(first, N, TILE.slots, TILE.tokens)):
             acc = gl.zeros([M, D], gl.float32, sums)
             # Tokens that selected nothing take one step, too, that they see nothing of.
             block = gl.load(blocks, mask=count > 0, other=0)
@@ -182,8 +182,8 @@ def selected_dq_kernel(
         [
             (_sum_queries, (given, 0, TILE, BRANCH, OTHERS, ADD, K_STAGES, V_STAGES)),
             (_sum_queries, (given, 1, TILE, BRANCH, OTHERS, ADD, K_STAGES, V_STAGES)),
-            (fetch_blocks, (k, v, fetched, place, union, 0, TILE, K_STAGES, V_STAGES, SHORT)),
-            (fetch_blocks, (k, v, fetched, place, union, 1, TILE, K_STAGES, V_STAGES, SHORT)),
+            (fetch_blocks, (k, v, fetched, place, union, 0, TILE, K_STAGES, V_STAGES, True)),
+            (fetch_blocks, (k, v, fetched, place, union, 1, TILE, K_STAGES, V_STAGES, True)),
         ],
         [4, 1, 1],
         [240, 24, 24],
