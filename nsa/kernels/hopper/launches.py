@@ -24,13 +24,14 @@ TESTED = ("3.6", "3.7")  # versions of Triton that these were compiled with; Glu
 WIDTHS = 64, 128  # D and DV
 HALF = 64  # rows of a warpgroup; a program has two
 ENOUGH = 4  # tiles of queries to a processor, which takes them one after the other
+CHOSEN = Tile(HALF, 64, 4, 3)  # of the selected branch
 # Tiles of the selected branch to a processor: they are short, and behind Triton's where few.
 MANY = {"selected": 60, "selected_dq": 30}
 # Where memory is as fast as an H200's, Triton's small tiles of one token win on random queries from
 # so many tokens on. On an H100 they do not.
 ONE_TOKEN = {"selected": 65536, "selected_dq": 32768}
 # By kernel, D and DV, and whether the span looks back: the tiles measured ahead of Triton's kernels
-# on an H200 ("selected" on an H100 too), and from how many tokens of a sequence on.
+# on an H200 (the selected branch's on an H100 too), and from how many tokens of a sequence on.
 FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
     ("forward", 128, False): (
         (32768, Tile(2 * HALF, 128, 4, 2)),
@@ -44,15 +45,15 @@ FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
     ("dkdv", 128, True): ((4096, Tile(64, 2 * HALF, 4, 3)),),
     ("dkdv", 64, False): ((16384, Tile(128, 2 * HALF, 4, 2)),),
     ("dkdv", 64, True): ((8192, Tile(64, 2 * HALF, 4, 3)),),
-    ("selected", 128, False): ((8192, Tile(HALF, 64, 4, 3)),),
-    ("selected_dq", 128, False): ((4096, Tile(HALF, 64, 4, 3)),),
+    ("selected", 128, False): ((8192, CHOSEN),),
+    ("selected_dq", 128, False): ((4096, CHOSEN),),
 }
 ASKED = {  # where FASTER has none and they are asked for by name
     "forward": Tile(2 * HALF, 64, 4, 4),
     "dq": Tile(2 * HALF, 64, 4, 4),
     "dkdv": Tile(64, 2 * HALF, 4, 3),
-    "selected": Tile(HALF, 64, 4, 3),
-    "selected_dq": Tile(HALF, 64, 4, 3),
+    "selected": CHOSEN,
+    "selected_dq": CHOSEN,
 }
 
 
@@ -105,7 +106,7 @@ def selected_tile(
     """As `tile_for`, for the selected branch by `plan`: "selected" is its forward of q, k and v."""
     union, block = plan.largest, sequences.config.select_block
     rows = union.tokens_per_tile * plan.heads
-    if plan.heads < plan.group or not HALF // 2 < rows <= HALF or block != ASKED["selected"].keys:
+    if plan.heads < plan.group or not HALF // 2 < rows <= HALF or block != CHOSEN.keys:
         if asked:
             raise ValueError(
                 f"{kernel} by specialized warps: they take blocks of 64 keys and 33 to 64 rows a "
@@ -267,6 +268,16 @@ def launch_forward(
     )  # fmt: skip
 
 
+def _by_tiles(plan: Plan, sequences: Sequences, k: Tensor) -> tuple[tuple[int], tuple, Group]:
+    """(grid, place and union, tile as compiled) of kernels whose warpgroups walk large tiles."""
+    union, tokens, kv_heads = plan.largest, sequences.tokens, k.shape[1]
+    tiles = tokens.tile_count(union.tokens_per_tile)
+    place = tokens.length, tiles, kv_heads, tiles * kv_heads
+    group = Group(union.tokens_per_tile, plan.heads, union.blocks.shape[2])
+    grid = (min(ceil_div(place[3], 2), processors(k.device)),)
+    return grid, (place, tuple(union.tensors())), group
+
+
 def launch_selected(
     operands: Sequence[Tensor],
     out: tuple[Tensor, Tensor],
@@ -284,14 +295,13 @@ def launch_selected(
 
     q, k, v = operands
     gates, branch, base, base_branch = mix
-    union, tokens, kv_heads = plan.largest, sequences.tokens, k.shape[1]
-    tiles = tokens.tile_count(union.tokens_per_tile)
+    grid, walked, group = _by_tiles(plan, sequences, k)
+    tokens = sequences.tokens
     launch(
-        selected_kernel, (min(ceil_div(tiles * kv_heads, 2), processors(q.device)),),
+        selected_kernel, grid,
         q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), *out, gates, base,
         tuple(None if x is None else x.stride() for x in (q, out[0], gates, base)),
-        (tokens.length, tiles, kv_heads, tiles * kv_heads), tuple(union.tensors()), scale * LOG2E,
-        ROWS=tile.rows, TILE=Group(union.tokens_per_tile, plan.heads, union.blocks.shape[2]),
+        *walked, scale * LOG2E, ROWS=tile.rows, TILE=group,
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
@@ -319,16 +329,14 @@ def launch_selected_dq(
     q, k, v, do, o = operands
     lse2, deltas, others = statistics
     gates, dgates, branch = gated
-    union, tokens, kv_heads = plan.largest, sequences.tokens, k.shape[1]
-    tiles = tokens.tile_count(union.tokens_per_tile)
+    grid, walked, group = _by_tiles(plan, sequences, k)
+    tokens = sequences.tokens
     launch(
-        selected_dq_kernel, (min(ceil_div(tiles * kv_heads, 2), processors(q.device)),),
+        selected_dq_kernel, grid,
         q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), do, o,
         lse2, tuple(deltas), gates, dgates, *out,
         tuple(None if x is None else x.stride() for x in (q, do, o, gates, dgates, out[0])),
-        (tokens.length, tiles, kv_heads, tiles * kv_heads), tuple(union.tensors()),
-        (q.shape[0], scale, scale * LOG2E),
-        ROWS=tile.rows, TILE=Group(union.tokens_per_tile, plan.heads, union.blocks.shape[2]),
+        *walked, (q.shape[0], scale, scale * LOG2E), ROWS=tile.rows, TILE=group,
         BRANCH=branch, OTHERS=tuple(others), ADD=add, K_STAGES=tile.stages,
         V_STAGES=tile.stages - 1, num_warps=tile.warps,
     )  # fmt: skip

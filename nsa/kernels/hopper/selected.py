@@ -55,6 +55,21 @@ def fetch_blocks(
 
 
 @gluon.jit
+def times_block(rows, x_at, full, n, RING: gl.constexpr, STAGES: gl.constexpr,
+                LAYOUT: gl.constexpr):  # fmt: skip
+    """rows [M, D] times keys, or values, of block n of ring RING, in flight once they are there."""
+    M: gl.constexpr = rows.shape[0]
+    N: gl.constexpr = x_at.shape[3]
+    D: gl.constexpr = x_at.shape[4]
+    stage = RING * STAGES + n % STAGES
+    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+    return warpgroup_mma(
+        rows, x_at.index(stage).reshape([N, D]).permute((1, 0)),
+        gl.zeros([M, N], gl.float32, LAYOUT), use_acc=False, is_async=True,
+    )  # fmt: skip
+
+
+@gluon.jit
 def masked(s, block, first, token, i):
     """Scores s [64, N] of a block, -inf where a key is after its row's token.
 
@@ -128,11 +143,7 @@ def _attend(
         block = gl.load(blocks, mask=count > 0, other=0)
         member = gl.load(members, mask=count > 0, other=0)
         stage = FIRST + n % STAGES
-        mbarrier.wait(k_full.index(stage), (n // STAGES) & 1)
-        s = warpgroup_mma(
-            q_tile, k_at.index(stage).reshape([N, D]).permute((1, 0)),
-            gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True,
-        )  # fmt: skip
+        s = times_block(q_tile, k_at, k_full, n, SIDE, STAGES, scores)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage))
         p, m, rescale = _weighed(s, scale2, m, block, member, first, token, i)
@@ -144,11 +155,7 @@ def _attend(
             before, turn = stage, (n // STAGES) & 1
             n += 1
             stage = FIRST + n % STAGES
-            mbarrier.wait(k_full.index(stage), (n // STAGES) & 1)
-            s = warpgroup_mma(
-                q_tile, k_at.index(stage).reshape([N, D]).permute((1, 0)),
-                gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True,
-            )  # fmt: skip
+            s = times_block(q_tile, k_at, k_full, n, SIDE, STAGES, scores)
             mbarrier.wait(v_full.index(before), turn)
             acc = warpgroup_mma(p16, v_at.index(before).reshape([N, D]), acc, is_async=True)
             this, these = block, member

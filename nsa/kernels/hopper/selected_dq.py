@@ -10,8 +10,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa.kernels.hopper.parts import ring, room, wide
-from nsa.kernels.hopper.selected import fetch_blocks, masked, tile_at
+from nsa.kernels.hopper.selected import fetch_blocks, masked, tile_at, times_block
 from nsa.kernels.selected import delta_left, rounds
+
+
+@gluon.jit
+def _probabilities(s, scale2, lse2_rows, sees, block, first, token, i):
+    """Those of the scores s [64, N] of a block, see `masked`; 0 where a token does not see it."""
+    s = masked(s, block, first, token, i)
+    return gl.exp2(s * scale2 - gl.where(sees, lse2_rows, float("inf"))[:, None])
 
 
 @gluon.jit
@@ -85,20 +92,11 @@ def _sum_queries(
             member = gl.load(members, mask=count > 0, other=0)
             stage = SIDE * K_STAGES + n % K_STAGES
             of_v = SIDE * V_STAGES + n % V_STAGES
-            mbarrier.wait(k_full.index(stage), (n // K_STAGES) & 1)
-            s = warpgroup_mma(
-                q_tile, k_at.index(stage).reshape([N, D]).permute((1, 0)),
-                gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True,
-            )  # fmt: skip
-            mbarrier.wait(v_full.index(of_v), (n // V_STAGES) & 1)
-            dp = warpgroup_mma(
-                do_tile, v_at.index(of_v).reshape([N, D]).permute((1, 0)),
-                gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True,
-            )  # fmt: skip
+            s = times_block(q_tile, k_at, k_full, n, SIDE, K_STAGES, scores)
+            dp = times_block(do_tile, v_at, v_full, n, SIDE, V_STAGES, scores)
             s = warpgroup_mma_wait(1, deps=[s])
             sees = ((member >> token) & 1) == 1
-            s = masked(s, block, first, token, i)
-            p = gl.exp2(s * scale2 - gl.where(sees, lse2_rows, float("inf"))[:, None])
+            p = _probabilities(s, scale2, lse2_rows, sees, block, first, token, i)
             block = gl.load(blocks + 1, mask=count > 1, other=0)
             member = gl.load(members + 1, mask=count > 1, other=0)
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -111,24 +109,15 @@ def _sum_queries(
                 n += 1
                 stage = SIDE * K_STAGES + n % K_STAGES
                 of_v = SIDE * V_STAGES + n % V_STAGES
-                mbarrier.wait(k_full.index(stage), (n // K_STAGES) & 1)
-                s = warpgroup_mma(
-                    q_tile, k_at.index(stage).reshape([N, D]).permute((1, 0)),
-                    gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True,
-                )  # fmt: skip
-                mbarrier.wait(v_full.index(of_v), (n // V_STAGES) & 1)
-                dp = warpgroup_mma(
-                    do_tile, v_at.index(of_v).reshape([N, D]).permute((1, 0)),
-                    gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True,
-                )  # fmt: skip
+                s = times_block(q_tile, k_at, k_full, n, SIDE, K_STAGES, scores)
+                dp = times_block(do_tile, v_at, v_full, n, SIDE, V_STAGES, scores)
                 acc = warpgroup_mma(ds16, k_at.index(before).reshape([N, D]), acc, is_async=True)
                 sees = ((member >> token) & 1) == 1
                 this = block
                 block = gl.load(blocks + step + 1, mask=step + 1 < count, other=0)
                 member = gl.load(members + step + 1, mask=step + 1 < count, other=0)
                 s = warpgroup_mma_wait(2, deps=[s])
-                s = masked(s, this, first, token, i)
-                p = gl.exp2(s * scale2 - gl.where(sees, lse2_rows, float("inf"))[:, None])
+                p = _probabilities(s, scale2, lse2_rows, sees, this, first, token, i)
                 dp = warpgroup_mma_wait(1, deps=[dp])
                 mbarrier.arrive(v_empty.index(of_v))
                 ds = p * (dp - shift[:, None])
