@@ -17,6 +17,7 @@ from torch import Tensor
 from nsa.kernels.sequences import Axis
 
 LOG2E = math.log2(math.e)
+MOST_BITS = 13  # of a block's index beside its importance in 32: they leave it 10 of mantissa
 
 
 class Sizes(NamedTuple):

@@ -82,6 +82,11 @@ class Sequences:
         bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         return Axis(tokens.count, tokens.length // config.select_block + tokens.count, bounds)
 
+    @property
+    def index_bits(self) -> int:
+        """Bits of the largest index of a selectable block."""
+        return max(1, (-(-self.tokens.length // self.config.select_block) - 1).bit_length())
+
 
 def dense(batch: int, tokens: int, config: NSAConfig) -> Sequences:
     """`batch` sequences of `tokens` tokens each."""

@@ -14,14 +14,15 @@ from nsa.blocks import compressed_span
 from nsa.config import NSAConfig
 from nsa.kernels.common import (
     LOG2E,
+    MOST_BITS,
     axis_arguments,
-    ceil_div,
     extent,
     locate,
     next_power_of_two,
     power_of_two,
     precision,
 )
+from nsa.kernels.hopper import launches
 from nsa.kernels.launch import launch
 from nsa.kernels.sequences import Sequences
 from nsa.kernels.span_common import descriptors_fit, load_tile, operand, seen_end
@@ -67,15 +68,14 @@ def band(keys, blocks, PER_COMPRESSED: tl.constexpr, PER_SELECTABLE: tl.constexp
 
 
 @triton.jit
-def candidates(importance, first_block, own, index_mask, WIDE: tl.constexpr, CONFIG: tl.constexpr):
-    """(importance, index) of the blocks from first_block on, as one integer each [M, BLOCKS].
+def candidates(importance, j, own, index_mask, WIDE: tl.constexpr, CONFIG: tl.constexpr):
+    """(importance, index) of the blocks j [1, BLOCKS], as one integer each [M, BLOCKS].
 
     From the top: forced, by importance, NaN, illegal; a lower index first.
     """
-    j = (first_block + tl.arange(0, importance.shape[1]))[None, :]
     own = own[:, None]
     forced = (j < CONFIG.select_initial) | (j > own - CONFIG.select_local)
-    bits = tl.where(forced, FORCED, importance.to(tl.int32, bitcast=True))
+    bits = tl.where(forced, FORCED, tl.cast(importance, tl.int32, bitcast=True))
     high = bits.to(tl.int64) << 32 if WIDE else bits & ~index_mask
     key = high | (index_mask - j)
     key = tl.where((importance == importance) | forced, key, ~j)
@@ -194,7 +194,8 @@ def _select_blocks(
                     key, j = m + tl.arange(0, BLOCK_N), block + tl.arange(0, BLOCKS)
                     shared = band(key, j, PER_COMPRESSED, PER_SELECTABLE)
                     importance = tl.dot(p, shared, importance, input_precision=POOLING)
-            found = candidates(importance, block, own, index_mask, WIDE, CONFIG)
+            j = (block + tl.arange(0, BLOCKS))[None, :]
+            found = candidates(importance, j, own, index_mask, WIDE, CONFIG)
             best = merge(best, found, SLOTS)
         chosen = tl.where(slot >= SLOTS - COUNT, indices(best, index_mask), NONE)
         chosen = tl.sort(chosen)
@@ -237,24 +238,28 @@ def select_blocks(
     *,
     tile: Tile | None = None,
     descriptors: bool | None = None,
+    specialized: bool | None = None,
 ) -> Tensor:
     """The blocks that each query selects (Eq. 8-11): [tokens, HKV, n] int32, ascending, -1 last.
 
     q [tokens, HQ, D]; k_cmp [C rows, HKV, D]; lse2 [HQ, tokens] fp32 of the compressed branch, as
     span_forward returns it. tile: default_tile's if None. descriptors: whether TMA fetches the
-    tiles; None: where it can.
+    tiles; None: where it can. specialized: whether specialized warps score; None goes by speed.
     """
     total, heads, dim = q.shape
     kv_heads, config = k_cmp.shape[1], sequences.config
     count = config.select_count
     blocks = torch.empty(total, kv_heads, count, dtype=torch.int32, device=q.device)
+    by_warps = launches.scores_tile(specialized, sequences, q, k_cmp)
+    if by_warps is not None:
+        launches.launch_scores(q, k_cmp, lse2, blocks, sequences, scale, tile or by_warps)
+        return blocks
     tile = tile or default_tile(dim, q)
     place, tiles = axis_arguments(sequences.tokens, tile.rows)
     if not tiles:
         return blocks
-    bits = max(1, (ceil_div(sequences.tokens.length, config.select_block) - 1).bit_length())
-    # An index of 13 bits leaves the importance 10 bits of mantissa in 32.
-    wide = q.dtype == torch.float32 or bits > 13
+    bits = sequences.index_bits
+    wide = q.dtype == torch.float32 or bits > MOST_BITS
     aligned, step = _pooling(tile.keys, config)
     tokens, keys = sequences.tokens, sequences.compressed
     if descriptors is None:

@@ -9,6 +9,7 @@ from backend_calls import DEVICE
 from processes import told_by
 from selected_cases import BRANCH, assert_right
 from selected_cases import Case as Chosen
+from selection_cases import assert_selects_as_well, scores
 from span_cases import COMPRESSED, WINDOW, Case, Problem, check
 
 from nsa.blocks import Span, compressed_span, window_span
@@ -17,7 +18,9 @@ from nsa.kernels.hopper import first_use, launches
 from nsa.kernels.selected_dq import selected_dq
 from nsa.kernels.selected_fwd import selected_forward
 from nsa.kernels.selected_plan import kept_plan, layout_of, plan
-from nsa.kernels.sequences import Axis
+from nsa.kernels.sequences import Axis, dense
+from nsa.kernels.span_fwd import span_forward
+from nsa.kernels.topk import select_blocks
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
@@ -43,6 +46,16 @@ CHOSEN = [
     Chosen((70,), group=64, slots=1, gated=False, **OF_BLOCKS),
     Chosen((9,), group=3, kv_heads=2, slots=2, **OF_BLOCKS),
 ]
+# Steps of 128 keys: none, one, two by one warpgroup each, an odd number; a last tile that is not
+# full; fewer slots than a power of two; a group of an odd number of heads.
+FINE = NSAConfig(2, 1, 4, 4, window=6)
+SCORED = [
+    ((2, 252), FINE, 4, 2),
+    ((1, 700), FINE, 2, 1),
+    ((1, 392), NSAConfig(1, 1, 4, 11, select_initial=2, select_local=3, window=6), 3, 1),
+    ((1, 532), NSAConfig(4, 1, 4, 16, window=6), 8, 1),
+    ((2, 12), FINE, 2, 1),
+]
 FEW = Chosen((230,), group=4, slots=3, **OF_BLOCKS)  # of one head
 
 
@@ -63,6 +76,19 @@ def selected(case: Chosen, given: dict, **options) -> dict[str, torch.Tensor]:
         dq, delta = selected_dq(*backward, o=o, specialized=by)
         found |= {"dq": dq, "delta": delta}
     return found
+
+
+def scored(sizes: tuple, config: NSAConfig, group: int, kv_heads: int, number: int = 0) -> tuple:
+    """What `select_blocks` takes."""
+    sequences, scale = dense(*sizes, config), 0.125
+    dtype = torch.float16 if number % 2 else torch.bfloat16
+    generator = torch.Generator(DEVICE).manual_seed(number)
+    drawn = partial(torch.randn, dtype=dtype, generator=generator, device=DEVICE)
+    q = drawn(sequences.tokens.rows, kv_heads * group, 64)
+    k_cmp = drawn(sequences.compressed.rows, kv_heads, 64)
+    along = compressed_span(config), sequences.tokens, sequences.compressed, scale
+    _, lse2 = span_forward(q, k_cmp, k_cmp, *along, specialized=False)
+    return q, k_cmp, lse2, sequences, scale
 
 
 @pytest.fixture
@@ -99,6 +125,18 @@ def test_selected_blocks_are_attended_to_as_accurately_as_by_plain_torch(run, nu
     with torch.device(DEVICE):
         given = CHOSEN[number].draw()
         assert_right(CHOSEN[number], given, selected(CHOSEN[number], given))
+
+
+@pytest.mark.parametrize("number", range(len(SCORED)))
+def test_what_is_selected_is_as_important_as_exactly(run, number):
+    run(seed=number)
+    given = scored(*SCORED[number], number)
+    q, k_cmp, _, sequences, scale = given
+    config, tokens = sequences.config, sequences.tokens.length
+    got = select_blocks(*given, specialized=True)
+    keys = k_cmp.split(sequences.compressed.length)
+    for rows, those, blocks in zip(q.split(tokens), keys, got.split(tokens), strict=True):
+        assert_selects_as_well(blocks, scores(rows, those, config, scale), config, q.dtype)
 
 
 @pytest.mark.parametrize("base_branch", [None, 0])
@@ -267,6 +305,21 @@ FAULTS = {
         ("takes every tile for the first", TURN, "0"),
         ("forgets the steps of the tiles before", "behind += steps", "pass"),
     ],
+    "scores": [
+        ("reads queries that are not there yet", "mbarrier.wait(q_full", NOT),
+        ("overwrites queries that are in use", EMPTY, NOT),
+        RINGS[0],
+        RINGS[2],
+        RINGS[5],
+        ("gives queries back in flight", "s = warpgroup_mma_wait(0", "s = warpgroup_mma_wait(1"),
+        ("expects too few bytes", "* 2 + 4)", "* 2)"),
+        ("reads the other half before it is there", "mbarrier.wait(handed_full", NOT),
+        ("overwrites the half that is not read yet", "mbarrier.wait(handed_empty", NOT),
+        ("forgets the steps of the tiles before", "behind += mine", "pass"),
+        ("takes an odd step's queries for the next", "let_by(n, n + over", "let_by(n, n"),
+        ("forgets what reaches into the other half", "to_open + left_over", "to_open"),
+        ("forgets the other half", "_merge(best, others)", "best"),
+    ],
     "selected": [
         ("reads keys that are not there yet", FULL, NOT),
         *RINGS[1:],
@@ -304,8 +357,11 @@ class Right:
         self.problem = Problem(by_warps(Case((640,), Span(lookback=640), 1, 1, 64, 64), 0))
         _, self.lse2 = self.problem.forward()
         _, self.delta = self.problem.dq(self.lse2)
+        self.scored = scored((1, 800), FINE, 2, 1)
 
     def of(self, kernel: str) -> torch.Tensor:
+        if kernel == "scores":
+            return select_blocks(*self.scored, specialized=True)
         if kernel.startswith("selected"):
             return selected(FEW, self.given)["dq" if kernel == "selected_dq" else "o"]
         if kernel == "forward":
@@ -397,6 +453,7 @@ def test_auto_takes_what_was_measured_faster_and_nothing_else(monkeypatch):
     assert chosen("dq", COMPRESSED, 8192, asked=False) is None
     assert chosen("dq", WINDOW, 128, asked=True) == launches.ASKED["dq"]
     assert chosen("dkdv", COMPRESSED, 8190) is None  # lines that TMA cannot fetch
+    assert chosen("scores", None, 16384) and chosen("scores", None, 16382) is None
     assert of_blocks(8192) and of_blocks(8191) is None and of_blocks(8192, select_block=32) is None
     assert of_blocks(8192, group=2) is None  # 32 rows
     monkeypatch.setattr(launches, "name_of", lambda device: "NVIDIA H200")
@@ -430,6 +487,9 @@ def test_asked_for_by_name_they_run_or_say_why_not():
     case = Chosen((9,), group=2, **OF_BLOCKS)
     with pytest.raises(ValueError, match="33 to 64 rows a tile, and these are 64, 32 of 2 heads"):
         selected(case, case.draw())
+    config = NSAConfig(4, 2, 4, 4, window=6)
+    with pytest.raises(ValueError, match="blocks of four strides, and these are 10 of 4 tokens"):
+        select_blocks(*scored((1, 40), config, 2, 1), specialized=True)
 
 
 @emulated

@@ -301,7 +301,7 @@ def _load(at: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
 def _store(at: Pointer, values: Tensor, mask: Any = True) -> None:
     flat, offset, mask = at.elements(torch.as_tensor(mask))
     values, offset, mask = torch.broadcast_tensors(values, offset, mask)
-    flat[offset[mask]] = values[mask]
+    flat[offset[mask]] = values[mask].to(flat.dtype)
 
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any, value: Tensor | None = None) -> Any:
@@ -309,24 +309,30 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any, value: Tensor | Non
         return Memory(value)
     if dtype is torch.int64:
         return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
-    return Memory(torch.full(shape, float("nan"), dtype=dtype))
+    unknown = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return Memory(torch.full(shape, unknown, dtype=dtype))
 
 
 def _language(program: int, programs: int, machine: Machine) -> SimpleNamespace:
     nothing = lambda *args: None  # noqa: E731
     return SimpleNamespace(
         program_id=lambda axis: Int(program), num_programs=lambda axis: Int(programs),
-        constexpr=None, int64=torch.int64, float32=torch.float32, static_range=range,
+        constexpr=None, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+        static_range=range, cast=lambda x, dtype, bitcast: x.view(dtype),
+        split=lambda x: (x[..., 0], x[..., 1]),
+        gather=lambda x, index, axis: x.gather(axis, index.long()),
         minimum=_both(min, torch.minimum), maximum=_both(max, torch.maximum), where=_where,
         cdiv=lambda a, b: (Int(a) + b - 1) // b, exp2=torch.exp2, log2=torch.log2,
         arange=lambda low, high, layout: torch.arange(low, high),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis),
+        sum=lambda x, axis: x.sum(axis),
         convert_layout=lambda x, layout: x, load=_load, store=_store,
         allocate_shared_memory=_allocate, warp_specialize=machine.specialize,
         NVMMADistributedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
         BlockedLayout=nothing, NVMMASharedLayout=nothing, DistributedLinearLayout=nothing,
+        SwizzledSharedLayout=nothing,
     )  # fmt: skip
 
 
@@ -355,6 +361,8 @@ def _emulated(
         for name, value in plain.__globals__.items():
             if hasattr(value, "fn") and hasattr(value, "arg_names"):
                 names[name] = _emulated(value, world, made, change)
+            elif type(value).__name__ == "constexpr":
+                names[name] = value.value
         names.update(world)
     return made[plain]
 

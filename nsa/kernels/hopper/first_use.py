@@ -15,6 +15,7 @@ from nsa.kernels.sequences import Sequences, dense
 from nsa.kernels.span_bwd import span_dkdv, span_dq
 from nsa.kernels.span_fwd import span_forward
 from nsa.kernels.tiles import Tile, name_of
+from nsa.kernels.topk import select_blocks
 
 # Models of GPU that tests of every one of these kernels ran on.
 PROVEN = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
@@ -60,14 +61,18 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
             "forward": partial(span_forward, q, k, v, *along),
             "dq": partial(span_dq, *saved, None, 2, *along, delta=None if looks_back else delta),
             "dkdv": partial(span_dkdv, *saved, delta, None, 2, *along),
+            "scores": partial(_scored, q),
             "selected": partial(_selected, q, k, v, None, sequences),
             "selected_dq": partial(_selected, q, k, v, do, sequences),
         }[kernel]
         want = call(specialized=False)
         for _, tile in tiles:
             for x, y in zip(want, call(specialized=True, tile=tile), strict=True):
-                error = torch.where(x == y, 0.0, (x.float() - y.float()).abs()).max()
-                largest = x[x.isfinite()].abs().max()
+                if kernel == "scores":
+                    error, largest = (x != y).float().mean(), 1.0
+                else:
+                    error = torch.where(x == y, 0.0, (x.float() - y.float()).abs()).max()
+                    largest = x[x.isfinite()].abs().max()
                 if not error <= CLOSE * largest:
                     raise RuntimeError(
                         f"{kernel} of {'blocks' if chooses else span} by "
@@ -75,6 +80,19 @@ def compare(device: torch.device, dtype: torch.dtype, width: int, tokens: int = 
                         f"{float(error):.2e} of at most {float(largest):.2e} from Triton's on "
                         f"{device}; please report it. Without strict=True nothing looks"
                     )
+
+
+def _scored(q: Tensor, *, tile: Tile | None = None, **asked: bool) -> tuple[Tensor]:
+    """The blocks that q selects of the same keys each time: of short blocks, so that they are many.
+
+    Where two are as important as each other, one kernel may take this and the other that.
+    """
+    sequences = dense(1, len(q), NSAConfig(8, 4, 16, 4))
+    keys, scale = sequences.compressed, q.shape[2] ** -0.5
+    k_cmp = q.roll(1, 0)[: keys.rows, :KV_HEADS].contiguous()
+    along = compressed_span(sequences.config), sequences.tokens, keys, scale
+    _, lse2 = span_forward(q, k_cmp, k_cmp, *along, specialized=False)
+    return (select_blocks(q, k_cmp, lse2, sequences, scale, tile=tile, **asked),)
 
 
 def _selected(

@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.blocks import Span
-from nsa.kernels.common import LOG2E, Sizes, ceil_div
+from nsa.blocks import Span, compressed_span
+from nsa.kernels.common import LOG2E, MOST_BITS, Sizes, ceil_div, next_power_of_two
 from nsa.kernels.launch import compiles_for, launch
 from nsa.kernels.selected_plan import Plan
 from nsa.kernels.sequences import Axis, Sequences
@@ -25,6 +25,8 @@ WIDTHS = 64, 128  # D and DV
 HALF = 64  # rows of a warpgroup; a program has two
 ENOUGH = 4  # tiles of queries to a processor, which takes them one after the other
 CHOSEN = Tile(HALF, 64, 4, 3)  # of the selected branch
+SCORED = Tile(HALF, 2 * HALF, 4, 2)  # by scores and top n; stages of two heads' queries
+BLOCKS = SCORED.keys // 4  # of its keys: a selectable block has four
 # Tiles of the selected branch to a processor: they are short, and behind Triton's where few.
 MANY = {"selected": 60, "selected_dq": 30}
 # Where memory is as fast as an H200's, Triton's small tiles of one token win on random queries from
@@ -45,6 +47,8 @@ FASTER: dict[tuple[str, int, bool], tuple[tuple[int, Tile], ...]] = {
     ("dkdv", 128, True): ((4096, Tile(64, 2 * HALF, 4, 3)),),
     ("dkdv", 64, False): ((16384, Tile(128, 2 * HALF, 4, 2)),),
     ("dkdv", 64, True): ((8192, Tile(64, 2 * HALF, 4, 3)),),
+    ("scores", 128, False): ((16384, SCORED),),
+    ("scores", 64, False): ((32768, SCORED),),
     ("selected", 128, False): ((8192, CHOSEN),),
     ("selected_dq", 128, False): ((4096, CHOSEN),),
 }
@@ -52,6 +56,7 @@ ASKED = {  # where FASTER has none and they are asked for by name
     "forward": Tile(2 * HALF, 64, 4, 4),
     "dq": Tile(2 * HALF, 64, 4, 4),
     "dkdv": Tile(64, 2 * HALF, 4, 3),
+    "scores": SCORED,
     "selected": CHOSEN,
     "selected_dq": CHOSEN,
 }
@@ -121,6 +126,21 @@ def selected_tile(
     return tile_for(kernel, asked, None, sequences.tokens, sequences.tokens, operands)
 
 
+def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k_cmp: Tensor) -> Tile | None:
+    """As `tile_for`, for scores and top n."""
+    config, bits = sequences.config, sequences.index_bits
+    if config.select_block != 4 * config.compress_stride or bits > MOST_BITS:
+        if asked:
+            raise ValueError(
+                f"scores by specialized warps: they take at most {2**MOST_BITS} blocks of four "
+                f"strides, and these are {sequences.selectable.length} of {config.select_block} "
+                f"tokens, the stride {config.compress_stride}; None goes by speed"
+            )
+        return None
+    keys = sequences.compressed
+    return tile_for("scores", asked, None, sequences.tokens, keys, (q, k_cmp, k_cmp))
+
+
 def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -> str | None:
     """Why these operands on these axes are not for specialized warps; None where they are."""
     q, _, v, *_ = operands
@@ -134,7 +154,7 @@ def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -
         return f"D and DV are {q.shape[2]} and {v.shape[2]}, not both one of {WIDTHS}"
     if not descriptors_fit(tokens, keys, *operands):
         return "TMA takes dense sequences of 16-bit numbers with strides of 16 n bytes"
-    if kernel == "dkdv" and tokens.length % 4:
+    if kernel in ("dkdv", "scores") and tokens.length % 4:
         return f"by TMA rows of statistics begin at 16 n bytes, and T is {tokens.length}"
     return None
 
@@ -233,6 +253,46 @@ def launch_dq(
         (tokens.length, keys.length, tiles, tiles * heads), total, scale, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
         BRANCH=branch, STAGES=tile.stages, MAKE_DELTA=make_delta, ADD=add, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def in_columns(k: Tensor, keys: Axis) -> tuple[Tensor, Axis]:
+    """k [keys, HKV, D] in the order of the columns that scores are made by, and its axis.
+
+    Of a tile's keys come the first one of each block, then the second ones, and so on: what a
+    block adds up to lies in one lane's registers then.
+    """
+    tiles = keys.tile_count(SCORED.keys) // keys.count
+    out = k.new_empty(keys.count, tiles * SCORED.keys, *k.shape[1:])
+    out[:, : keys.length] = k.unflatten(0, (keys.count, keys.length))
+    out = out.unflatten(1, (tiles, BLOCKS, -1)).transpose(2, 3).contiguous()
+    return out.flatten(0, 3), Axis(keys.count, tiles * SCORED.keys)
+
+
+def launch_scores(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse2: Tensor,
+    blocks: Tensor,
+    sequences: Sequences,
+    scale: float,
+    tile: Tile,
+) -> None:
+    """blocks [tokens, HKV, n] int32, as `topk.select_blocks` takes and returns these."""
+    from nsa.kernels.hopper.scores import scores_kernel
+
+    tokens, config, kv_heads = sequences.tokens, sequences.config, k_cmp.shape[1]
+    tiles = tokens.tile_count(tile.rows)
+    k_cmp, keys = in_columns(k_cmp, sequences.compressed)
+    launch(
+        scores_kernel, (min(tiles * kv_heads, processors(q.device)),),
+        _tiles(q, tokens, tile.rows), _tiles(k_cmp, keys, tile.keys),
+        _lines(lse2, tokens, tile.rows), blocks,
+        (tokens.length, tiles, kv_heads, tiles * kv_heads), scale * LOG2E,
+        2**sequences.index_bits - 1,
+        G=q.shape[1] // kv_heads, SPAN=compressed_span(config), CONFIG=config,
+        SLOTS=max(8, next_power_of_two(config.select_count)),
+        Q_STAGES=tile.stages, K_STAGES=2, num_warps=tile.warps,
     )  # fmt: skip
 
 
