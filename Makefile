@@ -18,6 +18,8 @@ export NSA_HEADLESS := 1
 export JUPYTER_PLATFORM_DIRS := 1
 # Threads that wait for work sleep: those that spin slow a busy machine down tenfold.
 export OMP_WAIT_POLICY ?= passive
+# Hundreds of interpreters are started, and each would compile the package's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Jupyter refuses root unless it is told; in a container there is often nobody else.
 AS_ROOT = $(shell [ "$$(id -u)" != 0 ] || echo --allow-root)

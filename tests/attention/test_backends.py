@@ -131,9 +131,10 @@ def test_backend_selects_and_attends_as_the_reference_from_end_to_end(backend, c
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("backend", [name for name in FAST if name != "triton"])
 def test_longer_than_one_chunk_of_queries(backend, monkeypatch):
-    """Small chunks on a small shape take the same path as real ones on a long sequence."""
+    """Small chunks on a small shape take the same path as real ones on a long sequence. Triton's
+    kernels have none: what is changed here changes nothing for them."""
     monkeypatch.setitem(gather.ELEMENTS, DEVICE, 1)
     monkeypatch.setattr("nsa.attention.backends.packed.ELEMENTS", 1)
     monkeypatch.setattr("nsa.attention.span.ELEMENTS", 20_000)

@@ -20,7 +20,7 @@ FILES = {"00_smoke": "00", "smoke": "01", "02_smoke": "02", "05_smoke": "05", "0
 FILES |= {"08_smoke": "08", "09_smoke": "09", "10_smoke": "10", "11_smoke": "11"}
 PLANS = sorted((NOTEBOOKS / "params").glob("ab_*.yaml"))
 # The others take longer, and nbval runs their notebooks with the defaults, which are larger.
-SHORT = ("05_smoke", "08_smoke")
+SHORT = ("08_smoke",)
 ELSEWHERE = ("device", "budget_s")  # of the notebook, which are no part of its plan
 
 

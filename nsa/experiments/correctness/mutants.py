@@ -33,10 +33,11 @@ def mutated_copy(folder: str | Path, name: str = "") -> Path:
     """`folder`/project: the package, its tests where there are any, and what pytest is told.
 
     With the line of the mutant of that name changed. ValueError if the line is not there, and for
-    an unknown name, with the nearest.
+    an unknown name, with the nearest. What Python has compiled comes along, for a copied source
+    keeps its time; that of the changed one does not.
     """
     root = Path(folder) / "project"
-    ignore = shutil.ignore_patterns("__pycache__", ".*")
+    ignore = shutil.ignore_patterns(".*", "*.pyc.*")  # the latter while one is being written
     for part in ("nsa", "tests"):
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, root / part, ignore=ignore)
@@ -50,7 +51,10 @@ def mutated_copy(folder: str | Path, name: str = "") -> Path:
                 f"mutant {name!r}: {source.count(one.before)} places in {one.file} read "
                 f"{one.before!r}, wanted 1; rewrite the mutant with the code it mutates"
             )
-        (root / one.file).write_text(source.replace(one.before, one.after))
+        changed = root / one.file
+        changed.write_text(source.replace(one.before, one.after))
+        for compiled in changed.parent.glob(f"__pycache__/{changed.stem}.*"):
+            compiled.unlink()
     return root
 
 

@@ -1,7 +1,7 @@
 """When a kernel is for specialized warps, and the launches of those.
 
 These kernels are in Gluon, Triton's lower level, for Hopper alone; Triton's own of `span_fwd`,
-`span_bwd` and `selected_fwd` serve everything else, and are what these are tested against.
+`span_bwd`, `selected_fwd`, `selected_dq` and `topk` serve everything else, and test these.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ HALF = 64  # rows of a warpgroup; a program has two
 ENOUGH = 4  # tiles of queries to a processor, which takes them one after the other
 CHOSEN = Tile(HALF, 64, 4, 3)  # of the selected branch
 SCORED = Tile(HALF, 2 * HALF, 4, 2)  # by scores and top n; stages of two heads' queries
-BLOCKS = SCORED.keys // 4  # of its keys: a selectable block has four
 # Tiles of the selected branch to a processor: they are short, and behind Triton's where few.
 MANY = {"selected": 60, "selected_dq": 30}
 # Where memory is as fast as an H200's, Triton's small tiles of one token win on random queries from
@@ -126,7 +125,7 @@ def selected_tile(
     return tile_for(kernel, asked, None, sequences.tokens, sequences.tokens, operands)
 
 
-def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k_cmp: Tensor) -> Tile | None:
+def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k: Tensor) -> Tile | None:
     """As `tile_for`, for scores and top n."""
     config, bits = sequences.config, sequences.index_bits
     if config.select_block != 4 * config.compress_stride or bits > MOST_BITS:
@@ -137,8 +136,7 @@ def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k_cmp: Tens
                 f"tokens, the stride {config.compress_stride}; None goes by speed"
             )
         return None
-    keys = sequences.compressed
-    return tile_for("scores", asked, None, sequences.tokens, keys, (q, k_cmp, k_cmp))
+    return tile_for("scores", asked, None, sequences.tokens, sequences.compressed, (q, k, k))
 
 
 def why_not(kernel: str, tokens: Axis, keys: Axis, operands: Sequence[Tensor]) -> str | None:
@@ -265,7 +263,7 @@ def in_columns(k: Tensor, keys: Axis) -> tuple[Tensor, Axis]:
     tiles = keys.tile_count(SCORED.keys) // keys.count
     out = k.new_empty(keys.count, tiles * SCORED.keys, *k.shape[1:])
     out[:, : keys.length] = k.unflatten(0, (keys.count, keys.length))
-    out = out.unflatten(1, (tiles, BLOCKS, -1)).transpose(2, 3).contiguous()
+    out = out.unflatten(1, (-1, 4)).unflatten(1, (tiles, -1)).transpose(2, 3).contiguous()
     return out.flatten(0, 3), Axis(keys.count, tiles * SCORED.keys)
 
 

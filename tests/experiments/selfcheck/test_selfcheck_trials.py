@@ -302,13 +302,14 @@ def test_the_text_has_a_column_for_each_kind_that_was_found():
     assert lines[1].split() == ["HANG", "1", "1"]
 
 
-FEW = ["gate x 0", "missing shard", "own_end_of_a_pipe 0", "lock_taken_twice 0", "healthy"]
+# A hang and a control; notebook 07 plants ten, SORTS below has seventeen.
+FEW = ["lock_taken_twice 0", "healthy"]
 
 
 @pytest.mark.processes
 @pytest.mark.full
 def test_a_few_faults_and_controls_end_to_end(tmp_path):
-    rows = selfcheck.check(chosen(FEW), gpus=0, workers=3, folder=tmp_path)
+    rows = selfcheck.check(chosen(FEW), gpus=0, workers=2, folder=tmp_path)
     assert [str(r) for r in rows if not r.right] == []
     kept = [path.read_text(errors="replace") for path in tmp_path.rglob("evidence.json")]
     assert len(kept) == len(FEW)

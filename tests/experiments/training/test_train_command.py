@@ -437,16 +437,6 @@ def test_a_memory_snapshot_is_printed_and_in_the_report_with_its_picture(place, 
     assert "Memory of one step" in page and 'alt="What the step holds by category' in page
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_each_rank_tells_its_own_memory(place):
-    words = ["--steps", "3", "--ranks", "2", "--memory-snapshot", "2", "--into", "m"]
-    assert cli.main([*TINY, *words]) == 0
-    for rank in range(2):
-        found = json.loads((place / "m" / f"memory-rank{rank}.json").read_text())
-        assert (found["rank"], found["step"]) == (rank, 2) and found["explained"] > 0.95
-
-
 class Numbered:
     """A stream whose batches say which they are."""
 
@@ -505,13 +495,18 @@ def test_a_killed_rank_takes_the_job_down_and_is_named(place):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_torchrun_trains_as_one_process_does_and_can_be_resumed_by_it(place, kind):
+    """And with DDP each rank tells its own memory."""
     words = ["--steps", "3", "--save-every", "3", "--into", "two", "--accumulate", "2"]
+    words += ["--memory-snapshot", "2"] * (kind == "ddp")
     with Started(torchrun(*words, "--parallel", kind, "--observe", "arrival"), place) as job:
         code, printed = job.ended()
     assert code == 0 and "two: ok" in printed and printed.count("  speed  ") == 1
     assert record(place / "two")["status"] == "ok"
     for name in ("rank0.log", "rank0.json", "rank1.log", "rank1.json"):
         assert (place / "two" / name).is_file()
+    for rank in range(2) if kind == "ddp" else ():
+        found = json.loads((place / "two" / f"memory-rank{rank}.json").read_text())
+        assert (found["rank"], found["step"]) == (rank, 2) and found["explained"] > 0.95
     assert cli.main([*TINY, "--steps", "5", "--into", "one"]) == 0
     assert cli.main([*TINY, "--steps", "5", "--resume", "two", "--into", "more"]) == 0
     losses = losses_of(place / "two") + losses_of(place / "more")

@@ -222,7 +222,7 @@ def real(tmp_path_factory):
 
 
 def cell(kind, ddp, changes, more):
-    return spec_of(kind, 2, **{"tokens": 256, "batch": 4, **more})
+    return spec_of(kind, 2, **{"tokens": 128, "batch": 4, **more})
 
 
 @pytest.mark.slow

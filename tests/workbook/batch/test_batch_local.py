@@ -153,7 +153,7 @@ time.sleep(0.2)"""
 MANY = """\
 jobs:
   - {name: wide, notebook: tiny, grid: {layers: LAYERS, lengths: [[16], [32], [64]]}}
-  - {name: again, notebook: tiny, parameters: {deep: true}, grid: {layers: [1, 2, 3]}, repeats: N}
+  - {name: again, notebook: tiny, parameters: {deep: true}, grid: {layers: LAYERS}, repeats: N}
   - {name: last, notebook: tiny, parameters: {seed: 2}, after: again}
 """
 
@@ -172,7 +172,7 @@ def test_many_runs_survive_sigkills_of_their_driver_and_none_is_done_twice(
 
     seed = int(os.environ.get("NSA_KILL_SEED", time.time()))
     draw, count = random.Random(seed), tmp_path / "count"
-    runs_due = 3 * len(layers) + 3 * repeats + 1
+    runs_due = 3 * len(layers) + len(layers) * repeats + 1
     plan = MANY.replace("LAYERS", str(layers)).replace("repeats: N", f"repeats: {repeats}")
     write_plan(tmp_path, plan, COUNTED)
     command = [sys.executable, "-m", "nsa", "batch", "plan.yaml", "--at-once", "2"]
