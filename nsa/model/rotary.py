@@ -11,7 +11,7 @@ from nsa.model.config import ModelConfig
 from nsa.reference.rotary import rotary_tables, rotate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch 2.11 hashes it while it compiles, before it has fields
 class Rotary:
     """Tables of angles, made once for all layers of a forward; calling it turns q and k."""
 

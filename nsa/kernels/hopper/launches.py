@@ -254,17 +254,17 @@ def launch_dq(
     )  # fmt: skip
 
 
-def in_columns(k: Tensor, keys: Axis) -> tuple[Tensor, Axis]:
+def in_columns(k: Tensor, keys: Axis, size: int) -> tuple[Tensor, Axis]:
     """k [keys, HKV, D] in the order of the columns that scores are made by, and its axis.
 
-    Of a tile's keys come the first one of each block, then the second ones, and so on: what a
-    block adds up to lies in one lane's registers then.
+    Of a tile of `size` keys come the first one of each block, then the second ones, and so on:
+    what a block adds up to lies in one lane's registers then.
     """
-    tiles = keys.tile_count(SCORED.keys) // keys.count
-    out = k.new_empty(keys.count, tiles * SCORED.keys, *k.shape[1:])
+    tiles = keys.tile_count(size) // keys.count
+    out = k.new_empty(keys.count, tiles * size, *k.shape[1:])
     out[:, : keys.length] = k.unflatten(0, (keys.count, keys.length))
-    out = out.unflatten(1, (-1, 4)).unflatten(1, (tiles, -1)).transpose(2, 3).contiguous()
-    return out.flatten(0, 3), Axis(keys.count, tiles * SCORED.keys)
+    out = out.unflatten(1, (tiles, size // 4, 4)).transpose(2, 3).contiguous()
+    return out.flatten(0, 3), Axis(keys.count, tiles * size)
 
 
 def launch_scores(
@@ -281,7 +281,7 @@ def launch_scores(
 
     tokens, config, kv_heads = sequences.tokens, sequences.config, k_cmp.shape[1]
     tiles = tokens.tile_count(tile.rows)
-    k_cmp, keys = in_columns(k_cmp, sequences.compressed)
+    k_cmp, keys = in_columns(k_cmp, sequences.compressed, tile.keys)
     launch(
         scores_kernel, (min(tiles * kv_heads, processors(q.device)),),
         _tiles(q, tokens, tile.rows), _tiles(k_cmp, keys, tile.keys),
