@@ -487,9 +487,9 @@ def test_asked_for_by_name_they_run_or_say_why_not():
     case = Chosen((9,), group=2, **OF_BLOCKS)
     with pytest.raises(ValueError, match="33 to 64 rows a tile, and these are 64, 32 of 2 heads"):
         selected(case, case.draw())
-    config = NSAConfig(4, 2, 4, 4, window=6)
-    with pytest.raises(ValueError, match="blocks of four strides, and these are 10 of 4 tokens"):
-        select_blocks(*scored((1, 40), config, 2, 1), specialized=True)
+    for config in (NSAConfig(4, 2, 4, 4, window=6), NSAConfig(2, 1, 4, 33, window=6)):
+        with pytest.raises(ValueError, match="32 of 8192 blocks of four strides at most, and NSAC"):
+            select_blocks(*scored((1, 40), config, 2, 1), specialized=True)
 
 
 @emulated

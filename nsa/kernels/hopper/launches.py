@@ -26,6 +26,7 @@ HALF = 64  # rows of a warpgroup; a program has two
 ENOUGH = 4  # tiles of queries to a processor, which takes them one after the other
 CHOSEN = Tile(HALF, 64, 4, 3)  # of the selected branch
 SCORED = Tile(HALF, 2 * HALF, 4, 2)  # by scores and top n; stages of two heads' queries
+MOST_SLOTS = 32  # that they choose: these are in registers, and in shared memory once
 # Tiles of the selected branch to a processor: they are short, and behind Triton's where few.
 MANY = {"selected": 60, "selected_dq": 30}
 # Where memory is as fast as an H200's, Triton's small tiles of one token win on random queries from
@@ -128,12 +129,12 @@ def selected_tile(
 def scores_tile(asked: bool | None, sequences: Sequences, q: Tensor, k: Tensor) -> Tile | None:
     """As `tile_for`, for scores and top n."""
     config, bits = sequences.config, sequences.index_bits
-    if config.select_block != 4 * config.compress_stride or bits > MOST_BITS:
+    few = bits <= MOST_BITS and config.select_count <= MOST_SLOTS
+    if config.select_block != 4 * config.compress_stride or not few:
         if asked:
             raise ValueError(
-                f"scores by specialized warps: they take at most {2**MOST_BITS} blocks of four "
-                f"strides, and these are {sequences.selectable.length} of {config.select_block} "
-                f"tokens, the stride {config.compress_stride}; None goes by speed"
+                f"scores by specialized warps: they take {MOST_SLOTS} of {2**MOST_BITS} blocks of "
+                f"four strides at most, and {config} has {sequences.selectable.length} blocks here"
             )
         return None
     return tile_for("scores", asked, None, sequences.tokens, sequences.compressed, (q, k, k))
@@ -287,9 +288,8 @@ def launch_scores(
         _tiles(q, tokens, tile.rows), _tiles(k_cmp, keys, tile.keys),
         _lines(lse2, tokens, tile.rows), blocks,
         (tokens.length, tiles, kv_heads, tiles * kv_heads), scale * LOG2E,
-        2**sequences.index_bits - 1,
-        G=q.shape[1] // kv_heads, SPAN=compressed_span(config), CONFIG=config,
-        SLOTS=max(8, next_power_of_two(config.select_count)),
+        2**sequences.index_bits - 1, G=q.shape[1] // kv_heads, SPAN=compressed_span(config),
+        CONFIG=config, SLOTS=max(8, next_power_of_two(config.select_count)),
         Q_STAGES=tile.stages, K_STAGES=2, num_warps=tile.warps,
     )  # fmt: skip
 
