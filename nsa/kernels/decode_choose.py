@@ -79,8 +79,9 @@ def _rank(
             importance = _importance(
                 ranking, row, first // BLOCKS, tiles, tiles_most, SIZES.G, BLOCKS, TILES
             )
-            found = candidates(importance, first, own, 2**31 - 1, True, CONFIG)
-            found = tl.where(first + tl.arange(0, STEP)[None, :] < ranked, found, ILLEGAL)
+            j = (first + tl.arange(0, STEP))[None, :]
+            found = candidates(importance, j, own, 2**31 - 1, True, CONFIG)
+            found = tl.where(j < ranked, found, ILLEGAL)
             # One ascends and the other descends: the larger of each pair are the largest of all.
             best = tl.bitonic_merge(tl.maximum(best, tl.topk(found, SLOTS)))
         chosen = tl.where(slot >= SLOTS - COUNT, indices(best, 2**31 - 1), NONE)
