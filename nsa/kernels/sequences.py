@@ -85,7 +85,7 @@ class Sequences:
     @property
     def index_bits(self) -> int:
         """Bits of the largest index of a selectable block."""
-        return max(1, (-(-self.tokens.length // self.config.select_block) - 1).bit_length())
+        return max(1, (count_selectable(self.tokens.length, self.config) - 1).bit_length())
 
 
 def dense(batch: int, tokens: int, config: NSAConfig) -> Sequences:

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa.kernels.hopper.parts import let_by, ring, room
 from nsa.kernels.span_common import seen_end
-from nsa.kernels.topk import ILLEGAL, NONE, candidates
+from nsa.kernels.topk import ILLEGAL, NONE, candidates, indices
 
 STRIDES = gl.constexpr(4)  # of compression in a selectable block
 
@@ -132,6 +132,13 @@ def _pooled(p, left_over, PER_COMPRESSED: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _for_least(top, best):
+    """best [M, SLOTS] with top [M, 1] in place of the least, where that is less."""
+    least = gl.min(best, 1)[:, None]
+    return gl.where((best == least) & (top > least), top, best)
+
+
+@gluon.jit
 def _merge(best, found):
     """The largest of best [M, SLOTS] and found [M, BLOCKS], all different, in no order.
 
@@ -141,8 +148,7 @@ def _merge(best, found):
     count = gl.max(gl.sum(beats.to(gl.int32), 1), 0)
     for _ in range(gl.minimum(count, best.shape[1])):
         top = gl.max(found, 1)[:, None]
-        least = gl.min(best, 1)[:, None]
-        best = gl.where((best == least) & (top > least), top, best)
+        best = _for_least(top, best)
         found = gl.where(found == top, ILLEGAL, found)
     return best
 
@@ -247,17 +253,13 @@ def _choose(
             if steps > each:
                 importance = (to_open + left_over)[:, None]
                 opening = candidates(importance, each * BLOCKS, own, index_mask, False, CONFIG)
-                least = gl.min(best, 1)[:, None]
-                best = gl.where((best == least) & (opening > least), opening, best)
+                best = _for_least(opening, best)
                 best = _merge(best, others)
-            chosen = gl.where(best < 0, ~best, index_mask - (best & index_mask))
-            chosen = gl.where(best < ILLEGAL + 2 * SLOTS, NONE, chosen)
-            if SLOTS > COUNT:
-                # Of more slots than are asked for the least go.
-                for _ in range(SLOTS - COUNT):
-                    least = gl.min(best, 1)[:, None]
-                    chosen = gl.where(best == least, NONE, chosen)
-                    best = gl.where(best == least, NONE, best)
+            chosen = gl.where(best < ILLEGAL + 2 * SLOTS, NONE, indices(best, index_mask))
+            for _ in range(SLOTS - COUNT):  # of more slots than are asked for the least go
+                least = gl.min(best, 1)[:, None]
+                chosen = gl.where(best == least, NONE, chosen)
+                best = gl.where(best == least, NONE, best)
             if steps == 0:
                 chosen = gl.where(slot <= own[:, None], slot, NONE)
             rank = gl.zeros([M, SLOTS], gl.int32, pooled)
