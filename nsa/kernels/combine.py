@@ -14,7 +14,7 @@ HEADS = 8
 
 @triton.jit
 def _delta(
-    do, o, delta, dgates, do_strides, o_strides, gate_strides, tokens, heads,
+    do, o, unit, delta, dgates, do_strides, o_strides, gate_strides, tokens, heads,
     BRANCH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program: TOKENS neighbouring tokens of HEADS neighbouring heads."""
@@ -30,24 +30,29 @@ def _delta(
     do_tile = tl.load(do_at, mask=mask, other=0.0).to(tl.float32)
     o_tile = tl.load(o_at, mask=mask, other=0.0).to(tl.float32)
     sums = tl.sum(do_tile * o_tile, 1)
+    if unit is not None:
+        sums *= tl.load(unit + head * tokens + t, mask=valid, other=0.0)
     tl.store(delta + head * tokens + t, sums, mask=valid)
     if dgates is not None:
         at = dgates + t * gate_strides[0] + head * gate_strides[1] + BRANCH * gate_strides[2]
         tl.store(at, sums.to(dgates.dtype.element_ty), mask=valid)
 
 
-def delta_of(do: Tensor, o: Tensor, dgates: Tensor | None, branch: int) -> Tensor:
+def delta_of(
+    do: Tensor, o: Tensor, dgates: Tensor | None, branch: int, unit: Tensor | None = None
+) -> Tensor:
     """<do, o> in fp32, [HQ, tokens], for do and o [tokens, HQ, DV]; the softmax backward's delta.
 
-    It is also the gradient of the branch's gate and written to dgates[..., branch], if dgates
-    [tokens, HQ, 3] is given.
+    o of int16 is in the units of unit [HQ, tokens] fp32, see `common.fixed_point`. delta is also
+    the gradient of the branch's gate and written to dgates[..., branch], if dgates [tokens, HQ, 3]
+    is given.
     """
     tokens, heads, value_dim = o.shape
     delta = torch.empty(heads, tokens, dtype=torch.float32, device=o.device)
     if tokens:
         launch(
             _delta, (ceil_div(tokens, TOKENS) * ceil_div(heads, HEADS),),
-            do, o, delta, dgates, do.stride()[:2], o.stride()[:2],
+            do, o, unit, delta, dgates, do.stride()[:2], o.stride()[:2],
             None if dgates is None else dgates.stride(), tokens, heads,
             BRANCH=branch, TOKENS=TOKENS, HEADS=HEADS, DV=value_dim, num_warps=4,
         )  # fmt: skip

@@ -117,6 +117,45 @@ def finish(m, total):
     return total, m + tl.log2(total)
 
 
+@triton.jit
+def add_rounded(p, sums, rescale):
+    """sums [M, 8] of earlier `absorb`s and the `partial_sums` of p, which is rounded to 16 bits.
+
+    Values are summed with the rounded p. Divided by the sum of the same, what all values share
+    comes out exactly, and the roundings of p weigh only what values differ by.
+    """
+    return sums * rescale[:, None] + partial_sums(p.to(tl.float32))
+
+
+@triton.jit
+def fixed_point(x):
+    """(x [M, N] in whole numbers of 16 bits, the unit of each row [M]), fp32.
+
+    A row is off by at most 2^-16 of its largest number, where bf16 is by 2^-9 of each. delta =
+    <do, o> needs that: where all values share an offset it is a small difference of large numbers.
+    A row with a NaN or an infinity is NaN.
+    """
+    unit = tl.max(tl.abs(x), 1) * (1 / 32760) + tl.sum(x * 0.0, 1)
+    return tl.floor(x / tl.where(unit == 0.0, 1.0, unit)[:, None] + 0.5), unit
+
+
+@triton.jit
+def rest_of(x, rounded):
+    """The 8 bits of fp32 numbers x that follow those kept by `rounded`, x in bf16 or fp16; int8."""
+    BITS: tl.constexpr = 8 if rounded.dtype == tl.bfloat16 else 5
+    rounded = tl.cast(rounded.to(tl.float32), tl.int32, bitcast=True)
+    rest = (tl.cast(x, tl.int32, bitcast=True) - rounded + (1 << (BITS - 1))) >> BITS
+    return tl.minimum(tl.maximum(rest, -128), 127).to(tl.int8)
+
+
+@triton.jit
+def with_rest(rounded, rest):
+    """fp32 numbers from what they were rounded to and `rest_of`."""
+    BITS: tl.constexpr = 8 if rounded.dtype == tl.bfloat16 else 5
+    rounded = tl.cast(rounded.to(tl.float32), tl.int32, bitcast=True)
+    return tl.cast(rounded + (rest.to(tl.int32) << BITS), tl.float32, bitcast=True)
+
+
 def contiguous_like(x: Tensor) -> Tensor:
     """Room for a gradient of x: its shape and dtype, contiguous whatever x is."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

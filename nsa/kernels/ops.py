@@ -4,7 +4,9 @@ Launchers run inside; here is only what to save, what to launch and in which ord
 the gated sum, o of the compressed branch, a log-sum-exp for each branch, the selection and the
 tiles planned for it. <do, o> of the window follows from the probabilities that its backward
 computes anyway, and that of the selected branch is what the sum's leaves: their outputs exist only
-inside the sum. All sums are in a fixed order: the same inputs give the same bits.
+inside the sum. Where values share an offset, these are small differences of large numbers: of
+16-bit inputs the sum keeps 8 bits more, and what is summed on the way is in fixed point. All sums
+are in a fixed order: the same inputs give the same bits.
 """
 
 from collections.abc import Sequence
@@ -103,6 +105,18 @@ def _(q, k_cmp, cu_seqlens, batch, sizes, scale):
     return q.new_empty(slots, dtype=torch.int32)
 
 
+def _intermediate(q: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+    """Room for an output [tokens, HQ, width] that is summed further, and for its unit [HQ, tokens].
+
+    In fixed point, see `common.fixed_point`; of fp32 it is fp32, and has no unit.
+    """
+    tokens, heads = q.shape[:2]
+    if q.dtype == torch.float32:
+        return q.new_empty(tokens, heads, width), None
+    unit = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    return q.new_empty(tokens, heads, width, dtype=torch.int16), unit
+
+
 def _lse(q: Tensor, k_cmp: Tensor, sequences: Sequences, scale: float) -> Tensor:
     """lse2 of the compressed branch where nobody asked for its output."""
     span = compressed_span(sequences.config)
@@ -126,7 +140,7 @@ def attend(
     sizes: Sequence[int],
     scale: float,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gated sum (Eq. 5) of the branches whose values are given, and what its backward needs.
 
     Args:
@@ -138,32 +152,37 @@ def attend(
         sizes: of the config, see `registration.sizes_of`.
         keep: whether a backward may follow.
 
-    Returns (o [tokens, HQ, DV], o of the compressed branch, lse2 [HQ, tokens] of the compressed and
-    of the window branch, lse2 [tokens, HQ] of the selected one, its plan, see `selected_plan.Plan`,
-    int32, blocks); what is not kept is empty. A backward reads o: it must not change in place.
+    Returns (o [tokens, HQ, DV], o of the compressed branch and its unit, see `_intermediate`, the
+    `common.rest_of` the sum, lse2 [HQ, tokens] of the compressed and of the window branch, lse2
+    [tokens, HQ] of the selected one, its plan, see `selected_plan.Plan`, int32, blocks); what is
+    not kept is empty. A backward reads o: it must not change in place.
     """
     sequences = sequences_of(q.shape[0], cu_seqlens, batch, sizes)
     config, tokens = sequences.config, sequences.tokens
-    kept = {name: q.new_empty(0) for name in ("o_cmp", "lse_cmp", "lse_win", "lse_slc")}
-    kept |= {name: q.new_empty(0, dtype=torch.int32) for name in ("plan", "blocks")}
+    kept = {name: q.new_empty(0, dtype=dtype) for name, dtype in _kept(q.dtype).items()}
     o, lse_cmp, mix = None, None, {}
     if v_cmp is not None:
-        span = compressed_span(config)
-        o, lse_cmp = span_fwd.span_forward(
-            q, k_cmp, v_cmp, span, tokens, sequences.compressed, scale
-        )
+        span = compressed_span(config), tokens, sequences.compressed, scale
+        o_cmp, unit = _intermediate(q, v_cmp.shape[2])
+        _, lse_cmp = span_fwd.span_forward(q, k_cmp, v_cmp, *span, out=o_cmp, out_unit=unit)
         if keep:
-            kept |= {"o_cmp": o, "lse_cmp": lse_cmp}
-        mix = {"base": o, "base_branch": CMP, "out": None if keep else o}
+            kept |= {"o_cmp": o_cmp, "lse_cmp": lse_cmp} | ({} if unit is None else {"unit": unit})
+        else:
+            o = o_cmp.view(q.dtype)  # the sums have its place
+        mix = {"base": o_cmp, "base_unit": unit, "base_branch": CMP}
+    if o is None and not (v_win is None and v_slc is None):
+        o = q.new_empty(*q.shape[:2], (v_slc if v_win is None else v_win).shape[2])
     side = SideStream(q)  # the window beside the scores
     if v_win is not None:
-        out = mix.pop("out", None)
-        out = q.new_empty(*q.shape[:2], v_win.shape[2]) if out is None else out
         lse_win = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        out, win_unit = o, None
+        if v_slc is not None and q.dtype != torch.float32:
+            out, win_unit = o.view(torch.int16), torch.empty_like(lse_win)
         given = q, k_win, v_win, window_span(config), tokens, tokens, scale
+        room = {"out": out, "out_unit": win_unit, "lse2": lse_win}
         with side:
-            span_fwd.span_forward(*given, gates=gates, branch=WIN, out=out, lse2=lse_win, **mix)
-        o, mix = out, {"base": out, "out": out}
+            span_fwd.span_forward(*given, gates=gates, branch=WIN, **room, **mix)
+        mix = {"base": out, "base_unit": win_unit}
         if keep:
             kept["lse_win"] = lse_win
     if v_slc is not None:
@@ -173,19 +192,30 @@ def attend(
             if keep:
                 kept["blocks"] = blocks
         plan = selected_plan.plan(blocks, sequences, q.shape[1] // k_slc.shape[1])
+        if keep and q.dtype != torch.float32:
+            kept["rest"] = torch.empty_like(o, dtype=torch.int8)
         side.join()
-        o, lse_slc = selected_fwd.selected_forward(
-            q, k_slc, v_slc, plan, sequences, scale, gates=gates, branch=SLC, **mix
-        )
+        _, lse_slc = selected_fwd.selected_forward(
+            q, k_slc, v_slc, plan, sequences, scale, gates=gates, branch=SLC, out=o,
+            rest=kept["rest"] if kept["rest"].numel() else None, **mix,
+        )  # fmt: skip
         if keep:
             kept |= {"lse_slc": lse_slc, "plan": plan.workspace}
     side.join()
     if v_win is None and v_slc is None:
-        if gates is not None:
-            o = (o * gates[..., CMP, None]).to(q.dtype)
-        elif keep:
-            o = o.clone()  # an operator's results must not share memory
+        o = o_cmp if unit is None else o_cmp * unit.t()[..., None]
+        o = o if gates is None else o * gates[..., CMP, None]
+        # An operator's results must not share memory.
+        o = o.clone() if o is o_cmp and keep else o.to(q.dtype)
     return o, *kept.values()
+
+
+def _kept(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What `attend` of q in this dtype returns beside o, in order, and the dtype of each."""
+    o_cmp = dtype if dtype == torch.float32 else torch.int16
+    kept = {"o_cmp": o_cmp, "unit": torch.float32, "rest": torch.int8}
+    kept |= dict.fromkeys(("lse_cmp", "lse_win", "lse_slc"), torch.float32)
+    return kept | dict.fromkeys(("plan", "blocks"), torch.int32)
 
 
 @attend.register_fake
@@ -194,24 +224,27 @@ def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens, *p
     v = next(x for x in (v_cmp, v_slc, v_win) if x is not None)
     tokens, heads = q.shape[:2]
     o = q.new_empty(tokens, heads, v.shape[2])
-
-    def kept(wanted, *shape, dtype=torch.float32):
-        return q.new_empty(shape if keep and wanted else (0,), dtype=dtype)
-
     slots = tokens, v.shape[1], NSAConfig(*sizes).select_count
     planned = 0
     if v_slc is not None:
         each = slots[1:] if blocks is None else blocks.shape[1:]
         axis = sequences_of(tokens, cu_seqlens, batch, sizes).tokens
         planned = selected_plan.layout_of(axis, *each, heads // each[0]).elements()
-    return (
-        o,
-        kept(v_cmp is not None, *o.shape, dtype=q.dtype),
-        kept(v_cmp is not None, heads, tokens),
-        kept(v_win is not None, heads, tokens),
-        kept(v_slc is not None, tokens, heads),
-        kept(v_slc is not None, planned, dtype=torch.int32),
-        kept(v_slc is not None and blocks is None, *slots, dtype=torch.int32),
+    narrow = q.dtype != torch.float32
+    shapes = {
+        "o_cmp": (v_cmp is not None, o.shape),
+        "unit": (v_cmp is not None and narrow, (heads, tokens)),
+        "rest": (v_slc is not None and narrow, o.shape),
+        "lse_cmp": (v_cmp is not None, (heads, tokens)),
+        "lse_win": (v_win is not None, (heads, tokens)),
+        "lse_slc": (v_slc is not None, (tokens, heads)),
+        "plan": (v_slc is not None, (planned,)),
+        "blocks": (v_slc is not None and blocks is None, slots),
+    }
+    dtypes = _kept(q.dtype)
+    return o, *(
+        q.new_empty(shape if keep and wanted else (0,), dtype=dtypes[name])
+        for name, (wanted, shape) in shapes.items()
     )
 
 
@@ -241,6 +274,8 @@ def attend_backward(
     cu_seqlens: Tensor | None,
     o: Tensor,
     o_cmp: Tensor,
+    unit: Tensor,
+    rest: Tensor,
     lse_cmp: Tensor,
     lse_win: Tensor,
     lse_slc: Tensor,
@@ -276,7 +311,8 @@ def attend_backward(
                 lookup = inverse.inverse(blocks, sequences)
     if v_cmp is not None:
         span = compressed_span(config), tokens, sequences.compressed, scale
-        delta_cmp = combine.delta_of(do, o_cmp, dgates, CMP)
+        unit = unit if unit.numel() else None
+        delta_cmp = combine.delta_of(do, o_cmp, dgates, CMP, unit)
         given = q, k_cmp, v_cmp, do, lse_cmp
         if keys:
             with side:
@@ -295,7 +331,7 @@ def attend_backward(
         given = q, k_slc, v_slc, do, lse_slc
         dq, delta_slc = selected_dq.selected_dq(
             *given, gates, SLC, planned, sequences, scale,
-            o=o, others=deltas, dgates=dgates, dq=dq,
+            o=o, rest=rest if rest.numel() else None, others=deltas, dgates=dgates, dq=dq,
         )  # fmt: skip
         if keys:
             with side:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E, padded, partial_sums
+from nsa.kernels.common import LOG2E, padded, partial_sums, with_rest
 from nsa.kernels.hopper import launches as hopper
 from nsa.kernels.launch import launch
 from nsa.kernels.selected import (
@@ -42,6 +42,7 @@ def selected_dq(
     scale: float,
     *,
     o: Tensor,
+    rest: Tensor | None = None,
     others: Sequence[tuple[Tensor, int]] = (),
     dgates: Tensor | None = None,
     dq: Tensor | None = None,
@@ -55,9 +56,9 @@ def selected_dq(
 
     lse2 [tokens, HQ] is the forward's; gates None weighs 1. delta = <do, o> of the branch without
     its gate, which is the gate's gradient and goes to dgates[..., branch] too. o [tokens, HQ, DV]
-    is the gated sum, and others are (delta [HQ, tokens], branch) of each other branch in it. A
-    given dq of any float dtype is added to; otherwise it is new, in q's dtype. The rest is as in
-    the forward.
+    is the gated sum, rest the forward's, and others are (delta [HQ, tokens], branch) of each other
+    branch in it. A given dq of any float dtype is added to; otherwise it is new, in q's dtype. The
+    others are as in the forward.
     """
     add = dq is not None
     dq = q.new_empty(q.shape) if dq is None else dq
@@ -70,14 +71,14 @@ def selected_dq(
         specialized = False
     if by_warps := hopper.selected_tile("selected_dq", specialized, plan, sequences, (q, k, v, do)):
         hopper.launch_selected_dq(
-            (q, k, v, do, o), (lse2, deltas, branches), (gates, dgates, branch), (dq, delta),
+            (q, k, v, do, o, rest), (lse2, deltas, branches), (gates, dgates, branch), (dq, delta),
             plan, sequences, scale, add=add, tile=(tile or {}).get("large") or by_warps,
         )  # fmt: skip
         return dq, delta
     for one in launches("dq", q, k, v, plan, sequences, force, cost, tile, descriptors):
         launch(
             _selected_dq, one.grid,
-            q, one.keys, one.values, do, o, deltas, lse2, gates, dq, delta, dgates, strides,
+            q, one.keys, one.values, do, o, rest, deltas, lse2, gates, dq, delta, dgates, strides,
             one.union, one.rivals, one.axis, one.sizes, q.shape[0], scale, scale * LOG2E,
             BRANCH=branch, OTHERS=branches, ADD=add, ALIKE=k.stride() == v.stride(), WALK=one.walk,
             **one.options,
@@ -87,7 +88,7 @@ def selected_dq(
 
 @triton.jit
 def _selected_dq(
-    q, k, v, do, o, deltas, lse, gates, dq, delta, dgates, strides,
+    q, k, v, do, o, rest, deltas, lse, gates, dq, delta, dgates, strides,
     union, rivals, axis, sizes, total, scale, scale2,
     BRANCH: tl.constexpr, OTHERS: tl.constexpr, ADD: tl.constexpr, ALIKE: tl.constexpr,
     WALK: tl.constexpr,
@@ -119,6 +120,8 @@ def _selected_dq(
         sees_any = lse2 > float("-inf")
         lse2 = tl.where(sees_any, lse2, float("inf"))  # no key: no probability
         outputs = load_rows(o, row, heads, valid, strides[7], DV)
+        if rest is not None:
+            outputs = with_rest(outputs, load_rows(rest, row, heads, valid, strides[7], DV))
         product = tl.sum(dos.to(tl.float32) * outputs.to(tl.float32), 1)
         shift, gate = delta_left(
             product, gates, deltas, row, heads, valid, sees_any, strides[4], total, BRANCH, OTHERS

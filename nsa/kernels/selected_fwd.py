@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E, absorb, finish, padded
+from nsa.kernels.common import LOG2E, absorb, add_rounded, finish, padded, rest_of
 from nsa.kernels.hopper import launches as hopper
 from nsa.kernels.launch import launch
 from nsa.kernels.selected import (
@@ -38,7 +38,9 @@ def selected_forward(
     branch: int = 1,
     base: Tensor | None = None,
     base_branch: int | None = None,
+    base_unit: Tensor | None = None,
     out: Tensor | None = None,
+    rest: Tensor | None = None,
     tile: Mapping[str, Tile] | None = None,
     force: str | None = None,
     cost: float | None = None,
@@ -49,25 +51,28 @@ def selected_forward(
 
     q is [tokens, HQ, D], k [tokens, HKV, D], v [tokens, HKV, DV]. Without gates, o is the attention
     itself. With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, `base` weighted
-    by gates[..., base_branch] where that is given, rounded once; base None is 0. `out` may be
-    `base`. `tile` holds choices for "small" and "large" tiles, `force` allows one of them only, and
-    `cost` is what a block costs in a large tile, in terms of a small one; these and `descriptors`
-    are of Triton's kernels. specialized: see `hopper.launches.selected_tile`.
+    by gates[..., base_branch] where that is given, rounded once; base None is 0. A base of int16 is
+    in the units of base_unit [HQ, tokens] fp32. `out` may have the place of `base`. rest, int8 with
+    the strides of o, receives `common.rest_of` o for a backward. `tile` holds choices for "small"
+    and "large" tiles, `force` allows one of them only, and `cost` is what a block costs in a large
+    tile, in terms of a small one; these and `descriptors` are of Triton's kernels. specialized: see
+    `hopper.launches.selected_tile`.
     """
     o = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if specialized is None and (tile or force or cost or descriptors is not None):
         specialized = False
     if by_warps := hopper.selected_tile("selected", specialized, plan, sequences, (q, k, v)):
-        mix, chosen = (gates, branch, base, base_branch), (tile or {}).get("large") or by_warps
-        hopper.launch_selected((q, k, v), (o, lse), mix, plan, sequences, scale, chosen)
+        mix = gates, branch, base, base_branch, base_unit
+        chosen = (tile or {}).get("large") or by_warps
+        hopper.launch_selected((q, k, v), (o, rest, lse), mix, plan, sequences, scale, chosen)
         return o, lse
     strides = tuple((0, 0, 0) if x is None else x.stride() for x in (q, k, v, o, gates, base))
     for one in launches("forward", q, k, v, plan, sequences, force, cost, tile, descriptors):
         launch(
             _selected_forward, one.grid,
-            q, one.keys, one.values, o, lse, gates, base, strides,
-            one.union, one.rivals, one.axis, one.sizes, scale * LOG2E,
+            q, one.keys, one.values, o, rest, lse, gates, base, base_unit, strides,
+            one.union, one.rivals, one.axis, one.sizes, q.shape[0], scale * LOG2E,
             BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch,
             ALIKE=k.stride() == v.stride(), WALK=one.walk, **one.options,
         )  # fmt: skip
@@ -76,7 +81,8 @@ def selected_forward(
 
 @triton.jit
 def _selected_forward(
-    q, k, v, o, lse, gates, base, strides, union, rivals, axis, sizes, scale2,
+    q, k, v, o, rest, lse, gates, base, base_unit, strides, union, rivals, axis, sizes, rows_of_all,
+    scale2,
     BRANCH: tl.constexpr, BASE_BRANCH: tl.constexpr, ALIKE: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """One program: the rows of one tile over the union of their blocks, then o and lse2."""
@@ -101,6 +107,7 @@ def _selected_forward(
 
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS, 8], tl.float32)
+        rounded = tl.zeros([ROWS, 8], tl.float32)
         acc = tl.zeros([ROWS, padded(DV)], tl.float32)
         ahead = of_union(blocks, members, 0, count, WALK)
         for i in range(count * PARTS):
@@ -115,10 +122,15 @@ def _selected_forward(
             p, m, total, rescale = absorb(s, scale2, m, total)
             acc *= rescale[:, None]
             values = load_block(v, sequence, kv_head, first_key, left, v_strides, KEYS, DV)
-            acc = tl.dot(p.to(queries.dtype), values, acc, input_precision=PRECISION)
+            p = p.to(queries.dtype)
+            if queries.dtype != tl.float32:
+                rounded = add_rounded(p, rounded, rescale)
+            acc = tl.dot(p, values, acc, input_precision=PRECISION)
 
-        total, lse2 = finish(m, total)
-        acc /= total[:, None]
+        divisor, lse2 = finish(m, total)
+        if queries.dtype != tl.float32:
+            divisor, _ = finish(m, rounded)
+        acc /= divisor[:, None]
         tl.store(lse + row * (sizes[1] * sizes[2]) + heads, lse2, mask=valid)
         at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1]
         if gates is not None:
@@ -126,10 +138,16 @@ def _selected_forward(
             acc *= gate.to(tl.float32)[:, None]
         if base is not None:
             more = load_rows(base, row, heads, valid, strides[5], DV).to(tl.float32)
+            if base_unit is not None:
+                unit = base_unit + heads.to(tl.int64) * rows_of_all + row
+                more *= tl.load(unit, mask=valid, other=0.0)[:, None]
             if BASE_BRANCH >= 0:
                 gate = tl.load(gates + at + BASE_BRANCH * strides[4][2], mask=valid, other=0.0)
                 more *= gate.to(tl.float32)[:, None]
             acc += more
         store_rows(o, acc, row, heads, valid, strides[3], DV)
+        if rest is not None:
+            low = rest_of(acc, acc.to(o.dtype.element_ty))
+            store_rows(rest, low, row, heads, valid, strides[3], DV)
         tile += 1
         first += WALK.tokens

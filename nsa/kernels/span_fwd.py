@@ -10,8 +10,10 @@ from nsa.kernels.common import (
     LOG2E,
     Sizes,
     absorb,
+    add_rounded,
     axis_arguments,
     finish,
+    fixed_point,
     padded,
     precision,
 )
@@ -36,7 +38,7 @@ from nsa.kernels.tiles import Tile
 
 @triton.jit
 def _span_forward(
-    q, k, v, o, lse2, gates, base, strides, tokens, keys, tiles, total, scale2,
+    q, k, v, o, o_unit, lse2, gates, base, base_unit, strides, tokens, keys, tiles, total, scale2,
     SIZES: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, BRANCH: tl.constexpr,
     BASE_BRANCH: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -62,6 +64,7 @@ def _span_forward(
     sums = tl.zeros([BLOCK_M, 8], tl.float32)
     if v is not None:
         acc = tl.zeros([BLOCK_M, padded(SIZES.DV)], tl.float32)
+        rounded = tl.zeros([BLOCK_M, 8], tl.float32)
     for n in range(seen[0], seen[1], BLOCK_N):
         k_tile = load_tile(k, k_strides, key_place, n, kv_head, SIZES.D, BLOCK_N)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
@@ -72,24 +75,35 @@ def _span_forward(
         if v is not None:
             acc = acc * rescale[:, None]
             v_tile = load_tile(v, v_strides, key_place, n, kv_head, SIZES.DV, BLOCK_N)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            p = p.to(v_tile.dtype)
+            if v_tile.dtype != tl.float32:
+                rounded = add_rounded(p, rounded, rescale)
+            acc = tl.dot(p, v_tile, acc, input_precision=PRECISION)
 
-    sums, lse2_rows = finish(m, sums)
-    tl.store(lse2 + head.to(tl.int64) * total + start + t, lse2_rows, mask=t < rows)
+    divisor, lse2_rows = finish(m, sums)
+    statistics = head.to(tl.int64) * total + start + t
+    tl.store(lse2 + statistics, lse2_rows, mask=t < rows)
     if v is not None:
-        acc = acc / sums[:, None]
+        if q_tile.dtype != tl.float32:
+            divisor, _ = finish(m, rounded)
+        acc = acc / divisor[:, None]
         if gates is not None:
             gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
             acc *= gate[:, None]
             if base is not None:
                 other = at(base, base_strides, start + first, head)
                 other = load_rows(other, base_strides[0], left, BLOCK_M, SIZES.DV).to(tl.float32)
+                if base_unit is not None:
+                    other *= tl.load(base_unit + statistics, mask=t < rows, other=0.0)[:, None]
                 if BASE_BRANCH is not None:
                     gate = load_gate(
                         gates, gate_strides, start + first, head, left, BASE_BRANCH, BLOCK_M
                     )
                     other *= gate[:, None]
                 acc += other
+        if o_unit is not None:
+            acc, unit = fixed_point(acc)
+            tl.store(o_unit + statistics, unit, mask=t < rows)
         store_rows(at(o, o_strides, start + first, head), o_strides[0], left, acc, SIZES.DV)
 
 
@@ -106,7 +120,9 @@ def span_forward(
     branch: int = 2,
     base: Tensor | None = None,
     base_branch: int | None = None,
+    base_unit: Tensor | None = None,
     out: Tensor | None = None,
+    out_unit: Tensor | None = None,
     lse2: Tensor | None = None,
     tile: Tile | None = None,
     descriptors: bool | None = None,
@@ -120,8 +136,10 @@ def span_forward(
 
     With gates [tokens, HQ, 3], o = gates[..., branch] * attention + base, or with base_branch
     + gates[..., base_branch] * base; base [tokens, HQ, DV], mixed in fp32. `out` receives o if
-    given, `lse2` its own; `out` may be `base`. tile: default_tile's if None. descriptors: whether
-    TMA fetches the tiles; None: where it can. specialized: see `hopper.launches.tile_for`.
+    given, `lse2` its own; `out` may be `base`. An `out` or a base of int16 is in the units of
+    out_unit or base_unit [HQ, tokens] fp32, see `common.fixed_point`. tile: default_tile's if None.
+    descriptors: whether TMA fetches the tiles; None: where it can. specialized: see
+    `hopper.launches.tile_for`.
     """
     if not scale > 0:
         raise ValueError(f"scale={scale}: the softmax takes a positive scale; negate q instead")
@@ -135,8 +153,8 @@ def span_forward(
     along = span, tokens, keys
     by_warps = None if v is None else hopper.tile_for("forward", specialized, *along, (q, k, v))
     if by_warps:
-        mix = gates, branch, None if gates is None else base, base_branch
-        hopper.launch_forward((q, k, v), (o, lse2), mix, *along, scale, tile or by_warps)
+        mix = gates, branch, None if gates is None else base, base_branch, base_unit
+        hopper.launch_forward((q, k, v), (o, out_unit, lse2), mix, *along, scale, tile or by_warps)
         return o, lse2
     if descriptors is None:
         descriptors = descriptors_fit(tokens, keys, *(x for x in (q, k, v) if x is not None))
@@ -146,8 +164,8 @@ def span_forward(
         launch(
             _span_forward, (count * heads,),
             operand(q, tokens, tile.rows, descriptors), operand(k, keys, tile.keys, descriptors),
-            None if v is None else operand(v, keys, tile.keys, descriptors), o, lse2, gates,
-            base if gates is not None else None,
+            None if v is None else operand(v, keys, tile.keys, descriptors), o, out_unit, lse2,
+            gates, base if gates is not None else None, base_unit,
             tuple(None if x is None else x.stride() for x in (q, k, v, o, gates, base)),
             place, (keys.bounds, keys.length), count, total, scale * LOG2E,
             Sizes(heads, heads // k.shape[1], dim, value_dim), felt(span, keys), tile,

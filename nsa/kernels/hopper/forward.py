@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.common import weighed
+from nsa.kernels.common import fixed_point, weighed
 from nsa.kernels.hopper.parts import (
     fetch_queries,
     fetch_step,
@@ -52,8 +52,8 @@ def _attend(
     queries, fetched, out, mix, strides, place, total_rows, scale2 = given
     q_at, q_full, q_empty = queries
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
-    o, lse2 = out
-    gates, base_o = mix
+    o, o_unit, lse2 = out
+    gates, base_o, base_unit = mix
     of_o, of_gates, of_base = strides
     tokens, keys = place[0], place[1]
     M: gl.constexpr = q_at.shape[3]
@@ -91,7 +91,9 @@ def _attend(
         seen = sees(t[:, None], (base + low * N + i)[None, :], SPAN)
         p, m, rescale = weighed(gl.where(seen, s, float("-inf")), scale2, m)
         total = gl.sum(p, 1)
-        p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+        p = p.to(dtype)
+        rounded = gl.sum(p.to(gl.float32), 1)  # see `common.add_rounded`
+        p16 = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2))
         for step in range(low + 1, high):
             n = behind + step
             stage = n % STAGES
@@ -110,10 +112,12 @@ def _attend(
                 s = gl.where(seen, s, float("-inf"))
             p, m, rescale = weighed(s, scale2, m)
             total = total * rescale + gl.sum(p, 1)
+            p = p.to(dtype)
+            rounded = rounded * rescale + gl.sum(p.to(gl.float32), 1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before))
             acc = acc * gl.convert_layout(rescale, by_sum)[:, None]
-            p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+            p16 = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2))
         mbarrier.arrive(q_empty.index(SIDE))
         n = behind + high - 1
         stage = n % STAGES
@@ -128,28 +132,36 @@ def _attend(
         start = sequence.to(gl.int64) * tokens
         wide_head = head.to(gl.int64)
         total = gl.where(m == float("-inf"), 1.0, total)
+        rounded = gl.where(m == float("-inf"), 1.0, rounded)
         gl.store(lse2 + wide_head * total_rows + start + t, m + gl.log2(total), mask=t < tokens)
-        acc = acc / gl.convert_layout(total, by_sum)[:, None]
+        acc = acc / gl.convert_layout(rounded, by_sum)[:, None]
+        rows = first + gl.arange(0, M, by_sum)
+        statistics = wide_head * total_rows + start + rows
         if gates is not None:
-            rows = first + gl.arange(0, M, by_sum)
             at_gates = gates + start * of_gates[0] + wide_head * of_gates[1] + rows * of_gates[0]
             of_branch = gl.load(at_gates + BRANCH * of_gates[2], mask=rows < tokens, other=0.0)
             acc = acc * of_branch.to(gl.float32)[:, None]
             if base_o is not None:
                 at_base = base_o + (start + first) * of_base[0] + wide_head * of_base[1]
                 other = load(at_base, of_base[0], tokens - first, sums, DV)
+                if base_unit is not None:
+                    unit = gl.load(base_unit + statistics, mask=rows < tokens, other=0.0)
+                    other = other * unit[:, None]
                 if BASE_BRANCH >= 0:
                     at_gates += BASE_BRANCH * of_gates[2]
                     of_base_o = gl.load(at_gates, mask=rows < tokens, other=0.0)
                     other = other * of_base_o.to(gl.float32)[:, None]
                 acc = acc + other
+        if o_unit is not None:
+            acc, unit = fixed_point(acc)
+            gl.store(o_unit + statistics, unit, mask=rows < tokens)
         at_o = o + (start + first) * of_o[0] + wide_head * of_o[1]
         store(at_o, of_o[0], tokens - first, acc)
 
 
 @gluon.jit
 def forward_kernel(
-    q, k, v, o, lse2, gates, base_o, strides, place, total, scale2,
+    q, k, v, o, o_unit, lse2, gates, base_o, base_unit, strides, place, total, scale2,
     SIZES: gl.constexpr, SPAN: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -168,7 +180,8 @@ def forward_kernel(
 
     queries = q_at, q_full, q_empty
     fetched = k_at, v_at, k_full, k_empty, v_full, v_empty
-    given = queries, fetched, (o, lse2), (gates, base_o), strides, place, total, scale2
+    out, mix = (o, o_unit, lse2), (gates, base_o, base_unit)
+    given = queries, fetched, out, mix, strides, place, total, scale2
     gl.warp_specialize(
         [
             (_attend, (given, 0, SIZES, SPAN, STAGES, BRANCH, BASE_BRANCH)),

@@ -296,29 +296,30 @@ def launch_scores(
 
 def launch_forward(
     operands: Sequence[Tensor],
-    out: tuple[Tensor, Tensor],
-    mix: tuple[Tensor | None, int, Tensor | None, int | None],
+    out: tuple[Tensor, Tensor | None, Tensor],
+    mix: tuple[Tensor | None, int, Tensor | None, int | None, Tensor | None],
     span: Span,
     tokens: Axis,
     keys: Axis,
     scale: float,
     tile: Tile,
 ) -> None:
-    """o [tokens, HQ, DV] and lse2 [HQ, tokens], `out`, of operands q, k, v.
+    """o [tokens, HQ, DV], its unit and lse2 [HQ, tokens], `out`, of operands q, k, v.
 
-    mix: gates, branch, base and its branch, as `span_fwd.span_forward` takes them.
+    mix: gates, branch, base, its branch and its unit, as `span_fwd.span_forward` takes them.
     """
     from nsa.kernels.hopper.forward import forward_kernel
 
     q, k, v = operands
-    o, lse2 = out
-    gates, branch, base, base_branch = mix
+    o, _, _ = out
+    gates, branch, base, base_branch, base_unit = mix
     total, heads, dim = q.shape
     tiles = tokens.tile_count(tile.rows)
     launch(
         forward_kernel, (min(tiles * heads, processors(q.device)),),
         _tiles(q, tokens, tile.rows // 2), _tiles(k, keys, tile.keys), _tiles(v, keys, tile.keys),
-        o, lse2, gates, base, tuple(None if x is None else x.stride() for x in (o, gates, base)),
+        *out, gates, base, base_unit,
+        tuple(None if x is None else x.stride() for x in (o, gates, base)),
         (tokens.length, keys.length, tiles, tiles * heads), total, scale * LOG2E,
         SIZES=Sizes(heads, heads // k.shape[1], dim, v.shape[2]), SPAN=felt(span, keys),
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
@@ -338,28 +339,28 @@ def _by_tiles(plan: Plan, sequences: Sequences, k: Tensor) -> tuple[tuple[int], 
 
 def launch_selected(
     operands: Sequence[Tensor],
-    out: tuple[Tensor, Tensor],
-    mix: tuple[Tensor | None, int, Tensor | None, int | None],
+    out: tuple[Tensor, Tensor | None, Tensor],
+    mix: tuple[Tensor | None, int, Tensor | None, int | None, Tensor | None],
     plan: Plan,
     sequences: Sequences,
     scale: float,
     tile: Tile,
 ) -> None:
-    """o [tokens, HQ, D] and lse2 [tokens, HQ], `out`, of operands q, k, v, by plan's large tiles.
+    """o [tokens, HQ, D], its rest and lse2 [tokens, HQ], `out`, of operands q, k, v.
 
-    mix: as of `launch_forward`.
+    By plan's large tiles; mix: as of `launch_forward`.
     """
     from nsa.kernels.hopper.selected import selected_kernel
 
     q, k, v = operands
-    gates, branch, base, base_branch = mix
+    gates, branch, base, base_branch, base_unit = mix
     grid, walked, group = _by_tiles(plan, sequences, k)
     tokens = sequences.tokens
     launch(
         selected_kernel, grid,
-        q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), *out, gates, base,
+        q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), *out, gates, base, base_unit,
         tuple(None if x is None else x.stride() for x in (q, out[0], gates, base)),
-        *walked, scale * LOG2E, ROWS=tile.rows, TILE=group,
+        *walked, q.shape[0], scale * LOG2E, ROWS=tile.rows, TILE=group,
         BRANCH=branch, BASE_BRANCH=-1 if base_branch is None else base_branch, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
@@ -377,21 +378,21 @@ def launch_selected_dq(
     add: bool,
     tile: Tile,
 ) -> None:
-    """dq [tokens, HQ, D] and delta [tokens, HQ], `out`, of operands q, k, v, do, o.
+    """dq [tokens, HQ, D] and delta [tokens, HQ], `out`, of operands q, k, v, do, o, rest.
 
     statistics: lse2, and deltas of the other branches, OTHERS; gated: gates, dgates, branch.
     tile.stages: of keys; of values there is one less.
     """
     from nsa.kernels.hopper.selected_dq import selected_dq_kernel
 
-    q, k, v, do, o = operands
+    q, k, v, do, o, rest = operands
     lse2, deltas, others = statistics
     gates, dgates, branch = gated
     grid, walked, group = _by_tiles(plan, sequences, k)
     tokens = sequences.tokens
     launch(
         selected_dq_kernel, grid,
-        q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), do, o,
+        q, _tiles(k, tokens, tile.keys), _tiles(v, tokens, tile.keys), do, o, rest,
         lse2, tuple(deltas), gates, dgates, *out,
         tuple(None if x is None else x.stride() for x in (q, do, o, gates, dgates, out[0])),
         *walked, (q.shape[0], scale, scale * LOG2E), ROWS=tile.rows, TILE=group,

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa.kernels.common import rest_of
 from nsa.kernels.hopper.parts import fetch_step, ring, room, wide
 from nsa.kernels.selected import rounds
 
@@ -102,10 +103,10 @@ def _attend(
 
     The product of a block's scores is in flight with that of the probabilities before.
     """
-    q, q_at, fetched, out, mix, strides, place, union, scale2 = given
+    q, q_at, fetched, out, mix, strides, place, union, total_rows, scale2 = given
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
-    o, lse2 = out
-    gates, base_o = mix
+    o, rest, lse2 = out
+    gates, base_o, base_unit = mix
     of_q, of_o, of_gates, of_base = strides
     tokens, kv_heads = place[0], place[2]
     M: gl.constexpr = q_at.shape[1]
@@ -148,7 +149,9 @@ def _attend(
         mbarrier.arrive(k_empty.index(stage))
         p, m, rescale = _weighed(s, scale2, m, block, member, first, token, i)
         total = gl.sum(p, 1)
-        p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+        p = p.to(dtype)
+        rounded = gl.sum(p.to(gl.float32), 1)  # see `common.add_rounded`
+        p16 = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2))
         block = gl.load(blocks + 1, mask=count > 1, other=0)
         member = gl.load(members + 1, mask=count > 1, other=0)
         for step in range(1, count):
@@ -165,10 +168,12 @@ def _attend(
             mbarrier.arrive(k_empty.index(stage))
             p, m, rescale = _weighed(s, scale2, m, this, these, first, token, i)
             total = total * rescale + gl.sum(p, 1)
+            p = p.to(dtype)
+            rounded = rounded * rescale + gl.sum(p.to(gl.float32), 1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before))
             acc = acc * gl.convert_layout(rescale, by_sum)[:, None]
-            p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
+            p16 = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2))
         mbarrier.wait(v_full.index(stage), (n // STAGES) & 1)
         acc = warpgroup_mma(p16, v_at.index(stage).reshape([N, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -178,9 +183,10 @@ def _attend(
         valid = token < left
         heads = kv_head * HEADS + r % HEADS
         total = gl.where(m == float("-inf"), 1.0, total)
+        rounded = gl.where(m == float("-inf"), 1.0, rounded)
         at_lse2 = lse2 + (start + token) * (kv_heads * HEADS) + heads
         gl.store(at_lse2, m + gl.log2(total), mask=valid)
-        factor = 1.0 / total
+        factor = 1.0 / rounded
         at_gates = gates
         if gates is not None:
             at_gates = gates + (start + token) * of_gates[0] + heads * of_gates[1]
@@ -190,19 +196,33 @@ def _attend(
         # The queries are done with: their place is where rows change hands.
         if base_o is not None:
             at_base = base_o + row * of_base[0] + head * of_base[1] + d
-            q_tile.store(gl.load(at_base, mask=there, other=0.0))
-            other = q_tile.load(sums).to(gl.float32)
+            found = gl.load(at_base, mask=there, other=0.0)
+            if base_unit is None:
+                q_tile.store(found)
+                other = q_tile.load(sums).to(gl.float32)
+            else:
+                q_tile.store(gl.cast(found, dtype, bitcast=True))
+                other = gl.cast(q_tile.load(sums), gl.int16, bitcast=True).to(gl.float32)
+                unit = gl.load(
+                    base_unit + heads.to(gl.int64) * total_rows + start + token, mask=valid,
+                    other=0.0,
+                )  # fmt: skip
+                other = other * gl.convert_layout(unit, by_sum)[:, None]
             if BASE_BRANCH >= 0:
                 of_base_o = gl.load(at_gates + BASE_BRANCH * of_gates[2], mask=valid, other=0.0)
                 other = other * gl.convert_layout(of_base_o.to(gl.float32), by_sum)[:, None]
             acc = acc + other
+        at_o = row * of_o[0] + head * of_o[1] + d
         q_tile.store(acc.to(dtype))
-        gl.store(o + row * of_o[0] + head * of_o[1] + d, q_tile.load(WIDE), mask=there)
+        gl.store(o + at_o, q_tile.load(WIDE), mask=there)
+        if rest is not None:
+            q_tile.store(rest_of(acc, acc.to(dtype)).to(dtype))  # 8 bits fit in either dtype
+            gl.store(rest + at_o, q_tile.load(WIDE).to(gl.int8), mask=there)
 
 
 @gluon.jit
 def selected_kernel(
-    q, k, v, o, lse2, gates, base_o, strides, place, union, scale2,
+    q, k, v, o, rest, lse2, gates, base_o, base_unit, strides, place, union, total_rows, scale2,
     ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, BASE_BRANCH: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -218,7 +238,8 @@ def selected_kernel(
     k_full, k_empty = ring(2 * STAGES, 1)
     v_full, v_empty = ring(2 * STAGES, 1)
     fetched = k_at, v_at, k_full, k_empty, v_full, v_empty
-    given = q, q_at, fetched, (o, lse2), (gates, base_o), strides, place, union, scale2
+    out, mix = (o, rest, lse2), (gates, base_o, base_unit)
+    given = q, q_at, fetched, out, mix, strides, place, union, total_rows, scale2
     gl.warp_specialize(
         [
             (_attend, (given, 0, TILE, BRANCH, BASE_BRANCH, STAGES)),

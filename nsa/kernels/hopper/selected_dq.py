@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa.kernels.common import with_rest
 from nsa.kernels.hopper.parts import ring, room, wide
 from nsa.kernels.hopper.selected import fetch_blocks, masked, tile_at, times_block
 from nsa.kernels.selected import delta_left, rounds
@@ -31,7 +32,7 @@ def _sum_queries(
     The products that a block's scores and dP are made by are in flight with that of dS before.
     """
     rows, held, fetched, statistics, gated, out, strides, place, union, sizes = given
-    q, do, o = rows
+    q, do, o, rest = rows
     q_at, do_at = held
     k_at, v_at, k_full, k_empty, v_full, v_empty = fetched
     lse2, deltas = statistics
@@ -72,7 +73,10 @@ def _sum_queries(
         dos = gl.load(do + row * of_do[0] + head * of_do[1] + d, mask=there, other=0.0)
         do_tile.store(dos)
         fence_async_shared()
-        outputs = gl.load(o + row * of_o[0] + head * of_o[1] + d, mask=there, other=0.0)
+        at_o = row * of_o[0] + head * of_o[1] + d
+        outputs = gl.load(o + at_o, mask=there, other=0.0)
+        if rest is not None:
+            outputs = with_rest(outputs, gl.load(rest + at_o, mask=there, other=0))
         product = gl.sum(dos.to(gl.float32) * outputs.to(gl.float32), 1)
         valid = token < left
         heads = kv_head * HEADS + r % HEADS
@@ -148,7 +152,7 @@ def _sum_queries(
 
 @gluon.jit
 def selected_dq_kernel(
-    q, k, v, do, o, lse2, deltas, gates, dgates, dq, delta, strides, place, union, sizes,
+    q, k, v, do, o, rest, lse2, deltas, gates, dgates, dq, delta, strides, place, union, sizes,
     ROWS: gl.constexpr, TILE: gl.constexpr, BRANCH: gl.constexpr, OTHERS: gl.constexpr,
     ADD: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -164,7 +168,7 @@ def selected_dq_kernel(
     k_full, k_empty = ring(2 * K_STAGES, 1)
     v_full, v_empty = ring(2 * V_STAGES, 1)
     fetched = k_at, v_at, k_full, k_empty, v_full, v_empty
-    rows, held, statistics = (q, do, o), (q_at, do_at), (lse2, deltas)
+    rows, held, statistics = (q, do, o, rest), (q_at, do_at), (lse2, deltas)
     gated, out = (gates, dgates), (dq, delta)
     given = rows, held, fetched, statistics, gated, out, strides, place, union, sizes
     gl.warp_specialize(
