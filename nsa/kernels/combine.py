@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import ceil_div, padded
+from nsa.kernels.common import ceil_div, in_units, padded
 from nsa.kernels.launch import launch
 
 TOKENS = 8  # by 8 heads: rows of delta and of dgates are then written whole sectors at a time
@@ -28,9 +28,11 @@ def _delta(
     do_at = do + (t * do_strides[0] + head * do_strides[1])[:, None] + d
     o_at = o + (t * o_strides[0] + head * o_strides[1])[:, None] + d
     do_tile = tl.load(do_at, mask=mask, other=0.0).to(tl.float32)
-    o_tile = tl.load(o_at, mask=mask, other=0.0).to(tl.float32)
-    sums = tl.sum(do_tile * o_tile, 1)
-    if unit is not None:
+    o_tile = tl.load(o_at, mask=mask, other=0)
+    if unit is None:
+        sums = tl.sum(do_tile * o_tile.to(tl.float32), 1)
+    else:
+        sums = tl.sum(do_tile * in_units(o_tile), 1)
         sums *= tl.load(unit + head * tokens + t, mask=valid, other=0.0)
     tl.store(delta + head * tokens + t, sums, mask=valid)
     if dgates is not None:

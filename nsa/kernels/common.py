@@ -17,6 +17,9 @@ from torch import Tensor
 from nsa.kernels.sequences import Axis
 
 LOG2E = math.log2(math.e)
+# An fp32 number from which on neighbours are 1 apart: what is added to it is rounded, in its bits.
+WHOLE = tl.constexpr(1.5 * 2**23)
+WHOLE_BITS = tl.constexpr(0x4B400000)
 MOST_BITS = 13  # of a block's index beside its importance in 32: they leave it 10 of mantissa
 
 
@@ -118,33 +121,42 @@ def finish(m, total):
 
 
 @triton.jit
-def add_rounded(p, sums, rescale):
-    """sums [M, 8] of earlier `absorb`s and the `partial_sums` of p, which is rounded to 16 bits.
+def truncated(p, dtype: tl.constexpr):
+    """p, fp32, cut to the bits that bf16 or fp16 keep, so that rounding it to dtype is exact.
 
-    Values are summed with the rounded p. Divided by the sum of the same, what all values share
-    comes out exactly, and the roundings of p weigh only what values differ by.
+    Values are summed with p of 16 bits. Divided by the sum of the same, what all values share comes
+    out exactly, and what p lost weighs only what they differ by. Cut and not rounded, since to
+    convert back to fp32 takes as long as an exponential.
     """
-    return sums * rescale[:, None] + partial_sums(p.to(tl.float32))
+    KEPT: tl.constexpr = -(1 << 16) if dtype == tl.bfloat16 else -(1 << 13)
+    return tl.cast(tl.cast(p, tl.int32, bitcast=True) & KEPT, tl.float32, bitcast=True)
 
 
 @triton.jit
 def fixed_point(x):
-    """(x [M, N] in whole numbers of 16 bits, the unit of each row [M]), fp32.
+    """(fp32 numbers x [M, N] as int16, the fp32 unit of each row [M]).
 
-    A row is off by at most 2^-16 of its largest number, where bf16 is by 2^-9 of each. delta =
+    A row is off by at most 2^-17 of its largest number, where bf16 is by 2^-9 of each. delta =
     <do, o> needs that: where all values share an offset it is a small difference of large numbers.
-    A row with a NaN or an infinity is NaN.
+    A row with a NaN or an infinity becomes NaN.
     """
     unit = tl.max(tl.abs(x), 1) * (1 / 32760) + tl.sum(x * 0.0, 1)
-    return tl.floor(x / tl.where(unit == 0.0, 1.0, unit)[:, None] + 0.5), unit
+    whole = x * (1.0 / tl.where(unit == 0.0, 1.0, unit))[:, None] + WHOLE
+    return tl.cast(whole, tl.int32, bitcast=True).to(tl.int16), unit
+
+
+@triton.jit
+def in_units(x):
+    """fp32 from the int16 of `fixed_point`, in its units; to convert int16 itself is slow."""
+    bits = x.to(tl.int32) + WHOLE_BITS
+    return tl.cast(bits, tl.float32, bitcast=True) - WHOLE
 
 
 @triton.jit
 def rest_of(x, rounded):
     """The 8 bits of fp32 numbers x that follow those kept by `rounded`, x in bf16 or fp16; int8."""
     BITS: tl.constexpr = 8 if rounded.dtype == tl.bfloat16 else 5
-    rounded = tl.cast(rounded.to(tl.float32), tl.int32, bitcast=True)
-    rest = (tl.cast(x, tl.int32, bitcast=True) - rounded + (1 << (BITS - 1))) >> BITS
+    rest = (tl.cast(x, tl.int32, bitcast=True) - _bits(rounded) + (1 << (BITS - 1))) >> BITS
     return tl.minimum(tl.maximum(rest, -128), 127).to(tl.int8)
 
 
@@ -152,8 +164,17 @@ def rest_of(x, rounded):
 def with_rest(rounded, rest):
     """fp32 numbers from what they were rounded to and `rest_of`."""
     BITS: tl.constexpr = 8 if rounded.dtype == tl.bfloat16 else 5
-    rounded = tl.cast(rounded.to(tl.float32), tl.int32, bitcast=True)
-    return tl.cast(rounded + (rest.to(tl.int32) << BITS), tl.float32, bitcast=True)
+    return tl.cast(_bits(rounded) + (rest.to(tl.int32) << BITS), tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits(x):
+    """int32: x in bf16 or fp16, as fp32."""
+    if x.dtype == tl.bfloat16:
+        bits = tl.cast(x, tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        bits = tl.cast(x.to(tl.float32), tl.int32, bitcast=True)
+    return bits
 
 
 def contiguous_like(x: Tensor) -> Tensor:

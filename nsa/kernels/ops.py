@@ -108,11 +108,12 @@ def _(q, k_cmp, cu_seqlens, batch, sizes, scale):
 def _intermediate(q: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
     """Room for an output [tokens, HQ, width] that is summed further, and for its unit [HQ, tokens].
 
-    In fixed point, see `common.fixed_point`; of fp32 it is fp32, and has no unit.
+    Of bf16 it is in fixed point, see `common.fixed_point`. Of fp16 and fp32 it is fp32 and has no
+    unit: 15 bits would be only 4 more than those of fp16.
     """
     tokens, heads = q.shape[:2]
-    if q.dtype == torch.float32:
-        return q.new_empty(tokens, heads, width), None
+    if q.dtype != torch.bfloat16:
+        return q.new_empty(tokens, heads, width, dtype=torch.float32), None
     unit = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     return q.new_empty(tokens, heads, width, dtype=torch.int16), unit
 
@@ -167,7 +168,7 @@ def attend(
         _, lse_cmp = span_fwd.span_forward(q, k_cmp, v_cmp, *span, out=o_cmp, out_unit=unit)
         if keep:
             kept |= {"o_cmp": o_cmp, "lse_cmp": lse_cmp} | ({} if unit is None else {"unit": unit})
-        else:
+        elif unit is not None or q.dtype == torch.float32:
             o = o_cmp.view(q.dtype)  # the sums have its place
         mix = {"base": o_cmp, "base_unit": unit, "base_branch": CMP}
     if o is None and not (v_win is None and v_slc is None):
@@ -176,8 +177,10 @@ def attend(
     if v_win is not None:
         lse_win = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         out, win_unit = o, None
-        if v_slc is not None and q.dtype != torch.float32:
+        if v_slc is not None and q.dtype == torch.bfloat16:
             out, win_unit = o.view(torch.int16), torch.empty_like(lse_win)
+        elif v_slc is not None and q.dtype == torch.float16:
+            out = torch.empty_like(o, dtype=torch.float32)
         given = q, k_win, v_win, window_span(config), tokens, tokens, scale
         room = {"out": out, "out_unit": win_unit, "lse2": lse_win}
         with side:
@@ -212,7 +215,7 @@ def attend(
 
 def _kept(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """What `attend` of q in this dtype returns beside o, in order, and the dtype of each."""
-    o_cmp = dtype if dtype == torch.float32 else torch.int16
+    o_cmp = torch.int16 if dtype == torch.bfloat16 else torch.float32
     kept = {"o_cmp": o_cmp, "unit": torch.float32, "rest": torch.int8}
     kept |= dict.fromkeys(("lse_cmp", "lse_win", "lse_slc"), torch.float32)
     return kept | dict.fromkeys(("plan", "blocks"), torch.int32)
@@ -230,11 +233,10 @@ def _(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, blocks, cu_seqlens, *p
         each = slots[1:] if blocks is None else blocks.shape[1:]
         axis = sequences_of(tokens, cu_seqlens, batch, sizes).tokens
         planned = selected_plan.layout_of(axis, *each, heads // each[0]).elements()
-    narrow = q.dtype != torch.float32
     shapes = {
         "o_cmp": (v_cmp is not None, o.shape),
-        "unit": (v_cmp is not None and narrow, (heads, tokens)),
-        "rest": (v_slc is not None and narrow, o.shape),
+        "unit": (v_cmp is not None and q.dtype == torch.bfloat16, (heads, tokens)),
+        "rest": (v_slc is not None and q.dtype != torch.float32, o.shape),
         "lse_cmp": (v_cmp is not None, (heads, tokens)),
         "lse_win": (v_win is not None, (heads, tokens)),
         "lse_slc": (v_slc is not None, (tokens, heads)),

@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.common import LOG2E, absorb, add_rounded, finish, padded, rest_of
+from nsa.kernels.common import (
+    LOG2E,
+    absorb,
+    finish,
+    in_units,
+    padded,
+    partial_sums,
+    rest_of,
+    truncated,
+)
 from nsa.kernels.hopper import launches as hopper
 from nsa.kernels.launch import launch
 from nsa.kernels.selected import (
@@ -107,7 +116,7 @@ def _selected_forward(
 
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS, 8], tl.float32)
-        rounded = tl.zeros([ROWS, 8], tl.float32)
+        kept = tl.zeros([ROWS, 8], tl.float32)  # sums of p as values are weighed by it
         acc = tl.zeros([ROWS, padded(DV)], tl.float32)
         ahead = of_union(blocks, members, 0, count, WALK)
         for i in range(count * PARTS):
@@ -122,14 +131,14 @@ def _selected_forward(
             p, m, total, rescale = absorb(s, scale2, m, total)
             acc *= rescale[:, None]
             values = load_block(v, sequence, kv_head, first_key, left, v_strides, KEYS, DV)
-            p = p.to(queries.dtype)
             if queries.dtype != tl.float32:
-                rounded = add_rounded(p, rounded, rescale)
-            acc = tl.dot(p, values, acc, input_precision=PRECISION)
+                p = truncated(p, queries.dtype)
+                kept = kept * rescale[:, None] + partial_sums(p)
+            acc = tl.dot(p.to(queries.dtype), values, acc, input_precision=PRECISION)
 
         divisor, lse2 = finish(m, total)
         if queries.dtype != tl.float32:
-            divisor, _ = finish(m, rounded)
+            divisor, _ = finish(m, kept)
         acc /= divisor[:, None]
         tl.store(lse + row * (sizes[1] * sizes[2]) + heads, lse2, mask=valid)
         at = row * strides[4][0] + heads.to(tl.int64) * strides[4][1]
@@ -137,10 +146,12 @@ def _selected_forward(
             gate = tl.load(gates + at + BRANCH * strides[4][2], mask=valid, other=0.0)
             acc *= gate.to(tl.float32)[:, None]
         if base is not None:
-            more = load_rows(base, row, heads, valid, strides[5], DV).to(tl.float32)
-            if base_unit is not None:
+            more = load_rows(base, row, heads, valid, strides[5], DV)
+            if base_unit is None:
+                more = more.to(tl.float32)
+            else:
                 unit = base_unit + heads.to(tl.int64) * rows_of_all + row
-                more *= tl.load(unit, mask=valid, other=0.0)[:, None]
+                more = in_units(more) * tl.load(unit, mask=valid, other=0.0)[:, None]
             if BASE_BRANCH >= 0:
                 gate = tl.load(gates + at + BASE_BRANCH * strides[4][2], mask=valid, other=0.0)
                 more *= gate.to(tl.float32)[:, None]

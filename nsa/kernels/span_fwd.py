@@ -10,12 +10,14 @@ from nsa.kernels.common import (
     LOG2E,
     Sizes,
     absorb,
-    add_rounded,
     axis_arguments,
     finish,
     fixed_point,
+    in_units,
     padded,
+    partial_sums,
     precision,
+    truncated,
 )
 from nsa.kernels.hopper import launches as hopper
 from nsa.kernels.launch import launch
@@ -64,7 +66,7 @@ def _span_forward(
     sums = tl.zeros([BLOCK_M, 8], tl.float32)
     if v is not None:
         acc = tl.zeros([BLOCK_M, padded(SIZES.DV)], tl.float32)
-        rounded = tl.zeros([BLOCK_M, 8], tl.float32)
+        kept = tl.zeros([BLOCK_M, 8], tl.float32)  # sums of p as values are weighed by it
     for n in range(seen[0], seen[1], BLOCK_N):
         k_tile = load_tile(k, k_strides, key_place, n, kv_head, SIZES.D, BLOCK_N)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
@@ -75,26 +77,29 @@ def _span_forward(
         if v is not None:
             acc = acc * rescale[:, None]
             v_tile = load_tile(v, v_strides, key_place, n, kv_head, SIZES.DV, BLOCK_N)
-            p = p.to(v_tile.dtype)
             if v_tile.dtype != tl.float32:
-                rounded = add_rounded(p, rounded, rescale)
-            acc = tl.dot(p, v_tile, acc, input_precision=PRECISION)
+                p = truncated(p, v_tile.dtype)
+                kept = kept * rescale[:, None] + partial_sums(p)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
     divisor, lse2_rows = finish(m, sums)
     statistics = head.to(tl.int64) * total + start + t
     tl.store(lse2 + statistics, lse2_rows, mask=t < rows)
     if v is not None:
         if q_tile.dtype != tl.float32:
-            divisor, _ = finish(m, rounded)
+            divisor, _ = finish(m, kept)
         acc = acc / divisor[:, None]
         if gates is not None:
             gate = load_gate(gates, gate_strides, start + first, head, left, BRANCH, BLOCK_M)
             acc *= gate[:, None]
             if base is not None:
                 other = at(base, base_strides, start + first, head)
-                other = load_rows(other, base_strides[0], left, BLOCK_M, SIZES.DV).to(tl.float32)
-                if base_unit is not None:
-                    other *= tl.load(base_unit + statistics, mask=t < rows, other=0.0)[:, None]
+                other = load_rows(other, base_strides[0], left, BLOCK_M, SIZES.DV)
+                if base_unit is None:
+                    other = other.to(tl.float32)
+                else:
+                    unit = tl.load(base_unit + statistics, mask=t < rows, other=0.0)
+                    other = in_units(other) * unit[:, None]
                 if BASE_BRANCH is not None:
                     gate = load_gate(
                         gates, gate_strides, start + first, head, left, BASE_BRANCH, BLOCK_M

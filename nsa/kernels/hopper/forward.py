@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.common import fixed_point, weighed
+from nsa.kernels.common import fixed_point, truncated, weighed
 from nsa.kernels.hopper.parts import (
     fetch_queries,
     fetch_step,
@@ -91,9 +91,9 @@ def _attend(
         seen = sees(t[:, None], (base + low * N + i)[None, :], SPAN)
         p, m, rescale = weighed(gl.where(seen, s, float("-inf")), scale2, m)
         total = gl.sum(p, 1)
-        p = p.to(dtype)
-        rounded = gl.sum(p.to(gl.float32), 1)  # see `common.add_rounded`
-        p16 = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2))
+        p = truncated(p, dtype)
+        kept = gl.sum(p, 1)
+        p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
         for step in range(low + 1, high):
             n = behind + step
             stage = n % STAGES
@@ -112,12 +112,12 @@ def _attend(
                 s = gl.where(seen, s, float("-inf"))
             p, m, rescale = weighed(s, scale2, m)
             total = total * rescale + gl.sum(p, 1)
-            p = p.to(dtype)
-            rounded = rounded * rescale + gl.sum(p.to(gl.float32), 1)
+            p = truncated(p, dtype)
+            kept = kept * rescale + gl.sum(p, 1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before))
             acc = acc * gl.convert_layout(rescale, by_sum)[:, None]
-            p16 = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2))
+            p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
         mbarrier.arrive(q_empty.index(SIDE))
         n = behind + high - 1
         stage = n % STAGES
@@ -132,9 +132,9 @@ def _attend(
         start = sequence.to(gl.int64) * tokens
         wide_head = head.to(gl.int64)
         total = gl.where(m == float("-inf"), 1.0, total)
-        rounded = gl.where(m == float("-inf"), 1.0, rounded)
+        kept = gl.where(m == float("-inf"), 1.0, kept)
         gl.store(lse2 + wide_head * total_rows + start + t, m + gl.log2(total), mask=t < tokens)
-        acc = acc / gl.convert_layout(rounded, by_sum)[:, None]
+        acc = acc / gl.convert_layout(kept, by_sum)[:, None]
         rows = first + gl.arange(0, M, by_sum)
         statistics = wide_head * total_rows + start + rows
         if gates is not None:

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from nsa.kernels.common import in_units
 from nsa.kernels.span_common import query_tile as of_span
 from nsa.kernels.span_common import seen_end, seen_start
 
@@ -149,9 +150,10 @@ def _at(x, stride, rows, D: gl.constexpr):
 
 @gluon.jit
 def load(x, stride, rows, LAYOUT: gl.constexpr, D: gl.constexpr):
-    """[64, D] of x in fp32, in the layout of a product; 0 from row `rows` on."""
+    """[64, D] of x, int16 in its units, as fp32 in a product's layout; 0 from row `rows` on."""
     at, there = _at(x, stride, rows, D)
-    return gl.convert_layout(gl.load(at, mask=there, other=0.0), LAYOUT).to(gl.float32)
+    found = gl.convert_layout(gl.load(at, mask=there, other=0), LAYOUT)
+    return in_units(found) if x.dtype.element_ty == gl.int16 else found.to(gl.float32)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa.kernels.common import rest_of
+from nsa.kernels.common import in_units, rest_of, truncated
 from nsa.kernels.hopper.parts import fetch_step, ring, room, wide
 from nsa.kernels.selected import rounds
 
@@ -149,9 +149,9 @@ def _attend(
         mbarrier.arrive(k_empty.index(stage))
         p, m, rescale = _weighed(s, scale2, m, block, member, first, token, i)
         total = gl.sum(p, 1)
-        p = p.to(dtype)
-        rounded = gl.sum(p.to(gl.float32), 1)  # see `common.add_rounded`
-        p16 = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2))
+        p = truncated(p, dtype)
+        kept = gl.sum(p, 1)
+        p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
         block = gl.load(blocks + 1, mask=count > 1, other=0)
         member = gl.load(members + 1, mask=count > 1, other=0)
         for step in range(1, count):
@@ -168,12 +168,12 @@ def _attend(
             mbarrier.arrive(k_empty.index(stage))
             p, m, rescale = _weighed(s, scale2, m, this, these, first, token, i)
             total = total * rescale + gl.sum(p, 1)
-            p = p.to(dtype)
-            rounded = rounded * rescale + gl.sum(p.to(gl.float32), 1)
+            p = truncated(p, dtype)
+            kept = kept * rescale + gl.sum(p, 1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before))
             acc = acc * gl.convert_layout(rescale, by_sum)[:, None]
-            p16 = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2))
+            p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
         mbarrier.wait(v_full.index(stage), (n // STAGES) & 1)
         acc = warpgroup_mma(p16, v_at.index(stage).reshape([N, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -183,10 +183,10 @@ def _attend(
         valid = token < left
         heads = kv_head * HEADS + r % HEADS
         total = gl.where(m == float("-inf"), 1.0, total)
-        rounded = gl.where(m == float("-inf"), 1.0, rounded)
+        kept = gl.where(m == float("-inf"), 1.0, kept)
         at_lse2 = lse2 + (start + token) * (kv_heads * HEADS) + heads
         gl.store(at_lse2, m + gl.log2(total), mask=valid)
-        factor = 1.0 / rounded
+        factor = 1.0 / kept
         at_gates = gates
         if gates is not None:
             at_gates = gates + (start + token) * of_gates[0] + heads * of_gates[1]
@@ -196,13 +196,14 @@ def _attend(
         # The queries are done with: their place is where rows change hands.
         if base_o is not None:
             at_base = base_o + row * of_base[0] + head * of_base[1] + d
-            found = gl.load(at_base, mask=there, other=0.0)
-            if base_unit is None:
-                q_tile.store(found)
+            if base_o.dtype.element_ty == gl.float32:
+                other = gl.convert_layout(gl.load(at_base, mask=there, other=0.0), sums)
+            elif base_unit is None:
+                q_tile.store(gl.load(at_base, mask=there, other=0.0))
                 other = q_tile.load(sums).to(gl.float32)
             else:
-                q_tile.store(gl.cast(found, dtype, bitcast=True))
-                other = gl.cast(q_tile.load(sums), gl.int16, bitcast=True).to(gl.float32)
+                q_tile.store(gl.cast(gl.load(at_base, mask=there, other=0), dtype, bitcast=True))
+                other = in_units(gl.cast(q_tile.load(sums), gl.int16, bitcast=True))
                 unit = gl.load(
                     base_unit + heads.to(gl.int64) * total_rows + start + token, mask=valid,
                     other=0.0,
@@ -216,8 +217,10 @@ def _attend(
         q_tile.store(acc.to(dtype))
         gl.store(o + at_o, q_tile.load(WIDE), mask=there)
         if rest is not None:
-            q_tile.store(rest_of(acc, acc.to(dtype)).to(dtype))  # 8 bits fit in either dtype
-            gl.store(rest + at_o, q_tile.load(WIDE).to(gl.int8), mask=there)
+            low = rest_of(acc, acc.to(dtype)).to(gl.int16)
+            q_tile.store(gl.cast(low, dtype, bitcast=True))
+            low = gl.cast(q_tile.load(WIDE), gl.int16, bitcast=True)
+            gl.store(rest + at_o, low.to(gl.int8), mask=there)
 
 
 @gluon.jit
