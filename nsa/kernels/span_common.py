@@ -156,9 +156,13 @@ def load_gate(gates, strides, row, head, rows, BRANCH: tl.constexpr, BLOCK: tl.c
 def descriptors_fit(tokens: Axis, keys: Axis, *tensors: Tensor) -> bool:
     """Whether TMA can fetch tiles of these: Hopper, 16-bit, 16-byte strides, and not packed.
 
-    It writes 0 past a tensor's end, which of packed sequences only the last one reaches.
+    It writes 0 past a tensor's end, which of packed sequences only the last one reaches. A length
+    of 1 is a constant to Triton, which then, at 64 rows, 64 keys, DV 16 or 32 and D over 64, reads
+    past its shared memory (3.6): such calls, of one token or of one key, go without.
     """
     if tokens.packed or keys.packed or not keys.rows or architecture(tensors[0].device) < 90:
+        return False
+    if 1 in (tokens.length, keys.length):
         return False
     return all(
         x.element_size() == 2

@@ -196,8 +196,15 @@ def _attend(
         # The queries are done with: their place is where rows change hands.
         if base_o is not None:
             at_base = base_o + row * of_base[0] + head * of_base[1] + d
-            if base_o.dtype.element_ty == gl.float32:
-                other = gl.convert_layout(gl.load(at_base, mask=there, other=0.0), sums)
+            if (
+                base_o.dtype.element_ty == gl.float32
+            ):  # there is no room to move it
+                by_token = gl.arange(0, M, by_sum)
+                at_base = base_o + (start + by_token // HEADS)[:, None] * of_base[0]
+                at_base += (kv_head * HEADS + by_token % HEADS)[:, None] * of_base[1]
+                at_base += gl.arange(0, D, gl.SliceLayout(0, sums))[None, :]
+                seen = (by_token // HEADS < left)[:, None]
+                other = gl.load(at_base, mask=seen, other=0.0)
             elif base_unit is None:
                 q_tile.store(gl.load(at_base, mask=there, other=0.0))
                 other = q_tile.load(sums).to(gl.float32)
