@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.blocks import Span
 from nsa.kernels.common import extent, locate, padded, power_of_two
 from nsa.kernels.sequences import Axis
-from nsa.kernels.tiles import Tile, architecture, processors
+from nsa.kernels.tiles import Tile, architecture, processors, sound
 
 
 @triton.jit
@@ -156,13 +156,9 @@ def load_gate(gates, strides, row, head, rows, BRANCH: tl.constexpr, BLOCK: tl.c
 def descriptors_fit(tokens: Axis, keys: Axis, *tensors: Tensor) -> bool:
     """Whether TMA can fetch tiles of these: Hopper, 16-bit, 16-byte strides, and not packed.
 
-    It writes 0 past a tensor's end, which of packed sequences only the last one reaches. A length
-    of 1 is a constant to Triton, which then, at 64 rows, 64 keys, DV 16 or 32 and D over 64, reads
-    past its shared memory (3.6): such calls, of one token or of one key, go without.
+    It writes 0 past a tensor's end, which of packed sequences only the last one reaches.
     """
     if tokens.packed or keys.packed or not keys.rows or architecture(tensors[0].device) < 90:
-        return False
-    if 1 in (tokens.length, keys.length):
         return False
     return all(
         x.element_size() == 2
@@ -228,7 +224,8 @@ def default_tile(
         return _wide_tile(kernel, wide)
     few = total * heads < 2 * 128 * processors(q.device)
     chip, looks_back = architecture(q.device), span.lookback is not None
-    return _narrow_tile(kernel, wide, chip, few, looks_back, descriptors)
+    tile = _narrow_tile(kernel, wide, chip, few, looks_back, descriptors)
+    return sound(tile, value_dim) if kernel == "forward" else tile
 
 
 @lru_cache(maxsize=256)

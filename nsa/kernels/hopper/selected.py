@@ -196,9 +196,7 @@ def _attend(
         # The queries are done with: their place is where rows change hands.
         if base_o is not None:
             at_base = base_o + row * of_base[0] + head * of_base[1] + d
-            if (
-                base_o.dtype.element_ty == gl.float32
-            ):  # there is no room to move it
+            if base_o.dtype.element_ty == gl.float32:  # there is no room to move it
                 by_token = gl.arange(0, M, by_sum)
                 at_base = base_o + (start + by_token // HEADS)[:, None] * of_base[0]
                 at_base += (kv_head * HEADS + by_token % HEADS)[:, None] * of_base[1]
