@@ -57,6 +57,20 @@ def test_a_capacity_is_rounded_up_to_whole_pages():
     assert (shape.capacity, shape.pages_each, shape.pool) == (48, 2, 4)
 
 
+@pytest.mark.parametrize("chunks", [(40,), (20, 20), (33, 7)])
+def test_a_ring_holds_its_newest_tokens_each_at_its_position(chunks):
+    shape = CacheShape(TINY, 1, 40, 1, 1, 1, dtype=torch.float64)
+    cache, start = LayerCache(shape), 0
+    token = torch.arange(40, dtype=torch.float64).view(1, 40, 1, 1)
+    for chunk in chunks:
+        cache.append(*[token[:, start : start + chunk]] * 2)
+        start += chunk
+    for ring in (cache.k_win, cache.v_win, cache.k_raw, cache.v_raw):
+        newest = range(40 - ring.shape[1], 40)
+        assert newest[0] > 0
+        assert [int(ring[0, t % len(newest), 0, 0]) for t in newest] == [*newest]
+
+
 @pytest.mark.parametrize("page", [None, 8])
 @pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
 def test_what_is_cropped_back_was_never_there(backend, page):
@@ -196,7 +210,11 @@ def test_a_sequence_that_was_reset_begins_anew_whatever_was_there(backend, page)
     q, k, v, gates = (x[1:2].expand(3, -1, -1, -1) if torch.is_tensor(x) else
                       {b: y[1:2].expand(3, -1, -1, -1) for b, y in x.items()}
                       for x in (q, k, v, gates))  # fmt: skip
-    got = nsa_decode(q, k, v, gates, cache, phi=phi, backend=backend)
+    # First four: what was there lies behind them, before the ends of the others.
+    given_anew, parts = (q, k, v, gates, phi), []
+    for rows in (slice(0, 4), slice(4, 20)):
+        parts.append(step(given_anew, cache, rows, backend=backend))
+    got = torch.cat(parts, 1)
     torch.testing.assert_close(got[1], whole(*given, growth)[1, :20], rtol=0, atol=1e-12)
     cache.reset()
     assert cache.longest == 0 and cache.lengths.tolist() == [0, 0, 0]
