@@ -134,6 +134,23 @@ def test_losses(rule, losses, expected):
     assert verdict(TWO, rule, lambda c, t: {"losses": of[c["backend"]]}) == expected
 
 
+@pytest.mark.parametrize(
+    ("rule", "ends", "expected"),
+    [
+        # of the smaller: 0.25 / 4 and not 0.25 / 4.25
+        ({"loss_within": 0.06}, (4.0, 4.25, 4.0), "FAIL"),
+        ({"loss_within": 0.0625}, (4.25, 4.0, 4.0), "PASS"),
+        ({"loss_apart": 0.06}, (4.0, 4.25, 4.75), "PASS"),
+        ({"loss_apart": 0.0625}, (4.25, 4.0, 4.75), "FAIL"),  # the nearest two are judged
+        ({"loss_within": 0.06}, (4.75, 4.0, 4.0), "FAIL"),  # and here the farthest
+    ],
+)
+def test_last_losses_are_compared_in_pairs_relative_to_the_smaller(rule, ends, expected):
+    of = dict(zip(("gather", "masked", "sdpa"), ends, strict=True))
+    given = {"factors": {"backend": list(of)}}
+    assert verdict(given, rule, lambda c, t: {"losses": [9.0, of[c["backend"]]]}) == expected
+
+
 def test_losses_of_an_arm_that_failed_are_not_compared():
     def make(cell, turn):
         return {"kind": "CRASH" if cell["backend"] == "masked" else "PASS"}

@@ -127,6 +127,12 @@ def test_an_expectation_that_does_not_fit_is_refused(rule, message):
         ABPlan(**GRID, expect=[rule])
 
 
+def test_a_power_is_of_the_values_from_its_start_on():
+    depths = {"factors": {"layers": [1, 2, 4, 8]}}
+    (rule,) = ABPlan(**depths, expect=[{"exponent_in": {"factor": "layers", "start": 2}}]).rules
+    assert [[arm.cell["layers"] for arm in group] for group in rule.groups] == [[2, 4, 8]]
+
+
 def test_yaml_reads_1e_4_as_text_and_the_rule_as_a_number():
     (rule,) = ABPlan(**TWO, expect=[{"equal_loss": "1e-4"}]).rules
     assert rule.given == {"limit": 1e-4} and "0.0001 nats" in rule.says
