@@ -163,11 +163,11 @@ def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookba
 
 @pytest.mark.parametrize("size", [48, 64, 128, 200, 300])
 def test_flex_visits_every_tile_that_a_lone_block_touches(size):
-    for j in range(700 // size):
+    for j in range(-(-700 // size)):  # the last one is not full
         blocks = torch.full((1, 700, 1, 2), -1, dtype=torch.int32)
         blocks[0, 699, 0, 0] = j
         tiles = selection_tiles(blocks, 700, size)[0, 0]
-        touched = {key // 128 for key in range(j * size, (j + 1) * size)}
+        touched = {key // 128 for key in range(j * size, min((j + 1) * size, 700))}
         assert set(tiles[-1].nonzero().flatten().tolist()) == touched
         assert not tiles[:-1].any()
 

@@ -303,6 +303,35 @@ def test_a_full_cache_is_refused_with_what_would_do_and_nothing_is_overwritten()
     assert cache.lengths.tolist() == [40, 38, 39]
 
 
+@pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
+def test_the_longest_sequence_says_what_is_read_and_whether_more_fit(backend):
+    """Where the host's bound was too high, what it is lowered to is no less than any length."""
+    growth = replace(GROWTH, lengths=(40, 40, 40))
+    cache = growth.cache(torch.float64)
+    given = arguments(draw(CASE), growth, cache)
+    step(given, cache, slice(0, 36), counts=torch.tensor([12, 36, 0], dtype=torch.int32))
+    cache.places.longest = 40  # as if others had been stored and forgotten
+    held = torch.tensor([12, 36, 0])
+    q, k, v, gates, phi = given
+    ahead = torch.arange(3)[:, None], held[:, None] + torch.arange(4)
+    k, v = ({b: x[ahead] for b, x in side.items()} for side in (k, v))
+    got = nsa_decode(q[ahead], k, v, gates[ahead], cache, phi=phi, backend=backend)
+    torch.testing.assert_close(got, whole(*given, growth)[ahead], rtol=0, atol=1e-12)
+    assert cache.longest == 40 and cache.lengths.tolist() == [16, 40, 4]
+    with pytest.raises(ValueError, match="holds 40 of 40 tokens and 1 more"):
+        step(given, cache, slice(0, 1))
+
+
+def test_no_tokens_and_no_sequences_are_refused():
+    cache = GROWTH.cache(torch.float64)
+    q, k, v, gates, phi = part(arguments(draw(CASE), GROWTH, cache), slice(0, 0))
+    with pytest.raises(ValueError, match="with N of at least 1, got .3, 0, 2, 8."):
+        cache.append(k, v, phi)
+    for rows in ([], [[0]], [3], [-1]):
+        with pytest.raises(ValueError, match=r"rows must be a list of sequences out of 0..2, got"):
+            cache.reset(rows)
+
+
 def test_the_hosts_bound_is_looked_up_before_a_cache_is_called_full():
     cache = GROWTH.cache(torch.float64)
     given = arguments(draw(CASE), GROWTH, cache)
