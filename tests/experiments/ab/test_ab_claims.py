@@ -210,6 +210,14 @@ def test_drift_that_meets_both_arms_of_a_turn_does_not_widen_a_cost():
     assert verdict(TWO, rule, make) == "PASS"
 
 
+@pytest.mark.parametrize("gather, masked", [(0.0, 1.0), (1.0, 0.0)])
+def test_nothing_has_no_ratio(gather, masked):
+    rule = {"cost": {"factor": "backend", "of": "allocated", "least": 0.5}}
+    make = by("backend", {"gather": gather, "masked": masked}, STEADY, of="allocated")
+    (judged,) = claims.judge(results(TWO, rule, make))
+    assert judged.verdict == "INCONCLUSIVE" and "allocated is 0 in some arm" in judged.found
+
+
 def test_one_turn_has_no_interval_of_times_and_a_point_of_memory():
     def of(metric):
         rule = {"cost": {"factor": "backend", "of": metric, "least": 1.5}}
