@@ -28,6 +28,13 @@ def test_arms_by_name_have_the_defaults_of_what_they_do_not_name():
     assert careful.trial == arms["careful"] and careful.cell == {"arm": "careful"}
 
 
+def test_true_and_1_are_two_values():
+    arms = {"a": {"width": 1, "depth": 2}, "b": {"width": True, "depth": 3}}
+    plan = ABPlan(subject="stranger:make", arms=arms)
+    assert [type(value) for value in plan.trials.values["width"]] == [int, bool]
+    assert [type(arm.trial["width"]) for arm in plan.listed] == [int, bool]
+
+
 def test_every_trial_is_measured_and_counted_only_if_asked_for():
     def observers(**more):
         plan = ABPlan(**TWO, **more)
