@@ -14,6 +14,7 @@ from nsa.attention import registry, witness
 from nsa.attention.api import explain, nsa_attention
 from nsa.attention.backends import triton
 from nsa.attention.backends.flex import selection_tiles, span_tiles
+from nsa.attention.span import chunks
 from nsa.blocks import Span
 from nsa.config import NSAConfig
 from nsa.reference.compress import PhiWeights, compress
@@ -184,6 +185,13 @@ def test_a_block_that_a_query_does_not_select_cannot_spoil_it(backend):
             drawn.leaves[name][:, :8] = torch.nan
         o = attend(drawn, backend, branches=("slc",))
     assert o[:, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize(("elements", "most"), [(1, 1), (7, 1), (27, 3), (29, 4), (10**6, 30)])
+def test_chunks_have_every_row_once_and_are_as_large_as_fits(elements, most):
+    parts = [[*range(part.start, part.stop)] for part in chunks(30, 7, elements)]
+    assert [row for part in parts for row in part] == [*range(30)]
+    assert {len(part) for part in parts[:-1]} <= {most} and len(parts) == -(-30 // most)
 
 
 @pytest.mark.parametrize("branch", ["cmp", "win"])
