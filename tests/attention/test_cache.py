@@ -135,6 +135,15 @@ def check_regrown(held, keep, growth=replace(GROWTH, case=replace(CASE, batch=1)
     torch.testing.assert_close(again, first[:, keep:], rtol=0, atol=1e-12)
 
 
+def test_a_crop_goes_back_as_far_as_the_windows_ring_and_no_further():
+    """Of 40 tokens a ring of 32 holds those from 8 on: what a window of 16 shows to token 23."""
+    case = replace(CASE, batch=1, config=replace(TINY, window=16))
+    growth = replace(GROWTH, case=case, lengths=(40,))
+    check_regrown(40, 23, growth)
+    with pytest.raises(ValueError, match="sequence 0 has held 40 tokens"):
+        check_regrown(40, 22, growth)
+
+
 @pytest.mark.parametrize("page", [None, 8])
 def test_a_reordered_cache_goes_on_as_the_other_sequences(page):
     growth = replace(GROWTH, lengths=(40, 40, 40), page=page)
