@@ -326,5 +326,7 @@ def test_figures_are_drawn_of_what_there_is():
     nothing = results(DEPTHS, None, lambda c, t: {"kind": "HANG"})
     assert plots.arms(plain) and plots.arms(nothing) and plots.over(nothing)
     assert plots.over(plain) is None and plots.losses(plain) is None
+    (axes,) = plots.arms(plain).axes
+    assert axes.get_legend_handles_labels()[1] == ["one turn", "median"]
     (axes,) = plots.over(depths).axes
     assert axes.get_xlabel() == "layers" and "least squares" in axes.get_legend_handles_labels()[1]

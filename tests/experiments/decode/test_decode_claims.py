@@ -72,6 +72,7 @@ BAD = {
     "it did not read its own": ("triton", {"reads": READS | {"seen": False}}, "no others"),
     "it counted others": ("triton", {"reads": READS | {"keys": {"slc": 1}}}, "no others"),
     "too many bytes": ("triton", {"cache_bytes": 9e9}, "bytes that were foretold"),
+    "too few bytes": ("triton", {"cache_bytes": 9.0}, "bytes that were foretold"),
 }
 
 
