@@ -245,6 +245,7 @@ def test_close_ends_the_thread_and_may_be_called_twice_and_dropping_it_does_too(
     deadline = time.monotonic() + 5
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert not threads()
 
 
 def test_bad_sizes_and_depths_are_refused_by_a_prefetch():
