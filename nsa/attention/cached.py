@@ -1,6 +1,5 @@
 """New queries against a cache on torch: under dense masks, or against the gathered keys alone."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from nsa.attention.branches import empty_slots, pool
 from nsa.attention.cache import LayerCache
 from nsa.attention.registry import Note
-from nsa.attention.span import ELEMENTS, by_kv_head, by_query, dot, probs_from
+from nsa.attention.span import ELEMENTS, by_kv_head, by_query, chunks, dot, probs_from
 from nsa.blocks import compressed_span, count_compressed, count_selectable
 from nsa.config import NSAConfig
 from nsa.reference.attend import attend, attention_probs
@@ -116,7 +115,7 @@ def _compressed_and_selected(step: Step, outputs: dict[str, Tensor]) -> None:
     ended = compressed_span(config).ended(positions)
     selectable = count_selectable(step.bound, config)
     per_row = q.shape[0] * q.shape[2] * max(1, k_cmp.shape[1])
-    for rows in _chunks(q.shape[1], per_row, ELEMENTS):
+    for rows in chunks(q.shape[1], per_row, ELEMENTS):
         hidden = key >= ended[:, rows, None]  # [B, M, C]
         probs = _probs(q[:, rows], k_cmp, hidden, heads, step.scale)  # [B*HKV, G*M, C]
         if "cmp" in outputs:
@@ -140,7 +139,7 @@ def _selected(step: Step, rows: slice, blocks: Tensor, o: Tensor) -> None:
     null = k.shape[0] // heads - 1
     per_row = shape.batch * heads * blocks.shape[-1] * size * (shape.dim + shape.value_dim)
     most = GATHERED.get(device.type, GATHERED["cpu"])
-    for part in _chunks(rows.stop - rows.start, per_row, most):
+    for part in chunks(rows.stop - rows.start, per_row, most):
         at = slice(rows.start + part.start, rows.start + part.stop)
         position = step.positions[:, at][..., None, None, None]
         chosen = blocks[:, part].long()
@@ -159,7 +158,7 @@ def _window(step: Step, o: Tensor) -> None:
     (k, v), q, heads, window = step.recent, step.q, step.kv_heads, step.config.window
     per_row = q.shape[0] * q.shape[2] * (2 * window)
     most = min(q.shape[1], max(window, 128))
-    for rows in _chunks(q.shape[1], per_row, min(ELEMENTS, per_row * most)):
+    for rows in chunks(q.shape[1], per_row, min(ELEMENTS, per_row * most)):
         columns = slice(rows.start, rows.stop + window - 1)
         hidden = step.window_hidden(rows, columns)
         probs = _probs(q[:, rows], by_kv_head(k[:, columns], heads), hidden, heads, step.scale)
@@ -178,9 +177,3 @@ def _softmax(scores: Tensor, hidden: Tensor) -> Tensor:
     """Softmax over the last dimension of what is not hidden; 0 where all is."""
     scores = scores.masked_fill(hidden, float("-inf"))
     return probs_from(scores, torch.logsumexp(scores, dim=-1))
-
-
-def _chunks(rows: int, per_row: int, elements: int) -> Iterator[slice]:
-    step = max(1, elements // per_row)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))

@@ -143,7 +143,13 @@ def span_chunks(q: Tensor, span: Span) -> Iterator[tuple[slice, slice]]:
         # Rows see lookback keys each and lookback + rows together: more rows would mask the most.
         most = max(span.lookback, 128)
         longest = span.lookback + most
-    step = max(1, min(most, ELEMENTS // (batch * heads * max(longest, 1))))
-    for start in range(0, tokens, step):
-        stop = min(start + step, tokens)
-        yield slice(start, stop), slice(span.seen(start)[0], span.seen(stop - 1)[1])
+    per_row = batch * heads * max(longest, 1)
+    for rows in chunks(tokens, per_row, min(ELEMENTS, per_row * most)):
+        yield rows, slice(span.seen(rows.start)[0], span.seen(rows.stop - 1)[1])
+
+
+def chunks(rows: int, per_row: int, elements: int) -> Iterator[slice]:
+    """All rows in order, as many at a time as fill no more than `elements`, and one at least."""
+    step = max(1, elements // per_row)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

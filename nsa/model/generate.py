@@ -160,7 +160,7 @@ class Generation:
     @property
     def tokens_per_s(self) -> float:
         """Tokens after the first ones, of all sequences together, per second."""
-        later = sum(len(own) for own in self.tokens) - sum(bool(own) for own in self.tokens)
+        later = sum(len(own) - 1 for own in self.tokens)
         spent = self.total_s - self.first_token_s
         return later / spent if spent > 0 else float("nan")
 

@@ -261,7 +261,7 @@ def devices(ranks: int, backend: str | None = None, device: str = "auto") -> tup
             f"{wanted} needs a GPU for each of {ranks} rank(s) and torch finds {found}; "
             "backend='gloo' on CPUs would do" + (f", or {gpus} rank(s)" if gpus else "")
         )
-    on_gpu = device != "cpu" and 0 < ranks <= gpus
+    on_gpu = device != "cpu" and ranks <= gpus
     return on_gpu, backend or ("nccl" if on_gpu else "gloo")
 
 

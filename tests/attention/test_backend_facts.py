@@ -14,6 +14,7 @@ from nsa.attention import registry, witness
 from nsa.attention.api import explain, nsa_attention
 from nsa.attention.backends import triton
 from nsa.attention.backends.flex import selection_tiles, span_tiles
+from nsa.attention.span import chunks
 from nsa.blocks import Span
 from nsa.config import NSAConfig
 from nsa.reference.compress import PhiWeights, compress
@@ -163,11 +164,11 @@ def test_flex_visits_every_tile_that_holds_a_key_of_a_run(length, stride, lookba
 
 @pytest.mark.parametrize("size", [48, 64, 128, 200, 300])
 def test_flex_visits_every_tile_that_a_lone_block_touches(size):
-    for j in range(700 // size):
+    for j in range(-(-700 // size)):  # the last one is not full
         blocks = torch.full((1, 700, 1, 2), -1, dtype=torch.int32)
         blocks[0, 699, 0, 0] = j
         tiles = selection_tiles(blocks, 700, size)[0, 0]
-        touched = {key // 128 for key in range(j * size, (j + 1) * size)}
+        touched = {key // 128 for key in range(j * size, min((j + 1) * size, 700))}
         assert set(tiles[-1].nonzero().flatten().tolist()) == touched
         assert not tiles[:-1].any()
 
@@ -184,6 +185,13 @@ def test_a_block_that_a_query_does_not_select_cannot_spoil_it(backend):
             drawn.leaves[name][:, :8] = torch.nan
         o = attend(drawn, backend, branches=("slc",))
     assert o[:, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize(("elements", "most"), [(1, 1), (7, 1), (27, 3), (29, 4), (10**6, 30)])
+def test_chunks_have_every_row_once_and_are_as_large_as_fits(elements, most):
+    parts = [[*range(part.start, part.stop)] for part in chunks(30, 7, elements)]
+    assert [row for part in parts for row in part] == [*range(30)]
+    assert {len(part) for part in parts[:-1]} <= {most} and len(parts) == -(-30 // most)
 
 
 @pytest.mark.parametrize("branch", ["cmp", "win"])

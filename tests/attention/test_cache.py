@@ -57,6 +57,20 @@ def test_a_capacity_is_rounded_up_to_whole_pages():
     assert (shape.capacity, shape.pages_each, shape.pool) == (48, 2, 4)
 
 
+@pytest.mark.parametrize("chunks", [(40,), (20, 20), (33, 7)])
+def test_a_ring_holds_its_newest_tokens_each_at_its_position(chunks):
+    shape = CacheShape(TINY, 1, 40, 1, 1, 1, dtype=torch.float64)
+    cache, start = LayerCache(shape), 0
+    token = torch.arange(40, dtype=torch.float64).view(1, 40, 1, 1)
+    for chunk in chunks:
+        cache.append(*[token[:, start : start + chunk]] * 2)
+        start += chunk
+    for ring in (cache.k_win, cache.v_win, cache.k_raw, cache.v_raw):
+        newest = range(40 - ring.shape[1], 40)
+        assert newest[0] > 0
+        assert [int(ring[0, t % len(newest), 0, 0]) for t in newest] == [*newest]
+
+
 @pytest.mark.parametrize("page", [None, 8])
 @pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
 def test_what_is_cropped_back_was_never_there(backend, page):
@@ -119,6 +133,15 @@ def check_regrown(held, keep, growth=replace(GROWTH, case=replace(CASE, batch=1)
     again = step(given, cache, slice(keep, held))
     assert torch.equal(torch.isfinite(again), torch.ones_like(again, dtype=torch.bool))
     torch.testing.assert_close(again, first[:, keep:], rtol=0, atol=1e-12)
+
+
+def test_a_crop_goes_back_as_far_as_the_windows_ring_and_no_further():
+    """Of 40 tokens a ring of 32 holds those from 8 on: what a window of 16 shows to token 23."""
+    case = replace(CASE, batch=1, config=replace(TINY, window=16))
+    growth = replace(GROWTH, case=case, lengths=(40,))
+    check_regrown(40, 23, growth)
+    with pytest.raises(ValueError, match="sequence 0 has held 40 tokens"):
+        check_regrown(40, 22, growth)
 
 
 @pytest.mark.parametrize("page", [None, 8])
@@ -196,7 +219,11 @@ def test_a_sequence_that_was_reset_begins_anew_whatever_was_there(backend, page)
     q, k, v, gates = (x[1:2].expand(3, -1, -1, -1) if torch.is_tensor(x) else
                       {b: y[1:2].expand(3, -1, -1, -1) for b, y in x.items()}
                       for x in (q, k, v, gates))  # fmt: skip
-    got = nsa_decode(q, k, v, gates, cache, phi=phi, backend=backend)
+    # First four: what was there lies behind them, before the ends of the others.
+    given_anew, parts = (q, k, v, gates, phi), []
+    for rows in (slice(0, 4), slice(4, 20)):
+        parts.append(step(given_anew, cache, rows, backend=backend))
+    got = torch.cat(parts, 1)
     torch.testing.assert_close(got[1], whole(*given, growth)[1, :20], rtol=0, atol=1e-12)
     cache.reset()
     assert cache.longest == 0 and cache.lengths.tolist() == [0, 0, 0]
@@ -283,6 +310,35 @@ def test_a_full_cache_is_refused_with_what_would_do_and_nothing_is_overwritten()
     none_more = torch.tensor([2, 0, 1], dtype=torch.int32)
     step(given, cache, slice(0, 3), counts=none_more)  # these do fit
     assert cache.lengths.tolist() == [40, 38, 39]
+
+
+@pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
+def test_the_longest_sequence_says_what_is_read_and_whether_more_fit(backend):
+    """Where the host's bound was too high, what it is lowered to is no less than any length."""
+    growth = replace(GROWTH, lengths=(40, 40, 40))
+    cache = growth.cache(torch.float64)
+    given = arguments(draw(CASE), growth, cache)
+    step(given, cache, slice(0, 36), counts=torch.tensor([12, 36, 0], dtype=torch.int32))
+    cache.places.longest = 40  # as if others had been stored and forgotten
+    held = torch.tensor([12, 36, 0])
+    q, k, v, gates, phi = given
+    ahead = torch.arange(3)[:, None], held[:, None] + torch.arange(4)
+    k, v = ({b: x[ahead] for b, x in side.items()} for side in (k, v))
+    got = nsa_decode(q[ahead], k, v, gates[ahead], cache, phi=phi, backend=backend)
+    torch.testing.assert_close(got, whole(*given, growth)[ahead], rtol=0, atol=1e-12)
+    assert cache.longest == 40 and cache.lengths.tolist() == [16, 40, 4]
+    with pytest.raises(ValueError, match="holds 40 of 40 tokens and 1 more"):
+        step(given, cache, slice(0, 1))
+
+
+def test_no_tokens_and_no_sequences_are_refused():
+    cache = GROWTH.cache(torch.float64)
+    _, k, v, _, phi = part(arguments(draw(CASE), GROWTH, cache), slice(0, 0))
+    with pytest.raises(ValueError, match=r"with N of at least 1, got \(3, 0, 2, 8\)"):
+        cache.append(k, v, phi)
+    for rows in ([], [[0]], [3], [-1]):
+        with pytest.raises(ValueError, match=r"rows must be a list of sequences out of 0..2, got"):
+            cache.reset(rows)
 
 
 def test_the_hosts_bound_is_looked_up_before_a_cache_is_called_full():

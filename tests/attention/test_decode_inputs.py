@@ -7,6 +7,7 @@ import torch
 from cached_cases import Growth, arguments
 from cases import TINY, Case, draw
 
+from nsa.attention.cache import LayerCache
 from nsa.attention.decode import nsa_decode
 from nsa.attention.registry import Declined
 
@@ -105,6 +106,29 @@ def test_a_backend_that_is_named_says_why_it_does_not_run(call, backend, reason)
     with pytest.raises(Declined, match=f"backend '{backend}' does not take this call: .*{reason}"):
         call(backend=backend, **longer, cache=cache)
     assert cache.lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("new", [16, 17])
+def test_the_kernels_take_as_many_new_tokens_as_the_slack(call, new):
+    sizes = {"q": (4, 16), "k": (2, 16), "v": (2, 4), "gates": (4, 3)}
+    longer = {name: of(2, new, *shape, dtype=torch.float64) for name, shape in sizes.items()}
+    cache = GROWTH.cache(torch.float64, capacity=40)
+    with pytest.raises(Declined) as declined:  # for fp64 at the least
+        call(backend="triton", **longer, cache=cache, phi=None)
+    assert ("slack=16" in str(declined.value)) == (new > 16)
+
+
+@pytest.mark.parametrize("backend", ["reference", "masked", "gather"])
+def test_counts_out_of_range_store_and_attend_as_the_nearest_in_range(call, backend):
+    shape, tensors = call.good["cache"].state()
+    outputs, states = [], []
+    for given in ((-5, 9), (0, 3)):
+        cache = LayerCache.from_state(shape, tensors)
+        outputs.append(call(cache=cache, backend=backend, **counts(*given)))
+        states.append(cache.state()[1])
+        assert cache.lengths.tolist() == [8, 11]
+    assert torch.equal(*outputs)
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
 def test_a_shared_cache_takes_one_tensor_for_selected_and_window(call):

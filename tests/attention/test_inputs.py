@@ -8,6 +8,7 @@ from cases import TINY, Case, draw
 
 from nsa.attention import registry
 from nsa.attention.api import nsa_attention
+from nsa.attention.inputs import checked
 from nsa.config import NSAConfig
 
 
@@ -160,6 +161,8 @@ def test_what_does_not_fit_is_refused_with_what_would_do(call, changes, message)
 @pytest.mark.parametrize("borders", [(0, 0, 12, 20), (0, 12, 12, 20), (0, 12, 20, 20)])
 def test_an_empty_sequence_in_a_pack_changes_nothing(call, borders):
     assert torch.equal(call(**bounds(*borders)), call(**bounds(0, 12, 20)))
+    apart = checked(**call.good, **bounds(*borders)).sequences()  # and no backend is handed it
+    assert [one.q.shape[1] for one in apart] == [12, 8]
 
 
 def test_auto_is_no_backend_to_get():

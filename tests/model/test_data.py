@@ -239,12 +239,17 @@ def test_close_ends_the_thread_and_may_be_called_twice_and_dropping_it_does_too(
     with pytest.raises(ValueError, match="step 1: this Prefetch was closed"):
         ahead.batch(1, 1, 4)
     # and one that is dropped takes its thread with it
-    ahead = Prefetch(Slow(), depth=1)
+    slow = Slow()
+    ahead = Prefetch(slow, depth=1)
     ahead.batch(0, 1, 4)
+    deadline = time.monotonic() + 5
+    while len(slow.drawn) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)  # until one waits for room that nobody makes
     del ahead
     deadline = time.monotonic() + 5
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert not threads()
 
 
 def test_bad_sizes_and_depths_are_refused_by_a_prefetch():

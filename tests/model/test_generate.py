@@ -1,6 +1,7 @@
 """What a model generates from a cache is what it would say without one, and what was asked for."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize(("how", "chunk"), [*zip(HOW, (7, None, 20), strict=True)], ids=str)
+# Of chunks of 8 the third begins with the last token of 17.
+@pytest.mark.parametrize(("how", "chunk"), [*zip(HOW, (8, None, 20), strict=True)], ids=str)
 def test_a_batch_of_prompts_goes_on_as_each_alone_without_a_cache(model, how, chunk):
     found = generate(model, PROMPTS, 10, chunk=chunk, **how).all()
     for column, (prompt, new) in enumerate(zip(PROMPTS, found, strict=True)):
@@ -87,10 +89,21 @@ def test_it_goes_on_from_a_cache_that_holds_something(model):
     assert made.all()[0] == whole and cache.lengths.tolist() == [41]
 
 
+def test_what_the_cache_holds_counts_towards_the_models_limit():
+    limited = LanguageModel(tiny(max_tokens=32)).double()
+    cache = NSACache(limited.config, 1, 64, dtype=torch.float64)
+    limited(torch.tensor([PROMPTS[0][:20]]), cache=cache)
+    with pytest.raises(ValueError, match="are 33, more than max_tokens=32"):
+        generate(limited, [PROMPTS[0][20:]], 3, cache=cache)
+    assert len(generate(limited, [PROMPTS[0][20:]], 2, cache=cache).all()[0]) == 2
+
+
 def test_the_record_says_how_many_how_fast_and_what_was_read(model):
     made = generate(model, PROMPTS, 6, temperature=0.5)
+    assert math.isnan(made.tokens_per_s)
     made.all()
     record = made.record()
+    assert made.tokens_per_s == 15 / (made.total_s - made.first_token_s)
     assert record["new_tokens"] == [6, 6, 6] and record["prompt_tokens"] == [30, 4, 17]
     assert 0 < record["first_token_ms"] < float("inf") and 0 < record["tokens_per_s"] < float("inf")
     assert record["sampling"]["temperature"] == 0.5 and not record["cuda_graph"]

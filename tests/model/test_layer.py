@@ -149,6 +149,20 @@ def test_keys_that_only_score_blocks_keep_nothing_for_a_backward(rope, shared):
     assert {name: k.requires_grad for name, k in keys.items()} == {"slc": True, "cmp": False}
 
 
+@pytest.mark.parametrize("force_branch", [None, *BRANCHES])
+def test_a_learned_phi_takes_gradients_where_they_are_wanted_and_used(force_branch):
+    layer = NSAAttention(tiny(phi="mlp", force_branch=force_branch)).double()
+    x = hidden(layer.config).double()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            layer.phi_key.float()  # its weights are made fp64 for the call
+            phi = layer.arguments(x)["phi"]
+        if force_branch == "win":
+            assert phi is None
+        else:
+            assert phi.key.weight1.requires_grad == (enabled and force_branch != "slc")
+
+
 @pytest.mark.parametrize("force_branch", BRANCHES)
 def test_a_forced_branch_skips_the_others_work(force_branch):
     config = tiny(force_branch=force_branch)

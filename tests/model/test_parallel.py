@@ -194,6 +194,22 @@ def test_nccl_without_a_gpu_for_each_rank_is_refused():
     assert parallel.devices(many) == (False, "gloo")
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ((1,), (True, "nccl")),
+        ((2,), (True, "nccl")),
+        ((3,), (False, "gloo")),
+        ((2, "gloo"), (True, "gloo")),
+        ((2, None, "cpu"), (False, "gloo")),
+    ],
+)
+def test_ranks_are_on_gpus_where_each_has_one(asked, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert parallel.devices(*asked) == found
+
+
 def test_a_port_in_use_is_said(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -47,6 +47,12 @@ def test_only_the_most_likely_are_drawn_from_in_their_proportion(how, kept):
     assert (found - wanted).abs().max() < 0.03
 
 
+def test_top_p_keeps_the_fewest_where_some_reach_it_exactly():
+    numbers = torch.tensor([[0.0, 0.4, 0.6, 0.99]], dtype=torch.float64)
+    found = [int(Sampling(1.0, top_p=0.5).choose(torch.zeros(1, 4), n[None])) for n in numbers[0]]
+    assert found == [0, 0, 1, 1]  # a quarter each: two reach a half
+
+
 def test_a_sequence_draws_the_same_whatever_stands_beside_it():
     many, one = Sampling(1.0, seed=3).numbers(4, 50), Sampling(1.0, seed=3).numbers(1, 50)
     assert torch.equal(many[:, :1], one) and not torch.equal(many[:, 0], many[:, 1])

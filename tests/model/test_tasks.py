@@ -92,7 +92,7 @@ def test_a_needle_among_other_pairs_is_told_by_its_key(tokens, distance):
         assert len(keys) == 5
         assert len({int(row[k]) for k in keys}) == 5
         (asked,) = [k for k in keys if row[k] == row[-1]]
-        assert row[asked + 1] == answer
+        assert row[asked + 1] == answer and row[-2] == MARK
         assert all(1 <= row[k + 1] <= 5 for k in keys)
         if distance:
             assert tokens - 1 - (asked + 1) == distance[0]

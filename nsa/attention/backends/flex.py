@@ -89,7 +89,7 @@ def span_tiles(span: Span, tokens: int, keys: int, device: torch.device | str = 
     column = torch.arange(-(-keys // TILE), device=device)
     low = span.ended(first) - (keys if span.lookback is None else span.lookback)
     high = span.ended((first + TILE).clamp(max=tokens) - 1)
-    return (column >= low.clamp(min=0) // TILE) & (column * TILE < high)
+    return (column >= low // TILE) & (column * TILE < high)
 
 
 def _flex(inputs: Inputs, k: Tensor, v: Tensor, visible: Callable, tiles: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Gradients of keys and values are added up in fp32 (by atomics on a GPU, so not b
 there unless torch.use_deterministic_algorithms is on).
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from nsa.attention.branches import empty_slots, run_with_selected
 from nsa.attention.inputs import Inputs
 from nsa.attention.registry import Backend, Note
-from nsa.attention.span import dot, plain_backward, probs_from, wide
+from nsa.attention.span import chunks, dot, plain_backward, probs_from, wide
 
 # Gathered key and value elements held at once, by device; the more, the fewer and larger the
 # launches, of which a GPU needs large ones: half the time of 2^24 there.
@@ -68,13 +69,11 @@ class _GatherAttention(torch.autograd.Function):
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _chunks(k: Tensor, v: Tensor, blocks: Tensor, size: int):
+def _chunks(k: Tensor, v: Tensor, blocks: Tensor, size: int) -> Iterator[slice]:
     """Slices of query rows whose gathered keys and values fill about ELEMENTS elements."""
     batch, tokens, kv_heads, slots = blocks.shape
     per_row = batch * kv_heads * slots * size * (k.shape[3] + v.shape[3])
-    rows = max(1, ELEMENTS.get(k.device.type, ELEMENTS["cpu"]) // per_row)
-    for start in range(0, tokens, rows):
-        yield slice(start, min(start + rows, tokens))
+    return chunks(tokens, per_row, ELEMENTS.get(k.device.type, ELEMENTS["cpu"]))
 
 
 def _tokens(blocks: Tensor, size: int, first: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -134,6 +134,23 @@ def test_losses(rule, losses, expected):
     assert verdict(TWO, rule, lambda c, t: {"losses": of[c["backend"]]}) == expected
 
 
+@pytest.mark.parametrize(
+    ("rule", "ends", "expected"),
+    [
+        # of the smaller: 0.25 / 4 and not 0.25 / 4.25
+        ({"loss_within": 0.06}, (4.0, 4.25, 4.0), "FAIL"),
+        ({"loss_within": 0.0625}, (4.25, 4.0, 4.0), "PASS"),
+        ({"loss_apart": 0.06}, (4.0, 4.25, 4.75), "PASS"),
+        ({"loss_apart": 0.0625}, (4.25, 4.0, 4.75), "FAIL"),  # the nearest two are judged
+        ({"loss_within": 0.06}, (4.75, 4.0, 4.0), "FAIL"),  # and here the farthest
+    ],
+)
+def test_last_losses_are_compared_in_pairs_relative_to_the_smaller(rule, ends, expected):
+    of = dict(zip(("gather", "masked", "sdpa"), ends, strict=True))
+    given = {"factors": {"backend": list(of)}}
+    assert verdict(given, rule, lambda c, t: {"losses": [9.0, of[c["backend"]]]}) == expected
+
+
 def test_losses_of_an_arm_that_failed_are_not_compared():
     def make(cell, turn):
         return {"kind": "CRASH" if cell["backend"] == "masked" else "PASS"}
@@ -191,6 +208,14 @@ def test_drift_that_meets_both_arms_of_a_turn_does_not_widen_a_cost():
     make = lambda c, t: {"seconds": drift[t] * (2.0 if c["backend"] == "masked" else 1.0)}  # noqa: E731
     rule = {"cost": {"factor": "backend", "least": 1.99, "most": 2.01}}
     assert verdict(TWO, rule, make) == "PASS"
+
+
+@pytest.mark.parametrize("gather, masked", [(0.0, 1.0), (1.0, 0.0)])
+def test_nothing_has_no_ratio(gather, masked):
+    rule = {"cost": {"factor": "backend", "of": "allocated", "least": 0.5}}
+    make = by("backend", {"gather": gather, "masked": masked}, STEADY, of="allocated")
+    (judged,) = claims.judge(results(TWO, rule, make))
+    assert judged.verdict == "INCONCLUSIVE" and "allocated is 0 in some arm" in judged.found
 
 
 def test_one_turn_has_no_interval_of_times_and_a_point_of_memory():
@@ -301,5 +326,7 @@ def test_figures_are_drawn_of_what_there_is():
     nothing = results(DEPTHS, None, lambda c, t: {"kind": "HANG"})
     assert plots.arms(plain) and plots.arms(nothing) and plots.over(nothing)
     assert plots.over(plain) is None and plots.losses(plain) is None
+    (axes,) = plots.arms(plain).axes
+    assert axes.get_legend_handles_labels()[1] == ["one turn", "median"]
     (axes,) = plots.over(depths).axes
     assert axes.get_xlabel() == "layers" and "least squares" in axes.get_legend_handles_labels()[1]

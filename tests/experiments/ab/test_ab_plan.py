@@ -28,6 +28,13 @@ def test_arms_by_name_have_the_defaults_of_what_they_do_not_name():
     assert careful.trial == arms["careful"] and careful.cell == {"arm": "careful"}
 
 
+def test_true_and_1_are_two_values():
+    arms = {"a": {"width": 1, "depth": 2}, "b": {"width": True, "depth": 3}}
+    plan = ABPlan(subject="stranger:make", arms=arms)
+    assert [type(value) for value in plan.trials.values["width"]] == [int, bool]
+    assert [type(arm.trial["width"]) for arm in plan.listed] == [int, bool]
+
+
 def test_every_trial_is_measured_and_counted_only_if_asked_for():
     def observers(**more):
         plan = ABPlan(**TWO, **more)
@@ -125,6 +132,12 @@ def test_a_plan_that_cannot_be_run_is_refused(given, message):
 def test_an_expectation_that_does_not_fit_is_refused(rule, message):
     with pytest.raises(ValueError, match=message):
         ABPlan(**GRID, expect=[rule])
+
+
+def test_a_power_is_of_the_values_from_its_start_on():
+    depths = {"factors": {"layers": [1, 2, 4, 8]}}
+    (rule,) = ABPlan(**depths, expect=[{"exponent_in": {"factor": "layers", "start": 2}}]).rules
+    assert [[arm.cell["layers"] for arm in group] for group in rule.groups] == [[2, 4, 8]]
 
 
 def test_yaml_reads_1e_4_as_text_and_the_rule_as_a_number():

@@ -72,6 +72,7 @@ BAD = {
     "it did not read its own": ("triton", {"reads": READS | {"seen": False}}, "no others"),
     "it counted others": ("triton", {"reads": READS | {"keys": {"slc": 1}}}, "no others"),
     "too many bytes": ("triton", {"cache_bytes": 9e9}, "bytes that were foretold"),
+    "too few bytes": ("triton", {"cache_bytes": 9.0}, "bytes that were foretold"),
 }
 
 
@@ -93,6 +94,13 @@ def test_decoding_that_differs_and_counters_that_miscount_fail(measured):
     assert claims.memory_is_foretold(table.frame(measured), heavy).verdict == "FAIL"
 
 
+@pytest.mark.parametrize("off", [0.98, 1.02])
+def test_keys_that_are_more_or_fewer_than_the_papers_fail(off, measured, monkeypatch):
+    assert claims.reads_as_the_paper_says(measured).verdict == "PASS"
+    monkeypatch.setitem(claims.PAPER, 65536, claims.PAPER[65536] * off)
+    assert claims.reads_as_the_paper_says(measured).verdict == "FAIL"
+
+
 def test_an_aim_is_met_by_pages_too_or_missed(measured):
     aim = claims.AIMS[0]
     fast = {"ms": {"graph": [0.017] * 3, "eager": [0.3] * 3}}
@@ -100,8 +108,9 @@ def test_an_aim_is_met_by_pages_too_or_missed(measured):
     every = [result(CELLS[0], **dict.fromkeys(("triton", *_paged()), fast))]
     assert claims.reaches(every, aim, GPU).verdict == "PASS"
     assert claims.reaches(changed(every, _paged()[1], **slow), aim, GPU).verdict == "AIM MISSED"
-    lost = changed(every, "triton", ms={"eager": [0.3] * 3})
-    assert claims.reaches(lost, aim, GPU).verdict == "INCONCLUSIVE"
+    for name in ("triton", *_paged()):
+        lost = changed(every, name, ms={"eager": [0.3] * 3})
+        assert claims.reaches(lost, aim, GPU).verdict == "INCONCLUSIVE"
     for gpu in ("", "NVIDIA H100"):
         assert claims.reaches(every, aim, gpu).verdict == "NOT APPLICABLE"
     assert claims.reaches(every, claims.AIMS[1], GPU).verdict == "NOT APPLICABLE"

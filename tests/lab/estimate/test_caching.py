@@ -69,6 +69,12 @@ def test_small_requests_share_a_segment_and_large_ones_another():
     assert held(cuda) == (2 + 2**-11 + 9 + 9 + 2, 24)
 
 
+def test_what_is_left_of_a_small_block_is_split_off_from_512_bytes_on():
+    cuda = allocator()
+    fill(cuda, 1, 1 - 2**-11, 2**-11)
+    assert held(cuda) == (2, 2)
+
+
 def test_the_smallest_free_block_that_holds_it_is_taken_and_neighbours_merge():
     cuda = allocator()
     fill(cuda, 30, 50, 40)
@@ -140,6 +146,14 @@ def test_a_block_above_max_split_is_never_split_and_serves_what_is_nearly_as_lar
     cuda.free(1)
     fill(cuda, 80, start=1)  # 100 is no less than 80 + 20
     assert held(cuda) == (110, 210)
+
+
+def test_a_block_of_max_split_itself_is_never_split():
+    cuda = allocator("max_split_size_mb:64")
+    fill(cuda, 64)
+    cuda.free(0)
+    fill(cuda, 30)
+    assert held(cuda) == (30, 94)
 
 
 def test_when_nothing_is_left_the_cache_is_given_back_and_the_allocation_tried_again():

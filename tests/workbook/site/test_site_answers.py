@@ -73,12 +73,19 @@ def test_the_dense_twin_is_no_backend_of_nsa_whatever_it_is_called():
 
 
 def test_two_ranks_and_observed_steps_are_left_out():
-    rows = (("triton", 600, {"ranks": 2}), ("triton", 200, {"observe": True}),
+    rows = (("triton", 600, {"ranks": 2}), ("triton", 350, {"observe": True}),
             ("triton", 400, {"compile": True}), ("triton", 300, {}))  # fmt: skip
     (table,) = answers.training([training("a", *rows)])
     best = table["rows"][0]["nsa"]
     assert best["backend"] == "triton, compiled" and best["text"] == "400"
     assert [other["text"] for other in best["others"]] == ["300"]
+
+
+def test_of_two_batches_the_faster_counts():
+    slow, fast = ("triton", 300, {"batch": 1}), ("triton", 400, {"batch": 4})
+    for rows in ((slow, fast), (fast, slow)):
+        (table,) = answers.training([training("a", *rows)])
+        assert table["rows"][0]["nsa"]["text"] == "400"
 
 
 def test_what_fits_is_the_largest_that_was_measured():
