@@ -169,6 +169,112 @@ def one_key_takes_all(inputs: Inputs) -> None:
         inputs.q += 10 * loud.repeat_interleave(group, 1)[:, None]
 
 
+def sink_token(inputs: Inputs) -> None:
+    """Gives the first key a norm of 20 deviations a channel where queries lean, its value none."""
+    for x in inputs.k:
+        lean = inputs.noise(1, 1, *x.shape[2:])
+        x[:, :1] = 20 * lean
+        inputs.q += 0.5 * lean.repeat_interleave(inputs.setting.group, 2)
+    for x in inputs.v:
+        x[:, :1] *= 0.05
+
+
+def padding_rows(inputs: Inputs) -> None:
+    """Zeros in the last third of the tokens, which no loss looks at."""
+    first = 2 * inputs.q.shape[1] // 3
+    for x in (inputs.q, *inputs.k, *inputs.v, inputs.do):
+        x[:, first:] = 0
+
+
+def correlated(what: str, coefficient: float = 0.98) -> Change:
+    """Makes an AR(1) process over tokens of the noise, with its variance."""
+
+    def change(inputs: Inputs) -> None:
+        for x in inputs.named(what):
+            x[:, 1:] *= (1 - coefficient**2) ** 0.5
+            step = 1  # x[t] + a x[t-1] + a^2 x[t-2] ..., by doubling
+            while step < x.shape[1]:
+                x[:, step:] = x[:, step:] + coefficient**step * x[:, :-step]
+                step *= 2
+
+    return change
+
+
+def heavy_tails(what: str) -> Change:
+    """Student's t of three degrees of freedom, at most 60."""
+
+    def change(inputs: Inputs) -> None:
+        for x in inputs.named(what):
+            square = sum(inputs.noise(*x.shape) ** 2 for _ in range(3)) / 3
+            x[:] = (x / square.sqrt()).clamp(-60, 60)
+
+    return change
+
+
+def low_rank(what: str, rank: int = 4) -> Change:
+    """Rows out of a space of few dimensions, the same in every head, with the noise's norm."""
+
+    def change(inputs: Inputs) -> None:
+        basis = inputs.noise(inputs.setting.dim, rank) / rank**0.5
+        for x in inputs.named(what):
+            x[:] = x[..., :rank] @ basis.T
+
+    return change
+
+
+def qk_norm(gain: float) -> Change:
+    """Rows of queries and keys of one norm, as RMSNorm with that gain leaves them."""
+
+    def change(inputs: Inputs) -> None:
+        for x in (inputs.q, *inputs.k):
+            x *= gain / x.square().mean(-1, keepdim=True).sqrt()
+
+    return change
+
+
+def rotated_offset(deviations: float) -> Change:
+    """Adds a mean to queries and keys that turns with the position, as rotary embedding turns it.
+
+    The slow channels stay a mean for thousands of tokens.
+    """
+
+    def change(inputs: Inputs) -> None:
+        tokens, half = inputs.q.shape[1], inputs.setting.dim // 2
+        device = inputs.q.device
+        speeds = 1e4 ** -(torch.arange(half, device=device) / half)
+        angles = torch.arange(tokens, device=device)[:, None] * speeds
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        for x in (inputs.q, *inputs.k):
+            a, b = (deviations * inputs.noise(x.shape[2], half) for _ in range(2))
+            x += torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    return change
+
+
+def drifting_values(inputs: Inputs) -> None:
+    """Adds a mean per channel that grows with the position, from none to ten deviations."""
+    for x in inputs.v:
+        way = torch.linspace(0, 10, x.shape[1], device=x.device)[:, None, None]
+        x += way * inputs.noise(1, 1, *x.shape[2:])
+
+
+def every_value_equal(inputs: Inputs) -> None:
+    """Repeats the first value of each head: no output depends on a score."""
+    for x in inputs.v:
+        x[:] = x[:, :1].clone()
+
+
+def one_hot_gates(inputs: Inputs) -> None:
+    """Lets each query have one branch, the next one the next branch."""
+    branch = torch.arange(inputs.gates.shape[1], device=inputs.gates.device) % 3
+    inputs.gates[:] = torch.nn.functional.one_hot(branch, 3)[:, None].to(inputs.gates)
+
+
+def loss_of_the_last_token(inputs: Inputs) -> None:
+    """Has one query alone pass a gradient back."""
+    inputs.do[:, :-1] = 0
+
+
 def _rows(names: dict[str, tuple[Change, ...] | Change], late: bool) -> list[Distribution]:
     """Distributions by name, of one change or several."""
     return [
@@ -205,6 +311,26 @@ DISTRIBUTIONS = [
         False,
     ),
 ]
+
+
+LATE = {
+    "sink token": sink_token,
+    "padding rows": padding_rows,
+    "AR(1) queries": correlated("q"),
+    "AR(1) all, v+3": (*(correlated(x) for x in "qkv"), offset("v", 3.0)),
+    "heavy tails": tuple(heavy_tails(x) for x in ("q", "k", "v", "do")),
+    "low-rank keys": low_rank("k"),
+    "qk-norm, gain 3": qk_norm(3.0),
+    "rotated mean of q, k": rotated_offset(2.0),
+    "drifting values": drifting_values,
+    "every value equal": every_value_equal,
+    "zero gates": scaled("gates", 0.0),
+    "gates*30": scaled("gates", 30.0),
+    "one-hot gates, v+3": (one_hot_gates, offset("v", 3.0)),
+    "mean loss: do/T": lambda inputs: scaled("do", 1 / inputs.setting.tokens)(inputs),
+    "loss of the last token, v+3": (loss_of_the_last_token, offset("v", 3.0)),
+}
+DISTRIBUTIONS += _rows(LATE, True)
 
 
 def by_name(name: str) -> Distribution:
