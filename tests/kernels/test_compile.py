@@ -6,7 +6,7 @@ Covers whatever `compiled.reach` launches, and fails for a kernel that it does n
 from functools import cache
 
 import pytest
-from compiled import apart
+from compiled import apart, crossed
 from processes import told_by
 
 MAIN = 90, "main", "dense"
@@ -46,6 +46,30 @@ def test_lanes_that_are_not_neighbours_are_found():
     assert apart(gap) == ["tensor<1x32xi64, #linear> over axis 1"]
     sliced = gap.replace("<1x32xi64, #linear", "<32xi64, #ttg.slice<{dim = 0, parent = #linear}>")
     assert len(apart(sliced.replace("axis = 1", "axis = 0"))) == 1
+
+
+# What ptxas made of the window's forward at T 1, D 96 and DV 16, and of the same at T 2.
+SAME = """\
+        /*04b0*/               @P0 R2UR UR7, R5 ;
+        /*1110*/                   UIADD3 UR4, UP0, UR7, 0x20, URZ ;
+        /*1120*/                   UIADD3.X UR5, UR7, -0x3ffffff0, URZ, UP0, !UPT ;
+"""
+
+
+def test_an_address_made_of_one_register_twice_is_found():
+    assert crossed(SAME) == ["UIADD3.X UR5, UR7, -0x3ffffff0, URZ, UP0, !UPT"]
+    assert not crossed(SAME.replace("UR5, UR7", "UR5, UR6"))
+    lines = SAME.splitlines()
+    between = "        /*1118*/                   UMOV UR7, URZ ;"
+    assert not crossed("\n".join([*lines[:2], between, lines[2]]))
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_one_token_makes_no_address_of_one_register_twice():
+    found = compiled(90, "thin", "one")["compiled"]
+    wrong = [x for x in found if x["crossed"]]
+    assert found and not wrong, said(wrong)
 
 
 def said(found: list[dict]) -> str:

@@ -33,6 +33,7 @@ SHAPES = {
     "fp32": (64, 64, torch.float32, 4),
     "wide": (192, 128, torch.float16, 16),
     "six": (192, 128, torch.bfloat16, 6),
+    "thin": (96, 16, torch.bfloat16, 16),
 }
 REDUCE = r"\"tt\.reduce\"\(.*?<\{axis = (\d+) : i32\}>.*?\}\) : \((tensor<[^#]*?, (#.*?)>)[,)]"
 DOT = r"tt\.dot .*: tensor<(\d+)x"  # the rows of a product
@@ -207,6 +208,32 @@ def apart(ttgir: str) -> list[str]:
     return found
 
 
+def crossed(sass: str) -> list[str]:
+    """Additions of 64 bits that take both halves of a sum out of one uniform register.
+
+    ptxas does so with the address of a product's second operand, of 16 or 32 columns, where Triton
+    unrolls a loop over the one key of one token: wgmma then reads outside of shared memory.
+    """
+    found, low, wrote = [], {}, {}
+    for number, line in enumerate(sass.splitlines()):
+        told = re.search(r"\*/ +(?:@!?U?P\d +)?(U\w[\w.]*|R2UR) (UR\d+|UP\d)(.*)", line)
+        if not told:
+            continue
+        kind, into, rest = told.groups()
+        if high := re.match(r", (UR\d+), (?:-?0x\w+|UR\d+), URZ, (UP\d)", rest):
+            source, carry = high.groups()
+            begun = low.get(carry)
+            same = begun is not None and begun[0] == source
+            if kind == "UIADD3.X" and same and wrote.get(source, -1) < begun[1]:
+                found.append(line.split("/*")[1].split("*/")[1].strip(" ;"))
+        wrote[into] = number
+        if ".64" in kind or "WIDE" in kind:
+            wrote[f"UR{int(into[2:]) + 1}"] = number
+        if first := re.match(r", (UP\d), (UR\d+), 0x", rest):
+            low[first[1]] = first[2], number
+    return found
+
+
 def facts(name: str, kernel) -> dict:
     """What one binary takes: bytes of shared memory, registers of a thread, bytes of them spilled.
 
@@ -217,6 +244,8 @@ def facts(name: str, kernel) -> dict:
         file.flush()
         command = [BIN / "cuobjdump", "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [BIN / "cuobjdump", "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return {
         "kernel": name,
@@ -227,6 +256,7 @@ def facts(name: str, kernel) -> dict:
         "rows": max((int(m) for m in re.findall(DOT, kernel.asm.get("ttir", ""))), default=0),
         "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
         "apart": apart(kernel.asm["ttgir"]),
+        "crossed": crossed(sass),
         "serialized": "ttir" not in kernel.asm and serialized(kernel.asm["ptx"]),
     }
 
@@ -238,7 +268,7 @@ if __name__ == "__main__":
     if kind == "warps":
         reach_warps(shape)
     else:
-        for tokens in TOKENS:
+        for tokens in (1,) if kind == "one" else TOKENS:
             reach(shape, tokens, kind == "packed")
     if (shape, kind) == ("main", "dense"):
         reach_decode(shape, TOKENS[-1], int(target))
