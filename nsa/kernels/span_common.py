@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.blocks import Span
 from nsa.kernels.common import extent, locate, padded, power_of_two
 from nsa.kernels.sequences import Axis
-from nsa.kernels.tiles import Tile, architecture, processors, sound
+from nsa.kernels.tiles import Tile, architecture, processors
 
 
 @triton.jit
@@ -224,8 +224,7 @@ def default_tile(
         return _wide_tile(kernel, wide)
     few = total * heads < 2 * 128 * processors(q.device)
     chip, looks_back = architecture(q.device), span.lookback is not None
-    tile = _narrow_tile(kernel, wide, chip, few, looks_back, descriptors)
-    return sound(tile, value_dim) if kernel == "forward" else tile
+    return _narrow_tile(kernel, wide, chip, few, looks_back, descriptors)
 
 
 @lru_cache(maxsize=256)

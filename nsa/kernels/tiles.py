@@ -89,18 +89,7 @@ def default_tile(
     programs, all should run at once: fewer rows let more of them on a processor.
     """
     dims = q.shape[2], v.shape[2]
-    tile = _tile(kernel, rows, dims, q.element_size(), select_block, few, architecture(q.device))
-    narrow = kernel == "forward" and q.element_size() == 2
-    return sound(tile, dims[1]) if narrow else tile
-
-
-def sound(tile: Tile, value_dim: int) -> Tile:
-    """A forward's tile of 16-bit numbers, of fewer keys where DV is at most 32.
-
-    With 64 keys a step ptxas (of Triton 3.6 and 3.7, for sm_90) takes the address of one part of V
-    from the register of another: of one token, or where TMA does not fetch, it reads elsewhere.
-    """
-    return tile._replace(keys=min(tile.keys, 32)) if value_dim <= 32 else tile
+    return _tile(kernel, rows, dims, q.element_size(), select_block, few, architecture(q.device))
 
 
 @lru_cache(maxsize=256)

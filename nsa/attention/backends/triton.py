@@ -29,6 +29,9 @@ SMALLEST, LARGEST = 16, 256  # head dims
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GRAIN = 8  # head dims are padded to a multiple: 16 bytes in 16-bit types
+# Columns of 16-bit values at least. Of fewer, ptxas (of Triton 3.6 and 3.7, for sm_90) now and then
+# takes the address of one part of V from the register of another, and a forward reads elsewhere.
+SOUND = 64
 
 
 def fused(inputs: Inputs, note: Note) -> Tensor:
@@ -82,8 +85,9 @@ def _attend(
     k["cmp"] = given[0] if scored or "cmp" in branches else None
     v["cmp"] = given[1] if "cmp" in branches else None
     q, scale = positive(inputs.q, inputs.scale)
-    tensors = [q, *(side.get(b) for b in BRANCHES for side in (k, v))]
-    tensors = [x if x is None else _flat(_padded(x)) for x in tensors]
+    least = SOUND if q.element_size() == 2 else GRAIN
+    pairs = [(_padded(k.get(b)), _padded(v.get(b), least)) for b in BRANCHES]
+    tensors = [x if x is None else _flat(x) for x in (_padded(q), *sum(pairs, ()))]
     if blocks is not None:
         blocks = blocks.flatten(0, 1).int().contiguous() if "slc" in branches else None
     learned = any(x is not None and x.requires_grad for x in (*tensors, gates))
@@ -173,9 +177,12 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
-def _padded(x: Tensor) -> Tensor:
-    """Zeros up to a multiple of GRAIN in the last dimension: they add nothing to any product."""
-    missing = -x.shape[-1] % GRAIN
+def _padded(x: Tensor | None, least: int = GRAIN) -> Tensor | None:
+    """x with zeros up to `least`, and a multiple of GRAIN, in its last dimension.
+
+    They add nothing to any product.
+    """
+    missing = 0 if x is None else max(least - x.shape[-1], -x.shape[-1] % GRAIN)
     return F.pad(x, (0, missing)) if missing else x
 
 
