@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from places import ROOT
+from places import ROOT, tracked
 from stored_runs import store_run
 
 from nsa.cli import figures
@@ -97,7 +97,7 @@ def test_the_headline_plots_are_redrawn_from_the_records_alone(tmp_path):
     from matplotlib.image import imread
 
     assert main(["figures", "--runs", str(ROOT / "runs"), "--to", str(tmp_path / "figures")]) == 0
-    kept = {file.name: file for file in (ROOT / "figures").iterdir() if "--" not in file.name}
+    kept = {file.name: file for file in tracked("figures/*").values()}
     drawn = {file.name: file for file in (tmp_path / "figures").iterdir()}
     assert sorted(drawn) == sorted(kept)
     links = re.compile(r"\]\([./\w-]*?((?:runs|nsa)/)")
