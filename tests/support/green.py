@@ -119,6 +119,17 @@ def passed_whole(report: str) -> bool:
     return bool(suites) and not bad and sum(int(s.get("tests", 0)) for s in suites) > 0
 
 
+def files_of(name: str) -> list[str]:
+    """The test files of a set."""
+    covered = {file: path for pattern in COVERS[name] for file, path in tracked(pattern).items()}
+    mark = f'environment(of="{name}")'
+    return sorted(
+        file
+        for file, path in covered.items()
+        if path.name.startswith("test_") and mark in path.read_text()
+    )
+
+
 def record() -> int:
     """Run every set; the number of those of which a test failed."""
     now = {name: fingerprint(patterns) for name, patterns in COVERS.items()}
@@ -126,7 +137,7 @@ def record() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in COVERS:
             report = Path(folder) / "report.xml"
-            chosen = ["-m", f"environment(of='{name}')", f"--junitxml={report}"]
+            chosen = ["-m", f"environment(of='{name}')", f"--junitxml={report}", *files_of(name)]
             ended = subprocess.run([sys.executable, "-m", "pytest", "-q", "-rs", *chosen], cwd=ROOT)
             whole = ended.returncode == 0 and passed_whole(report.read_text())
             failed += ended.returncode != 0
