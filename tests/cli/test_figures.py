@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from places import ROOT
+from places import ROOT, UNKNOWN, in_git, tracked
 from stored_runs import store_run
 
 from nsa.cli import figures
@@ -78,6 +78,7 @@ def test_what_no_run_has_is_told_with_the_command_that_would_make_it(tmp_path, c
 
 
 @pytest.mark.processes
+@pytest.mark.skipif(not in_git(), reason=UNKNOWN)
 def test_every_figure_has_its_run_and_the_results_page_cites_those_it_shows():
     found = Stored(committed(ROOT / "runs"))
     runs = {
@@ -92,12 +93,13 @@ def test_every_figure_has_its_run_and_the_results_page_cites_those_it_shows():
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.skipif(not in_git(), reason=UNKNOWN)
 @pytest.mark.skipif(matplotlib.__version__ != PIN, reason="another matplotlib draws other bytes")
 def test_the_headline_plots_are_redrawn_from_the_records_alone(tmp_path):
     from matplotlib.image import imread
 
     assert main(["figures", "--runs", str(ROOT / "runs"), "--to", str(tmp_path / "figures")]) == 0
-    kept = {file.name: file for file in (ROOT / "figures").iterdir() if "--" not in file.name}
+    kept = {file.name: file for file in tracked("figures/*").values()}
     drawn = {file.name: file for file in (tmp_path / "figures").iterdir()}
     assert sorted(drawn) == sorted(kept)
     links = re.compile(r"\]\([./\w-]*?((?:runs|nsa)/)")

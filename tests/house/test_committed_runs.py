@@ -3,11 +3,15 @@
 import re
 
 import pytest
-from places import ROOT, committed_runs
+from places import ROOT, UNKNOWN, committed_runs, in_git, tracked
 
 from nsa.workbook import keep
 from nsa.workbook.record import load
 
+pytestmark = [
+    pytest.mark.processes,  # git's, which names the files
+    pytest.mark.skipif(not in_git(), reason=UNKNOWN),
+]
 FOLDERS = committed_runs()
 RUN = re.compile(r"(?<![\w-])\d\d_[a-z0-9_]+-([0-9a-f]{8}(?:-\d+)?)(?![\w-])")
 # Made before runs were refused that are not of a clean commit, and before trials were kept.
@@ -33,10 +37,10 @@ NAMED_IN = ("README.md", "docs/*.md", "nsa/**/*.*", "notebooks/**/*.*", "figures
 @pytest.mark.parametrize("pattern", [*NAMED_IN, "runs/*/*/verdicts.json"])
 def test_every_run_that_is_named_is_there_or_the_log_says_that_it_went(pattern):
     log = (ROOT / "docs" / "log.md").read_text()
-    files = [file for file in ROOT.glob(pattern) if file.suffix != ".pyc"]
+    files = tracked(pattern)
     found = {
-        file.name: gone_from(file.read_text(), log if file.name == "log.md" else "")
-        for file in files
+        name: gone_from(file.read_text(), log if name == "docs/log.md" else "")
+        for name, file in files.items()
     }
     assert files and {name: gone for name, gone in found.items() if gone} == {}
 

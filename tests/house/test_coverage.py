@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from places import ROOT
+from places import ROOT, UNKNOWN, in_git
 
 PAGE = ROOT / "docs" / "coverage.md"
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| (works|partly|not built) \| (.+?) \| (.+?) \| (.*?) ?\|$")
@@ -28,6 +28,8 @@ def test_there_is_a_line_for_each_of_the_128_rows():
 def test_what_a_line_names_is_there_and_what_works_is_shown(row):
     _, _, state, lives, by, note = row.groups()
     named = [name for part in (lives, by) for name in NAMED.findall(part)]
+    if not in_git() and any(name.startswith("runs/") for name in named):
+        pytest.skip(UNKNOWN)  # and an sdist has no runs
     assert [name for name in named if not shown(name)] == []
     evidence = [name for name in NAMED.findall(by) if name.startswith(("tests/", "runs/"))]
     assert evidence or state == "not built"

@@ -13,13 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from places import ROOT, committed_runs
+from places import ROOT, UNKNOWN, committed_runs, in_git
 
 pandas = pytest.importorskip("pandas")
 plt = pytest.importorskip("matplotlib.pyplot")
 pytest.importorskip("scipy")
 import freeze_calls  # noqa: E402 - it imports all of them
 
+pytestmark = [
+    pytest.mark.environment(of="freeze"),
+    pytest.mark.skipif(not in_git(), reason=UNKNOWN),
+]
 SNAPSHOT = Path(__file__).with_name("freeze.json")
 RUNS = [folder.relative_to(ROOT).as_posix() for folder in committed_runs()]
 

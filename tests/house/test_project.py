@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import tomllib
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from places import ROOT
+from places import ROOT, tracked
 
 import nsa
 
@@ -105,19 +104,27 @@ def test_the_readme_lists_every_backend_in_the_order_of_preference():
 
 @pytest.mark.processes
 def test_links_lead_to_what_a_checkout_holds():
-    files = {str(path.relative_to(ROOT)) for path in tracked()}
-    held = files | {str(folder) for name in files for folder in Path(name).parents}
+    files = tracked()
+    held = files.keys() | {str(folder) for name in files for folder in Path(name).parents}
     lost = []
     for name in sorted(name for name in files if name.endswith(".md")):
-        for link in re.findall(r"\]\(([^)\s#]+)", (ROOT / name).read_text()):
+        for link in re.findall(r"\]\(([^)\s#]+)", files[name].read_text()):
             to = os.path.normpath(Path(name).parent / link)
             if not re.match(r"[a-z]+:", link) and to not in held:
                 lost.append(f"{name}: {link}")
     assert lost == []
 
 
-def test_ci_runs_what_the_readme_tells():
-    assert re.search(r"^make .*\btest-all$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+def test_ci_runs_what_the_readme_tells_in_its_order():
+    made = re.findall(r"^make (.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert " ".join(made).split() == ["run", "lint", "test-all"]
+
+
+def test_the_readme_says_the_times_of_the_makefile():
+    make, readme = (ROOT / "Makefile").read_text(), (ROOT / "README.md").read_text()
+    times = re.findall(r"^\w+_TAKES := (.*)$", make, re.MULTILINE)
+    assert len(times) == 3
+    assert [time for time in times if time not in " ".join(readme.split())] == []
 
 
 @pytest.mark.parametrize(
@@ -143,13 +150,6 @@ def test_papermill_finds_the_engine_by_its_entry_point():
     assert found["truthful"] is TruthfulEngine
 
 
-def tracked() -> list[Path]:
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("not a git checkout: nothing tells which files are the project's")
-    return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
-
-
 def machine_traces(text: str) -> list[str]:
     return [
         f"{what}: {found.group()}"
@@ -161,10 +161,10 @@ def machine_traces(text: str) -> list[str]:
 @pytest.mark.processes
 def test_no_tracked_file_tells_of_the_machine_it_was_made_on():
     found = {}
-    for path in tracked():
+    for name, path in tracked().items():
         content = path.read_bytes()
         if b"\0" not in content[:8192] and (traces := machine_traces(content.decode())):
-            found[str(path.relative_to(ROOT))] = traces
+            found[name] = traces
     assert found == {}
 
 
@@ -177,5 +177,5 @@ def test_a_trace_of_a_machine_is_seen_and_a_path_that_is_nobodys_is_none():
 
 @pytest.mark.processes
 def test_no_tracked_file_is_large():
-    large = {path.name: size for path in tracked() if (size := path.stat().st_size) > MAX_BYTES}
+    large = {name: n for name, path in tracked().items() if (n := path.stat().st_size) > MAX_BYTES}
     assert large == {}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from places import NOTEBOOKS
+from places import NOTEBOOKS, ROOT
 from processes import environment_with_package
 
 from nsa.experiments.ab.plan import ABPlan
@@ -101,6 +101,8 @@ BAD = [
 def test_what_a_room_could_not_run_is_refused_before_a_folder_is_made(
     number, given, message, tmp_path
 ):
+    if "mutants_from" in given and not (ROOT / "runs").is_dir():
+        pytest.skip("there are no runs here, as in an sdist, so no name is looked for")
     with pytest.raises(ValueError, match=re.escape(message)):
         run_notebook(number, given, root=tmp_path / "runs", notebooks=NOTEBOOKS)
     assert not (tmp_path / "runs").exists()

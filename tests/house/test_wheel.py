@@ -6,29 +6,27 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
-from places import NOTEBOOKS, ROOT
+from places import NOTEBOOKS, tracked
 
 LEFT_OUT = ("runs/", ".")  # the evidence, and the files of git and of tools
 BUILD = "from setuptools import build_meta as b; b.build_wheel('out'); b.build_sdist('out')"
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.environment(of="wheel")]
 
 
-def tracked() -> set[str]:
-    listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("no checkout, so what belongs to it is unknown")
-    return {name for name in listed.stdout.splitlines() if not name.startswith(LEFT_OUT)}
+def shipped() -> dict[str, Path]:
+    return {name: file for name, file in tracked().items() if not name.startswith(LEFT_OUT)}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A folder with the wheel and the sdist of a copy of this checkout."""
     copy = tmp_path_factory.mktemp("build")
-    for name in tracked():
+    for name, file in shipped().items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, copy / name)
+        shutil.copy(file, copy / name)
     done = subprocess.run([sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return copy / "out"
@@ -39,8 +37,8 @@ def test_the_wheel_has_the_package_whole_and_the_notebooks_in_it(built):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     (outside,) = [name for name in held if ".data/" in name]  # of Jupyter, not of Python
     assert outside.endswith("data/etc/jupyter/jupyter_server_config.d/nsa.json")
-    package = {name for name in tracked() if name.startswith("nsa/")}
-    notebooks = {f"nsa/{name}" for name in tracked() if name.startswith("notebooks/")}
+    package = {name for name in shipped() if name.startswith("nsa/")}
+    notebooks = {f"nsa/{name}" for name in shipped() if name.startswith("notebooks/")}
     assert held - {outside} == package | notebooks
 
 
@@ -48,7 +46,7 @@ def test_the_sdist_has_all_but_the_evidence(built):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as packed:
         held = {name.partition("/")[2] for name in packed.getnames()}
-    assert tracked() - held == set()
+    assert shipped().keys() - held == set()
 
 
 def test_the_wheel_lists_its_notebooks_where_there_is_no_checkout(built, tmp_path):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from places import NOTEBOOKS, ROOT
+from places import NOTEBOOKS, committed_root
 from processes import environment_with_package, free_port
 
 STARTS_S = 120
@@ -24,7 +24,7 @@ def lab(folder: Path, notebook: str) -> Iterator[str]:
     runs lie beside it. Nothing of the user's own settings is read or written."""
     (folder / "notebooks").mkdir()
     shutil.copy(NOTEBOOKS / notebook, folder / "notebooks")
-    (folder / "runs").symlink_to(ROOT / "runs")
+    (folder / "runs").symlink_to(committed_root())
     own = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "RUNTIME")}
     own |= {"JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"), "NSA_HEADLESS": "0"}
     own |= {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "JUPYTER_PLATFORM_DIRS": "1"}

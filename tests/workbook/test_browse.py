@@ -5,7 +5,7 @@ import pytest
 for needed in ("ipywidgets", "matplotlib", "pandas"):
     pytest.importorskip(needed)
 
-from places import ROOT, committed_runs  # noqa: E402
+from places import committed_root, committed_runs  # noqa: E402
 from stored_runs import store_run  # noqa: E402
 
 from nsa.workbook import browse, load, metrics, store  # noqa: E402
@@ -143,7 +143,7 @@ def test_a_damaged_run_says_so_when_it_is_chosen_and_the_others_stay(runs):
 def test_every_notebook_of_the_committed_runs_has_a_picture():
     if not committed_runs():
         pytest.skip("no runs are committed here")
-    live = LivePanel(browse.browser(root=ROOT / "runs"))
+    live = LivePanel(browse.browser(root=committed_root()))
     notebooks = {str(store.load(folder).get("notebook")) for folder in committed_runs()}
     seen = set()
     for notebook in live.controls["notebook"].options:

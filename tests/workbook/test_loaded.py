@@ -107,5 +107,7 @@ def test_the_workbook_names_what_it_has():
 def test_without_any_runs_the_folder_is_named_where_they_would_be(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert loaded.runs_root() == tmp_path / "runs"
+    if not (ROOT / "runs").is_dir():
+        pytest.skip("there are no runs here, as in an sdist")
     monkeypatch.chdir(ROOT / "notebooks")
     assert loaded.runs_root() == ROOT / "runs"

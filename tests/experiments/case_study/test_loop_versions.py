@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from places import ROOT
+from places import tracked
 
 from nsa.experiments.case_study.loop import versions
 from nsa.experiments.case_study.loop.versions import compared, one_query
@@ -47,7 +47,7 @@ def test_an_interpreter_with_the_same_torch_does_exactly_the_same():
     assert first["one_query"]["first"] == 0.0 and first["nodes"] > 0
 
 
-RECORDS = sorted((ROOT / "runs").glob("*/torch_versions-*.json"))
+RECORDS = sorted(tracked("runs/*/torch_versions-*.json").values())
 
 
 def test_the_kept_record_has_two_torches_that_agree_and_the_defect_in_both():

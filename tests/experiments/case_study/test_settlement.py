@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from places import committed_root
 
 from nsa.experiments.case_study import figures
 from nsa.experiments.case_study.settlement import claims, facts, plots, sources, table, trials
@@ -23,6 +23,7 @@ RUNS = {
     "sharding": "04_throughput-c9ebf4f2",
     "ranks": "05_distributed_tracing-220edbf3",
 }
+COMMITTED = committed_root()
 QUICK = (
     "one-query", "boolean-mask", "fp16-adamw", "in-place", "pruning", "branches", "duplicates",
     "checkpointing",
@@ -295,7 +296,7 @@ def test_a_kept_run_that_is_gone_or_lacks_the_row_leaves_its_facts_open(tmp_path
         ({"step5": "03-x"}, "there are no runs in"),
         ({"step5": "01_memory_scaling-28623959"}, "makes no claim 'the same run comes further"),
     ):
-        root = tmp_path if "no runs" in why else ROOT / "runs"
+        root = tmp_path if "no runs" in why else COMMITTED
         known = facts.all_facts(sources.sources({}, runs, root))
         assert known["deadline-moves"].holds is None and why in known["deadline-moves"].why
     with pytest.raises(ValueError, match="no fact reads a run as 'step6'; there are step5"):

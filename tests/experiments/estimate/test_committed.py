@@ -1,13 +1,12 @@
 """What is foretold against peaks that committed runs measured on an H200."""
 
-from pathlib import Path
-
 import pytest
+from places import committed_root
 from torch.utils._device import _device_constructors
 
 from nsa.experiments.estimate import committed
 
-RUNS = Path(__file__).parents[3] / "runs"
+RUNS = committed_root()
 
 
 @pytest.fixture(autouse=True)

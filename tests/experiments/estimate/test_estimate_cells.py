@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from places import ROOT
+from places import committed_root
 
 from nsa.experiments.estimate import cells, child, trials
 from nsa.lab import sweep
@@ -21,6 +21,7 @@ FACTORS = {
     "precisions": ["fp32", "bf16"],
 }
 MIB = 2**20
+COMMITTED = committed_root()
 TINY = {"preset": "cpu_test", "layers": 1, "backend": "gather", "tokens": 64, "data": "synthetic"}
 
 
@@ -120,7 +121,7 @@ def test_committed_peaks_of_a_few_trainings_are_recalled(monkeypatch, tmp_path):
         return [{"allocated": 3 * MIB, "phases": peaks, "message": ""} for _ in specs]
 
     monkeypatch.setattr(trials, "foretell", foretell)
-    rows = trials.recall(ROOT / "runs", 5)
+    rows = trials.recall(COMMITTED, 5)
     assert len(rows) >= 5 and len({row["cell"].partition(",")[0] for row in rows}) == 5
     backends = [row["backend"] for row in rows]
     assert backends == sorted(backends)
@@ -128,7 +129,7 @@ def test_committed_peaks_of_a_few_trainings_are_recalled(monkeypatch, tmp_path):
         foretold = {"forward": 2.0, "backward": 3.0, "optimizer": 1.0, "step": 3.0}[row["mode"]]
         assert row["foretold"] == foretold and row["error"] == foretold / row["measured"] - 1
     assert trials.recall(tmp_path, 5) == []
-    assert len(trials.recall(ROOT / "runs", 10**6)) > 300
+    assert len(trials.recall(COMMITTED, 10**6)) > 300
 
 
 @pytest.mark.gpu

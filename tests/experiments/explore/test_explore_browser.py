@@ -23,6 +23,7 @@ FOLLOWS = """(image) => new Promise((resolve) => {
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.environment(of="browser")
 def test_a_slider_moves_and_the_picture_follows_without_an_error(tmp_path, record_property):
     with lab(tmp_path, NOTEBOOK) as address, browser_page() as (page, wrong):
         page.goto(address)

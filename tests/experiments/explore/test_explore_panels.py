@@ -4,7 +4,7 @@ import io
 import time
 
 import pytest
-from places import ROOT, committed_runs
+from places import committed_root, committed_runs
 
 for needed in ("ipywidgets", "matplotlib", "pandas"):
     pytest.importorskip(needed)
@@ -152,7 +152,7 @@ def test_no_recorded_run_says_which_commands_make_one(tmp_path):
 def test_of_the_committed_runs_every_quantity_and_setup_has_both_pictures():
     if not committed_runs():
         pytest.skip("no runs are committed here")
-    panel = panels.cost(ROOT / "runs")
+    panel = panels.cost(committed_root())
     live = LivePanel(panel)
     quantities = live.controls["quantity"].options
     assert set(quantities) == set(costs.QUANTITIES)
@@ -167,7 +167,7 @@ def test_of_the_committed_runs_every_quantity_and_setup_has_both_pictures():
 def test_at_32k_the_committed_runs_name_a_backend_and_dense_beside_it():
     if not committed_runs():
         pytest.skip("no runs are committed here")
-    panel = panels.cost(ROOT / "runs", tokens=32768)
+    panel = panels.cost(committed_root(), tokens=32768)
     told = panel.told(**panel.start)
     assert told[0].startswith("at T = 32768 ") and "takes least" in told[0]
     assert told[1].startswith("dense attention (")

@@ -3,10 +3,10 @@
 import csv
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import committed_root
 
 from nsa.lab.estimate import reserved
 from nsa.lab.estimate.estimate import COMPILED, estimate
@@ -20,7 +20,7 @@ from nsa.model.llama import LanguageModel
 
 dist = torch.distributed
 MIB = 2**20
-RUNS = Path(__file__).parents[3] / "runs"
+RUNS = committed_root()
 
 
 def spec_of(kind="none", ranks=1, **changes):

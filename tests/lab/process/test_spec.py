@@ -4,7 +4,7 @@ import importlib
 import re
 
 import pytest
-from places import ROOT
+from places import tracked
 
 from nsa.lab.process import renamed
 from nsa.lab.process.child import is_out_of_memory
@@ -49,9 +49,10 @@ def test_what_never_moved_stays_as_it_is():
     assert renamed.current("nsa.lab.plans.calibration:make") == "nsa.lab.search.calibration:make"
 
 
+@pytest.mark.processes
 def test_every_entry_that_a_committed_run_names_is_found():
     found = set()
-    for file in (ROOT / "runs").rglob("*.json"):
+    for file in tracked("runs/**/*.json").values():
         found |= set(re.findall(r"\bnsa\.[a-z_.]+:[a-z_]+", file.read_text()))
     for entry in found:
         module, _, name = renamed.current(entry).partition(":")

@@ -22,6 +22,7 @@ from nsa.workbook.files import read_json
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
+    pytest.mark.environment(of="slurm"),
     pytest.mark.skipif(bool(MISSING), reason=f"not installed here: {', '.join(MISSING)}"),
 ]
 CLI = "import sys; from nsa.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -14,7 +14,7 @@ from test_site_data import table
 from nsa.workbook.files import write_json
 from nsa.workbook.site import build
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.environment(of="browser")]
 pytest.importorskip("myst_nb", reason="needs the extra `site`")
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")

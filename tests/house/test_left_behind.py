@@ -1,0 +1,102 @@
+"""Tests read what git tracks, so nothing that users leave lying about turns one of them red."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from left_behind import plant
+from places import OF_NOTEBOOKS, ROOT, UNKNOWN, in_git, tracked
+from processes import environment_with_package
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.environment(of="left behind"),
+    pytest.mark.skipif(not in_git(), reason=UNKNOWN),
+]
+# Tests that look for files of a kind. The others are handed committed runs by `places`.
+LOOKING = (
+    "tests/cli/test_figures.py",
+    "tests/experiments/case_study/test_decision.py",
+    "tests/experiments/case_study/test_loop_versions.py",
+    "tests/house",
+    "tests/lab/process/test_spec.py",
+    "tests/lab/search/test_plan.py",
+    "tests/workbook/test_browse.py",
+    "tests/workbook/test_loaded.py",
+    "tests/workbook/test_notebooks.py",
+    "tests/workbook/test_places.py",
+    "tests/workbook/test_results.py",
+)
+QUICK = "not slow and not full and not long and not gpu and not environment"
+WHO = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+
+
+def git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", folder, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone in which all that is tracked here is committed as it is here."""
+    folder = tmp_path / "clone"
+    git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(folder))
+    held = tracked()
+    for name in git(ROOT, "ls-files", "-z").split("\0")[:-1]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in held:
+            (folder / name).write_bytes(held[name].read_bytes())
+        else:
+            (folder / name).unlink(missing_ok=True)
+    git(folder, "add", "-A")
+    git(folder, *WHO, "commit", "--quiet", "--allow-empty", "-m", "as it is here")
+    return folder
+
+
+def run_quick(folder: Path) -> str:
+    """Run the quick ones of these tests there; the last lines of what pytest says."""
+    paths = f"{folder}{os.pathsep}{folder / 'tests/support'}"
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-m", QUICK]
+    done = subprocess.run(
+        [*command, *LOOKING],
+        cwd=folder,
+        env=environment_with_package() | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout[-4000:]
+
+
+def test_what_users_leave_lying_about_turns_no_test_red(clone):
+    plant(clone)
+    assert re.search(r"^ M notebooks/01_", git(clone, "status", "--porcelain"), re.MULTILINE)
+    (passed,) = re.findall(r"(\d+) passed", run_quick(clone))
+    assert int(passed) > 300
+
+
+def test_nbval_is_given_the_notebooks_and_runs_that_git_has(clone):
+    plant(clone)
+    command = [sys.executable, "tests/support/places.py", "build/staged"]
+    said = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("notebooks/01_memory_scaling.ipynb is tested as git has it")
+    laid = clone / "build/staged"
+    listed = git(clone, "ls-files", "-z", *OF_NOTEBOOKS).split("\0")[:-1]
+    found = [path for pattern in OF_NOTEBOOKS for path in laid.glob(pattern)]
+    assert sorted(str(path.relative_to(laid)) for path in found) == sorted(listed)
+    for path in found:
+        assert path.read_text() == git(clone, "show", f":{path.relative_to(laid)}")
+    records = git(clone, "ls-files", "-z", "runs/*/*/record.json").split("\0")[:-1]
+    linked = [str(path.relative_to(laid)) for path in laid.glob("runs/*/*/record.json")]
+    assert sorted(linked) == sorted(records)
+
+
+def test_without_git_tests_of_what_is_tracked_are_skipped_and_no_other_is_red(clone):
+    (clone / ".git").rename(clone.parent / "git")
+    (clone / "runs").rename(clone.parent / "runs")  # an sdist leaves them out
+    said = run_quick(clone)
+    assert re.search(r"\d+ passed, \d+ skipped", said)
