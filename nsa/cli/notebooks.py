@@ -152,7 +152,7 @@ def keep(arguments) -> int:
 
 
 def judge(arguments) -> int:
-    """Judge the aims of stored runs again by today's rules: of the same rows and in the same
+    """Judge the claims of stored runs again by today's rules: of the same rows and in the same
     words. A changed verdict says what it was, and the commit that judged it."""
     from nsa.workbook.store import Run, open_store
 
@@ -168,7 +168,7 @@ def judge(arguments) -> int:
 
 
 def _aims(run) -> list:
-    """The claims of a run's notebook that its records alone decide and that may be missed."""
+    """The claims of a run's notebook that its records alone decide."""
     match run.id[:2]:
         case "02":
             from nsa.experiments.comparison.claims import aims
@@ -181,7 +181,8 @@ def _aims(run) -> list:
         case "07" if (run.folder / "selfcheck.json").is_file():
             from nsa.experiments.selfcheck import claims, judged
 
-            return claims.should_hold(judged.read([run.folder / "selfcheck.json"]))
+            rows = judged.read([run.folder / "selfcheck.json"])
+            return [*claims.must_hold(rows), *claims.should_hold(rows)]
     raise ValueError(f"{run.id} has no aims that its records decide; runs of 02, 04 and 07 have")
 
 
@@ -255,6 +256,7 @@ def decide(arguments) -> int:
         print(f"  = {decided.conclusion}")
         for rule in rules:
             print(f"  {rule}")
+            print("".join(f"      evidence {age}\n" for age in rule.ages), end="")
             print("".join(f"      {arguments.runs}/{one}\n" for one in rule.answer.where), end="")
     return GOOD if decision.verdict(rules) == "GO" else FAILED
 
