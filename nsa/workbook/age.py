@@ -22,6 +22,10 @@ class Age:
     removed: int = 0
 
     @property
+    def known(self) -> bool:
+        return self.commits is not None
+
+    @property
     def fresh(self) -> bool:
         """Known, and nothing has changed since."""
         return self.commits == 0
@@ -30,7 +34,7 @@ class Age:
         if not self.commit:
             return f"of no known commit: what changed in {WORDS} since is unknown"
         of = f"of {self.commit[:12]}"
-        if self.commits is None:
+        if not self.known:
             return f"{of}, which git has not here: what changed in {WORDS} since is unknown"
         if not self.commits:
             return f"{of}: nothing changed in {WORDS} since"
@@ -53,9 +57,9 @@ def since(commit: str, at: str = "HEAD", top: Path = PACKAGE.parent) -> Age:
     return Age(commit, int(count), int(added[1] if added else 0), int(removed[1] if removed else 0))
 
 
-def head(top: Path = PACKAGE.parent) -> str:
-    """The commit of the checkout; "" outside of one."""
-    return _git(top, "rev-parse", "--verify", "HEAD").strip()
+def newest(top: Path = PACKAGE.parent) -> str:
+    """The last commit that touched WHERE; "" outside of a checkout."""
+    return _git(top, "rev-list", "-1", "HEAD", "--", *WHERE).strip()
 
 
 def _git(top: Path, *words: str) -> str:

@@ -209,10 +209,10 @@ def page(stored: Stored, root: str | Path = "runs", beside: str | Path = ".", at
     A sentence gives way to the same one of a newer run of the same device and parameters, if that
     decides it or it was not decided here, and the run says so. Those that name no evidence stand
     apart, and so do runs that broke off. Links are relative to the folder `beside`. at: the commit
-    as of which the evidence's age is told, the checkout's where it is empty.
+    as of which the evidence's age is told, the last that touched that code where it is empty.
     """
-    to, at = Path(os.path.relpath(root, beside)).as_posix(), at or age.head()
-    as_of = f"as of commit {at[:12]}" if at else "which is unknown outside of a checkout"
+    to, at = Path(os.path.relpath(root, beside)).as_posix(), at or age.newest()
+    as_of = f"up to commit {at[:12]}" if at else "which is unknown outside of a checkout"
     lines = [*HEADER.format(words=age.WORDS, as_of=as_of).splitlines(), ""]
     bare: list[str] = []
     for notebook in sorted({run.notebook for run in stored.runs}):
@@ -260,7 +260,8 @@ Written by `nsa results`, by hand never. Every sentence is a claim of a stored r
 was computed there: `evidence` opens what it was computed from, an id the folder of a trial, which
 `nsa explain ID` prints. It gives way only to the same sentence of a newer run of the same device
 and parameters, and its run says how often. `nsa decide` says what follows for hung, slow or wrong,
-and GO or NO-GO. What changed in {words} since a run stands with it, {as_of}."""
+and GO or NO-GO. What changed in {words} since a run stands with it,
+{as_of}."""
 TABLE = ("| verdict | sentence | opens |", "|---|---|---|")
 WITHOUT = "Claims that name no evidence: what was not measured in the run, and nothing that counts."
 BROKEN_OFF = "Runs that did not reach their end. What they say does not count."
