@@ -22,10 +22,11 @@ from places import committed_runs
 from nsa.experiments.selfcheck.judged import LATE, NOTHING
 from nsa.experiments.soak.trials import Soak
 from nsa.workbook import metrics
+from nsa.workbook.claim import Claim
 
 RUNS = {folder.name: folder for folder in committed_runs()}
 ROOMS = ("01", "02", "04", "06", "07", "09", "10", "11")
-SAMPLE = 5
+SAMPLE = 3
 # One backend that fits, one T at which two differ, is enough for these, whatever others do. The
 # memory over steps is the level beside which growth is told, of which one window more or less
 # counts for nothing.
@@ -71,7 +72,7 @@ def without(of, every: bool) -> Iterator[tuple[str, object]]:
                 yield f"{part.name}, row {row} blank", replace(of, parts=tuple(parts))
     elif isinstance(of, dict):
         for name in some(of, every):
-            yield f"{name} blank", of | {name: replace(of[name], holds=None)}
+            yield f"{name} blank", of | {name: replace(of[name], value=None)}
     elif of and hasattr(of[0], "skipped"):
         for i in some(range(len(of)), every):
             if not of[i].skipped:
@@ -131,6 +132,11 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("run", ["02_backend_comparison-502ac996", *map(smallest, ROOMS)])
 def test_no_verdict_gets_better_by_what_is_not_measured(run, quick):
     assert flattered(RUNS[run], every=False) == {}
+
+
+def test_a_claim_that_speaks_of_what_nobody_measured_is_noticed(quick, monkeypatch):
+    monkeypatch.setattr(Claim, "over", lambda claim, unmeasured: claim)
+    assert any(" T " in f" {what}" for what in flattered(RUNS[smallest("02")], every=False))
 
 
 @pytest.mark.long
