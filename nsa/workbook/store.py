@@ -173,8 +173,9 @@ class Run:
             if claim and claim.verdict != entry["verdict"]:
                 by = {"commit": facts["commit"], "date": environment.utc_now()}
                 entry |= {"was": entry["verdict"], "judged_again": by}
-                entry |= {"claim": claim.claim, "verdict": claim.verdict}
-                entry |= {"evidence": claim.evidence}
+                if LACKS in claim.claim:
+                    entry |= {"claim": claim.claim, "evidence": claim.evidence}
+                entry |= {"verdict": claim.verdict}
                 changed.append(entry)
             entries.append(entry)
         if changed:
