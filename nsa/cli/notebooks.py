@@ -122,6 +122,7 @@ def runs(arguments) -> int:
 def show(arguments) -> int:
     """Show one run: how it ended, its verdicts, parameters and files."""
     from nsa.workbook.record import load, status_now
+    from nsa.workbook.results import StoredRun
     from nsa.workbook.store import Run, open_store
 
     found = Run(open_store(arguments.runs).find(arguments.run))
@@ -132,6 +133,8 @@ def show(arguments) -> int:
     lasted = "" if seconds is None else f", {seconds} s"
     print(f"  started  {record.get('started')}{lasted}")
     print(f"  rows     {len(found.metrics())} in metrics.csv")
+    stored = StoredRun(found.folder, record)
+    print("\n".join(f"  note     {line}" for line in (str(stored.age()), *stored.labels)))
     parameters = found.folder / "parameters.yaml"
     if parameters.is_file():
         print("  parameters\n    " + parameters.read_text().strip().replace("\n", "\n    "))
